@@ -198,7 +198,7 @@ def compiled_calls(module: Any) -> Iterator[tuple[str, Callable[[], dict[str, An
         if module is not _C and name in EIGHT_BIT_OPS:
             good = lambda good=good: in_bfloat16(good())  # noqa: E731
         function = getattr(module, name)
-        yield name, good, lambda arguments, function=function: function(*arguments.values())
+        yield name, good, lambda args, function=function: function(*args.values())
     sizes = dict.fromkeys(OPS["attention_workspace_size"], 16)
     memory = dict.fromkeys(OPS["sampling_workspace_bytes"], 2)
     layout = {
@@ -225,7 +225,7 @@ def compiled_calls(module: Any) -> Iterator[tuple[str, Callable[[], dict[str, An
         yield (
             name,
             lambda good=good: good,
-            lambda arguments, function=function: function(*arguments.values()),
+            lambda args, function=function: function(*args.values()),
         )
 
 
@@ -236,7 +236,7 @@ def public_calls(module: Any) -> Iterator[tuple[str, Callable[[], dict[str, Any]
         good = lambda name=name: public_arguments(name)  # noqa: E731
         if module is not _C and name in EIGHT_BIT_OPS:
             good = lambda good=good: in_bfloat16(good())  # noqa: E731
-        yield name, good, lambda arguments, name=name: public_call(name)[0](**arguments)
+        yield name, good, lambda args, name=name: public_call(name)[0](**args)
     weight = dense.pack_weight(torch.zeros(5, 4))
     row = {
         "counted_token_ids": torch.zeros(6, dtype=torch.int32),
@@ -256,17 +256,13 @@ def public_calls(module: Any) -> Iterator[tuple[str, Callable[[], dict[str, Any]
         (sampling.count_tokens, {"token_ids": tokens, "prompt_len": 1, **row}),
         (batching.pages_of_block_table, {"block_table": torch.zeros(2, 3, dtype=torch.int32)}),
     ):
-        yield (
-            function.__name__,
-            lambda good=good: good,
-            lambda arguments, f=function: f(**arguments),
-        )
+        yield function.__name__, lambda good=good: good, lambda args, f=function: f(**args)
 
 
 def public_arguments(name: str) -> dict[str, Any]:
     """Return the arguments of a good call of a documented function, including its numbers."""
     good = {**GOOD_CALLS[name](), **public_call(name)[1]}
-    arguments = public_call(name)[1]
+    args = public_call(name)[1]
     options = (
         "eps",
         "norm_eps",
@@ -280,20 +276,18 @@ def public_arguments(name: str) -> dict[str, Any]:
     options += ("policy", "processors", "max_total_draft_tokens", "page_size", "max_seq_len")
     options += ("kv_indptr", "kv_indices")
     parameters = public_call(name)[0].__code__.co_varnames
-    arguments |= {
-        option: good[option] for option in options if option in good and option in parameters
-    }
+    args |= {option: good[option] for option in options if option in good and option in parameters}
     if name in ("prepare_batch", "build_tree", "tree_chains", "find_shared_prefixes"):
-        arguments["out"] = None
+        args["out"] = None
     if name in ("prepare_draft_batch", "advance_draft_batch"):
-        arguments["out"] = None
+        args["out"] = None
     if name == "ngram_propose":
-        arguments["index"] = ngram.NgramIndex.empty(2, 8)
+        args["index"] = ngram.NgramIndex.empty(2, 8)
     if name == "linear":
-        arguments["out_dtype"] = None
+        args["out_dtype"] = None
     if name == "top_logprobs":
-        del arguments["processors"], arguments["processed_logprobs"]
-    return arguments
+        del args["processors"], args["processed_logprobs"]
+    return args
 
 
 SENTENCE = re.compile(r"(?s)^(\w+): (.+?) (must be .+, got .+|has no key .+)")
@@ -357,20 +351,16 @@ def main(device: str, calls: str, every: int = 1) -> int:
                 if op == "count_tokens" and name in NOT_COUNTABLE:
                     continue
                 is_invalid = is_invalid and name not in ACCEPTED.get((op, argument), ())
-                arguments = {
-                    a: guarded(g) if isinstance(g, Tensor) else g for a, g in good().items()
-                }
+                args = {a: guarded(g) if isinstance(g, Tensor) else g for a, g in good().items()}
                 is_plain = isinstance(value, Tensor) and type(value) is Tensor
                 plain = is_plain and value.layout == torch.strided and value.device.type == "cpu"
-                arguments[argument] = guarded(value) if plain and not value.is_nested else value
+                args[argument] = guarded(value) if plain and not value.is_nested else value
                 tried += 1
-                fault = fault_of(
-                    op, argument, lambda arguments=arguments, run=run: run(arguments), is_invalid
-                )
+                fault = fault_of(op, argument, lambda args=args, run=run: run(args), is_invalid)
                 if fault:
                     wrong += 1
                     print(f"{op}({argument}={name}): {fault}"[:400])
-                del arguments
+                del args
     print(f"{tried} calls, {wrong} of them wrong")
     return 1 if wrong else 0
 

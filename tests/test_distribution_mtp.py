@@ -194,9 +194,8 @@ class Drafts:
 
     tokens: list[int] = field(default_factory=list)
     probs: list[Tensor] = field(default_factory=list)
-    before: list[int] = field(
-        default_factory=list
-    )  # half of the vocabulary of the last draft, or -1
+    # Half of the vocabulary in which the position's earlier draft lies, or -1.
+    before: list[int] = field(default_factory=list)
     _last: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def note(self, indptr: Tensor, drafts: Tensor, arguments: dict[str, Any]) -> None:

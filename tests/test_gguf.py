@@ -642,7 +642,7 @@ PARTS = {
 }
 
 
-def pre_tokenizer_of(pre: str) -> Any:
+def splitter(pre: str) -> Any:
     """Return the pre-tokenizer of a file with this `tokenizer.ggml.pre`."""
     metadata = {
         "tokenizer.ggml.model": "gpt2",
@@ -654,15 +654,14 @@ def pre_tokenizer_of(pre: str) -> Any:
     return HfTokenizer.from_str(json.dumps(whole)).pre_tokenizer
 
 
-def split(pre_tokenizer: Any, text: str) -> list[str]:
-    parts = [part for part, _ in pre_tokenizer.pre_tokenize_str(text)]
+def pieces_of(pre_tokenizer: Any, text: str) -> list[str]:
     decoder = decoders.ByteLevel()
-    return [decoder.decode([part]) for part in parts]
+    return [decoder.decode([piece]) for piece, _ in pre_tokenizer.pre_tokenize_str(text)]
 
 
 def test_texts_are_split_as_by_the_models_own_pre_tokenizers() -> None:
     for pre, parts in PARTS.items():
-        found = split(pre_tokenizer_of(pre), WORDS)
+        found = pieces_of(splitter(pre), WORDS)
         assert found[: len(parts)] == parts, pre
         assert "".join(found) == WORDS
     for pre, same in {
@@ -672,7 +671,7 @@ def test_texts_are_split_as_by_the_models_own_pre_tokenizers() -> None:
         "smaug-bpe": "llama-bpe",
         "gpt-2": "default",
     }.items():
-        assert split(pre_tokenizer_of(pre), WORDS) == split(pre_tokenizer_of(same), WORDS)
+        assert pieces_of(splitter(pre), WORDS) == pieces_of(splitter(same), WORDS)
 
 
 def test_split_expressions_agree_with_python_regex() -> None:
@@ -693,7 +692,7 @@ def test_split_expressions_agree_with_python_regex() -> None:
     for _ in range(300):
         text = "".join(generator.choices(letters, k=30))
         for pre, expression in known.items():
-            assert split(pre_tokenizer_of(pre), text) == regex.findall(expression, text), (
+            assert pieces_of(splitter(pre), text) == regex.findall(expression, text), (
                 pre,
                 text,
             )
@@ -703,7 +702,7 @@ def test_split_expressions_agree_with_python_regex() -> None:
     )
     for _ in range(300):
         text = "".join(generator.choices(letters.replace("²", "").replace("Ⅻ", ""), k=30))
-        assert split(pre_tokenizer_of("smollm"), text) == split(own, text)
+        assert pieces_of(splitter("smollm"), text) == pieces_of(own, text)
 
 
 @pytest.mark.parametrize("pre,begins", [("llama-bpe", True), ("tekken", True), ("qwen2", False)])

@@ -111,9 +111,7 @@ def test_slow_grammars_run_one_at_a_time_in_a_tenth_of_the_time(stepping: Any) -
     assert steps.deferred(0, 1, 2) == {1, 2} and not steps.grammar(2).preparing
     steps.now += 0.02
     steps.deferred(0, 1, 2)
-    assert steps.grammar(2).preparing and not steps.grammar(1).preparing, (
-        "the longest waiting one is next"
-    )
+    assert steps.grammar(2).preparing and not steps.grammar(1).preparing, "longest wait first"
     steps.finish(2)
     assert steps.deferred(0, 1, 2) == {1}
     # A prompt of another request counts as other work.
@@ -143,9 +141,7 @@ def test_slowness_is_relative_to_the_rest_of_a_step(stepping: Any) -> None:
     assert steps.deferred(0, 1) == set()
     steps.note([0, 1], rest=0.03)
     assert steps.deferred(0, 1) == {1}
-    assert steps.turns.most_drafts(steps.requests[1]) == 7, (
-        "as many as fit into the time of the rest of the step"
-    )
+    assert steps.turns.most_drafts(steps.requests[1]) == 7, "as long as the rest of the step"
     small = stepping(0.003, 0.003, 0.003)
     small.deferred(0, 1, 2)
     for index in range(3):

@@ -403,9 +403,7 @@ def test_pages_are_matched_only_with_their_salt() -> None:
     for salt in ("a", None):
         pages = pool.allocate(1)
         assert pages is not None
-        assert pool.register(pages[0], None, [1, 2], None, salt) == pages[0], (
-            "a page of another salt"
-        )
+        assert pool.register(pages[0], None, [1, 2], None, salt) == pages[0], "another salt"
         pool.release(pages)
     assert pool.match_prefix([1, 2], 2, None, "b") == []
     found = [pool.match_prefix([1, 2], 2, None, salt) for salt in ("a", None)]

@@ -438,9 +438,7 @@ def test_damaged_messages_are_never_used(
 
 
 def test_oversized_message_closes_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        transports, "SECONDS", 600.0
-    )  # a server that waited for the bytes would be too slow
+    monkeypatch.setattr(transports, "SECONDS", 600.0)  # waiting for the bytes would be too slow
     transport = TcpTransport("127.0.0.1", 0, Leases(60, 1 << 30), [])
     with socket.create_connection((transport.host, transport.port), timeout=300) as reader:
         reader.sendall(struct.pack("<II", 60 << 20, 0))
@@ -592,10 +590,10 @@ def test_threads_are_divided_fairly_among_clients() -> None:
 
 @pytest.mark.parametrize("kind", ["heads", "states"])
 @pytest.mark.parametrize("missing", [None, 0, -1])
-@pytest.mark.parametrize("prefill_ranks,decode_ranks", [(2, 2), (2, 1), (1, 2)])
+@pytest.mark.parametrize("senders,readers", [(2, 2), (2, 1), (1, 2)])
 @pytest.mark.fast("2-1-None-heads", "1-2-0-states", ci=("*-heads", "2-2-*-states", "2-1-0-states"))
 def test_ranks_fetch_their_shards(
-    models: dict[str, Path], kind: str, missing: int | None, prefill_ranks: int, decode_ranks: int
+    models: dict[str, Path], kind: str, missing: int | None, senders: int, readers: int
 ) -> None:
     """If the pages of one rank are missing, all ranks compute the prompt."""
     settings = {"model": str(models[kind]), "exact_across_tp": 2}
@@ -615,19 +613,19 @@ def test_ranks_fetch_their_shards(
         (done,) = decode.generate(JOB.prompts, GREEDY)
         return done.token_ids, done.logprobs, decode.stats.prefix_cache_hits
 
-    leased = on_ranks(prefill_ranks, lambda ranks: offered(engine(ranks)), slices=2)
+    leased = on_ranks(senders, lambda ranks: offered(engine(ranks)), slices=2)
     transfer = leased[0][2]
     assert [one for _, _, one in leased] == [
         transfer
-    ] * prefill_ranks and transfer.remote_port is not None
+    ] * senders and transfer.remote_port is not None
     ports = transfer.remote_ports or [transfer.remote_port]
-    assert len(set(ports)) == prefill_ranks
+    assert len(set(ports)) == senders
     if missing is not None:
         ports[missing] = 1
     fetch_job = structs.replace(JOB, kv_transfer=structs.replace(transfer, remote_ports=ports))
     hits = 64 if missing is None else 0
-    outputs = on_ranks(decode_ranks, continue_jobs, slices=2)
-    assert outputs == [(alone.token_ids, alone.logprobs, hits)] * decode_ranks
+    outputs = on_ranks(readers, continue_jobs, slices=2)
+    assert outputs == [(alone.token_ids, alone.logprobs, hits)] * readers
     for leasing, leases, _ in leased:
         with leasing:
             if missing is None:  # until the last reader has released it
@@ -684,17 +682,17 @@ WITH_RANKS = [
 ]
 
 
-@pytest.mark.parametrize("kind,cache,method,prefill_ranks,decode_ranks", WITH_RANKS)
+@pytest.mark.parametrize("kind,cache,method,senders,readers", WITH_RANKS)
 def test_any_rank_counts_keep_the_bits_of_one_engine(
     models: dict[str, Path],
     kind: str,
     cache: str,
     method: str,
-    prefill_ranks: int,
-    decode_ranks: int,
+    senders: int,
+    readers: int,
 ) -> None:
     """The one engine has as many virtual TP ranks, and does not speculate."""
-    virtual_ranks = max(prefill_ranks, decode_ranks)
+    virtual_ranks = max(senders, readers)
     settings = {**CACHES[cache], "model": str(models[kind]), "exact_across_tp": virtual_ranks}
     lookahead = 1 if method == "mtp" else 0
 
@@ -709,7 +707,7 @@ def test_any_rank_counts_keep_the_bits_of_one_engine(
 
     def continue_jobs(ranks: Ranks) -> Any:
         decode, moved = engine(ranks), []
-        own = [computed[one] for one in sources(prefill_ranks, ranks.size, ranks.rank)]
+        own = [computed[one] for one in sources(senders, ranks.size, ranks.rank)]
         for prompt, *parts in zip(PROMPTS, *own, strict=True):
             expected = decode.expected(prompt, SEEDED)
             parts = [cut(part, ranks.size, ranks.rank) for part in parts]
@@ -722,10 +720,10 @@ def test_any_rank_counts_keep_the_bits_of_one_engine(
             assert spec.num_accepted_tokens == spec.num_draft_tokens > 50
         return outputs
 
-    computed = on_ranks(prefill_ranks, compute, slices=virtual_ranks)
+    computed = on_ranks(senders, compute, slices=virtual_ranks)
     assert (
-        on_ranks(decode_ranks, continue_jobs, slices=virtual_ranks)
-        == [run(make(NAIVE, **settings), SEEDED)] * decode_ranks
+        on_ranks(readers, continue_jobs, slices=virtual_ranks)
+        == [run(make(NAIVE, **settings), SEEDED)] * readers
     )
 
 
@@ -742,9 +740,9 @@ def test_pages_of_another_exact_across_tp_are_refused(models: dict[str, Path]) -
 COUNTS = (1, 2, 4, 8)
 
 
-@pytest.mark.parametrize("prefill_ranks", COUNTS)
-@pytest.mark.parametrize("decode_ranks", COUNTS)
-def test_every_head_is_transferred_once(prefill_ranks: int, decode_ranks: int) -> None:
+@pytest.mark.parametrize("senders", COUNTS)
+@pytest.mark.parametrize("readers", COUNTS)
+def test_every_head_is_transferred_once(senders: int, readers: int) -> None:
     """Each decode rank gets its own heads, and every prefill rank sends some."""
     widths = (3, 1)
     layouts = [Layout("int16", (2, 4 * heads, 5), widths) for heads in (1, 2, 4, 8, 16)]
@@ -782,16 +780,16 @@ def test_every_head_is_transferred_once(prefill_ranks: int, decode_ranks: int) -
             data += part.numpy().tobytes()
         return Pages(own, bytearray(data))
 
-    sent = [pages(header(prefill_ranks, rank)) for rank in range(prefill_ranks)]
-    for reader in range(decode_ranks):
-        ranks = sources(prefill_ranks, decode_ranks, reader)
-        parts = [cut(sent[rank], decode_ranks, reader) for rank in ranks]
-        expected = header(decode_ranks, reader)
+    sent = [pages(header(senders, rank)) for rank in range(senders)]
+    for reader in range(readers):
+        ranks = sources(senders, readers, reader)
+        parts = [cut(sent[rank], readers, reader) for rank in ranks]
+        expected = header(readers, reader)
         assert sum(len(part.data) for part in parts) == expected.num_bytes
         assert joined(parts, expected) == pages(expected)
-        for rank in set(range(prefill_ranks)) - set(ranks):
+        for rank in set(range(senders)) - set(ranks):
             with pytest.raises(HandoffError, match=f"nothing to read of rank {rank} of"):
-                cut(sent[rank], decode_ranks, reader)
-    assert {
-        one for i in range(decode_ranks) for one in sources(prefill_ranks, decode_ranks, i)
-    } == set(range(prefill_ranks))
+                cut(sent[rank], readers, reader)
+    assert {one for i in range(readers) for one in sources(senders, readers, i)} == set(
+        range(senders)
+    )

@@ -145,9 +145,7 @@ def test_include_directions(path: Path) -> None:
             assert checks, "only the checks see tensors"
         assert other not in ("torch", "ATen", "c10"), "no libtorch"
         if other == "simt" and area != "simt":
-            assert relative(path) in SIMT_ENTRY_POINTS, (
-                "only SIMT_ENTRY_POINTS include the interpreter"
-            )
+            assert relative(path) in SIMT_ENTRY_POINTS, "only entry points include it"
 
 
 # Files in which the interpreter replaces CUDA.
@@ -306,9 +304,7 @@ def test_import_directions(path: Path) -> None:
     if inside.parts[0] == "cli":
         assert not any(name.startswith("specops._C") for name in ours), "only ops touch _C"
         heavy = {name for name in ours if name.startswith("specops.engine")} | (top & {"torch"})
-        assert not heavy or inside.name in CLI_WITH_ENGINE, (
-            "commands without an engine start without torch"
-        )
+        assert not heavy or inside.name in CLI_WITH_ENGINE, "it starts without torch"
         return
     if inside.parts == ("dynamo.py",):
         above = {name for name in ours if name.startswith(("specops._C", "specops.server"))}
@@ -326,9 +322,7 @@ def test_import_directions(path: Path) -> None:
     may_use_disaggregated = (
         relative(path) in IMPORTS_DISAGGREGATED or inside.parts[0] == "disaggregated"
     )
-    assert may_use_disaggregated or not uses_disaggregated, (
-        "it is imported only where a role requires it"
-    )
+    assert may_use_disaggregated or not uses_disaggregated, "a role imports it"
     if inside.parts[0] in ("engine", "server", "service", "disaggregated"):
         assert not any(name.startswith("specops._C") for name in ours), "only ops touch _C"
         assert inside.parts[0] == "server" or not any(
@@ -347,9 +341,7 @@ def test_import_directions(path: Path) -> None:
             }
             assert not beyond, "the server uses the client of the engine and plain data"
         return
-    assert not any(name.startswith("specops.engine") for name in ours), (
-        "ops are independent of the engine"
-    )
+    assert not any(name.startswith("specops.engine") for name in ours), "ops use no engine"
     is_reader = inside.parts[0] == "checkpoints"
     readers = {name for name in ours if name.startswith("specops.checkpoints")}
     assert is_reader or not readers, "ops do not read files"

@@ -343,9 +343,8 @@ def test_drafts_after_pauses_equal_the_oracle(served: Path, made: list[Made], sp
     for one in done[: 6 if span > CATCH_UP else None]:  # drafting resumes after every pause
         text = [*one.prompt_token_ids, *one.token_ids]
         assert max(len(m.prefix) for m in made if m.prefix == text[: len(m.prefix)]) > 80
-    assert any(one.begin for one in made) == (
-        span > CATCH_UP
-    )  # modules start anew after long pauses
+    # Modules start anew after long pauses.
+    assert any(one.begin for one in made) == (span > CATCH_UP)
     Oracle(served).check(made)
 
 

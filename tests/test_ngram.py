@@ -92,11 +92,7 @@ def poisoned_index(batch: int, entries: int, device: str, **options: Any) -> Ngr
     [
         ([1, 2, 3, 9, 1, 2, 4, 9, 1, 2], (1, 3), [4, 9, 1, 2]),  # most recent of two bigrams
         ([5, 1, 2, 3, 9, 7, 1, 2, 4, 5, 1, 2], (1, 3), [3, 9, 7, 1]),  # longer beats more recent
-        (
-            [5, 1, 2, 3, 9, 7, 1, 2, 4, 5, 1, 2],
-            (1, 2),
-            [4, 5, 1, 2],
-        ),  # unless the size is above the maximum
+        ([5, 1, 2, 3, 9, 7, 1, 2, 4, 5, 1, 2], (1, 2), [4, 5, 1, 2]),  # within the maximal size
         ([1, 2, 3, 4], (1, 3), []),  # nothing repeats
         ([1, 2, 3, 2], (2, 3), []),  # shorter than the minimum
         ([1, 2, 3, 2], (1, 3), [3, 2]),  # clipped at the end of the row
@@ -394,32 +390,24 @@ def colliding(token: int, before: int, other: int) -> int:
 @pytest.mark.parametrize("leftmost", [False, True])
 def test_equal_hashes_change_no_draft(device: str, isa: str, leftmost: bool) -> None:
     """Many bigrams of the row have one hash: each has its own entry, and the text decides."""
-    collisions = [(colliding(5, 4, other), other) for other in range(100, 140)]
+    clashes = [(colliding(5, 4, other), other) for other in range(100, 140)]
     filler = iter(range(1000, 4000))
     row: list[int] = []
-    for pair in [(4, 5), *collisions[:30]]:
+    for pair in [(4, 5), *clashes[:30]]:
         row += [*pair, next(filler), next(filler)]
     index = poisoned_index(1, 4000, device)
     options: dict[str, Any] = {"leftmost": leftmost, "index": index}
-    for pair in [
-        (4, 5),
-        collisions[29],
-        collisions[33],
-        collisions[0],
-        collisions[0],
-        (4, 5),
-        collisions[33],
-    ]:
+    for pair in [(4, 5), clashes[29], clashes[33], clashes[0], clashes[0], (4, 5), clashes[33]]:
         row += [*pair]
         counts = propose([row], [2], 2, (2, 2), device, 400, **options)[1]
-        assert counts == [0 if pair == collisions[33] and row.count(pair[1]) == 1 else 2]
+        assert counts == [0 if pair == clashes[33] and row.count(pair[1]) == 1 else 2]
         row += [next(filler), next(filler)]
     assert index.state.tolist()[0][0] > 100
-    # Too many collisions in a row: the index counts as full, and the drafts are the same.
-    collisions = [(colliding(5, 4, other), other) for other in range(5000, 5100)]
-    row = [token for pair in collisions for token in (*pair, next(filler))]
+    # Too many clashes in a row: the index counts as full, and the drafts are the same.
+    clashes = [(colliding(5, 4, other), other) for other in range(5000, 5100)]
+    row = [token for pair in clashes for token in (*pair, next(filler))]
     index = poisoned_index(1, 4000, device)
-    for pair in (collisions[70], collisions[3], collisions[99]):
+    for pair in (clashes[70], clashes[3], clashes[99]):
         for _ in range(2):
             propose([[*row, *pair]], [2], 2, (2, 2), device, 400, leftmost=leftmost, index=index)
     assert index.state.tolist()[0][0] < 0

@@ -132,9 +132,7 @@ def test_answer_is_copied(served: Served, browser: Browser) -> None:
         choose(page, "chat")
         fill(page, prompt="# a<|end|>", tokens="20")
         run(page)
-        page.evaluate(
-            "setTimeout = () => 0"
-        )  # the button's label would change back after two seconds
+        page.evaluate("setTimeout = () => 0")  # or the label changes back after two seconds
         page.locator("article").get_by_role("button", name="Copy").click()
         expect(page.locator("article").get_by_role("button", name="Copied")).to_be_visible()
         assert page.evaluate("navigator.clipboard.readText()") == "# a"

@@ -711,9 +711,7 @@ def test_empty_fields_mean_their_placeholders(page: Page) -> None:
     assert body["speculative_config"]["num_speculative_tokens"] == 3
     assert (body["max_tokens"], body["temperature"], body["top_p"]) == (160, 0.5, 1)
     for name, value in shown.items():
-        assert page.locator(f"#{name}").input_value() == value, (
-            "the values of the run are filled in"
-        )
+        assert page.locator(f"#{name}").input_value() == value, "filled in by the run"
 
 
 @needs_chromium
