@@ -17,7 +17,7 @@ import simt
 import skips
 import specops
 import torch
-from fake_gpu import OP_MODULES
+from fake_gpu import OP_MODULES, FakeGpu
 from rounding import assert_error_at_most, distance, rounding_errors
 from specops import _C
 from torch import Tensor
@@ -384,6 +384,28 @@ def reference_server(mtp_model: Path) -> Iterator[Any]:
 
     with one_server(mtp_model) as one:
         yield one
+
+
+@pytest.fixture
+def use_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeGpu]:
+    """Return a function that replaces the device of later engines by a fake GPU."""
+
+    def make(**arguments: Any) -> FakeGpu:
+        device = FakeGpu(**arguments)
+        monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
+        return device
+
+    return make
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the CPU kernels by the CUDA kernels in the interpreter."""
+    module = simt.load()
+    module.set_schedule("in_order", 0)
+    module.set_landing("late")
+    for op_module in OP_MODULES:
+        monkeypatch.setattr(op_module, "_C", module)
 
 
 def assert_close(op: Callable[..., Tensor], got: Tensor, *inputs: Tensor) -> None:

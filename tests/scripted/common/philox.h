@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Replaces csrc/common/philox.h when the sampling ops are compiled for tests of the exact output
-// distribution: every uniform comes from a table, so that a test can integrate over it.
+// Stands in the place of csrc/common/philox.h when the sampling ops are compiled for tests/exact_distribution.py:
+// every uniform comes from a table, so that a test can integrate over it.
 #pragma once
 
 #define philox_uniform generated_uniform

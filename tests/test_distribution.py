@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exact distribution of emitted tokens, and samples of a hundred thousand tokens.
 
-laws.py integrates the distribution. Verifiers with one planted bug each must fail these checks.
+exact_distribution.py integrates it. Verifiers with one planted bug each must fail these checks.
 
 A check is a function of the ops: the reference, the CPU kernels or the CUDA kernels in the
 interpreter, the last two compiled with scripted uniforms.
@@ -13,27 +13,27 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from laws import (
+from exact_distribution import (
     LATTICE,
     ROOT,
     START,
     WARM,
     Coins,
+    Distribution,
     Game,
-    Law,
     ProductionOps,
     ReferenceOps,
     closed_form,
     column,
+    distribution_error,
     every_processor,
     integrate,
-    law_error,
     make_world,
     mean_accepted,
     play_chain,
     play_tree,
     tokens_of,
-    with_every_coin,
+    with_all_coins,
 )
 from specops import reference, sampling
 from specops.sampling import AcceptPolicy, LogitsProcessors, Purpose, VerifyStrategy
@@ -50,75 +50,75 @@ SEED = 7  # of a world in which every decision matters
 world = cache(make_world)
 
 
-def check_law(
+def check_distribution(
     ops: Any, game: Game, expected: Tensor | None = None, parents: list[int] | None = None
-) -> Law:
-    """One token more than drafts, every step; and the law."""
+) -> Distribution:
+    """Check the distribution, and that every step emits one token more than accepted drafts."""
     play = play_chain(ops, game) if parents is None else play_tree(ops, game, parents)
-    law = integrate(ops, play)
+    distribution = integrate(ops, play)
     vocab = game.world.target.shape[1]
-    depths = torch.tensor([len(tokens_of(int(s), vocab)) for s in law.outcomes[:, 0]])
-    assert torch.equal(depths, law.outcomes[:, 1] + game.steps)
-    error = law_error(law, game.world, expected)
+    depths = torch.tensor([len(tokens_of(int(s), vocab)) for s in distribution.outcomes[:, 0]])
+    assert torch.equal(depths, distribution.outcomes[:, 1] + game.steps)
+    error = distribution_error(distribution, game.world, expected)
     assert error < TOLERANCE, f"a sequence is off by {error:.2e}"
-    return law
+    return distribution
 
 
 # ---- the checks: distributions ----
 
 
 def rejection(ops: Any, form: str, vocab: int = 4, k: int = 2) -> None:
-    check_law(ops, Game(world(vocab, k + 1, SEED), k, REJECTION, draft_form=form))
+    check_distribution(ops, Game(world(vocab, k + 1, SEED), k, REJECTION, draft_form=form))
 
 
 def block(ops: Any, form: str, vocab: int = 4, k: int = 2) -> None:
-    """At least as many drafts as rejection, and more of them where two of them were drawn."""
+    """Compare with rejection: block verification accepts more if two drafts were drawn."""
     game = Game(world(vocab, k + 1, SEED), k, BLOCK, draft_form=form)
-    law = check_law(ops, game)
-    other = check_law(ops, game._replace(strategy=REJECTION))
-    assert mean_accepted(law) > mean_accepted(other) - 1e-6
+    distribution = check_distribution(ops, game)
+    other = check_distribution(ops, game._replace(strategy=REJECTION))
+    assert mean_accepted(distribution) > mean_accepted(other) - 1e-6
     drawn = {"one_hot": 0, "rows": k - 1}.get(form, k)
-    assert drawn < 2 or mean_accepted(law) > mean_accepted(other) + 1e-3
+    assert drawn < 2 or mean_accepted(distribution) > mean_accepted(other) + 1e-3
 
 
 def target_match(ops: Any, vocab: int = 4, k: int = 2) -> None:
-    check_law(ops, Game(world(vocab, k + 1, SEED), k, TARGET_MATCH))
+    check_distribution(ops, Game(world(vocab, k + 1, SEED), k, TARGET_MATCH))
 
 
 def greedy(ops: Any) -> None:
-    """Whatever the temperature."""
+    """Greedy verification ignores the temperature."""
     cold = make_world(3, 3, filters={"temperature": 0.0})
-    law = check_law(ops, Game(cold, 2, GREEDY))
-    assert 0.1 < mean_accepted(law) < 1.9
+    distribution = check_distribution(ops, Game(cold, 2, GREEDY))
+    assert 0.1 < mean_accepted(distribution) < 1.9
 
 
 def topp(ops: Any) -> None:
-    """Biased, as documented: a draft inside the nucleus is taken, whatever its probability."""
+    """Check the documented bias: any draft inside the nucleus is accepted."""
     filters = {"top_p": 0.7, "temperature": 0.8}
     game = Game(make_world(4, 3, filters=filters), 2, TOPP, filters=filters)
     expected = closed_form(game, lambda s, row: (game.world.target[s] > 0).double())
-    check_law(ops, game, expected)
-    unbiased = check_law(ops, game._replace(strategy=REJECTION))
+    check_distribution(ops, game, expected)
+    unbiased = check_distribution(ops, game._replace(strategy=REJECTION))
     assert (
-        law_error(unbiased, game.world)
+        distribution_error(unbiased, game.world)
         < TOLERANCE
-        < law_error(integrate(ops, play_chain(ops, game)), game.world)
+        < distribution_error(integrate(ops, play_chain(ops, game)), game.world)
     )
 
 
 def policies(ops: Any, strategy: int) -> None:
-    """Drafts at given rates, all, none; then the row's own token, whatever the strategy."""
+    """Check the accept policies, which replace the test of any strategy."""
     rates = (0.75, 0.3)
     game = Game(world(3, 3), 2, strategy, accept_rates=rates)
     if strategy == GREEDY:
         game = game._replace(world=make_world(3, 3, filters={"temperature": 0.0}))
-    for policy, taken in (
+    for policy, acceptance in (
         (AcceptPolicy.SYNTHETIC, lambda s, row: rates[row]),
         (AcceptPolicy.ACCEPT_ALL, lambda s, row: 1.0),
         (AcceptPolicy.REJECT_ALL, lambda s, row: 0.0),
     ):
         forced = game._replace(policy=policy)
-        check_law(ops, forced, closed_form(forced, taken))
+        check_distribution(ops, forced, closed_form(forced, acceptance))
 
 
 def filters(ops: Any, strategy: int) -> None:
@@ -130,58 +130,58 @@ def filters(ops: Any, strategy: int) -> None:
         {"temperature": 1.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.9},
     ):
         game = Game(make_world(4, 2, filters=some), 1, strategy, filters=some)
-        law = check_law(ops, game)
-        assert (game.world.target == 0).any() and 0 < mean_accepted(law) < 1
+        distribution = check_distribution(ops, game)
+        assert (game.world.target == 0).any() and 0 < mean_accepted(distribution) < 1
 
 
 def processors(ops: Any, strategy: int) -> None:
-    """Penalties and all the rest: drafts in flight count as if they had been emitted."""
+    """Check that drafts in flight count as emitted tokens in all processors."""
     of = every_processor(4, 3)
     game = Game(make_world(4, 3, processors_of=of), 2, strategy, processors_of=of)
-    law = check_law(ops, game)
-    assert 0.1 < mean_accepted(law) < 1.9
+    distribution = check_distribution(ops, game)
+    assert 0.1 < mean_accepted(distribution) < 1.9
 
 
 def processors_over_steps(ops: Any) -> None:
     of = every_processor(3, 4)
-    check_law(
+    check_distribution(
         ops,
         Game(make_world(3, 4, processors_of=of), 1, REJECTION, steps=2, processors_of=of),
     )
 
 
 def two_steps(ops: Any, strategy: int, seed: int = 1) -> None:
-    """One variable per distinct key: a coin that the first step looked at shows in the second."""
-    check_law(ops, Game(world(2, 6, seed), 2, strategy, steps=2))
+    """Check that no uniform of the first step biases the second."""
+    check_distribution(ops, Game(world(2, 6, seed), 2, strategy, steps=2))
 
 
 def ragged_steps(ops: Any, strategy: int) -> None:
-    """Some prefixes have fewer drafts than others, or none."""
-    check_law(ops, Game(world(3, 4), 1, strategy, steps=2, ragged=True))
+    """Let some prefixes have fewer drafts than others, or none."""
+    check_distribution(ops, Game(world(3, 4), 1, strategy, steps=2, ragged=True))
 
 
 def steps_of_rows(ops: Any, strategy: int) -> None:
-    """Some prefixes have drafts that were drawn, others such that are held to be certain."""
-    check_law(ops, Game(world(3, 4), 1, strategy, steps=2, draft_form="rows"))
+    """Let some prefixes have drafts with a distribution, and others one-hot drafts."""
+    check_distribution(ops, Game(world(3, 4), 1, strategy, steps=2, draft_form="rows"))
 
 
 def tree(ops: Any, strategy: int, form: str, parents: list[int] = TREE, vocab: int = 4) -> None:
     made = make_world(vocab, 3, SEED, filters={"temperature": 0.0} if strategy == GREEDY else None)
-    check_law(ops, Game(made, 2, strategy, draft_form=form), parents=parents)
+    check_distribution(ops, Game(made, 2, strategy, draft_form=form), parents=parents)
 
 
 def tree_processors(ops: Any) -> None:
-    """A row counts the drafts on its way from the root, and no others."""
+    """Check that a row counts the drafts on its path from the root, and no others."""
     of = every_processor(4, 3)
     game = Game(make_world(4, 3, processors_of=of), 2, REJECTION, processors_of=of)
-    check_law(ops, game, parents=[-1, -1, 1, 0])
+    check_distribution(ops, game, parents=[-1, -1, 1, 0])
 
 
-# ---- the checks: equalities, for what leaves the law alone ----
+# ---- the checks: equalities, for bugs that do not change the distribution ----
 
 
 def keys(ops: Any) -> None:
-    """Which uniforms decide: purpose, position, sub-index and anchor as documented, no others."""
+    """Check that the uniforms with the documented keys decide, and no others."""
     p, k = START, 2
     first = range(p, p + k)
 
@@ -200,21 +200,21 @@ def keys(ops: Any) -> None:
         | own([p + k], p + 1),
     }
     for strategy in VerifyStrategy:
-        some = {"top_p": 0.8} if strategy == TOPP else {}  # else no draft is refused
+        some = {"top_p": 0.8} if strategy == TOPP else {}  # otherwise no draft is rejected
         game = Game(make_world(4, 3, SEED, filters=some), k, strategy, filters=some)
         assert integrate(ops, play_chain(ops, game)).keys == expected[strategy]
         none = integrate(ops, play_chain(ops, game._replace(k=0)))
         assert none.keys == (set() if strategy == GREEDY else own([p]))
     game = Game(world(4, 3, SEED), 2, REJECTION, draft_form="one_hot")
     got = integrate(ops, play_tree(ops, game, TREE)).keys
-    wanted = accept(first) | accept([p], sub=1) | residual(first) | own([p + 1, p + 2])
-    assert {key for key in got if key[1] in list(Purpose)} == wanted
+    expected_keys = accept(first) | accept([p], sub=1) | residual(first) | own([p + 1, p + 2])
+    assert {key for key in got if key[1] in list(Purpose)} == expected_keys
 
 
 def ties(ops: Any) -> None:
-    """Among equal logits the lowest ids are kept, wherever a filter cuts."""
+    """Check that every filter retains the lowest ids among equal logits."""
     row = torch.tensor([1.0, 3.0, 3.0, 3.0, 3.0, 1.0])
-    for some, kept in (
+    for some, retained in (
         ({"temperature": 0.0}, [1]),
         ({"top_k": 3}, [1, 2, 3]),
         ({"top_p": 0.0}, [1]),
@@ -233,11 +233,11 @@ def ties(ops: Any) -> None:
             rows = row.expand(n, -1).contiguous()
             return ops.sample(rows, positions, seeds=seeds, **parameters)[:, None].long()
 
-        law = integrate(ops, play)
+        distribution = integrate(ops, play)
         got = torch.zeros(len(row), dtype=torch.float64)
-        got.index_add_(0, law.outcomes[:, 0], law.masses)
+        got.index_add_(0, distribution.outcomes[:, 0], distribution.masses)
         expected = torch.zeros(len(row), dtype=torch.float64)
-        expected[kept] = 1 / len(kept)
+        expected[retained] = 1 / len(retained)
         assert (got - expected).abs().max() < TOLERANCE, some
 
 
@@ -261,7 +261,7 @@ COINS = [0.0, 0.5, 1 - 1 / LATTICE]
 
 
 def edges(ops: Any) -> None:
-    """Where a coin, a probability or a row is extreme; nothing of mass zero is ever emitted."""
+    """Check extreme coins, probabilities and rows: no token of mass zero is emitted."""
     logits = torch.tensor([edge[1] for edge in EDGES])
     probs = torch.tensor([edge[2] for edge in EDGES])[:, None]
     drafts = torch.tensor([[edge[3]] for edge in EDGES], dtype=torch.int32)
@@ -278,25 +278,27 @@ def edges(ops: Any) -> None:
     )
     target = torch.stack([reference.target_probs(row, 1.0) for row in logits])
     for strategy in (TARGET_MATCH, REJECTION, BLOCK, TOPP):
-        for given in (None, probs):
-            if given is not None and strategy in (TARGET_MATCH, TOPP):
+        for draft_probs in (None, probs):
+            if draft_probs is not None and strategy in (TARGET_MATCH, TOPP):
                 continue
             for value in COINS:
-                run = partial(call, strategy=column(strategy, n, torch.int32), draft_probs=given)
-                tokens, accepted = with_every_coin(ops, value, n, run)
+                run = partial(
+                    call, strategy=column(strategy, n, torch.int32), draft_probs=draft_probs
+                )
+                tokens, accepted = with_all_coins(ops, value, n, run)
                 first = tokens[:, :1].long()
                 assert (target.gather(1, first) > 0).all(), (strategy.name, value)
                 assert torch.equal(accepted, (first == drafts).int()[:, 0])
                 assert torch.equal(tokens[:, 1] >= 0, accepted > 0)
                 if value == 0 and strategy in (REJECTION, BLOCK):
-                    expected = [edge[4 if given is None else 5] for edge in EDGES]
+                    expected = [edge[4 if draft_probs is None else 5] for edge in EDGES]
                     assert first[:, 0].tolist() == expected, strategy.name
 
 
 def equal_distributions(ops: Any) -> None:
-    """A drafter that is the target is never refused, at any coin, nor after any filter.
+    """Check that drafts from the target's own distribution are accepted at any coin.
 
-    But for rounding, where block verification multiplies the ratios of several rows.
+    The largest coin leaves room for rounding: block verification multiplies ratios of several rows.
     """
     torch.manual_seed(3)
     n, k, vocab = 64, 3, 50
@@ -310,9 +312,9 @@ def equal_distributions(ops: Any) -> None:
         for j in range(k):
             held = torch.empty(n, vocab, dtype=ops.probs_dtype)
             draw = partial(ops.sample, logits[:, j].contiguous(), positions + j, probs=held)
-            # wherever it is drawn from, the draft has mass
+            # the draft has mass at any coin
             coin = (value + 0.37 * j) % 1
-            drafts[:, j] = with_every_coin(ops, coin, n, partial(draw, **parameters))
+            drafts[:, j] = with_all_coins(ops, coin, n, partial(draw, **parameters))
             probs[:, j] = held
         for strategy in (REJECTION, BLOCK, TOPP):
             run = partial(
@@ -325,19 +327,19 @@ def equal_distributions(ops: Any) -> None:
                 draft_probs=probs,
                 **parameters,
             )
-            _, accepted = with_every_coin(ops, value, n, run)
+            _, accepted = with_all_coins(ops, value, n, run)
             assert (accepted == k).all(), (strategy.name, value)
 
 
 def sample_equality(ops: Any) -> None:
-    """The rows of target_match are the rows of sample, at whatever coins."""
+    """Check that the rows of target_match equal those of sample at any coins."""
     torch.manual_seed(4)
     n, k, vocab = 200, 2, 4
     logits = torch.randn(n, k + 1, vocab)
     drafts = torch.randint(vocab, (n, k), dtype=torch.int32)
     positions, seeds = torch.arange(n, dtype=torch.int32) % 3, torch.arange(n)
     coins = Coins()
-    for _ in range(2):  # the first time for the keys
+    for _ in range(2):  # the first pass finds the keys
         coins.values = torch.randint(LATTICE, (n, len(coins.keys))).double() / LATTICE
         with ops.using(coins):
             tokens, accepted = ops.verify(
@@ -366,7 +368,7 @@ EQUALITIES: dict[str, Callable[[Any], None]] = {
     "equal distributions": equal_distributions,
     "sample equality": sample_equality,
 }
-LAWS: dict[str, Callable[[Any], None]] = {
+DISTRIBUTIONS: dict[str, Callable[[Any], None]] = {
     **{f"rejection {form}": partial(rejection, form=form) for form in CHAIN_FORMS},
     **{f"block {form}": partial(block, form=form) for form in CHAIN_FORMS},
     "target_match": target_match,
@@ -384,9 +386,9 @@ LAWS: dict[str, Callable[[Any], None]] = {
     "tree processors": tree_processors,
     "tree GREEDY": partial(tree, strategy=GREEDY, form="one_hot"),
 }
-# What takes the interpreter a third of the time, and knows the same cases.
-OF_THREE: dict[str, Callable[[Any], None]] = {
-    name: partial(LAWS[name], vocab=3)
+# The same cases with three tokens, which take the interpreter a third of the time.
+THREE_TOKENS: dict[str, Callable[[Any], None]] = {
+    name: partial(DISTRIBUTIONS[name], vocab=3)
     for name in (
         *(f"rejection {form}" for form in CHAIN_FORMS),
         "block dense",
@@ -409,12 +411,12 @@ LARGER: dict[str, Callable[[Any], None]] = {
 }
 
 
-# ---- negative controls: bugs put into the reference, and the checks that refuse them ----
+# ---- negative controls: bugs planted in the reference, and the checks that must fail ----
 
 
 class Bug(NamedTuple):
     name: str
-    old: str  # stands once in the reference of sampling
+    old: str  # occurs once in the reference of sampling
     new: str
     checks: list[str]  # each of which fails
 
@@ -439,7 +441,7 @@ BUGS = [
         ["edges"],
     ),
     Bug(
-        "the residual is not normalised",
+        "the residual is not normalized",
         "return target if rest.sum() == 0 else rest / rest.sum()",
         "return target if rest.sum() == 0 else rest",
         ["tree REJECTION dense"],
@@ -588,42 +590,41 @@ BUGS = [
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 @pytest.mark.ci
-def test_bugs_are_noticed(bug: Bug) -> None:
+def test_planted_bug_fails_its_first_check(bug: Bug) -> None:
     with pytest.raises(AssertionError):
         CHECKS[bug.checks[0]](ReferenceOps((bug.old, bug.new)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_bugs_are_noticed_more_than_once(bug: Bug) -> None:
+def test_planted_bug_fails_its_other_checks(bug: Bug) -> None:
     for name in bug.checks[1:]:
         with pytest.raises(AssertionError):
             CHECKS[name](ReferenceOps((bug.old, bug.new)))
 
 
-def test_the_table_of_bugs_is_up_to_date() -> None:
+def test_docs_list_the_planted_bugs() -> None:
     text = (ROOT / "docs" / "exactness.md").read_text()
     lines = [f"| {bug.name} | {', '.join(f'`{name}`' for name in bug.checks)} |" for bug in BUGS]
     assert "\n".join(lines) in text, "\n".join(lines)
 
 
-def test_the_drafter_shares_the_anchor() -> None:
-    """Drafts drawn without it are not independent of the step before."""
+def test_drafts_without_the_anchor_bias_the_distribution() -> None:
+    """Without the anchor, drafts are not independent of the previous step."""
     game = Game(world(2, 6, 1), 2, BLOCK, steps=2, anchored=False)
     ops = ReferenceOps()
-    assert law_error(integrate(ops, play_chain(ops, game)), game.world) > 1e-3
+    assert distribution_error(integrate(ops, play_chain(ops, game)), game.world) > 1e-3
 
 
 def ops_named(name: str) -> Any:
     return ReferenceOps() if name == "reference" else ProductionOps(name)
 
 
-CHECKS = {**LAWS, **EQUALITIES}
+CHECKS = {**DISTRIBUTIONS, **EQUALITIES}
 
-# What `make test` leaves to `make prove`: the reference where no bug below is told by the check
-# alone.
-TOLD = {bug.checks[0] for bug in BUGS}
-# What takes the interpreter long, too; and what it has in another form or with another strategy.
+# `make test` skips the checks of the reference that are not the first check of any bug,
+FIRST_CHECKS = {bug.checks[0] for bug in BUGS}
+# and those that are slow in the interpreter and covered there by another form or strategy.
 LONG = {"keys", "block one_hot", "block rows", "tree REJECTION one_hot"}
 LONG |= {"two steps REJECTION", "two steps BLOCK", "tree processors", "tree TARGET_MATCH"}
 LONG |= {"block sparse", "tree REJECTION sparse", "filters REJECTION", "steps of rows REJECTION"}
@@ -631,50 +632,50 @@ LONG |= {"policies REJECTION", "policies TOPP", "policies TARGET_MATCH", "filter
 
 
 def cases() -> list[Any]:
-    later = LONG | set(OF_THREE)
-    left = {"reference": set(CHECKS) - TOLD, "_scripted": set(), "_scripted_simt": later}
+    slow = LONG | set(THREE_TOKENS)
+    skipped = {"reference": set(CHECKS) - FIRST_CHECKS, "_scripted": set(), "_scripted_simt": slow}
     return [
         pytest.param(
             ops, name, id=f"{ops}-{name}", marks=[pytest.mark.slow] if name in names else []
         )
-        for ops, names in left.items()
+        for ops, names in skipped.items()
         for name in CHECKS
     ]
 
 
 @pytest.mark.parametrize(("ops", "name"), cases())
 @pytest.mark.fast("_scripted-*", ci=("reference-*", "_scripted_simt-*"))
-def test_checks(ops: str, name: str) -> None:
+def test_emitted_tokens_have_the_exact_distribution(ops: str, name: str) -> None:
     CHECKS[name](ops_named(ops))
 
 
-@pytest.mark.parametrize("name", OF_THREE)
+@pytest.mark.parametrize("name", THREE_TOKENS)
 @pytest.mark.ci
-def test_checks_of_three_tokens(name: str) -> None:
-    OF_THREE[name](ProductionOps("_scripted_simt"))
+def test_emitted_tokens_have_the_exact_distribution_with_three_tokens(name: str) -> None:
+    THREE_TOKENS[name](ProductionOps("_scripted_simt"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LARGER)
-def test_larger_laws(name: str) -> None:
+def test_emitted_tokens_have_the_exact_distribution_at_larger_sizes(name: str) -> None:
     LARGER[name](ProductionOps("_scripted"))
 
 
-# ---- by the hundred thousand: the generator, the drafter's own sampler, a real vocabulary ----
+# ---- samples: the random generator, the drafter's own sampler, a real vocabulary ----
 
 VOCAB = 4096
 
 
 def chi_square_excess(counts: Tensor, expected: Tensor) -> float:
-    """How far over the threshold df + 10 sqrt(2 df); bins with less than 5 expected are one."""
+    """Return chi-square minus df + 10 sqrt(2 df); bins with an expectation below 5 are merged."""
     assert (counts[expected == 0] == 0).all()
     small = expected < 5
     observed = torch.cat([counts[~small], counts[small].sum()[None]])
-    wanted = torch.cat([expected[~small], expected[small].sum()[None]])
-    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
-    freedom = len(wanted) - 1
+    merged = torch.cat([expected[~small], expected[small].sum()[None]])
+    observed, merged = observed[merged > 0], merged[merged > 0]
+    freedom = len(merged) - 1
     assert freedom > 4
-    statistic = float(((observed - wanted) ** 2 / wanted).sum())
+    statistic = float(((observed - merged) ** 2 / merged).sum())
     return statistic - (freedom + 10 * (2 * freedom) ** 0.5)
 
 
@@ -683,13 +684,13 @@ class Trials(NamedTuple):
     temperature: float
     strategy: VerifyStrategy
     filters: dict[str, Any]
-    penalised: bool = False
-    form: str = "dense"  # or one_hot, or rows: several drafters, some of whose drafts are certain
-    lie: bool = False  # whether draft_probs are of another row
+    penalized: bool = False
+    form: str = "dense"  # or one_hot, or rows: several drafters, with some one-hot drafts
+    has_wrong_probs: bool = False  # whether draft_probs are those of other tokens
 
 
 def penalties(n: int) -> LogitsProcessors:
-    """Of one request that has seen tokens 3 and 7, n times over."""
+    """Return the penalties of n requests that have seen tokens 3 and 7."""
     return LogitsProcessors(
         slots=torch.zeros(n, dtype=torch.int32),
         counted_token_ids=torch.tensor([[3, 7]], dtype=torch.int32),
@@ -701,7 +702,7 @@ def penalties(n: int) -> LogitsProcessors:
 
 
 def check_trials(device: str, trials: Trials, count: int) -> None:
-    """Each position's tokens, where it is reached, follow the target; its logits are its own."""
+    """Check that the tokens of each position that is reached follow its target distribution."""
     chunk, k = min(count, 1024), trials.k
     generator = torch.Generator().manual_seed(11)
     target_logits = 2.5 * torch.randn(k + 1, VOCAB, generator=generator)
@@ -715,10 +716,10 @@ def check_trials(device: str, trials: Trials, count: int) -> None:
         name: column(value, chunk, torch.int32 if name == "top_k" else torch.float32).to(device)
         for name, value in trials.filters.items()
     }
-    processors = penalties(chunk) if trials.penalised else LogitsProcessors()
+    processors = penalties(chunk) if trials.penalized else LogitsProcessors()
     moved = LogitsProcessors(*(None if x is None else x.to(device) for x in processors))
     anchors = positions + 1 if trials.strategy == BLOCK else None
-    # a drafter may even look at the target's coins where none decides about its drafts
+    # if no coin decides about the drafts, a drafter may even use the target's coins
     purpose = Purpose.TARGET if trials.strategy == TARGET_MATCH else Purpose.DRAFT
     emitted = []
     accepted_drafts = 0
@@ -736,7 +737,7 @@ def check_trials(device: str, trials: Trials, count: int) -> None:
                 anchors=anchors,
                 probs=probs[:, j],
             )
-        if trials.lie:
+        if trials.has_wrong_probs:
             probs = probs.roll(1, dims=2)
         rows = None
         if trials.form == "rows":
@@ -753,7 +754,7 @@ def check_trials(device: str, trials: Trials, count: int) -> None:
             seeds=seeds,
             draft_probs=None if trials.form == "one_hot" else probs,
             draft_prob_rows=rows,
-            processors=moved if trials.penalised else None,
+            processors=moved if trials.penalized else None,
             **filters,
         )
         emitted.append(tokens.cpu())
@@ -762,16 +763,16 @@ def check_trials(device: str, trials: Trials, count: int) -> None:
     all_tokens = torch.cat(emitted).long()
     for j in range(k + 1):
         reached = all_tokens[all_tokens[:, j] >= 0]
-        if len(reached) < min(400, count // 20):  # deep in a chain that is seldom accepted
+        if len(reached) < min(400, count // 20):  # few chains are accepted this far
             assert j > 1
             continue
         expected = torch.zeros(VOCAB, dtype=torch.float64)
         before, weights = reached[:1, :j], torch.tensor([len(reached)])
-        if trials.penalised and j > 0:
+        if trials.penalized and j > 0:
             before, weights = reached[:, :j].unique(dim=0, return_counts=True)
         for prefix, weight in zip(before, weights.tolist(), strict=True):
             row = target_logits[None, j]
-            if trials.penalised:
+            if trials.penalized:
                 row = reference.process_logits(
                     target_logits[j].expand(j + 1, -1),
                     penalties(1),
@@ -789,16 +790,18 @@ def check_trials(device: str, trials: Trials, count: int) -> None:
 @pytest.mark.parametrize("form", ["dense", "rows"])
 @pytest.mark.parametrize("strategy", [REJECTION, BLOCK])
 @pytest.mark.fast("cpu-*", ci=("simt-2-rows",))
-def test_a_few_trials(device: str, on_cuda: bool, strategy: VerifyStrategy, form: str) -> None:
+def test_samples_follow_the_target(
+    device: str, on_cuda: bool, strategy: VerifyStrategy, form: str
+) -> None:
     trials = Trials(1, 0.6, strategy, {"top_p": 0.95}, form=form)
     check_trials(device, trials, 512 if on_cuda and device == "cpu" else 20 * 1024)
 
 
 @pytest.mark.parametrize("strategy", [REJECTION, BLOCK])
 @pytest.mark.ci
-def test_trials_notice_a_wrong_distribution(strategy: VerifyStrategy) -> None:
+def test_samples_with_wrong_draft_probs_are_noticed(strategy: VerifyStrategy) -> None:
     with pytest.raises(AssertionError, match="chi-square"):
-        check_trials("cpu", Trials(1, 1.0, strategy, {}, lie=True), 10 * VOCAB)
+        check_trials("cpu", Trials(1, 1.0, strategy, {}, has_wrong_probs=True), 10 * VOCAB)
 
 
 @pytest.mark.slow
@@ -807,7 +810,7 @@ def test_trials_notice_a_wrong_distribution(strategy: VerifyStrategy) -> None:
 @pytest.mark.parametrize("form", ["dense", "one_hot", "rows"])
 @pytest.mark.parametrize("strategy", [TARGET_MATCH, REJECTION, BLOCK])
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"min_p": 0.02}, {"top_k": 200}])
-def test_trials(
+def test_many_samples_follow_the_target(
     device: str,
     on_cuda: bool,
     k: int,
@@ -823,7 +826,9 @@ def test_trials(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [TARGET_MATCH, REJECTION, BLOCK])
-def test_trials_with_penalties(device: str, on_cuda: bool, strategy: VerifyStrategy) -> None:
+def test_many_samples_with_penalties_follow_the_target(
+    device: str, on_cuda: bool, strategy: VerifyStrategy
+) -> None:
     if on_cuda and device == "cpu":
         pytest.skip("the interpreter would take hours")
-    check_trials(device, Trials(1, 1.0, strategy, {"top_p": 0.9}, penalised=True), 10 * VOCAB)
+    check_trials(device, Trials(1, 1.0, strategy, {"top_p": 0.9}, penalized=True), 10 * VOCAB)

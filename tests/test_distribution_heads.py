@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The law of whole texts, where a draft model or an EAGLE head draws what `rejection` verifies.
+"""Distribution of whole texts whose drafts are drawn by a draft model or a trained head.
 
-As test_laws_mtp.py, whose measures these are: thousands of short texts, each with a seed of its
-own, against the exact probabilities of their tokens.
+As in test_distribution_mtp.py, thousands of short texts with seeds of their own are compared with
+the exact probabilities of their tokens.
 """
 
 from pathlib import Path
@@ -16,12 +16,12 @@ import torch
 from eagle_oracle import Head
 from mtp_checkpoints import Tiny, save_checkpoint
 from specops.engine import SpeculativeConfig
-from test_laws_mtp import (
+from test_distribution_mtp import (
     CHANGED,
     COOL,
     FEW_PAGES,
     FEW_ROWS,
-    NOTICED,
+    MIN_P_VALUE,
     VOCAB,
     WARM,
     Drafts,
@@ -40,7 +40,7 @@ __all__ = ["drafts"]  # a fixture
 
 
 class Heads(NamedTuple):
-    """A target, and the directories of what drafts for it."""
+    """A target model, and the directories of its drafters."""
 
     target: Tiny
     directories: dict[str, Path]
@@ -51,7 +51,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Heads:
     sizes = {"vocab_size": VOCAB, "max_position_embeddings": 64}
     target = make_tiny(tmp_path_factory.mktemp("target"), 1, **sizes)
     smaller = make_tiny(tmp_path_factory.mktemp("smaller"), 1, **sizes, num_hidden_layers=1)
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):  # so that they mostly agree
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):  # so that both models mostly agree
         smaller.tensors[name] = target.tensors[name]
     save_checkpoint(smaller.directory, smaller.config, smaller.tensors)
     eagle = tmp_path_factory.mktemp("eagle")
@@ -61,13 +61,13 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Heads:
         patch.setattr(eagle_oracle, "VOCAB", VOCAB)
         patch.setattr(test_eagle, "VOCAB", VOCAB)
         head = Head(entered=(1, 2), draft_vocab=VOCAB - 4)
-        head.tensors["lm_head.weight"] *= 0.2  # nearly flat: no draft is hopeless
+        head.tensors["lm_head.weight"] *= 0.2  # nearly flat, so that any draft may be accepted
         eagle_oracle.write(eagle, head, "modelopt")
         head = Head(entered=(1, 2), draft_vocab=VOCAB - 4, mask=5)
         head.tensors["lm_head.weight"] *= 0.2
         eagle_oracle.write(parallel, head, "speculators")
         own = test_eagle.Head(fc_bias=False, own_embedding=False)
-        # Through the target's LM head: what follows a token depends on that most.
+        # The next token depends mostly on the last one, through the target's LM head.
         width = torch.eye(eagle_oracle.WIDTH)
         own.tensors["fc.weight"] = torch.cat([width, 0.3 * width], dim=1)
         for name in ("self_attn.o_proj", "mlp.down_proj"):
@@ -111,7 +111,7 @@ TRIALS = [
 ]
 
 
-METHODS = {"peagle": "eagle3", "dflash2": "dflash"}  # of heads whose method has another name
+METHODS = {"peagle": "eagle3", "dflash2": "dflash"}  # heads whose method has another name
 
 
 def p_values_of(heads: Heads, trial: Trial, count: int, k: int) -> dict[str, float]:
@@ -141,9 +141,9 @@ def p_values_of(heads: Heads, trial: Trial, count: int, k: int) -> dict[str, flo
 )
 def test_texts_follow_the_target(heads: Heads, trial: Trial, drafts: Drafts) -> None:
     found = p_values_of(heads, trial, 400, 3)
-    if not trial.tree:  # whose drafts are the likeliest tokens
+    if not trial.tree:  # a tree drafts the likeliest tokens instead of drawing them
         found["drafts"] = drafts.p_value()
-    assert min(found.values()) > NOTICED, found
+    assert min(found.values()) > MIN_P_VALUE, found
 
 
 @pytest.mark.slow
@@ -153,4 +153,4 @@ def test_more_texts_follow_the_target(heads: Heads, trial: Trial, k: int, drafts
     found = p_values_of(heads, trial, 3000, k)
     if not trial.tree:
         found["drafts"] = drafts.p_value()
-    assert min(found.values()) > NOTICED, found
+    assert min(found.values()) > MIN_P_VALUE, found

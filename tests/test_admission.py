@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose request is prepared next, whose results are handed out: order and counts, not seconds."""
+"""Clients are served fairly: the order in which requests are admitted and results delivered."""
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
 
 import asyncio
@@ -27,7 +27,7 @@ def scope(method: str = "POST", key: str = "", host: str = "10.0.0.1") -> dict[s
     return {"type": "http", "method": method, "headers": headers, "client": (host, 1)}
 
 
-def test_turns_go_in_order_and_to_every_client() -> None:
+def test_requests_are_admitted_in_order_and_fairly_among_clients() -> None:
     async def run() -> list[str]:
         turns, order = Turns(), list[str]()
 
@@ -41,7 +41,7 @@ def test_turns_go_in_order_and_to_every_client() -> None:
                 turn.end()  # harmless
 
         await asyncio.gather(*(work("a", i) for i in range(50)), work("b", 0))
-        assert len(turns) == 0, "a client that is gone is forgotten"
+        assert len(turns) == 0, "a client without requests is removed"
         return order
 
     order = asyncio.run(run())
@@ -51,7 +51,7 @@ def test_turns_go_in_order_and_to_every_client() -> None:
     assert order.index("b0.0") == 1 and order.index("b0.1") <= 4
 
 
-def test_who_leaves_the_line_holds_nobody_up() -> None:
+def test_canceled_request_does_not_block_the_queue() -> None:
     async def run() -> None:
         turns = Turns()
         first, second, third = (Turn(turns, "a") for _ in range(3))
@@ -67,7 +67,7 @@ def test_who_leaves_the_line_holds_nobody_up() -> None:
     asyncio.run(run())
 
 
-def test_requests_without_bodies_need_no_turn_and_answers_end_it() -> None:
+def test_requests_without_bodies_are_not_queued_and_a_response_admits_the_next() -> None:
     async def run() -> None:
         turns = Turns()
         gate, seen = asyncio.Event(), list[str]()
@@ -83,8 +83,8 @@ def test_requests_without_bodies_need_no_turn_and_answers_end_it() -> None:
             pass
 
         intake = Intake(app, Clients(["one", "two"]), turns)
-        ask = [intake(scope(key="one"), None, send) for _ in range(3)]  # type: ignore[arg-type]
-        tasks = [asyncio.ensure_future(one) for one in ask]
+        calls = [intake(scope(key="one"), None, send) for _ in range(3)]  # type: ignore[arg-type]
+        tasks = [asyncio.ensure_future(one) for one in calls]
         await asyncio.sleep(0.01)
         assert seen == ["key-0"]
         await intake(scope("GET", key="two"), None, send)  # type: ignore[arg-type]
@@ -97,18 +97,18 @@ def test_requests_without_bodies_need_no_turn_and_answers_end_it() -> None:
     asyncio.run(run())
 
 
-def test_clients() -> None:
-    def who(clients: Clients, **own: Any) -> tuple[str, bool]:
+def test_clients_are_identified_by_key_or_address() -> None:
+    def identify(clients: Clients, **own: Any) -> tuple[str, bool]:
         return clients.identify(HTTPConnection(scope(**own)))
 
     keyed = Clients(["one", "two"])
-    assert who(keyed, key="two") == ("key-1", True)
-    assert who(keyed, key="made up") == ("from 10.0.0.1", False), "nobody makes up clients"
-    assert who(Clients([]), key="made up") == ("from 10.0.0.1", True)
-    assert who(Clients([]), host="2001:db8::7") == ("from 2001:db8::/64", True)
+    assert identify(keyed, key="two") == ("key-1", True)
+    assert identify(keyed, key="made up") == ("from 10.0.0.1", False), "not a client"
+    assert identify(Clients([]), key="made up") == ("from 10.0.0.1", True)
+    assert identify(Clients([]), host="2001:db8::7") == ("from 2001:db8::/64", True)
 
 
-def test_results_are_handed_out_a_few_at_a_time() -> None:
+def test_results_are_delivered_a_few_per_client_and_round() -> None:
     class Job:
         def __init__(self, client: str) -> None:
             self.client = client
@@ -135,8 +135,8 @@ def test_results_are_handed_out_a_few_at_a_time() -> None:
     assert [event for client, event in order if client == "greedy"] == list(range(30))
 
 
-def test_who_leaves_before_its_turn_is_dropped_and_who_leaves_in_its_middle_pauses() -> None:
-    """Requests of a client that asks and leaves do not come at the rate at which it makes them."""
+def test_aborted_requests_are_dropped_and_pause_their_client() -> None:
+    """A client that aborts its requests is not served at the rate at which it sends them."""
     seen: list[str] = []
 
     async def run() -> None:
@@ -159,8 +159,8 @@ def test_who_leaves_before_its_turn_is_dropped_and_who_leaves_in_its_middle_paus
         assert seen == ["stays"] and len(turns) == 0
         await asyncio.gather(*(ask(f"leaves {i}") for i in range(5)), ask("late"))
         assert seen[1:] == [*(f"leaves {i}" for i in range(5)), "late"]
-        assert loop.time() - begun >= 5 * _PAUSE_SECONDS, "one after each that has left"
-        # However many have left at once, the client's next request comes before long.
+        assert loop.time() - begun >= 5 * _PAUSE_SECONDS, "a pause follows each aborted request"
+        # The pause is limited, however many requests were aborted at once.
         for _ in range(1000):
             turns.pause("from 10.0.0.1")
         waiting = asyncio.ensure_future(ask("next"))
@@ -171,6 +171,6 @@ def test_who_leaves_before_its_turn_is_dropped_and_who_leaves_in_its_middle_paus
         await asyncio.gather(waiting, return_exceptions=True)
         await asyncio.wait_for(ask("last"), _MOST_PAUSE_SECONDS + 1)
         await asyncio.sleep(_PAUSE_SECONDS)
-        assert len(turns) == 0, "a client that is gone is forgotten, once its pause is over"
+        assert len(turns) == 0, "a client without requests is removed after its pause"
 
     asyncio.run(run())

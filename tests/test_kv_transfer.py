@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 
-"""A prompt's pages in another engine: tokens and logprobs are those of one engine, bit for bit."""
+"""KV transfer between engines: tokens and logprobs equal those of one engine, bit for bit."""
 
 import contextlib
 import json
@@ -101,19 +101,19 @@ def make(method: dict[str, Any], ranks: Ranks | None = None, **more: Any) -> Eng
 
 
 def run(engine: Engine, params: SamplingParams = GREEDY) -> list[Any]:
-    """Tokens, logprobs and texts of all prompts together."""
+    """Generate all prompts together; return their tokens, logprobs and texts."""
     done = engine.generate(PROMPTS, params)
     return [(one.token_ids, one.logprobs, one.text) for one in done]
 
 
 def method_of(models: dict[str, Path], method: str) -> dict[str, Any]:
-    """Its configuration; a draft model is the one with states."""
+    """Return the configuration of a method; its draft model is the one with states."""
     own = {"model": str(models["states"])} if method == "draft_model" else {}
     return METHODS[method] | own
 
 
-def hand_over(prefill: Engine, decode: Engine, params: SamplingParams) -> list[int]:
-    """Computes all prompts on one engine and gives their pages to another; pages of each."""
+def transfer_prompts(prefill: Engine, decode: Engine, params: SamplingParams) -> list[int]:
+    """Compute all prompts on one engine, and transfer their pages to another; return the counts."""
     prefill.generate(PROMPTS, replace(params, max_tokens=1))
     moved = []
     for prompt in PROMPTS:
@@ -124,12 +124,12 @@ def hand_over(prefill: Engine, decode: Engine, params: SamplingParams) -> list[i
 
 
 @pytest.mark.parametrize("kind", ["heads", "states"])
-def test_pages_are_found_with_the_salt_of_their_request_alone(
+def test_transferred_pages_are_found_only_with_their_cache_salt(
     models: dict[str, Path], kind: str
 ) -> None:
     prefill, decode = (make(NAIVE, model=str(models[kind])) for _ in range(2))
     salted = replace(GREEDY, cache_salt="a")
-    moved = hand_over(prefill, decode, salted)
+    moved = transfer_prompts(prefill, decode, salted)
     assert sum(moved) > 0
     for other in (GREEDY, replace(GREEDY, cache_salt="b")):
         assert PageTransfer(prefill).take(PROMPTS[-1], other).header.num_pages == 0
@@ -156,29 +156,29 @@ CASES = [
 
 
 @pytest.mark.parametrize("kind,cache,method", CASES, ids=lambda one: one)
-def test_a_prompt_that_was_handed_over_goes_on_with_the_same_bits(
+def test_transferred_prompt_continues_with_the_same_bits(
     models: dict[str, Path], kind: str, cache: str, method: str
 ) -> None:
-    """Greedy and seeded; of each prompt the most pages came that a prefix cache would have."""
+    """As many pages of each prompt are transferred as a prefix cache would hold."""
     settings = {**CACHES[cache], "model": str(models[kind])}
     alone = make(NAIVE, **settings)
     prefill, decode = (make(method_of(models, method), **settings) for _ in range(2))
     lookahead = 1 if method == "mtp" else 0
     for params in (GREEDY, SEEDED):
-        moved = hand_over(prefill, decode, params)
+        moved = transfer_prompts(prefill, decode, params)
         assert moved == [(length - max(1, lookahead)) // 16 for length in LENGTHS]
         hits = decode.stats.prefix_cache_hits
         assert run(decode, params) == run(alone, params)
         assert decode.stats.prefix_cache_hits - hits >= 16 * sum(moved)
         assert decode.num_free_pages == decode.num_pages
         assert prefill.num_free_pages == prefill.num_pages
-    if (kind, method) == ("states", "draft_model"):  # it is the target, and has its states
+    if (kind, method) == ("states", "draft_model"):  # the draft model is the target
         spec = decode.stats.speculative
         assert spec.num_accepted_tokens == spec.num_draft_tokens > 50
 
 
-def test_pages_without_draft_kv_serve_requests_without_drafts(models: dict[str, Path]) -> None:
-    """Pages that a drafter has added to are read by others; its own pages have to be its own."""
+def test_engine_without_drafter_takes_only_pages_without_draft_kv(models: dict[str, Path]) -> None:
+    """The prefill engine can leave out the draft KV."""
     settings = {"model": str(models["heads"])}
     prompt = PROMPTS[-1]
     prefill, decode = make(METHODS["mtp"], **settings), make(NAIVE, **settings)
@@ -200,7 +200,7 @@ def pair(models: dict[str, Path]) -> tuple[Engine, Engine, Pages]:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "version": ({"version": 1}, "version must be 5, got 1"),
-    "summands": ({"exact_across_tp": 2}, "exact_across_tp must be 1, got 2"),
+    "exact_across_tp": ({"exact_across_tp": 2}, "exact_across_tp must be 1, got 2"),
     "contract": ({"contract": "0" * 16}, "contract must be '.*', got '0000000000000000'"),
     "ranks": ({"num_ranks": 2}, "num_ranks must be 1, got 2"),
     "rank": ({"rank": 1}, "rank must be 0, got 1"),
@@ -216,9 +216,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_pages_of_something_else_are_refused_by_name(
-    pair: tuple[Engine, Engine, Pages], name: str
-) -> None:
+def test_mismatched_headers_are_refused(pair: tuple[Engine, Engine, Pages], name: str) -> None:
     _, decode, pages = pair
     changes, message = WRONG[name]
     wrong = Pages(structs.replace(pages.header, **changes), pages.data)
@@ -227,8 +225,8 @@ def test_pages_of_something_else_are_refused_by_name(
     assert decode.num_free_pages == decode.num_pages
 
 
-def test_wrong_bytes_would_be_noticed(pair: tuple[Engine, Engine, Pages]) -> None:
-    """The pages are really read: others than the prompt's give another text."""
+def test_transferred_pages_are_read(pair: tuple[Engine, Engine, Pages]) -> None:
+    """Pages with other bytes give other logprobs."""
     prefill, decode, pages = pair
     zeros = Pages(pages.header, bytearray(len(pages.data)))
     PageTransfer(decode).give(zeros, PageTransfer(decode).expected(PROMPTS[-1], GREEDY))
@@ -236,7 +234,7 @@ def test_wrong_bytes_would_be_noticed(pair: tuple[Engine, Engine, Pages]) -> Non
     assert right.logprobs != wrong.logprobs
 
 
-def test_without_room_nothing_is_put_in(models: dict[str, Path]) -> None:
+def test_pages_are_not_stored_without_free_pages(models: dict[str, Path]) -> None:
     settings = {"model": str(models["heads"])}
     prefill = make(NAIVE, **settings)
     prefill.generate([PROMPTS[-1]], replace(GREEDY, max_tokens=1))
@@ -250,8 +248,8 @@ def test_without_room_nothing_is_put_in(models: dict[str, Path]) -> None:
     assert PageTransfer(decode).give(pages, short) == 2 and decode.num_free_pages == 3
 
 
-def test_states_that_find_no_room_are_computed(models: dict[str, Path]) -> None:
-    """What was kept before makes room, but for what waits for the page of a running request."""
+def test_states_are_computed_when_the_state_cache_is_full(models: dict[str, Path]) -> None:
+    """An older entry is evicted, unless it waits for a page of a running request."""
     settings = {"model": str(models["states"]), "max_model_len": 128}
     prefill, decode = make(NAIVE, **settings), make(NAIVE, **settings, state_cache_bytes=10_000)
     states = decode._scheduler.states
@@ -270,7 +268,7 @@ def test_states_that_find_no_room_are_computed(models: dict[str, Path]) -> None:
         assert done.logprobs == want.logprobs and done.num_cached_tokens == 16 * count
 
 
-def test_a_role_needs_a_prefix_cache(models: dict[str, Path]) -> None:
+def test_role_requires_a_prefix_cache(models: dict[str, Path]) -> None:
     with pytest.raises(ValueError, match="enable_prefix_caching must be on for a role"):
         PageTransfer(make(NAIVE, model=str(models["heads"]), enable_prefix_caching=False))
 
@@ -279,15 +277,15 @@ def test_a_role_needs_a_prefix_cache(models: dict[str, Path]) -> None:
 
 
 class Commands:
-    """An inbox whose commands are there from the beginning."""
+    """An inbox that holds its commands from the start."""
 
     def __init__(self, *commands: Command) -> None:
         self.commands = list(commands)
-        self.was_told = threading.Event()
+        self.was_notified = threading.Event()
 
     def put(self, command: Any) -> None:
         assert command == Fetched(JOB.job)
-        self.was_told.set()
+        self.was_notified.set()
 
     def take(self, seconds: float | None) -> list[Any]:
         return [self.commands.pop(0)] if self.commands else []
@@ -305,7 +303,7 @@ def exchange(engine: Engine, *commands: Command) -> tuple[KvTransferInbox, Comma
 
 
 def offered(engine: Engine) -> tuple[KvTransferInbox, Leases, KvTransfer]:
-    """The pages of `JOB` on one rank, and what it says of them."""
+    """Lease the pages of `JOB` on one rank; return them and what the reply says about them."""
     leasing, _, leases = exchange(engine, LEASING)
     leasing.take(0.0)
     engine.generate(JOB.prompts, replace(GREEDY, max_tokens=1))
@@ -319,22 +317,22 @@ def offered(engine: Engine) -> tuple[KvTransferInbox, Leases, KvTransfer]:
 
 
 class Stream:
-    """Messages of another engine on their way: bytes that were recorded, and may be changed."""
+    """Recorded bytes of a transfer from another engine."""
 
     def __init__(self, engine: Engine, prompt: list[int]) -> None:
         leases = Leases(60, 1 << 30)
         leases.add(LEASE, PageTransfer(engine).take(prompt, GREEDY))
         there = TcpTransport("127.0.0.1", 0, leases, [])
-        asked, limit = transports.Fetch(LEASE, "tcp", 1, 0), transports.Deadline(60)
+        request, limit = transports.Fetch(LEASE, "tcp", 1, 0), transports.Deadline(60)
         with socket.create_connection((there.host, there.port), timeout=60) as reader:
-            transports.send(reader, asked, limit)
-            reader.shutdown(socket.SHUT_WR)  # it does not wait for `Release` then
+            transports.send(reader, request, limit)
+            reader.shutdown(socket.SHUT_WR)  # so that the sender does not wait for `Release`
             self.data = b"".join(iter(lambda: reader.recv(1 << 16), b""))
         there.close()
         self.offer_end = struct.unpack_from("<I", self.data)[0] + 8
 
     def damaged(self, kind: str, draw: random.Random, other: "Stream") -> bytes:
-        """The bytes after damage of a kind, in the header or in the pages."""
+        """Return the bytes with one kind of damage, in the header or in the pages."""
         data = bytearray(self.data)
         end = draw.choice([self.offer_end, len(data)])
         if kind == "flips":
@@ -343,7 +341,7 @@ class Stream:
         elif kind == "zeros":
             begin = draw.randrange(end)
             data[begin : begin + 64] = bytes(len(data[begin : begin + 64]))
-        elif kind == "cut":
+        elif kind == "truncated":
             del data[draw.randrange(end) :]
         elif kind == "missing":
             begin = draw.randrange(end)
@@ -361,7 +359,16 @@ class Stream:
 
 
 LEASE = "0123456789abcdef" * 2
-DAMAGE = ["flips", "zeros", "cut", "missing", "inserted", "longer", "header of another", "spliced"]
+DAMAGE = [
+    "flips",
+    "zeros",
+    "truncated",
+    "missing",
+    "inserted",
+    "longer",
+    "header of another",
+    "spliced",
+]
 
 
 @pytest.mark.parametrize("kind,method", [("heads", "mtp"), ("states", "naive")])
@@ -372,7 +379,7 @@ def test_damaged_messages_are_never_used(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """1,000 of them: pages of the model, of a drafter and states, headers and bodies."""
+    """1,000 messages with pages of a model, of a drafter and states, damaged in header or body."""
     caplog.set_level(logging.CRITICAL)
     settings = {"model": str(models[kind])}
     prefill, decode = (make(METHODS[method], **settings) for _ in range(2))
@@ -380,8 +387,8 @@ def test_damaged_messages_are_never_used(
     (alone,) = prefill.generate([prompt], GREEDY)
     prefill.generate([similar], GREEDY)
     stream, other = Stream(prefill, prompt), Stream(prefill, similar)
-    right, given = PageTransfer(prefill).take(prompt, GREEDY).data, list[bytearray]()
-    monkeypatch.setattr(PageTransfer, "give", lambda self, pages, *_: given.append(pages.data))
+    right, stored = PageTransfer(prefill).take(prompt, GREEDY).data, list[bytearray]()
+    monkeypatch.setattr(PageTransfer, "give", lambda self, pages, *_: stored.append(pages.data))
     seconds, on_the_wire = iter(range(0, 10_000_000, 1000)), stream.data
 
     def connect(address: Any, timeout: float) -> socket.socket:
@@ -394,9 +401,9 @@ def test_damaged_messages_are_never_used(
 
     open_ends: list[socket.socket] = []
     monkeypatch.setattr(socket, "create_connection", connect)
-    told = KvTransfer(do_remote_prefill=True, remote_request_id=LEASE)
-    told.remote_host, told.remote_port = "127.0.0.1", 1
-    wanted = structs.replace(JOB, kv_transfer=told)
+    transfer = KvTransfer(do_remote_prefill=True, remote_request_id=LEASE)
+    transfer.remote_host, transfer.remote_port = "127.0.0.1", 1
+    fetch_job = structs.replace(JOB, kv_transfer=transfer)
     peers = [Peer("127.0.0.1", 1, 1)]
     transport = TcpTransport("127.0.0.1", 0, Leases(60, 1), peers, lambda: next(seconds))
     inbox = Commands()
@@ -406,31 +413,31 @@ def test_damaged_messages_are_never_used(
         def fetch(data: bytes) -> int:
             nonlocal on_the_wire
             on_the_wire = data
-            inbox.was_told.clear()
-            inbox.commands += [wanted, Fetched(JOB.job)]
+            inbox.was_notified.clear()
+            inbox.commands += [fetch_job, Fetched(JOB.job)]
             assert fetching.take(0.0) == []
-            assert inbox.was_told.wait(60)
-            assert fetching.take(0.0) == [wanted]
+            assert inbox.was_notified.wait(60)
+            assert fetching.take(0.0) == [fetch_job]
             open_ends.pop().close()
             assert decode.num_free_pages == decode.num_pages
             return decode.stats.num_damaged_kv_pages
 
         for count in range(1000):
-            how = DAMAGE[count % len(DAMAGE)]
-            before, data = decode.stats.num_damaged_kv_pages, stream.damaged(how, draw, other)
+            damage = DAMAGE[count % len(DAMAGE)]
+            before, data = decode.stats.num_damaged_kv_pages, stream.damaged(damage, draw, other)
             num_new = fetch(data) - before
-            if data[: len(stream.data)] == stream.data:  # the pages are whole
-                assert given.pop() == right and num_new == 0
-            assert given == []
-            if how == "flips" and data[:4] == stream.data[:4]:  # else the length is wrong
+            if data[: len(stream.data)] == stream.data:  # the pages are intact
+                assert stored.pop() == right and num_new == 0
+            assert stored == []
+            if damage == "flips" and data[:4] == stream.data[:4]:  # otherwise the length is wrong
                 assert num_new == 4
-        assert fetch(stream.data) and given.pop() == right
+        assert fetch(stream.data) and stored.pop() == right
     (done,) = decode.generate([prompt], GREEDY)
     assert (done.token_ids, done.logprobs) == (alone.token_ids, alone.logprobs)
 
 
-def test_a_reader_that_announces_much_gets_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transports, "SECONDS", 600.0)  # for the bytes, if they were awaited
+def test_oversized_message_closes_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transports, "SECONDS", 600.0)  # waiting for the bytes would be too slow
     transport = TcpTransport("127.0.0.1", 0, Leases(60, 1 << 30), [])
     with socket.create_connection((transport.host, transport.port), timeout=300) as reader:
         reader.sendall(struct.pack("<II", 60 << 20, 0))
@@ -438,8 +445,8 @@ def test_a_reader_that_announces_much_gets_no_memory(monkeypatch: pytest.MonkeyP
     transport.close()
 
 
-def test_a_message_has_one_time_limit_for_all_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer that sends a byte each three seconds is not waited for any longer."""
+def test_time_limit_covers_the_whole_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that sends one byte every three seconds does not extend the limit."""
     now = [0.0]
     monkeypatch.setattr(transports.time, "monotonic", lambda: now[0])
 
@@ -456,32 +463,32 @@ def test_a_message_has_one_time_limit_for_all_its_bytes(monkeypatch: pytest.Monk
     assert now == [12.0]
 
 
-def test_strangers_do_not_take_the_place_of_readers(
+def test_idle_connections_do_not_displace_readers(
     pair: tuple[Engine, Engine, Pages], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of four places, one is a reader's that has named a lease; the others' oldest ends."""
+    """At the limit of four connections, the oldest one that named no lease is closed."""
     monkeypatch.setattr(transports, "_MOST_CONNECTIONS", 4)
     _, decode, pages = pair
     leases, expected = Leases(60, 1 << 30), PageTransfer(decode).expected(PROMPTS[-1], GREEDY)
     leases.add(LEASE, pages)
     leases.add("f" * 32, pages)
     there = TcpTransport("127.0.0.1", 0, leases, [Peer("127.0.0.1", 1, 65535)])
-    where, limit = (there.host, there.port), transports.Deadline(60)
+    address, limit = (there.host, there.port), transports.Deadline(60)
     with contextlib.ExitStack() as stack:
 
         def connect() -> socket.socket:
-            return stack.enter_context(socket.create_connection(where, timeout=60))
+            return stack.enter_context(socket.create_connection(address, timeout=60))
 
         reader = connect()
         transports.send(reader, transports.Fetch(LEASE, "tcp", 1, 0), limit)
         offer = transports.received(reader, transports.Offer, limit)
         strangers = [connect() for _ in range(20)]
         assert [one.recv(1) for one in strangers[:17]] == [b""] * 17
-        assert there.fetch(Address("f" * 32, *where), expected).data == pages.data
+        assert there.fetch(Address("f" * 32, *address), expected).data == pages.data
         assert transports._exactly(reader, offer.header.num_bytes, limit) == pages.data
         transports.send(reader, transports.Release(), limit)
         assert reader.recv(1) == b""
-        wait_for(lambda: not leases.num_bytes)  # the other reader did not wait for its release
+        wait_for(lambda: not leases.num_bytes)  # fetch() returns before its release arrives
     there.close()
 
 
@@ -508,8 +515,8 @@ def test_the_host_with_the_most_connections_loses_its_oldest() -> None:
 
 
 @pytest.mark.parametrize("fault", [ConnectionError, TimeoutError])
-def test_a_peer_that_does_not_answer_is_tried_again_later(fault: type[OSError]) -> None:
-    """After 1, 2, 4 .. 30 s, by one request, until it answers; others fail at once."""
+def test_unresponsive_peer_is_retried_with_backoff(fault: type[OSError]) -> None:
+    """One request retries after 1, 2, 4 .. 30 s until the peer answers; others fail at once."""
     now = [100.0]
     peers = Peers([Peer("a", 5, 6)], 10.0, lambda: now[0])
 
@@ -523,7 +530,7 @@ def test_a_peer_that_does_not_answer_is_tried_again_later(fault: type[OSError]) 
             return str(found)
         return "answered"
 
-    with peers.attempt("a", 5):  # one that began before takes longer, and gets an answer at last
+    with peers.attempt("a", 5):  # an earlier attempt, which succeeds at the end
         assert attempt(error=fault("away"), seconds=10.0) == "away"
         for pause in (1, 2, 4, 8, 16, 30, 30):
             assert (
@@ -539,7 +546,7 @@ def test_a_peer_that_does_not_answer_is_tried_again_later(fault: type[OSError]) 
         assert attempt(error=KvTransferError("the lease is over")) == "the lease is over"
         assert attempt() == "answered"
     assert attempt() == "answered"
-    with contextlib.ExitStack() as stack:  # what fails at the same time is one failure
+    with contextlib.ExitStack() as stack:  # concurrent failures count as one
         for _ in range(5):
             stack.enter_context(contextlib.suppress(fault))
             stack.enter_context(peers.attempt("a", 5))
@@ -551,15 +558,15 @@ def test_a_peer_that_does_not_answer_is_tried_again_later(fault: type[OSError]) 
 
 
 @pytest.mark.parametrize("host,port", [("b", 5), ("a", 4), ("a", 7), ("A", 5), ("", 5)])
-def test_other_addresses_than_peers_are_refused(host: str, port: int) -> None:
+def test_addresses_outside_kv_peers_are_refused(host: str, port: int) -> None:
     with pytest.raises(
         KvTransferError, match="remote_host and remote_port must be one of kv_peers"
     ):
         Peers([Peer("a", 5, 6)], 10.0).require(host, port)
 
 
-def test_no_client_takes_all_threads() -> None:
-    """Of four, the first gets two, and the next ones one each; then clients take turns."""
+def test_threads_are_divided_fairly_among_clients() -> None:
+    """Of four threads, the first client gets two, the next two one each; then they alternate."""
     threads, begun = FairThreads[str](4, "test"), queue.SimpleQueue[str]()
     gates = {name: threading.Event() for name in ("a0", "a1", "a2", "a3", "b0", "b1", "c0", "d0")}
 
@@ -583,44 +590,46 @@ def test_no_client_takes_all_threads() -> None:
 
 
 @pytest.mark.parametrize("kind", ["heads", "states"])
-@pytest.mark.parametrize("lacking", [None, 0, -1])
-@pytest.mark.parametrize("computing,going_on", [(2, 2), (2, 1), (1, 2)])
+@pytest.mark.parametrize("missing", [None, 0, -1])
+@pytest.mark.parametrize("senders,readers", [(2, 2), (2, 1), (1, 2)])
 @pytest.mark.fast("2-1-None-heads", "1-2-0-states", ci=("*-heads", "2-2-*-states", "2-1-0-states"))
-def test_ranks_fetch_their_shares(
-    models: dict[str, Path], kind: str, lacking: int | None, computing: int, going_on: int
+def test_ranks_fetch_their_shards(
+    models: dict[str, Path], kind: str, missing: int | None, senders: int, readers: int
 ) -> None:
-    """All go on with the pages that came; where one rank's are missing, all compute the prompt."""
+    """If the pages of one rank are missing, all ranks compute the prompt."""
     settings = {"model": str(models[kind]), "exact_across_tp": 2}
     (alone,) = make(NAIVE, **settings).generate([PROMPTS[-1]], GREEDY)
 
     def engine(ranks: Ranks) -> Engine:
         return make(METHODS["mtp"], ranks, **settings, tensor_parallel_size=ranks.size)
 
-    def go_on(ranks: Ranks) -> Any:
+    def continue_jobs(ranks: Ranks) -> Any:
         decode = engine(ranks)
-        fetching, inbox, _ = exchange(decode, wanted, Fetched(JOB.job))
+        fetching, inbox, _ = exchange(decode, fetch_job, Fetched(JOB.job))
         with fetching:
             assert fetching.take(0.0) == []
             if ranks.rank == 0:
-                assert inbox.was_told.wait(300)
-            assert fetching.take(0.0) == [wanted]
+                assert inbox.was_notified.wait(300)
+            assert fetching.take(0.0) == [fetch_job]
         (done,) = decode.generate(JOB.prompts, GREEDY)
         return done.token_ids, done.logprobs, decode.stats.prefix_cache_hits
 
-    leased = on_ranks(computing, lambda ranks: offered(engine(ranks)), slices=2)
-    told = leased[0][2]
-    assert [one for _, _, one in leased] == [told] * computing and told.remote_port is not None
-    ports = told.remote_ports or [told.remote_port]
-    assert len(set(ports)) == computing
-    if lacking is not None:
-        ports[lacking] = 1
-    wanted = structs.replace(JOB, kv_transfer=structs.replace(told, remote_ports=ports))
-    hits = 64 if lacking is None else 0
-    said = on_ranks(going_on, go_on, slices=2)
-    assert said == [(alone.token_ids, alone.logprobs, hits)] * going_on
+    leased = on_ranks(senders, lambda ranks: offered(engine(ranks)), slices=2)
+    transfer = leased[0][2]
+    assert [one for _, _, one in leased] == [
+        transfer
+    ] * senders and transfer.remote_port is not None
+    ports = transfer.remote_ports or [transfer.remote_port]
+    assert len(set(ports)) == senders
+    if missing is not None:
+        ports[missing] = 1
+    fetch_job = structs.replace(JOB, kv_transfer=structs.replace(transfer, remote_ports=ports))
+    hits = 64 if missing is None else 0
+    outputs = on_ranks(readers, continue_jobs, slices=2)
+    assert outputs == [(alone.token_ids, alone.logprobs, hits)] * readers
     for leasing, leases, _ in leased:
         with leasing:
-            if lacking is None:  # until the last reader's word is there
+            if missing is None:  # until the last reader has released it
                 wait_for(lambda leases=leases: not leases.num_bytes)  # type: ignore[misc]
 
 
@@ -634,30 +643,30 @@ def test_a_lease_ends_with_its_last_reader(pair: tuple[Engine, Engine, Pages]) -
     assert leases.get("a") is None and leases.num_bytes == 0
 
 
-def test_numbers_of_ranks_that_share_nothing_are_refused_by_name(
+def test_rank_counts_that_do_not_divide_are_refused(
     models: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The prompt is computed then, at once."""
-    told = KvTransfer(
+    """The prompt is then computed at once."""
+    transfer = KvTransfer(
         do_remote_prefill=True,
         remote_request_id="0" * 32,
         remote_host="127.0.0.1",
         remote_port=1,
         remote_ports=[1, 2, 3],
     )
-    wanted = structs.replace(JOB, kv_transfer=told)
+    fetch_job = structs.replace(JOB, kv_transfer=transfer)
 
     def take(ranks: Ranks) -> list[Any]:
         engine = make(NAIVE, ranks, model=str(models["heads"]), tensor_parallel_size=2)
-        fetching, _, _ = exchange(engine, wanted)
+        fetching, _, _ = exchange(engine, fetch_job)
         with fetching:
             return list(fetching.take(0.0))
 
-    assert on_ranks(2, take) == [[wanted]] * 2
+    assert on_ranks(2, take) == [[fetch_job]] * 2
     assert "tensor_parallel_size of one engine must divide the other's, got 3 and 2" in caplog.text
 
 
-# Models, caches, methods, and the ranks of both engines.
+# Model, cache, method, ranks of the prefill engine, ranks of the decode engine.
 WITH_RANKS = [
     ("heads", "auto", "naive", 2, 1),
     ("heads", "auto", "ngram", 1, 2),
@@ -674,13 +683,18 @@ WITH_RANKS = [
 ]
 
 
-@pytest.mark.parametrize("kind,cache,method,computing,going_on", WITH_RANKS)
-def test_any_numbers_of_ranks_go_on_with_the_bits_of_one(
-    models: dict[str, Path], kind: str, cache: str, method: str, computing: int, going_on: int
+@pytest.mark.parametrize("kind,cache,method,senders,readers", WITH_RANKS)
+def test_any_rank_counts_keep_the_bits_of_one_engine(
+    models: dict[str, Path],
+    kind: str,
+    cache: str,
+    method: str,
+    senders: int,
+    readers: int,
 ) -> None:
-    """Of one that has as many summands, and does not speculate."""
-    summands = max(computing, going_on)
-    settings = {**CACHES[cache], "model": str(models[kind]), "exact_across_tp": summands}
+    """The one engine has as many virtual TP ranks, and does not speculate."""
+    virtual_ranks = max(senders, readers)
+    settings = {**CACHES[cache], "model": str(models[kind]), "exact_across_tp": virtual_ranks}
     lookahead = 1 if method == "mtp" else 0
 
     def engine(ranks: Ranks) -> Engine:
@@ -692,30 +706,30 @@ def test_any_numbers_of_ranks_go_on_with_the_bits_of_one(
         prefill.generate(PROMPTS, replace(SEEDED, max_tokens=1))
         return [PageTransfer(prefill).take(prompt, SEEDED) for prompt in PROMPTS]
 
-    def go_on(ranks: Ranks) -> Any:
+    def continue_jobs(ranks: Ranks) -> Any:
         decode, moved = engine(ranks), []
-        own = [computed[one] for one in sources(computing, ranks.size, ranks.rank)]
+        own = [computed[one] for one in sources(senders, ranks.size, ranks.rank)]
         for prompt, *parts in zip(PROMPTS, *own, strict=True):
             expected = PageTransfer(decode).expected(prompt, SEEDED)
             parts = [cut(part, ranks.size, ranks.rank) for part in parts]
             moved.append(PageTransfer(decode).give(joined(parts, expected), expected))
         assert moved == [(length - max(1, lookahead)) // 16 for length in LENGTHS]
-        said = run(decode, SEEDED)
+        outputs = run(decode, SEEDED)
         assert decode.stats.prefix_cache_hits >= 16 * sum(moved)
         if method == "draft_model":
             spec = decode.stats.speculative
             assert spec.num_accepted_tokens == spec.num_draft_tokens > 50
-        return said
+        return outputs
 
-    computed = on_ranks(computing, compute, slices=summands)
+    computed = on_ranks(senders, compute, slices=virtual_ranks)
     assert (
-        on_ranks(going_on, go_on, slices=summands)
-        == [run(make(NAIVE, **settings), SEEDED)] * going_on
+        on_ranks(readers, continue_jobs, slices=virtual_ranks)
+        == [run(make(NAIVE, **settings), SEEDED)] * readers
     )
 
 
-def test_pages_of_other_summands_are_refused_by_name(models: dict[str, Path]) -> None:
-    """Their bits are others than those that this engine would compute."""
+def test_pages_of_another_exact_across_tp_are_refused(models: dict[str, Path]) -> None:
+    """Their bits differ from those that this engine would compute."""
     settings = {"model": str(models["heads"])}
     prefill, decode = make(NAIVE, **settings, exact_across_tp=2), make(NAIVE, **settings)
     prefill.generate([PROMPTS[-1]], replace(GREEDY, max_tokens=1))
@@ -728,10 +742,10 @@ def test_pages_of_other_summands_are_refused_by_name(models: dict[str, Path]) ->
 COUNTS = (1, 2, 4, 8)
 
 
-@pytest.mark.parametrize("computing", COUNTS)
-@pytest.mark.parametrize("going_on", COUNTS)
-def test_every_head_comes_once(computing: int, going_on: int) -> None:
-    """Each to the rank that has it, out of parts that are counted by hand; and no rank is idle."""
+@pytest.mark.parametrize("senders", COUNTS)
+@pytest.mark.parametrize("readers", COUNTS)
+def test_every_head_is_transferred_once(senders: int, readers: int) -> None:
+    """Each decode rank gets its own heads, and every prefill rank sends some."""
     widths = (3, 1)
     layouts = [Layout("int16", (2, 4 * heads, 5), widths) for heads in (1, 2, 4, 8, 16)]
 
@@ -755,7 +769,7 @@ def test_every_head_comes_once(computing: int, going_on: int) -> None:
         )
 
     def pages(own: Header) -> Pages:
-        """Numbers that say which tensor, page, row, column and element they are."""
+        """Return pages of distinct numbers per tensor, page, row, column and element."""
         data = b""
         for number, (layout, count) in enumerate(own.tensors):
             heads = layout.num_heads
@@ -768,16 +782,16 @@ def test_every_head_comes_once(computing: int, going_on: int) -> None:
             data += part.numpy().tobytes()
         return Pages(own, bytearray(data))
 
-    given = [pages(header(computing, rank)) for rank in range(computing)]
-    for reader in range(going_on):
-        ranks = sources(computing, going_on, reader)
-        parts = [cut(given[rank], going_on, reader) for rank in ranks]
-        expected = header(going_on, reader)
+    sent = [pages(header(senders, rank)) for rank in range(senders)]
+    for reader in range(readers):
+        ranks = sources(senders, readers, reader)
+        parts = [cut(sent[rank], readers, reader) for rank in ranks]
+        expected = header(readers, reader)
         assert sum(len(part.data) for part in parts) == expected.num_bytes
         assert joined(parts, expected) == pages(expected)
-        for rank in set(range(computing)) - set(ranks):
+        for rank in set(range(senders)) - set(ranks):
             with pytest.raises(KvTransferError, match=f"nothing to read of rank {rank} of"):
-                cut(given[rank], going_on, reader)
-    assert {one for i in range(going_on) for one in sources(computing, going_on, i)} == set(
-        range(computing)
+                cut(sent[rank], readers, reader)
+    assert {one for i in range(readers) for one in sources(senders, readers, i)} == set(
+        range(senders)
     )

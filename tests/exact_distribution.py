@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact distributions of emitted tokens: the real ops, with their random numbers integrated out.
+"""Exact distribution of emitted tokens: the real ops, with their random numbers integrated out.
 
 Every uniform that an op draws (one per distinct Philox key) is a coordinate of a box of 24-bit
 numbers. If the lowest and highest corners of a box have the same outcome, the box is one piece of
 the distribution, since every decision compares one uniform with bounds in one direction. Any other
-box is cut where the outcome changes, to the last bit. No knowledge of a strategy is used.
+box is split where the outcome changes, to the last bit. No knowledge of a strategy is used.
 
 Plays run many at once, as requests of one batch. The outcome of a play must not depend on the
 others: that is checked as well, since the distribution could not be integrated otherwise.
@@ -55,8 +55,8 @@ class Coins:
         if key not in self.keys:
             self.keys.append(key)
         index = self.keys.index(key)
-        held = self.values
-        return held[:, index] if index < held.shape[1] else held.new_zeros(len(held))
+        values = self.values
+        return values[:, index] if index < values.shape[1] else values.new_zeros(len(values))
 
 
 class ReferenceOps:
@@ -76,15 +76,15 @@ class ReferenceOps:
             source = source.replace(old, new)
         self.module = types.ModuleType("reference_of_a_test")
         exec(compile(source, reference.sampling.__file__, "exec"), self.module.__dict__)
-        self.target_probs, self.memory = self.module.target_probs, {}
+        self.target_probs, self.cache = self.module.target_probs, {}
         self.module.target_probs = self._remembered
 
     def _remembered(self, row: Tensor, *filters: Any, **named: Any) -> Tensor:
         """Cache target distributions: a game has few distinct rows, and repeats them often."""
         key = (row.numpy().tobytes(), filters, *named.items())
-        if key not in self.memory:
-            self.memory[key] = self.target_probs(row, *filters, **named)
-        return self.memory[key]
+        if key not in self.cache:
+            self.cache[key] = self.target_probs(row, *filters, **named)
+        return self.cache[key]
 
     @contextmanager
     def using(self, coins: Coins) -> Iterator[None]:
@@ -129,20 +129,20 @@ class ProductionOps:
             yield
         finally:
             sampling._C = before
-            asked = [tuple(key) for key in self.module.asked_keys()]
-            coins.keys += [key for key in asked if key not in coins.keys]
+            requested = [tuple(key) for key in self.module.asked_keys()]
+            coins.keys += [key for key in requested if key not in coins.keys]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sampling, name)
 
 
-class Law(NamedTuple):
+class Distribution(NamedTuple):
     outcomes: Tensor  # [pieces, ...]
     masses: Tensor  # [pieces], float64
     keys: set[Key]  # keys of the uniforms that affect outcomes
 
 
-def integrate(ops: Any, play: Callable[[Coins, int], Tensor]) -> Law:
+def integrate(ops: Any, play: Callable[[Coins, int], Tensor]) -> Distribution:
     """Integrate `play(coins, n)`, which returns the outcomes of n plays, one per table row."""
     coins = Coins()
     while True:
@@ -152,7 +152,7 @@ def integrate(ops: Any, play: Callable[[Coins, int], Tensor]) -> Law:
             continue
 
 
-def _integrate(ops: Any, play: Callable[[Coins, int], Tensor], coins: Coins) -> Law:
+def _integrate(ops: Any, play: Callable[[Coins, int], Tensor], coins: Coins) -> Distribution:
     count = len(coins.keys)
 
     def outcomes(points: Tensor) -> Tensor:
@@ -180,21 +180,21 @@ def _integrate(ops: Any, play: Callable[[Coins, int], Tensor], coins: Coins) -> 
         low, high, lowest = low[~same], high[~same], lowest[~same]
         if not len(low):
             break
-        axis, cut = _cut(low, high, lowest, outcomes)
+        axis, last = _split_points(low, high, lowest, outcomes)
         decisive.update(coins.keys[i] for i in axis.tolist())
         at = torch.arange(len(low))
         below, above = high.clone(), low.clone()
-        below[at, axis], above[at, axis] = cut, cut + 1
+        below[at, axis], above[at, axis] = last, last + 1
         low, high = torch.cat([low, above]), torch.cat([below, high])
-    return Law(torch.cat(pieces), torch.cat(masses), decisive)
+    return Distribution(torch.cat(pieces), torch.cat(masses), decisive)
 
 
-def _cut(
+def _split_points(
     low: Tensor, high: Tensor, lowest: Tensor, outcomes: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return per box (a coordinate that matters, its last value with the lowest corner's outcome).
+    """Return per box a coordinate that matters, and its last value with the lowest outcome.
 
-    It is found on the way from the lowest corner to the highest, one coordinate after another.
+    The coordinate is the first that changes the outcome on the way to the highest corner.
     """
     order, at = torch.arange(low.shape[1]), torch.arange(len(low))
 
@@ -210,11 +210,11 @@ def _cut(
         points[at, axis] = x
         return points
 
-    cut = _bisect(low[at, axis], high[at, axis], lambda x: _equal(lowest, outcomes(moved(x))))
-    return axis, cut
+    last = _bisect(low[at, axis], high[at, axis], lambda x: _equal(lowest, outcomes(moved(x))))
+    return axis, last
 
 
-def with_every_coin(ops: Any, value: float, n: int, call: Callable[[], Any]) -> Any:
+def with_all_coins(ops: Any, value: float, n: int, call: Callable[[], Any]) -> Any:
     """Return the result of a call of n requests in which every uniform is `value`."""
     coins = Coins()
     while True:
@@ -249,7 +249,7 @@ class World(NamedTuple):
 
     target_logits: Tensor  # [prefixes, V]
     draft_logits: Tensor  # [prefixes, V]
-    target: Tensor  # [prefixes, V], float64: the required distribution
+    target: Tensor  # [prefixes, V], float64: the expected distribution
     draft: Tensor  # [prefixes, V], float64
     length: int
 
@@ -339,17 +339,17 @@ def every_processor(vocab: int, length: int) -> Callable[[Tensor, Tensor], Any]:
 
 def extended(world: World, prefixes: Tensor, masses: Tensor) -> Tensor:
     """Return the distribution of the first `length` tokens if each prefix continues plainly."""
-    law = world.target
-    vocab = law.shape[1]
+    distribution = world.target
+    vocab = distribution.shape[1]
     mass = torch.zeros(num_prefixes(vocab, world.length), dtype=torch.float64)
     mass.index_add_(0, prefixes, masses)
     inner = num_prefixes(vocab, world.length - 1)
     for s in range(inner):
-        mass[s * vocab + 1 : (s + 1) * vocab + 1] += mass[s] * law[s]
+        mass[s * vocab + 1 : (s + 1) * vocab + 1] += mass[s] * distribution[s]
     return mass[inner:]
 
 
-def target_law(world: World) -> Tensor:
+def target_distribution(world: World) -> Tensor:
     return extended(world, torch.tensor([0]), torch.ones(1, dtype=torch.float64))
 
 
@@ -409,7 +409,7 @@ def play_chain(ops: Any, game: Game) -> Callable[[Coins, int], Tensor]:
 def draft_chain(
     ops: Any, game: Game, prefixes: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (drafts, their distributions, the prefix of every row)."""
+    """Return the drafts, their distributions and the prefix of every row."""
     n, vocab = len(prefixes), game.world.draft.shape[1]
     drafts, probs, visited = [], [], [prefixes]
     anchors = positions + 1 if game.strategy == VerifyStrategy.BLOCK and game.anchored else None
@@ -529,21 +529,23 @@ def play_tree(ops: Any, game: Game, parents: list[int]) -> Callable[[Coins, int]
     return play
 
 
-def law_error(law: Law, world: World, expected: Tensor | None = None) -> float:
+def distribution_error(
+    distribution: Distribution, world: World, expected: Tensor | None = None
+) -> float:
     """Return the largest error of any sequence's probability."""
-    assert abs(float(law.masses.sum()) - 1) < 1e-9
-    got = extended(world, law.outcomes[:, 0], law.masses)
-    return float((got - (target_law(world) if expected is None else expected)).abs().max())
+    assert abs(float(distribution.masses.sum()) - 1) < 1e-9
+    got = extended(world, distribution.outcomes[:, 0], distribution.masses)
+    return float((got - (target_distribution(world) if expected is None else expected)).abs().max())
 
 
-def mean_accepted(law: Law) -> float:
-    return float((law.outcomes[:, 1] * law.masses).sum())
+def mean_accepted(distribution: Distribution) -> float:
+    return float((distribution.outcomes[:, 1] * distribution.masses).sum())
 
 
-def closed_form(game: Game, taken: Callable[[int, int], Tensor | float]) -> Tensor:
-    """Return the distribution if row r takes draft x with probability taken(prefix, r)[x].
+def closed_form(game: Game, acceptance: Callable[[int, int], Tensor | float]) -> Tensor:
+    """Return the distribution if row r accepts draft x with probability acceptance(prefix, r)[x].
 
-    A row that takes no draft samples its own token.
+    A row that accepts no draft samples its own token.
     """
     world, vocab = game.world, game.world.target.shape[1]
     mass = torch.zeros(num_prefixes(vocab, world.length), dtype=torch.float64)
@@ -556,7 +558,7 @@ def closed_form(game: Game, taken: Callable[[int, int], Tensor | float]) -> Tens
             return
         accepted = torch.zeros(vocab, dtype=torch.float64)
         if row < game.k:
-            accepted = world.draft[s] * taken(s, row)
+            accepted = world.draft[s] * acceptance(s, row)
         rest = (1 - accepted.sum()) * world.target[s]
         for x in range(vocab):
             child = s * vocab + 1 + x

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The law of whole texts, where MTP modules draw the drafts and `rejection` or `block` verifies.
+"""Distribution of whole texts whose drafts are drawn by MTP modules.
 
-`test_laws.py` holds it for the ops. Here everything lies between them: which row of draft_probs a
-request's drafts are of, what a step overwrites, the numbers that steps draw with. The texts of
-thousands of requests of a tiny vocabulary, each with its own seed, are compared with the exact
-probabilities of their tokens, from the logits of the target over the finished texts.
+`test_distribution.py` checks the ops. These tests check the engine between them: the rows of
+draft_probs, the buffers that a step overwrites, and the random numbers of steps. Thousands of short
+texts with seeds of their own are compared with the exact probabilities of their tokens, computed
+from the target's logits over the finished texts.
 """
 
 import random
@@ -25,14 +25,14 @@ from torch import Tensor
 
 VOCAB = 20
 FILTERS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-# A p-value below this is a fault. `make test` has some hundred of them, so all together they are
-# wrong on one machine of ten thousand, each of which has logits of its own.
-NOTICED = 1e-6
+# A p-value below this is a fault. `make test` computes some hundred p-values, and logits differ by
+# CPU: on one machine of ten thousand, a correct engine fails.
+MIN_P_VALUE = 1e-6
 
 
 @pytest.fixture(scope="module")
 def tinies(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Tiny]:
-    """By the number of modules."""
+    """Return tiny models by their number of MTP modules."""
     return {
         n: make_tiny(
             tmp_path_factory.mktemp(f"modules{n}"),
@@ -48,22 +48,22 @@ def tinies(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Tiny]:
 
 
 class Texts(NamedTuple):
-    """Each has a prompt and what the engine went on with."""
+    """Prompts, and the engine's output for each."""
 
     prompts: list[list[int]]
     outputs: list[list[int]]
 
 
 def target_probs(logits: Tensor, filters: dict[str, Any]) -> Tensor:
-    """`reference.target_probs` of many rows at once."""
-    given = {**FILTERS, **filters}
-    ordered, ids = (logits.double() / given["temperature"]).sort(descending=True, stable=True)
+    """Compute `reference.target_probs` of many rows at once."""
+    arguments = {**FILTERS, **filters}
+    ordered, ids = (logits.double() / arguments["temperature"]).sort(descending=True, stable=True)
     weights = (ordered - ordered[:, :1]).exp()
-    if given["top_k"]:
-        weights[:, given["top_k"] :] = 0
+    if arguments["top_k"]:
+        weights[:, arguments["top_k"] :] = 0
     before = weights.cumsum(1) - weights
-    weights[before >= given["top_p"] * weights.sum(1, keepdim=True)] = 0
-    weights[weights < given["min_p"]] = 0
+    weights[before >= arguments["top_p"] * weights.sum(1, keepdim=True)] = 0
+    weights[weights < arguments["min_p"]] = 0
     weights /= weights.sum(1, keepdim=True)
     return torch.zeros_like(weights).scatter(1, ids, weights)
 
@@ -83,13 +83,13 @@ def changed_logits(rows: Tensor, texts: Texts, filters: dict[str, Any]) -> Tenso
             ids = sorted(set(known))
             row[ids] = torch.where(row[ids] > 0, row[ids] / penalty, row[ids] * penalty)
     if allowed := filters.get("allowed_token_ids"):
-        kept = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, torch.tensor(allowed), True)
-        rows.masked_fill_(~kept, -torch.inf)
+        is_allowed = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, torch.tensor(allowed), True)
+        rows.masked_fill_(~is_allowed, -torch.inf)
     return rows
 
 
 def rows_of(model: Transformer, texts: Texts, filters: dict[str, Any]) -> Tensor:
-    """The target's distribution of every token of the outputs, one text after another."""
+    """Return the target's distributions of all output tokens, one text after another."""
     logits = []
     for first in range(0, len(texts.prompts), 512):
         pairs = list(zip(texts.prompts, texts.outputs, strict=True))[first : first + 512]
@@ -99,17 +99,17 @@ def rows_of(model: Transformer, texts: Texts, filters: dict[str, Any]) -> Tensor
     probs = target_probs(rows, filters)
     own = {name: value for name, value in filters.items() if name not in CHANGED}
     for row in range(0, len(rows), 1 + len(rows) // 20):
-        wanted = reference.target_probs(rows[row], **{**FILTERS, **own})
-        assert torch.allclose(probs[row], wanted, rtol=1e-9, atol=1e-12)
+        expected = reference.target_probs(rows[row], **{**FILTERS, **own})
+        assert torch.allclose(probs[row], expected, rtol=1e-9, atol=1e-12)
     return probs
 
 
 def p_value(tokens: Tensor, probs: Tensor, groups: Tensor) -> float:
-    """How likely counts as far from the expected ones are; counted in each group apart.
+    """Return the probability of counts at least this far from the expected ones.
 
-    Given what stands before it a token has the probabilities of its row, so what is counted over
-    what is expected is a martingale, whose covariance is known: chi-square in every direction that
-    varies enough for the limit to hold.
+    Tokens are counted per group. Given its prefix, a token has the probabilities of its row, so the
+    excess of the counts is a martingale with a known covariance. It is chi-square in every
+    direction that varies enough for the limit to hold.
     """
     statistic, freedom = 0.0, 0
     for group in groups.unique().tolist():
@@ -126,10 +126,10 @@ def p_value(tokens: Tensor, probs: Tensor, groups: Tensor) -> float:
 
 
 def p_values(model: Transformer, texts: Texts, filters: dict[str, Any]) -> dict[str, float]:
-    """By what tokens are grouped by: where they stand, and what stands before them."""
+    """Return p-values of tokens grouped by their position or by the tokens before them."""
     probs = rows_of(model, texts, filters)
     tokens = torch.tensor([token for output in texts.outputs for token in output])
-    assert (probs[torch.arange(len(tokens)), tokens] > 0).all(), "a token that filters leave out"
+    assert (probs[torch.arange(len(tokens)), tokens] > 0).all(), "a token that the filters exclude"
     before: dict[str, list[int]] = {"place": [], "token": [], "two": [], "all": []}
     for prompt, output in zip(texts.prompts, texts.outputs, strict=True):
         for place in range(len(output)):
@@ -139,7 +139,7 @@ def p_values(model: Transformer, texts: Texts, filters: dict[str, Any]) -> dict[
             before["two"].append(known[-2])
             before["all"].append(hash(tuple(known)) % 16)
     found = {name: p_value(tokens, probs, torch.tensor(of)) for name, of in before.items()}
-    # Whether the likely tokens come as often as they should: what most faults change.
+    # Most faults change how often likely tokens are emitted.
     surprise = -probs.clamp(min=1e-300).log()
     mean = (probs * surprise).sum(1)
     variance = (probs * surprise.square()).sum(1) - mean.square()
@@ -151,7 +151,7 @@ def p_values(model: Transformer, texts: Texts, filters: dict[str, Any]) -> dict[
 
 
 def prompt(index: int) -> list[int]:
-    """Most end just before a page does."""
+    """Return a prompt; most prompts end just before a page does."""
     rng = random.Random(index % 30)
     return [rng.randrange(1, VOCAB) for _ in range((5, 11, 12, 13, 14, 27)[index % 6])]
 
@@ -170,7 +170,7 @@ def run(
     params_of: Callable[[int], SamplingParams],
     own: Callable[[int], dict[str, Any] | None] = lambda index: None,
 ) -> dict[int, Completion]:
-    """Requests that come while others run and end."""
+    """Run requests that arrive while others run and end."""
     rng = random.Random(len(indices))
     left, names = list(indices), {}
     while left or engine.has_unfinished():
@@ -186,27 +186,31 @@ def run(
 
 @dataclass
 class Drafts:
-    """What `verify` was given: drafts, what they were drawn from, and what stands at their place.
+    """Drafts that `verify` received, their distributions, and earlier drafts of the same positions.
 
-    Both strategies need drafts that follow their draft_probs, whatever was seen before: `rejection`
-    looks at each position's draft once, `block` also at some that are drafted again.
+    Both strategies need drafts that follow their draft_probs, independent of earlier drafts:
+    `rejection` uses each position's draft once, `block` also uses some that are drafted again.
     """
 
     tokens: list[int] = field(default_factory=list)
     probs: list[Tensor] = field(default_factory=list)
-    before: list[int] = field(
-        default_factory=list
-    )  # the position's draft of the step before, or -1
+    # Half of the vocabulary in which the position's earlier draft lies, or -1.
+    before: list[int] = field(default_factory=list)
     _last: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def note(self, indptr: Tensor, drafts: Tensor, given: dict[str, Any]) -> None:
-        """Takes note of a call."""
-        table, listed = given["draft_probs"].double(), given["draft_prob_token_ids"]
-        if listed is not None:  # of a reduced vocabulary
+    def note(self, indptr: Tensor, drafts: Tensor, arguments: dict[str, Any]) -> None:
+        """Record a call."""
+        table, listed = arguments["draft_probs"].double(), arguments["draft_prob_token_ids"]
+        if listed is not None:  # of a head with a reduced vocabulary
             of_tokens = torch.zeros(*table.shape[:2], VOCAB, dtype=torch.float64)
             table = of_tokens.scatter_add_(2, listed.long().clamp(min=0), table * (listed >= 0))
-        columns = (indptr.diff(), given["draft_prob_rows"], given["seeds"], given["positions"])
-        strategies = given["strategy"].tolist()
+        columns = (
+            indptr.diff(),
+            arguments["draft_prob_rows"],
+            arguments["seeds"],
+            arguments["positions"],
+        )
+        strategies = arguments["strategy"].tolist()
         for index, (rows, source, seed, position) in enumerate(
             zip(*(column.tolist() for column in columns), strict=True)
         ):
@@ -215,15 +219,15 @@ class Drafts:
             for place, token in enumerate(drafts[index, : rows - 1].tolist()):
                 key = seed, position + place
                 if key in self._last and strategies[index] == VerifyStrategy.REJECTION:
-                    continue  # with the same number, which nothing has looked at
+                    continue  # drawn again with the same uniform, which decided nothing
                 self.tokens.append(token)
                 self.probs.append(table[source, place])
-                # In halves, since small numbers draw small ids; -1: none.
+                # Halves suffice, because small uniforms draw small ids; -1: none.
                 self.before.append(2 * self._last.get(key, -VOCAB // 2) // VOCAB)
                 self._last[key] = token
 
     def p_value(self) -> float:
-        """Of drafts against draft_probs."""
+        """Return the p-value of the drafts under their draft_probs."""
         probs = torch.stack(self.probs)
         assert torch.allclose(probs.sum(1), torch.ones(len(probs), dtype=torch.float64))
         return p_value(torch.tensor(self.tokens), probs, torch.tensor(self.before))
@@ -231,13 +235,13 @@ class Drafts:
 
 @pytest.fixture
 def drafts(monkeypatch: pytest.MonkeyPatch) -> Drafts:
-    """Listens to `verify`."""
+    """Record the calls of `verify`."""
     noted, verify = Drafts(), sampling.verify
 
-    def verifying(logits: Tensor, indptr: Tensor, tokens: Tensor, **given: Any) -> Any:
-        if given.get("draft_probs") is not None:
-            noted.note(indptr, tokens, given)
-        return verify(logits, indptr, tokens, **given)
+    def verifying(logits: Tensor, indptr: Tensor, tokens: Tensor, **arguments: Any) -> Any:
+        if arguments.get("draft_probs") is not None:
+            noted.note(indptr, tokens, arguments)
+        return verify(logits, indptr, tokens, **arguments)
 
     monkeypatch.setattr(sampling, "verify", verifying)
     return noted
@@ -252,7 +256,7 @@ class Trial(NamedTuple):
 
 
 def p_values_of(tiny: Tiny, trial: Trial, count: int) -> dict[str, float]:
-    """Of the texts of as many requests."""
+    """Return the p-values of the texts of `count` requests."""
     speculative = SpeculativeConfig(
         method="mtp", num_speculative_tokens=trial.k, verify_strategy=trial.strategy
     )
@@ -307,7 +311,7 @@ TRIALS = [
 def test_texts_follow_the_target(tinies: dict[int, Tiny], trial: Trial, drafts: Drafts) -> None:
     found = p_values_of(tinies[trial.modules], trial, 1200)
     found["drafts"] = drafts.p_value()
-    assert min(found.values()) > NOTICED, found
+    assert min(found.values()) > MIN_P_VALUE, found
 
 
 @pytest.mark.slow
@@ -327,7 +331,7 @@ def test_more_texts_follow_the_target(
     trial = Trial(modules, k, strategy, filters, limits)
     found = p_values_of(tinies[modules], trial, 3000)
     found["drafts"] = drafts.p_value()
-    assert min(found.values()) > NOTICED, found
+    assert min(found.values()) > MIN_P_VALUE, found
 
 
 # ---- faults ----
@@ -336,52 +340,52 @@ def test_more_texts_follow_the_target(
 class Fault(NamedTuple):
     name: str
     trials: Sequence[Trial]
-    verify: Callable[[dict[str, Any]], None] = lambda given: None
-    sample: Callable[[dict[str, Any]], None] = lambda given: None
+    verify: Callable[[dict[str, Any]], None] = lambda arguments: None
+    sample: Callable[[dict[str, Any]], None] = lambda arguments: None
 
 
 def of_other_rows(rows: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Any]], None]:
-    def change(given: dict[str, Any]) -> None:
-        known = given["draft_prob_rows"]
-        given["draft_prob_rows"] = torch.where(known >= 0, rows(known).int(), known)
+    def change(arguments: dict[str, Any]) -> None:
+        known = arguments["draft_prob_rows"]
+        arguments["draft_prob_rows"] = torch.where(known >= 0, rows(known).int(), known)
 
     return change
 
 
 class Stale:
-    """draft_probs of the call before."""
+    """The draft_probs of the previous call."""
 
     def __init__(self) -> None:
         self.last: Tensor | None = None
 
-    def __call__(self, given: dict[str, Any]) -> None:
-        now = given["draft_probs"].clone()
-        given["draft_probs"], self.last = now if self.last is None else self.last, now
+    def __call__(self, arguments: dict[str, Any]) -> None:
+        now = arguments["draft_probs"].clone()
+        arguments["draft_probs"], self.last = now if self.last is None else self.last, now
 
 
-def of_other_places(given: dict[str, Any]) -> None:
-    given["draft_probs"] = given["draft_probs"].roll(1, dims=1)
+def of_other_places(arguments: dict[str, Any]) -> None:
+    arguments["draft_probs"] = arguments["draft_probs"].roll(1, dims=1)
 
 
-def without_anchors(given: dict[str, Any]) -> None:
-    given["anchors"] = None
+def without_anchors(arguments: dict[str, Any]) -> None:
+    arguments["anchors"] = None
 
 
-def with_target_numbers(given: dict[str, Any]) -> None:
-    given["purpose"] = Purpose.TARGET
+def with_target_numbers(arguments: dict[str, Any]) -> None:
+    arguments["purpose"] = Purpose.TARGET
 
 
-def taken_as_certain(given: dict[str, Any]) -> None:
-    given["draft_prob_rows"] = torch.full_like(given["draft_prob_rows"], -1)
+def taken_as_certain(arguments: dict[str, Any]) -> None:
+    arguments["draft_prob_rows"] = torch.full_like(arguments["draft_prob_rows"], -1)
 
 
-def another_temperature(given: dict[str, Any]) -> None:
-    given["draft_probs"] = given["draft_probs"].sqrt()
-    given["draft_probs"] /= given["draft_probs"].sum(-1, keepdim=True).clamp(min=1e-30)
+def another_temperature(arguments: dict[str, Any]) -> None:
+    arguments["draft_probs"] = arguments["draft_probs"].sqrt()
+    arguments["draft_probs"] /= arguments["draft_probs"].sum(-1, keepdim=True).clamp(min=1e-30)
 
 
-def no_probabilities(given: dict[str, Any]) -> None:
-    given["draft_probs"] = torch.zeros_like(given["draft_probs"])
+def no_probabilities(arguments: dict[str, Any]) -> None:
+    arguments["draft_probs"] = torch.zeros_like(arguments["draft_probs"])
 
 
 BOTH = [Trial(1, 3, "rejection", {}, {}), Trial(2, 3, "block", {}, {})]
@@ -406,16 +410,16 @@ def p_values_with(
 ) -> dict[str, float]:
     noted, verify, sample = Drafts(), sampling.verify, sampling.sample
 
-    def verifying(logits: Tensor, indptr: Tensor, tokens: Tensor, **given: Any) -> Any:
-        if given.get("draft_probs") is not None:
-            noted.note(indptr, tokens, given)
-            fault.verify(given)
-        return verify(logits, indptr, tokens, **given)
+    def verifying(logits: Tensor, indptr: Tensor, tokens: Tensor, **arguments: Any) -> Any:
+        if arguments.get("draft_probs") is not None:
+            noted.note(indptr, tokens, arguments)
+            fault.verify(arguments)
+        return verify(logits, indptr, tokens, **arguments)
 
-    def sampling_(*args: Any, **given: Any) -> Any:
-        if given.get("purpose") == Purpose.DRAFT:
-            fault.sample(given)
-        return sample(*args, **given)
+    def sampling_(*args: Any, **arguments: Any) -> Any:
+        if arguments.get("purpose") == Purpose.DRAFT:
+            fault.sample(arguments)
+        return sample(*args, **arguments)
 
     monkeypatch.setattr(sampling, "verify", verifying)
     monkeypatch.setattr(sampling, "sample", sampling_)
@@ -423,7 +427,7 @@ def p_values_with(
 
 
 def cases(faults: Sequence[Fault]) -> list[Any]:
-    """Each fault under its trials; `make test` takes one of them, in turn."""
+    """Return each fault with its trials, of which all but one, in turn, are slow."""
     return [
         pytest.param(
             fault,
@@ -438,33 +442,34 @@ def cases(faults: Sequence[Fault]) -> list[Any]:
 
 @pytest.mark.parametrize(("fault", "trial"), cases(FAULTS))
 @pytest.mark.ci
-def test_faults_are_noticed(
+def test_planted_faults_are_noticed(
     tinies: dict[int, Tiny], fault: Fault, trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = p_values_with(tinies[trial.modules], trial, fault, 1000, monkeypatch)
-    assert min(found.values()) < NOTICED, found
+    assert min(found.values()) < MIN_P_VALUE, found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "trial"), cases(NO_FAULTS))
-def test_what_costs_drafts_at_most(
+def test_harmless_changes_keep_the_distribution(
     tinies: dict[int, Tiny], fault: Fault, trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No number is looked at twice, and any distribution may be claimed of a draft that is one.
+    """They can only cost accepted drafts.
 
-    A position's draft and the token that the target draws there itself never meet in one text; and
-    a draft d taken with the probability p(d), or else replaced by a token of p without d, is of p.
+    No uniform decides twice: the draft of a position and the target's own token there never meet in
+    one text. A draft d may be treated as one-hot: accepting it with probability p(d), and otherwise
+    drawing from p without d, gives p.
     """
     found = p_values_with(tinies[trial.modules], trial, fault, 3000, monkeypatch)
     del found["drafts"]
-    assert min(found.values()) > NOTICED, found
+    assert min(found.values()) > MIN_P_VALUE, found
 
 
-# ---- in company ----
+# ---- in batches ----
 
 
-def test_a_text_does_not_depend_on_company(tinies: dict[int, Tiny]) -> None:
-    """As `test_seeded_text_does_not_depend_on_the_batch`, of drafts that are drawn."""
+def test_text_does_not_depend_on_other_requests(tinies: dict[int, Tiny]) -> None:
+    """Each request has its own strategy and number of drafts."""
 
     def own(index: int) -> dict[str, Any]:
         return {
@@ -481,15 +486,15 @@ def test_a_text_does_not_depend_on_company(tinies: dict[int, Tiny]) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["rejection", "target_match"])
-def test_another_may_come_and_draft_further(tinies: dict[int, Tiny], strategy: str) -> None:
-    """What the drafts of the step before were drawn from stays known."""
+def test_newcomer_with_more_drafts_changes_no_text(tinies: dict[int, Tiny], strategy: str) -> None:
+    """The draft_probs of the previous step remain valid when the number of drafts grows."""
     texts: list[list[list[int]]] = []
     late = {"num_speculative_tokens": 3, "verify_strategy": strategy}
     for has_late in (False, True):
         speculative = SpeculativeConfig(method="mtp", verify_strategy="rejection")
         engine = make_engine(tinies[1], speculative, max_num_seqs=64)
-        wanted = [params(index, {}, max_tokens=6) for index in range(60)]
-        names = [engine.add_request(prompt(0), one) for one in wanted]
+        requests = [params(index, {}, max_tokens=6) for index in range(60)]
+        names = [engine.add_request(prompt(0), one) for one in requests]
         for _ in range(2):
             engine.step()
         if has_late:
@@ -536,19 +541,19 @@ MIXED: list[tuple[str, dict[str, Any]]] = [
     ("modules", "limits"), [(1, FEW_PAGES), (2, {"max_num_seqs": 64})], ids=str
 )
 @pytest.mark.fast("1-*", ci=("2-*",))
-def test_each_keeps_its_promise_among_others(
+def test_mixed_methods_keep_their_distributions(
     tinies: dict[int, Tiny], modules: int, limits: dict[str, Any]
 ) -> None:
     tiny, size, model = tinies[modules], len(MIXED), model_of(tinies[modules])
 
     def method(index: int) -> int:
-        return index // 6 % size  # each of the prompts for each of the methods
+        return index // 6 % size  # every method gets every prompt
 
-    def wanted(index: int) -> SamplingParams:
+    def own_params(index: int) -> SamplingParams:
         return params(index, COOL, logprobs=1 if "match" in MIXED[method(index)][0] else None)
 
     engine = make_engine(tiny, SpeculativeConfig(method="mtp"), **limits)
-    done = run(engine, range(1920), wanted, lambda index: MIXED[method(index)][1])
+    done = run(engine, range(1920), own_params, lambda index: MIXED[method(index)][1])
     assert (engine.stats.num_preemptions > 0) == ("num_pages" in limits)
     for number, (name, _) in enumerate(MIXED):
         mine = {index: one for index, one in done.items() if method(index) == number}
@@ -557,16 +562,16 @@ def test_each_keeps_its_promise_among_others(
         assert accepted > drafts / 20, name
         if name in ("mtp target_match", "mtp greedy"):
             is_greedy = name == "mtp greedy"
-            asked = [
+            plain_params = [
                 params(i, {"temperature": 0.0} if is_greedy else COOL, logprobs=1) for i in mine
             ]
-            plain = make_engine(tiny).generate([prompt(i) for i in mine], asked)
+            plain = make_engine(tiny).generate([prompt(i) for i in mine], plain_params)
             assert [one.token_ids for one in plain] == [one.token_ids for one in mine.values()]
             if not is_greedy:
                 assert list(map(bits, plain)) == list(map(bits, mine.values()))
             continue
-        found = p_values(model, texts_of(mine), COOL)  # which looks at the filters, too
+        found = p_values(model, texts_of(mine), COOL)  # checks the filters, too
         if name == "mtp topp":
-            assert min(found.values()) < NOTICED, found
+            assert min(found.values()) < MIN_P_VALUE, found
         else:
-            assert min(found.values()) > NOTICED, (name, found)
+            assert min(found.values()) > MIN_P_VALUE, (name, found)
