@@ -233,7 +233,7 @@ class Peer:
     def __init__(self, name: str, num_threads: int, own: bool = False) -> None:
         self.name, self.own = name, own
         if not own and not PEER_PYTHON.exists():
-            raise PeerError("bench/.venv is missing; `make bench-peers` makes it")
+            raise PeerError("bench/.venv is missing; `make -C tools bench-peers` makes it")
         WORK.mkdir(exist_ok=True)
         self._log = (WORK / f"{name}.log").open("w")
         path = os.pathsep.join(sys.path) if own else ""

@@ -2,7 +2,7 @@
 """Operations of common/simd.h, one by one, of every instruction set against the others'.
 
 On x86 those of NEON too, where the cross compiler and qemu are installed. The ops' own tests run on
-ARM, or under emulation by `make test-arm` (tools/emulate_arm.py).
+ARM, or under emulation by `make -C tools test-arm` (tools/emulate_arm.py).
 """
 
 import os

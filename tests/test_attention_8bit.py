@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import specops
 import torch
-from conftest import assert_close
+from fixtures import assert_close
 from rounding import assert_error_at_most, rounding_errors
 from specops import attention, reference
 from test_attention import (

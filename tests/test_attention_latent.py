@@ -11,7 +11,7 @@ import pytest
 import simt
 import specops
 import torch
-from conftest import assert_close, expect_fault
+from fixtures import assert_close, expect_fault
 from rounding import assert_error_at_most, distance, rounding_errors
 from specops import attention, batching, dense, reference
 from test_attention import (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The campaign of random engines: rounds of the many that `make campaign` has, family by family."""
+"""A few rounds of `make -C tools campaign`, which compares random engines, for each family."""
 
 from collections.abc import Iterator
 

@@ -121,7 +121,7 @@ class Weather(BaseModel, extra="forbid"):  # so that so small a model comes to a
 
 @pytest.mark.parametrize("api", ["chat", "responses", "messages"])
 def test_pydantic_ai_gets_what_a_client_gets(clients: Clients, api: str) -> None:
-    """The one of the libraries over the clients that is light; make test-clients has the others."""
+    """`make -C tools test-clients` has the other libraries over the clients, which are heavier."""
     pytest.importorskip("pydantic_ai")
     from pydantic_ai import Agent
     from pydantic_ai.models.anthropic import AnthropicModel

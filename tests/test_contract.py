@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import specops
-from conftest import every_isa
+from fixtures import every_isa
 from serving import serving
 from specops.cli.serve import main
 from specops.engine import Engine, EngineConfig, SpeculativeConfig

@@ -100,7 +100,7 @@ def plain(temperature: float) -> dict[int, Completion]:
 
 
 def test_on_every_instruction_set(isa: str) -> None:
-    """A few short texts; also what `make test-arm` runs of the engine."""
+    """A few short texts; also what `make -C tools test-arm` runs of the engine."""
     done = {}
     for method in ("naive", "ngram"):
         engine = Engine(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from conftest import every_isa
+from fixtures import every_isa
 from rounding import assert_error_at_most, distance, rounding_errors
 from safetensors.torch import load_file, save_file
 from specops import attention, batching

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import every_isa
+from fixtures import every_isa
 from mtp_checkpoints import (
     BASES,
     GLM,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import specops
 import torch
-from conftest import expect_fault
+from fixtures import expect_fault
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from specops import ngram, reference

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
-"""`make attacks` in small: every attack runs, and nothing breaks. Its times mean nothing."""
+"""`make -C tools attacks` in small: every attack runs, nothing breaks. Its times mean nothing."""
 
 import pytest
 

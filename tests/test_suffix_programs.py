@@ -2,7 +2,7 @@
 """The suffix tree, its cache and its arrays without Python.
 
 They are fuzzed and called from several threads, and both again under sanitizers
-(`make test-sanitize`).
+(`make -C tools test-sanitize`).
 """
 
 import os

@@ -13,8 +13,8 @@ import simt
 import specops
 import torch
 from checkpoints import write_config
-from conftest import expect_fault
 from fake_gpu import OP_MODULES, FakeGpu
+from fixtures import expect_fault
 from pages import check_pages
 from specops import attention, batching, reference
 from specops.batching import BatchIndices, TreeChains, num_spare_pages

@@ -8,7 +8,7 @@ import pytest
 import simt
 import specops
 import torch
-from conftest import expect_fault
+from fixtures import expect_fault
 from processor_cases import RULES, only, random_processors, to_device
 from sampling_cases import mixed_params, on_device, row_params
 from specops import reference, sampling

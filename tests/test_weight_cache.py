@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import every_isa
+from fixtures import every_isa
 from mtp_checkpoints import make_mtp_model
 from safetensors.torch import save_file
 from specops import dense, tokenizer

@@ -2,8 +2,8 @@
 # ruff: noqa: E402  (where a library is missing, nothing else is imported)
 """Libraries over the official clients, against the server: texts, streams, tools and schemas.
 
-`make test-clients` runs it in an environment of its own. What each library gets is compared with
-what a plain request for the same gets.
+`make -C tools test-clients` runs it in an environment of its own. What each library gets is
+compared with what a plain request for the same gets.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pytest
 
 for name in ("langchain_openai", "langchain_anthropic", "litellm", "instructor"):
-    pytest.importorskip(name, reason=f"{name} is not installed: make test-clients")
+    pytest.importorskip(name, reason=f"{name} is not installed: make -C tools test-clients")
 
 import httpx
 import instructor

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines behind NVIDIA Dynamo's frontend: tokens and logprob bits are those of one engine alone.
 
-`make test-dynamo` runs it in an environment of its own. Frontend and workers meet in a directory:
-neither etcd nor NATS is there. The frontend's numbers have the digits of a float32, so logprobs are
-compared as such, bit for bit; the engine's ops take temperatures as such, too.
+`make -C tools test-dynamo` runs it in an environment of its own. Frontend and workers meet in a
+directory: neither etcd nor NATS is there. The frontend's numbers have the digits of a float32, so
+logprobs are compared as such, bit for bit; the engine's ops take temperatures as such, too.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("dynamo", reason="ai-dynamo is not installed: make test-dynamo")
+pytest.importorskip("dynamo", reason="ai-dynamo is not installed: make -C tools test-dynamo")
 
 import httpx
 import numpy as np

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """lm-eval itself, run twice: against this server, and against transformers with the same weights.
 
-`make test-lm-eval` runs it in an environment of its own. Both compute in fp32; they differ by the
-order of their sums alone, so texts and `is_greedy` are the same, and log-likelihoods nearly so.
+`make -C tools test-lm-eval` runs it in an environment of its own. Both compute in fp32; they differ
+by the order of their sums alone, so texts and `is_greedy` are the same, and log-likelihoods nearly
+so.
 """
 
 import json
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("lm_eval", reason="lm-eval is not installed: make test-lm-eval")
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: make -C tools test-lm-eval")
 
 from serving import serving
 from specops.engine import Engine, EngineConfig, SpeculativeConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.bench_head_mistakes import MISTAKES, Kept, Mistake, kept, planted
+from tools.benches.bench_head_mistakes import MISTAKES, Kept, Mistake, kept, planted
 
 pytestmark = pytest.mark.ci
 
