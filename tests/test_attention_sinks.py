@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import specops
 import torch
-from fixtures import assert_close
+from shared_fixtures import assert_close
 from specops import attention, reference
 from test_attention import (
     DTYPES,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import specops
-from fixtures import every_isa
 from serving import serving
+from shared_fixtures import every_isa
 from specops.cli.serve import main
 from specops.engine import Engine, EngineConfig, SpeculativeConfig
 from specops.engine.config import BUNDLED_MODEL

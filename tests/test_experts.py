@@ -15,10 +15,10 @@ import specops
 import torch
 from checkpoints import lasting_directory, make_checkpoint, write_config, write_tokenizer
 from fake_gpu import OP_MODULES, FakeGpu
-from fixtures import every_isa
 from mtp_checkpoints import SlowModules, Tiny, make_mtp_checkpoint
 from rounding import assert_error_at_most, distance, rounding_errors
 from safetensors.torch import load_file, save_file
+from shared_fixtures import every_isa
 from specops import moe
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.errors import ModelError

@@ -43,7 +43,7 @@ def different(found: dict[str, Any], kind: str) -> list[int]:
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_one_file_runs_where_nothing_is_installed() -> None:
     """As `make build/specops.pyz` makes it, with Python's own modules alone."""
-    made = ["make", "--silent", "--no-print-directory", "-C", str(ROOT), "pyz"]
+    made = ["make", "--silent", "--no-print-directory", "-C", str(ROOT), "build/specops.pyz"]
     subprocess.run([*made, f"PYTHON={sys.executable}"], check=True, timeout=300)
     command = [sys.executable, "-S", "-I", str(ROOT / "build" / "specops.pyz"), "verify-exactness"]
     with lossy_server(Lossy()) as lossy, lossy_server(Lossy(flaw="text")) as wrong:

@@ -14,8 +14,8 @@ import specops
 import torch
 from checkpoints import write_config
 from fake_gpu import OP_MODULES, FakeGpu
-from fixtures import expect_fault
 from pages import check_pages
+from shared_fixtures import expect_fault
 from specops import attention, batching, reference
 from specops.batching import BatchIndices, TreeChains, num_spare_pages
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fixtures import keep_smoke
 from serving import wait_for
+from shared_fixtures import keep_smoke
 
 from bench import common
 from bench.__main__ import CUDA_FAMILIES
