@@ -28,7 +28,7 @@ from bench.common import Bench, Figure
 
 Config = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
-TRAINED = (ROOT / "build" / "heads", ROOT / "tools" / "tests" / "golden")
+TRAINED = (ROOT / "build" / "heads", ROOT / "tests" / "golden")
 DRAFTS, NEW_TOKENS = 5, 64
 
 
