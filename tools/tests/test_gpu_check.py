@@ -35,6 +35,17 @@ def test_every_family_is_a_step() -> None:
     assert set(CUDA_FAMILIES) == set(steps.BENCH_LIMITS)
 
 
+def test_the_check_starts_before_anything_is_built_or_installed() -> None:
+    code = """
+import runpy, sys
+sys.modules.update(dict.fromkeys(["specops", "torch", "numpy"]))
+sys.argv = ["gpu_check", "--help"]
+runpy.run_module("tools.gpu_check", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and "--rehearsal" in done.stdout, done.stderr
+
+
 def optional_packages() -> list[str]:
     """What some extra of pyproject.toml asks for and the GPU check does without, as imported."""
     text = (ROOT / "pyproject.toml").read_text()
