@@ -20,10 +20,10 @@ from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConf
 from tokenizers import Tokenizer
 
 from bench.bench_engine import prompt_token_ids
-from bench.bench_head_mistakes import trained_head
 from bench.checkpoints import BUNDLED, bundled, mixture
 from bench.common import Bench, Figure
 from bench.engine_runs import Decoding, decode_together
+from tools.benches.bench_head_mistakes import trained_head
 from tools.train import corpus
 from tools.train.train import Ids, encode
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attacks of `make attacks`: what a misbehaving client sends to the server.
+"""The attacks of `make -C tools attacks`: what a misbehaving client sends to the server.
 
 Attackers use a separate address, so the server can tell them from its other clients.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Effect of a misbehaving client on another one: `make attacks`, with the bundled model.
+"""Effect of a misbehaving client on another one: `make -C tools attacks`, with the bundled model.
 
     python tests/server_attacks.py [--seconds 20] [--stream-seconds 60] [--rounds 3] [--only NAME]
         [--tokens 8] [--rate 20]

@@ -2,7 +2,7 @@
 """Every operation of common/simd.h has the same result under every instruction set.
 
 On x86, NEON is tested if the cross compiler and qemu are installed. The tests of the ops run on
-ARM, or under emulation by `make test-arm` (tools/emulate_arm.py).
+ARM, or under emulation by `make -C tools test-arm` (tools/emulate_arm.py).
 """
 
 import os

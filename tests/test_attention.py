@@ -12,7 +12,7 @@ import pytest
 import simt
 import specops
 import torch
-from conftest import assert_close, expect_fault
+from shared_fixtures import assert_close, expect_fault
 from specops import attention, reference
 from torch import Tensor
 

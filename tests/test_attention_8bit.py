@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import specops
 import torch
-from conftest import assert_close
 from rounding import assert_error_at_most, rounding_errors
+from shared_fixtures import assert_close
 from specops import attention, reference
 from test_attention import (
     DTYPES,

@@ -11,8 +11,8 @@ import pytest
 import simt
 import specops
 import torch
-from conftest import assert_close, expect_fault
 from rounding import assert_error_at_most, distance, rounding_errors
+from shared_fixtures import assert_close, expect_fault
 from specops import attention, batching, dense, reference
 from test_attention import (
     COUNTERS,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import specops
 import torch
-from conftest import assert_close
+from shared_fixtures import assert_close
 from specops import attention, batching, reference
 from test_attention import (
     DTYPES,

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import specops
 import torch
-from conftest import assert_close
+from shared_fixtures import assert_close
 from specops import attention, reference
 from test_attention import (
     DTYPES,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import specops
 import torch
-from conftest import expect_fault
+from shared_fixtures import expect_fault
 from specops import batching, reference
 from specops.batching import BatchIndices, DraftTree, OutputMode
 from torch import Tensor

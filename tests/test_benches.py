@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from specops.integrations.vllm.decoding import Decoded, Job
 
 from bench import bench_engine, checkpoints, common
-from bench.__main__ import FAMILIES, ON_REQUEST
+from bench.__main__ import FAMILIES, ON_REQUEST, module_of
 from bench.bench_cascade import Sharing
-from bench.bench_head_mistakes import MISTAKES
 from bench.bench_moe import Shape
+from tools.benches.bench_head_mistakes import MISTAKES
 from tools.train import corpus
 
 pytestmark = pytest.mark.ci
@@ -87,7 +87,10 @@ SMALL: dict[str, dict[str, Any]] = {
         "COUNTED": 1,
         "KV_LEN": 32,
     },
-    "head_mistakes": {"NEW_TOKENS": 24, "MISTAKES": (MISTAKES[0], MISTAKES[-1])},
+    "tools.benches.bench_head_mistakes": {
+        "NEW_TOKENS": 24,
+        "MISTAKES": (MISTAKES[0], MISTAKES[-1]),
+    },
     "accuracy": {"TEXTS": 1, "TOKENS": 20, "GEMMA": Path("nowhere")},
     "start": {"QUANTIZATIONS": {"wint8": "int8"}, "STARTS": ("next",), "ROUNDS": 1},
     "replay": {
@@ -99,7 +102,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "COST_LENGTHS": (0, 1),
         "COST_BATCHES": (1, 2),
     },
-    "vllm": {"MAX_TOKENS": 6},
+    "tools.benches.bench_vllm": {"MAX_TOKENS": 6},
 }
 
 
@@ -128,11 +131,12 @@ def tiny_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held_out = [corpus.Document(f"{name}.py", document, True) for name in "ab"]
     monkeypatch.setattr(corpus, "load", lambda root: held_out)
     for name, constants in SMALL.items():
-        module = importlib.import_module(f"bench.bench_{name}")
+        module = module_of(name)
         for constant, value in constants.items():
             monkeypatch.setattr(module, constant, value)
-    for name in ("answers", "engine", "head_mistakes", "lossless", "methods", "trees", "vllm"):
-        module = importlib.import_module(f"bench.bench_{name}")
+    asking = ("answers", "engine", "lossless", "methods", "trees")
+    for name in (*asking, *(FAMILIES[one] for one in ("head_mistakes", "vllm"))):
+        module = module_of(name)
         monkeypatch.setattr(module, "prompt_token_ids", prompts)
     methods = importlib.import_module("bench.bench_methods")
     for name in ("SIZES", "MIXTURE_SIZES"):
@@ -141,7 +145,7 @@ def tiny_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(methods, "NEW_TOKENS", 4)
     monkeypatch.setattr(methods, "CHAINS_AT_ONCE", 4)
     monkeypatch.setattr(methods, "STRIDE", 40)
-    mistakes = importlib.import_module("bench.bench_mtp_mistakes")
+    mistakes = importlib.import_module("tools.benches.bench_mtp_mistakes")
     sizes = mistakes.Sizes(window=48, stride=17, prompt_tokens=32, new_tokens=4)
     monkeypatch.setattr(mistakes, "Sizes", lambda: sizes)
 
@@ -157,7 +161,7 @@ OWN_TESTS = ("suffix_tree",)
 def test_family_runs_at_tiny_sizes(tiny_sizes: None, family: str) -> None:
     if family == "structured":
         pytest.importorskip("llguidance")
-    module = importlib.import_module(f"bench.bench_{FAMILIES[family]}")
+    module = module_of(FAMILIES[family])
     bench = common.Bench(1, rehearsal=True)
     getattr(module, f"run_{family}")(bench)
     bench.close()
@@ -197,7 +201,7 @@ def test_vllm_is_measured_with_and_without_specops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fake engine is twice as fast with specops; vLLM's kernels change a drafted text."""
-    bench_vllm = importlib.import_module("bench.bench_vllm")
+    bench_vllm = importlib.import_module("tools.benches.bench_vllm")
     jobs: list[Job] = []
 
     def decode(job: Job, python: str) -> list[Decoded]:
@@ -232,16 +236,8 @@ def test_vllm_is_measured_with_and_without_specops(
     ]
 
 
-def test_optional_families_have_make_targets() -> None:
-    makefile = (common.ROOT / "Makefile").read_text()
-    targets = {
-        target
-        for line in makefile.splitlines()
-        if line[:1].isalpha() and ":" in line
-        for target in line.split(":")[0].split()
-    }
-    for family in ON_REQUEST:
-        assert f"bench-{family.replace('_', '-')}" in targets
+def test_families_on_request_can_be_requested() -> None:
+    assert set(ON_REQUEST) < set(FAMILIES)
 
 
 def test_results_are_stored_per_cpu_model(tmp_path: Path) -> None:

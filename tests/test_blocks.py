@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from conftest import every_isa
 from rounding import assert_error_at_most, distance, rounding_errors
+from shared_fixtures import every_isa
 from specops.engine.models import KvCache, LayerBatch, Transformer
 from specops.engine.models.blocks.attention import AttentionConfig
 from specops.engine.models.blocks.block import Rope

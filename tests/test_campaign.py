@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Single rounds of the campaign of random engines (`make campaign`)."""
+"""Single rounds of the campaign of random engines (`make -C tools campaign`)."""
 
 from collections.abc import Iterator
 

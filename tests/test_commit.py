@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import expect_fault
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from shared_fixtures import expect_fault
 from specops import reference, sampling
 from specops.sampling import FinishReason
 from torch import Tensor

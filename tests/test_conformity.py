@@ -119,7 +119,7 @@ class Weather(BaseModel, extra="forbid"):  # so that the small model ends its te
 
 @pytest.mark.parametrize("api", ["chat", "responses", "messages"])
 def test_pydantic_ai_returns_the_same_answers(clients: Clients, api: str) -> None:
-    """`make test-clients` tests larger libraries that use the official clients."""
+    """`make -C tools test-clients` tests larger libraries that use the official clients."""
     pytest.importorskip("pydantic_ai")
     from pydantic_ai import Agent
     from pydantic_ai.models.anthropic import AnthropicModel

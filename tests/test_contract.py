@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import specops
-from conftest import every_isa
 from serving import serving
+from shared_fixtures import every_isa
 from specops.api.config import BUNDLED_MODEL
 from specops.api.errors import ModelError
 from specops.cli.serve import main

@@ -11,10 +11,15 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "tests" / "README.md"])
+DOCUMENTS = sorted(
+    path
+    for place in ("*", "docs/**/*", "tests/*", "tools/**/*")
+    for path in ROOT.glob(f"{place}.md")
+)
 TESTS = {
     name
-    for path in (ROOT / "tests").rglob("test_*.py")
+    for folder in ("tests", "tools/tests")
+    for path in (ROOT / folder).rglob("test_*.py")
     for name in [path.stem, *re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)]
 }
 
@@ -37,6 +42,30 @@ def test_named_files_and_tests_exist(path: Path) -> None:
             assert quoted in TESTS, quoted
         if re.fullmatch(r"(csrc|python|tests|bench|tools|docs)/[\w./]+", quoted):
             assert (ROOT / quoted).exists(), quoted
+
+
+def targets(makefile: str) -> set[str]:
+    """Return the targets of a Makefile without those in $(VENV) and other variables."""
+    text = (ROOT / makefile).read_text()
+    return {
+        name for line in re.findall(r"^([a-z][\w ./-]*):(?!=)", text, re.M) for name in line.split()
+    }
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=relative)
+def test_make_has_the_targets_that_are_named(path: Path) -> None:
+    """`make -C tools TARGET` finds its rules in tools/tools.mk."""
+    for folder, name in re.findall(
+        r"(?:`|^)make (-C tools )?([a-z][a-z/.-]+)", path.read_text(), re.M
+    ):
+        assert name in targets("tools/tools.mk" if folder else "Makefile"), name
+
+
+def test_the_makefile_has_at_most_15_targets() -> None:
+    text = (ROOT / "Makefile").read_text()
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", text, re.M)
+    assert len(phony.split()) <= 15
+    assert targets("Makefile") == {*phony.split(), "build/specops.pyz"}
 
 
 def files_of(nav: Any) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import expect_fault
+from shared_fixtures import expect_fault
 from specops import batching, dense, reference
 from specops.batching import DraftIndices
 from torch import Tensor

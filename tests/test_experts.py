@@ -14,11 +14,11 @@ import simt
 import specops
 import torch
 from checkpoints import lasting_directory, make_checkpoint, write_config, write_tokenizer
-from conftest import every_isa
 from fake_gpu import OP_MODULES, FakeGpu
 from mtp_checkpoints import SlowModules, Tiny, make_mtp_checkpoint
 from rounding import assert_error_at_most, distance, rounding_errors
 from safetensors.torch import load_file, save_file
+from shared_fixtures import every_isa
 from specops import moe
 from specops.api.errors import ModelError
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
-from conftest import BF16_OPS
+from shared_fixtures import BF16_OPS
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
@@ -282,7 +282,7 @@ def test_import_directions(path: Path) -> None:
     names = imports(path)
     ours = {name for name in names if name.split(".")[0] == "specops"}
     top = {name.split(".")[0] for name in names}
-    assert not top & {"tests", "bench", "conftest"}
+    assert not top & {"tests", "bench", "tools", "shared_fixtures"}
     if inside.parts[0] == "reference":
         # QuantizedWeight is data that both sides use.
         assert all(name.startswith(("specops.reference", "specops.quantization")) for name in ours)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import specops
 import torch
-from conftest import assert_close, expect_fault
+from shared_fixtures import assert_close, expect_fault
 from specops import linear_attention, reference
 from torch import Tensor
 

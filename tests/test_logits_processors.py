@@ -9,9 +9,9 @@ import pytest
 import simt
 import specops
 import torch
-from conftest import expect_fault
 from processor_cases import RULES, only, random_processors, to_device
 from sampling_cases import mixed_params, on_device, positions_from, row_params
+from shared_fixtures import expect_fault
 from specops import reference, sampling
 from specops.sampling import LogitsProcessors, Purpose
 from torch import Tensor

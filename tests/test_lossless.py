@@ -100,7 +100,7 @@ def plain(temperature: float) -> dict[int, Completion]:
 
 
 def test_speculation_changes_no_bit_on_any_instruction_set(isa: str) -> None:
-    """`make test-arm` runs this test, too."""
+    """`make -C tools test-arm` runs this test, too."""
     done = {}
     for method in ("naive", "ngram"):
         engine = Engine(

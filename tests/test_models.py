@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from conftest import every_isa
 from rounding import assert_error_at_most, distance, rounding_errors
 from safetensors.torch import load_file, save_file
+from shared_fixtures import every_isa
 from specops import attention, batching
 from specops.api.errors import ModelError
 from specops.batching import OutputMode

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import specops
 import torch
-from conftest import assert_close, expect_fault
+from shared_fixtures import assert_close, expect_fault
 from specops import dense, moe, reference
 from specops.dense import PackedWeight
 from specops.quantization import quantize_weight

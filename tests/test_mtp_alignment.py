@@ -11,8 +11,9 @@ from mtp_oracle import oracle_drafts
 from specops.engine.models import MtpModules, Transformer, load_model, load_mtp
 from test_models import random_ids
 
-from bench import bench_mtp_mistakes, common
-from bench.mtp_decoding import Drafting, Mistake, Text, decode, drafts_along
+from bench import common
+from tools.benches import bench_mtp_mistakes
+from tools.benches.mtp_decoding import Drafting, Mistake, Text, decode, drafts_along
 
 PROMPT, DRAFTS = 41, 4
 

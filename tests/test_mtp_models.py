@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import every_isa
 from mtp_checkpoints import (
     BASES,
     GLM,
@@ -21,6 +20,7 @@ from mtp_checkpoints import (
 )
 from rounding import assert_error_at_most, distance, rounding_errors
 from safetensors.torch import save_file
+from shared_fixtures import every_isa
 from specops import batching
 from specops.api.errors import ModelError
 from specops.batching import OutputMode

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import specops
 import torch
-from conftest import expect_fault
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from shared_fixtures import expect_fault
 from specops import ngram, reference
 from specops.ngram import NgramIndex
 from torch import Tensor

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import every_isa, expect_fault
+from shared_fixtures import every_isa, expect_fault
 from specops import dense, quantization, reference
 from specops.quantization import QuantizedWeight, dequantize_weight, quantize_weight
 from test_dense import GATED

@@ -9,8 +9,8 @@ import pytest
 import simt
 import specops
 import torch
-from conftest import expect_fault
 from sampling_cases import mixed_params, on_device, positions_from, row_params
+from shared_fixtures import expect_fault
 from specops import _C, reference, sampling
 from specops.sampling import Purpose
 from torch import Tensor

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
-"""`make attacks` in small: every attack runs and breaks nothing. Its times mean nothing."""
+"""Small runs of `make -C tools attacks`: every attack runs and breaks nothing."""
 
 import pytest
 

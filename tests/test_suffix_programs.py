@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """C++ programs that test the suffix tree, its cache and its arrays without Python.
 
-They fuzz the tree and call it from several threads, also under sanitizers (`make test-sanitize`).
+They fuzz the tree and call it from several threads, also under sanitizers
+(`make -C tools test-sanitize`).
 """
 
 import os

@@ -13,9 +13,9 @@ import simt
 import specops
 import torch
 from checkpoints import write_config
-from conftest import expect_fault
 from fake_gpu import OP_MODULES, FakeGpu
 from pages import check_pages
+from shared_fixtures import expect_fault
 from specops import attention, batching, reference
 from specops.batching import BatchIndices, TreeChains, num_spare_pages
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig

@@ -8,9 +8,9 @@ import pytest
 import simt
 import specops
 import torch
-from conftest import expect_fault
 from processor_cases import RULES, only, random_processors, to_device
 from sampling_cases import mixed_params, on_device, row_params
+from shared_fixtures import expect_fault
 from specops import reference, sampling
 from specops.sampling import AcceptPolicy, Purpose, VerifyStrategy
 from torch import Tensor

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import every_isa
 from mtp_checkpoints import make_mtp_model
 from safetensors.torch import save_file
+from shared_fixtures import every_isa
 from specops import dense
 from specops.api import tokenizer
 from specops.checkpoints import safetensors

@@ -2,8 +2,8 @@
 # ruff: noqa: E402  (where a library is missing, nothing else is imported)
 """Libraries over the official clients, against the server: texts, streams, tools and schemas.
 
-`make test-clients` runs the tests in an environment of their own. Answers through a library are
-compared with those of a plain request.
+`make -C tools test-clients` runs the tests in an environment of their own. Answers through a
+library are compared with those of a plain request.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pytest
 
 for name in ("langchain_openai", "langchain_anthropic", "litellm", "instructor"):
-    pytest.importorskip(name, reason=f"{name} is not installed: make test-clients")
+    pytest.importorskip(name, reason=f"{name} is not installed: make -C tools test-clients")
 
 import httpx
 import instructor

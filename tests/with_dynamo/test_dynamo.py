@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines behind NVIDIA Dynamo's frontend: tokens and logprob bits equal those of one engine.
 
-`make test-dynamo` runs the tests in an environment of their own. Frontend and workers find each
-other through a directory, without etcd or NATS. The frontend writes numbers with the digits of a
-float32, so logprobs are compared as float32. The engine's ops take temperatures as float32, too.
+`make -C tools test-dynamo` runs the tests in an environment of their own. Frontend and workers find
+each other through a directory, without etcd or NATS. The frontend writes numbers with the digits
+of a float32, so logprobs are compared as float32. The engine's ops take temperatures as float32, too.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("dynamo", reason="ai-dynamo is not installed: make test-dynamo")
+pytest.importorskip("dynamo", reason="ai-dynamo is not installed: make -C tools test-dynamo")
 
 import httpx
 import numpy as np

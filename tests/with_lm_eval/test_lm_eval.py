@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """lm-eval run twice: against this server, and against transformers with the same weights.
 
-`make test-lm-eval` runs the tests in an environment of their own. Both models compute in fp32 and
-differ only in the order of their sums. So texts and `is_greedy` are equal, and log-likelihoods
-nearly so.
+`make -C tools test-lm-eval` runs the tests in an environment of their own. Both models compute in
+fp32 and differ only in the order of their sums. So texts and `is_greedy` are equal, and
+log-likelihoods nearly so.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("lm_eval", reason="lm-eval is not installed: make test-lm-eval")
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: make -C tools test-lm-eval")
 
 from serving import serving
 from specops.api.config import BUNDLED_MODEL

@@ -37,7 +37,7 @@ METHODS: dict[str, dict[str, Any]] = {
     },
     "junk": {"method": "custom_class", "model": "junk.JunkProposer"},
 }
-# vLLM's own suffix decoding needs a package that `make test-vllm` does not install.
+# vLLM's own suffix decoding needs a package that `make -C tools test-vllm` does not install.
 if importlib.util.find_spec("arctic_inference") is None:
     del METHODS["suffix"]
 BATCHES = (1, 2, 3, 5, 8, 13, 21, 32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of the tests that need vLLM: `make test-vllm` runs them in its own environment."""
+"""Fixtures of the tests inside vLLM, which `make -C tools test-vllm` installs and runs."""
 
 import importlib.util
 import os
@@ -17,7 +17,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in items:
         if item.path.is_relative_to(HERE):
-            item.add_marker(pytest.mark.skip(reason="vLLM is not installed: make test-vllm"))
+            reason = "vLLM is not installed: make -C tools test-vllm"
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`.venv-vllm/bin/python -m bench.vllm_costs`: vLLM with specops' kernels against its own.
+"""`.venv-vllm/bin/python -m tools.benches.vllm_costs`: vLLM with specops' kernels against its own.
 
 The bundled model completes 10 edits and 10 completions, 64 greedy tokens each. Engines alternate,
 each in its own process, so that other load on the machine affects all of them; the table has
-medians over the rounds. Needs the environment of `make test-vllm`.
+medians over the rounds. Needs the environment of `make -C tools test-vllm`.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import Any
 from specops.integrations.vllm.decoding import Job, Run, decode
 from specops.integrations.vllm.settings import EXACT
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {},
     "ngram": {

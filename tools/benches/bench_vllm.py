@@ -2,8 +2,9 @@
 """vLLM on this CPU with its own kernels and with specops', our engine, and changed texts.
 
 20 prompts, 64 greedy tokens, one at a time and eight at once: plain, n-gram and suffix drafts,
-eager and compiled. Every vLLM runs in a separate process, in the environment of `make test-vllm`.
-Texts are compared with plain decoding of each prompt alone by the same kernels.
+eager and compiled. Every vLLM runs in a separate process, in the environment of
+`make -C tools test-vllm`. Texts are compared with plain decoding of each prompt alone by the same
+kernels.
 """
 
 import os
@@ -22,7 +23,7 @@ from specops.integrations.vllm.decoding import Job, Run, decode
 
 from bench.bench_engine import prompt_token_ids
 from bench.common import ROOT, Bench, Figure
-from bench.vllm_costs import BATCHES, KERNELS, METHODS, write_model
+from tools.benches.vllm_costs import BATCHES, KERNELS, METHODS, write_model
 
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 ROUNDS = 1  # ten minutes each: a compiled engine compiles for a minute at each start
@@ -31,7 +32,7 @@ MAX_TOKENS = 64
 MODES = ("eager", "compiled")
 _DRAFTS = 4
 _SUFFIX = {"num_speculative_tokens": _DRAFTS}
-# vLLM's own suffix decoding needs a package that `make test-vllm` does not install.
+# vLLM's own suffix decoding needs a package that `make -C tools test-vllm` does not install.
 _OWN_SUFFIX = _SUFFIX | {"method": "suffix"}
 _OUR_SUFFIX = _SUFFIX | {
     "method": "custom_class",
@@ -73,7 +74,7 @@ def run_vllm(bench: Bench) -> None:
     theirs = {(kernels, mode): Runs() for kernels in KERNELS for mode in MODES}
     has_vllm = VLLM_PYTHON.exists() and not bench.rehearsal
     if not has_vllm:
-        print("  no vllm: .venv-vllm is missing; `make test-vllm` makes it", flush=True)
+        print("  no vllm: .venv-vllm is missing; `make -C tools test-vllm` makes it", flush=True)
     read = bench.read_gb_s()
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder, "bundled")) if has_vllm else ""

@@ -2,7 +2,6 @@
 """Rehearsal of the GPU benches: their cases, their peers, and no allocation in a timed call."""
 
 import dataclasses
-import importlib
 import json
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from bench import (
     occupancy,
     variants,
 )
-from bench.__main__ import CUDA_FAMILIES
+from bench.__main__ import CUDA_FAMILIES, module_of
 from bench.cuda import Call, CudaBench, bandwidth_figure, time_figure
 from bench.cuda_caches import Cache, loads
 from bench.peers import flashinfer_attention, flashinfer_cascade, flashinfer_peer
@@ -36,7 +35,7 @@ from tools.gpu_check import held_back
 
 pytestmark = pytest.mark.ci
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -52,7 +51,7 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict]:
 
 def rehearse(family: str) -> CudaBench:
     bench = CudaBench("cpu")
-    module = importlib.import_module(f"bench.bench_{CUDA_FAMILIES[family]}")
+    module = module_of(CUDA_FAMILIES[family])
     getattr(module, f"run_{family}_cuda")(bench)
     return bench
 

@@ -16,7 +16,7 @@ from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConf
 from specops.engine.models import MtpModules, Transformer, load_model, load_mtp
 
 from bench.common import Bench, Figure
-from bench.mtp_decoding import PAGE_SIZE, Drafting, Mistake, Text, decode, drafts_along
+from tools.benches.mtp_decoding import PAGE_SIZE, Drafting, Mistake, Text, decode, drafts_along
 from tools.train import corpus, export
 from tools.train.chains import draft_chains
 from tools.train.model import Model, rope_cos_sin

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m bench.plot_docs [RESULTS]`: draw the charts of docs/ from a results file.
+"""`python -m tools.plot_docs [RESULTS]`: draw the charts of docs/ from a results file.
 
 docs/comparison.svg, the README's: three bar charts of specops, llama.cpp, OpenVINO and
 transformers: the greedy texts that speculation changes, and tokens per second of plain decoding on
@@ -16,8 +16,7 @@ from pathlib import Path
 from specops.cli.bar_charts import Panel, picture
 
 from bench.bench_cascade import GAIN_PREFIX_LENS, GAIN_REQUESTS, OWN_LEN, gain_id
-
-BENCH = Path(__file__).resolve().parent
+from bench.common import RESULTS, ROOT
 
 SYSTEMS = {
     "specops": "specops",
@@ -93,7 +92,7 @@ class Picture:
     @property
     def path(self) -> Path:
         """Path of the committed picture."""
-        return BENCH.parent / "docs" / self.name
+        return ROOT / "docs" / self.name
 
     def drawn(self, results: Path) -> str:
         """Return the complete SVG of a results file.
@@ -105,7 +104,7 @@ class Picture:
 
     def complete_results(self) -> list[Path]:
         """Return the committed results files that have every figure of the picture."""
-        return [path for path in sorted((BENCH / "results").glob("*.json")) if self._fits(path)]
+        return [path for path in sorted(RESULTS.glob("*.json")) if self._fits(path)]
 
     def _fits(self, results: Path) -> bool:
         try:
@@ -133,7 +132,7 @@ def figures_of(results: Path) -> Figures:
 
 def main() -> None:
     """Draw the pictures, each from the first complete results file if none is named."""
-    parser = argparse.ArgumentParser(prog="python -m bench.plot_docs", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.plot_docs", description=__doc__)
     parser.add_argument("results", nargs="?", type=Path)
     named = parser.parse_args().results
     for one in (COMPARISON, CASCADE):

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The predictions of docs/predictions.md, which `make gpu-check` reports beside its results."""
+"""The predictions of predictions.md, which `make gpu-check` reports beside its results."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.cuda_toolkit import ROOT
-
-DOCUMENT = ROOT / "docs" / "predictions.md"
+DOCUMENT = Path(__file__).with_suffix(".md")
 
 
 @dataclass(frozen=True)

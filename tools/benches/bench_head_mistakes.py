@@ -27,7 +27,7 @@ from bench.bench_engine import prompt_token_ids
 from bench.common import Bench, Figure
 
 Config = dict[str, Any]
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TRAINED = (ROOT / "build" / "heads", ROOT / "tests" / "golden")
 DRAFTS, NEW_TOKENS = 5, 64
 

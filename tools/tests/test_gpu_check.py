@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import keep_smoke
 from serving import wait_for
+from shared_fixtures import keep_smoke
 
 from bench import common
 from bench.__main__ import CUDA_FAMILIES
@@ -22,17 +22,28 @@ from tools.gpu_check import __main__ as gpu_check
 from tools.gpu_check import held_back, prebuilt, report, results, runner, steps
 from tools.gpu_check.goals import GOALS, verdict
 from tools.gpu_check.prebuilt import Refused
+from tools.gpu_check.predictions import Prediction, read_predictions
 from tools.gpu_check.runner import Outcome
 from tools.gpu_check.steps import Plan, Step
-from tools.predictions import Prediction, read_predictions
 
 pytestmark = pytest.mark.ci
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_family_is_a_step() -> None:
     assert set(CUDA_FAMILIES) == set(steps.BENCH_LIMITS)
+
+
+def test_the_check_starts_before_anything_is_built_or_installed() -> None:
+    code = """
+import runpy, sys
+sys.modules.update(dict.fromkeys(["specops", "torch", "numpy"]))
+sys.argv = ["gpu_check", "--help"]
+runpy.run_module("tools.gpu_check", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and "--rehearsal" in done.stdout, done.stderr
 
 
 def optional_packages() -> list[str]:
@@ -52,9 +63,11 @@ def test_the_tests_can_be_read_without_what_the_check_does_not_ask_for() -> None
     code = f"""
 import importlib, pathlib, sys
 sys.modules.update(dict.fromkeys({missing!r}))
-sys.path[:0] = [{str(ROOT / "tests")!r}, {str(ROOT)!r}]
+root = pathlib.Path({str(ROOT)!r})
+folders = [root / "tests", root / "tools" / "tests"]
+sys.path[:0] = [*map(str, folders), str(root)]
 import pytest
-for path in sorted(pathlib.Path({str(ROOT / "tests")!r}).glob("test_*.py")):
+for path in sorted(path for folder in folders for path in folder.glob("test_*.py")):
     try:
         importlib.import_module(path.stem)
         print(path.name, "imported")

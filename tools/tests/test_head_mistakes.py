@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistakes with draft heads that other engines have made cost acceptance on trained heads.
 
-golden/ has EAGLE-3's of the bundled model's card, DFlash's after 295 steps of 400, and a Markov
-head that makes it DSpark's, all as tools.train.train_heads has left them.
+tests/golden has EAGLE-3's of the bundled model's card, DFlash's after 295 steps of 400, and a
+Markov head that makes it DSpark's, all as tools.train.train_heads has left them.
 """
 
 from functools import lru_cache
@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.bench_head_mistakes import MISTAKES, Kept, Mistake, kept, planted
+from tools.benches.bench_head_mistakes import MISTAKES, Kept, Mistake, kept, planted
 
 pytestmark = pytest.mark.ci
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden"
 
 
 @lru_cache

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.plot_docs import CASCADE, COMPARISON, SYSTEMS, Picture, comparison, figures_of
+from tools.plot_docs import CASCADE, COMPARISON, SYSTEMS, Picture, comparison, figures_of
 
 pytestmark = pytest.mark.ci
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ci
 def test_a_committed_picture_is_that_of_committed_results(picture: Picture) -> None:
     committed = picture.path.read_text()
     assert committed in [picture.drawn(path) for path in picture.complete_results()], (
-        "python -m bench.plot_docs draws it anew"
+        "python -m tools.plot_docs draws it anew"
     )
 
 
