@@ -47,7 +47,7 @@ from specops.engine.structured import GrammarState, masks
 from test_lossless import bits
 
 NO_DRAFTS: dict[str, Any] = {"method": "naive"}
-NAIVE = SpeculativeConfig(**NO_DRAFTS)
+NAIVE = SpeculativeConfig.from_dict(NO_DRAFTS)
 VOCAB = 64
 NUM = 8
 VICTIM = 1  # who fails, where it is one request
@@ -65,8 +65,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "suffix": {"method": "suffix", "num_speculative_tokens": 6, "tree": True},
     "mtp": {"method": "mtp", "num_speculative_tokens": 3, "verify_strategy": "target_match"},
     "mtp+suffix": {
-        "method": "mtp",
-        "mtp_strategy": "with_suffix",
+        "method": "mtp+suffix",
         "num_model_steps": 2,
         "num_speculative_tokens": 5,
     },
@@ -707,7 +706,7 @@ def suffix_engine(model_dir: Path) -> Iterator[Callable[..., Engine]]:
     def made(**budgets: int) -> Engine:
         own = {f"suffix_decoding_max_cached_{name}": value for name, value in budgets.items()}
         limits = {"num_pages": 40, "max_num_batched_tokens": 16}
-        return make(model_dir, SpeculativeConfig(**METHODS["suffix"], **own), **limits)
+        return make(model_dir, SpeculativeConfig.from_dict({**METHODS["suffix"], **own}), **limits)
 
     yield made
 
@@ -766,7 +765,7 @@ def test_drafters_hear_who_was_stopped_by_a_plan_of_nothing(
     """It preempts the only request whose turn it is, for a newcomer that has no room even so."""
     every = {"max_spec_factor": 20.0, "min_token_prob": 0.0}  # any token drafts what follows it
     own = {f"suffix_decoding_{name}": value for name, value in every.items()}
-    suffix = SpeculativeConfig(method="suffix", num_speculative_tokens=12, **own)
+    suffix = SpeculativeConfig.from_dict({"method": "suffix", "num_speculative_tokens": 12, **own})
     engine = make(model_dir, suffix, num_pages=16, max_num_batched_tokens=128)
     text = [*range(VOCAB), *range(VOCAB), 1, 2]  # 8 pages that both share, and one of each's own
     seeded = SamplingParams(max_tokens=20, temperature=0.9, seed=3, ignore_eos=True)

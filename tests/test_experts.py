@@ -498,7 +498,9 @@ def engine_directory(family: str) -> str:
 def completions(directory: str, method: str, **options: Any) -> list[Completion]:
     drafts = None if method == "naive" else 3
     # Random models hardly repeat more than a token.
-    own = SpeculativeConfig(method=method, num_speculative_tokens=drafts, min_ngram_size=1)
+    own = SpeculativeConfig.from_dict(
+        {"method": method, "num_speculative_tokens": drafts, "min_ngram_size": 1}
+    )
     engine = Engine(
         EngineConfig(
             model=directory,

@@ -394,7 +394,7 @@ plugin.register()
 
 
 CONFIGURATION = [
-    PACKAGE / "api" / "speculative_config.py",
+    *(PACKAGE / "api").glob("speculative_*.py"),
     *sources(PACKAGE / "api" / "methods", ".py"),
 ]
 
@@ -403,7 +403,7 @@ CONFIGURATION = [
 def test_config_is_standard_library_only(path: Path) -> None:
     """Methods are described without torch: a command's --help names them."""
     for name in imports(path):
-        is_registry = name.startswith("specops.api.methods")
+        is_registry = name.startswith(("specops.api.methods", "specops.api.speculative"))
         assert name.split(".")[0] in sys.stdlib_module_names or is_registry, name
 
 
@@ -413,6 +413,7 @@ METHOD_NAMES = re.compile(
     r"""["'`](mtp|ngram|suffix)\b|[Mm]tp|[Nn]gram|[Ss]uffix|PredictionDrafter|PredictedText|DraftModel|Eagle|Medusa|Hydra|Dflash"""
 )
 OF_METHODS = [
+    PACKAGE / "api" / "speculative_spellings.py",
     *sources(PACKAGE / "api" / "methods", ".py"),
     *(PACKAGE / "engine" / "drafters").glob("mtp*.py"),
     *(PACKAGE / "engine" / "drafters").glob("ngram*.py"),

@@ -64,7 +64,7 @@ def run(
     engine = Engine(
         EngineConfig(
             device="cpu",
-            speculative_config=SpeculativeConfig(method=method, **drafting),
+            speculative_config=SpeculativeConfig.from_dict({"method": method, **drafting}),
             **config,
         )
     )
@@ -173,12 +173,14 @@ def test_drafting_gives_what_naive_gives(
 def test_choices_of_drafts_change_nothing(own: dict[str, Any], config: dict[str, Any]) -> None:
     """Rows are indexed from their first token on here, and again after a preemption."""
     order = shuffled(5)[:24]
-    speculative = SpeculativeConfig(
-        method="ngram",
-        num_speculative_tokens=6,
-        min_ngram_size=1,
-        adaptive_verification=False,
-        **own,
+    speculative = SpeculativeConfig.from_dict(
+        {
+            "method": "ngram",
+            "num_speculative_tokens": 6,
+            "min_ngram_size": 1,
+            "adaptive_verification": False,
+            **own,
+        }
     )
     engine = Engine(EngineConfig(device="cpu", speculative_config=speculative, **config))
     steps: list[int] = []
@@ -201,8 +203,13 @@ def test_choices_of_drafts_change_nothing(own: dict[str, Any], config: dict[str,
 
 
 def test_rejecting_everything_changes_nothing() -> None:
-    speculative = SpeculativeConfig(
-        method="ngram", num_speculative_tokens=7, accept_policy="reject_all", min_ngram_size=1
+    speculative = SpeculativeConfig.from_dict(
+        {
+            "method": "ngram",
+            "num_speculative_tokens": 7,
+            "accept_policy": "reject_all",
+            "min_ngram_size": 1,
+        }
     )
     engine = Engine(EngineConfig(device="cpu", speculative_config=speculative))
     order = shuffled(3)[:10]
@@ -315,7 +322,7 @@ def test_every_instruction_set_and_thread_count(isa: str, temperature: float, dt
             if method != "naive"
             else {}
         )
-        speculative = SpeculativeConfig(method=method, **drafting)
+        speculative = SpeculativeConfig.from_dict({"method": method, **drafting})
         engine = Engine(
             EngineConfig(device="cpu", speculative_config=speculative, dtype=dtype, **config)
         )
@@ -505,7 +512,9 @@ def test_lengths_at_random_change_nothing(drafter: str, monkeypatch: pytest.Monk
     expected = mixed_plain()
     if drafter == "scripted":
         scripted_for(expected, monkeypatch)
-    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=6, min_ngram_size=1)
+    speculative = SpeculativeConfig.from_dict(
+        {"method": "ngram", "num_speculative_tokens": 6, "min_ngram_size": 1}
+    )
     limits = {"max_num_seqs": 12, "num_pages": 72, "max_model_len": 1024}
     lengths = RandomLengths()
     engine = lengths.decide_for(

@@ -35,7 +35,7 @@ from test_lossless import (
 
 VOCAB = 160
 proved = partial(pytest.param, marks=pytest.mark.slow)
-STRATEGIES = ("default", "with_ngram", "with_suffix")
+METHODS = ("mtp", "mtp+ngram", "mtp+suffix")
 
 
 def make_tiny(directory: Path, modules: int, **changes: Any) -> Tiny:
@@ -170,7 +170,7 @@ class Record:
             return
         assert isinstance(drafter, RecurrentDrafter)
         count, text = int(proposals.counts[request.slot]), tuple(request.token_ids)
-        if config.mtp_strategy == "with_suffix":  # what it adds depends on other texts
+        if config.method == "mtp+suffix":  # what it adds depends on other texts
             count = min(count, config.num_model_steps)
         drafts = tuple(proposals.token_ids[request.slot, :count].tolist())
         # After a long rest modules begin anew, and do not see all of the text.
@@ -178,7 +178,7 @@ class Record:
         params = request.params
         if (config.draws_drafts or config.drafts_with_target_numbers) and params.temperature > 0:
             key = (*key, request.seed, params.temperature, params.top_p)
-        if config.mtp_strategy == "with_ngram":  # it continues what the modules drafted
+        if config.method == "mtp+ngram":  # it continues what the modules drafted
             key = (*key, config.num_model_steps)
             if config.num_model_steps > drafter.num_passes:
                 return  # which may be less, where there is no page for it
@@ -189,7 +189,7 @@ class Record:
         self.num_seen_again += short > 0
         if count > len(known):
             self.drafts[key] = drafts
-        if config.mtp_strategy != "default" or count < drafter.num_steps:
+        if config.method != "mtp" or count < drafter.num_steps:
             return
         logits = drafter.arrays.choices.logits[row].numpy().tobytes()
         known_logits = self.logits.setdefault((*key, count), logits)
@@ -235,21 +235,20 @@ LIMITS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("k", [1, proved(2), 3, proved(4), 5])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("modules", [1, 2, 3])
 @pytest.mark.fast("1-*-5", "2-*-3", "3-*-1")
-def test_modules_change_nothing(
-    tinies: dict[int, Tiny], modules: int, strategy: str, k: int
-) -> None:
+def test_modules_change_nothing(tinies: dict[int, Tiny], modules: int, method: str, k: int) -> None:
     tiny = tinies[modules]
-    case = (modules + STRATEGIES.index(strategy) + k) % len(LIMITS)
-    steps = k if strategy == "default" else 1 + (k + modules) % k
-    speculative = SpeculativeConfig(
-        method="mtp",
-        mtp_strategy=strategy,
-        num_speculative_tokens=k,
-        num_model_steps=steps,
-        min_ngram_size=1,
+    case = (modules + METHODS.index(method) + k) % len(LIMITS)
+    steps = k if method == "mtp" else 1 + (k + modules) % k
+    speculative = SpeculativeConfig.from_dict(
+        {
+            "method": method,
+            "num_speculative_tokens": k,
+            "num_model_steps": steps,
+            "min_ngram_size": 1,
+        }
     )
     engine = Record().watch(make_engine(tiny, speculative, **LIMITS[case]))
     order = shuffled(k)[:40]
@@ -362,20 +361,17 @@ METHODS: list[dict[str, Any]] = [
     {"method": "mtp", "num_speculative_tokens": 3},
     {"method": "mtp", "num_speculative_tokens": 6, "num_model_steps": 2},
     {
-        "method": "mtp",
-        "mtp_strategy": "with_ngram",
+        "method": "mtp+ngram",
         "num_speculative_tokens": 5,
         "num_model_steps": 3,
     },
-    {"method": "mtp", "mtp_strategy": "with_suffix", "num_speculative_tokens": 6},
+    {"method": "mtp+suffix", "num_speculative_tokens": 6},
     {
-        "method": "mtp",
-        "mtp_strategy": "with_ngram",
+        "method": "mtp+ngram",
         "num_speculative_tokens": 4,
     },
     {
-        "method": "mtp",
-        "mtp_strategy": "with_suffix",
+        "method": "mtp+suffix",
         "num_speculative_tokens": 5,
         "num_model_steps": 2,
     },
@@ -415,7 +411,7 @@ def test_drafts_behind_the_end_of_the_context_change_nothing(
     for config in METHODS[3:]:
         for k in (3, 16):
             own = {**config, "num_speculative_tokens": k, "num_model_steps": k}
-            engine = make_engine(tinies[modules], SpeculativeConfig(**own), **limits)
+            engine = make_engine(tinies[modules], SpeculativeConfig.from_dict(own), **limits)
             got = engine.generate(prompts, to_the_end)
             assert list(map(bits, got)) == list(map(bits, naive)), own
             assert engine.stats.speculative.num_accepted_tokens > 0
@@ -433,7 +429,7 @@ def test_all_methods_together_change_nothing(
     """Side by side, one after another in the same slots, and with requests that are aborted."""
     rng = random.Random(modules)
     engine = Record().watch(
-        make_engine(tinies[modules], SpeculativeConfig(min_ngram_size=1), **limits)
+        make_engine(tinies[modules], SpeculativeConfig.from_dict({"min_ngram_size": 1}), **limits)
     )
     RestsOfSome().decide_for(engine)
     left = shuffled(modules)
@@ -463,22 +459,20 @@ def test_all_methods_together_change_nothing(
 WITH_MODULES: dict[str, dict[str, Any]] = {
     "mtp": {"num_speculative_tokens": 3},
     "mtp+ngram": {
-        "mtp_strategy": "with_ngram",
         "num_speculative_tokens": 6,
         "num_model_steps": 2,
         "min_ngram_size": 1,
     },
     "mtp+suffix": {
-        "mtp_strategy": "with_suffix",
         "num_speculative_tokens": 6,
         "num_model_steps": 2,
     },
 }
 
 
-@pytest.mark.parametrize("strategy,k", [("default", 7), ("with_ngram", 3), ("with_suffix", 7)])
-@pytest.mark.fast("with_ngram-3")
-def test_all_parameters_mixed_change_nothing(strategy: str, k: int) -> None:
+@pytest.mark.parametrize("method,k", [("mtp", 7), ("mtp+ngram", 3), ("mtp+suffix", 7)])
+@pytest.mark.fast("mtp+ngram-3")
+def test_all_parameters_mixed_change_nothing(method: str, k: int) -> None:
     """A hundred requests with every sampling parameter, as test_lossless has them."""
     mode = "processed_logprobs" if k == 3 else "raw_logprobs"
     limits: dict[str, Any] = {
@@ -486,7 +480,7 @@ def test_all_parameters_mixed_change_nothing(strategy: str, k: int) -> None:
         3: {"max_num_seqs": 8, "max_num_batched_tokens": 40, "page_size": 32},
         7: {"max_num_seqs": 12, "num_pages": 72, "max_model_len": 1024},
     }[k]
-    speculative = SpeculativeConfig(method="mtp", mtp_strategy=strategy, num_speculative_tokens=k)
+    speculative = SpeculativeConfig(method=method, num_speculative_tokens=k)
     engine = Engine(
         EngineConfig(device="cpu", speculative_config=speculative, logprobs_mode=mode, **limits)
     )
@@ -541,7 +535,7 @@ def test_a_hundred_prompts(temperature: float, dtype: str) -> None:
     ]
     for method, own in WITH_MODULES.items():
         for limits in each_limits:
-            speculative = SpeculativeConfig(method="mtp", **own)
+            speculative = SpeculativeConfig.from_dict({"method": "mtp", **own})
             got, engine = decode_hundred(
                 temperature, dtype=dtype, speculative_config=speculative, **limits
             )

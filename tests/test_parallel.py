@@ -65,7 +65,7 @@ def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def config(model: Path, method: str = "naive", **changes: Any) -> EngineConfig:
     drafts = {} if method == "naive" else DRAFTS
     settings = {
-        "speculative_config": SpeculativeConfig(method=method, **drafts),
+        "speculative_config": SpeculativeConfig.from_dict({"method": method, **drafts}),
         "device": "cpu",
         "num_threads": 1,
         "seed": 3,
@@ -222,7 +222,7 @@ def test_mtp(directory_of: Any) -> None:
 def test_a_draft_model_with_states(directory_of: Any) -> None:
     """Likewise; every rank has all of its states."""
     model = directory_of("qwen3_next")
-    own = SpeculativeConfig(method="draft_model", model=str(model), **DRAFTS)
+    own = SpeculativeConfig.from_dict({"method": "draft_model", "model": str(model), **DRAFTS})
     one = generate(Engine(config(model, exact_across_tp=2)), 6)
     assert one == shared_out(2, 6, model, "draft_model", speculative_config=own)
 

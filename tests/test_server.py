@@ -1385,7 +1385,7 @@ def assault(served: Served, prompts: list[Any]) -> None:
     draw = random.Random(1)
     methods = [{"method": method} for method in served.engine.runnable_methods]
     if "mtp" in served.engine.runnable_methods:
-        methods += [{"method": "mtp", "mtp_strategy": f"with_{m}"} for m in ("ngram", "suffix")]
+        methods += [{"method": "mtp+ngram"}, {"method": "mtp+suffix"}]
 
     def one(seed: int) -> int:
         mine = random.Random(seed)
@@ -1429,7 +1429,9 @@ def tiny_engine(model_dir: Path, **options: Any) -> Engine:
     return Engine(EngineConfig(**options))
 
 
-NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4, min_ngram_size=1)
+NGRAM = SpeculativeConfig.from_dict(
+    {"method": "ngram", "num_speculative_tokens": 4, "min_ngram_size": 1}
+)
 
 
 @pytest.fixture(scope="module")
@@ -1440,8 +1442,8 @@ def tiny(model_dir: Path) -> Iterator[Served]:
 
 def test_a_request_of_no_tokens_where_no_response_is_kept(model_dir: Path) -> None:
     """It ends, and so do those beside it, with what they say alone."""
-    suffix = SpeculativeConfig(
-        method="suffix", num_speculative_tokens=4, suffix_decoding_max_cached_requests=0
+    suffix = SpeculativeConfig.from_dict(
+        {"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max_cached_requests": 0}
     )
     long = {"prompt": "abcabc", "max_tokens": 120, "temperature": 0, "ignore_eos": True}
     scored = {"prompt": "abcabc", "max_tokens": 0, "echo": True, "logprobs": 0}
