@@ -149,7 +149,7 @@ def _add_acceptance(
     bench: Bench, texts: list[list[int]], name: str, speculative: dict[str, Any]
 ) -> None:
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True, seed=0)
-    config = SpeculativeConfig(**speculative, adaptive_verification=False)
+    config = SpeculativeConfig.from_dict({**speculative, "adaptive_verification": False})
     for kind, option in KINDS.items():
         engine = Engine(
             EngineConfig(

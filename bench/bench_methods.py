@@ -34,16 +34,14 @@ METHODS: dict[str, dict[str, object]] = {
     "mtp3": {"method": "mtp", "num_speculative_tokens": 3},
     "mtp5": {"method": "mtp", "num_speculative_tokens": 5},
     "mtp_ngram": {
-        "method": "mtp",
+        "method": "mtp+ngram",
         "num_speculative_tokens": 5,
         "num_model_steps": 3,
-        "mtp_strategy": "with_ngram",
     },
     "mtp_suffix": {
-        "method": "mtp",
+        "method": "mtp+suffix",
         "num_speculative_tokens": 8,
         "num_model_steps": 3,
-        "mtp_strategy": "with_suffix",
     },
 }
 CASES: dict[str, dict[str, object]] = {

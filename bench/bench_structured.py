@@ -183,7 +183,7 @@ def _engine(bench: Bench, method: str, k: int) -> Engine:
             device="cpu",
             max_num_seqs=BATCH,
             num_threads=bench.num_threads,
-            speculative_config=SpeculativeConfig(method=method, **cast(Any, drafts)),
+            speculative_config=SpeculativeConfig.from_dict({"method": method, **cast(Any, drafts)}),
         )
     )
 

@@ -407,7 +407,7 @@ def run_round(
                 states *= 2
             limits["state_cache_bytes"] = draw.choice([1, 2, 4, 30]) * states
         options = {method: {"model": str(directory)} for method, (_, directory, _) in heads.items()}
-        default = SpeculativeConfig(**own, **random_budgets(draw), options=options)
+        default = SpeculativeConfig.from_dict({**own, **random_budgets(draw), "options": options})
         if not default.selects_drafts:  # otherwise the engine has not measured its steps
             speculations = [{**one, "adaptive_verification": False} for one in speculations]
         config = EngineConfig(

@@ -31,7 +31,7 @@ CHAT_TOOL = {"type": "function", "function": {"name": "weather", "parameters": W
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     config = EngineConfig(
-        device="cpu", num_threads=1, speculative_config=SpeculativeConfig(**NGRAM)
+        device="cpu", num_threads=1, speculative_config=SpeculativeConfig.from_dict(NGRAM)
     )
     with serving(Engine(config), chat_format=ChatFormat(TEMPLATE)) as one:
         yield one

@@ -143,7 +143,8 @@ def test_choices_of_serve_ignore_case() -> None:
         drafter = {"method": "MTP", "quantization": value, "verify_strategy": "TARGET_MATCH"}
         found = SpeculativeConfig.from_dict(drafter)
         assert (found.method, found.verify_strategy) == ("mtp", "target_match")
-        assert found.quantization == EngineConfig(quantization=value).quantization == value.lower()
+        assert found.options["mtp"].quantization == value.lower()
+        assert EngineConfig(quantization=value).quantization == value.lower()
 
 
 DRAFTS = "speculative_config"
@@ -172,7 +173,7 @@ DRAFTS = "speculative_config"
         ),
         ({"method": "suffix", "min_ngram_size": 1},
          f"{DRAFTS}.min_ngram_size needs method 'ngram', got 'suffix'"),
-        ({"method": "mtp", "mtp_strategy": "with_ngram", "suffix_decoding_read_on": False},
+        ({"method": "mtp+ngram", "suffix_decoding_read_on": False},
          f"{DRAFTS}.suffix_decoding_read_on needs method 'suffix', got 'mtp+ngram'"),
     ],
 )  # fmt: skip
@@ -188,7 +189,7 @@ def test_options_without_effect_are_refused(
     "config",
     [
         {"method": "ngram", "suffix_decoding_max_tree_depth": 64, "num_model_steps": 1},
-        {"method": "mtp", "mtp_strategy": "with_suffix", "suffix_decoding_read_on": False},
+        {"method": "mtp+suffix", "suffix_decoding_read_on": False},
         {"method": "ngram", "options": {"suffix": {"suffix_decoding_read_on": False}}},
         {"method": "ngram", "model": "modules", "quantization": "wint4"},  # for requests with mtp
         {"method": "mtp", "num_speculative_tokens": 4, "num_model_steps": 2},

@@ -333,7 +333,7 @@ def make(target: tuple[Path, Any], folder: Path | None, **config: Any) -> Engine
         name: config.pop(name) for name in list(config) if name in EngineConfig.__annotations__
     }
     own = {"method": "dflash", "num_speculative_tokens": 3, "model": str(folder), **config}
-    speculative = SpeculativeConfig(**own) if folder is not None else SpeculativeConfig()
+    speculative = SpeculativeConfig.from_dict(own) if folder is not None else SpeculativeConfig()
     return Engine(
         EngineConfig(device="cpu", model=str(target[0]), speculative_config=speculative, **limits)
     )

@@ -115,12 +115,14 @@ METHODS = {"peagle": "eagle3", "dflash2": "dflash"}  # heads whose method has an
 
 
 def p_values_of(heads: Heads, trial: Trial, count: int, k: int) -> dict[str, float]:
-    speculative = SpeculativeConfig(
-        method=METHODS.get(trial.method, trial.method),
-        model=str(heads.directories[trial.method.split("+")[0]]),
-        num_speculative_tokens=k,
-        verify_strategy=trial.strategy,
-        tree=trial.tree,
+    speculative = SpeculativeConfig.from_dict(
+        {
+            "method": METHODS.get(trial.method, trial.method),
+            "model": str(heads.directories[trial.method.split("+")[0]]),
+            "num_speculative_tokens": k,
+            "verify_strategy": trial.strategy,
+            "tree": trial.tree,
+        }
     )
     engine = make_engine(heads.target, speculative, **{"max_num_seqs": 64, **trial.limits})
     done = run(engine, range(count), lambda index: params(index, trial.filters))

@@ -514,7 +514,7 @@ MIXED: list[tuple[str, dict[str, Any]]] = [
     (
         "mtp with_ngram",
         {
-            "mtp_strategy": "with_ngram",
+            "method": "mtp+ngram",
             "num_speculative_tokens": 4,
             "num_model_steps": 2,
             "verify_strategy": "rejection",

@@ -27,7 +27,7 @@ def make(model: str | Path | None = None, *, target: Path | None = None, **confi
         name: config.pop(name) for name in list(config) if name in EngineConfig.__annotations__
     }
     own = {"method": "draft_model", "num_speculative_tokens": 3, "model": str(model), **config}
-    speculative = SpeculativeConfig(**own) if model is not None else SpeculativeConfig()
+    speculative = SpeculativeConfig.from_dict(own) if model is not None else SpeculativeConfig()
     directory = None if target is None else str(target)
     return Engine(
         EngineConfig(device="cpu", model=directory, speculative_config=speculative, **limits)
@@ -284,4 +284,4 @@ def test_missing_draft_model_is_reported(tiny: Path) -> None:
     with pytest.raises(ValueError, match='"draft_model" cannot run in this engine'):
         engine.add_request([1], SamplingParams(), speculative_config={"method": "draft_model"})
     with pytest.raises(ValueError, match=r"quantization must be one of .*; got 8"):
-        SpeculativeConfig(method="draft_model", quantization=8)
+        SpeculativeConfig.from_dict({"method": "draft_model", "quantization": 8})

@@ -25,14 +25,12 @@ METHODS = {
     "mtp": {"method": "mtp", "num_speculative_tokens": 3},
     "mtp tree": {"method": "mtp", "num_speculative_tokens": 6, "num_model_steps": 3, "tree": True},
     "mtp+ngram": {
-        "method": "mtp",
-        "mtp_strategy": "with_ngram",
+        "method": "mtp+ngram",
         "num_speculative_tokens": 5,
         "num_model_steps": 2,
     },
     "mtp+suffix": {
-        "method": "mtp",
-        "mtp_strategy": "with_suffix",
+        "method": "mtp+suffix",
         "num_speculative_tokens": 5,
         "num_model_steps": 1,
     },

@@ -311,8 +311,8 @@ METHODS: list[dict[str, Any]] = [
     {"method": "ngram", "min_ngram_size": 1},
     {"method": "suffix"},
     {"method": "mtp"},
-    {"method": "mtp", "mtp_strategy": "with_ngram"},
-    {"method": "mtp", "mtp_strategy": "with_suffix", "num_model_steps": 2},
+    {"method": "mtp+ngram"},
+    {"method": "mtp+suffix", "num_model_steps": 2},
     {"method": "ngram", "min_ngram_size": 1, "tree": True},
 ]
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5], [9] * 12, list(range(1, 40)), [3, 4]]
@@ -337,7 +337,7 @@ def make(model_dir: Path, own: dict[str, Any], **config: Any) -> Engine:
         EngineConfig(
             model=str(model_dir),
             dtype="float32",
-            speculative_config=SpeculativeConfig(**own),
+            speculative_config=SpeculativeConfig.from_dict(own),
             **config,
         )
     )

@@ -87,7 +87,7 @@ LIMITS: list[dict[str, Any]] = [
 @pytest.mark.fast("both", ci=("wide",))
 def test_toy_drafter_changes_no_bit(toy: dict[str, Any], limits: dict[str, Any]) -> None:
     texts, each, expected = (of_all[::3] for of_all in plain())
-    engine = make(SpeculativeConfig(num_speculative_tokens=3, **toy), **limits)
+    engine = make(SpeculativeConfig.from_dict({"num_speculative_tokens": 3, **toy}), **limits)
     done = engine.generate(texts, each)
     assert [i for i, one in enumerate(done) if bits(one) != bits(expected[i])] == []
     spec = engine.stats.speculative
@@ -129,7 +129,7 @@ def test_kept_states_belong_to_their_tokens(
                 again[found is not state and torch.equal(found, state)] += 1
 
     monkeypatch.setattr(RecurrentStep, "launch", watched)
-    engine = make(SpeculativeConfig(num_speculative_tokens=2, **toy), max_num_seqs=4)
+    engine = make(SpeculativeConfig.from_dict({"num_speculative_tokens": 2, **toy}), max_num_seqs=4)
     text = engine.tokenizer.encode(prompts()[0])[:80]
     greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     # The pages of a plain request have no states of the drafter, and give no hits.
@@ -152,7 +152,7 @@ def test_auxiliary_hidden_states_are_computed_only_for_their_drafters(
         return forward(self, batch, cache, taps)
 
     monkeypatch.setattr(Transformer, "forward", watched)
-    engine = make(SpeculativeConfig(num_speculative_tokens=2, **toy))
+    engine = make(SpeculativeConfig.from_dict({"num_speculative_tokens": 2, **toy}))
     greedy = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
     for method, expected in (("mtp", ()), ("ngram", ()), ("naive", ()), ("toy", (0, 2))):
         layers_read.clear()
@@ -195,7 +195,11 @@ def test_two_drafters_sample_in_the_same_steps(
     """Each drafter has its own rows of draft_probs; a reduced vocabulary has token ids."""
     texts, _, _ = plain()
     each = [replace(params(i, 0.8), max_tokens=60) for i in range(8)]
-    engine = make(SpeculativeConfig(num_speculative_tokens=3, verify_strategy="rejection", **toy))
+    engine = make(
+        SpeculativeConfig.from_dict(
+            {"num_speculative_tokens": 3, "verify_strategy": "rejection", **toy}
+        )
+    )
     kinds: list[dict[str, Any]] = [{"method": "toy"}, {"method": "mtp"}]
     alone = [
         engine.generate([texts[i]], each[i], speculative_config=kinds[i % 2])[0] for i in range(8)
@@ -237,13 +241,18 @@ def test_model_option_applies_to_its_method(toy: dict[str, Any], tmp_path: Path)
     """`model` belongs to the configured method; `options` names the models of other methods."""
     engine = make(SpeculativeConfig(**toy))
     assert engine.runnable_methods == runnable()
-    assert SpeculativeConfig(**toy).named_methods == ("toy",)
-    assert SpeculativeConfig(method="ngram", model="/m").named_methods == ("ngram", "mtp")
-    both = SpeculativeConfig(method="toy+ngram", options={"toy": {"model": "/t"}}, draft_vocab="/d")
-    assert both.named_methods == ("ngram", "mtp", "toy") and both.model == "/t"
-    assert both.override({"method": "mtp"}).model is None
+    assert SpeculativeConfig.from_dict(toy).named_methods == ("toy",)
+    assert SpeculativeConfig.from_dict({"method": "ngram", "model": "/m"}).named_methods == (
+        "ngram",
+        "mtp",
+    )
+    both = SpeculativeConfig.from_dict(
+        {"method": "toy+ngram", "options": {"toy": {"model": "/t"}}, "draft_vocab": "/d"}
+    )
+    assert both.named_methods == ("ngram", "mtp", "toy")
+    assert both.options["toy"].model == "/t" and both.options["mtp"].model is None
     with pytest.raises(ModelError, match=r"toy\.safetensors: no such file"):
-        make(SpeculativeConfig(method="toy", model=str(tmp_path / "none")))
+        make(SpeculativeConfig.from_dict({"method": "toy", "model": str(tmp_path / "none")}))
     without = make(SpeculativeConfig())
     assert without.runnable_methods == ("naive", "ngram", "suffix", "mtp", "prediction")
     with pytest.raises(ValueError, match=r'"toy" cannot run .*: no weights of a toy'):
@@ -263,12 +272,12 @@ def test_invalid_method_chains_are_refused(toy: dict[str, Any]) -> None:
             SpeculativeConfig(method=method)
     three = SpeculativeConfig(method="toy+ngram+suffix", num_speculative_tokens=6)
     assert three.draft_stages == (("toy", 1), ("ngram", 6), ("suffix", 6))
-    same = SpeculativeConfig(method="mtp+ngram", num_speculative_tokens=6)
-    assert same == SpeculativeConfig(
-        method="mtp", mtp_strategy="with_ngram", num_speculative_tokens=6
+    same = {"method": "mtp", "mtp_strategy": "with_ngram", "num_speculative_tokens": 6}
+    assert SpeculativeConfig.from_dict(same) == SpeculativeConfig(
+        method="mtp+ngram", num_speculative_tokens=6
     )
     with pytest.raises(ValueError, match="mtp_strategy 'with_suffix' contradicts method"):
-        SpeculativeConfig(method="mtp+ngram", mtp_strategy="with_suffix")
+        SpeculativeConfig.from_dict({"method": "mtp+ngram", "mtp_strategy": "with_suffix"})
 
 
 def test_registry_lists_all_methods() -> None:
@@ -290,10 +299,10 @@ def test_stages_follow_the_order_of_the_registry() -> None:
         {"method": "ngram"},
         {"method": "suffix"},
         {"method": "mtp"},
-        {"method": "mtp", "mtp_strategy": "with_ngram"},
-        {"method": "mtp", "mtp_strategy": "with_suffix"},
+        {"method": "mtp+ngram"},
+        {"method": "mtp+suffix"},
     ):
-        config = SpeculativeConfig(num_speculative_tokens=5, **own)  # type: ignore[arg-type]
+        config = SpeculativeConfig.from_dict({"num_speculative_tokens": 5, **own})  # type: ignore[arg-type]
         names = [name for name, _ in config.draft_stages]
         assert names == sorted(names, key=order.index)
         assert config.draft_stages[-1][1] == 5
@@ -323,14 +332,12 @@ def test_drafters_continue_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "specops.engine.drafters.suffix.load", lambda context: FixedTokenDrafter("suffix", 2, 9)
     )
-    config = SpeculativeConfig(
-        method="mtp", mtp_strategy="with_suffix", num_model_steps=3, num_speculative_tokens=6
-    )
+    config = SpeculativeConfig(method="mtp+suffix", num_model_steps=3, num_speculative_tokens=6)
     engine = make(config, max_num_seqs=3)
     greedy = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     engine.add_request([5, 6, 7], greedy)
     engine.add_request([5, 6, 8], greedy, speculative_config={"method": "suffix"})
-    engine.add_request([5, 6, 9], greedy, speculative_config={"mtp_strategy": "default"})
+    engine.add_request([5, 6, 9], greedy, speculative_config={"method": "mtp"})
     engine.step()
     proposals = engine._drafting.proposals
     assert proposals.token_ids.tolist() == [
@@ -344,7 +351,9 @@ def test_drafters_continue_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_drafts_are_attributed_to_their_stages(toy: dict[str, Any]) -> None:
     """Sources come in the order of the stages, for drafters on the device and the host."""
     engine = make(
-        SpeculativeConfig(num_speculative_tokens=6, **{**toy, "method": "toy+ngram+suffix"})
+        SpeculativeConfig.from_dict(
+            {"num_speculative_tokens": 6, **{**toy, "method": "toy+ngram+suffix"}}
+        )
     )
     greedy = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, report_drafts=True)
     text = engine.tokenizer.encode(prompts()[0])[:100]
@@ -380,7 +389,7 @@ def test_only_one_drafter_of_a_request_may_use_its_pages(
         "specops.engine.drafters.ngram.NgramDrafter.draft_kv",
         lambda self, request: DraftKv("ngram", 0, 1),
     )
-    engine = make(SpeculativeConfig(method="mtp", mtp_strategy="with_ngram"))
+    engine = make(SpeculativeConfig(method="mtp+ngram"))
     with pytest.raises(AssertionError, match="two drafters of one request"):
         engine.add_request([1, 2], SamplingParams(max_tokens=2))
 

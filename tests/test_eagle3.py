@@ -35,7 +35,7 @@ def make(target: tuple[Path, Any], head: Path | None, **config: Any) -> Engine:
         name: config.pop(name) for name in list(config) if name in EngineConfig.__annotations__
     }
     own = {"method": "eagle3", "num_speculative_tokens": 3, "model": str(head), **config}
-    speculative = SpeculativeConfig(**own) if head is not None else SpeculativeConfig()
+    speculative = SpeculativeConfig.from_dict(own) if head is not None else SpeculativeConfig()
     return Engine(
         EngineConfig(device="cpu", model=str(target[0]), speculative_config=speculative, **limits)
     )

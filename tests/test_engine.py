@@ -36,8 +36,13 @@ def make(model_dir: Path, **config: Any) -> Engine:
     return Engine(EngineConfig(model=str(model_dir), dtype="float32", device="cpu", **config))
 
 
-NGRAM = SpeculativeConfig(
-    method="ngram", num_speculative_tokens=3, min_ngram_size=1, adaptive_verification=False
+NGRAM = SpeculativeConfig.from_dict(
+    {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "min_ngram_size": 1,
+        "adaptive_verification": False,
+    }
 )
 PROMPT = [5, 6, 7, 5, 6, 7, 5, 6]
 
@@ -70,8 +75,13 @@ def test_stop_tokens_end_a_step_of_several_tokens(model_dir: Path) -> None:
     stop = plain.token_ids[20]
     first = plain.token_ids.index(stop)
     for policy in ("normal", "accept_all"):
-        speculative = SpeculativeConfig(
-            method="ngram", num_speculative_tokens=5, accept_policy=policy, min_ngram_size=1
+        speculative = SpeculativeConfig.from_dict(
+            {
+                "method": "ngram",
+                "num_speculative_tokens": 5,
+                "accept_policy": policy,
+                "min_ngram_size": 1,
+            }
         )
         engine = make(model_dir, speculative_config=speculative)
         stopping = SamplingParams(

@@ -41,21 +41,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 BENCH_PROMPTS = Path(__file__).resolve().parent.parent / "bench" / "prompts"
 NAIVE = SpeculativeConfig(method="naive")
-NGRAM = SpeculativeConfig(
-    method="ngram", num_speculative_tokens=4, min_ngram_size=1, adaptive_verification=False
+NGRAM = SpeculativeConfig.from_dict(
+    {
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+        "min_ngram_size": 1,
+        "adaptive_verification": False,
+    }
 )
 SUFFIX = SpeculativeConfig(method="suffix", num_speculative_tokens=6, adaptive_verification=False)
 MTP = SpeculativeConfig(method="mtp", num_speculative_tokens=3)
-MTP_NGRAM = SpeculativeConfig(
-    method="mtp",
-    mtp_strategy="with_ngram",
-    num_model_steps=2,
-    num_speculative_tokens=4,
-    min_ngram_size=1,
+MTP_NGRAM = SpeculativeConfig.from_dict(
+    {"method": "mtp+ngram", "num_model_steps": 2, "num_speculative_tokens": 4, "min_ngram_size": 1}
 )
-MTP_SUFFIX = SpeculativeConfig(
-    method="mtp", mtp_strategy="with_suffix", num_model_steps=1, num_speculative_tokens=4
-)
+MTP_SUFFIX = SpeculativeConfig(method="mtp+suffix", num_model_steps=1, num_speculative_tokens=4)
 METHODS = (NAIVE, NGRAM, SUFFIX, MTP, MTP_NGRAM, MTP_SUFFIX)
 needs_gpu = pytest.mark.skipif(
     not (specops.has_cuda() and torch.cuda.is_available()),
@@ -548,8 +547,13 @@ def test_grammar_masks_change_no_bit_in_the_interpreter(
 ) -> None:
     """Steps have constrained and free rows, forced tokens, and trees."""
     pytest.importorskip("llguidance")
-    tree = SpeculativeConfig(
-        method="suffix", num_speculative_tokens=4, tree=True, suffix_decoding_max_spec_factor=4.0
+    tree = SpeculativeConfig.from_dict(
+        {
+            "method": "suffix",
+            "num_speculative_tokens": 4,
+            "tree": True,
+            "suffix_decoding_max_spec_factor": 4.0,
+        }
     )
     results = []
     for speculative, captures, limits in (

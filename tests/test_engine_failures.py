@@ -46,7 +46,7 @@ from specops.engine.structured import GrammarState, masks
 from test_lossless import bits
 
 NO_DRAFTS: dict[str, Any] = {"method": "naive"}
-NAIVE = SpeculativeConfig(**NO_DRAFTS)
+NAIVE = SpeculativeConfig.from_dict(NO_DRAFTS)
 VOCAB = 64
 NUM = 8
 VICTIM = 1  # index of the request that fails, if it is a single one
@@ -64,8 +64,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "suffix": {"method": "suffix", "num_speculative_tokens": 6, "tree": True},
     "mtp": {"method": "mtp", "num_speculative_tokens": 3, "verify_strategy": "target_match"},
     "mtp+suffix": {
-        "method": "mtp",
-        "mtp_strategy": "with_suffix",
+        "method": "mtp+suffix",
         "num_model_steps": 2,
         "num_speculative_tokens": 5,
     },
@@ -706,7 +705,7 @@ def suffix_engine(model_dir: Path) -> Iterator[Callable[..., Engine]]:
     def made(**budgets: int) -> Engine:
         own = {f"suffix_decoding_max_cached_{name}": value for name, value in budgets.items()}
         limits = {"num_pages": 40, "max_num_batched_tokens": 16}
-        return make(model_dir, SpeculativeConfig(**METHODS["suffix"], **own), **limits)
+        return make(model_dir, SpeculativeConfig.from_dict({**METHODS["suffix"], **own}), **limits)
 
     yield made
 
@@ -765,7 +764,7 @@ def test_empty_plan_reports_preempted_requests_to_drafters(
     """The plan preempts its only request for a new request that still lacks pages."""
     every = {"max_spec_factor": 20.0, "min_token_prob": 0.0}  # any token has drafts
     own = {f"suffix_decoding_{name}": value for name, value in every.items()}
-    suffix = SpeculativeConfig(method="suffix", num_speculative_tokens=12, **own)
+    suffix = SpeculativeConfig.from_dict({"method": "suffix", "num_speculative_tokens": 12, **own})
     engine = make(model_dir, suffix, num_pages=16, max_num_batched_tokens=128)
     text = [
         *range(VOCAB),

@@ -21,8 +21,13 @@ from torch import Tensor
 VOCAB_SIZE = 160
 PROMPT = [5, 6, 7, 5, 6, 7, 5, 6]
 NAIVE = SpeculativeConfig(method="naive")
-NGRAM = SpeculativeConfig(
-    method="ngram", num_speculative_tokens=3, min_ngram_size=1, adaptive_verification=False
+NGRAM = SpeculativeConfig.from_dict(
+    {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "min_ngram_size": 1,
+        "adaptive_verification": False,
+    }
 )
 
 
@@ -390,12 +395,14 @@ def test_temperature_0_is_greedy_under_every_strategy(model_dir: Path) -> None:
 
 def test_synthetic_acceptance_has_the_configured_rates(model_dir: Path) -> None:
     rates = [0.9, 0.3, 0.0]
-    speculative = SpeculativeConfig(
-        method="ngram",
-        num_speculative_tokens=3,
-        min_ngram_size=1,
-        accept_policy="synthetic",
-        synthetic_acceptance_rates=tuple(rates),
+    speculative = SpeculativeConfig.from_dict(
+        {
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "min_ngram_size": 1,
+            "accept_policy": "synthetic",
+            "synthetic_acceptance_rates": tuple(rates),
+        }
     )
     engine = make(model_dir, speculative, max_num_seqs=16)
     params = [

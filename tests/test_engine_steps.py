@@ -16,7 +16,9 @@ from specops.engine.models import Transformer
 NAIVE = SpeculativeConfig(method="naive")
 METHODS = {
     "naive": NAIVE,
-    "ngram": SpeculativeConfig(method="ngram", num_speculative_tokens=4, min_ngram_size=1),
+    "ngram": SpeculativeConfig.from_dict(
+        {"method": "ngram", "num_speculative_tokens": 4, "min_ngram_size": 1}
+    ),
     "suffix": SpeculativeConfig(method="suffix", num_speculative_tokens=6),
     "mtp": SpeculativeConfig(method="mtp", num_speculative_tokens=3),
 }

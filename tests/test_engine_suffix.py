@@ -40,8 +40,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def suffix(k: int = 4, **values: Any) -> SpeculativeConfig:
     own = {f"suffix_decoding_{name}": value for name, value in values.items()}
-    return SpeculativeConfig(
-        method="suffix", num_speculative_tokens=k, adaptive_verification=False, **own
+    return SpeculativeConfig.from_dict(
+        {"method": "suffix", "num_speculative_tokens": k, "adaptive_verification": False, **own}
     )
 
 

@@ -240,7 +240,7 @@ def test_speculative_config_can_be_given(capsys: pytest.CaptureFixture[str]) -> 
     assert compared(own, "--num-speculative-tokens", "2") == [("suffix", "2")]
     assert compared(own, "--method", "ngram") == [("ngram", "7")]
     assert compared('{"max_ngram_size": 3}') == [(method, "4") for method in RUNNABLE]
-    own = '{"method": "mtp", "mtp_strategy": "with_suffix", "num_speculative_tokens": 3}'
+    own = '{"method": "mtp+suffix", "num_speculative_tokens": 3}'
     assert compared(own, "--num-model-steps", "2") == [("mtp+suffix", "3")]
 
 
@@ -277,7 +277,7 @@ def test_little_evidence_is_reported(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--model", "/nowhere"], "no such directory"),
         (["--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
         (["--method", "mtp", "--num-model-steps", "5"], "num_model_steps must be at most"),
-        (["--method", "mtp+tree"], "mtp_strategy must be one of default, with_ngram, with_suffix"),
+        (["--method", "mtp+tree"], "--method must be of ngram, suffix, mtp, mtp+ngram"),
         (["--method", "ngram+suffix"], "--method must be of ngram, suffix, mtp, mtp+ngram"),
         (["--speculative-config", "{"], "speculative_config is not valid JSON"),
     ],

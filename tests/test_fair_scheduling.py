@@ -381,14 +381,14 @@ METHODS: dict[str, dict[str, Any]] = {
     "suffix trees": {"method": "suffix", "num_speculative_tokens": 6, "tree": True},
     "mtp": {"num_speculative_tokens": 3},
     "mtp trees": {"method": "mtp", "num_speculative_tokens": 5, "num_model_steps": 3, "tree": True},
-    "hybrid": {"method": "mtp", "num_speculative_tokens": 4, "mtp_strategy": "with_suffix"},
+    "hybrid": {"method": "mtp+suffix", "num_speculative_tokens": 4},
     "adaptive": {"method": "mtp", "num_speculative_tokens": 4, "adaptive_verification": True},
 }
 
 
 def engine_of(name: str, **config: Any) -> Engine:
     own = METHODS.get(name, {})
-    speculative = SpeculativeConfig(**{"method": name, **own})
+    speculative = SpeculativeConfig.from_dict({"method": name, **own})
     return make(speculative, max_num_seqs=16, **config)
 
 

@@ -198,11 +198,13 @@ def test_earlier_answers_are_used_only_with_their_salt(model_dir: Path) -> None:
             model=str(model_dir),
             dtype="float32",
             device="cpu",
-            speculative_config=SpeculativeConfig(
-                method="suffix",
-                num_speculative_tokens=4,
-                adaptive_verification=False,
-                suffix_decoding_earlier_answers=2,
+            speculative_config=SpeculativeConfig.from_dict(
+                {
+                    "method": "suffix",
+                    "num_speculative_tokens": 4,
+                    "adaptive_verification": False,
+                    "suffix_decoding_earlier_answers": 2,
+                }
             ),
         )
     )

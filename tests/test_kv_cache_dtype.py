@@ -23,10 +23,10 @@ from test_trees import (
 KINDS = ["int8", "fp8_e4m3"]
 CHAINS = {"num_speculative_tokens": 4, "adaptive_verification": False}
 METHODS = {
-    "ngram": SpeculativeConfig(method="ngram", min_ngram_size=1, **CHAINS),
-    "suffix": SpeculativeConfig(method="suffix", **CHAINS),
-    "mtp": SpeculativeConfig(method="mtp", **CHAINS),
-    "mtp+ngram": SpeculativeConfig(method="mtp", mtp_strategy="with_ngram", **CHAINS),
+    "ngram": SpeculativeConfig.from_dict({"method": "ngram", "min_ngram_size": 1, **CHAINS}),
+    "suffix": SpeculativeConfig.from_dict({"method": "suffix", **CHAINS}),
+    "mtp": SpeculativeConfig.from_dict({"method": "mtp", **CHAINS}),
+    "mtp+ngram": SpeculativeConfig.from_dict({"method": "mtp+ngram", **CHAINS}),
     "suffix tree": SUFFIX_TREE,
     "mtp tree": MTP_TREE,
 }

@@ -64,7 +64,7 @@ def run(
     engine = Engine(
         EngineConfig(
             device="cpu",
-            speculative_config=SpeculativeConfig(method=method, **drafting),
+            speculative_config=SpeculativeConfig.from_dict({"method": method, **drafting}),
             **config,
         )
     )
@@ -171,12 +171,14 @@ def test_drafting_changes_no_bit(method: str, temperature: float, config: dict[s
 def test_ngram_options_change_nothing(own: dict[str, Any], config: dict[str, Any]) -> None:
     """Rows are indexed from their first token on, and again after a preemption."""
     order = shuffled(5)[:24]
-    speculative = SpeculativeConfig(
-        method="ngram",
-        num_speculative_tokens=6,
-        min_ngram_size=1,
-        adaptive_verification=False,
-        **own,
+    speculative = SpeculativeConfig.from_dict(
+        {
+            "method": "ngram",
+            "num_speculative_tokens": 6,
+            "min_ngram_size": 1,
+            "adaptive_verification": False,
+            **own,
+        }
     )
     engine = Engine(EngineConfig(device="cpu", speculative_config=speculative, **config))
     steps: list[int] = []
@@ -199,8 +201,13 @@ def test_ngram_options_change_nothing(own: dict[str, Any], config: dict[str, Any
 
 
 def test_rejecting_everything_changes_nothing() -> None:
-    speculative = SpeculativeConfig(
-        method="ngram", num_speculative_tokens=7, accept_policy="reject_all", min_ngram_size=1
+    speculative = SpeculativeConfig.from_dict(
+        {
+            "method": "ngram",
+            "num_speculative_tokens": 7,
+            "accept_policy": "reject_all",
+            "min_ngram_size": 1,
+        }
     )
     engine = Engine(EngineConfig(device="cpu", speculative_config=speculative))
     order = shuffled(3)[:10]
@@ -314,7 +321,7 @@ def test_every_instruction_set_and_thread_count_gives_the_same_bits(
             if method != "naive"
             else {}
         )
-        speculative = SpeculativeConfig(method=method, **drafting)
+        speculative = SpeculativeConfig.from_dict({"method": method, **drafting})
         engine = Engine(
             EngineConfig(device="cpu", speculative_config=speculative, dtype=dtype, **config)
         )
@@ -504,7 +511,9 @@ def test_random_draft_lengths_change_nothing(drafter: str, monkeypatch: pytest.M
     expected = mixed_plain()
     if drafter == "scripted":
         scripted_for(expected, monkeypatch)
-    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=6, min_ngram_size=1)
+    speculative = SpeculativeConfig.from_dict(
+        {"method": "ngram", "num_speculative_tokens": 6, "min_ngram_size": 1}
+    )
     limits = {"max_num_seqs": 12, "num_pages": 72, "max_model_len": 1024}
     lengths = RandomLengths()
     engine = lengths.decide_for(

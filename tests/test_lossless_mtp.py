@@ -189,7 +189,7 @@ class Record:
         self.num_seen_again += short > 0
         if count > len(known):
             self.drafts[key] = drafts
-        if config.mtp_strategy != "default" or count < drafter.num_steps:
+        if config.method != "mtp" or count < drafter.num_steps:
             return
         logits = drafter.arrays.choices.logits[row].numpy().tobytes()
         known_logits = self.logits.setdefault((*key, count), logits)
@@ -242,14 +242,15 @@ def test_mtp_drafts_change_nothing(
     tinies: dict[int, Tiny], modules: int, strategy: str, k: int
 ) -> None:
     tiny = tinies[modules]
-    case = (modules + STRATEGIES.index(strategy) + k) % len(LIMITS)
-    steps = k if strategy == "default" else 1 + (k + modules) % k
-    speculative = SpeculativeConfig(
-        method="mtp",
-        mtp_strategy=strategy,
-        num_speculative_tokens=k,
-        num_model_steps=steps,
-        min_ngram_size=1,
+    case = (modules + METHODS.index(method) + k) % len(LIMITS)
+    steps = k if method == "mtp" else 1 + (k + modules) % k
+    speculative = SpeculativeConfig.from_dict(
+        {
+            "method": method,
+            "num_speculative_tokens": k,
+            "num_model_steps": steps,
+            "min_ngram_size": 1,
+        }
     )
     engine = Record().watch(make_engine(tiny, speculative, **LIMITS[case]))
     order = shuffled(k)[:40]
@@ -362,20 +363,17 @@ METHODS: list[dict[str, Any]] = [
     {"method": "mtp", "num_speculative_tokens": 3},
     {"method": "mtp", "num_speculative_tokens": 6, "num_model_steps": 2},
     {
-        "method": "mtp",
-        "mtp_strategy": "with_ngram",
+        "method": "mtp+ngram",
         "num_speculative_tokens": 5,
         "num_model_steps": 3,
     },
-    {"method": "mtp", "mtp_strategy": "with_suffix", "num_speculative_tokens": 6},
+    {"method": "mtp+suffix", "num_speculative_tokens": 6},
     {
-        "method": "mtp",
-        "mtp_strategy": "with_ngram",
+        "method": "mtp+ngram",
         "num_speculative_tokens": 4,
     },
     {
-        "method": "mtp",
-        "mtp_strategy": "with_suffix",
+        "method": "mtp+suffix",
         "num_speculative_tokens": 5,
         "num_model_steps": 2,
     },
@@ -415,7 +413,7 @@ def test_drafts_past_the_end_of_the_context_change_nothing(
     for config in METHODS[3:]:
         for k in (3, 16):
             own = {**config, "num_speculative_tokens": k, "num_model_steps": k}
-            engine = make_engine(tinies[modules], SpeculativeConfig(**own), **limits)
+            engine = make_engine(tinies[modules], SpeculativeConfig.from_dict(own), **limits)
             got = engine.generate(prompts, to_the_end)
             assert list(map(bits, got)) == list(map(bits, naive)), own
             assert engine.stats.speculative.num_accepted_tokens > 0
@@ -433,7 +431,7 @@ def test_mixed_methods_change_nothing(
     """Methods run side by side and one after another in the same slots; requests are aborted."""
     rng = random.Random(modules)
     engine = Record().watch(
-        make_engine(tinies[modules], SpeculativeConfig(min_ngram_size=1), **limits)
+        make_engine(tinies[modules], SpeculativeConfig.from_dict({"min_ngram_size": 1}), **limits)
     )
     PausesOfSome().decide_for(engine)
     left = shuffled(modules)
@@ -463,13 +461,11 @@ def test_mixed_methods_change_nothing(
 WITH_MODULES: dict[str, dict[str, Any]] = {
     "mtp": {"num_speculative_tokens": 3},
     "mtp+ngram": {
-        "mtp_strategy": "with_ngram",
         "num_speculative_tokens": 6,
         "num_model_steps": 2,
         "min_ngram_size": 1,
     },
     "mtp+suffix": {
-        "mtp_strategy": "with_suffix",
         "num_speculative_tokens": 6,
         "num_model_steps": 2,
     },
@@ -486,7 +482,7 @@ def test_all_parameters_mixed_change_nothing(strategy: str, k: int) -> None:
         3: {"max_num_seqs": 8, "max_num_batched_tokens": 40, "page_size": 32},
         7: {"max_num_seqs": 12, "num_pages": 72, "max_model_len": 1024},
     }[k]
-    speculative = SpeculativeConfig(method="mtp", mtp_strategy=strategy, num_speculative_tokens=k)
+    speculative = SpeculativeConfig(method=method, num_speculative_tokens=k)
     engine = Engine(
         EngineConfig(device="cpu", speculative_config=speculative, logprobs_mode=mode, **limits)
     )
@@ -541,7 +537,7 @@ def test_a_hundred_prompts_keep_their_bits(temperature: float, dtype: str) -> No
     ]
     for method, own in WITH_MODULES.items():
         for limits in each_limits:
-            speculative = SpeculativeConfig(method="mtp", **own)
+            speculative = SpeculativeConfig.from_dict({"method": "mtp", **own})
             got, engine = decode_hundred(
                 temperature, dtype=dtype, speculative_config=speculative, **limits
             )

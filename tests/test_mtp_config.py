@@ -263,7 +263,7 @@ def test_request_for_missing_modules_is_refused(bare: Path) -> None:
     with pytest.raises(ValueError, match="the checkpoint holds no MTP weights"):
         engine.add_request([1], SamplingParams(), speculative_config={"method": "mtp"})
     with serving(engine) as served:
-        for own in ({"method": "mtp"}, {"method": "mtp", "mtp_strategy": "with_suffix"}):
+        for own in ({"method": "mtp"}, {"method": "mtp+suffix"}):
             for stream in (False, True):
                 body = {"prompt": "a", "max_tokens": 2, "speculative_config": own, "stream": stream}
                 answer = httpx.post(f"{served.url}/v1/completions", json=body)
@@ -324,8 +324,8 @@ def test_verify_exactness_compares_the_methods_of_the_model(
             {"num_speculative_tokens": 17, "num_model_steps": 17},
             "num_model_steps must be at most 16 on this server, got 17",
         ),
-        ({"model": "/etc"}, "speculative_config.model is the server's alone"),
-        ({"draft_vocab": "/etc/passwd"}, "speculative_config.draft_vocab is the server's alone"),
+        ({"model": "/etc"}, "speculative_config.model can only be set by the server"),
+        ({"draft_vocab": "/etc/passwd"}, "draft_vocab can only be set by the server"),
     ],
 )
 def test_invalid_requests_to_an_engine_with_modules_are_refused(
@@ -385,7 +385,7 @@ def test_named_methods_must_run(bare: Path) -> None:
 
 
 def tiny_engine(target: Path, methods: tuple[str, ...] | None = None, **speculative: Any) -> Engine:
-    config = SpeculativeConfig(**speculative)
+    config = SpeculativeConfig.from_dict(speculative)
     return Engine(
         EngineConfig(model=str(target), device="cpu", speculative_config=config, methods=methods)
     )

@@ -138,8 +138,8 @@ def engine_of(directory: Path | None, *, k: int = DRAFTS, **changes: Any) -> Eng
             device="cpu",
             seed=5,
             num_threads=1,
-            speculative_config=SpeculativeConfig(
-                **{"method": "mtp", "num_speculative_tokens": k, **speculative}
+            speculative_config=SpeculativeConfig.from_dict(
+                {"method": "mtp", "num_speculative_tokens": k, **speculative}
             ),
             **config,
         )
@@ -351,7 +351,7 @@ def test_drafts_after_pauses_equal_the_oracle(served: Path, made: list[Made], sp
 @pytest.mark.parametrize("strategy", ["with_ngram", "with_suffix"])
 def test_drafts_of_hybrids_equal_the_oracle(served: Path, made: list[Made], strategy: str) -> None:
     engine = engine_of(
-        served, k=6, num_model_steps=2, mtp_strategy=strategy, max_num_batched_tokens=13, **SOME
+        served, k=6, num_model_steps=2, method=method, max_num_batched_tokens=13, **SOME
     )
     done = run(engine, [random_ids(10) * 3, random_ids(10)], 40)
     check_coverage(made, done, has_others=True)

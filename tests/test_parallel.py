@@ -64,7 +64,7 @@ def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def config(model: Path, method: str = "naive", **changes: Any) -> EngineConfig:
     drafts = {} if method == "naive" else DRAFTS
     settings = {
-        "speculative_config": SpeculativeConfig(method=method, **drafts),
+        "speculative_config": SpeculativeConfig.from_dict({"method": method, **drafts}),
         "device": "cpu",
         "num_threads": 1,
         "seed": 3,
@@ -209,7 +209,7 @@ def test_every_rank_has_the_whole_mtp_drafter(directory_of: Any) -> None:
 def test_every_rank_has_the_whole_draft_model(directory_of: Any) -> None:
     """This includes the states of its linear attention."""
     model = directory_of("qwen3_next")
-    own = SpeculativeConfig(method="draft_model", model=str(model), **DRAFTS)
+    own = SpeculativeConfig.from_dict({"method": "draft_model", "model": str(model), **DRAFTS})
     one = generate(Engine(config(model, exact_across_tp=2)), 6)
     assert one == on_all_ranks(2, 6, model, "draft_model", speculative_config=own)
 

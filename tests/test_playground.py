@@ -443,7 +443,7 @@ def test_mtp_and_its_hybrids_can_be_chosen(browser: Browser) -> None:
         served_model_name="fake",
         max_model_len=256,
         speculative_config=SpeculativeConfig(
-            method="mtp", mtp_strategy="with_ngram", num_speculative_tokens=5, num_model_steps=2
+            method="mtp+ngram", num_speculative_tokens=5, num_model_steps=2
         ),
     )
     every = ["naive", "suffix", "mtp", "mtp + ngram", "mtp + suffix"]
@@ -460,9 +460,9 @@ def test_mtp_and_its_hybrids_can_be_chosen(browser: Browser) -> None:
         fill(page, prompt="abc", tokens="9")
         mtp = {"method": "mtp", "num_speculative_tokens": 5, "tree": False}
         for choice, steps, expected in (
-            ("mtp + ngram", "2", mtp | {"mtp_strategy": "with_ngram", "num_model_steps": 2}),
-            ("mtp + suffix", "", mtp | {"mtp_strategy": "with_suffix", "num_model_steps": None}),
-            ("mtp", "4", mtp | {"mtp_strategy": "default", "num_model_steps": 4}),
+            ("mtp + ngram", "2", mtp | {"method": "mtp+ngram", "num_model_steps": 2}),
+            ("mtp + suffix", "", mtp | {"method": "mtp+suffix", "num_model_steps": None}),
+            ("mtp", "4", mtp | {"num_model_steps": 4}),
         ):
             page.locator("#method").select_option(choice)
             placeholder = page.locator("#steps").get_attribute("placeholder")

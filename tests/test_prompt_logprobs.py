@@ -23,8 +23,12 @@ from specops.engine import (
 )
 
 NAIVE = SpeculativeConfig(method="naive")
-NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4, min_ngram_size=1)
-TREES = SpeculativeConfig(method="ngram", num_speculative_tokens=4, min_ngram_size=1, tree=True)
+NGRAM = SpeculativeConfig.from_dict(
+    {"method": "ngram", "num_speculative_tokens": 4, "min_ngram_size": 1}
+)
+TREES = SpeculativeConfig.from_dict(
+    {"method": "ngram", "num_speculative_tokens": 4, "min_ngram_size": 1, "tree": True}
+)
 MTP = SpeculativeConfig(method="mtp", num_speculative_tokens=3)
 PROMPTS = [[7, 8, 9] * 6, [5, 6, 7, 5, 6, 7, 5], list(range(1, 50)), [3, 4], [11, 12] * 20]
 

@@ -28,7 +28,9 @@ PROMPT = "for i in range(3): for i in range"
 
 
 def make(model_dir: Path, **options: Any) -> Engine:
-    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=4, min_ngram_size=1)
+    speculative = SpeculativeConfig.from_dict(
+        {"method": "ngram", "num_speculative_tokens": 4, "min_ngram_size": 1}
+    )
     return Engine(
         EngineConfig(
             model=str(model_dir),

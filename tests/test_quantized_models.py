@@ -124,8 +124,8 @@ def test_reduced_head_has_rows_of_the_whole_head(tmp_path: Path) -> None:
 
 def test_drafter_quantization_cannot_be_overridden_per_request() -> None:
     with pytest.raises(ValueError, match="quantization must be one of none, wint8, wint4"):
-        SpeculativeConfig(method="mtp", quantization="int8")
-    config = SpeculativeConfig(method="mtp", quantization="wint8")
+        SpeculativeConfig.from_dict({"method": "mtp", "quantization": "int8"})
+    config = SpeculativeConfig.from_dict({"method": "mtp", "quantization": "wint8"})
     assert config.quantization == "wint8"
     with pytest.raises(ValueError, match=r"speculative_config.quantization is the server's alone"):
         config.override({"quantization": "none"})
@@ -144,7 +144,7 @@ def completions(
     engine = Engine(
         EngineConfig(
             model=model_dir(),
-            speculative_config=SpeculativeConfig(method=method, **drafting),
+            speculative_config=SpeculativeConfig.from_dict({"method": method, **drafting}),
             num_pages=100,
             **options,
         )
@@ -194,7 +194,7 @@ def test_contract_reports_quantization_of_target_and_head() -> None:
     def made(**options: Any) -> dict[str, Any]:
         return contract_of(Engine(EngineConfig(model=model_dir(), num_pages=50, **options)))
 
-    drafts = SpeculativeConfig(method="mtp", quantization="wint8")
+    drafts = SpeculativeConfig.from_dict({"method": "mtp", "quantization": "wint8"})
     found = [made(), made(quantization="wint8"), made(quantize_head="wint8")]
     assert [one["model"]["quantization"] for one in found] == ["none", "wint8", "none"]
     assert [one["model"]["quantize_head"] for one in found] == ["none", "none", "wint8"]

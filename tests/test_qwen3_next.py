@@ -91,7 +91,9 @@ def texts(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
 
 def make(method: str, **options: Any) -> Engine:
     drafts = {"num_speculative_tokens": DRAFTS, "min_ngram_size": 1} if method != "naive" else {}
-    speculative = SpeculativeConfig(method=method, adaptive_verification=False, **drafts)
+    speculative = SpeculativeConfig.from_dict(
+        {"method": method, "adaptive_verification": False, **drafts}
+    )
     return Engine(
         EngineConfig(
             model=directory(),

@@ -168,7 +168,7 @@ def make(target: tuple[Path, Any], heads: Heads | None, folder: Path, **config: 
     speculative = SpeculativeConfig()
     if heads is not None:
         own = {"method": heads.method, "num_speculative_tokens": 3, "model": str(folder)}
-        speculative = SpeculativeConfig(**{**own, **config})
+        speculative = SpeculativeConfig.from_dict({**own, **config})
     return Engine(
         EngineConfig(device="cpu", model=str(target[0]), speculative_config=speculative, **limits)
     )

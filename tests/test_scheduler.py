@@ -44,7 +44,7 @@ def make_request(
         request_id=f"r{arrival}",
         arrival=arrival,
         params=SamplingParams(max_tokens=max_tokens),
-        speculative=SpeculativeConfig(method=method, **own),
+        speculative=SpeculativeConfig.from_dict({"method": method, **own}),
         seed=0,
         choice_index=0,
         prompt_len=len(tokens),

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from specops.api.methods import method_names
-from specops.api.speculative_config import (
-    REFUSED_FIELDS,
-    SpeculativeConfig,
-    request_fields,
-)
+from specops.api.methods import method_names, methods
+from specops.api.methods.mtp import MtpOptions
+from specops.api.methods.ngram import NgramOptions
+from specops.api.speculative_config import SpeculativeConfig, request_fields
+from specops.api.speculative_spellings import REFUSED_FIELDS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "drafters.md"
 FASTDEPLOY_FIELDS = {
@@ -32,6 +31,16 @@ def make(**values: Any) -> SpeculativeConfig:
     return SpeculativeConfig.from_dict(values)
 
 
+def default_of_every_field() -> dict[str, Any]:
+    """Return the defaults of all fields that a command line accepts, by name."""
+    found = {one.name: one.default for one in dataclasses.fields(SpeculativeConfig)}
+    del found["options"]
+    for method in methods():
+        for one in dataclasses.fields(method.options):
+            found.setdefault(one.name, one.default)
+    return {**found, "mtp_strategy": "default"}
+
+
 def table(first_column: str) -> list[list[str]]:
     """Return the cells of the table in docs/drafters.md whose header starts with `first_column`."""
     lines = DOCS.read_text().splitlines()
@@ -46,7 +55,7 @@ def table(first_column: str) -> list[list[str]]:
 
 def test_documented_table_has_every_field_and_its_default() -> None:
     written = {row[0].strip("`"): json.loads(row[1].strip("`")) for row in table("field")}
-    assert written == SpeculativeConfig.field_defaults()
+    assert written == default_of_every_field()
 
 
 def test_documented_refused_fields_are_complete() -> None:
@@ -88,7 +97,7 @@ def test_every_field_of_fastdeploy_is_accepted_or_refused() -> None:
 def test_draft_lengths_have_defaults(values: dict[str, Any], tokens: int, steps: int) -> None:
     config = make(**values)
     assert (config.num_speculative_tokens, config.num_model_steps) == (tokens, steps)
-    assert make(**dataclasses.asdict(config)) == config
+    assert make(**config.as_dict()) == config
 
 
 @pytest.mark.parametrize("name", ["ngram", "NGRAM", "Ngram", "ngram_match", "NGram_Match"])
@@ -217,7 +226,7 @@ def test_unknown_and_refused_keys_are_explained(key: Any, message: str) -> None:
     [
         (
             '{"method": "mtp", "num_speculative_tokens": 1, "model": "/path/to/mtp"}',
-            {"method": "mtp", "num_speculative_tokens": 1, "num_model_steps": 1},
+            {"method": "mtp", "options": {"mtp": {"model": "/path/to/mtp"}}},
         ),
         (
             '{"method": "mtp", "verify_strategy": "greedy", "num_speculative_tokens": 1, '
@@ -231,7 +240,12 @@ def test_unknown_and_refused_keys_are_explained(key: Any, message: str) -> None:
         (
             '{"method": "mtp", "num_model_steps": 2, "mtp_strategy": "with_ngram", '
             '"num_speculative_tokens": 5, "model": "/path/to/mtp"}',
-            {"mtp_strategy": "with_ngram", "num_model_steps": 2, "num_speculative_tokens": 5},
+            {
+                "method": "mtp+ngram",
+                "num_model_steps": 2,
+                "num_speculative_tokens": 5,
+                "model": "/path/to/mtp",
+            },
         ),
         (
             '{"method": "ngram_match", "num_speculative_tokens": 5, "max_ngram_size": 5}',
@@ -241,27 +255,31 @@ def test_unknown_and_refused_keys_are_explained(key: Any, message: str) -> None:
             '{"method": "mtp", "num_speculative_tokens": 4, "suffix_decoding_max_tree_depth": 64, '
             '"suffix_decoding_max_cached_requests": 10000, "suffix_decoding_max_spec_factor": 1.0, '
             '"suffix_decoding_min_token_prob": 0.1}',
-            {"method": "mtp", "suffix_decoding_max_cached_requests": 10000},
+            {
+                "method": "mtp",
+                "num_speculative_tokens": 4,
+                "options": {"suffix": {"suffix_decoding_max_cached_requests": 10000}},
+            },
         ),
     ],
 )
 def test_examples_of_fastdeploy_are_accepted(text: str, expected: dict[str, Any]) -> None:
     config = SpeculativeConfig.from_json(text)
-    assert {name: getattr(config, name) for name in expected} == expected
+    assert config == SpeculativeConfig.from_dict(expected)
 
 
 def test_options_may_be_nested_by_method() -> None:
     """Flat fields override nested ones, and every option can be read flat."""
     nested = make(method="ngram", options={"ngram": {"max_ngram_size": 7}, "mtp": {"model": "/m"}})
     assert nested == make(method="ngram", max_ngram_size=7, model="/m")
-    assert (nested.max_ngram_size, nested.min_ngram_size, nested.model) == (7, 2, "/m")
-    assert make(options={"ngram": {"max_ngram_size": 7}}, max_ngram_size=8).max_ngram_size == 8
+    assert nested.options["ngram"] == NgramOptions(max_ngram_size=7)
+    assert nested.options["mtp"] == MtpOptions(model="/m")
     assert make(**nested.as_dict()) == nested
-    assert nested.as_dict().keys() - nested.as_dict(without_files=True).keys() == {
-        "model",
-        "draft_vocab",
-        "medusa_choices",
-    }
+    shown = nested.as_dict(without_files=True)["options"]
+    assert shown["ngram"]["max_ngram_size"] == 7
+    assert (shown["mtp"], shown["medusa"]) == ({"quantization": None}, {"quantization": None})
+    with pytest.raises(ValueError, match=r"max_ngram_size twice: also in options\.ngram"):
+        make(options={"ngram": {"max_ngram_size": 7}}, max_ngram_size=8)
     for options, message in (
         ({"falcon": {}}, r"options must be one of ngram, suffix, mtp, .*; got 'falcon'"),
         ({"ngram": 3}, "options.ngram must be an object, got 3"),
@@ -319,7 +337,9 @@ def test_request_may_override_fields(
 ) -> None:
     server = make(method="ngram", num_speculative_tokens=5, max_ngram_size=7)
     config = server.override(request_values)
-    assert {name: getattr(config, name) for name in expected} == expected
+    shown = config.as_dict()
+    shown |= shown["options"]["ngram"]
+    assert {name: shown[name] for name in expected} == expected
 
 
 def test_request_may_speculate_on_a_server_without_speculation() -> None:
@@ -341,21 +361,27 @@ def test_request_may_leave_a_hybrid() -> None:
         method="mtp", mtp_strategy="with_ngram", num_speculative_tokens=4, num_model_steps=2
     )
     config = server.override({"method": "ngram"})
-    assert (config.mtp_strategy, config.num_speculative_tokens) == ("default", 4)
+    assert (config.method, config.num_speculative_tokens) == ("ngram", 4)
     assert server.override({"num_speculative_tokens": 2}).num_model_steps == 1
-    config = server.override({"mtp_strategy": "default"})
-    assert (config.method, config.num_speculative_tokens, config.num_model_steps) == ("mtp", 4, 4)
-    for same in ({"method": "mtp"}, {"mtp_strategy": "with_ngram"}, {"mtp_strategy": None}):
+    for own in ({"method": "mtp"}, {"method": "mtp", "mtp_strategy": "default"}):
+        config = server.override(own)
+        assert (config.method, config.num_speculative_tokens, config.num_model_steps) == (
+            "mtp",
+            4,
+            4,
+        )
+    for same in ({"method": "mtp+ngram"}, {"mtp_strategy": "with_ngram"}, {"mtp_strategy": None}):
         assert server.override(same) == server
-    config = server.override({"mtp_strategy": "with_suffix", "num_model_steps": 3})
-    assert (config.mtp_strategy, config.num_model_steps) == ("with_suffix", 3)
+    own = {"method": "mtp", "mtp_strategy": "with_suffix", "num_model_steps": 3}
+    config = server.override(own)
+    assert (config.method, config.num_model_steps) == ("mtp+suffix", 3)
 
 
 def test_request_may_choose_a_hybrid() -> None:
     server = make(method="ngram", num_speculative_tokens=5, model="/mtp", draft_vocab="/d2t")
-    config = server.override({"method": "mtp", "mtp_strategy": "with_suffix"})
-    assert (config.mtp_strategy, config.num_speculative_tokens) == ("with_suffix", 5)
-    assert (config.num_model_steps, config.model, config.draft_vocab) == (1, "/mtp", "/d2t")
+    config = server.override({"method": "mtp+suffix"})
+    assert (config.num_speculative_tokens, config.num_model_steps) == (5, 1)
+    assert config.options["mtp"] == MtpOptions(model="/mtp", draft_vocab="/d2t")
     with pytest.raises(ValueError, match=r"needs method .mtp., got 'ngram'"):
         server.override({"mtp_strategy": "with_ngram"})
     with pytest.raises(ValueError, match=r"mtp_strategy must be one of .* got 'both'"):
@@ -368,7 +394,7 @@ def test_request_may_choose_a_hybrid() -> None:
 
 @pytest.mark.parametrize(
     "key",
-    sorted({"options", *SpeculativeConfig.field_defaults()} - set(request_fields())),
+    ("max_total_draft_tokens", "model", "draft_vocab", "suffix_decoding_read_on"),
 )
 def test_other_fields_cannot_be_overridden_by_requests(key: str) -> None:
     with pytest.raises(ValueError, match=rf"speculative_config\.{key} is the server's alone"):
@@ -395,7 +421,7 @@ def test_request_cannot_exceed_the_model_step_limit_of_the_server() -> None:
     assert steps() == 16
     assert steps(num_speculative_tokens=9) == 9
     assert steps(num_model_steps=16) == 16
-    assert steps(mtp_strategy="with_suffix", num_speculative_tokens=400) == 1
+    assert steps(method="mtp+suffix", num_speculative_tokens=400) == 1
     with pytest.raises(ValueError, match=r"num_model_steps must be at most 16 on this server"):
         steps(num_model_steps=17)
     assert server.override({}, max_num_model_steps=16) == server, (

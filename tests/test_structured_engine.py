@@ -37,8 +37,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "min_ngram_size": 1},
     "suffix": {"method": "suffix"},
     "mtp": {"method": "mtp"},
-    "mtp+ngram": {"method": "mtp", "mtp_strategy": "with_ngram"},
-    "mtp+suffix": {"method": "mtp", "mtp_strategy": "with_suffix"},
+    "mtp+ngram": {"method": "mtp+ngram"},
+    "mtp+suffix": {"method": "mtp+suffix"},
     "suffix tree": {"method": "suffix", "tree": True},
     "mtp tree": {"method": "mtp", "tree": True},
     "merged tree": {"method": "mtp+suffix", "tree": True},
@@ -53,8 +53,8 @@ def with_k(method: str, k: int) -> dict[str, Any]:
 
 @lru_cache
 def engine_of(**config: Any) -> Engine:
-    speculative = SpeculativeConfig(
-        suffix_decoding_max_spec_factor=4.0, suffix_decoding_min_token_prob=0.02
+    speculative = SpeculativeConfig.from_dict(
+        {"suffix_decoding_max_spec_factor": 4.0, "suffix_decoding_min_token_prob": 0.02}
     )
     defaults = {"device": "cpu", "max_num_seqs": 16}
     return Engine(EngineConfig(**{**defaults, **config}, speculative_config=speculative))

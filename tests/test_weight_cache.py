@@ -460,7 +460,7 @@ def run(model: Path, method: str, cache: str) -> list[Completion]:
         EngineConfig(
             model=str(model),
             quantize_head="wint8",
-            speculative_config=SpeculativeConfig(**speculative),
+            speculative_config=SpeculativeConfig.from_dict(speculative),
             weight_cache=cache,
             num_pages=50,
         )

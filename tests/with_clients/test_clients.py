@@ -35,7 +35,9 @@ class Weather(BaseModel, extra="forbid"):  # makes even a small model come to an
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=4, min_ngram_size=1)
+    speculative = SpeculativeConfig.from_dict(
+        {"method": "ngram", "num_speculative_tokens": 4, "min_ngram_size": 1}
+    )
     config = EngineConfig(device="cpu", num_threads=1, speculative_config=speculative)
     with serving(Engine(config), chat_format=ChatFormat(TEMPLATE)) as one:
         yield one

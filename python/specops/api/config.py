@@ -222,7 +222,7 @@ class EngineConfig:
                 f"(every running request needs a row), got {self.max_num_batched_tokens}"
             )
         self._check_ranks()
-        for _, options in self.speculative_config.options:
+        for options in self.speculative_config.options.values():
             options.check_engine(self)
         drafts = self.speculative_config.num_speculative_tokens
         if drafts >= self.max_num_batched_tokens:

@@ -2,15 +2,12 @@
 """Speculative configuration of the server, and the part of it that a request may change.
 
 The fields here are common to all drafting methods; each method adds its own (`Options` in
-api/methods). The names are FastDeploy's, so that its configurations can be reused;
-docs/drafters.md lists each field and each difference. Every invalid configuration raises a
-ValueError that says what is valid.
+api/methods). docs/drafters.md lists all of them. Every invalid configuration raises a ValueError
+that says what is valid.
 """
 
-import difflib
-import json
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, TypeVar, cast
 
@@ -24,23 +21,17 @@ from specops.api.methods import (
     method_names,
     method_of,
     methods,
-    option_names,
+)
+from specops.api.speculative_spellings import (
+    OTHER_FIELDS,
+    all_option_names,
+    parse_object,
+    refuse_unknown,
+    translate,
 )
 
 VERIFY_STRATEGIES = ("target_match", "greedy", "rejection", "block", "topp")
 ACCEPT_POLICIES = ("normal", "accept_all", "reject_all", "synthetic")
-
-# FastDeploy's fields that this engine refuses, each with the reason.
-REFUSED_FIELDS = {
-    "max_candidate_len": "topp looks at the whole top-p set, not at a list of candidates",
-    "verify_window": "a rejected draft is never let through by the drafts behind it",
-    "num_gpu_block_expand_ratio": "the drafter's pages come from the engine's own page pool",
-    "model_type": "the engine knows which model is the drafter",
-    "sharing_model": "the drafter always shares the target's embedding and LM head",
-    "benchmark_mode": 'say accept_policy "reject_all" to measure verification without acceptance',
-    "enf_gen_phase_tag": "reasoning phases are not supported yet",
-    "enable_draft_logprob": "logprobs of drafts are not supported yet",
-}
 
 # Fields that a request may set, besides those of the methods' own options.
 _OF_REQUESTS = (
@@ -56,7 +47,6 @@ _OF_REQUESTS = (
 # Strategies and policies that can verify trees.
 _TREE_STRATEGIES = ("target_match", "greedy", "rejection")
 _TREE_POLICIES = ("normal", "reject_all")
-_ALONE = "default"  # value of `Method.continued_by` if no method continues it
 _UNSET = cast(int, None)  # replaced in `__init__`, so that readers see plain integers
 
 OwnOptions = TypeVar("OwnOptions", bound=Options)
@@ -84,103 +74,59 @@ def _stages(value: object) -> tuple[str, ...]:
     return tuple(parts)
 
 
-def _object(text: str) -> dict[str, Any]:
-    """Parse the JSON object in `text`; duplicate keys are an error."""
-
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        out = dict(items)
-        if len(out) < len(items):
-            names = [name for name, _ in items]
-            twice = sorted({name for name in names if names.count(name) > 1})
-            raise ValueError(f"speculative_config names {', '.join(twice)} more than once")
-        return out
-
-    try:
-        value = json.loads(text, object_pairs_hook=pairs)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"speculative_config is not valid JSON: {error}") from None
-    except RecursionError:
-        raise ValueError("speculative_config is not valid: it is nested too deeply") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"speculative_config must be a JSON object, got {text.strip()!r}")
-    return value
-
-
-def _refuse_unknown(key: object, known: Iterable[str]) -> None:
-    if not isinstance(key, str):
-        raise ValueError(f"speculative_config has a key that is not a string: {key!r}")
-    if key in REFUSED_FIELDS:
-        raise ValueError(f"speculative_config.{key} is refused: {REFUSED_FIELDS[key]}")
-    if "lora" in key.lower() or "adapter" in key.lower():
-        raise ValueError(f"speculative_config.{key} is refused: LoRA is not supported yet")
-    for name, own in (pair for one in methods() for pair in one.names_of_vllm):
-        if key == name:
-            raise ValueError(f"speculative_config.{key} is vLLM's: say {own}")
-    nearest = difflib.get_close_matches(key.lower(), list(known), n=1, cutoff=0.5)
-    hint = f"; did you mean {nearest[0]}?" if nearest else f"; known: {', '.join(known)}"
-    raise ValueError(f"speculative_config has no field {key!r}{hint}")
-
-
-def _own_options(
-    given: Any, values: Mapping[str, Any], stages: tuple[str, ...]
-) -> dict[str, Options]:
-    """Return the options of every method.
-
-    Args:
-        given: by method, `Options` or mappings.
-        values: single fields, which override `given`.
-        stages: methods that take precedence if several methods have a field of the same name.
-    """
-    try:
-        by_method = dict(given)
-    except (TypeError, ValueError):
-        raise ValueError(f"options must be an object by method, got {given!r}") from None
-    for name, own in by_method.items():
+def _complete_options(given: Any) -> dict[str, Options]:
+    """Return the options of every method, from `Options` or mappings of some."""
+    if not isinstance(given, Mapping):
+        raise ValueError(f"options must be an object by method, got {given!r}")
+    for name in given:
         checks.choice("options", name, tuple(METHODS))
-        if not isinstance(own, (Mapping, method_of(name).options)):
-            raise ValueError(f"options.{name} must be an object, got {own!r}")
-    fields_of = {one.name: one.option_names for one in methods()}
-    changes: dict[str, dict[str, Any]] = {name: {} for name in fields_of}
-    for key, value in values.items():
-        owners = [name for name in (*stages, *fields_of) if key in fields_of[name]]
-        if not owners:
-            _refuse_unknown(key, SpeculativeConfig.field_defaults())
-        changes[owners[0]][key] = value
-    found: dict[str, Options] = {}
+    found = {}
     for one in methods():
-        own = by_method.get(one.name, {})
+        own = given.get(one.name, {})
         if isinstance(own, Mapping):
             for key in own:
                 if key not in one.option_names:
-                    _refuse_unknown(key, one.option_names)
+                    refuse_unknown(key, one.option_names)
             own = one.options(**own)
-        found[one.name] = replace(own, **changes[one.name]) if changes[one.name] else own
+        elif not isinstance(own, one.options):
+            raise ValueError(f"options.{one.name} must be an object, got {own!r}")
+        found[one.name] = own
     return found
 
 
-def _continued(stages: tuple[str, ...], options: dict[str, Options]) -> tuple[str, ...]:
-    """Return the stages, completed by `continued_by` fields; update these fields in `options`."""
-    for one in methods():
-        if one.continued_by is None:
+def request_fields() -> tuple[str, ...]:
+    """Return the fields that one request may set, including options of the methods.
+
+    Fields that name a path or a resource can only be set by the server.
+    """
+    return (*_OF_REQUESTS, *(name for one in methods() for name in one.of_requests))
+
+
+def _check_request(values: object, server_method: str) -> dict[str, Any]:
+    """Check the keys of a request's object; return its fields that are not None, unchecked."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"speculative_config must be an object, got {values!r}")
+    known = (*request_fields(), *OTHER_FIELDS)
+    for key in values:
+        if key in known or key == "options":
             continue
-        value = getattr(options[one.name], one.continued_by)
-        if stages[:1] != (one.name,):
-            if value != _ALONE:
-                raise ValueError(
-                    f'{one.continued_by} {value!r} needs method "{one.name}", got '
-                    f"{'+'.join(stages) or NAIVE!r}"
-                )
-        elif len(stages) == 1:
-            follower = () if value == _ALONE else (value.removeprefix("with_"),)
-            stages += follower
-        elif value == _ALONE:
-            same = {one.continued_by: f"with_{stages[1]}"}
-            options[one.name] = replace(options[one.name], **same)
-        elif value != f"with_{stages[1]}":
-            raise ValueError(
-                f"{one.continued_by} {value!r} contradicts method {'+'.join(stages)!r}"
-            )
-    return stages
+        if key in _SHARED or key in all_option_names():
+            _refuse_of_server(key, known)
+        refuse_unknown(key, known)
+    given = {key: value for key, value in values.items() if value is not None}
+    found = translate(given, _OF_REQUESTS, server_method)
+    for name, own in found.get("options", {}).items():
+        for key in own:
+            if key not in method_of(name).of_requests:
+                _refuse_of_server(f"options.{name}.{key}", known)
+    return found
+
+
+def _refuse_of_server(key: str, known: Iterable[str]) -> None:
+    raise ValueError(
+        f"speculative_config.{key} can only be set by the server; a request may set "
+        f"{', '.join(known)}"
+    )
 
 
 def _can_draft_trees(stages: tuple[str, ...]) -> bool:
@@ -191,44 +137,12 @@ def _can_draft_trees(stages: tuple[str, ...]) -> bool:
     return first.can_draft_trees and all(one.may_branch for one in others)
 
 
-def request_fields() -> tuple[str, ...]:
-    """Return the fields that one request may set for itself.
-
-    Fields that name a path or a resource can only be set by the server.
-    """
-    return (*_OF_REQUESTS, *option_names(of_requests=True))
-
-
-def _check_request(values: object) -> dict[str, Any]:
-    """Check the keys of a request's object; return its fields that are not None, unchecked."""
-    if not isinstance(values, Mapping):
-        raise ValueError(f"speculative_config must be an object, got {values!r}")
-    known = request_fields()
-    for key in values:
-        if key in known:
-            continue
-        if key in SpeculativeConfig.field_defaults() or key == "options":
-            raise ValueError(
-                f"speculative_config.{key} is the server's alone; a request may set "
-                f"{', '.join(known)}"
-            )
-        _refuse_unknown(key, known)
-    strategies = {one.continued_by for one in methods()}
-    return {
-        key: value.lower() if key in strategies and isinstance(value, str) else value
-        for key, value in values.items()
-        if value is not None
-    }
-
-
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
     """Configuration of drafting and verification, validated on construction.
 
-    It is constructed by keyword from the fields below and the fields of every method's own options;
-    both are read as attributes. A field that several methods have, such as `model`, belongs to the
-    first of this configuration's methods that has it, else to the first in the registry; use
-    `options` to set it for a particular method.
+    `from_dict` and `from_json` also accept the spellings of FastDeploy and vLLM
+    (api/speculative_spellings.py).
 
     Attributes:
         method: "naive" (no drafts), or a method of the registry, in any letter case. Several joined
@@ -259,12 +173,12 @@ class SpeculativeConfig:
             verify_strategy "target_match", "greedy" or "rejection", and accept_policy "normal" or
             "reject_all". In a step that also verifies drafts of other strategies or policies, only
             the first path of the tree is verified.
-        options: the own fields of every method of the registry, by method. The argument may also be
-            a mapping from methods to mappings of their fields, as in JSON.
+        options: the options of every method of the registry, by method. In the argument, a method
+            may be missing (its options have their defaults) or a mapping from names to values.
 
     Raises:
-        ValueError: a value is out of range, two values contradict each other, or a field is
-            unknown.
+        ValueError: a value is out of range, two values contradict each other, or an option
+            is unknown.
     """
 
     method: str = NAIVE
@@ -276,67 +190,12 @@ class SpeculativeConfig:
     max_total_draft_tokens: int | None = None
     adaptive_verification: bool | None = None
     tree: bool = False
-    options: tuple[tuple[str, Options], ...] = field(default=())
+    options: Mapping[str, Options] = field(default_factory=dict, hash=False)
 
-    def __init__(self, **values: Any) -> None:
-        for one in fields(self):
-            object.__setattr__(self, one.name, values.pop(one.name, one.default))
+    def __post_init__(self) -> None:
         stages = _stages(self.method)
-        given = _own_options(self.options, values, stages)
-        stages = _continued(stages, given)
         object.__setattr__(self, "method", "+".join(stages) or NAIVE)
-        object.__setattr__(self, "options", tuple(given.items()))
-        self._check()
-
-    def __getattr__(self, name: str) -> Any:
-        """Return a field of a method's own options."""
-        if not name.startswith("_"):
-            order = (*self.stages, *METHODS)
-            options = dict(self.options)
-            for method in order:
-                if method in options and name in method_of(method).option_names:
-                    return getattr(options[method], name)
-        raise AttributeError(f"SpeculativeConfig has no field {name!r}")
-
-    @classmethod
-    def field_defaults(cls) -> dict[str, Any]:
-        """Return the default of every field by name, including the fields of all methods."""
-        found = {one.name: one.default for one in fields(cls) if one.name != "options"}
-        for method in methods():
-            for one in fields(method.options):
-                found.setdefault(one.name, one.default)
-        return found
-
-    def as_dict(self, *, without_files: bool = False) -> dict[str, Any]:
-        """Return the value of every field by name, including the fields of all methods.
-
-        Args:
-            without_files: leave out fields that name a file.
-        """
-        names = [one.name for one in fields(self) if one.name != "options"]
-        names += option_names(without_files=without_files)
-        return {name: getattr(self, name) for name in names}
-
-    @property
-    def stages(self) -> tuple[str, ...]:
-        """Methods that draft, in their order; empty for "naive"."""
-        return () if self.method == NAIVE else tuple(self.method.split("+"))
-
-    @property
-    def named_methods(self) -> tuple[str, ...]:
-        """Methods that this configuration names: its stages, and methods with files."""
-        return tuple(
-            name
-            for name, own in self.options
-            if name in self.stages
-            or any(getattr(own, file) is not None for file in method_of(name).files)
-        )
-
-    def options_of(self, kind: type[OwnOptions]) -> OwnOptions:
-        """Return a method's own options, by their class."""
-        return next(one for _, one in self.options if isinstance(one, kind))
-
-    def _check(self) -> None:
+        object.__setattr__(self, "options", _complete_options(self.options))
         checks.spelling(self, "verify_strategy", VERIFY_STRATEGIES)
         checks.spelling(self, "accept_policy", ACCEPT_POLICIES)
         self._resolve_lengths()
@@ -349,6 +208,42 @@ class SpeculativeConfig:
                 f"{self.adaptive_verification!r}"
             )
         self._check_tree()
+
+    def as_dict(self, *, without_files: bool = False) -> dict[str, Any]:
+        """Return the value of every field by name, with `options` as plain dictionaries.
+
+        Args:
+            without_files: leave out options that name a file.
+        """
+        found = {name: getattr(self, name) for name in _SHARED}
+        found["options"] = {
+            name: {
+                key: value
+                for key, value in asdict(own).items()
+                if not (without_files and key in method_of(name).files)
+            }
+            for name, own in self.options.items()
+        }
+        return found
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """Methods that draft, in their order; empty for "naive"."""
+        return () if self.method == NAIVE else tuple(self.method.split("+"))
+
+    @property
+    def named_methods(self) -> tuple[str, ...]:
+        """Methods that this configuration names: its stages, and methods with files."""
+        return tuple(
+            name
+            for name, own in self.options.items()
+            if name in self.stages
+            or any(getattr(own, file) is not None for file in method_of(name).files)
+        )
+
+    def options_of(self, kind: type[OwnOptions]) -> OwnOptions:
+        """Return a method's own options, by their class."""
+        return next(one for one in self.options.values() if isinstance(one, kind))
 
     def _resolve_lengths(self) -> None:
         tokens, steps = self.num_speculative_tokens, self.num_model_steps
@@ -474,7 +369,7 @@ class SpeculativeConfig:
         return (
             len(self.stages) == 1
             and self._first.draws
-            and dict(self.options)[self.method].draws
+            and self.options[self.method].draws
             and not self.tree
             and self.verify_strategy in ("rejection", "block")
         )
@@ -495,31 +390,33 @@ class SpeculativeConfig:
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"speculative_config must be an object, got {values!r}")
-        known = cls.field_defaults()
-        for key in values:
-            if key not in known and key != "options":  # before any value is checked
-                _refuse_unknown(key, known)
-        return cls(**values)
+        return cls(**translate(values, _SHARED, NAIVE))
 
     @classmethod
     def from_json(cls, text: str) -> "SpeculativeConfig":
         """Construct the server's configuration from a JSON object; see `from_dict`."""
-        return cls.from_dict(_object(text))
+        return cls.from_dict(parse_object(text))
 
     def require_effect(self, given: Mapping[str, Any], methods: Collection[str]) -> None:
         """Check that each field of a server's configuration is read by a method that it loads.
+
+        Options that stand in `options` are accepted: they are for requests that choose their own
+        method.
 
         Args:
             given: the fields from which this configuration was constructed.
             methods: further methods that the server loads.
 
         Raises:
-            ValueError: a field of another method is not at its default.
+            ValueError: an option of another method stands beside the shared fields and is not at
+                its default.
         """
-        defaults, named = self.field_defaults(), {*self.named_methods, *methods}
+        loaded = {*self.named_methods, *methods}
         for key, value in given.items():
             owners = [name for name in METHODS if key in method_of(name).option_names]
-            if owners and value != defaults[key] and named.isdisjoint(owners):
+            if not owners or not loaded.isdisjoint(owners):
+                continue
+            if value != getattr(method_of(owners[0]).options(), key):
                 raise ValueError(
                     f"speculative_config.{key} needs method {' or '.join(map(repr, owners))}, got "
                     f"{self.method!r}; for requests that choose their own method, say it in "
@@ -556,9 +453,9 @@ class SpeculativeConfig:
             ValueError: the object has a key a request may not set, a value is invalid, or a value
                 exceeds a limit.
         """
-        asked = _check_request(request)
-        self._complete(asked)
-        config = replace(self, **asked) if asked else self
+        chosen = _check_request(request, self.method)
+        self._complete(chosen)
+        config = replace(self, **chosen) if chosen else self
         limit = max_num_speculative_tokens
         if limit is not None and config.num_speculative_tokens > limit:
             raise ValueError(
@@ -568,7 +465,7 @@ class SpeculativeConfig:
         limit = max_num_model_steps
         runs_model = any(method_of(name).needs_weights for name in config.stages)
         if limit is not None and runs_model and config.num_model_steps > limit:
-            if asked.get("num_model_steps") is not None:
+            if chosen.get("num_model_steps") is not None:
                 raise ValueError(
                     f"num_model_steps must be at most {limit} on this server, "
                     f"got {config.num_model_steps}"
@@ -605,44 +502,24 @@ class SpeculativeConfig:
             return own
         return request
 
-    def _complete(self, asked: dict[str, Any]) -> None:
-        """Add the fields that follow from a request's choices to `asked`."""
-        strategies = {one.continued_by: one.name for one in methods() if one.continued_by}
-        if "method" in asked or not strategies.keys().isdisjoint(asked):
-            self._complete_method(asked, strategies)
-        if "num_speculative_tokens" in asked:
-            asked.setdefault("num_model_steps", None)
-        if asked.get("accept_policy", "synthetic") != "synthetic":
-            asked.setdefault("synthetic_acceptance_rates", None)
-
-    def _complete_method(self, asked: dict[str, Any], strategies: Mapping[str, str]) -> None:
-        """Add the fields that follow from the methods that a request has chosen.
-
-        Args:
-            asked: the request's choices; extended.
-            strategies: `continued_by` fields, each with its method.
-        """
-        stages = _stages(asked.get("method", self.method))
-        for field_name, name in strategies.items():
-            is_first = self.stages[:1] == (name,)
-            if field_name not in asked:
-                # A request that names only the method leaves open what continues it.
-                keeps = stages == self.stages or (is_first and stages == (name,))
-                asked[field_name] = getattr(self, field_name) if keeps else _ALONE
-            elif is_first and "method" not in asked:
-                stages = stages[:1]
-        asked["method"] = "+".join(stages) or NAIVE
-        for field_name, name in strategies.items():
-            if stages == (name,) and asked[field_name] != _ALONE:
-                stages += (str(asked[field_name]).removeprefix("with_"),)
-        before = self.stages
-        if stages == before:
-            return
-        keeps = bool(stages and before)
-        asked.setdefault("num_speculative_tokens", self.num_speculative_tokens if keeps else None)
-        asked.setdefault("num_model_steps", None)
-        if stages[:1] != before[:1]:
-            asked.setdefault("tree", self.tree and _can_draft_trees(stages))
+    def _complete(self, chosen: dict[str, Any]) -> None:
+        """Add the fields that follow from a request's choices to `chosen`."""
+        if "options" in chosen:
+            own = {
+                name: replace(self.options[name], **of) for name, of in chosen["options"].items()
+            }
+            chosen["options"] = {**self.options, **own}
+        stages = _stages(chosen.get("method", self.method))
+        if stages != self.stages:
+            keeps = bool(stages and self.stages)
+            default = self.num_speculative_tokens if keeps else None
+            chosen.setdefault("num_speculative_tokens", default)
+            if stages[:1] != self.stages[:1]:
+                chosen.setdefault("tree", self.tree and _can_draft_trees(stages))
+        if "num_speculative_tokens" in chosen:
+            chosen.setdefault("num_model_steps", None)
+        if chosen.get("accept_policy", "synthetic") != "synthetic":
+            chosen.setdefault("synthetic_acceptance_rates", None)
 
     def require_runnable(
         self,
@@ -675,3 +552,7 @@ class SpeculativeConfig:
                 f'verify_strategy "{self.verify_strategy}" cannot run in this engine, which has '
                 f"{', '.join(strategies)}"
             )
+
+
+# Fields that all methods share.
+_SHARED = tuple(one.name for one in fields(SpeculativeConfig) if one.name != "options")

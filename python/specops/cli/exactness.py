@@ -298,16 +298,12 @@ def _to_compare(
     steps = lengths.pop("num_model_steps", None)
     compared = []
     for method in args.method or METHODS:
-        name, _, second = method.partition("+")
-        first = method_of(name) if name in METHODS else None
-        if first is None or not (method in METHODS or first.continued_by):
+        if method not in METHODS:
             raise ValueError(f"--method must be of {', '.join(METHODS)}, got {method}")
+        first = method_of(method.partition("+")[0])
         if args.method is None and first.name not in runnable:
             continue
         own: dict[str, Any] = {"method": method, **lengths, **fixed}
-        if first.continued_by:  # explicit, or the server's configuration would choose it
-            own["method"] = first.name
-            own[first.continued_by] = f"with_{second}" if second else "default"
         if first.needs_weights:
             own["num_model_steps"] = steps
         compared.append((method, own))

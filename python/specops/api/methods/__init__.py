@@ -26,7 +26,6 @@ __all__ = [
     "method_names",
     "method_of",
     "methods",
-    "option_names",
 ]
 
 NAIVE = "naive"  # no drafter
@@ -97,21 +96,6 @@ def method_choices() -> tuple[str, ...]:
         if first.needs_weights:
             choices += [f"{first.name}+{one.name}" for one in every if one.may_follow]
     return tuple(choices)
-
-
-def option_names(*, of_requests: bool = False, without_files: bool = False) -> tuple[str, ...]:
-    """Return the fields that methods add to the speculative configuration, each once.
-
-    Args:
-        of_requests: return only fields that a request may set.
-        without_files: leave out fields that name a file.
-    """
-    names: dict[str, None] = {}
-    for method in methods():
-        for name in method.of_requests if of_requests else method.option_names:
-            if not (without_files and name in method.files):
-                names[name] = None
-    return tuple(names)
 
 
 def companion(name: str) -> ModuleType:

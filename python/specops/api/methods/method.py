@@ -13,8 +13,7 @@ from specops.api.methods.checks import QUANTIZATIONS, path, spelling
 class Options:
     """The configuration fields of one method.
 
-    A method with fields derives from this class and checks them in `__post_init__`. Users write
-    these field names next to the fields that all methods share.
+    A method with fields derives from this class and checks them in `__post_init__`.
     """
 
     @property
@@ -68,9 +67,6 @@ class Method:
         parameter: the sampling parameter that it drafts from. A request that sets it and names no
             method uses this method after the engine's.
         default_tokens: default number of drafts per step.
-        continued_by: the field that names the method that continues this one, as "with_<method>",
-            or "default" for none; the alternative to "a+b" as `method`. None: there is no such
-            field.
         needs_weights: whether it runs a model. It is then loaded only if the configuration names
             it, and drafts up to `num_model_steps`.
         can_draft_trees: whether `tree` may be true.
@@ -94,7 +90,6 @@ class Method:
     names_of_vllm: tuple[tuple[str, str], ...] = ()
     parameter: str | None = None
     default_tokens: int = 1
-    continued_by: str | None = None
     needs_weights: bool = False
     can_draft_trees: bool = False
     draws: bool = False
@@ -128,7 +123,6 @@ class Method:
             "needs_weights": self.needs_weights,
             "can_draft_trees": self.can_draft_trees,
             "may_follow": self.may_follow,
-            "continued_by": self.continued_by,
             "learns": self.learns,
             "parameter": self.parameter,
         }

@@ -6,17 +6,12 @@ from dataclasses import dataclass
 from specops.api.methods import checks
 from specops.api.methods.method import Method, Options
 
-MTP_STRATEGIES = ("default", "with_ngram", "with_suffix", "with_prediction")
-
 
 @dataclass(frozen=True, kw_only=True)
 class MtpOptions(Options):
-    """The source of the modules, and the method that continues them.
+    """The source of the modules, and what they may draft.
 
     Attributes:
-        mtp_strategy: what drafts the rest of the k: "default" (nothing: the modules draft all
-            of them, unless num_model_steps is less), "with_ngram", "with_suffix" or
-            "with_prediction". The same as method "mtp", "mtp+ngram" and so on.
         model: directory of the modules. None: they are in the target's checkpoint. Like
             draft_vocab it may be set with a method that has no weights, for requests that choose
             "mtp".
@@ -27,13 +22,11 @@ class MtpOptions(Options):
             the acceptance rate. None: the modules' layers as the target's, and its own LM head.
     """
 
-    mtp_strategy: str = "default"
     model: str | None = None
     draft_vocab: str | None = None
     quantization: str | None = None
 
     def __post_init__(self) -> None:
-        checks.spelling(self, "mtp_strategy", MTP_STRATEGIES)
         checks.path("model", self.model)
         checks.path("draft_vocab", self.draft_vocab)
         if self.quantization is not None:
@@ -51,9 +44,7 @@ METHOD = Method(
     short="MTP",
     drafter="specops.engine.drafters.mtp",
     options=MtpOptions,
-    of_requests=("mtp_strategy",),
     files=("model", "draft_vocab"),
-    continued_by="mtp_strategy",
     needs_weights=True,
     can_draft_trees=True,
     draws=True,
