@@ -84,7 +84,9 @@ def _anthropic(served: Served) -> anthropic.Anthropic:
 @contextlib.contextmanager
 def clients() -> Iterator[Clients]:
     """Run both servers until the block ends, and check that the first one is then idle."""
-    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=4, min_ngram_size=1)
+    speculative = SpeculativeConfig.from_dict(
+        {"method": "ngram", "num_speculative_tokens": 4, "min_ngram_size": 1}
+    )
     sizes = {"max_num_seqs": 8, "num_threads": 1}
     engine = Engine(EngineConfig(device="cpu", speculative_config=speculative, **sizes))
     with (

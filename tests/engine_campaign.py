@@ -166,8 +166,8 @@ def random_speculation(draw: random.Random, weights: dict[str, int]) -> dict[str
     if method in weights and config["method"] == method != "mtp" and not config["tree"]:
         config["num_speculative_tokens"] = config["num_model_steps"]
     if method == "mtp":
-        hybrids = [] if config["tree"] else ["with_ngram", "with_suffix", "with_prediction"]
-        config["mtp_strategy"] = draw.choice(["default", *hybrids])
+        followers = [] if config["tree"] else ["+ngram", "+suffix", "+prediction"]
+        config["method"] += draw.choice(["", *followers])
     return config
 
 

@@ -170,7 +170,7 @@ def test_toy_drafter_runs_in_graphs(
     toy = {**toy, "method": "toy+ngram", "num_speculative_tokens": 4, "num_model_steps": 2}
 
     def run() -> tuple[Engine, list[Completion], list[Any]]:
-        engine = make(SpeculativeConfig(**toy), max_num_seqs=4)
+        engine = make(SpeculativeConfig.from_dict(toy), max_num_seqs=4)
         names = [engine.add_request(text, one) for text, one in zip(texts, reporting, strict=False)]
         drafts = []
         while engine.has_unfinished():
@@ -239,7 +239,7 @@ def test_two_drafters_sample_in_the_same_steps(
 
 def test_model_option_applies_to_its_method(toy: dict[str, Any], tmp_path: Path) -> None:
     """`model` belongs to the configured method; `options` names the models of other methods."""
-    engine = make(SpeculativeConfig(**toy))
+    engine = make(SpeculativeConfig.from_dict(toy))
     assert engine.runnable_methods == runnable()
     assert SpeculativeConfig.from_dict(toy).named_methods == ("toy",)
     assert SpeculativeConfig.from_dict({"method": "ngram", "model": "/m"}).named_methods == (
@@ -272,7 +272,7 @@ def test_invalid_method_chains_are_refused(toy: dict[str, Any]) -> None:
             SpeculativeConfig(method=method)
     three = SpeculativeConfig(method="toy+ngram+suffix", num_speculative_tokens=6)
     assert three.draft_stages == (("toy", 1), ("ngram", 6), ("suffix", 6))
-    same = {"method": "mtp", "mtp_strategy": "with_ngram", "num_speculative_tokens": 6}
+    same = {"method": "mtp+ngram", "num_speculative_tokens": 6}
     assert SpeculativeConfig.from_dict(same) == SpeculativeConfig(
         method="mtp+ngram", num_speculative_tokens=6
     )
@@ -487,7 +487,9 @@ def test_share_out_is_fair() -> None:
 
 
 def test_toy_drafter_needs_only_its_registry_line(toy: dict[str, Any]) -> None:
-    engine = make(SpeculativeConfig(num_speculative_tokens=1, **{**toy, "method": "TOY"}))
+    engine = make(
+        SpeculativeConfig.from_dict({"num_speculative_tokens": 1, **{**toy, "method": "TOY"}})
+    )
     drafter = engine.drafters["toy"]
     assert isinstance(drafter, RecurrentDrafter) and isinstance(drafter.head, ToyHead)
     assert engine.runnable_methods[-1] == "toy"

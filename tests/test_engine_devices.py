@@ -669,7 +669,9 @@ def test_prefix_states_continue_on_the_device(
     prompts = [list(range(1, 40)), list(range(1, 40)), [*range(1, 36), 9, 9]]
     expected = None
     # The target is its own draft model, so every draft is accepted.
-    own = SpeculativeConfig(method="draft_model", model=str(tmp_path), num_speculative_tokens=3)
+    own = SpeculativeConfig.from_dict(
+        {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 3}
+    )
     for speculative, caching in ((NAIVE, False), (NGRAM, True), (own, True)):
         use_fake_gpu(captures=caching)
         engine = make(tmp_path, speculative, max_num_seqs=2, enable_prefix_caching=caching)

@@ -499,7 +499,9 @@ def engine_directory(family: str) -> str:
 def completions(directory: str, method: str, **options: Any) -> list[Completion]:
     drafts = None if method == "naive" else 3
     # Random models rarely repeat more than one token.
-    own = SpeculativeConfig(method=method, num_speculative_tokens=drafts, min_ngram_size=1)
+    own = SpeculativeConfig.from_dict(
+        {"method": method, "num_speculative_tokens": drafts, "min_ngram_size": 1}
+    )
     engine = Engine(
         EngineConfig(
             model=directory,

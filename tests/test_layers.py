@@ -414,6 +414,7 @@ METHOD_NAMES = re.compile(
     r"""["'`](mtp|ngram|suffix)\b|[Mm]tp|[Nn]gram|[Ss]uffix|PredictionDrafter|PredictedText|DraftModel|Eagle|Medusa|Hydra|Dflash"""
 )
 METHOD_FILES = [
+    PACKAGE / "api" / "speculative_spellings.py",
     *sources(PACKAGE / "api" / "methods", ".py"),
     *(PACKAGE / "engine" / "drafters").glob("mtp*.py"),
     *(PACKAGE / "engine" / "drafters").glob("ngram*.py"),

@@ -35,7 +35,7 @@ from test_lossless import (
 
 VOCAB = 160
 slow_param = partial(pytest.param, marks=pytest.mark.slow)
-STRATEGIES = ("default", "with_ngram", "with_suffix")
+HYBRIDS = ("mtp", "mtp+ngram", "mtp+suffix")
 
 
 def make_tiny(directory: Path, modules: int, **changes: Any) -> Tiny:
@@ -170,7 +170,7 @@ class Record:
             return
         assert isinstance(drafter, RecurrentDrafter)
         count, text = int(proposals.counts[request.slot]), tuple(request.token_ids)
-        if config.mtp_strategy == "with_suffix":  # suffix drafts depend on other texts
+        if config.method == "mtp+suffix":  # suffix drafts depend on other texts
             count = min(count, config.num_model_steps)
         drafts = tuple(proposals.token_ids[request.slot, :count].tolist())
         # After a long pause, modules start anew and do not see the whole text.
@@ -178,7 +178,7 @@ class Record:
         params = request.params
         if (config.draws_drafts or config.drafts_with_target_numbers) and params.temperature > 0:
             key = (*key, request.seed, params.temperature, params.top_p)
-        if config.mtp_strategy == "with_ngram":  # n-grams continue the modules' drafts
+        if config.method == "mtp+ngram":  # n-grams continue the modules' drafts
             key = (*key, config.num_model_steps)
             if config.num_model_steps > drafter.num_passes:
                 return  # fewer passes than configured, for lack of a page
@@ -235,14 +235,14 @@ LIMITS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("k", [1, slow_param(2), 3, slow_param(4), 5])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("method", HYBRIDS)
 @pytest.mark.parametrize("modules", [1, 2, 3])
 @pytest.mark.fast("1-*-5", "2-*-3", "3-*-1")
 def test_mtp_drafts_change_nothing(
-    tinies: dict[int, Tiny], modules: int, strategy: str, k: int
+    tinies: dict[int, Tiny], modules: int, method: str, k: int
 ) -> None:
     tiny = tinies[modules]
-    case = (modules + METHODS.index(method) + k) % len(LIMITS)
+    case = (modules + HYBRIDS.index(method) + k) % len(LIMITS)
     steps = k if method == "mtp" else 1 + (k + modules) % k
     speculative = SpeculativeConfig.from_dict(
         {
@@ -472,9 +472,9 @@ WITH_MODULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("strategy,k", [("default", 7), ("with_ngram", 3), ("with_suffix", 7)])
-@pytest.mark.fast("with_ngram-3")
-def test_all_parameters_mixed_change_nothing(strategy: str, k: int) -> None:
+@pytest.mark.parametrize("method,k", [("mtp", 7), ("mtp+ngram", 3), ("mtp+suffix", 7)])
+@pytest.mark.fast("mtp+ngram-3")
+def test_all_parameters_mixed_change_nothing(method: str, k: int) -> None:
     """The requests are those of test_lossless.py."""
     mode = "processed_logprobs" if k == 3 else "raw_logprobs"
     limits: dict[str, Any] = {

@@ -348,8 +348,8 @@ def test_drafts_after_pauses_equal_the_oracle(served: Path, made: list[Made], sp
     Oracle(served).check(made)
 
 
-@pytest.mark.parametrize("strategy", ["with_ngram", "with_suffix"])
-def test_drafts_of_hybrids_equal_the_oracle(served: Path, made: list[Made], strategy: str) -> None:
+@pytest.mark.parametrize("method", ["mtp+ngram", "mtp+suffix"])
+def test_drafts_of_hybrids_equal_the_oracle(served: Path, made: list[Made], method: str) -> None:
     engine = engine_of(
         served, k=6, num_model_steps=2, method=method, max_num_batched_tokens=13, **SOME
     )

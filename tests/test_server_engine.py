@@ -74,7 +74,7 @@ def send_mixed_load(served: Served, prompts: list[Any]) -> None:
     draw = random.Random(1)
     methods = [{"method": method} for method in served.engine.runnable_methods]
     if "mtp" in served.engine.runnable_methods:
-        methods += [{"method": "mtp", "mtp_strategy": f"with_{m}"} for m in ("ngram", "suffix")]
+        methods += [{"method": "mtp+ngram"}, {"method": "mtp+suffix"}]
 
     def one(seed: int) -> int:
         mine = random.Random(seed)
@@ -112,7 +112,9 @@ def tiny_engine(mtp_model: Path, **options: Any) -> Engine:
     return Engine(EngineConfig(**options))
 
 
-NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4, min_ngram_size=1)
+NGRAM = SpeculativeConfig.from_dict(
+    {"method": "ngram", "num_speculative_tokens": 4, "min_ngram_size": 1}
+)
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +125,8 @@ def tiny(mtp_model: Path) -> Iterator[Served]:
 
 def test_zero_token_requests_work_without_cached_responses(mtp_model: Path) -> None:
     """They end, and so do the requests beside them, with unchanged texts."""
-    suffix = SpeculativeConfig(
-        method="suffix", num_speculative_tokens=4, suffix_decoding_max_cached_requests=0
+    suffix = SpeculativeConfig.from_dict(
+        {"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max_cached_requests": 0}
     )
     long = {"prompt": "abcabc", "max_tokens": 120, "temperature": 0, "ignore_eos": True}
     scored = {"prompt": "abcabc", "max_tokens": 0, "echo": True, "logprobs": 0}
@@ -160,15 +162,15 @@ def test_served_text_equals_the_engine_with_any_method(
         {"method": "naive"},
         {"method": "ngram", "num_speculative_tokens": 9},
         mtp,
-        mtp | {"num_model_steps": 2, "mtp_strategy": "with_ngram"},
-        mtp | {"mtp_strategy": "with_suffix"},
+        mtp | {"method": "mtp+ngram", "num_model_steps": 2},
+        mtp | {"method": "mtp+suffix"},
     ):
         body["speculative_config"] = own
         whole = post(tiny, "completions", body).json()
         (choice,) = whole["choices"]
         assert choice["text"] == expected.text
         num_drafts = whole["metrics"]["speculative_decoding"]["num_draft_tokens"]
-        assert num_drafts > 0 or own is None or own["method"] != "mtp"
+        assert num_drafts > 0 or own is None or "mtp" not in own["method"]
         assert choice["logprobs"]["token_logprobs"] == [one.logprob for one in expected.logprobs]
         assert whole["usage"]["completion_tokens"] == len(expected.token_ids)
         parts = events(post(tiny, "completions", body | STREAM))

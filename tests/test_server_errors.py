@@ -100,7 +100,12 @@ REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
     # speculative_config
     (TEXT | {"speculative_config": {"method": "magic"}}, 400, "speculative_config", "naive, ngram"),
     (TEXT | {"speculative_config": {"method": "mtp"}}, 400, "speculative_config", "cannot run"),
-    (TEXT | {"speculative_config": {"model": "/x"}}, 400, "speculative_config", "server's alone"),
+    (
+        TEXT | {"speculative_config": {"model": "/x"}},
+        400,
+        "speculative_config",
+        "only be set by the server",
+    ),
     (TEXT | {"speculative_config": {"k": 3}}, 400, "speculative_config", "no field 'k'"),
     (
         TEXT | {"speculative_config": {"num_speculative_tokens": 2**31 - 1}},

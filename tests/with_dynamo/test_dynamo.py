@@ -3,7 +3,8 @@
 
 `make -C tools test-dynamo` runs the tests in an environment of their own. Frontend and workers find
 each other through a directory, without etcd or NATS. The frontend writes numbers with the digits
-of a float32, so logprobs are compared as float32. The engine's ops take temperatures as float32, too.
+of a float32, so logprobs are compared as float32. The engine's ops take temperatures as float32,
+too.
 """
 
 import asyncio
