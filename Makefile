@@ -17,6 +17,7 @@ BUDGET ?=
 PREBUILT ?=
 OUT ?=
 ARCHS ?=
+COMPILE_ONLY ?=
 # Test processes side by side: one more than there are cores, for tests that wait, as far as memory
 # goes.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 1); test $$n -gt 5 && echo 6 || echo $$((n + 1)))
@@ -142,8 +143,9 @@ $(VENV)/nvdisasm: $(VENV)/serve-deps constraints.txt | $(VENV)/nvcc
 
 # Every kernel for two architectures: no spills, no stack frames, within its budget, as are its hot
 # loops; and what can be launched where. ARCHS=all, or a list: other architectures, in minutes each.
+# COMPILE_ONLY=yes: only check that they compile, in a minute.
 gates: $(VENV)/nvcc $(VENV)/nvdisasm
-	$(BIN)/python -m tools.gates $(if $(ARCHS),--archs "$(ARCHS)")
+	$(BIN)/python -m tools.gates $(if $(ARCHS),--archs "$(ARCHS)") $(if $(COMPILE_ONLY),--compile-only)
 
 # The wheels come in while the compiler works.
 serve:
@@ -175,6 +177,7 @@ prove: setup simt $(VENV)/test-deps
 	$(BIN)/python -m pytest -m slow $(SIDE_BY_SIDE) --ignore tests/test_mutations.py
 	$(BIN)/python -m pytest -m slow tests/test_mutations.py
 	SPECOPS_SIMT_SCHEDULES=all $(PYTEST) "not slow" -k simt
+	$(MAKE) --no-print-directory gates
 	$(ARM) --if-possible
 
 # 64-bit ARM on a machine of another kind, cross-compiled and under qemu: the bitwise tests of NEON's

@@ -261,6 +261,8 @@ def test_planted_kernels_are_refused(sentence: str, nvcc: Path, tmp_path: Path) 
         assert any(sentence in problem for problem in problems), problems
         again = kernels.compile_source(nvcc, source, arch, tmp_path / "work")
         assert again.cached == bool(result.kernels) and again.problems == result.problems
+        compiles = kernels.compile_error(nvcc, source, arch) is None
+        assert compiles == (sentence != "does not compile")
 
 
 def test_a_mended_kernel_is_compiled_again(nvcc: Path, tmp_path: Path) -> None:
