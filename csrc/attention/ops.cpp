@@ -12,6 +12,7 @@
 #include "attention/copy_kv/copy_kv.h"
 #include "attention/merge_states/merge_states.h"
 #include "attention/rope_append_kv/rope_append_kv.h"
+#include "attention/rope_append_latent/rope_append_latent.h"
 #include "common/stamps_checks.h"
 
 namespace specops {
@@ -600,6 +601,7 @@ void copy_kv(const TensorView& k_cache,
 }  // namespace
 
 void register_attention(pybind11::module_& m) {
+  register_faults<2000>();
   m.def("rope_append_kv", &rope_append_kv);
   register_rope_append_latent(m);
   m.def("append_attention", &append_attention);

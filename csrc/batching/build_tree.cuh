@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kBuildTreeThreads) build_tree_kernel(BuildTree
     wrong |= !is_parent(parent, node);
   }
   if (__syncthreads_or(wrong)) {
-    code = ErrorCode::kBuildTreeParents;
+    code = kBuildTreeParents;
     count = 0;
   }
   if (thread == 0 && code != ErrorCode::kNone) report_error(params.error, code);

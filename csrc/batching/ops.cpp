@@ -41,7 +41,7 @@ void check_values(const Checker& check, const PrepareBatchParams& params) {
       // Pages before this step's rows may have been released.
       int64_t kv_len = params.kv_lens[b], first_page = params.kv_indptr[b];
       check_page_ids(check,
-                     ErrorCode::kPrepareBatchKvIndices,
+                     kPrepareBatchKvIndices,
                      params.kv_indices,
                      first_page + (kv_len - qo_len) / params.page_size,
                      first_page + (kv_len + params.page_size - 1) / params.page_size);
@@ -269,7 +269,7 @@ void check_values(const Checker& check, const PrepareDraftBatchParams& params) {
     if (rows.end == rows.first) continue;
     int64_t first_page = params.kv_indptr[b];
     check_page_ids(check,
-                   ErrorCode::kPrepareDraftBatchKvIndices,
+                   kPrepareDraftBatchKvIndices,
                    params.kv_indices,
                    first_page + rows.first / params.page_size,
                    first_page + (rows.end + params.page_size - 1) / params.page_size);
@@ -492,6 +492,7 @@ void keep_hidden_rows(const TensorView& hidden,
 }  // namespace
 
 void register_batching(pybind11::module_& m) {
+  register_faults<3000>();
   register_tree_chains(m);
   register_shared_prefixes(m);
   m.def("prepare_batch", &prepare_batch);

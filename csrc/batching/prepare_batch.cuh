@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kPrepareBatchThreads, kPrepareBatchBlocksPerSm
         if (is_page_id(page_id)) {
           slot = page_id * params.page_size + offset;
         } else {
-          report_error(params.error, ErrorCode::kPrepareBatchKvIndices);
+          report_error(params.error, kPrepareBatchKvIndices);
         }
       }
       params.row_to_request[row] = padding ? -1 : static_cast<int32_t>(first + i);

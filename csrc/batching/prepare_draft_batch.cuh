@@ -54,7 +54,7 @@ __device__ inline PrepareDraftRequest load_request(const PrepareDraftBatchParams
       out.first_page = first_page;
       out.drafts = any && rows.end == params.lens[slot] - 1 && params.max_draft_tokens[slot] > 0;
     } else {
-      code = ErrorCode::kPrepareDraftBatchKvIndices;
+      code = kPrepareDraftBatchKvIndices;
     }
   }
   if (code != ErrorCode::kNone) report_error(params.error, code);

@@ -410,6 +410,7 @@ void mtp_input(const TensorView& row_to_request,
 }  // namespace
 
 void register_dense(pybind11::module_& m) {
+  register_faults<1000>();
   m.def("silu_mul", &gated_mul<Activation::kSilu>);
   m.def("gelu_tanh_mul", &gated_mul<Activation::kGeluTanh>);
   m.def("swiglu_oai_mul", &gated_mul<Activation::kSwigluOai>);

@@ -176,6 +176,7 @@ void gated_delta_rule(const TensorView& q,
 }  // namespace
 
 void register_linear_attention(pybind11::module_& m) {
+  register_faults<7000>();
   m.def("causal_conv1d", &causal_conv1d);
   m.def("gated_delta_rule", &gated_delta_rule);
 }

@@ -247,6 +247,7 @@ void moe_combine(const TensorView& expert_out,
 }  // namespace
 
 void register_moe(pybind11::module_& m) {
+  register_faults<6000>();
   m.def("moe_route", &moe_route);
   m.def("moe_sort", &moe_sort);
   m.def("moe_linear", &moe_linear);

@@ -6,8 +6,9 @@
 
 #include "common/philox.h"
 #include "sampling/checks.h"
-#include "sampling/row/value_rule.h"
+#include "sampling/commit/commit.h"
 #include "sampling/sample/sample.h"
+#include "sampling/verify/verify.h"
 
 namespace specops {
 
@@ -217,6 +218,11 @@ std::array<uint32_t, 4> philox(uint64_t seed, const std::array<uint32_t, 4>& cou
 }  // namespace
 
 void register_sampling(pybind11::module_& m) {
+  register_faults<4000>();
+  register_faults<4400>();
+  register_faults<0>(static_cast<int32_t>(SamplingOp::kSample), "sample: ");
+  register_faults<0>(static_cast<int32_t>(SamplingOp::kVerify), "verify: ");
+  register_faults<0>(static_cast<int32_t>(SamplingOp::kTopLogprobs), "top_logprobs: ");
   register_sample(m);
   register_verify(m);
   register_top_logprobs(m);

@@ -135,6 +135,7 @@ void ngram_propose(const TensorView& token_ids,
 }  // namespace
 
 void register_suffix_tree(pybind11::module_& m) {
+  register_faults<5000>();
   m.def("ngram_propose", &ngram_propose);
   register_suffix_cache(m);
 }

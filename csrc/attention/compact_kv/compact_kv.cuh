@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kCompactKvThreads) compact_kv_kernel(CompactKv
     wrong |= !is_next_node(before, node, request.num_nodes);
   }
   if (__syncthreads_or(wrong)) {
-    if (reports && thread == 0) report_error(params.error, ErrorCode::kCompactKvAcceptedNodes);
+    if (reports && thread == 0) report_error(params.error, kCompactKvAcceptedNodes);
     return;
   }
   for (int i = thread; i < request.count; i += kCompactKvThreads) {
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kCompactKvThreads) compact_kv_kernel(CompactKv
     wrong |= !is_page_of(params.num_pages, from) || !is_page_of(params.num_pages, to);
   }
   if (__syncthreads_or(wrong)) {
-    if (reports && thread == 0) report_error(params.error, ErrorCode::kCompactKvPage);
+    if (reports && thread == 0) report_error(params.error, kCompactKvPage);
     return;
   }
 

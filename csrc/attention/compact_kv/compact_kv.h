@@ -37,6 +37,20 @@ SPECOPS_HOST_DEVICE int64_t num_rows(const CompactKvParams& params, int64_t batc
   return int64_t{params.qo_indptr[batch_idx + 1]} - params.qo_indptr[batch_idx];
 }
 
+SPECOPS_FAULT(2007, kCompactKvNumAcceptedTokens) =
+    "compact_kv: num_accepted_tokens must be at least 0, below the request's rows{=#} and at most "
+    "the width of accepted_nodes{=#}";
+SPECOPS_FAULT(2008, kCompactKvKvIndptr) =
+    "compact_kv: kv_indptr must be non-decreasing from 0, at least the entry before it{ = #} and "
+    "at most the size of kv_indices{=#}";
+SPECOPS_FAULT(2009, kCompactKvKvLens) =
+    "compact_kv: kv_lens must be at least the request's rows{=#} and at most the slots of its "
+    "pages{=#}";
+SPECOPS_FAULT(2010, kCompactKvAcceptedNodes) =
+    "compact_kv: accepted_nodes must be ascending in [0, rows - 1){, here in [#}{, #)}";
+SPECOPS_FAULT(2011, kCompactKvPage) =
+    "compact_kv: kv_indices must be in [0, num_pages{=#}) where a token moves";
+
 // Returns the first fault in a request's counts and lengths. An idle request may hold any values.
 // is_next_node checks the nodes of its path and is_page_of the pages of its moves.
 SPECOPS_HOST_DEVICE Fault fault_of(const CompactKvParams& params, int64_t batch_idx) {
@@ -46,15 +60,13 @@ SPECOPS_HOST_DEVICE Fault fault_of(const CompactKvParams& params, int64_t batch_
   int32_t first_page = params.kv_indptr[batch_idx], end_page = params.kv_indptr[batch_idx + 1];
   if (count == 0) return {};
   if (count < 0 || count > params.nodes || count >= rows) {
-    ErrorCode code = ErrorCode::kCompactKvNumAcceptedTokens;
-    return fault_at(code, count, batch_idx).with(rows, params.nodes);
+    return fault_at(kCompactKvNumAcceptedTokens, count, batch_idx).with(rows, params.nodes);
   }
-  ErrorCode code = ErrorCode::kCompactKvKvIndptr;
-  Fault fault = fault_of_range(code, first_page, end_page, batch_idx, params.num_indices);
+  Fault fault =
+      fault_of_range(kCompactKvKvIndptr, first_page, end_page, batch_idx, params.num_indices);
   if (fault.found()) return fault;
-  code = ErrorCode::kCompactKvKvLens;
   int64_t slots = int64_t{end_page - first_page} * params.page_size;
-  return fault_of_kv_len(code, kv_len, batch_idx, rows, slots);
+  return fault_of_kv_len(kCompactKvKvLens, kv_len, batch_idx, rows, slots);
 }
 
 // Returns whether `node` may follow `before` on a path; `before` is -1 for the first node.
@@ -69,7 +81,7 @@ SPECOPS_HOST_DEVICE Fault fault_of_node(const CompactKvParams& params,
   int32_t before = i == 0 ? -1 : path[i - 1];
   int64_t num_nodes = num_rows(params, batch_idx) - 1;
   if (is_next_node(before, path[i], num_nodes)) return {};
-  return fault_at(ErrorCode::kCompactKvAcceptedNodes, path[i], batch_idx, i)
+  return fault_at(kCompactKvAcceptedNodes, path[i], batch_idx, i)
       .with(int64_t{before} + 1, num_nodes);
 }
 
@@ -77,7 +89,7 @@ SPECOPS_HOST_DEVICE Fault fault_of_node(const CompactKvParams& params,
 SPECOPS_HOST_DEVICE Fault fault_of_page(const CompactKvParams& params, int64_t place) {
   int32_t page = params.kv_indices[place];
   if (is_page_of(params.num_pages, page)) return {};
-  return fault_at(ErrorCode::kCompactKvPage, page, place).with(params.num_pages);
+  return fault_at(kCompactKvPage, page, place).with(params.num_pages);
 }
 
 SPECOPS_DECLARE_CPU(compact_kv_cpu, CompactKvParams);

@@ -14,7 +14,7 @@ void check_commit_values(Checker& check, const CommitParams& params) {
     check.refuse(fault_of(params, i));
     int32_t slot = params.slots[i];
     if (slot < 0) continue;
-    if (is_taken[slot]) check.refuse(fault_at(ErrorCode::kCommitSlotTaken, slot, i));
+    if (is_taken[slot]) check.refuse(fault_at(kCommitSlotTaken, slot, i));
     is_taken[slot] = true;
     const int32_t* ids = params.counted_token_ids;
     if (ids != nullptr) ids += slot * params.num_counted;

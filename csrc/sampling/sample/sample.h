@@ -43,7 +43,7 @@ SPECOPS_HOST_DEVICE Fault fault_of(const SampleParams& params, int64_t row) {
   SamplingParams filters = filters_of(params.filters, row);
   Fault fault = fault_of_filters(kOp, params.filters, filters, row);
   if (!fault.found() && filters.temperature > 0.0f && params.filters.seeds == nullptr) {
-    fault.code = code_of(kOp, SamplingRule::kSeeds);
+    fault.code = code_of(kOp, kSeedsRule);
   }
   if (!kProcessed) return fault;
   if (!fault.found()) {

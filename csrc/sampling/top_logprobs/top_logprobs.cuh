@@ -68,7 +68,7 @@ __device__ inline ErrorCode fault_of(const TopLogprobsParams& params, RowOwner o
   constexpr SamplingOp kOp = SamplingOp::kTopLogprobs;
   int64_t batch_idx = owner.batch_idx;
   // A row before its request's first row is the result of a fault in output_indptr.
-  if (owner.idx < 0) return code_of(kOp, SamplingRule::kOutputIndptr);
+  if (owner.idx < 0) return code_of(kOp, kOutputIndptrRule);
   TopLogprobsValues values = values_of(params, batch_idx, owner.first);
   Fault fault = fault_of(params, values, batch_idx);
 #pragma unroll 1

@@ -137,7 +137,7 @@ __device__ __forceinline__ Request load_request(const AppendAttentionParams& par
   Request request;
   ErrorCode code = fault_of(params, batch_idx).code;
   request.qo_begin = params.qo_indptr[batch_idx];
-  bool has_rows = code != ErrorCode::kAttentionQoIndptr;
+  bool has_rows = code != kAttentionQoIndptr;
   request.qo_len = has_rows ? params.qo_indptr[batch_idx + 1] - request.qo_begin : 0;
   request.kv_begin = params.kv_indptr[batch_idx];
   request.kv_len = params.kv_lens[batch_idx];
