@@ -65,12 +65,12 @@ SPECOPS_FAULT(3031, kAdvanceDraftBatchKvIndptr) =
 SPECOPS_FAULT(3032, kAdvanceDraftBatchKvIndices) =
     "advance_draft_batch: kv_indices must be a page id, at least 0";
 
-SPECOPS_HOST_DEVICE Fault fault_of(const AdvanceDraftBatchParams& params, int64_t request) {
-  return fault_of_slot(kAdvanceDraftBatchSlots, params.slots[request], request, params.num_slots);
+SPECOPS_HOST_DEVICE Fault find_fault(const AdvanceDraftBatchParams& params, int64_t request) {
+  return find_slot_fault(kAdvanceDraftBatchSlots, params.slots[request], request, params.num_slots);
 }
 
 // Checks a request that needs a row.
-SPECOPS_HOST_DEVICE Fault fault_of_row(const AdvanceDraftBatchParams& params, int64_t request) {
+SPECOPS_HOST_DEVICE Fault find_row_fault(const AdvanceDraftBatchParams& params, int64_t request) {
   int32_t slot = params.slots[request];
   int64_t position = next_position(params, slot);
   if (position < 0) {
@@ -78,11 +78,11 @@ SPECOPS_HOST_DEVICE Fault fault_of_row(const AdvanceDraftBatchParams& params, in
         .with(params.ahead - params.step);
   }
   int32_t first_page = params.kv_indptr[request], end_page = params.kv_indptr[request + 1];
-  Fault fault =
-      fault_of_range(kAdvanceDraftBatchKvIndptr, first_page, end_page, request, params.num_indices);
+  Fault fault = find_range_fault(
+      kAdvanceDraftBatchKvIndptr, first_page, end_page, request, params.num_indices);
   int64_t place = first_page + position / params.page_size;
   if (fault.found() || place >= end_page) return fault;
-  return fault_of_page_id(kAdvanceDraftBatchKvIndices, params.kv_indices[place], place);
+  return find_page_id_fault(kAdvanceDraftBatchKvIndices, params.kv_indices[place], place);
 }
 
 SPECOPS_DECLARE_CPU(advance_draft_batch_cpu, AdvanceDraftBatchParams);

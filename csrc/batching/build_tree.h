@@ -38,7 +38,7 @@ SPECOPS_FAULT(3019, kBuildTreeParents) =
     "build_tree: parents must be -1 or a node before the node itself";
 
 // Checks a request's values; its nodes are checked with is_parent.
-SPECOPS_HOST_DEVICE Fault fault_of(const BuildTreeParams& params, int64_t batch_idx) {
+SPECOPS_HOST_DEVICE Fault find_fault(const BuildTreeParams& params, int64_t batch_idx) {
   int32_t count = params.num_draft_tokens[batch_idx], position = params.positions[batch_idx];
   if (count < 0 || count > params.nodes) {
     return fault_at(kBuildTreeNumDraftTokens, count, batch_idx).with(params.nodes);
@@ -49,9 +49,9 @@ SPECOPS_HOST_DEVICE Fault fault_of(const BuildTreeParams& params, int64_t batch_
   return {};
 }
 
-SPECOPS_HOST_DEVICE Fault fault_of_parent(const BuildTreeParams& params,
-                                          int64_t batch_idx,
-                                          int32_t node) {
+SPECOPS_HOST_DEVICE Fault find_parent_fault(const BuildTreeParams& params,
+                                            int64_t batch_idx,
+                                            int32_t node) {
   int32_t parent = params.parents[batch_idx * params.nodes + node];
   if (is_parent(parent, node)) return {};
   return fault_at(kBuildTreeParents, parent, batch_idx, node);

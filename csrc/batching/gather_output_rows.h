@@ -24,7 +24,7 @@ struct GatherOutputRowsParams {
 SPECOPS_FAULT(3016, kGatherOutputRowsRow) =
     "gather_output_rows: output_rows must be -1 or a row of hidden{, below #}";
 
-SPECOPS_HOST_DEVICE Fault fault_of(const GatherOutputRowsParams& params, int64_t output) {
+SPECOPS_HOST_DEVICE Fault find_fault(const GatherOutputRowsParams& params, int64_t output) {
   int32_t row = params.output_rows[output];
   if (row >= -1 && row < params.rows) return {};
   return fault_at(kGatherOutputRowsRow, row, output).with(params.rows);

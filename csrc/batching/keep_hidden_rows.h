@@ -36,14 +36,14 @@ SPECOPS_FAULT(3034, kKeepHiddenRowsQoIndptr) =
 SPECOPS_FAULT(3035, kKeepHiddenRowsKvLens) =
     "keep_hidden_rows: kv_lens must be at least the request's {# }rows by qo_indptr";
 
-SPECOPS_HOST_DEVICE Fault fault_of(const KeepHiddenRowsParams& params, int64_t request) {
+SPECOPS_HOST_DEVICE Fault find_fault(const KeepHiddenRowsParams& params, int64_t request) {
   int32_t slot = params.slots[request];
   if (slot == -1) return {};
   int32_t first_row = params.qo_indptr[request], end_row = params.qo_indptr[request + 1];
   int32_t kv_len = params.kv_lens[request];
-  Fault fault = fault_of_slot(kKeepHiddenRowsSlots, slot, request, params.num_slots);
+  Fault fault = find_slot_fault(kKeepHiddenRowsSlots, slot, request, params.num_slots);
   if (fault.found()) return fault;
-  fault = fault_of_range(kKeepHiddenRowsQoIndptr, first_row, end_row, request, params.rows);
+  fault = find_range_fault(kKeepHiddenRowsQoIndptr, first_row, end_row, request, params.rows);
   if (fault.found() || kv_len >= end_row - first_row) return fault;
   return fault_at(kKeepHiddenRowsKvLens, kv_len, request).with(end_row - first_row);
 }

@@ -70,7 +70,7 @@ SPECOPS_FAULT(3009, kPrepareBatchMaxSeqLen) =
 
 // Checks a request's lengths, mode and range of kv_indices. The page ids of its rows are checked
 // with is_page_id.
-SPECOPS_HOST_DEVICE Fault fault_of(const PrepareBatchParams& params, int64_t request) {
+SPECOPS_HOST_DEVICE Fault find_fault(const PrepareBatchParams& params, int64_t request) {
   int32_t qo_len = params.qo_lens[request];
   int32_t kv_len = params.kv_lens[request];
   int32_t mode = params.output_modes[request];
@@ -81,9 +81,9 @@ SPECOPS_HOST_DEVICE Fault fault_of(const PrepareBatchParams& params, int64_t req
   if (mode < 0 || mode > 2) return fault_at(kPrepareBatchOutputModes, mode, request);
   if (params.kv_indptr) {
     int32_t begin = params.kv_indptr[request], end = params.kv_indptr[request + 1];
-    Fault fault = fault_of_range(kPrepareBatchKvIndptr, begin, end, request, params.num_indices);
+    Fault fault = find_range_fault(kPrepareBatchKvIndptr, begin, end, request, params.num_indices);
     if (!fault.found() && qo_len > 0) {
-      fault = fault_of_pages(kPrepareBatchPages, begin, end, request, params.page_size, kv_len);
+      fault = find_pages_fault(kPrepareBatchPages, begin, end, request, params.page_size, kv_len);
     }
     if (fault.found()) return fault;
   }
@@ -95,9 +95,9 @@ SPECOPS_HOST_DEVICE Fault fault_of(const PrepareBatchParams& params, int64_t req
 }
 
 // Checks the capacities, given the rows of all requests.
-SPECOPS_HOST_DEVICE Fault fault_of_capacity(const PrepareBatchParams& params,
-                                            int64_t rows,
-                                            int64_t outputs) {
+SPECOPS_HOST_DEVICE Fault find_capacity_fault(const PrepareBatchParams& params,
+                                              int64_t rows,
+                                              int64_t outputs) {
   if (rows > params.total_rows) {
     return fault_at(kPrepareBatchTotalRows, params.total_rows).with(rows);
   }

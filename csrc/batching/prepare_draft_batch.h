@@ -87,16 +87,16 @@ SPECOPS_FAULT(3028, kPrepareDraftBatchTotalRows) =
 
 // Checks a request's slot, lengths and range of kv_indices. The page ids of its rows are checked
 // with is_page_id.
-SPECOPS_HOST_DEVICE Fault fault_of(const PrepareDraftBatchParams& params, int64_t request) {
+SPECOPS_HOST_DEVICE Fault find_fault(const PrepareDraftBatchParams& params, int64_t request) {
   int32_t slot = params.slots[request];
   if (slot == -1) return {};
-  Fault fault = fault_of_slot(kPrepareDraftBatchSlots, slot, request, params.num_slots);
+  Fault fault = find_slot_fault(kPrepareDraftBatchSlots, slot, request, params.num_slots);
   if (fault.found()) return fault;
   int32_t first_row = params.qo_indptr[request], end_row = params.qo_indptr[request + 1];
   int32_t kv_len = params.kv_lens[request], redraft = params.redraft_lens[request];
   int32_t len = params.lens[slot];
   int32_t first_page = params.kv_indptr[request], end_page = params.kv_indptr[request + 1];
-  fault = fault_of_range(kPrepareDraftBatchQoIndptr, first_row, end_row, request);
+  fault = find_range_fault(kPrepareDraftBatchQoIndptr, first_row, end_row, request);
   if (fault.found()) return fault;
   int32_t qo_len = end_row - first_row;
   if (kv_len < qo_len) {
@@ -109,15 +109,15 @@ SPECOPS_HOST_DEVICE Fault fault_of(const PrepareDraftBatchParams& params, int64_
   }
   DraftRows rows = draft_rows(qo_len, kv_len, redraft, len);
   if (rows.end == rows.first) return {};
-  fault =
-      fault_of_range(kPrepareDraftBatchKvIndptr, first_page, end_page, request, params.num_indices);
+  fault = find_range_fault(
+      kPrepareDraftBatchKvIndptr, first_page, end_page, request, params.num_indices);
   if (fault.found()) return fault;
-  return fault_of_pages(
+  return find_pages_fault(
       kPrepareDraftBatchPages, first_page, end_page, request, params.page_size, rows.end);
 }
 
 // Checks the row capacity, given the rows of all requests.
-SPECOPS_HOST_DEVICE Fault fault_of_capacity(const PrepareDraftBatchParams& params, int64_t rows) {
+SPECOPS_HOST_DEVICE Fault find_capacity_fault(const PrepareDraftBatchParams& params, int64_t rows) {
   if (rows <= params.total_rows) return {};
   return fault_at(kPrepareDraftBatchTotalRows, params.total_rows).with(rows);
 }

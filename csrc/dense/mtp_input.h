@@ -72,7 +72,7 @@ SPECOPS_FAULT(1008, kMtpInputDraftTokenId) =
     "mtp_input: draft_token_ids must be -1 or in [0, vocab{ = #}) where a row takes them";
 
 // Checks a row. A padding row is valid, and so is a token that is not known yet.
-SPECOPS_HOST_DEVICE Fault fault_of(const MtpInputParams& params, int64_t row) {
+SPECOPS_HOST_DEVICE Fault find_fault(const MtpInputParams& params, int64_t row) {
   int64_t request = params.row_to_request[row];
   if (request == -1) return {};
   if (request < 0 || request >= params.batch) {

@@ -33,8 +33,8 @@ SPECOPS_FAULT(7002, kCausalConv1dQoIndptr) =
 SPECOPS_FAULT(7003, kCausalConv1dKvLens) =
     "causal_conv1d: kv_lens must be at least the request's {# }rows by qo_indptr";
 
-SPECOPS_HOST_DEVICE Fault fault_of(const CausalConv1dParams& params, int64_t request) {
-  return fault_of(
+SPECOPS_HOST_DEVICE Fault find_fault(const CausalConv1dParams& params, int64_t request) {
+  return find_fault(
       params.of, request, kCausalConv1dSlots, kCausalConv1dQoIndptr, kCausalConv1dKvLens);
 }
 

@@ -51,8 +51,8 @@ SPECOPS_FAULT(7005, kGatedDeltaRuleQoIndptr) =
 SPECOPS_FAULT(7006, kGatedDeltaRuleKvLens) =
     "gated_delta_rule: kv_lens must be at least the request's {# }rows by qo_indptr";
 
-SPECOPS_HOST_DEVICE Fault fault_of(const GatedDeltaRuleParams& params, int64_t request) {
-  return fault_of(
+SPECOPS_HOST_DEVICE Fault find_fault(const GatedDeltaRuleParams& params, int64_t request) {
+  return find_fault(
       params.of, request, kGatedDeltaRuleSlots, kGatedDeltaRuleQoIndptr, kGatedDeltaRuleKvLens);
 }
 

@@ -60,7 +60,7 @@ FilterArrays check_filters(Checker& check, SamplingOp op, const FilterViews& vie
   take("top_p", views.top_p, &FilterArrays::top_p);
   take("min_p", views.min_p, &FilterArrays::min_p);
   take("typical_p", views.typical_p, &FilterArrays::typical_p);
-  check.refuse(fault_of_filters(op, numbers, filters_of(numbers, 0), 0));
+  check.refuse(find_filters_fault(op, numbers, filters_of(numbers, 0), 0));
   return out;
 }
 

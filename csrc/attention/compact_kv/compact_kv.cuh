@@ -28,7 +28,7 @@ struct CompactKvRequest {
       : count(params.num_accepted_tokens[batch_idx]),
         path(params.accepted_nodes + batch_idx * params.nodes),
         pages(params.kv_indices + params.kv_indptr[batch_idx]),
-        fault(fault_of(params, batch_idx).code) {
+        fault(find_fault(params, batch_idx).code) {
     int64_t rows = num_rows(params, batch_idx);
     first = params.kv_lens[batch_idx] - rows + 1;
     num_nodes = static_cast<int32_t>(rows) - 1;

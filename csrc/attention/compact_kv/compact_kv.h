@@ -53,7 +53,7 @@ SPECOPS_FAULT(2011, kCompactKvPage) =
 
 // Returns the first fault in a request's counts and lengths. An idle request may hold any values.
 // is_next_node checks the nodes of its path and is_page_of the pages of its moves.
-SPECOPS_HOST_DEVICE Fault fault_of(const CompactKvParams& params, int64_t batch_idx) {
+SPECOPS_HOST_DEVICE Fault find_fault(const CompactKvParams& params, int64_t batch_idx) {
   int32_t count = params.num_accepted_tokens[batch_idx];
   int64_t rows = num_rows(params, batch_idx);
   int32_t kv_len = params.kv_lens[batch_idx];
@@ -63,10 +63,10 @@ SPECOPS_HOST_DEVICE Fault fault_of(const CompactKvParams& params, int64_t batch_
     return fault_at(kCompactKvNumAcceptedTokens, count, batch_idx).with(rows, params.nodes);
   }
   Fault fault =
-      fault_of_range(kCompactKvKvIndptr, first_page, end_page, batch_idx, params.num_indices);
+      find_range_fault(kCompactKvKvIndptr, first_page, end_page, batch_idx, params.num_indices);
   if (fault.found()) return fault;
   int64_t slots = int64_t{end_page - first_page} * params.page_size;
-  return fault_of_kv_len(kCompactKvKvLens, kv_len, batch_idx, rows, slots);
+  return find_kv_len_fault(kCompactKvKvLens, kv_len, batch_idx, rows, slots);
 }
 
 // Returns whether `node` may follow `before` on a path; `before` is -1 for the first node.
@@ -74,9 +74,9 @@ SPECOPS_HOST_DEVICE bool is_next_node(int32_t before, int32_t node, int64_t num_
   return node > before && node < num_nodes;
 }
 
-SPECOPS_HOST_DEVICE Fault fault_of_node(const CompactKvParams& params,
-                                        int64_t batch_idx,
-                                        int64_t i) {
+SPECOPS_HOST_DEVICE Fault find_node_fault(const CompactKvParams& params,
+                                          int64_t batch_idx,
+                                          int64_t i) {
   const int32_t* path = params.accepted_nodes + batch_idx * params.nodes;
   int32_t before = i == 0 ? -1 : path[i - 1];
   int64_t num_nodes = num_rows(params, batch_idx) - 1;
@@ -86,7 +86,7 @@ SPECOPS_HOST_DEVICE Fault fault_of_node(const CompactKvParams& params,
 }
 
 // Returns the fault of the page id at kv_indices[place], which a move reads or writes.
-SPECOPS_HOST_DEVICE Fault fault_of_page(const CompactKvParams& params, int64_t place) {
+SPECOPS_HOST_DEVICE Fault find_page_fault(const CompactKvParams& params, int64_t place) {
   int32_t page = params.kv_indices[place];
   if (is_page_of(params.num_pages, page)) return {};
   return fault_at(kCompactKvPage, page, place).with(params.num_pages);

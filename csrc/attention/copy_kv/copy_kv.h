@@ -30,7 +30,7 @@ SPECOPS_FAULT(2013, kCopyKvFromSlots) =
 SPECOPS_FAULT(2014,
               kCopyKvToSlots) = "copy_kv: to_slots must be -1 or below num_pages * page_size{ = #}";
 
-SPECOPS_HOST_DEVICE Fault fault_of(const CopyKvParams& params, int64_t copy_idx) {
+SPECOPS_HOST_DEVICE Fault find_fault(const CopyKvParams& params, int64_t copy_idx) {
   int64_t from = params.from_slots[copy_idx], to = params.to_slots[copy_idx];
   if (to == -1) return {};
   if (to < 0 || to >= params.num_slots) {

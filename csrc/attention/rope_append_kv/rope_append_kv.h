@@ -48,7 +48,7 @@ SPECOPS_FAULT(2001, kRopeSlot) =
 SPECOPS_FAULT(2002, kRopePosition) =
     "rope_append_kv: positions must be in [0, max_positions{=#}), or -1 where cache_slots is -1";
 
-SPECOPS_HOST_DEVICE Fault fault_of(const RopeAppendKvParams& params, int64_t row) {
+SPECOPS_HOST_DEVICE Fault find_fault(const RopeAppendKvParams& params, int64_t row) {
   int64_t slot = params.cache_slots[row];
   int32_t position = params.positions[row];
   if (slot < -1 || slot >= params.num_slots) {

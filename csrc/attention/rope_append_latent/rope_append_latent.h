@@ -41,7 +41,7 @@ SPECOPS_FAULT(2016, kLatentPosition) =
     "rope_append_latent: positions must be in [0, max_positions{=#}), or -1 where cache_slots is "
     "-1";
 
-SPECOPS_HOST_DEVICE Fault fault_of(const RopeAppendLatentParams& params, int64_t row) {
+SPECOPS_HOST_DEVICE Fault find_fault(const RopeAppendLatentParams& params, int64_t row) {
   int64_t slot = params.cache_slots[row];
   int32_t position = params.positions[row];
   if (slot < -1 || slot >= params.num_slots) {

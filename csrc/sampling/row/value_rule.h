@@ -41,10 +41,10 @@ SPECOPS_FAULT(13, kOutputIndptrRule) =
 SPECOPS_FAULT(14, kParentsRule) = "parents must be at least -1 and below the node itself";
 
 // Checks the parameters `filters` of row or request idx.
-SPECOPS_HOST_DEVICE Fault fault_of_filters(SamplingOp op,
-                                           const FilterArrays& arrays,
-                                           const SamplingParams& filters,
-                                           int64_t idx) {
+SPECOPS_HOST_DEVICE Fault find_filters_fault(SamplingOp op,
+                                             const FilterArrays& arrays,
+                                             const SamplingParams& filters,
+                                             int64_t idx) {
   float temperature = filters.temperature, top_p = filters.top_p, min_p = filters.min_p;
   if (!(temperature >= 0.0f && temperature <= FLT_MAX)) {
     return fault_at(code_of(op, kTemperatureRule), arrays.temperature, idx, temperature);
@@ -65,10 +65,10 @@ SPECOPS_HOST_DEVICE Fault fault_of_filters(SamplingOp op,
 }
 
 // Checks what belongs to a request as a whole. `num_tokens` counts its known tokens.
-SPECOPS_HOST_DEVICE Fault fault_of_processors(SamplingOp op,
-                                              const LogitsProcessors& all,
-                                              int64_t batch_idx,
-                                              int32_t num_tokens) {
+SPECOPS_HOST_DEVICE Fault find_processors_fault(SamplingOp op,
+                                                const LogitsProcessors& all,
+                                                int64_t batch_idx,
+                                                int32_t num_tokens) {
   if (all.slots == nullptr) return {};
   int32_t slot = all.slots[batch_idx];
   if (slot < -1 || slot >= all.num_slots) {
@@ -99,16 +99,16 @@ SPECOPS_HOST_DEVICE bool is_mask_index(const LogitsProcessors& all, int64_t outp
   return index >= -1 && index < all.num_masks;
 }
 
-SPECOPS_HOST_DEVICE Fault fault_of_mask(SamplingOp op,
-                                        const LogitsProcessors& all,
-                                        int64_t output_row) {
+SPECOPS_HOST_DEVICE Fault find_mask_fault(SamplingOp op,
+                                          const LogitsProcessors& all,
+                                          int64_t output_row) {
   if (is_mask_index(all, output_row)) return {};
   return fault_at(code_of(op, kMaskIndicesRule), all.mask_indices[output_row], output_row)
       .with(all.num_masks);
 }
 
 // Checks the row range of one request: at most `capacity` rows out of `rows` rows of logits.
-SPECOPS_HOST_DEVICE Fault fault_of_indptr(
+SPECOPS_HOST_DEVICE Fault find_indptr_fault(
     SamplingOp op, int32_t begin, int32_t end, int64_t batch_idx, int64_t capacity, int64_t rows) {
   ErrorCode code = code_of(op, kOutputIndptrRule);
   if (begin < 0 || (batch_idx == 0 && begin != 0)) return fault_at(code, begin, batch_idx);
@@ -118,7 +118,7 @@ SPECOPS_HOST_DEVICE Fault fault_of_indptr(
 }
 
 // Checks one node's parent. `parents` is [.., capacity] or nullptr.
-SPECOPS_HOST_DEVICE Fault fault_of_parent(
+SPECOPS_HOST_DEVICE Fault find_parent_fault(
     SamplingOp op, const int32_t* parents, int64_t capacity, int64_t batch_idx, int32_t node) {
   if (parents == nullptr) return {};
   int32_t parent = parents[batch_idx * capacity + node];

@@ -120,10 +120,10 @@ SPECOPS_FAULT(4407, kVerifyDraftProbRows) =
 SPECOPS_FAULT(4408, kVerifyDraftProbTokenIds) =
     "verify: draft_prob_token_ids must be -1 or below vocab_size{ = #}";
 
-SPECOPS_HOST_DEVICE Fault fault_of_rules(const VerifyParams& params,
-                                         int32_t strategy,
-                                         int32_t policy,
-                                         int64_t batch_idx) {
+SPECOPS_HOST_DEVICE Fault find_rules_fault(const VerifyParams& params,
+                                           int32_t strategy,
+                                           int32_t policy,
+                                           int64_t batch_idx) {
   bool tree = params.parents != nullptr;
   if (!is_strategy(strategy, tree)) {
     ErrorCode code = tree ? kVerifyTreeStrategy : kVerifyStrategy;
@@ -137,9 +137,9 @@ SPECOPS_HOST_DEVICE Fault fault_of_rules(const VerifyParams& params,
 }
 
 // Checks the request's acceptance rates, under kSynthetic.
-SPECOPS_HOST_DEVICE Fault fault_of_rates(const VerifyParams& params,
-                                         int64_t batch_idx,
-                                         int64_t num_drafts) {
+SPECOPS_HOST_DEVICE Fault find_rates_fault(const VerifyParams& params,
+                                           int64_t batch_idx,
+                                           int64_t num_drafts) {
   if (params.max_draft_tokens == 0) return {};
   if (params.accept_rates == nullptr) return {kVerifyNoAcceptRates};
   const float* rates = params.accept_rates + batch_idx * params.max_draft_tokens;
@@ -151,21 +151,21 @@ SPECOPS_HOST_DEVICE Fault fault_of_rates(const VerifyParams& params,
 }
 
 // Checks a request's values; an idle request may hold anything. Rows and drafts have checks of
-// their own: fault_of_mask, fault_of_parent, fault_of_listed.
-SPECOPS_HOST_DEVICE Fault fault_of(const VerifyParams& params,
-                                   const VerifyValues& values,
-                                   int64_t batch_idx) {
+// their own: find_mask_fault, find_parent_fault, find_listed_fault.
+SPECOPS_HOST_DEVICE Fault find_fault(const VerifyParams& params,
+                                     const VerifyValues& values,
+                                     int64_t batch_idx) {
   constexpr SamplingOp kOp = SamplingOp::kVerify;
-  Fault fault = fault_of_indptr(
+  Fault fault = find_indptr_fault(
       kOp, values.begin, values.end, batch_idx, params.max_draft_tokens + 1, params.rows);
   if (fault.found() || values.begin == values.end) return fault;
-  fault = fault_of_rules(params, values.strategy, values.policy, batch_idx);
+  fault = find_rules_fault(params, values.strategy, values.policy, batch_idx);
   if (fault.found()) return fault;
   if (values.draft_prob_row < -1 || values.draft_prob_row >= params.num_draft_prob_rows) {
     return fault_at(kVerifyDraftProbRows, values.draft_prob_row, batch_idx)
         .with(params.num_draft_prob_rows);
   }
-  fault = fault_of_filters(kOp, params.filters, values.filters, batch_idx);
+  fault = find_filters_fault(kOp, params.filters, values.filters, batch_idx);
   if (fault.found()) return fault;
   auto policy = static_cast<AcceptPolicy>(values.policy);
   if (params.filters.seeds == nullptr &&
@@ -173,11 +173,11 @@ SPECOPS_HOST_DEVICE Fault fault_of(const VerifyParams& params,
     return {code_of(kOp, kSeedsRule)};
   }
   if (has_processors(params.processors)) {
-    fault = fault_of_processors(kOp, params.processors, batch_idx, params.positions[batch_idx]);
+    fault = find_processors_fault(kOp, params.processors, batch_idx, params.positions[batch_idx]);
     if (fault.found()) return fault;
   }
   if (policy != AcceptPolicy::kSynthetic) return {};
-  return fault_of_rates(params, batch_idx, int64_t{values.end} - values.begin - 1);
+  return find_rates_fault(params, batch_idx, int64_t{values.end} - values.begin - 1);
 }
 
 // Returns whether an entry of draft_prob_token_ids is valid.
@@ -185,10 +185,10 @@ SPECOPS_HOST_DEVICE bool is_listed_token(int32_t token_id, int64_t vocab_size) {
   return token_id >= -1 && token_id < vocab_size;
 }
 
-SPECOPS_HOST_DEVICE Fault fault_of_listed(const VerifyParams& params,
-                                          int64_t batch_idx,
-                                          int64_t row,
-                                          int32_t token_id) {
+SPECOPS_HOST_DEVICE Fault find_listed_fault(const VerifyParams& params,
+                                            int64_t batch_idx,
+                                            int64_t row,
+                                            int32_t token_id) {
   if (is_listed_token(token_id, params.vocab_size)) return {};
   return fault_at(kVerifyDraftProbTokenIds, token_id, batch_idx, row).with(params.vocab_size);
 }

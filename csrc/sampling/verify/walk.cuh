@@ -34,11 +34,11 @@ __device__ inline bool drafts_in_order(const VerifyParams& params,
   ErrorCode fault = ErrorCode::kNone;
   for (int i = static_cast<int>(threadIdx.x); i < num_rows; i += blockDim.x) {
     if (i < num_read && choices[i] == kNoChoice) fault = kVerifyDraftProbTokenIds;
-    Fault mask = fault_of_mask(SamplingOp::kVerify, params.processors, shared.first_row + i);
+    Fault mask = find_mask_fault(SamplingOp::kVerify, params.processors, shared.first_row + i);
     if (mask.found()) fault = mask.code;
     if (i == drafts.num_nodes) continue;
-    Fault parent =
-        fault_of_parent(SamplingOp::kVerify, params.parents, params.max_draft_tokens, batch_idx, i);
+    Fault parent = find_parent_fault(
+        SamplingOp::kVerify, params.parents, params.max_draft_tokens, batch_idx, i);
     if (parent.found()) fault = parent.code;
   }
   fault = static_cast<ErrorCode>(block_reduce<Max>(shared, static_cast<int32_t>(fault)));
