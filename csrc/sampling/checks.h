@@ -6,8 +6,7 @@
 #include <optional>
 
 #include "common/tensor_view.h"
-#include "sampling/row/filters.h"
-#include "sampling/row/logits_processors.h"
+#include "sampling/row/value_rule.h"
 
 namespace specops {
 

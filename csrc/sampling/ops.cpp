@@ -6,8 +6,9 @@
 
 #include "common/philox.h"
 #include "sampling/checks.h"
-#include "sampling/row/value_rule.h"
+#include "sampling/commit/commit.h"
 #include "sampling/sample/sample.h"
+#include "sampling/verify/verify.h"
 
 namespace specops {
 
@@ -59,7 +60,7 @@ FilterArrays check_filters(Checker& check, SamplingOp op, const FilterViews& vie
   take("top_p", views.top_p, &FilterArrays::top_p);
   take("min_p", views.min_p, &FilterArrays::min_p);
   take("typical_p", views.typical_p, &FilterArrays::typical_p);
-  check.refuse(fault_of_filters(op, numbers, filters_of(numbers, 0), 0));
+  check.refuse(find_filters_fault(op, numbers, filters_of(numbers, 0), 0));
   return out;
 }
 
@@ -217,6 +218,11 @@ std::array<uint32_t, 4> philox(uint64_t seed, const std::array<uint32_t, 4>& cou
 }  // namespace
 
 void register_sampling(pybind11::module_& m) {
+  register_faults<4000>();
+  register_faults<4400>();
+  register_faults<0>(static_cast<int32_t>(SamplingOp::kSample), "sample: ");
+  register_faults<0>(static_cast<int32_t>(SamplingOp::kVerify), "verify: ");
+  register_faults<0>(static_cast<int32_t>(SamplingOp::kTopLogprobs), "top_logprobs: ");
   register_sample(m);
   register_verify(m);
   register_top_logprobs(m);
