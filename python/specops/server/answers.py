@@ -15,7 +15,7 @@ from specops.api.outputs import SpeculativeStats, TokenLogprob
 from specops.api.tokenizer import Tokenizer
 from specops.server.api_error import ApiError
 from specops.server.call_forms import CallForm, CallReader
-from specops.server.intake import Turn
+from specops.server.admission import Permit
 from specops.server.jobs import ChoiceOutput, Job, JobFailed, Span
 from specops.server.kv_transfer import kv_transfer_extras
 from specops.server.logprobs import (
@@ -75,11 +75,11 @@ class Answer(Generic[R]):
         self._prompt_logprobs: dict[int, Sequence[TokenLogprob | None]] = {}
         self._spans: list[Span] = []
 
-    async def whole(self, turn: Turn) -> bytes:
+    async def whole(self, permit: Permit) -> bytes:
         """Wait for all choices and return the complete answer, not streamed, as JSON.
 
         Args:
-            turn: the request's turn. A long answer is converted to JSON during the turn, so that
+            permit: the request's permit. A long answer is converted to JSON with the permit, so that
                 only one of a client's requests holds the interpreter's lock for long at a time.
         """
         outputs: dict[int, ChoiceOutput] = {}
@@ -89,11 +89,11 @@ class Answer(Generic[R]):
                 outputs[output.output.index] = output
         if self._num_logprobs() < _MANY_LOGPROBS:
             return self._render(outputs)
-        await turn.begin()
+        await permit.acquire()
         try:
             return await asyncio.to_thread(self._render, outputs)
         finally:
-            turn.end()
+            permit.release()
 
     def _render(self, outputs: Mapping[int, ChoiceOutput]) -> bytes:
         choices = []

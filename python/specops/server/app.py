@@ -43,7 +43,7 @@ from specops.server.connections import bounded_protocol, connections_within_file
 from specops.server.dispatch import Dispatch
 from specops.server.generation import Generation
 from specops.server.hosts import Access, AllowedHosts, Forwarded
-from specops.server.intake import Intake, Turns
+from specops.server.admission import Admission, ClientPermits
 from specops.server.metrics import Metrics
 from specops.server.metrics_port import add_metrics, metrics_served
 from specops.server.openai_responses import (
@@ -215,7 +215,9 @@ def _add_middleware(
         )
     app.add_middleware(RequestIds)
     app.add_middleware(RequestCounts, count=metrics.answer)
-    app.add_middleware(Intake, clients=clients, turns=Turns(), unread=unread, cancelled=_cancelled)
+    app.add_middleware(
+        Admission, clients=clients, permits=ClientPermits(), unread=unread, cancelled=_cancelled
+    )
     if access.forwarded_allow_ips:
         app.add_middleware(Forwarded, proxies=access.forwarded_allow_ips)
 
@@ -282,7 +284,7 @@ def _openai_routes(generation: Generation) -> APIRouter:
     """Return the routes that need an API key, if the server has keys."""
 
     async def check_key(request: Request) -> None:
-        if not request.state.may_ask:
+        if not request.state.is_authorized:
             raise ApiError(
                 401,
                 "the API key is missing or wrong: send it as Authorization: Bearer KEY, or as "

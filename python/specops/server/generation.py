@@ -35,7 +35,7 @@ from specops.server.call_forms import HERMES
 from specops.server.chat import ChatFormat
 from specops.server.dispatch import Dispatch
 from specops.server.infill import infill_prompt
-from specops.server.intake import Turn, Turns
+from specops.server.admission import Permit, ClientPermits
 from specops.server.jobs import BadSpeculation, EngineAway, Job, JobFailed, QueueAway
 from specops.server.kv_transfer import kv_transfer_of
 from specops.server.logprobs import check_prompt_logprobs
@@ -101,7 +101,7 @@ class Generation:
         self._chat_format = chat_format
         # HERMES stands in where tools are unsupported; require_tools refuses such requests later.
         self._call_form = chat_format.call_form or HERMES
-        self._submitting = Turns(_SUBMITTED)
+        self._submitting = ClientPermits(_SUBMITTED)
         self._max_body_bytes = max_body_bytes
         self._body_timeout = body_timeout
         self._created = int(time.time())
@@ -190,11 +190,11 @@ class Generation:
             self._call_form,
         )
         try:
-            await until_gone(self._submit(job, http.state.turn), http.receive)
+            await until_gone(self._submit(job, http.state.permit), http.receive)
             if request.stream:
                 close = partial(self._dispatch.abort, job)
                 return EventStream(answer.chunks(), close, failed=answer.failed)
-            whole = await until_gone(answer.whole(http.state.turn), http.receive)
+            whole = await until_gone(answer.whole(http.state.permit), http.receive)
             return Response(whole, media_type="application/json")
         except ClientGone:
             return Response(status_code=499)  # for the access log only: the client has left
@@ -217,27 +217,27 @@ class Generation:
         except ApiError as error:
             raise error.under_names(body_type.chat_names) from None
 
-    async def _submit(self, job: Job, turn: Turn) -> None:
-        """Submit a job to the engine; end the turn as soon as few enough jobs are on their way."""
+    async def _submit(self, job: Job, permit: Permit) -> None:
+        """Submit a job to the engine; release the permit once few enough jobs are on their way."""
         if job.params.structured_output is not None:  # the engine compiles its grammar first
-            turn.end()
+            permit.release()
             return await self._dispatch.submit(job)
-        place = Turn(self._submitting, job.client)
-        await place.begin()
-        turn.end()
+        submission = Permit(self._submitting, job.client)
+        await submission.acquire()
+        permit.release()
         try:
             await self._dispatch.submit(job)
         finally:
-            place.end()
+            submission.release()
 
     async def read(self, http: Request, body_type: type[B]) -> B:
-        """Read and parse the body of a request, then wait for the request's turn.
+        """Read and parse the body of a request, then wait for the request's permit.
 
         Raises:
             ApiError: the body is invalid, too long, or arrives too slowly.
             ClientDisconnect: the client left before the end of the body.
         """
-        http.state.turn.end()
+        http.state.permit.release()
         try:
             body = await asyncio.wait_for(self._read_body(http), self._body_timeout)
         except asyncio.TimeoutError:  # another class than TimeoutError until Python 3.11
@@ -247,7 +247,7 @@ class Generation:
                 code="body_too_slow",
                 headers={"Connection": "close"},
             ) from None
-        await http.state.turn.begin()
+        await http.state.permit.acquire()
         if len(body) < _SHORT_BODY:
             return parse(body_type, body, self._capabilities.max_model_len)
         return await asyncio.to_thread(parse, body_type, body, self._capabilities.max_model_len)

@@ -11,12 +11,12 @@ for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2"):
     pytest.importorskip(name)
 
 from specops.server.clients import Clients
-from specops.server.intake import (
-    _MOST_PAUSE_SECONDS,
+from specops.server.admission import (
+    _MAX_PAUSE_SECONDS,
     _PAUSE_SECONDS,
-    Intake,
-    Turn,
-    Turns,
+    Admission,
+    Permit,
+    ClientPermits,
 )
 from specops.server.outbox import _AT_ONCE, Outbox
 from starlette.requests import HTTPConnection
@@ -27,21 +27,21 @@ def scope(method: str = "POST", key: str = "", host: str = "10.0.0.1") -> dict[s
     return {"type": "http", "method": method, "headers": headers, "client": (host, 1)}
 
 
-def test_turns_go_in_order_and_to_every_client() -> None:
+def test_permits_go_in_order_and_to_every_client() -> None:
     async def run() -> list[str]:
-        turns, order = Turns(), list[str]()
+        permits, order = ClientPermits(), list[str]()
 
         async def work(client: str, number: int) -> None:
-            turn = Turn(turns, client)
+            permit = Permit(permits, client)
             for stage in range(2):
-                await turn.begin()
+                await permit.acquire()
                 order.append(f"{client}{number}.{stage}")
                 await asyncio.sleep(0)
-                turn.end()
-                turn.end()  # harmless
+                permit.release()
+                permit.release()  # harmless
 
         await asyncio.gather(*(work("a", i) for i in range(50)), work("b", 0))
-        assert len(turns) == 0, "a client that is gone is forgotten"
+        assert len(permits) == 0, "a client without requests must be forgotten"
         return order
 
     order = asyncio.run(run())
@@ -51,25 +51,25 @@ def test_turns_go_in_order_and_to_every_client() -> None:
     assert order.index("b0.0") == 1 and order.index("b0.1") <= 4
 
 
-def test_who_leaves_the_line_holds_nobody_up() -> None:
+def test_cancelled_request_does_not_block_the_next_one() -> None:
     async def run() -> None:
-        turns = Turns()
-        first, second, third = (Turn(turns, "a") for _ in range(3))
-        await first.begin()
-        waiting = [asyncio.ensure_future(one.begin()) for one in (second, third)]
+        permits = ClientPermits()
+        first, second, third = (Permit(permits, "a") for _ in range(3))
+        await first.acquire()
+        waiting = [asyncio.ensure_future(permit.acquire()) for permit in (second, third)]
         await asyncio.sleep(0)
         waiting[0].cancel()
-        first.end()
+        first.release()
         await waiting[1]
-        third.end()
-        assert len(turns) == 0
+        third.release()
+        assert len(permits) == 0
 
     asyncio.run(run())
 
 
-def test_requests_without_bodies_need_no_turn_and_answers_end_it() -> None:
+def test_requests_without_bodies_need_no_permit_and_answers_release_it() -> None:
     async def run() -> None:
-        turns = Turns()
+        permits = ClientPermits()
         gate, seen = asyncio.Event(), list[str]()
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -77,22 +77,22 @@ def test_requests_without_bodies_need_no_turn_and_answers_end_it() -> None:
             if scope["state"]["client"] == "key-0":
                 await gate.wait()
             await send({"type": "http.response.start"})
-            assert len(turns) <= 1
+            assert len(permits) <= 1
 
         async def send(message: Any) -> None:
             pass
 
-        intake = Intake(app, Clients(["one", "two"]), turns)
-        ask = [intake(scope(key="one"), None, send) for _ in range(3)]  # type: ignore[arg-type]
+        admission = Admission(app, Clients(["one", "two"]), permits)
+        ask = [admission(scope(key="one"), None, send) for _ in range(3)]  # type: ignore[arg-type]
         tasks = [asyncio.ensure_future(one) for one in ask]
         await asyncio.sleep(0.01)
         assert seen == ["key-0"]
-        await intake(scope("GET", key="two"), None, send)  # type: ignore[arg-type]
-        await intake(scope(key="two"), None, send)  # type: ignore[arg-type]
+        await admission(scope("GET", key="two"), None, send)  # type: ignore[arg-type]
+        await admission(scope(key="two"), None, send)  # type: ignore[arg-type]
         assert seen == ["key-0", "key-1", "key-1"]
         gate.set()
         await asyncio.gather(*tasks)
-        assert len(turns) == 0 and seen.count("key-0") == 3
+        assert len(permits) == 0 and seen.count("key-0") == 3
 
     asyncio.run(run())
 
@@ -103,12 +103,14 @@ def test_clients() -> None:
 
     keyed = Clients(["one", "two"])
     assert who(keyed, key="two") == ("key-1", True)
-    assert who(keyed, key="made up") == ("from 10.0.0.1", False), "nobody makes up clients"
+    assert who(keyed, key="made up") == ("from 10.0.0.1", False), (
+        "an unknown key must name no client"
+    )
     assert who(Clients([]), key="made up") == ("from 10.0.0.1", True)
     assert who(Clients([]), host="2001:db8::7") == ("from 2001:db8::/64", True)
 
 
-def test_results_are_handed_out_a_few_at_a_time() -> None:
+def test_results_are_delivered_a_few_at_a_time() -> None:
     class Job:
         def __init__(self, client: str) -> None:
             self.client = client
@@ -135,12 +137,12 @@ def test_results_are_handed_out_a_few_at_a_time() -> None:
     assert [event for client, event in order if client == "greedy"] == list(range(30))
 
 
-def test_who_leaves_before_its_turn_is_dropped_and_who_leaves_in_its_middle_pauses() -> None:
-    """Requests of a client that asks and leaves do not come at the rate at which it makes them."""
+def test_client_that_leaves_early_is_dropped_and_one_that_leaves_later_pauses() -> None:
+    """The next request of a client that abandons requests waits for a pause per abandoned one."""
     seen: list[str] = []
 
     async def run() -> None:
-        loop, turns, gone = asyncio.get_running_loop(), Turns(), set[str]()
+        loop, permits, gone = asyncio.get_running_loop(), ClientPermits(), set[str]()
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             seen.append(scope["name"])
@@ -150,27 +152,29 @@ def test_who_leaves_before_its_turn_is_dropped_and_who_leaves_in_its_middle_paus
 
         async def ask(name: str, host: str = "10.0.0.1") -> None:
             state = {"is_gone": lambda: name in gone}
-            await intake(scope(host=host) | {"name": name, "state": state}, None, None)  # type: ignore[arg-type]
+            await admission(scope(host=host) | {"name": name, "state": state}, None, None)  # type: ignore[arg-type]
 
-        intake = Intake(app, Clients([]), turns)
+        admission = Admission(app, Clients([]), permits)
         gone.add("left")
         begun = loop.time()
         await asyncio.gather(ask("left"), ask("stays"), ask("left"))
-        assert seen == ["stays"] and len(turns) == 0
+        assert seen == ["stays"] and len(permits) == 0
         await asyncio.gather(*(ask(f"leaves {i}") for i in range(5)), ask("late"))
         assert seen[1:] == [*(f"leaves {i}" for i in range(5)), "late"]
         assert loop.time() - begun >= 5 * _PAUSE_SECONDS, "one after each that has left"
         # However many have left at once, the client's next request comes before long.
         for _ in range(1000):
-            turns.pause("from 10.0.0.1")
+            permits.pause("from 10.0.0.1")
         waiting = asyncio.ensure_future(ask("next"))
-        await asyncio.wait_for(ask("another", "10.0.0.2"), _MOST_PAUSE_SECONDS / 2)
+        await asyncio.wait_for(ask("another", "10.0.0.2"), _MAX_PAUSE_SECONDS / 2)
         await asyncio.sleep(2 * _PAUSE_SECONDS)
         assert not waiting.done()
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        await asyncio.wait_for(ask("last"), _MOST_PAUSE_SECONDS + 1)
+        await asyncio.wait_for(ask("last"), _MAX_PAUSE_SECONDS + 1)
         await asyncio.sleep(_PAUSE_SECONDS)
-        assert len(turns) == 0, "a client that is gone is forgotten, once its pause is over"
+        assert len(permits) == 0, (
+            "a client without requests must be forgotten, once its pause is over"
+        )
 
     asyncio.run(run())
