@@ -10,14 +10,14 @@ import pytest
 for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2"):
     pytest.importorskip(name)
 
-from specops.server.clients import Clients
 from specops.server.admission import (
     _MAX_PAUSE_SECONDS,
     _PAUSE_SECONDS,
     Admission,
-    Permit,
     ClientPermits,
+    Permit,
 )
+from specops.server.clients import Clients
 from specops.server.outbox import _AT_ONCE, Outbox
 from starlette.requests import HTTPConnection
 
@@ -103,9 +103,7 @@ def test_clients() -> None:
 
     keyed = Clients(["one", "two"])
     assert who(keyed, key="two") == ("key-1", True)
-    assert who(keyed, key="made up") == ("from 10.0.0.1", False), (
-        "an unknown key must name no client"
-    )
+    assert who(keyed, key="made up") == ("from 10.0.0.1", False), "no such key"
     assert who(Clients([]), key="made up") == ("from 10.0.0.1", True)
     assert who(Clients([]), host="2001:db8::7") == ("from 2001:db8::/64", True)
 
@@ -173,8 +171,6 @@ def test_client_that_leaves_early_is_dropped_and_one_that_leaves_later_pauses() 
         await asyncio.gather(waiting, return_exceptions=True)
         await asyncio.wait_for(ask("last"), _MAX_PAUSE_SECONDS + 1)
         await asyncio.sleep(_PAUSE_SECONDS)
-        assert len(permits) == 0, (
-            "a client without requests must be forgotten, once its pause is over"
-        )
+        assert len(permits) == 0, "a client without requests must be forgotten after its pause"
 
     asyncio.run(run())

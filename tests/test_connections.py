@@ -24,9 +24,9 @@ from serving import hang_up_on, serving, wait_for
 from specops.api.messages import Output
 from specops.engine import EngineConfig
 from specops.server import connections
+from specops.server.admission import _PIECE_BYTES, Admission, ClientPermits
 from specops.server.clients import Clients
 from specops.server.connections import bounded_protocol, connections_within_files
-from specops.server.admission import _PIECE_BYTES, Admission, ClientPermits
 from specops.server.unread import Unread, size_of
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState

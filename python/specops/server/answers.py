@@ -13,9 +13,9 @@ from typing import Any, Generic, TypeVar
 from specops.api.messages import End, Output
 from specops.api.outputs import SpeculativeStats, TokenLogprob
 from specops.api.tokenizer import Tokenizer
+from specops.server.admission import Permit
 from specops.server.api_error import ApiError
 from specops.server.call_forms import CallForm, CallReader
-from specops.server.admission import Permit
 from specops.server.jobs import ChoiceOutput, Job, JobFailed, Span
 from specops.server.kv_transfer import kv_transfer_extras
 from specops.server.logprobs import (
@@ -79,8 +79,8 @@ class Answer(Generic[R]):
         """Wait for all choices and return the complete answer, not streamed, as JSON.
 
         Args:
-            permit: the request's permit. A long answer is converted to JSON with the permit, so that
-                only one of a client's requests holds the interpreter's lock for long at a time.
+            permit: the request's permit. A long answer is converted to JSON while the
+                request holds it, so that only one request of a client blocks other threads.
         """
         outputs: dict[int, ChoiceOutput] = {}
         while self.job.num_unfinished:

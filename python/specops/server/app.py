@@ -28,6 +28,7 @@ from starlette.types import Scope
 
 import specops
 from specops.api.tokenizer import Tokenizer
+from specops.server.admission import Admission, ClientPermits
 from specops.server.answers import ChatAnswer, TextAnswer
 from specops.server.anthropic_messages import (
     CountTokensRequest,
@@ -43,7 +44,6 @@ from specops.server.connections import bounded_protocol, connections_within_file
 from specops.server.dispatch import Dispatch
 from specops.server.generation import Generation
 from specops.server.hosts import Access, AllowedHosts, Forwarded
-from specops.server.admission import Admission, ClientPermits
 from specops.server.metrics import Metrics
 from specops.server.metrics_port import add_metrics, metrics_served
 from specops.server.openai_responses import (

@@ -21,6 +21,7 @@ from specops.api.errors import ContextOverflow, QueueFull
 from specops.api.messages import Capabilities
 from specops.api.sampling_params import SamplingParams
 from specops.api.tokenizer import Tokenizer
+from specops.server.admission import ClientPermits, Permit
 from specops.server.answers import Answer
 from specops.server.api_error import (
     ApiError,
@@ -35,7 +36,6 @@ from specops.server.call_forms import HERMES
 from specops.server.chat import ChatFormat
 from specops.server.dispatch import Dispatch
 from specops.server.infill import infill_prompt
-from specops.server.admission import Permit, ClientPermits
 from specops.server.jobs import BadSpeculation, EngineAway, Job, JobFailed, QueueAway
 from specops.server.kv_transfer import kv_transfer_of
 from specops.server.logprobs import check_prompt_logprobs
