@@ -460,7 +460,7 @@ def test_strangers_do_not_take_the_place_of_readers(
     pair: tuple[Engine, Engine, Pages], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of four places, one is a reader's that has named a lease; the others' oldest ends."""
-    monkeypatch.setattr(transports, "_MOST_CONNECTIONS", 4)
+    monkeypatch.setattr(transports, "_MAX_CONNECTIONS", 4)
     _, decode, pages = pair
     leases, expected = Leases(60, 1 << 30), PageTransfer(decode).expected(PROMPTS[-1], GREEDY)
     leases.add(LEASE, pages)

@@ -297,7 +297,7 @@ def test_clients_that_do_not_read_replays_hold_up_no_other_one(
     talkative: KvEvents, settings: KvEventSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They ask often; a client that reads gets all, and each of them what its queue takes."""
-    monkeypatch.setattr(kv_events, "_MOST_REPLAYS", 4)
+    monkeypatch.setattr(kv_events, "_MAX_REPLAYS", 4)
     sent: Counter[bytes] = Counter()
     assert talkative._replayer is not None
     send = talkative._replayer.send_multipart
@@ -330,7 +330,7 @@ def test_an_endpoint_has_a_most_of_clients(
 
     A client that finds no place gets one as soon as another client leaves.
     """
-    monkeypatch.setattr(kv_events, "_MOST_CLIENTS", 6)
+    monkeypatch.setattr(kv_events, "_MAX_CLIENTS", 6)
     monkeypatch.setattr(kv_events, "_HANDSHAKE_SECONDS", 1)
     with (
         KvEvents(recorder, settings, 1, lambda batch: None),
@@ -364,7 +364,7 @@ def test_an_endpoint_has_a_most_of_clients(
 def test_hosts_share_the_clients_of_an_endpoint(
     hosts: str, admitted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_events, "_MOST_CLIENTS", 8)
+    monkeypatch.setattr(kv_events, "_MAX_CLIENTS", 8)
     clients = kv_events._Clients(None)  # type: ignore[arg-type]
     clients._host_of = dict(enumerate(hosts))
     assert sum(map(clients.admits, hosts)) == admitted
@@ -379,8 +379,8 @@ def test_a_long_request_ends_the_connection(talkative: KvEvents, settings: KvEve
 
 def test_only_the_latest_messages_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many, or so many bytes; their numbers go on."""
-    monkeypatch.setattr(kv_events, "_MOST_KEPT", 3)
-    monkeypatch.setattr(kv_events, "_MOST_KEPT_BYTES", 10)
+    monkeypatch.setattr(kv_events, "_MAX_RETAINED", 3)
+    monkeypatch.setattr(kv_events, "_MAX_RETAINED_BYTES", 10)
     kept = kv_events._Kept()
     assert [kept.add(data) for data in (b"1", b"2", b"3", b"4")] == [0, 1, 2, 3]
     assert kept.data == {1: b"2", 2: b"3", 3: b"4"} and (kept.first, kept.end) == (1, 4)

@@ -757,11 +757,11 @@ def test_job_with_lost_messages_is_submitted_again() -> None:
     one._receive = lambda batch: found.extend(batch.events)
     one.submit(Submit(4, "", [[1]], SamplingParams(seed=1), None, True))
     one._take_told(message_of("0", 0, output("ab", 0)))
-    for run in range(splitwise._MOST_ATTEMPTS):
+    for run in range(splitwise._MAX_ATTEMPTS):
         one._outbox.clear()
         one._take_told(message_of(str(run), 2, output("ef", 4)))
         names = [command[0] for mail in one._outbox for command in mail.commands]
-        if run + 1 < splitwise._MOST_ATTEMPTS:
+        if run + 1 < splitwise._MAX_ATTEMPTS:
             assert names == ["XADD", "EXPIRE", "XADD"], (
                 "the run must be dropped and the job queued again"
             )
@@ -961,7 +961,7 @@ def test_repeated_loss_of_keys_does_not_end_the_server(
 
     async def run() -> None:
         async with working(redis) as (one, client, found):
-            for job in range(2 * splitwise._MOST_FAILURES):
+            for job in range(2 * splitwise._MAX_FAILURES):
                 await client.delete(*one._streams.values())
                 one.submit(job_of(job))
                 assert await ends(found, job) == "x"

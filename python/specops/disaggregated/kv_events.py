@@ -38,17 +38,17 @@ from specops.service.wire import KvEventSettings
 
 logger = logging.getLogger(__name__)
 
-_MOST_EVENTS = 32  # per message
-_MOST_KEPT = 10_000  # messages that are retained for replays
-_MOST_KEPT_BYTES = 64 << 20
+_MAX_EVENTS = 32  # per message
+_MAX_RETAINED = 10_000  # messages that are retained for replays
+_MAX_RETAINED_BYTES = 64 << 20
 _UNSENT = 2048  # messages queued for a slow subscriber; it misses further ones
 _UNSENT_REPLAYED = 64  # messages queued for a client of the replay endpoint
-_MOST_REPLAYS = 32  # clients with an unfinished replay
-_MOST_REQUESTS = 100  # requests that are read between two messages
+_MAX_REPLAYS = 32  # clients with an unfinished replay
+_MAX_REQUESTS = 100  # requests that are read between two messages
 _STALLED_SECONDS = 10.0  # without a message sent, after which a replay ends
-_MOST_FRAME = 1024  # bytes of a part of a client's message; a longer one ends its connection
+_MAX_FRAME_BYTES = 1024  # bytes of a part of a client's message; a longer one ends its connection
 _HANDSHAKE_SECONDS = 5  # time limit for a connection to become a client
-_MOST_CLIENTS = 64  # per endpoint
+_MAX_CLIENTS = 64  # per endpoint
 _POLL_SECONDS = 0.1
 _REPLAY_SECONDS = 0.002  # between two parts of a replay
 _HANDSHAKE_FAILED = {
@@ -182,7 +182,7 @@ class KvEvents:
         found = self._context.socket(kind)
         found.linger = 0
         found.sndhwm = _UNSENT if kind == zmq.PUB else _UNSENT_REPLAYED
-        found.maxmsgsize = _MOST_FRAME  # limits incoming messages
+        found.maxmsgsize = _MAX_FRAME_BYTES  # limits incoming messages
         found.handshake_ivl = 1000 * _HANDSHAKE_SECONDS
         self._gate.watch(found, name)
         if kind == zmq.ROUTER:
@@ -212,8 +212,8 @@ class KvEvents:
         if self._has_failed:
             return
         now = time.time()
-        for begin in range(0, len(events), _MOST_EVENTS):
-            part = events[begin : begin + _MOST_EVENTS]
+        for begin in range(0, len(events), _MAX_EVENTS):
+            part = events[begin : begin + _MAX_EVENTS]
             self._queue.put(EventBatch(now, part, self._data_parallel_rank))
 
     def _run(self) -> None:
@@ -247,13 +247,13 @@ class KvEvents:
         self, replayer: "zmq.Socket[bytes]", replays: "dict[bytes, _Replay]"
     ) -> None:
         """Begin the replays that clients request. A client has one replay: the latest."""
-        for _ in range(_MOST_REQUESTS):
+        for _ in range(_MAX_REQUESTS):
             if not replayer.poll(0):
                 return
             client, *_, asked = replayer.recv_multipart()
             if len(asked) != _NUMBER_BYTES:
                 logger.warning("kv_events_replay: a number must have 8 bytes, got %d", len(asked))
-            elif client in replays or len(replays) < _MOST_REPLAYS:
+            elif client in replays or len(replays) < _MAX_REPLAYS:
                 replays[client] = _Replay(int.from_bytes(asked, "big"), time.monotonic())
             else:
                 logger.warning("kv_events_replay: %d replays run; one is refused", len(replays))
@@ -302,7 +302,7 @@ class _Gate:
         """Admit or refuse the clients that have connected."""
         for clients in self._clients.values():
             clients.count()
-        for _ in range(_MOST_REQUESTS):
+        for _ in range(_MAX_REQUESTS):
             if not self._requests.poll(0):
                 return
             version, request, name, host, *_ = self._requests.recv_multipart()
@@ -345,7 +345,7 @@ class _Clients:
         """Return whether a host may have one more client, and count it if so."""
         host = host if host in self._host_of.values() else ""  # a connection without an address
         others = self._admitted.total() - self._admitted[host]
-        if self._admitted[host] >= (_MOST_CLIENTS - others + 1) // 2:
+        if self._admitted[host] >= (_MAX_CLIENTS - others + 1) // 2:
             return False
         self._admitted[host] += 1
         return True
@@ -389,7 +389,7 @@ class _Kept:
         number = self.end
         self.data[number], self.end = data, number + 1
         self._num_bytes += len(data)
-        while len(self.data) > _MOST_KEPT or self._num_bytes > _MOST_KEPT_BYTES:
+        while len(self.data) > _MAX_RETAINED or self._num_bytes > _MAX_RETAINED_BYTES:
             self._num_bytes -= len(self.data.pop(self.first))
             self.first += 1
         return number

@@ -12,7 +12,7 @@ from specops.service.wire import Peer
 
 _FIRST_PAUSE = 1.0  # seconds after the first failure; each further failure doubles the pause
 _LONGEST_PAUSE = 30.0
-_MOST_OUTAGES = 1024  # of ports; the oldest is dropped
+_MAX_OUTAGES = 1024  # of ports; the oldest is dropped
 
 
 @dataclass
@@ -106,7 +106,7 @@ class Peers:
                 pause = min(_FIRST_PAUSE * 2 ** min(outage.count - 1, 10), _LONGEST_PAUSE)
                 outage.noted_at, outage.next_at = now, now + pause
             self._outages[host, port] = outage
-            if len(self._outages) > _MOST_OUTAGES:
+            if len(self._outages) > _MAX_OUTAGES:
                 del self._outages[next(iter(self._outages))]
 
     def _note_answer(self, host: str, port: int) -> None:

@@ -104,11 +104,11 @@ if #redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1, ARGV[2]) == 0 then
   redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], ARGV[2])
 end
 """
-_MOST_RUNS = 32  # jobs of all nodes that this node runs at a time
-_MOST_ATTEMPTS = 5  # of a job, if its nodes die or messages are lost: it may be the cause
+_MAX_RUNS = 32  # jobs of all nodes that this node runs at a time
+_MAX_ATTEMPTS = 5  # of a job, if its nodes die or messages are lost: it may be the cause
 _BRIDGED_SECONDS = 2.0  # for which new jobs wait while Redis is away
 _OUTAGE_SECONDS = 30.0  # for which Redis may be away before waiting jobs end
-_MOST_FAILURES = 10  # of the queue's work in a row, each after less than _WELL_SECONDS
+_MAX_FAILURES = 10  # of the queue's work in a row, each after less than _WELL_SECONDS
 _WELL_SECONDS = 10.0
 _STOP_SECONDS = 2.0  # for handing jobs back
 _FRAME = 4  # bytes before a message that `encoded` writes
@@ -314,8 +314,8 @@ class SplitwiseClient(EngineClient):
         waiting.since = time.monotonic()
         events = waiting.news(told)
         if events is None:
-            if waiting.num_gaps >= _MOST_ATTEMPTS:
-                sentence = f"messages of {_MOST_ATTEMPTS} runs were lost"
+            if waiting.num_gaps >= _MAX_ATTEMPTS:
+                sentence = f"messages of {_MAX_ATTEMPTS} runs were lost"
                 return self._give_up(Failed(told.job, sentence))
             logger.warning("messages of a run are lost: its job is submitted again")
             return self._submit_again(waiting)
@@ -435,8 +435,8 @@ class SplitwiseClient(EngineClient):
 
     def _again(self, stream: str, entry: bytes, ticket: Ticket) -> None:
         """Write a job with a lost run to its stream again."""
-        if ticket.attempt + 1 >= _MOST_ATTEMPTS:
-            sentence = f"{_MOST_ATTEMPTS} nodes were lost while they ran it"
+        if ticket.attempt + 1 >= _MAX_ATTEMPTS:
+            sentence = f"{_MAX_ATTEMPTS} nodes were lost while they ran it"
             return self._fail(stream, entry, ticket, sentence)
         self._hand_back(stream, entry, structs.replace(ticket, attempt=ticket.attempt + 1))
 
@@ -505,7 +505,7 @@ class SplitwiseClient(EngineClient):
                     num_failures = 0
                 # Waiting is right for a Redis that refuses even the heartbeat.
                 num_failures += not is_away or (has_met and isinstance(error, ResponseError))
-                if num_failures >= _MOST_FAILURES:
+                if num_failures >= _MAX_FAILURES:
                     return self._end_process()
                 if self._away_since is None:
                     self._away_since = time.monotonic()
@@ -516,7 +516,7 @@ class SplitwiseClient(EngineClient):
 
     def _end_process(self) -> None:
         """End the server, so that its supervisor restarts it: the queue's work always fails."""
-        sentence = f"the queue's work failed {_MOST_FAILURES} times in a row"
+        sentence = f"the queue's work failed {_MAX_FAILURES} times in a row"
         logger.critical("%s: the server ends", sentence)
         self._has_failed = True
         self._lost(sentence)
@@ -615,7 +615,7 @@ class SplitwiseClient(EngineClient):
                     if entry not in own and fields:
                         await self._accept(client, stream, entry, fields)
         while not self._is_stopping:
-            room = _MOST_RUNS - len(self._runs)
+            room = _MAX_RUNS - len(self._runs)
             if room <= 0 or self._engine.health not in _TAKES:
                 await asyncio.sleep(0.02)
                 continue

@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 _FETCHING_THREADS = 16  # a single client may use half of them
 _LEASE_NAME = re.compile(r"[0-9a-f]{32}")
-_MOST_REASON = 300  # characters of a peer's or a client's text that a line of the log repeats
+_MAX_REASON_LENGTH = 300  # characters of a peer's or a client's text that a line of the log repeats
 _SECRET_BITS = 53  # width of an integer that ranks can exchange exactly, as a float64
 
 
@@ -255,8 +255,8 @@ class KvTransferInbox(Inbox):
 def _log_computed(why: object) -> None:
     """Log that this engine computes a prompt that another engine has computed, and the reason."""
     reason = str(why)
-    if len(reason) > _MOST_REASON:
-        reason = f"{reason[:_MOST_REASON]} ..."
+    if len(reason) > _MAX_REASON_LENGTH:
+        reason = f"{reason[:_MAX_REASON_LENGTH]} ..."
     logger.warning("the prompt of a job is computed here: %s", reason)
 
 

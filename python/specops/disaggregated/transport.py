@@ -41,12 +41,14 @@ from specops.service.wire import Peer
 logger = logging.getLogger(__name__)
 
 _PREFIX = struct.Struct("<II")  # the length of a message, and its CRC-32
-_MOST_HEADER = 64 << 20  # bytes; mostly a prompt's token ids
-_MOST_ASKED = 1 << 12  # bytes of a reader's message: any host that reaches the port can send one
+_MAX_HEADER_BYTES = 64 << 20  # bytes; mostly a prompt's token ids
+_MAX_REQUEST_BYTES = (
+    1 << 12
+)  # bytes of a reader's message: any host that reaches the port can send one
 _BLOCK_BYTES = 1 << 20  # bytes of pages per checksum
 SECONDS = 10.0  # time limit of connecting and of a message; pages have `seconds_for`
 _BYTES_PER_SECOND = 10e6  # lower bound on the speed of a network
-_MOST_CONNECTIONS = 256  # to the port, each with a thread and a file descriptor
+_MAX_CONNECTIONS = 256  # to the port, each with a thread and a file descriptor
 _PAUSE_SECONDS = 0.1  # before the next connection if no file descriptor is left
 
 
@@ -417,7 +419,7 @@ class _Server(socketserver.ThreadingTCPServer):
     request_queue_size = 128
 
     def __init__(self, host: str, port: int, transport: "TcpTransport") -> None:
-        self.connections = _Connections(_MOST_CONNECTIONS)
+        self.connections = _Connections(_MAX_CONNECTIONS)
         if ":" in host:
             self.address_family = socket.AF_INET6
         super().__init__((host, port), _reader_of(transport))
@@ -450,7 +452,7 @@ def _reader_of(transport: TcpTransport) -> type[socketserver.BaseRequestHandler]
         def handle(self) -> None:
             connection: socket.socket = self.request
             deadline = Deadline(SECONDS)
-            asked = received(connection, Fetch, deadline, _MOST_ASKED)
+            asked = received(connection, Fetch, deadline, _MAX_REQUEST_BYTES)
             if asked.transport != transport.name:
                 sentence = (
                     f"KV transfer: kv_transport must be {transport.name} as the other engine's, "
@@ -468,7 +470,7 @@ def _reader_of(transport: TcpTransport) -> type[socketserver.BaseRequestHandler]
             deadline = Deadline(SECONDS + seconds_for(len(part.data)))  # the reader gives up first
             send(connection, Offer(part.header, checksums_of(part.data)), deadline)
             with transport.offered(connection, part.data, deadline):
-                received(connection, Release, deadline, _MOST_ASKED)
+                received(connection, Release, deadline, _MAX_REQUEST_BYTES)
             leases.release(asked.lease, asked.num_readers, asked.reader)
 
     return Reader
@@ -495,7 +497,7 @@ def send(connection: socket.socket, message: Struct, deadline: Deadline) -> None
 
 
 def received(
-    connection: socket.socket, kind: Any, deadline: Deadline, most: int = _MOST_HEADER
+    connection: socket.socket, kind: Any, deadline: Deadline, most: int = _MAX_HEADER_BYTES
 ) -> Any:
     """Wait for the next message, of at most `most` bytes.
 

@@ -13,8 +13,8 @@ from specops.server.protocol import ChatCompletionRequest, CompletionRequest
 
 _FIELD = "kv_transfer_params"
 _LEASE_NAME = re.compile(r"[0-9a-f]{32}")
-_MOST_HOST = 255  # characters, as in DNS
-_MOST_RANKS = 1024
+_MAX_HOST_LENGTH = 255  # characters, as in DNS
+_MAX_RANKS = 1024
 # The roles that a server may have to accept a request with the field set.
 _MAY = {"do_remote_decode": ("prefill", "mixed"), "do_remote_prefill": ("decode", "mixed")}
 
@@ -42,10 +42,10 @@ def kv_transfer_of(
         raise _refused(
             "remote_request_id must have 32 hexadecimal digits, as the other server's answer has"
         )
-    if host is not None and not 0 < len(host) <= _MOST_HOST:
-        raise _refused(f"remote_host must have 1 to {_MOST_HOST} characters, got {len(host)}")
-    if ports is not None and len(ports) > _MOST_RANKS:
-        raise _refused(f"remote_ports must hold at most {_MOST_RANKS} ports, got {len(ports)}")
+    if host is not None and not 0 < len(host) <= _MAX_HOST_LENGTH:
+        raise _refused(f"remote_host must have 1 to {_MAX_HOST_LENGTH} characters, got {len(host)}")
+    if ports is not None and len(ports) > _MAX_RANKS:
+        raise _refused(f"remote_ports must hold at most {_MAX_RANKS} ports, got {len(ports)}")
     for name, roles in _MAY.items():
         if getattr(message, name) and role not in roles:
             needed, got = " or ".join(roles), role or "none"

@@ -36,7 +36,7 @@ from specops.api.outputs import EngineStats
 from specops.service.client import EngineClient
 
 _SEED_BITS = 53  # as in loop.py, where an engine draws seeds
-_MOST_PREFIXES = 1 << 18  # maximum number of pages in the record of prefixes
+_MAX_PREFIXES = 1 << 18  # maximum number of pages in the record of prefixes
 _BEST_FIRST: tuple[Health, ...] = (
     "ok",
     "failing",
@@ -120,7 +120,7 @@ class DataParallelClient(EngineClient):
         super().__init__(capabilities, self._all_status())
         self._random = random.Random(seed) if seed is not None else random.SystemRandom()
         self._jobs: dict[int, _Running] = {}
-        self._prefixes = Prefixes(first.page_size, _MOST_PREFIXES)
+        self._prefixes = Prefixes(first.page_size, _MAX_PREFIXES)
 
     @property
     def health(self) -> Health:

@@ -50,7 +50,7 @@ _SEED_BITS = 53
 _FAILING = 3
 # Failures in a row to take commands, after which the loop ends. Such failures, for example for lack
 # of memory, may never end otherwise.
-_MOST_INBOX_FAILURES = 10
+_MAX_INBOX_FAILURES = 10
 _FAILURE_SECONDS = 0.1  # pause after each of them
 # Seconds between batches of an idle loop, which show the server that the loop does not hang.
 _BEAT_SECONDS = 1.0
@@ -164,7 +164,7 @@ class EngineLoop:
                 if not self._is_empty():
                     logger.critical("the engine does not recover; it ends")
                     break
-                if self._num_inbox_failures >= _MOST_INBOX_FAILURES:
+                if self._num_inbox_failures >= _MAX_INBOX_FAILURES:
                     logger.critical("the engine cannot take commands; it ends")
                     break
                 if self._num_inbox_failures:

@@ -28,7 +28,7 @@ _WELL_SECONDS = 60.0  # an engine that ran this long resets the count of deaths
 _STOP_SECONDS = 4.0  # time for the loop to end; after that, the process hangs
 _END_SECONDS = 60.0  # time for the process to end, since it may save what its drafters learnt
 _REAP_SECONDS = 2.0  # time for the process to end once its socket is closed
-_MOST_UNREAD = 64 << 20  # bytes that may wait for a process before jobs are refused
+_MAX_UNREAD_BYTES = 64 << 20  # bytes that may wait for a process before jobs are refused
 _LOST = "the engine's process has ended; the server's log says more"
 
 # Longest silence in seconds of an engine that does not hang: a step, or saving drafters' state.
@@ -166,7 +166,7 @@ class ProcessClient(EngineClient):
         unread = sum(map(len, self._outgoing))
         if self._transport is not None:
             unread += self._transport.get_write_buffer_size()
-        return unread > _MOST_UNREAD
+        return unread > _MAX_UNREAD_BYTES
 
     async def start(
         self, receive: Callable[[Batch], None], lost: Callable[[str], None], num_clients: int

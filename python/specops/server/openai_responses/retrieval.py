@@ -16,7 +16,7 @@ from specops.server.openai_responses.request import (
     Item,
 )
 
-_MOST_ITEMS = 100
+_MAX_ITEMS = 100
 _WHOLE = "not supported: a kept response is answered whole, with what its request included"
 _NEUTRAL = {"type": "string", "enum": ["false"], "description": f"true is {_WHOLE}"}
 
@@ -26,7 +26,7 @@ OF_A_RESPONSE: Mapping[str, dict[str, Any]] = {
     "include_obfuscation": _NEUTRAL,
 }
 OF_ITEMS: Mapping[str, dict[str, Any]] = {
-    "limit": {"type": "integer", "minimum": 1, "maximum": _MOST_ITEMS, "default": 20},
+    "limit": {"type": "integer", "minimum": 1, "maximum": _MAX_ITEMS, "default": 20},
     "order": {"type": "string", "enum": ["asc", "desc"], "default": "desc"},
     "after": {"type": "string", "description": "the id of the item before the first one"},
 }
