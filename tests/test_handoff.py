@@ -271,7 +271,9 @@ def test_states_that_find_no_room_are_computed(models: dict[str, Path]) -> None:
 
 
 def test_a_role_needs_a_prefix_cache(models: dict[str, Path]) -> None:
-    with pytest.raises(ValueError, match="enable_prefix_caching must be on for a role"):
+    with pytest.raises(
+        ValueError, match="enable_prefix_caching must be on for a server with a role"
+    ):
         PageTransfer(make(NAIVE, model=str(models["heads"]), enable_prefix_caching=False))
 
 
@@ -451,7 +453,7 @@ def test_a_message_has_one_time_limit_for_all_its_bytes(monkeypatch: pytest.Monk
             now[0] += 3
             return 1
 
-    with pytest.raises(TimeoutError, match="the peer takes too long"):
+    with pytest.raises(TimeoutError, match="the peer did not answer in time"):
         transports.received(Drip(), transports.Fetch, transports.Deadline(10))  # type: ignore[arg-type]
     assert now == [12.0]
 
@@ -499,7 +501,7 @@ def test_the_host_with_the_most_connections_loses_its_oldest() -> None:
         for name, (own, _) in both.items():
             connections.add(own, name[0])
             if name == "b1":
-                connections.know(own)
+                connections.mark_reader(own)
             for one, (_, peer) in both.items():
                 with contextlib.suppress(BlockingIOError):
                     if peer.recv(1) == b"" and one not in closed:
@@ -528,12 +530,12 @@ def test_a_peer_that_does_not_answer_is_tried_again_later(fault: type[OSError]) 
         for pause in (1, 2, 4, 8, 16, 30, 30):
             assert (
                 attempt()
-                == f"KV transfer: a:5 did not answer lately, and is tried again in {pause}.0 s"
+                == f"KV transfer: a:5 did not answer recently; the next attempt is in {pause}.0 s"
             )
             assert attempt(port=6) == "answered"
             now[0] += pause
             with contextlib.suppress(fault), peers.attempt("a", 5):
-                assert "did not answer lately" in attempt()
+                assert "did not answer recently" in attempt()
                 raise fault("away")
         now[0] += 30
         assert attempt(error=KvTransferError("the lease is over")) == "the lease is over"
@@ -776,7 +778,7 @@ def test_every_head_comes_once(computing: int, going_on: int) -> None:
         assert sum(len(part.data) for part in parts) == expected.num_bytes
         assert joined(parts, expected) == pages(expected)
         for rank in set(range(computing)) - set(ranks):
-            with pytest.raises(KvTransferError, match=f"nothing to read of rank {rank} of"):
+            with pytest.raises(KvTransferError, match=f"shares no heads with rank {rank} of"):
                 cut(given[rank], going_on, reader)
     assert {one for i in range(going_on) for one in sources(computing, going_on, i)} == set(
         range(computing)
