@@ -442,7 +442,7 @@ def test_unreadable_entries_are_dropped(redis: Redis) -> None:
             "expected the job of this node's frontend"
         )
         assert one._task is not None
-        await splitwise._ended([one._task])
+        await splitwise._cancelled([one._task])
         await client.aclose()
 
     asyncio.run(run())
@@ -461,7 +461,7 @@ class AnsweringClient(FakeClient):
         for index in range(len(job.prompts) * job.params.n):
             end = End("length", None, 1, 1, 0, 0.0, SpeculativeStats())
             events.append(Output(job.job, index, [7], "x", [], end=end))
-        self._take(Batch(0.0, "ok", self.status, None, {}, events))
+        self._handle_batch(Batch(0.0, "ok", self.status, None, {}, events))
 
     async def stop(self) -> None:
         """Do nothing: there is no engine."""
@@ -486,7 +486,7 @@ async def working(
         yield one, client, found
     finally:
         assert one._task is not None
-        await splitwise._ended([one._task])
+        await splitwise._cancelled([one._task])
         await client.aclose()
 
 
@@ -731,7 +731,7 @@ def test_stream_continues_after_keys_are_lost(redis: Redis, lost: str) -> None:
                 events: list[Event] = [Accepted(job, 4), output(text, 0)]
                 for event in events:
                     event.job = job
-                engine._take(Batch(0.0, "ok", engine.status, None, {}, events))
+                engine._handle_batch(Batch(0.0, "ok", engine.status, None, {}, events))
                 if job:
                     break
                 assert isinstance(await asyncio.wait_for(found.get(), 60), Accepted)
@@ -986,7 +986,7 @@ def test_task_that_swallows_a_cancellation_ends() -> None:
         seen: list[int] = []
         task = asyncio.ensure_future(swallow(seen))
         await asyncio.sleep(0)
-        await asyncio.wait_for(splitwise._ended([task]), 10)
+        await asyncio.wait_for(splitwise._cancelled([task]), 10)
         return len(seen)
 
     assert asyncio.run(run()) == 2

@@ -336,7 +336,7 @@ class SplitwiseClient(EngineClient):
 
     def _notify_frontend(self, events: list[Event]) -> None:
         now = time.perf_counter()
-        self._take(Batch(now, "ok", self._engine.status, None, {}, events))
+        self._handle_batch(Batch(now, "ok", self._engine.status, None, {}, events))
 
     def _fail_old(self) -> None:
         """End jobs that have waited too long."""
@@ -407,7 +407,7 @@ class SplitwiseClient(EngineClient):
                 if self._runs.pop(number, None) is not None:
                     self._engine.abort(number)
                 self._refuse(run.stream, run.entry, run.ticket, error)
-        self._take(structs.replace(batch, full=None, events=[]))
+        self._handle_batch(structs.replace(batch, full=None, events=[]))
 
     def _forward(self, number: int, run: _Run, events: list[Event]) -> None:
         """Send the events of one run to the node that waits for them."""

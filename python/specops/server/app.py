@@ -78,7 +78,7 @@ from specops.server.streaming import dumped
 from specops.server.tokens import DetokenizeRequest, TokenizeRequest
 from specops.server.unread import Unread
 from specops.service.client import EngineClient
-from specops.service.garbage import search_seldom
+from specops.service.garbage import raise_gc_thresholds
 
 R = TypeVar("R", CompletionRequest, ChatCompletionRequest)
 A = TypeVar("A", TextAnswer, ChatAnswer)
@@ -489,7 +489,7 @@ def serve(
         The exit code: 1 if the engine or the queue has failed for good, so that a supervisor starts
         another server; else 0.
     """
-    search_seldom()
+    raise_gc_thresholds()
     sys.setswitchinterval(_SWITCH_SECONDS)
     # uvicorn raises the signal again once it has drained; it must not kill the process then.
     signal.signal(signal.SIGTERM, lambda *_: None)

@@ -67,13 +67,13 @@ class Dispatch:
     async def start(self) -> None:
         """Start the engine client on the running event loop, which all jobs must share."""
         self._outbox = Outbox(asyncio.get_running_loop())
-        await self._client.start(self._receive, self._lose, self._num_clients)
+        await self._client.start(self._receive, self._fail_all, self._num_clients)
 
     async def stop(self) -> None:
         """Stop the engine client, drop the remaining jobs and wait for the engine to end."""
         await self._client.stop()
 
-    def require_room(self, client: str) -> None:
+    def require_capacity(self, client: str) -> None:
         """Check that a client may submit another request.
 
         Raises:
@@ -81,7 +81,7 @@ class Dispatch:
         """
         if (reason := self._client.full.get(client)) is not None:
             raise QueueFull(reason)
-        if (size := self.unread.of(client)) > self.unread.most:
+        if (size := self.unread.of(client)) > self.unread.max_bytes:
             raise QueueFull(f"{size} bytes of earlier answers are unread; read them first")
 
     async def submit(self, job: Job) -> None:
@@ -134,7 +134,9 @@ class Dispatch:
         if self._jobs.pop(stream.number, None) is not None:
             self._client.abort(stream.number)
         stream.fail(
-            OutputNotRead(f"more than {self.unread.most} bytes of output were waiting to be read")
+            OutputNotRead(
+                f"more than {self.unread.max_bytes} bytes of output were waiting to be read"
+            )
         )
 
     def _receive(self, batch: Batch) -> None:
@@ -160,9 +162,9 @@ class Dispatch:
             else:
                 del self._jobs[job.number]
                 events.append((job, _error(event, job)))
-        self._hand_out(events)
+        self._deliver(events)
 
-    def _hand_out(self, events: list[Event]) -> None:
+    def _deliver(self, events: list[Event]) -> None:
         assert self._outbox is not None, "it has been started"
         self._outbox.add(events)
 
@@ -202,21 +204,21 @@ class Dispatch:
             del self._jobs[job.number]
         return ChoiceOutput(output, seconds, span)
 
-    def _lose(self, message: str) -> None:
+    def _fail_all(self, message: str) -> None:
         """Fail every job after the engine has ended."""
         jobs, self._jobs = self._jobs, {}
         self._num_rows = 0  # a new engine counts from zero
         for job in jobs.values():
             self._metrics.dropped("error", job.num_running)
-        self._hand_out([(job, _lost(message, job)) for job in jobs.values()])
+        self._deliver([(job, _loss_error(message, job)) for job in jobs.values()])
 
 
-def _lost(message: str, job: Job) -> JobFailed:
+def _loss_error(message: str, job: Job) -> JobFailed:
     """Return the error of a job after its engine ended. The client may retry an unaccepted job."""
     return JobFailed(message) if job.is_accepted else EngineAway(message)
 
 
 def _error(event: Refused | Failed, job: Job) -> Exception:
     if isinstance(event, Failed):
-        return _lost(event.message, job) if event.is_lost else JobFailed(event.message)
+        return _loss_error(event.message, job) if event.is_lost else JobFailed(event.message)
     return _REFUSALS[event.kind](event.message)

@@ -149,7 +149,7 @@ class Generation:
                 the factory of its `Answer`.
         """
         try:
-            self._dispatch.require_room(http.state.client)
+            self._dispatch.require_capacity(http.state.client)
         except QueueFull as error:  # before any work is done for it
             raise _busy(error) from None
         body = with_defaults(await self.read(http, body_type), self._sampling_defaults)
