@@ -57,7 +57,9 @@ class Dispatch:
         *,
         max_unread_bytes: int = 64 << 20,
     ) -> None:
-        self._client, self._metrics, self._num_clients = client, metrics, num_clients
+        self._client = client
+        self._metrics = metrics
+        self._num_clients = num_clients
         self._jobs: dict[int, Job] = {}  # by number, until every choice has its last output
         self._outbox: Outbox | None = None
         self._num_rows = client.status.stats.num_rows
@@ -82,7 +84,9 @@ class Dispatch:
         if (reason := self._client.full.get(client)) is not None:
             raise QueueFull(reason)
         if (size := self.unread.of(client)) > self.unread.max_bytes:
-            raise QueueFull(f"{size} bytes of earlier answers are unread; read them first")
+            raise QueueFull(
+                f"the client has not read {size} bytes of earlier answers; read them first"
+            )
 
     async def submit(self, job: Job) -> None:
         """Submit a job to the engine and wait until the engine accepts it.
@@ -100,9 +104,9 @@ class Dispatch:
         if self._client.health == "disconnected":
             raise QueueAway("the queue of requests cannot be reached")
         if self._client.health == "stalled":
-            raise EngineAway("the engine does not respond; it is restarted if it hangs")
+            raise EngineAway("the engine does not respond")
         if self._client.is_behind:
-            raise QueueFull("the engine has not taken the requests before this one yet")
+            raise QueueFull("the engine has not read earlier requests yet")
         self._client.submit(
             Submit(
                 job.number,
@@ -130,12 +134,12 @@ class Dispatch:
     def _end_unread(self, stream: Stream) -> None:
         """End a stream whose client has left too much output unread."""
         assert isinstance(stream, Job)
-        logger.warning("a stream ends: its client, %s, does not read it", stream.client)
+        logger.warning("ending a stream, since its client %s does not read it", stream.client)
         if self._jobs.pop(stream.number, None) is not None:
             self._client.abort(stream.number)
         stream.fail(
             OutputNotRead(
-                f"more than {self.unread.max_bytes} bytes of output were waiting to be read"
+                f"the client left more than {self.unread.max_bytes} bytes of output unread"
             )
         )
 
@@ -176,19 +180,23 @@ class Dispatch:
         self._metrics.tokens(count, now - before, first=not times.last)
         times.last = now
         if not times.num_first:
-            times.first, times.num_first, times.steps_at_first = now, count, steps
+            times.first = now
+            times.num_first = count
+            times.steps_at_first = steps
 
     def _output(
         self, job: Job, output: Output, now: float, steps: StepSeconds | None
     ) -> ChoiceOutput:
         if job.streaming and output.token_ids:
             self._note_tokens(job, output.index, len(output.token_ids), now, steps)
-        seconds, end = now - job.arrival, output.end
+        seconds = now - job.arrival
+        end = output.end
         if end is None:
             return ChoiceOutput(output, seconds)
         times = job.times[output.index]
         if not times.num_first:
-            times.first, times.steps_at_first = now, steps
+            times.first = now
+            times.steps_at_first = steps
         span = Span(
             begin=end.begun - job.arrival,
             first=times.first - job.arrival,

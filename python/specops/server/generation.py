@@ -89,10 +89,13 @@ class Generation:
         sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
         shares_caches: bool = False,
     ) -> None:
-        self._capabilities, self._sampling_defaults = capabilities, sampling_defaults
+        self._capabilities = capabilities
+        self._sampling_defaults = sampling_defaults
         # A rejected draft of these drafters may come from another client's answer.
         self._hidden_drafters = frozenset(
-            one["name"] for one in capabilities.drafters if shares_caches and one["learns"]
+            drafter["name"]
+            for drafter in capabilities.drafters
+            if shares_caches and drafter["learns"]
         )
         self.contract = contract = capabilities.contract
         self._fingerprint = f"specops-{contract['specops']}-{contract['digest']}"
@@ -129,7 +132,7 @@ class Generation:
         if name is not None and name != served:
             raise ApiError(
                 404,
-                f"the model {name!r} does not exist; this server has {served!r}",
+                f"the model {name!r} does not exist; this server serves {served!r}",
                 param="model",
                 code="model_not_found",
             )
@@ -194,8 +197,8 @@ class Generation:
             if request.stream:
                 close = partial(self._dispatch.abort, job)
                 return EventStream(answer.chunks(), close, failed=answer.failed)
-            whole = await until_gone(answer.whole(http.state.permit), http.receive)
-            return Response(whole, media_type="application/json")
+            body = await until_gone(answer.complete(http.state.permit), http.receive)
+            return Response(body, media_type="application/json")
         except ClientGone:
             return Response(status_code=499)  # for the access log only: the client has left
         except (ValueError, QueueFull, JobFailed, asyncio.CancelledError) as error:
@@ -212,7 +215,7 @@ class Generation:
         try:
             chat = as_chat(body)
             self.check_model(chat.model)
-            chat.wanted_output(self._call_form)  # refuses what generation would refuse
+            chat.output_format(self._call_form)  # refuses what generation would refuse
             return len((await self._tokenize(chat))[0])
         except ApiError as error:
             raise error.under_names(body_type.chat_names) from None
@@ -243,7 +246,7 @@ class Generation:
         except asyncio.TimeoutError:  # another class than TimeoutError until Python 3.11
             raise ApiError(
                 408,
-                f"the body must be there within {self._body_timeout:g} seconds",
+                f"the body must arrive within {self._body_timeout:g} seconds",
                 code="body_too_slow",
                 headers={"Connection": "close"},
             ) from None
@@ -257,7 +260,10 @@ class Generation:
         request = await self.read(http, TokenizeRequest)
         self.check_model(request.model)
         if (request.prompt is None) == (request.messages is None):
-            raise ApiError(400, "prompt or messages must be given, and not both", param="prompt")
+            got = "neither" if request.prompt is None else "both"
+            raise ApiError(
+                400, f"exactly one of prompt and messages must be set, got {got}", param="prompt"
+            )
         if request.messages is not None:
             prompt = request.add_generation_prompt
             try:
@@ -336,14 +342,14 @@ class Generation:
 
     def _check_lengths(self, request: CompletionRequest | ChatCompletionRequest) -> None:
         """Refuse lists of more token ids than fit the context, before the ids are examined."""
-        given = request.prompt if isinstance(request, CompletionRequest) else None
-        if not isinstance(given, list):
+        prompt = request.prompt if isinstance(request, CompletionRequest) else None
+        if not isinstance(prompt, list):
             return
-        for one in [given, *given[:MAX_PROMPTS]]:
-            is_ids = isinstance(one, list) and bool(one) and type(one[0]) is int
-            if is_ids and len(one) > self._capabilities.max_model_len:
+        for ids in [prompt, *prompt[:MAX_PROMPTS]]:
+            is_ids = isinstance(ids, list) and bool(ids) and type(ids[0]) is int
+            if is_ids and len(ids) > self._capabilities.max_model_len:
                 raise too_long(
-                    f"a prompt of {len(one)} tokens exceeds the context of "
+                    f"a prompt of {len(ids)} tokens exceeds the context of "
                     f"{self._capabilities.max_model_len} tokens",
                     request.prompt_field,
                 )
