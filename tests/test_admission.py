@@ -10,14 +10,14 @@ import pytest
 for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2"):
     pytest.importorskip(name)
 
-from specops.server.clients import Clients
-from specops.server.intake import (
-    _MOST_PAUSE_SECONDS,
+from specops.server.admission import (
+    _MAX_PAUSE_SECONDS,
     _PAUSE_SECONDS,
-    Intake,
-    Turn,
-    Turns,
+    Admission,
+    ClientPermits,
+    Permit,
 )
+from specops.server.clients import Clients
 from specops.server.outbox import _AT_ONCE, Outbox
 from starlette.requests import HTTPConnection
 
@@ -29,19 +29,19 @@ def scope(method: str = "POST", key: str = "", host: str = "10.0.0.1") -> dict[s
 
 def test_requests_are_admitted_in_order_and_fairly_among_clients() -> None:
     async def run() -> list[str]:
-        turns, order = Turns(), list[str]()
+        permits, order = ClientPermits(), list[str]()
 
         async def work(client: str, number: int) -> None:
-            turn = Turn(turns, client)
+            permit = Permit(permits, client)
             for stage in range(2):
-                await turn.begin()
+                await permit.acquire()
                 order.append(f"{client}{number}.{stage}")
                 await asyncio.sleep(0)
-                turn.end()
-                turn.end()  # harmless
+                permit.release()
+                permit.release()  # harmless
 
         await asyncio.gather(*(work("a", i) for i in range(50)), work("b", 0))
-        assert len(turns) == 0, "a client without requests is removed"
+        assert len(permits) == 0, "a client without requests is removed"
         return order
 
     order = asyncio.run(run())
@@ -53,23 +53,23 @@ def test_requests_are_admitted_in_order_and_fairly_among_clients() -> None:
 
 def test_canceled_request_does_not_block_the_queue() -> None:
     async def run() -> None:
-        turns = Turns()
-        first, second, third = (Turn(turns, "a") for _ in range(3))
-        await first.begin()
-        waiting = [asyncio.ensure_future(one.begin()) for one in (second, third)]
+        permits = ClientPermits()
+        first, second, third = (Permit(permits, "a") for _ in range(3))
+        await first.acquire()
+        waiting = [asyncio.ensure_future(permit.acquire()) for permit in (second, third)]
         await asyncio.sleep(0)
         waiting[0].cancel()
-        first.end()
+        first.release()
         await waiting[1]
-        third.end()
-        assert len(turns) == 0
+        third.release()
+        assert len(permits) == 0
 
     asyncio.run(run())
 
 
 def test_requests_without_bodies_are_not_queued_and_a_response_admits_the_next() -> None:
     async def run() -> None:
-        turns = Turns()
+        permits = ClientPermits()
         gate, seen = asyncio.Event(), list[str]()
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -77,22 +77,22 @@ def test_requests_without_bodies_are_not_queued_and_a_response_admits_the_next()
             if scope["state"]["client"] == "key-0":
                 await gate.wait()
             await send({"type": "http.response.start"})
-            assert len(turns) <= 1
+            assert len(permits) <= 1
 
         async def send(message: Any) -> None:
             pass
 
-        intake = Intake(app, Clients(["one", "two"]), turns)
-        calls = [intake(scope(key="one"), None, send) for _ in range(3)]  # type: ignore[arg-type]
+        admission = Admission(app, Clients(["one", "two"]), permits)
+        calls = [admission(scope(key="one"), None, send) for _ in range(3)]  # type: ignore[arg-type]
         tasks = [asyncio.ensure_future(one) for one in calls]
         await asyncio.sleep(0.01)
         assert seen == ["key-0"]
-        await intake(scope("GET", key="two"), None, send)  # type: ignore[arg-type]
-        await intake(scope(key="two"), None, send)  # type: ignore[arg-type]
+        await admission(scope("GET", key="two"), None, send)  # type: ignore[arg-type]
+        await admission(scope(key="two"), None, send)  # type: ignore[arg-type]
         assert seen == ["key-0", "key-1", "key-1"]
         gate.set()
         await asyncio.gather(*tasks)
-        assert len(turns) == 0 and seen.count("key-0") == 3
+        assert len(permits) == 0 and seen.count("key-0") == 3
 
     asyncio.run(run())
 
@@ -140,7 +140,7 @@ def test_aborted_requests_are_dropped_and_pause_their_client() -> None:
     seen: list[str] = []
 
     async def run() -> None:
-        loop, turns, gone = asyncio.get_running_loop(), Turns(), set[str]()
+        loop, permits, gone = asyncio.get_running_loop(), ClientPermits(), set[str]()
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             seen.append(scope["name"])
@@ -150,27 +150,27 @@ def test_aborted_requests_are_dropped_and_pause_their_client() -> None:
 
         async def ask(name: str, host: str = "10.0.0.1") -> None:
             state = {"is_gone": lambda: name in gone}
-            await intake(scope(host=host) | {"name": name, "state": state}, None, None)  # type: ignore[arg-type]
+            await admission(scope(host=host) | {"name": name, "state": state}, None, None)  # type: ignore[arg-type]
 
-        intake = Intake(app, Clients([]), turns)
+        admission = Admission(app, Clients([]), permits)
         gone.add("left")
         begun = loop.time()
         await asyncio.gather(ask("left"), ask("stays"), ask("left"))
-        assert seen == ["stays"] and len(turns) == 0
+        assert seen == ["stays"] and len(permits) == 0
         await asyncio.gather(*(ask(f"leaves {i}") for i in range(5)), ask("late"))
         assert seen[1:] == [*(f"leaves {i}" for i in range(5)), "late"]
         assert loop.time() - begun >= 5 * _PAUSE_SECONDS, "a pause follows each aborted request"
         # The pause is limited, however many requests were aborted at once.
         for _ in range(1000):
-            turns.pause("from 10.0.0.1")
+            permits.pause("from 10.0.0.1")
         waiting = asyncio.ensure_future(ask("next"))
-        await asyncio.wait_for(ask("another", "10.0.0.2"), _MOST_PAUSE_SECONDS / 2)
+        await asyncio.wait_for(ask("another", "10.0.0.2"), _MAX_PAUSE_SECONDS / 2)
         await asyncio.sleep(2 * _PAUSE_SECONDS)
         assert not waiting.done()
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        await asyncio.wait_for(ask("last"), _MOST_PAUSE_SECONDS + 1)
+        await asyncio.wait_for(ask("last"), _MAX_PAUSE_SECONDS + 1)
         await asyncio.sleep(_PAUSE_SECONDS)
-        assert len(turns) == 0, "a client without requests is removed after its pause"
+        assert len(permits) == 0, "a client without requests is removed after its pause"
 
     asyncio.run(run())

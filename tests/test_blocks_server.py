@@ -185,7 +185,7 @@ def _text(message: dict[str, str]) -> dict[str, str]:
                       "max_tokens": 5}, "messages.0.content.0.type must be one of 'text'"),
         ("messages", {"messages": [{"role": "user", "content": [
             {"type": "tool_use", "id": "c", "name": "x", "input": {}}]}], "max_tokens": 5},
-         "got tool_use in one of the user"),
+         "got tool_use in a message of the user"),
         ("messages", {"messages": [ASK], "max_tokens": 5, "tool_choice": {"type": "tool"}},
          "tool_choice.name is missing"),
     ],
@@ -278,7 +278,7 @@ def test_client_sees_only_its_own_responses() -> None:
         assert httpx.delete(one, headers=other).status_code == 404
         assert httpx.get(one, headers=mine).json() == made
         twice = httpx.get(f"{one}/input_items?limit=1&limit=2", headers=mine)
-        assert twice.status_code == 400 and "limit must be given once" in twice.text
+        assert twice.status_code == 400 and "limit must occur once" in twice.text
         gone = {"id": made["id"], "object": "response", "deleted": True}
         assert httpx.delete(one, headers=mine).json() == gone
         assert httpx.get(one, headers=mine).status_code == 404

@@ -68,5 +68,5 @@ def test_templates_are_sandboxed_and_can_raise_errors(template: str, message: st
 
 
 def test_broken_template_is_refused() -> None:
-    with pytest.raises(ValueError, match="chat template is broken"):
+    with pytest.raises(ValueError, match="chat template is not valid Jinja"):
         ChatFormat("{% if %}")

@@ -24,9 +24,9 @@ from serving import hang_up_on, serving, wait_for
 from specops.api.messages import Output
 from specops.engine import EngineConfig
 from specops.server import connections
+from specops.server.admission import _PIECE_BYTES, Admission, ClientPermits
 from specops.server.clients import Clients
 from specops.server.connections import bounded_protocol, connections_within_files
-from specops.server.intake import _PIECE_BYTES, Intake, Turns
 from specops.server.unread import Unread, size_of
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -276,9 +276,9 @@ def test_long_body_is_sent_in_counted_pieces() -> None:
             raise ConnectionError
 
     scope = {"type": "http", "method": "GET", "headers": [], "client": ("10.0.0.1", 1)}
-    intake = Intake(app, Clients([]), Turns(), unread)
+    admission = Admission(app, Clients([]), ClientPermits(), unread)
     with pytest.raises(ConnectionError):
-        asyncio.run(intake(scope, None, send))  # type: ignore[arg-type]
+        asyncio.run(admission(scope, None, send))  # type: ignore[arg-type]
     pieces = [message["body"] for message in sent[1:5]]
     assert b"".join(pieces) == body and max(map(len, pieces)) == _PIECE_BYTES
     assert all(message["more_body"] for message in sent[1:8])

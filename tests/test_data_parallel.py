@@ -139,7 +139,7 @@ class Frontend:
         end = End("length", None, 1, 1, 0, 0.0, SpeculativeStats())
         output = Output(job, index, [1], "", [], end=end)
         one = self.engines[engine]
-        one._take(Batch(0.0, "ok", one.status, None, {}, [output]))
+        one._handle_batch(Batch(0.0, "ok", one.status, None, {}, [output]))
 
 
 def test_prompts_go_to_the_engine_with_their_prefix_unless_it_is_busy() -> None:
@@ -190,8 +190,8 @@ def test_lost_engine_ends_its_jobs_and_keeps_its_counters() -> None:
     one, other = frontend.engines
     stats = EngineStats(num_steps=4, speculative=SpeculativeStats(num_drafts_per_length=[0, 2]))
     stats.drafter_failures = {"mtp": 1}
-    one._take(Batch(0.0, "ok", structs.replace(one.status, stats=stats), None, {}, []))
-    other._take(Batch(0.0, "ok", structs.replace(other.status, stats=stats), None, {}, []))
+    one._handle_batch(Batch(0.0, "ok", structs.replace(one.status, stats=stats), None, {}, []))
+    other._handle_batch(Batch(0.0, "ok", structs.replace(other.status, stats=stats), None, {}, []))
     one._lost("it is gone")
     assert [batch.events for batch in frontend.batches if batch.events] == [
         [Failed(0, "it is gone", True)]
@@ -206,7 +206,7 @@ def test_lost_engine_ends_its_jobs_and_keeps_its_counters() -> None:
 
 
 def test_least_recent_prefixes_are_forgotten() -> None:
-    prefixes = Prefixes(page_size=2, most=3)
+    prefixes = Prefixes(page_size=2, max_pages=3)
     first, second = prefixes.pages([1, 2, 3, 4, 5]), prefixes.pages([1, 2, 9, 9])
     assert len(first) == 2 and first[0] == second[0] and first[1] != second[1]
     prefixes.note(first, 0)
@@ -219,7 +219,7 @@ def test_least_recent_prefixes_are_forgotten() -> None:
 
 
 def test_prefixes_with_different_salts_differ() -> None:
-    prefixes = Prefixes(page_size=2, most=10)
+    prefixes = Prefixes(page_size=2, max_pages=10)
     salts = (None, "a", "b")
     names = [tuple(prefixes.pages([1, 2, 3, 4], salt)) for salt in salts]
     assert len({one for name in names for one in name}) == 6

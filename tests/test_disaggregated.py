@@ -149,9 +149,19 @@ def test_churn_leaks_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    ("prefill", {"do_remote_prefill": True}, {}, "needs a server with --role decode or mixed, got"),
-    ("decode", {"do_remote_decode": True}, {}, "needs a server with --role prefill or mixed, got"),
-    ("prefill", {"do_remote_decode": True}, {"prompt": ["a", "b"]}, "must come with one prompt"),
+    (
+        "prefill",
+        {"do_remote_prefill": True},
+        {},
+        "requires a server with --role decode or mixed, got",
+    ),
+    (
+        "decode",
+        {"do_remote_decode": True},
+        {},
+        "requires a server with --role prefill or mixed, got",
+    ),
+    ("prefill", {"do_remote_decode": True}, {"prompt": ["a", "b"]}, "requires exactly one prompt"),
     ("prefill", {"do_remote_decode": True}, {"stream": True}, "must be absent where stream"),
     ("decode", {"remote_port": 0}, {}, "remote_port"),
     *(

@@ -264,14 +264,14 @@ def busy_publisher(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[KvEvents]:
     """Yield a publisher that has sent 400 messages of the largest size."""
-    all_sent, add = threading.Event(), kv_events._Kept.add
+    all_sent, add = threading.Event(), kv_events._RetainedMessages.add
 
-    def signaling(log: kv_events._Kept, data: bytes) -> int:
+    def signaling(log: kv_events._RetainedMessages, data: bytes) -> int:
         if (number := add(log, data)) == 399:
             all_sent.set()
         return number
 
-    monkeypatch.setattr(kv_events._Kept, "add", signaling)
+    monkeypatch.setattr(kv_events._RetainedMessages, "add", signaling)
     with KvEvents(recorder, settings, 1, lambda batch: None) as made:
         block = BlockStored([1 << 63], 1 << 63, [(1 << 31) - 1] * 64, 64, None, "GPU", None)
         recorder.events = [block] * (32 * 399 + 1)
@@ -300,7 +300,7 @@ def test_clients_that_do_not_read_replays_do_not_block_others(
     busy_publisher: KvEvents, settings: KvEventSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They send many requests. A client that reads gets all messages, the others a full queue."""
-    monkeypatch.setattr(kv_events, "_MOST_REPLAYS", 4)
+    monkeypatch.setattr(kv_events, "_MAX_REPLAYS", 4)
     sent: Counter[bytes] = Counter()
     assert busy_publisher._replayer is not None
     send = busy_publisher._replayer.send_multipart
@@ -333,7 +333,7 @@ def test_number_of_clients_is_limited(
 
     A refused client is admitted as soon as another client leaves.
     """
-    monkeypatch.setattr(kv_events, "_MOST_CLIENTS", 6)
+    monkeypatch.setattr(kv_events, "_MAX_CLIENTS", 6)
     monkeypatch.setattr(kv_events, "_HANDSHAKE_SECONDS", 1)
     with (
         KvEvents(recorder, settings, 1, lambda batch: None),
@@ -367,7 +367,7 @@ def test_number_of_clients_is_limited(
 def test_number_of_clients_per_host_is_limited(
     hosts: str, admitted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_events, "_MOST_CLIENTS", 8)
+    monkeypatch.setattr(kv_events, "_MAX_CLIENTS", 8)
     clients = kv_events._Clients(None)  # type: ignore[arg-type]
     clients._host_of = dict(enumerate(hosts))
     assert sum(map(clients.admits, hosts)) == admitted
@@ -384,9 +384,9 @@ def test_oversized_request_closes_the_connection(
 
 def test_only_the_latest_messages_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both their number and their bytes are limited; the numbering continues."""
-    monkeypatch.setattr(kv_events, "_MOST_KEPT", 3)
-    monkeypatch.setattr(kv_events, "_MOST_KEPT_BYTES", 10)
-    log = kv_events._Kept()
+    monkeypatch.setattr(kv_events, "_MAX_RETAINED", 3)
+    monkeypatch.setattr(kv_events, "_MAX_RETAINED_BYTES", 10)
+    log = kv_events._RetainedMessages()
     assert [log.add(data) for data in (b"1", b"2", b"3", b"4")] == [0, 1, 2, 3]
     assert log.data == {1: b"2", 2: b"3", 3: b"4"} and (log.first, log.end) == (1, 4)
     assert log.add(b"123456789") == 4 and log.data == {3: b"4", 4: b"123456789"}

@@ -269,7 +269,9 @@ def test_states_are_computed_when_the_state_cache_is_full(models: dict[str, Path
 
 
 def test_role_requires_a_prefix_cache(models: dict[str, Path]) -> None:
-    with pytest.raises(ValueError, match="enable_prefix_caching must be on for a role"):
+    with pytest.raises(
+        ValueError, match="enable_prefix_caching must be on for a server with a role"
+    ):
         PageTransfer(make(NAIVE, model=str(models["heads"]), enable_prefix_caching=False))
 
 
@@ -458,7 +460,7 @@ def test_time_limit_covers_the_whole_message(monkeypatch: pytest.MonkeyPatch) ->
             now[0] += 3
             return 1
 
-    with pytest.raises(TimeoutError, match="the peer takes too long"):
+    with pytest.raises(TimeoutError, match="the peer did not answer in time"):
         transports.received(Drip(), transports.Fetch, transports.Deadline(10))  # type: ignore[arg-type]
     assert now == [12.0]
 
@@ -467,7 +469,7 @@ def test_idle_connections_do_not_displace_readers(
     pair: tuple[Engine, Engine, Pages], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the limit of four connections, the oldest one that named no lease is closed."""
-    monkeypatch.setattr(transports, "_MOST_CONNECTIONS", 4)
+    monkeypatch.setattr(transports, "_MAX_CONNECTIONS", 4)
     _, decode, pages = pair
     leases, expected = Leases(60, 1 << 30), PageTransfer(decode).expected(PROMPTS[-1], GREEDY)
     leases.add(LEASE, pages)
@@ -506,7 +508,7 @@ def test_the_host_with_the_most_connections_loses_its_oldest() -> None:
         for name, (own, _) in both.items():
             connections.add(own, name[0])
             if name == "b1":
-                connections.know(own)
+                connections.mark_reader(own)
             for one, (_, peer) in both.items():
                 with contextlib.suppress(BlockingIOError):
                     if peer.recv(1) == b"" and one not in closed:
@@ -535,12 +537,12 @@ def test_unresponsive_peer_is_retried_with_backoff(fault: type[OSError]) -> None
         for pause in (1, 2, 4, 8, 16, 30, 30):
             assert (
                 attempt()
-                == f"KV transfer: a:5 did not answer lately, and is tried again in {pause}.0 s"
+                == f"KV transfer: a:5 did not answer recently; the next attempt is in {pause}.0 s"
             )
             assert attempt(port=6) == "answered"
             now[0] += pause
             with contextlib.suppress(fault), peers.attempt("a", 5):
-                assert "did not answer lately" in attempt()
+                assert "did not answer recently" in attempt()
                 raise fault("away")
         now[0] += 30
         assert attempt(error=KvTransferError("the lease is over")) == "the lease is over"
@@ -790,7 +792,7 @@ def test_every_head_is_transferred_once(senders: int, readers: int) -> None:
         assert sum(len(part.data) for part in parts) == expected.num_bytes
         assert joined(parts, expected) == pages(expected)
         for rank in set(range(senders)) - set(ranks):
-            with pytest.raises(KvTransferError, match=f"nothing to read of rank {rank} of"):
+            with pytest.raises(KvTransferError, match=f"shares no heads with rank {rank} of"):
                 cut(sent[rank], readers, reader)
     assert {one for i in range(readers) for one in sources(senders, readers, i)} == set(
         range(senders)

@@ -111,7 +111,7 @@ def test_unreadable_pages_raise_an_error() -> None:
         with ours, theirs:
             send(theirs, Place(what, one.data_ptr() + offset), Deadline(60))
             with pytest.raises(ConnectionError, match="NIXL cannot read the pages: NIXL_ERR"):
-                here.taken(ours, 1 << 16, Deadline(60))
+                here.receive_data(ours, 1 << 16, Deadline(60))
         there = None
     here.close()
 
@@ -120,15 +120,15 @@ def test_pages_that_change_while_they_are_read_are_refused(monkeypatch: pytest.M
     """Their checksums are those of the offered bytes."""
     here, there = transport(NixlTransport), transport(NixlTransport)
     there.lease("a", Pages(HEADER, bytearray(HEADER.num_bytes)))
-    taken = here.taken
+    receive_data = here.receive_data
 
     def damaged(*args: Any) -> bytearray:
-        data = taken(*args)
+        data = receive_data(*args)
         data[-1] ^= 1
         return data
 
-    monkeypatch.setattr(here, "taken", damaged)
-    with pytest.raises(DamagedError, match="the pages were damaged on the way"):
+    monkeypatch.setattr(here, "receive_data", damaged)
+    with pytest.raises(DamagedError, match="the pages were damaged in transit"):
         here.fetch(Address("a", there.host, there.port), HEADER)
     here.close()
     there.close()
@@ -138,7 +138,7 @@ def test_pages_that_change_while_they_are_read_are_refused(monkeypatch: pytest.M
 def test_another_transport_is_refused(kinds: tuple[type[TcpTransport], type[TcpTransport]]) -> None:
     here, there = (transport(kind) for kind in kinds)
     there.lease("a", Pages(HEADER, bytearray(HEADER.num_bytes)))
-    message = f"kv_transport must be {there.name} as the other engine's, got {here.name}"
+    message = f"kv_transport must be {there.name}, as in the other engine, got {here.name}"
     with pytest.raises(KvTransferError, match=message):
         here.fetch(Address("a", there.host, there.port), HEADER)
     here.close()

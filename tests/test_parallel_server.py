@@ -26,7 +26,7 @@ from specops.engine import Engine, EngineConfig
 from specops.service import lockstep
 from specops.service.lockstep import FollowInbox
 from specops.service.process import ENGINE_TIMEOUT, EngineProcess
-from specops.service.wire import Frames, Setup, Taken, encoded
+from specops.service.wire import Frames, Setup, StepCommands, encoded
 from test_server_process import BODIES, STRUCTURED, Apart, answer_of, is_running, serving_apart
 
 pytestmark = pytest.mark.ci
@@ -78,7 +78,7 @@ def test_first_rank_decides_that_a_grammar_takes_too_long() -> None:
     with ours, theirs:
         inbox = FollowInbox(theirs, Frames())
         inbox.put(Overdue(1))
-        ours.sendall(encoded(Taken(encoded(Overdue(2)) + encoded(Abort(3)))))
+        ours.sendall(encoded(StepCommands(encoded(Overdue(2)) + encoded(Abort(3)))))
         assert list(inbox.take(None)) == [Overdue(2), Abort(3)]
 
 
@@ -123,7 +123,7 @@ def test_folders_of_killed_ranks_are_removed(
     (tmp_path / "specops-ranks-file").touch()
     with (tmp_path / "specops-ranks-locked/owner").open("w") as owner:
         fcntl.flock(owner, fcntl.LOCK_EX)
-        lockstep.remove_left_folders()
+        lockstep.remove_abandoned_folders()
     left = {one.name.removeprefix("specops-ranks-") for one in tmp_path.iterdir()}
     assert left == {"locked", "new", "without", "elsewhere", "link", "file"}
 
@@ -147,7 +147,7 @@ def test_rank_that_ends_on_request_is_not_lost(
     monkeypatch.setattr(lockstep, "EngineProcess", Rank)
     for commands in ([Abort(1)], [Abort(1), Stop()]):
         followers = lockstep.Followers(Setup(settings, "error"), lost.append)
-        followers.tell(commands)
+        followers.forward(commands)
         ends.pop().close()
         followers._watcher.join()
     assert lost == ["rank 1 has ended (exit status 0)"]

@@ -188,7 +188,7 @@ def test_prompt_logprobs_are_refused_in_streams(served: Served) -> None:
     body = {"prompt": "a", "prompt_logprobs": 1, "stream": True}
     response = HTTP.post(f"{served.url}/v1/completions", json=body)
     assert response.status_code == 400
-    message = "prompt_logprobs must be absent where stream is true"
+    message = "prompt_logprobs must be absent when stream is true"
     assert response.json()["error"]["message"] == message
 
 

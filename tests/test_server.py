@@ -180,7 +180,7 @@ def test_stop_string_ends_the_text(fake: Served, stream: bool) -> None:
 def test_suffix_is_refused_without_infill_tokens(fake: Served) -> None:
     answer = post(fake, "completions", {"prompt": "a", "suffix": "b"})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "suffix"
-    assert "has no tokens for it" in answer.json()["error"]["message"]
+    assert "the model lacks tokens such as" in answer.json()["error"]["message"]
 
 
 def test_infill_prompt_places_the_suffix_before_the_middle() -> None:
@@ -193,7 +193,7 @@ def test_infill_prompt_places_the_suffix_before_the_middle() -> None:
     assert [own.encode(one, add_special_tokens=False)[0] for one in marks] == [
         ids[0], ids[5], ids[-1]
     ] and len(ids) == 8  # fmt: skip
-    with pytest.raises(ValueError, match="needs a prompt that is one text"):
+    with pytest.raises(ValueError, match="suffix requires prompt to be one string"):
         infill_prompt(own, [1, 2], "b")
 
 

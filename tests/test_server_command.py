@@ -292,7 +292,7 @@ def test_metrics_may_have_a_port_of_their_own(capsys: pytest.CaptureFixture[str]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["--port", "0", "--metrics-port", str(port)]) == 2
-    message = f"host and metrics_port must be an address to listen on, got 127.0.0.1:{port}"
+    message = f"metrics_port {port} is in use; choose another with --metrics-port"
     assert message in capsys.readouterr().err
 
 
@@ -331,9 +331,15 @@ def test_sigterm_drains_running_requests() -> None:
         (["--port", "99999"], "port must be in [0, 65535], got 99999"),
         (["--metrics-port", "99999"], "metrics_port must be in [0, 65535], got 99999"),
         (["--metrics-port", "8000"], "metrics_port must be another than port, got 8000 twice"),
-        (["--host", "no.such.host.invalid"], "host and port must be an address to listen on"),
+        (
+            ["--host", "no.such.host.invalid"],
+            "cannot listen on host no.such.host.invalid and port 8000",
+        ),
         (["--allowed-hosts", "a:8000"], "allowed_hosts must be names or addresses without a port"),
-        (["--allowed-origins", '["*"]'], "allowed_origins must be such as https://example.com"),
+        (
+            ["--allowed-origins", '["*"]'],
+            "allowed_origins must be origins such as https://example.com",
+        ),
         (["--forwarded-allow-ips", "proxy"], "forwarded_allow_ips must be addresses, networks"),
         (["--api-key", ""], "--api-key must hold a key of at least one character"),
         (["--api-key-file", "/dev/null"], "--api-key-file must hold a key of at least one"),
@@ -380,11 +386,11 @@ def test_broken_chat_template_of_the_model_is_not_served(
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     assert main(["--model", str(tmp_path), "--device", "cpu"]) == 2
-    assert "the model's chat template is broken" in capsys.readouterr().err
+    assert "the model's chat template is not valid Jinja" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "text,said", [("{% if %}", "chat template is broken"), (None, "No such file")]
+    "text,said", [("{% if %}", "chat template is not valid Jinja"), (None, "No such file")]
 )
 def test_unreadable_chat_template_option_is_not_served(
     capsys: pytest.CaptureFixture[str], mtp_model: Path, tmp_path: Path, text: str | None, said: str

@@ -305,7 +305,7 @@ def test_bytes_sent_to_a_hung_engine_are_bounded(
     apart: Apart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Further jobs are refused until the engine reads again."""
-    monkeypatch.setattr(process, "_MOST_UNREAD", 100_000)
+    monkeypatch.setattr(process, "_MAX_UNREAD_BYTES", 100_000)
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     hello = Hello(apart.client.capabilities, apart.client.status)
@@ -325,7 +325,7 @@ def test_bytes_sent_to_a_hung_engine_are_bounded(
         while not client.is_behind and len(waiting) < 1_000:
             waiting.append(submit())
             await asyncio.sleep(0)
-        with pytest.raises(QueueFull, match="has not taken"):
+        with pytest.raises(QueueFull, match="has not read"):
             await submit()
         assert not any(one.done() for one in waiting)
         while client.is_behind:

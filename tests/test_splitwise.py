@@ -67,7 +67,7 @@ from specops.cli.roles import check_scheduler
 from specops.cli.serve import _parser, _read
 from specops.disaggregated import splitwise
 from specops.disaggregated.splitwise import Drop, SplitwiseClient, Ticket
-from specops.disaggregated.waiting import Told, Waiting
+from specops.disaggregated.waiting import RunEvents, Waiting
 from specops.engine import SamplingParams
 from specops.server import listen, serve
 from specops.server.protocol import CompletionRequest
@@ -399,7 +399,7 @@ def test_consumer_that_reads_again_keeps_its_jobs(redis: Redis) -> None:
         one = node("decode", redis)
         client = one._connect()
         await client.flushall()
-        await one._meet(client)
+        await one._restore_keys(client)
         stream, group = one._streams["decode"], splitwise._GROUP
         await client.xadd(stream, {"t": b"job"})
         consumers = []
@@ -409,7 +409,7 @@ def test_consumer_that_reads_again_keeps_its_jobs(redis: Redis) -> None:
                 await client.xreadgroup(group, "silent", {stream: ">"})
             await client.eval(splitwise._FORGET, 1, stream, group, "silent")
             consumers.append(len(await client.xinfo_consumers(stream, group)))
-        for command in one._told("dead", Drop("run")):
+        for command in one._message_commands("dead", Drop("run")):
             await client.execute_command(*command)
         left = await client.ttl(f"{one._prefix}:node:dead")
         await client.aclose()
@@ -427,7 +427,7 @@ def test_unreadable_entries_are_dropped(redis: Redis) -> None:
         one = node("decode", redis)
         client = one._connect()
         await client.flushall()
-        await one._meet(client)
+        await one._restore_keys(client)
         await client.hset(f"{one._prefix}:alive", "other", splitwise._encode("alive"))
         job = splitwise._encode(Ticket("other", 1, splitwise._encode("job")))
         await client.xadd(one._streams["decode"], {"t": job})
@@ -442,7 +442,7 @@ def test_unreadable_entries_are_dropped(redis: Redis) -> None:
             "expected the job of this node's frontend"
         )
         assert one._task is not None
-        await splitwise._ended([one._task])
+        await splitwise._cancelled([one._task])
         await client.aclose()
 
     asyncio.run(run())
@@ -461,7 +461,7 @@ class AnsweringClient(FakeClient):
         for index in range(len(job.prompts) * job.params.n):
             end = End("length", None, 1, 1, 0, 0.0, SpeculativeStats())
             events.append(Output(job.job, index, [7], "x", [], end=end))
-        self._take(Batch(0.0, "ok", self.status, None, {}, events))
+        self._handle_batch(Batch(0.0, "ok", self.status, None, {}, events))
 
     async def stop(self) -> None:
         """Do nothing: there is no engine."""
@@ -486,7 +486,7 @@ async def working(
         yield one, client, found
     finally:
         assert one._task is not None
-        await splitwise._ended([one._task])
+        await splitwise._cancelled([one._task])
         await client.aclose()
 
 
@@ -552,7 +552,7 @@ def forged_tickets() -> list[dict[str, Any]]:
 
 def forged_messages(node: str) -> list[dict[str, Any]]:
     """Return messages to a node with job 3. Each may end that job and no other."""
-    good = Told(3, "other", "run", 0, [Accepted(3, 4), output("ab", 0)])
+    good = RunEvents(3, "other", "run", 0, [Accepted(3, 4), output("ab", 0)])
     end = End("no such reason", None, 1, -5, -5, float("nan"), SpeculativeStats())
     messages: list[Any] = [
         structs.replace(good, job=99),
@@ -561,8 +561,8 @@ def forged_messages(node: str) -> list[dict[str, Any]]:
         structs.replace(good, run="ends", events=[Output(3, 0, [1], "a", [], end=end)]),
         structs.replace(good, run="p", place=-1),
         Drop("no such run"),
-        ["Told", 3, "other", "run", 0, [["Output", 3]]],
-        ["Told", 3],
+        ["RunEvents", 3, "other", "run", 0, [["Output", 3]]],
+        ["RunEvents", 3],
         ["Other", 3],
     ]
     entries = [splitwise._encode(one) for one in messages]
@@ -600,13 +600,13 @@ def test_forged_jobs_of_a_dead_node_are_inherited_or_dropped(
         one = node("mixed", redis)
         client = one._connect()
         await client.flushall()
-        await one._meet(client)
+        await one._restore_keys(client)
         stream, entries = one._streams["decode"], forged_tickets()
         for entry in entries:
             await client.xadd(stream, entry)
         await client.xreadgroup(splitwise._GROUP, "dead", {stream: ">"})
         for _ in range(0, len(entries), 1000):  # at most 1000 at a time
-            await one._inherit(client, stream, b"dead")
+            await one._claim_jobs(client, stream, b"dead")
         done = [command for mail in one._outbox for command in mail.commands]
         assert sum(command[0] == "XACK" for command in done) == len(entries)
         await client.aclose()
@@ -619,7 +619,7 @@ def test_forged_messages_end_no_other_job(redis: Redis) -> None:
         async with working(redis, FakeClient()) as (one, client, found):
             one.submit(job_of(3))
             for entry in forged_messages(one.node):
-                await client.xadd(one._own, entry)
+                await client.xadd(one._own_stream, entry)
             one._engine = AnsweringClient()
             await one._engine.start(one._from_engine, one._engine_lost, 1)
             one.submit(job_of(4))
@@ -731,7 +731,7 @@ def test_stream_continues_after_keys_are_lost(redis: Redis, lost: str) -> None:
                 events: list[Event] = [Accepted(job, 4), output(text, 0)]
                 for event in events:
                     event.job = job
-                engine._take(Batch(0.0, "ok", engine.status, None, {}, events))
+                engine._handle_batch(Batch(0.0, "ok", engine.status, None, {}, events))
                 if job:
                     break
                 assert isinstance(await asyncio.wait_for(found.get(), 60), Accepted)
@@ -740,7 +740,7 @@ def test_stream_continues_after_keys_are_lost(redis: Redis, lost: str) -> None:
                     await client.flushall()
                 else:
                     await client.delete(
-                        *([one._own] if lost == "messages" else one._streams.values())
+                        *([one._own_stream] if lost == "messages" else one._streams.values())
                     )
                 await eventually(lambda: runs(2))
             assert (await asyncio.wait_for(found.get(), 60)).text == "cd"  # type: ignore[union-attr]
@@ -756,17 +756,17 @@ def test_job_with_lost_messages_is_submitted_again() -> None:
     one, found = node("decode"), list[Event]()
     one._receive = lambda batch: found.extend(batch.events)
     one.submit(Submit(4, "", [[1]], SamplingParams(seed=1), None, True))
-    one._take_told(message_of("0", 0, output("ab", 0)))
-    for run in range(splitwise._MOST_ATTEMPTS):
+    one._take_events(message_of("0", 0, output("ab", 0)))
+    for run in range(splitwise._MAX_ATTEMPTS):
         one._outbox.clear()
-        one._take_told(message_of(str(run), 2, output("ef", 4)))
+        one._take_events(message_of(str(run), 2, output("ef", 4)))
         names = [command[0] for mail in one._outbox for command in mail.commands]
-        if run + 1 < splitwise._MOST_ATTEMPTS:
+        if run + 1 < splitwise._MAX_ATTEMPTS:
             assert names == ["XADD", "EXPIRE", "XADD"], (
                 "the run must be dropped and the job queued again"
             )
-            one._take_told(message_of(str(run), 3, output("gh", 6)))
-            one._take_told(message_of(str(run + 1), 0, output("abc"[: run + 2], 0)))
+            one._take_events(message_of(str(run), 3, output("gh", 6)))
+            one._take_events(message_of(str(run + 1), 0, output("abc"[: run + 2], 0)))
     assert [one.text for one in found if isinstance(one, Output)] == ["ab", "c"]
     assert isinstance(found[-1], Failed) and not one._waiting
 
@@ -849,7 +849,7 @@ def test_jobs_fail_after_a_long_redis_outage(redis: Redis, monkeypatch: pytest.M
             one.submit(job_of(3))
             redis.kill()
             try:
-                assert "Redis has been away" in await ends(found, 3)
+                assert "Redis has been unreachable" in await ends(found, 3)
             finally:
                 redis.start()
 
@@ -961,7 +961,7 @@ def test_repeated_loss_of_keys_does_not_end_the_server(
 
     async def run() -> None:
         async with working(redis) as (one, client, found):
-            for job in range(2 * splitwise._MOST_FAILURES):
+            for job in range(2 * splitwise._MAX_FAILURES):
                 await client.delete(*one._streams.values())
                 one.submit(job_of(job))
                 assert await ends(found, job) == "x"
@@ -986,7 +986,7 @@ def test_task_that_swallows_a_cancellation_ends() -> None:
         seen: list[int] = []
         task = asyncio.ensure_future(swallow(seen))
         await asyncio.sleep(0)
-        await asyncio.wait_for(splitwise._ended([task]), 10)
+        await asyncio.wait_for(splitwise._cancelled([task]), 10)
         return len(seen)
 
     assert asyncio.run(run()) == 2
@@ -1018,7 +1018,7 @@ def test_resumed_node_declares_no_node_dead(
             return []
 
     async def run() -> None:
-        working = asyncio.ensure_future(one._mourn(Silent()))
+        working = asyncio.ensure_future(one._recover_jobs(Silent()))
         await asyncio.wait([working], timeout=0.6)
         working.cancel()
 
@@ -1038,7 +1038,7 @@ def test_job_that_is_being_answered_does_not_time_out(monkeypatch: pytest.Monkey
     one.submit(Submit(4, "", [[1]], params, None, True))
     for place in range(4):
         now += 8.0
-        one._take_told(message_of("run", place, output("a", place)))
+        one._take_events(message_of("run", place, output("a", place)))
         one._fail_old()
     now += 11.0
     one._fail_old()
@@ -1061,18 +1061,18 @@ def waiting(streaming: bool = True) -> Waiting:
     return Waiting(Submit(4, "", [[1]], params, None, streaming), 0.0)
 
 
-def message_of(run: str, place: int, *events: Event) -> Told:
-    return Told(4, "node", run, place, list(events))
+def message_of(run: str, place: int, *events: Event) -> RunEvents:
+    return RunEvents(4, "node", run, place, list(events))
 
 
 def test_new_run_continues_where_the_last_one_was() -> None:
     """Its steps may differ, yet each token and character is forwarded once."""
     one = waiting()
-    found = one.news(message_of("a", 0, Accepted(9, 4), output("abc", 0)))
-    found += one.news(message_of("b", 0, Accepted(9, 4), output("ab", 0)))
-    found += one.news(message_of("b", 1, output("cdef", 2)))
-    found += one.news(message_of("a", 1, output("de", 3)))
-    found += one.news(message_of("b", 2, output("g", 6)))
+    found = one.new_events(message_of("a", 0, Accepted(9, 4), output("abc", 0)))
+    found += one.new_events(message_of("b", 0, Accepted(9, 4), output("ab", 0)))
+    found += one.new_events(message_of("b", 1, output("cdef", 2)))
+    found += one.new_events(message_of("a", 1, output("de", 3)))
+    found += one.new_events(message_of("b", 2, output("g", 6)))
     outputs = [event for event in found if isinstance(event, Output)]
     assert len(found) == len(outputs) + 1 and {event.job for event in found} == {4}
     assert "".join(event.text for event in outputs) == "abcdefg"
@@ -1083,9 +1083,11 @@ def test_new_run_continues_where_the_last_one_was() -> None:
 def test_repeated_messages_and_those_after_a_gap_are_not_forwarded() -> None:
     one = waiting()
     first = message_of("a", 0, output("ab", 0))
-    assert one.news(first) and not one.news(first)
-    assert not one.news(message_of("a", 2, output("ef", 4))), "a message in between is missing"
-    assert one.news(message_of("b", 0, output("abcd", 0)))[0].text == "cd"  # type: ignore[union-attr]
+    assert one.new_events(first) and not one.new_events(first)
+    assert not one.new_events(message_of("a", 2, output("ef", 4))), (
+        "a message in between is missing"
+    )
+    assert one.new_events(message_of("b", 0, output("abcd", 0)))[0].text == "cd"  # type: ignore[union-attr]
 
 
 def test_progress_counts_once_and_late_refusals_become_failures() -> None:
@@ -1093,11 +1095,11 @@ def test_progress_counts_once_and_late_refusals_become_failures() -> None:
     counts = [
         event.num_tokens
         for run, place, number in (("a", 0, 3), ("b", 0, 2), ("b", 1, 4), ("a", 1, 1))
-        for event in one.news(message_of(run, place, Progress(9, 0, number)))
+        for event in one.new_events(message_of(run, place, Progress(9, 0, number)))
         if isinstance(event, Progress)
     ]
     assert counts == [3, 3]
     refused: Callable[[], Event] = lambda: Refused(9, "full", "no room")  # noqa: E731
-    assert isinstance(waiting().news(message_of("a", 0, refused()))[0], Refused)
-    one.news(message_of("c", 0, Accepted(9, 4)))
-    assert isinstance(one.news(message_of("d", 0, refused()))[0], Failed)
+    assert isinstance(waiting().new_events(message_of("a", 0, refused()))[0], Refused)
+    one.new_events(message_of("c", 0, Accepted(9, 4)))
+    assert isinstance(one.new_events(message_of("d", 0, refused()))[0], Failed)

@@ -37,7 +37,7 @@ from specops.server.call_forms import (
     form_of_template,
 )
 from specops.server.chat import ChatFormat
-from specops.server.tools import Tool, calls_wanted
+from specops.server.tools import Tool, calls_format
 from specops.service.thread import ThreadClient
 from tokenizers import AddedToken
 
@@ -67,7 +67,7 @@ BY_NAME = {tool["function"]["name"]: tool["function"].get("parameters", {}) for 
 
 def state_of(choice: Any, parallel: bool = True, form: CallForm = HERMES) -> GrammarState:
     tools = [Tool(**tool) for tool in TOOLS]
-    constraint = calls_wanted(tools, choice, parallel, form)
+    constraint = calls_format(tools, choice, parallel, form)
     assert constraint is not None
     return GrammarState(GrammarCompiler(TOKENIZER, 4096).compile(constraint), [0])
 
@@ -140,7 +140,7 @@ def test_special_token_may_begin_calls() -> None:
     (token,) = tokenizer.encode("[TOOL_CALLS]")
     assert tokenizer.decode([token]) == "[TOOL_CALLS]" and not tokenizer.is_special(token)
     for choice in ("auto", "required"):
-        constraint = calls_wanted([Tool(**TOOLS[1])], choice, True, MISTRAL)
+        constraint = calls_format([Tool(**TOOLS[1])], choice, True, MISTRAL)
         assert constraint is not None
         state = GrammarState(GrammarCompiler(tokenizer, 258).compile(constraint), [0])
         assert all(map(state.take, [token, *tokenizer.encode(f"[{M_NOW}]")])) and state.may_end
@@ -176,8 +176,8 @@ def test_flag_for_the_format_overrides_the_template(tmp_path: Path) -> None:
 
 
 def test_no_grammar_is_made_without_callable_tools() -> None:
-    assert calls_wanted([], None, True) is None
-    assert calls_wanted([Tool(**TOOLS[0])], "none", True) is None
+    assert calls_format([], None, True) is None
+    assert calls_format([Tool(**TOOLS[0])], "none", True) is None
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -698,8 +698,8 @@ def test_invalid_tools_are_refused(
 @pytest.mark.parametrize(
     "template,message",
     [
-        ("{{ messages[0].content }}", "the model's chat template has none"),
-        ("{{ tools }}<tool_call><function=x>", "none of the forms hermes, llama3_json, mistral"),
+        ("{{ messages[0].content }}", "the model's chat template does not list them"),
+        ("{{ tools }}<tool_call><function=x>", "to one of hermes, llama3_json, mistral"),
         ("{{ tools }}name arguments", "--tool-call-parser says"),
     ],
 )

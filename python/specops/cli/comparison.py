@@ -12,7 +12,7 @@ from specops.cli.speed_up import SpeedUp, speed_up
 from specops.engine import Completion, Engine, RequestOutput, SamplingParams
 
 _PLAIN = {"method": "naive"}
-_MOST_PAIRS = 7  # upper bound on the timed pairs of runs
+_MAX_PAIRS = 7  # upper bound on the timed pairs of runs
 _TIMING_SECONDS = 3.0  # for all timed pairs together
 
 
@@ -132,7 +132,7 @@ def compare(decoder: Decoder, drafted: Run) -> Comparison:
     now = time.perf_counter()
     end, seconds = now + _TIMING_SECONDS, 2 * (now - begin)  # rough time of a pair
     pairs: list[tuple[float, float]] = []
-    while len(pairs) < _MOST_PAIRS and time.perf_counter() + seconds < end:
+    while len(pairs) < _MAX_PAIRS and time.perf_counter() + seconds < end:
         speeds: dict[bool, float | None] = {}
         # The kinds alternate in going first, so that drift does not always hit the same one.
         for plainly in (True, False) if len(pairs) % 2 else (False, True):

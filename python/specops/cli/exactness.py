@@ -30,7 +30,7 @@ from specops.service.contract import contract_of
 
 _SHOWN = 40  # characters of a prompt that are printed
 _ALTERNATIVES = 5  # top tokens per position that are compared by id and logprob
-_MOST_WITHOUT_DRAFTS = 3  # an output of up to this many tokens may end before its first draft
+_MAX_TOKENS_WITHOUT_DRAFTS = 3  # an output of up to this many tokens may end before its first draft
 
 # Methods that are compared by default, if the model can run them.
 METHODS = method_choices()
@@ -373,7 +373,7 @@ def lost_drafts(
     # A lookup may find nothing; a drafter with weights drafts something for every longer text.
     drafts = sum(one.stats.num_draft_tokens for one in drafted)
     needs_weights = config.stages and method_of(config.stages[0]).needs_weights
-    is_long = max((len(one.token_ids) for one in drafted), default=0) > _MOST_WITHOUT_DRAFTS
+    is_long = max((len(one.token_ids) for one in drafted), default=0) > _MAX_TOKENS_WITHOUT_DRAFTS
     if needs_weights and is_long and not (drafts or config.selects_drafts):
         return f"{config.method} drafted nothing"
     return None

@@ -149,7 +149,7 @@ def role_settings(
         except ModuleNotFoundError:
             raise
         except ImportError as error:  # the library for this machine's CUDA is missing
-            raise ValueError(f"kv_transport nixl cannot be had: {error}") from None
+            raise ValueError(f"kv_transport nixl cannot be used: {error}") from None
 
     from specops.service.wire import RoleSettings
 

@@ -62,9 +62,9 @@ class FairThreads(Generic[T]):
             self._threads.submit(self._run, client, future, work)
 
     def _may_run(self, client: str) -> bool:
-        own = self._running[client]
-        free_of_others = self._num_threads - (self._running.total() - own)
-        return own < (free_of_others + 1) // 2
+        num_own = self._running[client]
+        free_of_others = self._num_threads - (self._running.total() - num_own)
+        return num_own < (free_of_others + 1) // 2
 
     def _run(self, client: str, future: "Future[T]", work: _Work[T]) -> None:
         try:

@@ -38,17 +38,17 @@ from specops.service.wire import KvEventSettings
 
 logger = logging.getLogger(__name__)
 
-_MOST_EVENTS = 32  # per message
-_MOST_KEPT = 10_000  # messages that are retained for replays
-_MOST_KEPT_BYTES = 64 << 20
+_MAX_EVENTS = 32  # per message
+_MAX_RETAINED = 10_000  # messages that are retained for replays
+_MAX_RETAINED_BYTES = 64 << 20
 _UNSENT = 2048  # messages queued for a slow subscriber; it misses further ones
 _UNSENT_REPLAYED = 64  # messages queued for a client of the replay endpoint
-_MOST_REPLAYS = 32  # clients with an unfinished replay
-_MOST_REQUESTS = 100  # requests that are read between two messages
+_MAX_REPLAYS = 32  # clients with an unfinished replay
+_MAX_REQUESTS = 100  # requests that are read between two messages
 _STALLED_SECONDS = 10.0  # without a message sent, after which a replay ends
-_MOST_FRAME = 1024  # bytes of a part of a client's message; a longer one ends its connection
+_MAX_FRAME_BYTES = 1024  # of a part of a client's message; a longer one ends its connection
 _HANDSHAKE_SECONDS = 5  # time limit for a connection to become a client
-_MOST_CLIENTS = 64  # per endpoint
+_MAX_CLIENTS = 64  # per endpoint
 _POLL_SECONDS = 0.1
 _REPLAY_SECONDS = 0.002  # between two parts of a replay
 _HANDSHAKE_FAILED = {
@@ -123,9 +123,11 @@ class PrefixEvents:
     def stored(self, prefix: Prefix, token_ids: Sequence[int], salt: str | None) -> None:
         """Record a new prefix."""
         before = None if prefix.parent is None else self._hash_of.get(prefix.parent)
-        own = self._hash_of[prefix] = _hash_of(before, token_ids, salt)
+        block_hash = self._hash_of[prefix] = _hash_of(before, token_ids, salt)
         tokens = list(token_ids)
-        self.events.append(BlockStored([own], before, tokens, len(tokens), None, "GPU", None))
+        self.events.append(
+            BlockStored([block_hash], before, tokens, len(tokens), None, "GPU", None)
+        )
 
     def removed(self, prefix: Prefix) -> None:
         """Record the end of a prefix."""
@@ -163,7 +165,8 @@ class KvEvents:
         data_parallel_rank: int | None,
         deliver: Callable[[Batch], None],
     ) -> None:
-        self._prefixes, self._deliver = prefixes, deliver
+        self._prefixes = prefixes
+        self._deliver = deliver
         self._topic = settings.topic.encode()
         self._data_parallel_rank = data_parallel_rank
         self._context = zmq.Context()
@@ -179,22 +182,22 @@ class KvEvents:
     def _bound(self, kind: int, name: str, endpoint: str) -> "zmq.Socket[bytes] | None":
         if not endpoint:
             return None
-        found = self._context.socket(kind)
-        found.linger = 0
-        found.sndhwm = _UNSENT if kind == zmq.PUB else _UNSENT_REPLAYED
-        found.maxmsgsize = _MOST_FRAME  # limits incoming messages
-        found.handshake_ivl = 1000 * _HANDSHAKE_SECONDS
-        self._gate.watch(found, name)
+        endpoint_socket = self._context.socket(kind)
+        endpoint_socket.linger = 0
+        endpoint_socket.sndhwm = _UNSENT if kind == zmq.PUB else _UNSENT_REPLAYED
+        endpoint_socket.maxmsgsize = _MAX_FRAME_BYTES  # limits incoming messages
+        endpoint_socket.handshake_ivl = 1000 * _HANDSHAKE_SECONDS
+        self._gate.watch(endpoint_socket, name)
         if kind == zmq.ROUTER:
-            found.router_mandatory = 1  # raises if a client has too many unread messages
+            endpoint_socket.router_mandatory = 1  # raises if a client has too many unread messages
         try:
-            found.bind(endpoint)
+            endpoint_socket.bind(endpoint)
         except zmq.ZMQError as error:
             raise ValueError(
                 f"{name} must be an endpoint to bind, such as tcp://127.0.0.1:5557, got "
                 f"{endpoint}: {error}"
             ) from None
-        return found
+        return endpoint_socket
 
     def __enter__(self) -> "KvEvents":
         return self
@@ -212,8 +215,8 @@ class KvEvents:
         if self._has_failed:
             return
         now = time.time()
-        for begin in range(0, len(events), _MOST_EVENTS):
-            part = events[begin : begin + _MOST_EVENTS]
+        for begin in range(0, len(events), _MAX_EVENTS):
+            part = events[begin : begin + _MAX_EVENTS]
             self._queue.put(EventBatch(now, part, self._data_parallel_rank))
 
     def _run(self) -> None:
@@ -222,11 +225,12 @@ class KvEvents:
             self._work()
         except Exception:
             self._has_failed = True
-            logger.exception("events of the prefix cache are published no more")
+            logger.exception("publishing of prefix cache events failed and has stopped")
 
     def _work(self) -> None:
         """Send from a separate thread, so that sockets do not delay the loop."""
-        kept, encode = _Kept(), msgspec.msgpack.Encoder().encode
+        retained = _RetainedMessages()
+        encode = msgspec.msgpack.Encoder().encode
         replays: dict[bytes, _Replay] = {}  # by client
         while True:
             self._gate.answer()
@@ -236,40 +240,49 @@ class KvEvents:
                     return
                 data = encode(batch)
                 assert self._publisher is not None
-                self._publisher.send_multipart((self._topic, _number(kept.add(data)), data))
+                self._publisher.send_multipart((self._topic, _number(retained.add(data)), data))
             if self._replayer is not None:
                 self._read_requests(self._replayer, replays)
                 for client, replay in list(replays.items()):
-                    if not self._send_on(self._replayer, client, replay, kept):
+                    if not self._send_on(self._replayer, client, replay, retained):
                         del replays[client]
 
     def _read_requests(
         self, replayer: "zmq.Socket[bytes]", replays: "dict[bytes, _Replay]"
     ) -> None:
         """Begin the replays that clients request. A client has one replay: the latest."""
-        for _ in range(_MOST_REQUESTS):
+        for _ in range(_MAX_REQUESTS):
             if not replayer.poll(0):
                 return
-            client, *_, asked = replayer.recv_multipart()
-            if len(asked) != _NUMBER_BYTES:
-                logger.warning("kv_events_replay: a number must have 8 bytes, got %d", len(asked))
-            elif client in replays or len(replays) < _MOST_REPLAYS:
-                replays[client] = _Replay(int.from_bytes(asked, "big"), time.monotonic())
+            client, *_, number = replayer.recv_multipart()
+            if len(number) != _NUMBER_BYTES:
+                logger.warning(
+                    "kv_events_replay: a sequence number must have 8 bytes, got %d", len(number)
+                )
+            elif client in replays or len(replays) < _MAX_REPLAYS:
+                replays[client] = _Replay(int.from_bytes(number, "big"), time.monotonic())
             else:
-                logger.warning("kv_events_replay: %d replays run; one is refused", len(replays))
+                logger.warning(
+                    "kv_events_replay: refused a replay, since %d replays run already", len(replays)
+                )
 
     def _send_on(
-        self, replayer: "zmq.Socket[bytes]", client: bytes, replay: "_Replay", kept: "_Kept"
+        self,
+        replayer: "zmq.Socket[bytes]",
+        client: bytes,
+        replay: "_Replay",
+        retained: "_RetainedMessages",
     ) -> bool:
         """Send as much of a replay as the client's queue takes; return False if it is over."""
         now = time.monotonic()
         try:
-            replay.next = max(replay.next, kept.first)
-            while replay.next < kept.end:
+            replay.next = max(replay.next, retained.first)
+            while replay.next < retained.end:
                 number = _number(replay.next)
-                parts = (client, b"", self._topic, number, kept.data[replay.next])
+                parts = (client, b"", self._topic, number, retained.data[replay.next])
                 replayer.send_multipart(parts, zmq.NOBLOCK)
-                replay.next, replay.moved_at = replay.next + 1, now
+                replay.next += 1
+                replay.moved_at = now
             replayer.send_multipart((client, b"", b"", _END, b""), zmq.NOBLOCK)
         except zmq.Again:
             return now - replay.moved_at < _STALLED_SECONDS
@@ -302,7 +315,7 @@ class _Gate:
         """Admit or refuse the clients that have connected."""
         for clients in self._clients.values():
             clients.count()
-        for _ in range(_MOST_REQUESTS):
+        for _ in range(_MAX_REQUESTS):
             if not self._requests.poll(0):
                 return
             version, request, name, host, *_ = self._requests.recv_multipart()
@@ -345,7 +358,7 @@ class _Clients:
         """Return whether a host may have one more client, and count it if so."""
         host = host if host in self._host_of.values() else ""  # a connection without an address
         others = self._admitted.total() - self._admitted[host]
-        if self._admitted[host] >= (_MOST_CLIENTS - others + 1) // 2:
+        if self._admitted[host] >= (_MAX_CLIENTS - others + 1) // 2:
             return False
         self._admitted[host] += 1
         return True
@@ -372,7 +385,7 @@ class _Replay:
     moved_at: float
 
 
-class _Kept:
+class _RetainedMessages:
     """The latest messages, retained for replays.
 
     Attributes:
@@ -387,9 +400,10 @@ class _Kept:
     def add(self, data: bytes) -> int:
         """Add a message, evicting the oldest if necessary; return its number."""
         number = self.end
-        self.data[number], self.end = data, number + 1
+        self.data[number] = data
+        self.end = number + 1
         self._num_bytes += len(data)
-        while len(self.data) > _MOST_KEPT or self._num_bytes > _MOST_KEPT_BYTES:
+        while len(self.data) > _MAX_RETAINED or self._num_bytes > _MAX_RETAINED_BYTES:
             self._num_bytes -= len(self.data.pop(self.first))
             self.first += 1
         return number

@@ -62,11 +62,11 @@ class NixlTransport(TcpTransport):
         try:
             self._agent = _new_agent(nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)  # for all readers
         except OSError as error:
-            raise ValueError(f"kv_transport nixl cannot be had: {error}") from None
+            raise ValueError(f"kv_transport nixl cannot be used: {error}") from None
         super().__init__(host, port, leases, peers, clock)
 
     @contextlib.contextmanager
-    def offered(
+    def send_data(
         self, connection: socket.socket, data: bytearray, deadline: Deadline
     ) -> Iterator[None]:
         """Offer the bytes of pages to a reader; the block ends when it has released them."""
@@ -82,7 +82,9 @@ class NixlTransport(TcpTransport):
         finally:
             self._agent.deregister_memory(registered)
 
-    def taken(self, connection: socket.socket, num_bytes: int, deadline: Deadline) -> bytearray:
+    def receive_data(
+        self, connection: socket.socket, num_bytes: int, deadline: Deadline
+    ) -> bytearray:
         """Return the bytes that another engine offers on a connection.
 
         Raises:
@@ -101,25 +103,26 @@ def _read(place: Place, data: bytearray, deadline: Deadline) -> None:
         OSError: the other engine disconnected, or takes too long.
     """
     pages = torch.frombuffer(data, dtype=torch.uint8)
-    agent, reading = _new_agent(nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE), None
+    agent = _new_agent(nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE)
+    reading = None
     try:
         agent.register_memory([pages])
-        here = agent.get_xfer_descs([pages])
-        there = agent.get_xfer_descs([(place.address, len(data), 0)], "DRAM")
-        reading = agent.initialize_xfer("READ", here, there, agent.add_remote_agent(place.agent))
+        local = agent.get_xfer_descs([pages])
+        remote = agent.get_xfer_descs([(place.address, len(data), 0)], "DRAM")
+        reading = agent.initialize_xfer("READ", local, remote, agent.add_remote_agent(place.agent))
         state = agent.transfer(reading)
         while state == "PROC":
-            time.sleep(min(_POLL_SECONDS, deadline.left()))
+            time.sleep(min(_POLL_SECONDS, deadline.remaining()))
             state = agent.check_xfer_state(reading)
     except TimeoutError:
-        raise TimeoutError("NIXL has not read the pages in time") from None
+        raise TimeoutError("NIXL did not read the pages in time") from None
     except Exception as error:  # NIXL's exceptions have no common class
         raise ConnectionError(f"NIXL cannot read the pages: {error}") from None
     finally:
         # Must precede the end of `data`, which can be written to while they exist.
         del reading, agent
     if state != "DONE":
-        raise ConnectionError(f"NIXL cannot read the pages: its state is {state}")
+        raise ConnectionError(f"NIXL cannot read the pages: the transfer ended in state {state}")
 
 
 def _new_agent(threads: nixl_thread_sync_t) -> nixl_agent:

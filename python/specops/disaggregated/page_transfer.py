@@ -35,7 +35,7 @@ class PageTransfer:
 
     def __init__(self, engine: Engine) -> None:
         if not engine.config.enable_prefix_caching:
-            raise ValueError("enable_prefix_caching must be on for a role, got off")
+            raise ValueError("enable_prefix_caching must be on for a server with a role, got off")
         self._engine = engine
         self.contract = contract_of(engine)
 

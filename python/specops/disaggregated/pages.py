@@ -111,8 +111,8 @@ class Header(Struct, frozen=True, tag=True):
     @property
     def tensors(self) -> list[tuple[Layout, int]]:
         """All tensors in order, each with its number of pages, or of prefixes for states."""
-        of_pages = [(one, self.num_pages) for one in (*self.model, *self.draft)]
-        return of_pages + [(one, 1) for one in self.states if self.num_pages]
+        of_pages = [(layout, self.num_pages) for layout in (*self.model, *self.draft)]
+        return of_pages + [(layout, 1) for layout in self.states if self.num_pages]
 
     def bytes_of(self, layout: Layout) -> int:
         """Return the number of bytes that follow per page of a tensor, or per prefix."""
@@ -121,12 +121,12 @@ class Header(Struct, frozen=True, tag=True):
 
     def heads_of(self, layout: Layout) -> range:
         """Return the heads that the reader gets from this rank, the first rank that has them."""
-        own = dealt(layout.num_heads, self.num_ranks, self.rank)
-        wanted = dealt(layout.num_heads, self.num_readers, self.reader)
-        begin = max(own.start, wanted.start)
+        held = dealt(layout.num_heads, self.num_ranks, self.rank)
+        required = dealt(layout.num_heads, self.num_readers, self.reader)
+        begin = max(held.start, required.start)
         if self.rank - 1 in dealt(self.num_ranks, self.num_readers, self.reader):
             begin = max(begin, dealt(layout.num_heads, self.num_ranks, self.rank - 1).stop)
-        return range(begin, max(begin, min(own.stop, wanted.stop)))
+        return range(begin, max(begin, min(held.stop, required.stop)))
 
 
 class Pages(Struct, array_like=True):
@@ -153,13 +153,13 @@ def check(header: Header, expected: Header) -> None:
         KvTransferError: a field of the header does not match; the message names it.
     """
     for name in _CHECKED:
-        got, wanted = getattr(header, name), getattr(expected, name)
-        if got != wanted:
+        got, required = getattr(header, name), getattr(expected, name)
+        if got != required:
             if name == "token_ids":
                 raise KvTransferError(
-                    "KV transfer: token_ids must be the request's prompt, got others"
+                    "KV transfer: token_ids must be the request's prompt, got different ones"
                 )
-            raise KvTransferError(f"KV transfer: {name} must be {wanted!r}, got {got!r}")
+            raise KvTransferError(f"KV transfer: {name} must be {required!r}, got {got!r}")
     if not 0 <= header.num_pages <= expected.num_pages:
         raise KvTransferError(
             f"KV transfer: num_pages must be in [0, {expected.num_pages}], got {header.num_pages}"
@@ -192,10 +192,10 @@ def cut(pages: Pages, num_readers: int, reader: int) -> Pages:
         KvTransferError: the reader gets nothing from this rank.
     """
     header = pages.header
-    is_one = 0 <= reader < num_readers
-    if not is_one or header.rank not in sources(header.num_ranks, num_readers, reader):
+    is_reader = 0 <= reader < num_readers
+    if not is_reader or header.rank not in sources(header.num_ranks, num_readers, reader):
         raise KvTransferError(
-            f"KV transfer: rank {reader} of {num_readers} has nothing to read of rank "
+            f"KV transfer: reader {reader} of {num_readers} shares no heads with rank "
             f"{header.rank} of {header.num_ranks}"
         )
     part = Pages(replace(header, num_readers=num_readers, reader=reader), pages.data)
@@ -217,26 +217,28 @@ def joined(parts: Sequence[Pages], expected: Header) -> Pages:
     """
     counts = [part.header.num_pages for part in parts]
     if counts != counts[:1] * len(parts):
-        raise KvTransferError(f"KV transfer: num_pages must be the same of all ranks, got {counts}")
+        raise KvTransferError(f"KV transfer: num_pages must be equal on all ranks, got {counts}")
     header = replace(expected, num_pages=counts[0])
     if len(parts) == 1:
         return Pages(header, parts[0].data)
-    whole = Pages(header, bytearray(header.num_bytes))
+    pages = Pages(header, bytearray(header.num_bytes))
     for part in parts:
-        _copy(part, whole, part.header)
-    return whole
+        _copy(part, pages, part.header)
+    return pages
 
 
-def _copy(source: Pages, to: Pages, which: Header) -> None:
+def _copy(source: Pages, target: Pages, header: Header) -> None:
     """Copy the heads of one header from pages that contain them to other pages."""
-    every = zip(source.header.tensors, _tensors(source), _tensors(to), strict=True)
-    for (layout, _), (own, old), (others, new) in every:
-        moved, begin, end = which.heads_of(layout), 0, 0
+    every = zip(source.header.tensors, _tensors(source), _tensors(target), strict=True)
+    for (layout, _), (source_heads, old), (target_heads, new) in every:
+        moved, begin, end = header.heads_of(layout), 0, 0
         for width in layout.widths:
             count = len(moved) * width
-            first, other = ((moved.start - heads.start) * width for heads in (own, others))
+            first, other = (
+                (moved.start - heads.start) * width for heads in (source_heads, target_heads)
+            )
             new.narrow(2, end + other, count).copy_(old.narrow(2, begin + first, count))
-            begin, end = begin + len(own) * width, end + len(others) * width
+            begin, end = begin + len(source_heads) * width, end + len(target_heads) * width
 
 
 def _tensors(pages: Pages) -> Iterator[tuple[range, Tensor]]:

@@ -12,7 +12,7 @@ from specops.service.wire import Peer
 
 _FIRST_PAUSE = 1.0  # seconds after the first failure; each further failure doubles the pause
 _LONGEST_PAUSE = 30.0
-_MOST_OUTAGES = 1024  # of ports; the oldest is dropped
+_MAX_OUTAGES = 1024  # of ports; the oldest is dropped
 
 
 @dataclass
@@ -48,7 +48,9 @@ class Peers:
         attempt_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._allowed, self._attempt_seconds, self._clock = allowed, attempt_seconds, clock
+        self._allowed = allowed
+        self._attempt_seconds = attempt_seconds
+        self._clock = clock
         self._outages: dict[tuple[str, int], _Outage] = {}  # oldest first
         self._lock = threading.Lock()
 
@@ -58,7 +60,7 @@ class Peers:
         Raises:
             KvTransferError: the address is not configured.
         """
-        if not any(one.host == host and one.first <= port <= one.last for one in self._allowed):
+        if not any(peer.host == host and peer.first <= port <= peer.last for peer in self._allowed):
             raise KvTransferError(
                 "KV transfer: remote_host and remote_port must be one of kv_peers, got "
                 f"{host!r} and {port}"
@@ -86,27 +88,30 @@ class Peers:
     def _begin(self, host: str, port: int) -> float:
         """Return the current time, or raise KvTransferError if the peer must not be tried yet."""
         with self._lock:
-            now, outage = self._clock(), self._outages.get((host, port))
+            now = self._clock()
+            outage = self._outages.get((host, port))
             if outage is not None:
                 if now < outage.next_at:
                     raise KvTransferError(
-                        f"KV transfer: {host}:{port} did not answer lately, and is tried again in "
-                        f"{outage.next_at - now:.1f} s"
+                        f"KV transfer: {host}:{port} did not answer recently; "
+                        f"the next attempt is in {outage.next_at - now:.1f} s"
                     )
                 outage.next_at = now + self._attempt_seconds
             return now
 
     def _note_failure(self, host: str, port: int, begin: float) -> None:
         with self._lock:
-            now, outage = self._clock(), self._outages.pop((host, port), None)
+            now = self._clock()
+            outage = self._outages.pop((host, port), None)
             if outage is None:
                 outage = _Outage(0, begin, now)
             if begin >= outage.noted_at:
                 outage.count += 1
                 pause = min(_FIRST_PAUSE * 2 ** min(outage.count - 1, 10), _LONGEST_PAUSE)
-                outage.noted_at, outage.next_at = now, now + pause
+                outage.noted_at = now
+                outage.next_at = now + pause
             self._outages[host, port] = outage
-            if len(self._outages) > _MOST_OUTAGES:
+            if len(self._outages) > _MAX_OUTAGES:
                 del self._outages[next(iter(self._outages))]
 
     def _note_answer(self, host: str, port: int) -> None:

@@ -48,7 +48,7 @@ from specops.api.messages import (
     Refused,
     Submit,
 )
-from specops.disaggregated.waiting import Told, Waiting
+from specops.disaggregated.waiting import RunEvents, Waiting
 from specops.service.client import EngineClient
 from specops.service.wire import encoded, packed, to_process, unpacked
 
@@ -97,22 +97,22 @@ redis.call('EXPIRE', epoch, seconds)
 redis.call('EXPIRE', alive, seconds)
 return {redis.call('GET', epoch), made[3] and 1 or 0}
 """
-_KEPT_SECONDS = 60  # lower bound on the time to live of keys, which each heartbeat renews
+_MIN_TTL_SECONDS = 60  # lower bound on the time to live of keys, which each heartbeat renews
 # A consumer that has read something since it was checked stays: its jobs would be lost.
 _FORGET = """
 if #redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1, ARGV[2]) == 0 then
   redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], ARGV[2])
 end
 """
-_MOST_RUNS = 32  # jobs of all nodes that this node runs at a time
-_MOST_ATTEMPTS = 5  # of a job, if its nodes die or messages are lost: it may be the cause
+_MAX_RUNS = 32  # jobs of all nodes that this node runs at a time
+_MAX_ATTEMPTS = 5  # of a job, if its nodes die or messages are lost: it may be the cause
 _BRIDGED_SECONDS = 2.0  # for which new jobs wait while Redis is away
 _OUTAGE_SECONDS = 30.0  # for which Redis may be away before waiting jobs end
-_MOST_FAILURES = 10  # of the queue's work in a row, each after less than _WELL_SECONDS
+_MAX_FAILURES = 10  # of the queue's work in a row, each after less than _WELL_SECONDS
 _WELL_SECONDS = 10.0
 _STOP_SECONDS = 2.0  # for handing jobs back
 _FRAME = 4  # bytes before a message that `encoded` writes
-_TAKES = ("ok", "failing")  # health of an engine that accepts jobs
+_ACCEPTING = ("ok", "failing")  # health of an engine that accepts jobs
 _CODE = re.compile("(?!ERR )[A-Z]+ ")
 _ERRORS = (RedisError, OSError, asyncio.TimeoutError)
 # Errors of values written by another node: decoding them again cannot succeed.
@@ -120,7 +120,7 @@ _MALFORMED = (KeyError, TypeError, ValueError, RecursionError, msgspec.MsgspecEr
 
 
 @dataclass
-class _Mail:
+class _Transaction:
     """Commands for Redis, executed in one transaction.
 
     Attributes:
@@ -158,7 +158,7 @@ class Drop(Struct, tag=True, array_like=True):
 
 _ticket = msgspec.msgpack.Decoder(Ticket)
 _heartbeat = msgspec.msgpack.Decoder(tuple[int, Literal["prefill", "decode", "mixed"]])
-_message = msgspec.msgpack.Decoder(Told | Drop, dec_hook=unpacked)
+_message = msgspec.msgpack.Decoder(RunEvents | Drop, dec_hook=unpacked)
 _encode = msgspec.msgpack.Encoder(enc_hook=packed).encode
 
 
@@ -197,21 +197,25 @@ class SplitwiseClient(EngineClient):
     ) -> None:
         # Clients' requests have no kv_transfer here: the nodes transfer KV themselves.
         super().__init__(structs.replace(engine.capabilities, role=""), engine.status)
-        self._engine, self._role, self._ttl, self._connect = engine, role, ttl, connect
-        self._seconds = max(int(ttl), _KEPT_SECONDS)  # time to live of keys
+        self._engine = engine
+        self._role = role
+        self._ttl = ttl
+        self._connect = connect
+        self._seconds = max(int(ttl), _MIN_TTL_SECONDS)  # time to live of keys
         self.node = secrets.token_hex(8)
         prefix = f"{topic}:{engine.capabilities.contract['digest']}"
         self._prefix = prefix
-        self._own, self._alive = f"{prefix}:node:{self.node}", f"{prefix}:alive"
+        self._own_stream = f"{prefix}:node:{self.node}"
+        self._alive = f"{prefix}:alive"
         self._streams = {name: f"{prefix}:{name}" for name in ("prefill", "decode")}
         self._numbers = itertools.count()  # the engine's numbers of runs
         self._waiting: dict[int, Waiting] = {}
         self._runs: dict[int, _Run] = {}
-        self._outbox: deque[_Mail] = deque()
-        self._has_mail = asyncio.Event()
+        self._outbox: deque[_Transaction] = deque()
+        self._has_commands = asyncio.Event()
         self._roles: set[str] = set()  # of live nodes
-        self._memory: tuple[str, bytes] | None = None  # Redis' run and epoch
-        self._own_is_lost = False  # whether the stream of messages to this node was lost
+        self._identity: tuple[str, bytes] | None = None  # Redis' run and epoch
+        self._has_lost_stream = False  # whether the stream of messages to this node was lost
         self._last = b"0"  # id of the last message that was read
         self._away_since: float | None = None  # time since when there is no connection
         self._refused_since: float | None = None  # time since when commands are refused
@@ -239,7 +243,7 @@ class SplitwiseClient(EngineClient):
 
     def _seconds_away(self) -> float:
         """Return for how long Redis has been unreachable, or has refused commands."""
-        begins = [one for one in (self._away_since, self._refused_since) if one is not None]
+        begins = [since for since in (self._away_since, self._refused_since) if since is not None]
         return time.monotonic() - min(begins) if begins else 0.0
 
     @property
@@ -263,11 +267,11 @@ class SplitwiseClient(EngineClient):
         runs, self._runs = self._runs, {}
         for number, run in runs.items():
             self._engine.abort(number)
-            self._hand_back(run.stream, run.entry, run.ticket)
+            self._requeue(run.stream, run.entry, run.ticket)
         if self._task is not None:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._all_written(), _STOP_SECONDS)
-            await _ended([self._task])
+            await _cancelled([self._task])
         await self._engine.stop()
 
     async def _all_written(self) -> None:
@@ -304,20 +308,20 @@ class SplitwiseClient(EngineClient):
     def _submit_again(self, waiting: Waiting) -> None:
         """Submit a job again if its messages or its entry are lost; it gets the same tokens."""
         for node, run in waiting.abandon_runs():
-            self._post(*self._told(node, Drop(run)))
+            self._post(*self._message_commands(node, Drop(run)))
         self._enqueue(waiting.job)
 
-    def _take_told(self, told: Told) -> None:
-        waiting = self._waiting.get(told.job)
+    def _take_events(self, message: RunEvents) -> None:
+        waiting = self._waiting.get(message.job)
         if waiting is None:
-            return self._post(*self._told(told.node, Drop(told.run)))
+            return self._post(*self._message_commands(message.node, Drop(message.run)))
         waiting.since = time.monotonic()
-        events = waiting.news(told)
+        events = waiting.new_events(message)
         if events is None:
-            if waiting.num_gaps >= _MOST_ATTEMPTS:
-                sentence = f"messages of {_MOST_ATTEMPTS} runs were lost"
-                return self._give_up(Failed(told.job, sentence))
-            logger.warning("messages of a run are lost: its job is submitted again")
+            if waiting.num_gaps >= _MAX_ATTEMPTS:
+                sentence = f"messages were lost in {_MAX_ATTEMPTS} attempts to run the request"
+                return self._give_up(Failed(message.job, sentence))
+            logger.warning("messages of job %d were lost; submitting the job again", message.job)
             return self._submit_again(waiting)
         if not events:
             return
@@ -325,20 +329,20 @@ class SplitwiseClient(EngineClient):
             len(waiting.ended) == len(waiting.job.prompts) * waiting.job.params.n
         ):
             if waiting.abandoned:  # the job may be in a stream again
-                self._forget(told.job)
+                self._forget(message.job)
             else:
-                del self._waiting[told.job]
-        self._tell_door(events)
+                del self._waiting[message.job]
+        self._notify_frontend(events)
 
-    def _tell_door(self, events: list[Event]) -> None:
-        now, status = time.perf_counter(), self._engine.status
-        self._take(Batch(now, "ok", status, None, {}, events))
+    def _notify_frontend(self, events: list[Event]) -> None:
+        now = time.perf_counter()
+        self._handle_batch(Batch(now, "ok", self._engine.status, None, {}, events))
 
     def _fail_old(self) -> None:
         """End jobs that have waited too long."""
         if self._seconds_away() > _OUTAGE_SECONDS:
             for number in list(self._waiting):
-                sentence = f"Redis has been away for {_OUTAGE_SECONDS:g} seconds"
+                sentence = f"Redis has been unreachable for {_OUTAGE_SECONDS:g} seconds"
                 self._give_up(Refused(number, "away", sentence))
         now = time.monotonic()
         for number, waiting in list(self._waiting.items()):
@@ -348,18 +352,18 @@ class SplitwiseClient(EngineClient):
     def _give_up(self, event: Failed | Refused) -> None:
         """End a job of this node for its client and on all other nodes."""
         self._forget(event.job)
-        self._tell_door([event])
+        self._notify_frontend([event])
 
     def _forget(self, job: int) -> None:
         """Stop waiting for a job: nodes that read it drop it, and the node that runs it stops."""
         waiting = self._waiting.pop(job, None)
         if waiting is None:
             return
-        gone = f"{self._prefix}:gone:{self.node}:{job}"
-        self._post(("SET", gone, b"1", "EX", self._seconds))
+        key = f"{self._prefix}:gone:{self.node}:{job}"
+        self._post(("SET", key, b"1", "EX", self._seconds))
         if waiting.runner is not None:
             node, run = waiting.runner
-            self._post(*self._told(node, Drop(run)))
+            self._post(*self._message_commands(node, Drop(run)))
 
     # ---- jobs of all nodes, on this node's engine ----
 
@@ -370,9 +374,9 @@ class SplitwiseClient(EngineClient):
             Exception: the job cannot be run; the engine has not received it.
         """
         if self._is_stopping:
-            return self._hand_back(stream, entry, ticket)
-        if self._engine.health not in _TAKES:
-            return self._again(stream, entry, ticket)
+            return self._requeue(stream, entry, ticket)
+        if self._engine.health not in _ACCEPTING:
+            return self._requeue_lost(stream, entry, ticket)
         number = next(self._numbers)
         is_prefill = stream == self._streams["prefill"] and self._role == "prefill"
         if is_prefill:
@@ -398,32 +402,34 @@ class SplitwiseClient(EngineClient):
         for number, events in by_run.items():
             run = self._runs[number]
             try:
-                self._pass_on(number, run, events)
+                self._forward(number, run, events)
             except Exception as error:
                 if self._runs.pop(number, None) is not None:
                     self._engine.abort(number)
                 self._refuse(run.stream, run.entry, run.ticket, error)
-        self._take(structs.replace(batch, full=None, events=[]))
+        self._handle_batch(structs.replace(batch, full=None, events=[]))
 
-    def _pass_on(self, number: int, run: _Run, events: list[Event]) -> None:
+    def _forward(self, number: int, run: _Run, events: list[Event]) -> None:
         """Send the events of one run to the node that waits for them."""
-        run.num_left -= sum(isinstance(one, Output) and one.end is not None for one in events)
-        is_over = not run.num_left or any(isinstance(one, (Refused, Failed)) for one in events)
+        run.num_left -= sum(isinstance(event, Output) and event.end is not None for event in events)
+        is_over = not run.num_left or any(isinstance(event, (Refused, Failed)) for event in events)
         if is_over:
             del self._runs[number]
         if run.is_prefill:
             if is_over:
-                self._hand_over(run, events)
+                self._transfer(run, events)
             return
-        message = Told(run.ticket.job, self.node, run.name, run.place, events)
-        told = self._told(run.ticket.node, message)
+        message = RunEvents(run.ticket.job, self.node, run.name, run.place, events)
+        commands = self._message_commands(run.ticket.node, message)
         run.place += 1
-        self._post(*told, *self._done(run.stream, run.entry, is_over))
+        self._post(*commands, *self._done(run.stream, run.entry, is_over))
 
-    def _hand_over(self, run: _Run, events: Iterable[Event]) -> None:
+    def _transfer(self, run: _Run, events: Iterable[Event]) -> None:
         """Write a prefilled job to the next stream, with its pages if it has any."""
-        found = [one.end.kv_transfer for one in events if isinstance(one, Output) and one.end]
-        ticket = structs.replace(run.ticket, kv_transfer=found[0] if found else None)
+        transfers = [
+            event.end.kv_transfer for event in events if isinstance(event, Output) and event.end
+        ]
+        ticket = structs.replace(run.ticket, kv_transfer=transfers[0] if transfers else None)
         added = ("XADD", self._streams["decode"], "*", "t", _encode(ticket))
         self._post(added, *self._done(run.stream, run.entry, True))
 
@@ -431,16 +437,16 @@ class SplitwiseClient(EngineClient):
         """Write all running jobs to their streams again, for other nodes or the next engine."""
         runs, self._runs = self._runs, {}
         for run in runs.values():
-            self._again(run.stream, run.entry, run.ticket)
+            self._requeue_lost(run.stream, run.entry, run.ticket)
 
-    def _again(self, stream: str, entry: bytes, ticket: Ticket) -> None:
+    def _requeue_lost(self, stream: str, entry: bytes, ticket: Ticket) -> None:
         """Write a job with a lost run to its stream again."""
-        if ticket.attempt + 1 >= _MOST_ATTEMPTS:
-            sentence = f"{_MOST_ATTEMPTS} nodes were lost while they ran it"
+        if ticket.attempt + 1 >= _MAX_ATTEMPTS:
+            sentence = f"the request was lost with its node {_MAX_ATTEMPTS} times"
             return self._fail(stream, entry, ticket, sentence)
-        self._hand_back(stream, entry, structs.replace(ticket, attempt=ticket.attempt + 1))
+        self._requeue(stream, entry, structs.replace(ticket, attempt=ticket.attempt + 1))
 
-    def _hand_back(self, stream: str, entry: bytes, ticket: Ticket) -> None:
+    def _requeue(self, stream: str, entry: bytes, ticket: Ticket) -> None:
         """Write a job that another node must run to its stream."""
         added = ("XADD", stream, "*", "t", _encode(ticket))
         self._post(added, *self._done(stream, entry, True))
@@ -450,18 +456,18 @@ class SplitwiseClient(EngineClient):
         is_malformed = isinstance(error, _MALFORMED)
         why = str(error) if is_malformed else "internal error"
         log_error = None if is_malformed else error
-        logger.error("a job in %s cannot be run, and ends: %s", stream, why, exc_info=log_error)
+        logger.error("cannot run a job in %s; ending it: %s", stream, why, exc_info=log_error)
         self._fail(stream, entry, ticket, f"a node could not run the request: {why}")
 
     def _fail(self, stream: str, entry: bytes, ticket: Ticket, sentence: str) -> None:
         """End a job with an error for its client."""
         event = Failed(ticket.job, sentence.encode("utf-8", "replace").decode())
-        message = Told(ticket.job, self.node, secrets.token_hex(8), 0, [event])
-        self._post(*self._told(ticket.node, message), *self._done(stream, entry, True))
+        message = RunEvents(ticket.job, self.node, secrets.token_hex(8), 0, [event])
+        self._post(*self._message_commands(ticket.node, message), *self._done(stream, entry, True))
 
     # ---- Redis ----
 
-    def _told(self, node: str, message: Told | Drop) -> list[tuple[Any, ...]]:
+    def _message_commands(self, node: str, message: RunEvents | Drop) -> list[tuple[Any, ...]]:
         stream = f"{self._prefix}:node:{node}"
         # The expiration removes the stream of a dead node, which would not renew it.
         return [("XADD", stream, "*", "m", _encode(message)), self._expiring(stream)]
@@ -475,37 +481,39 @@ class SplitwiseClient(EngineClient):
         return [("XACK", stream, _GROUP, entry), ("XDEL", stream, entry)]
 
     def _post(self, *commands: tuple[Any, ...], job: int | None = None) -> None:
-        self._outbox.append(_Mail(commands, job))
-        self._has_mail.set()
+        self._outbox.append(_Transaction(commands, job))
+        self._has_commands.set()
 
     async def _work(self) -> None:
         """Communicate with Redis, and start again when it goes away."""
         num_failures = 0
         while True:
-            client, begin, has_met = self._connect(), time.monotonic(), False
-            memory = self._memory
+            client = self._connect()
+            begin = time.monotonic()
+            has_keys = False
+            identity = self._identity
             try:
-                await self._meet(client)
-                has_met = True
-                if self._memory != memory:  # the last failure was the loss of keys
+                await self._restore_keys(client)
+                has_keys = True
+                if self._identity != identity:  # the last failure was the loss of keys
                     num_failures = 0
-                parts = (self._beat, self._write, self._read, self._listen, self._mourn)
+                parts = (self._beat, self._write, self._read, self._listen, self._recover_jobs)
                 tasks = [asyncio.ensure_future(part(client)) for part in parts]
                 try:
                     await asyncio.gather(*tasks)
                 finally:
-                    await _ended(tasks)
+                    await _cancelled(tasks)
             except Exception as error:
                 is_away = isinstance(error, _ERRORS)
                 if not is_away:
-                    logger.exception("the queue's work failed, and begins anew")
+                    logger.exception("the queue failed; restarting its work")
                 elif self._away_since is None:
-                    logger.warning("Redis is away, or has lost keys: %s", error)
+                    logger.warning("Redis is unreachable or has lost keys: %s", error)
                 if time.monotonic() - begin > _WELL_SECONDS:
                     num_failures = 0
                 # Waiting is right for a Redis that refuses even the heartbeat.
-                num_failures += not is_away or (has_met and isinstance(error, ResponseError))
-                if num_failures >= _MOST_FAILURES:
+                num_failures += not is_away or (has_keys and isinstance(error, ResponseError))
+                if num_failures >= _MAX_FAILURES:
                     return self._end_process()
                 if self._away_since is None:
                     self._away_since = time.monotonic()
@@ -516,36 +524,38 @@ class SplitwiseClient(EngineClient):
 
     def _end_process(self) -> None:
         """End the server, so that its supervisor restarts it: the queue's work always fails."""
-        sentence = f"the queue's work failed {_MOST_FAILURES} times in a row"
-        logger.critical("%s: the server ends", sentence)
+        sentence = f"the queue failed {_MAX_FAILURES} times in a row"
+        logger.critical("%s; stopping the server", sentence)
         self._has_failed = True
         self._lost(sentence)
         signal.raise_signal(signal.SIGTERM)
 
-    async def _meet(self, client: Any) -> None:
+    async def _restore_keys(self, client: Any) -> None:
         """Create what Redis lacks; if it has lost keys, write again what may be lost."""
-        last, memory = self._memory, await self._beat_once(client)
-        if last is not None and memory != last:
+        last = self._identity
+        identity = await self._beat_once(client)
+        if last is not None and identity != last:
             # The latest writes may be lost: runs end here, and begin again on the nodes that read
             # their jobs.
             for number in self._runs:
                 self._engine.abort(number)
             self._runs.clear()
             self._outbox.clear()
-        if last is not None and (memory != last or self._own_is_lost):
+        if last is not None and (identity != last or self._has_lost_stream):
             self._last = b"0"
             for waiting in self._waiting.values():
                 self._submit_again(waiting)
-        self._memory, self._own_is_lost = memory, False
+        self._identity = identity
+        self._has_lost_stream = False
 
     async def _beat(self, client: Any) -> None:
         """Write heartbeats; raise ConnectionError if Redis has lost keys."""
         while True:
             await asyncio.sleep(_BEAT_SECONDS)
-            if await self._beat_once(client) != self._memory or self._own_is_lost:
-                raise ConnectionError("it has lost keys")
+            if await self._beat_once(client) != self._identity or self._has_lost_stream:
+                raise ConnectionError("Redis has lost keys")
             if self._away_since is not None:
-                logger.warning("Redis is back")
+                logger.warning("Redis is reachable again")
                 self._away_since = None
             self._fail_old()
 
@@ -558,12 +568,12 @@ class SplitwiseClient(EngineClient):
             Redis' run and epoch, which change if it has lost its memory.
         """
         now, _ = await client.time()
-        takes = self._engine.health in _TAKES and not self._is_stopping
-        heartbeat = _encode([now, self._role]) if takes else b""
-        keys = (*self._streams.values(), self._own, f"{self._prefix}:epoch", self._alive)
+        is_accepting = self._engine.health in _ACCEPTING and not self._is_stopping
+        heartbeat = _encode([now, self._role]) if is_accepting else b""
+        keys = (*self._streams.values(), self._own_stream, f"{self._prefix}:epoch", self._alive)
         arguments = (_GROUP, secrets.token_hex(8), self.node, heartbeat, self._seconds)
         epoch, is_new = await client.eval(_BEAT, len(keys), *keys, *arguments)
-        self._own_is_lost |= bool(is_new) and self._memory is not None
+        self._has_lost_stream |= bool(is_new) and self._identity is not None
         run = (await client.info("server"))["run_id"]
         self._roles = set((await self._nodes(client)).values())
         return run, epoch
@@ -586,57 +596,59 @@ class SplitwiseClient(EngineClient):
         example because it is out of memory, reading continues: it frees memory.
         """
         while True:
-            await self._has_mail.wait()
+            await self._has_commands.wait()
             while self._outbox:
-                mail = self._outbox[0]
-                error = await _carried_out(client, mail.commands)
+                transaction = self._outbox[0]
+                error = await _executed(client, transaction.commands)
                 if error is not None and not _is_final(error):
                     if self._refused_since is None:
-                        logger.warning("Redis refuses commands: %s", error)
+                        logger.warning("Redis refuses commands; retrying: %s", error)
                         self._refused_since = time.monotonic()
                     await asyncio.sleep(_AWAY_SECONDS)
                     continue
-                if self._outbox and self._outbox[0] is mail:
+                if self._outbox and self._outbox[0] is transaction:
                     self._outbox.popleft()
                 self._refused_since = None
                 if error is not None:
-                    logger.error("Redis refuses a command, which is dropped: %s", error)
-                    if mail.job in self._waiting:
-                        self._give_up(Failed(mail.job, "Redis refuses the request"))
+                    logger.error("Redis refuses a command; dropping it: %s", error)
+                    if transaction.job in self._waiting:
+                        self._give_up(Failed(transaction.job, "Redis refused to store the request"))
             self._refused_since = None
-            self._has_mail.clear()
+            self._has_commands.clear()
 
     async def _read(self, client: Any) -> None:
         """Read jobs while the engine may have more."""
-        own = {run.entry for run in self._runs.values()}
+        running = {run.entry for run in self._runs.values()}
         for stream in self._streams.values():  # entries read before the connection was lost
             for _, entries in await client.xreadgroup(_GROUP, self.node, {stream: "0"}, count=1000):
                 for entry, fields in entries:
-                    if entry not in own and fields:
+                    if entry not in running and fields:
                         await self._accept(client, stream, entry, fields)
         while not self._is_stopping:
-            room = _MOST_RUNS - len(self._runs)
-            if room <= 0 or self._engine.health not in _TAKES:
+            capacity = _MAX_RUNS - len(self._runs)
+            if capacity <= 0 or self._engine.health not in _ACCEPTING:
                 await asyncio.sleep(0.02)
                 continue
-            found = await client.xreadgroup(
+            answer = await client.xreadgroup(
                 _GROUP,
                 self.node,
                 dict.fromkeys(self._readable(), ">"),
-                count=min(room, 4),
+                count=min(capacity, 4),
                 block=_BLOCK_MILLISECONDS,
             )
-            for stream, entries in found:
+            for stream, entries in answer:
                 for entry, fields in entries:
                     await self._accept(client, stream.decode(), entry, fields)
         self._has_stopped_reading.set()
 
     def _readable(self) -> list[str]:
         """Return the streams that this node reads now: its own, and those without other readers."""
-        others = set[str]().union(*(_READS[role] for role in self._roles))
-        own = _READS[self._role]
+        live_roles = set[str]().union(*(_READS[role] for role in self._roles))
+        own_roles = _READS[self._role]
         return [
-            stream for name, stream in self._streams.items() if name in own or name not in others
+            stream
+            for name, stream in self._streams.items()
+            if name in own_roles or name not in live_roles
         ]
 
     async def _accept(
@@ -658,35 +670,35 @@ class SplitwiseClient(EngineClient):
         try:
             return _ticket.decode(fields[b"t"])
         except _MALFORMED:
-            logger.error("a job in %s cannot be read, and is dropped", stream)
+            logger.error("cannot decode a job in %s; dropping it", stream)
             self._post(*self._done(stream, entry, True))
             return None
 
     async def _listen(self, client: Any) -> None:
         """Read the messages of other nodes to this one."""
-        own = self._own
+        stream = self._own_stream
         while True:
-            found = await client.xread({own: self._last}, count=256, block=_BLOCK_MILLISECONDS)
-            for _, entries in found:
+            answer = await client.xread({stream: self._last}, count=256, block=_BLOCK_MILLISECONDS)
+            for _, entries in answer:
                 for entry, fields in entries:
                     self._last = entry
                     self._take_message(fields)
-                await client.xdel(own, *[entry for entry, _ in entries])
+                await client.xdel(stream, *[entry for entry, _ in entries])
 
     def _take_message(self, fields: Mapping[bytes, Any]) -> None:
         """Handle one message. An error ends the job that the message names, and nothing else."""
         message = None
         try:
             message = _message.decode(fields[b"m"])
-            if isinstance(message, Told):
-                self._take_told(message)
+            if isinstance(message, RunEvents):
+                self._take_events(message)
             else:
                 self._drop(message.run)
         except Exception as error:
             log_error = None if isinstance(error, _MALFORMED) else error
-            logger.error("a message cannot be handled: %s", error, exc_info=log_error)
-            if isinstance(message, Told) and message.job in self._waiting:
-                self._give_up(Failed(message.job, "a node's answer cannot be read"))
+            logger.error("cannot handle a message from another node: %s", error, exc_info=log_error)
+            if isinstance(message, RunEvents) and message.job in self._waiting:
+                self._give_up(Failed(message.job, "the answer of another node cannot be decoded"))
 
     def _drop(self, name: str) -> None:
         for number, run in list(self._runs.items()):
@@ -695,7 +707,7 @@ class SplitwiseClient(EngineClient):
                 del self._runs[number]
                 self._post(*self._done(run.stream, run.entry, True))
 
-    async def _mourn(self, client: Any) -> None:
+    async def _recover_jobs(self, client: Any) -> None:
         """Write jobs that dead nodes had read to the streams again."""
         while True:
             begin = time.monotonic()
@@ -704,24 +716,24 @@ class SplitwiseClient(EngineClient):
             if time.monotonic() - begin > _DEAD_SECONDS:
                 continue  # this node or Redis was suspended, so the others may be alive as well
             for stream in self._streams.values():
-                for one in await client.xinfo_consumers(stream, _GROUP):
-                    if one["name"] not in alive:
-                        await self._inherit(client, stream, one["name"])
+                for consumer in await client.xinfo_consumers(stream, _GROUP):
+                    if consumer["name"] not in alive:
+                        await self._claim_jobs(client, stream, consumer["name"])
             for node in await client.hkeys(self._alive):
                 if node not in alive:
                     await client.hdel(self._alive, node)
 
-    async def _inherit(self, client: Any, stream: str, dead: bytes) -> None:
+    async def _claim_jobs(self, client: Any, stream: str, dead: bytes) -> None:
         pending = await client.xpending_range(stream, _GROUP, "-", "+", 1000, consumername=dead)
         if not pending:
             await client.eval(_FORGET, 1, stream, _GROUP, dead)
             return
-        ids = [one["message_id"] for one in pending]
+        ids = [item["message_id"] for item in pending]
         # The first node to claim an entry gets it: for the others it is no longer idle.
         idle = int(_DEAD_SECONDS * 500)
         for entry, fields in await client.xclaim(stream, _GROUP, self.node, idle, ids):
             if fields and (ticket := self._ticket_of(stream, entry, fields)) is not None:
-                self._again(stream, entry, ticket)
+                self._requeue_lost(stream, entry, ticket)
 
 
 def _job_of(ticket: Ticket) -> Submit:
@@ -736,13 +748,15 @@ def _job_of(ticket: Ticket) -> Submit:
     if not job.prompts:
         raise ValueError("prompts must hold at least one prompt, got none")
     if not isinstance(msgspec.json.decode(job.speculative_config or "null"), dict | None):
-        raise ValueError("speculative_config must be an object or absent")
+        raise ValueError(
+            f"speculative_config must be a JSON object or absent, got {job.speculative_config}"
+        )
     form = job.params.structured_output
     checked = None if form is None else replace(form)  # the constructor checks the values
     return structs.replace(job, params=replace(job.params, structured_output=checked))
 
 
-async def _carried_out(client: Any, commands: Iterable[tuple[Any, ...]]) -> RedisError | None:
+async def _executed(client: Any, commands: Iterable[tuple[Any, ...]]) -> RedisError | None:
     """Send commands as one transaction; return the error if Redis refuses one of them."""
     async with client.pipeline(transaction=True) as pipe:
         for command in commands:
@@ -751,7 +765,7 @@ async def _carried_out(client: Any, commands: Iterable[tuple[Any, ...]]) -> Redi
             answers = await pipe.execute(raise_on_error=False)
         except (ResponseError, DataError) as error:
             return error
-    return next((one for one in answers if isinstance(one, RedisError)), None)
+    return next((answer for answer in answers if isinstance(answer, RedisError)), None)
 
 
 def _is_final(error: RedisError) -> bool:
@@ -765,10 +779,10 @@ def _is_final(error: RedisError) -> bool:
     return reason.startswith("WRONGTYPE ") or _CODE.match(reason) is None
 
 
-async def _ended(tasks: Iterable[asyncio.Task[None]]) -> None:
+async def _cancelled(tasks: Iterable[asyncio.Task[None]]) -> None:
     """Cancel tasks until they have ended: a Redis client sometimes swallows a cancellation."""
-    left = set(tasks)
-    while left:
-        for task in left:
+    running = set(tasks)
+    while running:
+        for task in running:
             task.cancel()
-        _, left = await asyncio.wait(left, timeout=_AWAY_SECONDS)
+        _, running = await asyncio.wait(running, timeout=_AWAY_SECONDS)

@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 _FETCHING_THREADS = 16  # a single client may use half of them
 _LEASE_NAME = re.compile(r"[0-9a-f]{32}")
-_MOST_REASON = 300  # characters of a peer's or a client's text that a line of the log repeats
+_MAX_REASON_LENGTH = 300  # characters of a peer's or a client's text that a line of the log repeats
 _SECRET_BITS = 53  # width of an integer that ranks can exchange exactly, as a float64
 
 
@@ -90,10 +90,13 @@ class KvTransferInbox(Inbox):
         inbox: Inbox,
         deliver: Callable[[Batch], None],
     ) -> None:
-        self._engine, self._transport = engine, transport
-        self._inbox, self._deliver = inbox, deliver
+        self._engine = engine
+        self._transport = transport
+        self._inbox = inbox
+        self._deliver = deliver
         self._pages = PageTransfer(engine)
-        self._ranks, self.contract = engine.ranks, self._pages.contract
+        self._ranks = engine.ranks
+        self.contract = self._pages.contract
         self._threads = FairThreads[Pages](_FETCHING_THREADS, "specops-fetches")
         self._fetching: dict[int, _Fetching] = {}  # by job
         self._leasing: dict[int, Submit] = {}  # jobs with pages for another engine
@@ -130,7 +133,7 @@ class KvTransferInbox(Inbox):
             elif isinstance(command, Fetched):
                 fetching = self._fetching.pop(command.job, None)
                 if fetching is not None:
-                    self._put_in(fetching)
+                    self._finish_fetch(fetching)
                     ready.append(fetching.job)
                 continue
             elif isinstance(command, Abort):
@@ -157,12 +160,12 @@ class KvTransferInbox(Inbox):
                 event.end.kv_transfer = self._leased(job)
         self._deliver(batch)
 
-    def _starts_fetching(self, job: Submit, wanted: KvTransfer) -> bool:
+    def _starts_fetching(self, job: Submit, transfer: KvTransfer) -> bool:
         """Begin to fetch a job's pages; return False if there is nothing to wait for."""
-        if not wanted.do_remote_prefill:
+        if not transfer.do_remote_prefill:
             return False
         try:
-            addresses = self._addresses_of(wanted)
+            addresses = self._addresses_of(transfer)
             expected = self._pages.expected(job.prompts[0], job.params, speculative_of(job))
         except ValueError as error:  # the request is invalid: the engine refuses it with a message
             _log_computed(error)
@@ -177,14 +180,16 @@ class KvTransferInbox(Inbox):
     def _fetch(self, addresses: Sequence[Address], expected: Header, latest: float) -> Pages:
         """Fetch pages unless the deadline is over: fetches queued behind a peer that hangs fail."""
         if time.monotonic() > latest:
-            raise KvTransferError(f"KV transfer: those before it took more than {SECONDS:g} s")
+            raise KvTransferError(
+                f"KV transfer: the fetch waited longer than {SECONDS:g} s for earlier ones"
+            )
         parts = []
         for rank in sources(len(addresses), self._ranks.size, self._ranks.rank):
             part = structs.replace(expected, num_ranks=len(addresses), rank=rank)
             parts.append(self._transport.fetch(addresses[rank], part))
         return joined(parts, expected)
 
-    def _addresses_of(self, wanted: KvTransfer) -> list[Address]:
+    def _addresses_of(self, transfer: KvTransfer) -> list[Address]:
         """Return the addresses of the ranks of the other engine.
 
         All ranks of this engine come to the same decision here.
@@ -193,37 +198,42 @@ class KvTransferInbox(Inbox):
             KvTransferError: an address is missing or not configured, the lease's name is malformed,
                 or neither engine's number of ranks divides the other's.
         """
-        name, host, port = wanted.remote_request_id, wanted.remote_host, wanted.remote_port
+        name = transfer.remote_request_id
+        host = transfer.remote_host
+        port = transfer.remote_port
         if name is None or host is None or port is None:
             raise KvTransferError(
                 "KV transfer: remote_request_id, remote_host and remote_port must be given"
             )
         if not _LEASE_NAME.fullmatch(name):
-            raise KvTransferError("KV transfer: remote_request_id must be 32 hexadecimal digits")
-        ports = wanted.remote_ports or [port]
+            raise KvTransferError(
+                f"KV transfer: remote_request_id must be 32 hexadecimal digits, got {name!r}"
+            )
+        ports = transfer.remote_ports or [port]
         sources(len(ports), self._ranks.size, self._ranks.rank)
-        addresses = [Address(name, host, one) for one in ports]
+        addresses = [Address(name, host, port) for port in ports]
         for address in addresses:
             self._transport.require_peer(address)
         return addresses
 
-    def _put_in(self, fetching: _Fetching) -> None:
+    def _finish_fetch(self, fetching: _Fetching) -> None:
         """Give a job's pages to the engine, if they reached all ranks undamaged."""
         pages, num_damaged = None, 0
-        why: object = "another rank lacks its share of the pages"
+        reason: object = "another rank lacks its shard of the pages"
         try:
             pages = fetching.pages.result()
         except DamagedError as error:
-            why, num_damaged = error, max(fetching.expected.num_pages, 1)
+            reason = error
+            num_damaged = max(fetching.expected.num_pages, 1)
         except (KvTransferError, OSError) as error:
-            why = error
+            reason = error
         except Exception:
-            logger.exception("pages could not be fetched")
-            why = "pages could not be fetched"
+            reason = "internal error while fetching the pages"
+            logger.exception(reason)
         is_whole = self._ranks.least(int(pages is not None)) == 1
         if pages is None or not is_whole:
             self._engine.stats.num_damaged_kv_pages -= self._ranks.least(-num_damaged)
-            return _log_computed(why)
+            return _log_computed(reason)
         self._pages.give(pages, fetching.expected, fetching.job.params.cache_salt)
 
     def _leased(self, job: Submit) -> KvTransfer | None:
@@ -237,7 +247,7 @@ class KvTransferInbox(Inbox):
             count = pages.header.num_pages
             self._transport.lease(name, pages)
         except Exception:
-            logger.exception("the pages of a prompt could not be leased")
+            logger.exception("could not lease the pages of a prompt")
             is_leased = False
         if self._ranks.least(int(is_leased)) == 0:  # also waits until all ranks have leased
             return None
@@ -255,9 +265,9 @@ class KvTransferInbox(Inbox):
 def _log_computed(why: object) -> None:
     """Log that this engine computes a prompt that another engine has computed, and the reason."""
     reason = str(why)
-    if len(reason) > _MOST_REASON:
-        reason = f"{reason[:_MOST_REASON]} ..."
-    logger.warning("the prompt of a job is computed here: %s", reason)
+    if len(reason) > _MAX_REASON_LENGTH:
+        reason = f"{reason[:_MAX_REASON_LENGTH]} ..."
+    logger.warning("computing a prompt that another engine has computed: %s", reason)
 
 
 def speculative_of(job: Submit) -> dict[str, object] | None:

@@ -41,17 +41,18 @@ from specops.service.wire import Peer
 logger = logging.getLogger(__name__)
 
 _PREFIX = struct.Struct("<II")  # the length of a message, and its CRC-32
-_MOST_HEADER = 64 << 20  # bytes; mostly a prompt's token ids
-_MOST_ASKED = 1 << 12  # bytes of a reader's message: any host that reaches the port can send one
+_MAX_HEADER_BYTES = 64 << 20  # mostly a prompt's token ids
+# Of a reader's message: any host that reaches the port can send one.
+_MAX_REQUEST_BYTES = 1 << 12
 _BLOCK_BYTES = 1 << 20  # bytes of pages per checksum
 SECONDS = 10.0  # time limit of connecting and of a message; pages have `seconds_for`
 _BYTES_PER_SECOND = 10e6  # lower bound on the speed of a network
-_MOST_CONNECTIONS = 256  # to the port, each with a thread and a file descriptor
+_MAX_CONNECTIONS = 256  # to the port, each with a thread and a file descriptor
 _PAUSE_SECONDS = 0.1  # before the next connection if no file descriptor is left
 
 
 class DamagedError(KvTransferError):
-    """A message or pages were damaged on the way: a checksum does not match."""
+    """A message or pages were damaged in transit: a checksum does not match."""
 
 
 class Deadline:
@@ -64,16 +65,16 @@ class Deadline:
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
 
-    def left(self) -> float:
+    def remaining(self) -> float:
         """Return the seconds that are left.
 
         Raises:
             TimeoutError: none are left.
         """
-        left = self._end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("the peer takes too long")
-        return left
+        seconds = self._end - time.monotonic()
+        if seconds <= 0:
+            raise TimeoutError("the peer did not answer in time")
+        return seconds
 
 
 def seconds_for(num_bytes: int) -> float:
@@ -164,7 +165,7 @@ class Transport(Protocol):
             expected: header that the pages must match; on a mismatch their bytes are not read.
 
         Raises:
-            DamagedError: the pages were damaged on the way.
+            DamagedError: the pages were damaged in transit.
             KvTransferError: the pages do not match, the lease is over, or the peer is not
                 configured or did not answer recently.
             OSError: the other engine cannot be reached, or disconnected.
@@ -186,14 +187,16 @@ class Leases:
 
     Args:
         seconds: time limit of each lease.
-        most_bytes: upper bound on all leases together. The oldest are dropped for a new one.
+        max_bytes: upper bound on all leases together. The oldest are dropped for a new one.
         clock: clock in seconds.
     """
 
     def __init__(
-        self, seconds: float, most_bytes: int, clock: Callable[[], float] = time.monotonic
+        self, seconds: float, max_bytes: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._seconds, self._most_bytes, self._clock = seconds, most_bytes, clock
+        self._seconds = seconds
+        self._max_bytes = max_bytes
+        self._clock = clock
         self._leases: dict[str, _Lease] = {}  # oldest first
         self._lock = threading.Lock()
 
@@ -207,8 +210,8 @@ class Leases:
         """Return the pages of a lease, or None if it is over."""
         with self._lock:
             self._drop_old()
-            found = self._leases.get(name)
-        return None if found is None else found.pages
+            lease = self._leases.get(name)
+        return None if lease is None else lease.pages
 
     def release(self, name: str, num_readers: int, reader: int) -> None:
         """End a lease when all its readers have released it; it may have ended before.
@@ -239,7 +242,7 @@ class Leases:
     def _drop_old(self) -> None:
         total, now = self._total, self._clock()
         for name, lease in list(self._leases.items()):
-            if lease.end > now and total <= self._most_bytes:
+            if lease.end > now and total <= self._max_bytes:
                 break
             total -= lease.pages.num_bytes
             del self._leases[name]
@@ -248,7 +251,7 @@ class Leases:
 class TcpTransport:
     """Transport of pages over TCP, with a thread for each reader.
 
-    A subclass with another `name`, `offered` and `taken` transfers the bytes in another way.
+    A subclass with another `name`, `send_data` and `receive_data` moves the bytes in another way.
 
     Args:
         host, port: address to listen on; port 0: any free one.
@@ -274,9 +277,11 @@ class TcpTransport:
         peers: Sequence[Peer],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.leases, self._peers = leases, Peers(peers, SECONDS, clock)
+        self.leases = leases
+        self._peers = Peers(peers, SECONDS, clock)
         self._server = _Server(host, port, self)
-        self.host, self.port = host, int(self._server.server_address[1])
+        self.host = host
+        self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="specops-pages", daemon=True
         )
@@ -298,7 +303,7 @@ class TcpTransport:
         """Wait for pages that another engine has leased, and release them there.
 
         Raises:
-            DamagedError: the pages were damaged on the way.
+            DamagedError: the pages were damaged in transit.
             KvTransferError: the pages do not match, the lease is over, or the peer is not
                 configured or did not answer recently.
             OSError: the other engine cannot be reached, or disconnected.
@@ -309,36 +314,38 @@ class TcpTransport:
     def _fetch(self, address: Address, expected: Header) -> Pages:
         deadline = Deadline(SECONDS)
         where = address.host, address.port
-        with socket.create_connection(where, timeout=deadline.left()) as connection:
-            asked = Fetch(address.lease, self.name, expected.num_readers, expected.reader)
-            send(connection, asked, deadline)
+        with socket.create_connection(where, timeout=deadline.remaining()) as connection:
+            request = Fetch(address.lease, self.name, expected.num_readers, expected.reader)
+            send(connection, request, deadline)
             answer = received(connection, Offer | Gone | Refused, deadline)
             if isinstance(answer, Gone):
-                raise KvTransferError("KV transfer: the lease is over")
+                raise KvTransferError("KV transfer: the lease does not exist or has ended")
             if isinstance(answer, Refused):
                 raise KvTransferError(answer.sentence)
             header = answer.header
             check(header, expected)  # also bounds the number of bytes
             deadline = Deadline(seconds_for(header.num_bytes))
-            data = self.taken(connection, header.num_bytes, deadline)
+            data = self.receive_data(connection, header.num_bytes, deadline)
             with contextlib.suppress(OSError):  # the lease then ends by its time limit
                 send(connection, Release(), Deadline(SECONDS))
         if checksums_of(data) != answer.checksums:
             raise DamagedError(
-                "KV transfer: the pages were damaged on the way: a checksum is wrong"
+                "KV transfer: the pages were damaged in transit: a checksum does not match"
             )
         return Pages(header, data)
 
     @contextlib.contextmanager
-    def offered(
+    def send_data(
         self, connection: socket.socket, data: bytearray, deadline: Deadline
     ) -> Iterator[None]:
         """Offer the bytes of pages to a reader; the block ends when it has released them."""
-        connection.settimeout(deadline.left())  # for all bytes: `sendall` counts it down
+        connection.settimeout(deadline.remaining())  # for all bytes: `sendall` counts it down
         connection.sendall(data)
         yield
 
-    def taken(self, connection: socket.socket, num_bytes: int, deadline: Deadline) -> bytearray:
+    def receive_data(
+        self, connection: socket.socket, num_bytes: int, deadline: Deadline
+    ) -> bytearray:
         """Return the bytes that another engine offers on a connection.
 
         Raises:
@@ -375,11 +382,11 @@ class _Connections:
     other connections loses the oldest of them.
 
     Args:
-        most: upper bound on the connections.
+        max_connections: upper bound on the connections.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_connections: int) -> None:
+        self._max_connections = max_connections
         self._open: dict[socket.socket, _Connection] = {}  # oldest first
         self._lock = threading.Lock()
 
@@ -387,18 +394,18 @@ class _Connections:
         """Add a connection, which may close another one or this one."""
         with self._lock:
             self._open[connection] = _Connection(connection, host)
-            if len(self._open) <= self._most:
+            if len(self._open) <= self._max_connections:
                 return
             by_host: dict[str, list[_Connection]] = {}
-            for one in self._open.values():
-                if not one.is_reader:
-                    by_host.setdefault(one.host, []).append(one)
+            for other in self._open.values():
+                if not other.is_reader:
+                    by_host.setdefault(other.host, []).append(other)
             oldest, *_ = max(by_host.values(), key=len)
             del self._open[oldest.socket]
             with contextlib.suppress(OSError):
                 oldest.socket.shutdown(socket.SHUT_RDWR)  # its thread closes it
 
-    def know(self, connection: socket.socket) -> None:
+    def mark_reader(self, connection: socket.socket) -> None:
         """Mark a connection that has named an existing lease."""
         with self._lock:
             if connection in self._open:
@@ -417,7 +424,7 @@ class _Server(socketserver.ThreadingTCPServer):
     request_queue_size = 128
 
     def __init__(self, host: str, port: int, transport: "TcpTransport") -> None:
-        self.connections = _Connections(_MOST_CONNECTIONS)
+        self.connections = _Connections(_MAX_CONNECTIONS)
         if ":" in host:
             self.address_family = socket.AF_INET6
         super().__init__((host, port), _reader_of(transport))
@@ -438,7 +445,7 @@ class _Server(socketserver.ThreadingTCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        logger.debug("a reader of pages went away", exc_info=True)
+        logger.debug("a reader of pages disconnected", exc_info=True)
 
 
 def _reader_of(transport: TcpTransport) -> type[socketserver.BaseRequestHandler]:
@@ -450,26 +457,26 @@ def _reader_of(transport: TcpTransport) -> type[socketserver.BaseRequestHandler]
         def handle(self) -> None:
             connection: socket.socket = self.request
             deadline = Deadline(SECONDS)
-            asked = received(connection, Fetch, deadline, _MOST_ASKED)
-            if asked.transport != transport.name:
+            request = received(connection, Fetch, deadline, _MAX_REQUEST_BYTES)
+            if request.transport != transport.name:
                 sentence = (
-                    f"KV transfer: kv_transport must be {transport.name} as the other engine's, "
-                    f"got {asked.transport}"
+                    f"KV transfer: kv_transport must be {transport.name}, as in the other engine, "
+                    f"got {request.transport}"
                 )
                 return send(connection, Refused(sentence), deadline)
-            pages = leases.get(asked.lease)
+            pages = leases.get(request.lease)
             if pages is None:
                 return send(connection, Gone(), deadline)
-            self.server.connections.know(connection)
+            self.server.connections.mark_reader(connection)
             try:
-                part = cut(pages, asked.num_readers, asked.reader)
+                part = cut(pages, request.num_readers, request.reader)
             except KvTransferError as error:
                 return send(connection, Refused(str(error)), deadline)
             deadline = Deadline(SECONDS + seconds_for(len(part.data)))  # the reader gives up first
             send(connection, Offer(part.header, checksums_of(part.data)), deadline)
-            with transport.offered(connection, part.data, deadline):
-                received(connection, Release, deadline, _MOST_ASKED)
-            leases.release(asked.lease, asked.num_readers, asked.reader)
+            with transport.send_data(connection, part.data, deadline):
+                received(connection, Release, deadline, _MAX_REQUEST_BYTES)
+            leases.release(request.lease, request.num_readers, request.reader)
 
     return Reader
 
@@ -490,14 +497,14 @@ def send(connection: socket.socket, message: Struct, deadline: Deadline) -> None
         OSError: the peer has disconnected, or takes too long.
     """
     body = msgspec.msgpack.encode(message)
-    connection.settimeout(deadline.left())
+    connection.settimeout(deadline.remaining())
     connection.sendall(_PREFIX.pack(len(body), zlib.crc32(body)) + body)
 
 
 def received(
-    connection: socket.socket, kind: Any, deadline: Deadline, most: int = _MOST_HEADER
+    connection: socket.socket, kind: Any, deadline: Deadline, max_bytes: int = _MAX_HEADER_BYTES
 ) -> Any:
-    """Wait for the next message, of at most `most` bytes.
+    """Wait for the next message, of at most `max_bytes` bytes.
 
     Raises:
         DamagedError: its checksum does not match.
@@ -505,20 +512,22 @@ def received(
         OSError: the peer has disconnected, or takes too long.
     """
     length, checksum = _PREFIX.unpack(_exactly(connection, _PREFIX.size, deadline))
-    if length > most:
+    if length > max_bytes:
         raise KvTransferError(
-            f"KV transfer: a message must have at most {most} bytes, got {length}"
+            f"KV transfer: a message must have at most {max_bytes} bytes, got {length}"
         )
     body = _exactly(connection, length, deadline)
     if zlib.crc32(body) != checksum:
         raise DamagedError(
-            "KV transfer: a message was damaged on the way, or the peer is of another version: its "
-            "checksum is wrong"
+            "KV transfer: a message was damaged in transit, or the peer has another version of "
+            "specops: its checksum does not match"
         )
     try:
         return msgspec.msgpack.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise KvTransferError(f"KV transfer: a peer's message cannot be read: {error}") from None
+        raise KvTransferError(
+            f"KV transfer: cannot decode a message of the peer: {error}"
+        ) from None
 
 
 def _exactly(connection: socket.socket, count: int, deadline: Deadline) -> bytearray:
@@ -526,9 +535,9 @@ def _exactly(connection: socket.socket, count: int, deadline: Deadline) -> bytea
     with memoryview(data) as view:
         begin = 0
         while begin < count:
-            connection.settimeout(deadline.left())
-            got = connection.recv_into(view[begin:])
-            if not got:
+            connection.settimeout(deadline.remaining())
+            count_received = connection.recv_into(view[begin:])
+            if not count_received:
                 raise ConnectionError("the peer has closed the connection")
-            begin += got
+            begin += count_received
     return data

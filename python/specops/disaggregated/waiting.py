@@ -22,7 +22,7 @@ from specops.api.messages import (
 )
 
 
-class Told(Struct, tag=True, array_like=True):
+class RunEvents(Struct, tag=True, array_like=True):
     """A message with events of a run of a job.
 
     Attributes:
@@ -58,7 +58,7 @@ class Waiting:
     sent: dict[int, _Counts] = field(default_factory=lambda: defaultdict(_Counts))  # per choice
     # Per run, the sequence number of the next message; per run and choice, what it has reported.
     places: dict[str, int] = field(default_factory=dict)
-    told: dict[tuple[str, int], _Counts] = field(default_factory=lambda: defaultdict(_Counts))
+    reported: dict[tuple[str, int], _Counts] = field(default_factory=lambda: defaultdict(_Counts))
     nodes: dict[str, str] = field(default_factory=dict)  # of runs that are not abandoned
     abandoned: set[str] = field(default_factory=set)  # runs with a lost message
     num_gaps: int = 0  # lost messages that were noticed
@@ -66,7 +66,7 @@ class Waiting:
     accepted_at: float = 0.0
     ended: set[int] = field(default_factory=set)
 
-    def news(self, told: Told) -> list[Event] | None:
+    def new_events(self, message: RunEvents) -> list[Event] | None:
         """Return the events of a message that have not been passed on yet.
 
         Returns:
@@ -76,27 +76,29 @@ class Waiting:
             ValueError: an event names a choice that the job does not have.
         """
         count = len(self.job.prompts) * self.job.params.n
-        for event in told.events:
+        for event in message.events:
             if isinstance(event, (Progress, Output)) and not 0 <= event.index < count:
-                raise ValueError(f"index must be below {count}, got {event.index}")
-        place = self.places.setdefault(told.run, 0)
-        if told.run in self.abandoned or told.place < place:
+                raise ValueError(f"index of a choice must be in [0, {count}), got {event.index}")
+        place = self.places.setdefault(message.run, 0)
+        if message.run in self.abandoned or message.place < place:
             return []
-        self.runner = told.node, told.run
-        self.nodes[told.run] = told.node
-        if told.place > place:
+        self.runner = message.node, message.run
+        self.nodes[message.run] = message.node
+        if message.place > place:
             self.num_gaps += 1
             return None
-        self.places[told.run] += 1
-        return [new for event in told.events if (new := self._new(told.run, event)) is not None]
+        self.places[message.run] += 1
+        return [
+            new for event in message.events if (new := self._new(message.run, event)) is not None
+        ]
 
     def abandon_runs(self) -> list[tuple[str, str]]:
         """Ignore all runs known so far; return their nodes and ids."""
-        left = [(node, run) for run, node in self.nodes.items()]
+        runs = [(node, run) for run, node in self.nodes.items()]
         self.abandoned.update(self.nodes)
         self.nodes.clear()
         self.runner = None
-        return left
+        return runs
 
     def _new(self, run: str, event: Event) -> Event | None:
         event.job = self.job.job
@@ -111,23 +113,24 @@ class Waiting:
             return event
         if event.index in self.ended:
             return None
-        sent, told = self.sent[event.index], self.told[run, event.index]
+        sent = self.sent[event.index]
+        reported = self.reported[run, event.index]
         if isinstance(event, Progress):
-            told.progress += event.num_tokens
-            event.num_tokens = told.progress - sent.progress
-            sent.progress = max(sent.progress, told.progress)
+            reported.progress += event.num_tokens
+            event.num_tokens = reported.progress - sent.progress
+            sent.progress = max(sent.progress, reported.progress)
             return event if event.num_tokens > 0 else None
-        return self._new_output(event, sent, told)
+        return self._new_output(event, sent, reported)
 
-    def _new_output(self, event: Output, sent: _Counts, told: _Counts) -> Output | None:
-        known_tokens = max(sent.tokens - told.tokens, 0)
-        known_text = max(sent.text - told.text, 0)
-        told.tokens += len(event.token_ids)
-        told.text += len(event.text)
+    def _new_output(self, event: Output, sent: _Counts, reported: _Counts) -> Output | None:
+        known_tokens = max(sent.tokens - reported.tokens, 0)
+        known_text = max(sent.text - reported.text, 0)
+        reported.tokens += len(event.token_ids)
+        reported.text += len(event.text)
         if event.end is not None:
             self.ended.add(event.index)
             event.end.begun = self.accepted_at  # another machine has another clock
-        elif told.tokens <= sent.tokens and told.text <= sent.text and known_tokens:
+        elif reported.tokens <= sent.tokens and reported.text <= sent.text and known_tokens:
             return None
         if sent.tokens or sent.text:
             event.prompt_logprobs = None
@@ -136,5 +139,6 @@ class Waiting:
             event.logprobs = event.logprobs[known_tokens:]
             event.drafts = None  # they belong to a step that another run executed differently
         event.text = event.text[known_text:]
-        sent.tokens, sent.text = max(sent.tokens, told.tokens), max(sent.text, told.text)
+        sent.tokens = max(sent.tokens, reported.tokens)
+        sent.text = max(sent.text, reported.text)
         return event

@@ -13,9 +13,9 @@ from typing import Any, Generic, TypeVar
 from specops.api.messages import End, Output
 from specops.api.outputs import SpeculativeStats, TokenLogprob
 from specops.api.tokenizer import Tokenizer
+from specops.server.admission import Permit
 from specops.server.api_error import ApiError
 from specops.server.call_forms import CallForm, CallReader
-from specops.server.intake import Turn
 from specops.server.jobs import ChoiceOutput, Job, JobFailed, Span
 from specops.server.kv_transfer import kv_transfer_extras
 from specops.server.logprobs import (
@@ -75,12 +75,12 @@ class Answer(Generic[R]):
         self._prompt_logprobs: dict[int, Sequence[TokenLogprob | None]] = {}
         self._spans: list[Span] = []
 
-    async def whole(self, turn: Turn) -> bytes:
+    async def complete(self, permit: Permit) -> bytes:
         """Wait for all choices and return the complete answer, not streamed, as JSON.
 
         Args:
-            turn: the request's turn. A long answer is converted to JSON during the turn, so that
-                only one of a client's requests holds the interpreter's lock for long at a time.
+            permit: the request's permit. A long answer is converted to JSON while the
+                request holds it, so that only one request of a client blocks other threads.
         """
         outputs: dict[int, ChoiceOutput] = {}
         while self.job.num_unfinished:
@@ -89,11 +89,11 @@ class Answer(Generic[R]):
                 outputs[output.output.index] = output
         if self._num_logprobs() < _MANY_LOGPROBS:
             return self._render(outputs)
-        await turn.begin()
+        await permit.acquire()
         try:
             return await asyncio.to_thread(self._render, outputs)
         finally:
-            turn.end()
+            permit.release()
 
     def _render(self, outputs: Mapping[int, ChoiceOutput]) -> bytes:
         choices = []
@@ -109,7 +109,7 @@ class Answer(Generic[R]):
         """Return the number of log-probabilities in the answer, including alternatives."""
         params, count = self.job.params, 0
         if params.logprobs is not None:
-            num_tokens = sum(one.num_tokens for one in self._ends.values())
+            num_tokens = sum(end.num_tokens for end in self._ends.values())
             count = num_tokens * (1 + params.logprobs)
         return count + num_prompt_logprobs(self.job.prompts, params)
 
@@ -122,7 +122,7 @@ class Answer(Generic[R]):
         # end.
         begin = event({**self._frame, "object": self.chunk_name}).removesuffix(b"}\n\n") + b","
 
-        def chunk(choices: list[dict[str, Any]], **more: Any) -> bytes:
+        def chunk(choices: list[dict[str, Any]], **members: Any) -> bytes:
             body: dict[str, Any] = {"choices": choices}
             if options.continuous_usage_stats:
                 body["usage"] = {
@@ -132,7 +132,7 @@ class Answer(Generic[R]):
                 }
             elif options.include_usage:
                 body["usage"] = None
-            return begin + dumped(body | more)[1:] + b"\n\n"
+            return begin + dumped(body | members)[1:] + b"\n\n"
 
         try:
             for index in range(self.job.num_unfinished):
@@ -154,8 +154,8 @@ class Answer(Generic[R]):
                         continue
                     last = len(self._ends) == len(self.job.times)
                     # With include_usage the counts come in a chunk of their own.
-                    more = {} if options.include_usage or not last else self._metrics()
-                    yield chunk([self.last(step.index, step.end)], **more)
+                    members = {} if options.include_usage or not last else self._metrics()
+                    yield chunk([self.last(step.index, step.end)], **members)
             if options.include_usage:
                 yield chunk([], **self._totals())
         except JobFailed as error:
@@ -183,7 +183,7 @@ class Answer(Generic[R]):
         """Return the chunk that ends the stream of a choice."""
         raise NotImplementedError
 
-    def choice(self, whole: Output, end: End) -> dict[str, Any]:
+    def choice(self, output: Output, end: End) -> dict[str, Any]:
         """Return a finished choice for an answer that is not streamed."""
         raise NotImplementedError
 
@@ -201,11 +201,13 @@ class Answer(Generic[R]):
 
     def vllm_prompt_logprobs(self, prompt: int) -> dict[str, bytes]:
         """Return vLLM's field with a prompt's log-probabilities in JSON; empty if not requested."""
-        wanted = self.request.prompt_logprobs
-        if wanted is None:
+        num_alternatives = self.request.prompt_logprobs
+        if num_alternatives is None:
             return {}
-        found = vllm_prompt_logprobs(self.tokenizer, self._prompt_logprobs[prompt], wanted)
-        return {"prompt_logprobs": found}
+        logprobs = vllm_prompt_logprobs(
+            self.tokenizer, self._prompt_logprobs[prompt], num_alternatives
+        )
+        return {"prompt_logprobs": logprobs}
 
     def _totals(self) -> dict[str, Any]:
         n = self.job.params.n
@@ -213,7 +215,7 @@ class Answer(Generic[R]):
         return {
             "usage": usage(
                 prompt_tokens=sum(map(len, self.job.prompts)),
-                completion_tokens=sum(one.num_tokens for one in ends.values()),
+                completion_tokens=sum(end.num_tokens for end in ends.values()),
                 # A prompt is counted once, so only its first choice's cache hits count.
                 cached_tokens=sum(ends[index].num_cached_tokens for index in sorted(ends)[::n]),
                 stats=self._stats(),
@@ -240,7 +242,7 @@ class Answer(Generic[R]):
         return add_stats([end.stats for end in self._ends.values()])
 
     def _metrics(self) -> dict[str, Any]:
-        num_tokens = sum(one.num_tokens for one in self._ends.values())
+        num_tokens = sum(end.num_tokens for end in self._ends.values())
         return {
             "metrics": metrics(self._stats(), self.job.num_speculative_tokens),
             "timings": timings(self._spans, num_tokens),
@@ -295,8 +297,8 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
         if self.request.may_call:
             reader = self._reader(index)
             num_calls = reader.num_calls
-            if left := reader.finish():
-                delta["content"] = left
+            if rest := reader.finish():
+                delta["content"] = rest
         return {
             "index": index,
             "delta": delta,
@@ -306,15 +308,15 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
             "seed": end.seed,
         }
 
-    def choice(self, whole: Output, end: End) -> dict[str, Any]:
+    def choice(self, output: Output, end: End) -> dict[str, Any]:
         logprobs = None
         if self.request.logprobs:
-            logprobs = chat_logprobs(self.tokenizer, whole.logprobs)
-        message: dict[str, Any] = {"role": "assistant", "content": whole.text, "refusal": None}
+            logprobs = chat_logprobs(self.tokenizer, output.logprobs)
+        message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
         num_calls = 0
         if self.request.may_call:
             reader = CallReader(self._call_form)
-            content, calls = reader.feed(whole.text)
+            content, calls = reader.feed(output.text)
             message["content"] = content + reader.finish()
             if calls:
                 num_calls = len(calls)
@@ -324,7 +326,7 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
                     for call in calls
                 ]
         return {
-            "index": whole.index,
+            "index": output.index,
             "message": message,
             "logprobs": logprobs,
             "finish_reason": self._reason(end, num_calls),
@@ -346,34 +348,34 @@ class TextAnswer(Answer[CompletionRequest]):
         echo = self._echo(index)
         if not echo or self.request.echoes_logprobs:
             return []
-        return [self._spell(index, echo, None, None)]
+        return [self._choice_object(index, echo, None, None)]
 
     def late_first(self, index: int) -> list[dict[str, Any]]:
         if not self.request.echoes_logprobs or index in self._logprobs:
             return []
         logprobs = self._echoed_logprobs(index, self._builder(index))
-        return [self._spell(index, self._echo(index), logprobs, None)]
+        return [self._choice_object(index, self._echo(index), logprobs, None)]
 
     def delta(self, step: Output) -> dict[str, Any]:
         logprobs = None
         if self.request.logprobs is not None:
             logprobs = self._builder(step.index).build(step.logprobs)
-        return self._spell(step.index, step.text, logprobs, None)
+        return self._choice_object(step.index, step.text, logprobs, None)
 
     def last(self, index: int, end: End) -> dict[str, Any]:
-        choice = self._spell(index, "", None, end.finish_reason)
+        choice = self._choice_object(index, "", None, end.finish_reason)
         return {**choice, "stop_reason": end.stop_reason, "seed": end.seed}
 
-    def choice(self, whole: Output, end: End) -> dict[str, Any]:
+    def choice(self, output: Output, end: End) -> dict[str, Any]:
         logprobs = None
         if self.request.logprobs is not None:
             builder = LegacyLogprobs(self.tokenizer)
             echoed = None
             if self.request.echo:
-                echoed = self._echoed_logprobs(whole.index, builder)
-            logprobs = joined(echoed, builder.build(whole.logprobs))
-        text = self._echo(whole.index) + whole.text
-        choice = self._spell(whole.index, text, logprobs, end.finish_reason)
+                echoed = self._echoed_logprobs(output.index, builder)
+            logprobs = joined(echoed, builder.build(output.logprobs))
+        text = self._echo(output.index) + output.text
+        choice = self._choice_object(output.index, text, logprobs, end.finish_reason)
         return {**choice, "stop_reason": end.stop_reason, "seed": end.seed}
 
     def choice_extras(self, index: int) -> dict[str, bytes]:
@@ -384,10 +386,13 @@ class TextAnswer(Answer[CompletionRequest]):
 
     def _echoed_logprobs(self, index: int, builder: LegacyLogprobs) -> dict[str, Any]:
         prompt = self.prompt_of(index)
-        token_ids, found = self.job.prompts[prompt], self._prompt_logprobs[prompt]
-        sent, most = self.request.prompts()[prompt], self.request.logprobs or 0
-        text = sent if isinstance(sent, str) else ""
-        return builder.build_prompt(token_ids, found, most, text)
+        original = self.request.prompts()[prompt]
+        return builder.build_prompt(
+            self.job.prompts[prompt],
+            self._prompt_logprobs[prompt],
+            self.request.logprobs or 0,
+            text=original if isinstance(original, str) else "",
+        )
 
     def _echo(self, index: int) -> str:
         if not self.request.echo:
@@ -396,5 +401,5 @@ class TextAnswer(Answer[CompletionRequest]):
         return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
 
     @staticmethod
-    def _spell(index: int, text: str, logprobs: Any, reason: str | None) -> dict[str, Any]:
+    def _choice_object(index: int, text: str, logprobs: Any, reason: str | None) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}

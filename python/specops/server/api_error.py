@@ -26,23 +26,31 @@ class ApiError(Exception):
         super().__init__(message)
         if len(message) > _MAX_MESSAGE:  # it may quote the client's input
             message = message[:_MAX_MESSAGE] + "..."
-        self.status, self.message, self.type = status, message, type
-        self.param, self.code = param, code
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
         self.headers = dict(headers or {})
 
     @property
     def body(self) -> dict[str, Any]:
         """The response body in OpenAI's format."""
-        error = {"message": self.message, "type": self.type, "param": self.param}
-        return {"error": {**error, "code": self.code}}
+        error = {
+            "message": self.message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": error}
 
     def under_names(self, names: Mapping[str, str]) -> "ApiError":
         """Return this error with fields renamed for an API that has other names for them."""
 
-        def renamed(found: re.Match[str]) -> str:
+        def renamed(word: re.Match[str]) -> str:
             # "messages" is a field name only at the beginning, max_tokens anywhere.
-            is_field = not found.start() or "_" in found[0]
-            return names.get(found[0], found[0]) if is_field else found[0]
+            is_field = not word.start() or "_" in word[0]
+            return names.get(word[0], word[0]) if is_field else word[0]
 
         return ApiError(
             self.status,
@@ -65,9 +73,9 @@ def bad_value(
         otherwise: `param` if the message does not begin with a field's name.
     """
     message = str(error)
-    found = re.match(r"\w+", message)
-    is_named = found is not None and model is not None and found[0] in model.model_fields
-    param = found[0] if found is not None and is_named else otherwise
+    first_word = re.match(r"\w+", message)
+    is_named = first_word is not None and model is not None and first_word[0] in model.model_fields
+    param = first_word[0] if first_word is not None and is_named else otherwise
     return ApiError(400, message, param=param, code="invalid_value")
 
 

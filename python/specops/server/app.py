@@ -7,6 +7,7 @@ answer with the outputs. If a client disconnects at any point, its job is aborte
 
 import asyncio
 import contextlib
+import errno
 import functools
 import json
 import signal
@@ -28,6 +29,7 @@ from starlette.types import Scope
 
 import specops
 from specops.api.tokenizer import Tokenizer
+from specops.server.admission import Admission, ClientPermits
 from specops.server.answers import ChatAnswer, TextAnswer
 from specops.server.anthropic_messages import (
     CountTokensRequest,
@@ -43,7 +45,6 @@ from specops.server.connections import bounded_protocol, connections_within_file
 from specops.server.dispatch import Dispatch
 from specops.server.generation import Generation
 from specops.server.hosts import Access, AllowedHosts, Forwarded
-from specops.server.intake import Intake, Turns
 from specops.server.metrics import Metrics
 from specops.server.metrics_port import add_metrics, metrics_served
 from specops.server.openai_responses import (
@@ -78,7 +79,7 @@ from specops.server.streaming import dumped
 from specops.server.tokens import DetokenizeRequest, TokenizeRequest
 from specops.server.unread import Unread
 from specops.service.client import EngineClient
-from specops.service.garbage import search_seldom
+from specops.service.garbage import raise_gc_thresholds
 
 R = TypeVar("R", CompletionRequest, ChatCompletionRequest)
 A = TypeVar("A", TextAnswer, ChatAnswer)
@@ -102,15 +103,15 @@ _ANTHROPIC = "/v1/messages"
 
 # Routes that clients call but that do not exist, with the reasons.
 _ABSENT = {
-    "/v1/embeddings": ": this server generates text, and has no embeddings",
-    "/metrics": ": metrics have a port of their own (--metrics-port)",
+    "/v1/embeddings": ": embeddings are not supported",
+    "/metrics": ": metrics are on the port of --metrics-port",
 }
 
 _READ = ["GET", "HEAD"]
 _HEALTH: dict[str, Any] = reads(Health)
 _HEALTH["responses"][503] = {
     "model": Health,
-    "description": "the engine fails, hangs, is restarted or has stopped",
+    "description": "the engine fails or hangs, is being restarted, or has stopped",
 }
 
 
@@ -160,7 +161,7 @@ def make_app(
         ValueError: the chat template cannot be read, a key is empty, or the parser is unknown.
     """
     if not all(key.strip() for key in api_keys):
-        raise ValueError("api_keys must hold keys of at least one character, got an empty one")
+        raise ValueError("api_keys must hold keys of at least one character, got an empty key")
     chat_format = chat_format or _chat_format(client, tokenizer, tool_call_parser, chat_template)
     metrics = Metrics(client)
     num_clients = len(set(api_keys))
@@ -168,7 +169,8 @@ def make_app(
     lifespan = functools.partial(_running, dispatch)
     app = FastAPI(lifespan=lifespan, openapi_url=None, generate_unique_id_function=operation_id)
     access = access or Access()
-    app.state.metrics, app.state.allowed_hosts = metrics, access.allowed_hosts
+    app.state.metrics = metrics
+    app.state.allowed_hosts = access.allowed_hosts
     app.state.client = client
     _add_own_routes(app, client, has_metrics=not metrics_apart)
     if not metrics_apart:
@@ -215,7 +217,9 @@ def _add_middleware(
         )
     app.add_middleware(RequestIds)
     app.add_middleware(RequestCounts, count=metrics.answer)
-    app.add_middleware(Intake, clients=clients, turns=Turns(), unread=unread, cancelled=_cancelled)
+    app.add_middleware(
+        Admission, clients=clients, permits=ClientPermits(), unread=unread, cancelled=_cancelled
+    )
     if access.forwarded_allow_ips:
         app.add_middleware(Forwarded, proxies=access.forwarded_allow_ips)
 
@@ -239,7 +243,7 @@ def _chat_format(
         text = file.read_text(encoding="utf-8")
         return ChatFormat(text, special, call_form=call_form)
     except (OSError, ValueError) as error:
-        raise ValueError(f"chat_template {chat_template}: {error}") from None
+        raise ValueError(f"chat_template {chat_template} cannot be used: {error}") from None
 
 
 def _add_own_routes(app: FastAPI, client: EngineClient, *, has_metrics: bool) -> None:
@@ -282,10 +286,10 @@ def _openai_routes(generation: Generation) -> APIRouter:
     """Return the routes that need an API key, if the server has keys."""
 
     async def check_key(request: Request) -> None:
-        if not request.state.may_ask:
+        if not request.state.is_authorized:
             raise ApiError(
                 401,
-                "the API key is missing or wrong: send it as Authorization: Bearer KEY, or as "
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY, or as "
                 "x-api-key: KEY",
                 type="authentication_error",
                 code="invalid_api_key",
@@ -348,26 +352,26 @@ def _add_blocks_routes(api: APIRouter, generation: Generation) -> None:
         """Answer a chat, in the format of OpenAI's Responses API."""
         return await generation.answer(request, ResponsesRequest, responses.begin)
 
-    one = "/v1/responses/{response_id}"
+    path = "/v1/responses/{response_id}"
 
-    @api.api_route(one, methods=_READ, **reads(ResponsesReply, 400, 404, query=OF_A_RESPONSE))
+    @api.api_route(path, methods=_READ, **reads(ResponsesReply, 400, 404, query=OF_A_RESPONSE))
     async def response(request: Request, response_id: str) -> Response:
         """Return a stored response as it was answered."""
-        found = responses.retrieve(request.state.client, response_id, request.query_params)
-        return Response(found, media_type="application/json")
+        body = responses.retrieve(request.state.client, response_id, request.query_params)
+        return Response(body, media_type="application/json")
 
-    @api.delete(one, **reads(DeletedResponse, 404))
+    @api.delete(path, **reads(DeletedResponse, 404))
     async def delete_response(request: Request, response_id: str) -> Response:
         """Delete a stored response."""
         return JSONResponse(responses.delete(request.state.client, response_id))
 
-    items = f"{one}/input_items"
+    items = f"{path}/input_items"
 
     @api.api_route(items, methods=_READ, **reads(InputItems, 400, 404, query=OF_ITEMS))
     async def input_items(request: Request, response_id: str) -> Response:
         """Return the input items of the request that led to a stored response."""
-        found = responses.input_items(request.state.client, response_id, request.query_params)
-        return Response(dumped(found), media_type="application/json")
+        page = responses.input_items(request.state.client, response_id, request.query_params)
+        return Response(dumped(page), media_type="application/json")
 
     error = MessagesError
 
@@ -387,7 +391,12 @@ def _methods_of(app: FastAPI, api: APIRouter, path: str) -> list[str]:
     """Return the HTTP methods of a path, in alphabetical order."""
     routes = (route for route in [*app.routes, *api.routes] if isinstance(route, APIRoute))
     return sorted(
-        {one for route in routes if route.path_regex.match(path) for one in route.methods or ()}
+        {
+            method
+            for route in routes
+            if route.path_regex.match(path)
+            for method in route.methods or ()
+        }
     )
 
 
@@ -427,7 +436,7 @@ def _add_error_handlers(app: FastAPI, api: APIRouter) -> None:
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:
-        return await refuse(request, server_error("internal error; the server's log says more"))
+        return await refuse(request, server_error("internal error; see the server's log"))
 
 
 def listen(host: str, port: int, *, name: str = "port") -> socket.socket:
@@ -444,15 +453,17 @@ def listen(host: str, port: int, *, name: str = "port") -> socket.socket:
     if not 0 <= port <= 65535:
         raise ValueError(f"{name} must be in [0, 65535], got {port}")
     try:
-        (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = addresses[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{name} {port} is in use; choose another with {option}") from None
         raise ValueError(
-            f"host and {name} must be an address to listen on, got {host}:{port}: {error.strerror}"
+            f"cannot listen on host {host} and {name} {port}: {error.strerror}"
         ) from None
     return listener
 
@@ -487,7 +498,7 @@ def serve(
         The exit code: 1 if the engine or the queue has failed for good, so that a supervisor starts
         another server; else 0.
     """
-    search_seldom()
+    raise_gc_thresholds()
     sys.setswitchinterval(_SWITCH_SECONDS)
     # uvicorn raises the signal again once it has drained; it must not kill the process then.
     signal.signal(signal.SIGTERM, lambda *_: None)

@@ -77,7 +77,7 @@ class BlockAnswer(ChatAnswer):
         """Return the complete answer."""
         raise NotImplementedError
 
-    def whole_reply(self, end: str) -> bytes:
+    def complete_reply(self, end: str) -> bytes:
         """Return the complete answer in JSON."""
         return dumped(self.reply(end))
 
@@ -100,7 +100,7 @@ class BlockAnswer(ChatAnswer):
     def _render(self, outputs: Mapping[int, ChoiceOutput]) -> bytes:
         for _ in self._changes(outputs[0].output):
             pass
-        return self.whole_reply(self._why())
+        return self.complete_reply(self._why())
 
     def _why(self) -> str:
         """Return a chat's finish reason; unlike in chats, required calls count as "tool_calls"."""
@@ -135,8 +135,8 @@ class BlockAnswer(ChatAnswer):
             return
         reader = self._reader(0)
         yield from reader.pieces(step.text)
-        if step.end is not None and (left := reader.finish()):
-            yield left
+        if step.end is not None and (rest := reader.finish()):
+            yield rest
 
     def _grow(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[Change]:
         if not self._is_open:

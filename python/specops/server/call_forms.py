@@ -68,8 +68,8 @@ class CallForm:
         """Return a new random id for a call."""
         if self.id_length is None:
             return f"call_{secrets.token_hex(12)}"
-        letters = string.ascii_letters + string.digits
-        return "".join(secrets.choice(letters) for _ in range(self.id_length))
+        alphabet = string.ascii_letters + string.digits
+        return "".join(secrets.choice(alphabet) for _ in range(self.id_length))
 
 
 HERMES = CallForm("hermes", "<tool_call>", "</tool_call>")
@@ -121,8 +121,8 @@ class CallReader:
     def feed(self, text: str) -> tuple[str, list[dict[str, Any]]]:
         """Add a piece of the text; return its content and its complete calls."""
         pieces = list(self.pieces(text))
-        content = "".join(one for one in pieces if isinstance(one, str))
-        return content, [one for one in pieces if not isinstance(one, str)]
+        content = "".join(piece for piece in pieces if isinstance(piece, str))
+        return content, [piece for piece in pieces if not isinstance(piece, str)]
 
     def pieces(self, text: str) -> Iterator[str | dict[str, Any]]:
         """Add a piece of the text; yield contents and complete calls in their order."""
@@ -134,20 +134,20 @@ class CallReader:
                     yield content
                 if not self._is_open:
                     return
-            found = self._next()
-            if found is None:
+            piece = self._next()
+            if piece is None:
                 return
-            if found:
-                yield found
+            if piece:
+                yield piece
 
     def finish(self) -> str:
         """Return the content that is left at the end of the text, such as half of a call."""
-        left = (self._opening if self._is_open else "") + self._held
+        rest = (self._opening if self._is_open else "") + self._held
         is_rest = self._is_open and not self._held.strip(_SPACE + "[],;")
         self._held, self._is_open = "", False
-        if self.num_calls and (is_rest or not left.strip()):
+        if self.num_calls and (is_rest or not rest.strip()):
             return ""
-        return left
+        return rest
 
     def _outside(self) -> tuple[str, bool]:
         """Remove content from the held text; return it, and whether calls begin after it."""
@@ -195,8 +195,8 @@ class CallReader:
             self._end = self._scanner.end_in(self._held)
         if self._end is None:
             return None
-        rest, is_one = self._held[self._end :], bool(form.closing) and not form.is_list
-        if is_one:
+        rest, is_single = self._held[self._end :], bool(form.closing) and not form.is_list
+        if is_single:
             _, closing, rest = rest.partition(form.closing)
             if not closing:
                 return None
@@ -204,7 +204,7 @@ class CallReader:
         call = self._call(self._held[: self._end]) if is_shallow else None
         if call is None:
             return self._as_text(self._end)
-        self._held, self._opening, self._is_open = rest, "", not is_one
+        self._held, self._opening, self._is_open = rest, "", not is_single
         self._scanner = self._end = None
         return call
 

@@ -81,11 +81,14 @@ class ChatFormat:
             ValueError: it does not, or has tool calls in an unknown syntax.
         """
         if "tools" not in self._variables:
-            raise ValueError("tools are not supported: the model's chat template has none")
+            raise ValueError(
+                "tools are not supported: the model's chat template does not list them; choose "
+                "another with --chat-template"
+            )
         if self.call_form is None:
             raise ValueError(
-                "tools are not supported: the model's chat template has calls written in none of "
-                f"the forms {', '.join(CALL_FORMS)}; --tool-call-parser says which one it is"
+                "tools are not supported: the syntax of tool calls in the model's chat template is "
+                f"unknown; set --tool-call-parser to one of {', '.join(CALL_FORMS)}"
             )
 
     def require_reasoning_effort(self) -> None:
@@ -96,8 +99,8 @@ class ChatFormat:
         """
         if "reasoning_effort" not in self._variables:
             raise ValueError(
-                "reasoning_effort is not supported: the model's chat template reads no such "
-                "variable"
+                "reasoning_effort is not supported: the model's chat template has no variable of "
+                "that name"
             )
 
     def render(
@@ -133,7 +136,7 @@ class ChatFormat:
             if name in own or name not in self._variables:
                 raise ValueError(
                     "chat_template_kwargs must hold variables that the model's chat template "
-                    f"reads and a request may set, got {name!r}"
+                    f"reads and that a request may set, got {name!r}"
                 )
         try:
             return self._template.render(**own, **(variables or {}))
@@ -160,7 +163,7 @@ def _compile(source: str) -> jinja2.Template:
     try:
         return _environment().from_string(source)
     except jinja2.TemplateError as error:
-        raise ValueError(f"the model's chat template is broken: {error}") from None
+        raise ValueError(f"the model's chat template is not valid Jinja: {error}") from None
 
 
 def _environment() -> jinja2.Environment:

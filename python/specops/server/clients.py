@@ -45,7 +45,7 @@ class Clients:
         headers = connection.headers
         sent = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
         # Compare every key, so that the time does not reveal which one was close.
-        same = [hmac.compare_digest(sent.encode(), one) for one in self._expected]
+        same = [hmac.compare_digest(sent.encode(), expected) for expected in self._expected]
         if any(same):
             return f"key-{same.index(True)}", True
         host = connection.client.host if connection.client else ""

@@ -57,34 +57,40 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._network = network_of(self.client[0] if self.client else "")
         self._watch()
         if len(self.connections) > self.max_connections - self._num_reserved:
-            self._make_room()
+            self._close_excess()
 
     @property
     def _num_reserved(self) -> int:
         """Connections that only addresses without another connection may open."""
         return min(self.max_connections // _RESERVED_SHARE, _MAX_RESERVED)
 
-    def _make_room(self) -> None:
+    def _close_excess(self) -> None:
         """Close a connection if there are too many.
 
         Choose the address with the most connections, and of these the one that has waited longest
         for its client. If the server is working for all of them, close this connection.
         """
-        open_ones = [one for one in self.connections if isinstance(one, _BoundedProtocol)]
-        open_ones = [one for one in open_ones if not one._is_closed()]
-        counts = Counter(one._network for one in open_ones)
-        is_first = counts[self._network] == 1
-        if len(open_ones) <= self.max_connections - (0 if is_first else self._num_reserved):
-            return
-        (most, _), *_ = counts.most_common(1)
-        idle = [
-            one
-            for one in open_ones
-            if one._network == most and one is not self and one._waits_for_client()
+        connections = [
+            connection
+            for connection in self.connections
+            if isinstance(connection, _BoundedProtocol)
         ]
-        min(idle, key=lambda one: one._idle_since, default=self)._give_way()
+        connections = [connection for connection in connections if not connection._is_closed()]
+        counts = Counter(connection._network for connection in connections)
+        is_first = counts[self._network] == 1
+        if len(connections) <= self.max_connections - (0 if is_first else self._num_reserved):
+            return
+        network = counts.most_common(1)[0][0]
+        idle = [
+            connection
+            for connection in connections
+            if connection._network == network
+            and connection is not self
+            and connection._waits_for_client()
+        ]
+        min(idle, key=lambda connection: connection._idle_since, default=self)._close_at_once()
 
-    def _give_way(self) -> None:
+    def _close_at_once(self) -> None:
         """Close the connection at once, even if its client has not read everything."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
@@ -251,8 +257,8 @@ def connections_within_files(max_connections: int) -> int:
     allowed = max(files - _OWN_FILES, files // 2, 1)
     if allowed < max_connections:
         logger.warning(
-            "the limit of %d open files allows %d connections, fewer than max_connections=%d; "
-            "raise it with ulimit -n",
+            "the limit of %d open files allows only %d of max_connections=%d connections; raise "
+            "the limit with ulimit -n",
             files,
             allowed,
             max_connections,

@@ -57,7 +57,9 @@ class Dispatch:
         *,
         max_unread_bytes: int = 64 << 20,
     ) -> None:
-        self._client, self._metrics, self._num_clients = client, metrics, num_clients
+        self._client = client
+        self._metrics = metrics
+        self._num_clients = num_clients
         self._jobs: dict[int, Job] = {}  # by number, until every choice has its last output
         self._outbox: Outbox | None = None
         self._num_rows = client.status.stats.num_rows
@@ -67,13 +69,13 @@ class Dispatch:
     async def start(self) -> None:
         """Start the engine client on the running event loop, which all jobs must share."""
         self._outbox = Outbox(asyncio.get_running_loop())
-        await self._client.start(self._receive, self._lose, self._num_clients)
+        await self._client.start(self._receive, self._fail_all, self._num_clients)
 
     async def stop(self) -> None:
         """Stop the engine client, drop the remaining jobs and wait for the engine to end."""
         await self._client.stop()
 
-    def require_room(self, client: str) -> None:
+    def require_capacity(self, client: str) -> None:
         """Check that a client may submit another request.
 
         Raises:
@@ -81,8 +83,10 @@ class Dispatch:
         """
         if (reason := self._client.full.get(client)) is not None:
             raise QueueFull(reason)
-        if (size := self.unread.of(client)) > self.unread.most:
-            raise QueueFull(f"{size} bytes of earlier answers are unread; read them first")
+        if (size := self.unread.of(client)) > self.unread.max_bytes:
+            raise QueueFull(
+                f"the client has not read {size} bytes of earlier answers; read them first"
+            )
 
     async def submit(self, job: Job) -> None:
         """Submit a job to the engine and wait until the engine accepts it.
@@ -100,9 +104,9 @@ class Dispatch:
         if self._client.health == "disconnected":
             raise QueueAway("the queue of requests cannot be reached")
         if self._client.health == "stalled":
-            raise EngineAway("the engine does not respond; it is restarted if it hangs")
+            raise EngineAway("the engine does not respond")
         if self._client.is_behind:
-            raise QueueFull("the engine has not taken the requests before this one yet")
+            raise QueueFull("the engine has not read earlier requests yet")
         self._client.submit(
             Submit(
                 job.number,
@@ -130,11 +134,13 @@ class Dispatch:
     def _end_unread(self, stream: Stream) -> None:
         """End a stream whose client has left too much output unread."""
         assert isinstance(stream, Job)
-        logger.warning("a stream ends: its client, %s, does not read it", stream.client)
+        logger.warning("ending a stream, since its client %s does not read it", stream.client)
         if self._jobs.pop(stream.number, None) is not None:
             self._client.abort(stream.number)
         stream.fail(
-            OutputNotRead(f"more than {self.unread.most} bytes of output were waiting to be read")
+            OutputNotRead(
+                f"the client left more than {self.unread.max_bytes} bytes of output unread"
+            )
         )
 
     def _receive(self, batch: Batch) -> None:
@@ -160,9 +166,9 @@ class Dispatch:
             else:
                 del self._jobs[job.number]
                 events.append((job, _error(event, job)))
-        self._hand_out(events)
+        self._deliver(events)
 
-    def _hand_out(self, events: list[Event]) -> None:
+    def _deliver(self, events: list[Event]) -> None:
         assert self._outbox is not None, "it has been started"
         self._outbox.add(events)
 
@@ -174,19 +180,23 @@ class Dispatch:
         self._metrics.tokens(count, now - before, first=not times.last)
         times.last = now
         if not times.num_first:
-            times.first, times.num_first, times.steps_at_first = now, count, steps
+            times.first = now
+            times.num_first = count
+            times.steps_at_first = steps
 
     def _output(
         self, job: Job, output: Output, now: float, steps: StepSeconds | None
     ) -> ChoiceOutput:
         if job.streaming and output.token_ids:
             self._note_tokens(job, output.index, len(output.token_ids), now, steps)
-        seconds, end = now - job.arrival, output.end
+        seconds = now - job.arrival
+        end = output.end
         if end is None:
             return ChoiceOutput(output, seconds)
         times = job.times[output.index]
         if not times.num_first:
-            times.first, times.steps_at_first = now, steps
+            times.first = now
+            times.steps_at_first = steps
         span = Span(
             begin=end.begun - job.arrival,
             first=times.first - job.arrival,
@@ -202,21 +212,21 @@ class Dispatch:
             del self._jobs[job.number]
         return ChoiceOutput(output, seconds, span)
 
-    def _lose(self, message: str) -> None:
+    def _fail_all(self, message: str) -> None:
         """Fail every job after the engine has ended."""
         jobs, self._jobs = self._jobs, {}
         self._num_rows = 0  # a new engine counts from zero
         for job in jobs.values():
             self._metrics.dropped("error", job.num_running)
-        self._hand_out([(job, _lost(message, job)) for job in jobs.values()])
+        self._deliver([(job, _loss_error(message, job)) for job in jobs.values()])
 
 
-def _lost(message: str, job: Job) -> JobFailed:
+def _loss_error(message: str, job: Job) -> JobFailed:
     """Return the error of a job after its engine ended. The client may retry an unaccepted job."""
     return JobFailed(message) if job.is_accepted else EngineAway(message)
 
 
 def _error(event: Refused | Failed, job: Job) -> Exception:
     if isinstance(event, Failed):
-        return _lost(event.message, job) if event.is_lost else JobFailed(event.message)
+        return _loss_error(event.message, job) if event.is_lost else JobFailed(event.message)
     return _REFUSALS[event.kind](event.message)

@@ -21,6 +21,7 @@ from specops.api.errors import ContextOverflow, QueueFull
 from specops.api.messages import Capabilities
 from specops.api.sampling_params import SamplingParams
 from specops.api.tokenizer import Tokenizer
+from specops.server.admission import ClientPermits, Permit
 from specops.server.answers import Answer
 from specops.server.api_error import (
     ApiError,
@@ -35,7 +36,6 @@ from specops.server.call_forms import HERMES
 from specops.server.chat import ChatFormat
 from specops.server.dispatch import Dispatch
 from specops.server.infill import infill_prompt
-from specops.server.intake import Turn, Turns
 from specops.server.jobs import BadSpeculation, EngineAway, Job, JobFailed, QueueAway
 from specops.server.kv_transfer import kv_transfer_of
 from specops.server.logprobs import check_prompt_logprobs
@@ -89,10 +89,13 @@ class Generation:
         sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
         shares_caches: bool = False,
     ) -> None:
-        self._capabilities, self._sampling_defaults = capabilities, sampling_defaults
+        self._capabilities = capabilities
+        self._sampling_defaults = sampling_defaults
         # A rejected draft of these drafters may come from another client's answer.
         self._hidden_drafters = frozenset(
-            one["name"] for one in capabilities.drafters if shares_caches and one["learns"]
+            drafter["name"]
+            for drafter in capabilities.drafters
+            if shares_caches and drafter["learns"]
         )
         self.contract = contract = capabilities.contract
         self._fingerprint = f"specops-{contract['specops']}-{contract['digest']}"
@@ -101,7 +104,7 @@ class Generation:
         self._chat_format = chat_format
         # HERMES stands in where tools are unsupported; require_tools refuses such requests later.
         self._call_form = chat_format.call_form or HERMES
-        self._submitting = Turns(_SUBMITTED)
+        self._submitting = ClientPermits(_SUBMITTED)
         self._max_body_bytes = max_body_bytes
         self._body_timeout = body_timeout
         self._created = int(time.time())
@@ -129,7 +132,7 @@ class Generation:
         if name is not None and name != served:
             raise ApiError(
                 404,
-                f"the model {name!r} does not exist; this server has {served!r}",
+                f"the model {name!r} does not exist; this server serves {served!r}",
                 param="model",
                 code="model_not_found",
             )
@@ -149,7 +152,7 @@ class Generation:
                 the factory of its `Answer`.
         """
         try:
-            self._dispatch.require_room(http.state.client)
+            self._dispatch.require_capacity(http.state.client)
         except QueueFull as error:  # before any work is done for it
             raise _busy(error) from None
         body = with_defaults(await self.read(http, body_type), self._sampling_defaults)
@@ -190,12 +193,12 @@ class Generation:
             self._call_form,
         )
         try:
-            await until_gone(self._submit(job, http.state.turn), http.receive)
+            await until_gone(self._submit(job, http.state.permit), http.receive)
             if request.stream:
                 close = partial(self._dispatch.abort, job)
                 return EventStream(answer.chunks(), close, failed=answer.failed)
-            whole = await until_gone(answer.whole(http.state.turn), http.receive)
-            return Response(whole, media_type="application/json")
+            body = await until_gone(answer.complete(http.state.permit), http.receive)
+            return Response(body, media_type="application/json")
         except ClientGone:
             return Response(status_code=499)  # for the access log only: the client has left
         except (ValueError, QueueFull, JobFailed, asyncio.CancelledError) as error:
@@ -212,42 +215,42 @@ class Generation:
         try:
             chat = as_chat(body)
             self.check_model(chat.model)
-            chat.wanted_output(self._call_form)  # refuses what generation would refuse
+            chat.output_format(self._call_form)  # refuses what generation would refuse
             return len((await self._tokenize(chat))[0])
         except ApiError as error:
             raise error.under_names(body_type.chat_names) from None
 
-    async def _submit(self, job: Job, turn: Turn) -> None:
-        """Submit a job to the engine; end the turn as soon as few enough jobs are on their way."""
+    async def _submit(self, job: Job, permit: Permit) -> None:
+        """Submit a job to the engine; release the permit once few enough jobs are on their way."""
         if job.params.structured_output is not None:  # the engine compiles its grammar first
-            turn.end()
+            permit.release()
             return await self._dispatch.submit(job)
-        place = Turn(self._submitting, job.client)
-        await place.begin()
-        turn.end()
+        submission = Permit(self._submitting, job.client)
+        await submission.acquire()
+        permit.release()
         try:
             await self._dispatch.submit(job)
         finally:
-            place.end()
+            submission.release()
 
     async def read(self, http: Request, body_type: type[B]) -> B:
-        """Read and parse the body of a request, then wait for the request's turn.
+        """Read and parse the body of a request, then wait for the request's permit.
 
         Raises:
             ApiError: the body is invalid, too long, or arrives too slowly.
             ClientDisconnect: the client left before the end of the body.
         """
-        http.state.turn.end()
+        http.state.permit.release()
         try:
             body = await asyncio.wait_for(self._read_body(http), self._body_timeout)
         except asyncio.TimeoutError:  # another class than TimeoutError until Python 3.11
             raise ApiError(
                 408,
-                f"the body must be there within {self._body_timeout:g} seconds",
+                f"the body must arrive within {self._body_timeout:g} seconds",
                 code="body_too_slow",
                 headers={"Connection": "close"},
             ) from None
-        await http.state.turn.begin()
+        await http.state.permit.acquire()
         if len(body) < _SHORT_BODY:
             return parse(body_type, body, self._capabilities.max_model_len)
         return await asyncio.to_thread(parse, body_type, body, self._capabilities.max_model_len)
@@ -257,7 +260,10 @@ class Generation:
         request = await self.read(http, TokenizeRequest)
         self.check_model(request.model)
         if (request.prompt is None) == (request.messages is None):
-            raise ApiError(400, "prompt or messages must be given, and not both", param="prompt")
+            got = "neither" if request.prompt is None else "both"
+            raise ApiError(
+                400, f"exactly one of prompt and messages must be set, got {got}", param="prompt"
+            )
         if request.messages is not None:
             prompt = request.add_generation_prompt
             try:
@@ -336,14 +342,14 @@ class Generation:
 
     def _check_lengths(self, request: CompletionRequest | ChatCompletionRequest) -> None:
         """Refuse lists of more token ids than fit the context, before the ids are examined."""
-        given = request.prompt if isinstance(request, CompletionRequest) else None
-        if not isinstance(given, list):
+        prompt = request.prompt if isinstance(request, CompletionRequest) else None
+        if not isinstance(prompt, list):
             return
-        for one in [given, *given[:MAX_PROMPTS]]:
-            is_ids = isinstance(one, list) and bool(one) and type(one[0]) is int
-            if is_ids and len(one) > self._capabilities.max_model_len:
+        for ids in [prompt, *prompt[:MAX_PROMPTS]]:
+            is_ids = isinstance(ids, list) and bool(ids) and type(ids[0]) is int
+            if is_ids and len(ids) > self._capabilities.max_model_len:
                 raise too_long(
-                    f"a prompt of {len(one)} tokens exceeds the context of "
+                    f"a prompt of {len(ids)} tokens exceeds the context of "
                     f"{self._capabilities.max_model_len} tokens",
                     request.prompt_field,
                 )

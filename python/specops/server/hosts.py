@@ -70,7 +70,7 @@ def _check_hosts(hosts: Sequence[str]) -> None:
         if host != "*" and _name_of(host.removeprefix("*.")) != host.removeprefix("*.").lower():
             raise ValueError(
                 "allowed_hosts must be names or addresses without a port, *.example.com for all "
-                f"names below one, or * for any, got {host!r}"
+                f"subdomains, or * for any host, got {host!r}"
             )
 
 
@@ -84,7 +84,7 @@ def _check_origins(origins: Sequence[str]) -> None:
         scheme, _, host = origin.partition("://")
         if origin != "*" and not (scheme in ("http", "https") and host and "/" not in host):
             raise ValueError(
-                f"allowed_origins must be such as https://example.com, or *, got {origin!r}"
+                f"allowed_origins must be origins such as https://example.com, or *, got {origin!r}"
             )
 
 
@@ -126,8 +126,7 @@ class AllowedHosts:
             if name not in self._names and not name.endswith(self._endings):
                 error = ApiError(
                     400,
-                    f"the host {host!r} is not allowed; the server's --allowed-hosts names those "
-                    "that are",
+                    f"the host {host!r} is not allowed; add it to the server's --allowed-hosts",
                     code="unknown_host",
                 )
                 return await JSONResponse(error.body, error.status)(scope, receive, send)

@@ -24,11 +24,11 @@ def infill_prompt(tokenizer: Tokenizer, prompt: object, suffix: str) -> str:
         ValueError: the prompt is no text, or the model has no tokens for infilling.
     """
     if not isinstance(prompt, str):
-        raise ValueError("suffix needs a prompt that is one text")
-    for before, between, behind in _MARKS:
-        marks = (before, between, behind)
-        if all(len(tokenizer.encode(one, add_special_tokens=False)) == 1 for one in marks):
-            return f"{before}{prompt}{between}{suffix}{behind}"
+        raise ValueError("suffix requires prompt to be one string")
+    for before, between, after in _MARKS:
+        marks = (before, between, after)
+        if all(len(tokenizer.encode(mark, add_special_tokens=False)) == 1 for mark in marks):
+            return f"{before}{prompt}{between}{suffix}{after}"
     raise ValueError(
-        f"suffix is not supported: the model has no tokens for it, such as {', '.join(_MARKS[0])}"
+        f"suffix is not supported: the model lacks tokens such as {', '.join(_MARKS[0])}"
     )

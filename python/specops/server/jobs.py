@@ -156,7 +156,7 @@ class Job:
         Raises:
             Exception: the engine refused the job, or failed.
         """
-        assert self._accepted is not None, "nobody has waited before"
+        assert self._accepted is not None, "until_accepted is called once"
         try:
             await self._accepted
         finally:

@@ -34,24 +34,23 @@ class Number:
         return self._text
 
 
-def require_shallow(value: Any, most: int) -> None:
-    """Check, without recursion, that a JSON value has at most `most` levels.
+def require_shallow(value: Any, max_depth: int) -> None:
+    """Check, without recursion, that a JSON value has at most `max_depth` levels.
 
     Raises:
         ValueError: it has more.
     """
-    level = [value]
-    for _ in range(most):
+    level = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(max_depth):
         level = [
             inner
-            for one in level
-            if isinstance(one, (dict, list))
-            for inner in (one.values() if isinstance(one, dict) else one)
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
             if isinstance(inner, (dict, list))
         ]
         if not level:
             return
-    raise ValueError(f"nested more than {most} levels deep")
+    raise ValueError(f"nested more than {max_depth} levels deep")
 
 
 def refuse_constant(name: str) -> None:
@@ -109,8 +108,8 @@ def with_short_integers(text: str) -> str:
     A longer integer becomes a decimal number with the same digits and value.
     """
 
-    def shorter(found: re.Match[str]) -> str:
-        number = found[0]
+    def shorter(match: re.Match[str]) -> str:
+        number = match[0]
         is_long = number.lstrip("-").isdecimal() and len(number.lstrip("-")) > MAX_DIGITS
         return f"{number}.0" if is_long else number
 
@@ -135,7 +134,7 @@ def members_of(text: str) -> dict[str, str]:
     while True:
         name, at = _DECODER.raw_decode(text, _space(text, at))
         if not isinstance(name, str):
-            raise ValueError("the name of a member is not a string")
+            raise ValueError("a member's name must be a string")
         begin = _space(text, _after(text, at, ":"))
         _, at = _DECODER.raw_decode(text, begin)
         members[name] = text[begin:at]
@@ -145,15 +144,15 @@ def members_of(text: str) -> dict[str, str]:
 
 
 def _space(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    assert found is not None
-    return found.end()
+    match = _SPACE.match(text, at)
+    assert match is not None
+    return match.end()
 
 
 def _after(text: str, at: int, mark: str) -> int:
     at = _space(text, at)
     if not text.startswith(mark, at):
-        raise ValueError(f"no {mark} at {at}")
+        raise ValueError(f"expected {mark} at character {at}")
     return at + 1
 
 
@@ -188,14 +187,14 @@ class ObjectScanner:
                     return None
                 self._at += 1
                 self._in_string = False
-            found = _BRACKET_OR_QUOTE.search(text, self._at)
-            if found is None:
+            match = _BRACKET_OR_QUOTE.search(text, self._at)
+            if match is None:
                 self._at = len(text)
                 return None
-            self._at = found.end()
-            if found[0] == '"':
+            self._at = match.end()
+            if match[0] == '"':
                 self._in_string = True
-            elif found[0] in "[{":
+            elif match[0] in "[{":
                 self._num_open += 1
                 self.depth = max(self.depth, self._num_open)
             else:

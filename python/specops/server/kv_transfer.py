@@ -13,10 +13,10 @@ from specops.server.protocol import ChatCompletionRequest, CompletionRequest
 
 _FIELD = "kv_transfer_params"
 _LEASE_NAME = re.compile(r"[0-9a-f]{32}")
-_MOST_HOST = 255  # characters, as in DNS
-_MOST_RANKS = 1024
+_MAX_HOST_LENGTH = 255  # characters, as in DNS
+_MAX_RANKS = 1024
 # The roles that a server may have to accept a request with the field set.
-_MAY = {"do_remote_decode": ("prefill", "mixed"), "do_remote_prefill": ("decode", "mixed")}
+_ROLES = {"do_remote_decode": ("prefill", "mixed"), "do_remote_prefill": ("decode", "mixed")}
 
 
 def kv_transfer_of(
@@ -33,34 +33,36 @@ def kv_transfer_of(
         ApiError: this server's role or this kind of request does not support KV transfer, or a
             field has a form that no server produces.
     """
-    asked = request.kv_transfer_params
-    message = None if asked is None else asked.as_message()
-    if asked is None or message is None:
+    params = request.kv_transfer_params
+    message = None if params is None else params.as_message()
+    if params is None or message is None:
         return None
-    name, host, ports = asked.remote_request_id, asked.remote_host, asked.remote_ports
+    name = params.remote_request_id
+    host = params.remote_host
+    ports = params.remote_ports
     if name is not None and not _LEASE_NAME.fullmatch(name):
         raise _refused(
-            "remote_request_id must have 32 hexadecimal digits, as the other server's answer has"
+            "remote_request_id must have 32 hexadecimal digits, as in the other server's answer"
         )
-    if host is not None and not 0 < len(host) <= _MOST_HOST:
-        raise _refused(f"remote_host must have 1 to {_MOST_HOST} characters, got {len(host)}")
-    if ports is not None and len(ports) > _MOST_RANKS:
-        raise _refused(f"remote_ports must hold at most {_MOST_RANKS} ports, got {len(ports)}")
-    for name, roles in _MAY.items():
+    if host is not None and not 0 < len(host) <= _MAX_HOST_LENGTH:
+        raise _refused(f"remote_host must have 1 to {_MAX_HOST_LENGTH} characters, got {len(host)}")
+    if ports is not None and len(ports) > _MAX_RANKS:
+        raise _refused(f"remote_ports must hold at most {_MAX_RANKS} ports, got {len(ports)}")
+    for name, roles in _ROLES.items():
         if getattr(message, name) and role not in roles:
-            needed, got = " or ".join(roles), role or "none"
-            raise _refused(f"{name} needs a server with --role {needed}, got {got}")
+            needed = " or ".join(roles)
+            raise _refused(f"{name} requires a server with --role {needed}, got {role or 'none'}")
     if num_prompts > 1:
-        raise _refused(f"must come with one prompt, got {num_prompts}")
+        raise _refused(f"requires exactly one prompt, got {num_prompts}")
     if message.do_remote_decode and request.stream:
-        raise _refused("do_remote_decode must be absent where stream is true")
+        raise _refused("do_remote_decode must be absent when stream is true")
     return message
 
 
 def kv_transfer_extras(ends: Iterable[End]) -> dict[str, Any]:
     """Return the answer's fields for KV pages that wait for another server; empty if none do."""
-    told = [end.kv_transfer for end in ends if end.kv_transfer is not None]
-    return {_FIELD: structs.asdict(told[0])} if told else {}
+    transfers = [end.kv_transfer for end in ends if end.kv_transfer is not None]
+    return {_FIELD: structs.asdict(transfers[0])} if transfers else {}
 
 
 def _refused(message: str) -> ApiError:

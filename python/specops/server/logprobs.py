@@ -35,8 +35,9 @@ def check_prompt_logprobs(prompts: Sequence[Sequence[int]], params: SamplingPara
     if count > MAX_PROMPT_LOGPROBS:
         raise ApiError(
             400,
-            f"prompt_logprobs (or logprobs with echo) make {count} numbers with n and the prompts' "
-            f"tokens, alternatives included, more than the {MAX_PROMPT_LOGPROBS} of an answer",
+            f"prompt_logprobs (or logprobs with echo) must lead to at most {MAX_PROMPT_LOGPROBS} "
+            f"log-probabilities of prompts, alternatives included, got {count}; use fewer "
+            "alternatives, prompts or choices",
             param="prompt_logprobs",
             code="invalid_value",
         )
@@ -62,9 +63,9 @@ def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dic
         return {"token": token_text(data), "logprob": _finite(logprob), "bytes": list(data)}
 
     content = []
-    for one in logprobs:
-        top = [entry(token_id, logprob) for token_id, logprob in one.alternatives]
-        content.append({**entry(one.token_id, one.logprob), "top_logprobs": top})
+    for token in logprobs:
+        top = [entry(token_id, logprob) for token_id, logprob in token.alternatives]
+        content.append({**entry(token.token_id, token.logprob), "top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
@@ -78,7 +79,7 @@ class LegacyLogprobs:
 
     def build(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         """Return the log-probabilities of the next tokens."""
-        return self._build([one.token_id for one in logprobs], logprobs, None)
+        return self._build([token.token_id for token in logprobs], logprobs, None)
 
     def build_prompt(
         self,
@@ -111,7 +112,7 @@ class LegacyLogprobs:
         values: list[float | None] = []
         top: list[dict[str, float] | None] = []
         is_added = bool(text) and self._is_added(token_ids, text)
-        for token_id, one in zip(token_ids, logprobs, strict=True):
+        for token_id, token in zip(token_ids, logprobs, strict=True):
             data = self._tokenizer.token_bytes(token_id)
             tokens.append(token_text(data))
             raw.append(list(data))
@@ -122,8 +123,8 @@ class LegacyLogprobs:
                 pass  # not in the text, even if the client wrote the same token after it
             elif text and text.startswith(name := token_text(data), self._offset):
                 self._offset += len(name)
-            values.append(None if one is None else _finite(one.logprob))
-            top.append(None if one is None else self._alternatives(one, num_alternatives))
+            values.append(None if token is None else _finite(token.logprob))
+            top.append(None if token is None else self._alternatives(token, num_alternatives))
         return {
             "tokens": tokens,
             "token_logprobs": values,
@@ -140,10 +141,13 @@ class LegacyLogprobs:
         name = token_text(self._tokenizer.token_bytes(first))
         return list(token_ids).count(first) > text.count(name)
 
-    def _alternatives(self, one: TokenLogprob, most: int | None) -> dict[str, float]:
+    def _alternatives(self, token: TokenLogprob, num_alternatives: int | None) -> dict[str, float]:
         """Return the log-probabilities of the likeliest tokens and the token itself, by text."""
         alternatives: dict[str, float] = {}
-        for token_id, logprob in (*one.alternatives[:most], (one.token_id, one.logprob)):
+        for token_id, logprob in (
+            *token.alternatives[:num_alternatives],
+            (token.token_id, token.logprob),
+        ):
             text = token_text(self._tokenizer.token_bytes(token_id))
             alternatives.setdefault(text, _finite(logprob))
         return alternatives
@@ -154,7 +158,7 @@ def joined(first: dict[str, Any] | None, second: dict[str, Any]) -> dict[str, An
     return second if first is None else {name: first[name] + second[name] for name in second}
 
 
-class _SpeltTokens(dict[int, str]):
+class _TokenTexts(dict[int, str]):
     """Cache of tokens' texts in JSON, by token id."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -163,8 +167,8 @@ class _SpeltTokens(dict[int, str]):
 
     def __missing__(self, token_id: int) -> str:
         text = token_text(self._tokenizer.token_bytes(token_id))
-        self[token_id] = spelt = dumped(text).decode()
-        return spelt
+        self[token_id] = encoded = dumped(text).decode()
+        return encoded
 
 
 def vllm_prompt_logprobs(
@@ -175,15 +179,14 @@ def vllm_prompt_logprobs(
     The result is JSON, since there may be a hundred thousand entries: writing one is less work than
     making a dict of it, and an encoder would hold the interpreter's lock until the last one.
     """
-    texts = _SpeltTokens(tokenizer)
+    texts = _TokenTexts(tokenizer)
 
-    def spelt(one: TokenLogprob) -> str:
-        own = one.token_id
-        found = [(own, _finite(one.logprob), one.rank, texts[own])]
-        for rank, (token_id, logprob) in enumerate(one.alternatives[:num_alternatives], 1):
-            if token_id != own:
-                found.append((token_id, _finite(logprob), rank, texts[token_id]))
-        return f"{{{','.join([_ENTRY % entry for entry in found])}}}"
+    def row(token: TokenLogprob) -> str:
+        entries = [(token.token_id, _finite(token.logprob), token.rank, texts[token.token_id])]
+        for rank, (token_id, logprob) in enumerate(token.alternatives[:num_alternatives], 1):
+            if token_id != token.token_id:
+                entries.append((token_id, _finite(logprob), rank, texts[token_id]))
+        return f"{{{','.join([_ENTRY % entry for entry in entries])}}}"
 
-    rows = ["null" if one is None else spelt(one) for one in logprobs]
+    rows = ["null" if logprob is None else row(logprob) for logprob in logprobs]
     return f"[{','.join(rows)}]".encode()

@@ -242,12 +242,12 @@ class _EngineCollector(Collector):
             ),
             (
                 "num_paused_steps",
-                "Steps in which it was another client's turn, per choice",
+                "Steps that skipped a running choice for other clients' requests",
                 stats.num_paused_steps,
             ),
             (
                 "kv_transfer_corrupt_pages",
-                "Pages from other servers that were damaged on the way, and were computed instead",
+                "Pages damaged in transit from other servers, and computed instead",
                 stats.num_damaged_kv_pages,
             ),
             ("spec_decode_num_drafts", "Steps with drafts, per choice", speculative.num_drafts),

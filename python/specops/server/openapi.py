@@ -69,8 +69,8 @@ _EVENTS = {
         "properties": {
             "data": {
                 "type": "string",
-                "description": "a chunk of the answer in JSON, as OpenAI spells it, or an error "
-                "like that of other answers; at the end [DONE]",
+                "description": "a chunk of the answer as JSON in OpenAI's format, or an error like "
+                "that of other answers; [DONE] at the end",
             }
         },
         "required": ["data"],
@@ -78,13 +78,13 @@ _EVENTS = {
 }
 
 _REASONS = {
-    400: "the request is not what the schema says, or a value cannot be used with this model",
+    400: "the request does not match the schema, or the model cannot use a value",
     401: "the API key is missing or wrong",
-    404: "there is no such model, or no such response",
-    408: "the body was too slow in coming",
+    404: "the model or the response does not exist",
+    408: "the body arrived too slowly",
     413: "the body is too long",
     415: "the content type is not application/json",
-    429: "too many requests wait already; see Retry-After",
+    429: "too many requests are waiting; retry after the time in Retry-After",
     500: "the engine failed",
     503: "the server is shutting down, or its engine has stopped",
 }
@@ -146,7 +146,7 @@ def operation_id(route: APIRoute) -> str:
 def _refusals(
     statuses: tuple[int, ...], error: type[BaseModel] = ErrorReply
 ) -> dict[int | str, dict[str, Any]]:
-    return {one: {"model": error, "description": _REASONS[one]} for one in statuses}
+    return {status: {"model": error, "description": _REASONS[status]} for status in statuses}
 
 
 def describe(app: FastAPI, *, keyed: frozenset[str]) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def describe(app: FastAPI, *, keyed: frozenset[str]) -> dict[str, Any]:
         described = get_openapi(
             title="specops",
             version=specops.__version__,
-            summary="Speculative decoding behind OpenAI's API",
+            summary="OpenAI-compatible server with speculative decoding",
             routes=app.routes,
             separate_input_output_schemas=False,
         )
@@ -195,10 +195,10 @@ def _complete(operation: dict[str, Any], method: str, needs_key: bool) -> None:
 
 def _body_schemas() -> dict[str, Any]:
     """Return the schemas of bodies, including the checks that are made outside pydantic."""
-    _, found = models_json_schema(
+    _, definitions = models_json_schema(
         [(body, "validation") for body in _BODIES], ref_template=_SCHEMAS + "{model}"
     )
-    schemas: dict[str, Any] = found["$defs"]
+    schemas: dict[str, Any] = definitions["$defs"]
     for body in _BODIES:
         _complete_body(schemas[body.__name__], body)
     message = schemas["InputMessage"]  # recognized by its role if it has no type
@@ -249,8 +249,8 @@ def _complete_body(schema: dict[str, Any], body: type[Body]) -> None:
         properties["logit_bias"]["propertyNames"] = {"pattern": "^[0-9]+$"}
     for name, values in body.neutral.items():
         if name not in properties:
-            asks_nothing = "not supported; these values ask for nothing"
-            properties[name] = {"enum": [*copy.deepcopy(values)], "description": asks_nothing}
+            description = "not supported; only these values, which have no effect, are allowed"
+            properties[name] = {"enum": [*copy.deepcopy(values)], "description": description}
     for name, field in properties.items():
         if name not in schema.get("required", ()):
             properties[name] = _nullable(field)
@@ -259,14 +259,14 @@ def _complete_body(schema: dict[str, Any], body: type[Body]) -> None:
 @functools.cache
 def _meanings() -> dict[str, str]:
     """Return the descriptions of `SamplingParams`' attributes by name, from its docstring."""
-    told = (inspect.getdoc(SamplingParams) or "").partition("Attributes:\n")[2]
-    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", told, re.MULTILINE)
-    return {name: " ".join(meaning.split()) for name, meaning in found}
+    attributes = (inspect.getdoc(SamplingParams) or "").partition("Attributes:\n")[2]
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE)
+    return {name: " ".join(meaning.split()) for name, meaning in entries}
 
 
 def _branches(field: dict[str, Any], *types: str) -> list[dict[str, Any]]:
     """Return the alternatives of a field that have one of these types."""
-    return [one for one in field.get("anyOf", [field]) if one.get("type") in types]
+    return [branch for branch in field.get("anyOf", [field]) if branch.get("type") in types]
 
 
 def _nullable(field: dict[str, Any]) -> dict[str, Any]:

@@ -29,16 +29,16 @@ class Outbox:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._queues: dict[str, deque[Event]] = {}  # by client; no queue is empty
-        self._is_due = False  # whether _hand_out is scheduled
+        self._is_due = False  # whether _deliver is scheduled
 
     def add(self, events: Iterable[Event]) -> None:
         """Queue results, and deliver the first of them unless a delivery is already scheduled."""
         for job, event in events:
             self._queues.setdefault(job.client, deque()).append((job, event))
         if not self._is_due:
-            self._hand_out()
+            self._deliver()
 
-    def _hand_out(self) -> None:
+    def _deliver(self) -> None:
         # Tasks run in the order in which they are woken, so clients with few results come first.
         for client, waiting in sorted(self._queues.items(), key=lambda item: len(item[1])):
             for _ in range(min(_AT_ONCE, len(waiting))):
@@ -48,4 +48,4 @@ class Outbox:
                 del self._queues[client]
         self._is_due = bool(self._queues)
         if self._is_due:
-            self._loop.call_soon(self._hand_out)
+            self._loop.call_soon(self._deliver)

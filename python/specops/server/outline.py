@@ -26,7 +26,7 @@ _INNER = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|\[[^\[\]{}"]*\]|[,\[\]{}]')
 _NUMBER = re.compile(rb"\[\s*-?[0-9]+\s*,")  # the beginning of a list of token ids
 
 
-class StandIn(list[Any]):
+class ListPlaceholder(list[Any]):
     """Stand-in for a long list: it reports the list's length but holds one sample element."""
 
     def __init__(self, element: Any, length: int) -> None:
@@ -38,13 +38,13 @@ class StandIn(list[Any]):
 
 
 def without_long_lists(
-    body: bytes, most: Mapping[str, int], max_ids: int
+    body: bytes, max_lengths: Mapping[str, int], max_ids: int
 ) -> tuple[bytes, dict[str, Any]]:
     """Remove lists that are too long from a body that has many values.
 
     Args:
         body: JSON text, which may be invalid.
-        most: maximum number of elements of each field.
+        max_lengths: maximum number of elements of each field.
         max_ids: maximum number of token ids of a prompt.
 
     Returns:
@@ -56,31 +56,31 @@ def without_long_lists(
         fields = _OUTLINE.decode(body.removeprefix(codecs.BOM_UTF8))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return body, {}  # json.loads will report the error
-    found: dict[str, Any] = {}
+    placeholders: dict[str, Any] = {}
     for name, raw in fields.items():
-        value, stand_in = bytes(raw), None
+        value, placeholder = bytes(raw), None
         if name == "prompt":
-            stand_in = _long_prompt(value, max_ids)
-        elif name in most and _has_more(value, most[name]):
-            stand_in = StandIn(None, most[name] + 1)
-        shorter = None if stand_in is None else _replaced(body, name, value)
+            placeholder = _long_prompt(value, max_ids)
+        elif name in max_lengths and _has_more(value, max_lengths[name]):
+            placeholder = ListPlaceholder(None, max_lengths[name] + 1)
+        shorter = None if placeholder is None else _replaced(body, name, value)
         if shorter is not None:
-            body, found[name] = shorter, stand_in
-    return body, found
+            body, placeholders[name] = shorter, placeholder
+    return body, placeholders
 
 
-def _has_more(value: bytes, most: int) -> bool:
-    """Return whether a list or an object has more than `most` elements."""
-    if value[:1] not in (b"[", b"{") or value.count(b",") < most:
+def _has_more(value: bytes, max_length: int) -> bool:
+    """Return whether a list or an object has more than `max_length` elements."""
+    if value[:1] not in (b"[", b"{") or value.count(b",") < max_length:
         return False
     if _is_flat(value):
         return True  # every comma is between two elements
     depth = num_commas = 0
-    for found in _INNER.finditer(value, 1):
-        mark = found[0]
+    for match in _INNER.finditer(value, 1):
+        mark = match[0]
         if mark == b"," and not depth:
             num_commas += 1
-            if num_commas == most:
+            if num_commas == max_length:
                 return True
         elif mark in (b"[", b"{"):
             depth += 1
@@ -105,15 +105,15 @@ def _long_prompt(value: bytes, max_ids: int) -> list[Any] | None:
     return None if ids is None else [ids]
 
 
-def _long_ids(value: bytes, max_ids: int) -> StandIn | None:
+def _long_ids(value: bytes, max_ids: int) -> ListPlaceholder | None:
     """Return a stand-in for a flat list that begins with an integer and is too long, else None."""
     length = value.count(b",") + 1
-    return StandIn(0, length) if length > max_ids and _NUMBER.match(value) else None
+    return ListPlaceholder(0, length) if length > max_ids and _NUMBER.match(value) else None
 
 
 def _replaced(body: bytes, name: str, value: bytes) -> bytes | None:
     """Return a body with an empty list as a field's value; None if the value is not found."""
-    for found in re.finditer(rb'"%s"\s*:\s*' % name.encode(), body):
-        if body.startswith(value, found.end()):
-            return body[: found.end()] + b"[]" + body[found.end() + len(value) :]
+    for match in re.finditer(rb'"%s"\s*:\s*' % name.encode(), body):
+        if body.startswith(value, match.end()):
+            return body[: match.end()] + b"[]" + body[match.end() + len(value) :]
     return None

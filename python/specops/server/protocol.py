@@ -26,8 +26,8 @@ from specops.server.clients import scoped_salt
 from specops.server.json_text import MAX_DEPTH, refuse_constant, require_shallow
 from specops.server.outline import without_long_lists
 from specops.server.strict import Strict
-from specops.server.structured import ResponseFormat, StructuredOutputs, wanted_output
-from specops.server.tools import Tool, ToolCall, ToolChoice, calls_wanted, check_tools
+from specops.server.structured import ResponseFormat, StructuredOutputs, output_format
+from specops.server.tools import Tool, ToolCall, ToolChoice, calls_format, check_tools
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
@@ -229,19 +229,21 @@ class _Request(Sampling):
         if any(len(text) > MAX_STOP_LENGTH for text in stop):
             raise ApiError(
                 400,
-                f"stop must hold strings of at most {MAX_STOP_LENGTH} characters",
+                f"stop must hold strings of at most {MAX_STOP_LENGTH} characters, "
+                f"got one of {max(map(len, stop))}",
                 param="stop",
             )
         if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options needs stream", param="stream_options")
+            message = "stream_options requires stream to be true"
+            raise ApiError(400, message, param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
-            message = "prompt_logprobs must be absent where stream is true"
+            message = "prompt_logprobs must be absent when stream is true"
             raise ApiError(400, message, param="prompt_logprobs")
-        wanted = self.wanted_output(call_form)
+        output_format = self.output_format(call_form)
         try:
             check_cache_salt(self.cache_salt)
             return SamplingParams(
-                structured_output=wanted,
+                structured_output=output_format,
                 cache_salt=scoped_salt(cache_scope, self.cache_salt),
                 max_tokens=self._max_tokens(),
                 top_k=max(self.top_k, 0) if self.top_k >= -1 else self.top_k,  # -1 means off
@@ -256,13 +258,13 @@ class _Request(Sampling):
         except ValueError as error:
             raise bad_value(error, type(self)) from None
 
-    def wanted_output(self, call_form: CallForm) -> StructuredOutput | None:
+    def output_format(self, call_form: CallForm) -> StructuredOutput | None:
         """Return the format that the output must have; None if it is free.
 
         Raises:
             ApiError: the format is invalid, or two are given.
         """
-        return wanted_output(self.response_format, self.structured_outputs)
+        return output_format(self.response_format, self.structured_outputs)
 
     @property
     def form_field(self) -> str:
@@ -355,14 +357,18 @@ class CompletionRequest(_Request):
         if isinstance(prompt, list) and prompt:
             if len(prompt) > MAX_PROMPTS:
                 raise ApiError(
-                    400, f"prompt must hold at most {MAX_PROMPTS} prompts", param="prompt"
+                    400,
+                    f"prompt must hold at most {MAX_PROMPTS} prompts, got {len(prompt)}",
+                    param="prompt",
                 )
-            if all(isinstance(one, str) for one in prompt) or all(map(_is_token_ids, prompt)):
+            if all(isinstance(element, str) for element in prompt) or all(
+                map(_is_token_ids, prompt)
+            ):
                 return prompt
         raise ApiError(
             400,
-            "prompt must be a text, a list of texts, a list of token ids or a list of such lists, "
-            "none of them empty",
+            "prompt must be a string, a list of strings, a list of token ids, or a list of lists "
+            "of token ids; no list may be empty",
             param="prompt",
         )
 
@@ -372,10 +378,13 @@ class CompletionRequest(_Request):
         """Return the request's parameters; check the fields that only completions have, too."""
         if self.best_of is not None and self.best_of != self.n:
             raise ApiError(
-                400, "best_of is not supported", param="best_of", code="unsupported_parameter"
+                400,
+                f"best_of must be absent or equal to n ({self.n}), got {self.best_of}",
+                param="best_of",
+                code="unsupported_parameter",
             )
         if self.suffix is not None and self.echoes_logprobs:
-            message = "suffix must be absent where the prompt's logprobs are echoed"
+            message = "suffix must be absent when echo and logprobs are set"
             raise ApiError(400, message, param="suffix", code="invalid_value")
         return super().sampling_params(call_form, cache_scope)
 
@@ -430,7 +439,9 @@ class AssistantMessage(Strict):
             ValueError: it has neither content nor calls, or a call's arguments are no JSON object.
         """
         if self.content is None and not self.tool_calls:
-            raise ValueError("messages: content of an assistant without tool calls is missing")
+            raise ValueError(
+                "messages: an assistant message must have content or tool_calls, got neither"
+            )
         message: dict[str, Any] = {"role": self.role, "content": _joined(self.content or "")}
         if self.name is not None:
             message["name"] = self.name
@@ -497,11 +508,11 @@ class ChatCompletionRequest(_Request):
         """True if the answer may call tools."""
         return bool(self.tools) and self.tool_choice != "none"
 
-    def wanted_output(self, call_form: CallForm) -> StructuredOutput | None:
+    def output_format(self, call_form: CallForm) -> StructuredOutput | None:
         """Return the format that the output must have, including that of tool calls."""
         check_tools(self.tools, self.tool_choice)
-        form = super().wanted_output(call_form)
-        calls = calls_wanted(self.tools, self.tool_choice, self.parallel_tool_calls, call_form)
+        form = super().output_format(call_form)
+        calls = calls_format(self.tools, self.tool_choice, self.parallel_tool_calls, call_form)
         if form is not None and calls is not None:
             message = f"{self.form_field} must be absent where tools may be called"
             raise ApiError(400, message, param=self.form_field, code="invalid_value")
@@ -525,19 +536,21 @@ class ChatCompletionRequest(_Request):
         if self.max_completion_tokens is None:
             return self.max_tokens
         if self.max_tokens not in (None, self.max_completion_tokens):
-            raise ValueError("max_tokens must be absent when max_completion_tokens is given")
+            raise ValueError(
+                "max_tokens must be absent or equal to max_completion_tokens, got both"
+            )
         return self.max_completion_tokens
 
     def _num_logprobs(self) -> int | None:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs to be true")
+            raise ValueError("top_logprobs requires logprobs to be true")
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def _predicted_text(self) -> str | tuple[int, ...]:
         if self.prediction is None:
             return ()
         content = self.prediction.content
-        return content if isinstance(content, str) else "".join(one.text for one in content)
+        return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def parse(model: type[B], body: bytes, max_ids: int) -> B:
@@ -581,21 +594,21 @@ def parse(model: type[B], body: bytes, max_ids: int) -> B:
             if value is not None and not _is_one_of(value, model.neutral[name]):
                 message = f"{name} is not supported"
                 if name.startswith("guided_"):  # vLLM's older names
-                    message += f"; structured_outputs.{name.removeprefix('guided_')} is"
+                    message += f"; use structured_outputs.{name.removeprefix('guided_')}"
                 raise ApiError(400, message, param=name, code="unsupported_parameter")
         elif name not in model.model_fields:
             raise _unknown_field(name)
         elif values[name] is None:
             del values[name]  # null means absent
-    for name, most in MAX_LISTS.items():
+    for name, limit in MAX_LISTS.items():
         given = values.get(name)
-        if isinstance(given, (list, dict)) and len(given) > most:
-            raise ApiError(400, f"{name} must hold at most {most} elements", param=name)
+        if isinstance(given, (list, dict)) and len(given) > limit:
+            raise ApiError(400, f"{name} must hold at most {limit} elements", param=name)
     if values.get("messages") == []:
         raise ApiError(400, "messages must hold at least one message, got none", param="messages")
     for name in ("messages", "input"):
         if isinstance(values.get(name), list):
-            values[name] = [_without_nothing(message, name) for message in values[name]]
+            values[name] = [_without_empty_fields(message, name) for message in values[name]]
     try:
         checked = model.model_validate(values)
     except ValidationError as error:
@@ -611,16 +624,16 @@ def _check_unicode(name: str, value: Any) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        message = f"{name} is not valid Unicode: it has half of a surrogate pair"
+        message = f"{name} must be valid Unicode, got an unpaired surrogate"
         raise ApiError(400, message, param=name, code="invalid_value") from None
 
 
 def _from_validation(error: ValidationError) -> ApiError:
     """Return one of pydantic's errors; for a union, that of the branch that matched furthest."""
     if error.error_count() > 100:  # formatting each one would take long
-        return ApiError(400, f"the body has {error.error_count()} mistakes")
-    found = error.errors()
-    first = max(found, key=lambda one: len(one["loc"]))
+        return ApiError(400, f"the body has {error.error_count()} invalid fields")
+    errors = error.errors()
+    first = max(errors, key=lambda entry: len(entry["loc"]))
     kind = first["type"]
     param = _path(first["loc"])
     if kind == "extra_forbidden":
@@ -635,24 +648,24 @@ def _from_validation(error: ValidationError) -> ApiError:
     if kind == "missing":
         return ApiError(400, f"{param} is missing", param=param, code="missing_parameter")
     if kind == "literal_error":
-        wanted = first["msg"].removeprefix("Input should be ")
-        message = f"{param} must be {wanted}, got {first['input']!r}"
+        expected = first["msg"].removeprefix("Input should be ")
+        message = f"{param} must be {expected}, got {first['input']!r}"
         return ApiError(400, message, param=param, code="invalid_value")
     if kind == "string_unicode":
-        return ApiError(400, f"{param or 'the body'} is not valid Unicode", param=param or None)
+        return ApiError(400, f"{param or 'the body'} must be valid Unicode", param=param or None)
     if kind == "greater_than_equal":
         message = f"{param} must be at least {first['ctx']['ge']}, got {first['input']}"
         return ApiError(400, message, param=param, code="invalid_value")
-    here = (_TYPES.get(one["type"]) for one in found if _path(one["loc"]) == param)
-    wanted = " or ".join(filter(None, dict.fromkeys(here)))
-    wanted = wanted or first["msg"].removeprefix("Input should be ")
+    expected_types = (_TYPES.get(entry["type"]) for entry in errors if _path(entry["loc"]) == param)
+    expected = " or ".join(filter(None, dict.fromkeys(expected_types)))
+    expected = expected or first["msg"].removeprefix("Input should be ")
     got = _json_type(first["input"])
-    return ApiError(400, f"{param} must be {wanted}, got {got}", param=param, code="invalid_type")
+    return ApiError(400, f"{param} must be {expected}, got {got}", param=param, code="invalid_type")
 
 
 def _path(place: tuple[int | str, ...]) -> str:
     """Return the path of a pydantic error in a body, without the names of union branches."""
-    found: list[str] = []
+    names: list[str] = []
     kind = ""  # union type of the elements of the list last entered
     for index, part in enumerate(place):
         if isinstance(part, str) and "[" in part:
@@ -660,8 +673,8 @@ def _path(place: tuple[int | str, ...]) -> str:
         elif index and isinstance(place[index - 1], int) and "tagged-union" in kind:
             kind = ""
         elif not index or part not in _UNION_BRANCHES:  # a body's own field may have such a name
-            found.append(str(part))
-    return ".".join(found)
+            names.append(str(part))
+    return ".".join(names)
 
 
 def _unknown_field(name: str) -> ApiError:
@@ -675,19 +688,21 @@ def _object(items: list[tuple[str, Any]]) -> dict[str, Any]:
         for name, _ in items:
             if name not in values:  # deleted at its first occurrence
                 raise ApiError(
-                    400, f"{name} is given more than once", param=name, code="invalid_json"
+                    400, f"{name} occurs more than once", param=name, code="invalid_json"
                 )
             del values[name]
     return values
 
 
-def _without_nothing(message: Any, field: str) -> Any:
+def _without_empty_fields(message: Any, field: str) -> Any:
     """Return a message without empty fields such as `tool_calls`, which client libraries echo."""
     if not isinstance(message, dict):
         return message
     content = message.get("content")
     if isinstance(content, list) and len(content) > MAX_PARTS:
-        raise ApiError(400, f"a message must have at most {MAX_PARTS} parts", param=field)
+        raise ApiError(
+            400, f"a message must have at most {MAX_PARTS} parts, got {len(content)}", param=field
+        )
     return {
         name: value
         for name, value in message.items()
@@ -696,12 +711,16 @@ def _without_nothing(message: Any, field: str) -> Any:
 
 
 def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
-    return any(type(value) is type(one) and value == one for one in values)  # False equals 0
+    return any(
+        type(value) is type(option) and value == option for option in values
+    )  # False equals 0
 
 
 def _is_token_ids(value: Any) -> bool:
     # Booleans and empty lists are refused, by the callers or by the engine.
-    return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
+    return (
+        isinstance(value, list) and bool(value) and all(type(token_id) is int for token_id in value)
+    )
 
 
 def _json_type(value: Any) -> str:

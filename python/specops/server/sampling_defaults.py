@@ -39,19 +39,19 @@ def sampling_defaults(choice: str, model_dir: Path) -> dict[str, Any]:
             f"generation_config must be {AUTO}, {NONE} or a directory with {_FILE}, got {choice}"
         )
     try:
-        said = read_json_object(file)
-        found = {name: said[name] for name in _FIELDS if said.get(name) is not None}
-        if found.get("top_k") == -1:  # -1 means off, as 0 does
-            found["top_k"] = 0
-        SamplingParams(max_tokens=1, **found)
+        config = read_json_object(file)
+        defaults = {name: config[name] for name in _FIELDS if config.get(name) is not None}
+        if defaults.get("top_k") == -1:  # -1 means off, as 0 does
+            defaults["top_k"] = 0
+        SamplingParams(max_tokens=1, **defaults)
     except ValueError as error:
         message = str(error)
         raise ModelError(
             message if message.startswith(str(file)) else f"{file}: {message}"
         ) from None
-    if found:
-        logger.info("defaults of requests from %s: %s", file, found)
-    return found
+    if defaults:
+        logger.info("default sampling parameters from %s: %s", file, defaults)
+    return defaults
 
 
 def with_defaults(body: B, defaults: Mapping[str, Any]) -> B:
@@ -59,5 +59,7 @@ def with_defaults(body: B, defaults: Mapping[str, Any]) -> B:
     if not defaults or not isinstance(body, Sampling):
         return body
     return body.model_copy(
-        update={name: one for name, one in defaults.items() if name not in body.model_fields_set}
+        update={
+            name: value for name, value in defaults.items() if name not in body.model_fields_set
+        }
     )

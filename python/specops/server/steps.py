@@ -39,7 +39,9 @@ def step_report(
     if step.drafts is not None:
         drafts = without_rejected(step.drafts, hidden_drafters)
         report["drafts"] = {
-            "token_ids": [None if one == HIDDEN else one for one in drafts.token_ids],
+            "token_ids": [
+                None if token_id == HIDDEN else token_id for token_id in drafts.token_ids
+            ],
             "bytes": _bytes_of(tokenizer, drafts.token_ids),
             "sources": drafts.sources,
             "parents": drafts.parents,

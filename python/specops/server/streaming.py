@@ -35,17 +35,18 @@ async def until_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_end())
+    task = asyncio.ensure_future(work)
+    end = asyncio.ensure_future(wait_for_end())
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, end}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGone
         return task.result()
     finally:
         task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-        del task, gone  # an exception's traceback refers to this frame; avoid a cycle
+        end.cancel()
+        await asyncio.gather(task, end, return_exceptions=True)
+        del task, end  # an exception's traceback refers to this frame; avoid a cycle
 
 
 def dumped(body: Any) -> bytes:
@@ -87,7 +88,8 @@ class EventStream(Response):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks
-        self._close, self._failed = close, failed
+        self._close = close
+        self._failed = failed
         self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,7 +97,7 @@ class EventStream(Response):
         try:
             await until_gone(self._send(send, scope["state"]["send_body"]), receive)
         except ClientGone:
-            logger.debug("a client left in the middle of its stream")
+            logger.debug("a client disconnected before the end of its stream")
         except asyncio.CancelledError:  # the time for draining is over
             if not self._has_begun:
                 raise

@@ -63,7 +63,7 @@ class StructuredOutputs(Strict):
     whitespace_pattern: str | None = None
 
 
-def wanted_output(
+def output_format(
     response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None
 ) -> StructuredOutput | None:
     """Return the output format that a request asks for, or None if it asks for none.
@@ -74,64 +74,73 @@ def wanted_output(
     first = None if response_format is None else _of_openai(response_format)
     second = None if structured_outputs is None else _of_vllm(structured_outputs)
     if first is not None and second is not None:
-        message = "structured_outputs must be absent where response_format constrains the output"
+        message = "structured_outputs must be absent when response_format constrains the output"
         raise ApiError(400, message, param="structured_outputs", code="invalid_value")
     return second if first is None else first
 
 
-def _of_openai(given: ResponseFormat) -> StructuredOutput | None:
+def _of_openai(response_format: ResponseFormat) -> StructuredOutput | None:
     name = "response_format"
-    if (given.json_schema is not None) != (given.type == "json_schema"):
-        message = "response_format.json_schema and type 'json_schema' need each other"
-        raise ApiError(400, message, param=name, code="invalid_value")
-    is_tags = given.type == "structural_tag"
-    has = [one is not None for one in (given.format, given.structures, given.triggers)]
-    if has not in ([[True, False, False], [False, True, True]] if is_tags else [[False] * 3]):
+    if (response_format.json_schema is not None) != (response_format.type == "json_schema"):
         message = (
-            "response_format: type 'structural_tag' and format, or structures and triggers, need "
-            "each other"
+            "response_format must have json_schema if its type is 'json_schema', and only then"
         )
         raise ApiError(400, message, param=name, code="invalid_value")
-    if given.format is not None:
-        return _checked(name, structural_tag={"format": given.format})
-    if given.structures is not None:
-        structures = [one.model_dump(by_alias=True) for one in given.structures]
-        tags = {"structures": structures, "triggers": given.triggers}
+    is_tags = response_format.type == "structural_tag"
+    has = [
+        value is not None
+        for value in (response_format.format, response_format.structures, response_format.triggers)
+    ]
+    if has not in ([[True, False, False], [False, True, True]] if is_tags else [[False] * 3]):
+        message = (
+            "response_format must have format, or structures and triggers, if its type is "
+            "'structural_tag', and only then"
+        )
+        raise ApiError(400, message, param=name, code="invalid_value")
+    if response_format.format is not None:
+        return _checked(name, structural_tag={"format": response_format.format})
+    if response_format.structures is not None:
+        structures = [value.model_dump(by_alias=True) for value in response_format.structures]
+        tags = {"structures": structures, "triggers": response_format.triggers}
         return _checked(name, structural_tag=tags)
-    if given.type == "text":
+    if response_format.type == "text":
         return None
-    schema = {"type": "object"} if given.json_schema is None else given.json_schema.schema_
+    schema = (
+        {"type": "object"}
+        if response_format.json_schema is None
+        else response_format.json_schema.schema_
+    )
     return _checked(name, json_schema=schema)
 
 
-def _of_vllm(given: StructuredOutputs) -> StructuredOutput:
-    schema = given.json_
+def _of_vllm(options: StructuredOutputs) -> StructuredOutput:
+    schema = options.json_
     forms = {
         "json": schema,
-        "json_object": given.json_object or None,
-        "regex": given.regex,
-        "choice": given.choice,
-        "grammar": given.grammar,
-        "structural_tag": given.structural_tag,
+        "json_object": options.json_object or None,
+        "regex": options.regex,
+        "choice": options.choice,
+        "grammar": options.grammar,
+        "structural_tag": options.structural_tag,
     }
     named = [name for name, form in forms.items() if form is not None]
     if len(named) != 1:
         message = (
             f"structured_outputs must have exactly one of {', '.join(forms)}, got "
-            f"{' and '.join(named) or 'none of them'}"
+            f"{' and '.join(named) or 'none'}"
         )
         raise ApiError(400, message, param="structured_outputs", code="invalid_value")
-    if given.json_object:
+    if options.json_object:
         schema = {"type": "object"}
     return _checked(
         "structured_outputs",
         json_schema=schema,
-        regex=given.regex,
-        grammar=given.grammar,
-        choice=None if given.choice is None else tuple(given.choice),
-        structural_tag=given.structural_tag,
-        disable_any_whitespace=given.disable_any_whitespace,
-        whitespace_pattern=given.whitespace_pattern,
+        regex=options.regex,
+        grammar=options.grammar,
+        choice=None if options.choice is None else tuple(options.choice),
+        structural_tag=options.structural_tag,
+        disable_any_whitespace=options.disable_any_whitespace,
+        whitespace_pattern=options.whitespace_pattern,
     )
 
 
@@ -147,8 +156,8 @@ def refusal(error: ValueError, param: str) -> ApiError:
     message = str(error)
     if param == "tools":  # clients do not know the grammar of calls
         message = message.replace("structured_output: grammar", param, 1)
-        if found := _OF_A_TOOL.search(message):
-            message = f"tools: parameters of {found['name']!r} cannot be used: {found['why']}"
+        if match := _OF_A_TOOL.search(message):
+            message = f"tools: parameters of {match['name']!r} cannot be used: {match['why']}"
     if param == "structured_outputs":
         message = _SCHEMA.sub(r"\1json", message)
     message = message.replace("structured_output", param, 1)

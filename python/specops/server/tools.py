@@ -92,9 +92,14 @@ class ToolCall(Strict):
         try:
             arguments = loads(self.function.arguments or "{}")
         except ValueError as error:
-            raise ValueError(f"messages: arguments of a tool call are no JSON: {error}") from None
+            raise ValueError(
+                f"messages: arguments of a tool call must be valid JSON: {error}"
+            ) from None
         if not isinstance(arguments, dict):
-            raise ValueError("messages: arguments of a tool call must be a JSON object")
+            raise ValueError(
+                "messages: arguments of a tool call must be a JSON object, "
+                f"got {self.function.arguments}"
+            )
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": self.type, "function": function}
 
@@ -115,9 +120,9 @@ def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
                 f"got {name!r}"
             )
     if len(set(names)) < len(names):
-        raise _bad("tools must have different names, got one twice")
+        raise _bad(f"tools must have different names, got {max(names, key=names.count)!r} twice")
     if choice == "required" and not tools:
-        raise _bad("tool_choice 'required' needs tools", "tool_choice")
+        raise _bad("tool_choice 'required' requires tools, got none", "tool_choice")
     for name in _chosen(choice) or ():
         if name not in names:
             raise _bad(f"tool_choice must name one of the tools, got {name!r}", "tool_choice")
@@ -134,7 +139,7 @@ def _bad(message: str, param: str = "tools") -> ApiError:
     return ApiError(400, message, param=param, code="invalid_value")
 
 
-def calls_wanted(
+def calls_format(
     tools: list[Tool], choice: ToolChoice | None, parallel: bool, form: CallForm = HERMES
 ) -> StructuredOutput | None:
     """Return the format of an output that may call tools; None if it may not.
@@ -153,7 +158,8 @@ def calls_wanted(
     chosen = _chosen(choice)
     offered = [tool.function for tool in tools if chosen is None or tool.function.name in chosen]
     mode = choice.allowed_tools.mode if isinstance(choice, ToolsAllowed) else choice
-    must, several = mode not in (None, "auto"), parallel and not isinstance(choice, NamedTool)
+    must = mode not in (None, "auto")
+    several = parallel and not isinstance(choice, NamedTool)
     rules = ["%llguidance {}", *form.rules(must=must, several=several)]
     rules.append(f"call: {' | '.join(f'call{i}' for i in range(len(offered)))}")
     for index, function in enumerate(offered):

@@ -26,16 +26,16 @@ class Unread:
     """Counters of the bytes of output that wait for each client. Use it on the event loop only.
 
     Args:
-        most: maximum number of bytes that may wait for one client.
-        end: ends a stream. It is called when more than `most` bytes wait for a client, with the
-            stream of that client for which the most bytes wait.
+        max_bytes: maximum number of bytes that may wait for one client.
+        end: ends a stream. It is called when more than `max_bytes` bytes wait for a client, with
+            the stream of that client for which the most bytes wait.
 
     Attributes:
         total: bytes that wait for all clients. Any thread may read it.
     """
 
-    def __init__(self, most: int, end: Callable[[Stream], None]) -> None:
-        self.most = most
+    def __init__(self, max_bytes: int, end: Callable[[Stream], None]) -> None:
+        self.max_bytes = max_bytes
         self.total = 0
         self._end = end
         self._totals: Counter[str] = Counter()
@@ -53,7 +53,7 @@ class Unread:
         if not streams[stream]:
             self._forget(stream)
         self.add_body(client, size)
-        if size > 0 and self._totals[client] > self.most:
+        if size > 0 and self._totals[client] > self.max_bytes:
             self._end(max(streams, key=streams.__getitem__))
 
     def add_body(self, client: str, size: int) -> None:
@@ -79,7 +79,7 @@ class Unread:
 
 def size_of(output: Output) -> int:
     """Estimate the bytes of memory that an output takes."""
-    alternatives = sum(len(one.alternatives) for one in output.logprobs)
+    alternatives = sum(len(token.alternatives) for token in output.logprobs)
     size = _OUTPUT_BYTES + 4 * len(output.text) + _ALTERNATIVE_BYTES * alternatives
     size += _TOKEN_BYTES * len(output.token_ids)
     if output.drafts is not None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specops.api.messages import Batch, Command, Fetched, Hello, NoEngine, Overdue, Stop
-from specops.service.garbage import search_seldom
+from specops.service.garbage import raise_gc_thresholds
 from specops.service.wire import Frames, Setup, encoded, receive, to_process
 
 if TYPE_CHECKING:
@@ -42,15 +42,16 @@ class SocketInbox:
     Args:
         connection: socket from which commands are received.
         frames: buffer with the beginning of the next message.
-        early: commands that have been read already.
+        first_commands: commands that have been read already.
     """
 
     def __init__(
-        self, connection: socket.socket, frames: Frames, early: Iterable[Command] = ()
+        self, connection: socket.socket, frames: Frames, first_commands: Iterable[Command] = ()
     ) -> None:
-        self._connection, self._frames = connection, frames
-        self._own: deque[Command | Compiled] = deque(early)
-        self._read: list[Command | Compiled] = []
+        self._connection = connection
+        self._frames = frames
+        self._queued: deque[Command | Compiled] = deque(first_commands)
+        self._decoded: list[Command | Compiled] = []
         self._has_unread = False  # whether received messages remain undecoded after a failure
         self._waker, self._wake = socket.socketpair()
         self._wake.setblocking(False)
@@ -60,7 +61,7 @@ class SocketInbox:
 
     def put(self, command: "Compiled | Fetched | Overdue") -> None:
         """Add a command, from any thread; a `take` that waits returns it at once."""
-        self._own.append(command)
+        self._queued.append(command)
         with contextlib.suppress(BlockingIOError):  # enough bytes are there to wake it
             self._wake.send(b"x")
 
@@ -69,24 +70,25 @@ class SocketInbox:
 
         After a failure nothing is lost, and the next call reads the same messages again.
         """
-        if seconds != 0.0 and not self._own and not self._has_unread:
+        if seconds != 0.0 and not self._queued and not self._has_unread:
             ready = self._poll.poll(None if seconds is None else 1e3 * seconds)
             if any(number == self._waker.fileno() for number, _ in ready):
                 self._waker.recv(1 << 12)
         has_unread, self._has_unread = self._has_unread, True
         if has_unread:
-            self._read += [*map(to_process, self._frames.feed(b""))]
+            self._decoded += [*map(to_process, self._frames.feed(b""))]
         try:
             while True:
                 bodies = receive(self._connection, self._frames, socket.MSG_DONTWAIT)
-                self._read += [*map(to_process, bodies)]  # decodes all of these messages or none
+                self._decoded += [*map(to_process, bodies)]  # decodes all of these messages or none
         except BlockingIOError:
             pass
         except (EOFError, ConnectionError):
-            self._read.append(Stop())
+            self._decoded.append(Stop())
         self._has_unread = False
-        commands = [*(self._own.popleft() for _ in range(len(self._own))), *self._read]
-        self._read.clear()
+        commands = [self._queued.popleft() for _ in range(len(self._queued))]
+        commands += self._decoded
+        self._decoded.clear()
         return commands
 
 
@@ -103,8 +105,8 @@ def run(connection: socket.socket, make: "MakeEngine") -> int:
     """
     # Terminals and supervisors signal all processes, but this process ends only when its parent
     # says so.
-    for one in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(one, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     frames = Frames()
     messages: list[Any] = []
     try:
@@ -112,11 +114,11 @@ def run(connection: socket.socket, make: "MakeEngine") -> int:
             messages += map(to_process, receive(connection, frames))
     except (EOFError, ConnectionError):
         return 1
-    setup, *early = messages
+    setup, *first_commands = messages
     logging.basicConfig(level=setup.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     if setup.rank:
         return _follow(connection, frames, setup, make)
-    return _serve(_Parent(connection), setup, SocketInbox(connection, frames, early), make)
+    return _serve(_Parent(connection), setup, SocketInbox(connection, frames, first_commands), make)
 
 
 class _Parent:
@@ -131,7 +133,7 @@ class _Parent:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._told = threading.Lock()
+        self._has_reported = threading.Lock()
         self.has_engine = threading.Event()
         threading.Thread(target=_watch, args=(connection, self.has_engine), daemon=True).start()
 
@@ -142,14 +144,14 @@ class _Parent:
 
     def refuse(self, sentence: str) -> None:
         """Report why the engine cannot be made; only the first call in any thread does so."""
-        if self._told.acquire(blocking=False):
+        if self._has_reported.acquire(blocking=False):
             self.send(NoEngine(sentence))
 
     def end(self, sentence: str) -> None:
         """End this process because another rank has ended."""
         if not self.has_engine.is_set():
             self.refuse(sentence)
-        logging.getLogger(__name__).critical("%s: all ranks end", sentence)
+        logging.getLogger(__name__).critical("%s; stopping all ranks", sentence)
         os._exit(1)
 
 
@@ -178,8 +180,10 @@ def _serve(parent: _Parent, setup: Setup, inbox: SocketInbox, make: "MakeEngine"
                 transfers = stack.enter_context(
                     transfer_inbox_of(engine, setup.role, commands, send)
                 )
-                commands, send = transfers, transfers.send
-                role, contract = setup.role.role, transfers.contract
+                commands = transfers
+                send = transfers.send
+                role = setup.role.role
+                contract = transfers.contract
             if events is not None and setup.kv_events is not None:
                 rank = setup.data_parallel_rank
                 send = stack.enter_context(KvEvents(events, setup.kv_events, rank, send)).send
@@ -189,7 +193,7 @@ def _serve(parent: _Parent, setup: Setup, inbox: SocketInbox, make: "MakeEngine"
             return 1
         finally:
             parent.has_engine.set()
-        search_seldom()
+        raise_gc_thresholds()
         sys.setswitchinterval(_SWITCH_SECONDS)
         parent.send(hello)
         _loop_of(engine, commands, send).run()
@@ -212,7 +216,8 @@ def _follow(connection: socket.socket, frames: Frames, setup: Setup, make: "Make
                 transfers = stack.enter_context(
                     transfer_inbox_of(engine, setup.role, commands, send)
                 )
-                commands, send = transfers, transfers.send
+                commands = transfers
+                send = transfers.send
         except ValueError as error:
             connection.sendall(encoded(NoEngine(str(error))))
             return 1
@@ -228,7 +233,7 @@ def _loop_of(engine: "Engine", commands: "Inbox", send: Callable[[Batch], None])
     if engine.ranks.size == 1:
         return EngineLoop(engine, commands, send)
     lockstep = Lockstep(engine)
-    return EngineLoop(engine, commands, send, lockstep.step, lockstep.meet)
+    return EngineLoop(engine, commands, send, lockstep.step, lockstep.barrier)
 
 
 def _watch(connection: socket.socket, loaded: threading.Event) -> None:
@@ -271,7 +276,7 @@ def main() -> None:
     try:
         code = run(socket.socket(fileno=int(sys.argv[-1])), make)
     except BaseException:
-        logging.getLogger(__name__).exception("the engine's process fails")
+        logging.getLogger(__name__).exception("the engine's process failed")
     finally:
         logging.shutdown()
         os._exit(code)  # abandons unfinished grammar compilations

@@ -73,7 +73,7 @@ class EngineClient:
     def _send(self, command: Command) -> None:
         raise NotImplementedError
 
-    def _take(self, batch: Batch) -> None:
+    def _handle_batch(self, batch: Batch) -> None:
         self.status, self.health = batch.status, batch.health
         if batch.full is not None:
             self.full = batch.full

@@ -36,7 +36,7 @@ from specops.api.outputs import EngineStats
 from specops.service.client import EngineClient
 
 _SEED_BITS = 53  # as in loop.py, where an engine draws seeds
-_MOST_PREFIXES = 1 << 18  # maximum number of pages in the record of prefixes
+_MAX_PREFIXES = 1 << 18  # maximum number of pages in the record of prefixes
 _BEST_FIRST: tuple[Health, ...] = (
     "ok",
     "failing",
@@ -62,11 +62,12 @@ class Prefixes:
 
     Args:
         page_size: number of tokens of a page.
-        most: maximum number of pages in the record.
+        max_pages: maximum number of pages in the record.
     """
 
-    def __init__(self, page_size: int, most: int) -> None:
-        self._size, self._most = page_size, most
+    def __init__(self, page_size: int, max_pages: int) -> None:
+        self._size = page_size
+        self._max_pages = max_pages
         self._engines: OrderedDict[bytes, set[int]] = OrderedDict()  # oldest first
 
     def pages(self, prompt: Sequence[int], salt: str | None = None) -> list[bytes]:
@@ -91,7 +92,7 @@ class Prefixes:
         for name in reversed(pages):  # so that the end of a prompt is forgotten first
             self._engines.setdefault(name, set()).add(engine)
             self._engines.move_to_end(name)
-        while len(self._engines) > self._most:
+        while len(self._engines) > self._max_pages:
             self._engines.popitem(last=False)
 
     def forget(self, engine: int) -> None:
@@ -114,18 +115,18 @@ class DataParallelClient(EngineClient):
         first = clients[0].capabilities
         self._clients = clients
         # Engines time their own steps, so there is no common time of drafting and verification.
-        total = sum(one.capabilities.num_pages for one in clients)
+        total = sum(client.capabilities.num_pages for client in clients)
         capabilities = structs.replace(first, num_pages=total, times_drafting=False)
         self._lost_stats = EngineStats()  # of dead engines, so that counters never decrease
         super().__init__(capabilities, self._all_status())
         self._random = random.Random(seed) if seed is not None else random.SystemRandom()
         self._jobs: dict[int, _Running] = {}
-        self._prefixes = Prefixes(first.page_size, _MOST_PREFIXES)
+        self._prefixes = Prefixes(first.page_size, _MAX_PREFIXES)
 
     @property
     def health(self) -> Health:
         """Health of the healthiest engine, since one engine suffices to serve jobs."""
-        return min((one.health for one in self._clients), key=_BEST_FIRST.index)
+        return min((client.health for client in self._clients), key=_BEST_FIRST.index)
 
     @health.setter
     def health(self, value: Health) -> None:
@@ -134,21 +135,21 @@ class DataParallelClient(EngineClient):
     @property
     def is_behind(self) -> bool:
         """True if no engine accepts further jobs."""
-        return all(one.is_behind for one in self._clients)
+        return all(client.is_behind for client in self._clients)
 
     async def start(
         self, receive: Callable[[Batch], None], lost: Callable[[str], None], num_clients: int
     ) -> None:
         """Start all engines' clients. Call this once, on the event loop."""
         await super().start(receive, lost, num_clients)
-        for index, one in enumerate(self._clients):
-            await one.start(
+        for index, client in enumerate(self._clients):
+            await client.start(
                 partial(self._from_engine, index), partial(self._engine_lost, index), num_clients
             )
 
     async def stop(self) -> None:
         """Drop the remaining jobs and wait for the engines to end."""
-        await asyncio.gather(*(one.stop() for one in self._clients))
+        await asyncio.gather(*(client.stop() for client in self._clients))
 
     def _send(self, command: Command) -> None:
         if isinstance(command, Submit):
@@ -174,9 +175,9 @@ class DataParallelClient(EngineClient):
         def cost(engine: int) -> tuple[bool, bool, int, int]:
             client = self._clients[engine]
             is_away = client.health in ("stalled", "restarting", "failed")
-            has_no_room = client.is_behind or job.client in client.full
+            is_full = client.is_behind or job.client in client.full
             unknown = len(pages) - self._prefixes.num_known(pages, engine)
-            return is_away, has_no_room, unknown + loads[engine], loads[engine]
+            return is_away, is_full, unknown + loads[engine], loads[engine]
 
         engine = min(range(len(self._clients)), key=cost)
         self._prefixes.note(pages, engine)
@@ -191,7 +192,7 @@ class DataParallelClient(EngineClient):
                 running.num_left -= 1
             if not running.num_left or isinstance(event, (Refused, Failed)):
                 del self._jobs[event.job]
-        self._tell(batch.now, batch.dropped, batch.events)
+        self._deliver(batch.now, batch.dropped, batch.events)
 
     def _engine_lost(self, engine: int, message: str) -> None:
         """Fail the jobs of an engine that has ended."""
@@ -199,16 +200,20 @@ class DataParallelClient(EngineClient):
         client = self._clients[engine]
         self._lost_stats = _added(self._lost_stats, client.status.stats)
         client.status = structs.replace(client.status, stats=EngineStats())
-        own = {job: one for job, one in self._jobs.items() if one.engine == engine}
-        for job in own:
+        lost_jobs = {
+            job: running for job, running in self._jobs.items() if running.engine == engine
+        }
+        for job in lost_jobs:
             del self._jobs[job]
-        dropped = {"error": sum(one.num_left for one in own.values())}
-        self._tell(0.0, dropped, [Failed(job, message, is_lost=True) for job in own])
+        dropped = {"error": sum(running.num_left for running in lost_jobs.values())}
+        self._deliver(0.0, dropped, [Failed(job, message, is_lost=True) for job in lost_jobs])
 
-    def _tell(self, now: float, dropped: dict[str, int], events: list[Event]) -> None:
-        full = set.intersection(*(set(one.full) for one in self._clients))
-        told = {client: self._clients[0].full[client] for client in full}
-        self._take(Batch(now, self.health, self._all_status(), told, dropped, events))
+    def _deliver(self, now: float, dropped: dict[str, int], events: list[Event]) -> None:
+        first, *others = (client.full for client in self._clients)
+        full = {
+            name: text for name, text in first.items() if all(name in other for other in others)
+        }
+        self._handle_batch(Batch(now, self.health, self._all_status(), full, dropped, events))
 
     def _all_status(self) -> Status:
         """Return the sum of the states of all engines."""
@@ -228,16 +233,16 @@ class DataParallelClient(EngineClient):
         )
 
 
-def _added(one: Any, other: Any) -> Any:
+def _added(first: Any, second: Any) -> Any:
     """Return the sum of the counters of two engines.
 
     They are numbers, lists of numbers, numbers by name, and dataclasses of these.
     """
-    if isinstance(one, dict):
-        return {name: one.get(name, 0) + other.get(name, 0) for name in one | other}
-    if isinstance(one, list):
-        return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
-    if is_dataclass(one) and not isinstance(one, type):
-        names = [field.name for field in fields(one)]
-        return replace(one, **{n: _added(getattr(one, n), getattr(other, n)) for n in names})
-    return one + other
+    if isinstance(first, dict):
+        return {name: first.get(name, 0) + second.get(name, 0) for name in first | second}
+    if isinstance(first, list):
+        return [a + b for a, b in zip_longest(first, second, fillvalue=0)]
+    if is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in fields(first)]
+        return replace(first, **{n: _added(getattr(first, n), getattr(second, n)) for n in names})
+    return first + second

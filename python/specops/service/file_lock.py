@@ -31,7 +31,7 @@ class FileLock:
             number = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             # If the directory is not writable, the code that uses the file reports the error.
-            logger.debug("%s: %s cannot be opened: %s", option, path, error.strerror)
+            logger.debug("%s: cannot open %s: %s", option, path, error.strerror)
             return
         try:
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -44,7 +44,7 @@ class FileLock:
             ) from None
         except OSError as error:  # such as a file system without locks
             logger.warning(
-                "%s: %s cannot be locked (%s): use the file for one server only",
+                "%s: cannot lock %s (%s); make sure that no other server uses the file",
                 option,
                 path,
                 error.strerror,

@@ -14,7 +14,7 @@ import gc
 _THRESHOLDS = 50_000, 20, 50
 
 
-def search_seldom() -> None:
+def raise_gc_thresholds() -> None:
     """Exempt all present objects from garbage collection and raise the thresholds."""
     gc.collect()
     gc.freeze()

@@ -41,7 +41,7 @@ from specops.service.wire import (
     GrammarReady,
     RoleSettings,
     Setup,
-    Taken,
+    StepCommands,
     encoded,
     from_process,
     receive,
@@ -60,7 +60,7 @@ _OLD_SECONDS = 86400.0  # an older folder without an owner file is left over
 
 
 class RankLost(BaseException):
-    """Failure of a step or a meeting on this rank. A BaseException, so that the loop must end."""
+    """Failure of a step or a barrier on this rank. A BaseException, so that the loop must end."""
 
 
 def group_of(setup: Setup) -> Group:
@@ -77,14 +77,15 @@ def group_of(setup: Setup) -> Group:
 
 
 class Lockstep:
-    """Steps and meetings of one rank's engine. After a failure this rank cannot continue alone.
+    """Steps and barriers of one rank's engine. After a failure this rank cannot continue alone.
 
     Args:
         engine: the engine of the rank.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._ranks = engine, engine.ranks
+        self._engine = engine
+        self._ranks = engine.ranks
 
     def step(self) -> list[RequestOutput]:
         """Run a step of the engine.
@@ -97,7 +98,7 @@ class Lockstep:
         except Exception as error:
             raise RankLost(f"a step failed on rank {self._ranks.rank}") from error
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Return when all ranks have called this method.
 
         Raises:
@@ -106,7 +107,7 @@ class Lockstep:
         try:
             self._ranks.least(0)
         except Exception as error:
-            raise RankLost(f"rank {self._ranks.rank} did not meet the others") from error
+            raise RankLost(f"the barrier failed on rank {self._ranks.rank}") from error
 
 
 class Followers:
@@ -118,20 +119,24 @@ class Followers:
     """
 
     def __init__(self, setup: Setup, lost: Callable[[str], None]) -> None:
-        settings, size = setup.settings, setup.settings["tensor_parallel_size"]
+        settings = setup.settings
+        size = settings["tensor_parallel_size"]
         if settings.get("device", "auto").startswith("cuda:"):
-            raise ValueError("device must be auto, cpu or cuda of several ranks, got one GPU")
+            raise ValueError(
+                f"device must be auto, cpu or cuda with several ranks, got {settings['device']}"
+            )
         if settings.get("seed") is None:
             settings["seed"] = secrets.randbits(63)
         if settings.get("num_threads") is None:
             settings["num_threads"] = max(specops.get_num_threads() // size, 1)
         first = size * (setup.data_parallel_rank or 0)  # GPU of the first rank
-        remove_left_folders()
+        remove_abandoned_folders()
         self._folder = tempfile.mkdtemp(prefix=f"{_FOLDERS}{os.getpid()}-")
         self._owner = os.open(Path(self._folder) / _OWNER, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._owner, fcntl.LOCK_EX)
         setup.store = str(Path(self._folder) / "meeting")
-        self._lost, self._is_ending = lost, False
+        self._lost = lost
+        self._is_ending = False
         self._processes = [
             EngineProcess(
                 Setup(
@@ -148,12 +153,15 @@ class Followers:
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
 
-    def tell(self, commands: Sequence[Command | Compiled]) -> None:
+    def forward(self, commands: Sequence[Command | Compiled]) -> None:
         """Forward the commands that the first rank's loop took. Ranks may end after `Stop`."""
-        if any(isinstance(one, Stop) for one in commands):
+        if any(isinstance(command, Stop) for command in commands):
             self._is_ending = True
-        plain = [GrammarReady(one.job) if isinstance(one, Compiled) else one for one in commands]
-        data = encoded(Taken(b"".join(map(encoded, plain))))
+        messages = [
+            GrammarReady(command.job) if isinstance(command, Compiled) else command
+            for command in commands
+        ]
+        data = encoded(StepCommands(b"".join(map(encoded, messages))))
         for process in self._processes:
             process.connection.sendall(data)
 
@@ -176,36 +184,38 @@ class Followers:
     def _watch(self) -> None:
         """Wait until a rank ends, and report it unless all ranks are to end."""
         poll = select.poll()
-        number_of = {one.connection.fileno(): i for i, one in enumerate(self._processes)}
-        for number in number_of:
-            poll.register(number, select.POLLIN | select.POLLHUP)
-        (number, _), *_ = poll.poll()
-        index = number_of[number]
-        process = self._processes[index]
-        said = [_message(body) for body in _rest(process.connection)]
+        rank_of = {}  # by file descriptor
+        for rank, process in enumerate(self._processes, 1):
+            file = process.connection.fileno()
+            poll.register(file, select.POLLIN | select.POLLHUP)
+            rank_of[file] = rank
+        file, _ = poll.poll()[0]
+        rank = rank_of[file]
+        process = self._processes[rank - 1]
+        messages = [_message(body) for body in _rest(process.connection)]
         if self._is_ending:
             return
-        how = f"rank {index + 1} has ended ({process.end(_END_SECONDS)})"
+        ending = f"rank {rank} has ended ({process.end(_END_SECONDS)})"
         shutil.rmtree(self._folder, ignore_errors=True)
-        self._lost(said[0] if said else how)
+        self._lost(messages[0] if messages else ending)
 
 
-def remove_left_folders() -> None:
+def remove_abandoned_folders() -> None:
     """Remove the meeting folders of ranks that were all killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*"):
         with contextlib.suppress(OSError):
-            if _is_left(folder):
+            if _is_abandoned(folder):
                 shutil.rmtree(folder)
 
 
-def _is_left(folder: Path) -> bool:
+def _is_abandoned(folder: Path) -> bool:
     """Return whether a folder is this user's, and no process has the lock on it.
 
     Process ids are no evidence, because containers may share a folder of temporary files.
     """
-    found = folder.lstat()
-    age = time.time() - found.st_mtime
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or age < _NEW_SECONDS:
+    status = folder.lstat()
+    age = time.time() - status.st_mtime
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or age < _NEW_SECONDS:
         return False
     try:
         owner = os.open(folder / _OWNER, os.O_RDWR | os.O_NOFOLLOW)
@@ -256,7 +266,8 @@ class LeadInbox:
     """
 
     def __init__(self, inbox: Inbox, followers: Followers) -> None:
-        self._inbox, self._followers = inbox, followers
+        self._inbox = inbox
+        self._followers = followers
 
     def put(self, command: Compiled | Fetched | Overdue) -> None:
         """Add a command, from any thread."""
@@ -265,7 +276,7 @@ class LeadInbox:
     def take(self, seconds: float | None) -> Sequence[Command | Compiled]:
         """Return and forward the available commands; wait up to `seconds` (None: forever)."""
         commands = self._inbox.take(seconds)
-        self._followers.tell(commands)
+        self._followers.forward(commands)
         return commands
 
 
@@ -278,8 +289,9 @@ class FollowInbox:
     """
 
     def __init__(self, connection: socket.socket, frames: Frames) -> None:
-        self._connection, self._frames = connection, frames
-        self._taken: list[Taken] = []
+        self._connection = connection
+        self._frames = frames
+        self._received: list[StepCommands] = []
         self._compiled: dict[int, Compiled] = {}  # by job
         self._has_compiled = threading.Condition()
 
@@ -294,17 +306,17 @@ class FollowInbox:
     def take(self, seconds: float | None) -> Sequence[Command | Compiled]:
         """Return the commands that the first rank took; wait for them, ignoring `seconds`."""
         try:
-            while not self._taken:
-                self._taken += map(to_process, receive(self._connection, self._frames))
+            while not self._received:
+                self._received += map(to_process, receive(self._connection, self._frames))
         except (EOFError, ConnectionError):
             threading.Event().wait()  # until `end_with_the_first` ends the process
         frames = Frames()
         return [
-            self._own(message) if isinstance(message, GrammarReady) else message
-            for message in map(to_process, frames.feed(self._taken.pop(0).commands))
+            self._compiled_grammar(message) if isinstance(message, GrammarReady) else message
+            for message in map(to_process, frames.feed(self._received.pop(0).commands))
         ]
 
-    def _own(self, ready: GrammarReady) -> Compiled:
+    def _compiled_grammar(self, ready: GrammarReady) -> Compiled:
         with self._has_compiled:
             self._has_compiled.wait_for(lambda: ready.job in self._compiled)
             return self._compiled.pop(ready.job)

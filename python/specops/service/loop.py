@@ -50,7 +50,7 @@ _SEED_BITS = 53
 _FAILING = 3
 # Failures in a row to take commands, after which the loop ends. Such failures, for example for lack
 # of memory, may never end otherwise.
-_MOST_INBOX_FAILURES = 10
+_MAX_INBOX_FAILURES = 10
 _FAILURE_SECONDS = 0.1  # pause after each of them
 # Seconds between batches of an idle loop, which show the server that the loop does not hang.
 _BEAT_SECONDS = 1.0
@@ -111,8 +111,8 @@ class EngineLoop:
         inbox: source of commands, of which `Begin` is the first.
         send: called with every batch.
         step: runs a step; None: the engine's own `step`.
-        meet: called before each batch of an idle loop; it returns when the other ranks' loops have
-            called it, too. So if one rank hangs, all ranks become silent.
+        barrier: called before each batch of an idle loop; it returns when the other ranks' loops
+            have called it, too. So if one rank hangs, all ranks become silent.
     """
 
     def __init__(
@@ -121,13 +121,13 @@ class EngineLoop:
         inbox: Inbox,
         send: Callable[[Batch], None],
         step: Callable[[], Sequence[RequestOutput]] | None = None,
-        meet: Callable[[], None] = lambda: None,
+        barrier: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine = engine
         self._step_engine = step or engine.step
         self._inbox = inbox
         self._send = send
-        self._meet = meet
+        self._barrier = barrier
         self._has_begun = False
         self._num_clients = 1  # clients with API keys
         self._choices: dict[str, _Choice] = {}  # in the engine, by request id
@@ -138,10 +138,10 @@ class EngineLoop:
         self._seen: set[str] = set()  # clients so far, up to two: then queue capacity is shared
         # Error messages by client, for clients whose share of the queue is full.
         self._full: dict[str, str] = {}
-        self._told_full: dict[str, str] = {}  # as last sent in a batch
+        self._sent_full: dict[str, str] = {}  # as last sent in a batch
         self._events: list[Event] = []
         self._dropped: Counter[str] = Counter()
-        self._has_news = False  # whether to send a batch even without events
+        self._has_changes = False  # whether to send a batch even without events
         self._num_requests = 0
         self._num_failures = 0  # failed steps since the last successful one
         self._num_inbox_failures = 0  # since commands were last taken
@@ -159,17 +159,22 @@ class EngineLoop:
                     self._step()
             except Exception:
                 self._num_failures += 1
-                logger.exception("a step failed; every request ends with an error")
+                logger.exception("a step failed; ending every request with an error")
                 self._give_up("error", _STEP_FAILED)
                 if not self._is_empty():
-                    logger.critical("the engine does not recover; it ends")
+                    logger.critical(
+                        "the engine holds requests or pages after a failed step; stopping it"
+                    )
                     break
-                if self._num_inbox_failures >= _MOST_INBOX_FAILURES:
-                    logger.critical("the engine cannot take commands; it ends")
+                if self._num_inbox_failures >= _MAX_INBOX_FAILURES:
+                    logger.critical(
+                        "the engine failed to take commands %d times in a row; stopping it",
+                        self._num_inbox_failures,
+                    )
                     break
                 if self._num_inbox_failures:
                     time.sleep(_FAILURE_SECONDS)
-            self._look_for_room()
+            self._update_full()
             self._deliver(self._health)
         self._give_up("abort", "the engine has stopped")
         self._deliver("failed")
@@ -191,8 +196,8 @@ class EngineLoop:
             if self._seconds_to_save() == 0.0:
                 self._save_drafters()
             if self._has_begun:  # the server does not read earlier batches
-                self._meet()
-                self._has_news = True
+                self._barrier()
+                self._has_changes = True
                 self._deliver(self._health)
             commands = self._inbox.take(self._seconds_to_wait())
         for command in commands:
@@ -200,7 +205,7 @@ class EngineLoop:
                 try:
                     self._take_job(command)
                 except Exception as error:
-                    self._events.append(self._why_not(command, error))
+                    self._events.append(self._refusal(command, error))
             elif isinstance(command, Abort):
                 self._abort_job(command.job)
             elif isinstance(command, Compiled):
@@ -208,7 +213,8 @@ class EngineLoop:
             elif isinstance(command, Overdue):
                 self._refuse_overdue(command.job)
             elif isinstance(command, Begin):
-                self._num_clients, self._has_begun = command.num_clients, True
+                self._num_clients = command.num_clients
+                self._has_begun = True
             elif isinstance(command, Stop):
                 return False
         if self._held:
@@ -235,19 +241,21 @@ class EngineLoop:
         except ValueError as error:
             logger.error("%s", error)
         except Exception:
-            logger.exception("what drafters learnt could not be saved")
+            logger.exception("could not save the state of drafters")
 
     def _take_job(self, job: Submit) -> None:
         """Add a job; if it has a grammar, start compiling that first."""
-        wanted = job.params.structured_output
-        if wanted is None:
+        output_format = job.params.structured_output
+        if output_format is None:
             return self._add_job(job)
         if self._num_compiling >= _MAX_COMPILING:
-            reason = f"{self._num_compiling} grammars wait to be compiled"
+            reason = f"{self._num_compiling} grammars wait to be compiled already"
             self._events.append(Refused(job.job, "full", reason))
             return
         overdue = partial(self._inbox.put, Overdue(job.job))
-        compiling = self._threads.submit(self._engine.compile_structured_output, wanted, overdue)
+        compiling = self._threads.submit(
+            self._engine.compile_structured_output, output_format, overdue
+        )
         self._num_compiling += 1
         self._compiling[job.job] = job
         compiling.add_done_callback(lambda done: self._inbox.put(Compiled(job.job, done)))
@@ -272,10 +280,10 @@ class EngineLoop:
             if error is not None:
                 raise error
             self._add_job(job)
-        except Exception as found:
-            self._events.append(self._why_not(job, found))
+        except Exception as failure:
+            self._events.append(self._refusal(job, failure))
 
-    def _why_not(self, job: Submit, error: BaseException) -> Refused | Failed:
+    def _refusal(self, job: Submit, error: BaseException) -> Refused | Failed:
         """Return the event for a job that could not be added."""
         if isinstance(error, ContextOverflow):
             return Refused(job.job, "context", _unicode(error))
@@ -283,7 +291,7 @@ class EngineLoop:
             return Refused(job.job, "full", _unicode(error))
         if isinstance(error, ValueError):
             return Refused(job.job, "value", _unicode(error))
-        logger.error("a request could not be added", exc_info=error)
+        logger.error("could not add a request", exc_info=error)
         return Failed(job.job, _NOT_ADDED)
 
     def _add_job(self, job: Submit) -> None:
@@ -300,21 +308,21 @@ class EngineLoop:
             return
         added: list[str] = []
         try:
-            self._require_room(job)
+            self._require_capacity(job)
             for position, prompt in enumerate(job.prompts):
                 first = self._first_choice(job, position, prompt, speculative)
                 added.append(self._add_choice(first))
                 # Choices share only full pages of the prompt, and the prompt's logprobs.
-                shares = engine.config.enable_prefix_caching
-                shares = shares and len(prompt) > engine.config.page_size
-                if not shares and job.params.prompt_logprobs is None:
+                shares_pages = engine.config.enable_prefix_caching
+                shares_pages = shares_pages and len(prompt) > engine.config.page_size
+                if not shares_pages and job.params.prompt_logprobs is None:
                     added += [self._add_choice(sibling) for sibling in first.siblings]
                     first.siblings.clear()
         except Exception as error:
             for request_id in added:
                 engine.abort(request_id)
                 del self._choices[request_id]
-            self._events.append(self._why_not(job, error))
+            self._events.append(self._refusal(job, error))
         else:
             self._events.append(Accepted(job.job, speculative.num_speculative_tokens))
 
@@ -355,14 +363,14 @@ class EngineLoop:
             except QueueFull:  # preempted requests took its place; try again after the next step
                 return
             except Exception:
-                logger.exception("a choice could not be added")
+                logger.exception("could not add a choice")
                 self._fail_job(self._held[0].job.job, _NOT_ADDED)
                 return
             self._held.pop(0)
 
     # ---- queue capacity ----
 
-    def _require_room(self, job: Submit) -> None:
+    def _require_capacity(self, job: Submit) -> None:
         """Check that the queue has capacity for a job.
 
         Raises:
@@ -376,14 +384,11 @@ class EngineLoop:
         if self._has_several_clients:
             limit = max(limit // 2, 1)
         if total > limit:
-            raise ValueError(
-                f"n and the number of prompts make {total} choices, more than the {limit} that "
-                "may wait"
-            )
+            raise ValueError(f"n times the number of prompts must be at most {limit}, got {total}")
         self._engine.require_room(total + self._num_outside)
-        self._require_share(job.client, total)
+        self._require_client_capacity(job.client, total)
 
-    def _require_share(self, client: str, total: int) -> None:
+    def _require_client_capacity(self, client: str, total: int) -> None:
         """Check a client's share of the queue: half of the capacity that other clients leave free.
 
         The rest remains for clients that come later.
@@ -393,11 +398,11 @@ class EngineLoop:
         """
         if not self._has_several_clients:
             return
-        own, most = self._waiting_of(client, self._count_waiting())
-        if own + total > most:
-            whose = "API key" if self._num_clients > 1 else "address"
-            reason = f"{own} requests of this {whose} are waiting already"
-            if own >= most:  # any further job would be refused
+        num_waiting, limit = self._waiting_of(client, self._count_waiting())
+        if num_waiting + total > limit:
+            identity = "API key" if self._num_clients > 1 else "address"
+            reason = f"{num_waiting} requests of this {identity} are waiting already"
+            if num_waiting >= limit:  # any further job would be refused
                 self._full[client] = reason
             raise QueueFull(reason)
 
@@ -410,17 +415,17 @@ class EngineLoop:
 
     def _waiting_of(self, client: str, waiting: Counter[str]) -> tuple[int, int]:
         """Return the number of a client's waiting choices, and the maximum."""
-        own = waiting[client]
-        most = (self._engine.config.max_waiting - waiting.total() + own) // 2
-        return own, max(most, 1)
+        num_waiting = waiting[client]
+        limit = (self._engine.config.max_waiting - waiting.total() + num_waiting) // 2
+        return num_waiting, max(limit, 1)
 
-    def _look_for_room(self) -> None:
+    def _update_full(self) -> None:
         """Remove clients from `_full` whose share of the queue is no longer full."""
         if self._full:
             waiting = self._count_waiting()
             for client in list(self._full):
-                own, most = self._waiting_of(client, waiting)
-                if own < most:
+                num_waiting, limit = self._waiting_of(client, waiting)
+                if num_waiting < limit:
                     del self._full[client]
 
     @property
@@ -445,9 +450,10 @@ class EngineLoop:
             if not error.outputs:
                 raise
             self._num_failures += 1
-            logger.exception("a step failed; its requests end with an error")
-            outputs, reason = error.outputs, _STEP_FAILED
-        self._has_news = True
+            logger.exception("a step failed; ending its requests with an error")
+            outputs = error.outputs
+            reason = _STEP_FAILED
+        self._has_changes = True
         for output in outputs:
             choice = self._choices.get(output.request_id)
             if choice is None:
@@ -458,13 +464,14 @@ class EngineLoop:
             if choice.siblings:
                 self._held += choice.siblings
                 choice.siblings = []
-            self._note(choice, output)
+            self._queue_event(choice, output)
         if self._num_failures and not self._engine.has_unfinished() and not self._is_empty():
-            raise RuntimeError("a step that failed has left the engine fewer pages than it had")
+            raise RuntimeError("pages are missing after a failed step")
 
-    def _note(self, choice: _Choice, output: RequestOutput) -> None:
+    def _queue_event(self, choice: _Choice, output: RequestOutput) -> None:
         """Queue the event for a step's output of a choice, in the detail that its job requests."""
-        job, index = choice.job, choice.index
+        job = choice.job
+        index = choice.index
         if output.token_ids:
             choice.has_tokens = True
             if not job.streaming:
@@ -474,7 +481,7 @@ class EngineLoop:
         drafts = output.drafts
         if drafts is not None and (hidden := self._engine.drafters_of_common_text):
             drafts = without_rejected(drafts, hidden)
-        told = Output(
+        event = Output(
             job.job,
             index,
             output.token_ids,
@@ -485,32 +492,34 @@ class EngineLoop:
         )
         if output.finish_reason is not None:
             del self._choices[output.request_id]
-            whole = self._engine.completion(output.request_id)
+            completion = self._engine.completion(output.request_id)
             if not job.streaming:
-                told.token_ids, told.text = whole.token_ids, whole.text
-                told.logprobs = whole.logprobs
-                told.prompt_logprobs = whole.prompt_logprobs  # type: ignore[assignment]
-            told.end = End(
-                finish_reason=whole.finish_reason,
-                stop_reason=whole.stop_reason,
+                event.token_ids = completion.token_ids
+                event.text = completion.text
+                event.logprobs = completion.logprobs
+                event.prompt_logprobs = completion.prompt_logprobs  # type: ignore[assignment]
+            event.end = End(
+                finish_reason=completion.finish_reason,
+                stop_reason=completion.stop_reason,
                 seed=choice.seed,
-                num_tokens=len(whole.token_ids),
-                num_cached_tokens=whole.num_cached_tokens,
-                begun=choice.added_at + whole.queue_seconds,
-                stats=whole.stats,
+                num_tokens=len(completion.token_ids),
+                num_cached_tokens=completion.num_cached_tokens,
+                begun=choice.added_at + completion.queue_seconds,
+                stats=completion.stats,
             )
-        self._events.append(told)
+        self._events.append(event)
 
     # ---- ends ----
 
     def _abort_job(self, job: int, reason: str = "abort") -> None:
         self._compiling.pop(job, None)
         self._held = [choice for choice in self._held if choice.job.job != job]
-        for request_id in [name for name, one in self._choices.items() if one.job.job == job]:
+        choices = self._choices.items()
+        for request_id in [name for name, choice in choices if choice.job.job == job]:
             self._engine.abort(request_id)
             del self._choices[request_id]
             self._dropped[reason] += 1
-            self._has_news = True
+            self._has_changes = True
 
     def _fail_job(self, job: int, message: str) -> None:
         """End all choices of a job with an error, since an answer has all choices or none."""
@@ -523,14 +532,16 @@ class EngineLoop:
             try:
                 self._engine.abort(request_id)
             except Exception:
-                logger.exception("request %s could not be dropped", request_id)
+                logger.exception("could not abort request %s", request_id)
             self._dropped[reason] += 1
-        jobs = {one.job.job for one in (*self._choices.values(), *self._held)} | {*self._compiling}
+        jobs = {choice.job.job for choice in self._choices.values()}
+        jobs |= {choice.job.job for choice in self._held}
+        jobs |= set(self._compiling)
         self._events += [Failed(job, message) for job in sorted(jobs)]
         self._choices.clear()
         self._held.clear()
         self._compiling.clear()
-        self._has_news = True
+        self._has_changes = True
 
     def _is_empty(self) -> bool:
         """Return whether the engine holds no request and all pages are free."""
@@ -538,15 +549,16 @@ class EngineLoop:
         return not engine.has_unfinished() and engine.num_free_pages == engine.num_pages
 
     def _deliver(self, health: Health) -> None:
-        if not self._events and not self._has_news:
+        if not self._events and not self._has_changes:
             return
         full = None
-        if self._full != self._told_full:
-            full = self._told_full = dict(self._full)
+        if self._full != self._sent_full:
+            full = self._sent_full = dict(self._full)
         status = status_of(self._engine, num_outside=self._num_outside)
         now = time.perf_counter()
         self._send(Batch(now, health, status, full, dict(self._dropped), self._events))
-        self._events, self._has_news = [], False
+        self._events = []
+        self._has_changes = False
         self._dropped.clear()
 
 

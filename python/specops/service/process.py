@@ -28,7 +28,7 @@ _WELL_SECONDS = 60.0  # an engine that ran this long resets the count of deaths
 _STOP_SECONDS = 4.0  # time for the loop to end; after that, the process hangs
 _END_SECONDS = 60.0  # time for the process to end, since it may save what its drafters learnt
 _REAP_SECONDS = 2.0  # time for the process to end once its socket is closed
-_MOST_UNREAD = 64 << 20  # bytes that may wait for a process before jobs are refused
+_MAX_UNREAD_BYTES = 64 << 20  # bytes that may wait for a process before jobs are refused
 _LOST = "the engine's process has ended; the server's log says more"
 
 # Longest silence in seconds of an engine that does not hang: a step, or saving drafters' state.
@@ -47,13 +47,14 @@ class EngineProcess:
     """
 
     def __init__(self, setup: Setup, code: str | None = None) -> None:
-        self._setup, self._code = setup, code
-        self.connection, theirs = socket.socketpair()
+        self._setup = setup
+        self._code = code
+        self.connection, child_end = socket.socketpair()
         program = code or _CODE.format(path=sys.path)
-        with theirs:
+        with child_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", program, "specops-engine", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-c", program, "specops-engine", str(child_end.fileno())],
+                pass_fds=[child_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={name: os.environ[name] for name in os.environ if name != "SPECOPS_API_KEY"},
             )
@@ -70,13 +71,14 @@ class EngineProcess:
         Raises:
             ValueError: its configuration or its model cannot be used, or the process has ended.
         """
-        frames, messages = Frames(), list[object]()
+        frames = Frames()
+        messages: list[object] = []
         try:
             while not messages:
                 messages += map(from_process, receive(self.connection, frames))
         except (EOFError, ConnectionError):
             raise ValueError(
-                f"the engine's process ended ({self.end()}) before its engine was there"
+                f"the engine's process ended ({self.end()}) before it had loaded its engine"
             ) from None
         (message,) = messages
         if isinstance(message, NoEngine):
@@ -103,18 +105,19 @@ class EngineProcess:
             try:
                 code = self._process.wait(_REAP_SECONDS)
             except subprocess.TimeoutExpired:  # the kernel waits for a device
-                return "it was killed, and has not ended yet"
+                return "it was killed, but has not ended yet"
         if code >= 0:
             return f"exit status {code}"
-        known = {int(one): one.name for one in signal.Signals}
-        return known.get(-code, f"signal {-code}")
+        names = {int(number): number.name for number in signal.Signals}
+        return names.get(-code, f"signal {-code}")
 
 
 class _Link(asyncio.Protocol):
     """Protocol of the socket to one process."""
 
     def __init__(self, client: "ProcessClient") -> None:
-        self._client, self._frames = client, Frames()
+        self._client = client
+        self._frames = Frames()
 
     def data_received(self, data: bytes) -> None:
         self._client.silent_seconds = 0.0
@@ -166,7 +169,7 @@ class ProcessClient(EngineClient):
         unread = sum(map(len, self._outgoing))
         if self._transport is not None:
             unread += self._transport.get_write_buffer_size()
-        return unread > _MOST_UNREAD
+        return unread > _MAX_UNREAD_BYTES
 
     async def start(
         self, receive: Callable[[Batch], None], lost: Callable[[str], None], num_clients: int
@@ -193,7 +196,7 @@ class ProcessClient(EngineClient):
                 await asyncio.wait_for(self._loop_has_ended.wait(), _STOP_SECONDS)
                 await asyncio.wait_for(self._is_gone.wait(), _END_SECONDS)
             except asyncio.TimeoutError:  # another class than TimeoutError until Python 3.11
-                logger.error("the engine's process does not end, and is killed")
+                logger.error("the engine's process did not end in time; killing it")
                 self._process.send_kill()
                 self._transport.abort()
         await asyncio.to_thread(self._process.end, _REAP_SECONDS)
@@ -204,15 +207,20 @@ class ProcessClient(EngineClient):
             if message.health == "failed":  # its last batch; another process will start
                 self._loop_has_ended.set()
                 message.health = "restarting"
-            self._take(message)
+            self._handle_batch(message)
         elif isinstance(message, NoEngine):
-            logger.critical("the engine cannot be started again: %s", message.message)
+            logger.critical("cannot restart the engine: %s", message.message)
         elif message.capabilities.contract != self.capabilities.contract:
-            logger.critical("the engine would give other bits than before: its model has changed")
+            logger.critical(
+                "cannot restart the engine: its model has changed since the server started; "
+                "restart the server to use it"
+            )
             self._num_deaths = len(_PAUSES)
             self._close()
         else:
-            self.capabilities, self.status, self.health = message.capabilities, message.status, "ok"
+            self.capabilities = message.capabilities
+            self.status = message.status
+            self.health = "ok"
             self._begin()
 
     def disconnected(self) -> None:
@@ -223,7 +231,8 @@ class ProcessClient(EngineClient):
         self._is_gone.set()
         if self._is_stopping:
             return
-        self.health, self.full = "restarting", {}
+        self.health = "restarting"
+        self.full = {}
         pages = self.capabilities.num_pages
         self.status = replace(self.status, num_running=0, num_waiting=0, num_free_pages=pages)
         self._lost(_LOST)
@@ -241,8 +250,8 @@ class ProcessClient(EngineClient):
             self.silent_seconds += tick
             if self.silent_seconds > self._timeout:
                 logger.critical(
-                    "the engine has been silent for %g s and is killed; raise --engine-timeout if "
-                    "it was at work",
+                    "the engine has been silent for %g s; killing it; raise --engine-timeout if "
+                    "steps may take that long",
                     self._timeout,
                 )
                 self.silent_seconds = 0.0
@@ -253,22 +262,26 @@ class ProcessClient(EngineClient):
                 self.health = "stalled"
 
     async def _restart(self) -> None:
-        how = await asyncio.to_thread(self._process.end)
+        ending = await asyncio.to_thread(self._process.end)
         begun_at, self._begun_at = self._begun_at, None
         if begun_at is not None and time.monotonic() - begun_at > _WELL_SECONDS:
             self._num_deaths = 0
         while self._num_deaths < len(_PAUSES):
             pause = _PAUSES[self._num_deaths]
             self._num_deaths += 1
-            logger.critical("the engine's process ended (%s); another starts in %g s", how, pause)
+            logger.critical("the engine's process ended (%s); restarting it in %g s", ending, pause)
             await asyncio.sleep(pause)
             try:
                 self._process = await asyncio.to_thread(self._process.again)
                 self.pid = self._process.pid
                 return await self._connect()
             except OSError as error:
-                how = f"it could not be started: {error}"
-        logger.critical("the engine's process ended (%s), and stays so", how)
+                ending = f"it could not be started: {error}"
+        logger.critical(
+            "the engine's process ended (%s); giving up after %d restarts in a row",
+            ending,
+            len(_PAUSES),
+        )
         self.health = "failed"
 
     async def _connect(self) -> None:

@@ -65,7 +65,7 @@ class ThreadClient(EngineClient):
         self._send(Stop())
         await asyncio.to_thread(self._thread.join, _END_SECONDS)
         if self._thread.is_alive():
-            logger.error("the engine's thread does not end")
+            logger.error("the engine's thread did not end within %g s", _END_SECONDS)
 
     def _send(self, command: Command) -> None:
         self._inbox.put(command)
@@ -73,7 +73,9 @@ class ThreadClient(EngineClient):
     def _run(self) -> None:
         try:
             EngineLoop(
-                self._engine, self._inbox, lambda batch: self._on_loop(lambda: self._take(batch))
+                self._engine,
+                self._inbox,
+                lambda batch: self._on_loop(lambda: self._handle_batch(batch)),
             ).run()
         finally:
             self._on_loop(self._end)
@@ -87,4 +89,4 @@ class ThreadClient(EngineClient):
         try:
             self._loop.call_soon_threadsafe(work)
         except RuntimeError:  # the event loop has ended, so the result is not needed
-            logger.debug("results after the end of the event loop", exc_info=True)
+            logger.debug("dropped results, since the event loop has ended", exc_info=True)

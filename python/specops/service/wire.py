@@ -104,7 +104,7 @@ class Setup(Struct, tag=True, array_like=True):
     data_parallel_rank: int | None = None
 
 
-class Taken(Struct, tag=True, array_like=True):
+class StepCommands(Struct, tag=True, array_like=True):
     """Message to another rank: the commands that the first rank took before a step.
 
     Attributes:
@@ -115,12 +115,12 @@ class Taken(Struct, tag=True, array_like=True):
 
 
 class GrammarReady(Struct, tag=True, array_like=True):
-    """Command in `Taken`: the first rank has compiled the grammar of a job."""
+    """Command in `StepCommands`: the first rank has compiled the grammar of a job."""
 
     job: int
 
 
-def _twin(cls: type, **types: Any) -> type[Struct]:
+def _message_class(cls: type, **types: Any) -> type[Struct]:
     """Return a message class with the fields of a dataclass; it omits fields with default values.
 
     Args:
@@ -128,12 +128,12 @@ def _twin(cls: type, **types: Any) -> type[Struct]:
         types: message classes for fields that are such dataclasses themselves.
     """
     hints = get_type_hints(cls) | types
-    listed = [(one.name, hints[one.name], one.default) for one in fields(cls)]
+    listed = [(field.name, hints[field.name], field.default) for field in fields(cls)]
     return msgspec.defstruct(cls.__name__, listed, omit_defaults=True)
 
 
 def _values(source: Any, cls: type) -> dict[str, Any]:
-    return {one.name: getattr(source, one.name) for one in fields(cls)}
+    return {field.name: getattr(source, field.name) for field in fields(cls)}
 
 
 def _restored(message: Any, cls: type[T]) -> T:
@@ -142,8 +142,8 @@ def _restored(message: Any, cls: type[T]) -> T:
     return made
 
 
-_Form = _twin(StructuredOutput)
-_Params = _twin(SamplingParams, structured_output=_Form | None)
+_Form = _message_class(StructuredOutput)
+_Params = _message_class(SamplingParams, structured_output=_Form | None)
 
 
 def _params_message(params: SamplingParams) -> Struct:
@@ -174,7 +174,7 @@ def packed(value: Any) -> Any:
     """Return a value that MessagePack can encode in place of one that it cannot."""
     if isinstance(value, PromptLogprobs):
         return value.packed()
-    raise TypeError(f"{type(value).__name__} does not cross the door")
+    raise TypeError(f"cannot encode {type(value).__name__} for an engine's socket")
 
 
 def unpacked(kind: type, value: Any) -> Any:
@@ -183,12 +183,12 @@ def unpacked(kind: type, value: Any) -> Any:
     return PromptLogprobs.unpacked(value)
 
 
-ToProcess = Setup | Begin | Submit | Abort | Fetched | Overdue | Stop | Taken | GrammarReady
+ToProcess = Setup | Begin | Submit | Abort | Fetched | Overdue | Stop | StepCommands | GrammarReady
 FromProcess = Hello | NoEngine | Batch
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=packed)
 _to_process = msgspec.msgpack.Decoder(
-    Setup | Begin | _Submit | Abort | Fetched | Overdue | Stop | Taken | GrammarReady
+    Setup | Begin | _Submit | Abort | Fetched | Overdue | Stop | StepCommands | GrammarReady
 )
 _from_process = msgspec.msgpack.Decoder(FromProcess, dec_hook=unpacked)
 

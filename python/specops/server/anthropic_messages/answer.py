@@ -55,15 +55,15 @@ class MessagesAnswer(BlockAnswer):
         """Yield the events with the reason for the message's end and its usage."""
         message = self.reply(end)
         delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
-        own = {name: message[name] for name in ("metrics", "timings", "seed")}
-        yield _event("message_delta", delta=delta, usage=message["usage"], **own)
+        extras = {name: message[name] for name in ("metrics", "timings", "seed")}
+        yield _event("message_delta", delta=delta, usage=message["usage"], **extras)
         yield _event("message_stop")
 
     def failed(self, error: ApiError) -> bytes:
         """Return the event for an error."""
         return event(error_body(error), "error")
 
-    def whole_reply(self, end: str) -> bytes:
+    def complete_reply(self, end: str) -> bytes:
         """Return the complete message in JSON; inputs of tools are the model's own text."""
         blocks = b",".join(map(_content, self.blocks))
         return with_members(dumped(self.reply(end)), {"content": b"[%b]" % blocks})

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The body of POST /v1/messages, and its conversion to a chat."""
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -176,7 +177,7 @@ class CountTokensRequest(Body):
     cache_control: CacheControl | None = None
     chat_template_kwargs: dict[str, Any] = Field({})
 
-    def as_chat(self, **more: Any) -> ChatCompletionRequest:
+    def as_chat(self, **fields: Any) -> ChatCompletionRequest:
         """Return the chat that this request asks for.
 
         Args:
@@ -186,21 +187,24 @@ class CountTokensRequest(Body):
             ApiError: the request cannot be converted to a chat.
         """
         if self.messages[-1].role == "assistant":
-            message = "messages must end with one of the user: an answer is not begun for the model"
+            message = "messages must end with a user message: prefilled answers are not supported"
             raise ApiError(400, message, param="messages", code="invalid_value")
         system = [] if self.system is None else [self.system]
-        told = [Message(role="system", content=_text(one)) for one in system]
+        system_messages = [Message(role="system", content=_text(one)) for one in system]
         choice = self.tool_choice
         return ChatCompletionRequest(
             model=self.model,
-            messages=[*told, *(one for message in self.messages for one in _messages(message))],
+            messages=[
+                *system_messages,
+                *itertools.chain.from_iterable(map(_messages, self.messages)),
+            ],
             tools=[_tool(tool) for tool in self.tools],
             tool_choice=_choice(choice),
             parallel_tool_calls=not getattr(choice, "disable_parallel_tool_use", False),
             response_format=self._response_format(),
             reasoning_effort=self.output_config.effort if self.output_config else None,
             chat_template_kwargs=self.chat_template_kwargs,
-            **more,
+            **fields,
         )
 
     def _response_format(self) -> ResponseFormat | None:
@@ -224,47 +228,51 @@ class MessagesRequest(CountTokensRequest, Sampling):
         Raises:
             ApiError: the request cannot be converted to a chat.
         """
-        stop, stream = self.stop_sequences, self.stream
-        more = {"max_tokens": self.max_tokens, "stop": stop, "stream": stream}
-        return self.as_chat(**more, **self.sampling())
+        fields = {
+            "max_tokens": self.max_tokens,
+            "stop": self.stop_sequences,
+            "stream": self.stream,
+        }
+        return self.as_chat(**fields, **self.sampling())
 
 
 def _text(content: str | list[Text]) -> str | list[TextPart]:
     if isinstance(content, str):
         return content
-    return [TextPart(type="text", text=one.text) for one in content]
+    return [TextPart(type="text", text=block.text) for block in content]
 
 
 def _messages(message: AnthropicMessage) -> Iterator[AnyMessage]:
     """Yield a message's chat messages; a user's has one per tool result, then one for the text."""
-    content, is_user = message.content, message.role == "user"
+    content = message.content
+    is_user = message.role == "user"
     blocks = [Text(type="text", text=content)] if isinstance(content, str) else content
-    said: list[Text] = []
+    texts: list[Text] = []
     calls: list[ToolCall] = []
     for block in blocks:
         if isinstance(block, Text):
-            said.append(block)
+            texts.append(block)
         elif isinstance(block, ToolUse) and not is_user:
             arguments = json.dumps(block.input, ensure_ascii=False)
             function = CalledFunction(name=block.name, arguments=arguments)
             calls.append(ToolCall(id=block.id, function=function))
-        elif isinstance(block, ToolResult) and is_user and not said:
+        elif isinstance(block, ToolResult) and is_user and not texts:
             result = _text(block.content)
             yield ToolMessage(role="tool", content=result, tool_call_id=block.tool_use_id)
         else:
             raise ApiError(
                 400,
-                "messages must have tool_use in those of the assistant alone, and tool_result in "
-                f"those of the user, before the text; got {block.type} in one of the "
-                f"{message.role}{' after text' if said else ''}",
+                "messages must have tool_use blocks only in assistant messages, and tool_result "
+                f"blocks only in user messages before any text, got {block.type} in a message of "
+                f"the {message.role}{' after text' if texts else ''}",
                 param="messages",
                 code="invalid_value",
             )
-    if is_user and said:
-        yield Message(role="user", content=_text(said))
+    if is_user and texts:
+        yield Message(role="user", content=_text(texts))
     elif not is_user:
-        spoken = _text(said) if said else None
-        yield AssistantMessage(role="assistant", content=spoken, tool_calls=calls)
+        text = _text(texts) if texts else None
+        yield AssistantMessage(role="assistant", content=text, tool_calls=calls)
 
 
 def _tool(tool: AnthropicTool) -> Tool:

@@ -9,7 +9,7 @@ from starlette.datastructures import QueryParams
 
 from specops.server.api_error import ApiError
 from specops.server.openai_responses.answer import ResponsesAnswer
-from specops.server.openai_responses.conversations import Conversations, Kept
+from specops.server.openai_responses.conversations import Conversations, StoredResponse
 from specops.server.openai_responses.request import (
     FunctionCall,
     InputMessage,
@@ -43,23 +43,23 @@ class Responses:
             ApiError: the body cannot be converted to a chat, or its previous response is unknown.
         """
         previous = body.previous_response_id
-        kept = None if previous is None else self._conversations.find(client, previous)
-        if previous is not None and kept is None:
+        stored = None if previous is None else self._conversations.find(client, previous)
+        if previous is not None and stored is None:
             raise ApiError(
                 400,
-                f"previous_response_id {previous!r} is not kept: {self._conversations.bound}; "
+                f"previous_response_id {previous!r} is not stored: {self._conversations.bound}; "
                 "send the conversation as input",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
-        messages = body.messages(kept.messages if kept else ())
+        messages = body.messages(stored.messages if stored else ())
 
-        def keep(response: dict[str, Any], output: list[InputMessage | FunctionCall]) -> None:
+        def store(response: dict[str, Any], output: list[InputMessage | FunctionCall]) -> None:
             items = [*listed(body.items, response["id"])]
-            whole = [*messages, *messages_of(output)]
-            self._conversations.keep(client, response, items, whole)
+            conversation = [*messages, *messages_of(output)]
+            self._conversations.store(client, response, items, conversation)
 
-        return body.as_chat(messages), partial(ResponsesAnswer, body, keep)
+        return body.as_chat(messages), partial(ResponsesAnswer, body, store)
 
     def retrieve(self, client: str, response_id: str, query: QueryParams) -> bytes:
         """Return a stored response in JSON, as it was answered.
@@ -85,16 +85,16 @@ class Responses:
         Raises:
             ApiError: 404; the response is not stored.
         """
-        if not self._conversations.drop(client, response_id):
+        if not self._conversations.delete(client, response_id):
             raise self._absent(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
-    def _find(self, client: str, response_id: str) -> Kept:
-        kept = self._conversations.find(client, response_id)
-        if kept is None:
+    def _find(self, client: str, response_id: str) -> StoredResponse:
+        stored = self._conversations.find(client, response_id)
+        if stored is None:
             raise self._absent(response_id)
-        return kept
+        return stored
 
     def _absent(self, response_id: str) -> ApiError:
-        message = f"response_id {response_id!r} is not kept: {self._conversations.bound}"
+        message = f"response_id {response_id!r} is not stored: {self._conversations.bound}"
         return ApiError(404, message, param="response_id", code="response_not_found")

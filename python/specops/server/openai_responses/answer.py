@@ -15,7 +15,7 @@ class ResponsesAnswer(BlockAnswer):
 
     Args:
         body: the request's body.
-        keep: stores a complete response; it gets the response, and the response's items as input
+        store: stores a complete response; it gets the response, and the response's items as input
             items of a next request.
     """
 
@@ -24,11 +24,12 @@ class ResponsesAnswer(BlockAnswer):
     def __init__(
         self,
         body: ResponsesRequest,
-        keep: Callable[[dict[str, Any], list[InputMessage | FunctionCall]], None],
+        store: Callable[[dict[str, Any], list[InputMessage | FunctionCall]], None],
         *args: Any,
     ) -> None:
         super().__init__(*args)
-        self._body, self._keep = body, keep
+        self._body = body
+        self._store = store
         self._num_events = 0
 
     def begin(self) -> Iterator[bytes]:
@@ -49,9 +50,9 @@ class ResponsesAnswer(BlockAnswer):
         is_text = isinstance(block, TextBlock)
         is_begun = kind == "begin"
         item = self._item(index, block, is_begun=is_begun)
-        whole = {"output_index": index, "item": item}
+        members = {"output_index": index, "item": item}
         if is_begun:
-            yield self._event("response.output_item.added", **whole)
+            yield self._event("response.output_item.added", **members)
             if is_text:
                 text = _part(TextBlock())
                 yield self._event("response.content_part.added", **part, part=text)
@@ -65,7 +66,7 @@ class ResponsesAnswer(BlockAnswer):
             yield self._event(f"{name}.delta", **place, delta=block.arguments)
             done = {"name": block.name, "arguments": block.arguments}
             yield self._event(f"{name}.done", **place, **done)
-        yield self._event("response.output_item.done", **whole)
+        yield self._event("response.output_item.done", **members)
 
     def finish(self, end: str) -> Iterator[bytes]:
         """Yield the event with the complete response."""
@@ -74,19 +75,21 @@ class ResponsesAnswer(BlockAnswer):
 
     def failed(self, error: ApiError) -> bytes:
         """Return the event for a response that ends with an error."""
-        why = {"code": "server_error", "message": error.message}
-        return self._event("response.failed", response=self._response("failed", error=why))
+        error_members = {"code": "server_error", "message": error.message}
+        return self._event(
+            "response.failed", response=self._response("failed", error=error_members)
+        )
 
     def reply(self, end: str) -> dict[str, Any]:
         """Return the complete response, and store it unless the request has `store` false."""
         status = {"length": "incomplete", "abort": "failed"}.get(end, "completed")
         output = [self._item(index, block) for index, block in enumerate(self.blocks)]
-        why: dict[str, Any] = {}
+        ending: dict[str, Any] = {}
         if end == "length":
-            why["incomplete_details"] = {"reason": "max_output_tokens"}
+            ending["incomplete_details"] = {"reason": "max_output_tokens"}
         if end == "abort":
-            message = f"the text cannot go on: {self._ends[0].stop_reason}"
-            why["error"] = {"code": "server_error", "message": message}
+            message = f"no token can continue the text: {self._ends[0].stop_reason}"
+            ending["error"] = {"code": "server_error", "message": message}
         totals = self._totals()
         counts = totals.pop("usage")
         cached = counts["prompt_tokens_details"]["cached_tokens"]
@@ -97,13 +100,13 @@ class ResponsesAnswer(BlockAnswer):
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": counts["total_tokens"],
         }
-        own = {"seed": self._ends[0].seed, **totals}
-        response = self._response(status, output=output, usage=usage, **why, **own)
+        extras = {"seed": self._ends[0].seed, **totals}
+        response = self._response(status, output=output, usage=usage, **ending, **extras)
         if self._body.store:
-            self._keep(response, [_sent_back(one) for one in self.blocks])
+            self._store(response, list(map(_sent_back, self.blocks)))
         return response
 
-    def _response(self, status: str, **more: Any) -> dict[str, Any]:
+    def _response(self, status: str, **members: Any) -> dict[str, Any]:
         """Return a response with the members that come from the request."""
         body, frame = self._body, self._frame
         form = body.text.format if body.text else None
@@ -136,7 +139,7 @@ class ResponsesAnswer(BlockAnswer):
             "truncation": "disabled",
             "usage": None,
             "user": body.user,
-            **more,
+            **members,
         }
 
     def _event(self, name: str, /, **members: Any) -> bytes:

@@ -11,7 +11,7 @@ from specops.server.streaming import dumped
 MAX_BYTES = 64 << 20
 
 
-class Kept(NamedTuple):
+class StoredResponse(NamedTuple):
     """Stored response.
 
     Attributes:
@@ -27,8 +27,8 @@ class Kept(NamedTuple):
     @property
     def size(self) -> int:
         """Size in bytes of JSON."""
-        said = sum(len(one.model_dump_json()) for one in self.messages)
-        return len(self.response) + len(self.items) + said
+        num_characters = sum(len(message.model_dump_json()) for message in self.messages)
+        return len(self.response) + len(self.items) + num_characters
 
 
 class Conversations:
@@ -43,24 +43,26 @@ class Conversations:
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._kept: dict[str, OrderedDict[str, tuple[Kept, int]]] = {}  # by client, by response
+        self._stored: dict[
+            str, OrderedDict[str, tuple[StoredResponse, int]]
+        ] = {}  # by client, by response
         self._sizes: Counter[str] = Counter()  # bytes by client
 
     @property
     def bound(self) -> str:
         """Description of the bound, for error messages."""
-        most = f"up to {self._max_bytes >> 20} MiB of all clients' text"
-        return f"responses are, in memory, unless store is false, {most}"
+        size = f"{self._max_bytes >> 20} MiB"
+        return f"responses are stored unless store is false, the latest {size} of all clients"
 
-    def find(self, client: str, response_id: str) -> Kept | None:
+    def find(self, client: str, response_id: str) -> StoredResponse | None:
         """Return a response; None if it is not stored or belongs to another client."""
-        mine = self._kept.get(client, OrderedDict())
-        if response_id not in mine:
+        responses = self._stored.get(client, OrderedDict())
+        if response_id not in responses:
             return None
-        mine.move_to_end(response_id)
-        return mine[response_id][0]
+        responses.move_to_end(response_id)
+        return responses[response_id][0]
 
-    def keep(
+    def store(
         self,
         client: str,
         response: dict[str, Any],
@@ -68,21 +70,21 @@ class Conversations:
         messages: Sequence[AnyMessage],
     ) -> None:
         """Store a response with its input items and conversation; evict others if necessary."""
-        kept = Kept(dumped(response), dumped(items), tuple(messages))
-        size = kept.size
-        self._kept.setdefault(client, OrderedDict())[response["id"]] = kept, size
+        stored = StoredResponse(dumped(response), dumped(items), tuple(messages))
+        size = stored.size
+        self._stored.setdefault(client, OrderedDict())[response["id"]] = stored, size
         self._sizes[client] += size
         while self._sizes.total() > self._max_bytes:
-            most = self._sizes.most_common(1)[0][0]
-            self.drop(most, next(iter(self._kept[most])))
+            largest = self._sizes.most_common(1)[0][0]
+            self.delete(largest, next(iter(self._stored[largest])))
 
-    def drop(self, client: str, response_id: str) -> bool:
+    def delete(self, client: str, response_id: str) -> bool:
         """Delete a response; return whether it was stored."""
-        mine = self._kept.get(client, OrderedDict())
-        if response_id not in mine:
+        responses = self._stored.get(client, OrderedDict())
+        if response_id not in responses:
             return False
-        _, size = mine.pop(response_id)
+        _, size = responses.pop(response_id)
         self._sizes[client] -= size
-        if not mine:
-            del self._kept[client], self._sizes[client]
+        if not responses:
+            del self._stored[client], self._sizes[client]
         return True

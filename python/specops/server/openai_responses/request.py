@@ -198,8 +198,8 @@ class ResponsesRequest(Sampling):
         if not isinstance(items, list):
             return values
         typed = [
-            {"type": "message", **one} if isinstance(one, dict) and "role" in one else one
-            for one in items
+            {"type": "message", **item} if isinstance(item, dict) and "role" in item else item
+            for item in items
         ]
         return {**values, "input": typed}
 
@@ -236,13 +236,14 @@ class ResponsesRequest(Sampling):
             ApiError: fields of the request conflict with each other.
         """
         instructions = [] if self.instructions is None else [self.instructions]
-        told = [Message(role="system", content=one) for one in instructions]
+        system_messages = [Message(role="system", content=text) for text in instructions]
         if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options needs stream", param="stream_options")
+            message = "stream_options requires stream to be true"
+            raise ApiError(400, message, param="stream_options")
         chat = ChatCompletionRequest(
             **self.sampling(),
             model=self.model,
-            messages=[*told, *messages],
+            messages=[*system_messages, *messages],
             max_tokens=self.max_output_tokens,
             tools=[_tool(tool) for tool in self.tools],
             tool_choice=_choice(self.tool_choice),
@@ -255,7 +256,9 @@ class ResponsesRequest(Sampling):
             stream=self.stream,
         )
         if chat.logprobs and chat.may_call:
-            message = "include must hold no logprobs where tools may be called: calls are no text"
+            message = (
+                "include must not hold logprobs when tools may be called: they apply to text only"
+            )
             raise ApiError(400, message, param="include", code="invalid_value")
         return chat
 
@@ -264,7 +267,7 @@ class ResponsesRequest(Sampling):
         if form is None:
             return None
         if (form.schema_ is not None) != (form.type == "json_schema"):
-            message = "text.format: schema and type 'json_schema' need each other"
+            message = "text.format must have a schema if its type is 'json_schema', and only then"
             raise ApiError(400, message, param="text.format", code="invalid_value")
         if form.schema_ is None:
             return ResponseFormat(type=form.type)
@@ -278,27 +281,29 @@ def _tool(tool: FunctionTool) -> Tool:
 
 
 def _choice(choice: FunctionChoice) -> ToolChoice:
-    def named(one: NamedFunction) -> NamedTool:
-        return NamedTool(type="function", function=FunctionName(name=one.name))
+    def named(function: NamedFunction) -> NamedTool:
+        return NamedTool(type="function", function=FunctionName(name=function.name))
 
     if isinstance(choice, NamedFunction):
         return named(choice)
     if isinstance(choice, FunctionsAllowed):
-        allowed = AllowedTools(mode=choice.mode, tools=[named(one) for one in choice.tools])
+        allowed = AllowedTools(
+            mode=choice.mode, tools=[named(function) for function in choice.tools]
+        )
         return ToolsAllowed(type="allowed_tools", allowed_tools=allowed)
     return choice
 
 
 def messages_of(items: Iterable[Item]) -> Iterator[AnyMessage]:
     """Yield items as chat messages; consecutive texts and calls of the assistant become one."""
-    said: list[TextPart] = []
+    texts: list[TextPart] = []
     calls: list[ToolCall] = []
 
     def assistant() -> Iterator[AnyMessage]:
-        if said or calls:
-            content = [*said] if said else None
+        if texts or calls:
+            content = [*texts] if texts else None
             yield AssistantMessage(role="assistant", content=content, tool_calls=[*calls])
-        said.clear()
+        texts.clear()
         calls.clear()
 
     for item in items:
@@ -307,7 +312,7 @@ def messages_of(items: Iterable[Item]) -> Iterator[AnyMessage]:
             calls.append(ToolCall(id=item.call_id, function=function))
         elif isinstance(item, InputMessage):
             if item.role == "assistant":
-                said += _parts(item.content)
+                texts += _parts(item.content)
             else:
                 yield from assistant()
                 yield Message(role=item.role, content=_parts(item.content))

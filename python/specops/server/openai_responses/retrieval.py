@@ -16,9 +16,9 @@ from specops.server.openai_responses.request import (
     Item,
 )
 
-_MOST_ITEMS = 100
-_WHOLE = "not supported: a kept response is answered whole, with what its request included"
-_NEUTRAL = {"type": "string", "enum": ["false"], "description": f"true is {_WHOLE}"}
+_MAX_ITEMS = 100
+_NOT_SUPPORTED = "not supported: a stored response is returned complete, as its request included it"
+_NEUTRAL = {"type": "string", "enum": ["false"], "description": f"true is {_NOT_SUPPORTED}"}
 
 # Schemas of the query parameters for OpenAPI; other parameters are ignored or refused.
 OF_A_RESPONSE: Mapping[str, dict[str, Any]] = {
@@ -26,14 +26,14 @@ OF_A_RESPONSE: Mapping[str, dict[str, Any]] = {
     "include_obfuscation": _NEUTRAL,
 }
 OF_ITEMS: Mapping[str, dict[str, Any]] = {
-    "limit": {"type": "integer", "minimum": 1, "maximum": _MOST_ITEMS, "default": 20},
+    "limit": {"type": "integer", "minimum": 1, "maximum": _MAX_ITEMS, "default": 20},
     "order": {"type": "string", "enum": ["asc", "desc"], "default": "desc"},
     "after": {"type": "string", "description": "the id of the item before the first one"},
 }
 _REFUSED = ("include", "include[]", "starting_after")
 
 
-def read_query(query: QueryParams, known: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+def read_query(query: QueryParams, schemas: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the values of the query parameters, with defaults for absent ones.
 
     Raises:
@@ -41,20 +41,20 @@ def read_query(query: QueryParams, known: Mapping[str, dict[str, Any]]) -> dict[
     """
     for name in _REFUSED:
         if name in query:
-            raise _wrong(name.removesuffix("[]"), f"is {_WHOLE}", "unsupported_parameter")
+            raise _wrong(name.removesuffix("[]"), f"is {_NOT_SUPPORTED}", "unsupported_parameter")
     values = {}
-    for name, schema in known.items():
-        given = query.getlist(name)
-        if len(given) > 1:
-            raise _wrong(name, f"must be given once, got {len(given)} times")
-        values[name] = _value(name, schema, given[0]) if given else schema.get("default")
+    for name, schema in schemas.items():
+        texts = query.getlist(name)
+        if len(texts) > 1:
+            raise _wrong(name, f"must occur once, got it {len(texts)} times")
+        values[name] = _value(name, schema, texts[0]) if texts else schema.get("default")
     return values
 
 
 def _value(name: str, schema: Mapping[str, Any], text: str) -> Any:
     if "enum" in schema and text not in schema["enum"]:
-        wanted = " or ".join(schema["enum"])
-        raise _wrong(name, f"must be {wanted}, got {text!r}")
+        expected = " or ".join(schema["enum"])
+        raise _wrong(name, f"must be {expected}, got {text!r}")
     if schema["type"] != "integer":
         return text
     low, high = schema["minimum"], schema["maximum"]
@@ -63,8 +63,8 @@ def _value(name: str, schema: Mapping[str, Any], text: str) -> Any:
     return int(text)
 
 
-def _wrong(name: str, what: str, code: str = "invalid_value") -> ApiError:
-    return ApiError(400, f"{name} {what}", param=name, code=code)
+def _wrong(name: str, problem: str, code: str = "invalid_value") -> ApiError:
+    return ApiError(400, f"{name} {problem}", param=name, code=code)
 
 
 def listed(items: Iterable[Item], response_id: str) -> Iterator[dict[str, Any]]:
@@ -72,18 +72,18 @@ def listed(items: Iterable[Item], response_id: str) -> Iterator[dict[str, Any]]:
     number = response_id.partition("_")[2]
     for index, item in enumerate(items):
         kind = {InputMessage: "msg", FunctionCall: "fc", FunctionCallOutput: "fco"}[type(item)]
-        own = {"id": item.id or f"{kind}_{number}_in{index}", "type": item.type}
-        own["status"] = item.status or "completed"
+        members = {"id": item.id or f"{kind}_{number}_in{index}", "type": item.type}
+        members["status"] = item.status or "completed"
         if isinstance(item, InputMessage):
             content = [*_parts(item)]
-            yield {**own, "role": item.role, "content": content}
+            yield {**members, "role": item.role, "content": content}
         elif isinstance(item, FunctionCall):
             called = {"name": item.name, "arguments": item.arguments}
-            yield {**own, "call_id": item.call_id, **called}
+            yield {**members, "call_id": item.call_id, **called}
         else:
             output = item.output
-            told = output if isinstance(output, str) else [_text(part) for part in output]
-            yield {**own, "call_id": item.call_id, "output": told}
+            texts = output if isinstance(output, str) else [_text(part) for part in output]
+            yield {**members, "call_id": item.call_id, "output": texts}
 
 
 def _parts(item: InputMessage) -> Iterator[dict[str, Any]]:
@@ -93,8 +93,8 @@ def _parts(item: InputMessage) -> Iterator[dict[str, Any]]:
         parts = [InputPart.model_validate({"type": "input_text", "text": parts})]
     for part in parts:
         if item.role == "assistant":
-            beside = {"annotations": part.annotations or [], "logprobs": part.logprobs or []}
-            yield {"type": "output_text", "text": part.text, **beside}
+            members = {"annotations": part.annotations or [], "logprobs": part.logprobs or []}
+            yield {"type": "output_text", "text": part.text, **members}
         else:
             yield _text(part)
 
@@ -109,18 +109,18 @@ def page_of(items: bytes, query: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ApiError: no item has the id given as "after".
     """
-    whole = json.loads(items)
+    all_items = json.loads(items)
     if query["order"] == "desc":
-        whole.reverse()
+        all_items.reverse()
     begin = 0
     if query["after"] is not None:
-        ids = [one["id"] for one in whole]
+        ids = [item["id"] for item in all_items]
         if query["after"] not in ids:
             got = f"got {query['after']!r}"
             raise _wrong("after", f"must be the id of an item of the response's input, {got}")
         begin = ids.index(query["after"]) + 1
-    data = whole[begin : begin + query["limit"]]
+    data = all_items[begin : begin + query["limit"]]
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
-    more = begin + len(data) < len(whole)
+    has_more = begin + len(data) < len(all_items)
     none = {"first_id": None, "last_id": None}
-    return {"object": "list", "data": data, **none, **ends, "has_more": more}
+    return {"object": "list", "data": data, **none, **ends, "has_more": has_more}
