@@ -49,55 +49,76 @@ def main(arguments: Sequence[str], program: str) -> int:
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = Parser(
         prog=program,
-        description="Sends streaming requests to an OpenAI-compatible server (specops', vLLM's, "
-        "any other) and measures how long it takes to the first token, from token to token, and "
-        "as a whole. --json keeps the figures, and `specops plot` draws several of them.",
+        description="Send streaming requests to an OpenAI-compatible server (specops, vLLM or "
+        "another) and measure the time to the first token, the time per output "
+        "token, and the total time. --json saves the figures, and `specops plot` "
+        "draws several such files.",
     )
     add = parser.add_argument
     add(
         "--url",
         default="http://127.0.0.1:8000",
-        help="of the server, without /v1 (default: %(default)s)",
+        help="base URL of the server, without /v1 (default: %(default)s)",
     )
-    add("--model", metavar="NAME", help="(default: the first that the server lists)")
+    add(
+        "--model",
+        metavar="NAME",
+        help="name of the model (default: the first that the server lists)",
+    )
     add(
         "--api-key",
         metavar="KEY",
         default=os.environ.get("SPECOPS_API_KEY"),
-        help="bearer token (default: SPECOPS_API_KEY of the environment)",
+        help="bearer token (default: the environment variable SPECOPS_API_KEY)",
     )
     _add_load(parser)
     _add_request(parser)
     _add_other(parser)
-    add("--timeout", type=finite, default=300.0, metavar="SECONDS", help="(default: %(default)s)")
-    add("--name", help="of this run in plots (default: the model's)")
-    add("--json", metavar="FILE", help="write options, figures and every request there")
+    add(
+        "--timeout",
+        type=finite,
+        default=300.0,
+        metavar="SECONDS",
+        help="time without any data after which a request fails (default: %(default)s)",
+    )
+    add("--name", help="name of this run in plots (default: the model's name)")
+    add(
+        "--json",
+        metavar="FILE",
+        help="write the options, the figures and every request to this file",
+    )
     return parser
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--requests", type=int, default=64, metavar="N", help="in all (default: %(default)s)")
+    add(
+        "--requests",
+        type=int,
+        default=64,
+        metavar="N",
+        help="number of measured requests (default: %(default)s)",
+    )
     load = parser.add_mutually_exclusive_group()
     load.add_argument(
         "--concurrency",
         type=int,
         metavar="N",
-        help="requests under way at a time: the next is sent when one is answered (default: 8)",
+        help="number of requests in flight: each answer triggers the next request (default: 8)",
     )
     load.add_argument(
         "--rate",
         type=finite,
         metavar="R",
-        help="requests a second, sent whether or not others are answered, at random times",
+        help="requests per second, sent at random times whether or not earlier ones are answered",
     )
-    add("--even", action="store_true", help="with --rate: the same time between any two")
+    add("--even", action="store_true", help="send the requests of --rate at equal intervals")
     add(
         "--warm-up",
         type=int,
         default=1,
         metavar="N",
-        help="requests before those that count, one by one (default: %(default)s)",
+        help="number of requests sent one by one before the measurement (default: %(default)s)",
     )
 
 
@@ -106,27 +127,49 @@ def _add_request(parser: argparse.ArgumentParser) -> None:
     add(
         "--prompt-file",
         metavar="FILE",
-        help="prompts: a JSON list of texts, or a text per line (default: 20 built in). Each is "
-        "used again when all were; a server that caches prompts then has an easier time",
+        help="prompts: a JSON list of strings, or one prompt per line (default: 20 built-in "
+        "prompts). Prompts are repeated if there are fewer than requests, which a prefix "
+        "cache makes faster",
     )
-    add("--chat", action="store_true", help="send prompts as messages, to /v1/chat/completions")
-    add("--max-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
-    add("--ignore-eos", action="store_true", help="continue to --max-tokens (specops, vLLM)")
-    add("--temperature", type=finite, default=0.0, metavar="T", help="(default: 0, greedy)")
-    add("--top-p", type=finite, metavar="P", help="(default: the server's)")
+    add("--chat", action="store_true", help="send prompts as messages to /v1/chat/completions")
+    add(
+        "--max-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="maximum number of output tokens per request (default: %(default)s)",
+    )
+    add(
+        "--ignore-eos",
+        action="store_true",
+        help="generate --max-tokens tokens even after an end-of-sequence token (specops, vLLM)",
+    )
+    add(
+        "--temperature",
+        type=finite,
+        default=0.0,
+        metavar="T",
+        help="sampling temperature (default: 0, greedy)",
+    )
+    add(
+        "--top-p",
+        type=finite,
+        metavar="P",
+        help="nucleus sampling threshold (default: the server's)",
+    )
     add(
         "--seed",
         type=int,
         default=0,
         metavar="N",
-        help="of the first request and of random times; the next request has the next "
+        help="seed of the first request and of random sending times; each further request adds 1 "
         "(default: %(default)s)",
     )
     add(
         "--body",
         metavar="JSON",
-        help="further fields of every request, such as "
-        '\'{"speculative_config": {"method": "naive"}}\'',
+        help='further fields of every request, such as \'{"speculative_config": {"method": '
+        '"naive"}}\'',
     )
 
 
@@ -135,20 +178,21 @@ def _add_other(parser: argparse.ArgumentParser) -> None:
     add(
         "--against",
         metavar="URL",
-        help="measure this server, too, in turn with --url, with the first model that it lists",
+        help="base URL of a second server that is measured alternately with --url, with the first "
+        "model that it lists",
     )
     add(
         "--against-body",
         metavar="JSON",
-        help="fields of its requests in place of --body; without --against, of the same server",
+        help="fields of its requests instead of --body; without --against, both runs use --url",
     )
-    add("--against-name", metavar="NAME", help="of its runs (default: the other)")
+    add("--against-name", metavar="NAME", help="name of its runs (default: the other)")
     add(
         "--rounds",
         type=int,
         default=5,
         metavar="N",
-        help="runs of each of the two (default: %(default)s)",
+        help="runs of each of the two servers (default: %(default)s)",
     )
 
 

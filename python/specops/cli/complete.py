@@ -45,41 +45,83 @@ def main(arguments: Sequence[str], program: str) -> int:
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = Parser(
         prog=program,
-        description="Completes a text with a model of this machine, token by token as it comes.",
+        description="Complete a text with a model on this machine, and print the tokens as "
+        "they are generated.",
     )
     add = parser.add_argument
-    add("prompt", nargs="?", default="-", help="the text, - for standard input (default: -)")
+    add(
+        "prompt",
+        nargs="?",
+        default="-",
+        help="text to complete, or - for standard input (default: -)",
+    )
     add_model_options(parser)
-    add("--method", metavar="NAME", help=f"{', '.join(method_names())} (default: ngram)")
+    add(
+        "--method",
+        metavar="NAME",
+        help=f"draft method: {', '.join(method_names())} (default: ngram)",
+    )
     add_draft_lengths(parser)
     add(
         "--speculative-config",
         metavar="JSON",
-        help="the server's; --method and the lengths change it",
+        help="speculative configuration as for a server; --method and the numbers of drafts "
+        "override its fields",
     )
-    add("--max-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
-    add("--temperature", type=finite, default=0.0, metavar="T", help="0 is greedy, the default")
-    add("--top-p", type=finite, default=1.0, metavar="P", help="(default: 1, all tokens)")
-    add("--seed", type=int, metavar="N", dest="request_seed", help="(default: one at random)")
-    add("--stop", action="append", default=[], metavar="TEXT", help="ends the text; repeatable")
+    add(
+        "--max-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="maximum number of output tokens (default: %(default)s)",
+    )
+    add(
+        "--temperature",
+        type=finite,
+        default=0.0,
+        metavar="T",
+        help="sampling temperature (default: 0, greedy)",
+    )
+    add(
+        "--top-p",
+        type=finite,
+        default=1.0,
+        metavar="P",
+        help="nucleus sampling threshold (default: 1, all tokens)",
+    )
+    add(
+        "--seed",
+        type=int,
+        metavar="N",
+        dest="request_seed",
+        help="seed of sampling (default: a random one)",
+    )
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="text that ends the output; may be repeated",
+    )
     add(
         "--logprobs",
         type=int,
         default=0,
         metavar="N",
-        help="alternatives of every token, for --json and --compare (default: 0)",
+        help="number of alternatives per token, for --json and --compare (default: 0)",
     )
     add(
         "--compare",
         action="store_true",
-        help="decode plainly as well: is it identical, and how much faster? 1 is the exit code if "
-        "a token or a bit of a logprob differs, or the drafter failed or drafted nothing",
+        help="also decode without drafts, and report whether the output is identical and the "
+        "speed-up. The exit code is 1 if a token or a bit of a logprob differs, or if the "
+        "drafter failed or drafted nothing",
     )
     add(
         "--json",
         metavar="FILE",
-        help="write ids, logprobs and every step to this file; - is standard output, which has "
-        "no text then",
+        help="write token ids, logprobs and every step to this file; - writes them to standard "
+        "output instead of the text",
     )
     return parser
 

@@ -151,59 +151,86 @@ def _doubts(comparisons: Sequence[Comparison]) -> list[str]:
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = Parser(
         prog=program,
-        description="Decodes prompts plainly, one by one, and again with speculation, together; "
-        "compares every token, its rank, and the bits of its logprob and of its alternatives'.",
-        epilog="`specops verify-exactness --url URL` asks any server with OpenAI's API instead; "
-        "with --help, it lists its options.",
+        description="Decode prompts without speculation, one by one, and again with "
+        "speculation, together. Compare every token, its rank, and the bits of its "
+        "logprob and of its alternatives.",
+        epilog="`specops verify-exactness --url URL` checks any OpenAI-compatible server "
+        "instead; add --help for its options.",
     )
     add = parser.add_argument
     add_model_options(parser)
     add(
         "--method",
         nargs="+",
-        help=f"methods to compare: {', '.join(METHODS)} (default: all that the model runs)",
+        help=f"methods to compare: {', '.join(METHODS)} (default: all that the model supports)",
     )
     add_draft_lengths(parser)
     add(
         "--speculative-config",
         metavar="JSON",
-        help="the server's: it is compared as it is; with --method, what the methods leave open",
+        help="speculative configuration to compare, as for a server; with --method, the fields "
+        "that the methods leave open",
     )
     add("--prompts", type=int, metavar="N", help="use the first N prompts (default: all)")
     add(
         "--prompt-file",
         metavar="FILE",
-        help="prompts of your own: a JSON list of texts, or a text per line (default: 20 built in)",
+        help="prompts: a JSON list of strings, or one prompt per line (default: 20 built-in "
+        "prompts)",
     )
-    add("--max-tokens", type=int, default=128, metavar="M", help="per prompt (default: 128)")
+    add(
+        "--max-tokens",
+        type=int,
+        default=128,
+        metavar="M",
+        help="maximum number of output tokens per prompt (default: 128)",
+    )
     add(
         "--temperature",
         type=finite,
         nargs="+",
         default=[0.0, 0.8],
         metavar="T",
-        help="0 is greedy (default: 0 0.8)",
+        help="sampling temperatures; 0 is greedy (default: 0 0.8)",
     )
-    add("--top-p", type=finite, default=0.95, metavar="P", help="(default: 0.95)")
-    add("--repetition-penalty", type=finite, default=1.0, metavar="R", help="(default: 1, off)")
+    add(
+        "--top-p",
+        type=finite,
+        default=0.95,
+        metavar="P",
+        help="nucleus sampling threshold (default: 0.95)",
+    )
+    add(
+        "--repetition-penalty",
+        type=finite,
+        default=1.0,
+        metavar="R",
+        help="repetition penalty (default: 1, off)",
+    )
     add(
         "--seed",
         type=int,
         default=0,
         metavar="N",
         dest="first_seed",
-        help="of the first prompt (default: 0)",
+        help="seed of the first prompt; each further prompt adds 1 (default: 0)",
     )
     add(
         "--json",
         metavar="FILE",
-        help="write the table there, with the engine's contract; - is standard output, and all "
-        "else goes to standard error",
+        help="write the table and the engine's execution contract to this file; with -, to "
+        "standard output, and everything else to standard error",
     )
-    add("--max-num-seqs", type=int, default=8, metavar="N", help="together (default: 8)")
+    add(
+        "--max-num-seqs",
+        type=int,
+        default=8,
+        metavar="N",
+        help="number of prompts that are decoded together (default: 8)",
+    )
     told = parser.add_mutually_exclusive_group()
-    told.add_argument("--verbose", action="store_true", help="a line for every prompt, as it comes")
-    told.add_argument("--quiet", action="store_true", help="the verdict alone, in one line")
+    told.add_argument("--verbose", action="store_true", help="print a line for every prompt")
+    told.add_argument("--quiet", action="store_true", help="print only the verdict, in one line")
     return parser
 
 

@@ -56,10 +56,10 @@ def main(arguments: Sequence[str], program: str) -> int:
 def _parser(program: str) -> argparse.ArgumentParser:
     return Parser(
         prog=program,
-        description="Lists the models that have been tried here, with the method that pays and how "
-        "many times as fast one greedy request gets with it (docs/figures.md), and those in the "
-        "Hugging Face Hub's cache on this machine, as HF_HUB_CACHE or HF_HOME says where that is. "
-        "--model takes their names, and downloads others.",
+        description="List the models that have been tested, with their fastest method and its "
+        "speed-up for one greedy request (docs/figures.md), and the models in this "
+        "machine's Hugging Face Hub cache (HF_HUB_CACHE or HF_HOME). --model "
+        "accepts these names, and downloads other models.",
     )
 
 

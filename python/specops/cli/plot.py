@@ -42,11 +42,11 @@ def main(arguments: Sequence[str], program: str) -> int:
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = Parser(
         prog=program,
-        description="Draws runs of `specops bench --json FILE` side by side: tokens and requests "
-        "a second, accepted drafts, and latencies.",
+        description="Draw several runs of `specops bench --json FILE` side by side: tokens and "
+        "requests per second, accepted drafts, and latencies.",
     )
     add = parser.add_argument
-    add("results", nargs="+", metavar="FILE", help="results of specops bench")
+    add("results", nargs="+", metavar="FILE", help="files that `specops bench --json` has written")
     add("--out", default="bench.svg", metavar="FILE", help="(default: %(default)s)")
     add("--highlight", action="append", default=[], metavar="NAME", help="a run to highlight")
     add("--title", default="Runs of specops bench", metavar="TEXT", help="(default: %(default)s)")

@@ -62,55 +62,58 @@ def add_role_options(parser: argparse.ArgumentParser) -> None:
         "--splitwise-role",
         type=str.lower,
         choices=ROLES,
-        help="compute prompts for other servers (prefill), go on with prompts of others (decode), "
-        "or both (mixed), as kv_transfer_params of requests ask (default: neither)",
+        help="compute prompts for other servers (prefill), decode after prompts of other servers "
+        "(decode), or both (mixed), as kv_transfer_params of requests specify (default: "
+        "neither)",
     )
     add(
         "--kv-transport",
         type=str.lower,
         choices=("tcp", "nixl"),
         default="tcp",
-        help="what moves pages, the same in all servers: TCP, or NIXL by UCX, for networks with "
-        "RDMA (needs specops[nixl]; default: %(default)s)",
+        help="transport of KV pages, equal on all servers: TCP, or NIXL with UCX for RDMA "
+        "networks (requires specops[nixl]; default: %(default)s)",
     )
     add(
         "--kv-host",
         default="127.0.0.1",
         metavar="HOST",
-        help="where pages of prompts are to be had, by others of --kv-peers, who trust it: neither "
-        "encrypted nor signed (default: %(default)s)",
+        help="address at which this server offers KV pages, neither encrypted nor authenticated, "
+        "to servers that list it in --kv-peers (default: %(default)s)",
     )
     add(
         "--kv-port",
         type=int,
         default=0,
         metavar="PORT",
-        help="of --kv-host; further ranks and engines have the next ones (default: free ones)",
+        help="port of --kv-host; further ranks and engines use the ports after it (default: free "
+        "ports)",
     )
     add(
         "--kv-peers",
         metavar="HOST:PORT[-LAST][,..]",
         action="append",
         default=[],
-        help="addresses that pages are fetched from: --kv-host and --kv-port of servers that "
-        "compute prompts, with a range of ports for several ranks or engines; may be given several "
-        "times; --role decode needs it. Where servers tell each other their ports "
-        "(--scheduler-name splitwise, Dynamo), a HOST alone permits all its ports (default there: "
-        "loopback)",
+        help="addresses from which KV pages may be fetched: --kv-host and --kv-port of servers "
+        "that compute prompts, with a range of ports for several ranks or engines; may be "
+        "repeated; required by --role decode. If servers exchange their ports "
+        "(--scheduler-name splitwise, Dynamo), a HOST alone allows all its ports (default "
+        "then: loopback addresses)",
     )
     add(
         "--kv-lease-seconds",
         type=finite,
         default=120.0,
         metavar="SECONDS",
-        help="time that pages wait for their reader (default: %(default)g)",
+        help="time for which KV pages are held for their reader (default: %(default)g)",
     )
     add(
         "--kv-lease-bytes",
         type=int,
         default=1 << 30,
         metavar="N",
-        help="most bytes of pages that wait; the oldest make room (default: %(default)s)",
+        help="maximum total size in bytes of held KV pages; the oldest are dropped (default: "
+        "%(default)s)",
     )
 
 
@@ -209,7 +212,7 @@ def add_data_parallel_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="engines behind this server, each with all of the model and in a process of its own; "
+        help="number of engines of this server, each with the whole model and in its own process; "
         "a request runs on one of them (default: %(default)s)",
     )
 
@@ -298,15 +301,16 @@ def add_kv_event_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--kv-events-endpoint",
         metavar="ENDPOINT",
-        help="publish what the prefix cache has, in vLLM's messages, on this endpoint of ZeroMQ, "
-        "such as tcp://127.0.0.1:5557 (default: nowhere)",
+        help="ZeroMQ endpoint on which to publish changes of the prefix cache in vLLM's format, "
+        "such as tcp://127.0.0.1:5557 (default: none)",
     )
-    add("--kv-events-topic", default="", help="of these messages (default: empty)")
+    add("--kv-events-topic", default="", help="topic of these messages (default: empty)")
     add(
         "--kv-events-replay",
         default="",
         metavar="ENDPOINT",
-        help="where who has missed messages asks for them (default: nowhere)",
+        help="ZeroMQ endpoint at which subscribers can request messages that they missed "
+        "(default: none)",
     )
 
 
@@ -339,16 +343,16 @@ def add_scheduler_options(parser: argparse.ArgumentParser) -> None:
         type=str.lower,
         choices=("local", "splitwise"),
         default="local",
-        help="who runs the requests that come in here: this server's engine (local), or that of "
-        "any server with the same Redis, topic and model (splitwise; default: local)",
+        help="engines that run the requests of this server: its own (local), or those of all "
+        "servers with the same Redis, topic and model (splitwise; default: local)",
     )
-    add("--scheduler-host", default="127.0.0.1", help="of Redis (default: %(default)s)")
-    add("--scheduler-port", type=int, default=6379, help="of Redis (default: %(default)s)")
-    add("--scheduler-password", help="of Redis (default: none)")
+    add("--scheduler-host", default="127.0.0.1", help="host of Redis (default: %(default)s)")
+    add("--scheduler-port", type=int, default=6379, help="port of Redis (default: %(default)s)")
+    add("--scheduler-password", help="password of Redis (default: none)")
     add(
         "--scheduler-topic",
         default="specops",
-        help="what names in Redis begin with (default: %(default)s)",
+        help="prefix of keys in Redis (default: %(default)s)",
     )
     add(
         "--scheduler-ttl",

@@ -72,7 +72,8 @@ def _parser(program: str = _PROGRAM) -> argparse.ArgumentParser:
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="options in YAML, under the names of these flags; the command line goes before them",
+        help="YAML file with options under the names of these flags; flags on the command line "
+        "take precedence",
     )
     add_engine_options(parser)
     _add_server_options(parser)
@@ -101,68 +102,69 @@ def _contract_parser(program: str) -> argparse.ArgumentParser:
 def _add_server_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--port", type=int, default=8000, help="(default: %(default)s)")
+    add("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
     add(
         "--metrics-port",
         type=int,
         metavar="PORT",
-        help="serve /metrics on this port instead (default: on --port)",
+        help="serve /metrics on this port instead of --port",
     )
     add(
         "--api-key",
         metavar="KEY",
         action="append",
         default=[],
-        help="bearer token that requests must carry; may be given several times, and in the "
-        "environment as SPECOPS_API_KEY. Slots are shared equally among keys",
+        help="bearer token that requests must send; may be repeated, or set in the environment as "
+        "SPECOPS_API_KEY. Keys share the slots equally",
     )
-    add("--api-key-file", metavar="FILE", help="further keys, one a line")
+    add("--api-key-file", metavar="FILE", help="file with further keys, one per line")
     add(
         "--cache-scope",
         type=str.lower,
         choices=("key", "server"),
         default="key",
         help="requests that share pages of the prefix cache and earlier responses to draft from: "
-        "those of one API key, or all of the server (default: %(default)s). cache_salt of a "
-        "request separates further",
+        "those of one API key (key) or of all keys (server; default: %(default)s). "
+        "cache_salt of a request separates them further",
     )
     add(
         "--allowed-hosts",
         metavar="NAME",
         action="append",
-        help="names in the Host header that are answered, several times for several, * for any "
-        "(default: without keys and on a loopback address those of this machine, else any)",
+        help="names that are accepted in the Host header; may be repeated, * accepts any name "
+        "(default: this machine's names on a loopback address without keys, else any)",
     )
     add(
         "--allowed-origins",
         metavar="ORIGIN",
         action="append",
         default=[],
-        help="whose pages may ask from a browser, such as https://example.com, several times for "
-        "several, * for any (default: only the server's own)",
+        help="origins of web pages that may send requests from a browser, such as "
+        "https://example.com; may be repeated, * allows any origin (default: only the "
+        "server's own)",
     )
     add(
         "--forwarded-allow-ips",
         metavar="ADDRESS",
         action="append",
         default=[],
-        help="a proxy, or a network of them, whose X-Forwarded-For says where requests come from, "
-        "several times for several, * for any (default: none)",
+        help="address or network of a proxy whose X-Forwarded-For header is trusted; may be "
+        "repeated, * trusts any (default: none)",
     )
     _add_chat(parser)
     _add_limits(parser)
     add(
         "--in-process",
         action="store_true",
-        help="run the engine in a thread of the server rather than in a process of its own, for "
-        "debugging: nothing starts it again when it dies (default: a process)",
+        help="run the engine in a thread of the server, which does not restart it, for debugging "
+        "(default: in its own process)",
     )
     add(
         "--log-level",
         type=str.lower,
         choices=("debug", "info", "warning", "error"),
         default="info",
-        help="(default: %(default)s)",
+        help="minimum severity of log lines (default: %(default)s)",
     )
 
 
@@ -172,20 +174,21 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
         "--tool-call-parser",
         type=str.lower,
         choices=("hermes", "llama3_json", "mistral"),
-        help="how the model writes calls of tools (default: as its chat template teaches it)",
+        help="syntax in which the model writes tool calls (default: detected from its chat "
+        "template)",
     )
     add(
         "--chat-template",
         metavar="FILE",
-        help="Jinja template that makes a prompt of a chat's messages, or `tools`: one with tools "
-        "that comes with specops (default: the model's)",
+        help="Jinja template that turns messages into a prompt, or `tools` for the one with tools "
+        "that specops includes (default: the model's)",
     )
     add(
         "--generation-config",
         default="auto",
         metavar="auto|none|DIR",
-        help="sampling parameters of requests that do not set them: of the model's "
-        "generation_config.json, none, or those of another directory's (default: %(default)s)",
+        help="default sampling parameters: from the model's generation_config.json (auto), none, "
+        "or from the file in another directory (default: %(default)s)",
     )
 
 
@@ -196,57 +199,57 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=4 << 20,
         metavar="N",
-        help="longest request body (default: %(default)s)",
+        help="maximum length of a request body (default: %(default)s)",
     )
     add(
         "--body-timeout",
         type=finite,
         default=60.0,
         metavar="SECONDS",
-        help="time that a client may take over a body (default: %(default)s)",
+        help="time within which a request body must arrive (default: %(default)s)",
     )
     add(
         "--header-timeout",
         type=finite,
         default=20.0,
         metavar="SECONDS",
-        help="time that a client may take over the headers of a request (default: %(default)s)",
+        help="time within which the headers of a request must arrive (default: %(default)s)",
     )
     add(
         "--write-timeout",
         type=finite,
         default=60.0,
         metavar="SECONDS",
-        help="time that a client may take to read what was written for it (default: %(default)s)",
+        help="time within which a client must read what was written for it (default: %(default)s)",
     )
     add(
         "--max-unread-bytes",
         type=int,
         default=64 << 20,
         metavar="N",
-        help="output that may wait for one client to read it (default: %(default)s)",
+        help="bytes of output that a client may leave unread (default: %(default)s)",
     )
     add(
         "--max-connections",
         type=int,
         default=1024,
         metavar="N",
-        help="connections open at a time (default: %(default)s)",
+        help="maximum number of open connections (default: %(default)s)",
     )
     add(
         "--drain-timeout",
         type=int,
         default=30,
         metavar="SECONDS",
-        help="time that running requests get after SIGTERM (default: %(default)s)",
+        help="time for running requests to finish after SIGTERM (default: %(default)s)",
     )
     add(
         "--engine-timeout",
         type=finite,
         default=300.0,
         metavar="SECONDS",
-        help="longest step: an engine that gives no sign of life for so long is restarted "
-        "(default: %(default)s)",
+        help="time without a sign of life, such as the end of a step, after which an engine is "
+        "restarted (default: %(default)s)",
     )
 
 

@@ -341,24 +341,34 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m specops.integrations.dynamo",
         allow_abbrev=False,
-        description="Runs an engine as a worker of NVIDIA Dynamo; `python -m dynamo.frontend` is "
-        "the server before it.",
+        description="Run an engine as a worker of NVIDIA Dynamo, behind `python -m "
+        "dynamo.frontend`.",
     )
     add_engine_options(parser)
     add_role_options(parser)
     add_kv_event_options(parser)
     add = parser.add_argument
-    add("--namespace", default="dynamo", help="of Dynamo (default: %(default)s)")
-    add("--component", help="of Dynamo (default: backend, or prefill of that role)")
+    add("--namespace", default="dynamo", help="Dynamo namespace (default: %(default)s)")
+    add("--component", help="Dynamo component (default: prefill for that role, else backend)")
     add(
         "--discovery-backend",
         default="file",
         choices=("file", "etcd", "kubernetes", "mem"),
-        help="where workers and frontends meet, the same for all; file: the directory DYN_FILE_KV "
-        "(default: %(default)s)",
+        help="service discovery of workers and frontends, equal for all; file uses the directory "
+        "DYN_FILE_KV (default: %(default)s)",
     )
-    add("--request-plane", default="tcp", choices=("tcp", "nats"), help="(default: %(default)s)")
-    add("--event-plane", default="zmq", choices=("zmq", "nats"), help="(default: %(default)s)")
+    add(
+        "--request-plane",
+        default="tcp",
+        choices=("tcp", "nats"),
+        help="transport of requests (default: %(default)s)",
+    )
+    add(
+        "--event-plane",
+        default="zmq",
+        choices=("zmq", "nats"),
+        help="transport of events (default: %(default)s)",
+    )
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     # The shared helpers read these options, which a Dynamo worker does not offer.
     parser.set_defaults(in_process=False, data_parallel_size=1)

@@ -55,59 +55,81 @@ def main(arguments: Sequence[str], program: str) -> int:
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = Parser(
         prog=program,
-        description="Asks a server with OpenAI's API the same with and without speculation, alone "
-        "and beside others, greedy and with seeds, and compares texts, tokens, logprobs and "
-        "endings. The exit code is 0: lossless, 1: something differs, 2: it cannot be said.",
-        epilog="Without --url, the command compares an engine of its own: see `specops "
-        "verify-exactness --help`.",
+        description="Send the same requests to an OpenAI-compatible server with and without "
+        "speculation, one by one and together, greedy and with seeds, and compare "
+        "texts, tokens, logprobs and finish reasons. The exit code is 0 if nothing "
+        "differs, 1 if something differs, and 2 if there is no verdict.",
+        epilog="Without --url, the command compares an engine on this machine; see "
+        "`specops verify-exactness --help`.",
     )
     _add_servers(parser)
     _add_requests(parser)
     add = parser.add_argument
-    add("--json", metavar="FILE", help="write all of it there; - is standard output")
-    add("--card", metavar="FILE.svg", help="draw the verdict as a picture to share")
+    add(
+        "--json",
+        metavar="FILE",
+        help="write the verdict and all results to this file, or to standard output if it is -",
+    )
+    add("--card", metavar="FILE.svg", help="draw the verdict as an SVG picture")
     told = parser.add_mutually_exclusive_group()
-    told.add_argument("--verbose", action="store_true", help="every difference")
-    told.add_argument("--quiet", action="store_true", help="the verdict alone, in one line")
+    told.add_argument("--verbose", action="store_true", help="print every difference")
+    told.add_argument("--quiet", action="store_true", help="print only the verdict, in one line")
     return parser
 
 
 def _add_servers(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--url", required=True, help="of the server that speculates, without /v1")
+    add("--url", required=True, help="base URL of the server that speculates, without /v1")
     add(
         "--baseline-url",
         metavar="URL",
-        help="the same model without speculation (default: --url, if a request can say so there: "
-        "specops' server, or one that knows the fields of --plain-body)",
+        help="base URL of a server that runs the same model without speculation (default: --url, "
+        "if its requests can turn speculation off: a specops server, or one that supports "
+        "the fields of --plain-body)",
     )
-    add("--model", default="", metavar="NAME", help="(default: the first that the server lists)")
-    add("--baseline-model", default="", metavar="NAME", help="(default: the first that it lists)")
+    add(
+        "--model",
+        default="",
+        metavar="NAME",
+        help="name of the model (default: the first that the server lists)",
+    )
+    add(
+        "--baseline-model",
+        default="",
+        metavar="NAME",
+        help="name of the baseline's model (default: the first that it lists)",
+    )
     add(
         "--plain-body",
         metavar="JSON",
-        help="fields of requests without speculation, such as llama-server's "
-        "'{\"speculative.n_max\": 0}'",
+        help="fields of requests without speculation, such as '{\"speculative.n_max\": 0}' for "
+        "llama-server",
     )
     add(
         "--drafted-body",
         metavar="JSON",
         action="append",
-        help="fields of requests with speculation; may be repeated (default: none; on specops' "
-        "server, one for each of its methods)",
+        help="fields of requests with speculation; may be repeated (default: none; on a specops "
+        "server, one set of fields per method)",
     )
     add(
         "--trust-speculation",
         action="store_true",
-        help="take it that the server speculates, though it reports no drafts",
+        help="assume that the server speculates even if it reports no drafts",
     )
     add(
         "--api-key",
         metavar="KEY",
         default=os.environ.get("SPECOPS_API_KEY"),
-        help="bearer token (default: SPECOPS_API_KEY of the environment)",
+        help="bearer token (default: the environment variable SPECOPS_API_KEY)",
     )
-    add("--timeout", type=finite, default=600.0, metavar="SECONDS", help="(default: %(default)g)")
+    add(
+        "--timeout",
+        type=finite,
+        default=600.0,
+        metavar="SECONDS",
+        help="time without any data after which a request fails (default: %(default)g)",
+    )
 
 
 def _add_requests(parser: argparse.ArgumentParser) -> None:
@@ -116,24 +138,37 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
     add(
         "--prompt-file",
         metavar="FILE",
-        help="prompts of your own: a JSON list of texts, or a text per line (default: "
-        f"{len(TEXTS)} built in: prose, code, chats, and copies of code)",
+        help=f"prompts: a JSON list of strings, or one prompt per line (default: {len(TEXTS)} "
+        "built-in prompts: prose, code, chats, and copies of code)",
     )
-    add("--max-tokens", type=int, default=128, metavar="M", help="of each (default: %(default)s)")
+    add(
+        "--max-tokens",
+        type=int,
+        default=128,
+        metavar="M",
+        help="maximum number of output tokens per request (default: %(default)s)",
+    )
     add(
         "--temperature",
         type=finite,
         default=0.8,
         metavar="T",
-        help="of requests with a seed (default: %(default)s); the others are greedy",
+        help="sampling temperature of requests with a seed; the others are greedy (default: "
+        "%(default)s)",
     )
-    add("--seed", type=int, default=0, metavar="N", help="of the first prompt (default: 0)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of the first prompt; each further prompt adds 1 (default: 0)",
+    )
     add(
         "--concurrency",
         type=int,
         default=8,
         metavar="N",
-        help="requests under way at a time, beside others (default: %(default)s)",
+        help="number of requests in flight when requests are sent together (default: %(default)s)",
     )
 
 

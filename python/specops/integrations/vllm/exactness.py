@@ -109,31 +109,71 @@ def _is_promised(one: Difference, strategy: str) -> bool:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m specops.integrations.vllm verify-exactness",
-        description="Decodes prompts with vLLM plainly, one by one, and again in batches and with "
-        "drafts; compares tokens and the bits of logprobs, with vLLM's own kernels and specops'.",
+        description="Decode prompts with vLLM without drafts, one by one, and again in batches "
+        "and with drafts. Compare tokens and the bits of logprobs, with vLLM's own "
+        "kernels and with those of specops.",
     )
     add = parser.add_argument
-    add("--model", metavar="DIR", required=True, help="Hugging Face directory")
+    add("--model", metavar="DIR", required=True, help="Hugging Face directory of the model")
     add("--kernels", nargs="+", choices=list(_KERNELS), default=list(_KERNELS))
     add("--method", nargs="+", choices=list(METHODS), default=list(_DEFAULT))
-    add("--speculative-config", metavar="JSON", help="a configuration of vLLM's, compared as well")
-    add("--num-speculative-tokens", type=int, default=4, metavar="K", help="(default: 4)")
-    add("--verify", choices=STRATEGIES, default=TARGET_MATCH, help="(default: target_match)")
-    add("--batch", type=int, nargs="+", default=[1, 8], metavar="N", help="(default: 1 8)")
+    add(
+        "--speculative-config", metavar="JSON", help="further speculative_config of vLLM to compare"
+    )
+    add(
+        "--num-speculative-tokens",
+        type=int,
+        default=4,
+        metavar="K",
+        help="number of drafts per step (default: 4)",
+    )
+    add(
+        "--verify",
+        choices=STRATEGIES,
+        default=TARGET_MATCH,
+        help="verification strategy (default: target_match)",
+    )
+    add(
+        "--batch",
+        type=int,
+        nargs="+",
+        default=[1, 8],
+        metavar="N",
+        help="numbers of requests that are decoded together (default: 1 8)",
+    )
     add("--temperature", type=finite, nargs="+", default=[0.0, 0.8], metavar="T")
     add("--prompts", type=int, metavar="N", help="use the first N prompts (default: all)")
-    add("--prompt-file", metavar="FILE", help="a JSON list of texts (default: 20 built in)")
-    add("--max-tokens", type=int, default=64, metavar="M", help="per prompt (default: 64)")
+    add(
+        "--prompt-file",
+        metavar="FILE",
+        help="prompts: a JSON list of strings (default: 20 built-in prompts)",
+    )
+    add(
+        "--max-tokens",
+        type=int,
+        default=64,
+        metavar="M",
+        help="maximum number of output tokens per prompt (default: 64)",
+    )
     add("--dtype", default="auto")
-    add("--compiled", action="store_true", help="by torch, as vLLM is by default (default: eager)")
+    add(
+        "--compiled",
+        action="store_true",
+        help="compile the model with torch, as vLLM does by default (default: eager)",
+    )
     add("--max-model-len", type=int, default=1024, metavar="N")
     add(
-        "--kv-cache-gib", type=finite, default=1.0, metavar="G", help="of every engine (default: 1)"
+        "--kv-cache-gib",
+        type=finite,
+        default=1.0,
+        metavar="G",
+        help="size of the KV cache of every engine in GiB (default: 1)",
     )
     add(
         "--bisect",
         action="store_true",
-        help="leave one part after the other to vLLM, the rest with specops: which one differs?",
+        help="find the part of vLLM that changes the output: replace all parts but one, for each "
+        "part",
     )
     return parser
 
