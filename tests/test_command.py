@@ -353,7 +353,7 @@ def test_prompt_files_are_validated(tmp_path: Path) -> None:
 
     file = tmp_path / "prompts"
     file.write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match="must be a text in UTF-8"):
+    with pytest.raises(ValueError, match="must be UTF-8 text"):
         read_prompts(str(file))
     file.write_text('["a", 1]')
     with pytest.raises(ValueError, match="must hold prompts: a JSON list of texts, or a text per"):

@@ -123,7 +123,7 @@ def test_mistakes(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixtur
     for arguments, message in (
         ([files[0], files[0]], "runs must have different names, got drafts <4> twice"),
         (["/nowhere"], "/nowhere cannot be read: No such file"),
-        ([str(other)], "must be results of specops bench, got another file"),
+        ([str(other)], "must be a file written by specops bench --json, got other JSON"),
         ([str(newer)], "must be results of version 1, got version 2"),
         ([*files, "--highlight", "x"], "--highlight must name a run of drafts <4>, plain, got x"),
         ([*files, "--out", "/nowhere/a.svg"], "--out must be a file to write, got /nowhere/a.svg"),

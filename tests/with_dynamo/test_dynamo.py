@@ -335,7 +335,7 @@ def test_unsupported_fields_are_refused(request: dict[str, Any], message: str) -
     ("arguments", "message"),
     [
         (["--role", "mixed"], "role must be prefill or decode with Dynamo, got mixed"),
-        (["--kv-events-topic", "x"], "kv_events_topic needs kv_events_endpoint"),
+        (["--kv-events-topic", "x"], "kv_events_topic has no effect without kv_events_endpoint"),
         (["--model", "nowhere"], "model must be a directory with a tokenizer.json"),
     ],
 )

@@ -164,10 +164,10 @@ def _complete(args: argparse.Namespace) -> int:
         _write(args.json, _report(engine, speculative, drafted, compared))
     if compared is None:
         return 0
-    status = _tell(engine, compared, speculative.verify_strategy)
+    status = _print_verdict(engine, compared, speculative.verify_strategy)
     done = [compared.drafted.completion]
-    if (lost := lost_drafts(speculative, done, num_failures(engine))) is not None:
-        print(f"drafts were lost: {lost}", file=sys.stderr)
+    if (lost_reason := lost_drafts(speculative, done, num_failures(engine))) is not None:
+        print(f"drafts were lost: {lost_reason}", file=sys.stderr)
         return 1
     return status
 
@@ -200,7 +200,7 @@ class _Screen:
         print()
         if self._drafters:
             names = ", ".join(tinted(name, name) for name in sorted(self._drafters))
-            print(f"in colour: accepted drafts of {names}", flush=True)
+            print(f"colored text: accepted drafts of {names}", flush=True)
 
     def _tinted(self, output: RequestOutput) -> str:
         pieces = []
@@ -225,10 +225,10 @@ def _summary(
     if compared is None:
         lines = [_line(method, drafted, drafted.tokens_per_s)]
     else:
-        plain, own = compared.plain.tokens_per_s, drafted.tokens_per_s
+        plain, with_drafts = compared.plain.tokens_per_s, drafted.tokens_per_s
         if (timed := compared.speed_up) is not None:
-            plain, own = timed.plain_tokens_per_s, timed.tokens_per_s
-        lines = [_line(method, drafted, own), _line("naive", compared.plain, plain)]
+            plain, with_drafts = timed.plain_tokens_per_s, timed.tokens_per_s
+        lines = [_line(method, drafted, with_drafts), _line("naive", compared.plain, plain)]
     if params.temperature > 0:  # a greedy text does not depend on the seed
         lines[0] += f", seed {drafted.completion.seed}"
     return lines
@@ -249,7 +249,7 @@ def _line(method: str, run: Run, tokens_per_s: float | None) -> str:
     )
 
 
-def _tell(engine: Engine, compared: Comparison, strategy: str) -> int:
+def _print_verdict(engine: Engine, compared: Comparison, strategy: str) -> int:
     """Print whether both texts are identical; return the exit code."""
     plain, drafted = compared.plain.completion, compared.drafted.completion
     place = compared.first_difference
@@ -260,20 +260,23 @@ def _tell(engine: Engine, compared: Comparison, strategy: str) -> int:
             per_step = compared.drafted.tokens_per_step
             print(f"{per_step:.2f} tokens per step, {compared.speed_up}", file=sys.stderr)
         return 0
-    print(f"different from output token {place} on:", file=sys.stderr)
-    for name, one in (("plain", plain), ("drafted", drafted)):
-        print(f"  {name + ':':8} {_token_at(engine, one, place)}", file=sys.stderr)
+    print(f"different at output token {place}:", file=sys.stderr)
+    for name, completion in (("plain", plain), ("drafted", drafted)):
+        print(f"  {name + ':':8} {_token_at(engine, completion, place)}", file=sys.stderr)
     if strategy not in ("target_match", "greedy"):
-        print(f"verify_strategy {strategy} promises no more (docs/exactness.md)", file=sys.stderr)
+        print(
+            f"verify_strategy {strategy} does not promise identical output (docs/exactness.md)",
+            file=sys.stderr,
+        )
     return 1
 
 
 def _token_at(engine: Engine, completion: Completion, place: int) -> str:
     if place >= len(completion.token_ids):
         return f"the end ({completion.finish_reason})"
-    one = completion.logprobs[place]
-    text = engine.tokenizer.decode([one.token_id], skip_special_tokens=False)
-    return f"token {one.token_id} {text!r}, logprob {one.logprob!r}, rank {one.rank}"
+    token = completion.logprobs[place]
+    text = engine.tokenizer.decode([token.token_id], skip_special_tokens=False)
+    return f"token {token.token_id} {text!r}, logprob {token.logprob!r}, rank {token.rank}"
 
 
 def _report(
@@ -293,7 +296,8 @@ def _report(
         report["first_difference"] = compared.first_difference
         report["identical"] = compared.first_difference is None
         report["timed_pairs"] = [
-            {"plain_tokens_per_s": plain, "tokens_per_s": own} for plain, own in compared.pairs
+            {"plain_tokens_per_s": plain, "tokens_per_s": with_drafts}
+            for plain, with_drafts in compared.pairs
         ]
         report["speed_up"] = None if compared.speed_up is None else asdict(compared.speed_up)
     return report
@@ -304,7 +308,7 @@ def _run_report(run: Run) -> dict[str, Any]:
     return {
         "text": completion.text,
         "token_ids": completion.token_ids,
-        "logprobs": [_logprob(one) for one in completion.logprobs],
+        "logprobs": [_logprob(token) for token in completion.logprobs],
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
         "tokens_per_s": run.tokens_per_s,
@@ -321,8 +325,8 @@ def _run_report(run: Run) -> dict[str, Any]:
     }
 
 
-def _logprob(one: TokenLogprob) -> dict[str, Any]:
-    return asdict(one) | {"alternatives": [list(other) for other in one.alternatives]}
+def _logprob(token: TokenLogprob) -> dict[str, Any]:
+    return asdict(token) | {"alternatives": [list(other) for other in token.alternatives]}
 
 
 def _write(file: str, report: dict[str, Any]) -> None:

@@ -87,7 +87,7 @@ def _indexed(index: Path) -> list[str]:
         files = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return []
-    return sorted({one for one in files if isinstance(one, str)})
+    return sorted({file for file in files if isinstance(file, str)})
 
 
 def resolved(speculative_config: str) -> str:

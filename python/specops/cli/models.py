@@ -44,7 +44,7 @@ def main(arguments: Sequence[str], program: str) -> int:
     first = _Model(BUNDLED_MODEL_NAME, bundled, _licence(BUNDLED_MODEL), pays, default)
     models = [first, _gemma(), *sorted(_cached())]
     rows = [("model", "size", "licence", "what pays", "")]
-    rows += [(one.name, f"{one.size / 1e6:,.0f} MB", *one[2:]) for one in models]
+    rows += [(model.name, f"{model.size / 1e6:,.0f} MB", *model[2:]) for model in models]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
@@ -97,9 +97,9 @@ def _licence(directory: Path) -> str:
     except OSError:
         return "unknown"
     head = card.removeprefix("---\n").partition("\n---")[0] if card.startswith("---\n") else ""
-    found = dict(re.findall(r"^(license|license_name): *(\S.*?) *$", head, re.MULTILINE))
-    named = found.get("license", "unknown")
-    return str(found.get("license_name", named) if named == "other" else named).strip("'\"")
+    fields = dict(re.findall(r"^(license|license_name): *(\S.*?) *$", head, re.MULTILINE))
+    named = fields.get("license", "unknown")
+    return str(fields.get("license_name", named) if named == "other" else named).strip("'\"")
 
 
 def _says(directory: Path) -> str:

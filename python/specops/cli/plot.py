@@ -65,7 +65,7 @@ def _read_all(files: Sequence[str]) -> dict[str, dict[str, Any]]:
         name = str(results["name"])
         if name in runs:
             raise ValueError(
-                f"runs must have different names, got {name} twice (specops bench --name)"
+                f"runs must have different names, got {name} twice; set specops bench --name"
             )
         runs[name] = results
     return runs
@@ -77,10 +77,12 @@ def _read(file: str) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
-        raise ValueError(f"{file} must be results of specops bench: {error}") from None
+        raise ValueError(
+            f"{file} must be a file written by specops bench --json: {error}"
+        ) from None
     kind = results.get("kind") if isinstance(results, dict) else None
     if kind != KIND:
-        raise ValueError(f"{file} must be results of specops bench, got another file")
+        raise ValueError(f"{file} must be a file written by specops bench --json, got other JSON")
     if results["version"] != VERSION:
         raise ValueError(
             f"{file} must be results of version {VERSION}, got version {results['version']}"
@@ -129,17 +131,20 @@ def _panels(runs: dict[str, dict[str, Any]]) -> list[Panel]:
             "Drafts accepted, %",
             "of those that were verified",
             "More",
-            {name: one and 100 * one["rate"] for name, one in accepted.items()},
+            {
+                name: acceptance and 100 * acceptance["rate"]
+                for name, acceptance in accepted.items()
+            },
         ),
     ]
-    for percentile, far, note in (
+    for percentile, tail, note in (
         ("p50", "p90", "the median; the line ends at p90"),
         ("p99", "max", "p99; the line ends at the slowest"),
     ):
         for field, title in _TIMES.items():
             values, reach = (
-                {name: run[field] and run[field].get(one) for name, run in runs.items()}
-                for one in (percentile, far)
+                {name: run[field] and run[field].get(acceptance) for name, run in runs.items()}
+                for acceptance in (percentile, tail)
             )
             panels.append(Panel(title, (note, "Less is better."), values, reach))
     return panels

@@ -59,12 +59,12 @@ def _parser(program: str = _PROGRAM) -> argparse.ArgumentParser:
     parser = Parser(
         prog=program,
         allow_abbrev=False,
-        description="Serves a model with speculative decoding behind an OpenAI-compatible API, and "
-        "a page to try it in the browser.",
+        description="Serve a model with speculative decoding: an OpenAI-compatible API and a web "
+        "page to try it.",
         epilog=(
             "Other commands, as the first argument: verify-exactness compares every token with and "
-            "without speculation, contract prints what the bits depend on. --help after either "
-            "says more."
+            "without speculation; contract prints the settings that output bits depend on. Add "
+            "--help for their options."
             if program == _PROGRAM
             else None
         ),
@@ -90,9 +90,10 @@ def _contract_parser(program: str) -> argparse.ArgumentParser:
 
     parser = _parser(program)
     parser.description = (
-        "Prints what the bits of a server with these options depend on, and a digest of it."
+        "Print everything that the output bits of a server with these options depend on, and its "
+        "digest."
     )
-    parser.epilog = "The server's other options are accepted, and change nothing."
+    parser.epilog = "The server's other options are accepted but have no effect."
     for action in parser._actions:
         if action.dest not in {"help", "config", *OPTIONS}:
             action.help = argparse.SUPPRESS
@@ -255,21 +256,21 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command named by the first argument, or serve if it names none."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    name = given[0] if given[:1] and given[0] in _COMMANDS else None
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    name = words[0] if words[:1] and words[0] in _COMMANDS else None
     if name is None:
-        return serve(given, _PROGRAM)
-    return _COMMANDS[name](given[1:], f"{_PROGRAM} {name}")
+        return serve(words, _PROGRAM)
+    return _COMMANDS[name](words[1:], f"{_PROGRAM} {name}")
 
 
-def serve(given: Sequence[str], program: str) -> int:
+def serve(arguments: Sequence[str], program: str) -> int:
     """Serve until SIGTERM and return the exit code.
 
     The code is 2 for invalid arguments, and 1 if the engine has failed permanently.
     """
     parser = _parser(program)
     try:
-        args = _read(parser, given)
+        args = _read(parser, arguments)
         require_effect(parser, args)
     except ValueError as error:
         return _fail(str(error))
@@ -321,9 +322,9 @@ def _app(
     check_scheduler(args)
     api_keys = _api_keys(args.api_key, args.api_key_file)
     listener, metrics_listener = _listeners(args)  # fails early: loading the model takes longer
-    own = server.default_hosts(listener.getsockname()[0], has_keys=bool(api_keys))
+    default_hosts = server.default_hosts(listener.getsockname()[0], has_keys=bool(api_keys))
     access = server.Access(
-        args.allowed_hosts or own, args.allowed_origins, args.forwarded_allow_ips
+        args.allowed_hosts or default_hosts, args.allowed_origins, args.forwarded_allow_ips
     )
     defaults = server.sampling_defaults(args.generation_config, config.model_dir)
     with ThreadPoolExecutor(1) as pool:
@@ -343,7 +344,7 @@ def _app(
         sampling_defaults=defaults,
         cache_scope=args.cache_scope,
     )
-    _say_where(client, args.host, listener.getsockname()[1])
+    _log_address(client, args.host, listener.getsockname()[1])
     return app, {
         "listener": listener,
         "drain_timeout": args.drain_timeout,
@@ -362,7 +363,7 @@ def _client(
     if processes:
         from specops.service.process import ProcessClient
 
-        clients = [ProcessClient(one, timeout) for one in processes]
+        clients = [ProcessClient(process, timeout) for process in processes]
         if len(clients) == 1:
             return clients[0]
         from specops.service.data_parallel import DataParallelClient
@@ -376,10 +377,10 @@ def _client(
     return ThreadClient(engine)
 
 
-def _say_where(client: "EngineClient", host: str, port: int) -> None:
+def _log_address(client: "EngineClient", host: str, port: int) -> None:
     capabilities = client.capabilities
     logging.getLogger(__name__).info(
-        "%s on %s with method %s, k = %d; the page is at http://%s:%d/",
+        "serving %s on %s with method %s and %d drafts per step at http://%s:%d/",
         capabilities.model_name,
         capabilities.device,
         capabilities.speculative_config["method"],
@@ -421,17 +422,17 @@ def _listeners(args: argparse.Namespace) -> tuple[socket.socket, socket.socket |
     if args.metrics_port is None:
         return listener, None
     if args.metrics_port == args.port != 0:
-        raise ValueError(f"metrics_port must be another than port, got {args.port} twice")
+        raise ValueError(f"metrics_port must differ from port, got {args.port} for both")
     return listener, listen(args.host, args.metrics_port, name="metrics_port")
 
 
-def contract(given: Sequence[str], program: str) -> int:
+def contract(arguments: Sequence[str], program: str) -> int:
     """Print what output bits depend on with these options; return the exit code."""
     from specops.engine.engine import Engine
     from specops.service.contract import contract_of
 
     try:
-        args = _read(_contract_parser(program), given)
+        args = _read(_contract_parser(program), arguments)
         engine = Engine(EngineConfig(**engine_settings(args)))
     except ValueError as error:
         return _fail(str(error))
@@ -439,49 +440,51 @@ def contract(given: Sequence[str], program: str) -> int:
     return 0
 
 
-def _read(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Namespace:
+def _read(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line, with the options of `--config` before its own.
 
     Raises:
         ValueError: the file cannot be read or does not hold options, or a flag is one of
             FastDeploy's that specops does not support.
     """
-    for argument in given:
+    for argument in arguments:
         require_known(argument)
-    args = parser.parse_args(given)
+    args = parser.parse_args(arguments)
     if args.config is None:
         return args
-    return parser.parse_args([*arguments_of(args.config, parser), *given])
+    return parser.parse_args([*arguments_of(args.config, parser), *arguments])
 
 
-def _api_keys(given: Sequence[str], file: str | None) -> list[str]:
+def _api_keys(from_flags: Sequence[str], file: str | None) -> list[str]:
     """Return the API keys of the command line, the environment and a file.
 
     Raises:
         ValueError: a key is empty or the file has none; a server meant to be protected would be
             open to all clients.
     """
-    keys = [("--api-key", key) for key in given]
+    keys = [("--api-key", key) for key in from_flags]
     if "SPECOPS_API_KEY" in os.environ:
         keys.append(("SPECOPS_API_KEY", os.environ["SPECOPS_API_KEY"]))
     if file is not None:
         try:
             lines = Path(file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--api-key-file must be a text file, got {file}: {error}") from None
+            raise ValueError(
+                f"--api-key-file must be a readable text file, got {file}: {error}"
+            ) from None
         keys += [("--api-key-file", line) for line in lines if line.strip()] or [
             ("--api-key-file", "")
         ]
     for where, key in keys:
         if not key.strip():
-            raise ValueError(f"{where} must hold a key of at least one character, got none")
+            raise ValueError(f"{where} must hold a key of at least one character, got an empty one")
     return [key.strip() for _, key in keys]
 
 
-def _verify_exactness(given: Sequence[str], program: str) -> int:
+def _verify_exactness(arguments: Sequence[str], program: str) -> int:
     from specops.cli import exactness  # imports torch, which a server's own process does not
 
-    return exactness.main(given, program)
+    return exactness.main(arguments, program)
 
 
 def _fail(message: str) -> int:

@@ -379,7 +379,7 @@ class CompletionRequest(_Request):
         if self.best_of is not None and self.best_of != self.n:
             raise ApiError(
                 400,
-                f"best_of must be absent or equal to n ({self.n}), got {self.best_of}",
+                f"best_of is not supported: it must be absent or equal n, got {self.best_of}",
                 param="best_of",
                 code="unsupported_parameter",
             )
