@@ -261,14 +261,14 @@ def talkative(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[KvEvents]:
     """One that has sent 400 messages, each of as many tokens as there can be in it."""
-    are_there, add = threading.Event(), kv_events._Kept.add
+    are_there, add = threading.Event(), kv_events._RetainedMessages.add
 
-    def noted(kept: kv_events._Kept, data: bytes) -> int:
+    def noted(kept: kv_events._RetainedMessages, data: bytes) -> int:
         if (number := add(kept, data)) == 399:
             are_there.set()
         return number
 
-    monkeypatch.setattr(kv_events._Kept, "add", noted)
+    monkeypatch.setattr(kv_events._RetainedMessages, "add", noted)
     with KvEvents(recorder, settings, 1, lambda batch: None) as made:
         block = BlockStored([1 << 63], 1 << 63, [(1 << 31) - 1] * 64, 64, None, "GPU", None)
         recorder.events = [block] * (32 * 399 + 1)
@@ -381,7 +381,7 @@ def test_only_the_latest_messages_are_kept(monkeypatch: pytest.MonkeyPatch) -> N
     """So many, or so many bytes; their numbers go on."""
     monkeypatch.setattr(kv_events, "_MAX_RETAINED", 3)
     monkeypatch.setattr(kv_events, "_MAX_RETAINED_BYTES", 10)
-    kept = kv_events._Kept()
+    kept = kv_events._RetainedMessages()
     assert [kept.add(data) for data in (b"1", b"2", b"3", b"4")] == [0, 1, 2, 3]
     assert kept.data == {1: b"2", 2: b"3", 3: b"4"} and (kept.first, kept.end) == (1, 4)
     assert kept.add(b"123456789") == 4 and kept.data == {3: b"4", 4: b"123456789"}

@@ -10,7 +10,7 @@ from typing import Any
 
 _ONE_STEP = "steps mix prompts and decoding here; --max-num-batched-tokens bounds them"
 _NO_IMAGES = "only text is supported; omit it"
-_GRAPHS = "graphs are captured on a GPU as it is; --enforce-eager turns them off"
+_GRAPHS = "CUDA graphs are always used on a GPU; --enforce-eager turns them off"
 _GRAMMARS = "constrained output is always enabled; omit it"
 
 REFUSED = {
