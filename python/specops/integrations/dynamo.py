@@ -246,8 +246,8 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
                 transfer = KvTransfer(do_remote_decode=True)
             elif self._role == "decode":
                 result = request.get("prefill_result") or {}
-                params = result.get("disaggregated_params") or {}
-                transfer = msgspec.convert(params.get("kv_transfer_params"), KvTransfer | None)
+                prefill = result.get("disaggregated_params") or {}
+                transfer = msgspec.convert(prefill.get("kv_transfer_params"), KvTransfer | None)
         except ValueError as error:
             raise InvalidArgument(str(error)) from None
         return Submit(
