@@ -229,7 +229,7 @@ def test_server_can_be_compared_with_itself(
         bench(known.url, tmp_path / "a.json", *options, "--requests", "2", "--warm-up", "0")
     assert [body.get("user") for body in known.bodies] == [None, None, "b", "b"]
     assert {body["model"] for body in known.bodies} == {"other"}
-    assert "ratios are other / the other" in capsys.readouterr().out
+    assert "Ratios are other / the other" in capsys.readouterr().out
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("yes\nno\n")
     with known_server(Known()) as good, known_server(Known(refuse=503)) as bad:

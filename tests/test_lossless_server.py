@@ -150,7 +150,7 @@ def test_fields_turn_speculation_off_and_on(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     "lossy,options,said",
     [
-        (Lossy(card=NO_CARD), (), "no request of its turns speculation off"),
+        (Lossy(card=NO_CARD), (), "no known request field turns its speculation off"),
         (Lossy(card=NO_CARD), ("--plain-body", '{"x": 1}'), "without speculation had drafts"),
         (Lossy(counts=None), (), "the server reports no drafts"),
         (Lossy(accepts=0), (), "no draft was accepted"),

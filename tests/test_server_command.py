@@ -401,7 +401,7 @@ def test_unreadable_chat_template_option_is_not_served(
     given = ["--model", str(mtp_model), "--device", "cpu", "--chat-template", str(file)]
     assert main(given) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"specops: chat_template {file}: ") and said in error
+    assert error.startswith(f"specops: chat_template {file} cannot be used: ") and said in error
 
 
 def test_chat_template_option_replaces_the_models_template(tmp_path: Path) -> None:
