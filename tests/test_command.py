@@ -162,7 +162,7 @@ DRAFTS = "speculative_config"
         (["--scheduler-port", "0"], "scheduler_port has no effect without scheduler_name"),
         (["--scheduler-password", "a"], "scheduler_password has no effect without scheduler_name"),
         (["--scheduler-topic", "a"], "scheduler_topic has no effect without scheduler_name"),
-        (["--role", "mixed", "--scheduler-ttl", "-9"], "scheduler_ttl has no effect without scheduler_name"),
+        (["--role", "mixed", "--scheduler-ttl", "-9"], "scheduler_ttl has no effect"),
         ({"method": "ngram", "quantization": "wint4"}, f"{DRAFTS}.quantization needs method 'mtp'"),
         ({"method": "suffix", "num_speculative_tokens": 4, "num_model_steps": 2},
          f"{DRAFTS}.num_model_steps needs a method that runs a model, got 'suffix'"),

@@ -133,7 +133,8 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
     """
 
     def __init__(self, setup: Setup, model_dir: Path) -> None:
-        self._setup, self._model_dir = setup, model_dir
+        self._setup = setup
+        self._model_dir = model_dir
         self._role = "" if setup.role is None else setup.role.role
         self._tokenizer = Tokenizer.from_dir(model_dir)
         self._client: ProcessClient | None = None

@@ -541,7 +541,8 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, client: EngineClient) -> None:
         super().__init__(config)
-        self._client, self.has_failed = client, False
+        self._client = client
+        self.has_failed = False
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether the server must end; uvicorn calls this ten times a second."""

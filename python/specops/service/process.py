@@ -212,8 +212,8 @@ class ProcessClient(EngineClient):
             logger.critical("cannot restart the engine: %s", message.message)
         elif message.capabilities.contract != self.capabilities.contract:
             logger.critical(
-                "cannot restart the engine: its model has changed since the server started; restart "
-                "the server to use it"
+                "cannot restart the engine: its model has changed since the server started; "
+                "restart the server to use it"
             )
             self._num_deaths = len(_PAUSES)
             self._close()
@@ -263,7 +263,8 @@ class ProcessClient(EngineClient):
 
     async def _restart(self) -> None:
         ending = await asyncio.to_thread(self._process.end)
-        begun_at, self._begun_at = self._begun_at, None
+        begun_at = self._begun_at
+        self._begun_at = None
         if begun_at is not None and time.monotonic() - begun_at > _WELL_SECONDS:
             self._num_deaths = 0
         while self._num_deaths < len(_PAUSES):

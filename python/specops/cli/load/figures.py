@@ -97,7 +97,8 @@ def _server_times(answers: Sequence[Answer]) -> dict[str, dict[str, float] | Non
 
 
 def _acceptance(answers: Sequence[Answer], metrics: DraftCounts | None) -> dict[str, Any] | None:
-    counts, source = metrics, "metrics"
+    counts = metrics
+    source = "metrics"
     reported = [answer for answer in answers if answer.num_draft_tokens is not None]
     if any(answer.num_draft_tokens for answer in reported):
         steps = [answer.num_drafts for answer in reported]

@@ -52,7 +52,8 @@ def card(
     for row, (mode, of_mode) in enumerate(rows.items(), start=2):
         body.append(_text(_MARGIN, top + _ROW * row, _short(mode)))
         for end, comparison in zip(_ENDS, of_mode, strict=True):
-            cell, colour = f"{len(comparison.differences)} of {comparison.num_compared}", ""
+            cell = f"{len(comparison.differences)} of {comparison.num_compared}"
+            colour = ""
             if comparison.differences:
                 colour = _COLOURS[DIFFERS]
             body.append(_text(end, top + _ROW * row, cell, "end", colour))

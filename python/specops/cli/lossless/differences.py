@@ -82,9 +82,11 @@ def difference(plain: Answer, other: Answer) -> Difference | None:
     kinds = tuple(kind for kind in KINDS if differs[kind])
     if not kinds:
         return None
-    unit, place = "token", until if token is not None or logprob is None else logprob
+    unit = "token"
+    place = until if token is not None or logprob is None else logprob
     if kinds == ("text",) or not a or not b:
-        unit, place = "character", _common(plain.text, other.text)
+        unit = "character"
+        place = _common(plain.text, other.text)
         before = plain.text[:place]
         sides = _text_side(plain, place), _text_side(other, place)
     else:

@@ -159,7 +159,8 @@ def verdict(
 def _lossless(drafted: Sequence[Comparison], proven: Sequence[str], drafts: Collection[str]) -> str:
     num_missing = sum((comparison.missing for comparison in drafted), Counter[str]())
     tokens = sum(comparison.num_tokens for comparison in drafted)
-    compared, amount = "text, token or logprob bit", f"{tokens:,} tokens"
+    compared = "text, token or logprob bit"
+    amount = f"{tokens:,} tokens"
     if num_missing["logprobs"]:
         compared = "text or token"
     if num_missing["tokens"]:

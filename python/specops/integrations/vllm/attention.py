@@ -85,7 +85,8 @@ class _Slots:
     @classmethod
     def of(cls, slot_mapping: Tensor, page_size: int) -> "_Slots":
         """Convert vLLM's slots; a slot of -1 marks a row that is not written."""
-        slots, rows = slot_mapping.to(torch.int64), None
+        slots = slot_mapping.to(torch.int64)
+        rows = None
         if len(slots) and int(slots.min()) < 0:
             rows = (slots >= 0).nonzero()[:, 0]
             slots = slots[rows]

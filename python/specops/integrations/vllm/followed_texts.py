@@ -88,7 +88,9 @@ class FollowedTexts:
             texts[row] = self._texts[self._next] = _Text(self._next, b"", row, 0)
             self._next += 1
         for row, text in texts.items():
-            text.text, text.row, text.last_step = rows[row], row, self._step
+            text.text = rows[row]
+            text.row = row
+            text.last_step = self._step
         numbers = [texts[row].number if row in texts else None for row in range(len(rows))]
         return Step(numbers, frozenset(started), self._forget())
 

@@ -100,7 +100,9 @@ def sample_step(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> 
     count = len(batch.rows)
     input_batch = self.input_batch
     positions = input_batch.num_tokens_no_spec_cpu_tensor[:count].to(torch.int32, copy=True)
-    num_logits, indptr, drafts = [1] * count, None, None
+    num_logits = [1] * count
+    indptr = None
+    drafts = None
     if spec_decode_metadata is not None:
         num_drafts: list[int] = spec_decode_metadata.num_draft_tokens
         num_logits = [1 + number for number in num_drafts]
@@ -186,7 +188,8 @@ def _padded(flat: Tensor, counts: list[int]) -> Tensor:
     """Return the drafts of each request, [batch, max_count] int32, padded with -1."""
     max_count = max(counts)
     every = flat.tolist()
-    rows, at = [], 0
+    rows = []
+    at = 0
     for count in counts:
         rows.append(every[at : at + count] + [-1] * (max_count - count))
         at += count
