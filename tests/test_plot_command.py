@@ -106,7 +106,9 @@ def test_it_says_what_was_measured_and_how_it_spreads(tmp_path: Path) -> None:
 def test_a_picture_grows_with_its_names_and_panels() -> None:
     def size(names: list[str], panels: int) -> tuple[int, int]:
         panel = Panel("t", ("a", "b"), {name: 1.0 for name in names})
-        found = re.search(r'viewBox="0 0 (\d+) (\d+)"', picture([panel] * panels, "p", ours=()))
+        found = re.search(
+            r'viewBox="0 0 (\d+) (\d+)"', picture([panel] * panels, "p", highlighted=())
+        )
         assert found is not None
         return int(found[1]), int(found[2])
 

@@ -423,9 +423,10 @@ def _print_comparison(rounds: Sequence[Sequence[dict[str, Any]]]) -> dict[str, A
 
 
 def _sentences(run: dict[str, Any]) -> str:
-    good = run["num_requests"] - run["num_failed"]
+    num_successful = run["num_requests"] - run["num_failed"]
     lines = [
-        f"{good} requests in {run['seconds']:.2f} s: {run['requests_per_s']:,.2f} requests/s, "
+        f"{num_successful} requests in {run['seconds']:.2f} s: "
+        f"{run['requests_per_s']:,.2f} requests/s, "
         f"{run['output_tokens_per_s']:,.1f} output tokens/s "
         f"({run['completion_tokens']:,} tokens, counted by {run['tokens_are_counted_by']})"
     ]

@@ -52,10 +52,10 @@ def directory_of(name: str, field: str = "--model") -> str:
     )
 
     def fetch(*patterns: str) -> Path:
-        found = snapshot_download(
+        downloaded = snapshot_download(
             name, allow_patterns=list(patterns), ignore_patterns=list(_COPIES)
         )
-        return Path(found)
+        return Path(downloaded)
 
     wrong = f"{field} must be a directory, or a model of the Hugging Face Hub, got {name}: "
     try:

@@ -87,7 +87,7 @@ def _cached() -> Iterator[_Model]:
             newest = max(repository.revisions, key=lambda revision: revision.last_modified)
             path = newest.snapshot_path
             size = repository.size_on_disk
-            yield _Model(repository.repo_id, size, _licence(path), "not measured", _says(path))
+            yield _Model(repository.repo_id, size, _licence(path), "not measured", _status_of(path))
 
 
 def _licence(directory: Path) -> str:
@@ -102,7 +102,7 @@ def _licence(directory: Path) -> str:
     return str(fields.get("license_name", named) if named == "other" else named).strip("'\"")
 
 
-def _says(directory: Path) -> str:
+def _status_of(directory: Path) -> str:
     try:
         read_model_config(directory)
     except ModelError as error:

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str], program: str) -> int:
         runs = _read_all(args.results)
         figures = {name: run["figures"] for name, run in runs.items()}
         heading = [args.title, *(_facts(name, run) for name, run in runs.items())]
-        drawing = picture(_panels(figures), args.title, ours=args.highlight, heading=heading)
+        drawing = picture(_panels(figures), args.title, highlighted=args.highlight, heading=heading)
         unknown = set(args.highlight) - set(runs)
         if unknown:
             raise ValueError(

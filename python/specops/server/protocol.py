@@ -601,8 +601,8 @@ def parse(model: type[B], body: bytes, max_ids: int) -> B:
         elif values[name] is None:
             del values[name]  # null means absent
     for name, limit in MAX_LISTS.items():
-        given = values.get(name)
-        if isinstance(given, (list, dict)) and len(given) > limit:
+        elements = values.get(name)
+        if isinstance(elements, (list, dict)) and len(elements) > limit:
             raise ApiError(400, f"{name} must hold at most {limit} elements", param=name)
     if values.get("messages") == []:
         raise ApiError(400, "messages must hold at least one message, got none", param="messages")
