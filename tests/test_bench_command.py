@@ -22,7 +22,7 @@ from specops.cli import main
 from specops.cli.load.answers import Answer
 from specops.cli.load.arrivals import due_times, keep_busy, send_at
 from specops.cli.load.figures import DraftCounts, figures, request_records, spread
-from specops.cli.load.turns import Spread, compare, spread_of
+from specops.cli.load.rounds import Spread, compare, spread_of
 from specops.cli.prompts import PROMPTS
 from specops.engine import RequestOutput
 
@@ -218,7 +218,7 @@ def test_two_servers_are_measured_alternately(
     ratio = sorted(a / b for a, b in times)[1]
     assert figures["ratio"]["middle"] == pytest.approx(ratio)
     output = capsys.readouterr().out
-    assert "Rounds in turn: 3. " in output and "ratios are fast / slow, each of one round" in output
+    assert "3 alternating rounds: " in output and "Ratios are fast / slow within a round" in output
 
 
 def test_server_can_be_compared_with_itself(
@@ -229,7 +229,7 @@ def test_server_can_be_compared_with_itself(
         bench(known.url, tmp_path / "a.json", *options, "--requests", "2", "--warm-up", "0")
     assert [body.get("user") for body in known.bodies] == [None, None, "b", "b"]
     assert {body["model"] for body in known.bodies} == {"other"}
-    assert "ratios are other / the other" in capsys.readouterr().out
+    assert "Ratios are other / the other" in capsys.readouterr().out
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("yes\nno\n")
     with known_server(Known()) as good, known_server(Known(refuse=503)) as bad:
@@ -243,7 +243,7 @@ def test_tokens_are_counted_by_pieces_without_usage(tmp_path: Path) -> None:
     with known_server(Known(tokens=None, text="a\u2028b\x85c", pieces=5)) as known:
         found = bench(known.url, tmp_path / "a.json", "--requests", "2")["figures"]
     assert (found["num_failed"], found["completion_tokens"]) == (0, 10)
-    assert found["tokens_are_counted_by"] == "pieces of text: the server sends no usage"
+    assert found["tokens_are_counted_by"] == "pieces of text, since the server sends no usage"
     assert found["acceptance"] is None
 
 
@@ -311,7 +311,7 @@ def test_figures_match_the_engines_counters(tmp_path: Path) -> None:
         (["--rate", "0"], "--rate must be above 0, got 0"),
         (["--timeout", "-1"], "--timeout must be above 0, got -1"),
         (["--url", "127.0.0.1"], "--url must begin with http:// or https://, got 127.0.0.1"),
-        (["--even"], "--even needs --rate"),
+        (["--even"], "--even requires --rate"),
         (["--against", "there"], "--against must begin with http:// or https://, got there"),
         (["--against-body", "[]"], "--against-body must be a JSON object, got []"),
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),

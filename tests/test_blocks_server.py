@@ -243,7 +243,7 @@ def test_stored_responses_are_bounded_per_client() -> None:
 
     def keep(client: str, response_id: str, length: int) -> None:
         stored_messages = [Message(role="user", content="x" * length)]
-        conversations.keep(client, {"id": response_id}, [{"id": "i"}], stored_messages)
+        conversations.store(client, {"id": response_id}, [{"id": "i"}], stored_messages)
 
     keep("small", "s", 1000)
     for number in range(100):
@@ -254,12 +254,12 @@ def test_stored_responses_are_bounded_per_client() -> None:
     assert json.loads(small.response) == {"id": "s"} and json.loads(small.items) == [{"id": "i"}]
     assert conversations.find("large", "l0") and conversations.find("large", "l99")
     for client, response in (("large", "l50"), ("small", "l99"), ("other", "s")):
-        assert conversations.find(client, response) is None and not conversations.drop(
+        assert conversations.find(client, response) is None and not conversations.delete(
             client, response
         )
     keep("large", "whole", 2 << 20)
     assert conversations.find("large", "whole") is None
-    assert conversations.drop("small", "s") and conversations.find("small", "s") is None
+    assert conversations.delete("small", "s") and conversations.find("small", "s") is None
     for number in range(100):  # dropped responses do not count towards the bound
         keep("last", f"n{number}", 1)
     assert all(conversations.find("last", f"n{number}") for number in range(100))

@@ -153,17 +153,17 @@ DRAFTS = "speculative_config"
 @pytest.mark.parametrize(
     "options,message",
     [
-        (["--kv-transport", "nixl"], "kv_transport needs role"),
-        (["--kv-host", "0.0.0.0"], "kv_host needs role"),
-        (["--kv-port", "5"], "kv_port needs role"),
-        (["--kv-peers", "localhost"], "kv_peers needs role"),
-        (["--kv-lease-seconds", "-1"], "kv_lease_seconds needs role"),
-        (["--kv-lease-bytes", "5"], "kv_lease_bytes needs role"),
-        (["--scheduler-host", "a"], "scheduler_host needs scheduler_name splitwise"),
-        (["--scheduler-port", "0"], "scheduler_port needs scheduler_name splitwise"),
-        (["--scheduler-password", "a"], "scheduler_password needs scheduler_name splitwise"),
-        (["--scheduler-topic", "a"], "scheduler_topic needs scheduler_name splitwise"),
-        (["--role", "mixed", "--scheduler-ttl", "-9"], "scheduler_ttl needs scheduler_name splitw"),
+        (["--kv-transport", "nixl"], "kv_transport has no effect without role"),
+        (["--kv-host", "0.0.0.0"], "kv_host has no effect without role"),
+        (["--kv-port", "5"], "kv_port has no effect without role"),
+        (["--kv-peers", "localhost"], "kv_peers has no effect without role"),
+        (["--kv-lease-seconds", "-1"], "kv_lease_seconds has no effect without role"),
+        (["--kv-lease-bytes", "5"], "kv_lease_bytes has no effect without role"),
+        (["--scheduler-host", "a"], "scheduler_host has no effect without scheduler_name"),
+        (["--scheduler-port", "0"], "scheduler_port has no effect without scheduler_name"),
+        (["--scheduler-password", "a"], "scheduler_password has no effect without scheduler_name"),
+        (["--scheduler-topic", "a"], "scheduler_topic has no effect without scheduler_name"),
+        (["--role", "mixed", "--scheduler-ttl", "-9"], "scheduler_ttl has no effect"),
         ({"method": "ngram", "quantization": "wint4"}, f"{DRAFTS}.quantization needs method 'mtp'"),
         ({"method": "suffix", "num_speculative_tokens": 4, "num_model_steps": 2},
          f"{DRAFTS}.num_model_steps needs a method that runs a model, got 'suffix'"),
@@ -354,10 +354,12 @@ def test_prompt_files_are_validated(tmp_path: Path) -> None:
 
     file = tmp_path / "prompts"
     file.write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match="must be a text in UTF-8"):
+    with pytest.raises(ValueError, match="must be UTF-8 text"):
         read_prompts(str(file))
     file.write_text('["a", 1]')
-    with pytest.raises(ValueError, match="must hold prompts: a JSON list of texts, or a text per"):
+    with pytest.raises(
+        ValueError, match="must hold prompts: a JSON list of strings, or one prompt per"
+    ):
         read_prompts(str(file))
     file.write_text("a\n\nb\n")
     assert read_prompts(str(file)) == ["a", "b"]

@@ -114,8 +114,8 @@ def num_drafts(url: str) -> float:
 @pytest.mark.parametrize(
     "config,runs,note",
     [
-        ('{"method": "naive", "num_speculative_tokens": 1}', "naive", "in place of 1"),
-        ('{"method": "NAIVE", "num_speculative_tokens": 5}', "naive", "in place of 5"),
+        ('{"method": "naive", "num_speculative_tokens": 1}', "naive", "instead of 1"),
+        ('{"method": "NAIVE", "num_speculative_tokens": 5}', "naive", "instead of 5"),
         ('{"method": "mtp", "num_speculative_tokens": 4, "suffix_decoding_max_tree_depth": 64, '
          '"suffix_decoding_max_cached_requests": 10000, "suffix_decoding_max_spec_factor": 1.0, '
          '"suffix_decoding_min_token_prob": 0.1}', "mtp", '"mtp" runs MTP modules'),
@@ -212,4 +212,6 @@ def test_flags_of_fastdeploy_are_refused(
     file.write_text(f"{flag.removeprefix('--').replace('-', '_')}: 1\n")
     for arguments in ([flag, "1"], [f"{flag}=1"], ["--config", str(file)]):
         assert main(["serve", *arguments]) == 2
-        assert capsys.readouterr().err == f"specops: {flag} is FastDeploy's: {REFUSED[flag]}\n"
+        assert capsys.readouterr().err == (
+            f"specops: {flag} of FastDeploy is not supported: {REFUSED[flag]}\n"
+        )

@@ -103,7 +103,7 @@ def test_accepted_drafts_are_colored_on_a_terminal(
     shown = capsys.readouterr().out
     text, _, legend = shown.removesuffix("\n").rpartition("\n")
     colour = {"ngram": "\x1b[94m", "mtp": "\x1b[95m"}[method]
-    assert legend == f"in colour: accepted drafts of {colour}{method}\x1b[0m"
+    assert legend == f"colored text: accepted drafts of {colour}{method}\x1b[0m"
     assert re.sub(r"\x1b\[\d+m", "", text) + "\n" == plain
     # The texts of accepted drafts can be empty, if a token is a part of a character.
     assert 0 < text.count(colour) <= report["stats"]["num_accepted_tokens"]
@@ -155,10 +155,10 @@ def test_difference_is_reported(
     assert plain[:place] == drafted[:place] and plain[place] != drafted[place]
     assert report["identical"] is False
     error = capsys.readouterr().err
-    assert f"different from output token {place} on:\n" in error
+    assert f"different at output token {place}:\n" in error
     assert f"  plain:   token {plain[place]} " in error
     assert f"  drafted: token {drafted[place]} " in error
-    assert "promises no more" not in error
+    assert "does not promise identical output" not in error
 
 
 def test_lost_drafts_are_reported(
@@ -179,7 +179,7 @@ def test_inexact_strategy_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--compare", "--temperature", "1", "--speculative-config", config]
     codes = [main([*COMMAND, PROMPT, *options, "--seed", str(seed)]) for seed in range(3)]
     assert 1 in codes
-    assert "verify_strategy rejection promises no more" in capsys.readouterr().err
+    assert "verify_strategy rejection does not promise identical output" in capsys.readouterr().err
 
 
 def test_prompt_from_stdin_and_json_to_stdout(

@@ -266,20 +266,23 @@ def test_peers_need_ports_unless_a_scheduler_is_used() -> None:
     "options,message",
     [
         (["--data-parallel-size", "0"], "data_parallel_size must be at least 1, got 0"),
-        (["--data-parallel-size", "2", "--in-process"], "in processes of their own"),
+        (
+            ["--data-parallel-size", "2", "--in-process"],
+            "data_parallel_size must be 1 with --in-process, got 2",
+        ),
         (
             ["--data-parallel-size", "2", "--role", "mixed", "--scheduler-name", "splitwise"],
-            "data_parallel_size must be 1 with a scheduler, got 2",
+            "data_parallel_size must be 1 with scheduler_name splitwise, got 2",
         ),
         (
             ["--role", "decode"],
-            "role decode needs kv_peers .HOST:PORT or HOST:FIRST-LAST, .*got none",
+            "role decode requires kv_peers .HOST:PORT or HOST:FIRST-LAST, .*got none",
         ),
         *(
             (["--role", "mixed", "--kv-peers", wrong], f"kv_peers must be HOST:PORT or .*'{wrong}'")
             for wrong in ("node1", "::1", "node1:", "node1:0", "node1:9-8", "node1:65536", ":7", "")
         ),
-        (["--kv-events-topic", "a"], "kv_events_topic needs kv_events_endpoint"),
+        (["--kv-events-topic", "a"], "kv_events_topic has no effect without kv_events_endpoint"),
     ],
 )
 def test_incompatible_options_are_refused(options: list[str], message: str) -> None:

@@ -162,7 +162,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         "requires a server with --role prefill or mixed, got",
     ),
     ("prefill", {"do_remote_decode": True}, {"prompt": ["a", "b"]}, "requires exactly one prompt"),
-    ("prefill", {"do_remote_decode": True}, {"stream": True}, "must be absent where stream"),
+    ("prefill", {"do_remote_decode": True}, {"stream": True}, "must be absent when stream"),
     ("decode", {"remote_port": 0}, {}, "remote_port"),
     *(
         ("decode", {"do_remote_prefill": True, **fields}, {}, message)

@@ -68,8 +68,8 @@ def test_server_without_flaw_is_lossless(
     assert [mode["drafts"]["num_accepted_tokens"] for mode in found["modes"]] == [0, 32]
     assert len(found["comparisons"]) == 8
     for one in found["comparisons"]:
-        assert one["num_compared"] == 4 and one["num_tokens"] == 32 and one["found"] == []
-        assert set(one["lacks"]) == (set() if has_ids else {"ids"})
+        assert one["num_compared"] == 4 and one["num_tokens"] == 32 and one["differences"] == []
+        assert set(one["missing"]) == (set() if has_ids else {"ids"})
     assert [("ids are not reported" in note) for note in found["notes"]] == [True] * (not has_ids)
 
 
@@ -93,7 +93,7 @@ def test_every_flaw_is_noticed(flaw: str, capsys: pytest.CaptureFixture[str]) ->
     assert found["sentence"].startswith("Differs in logprobs only: ") == (
         FLAWS[flaw] == ("logprob",)
     )
-    (one, *_) = found["comparisons"][-1]["found"]
+    (one, *_) = found["comparisons"][-1]["differences"]
     place = {"text": one["difference"]["place"], "ending": 8}.get(flaw, AT)
     assert one["difference"]["unit"] == ("character" if flaw == "text" else "token")
     assert one["difference"]["place"] == place
@@ -110,7 +110,7 @@ def test_flaws_in_batches_or_with_seeds_are_noticed(capsys: pytest.CaptureFixtur
     """Eight requests of a batch run at a time."""
     in_batch = verify(capsys, Lossy(flaw="token", in_batch=True), code=1)
     assert different(in_batch, "token")[:6] == [0] * 6 and min(different(in_batch, "token")[6:]) > 0
-    assert "Without speculation, all repeat." in in_batch["sentence"]
+    assert "Without speculation, all outputs repeat." in in_batch["sentence"]
     seeded = verify(capsys, Lossy(flaw="token", seeded=True), code=1)
     assert different(seeded, "token") == [0, 0, 0, 0, 0, 4, 0, 4]
     assert "0 of 8 greedy and 8 of 8 seeded outputs" in seeded["sentence"]
@@ -121,11 +121,11 @@ def test_batch_that_changes_plain_decoding_is_reported(
 ) -> None:
     lossy = Lossy(flaw="token", in_batch=True, plain=True)
     sentence = verify(capsys, lossy, code=1)["sentence"]
-    assert "Alone, all are; it is the batch that changes them. Without speculation, " in sentence
+    assert "Alone, none differs: the batch changes them. Without speculation, " in sentence
     one = Lossy(flaw="token", in_batch=True, plain=True, card=NO_CARD)
     sentence = verify(capsys, one, code=1)["sentence"]
     assert sentence.startswith("Differs without speculation: of the outputs, ")
-    assert sentence.endswith(" of 8 beside others are not what they are alone the first time.")
+    assert sentence.endswith(" of 8 beside others differ from the first run alone.")
 
 
 def test_baseline_server_is_the_plain_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,12 +153,16 @@ def test_fields_turn_speculation_off_and_on(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     "lossy,options,reason",
     [
-        (Lossy(card=NO_CARD), (), "no request of its turns speculation off"),
-        (Lossy(card=NO_CARD), ("--plain-body", '{"x": 1}'), "without speculation had drafts, too"),
+        (Lossy(card=NO_CARD), (), "no known request field turns its speculation off"),
+        (Lossy(card=NO_CARD), ("--plain-body", '{"x": 1}'), "without speculation had drafts"),
         (Lossy(counts=None), (), "the server reports no drafts"),
         (Lossy(accepts=0), (), "no draft was accepted"),
-        (Lossy(failing=40), (), "4 requests failed, such as by: 500: broken"),
-        (Lossy(failing=40, hangs_up=True), (), "failed, such as by: the connection ended"),
+        (Lossy(failing=40), (), "4 requests failed, for example with: 500: broken"),
+        (
+            Lossy(failing=40, hangs_up=True),
+            (),
+            "failed, for example with: the connection was closed",
+        ),
         (Lossy(failing=6), (), "32 requests failed"),
     ],
 )
@@ -184,8 +188,8 @@ def test_missing_features_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     found = verify(capsys, Lossy(shape=None, has_ids=True), code=0)
     assert "no text or token differs" in found["sentence"]
     for lacking, instead in (
-        ("/v1/completions", "all texts went as messages"),
-        ("/v1/chat/completions", "messages went as prompts"),
+        ("/v1/completions", "all prompts were sent as messages"),
+        ("/v1/chat/completions", "chats were sent as prompts"),
     ):
         lossy = Lossy(refused=(lacking,), flaw="token")
         found = verify(capsys, lossy, code=1)
@@ -242,7 +246,7 @@ def test_printed_lines_show_both_sides_in_context(capsys: pytest.CaptureFixture[
     likely = "57.4252% (-0.5546875)", "21.1255% (-1.5546875)"
     assert lines[at + 2] == f"  plain: ' w7' {likely[0]}; ' w8' {likely[1]}"
     assert lines[at + 3] == f"  ngram: ' w8' {likely[1]}; ' w7' {likely[0]}"
-    assert "1 more: --verbose shows them." in lines
+    assert "1 more differences; --verbose shows them." in lines
 
 
 @pytest.mark.parametrize(
@@ -272,7 +276,10 @@ def test_server_that_refuses_everything_is_reported(capsys: pytest.CaptureFixtur
     refused = ("/v1/completions", "/v1/chat/completions")
     with lossy_server(Lossy(refused=refused)) as lossy, lossy_server(Lossy()) as other:
         assert main(["verify-exactness", "--url", lossy.url]) == 2
-        assert f"{lossy.url} refuses requests: 404: no such path" in capsys.readouterr().err
+        assert (
+            f"the server at {lossy.url} refuses requests: 404: no such path"
+            in capsys.readouterr().err
+        )
         assert (
             main(["verify-exactness", "--url", lossy.url + "/v2", "--baseline-url", other.url]) == 2
         )
@@ -282,7 +289,10 @@ def test_server_that_refuses_everything_is_reported(capsys: pytest.CaptureFixtur
         lossy_server(Lossy(refused=refused[1:])) as b,
     ):
         assert main(["verify-exactness", "--url", a.url, "--baseline-url", b.url]) == 2
-        assert f"{a.url} and {b.url} have no endpoint in common" in capsys.readouterr().err
+        assert (
+            f"--url {a.url} and --baseline-url {b.url} support no common endpoint"
+            in capsys.readouterr().err
+        )
 
 
 def test_difference_of_two_answers() -> None:
@@ -327,4 +337,4 @@ def test_thinking_and_tool_calls_are_compared_as_text() -> None:
 def test_answer_without_text_lacks_nothing() -> None:
     one = Comparison("m", True, "alone", "greedy")
     one.add(TEXTS[0], Answer(ending="stop"), Answer(ending="stop"))
-    assert one.num_compared == 1 and not one.lacks
+    assert one.num_compared == 1 and not one.missing

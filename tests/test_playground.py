@@ -798,7 +798,7 @@ def test_errors_are_shown_as_sentences(served: Served, browser: Browser) -> None
         page.route("**/v1/completions", lambda route: route.fulfill(status=200, body="data: "))
         run(page, "failed")
         expect(page.locator("#error")).to_have_text(
-            "The connection broke off before the answer was complete."
+            "The connection ended before the answer was complete."
         )
         page.unroute("**/v1/completions")
         run(page)

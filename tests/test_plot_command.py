@@ -106,7 +106,9 @@ def test_plot_shows_the_conditions_and_the_spread(tmp_path: Path) -> None:
 def test_picture_grows_with_its_names_and_panels() -> None:
     def size(names: list[str], panels: int) -> tuple[int, int]:
         panel = Panel("t", ("a", "b"), {name: 1.0 for name in names})
-        found = re.search(r'viewBox="0 0 (\d+) (\d+)"', picture([panel] * panels, "p", ours=()))
+        found = re.search(
+            r'viewBox="0 0 (\d+) (\d+)"', picture([panel] * panels, "p", highlighted=())
+        )
         assert found is not None
         return int(found[1]), int(found[2])
 
@@ -125,7 +127,7 @@ def test_invalid_arguments_are_refused(
     for arguments, message in (
         ([files[0], files[0]], "runs must have different names, got drafts <4> twice"),
         (["/nowhere"], "/nowhere cannot be read: No such file"),
-        ([str(other)], "must be results of specops bench, got another file"),
+        ([str(other)], "must be a file written by specops bench --json, got other JSON"),
         ([str(newer)], "must be results of version 1, got version 2"),
         ([*files, "--highlight", "x"], "--highlight must name a run of drafts <4>, plain, got x"),
         ([*files, "--out", "/nowhere/a.svg"], "--out must be a file to write, got /nowhere/a.svg"),

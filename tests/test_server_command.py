@@ -330,7 +330,7 @@ def test_sigterm_drains_running_requests() -> None:
         (["--engine-timeout", "0"], "engine_timeout must be at least 1, got 0"),
         (["--port", "99999"], "port must be in [0, 65535], got 99999"),
         (["--metrics-port", "99999"], "metrics_port must be in [0, 65535], got 99999"),
-        (["--metrics-port", "8000"], "metrics_port must be another than port, got 8000 twice"),
+        (["--metrics-port", "8000"], "metrics_port must differ from port, got 8000 for both"),
         (
             ["--host", "no.such.host.invalid"],
             "cannot listen on host no.such.host.invalid and port 8000",
@@ -343,7 +343,7 @@ def test_sigterm_drains_running_requests() -> None:
         (["--forwarded-allow-ips", "proxy"], "forwarded_allow_ips must be addresses, networks"),
         (["--api-key", ""], "--api-key must hold a key of at least one character"),
         (["--api-key-file", "/dev/null"], "--api-key-file must hold a key of at least one"),
-        (["--api-key-file", "/no/such/file"], "--api-key-file must be a text file"),
+        (["--api-key-file", "/no/such/file"], "--api-key-file must be a readable text file"),
     ],
 )
 def test_invalid_arguments_are_reported(
@@ -401,7 +401,7 @@ def test_unreadable_chat_template_option_is_not_served(
     given = ["--model", str(mtp_model), "--device", "cpu", "--chat-template", str(file)]
     assert main(given) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"specops: chat_template {file}: ") and said in error
+    assert error.startswith(f"specops: chat_template {file} cannot be used: ") and said in error
 
 
 def test_chat_template_option_replaces_the_models_template(tmp_path: Path) -> None:
@@ -470,10 +470,10 @@ enforce-eager: true
     for text, message in (
         ("max-num-seq: 8", "must hold names of flags, got 'max-num-seq'; the nearest is max-num-s"),
         ("config: x", "must hold names of flags, got 'config'"),
-        ("port: 1\nport: 2", "must hold a name once, got 'port' twice"),
-        ("enforce-eager: 1", "--enforce-eager must be true or false in a file, got 1"),
-        ("port:", "--port must have a value in a file, got None"),
-        ("[1, 2]", "must hold names and values"),
+        ("port: 1\nport: 2", "must hold every name once, got 'port' twice"),
+        ("enforce-eager: 1", "--enforce-eager must be true or false in --config, got 1"),
+        ("port:", "--port must have a value in --config, got None"),
+        ("[1, 2]", "must hold a mapping of flags to values"),
         ("a: [", "--config must be a YAML file"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):

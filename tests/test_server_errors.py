@@ -45,7 +45,7 @@ REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
     (TEXT | {"top_k": -2}, 400, "top_k", "at least 0"),
     (TEXT | {"min_p": 2}, 400, "min_p", "must be in"),
     (TEXT | {"n": 0}, 400, "n", "at least 1"),
-    (TEXT | {"n": 100}, 400, "n", "100 choices, more than the 64 that may wait"),
+    (TEXT | {"n": 100}, 400, "n", "n times the number of prompts must be at most 64, got 100"),
     (TEXT | {"max_tokens": -1}, 400, "max_tokens", "at least 0"),
     (CHAT | {"max_tokens": 0}, 400, "max_tokens", "at least 1, got 0"),
     (CHAT | {"max_completion_tokens": 0}, 400, "max_completion_tokens", "at least 1, got 0"),
@@ -80,12 +80,12 @@ REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
     (TEXT | {"prompt": [-1]}, 400, "prompt", "outside the vocabulary"),
     (TEXT | {"prompt": ""}, 400, "prompt", "at least one token"),
     (TEXT | {"prompt": ["a"] * 257}, 400, "prompt", "at most 256 prompts"),
-    (TEXT | {"prompt": "\ud800"}, 400, "prompt", "not valid Unicode"),
+    (TEXT | {"prompt": "\ud800"}, 400, "prompt", "must be valid Unicode"),
     (TEXT | {"\ud800": 1}, 400, "\ud800", "unknown field"),
     (TEXT | {"model": "\ud800"}, 400, "model", "an unpaired surrogate"),
     (CHAT | {"metadata": {"\ud800": "a"}}, 400, "metadata", "an unpaired surrogate"),
-    (CHAT | {"messages": [USER | {"\ud800": 1}]}, 400, "messages.0", "not valid Unicode"),
-    (CHAT | {"top_logprobs": 2}, 400, "top_logprobs", "needs logprobs"),
+    (CHAT | {"messages": [USER | {"\ud800": 1}]}, 400, "messages.0", "must be valid Unicode"),
+    (CHAT | {"top_logprobs": 2}, 400, "top_logprobs", "requires logprobs"),
     (CHAT | {"max_tokens": 3, "max_completion_tokens": 4}, 400, "max_tokens", "must be absent"),
     (CHAT | {"messages": []}, 400, "messages", "at least one message, got none"),
     (CHAT | {"messages": [{"role": "robot", "content": ""}]}, 400, "messages.0.role", "'robot'"),
@@ -151,10 +151,10 @@ REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
     (TEXT | {"suffix": "x"}, 400, "suffix", "not supported"),
     (CHAT | {"tools": [TOOL]}, 400, "tools", "the model's chat template does not list them"),
     (CHAT | {"tools": [{"type": "function"}]}, 400, "tools.0.function", "is missing"),
-    (CHAT | {"tool_choice": "required"}, 400, "tool_choice", "needs tools"),
+    (CHAT | {"tool_choice": "required"}, 400, "tool_choice", "requires tools"),
     (TEXT | {"tools": [TOOL]}, 400, "tools", "not supported"),
     (CHAT | {"response_format": {"type": "xml"}}, 400, "response_format.type", "json_schema"),
-    (CHAT | {"reasoning_effort": "low"}, 400, "reasoning_effort", "template reads"),
+    (CHAT | {"reasoning_effort": "low"}, 400, "reasoning_effort", "template has no variable"),
     (TEXT | {"temprature": 1}, 400, "temprature", "unknown field temprature"),
     (CHAT | {"prompt": "a"}, 400, "prompt", "unknown field prompt"),
     (
@@ -174,11 +174,11 @@ REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
     # shapes
     ({}, 400, "prompt", "prompt is missing"),
     (TEXT | {"prompt": None}, 400, "prompt", "prompt is missing"),
-    (TEXT | {"prompt": {"a": 1}}, 400, "prompt", "must be a text"),
+    (TEXT | {"prompt": {"a": 1}}, 400, "prompt", "must be a string"),
     (TEXT | {"prompt": []}, 400, "prompt", "no list may be empty"),
     (TEXT | {"prompt": [[1], []]}, 400, "prompt", "no list may be empty"),
-    (TEXT | {"prompt": ["a", 1]}, 400, "prompt", "must be a text"),
-    (TEXT | {"prompt": [True]}, 400, "prompt", "must be a text"),
+    (TEXT | {"prompt": ["a", 1]}, 400, "prompt", "must be a string"),
+    (TEXT | {"prompt": [True]}, 400, "prompt", "must be a string"),
     (TEXT | {"max_tokens": "3"}, 400, "max_tokens", "must be an integer, got a string"),
     (TEXT | {"max_tokens": 3.5}, 400, "max_tokens", "must be an integer, got a number"),
     (TEXT | {"temperature": True}, 400, "temperature", "must be a number, got a boolean"),
@@ -189,7 +189,12 @@ REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
     (CHAT | {"messages": [{"role": "user"}]}, 400, "messages.0.content", "is missing"),
     (CHAT | {"messages": [USER | {"content": [1] * 1001}]}, 400, "messages", "1000 parts"),
     (CHAT | {"messages": [1] * 100_000}, 400, "messages.0", "got an integer"),
-    (CHAT | {"messages": [USER | {str(i): 1 for i in range(999)}]}, 400, None, "999 mistakes"),
+    (
+        CHAT | {"messages": [USER | {str(i): 1 for i in range(999)}]},
+        400,
+        None,
+        "999 invalid fields",
+    ),
     (CHAT | {"messages": ["hello"]}, 400, "messages.0", "got a string"),
     # other errors
     (TEXT | {"model": "other"}, 404, "model", "does not exist"),
@@ -419,7 +424,7 @@ def test_greedy_api_key_leaves_queue_places_for_others() -> None:
             for future in (running, *requested[0], *requested[1], *requested[2]):
                 assert future.result().status_code == 200
         too_many = post(served, "completions", TEXT | {"n": 5}, headers=keys[0])
-        assert too_many.status_code == 400 and "the 4 that may wait" in too_many.text
+        assert too_many.status_code == 400 and "must be at most 4" in too_many.text
         assert post(served, "completions", TEXT | {"n": 4}, headers=keys[0]).status_code == 200
         served.wait_until_idle()
 

@@ -672,17 +672,17 @@ def test_conversation_may_contain_calls(served: Served) -> None:
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "got 'a b'"),
         ({"tools": [{"type": "code"}]}, "tools.0.type", "got 'code'"),
         ({"tools": [TOOLS[1]] * 129}, "tools", "at most 128"),
-        ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "requires tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}},
          "tool_choice", "got 'x'"),
         ({"tool_choice": "sometimes"}, "tool_choice", "sometimes"),
         ({"response_format": {"type": "json_object"}}, "response_format", "must be absent"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "x"}}}]},
          "tools", "cannot be used"),
-        ({"messages": [{"role": "assistant"}]}, "messages", "is missing"),
+        ({"messages": [{"role": "assistant"}]}, "messages", "got neither"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id", "is missing"),
         ({"messages": [{"role": "assistant", "tool_calls": [
-            {"id": "1", "function": {"name": "a", "arguments": "["}}]}]}, "messages", "no JSON"),
+            {"id": "1", "function": {"name": "a", "arguments": "["}}]}]}, "messages", "valid JSON"),
     ],
 )  # fmt: skip
 def test_invalid_tools_are_refused(
@@ -700,7 +700,7 @@ def test_invalid_tools_are_refused(
     [
         ("{{ messages[0].content }}", "the model's chat template does not list them"),
         ("{{ tools }}<tool_call><function=x>", "to one of hermes, llama3_json, mistral"),
-        ("{{ tools }}name arguments", "--tool-call-parser says"),
+        ("{{ tools }}name arguments", "set --tool-call-parser to"),
     ],
 )
 def test_templates_without_a_known_format_of_calls_are_refused(template: str, message: str) -> None:

@@ -338,16 +338,16 @@ def causal() -> torch.nn.Module:
 @pytest.mark.parametrize(
     "options,message",
     [
-        ({"dropout": 0.1}, "has no dropout, got 0.1"),
-        ({"softcap": 50.0}, "has no softcap, got 50.0"),
+        ({"dropout": 0.1}, "does not support dropout, got 0.1"),
+        ({"softcap": 50.0}, "does not support softcap, got 50.0"),
         (
             {"position_bias": torch.zeros(1, 4, 4)},
-            r"has no position_bias, got a tensor \[1, 4, 4\]",
+            r"does not support position_bias, got a tensor \[1, 4, 4\]",
         ),
-        ({"cache": object()}, "has no cache, got"),
+        ({"cache": object()}, "does not support cache, got"),
         ({"cu_seq_lens_q": torch.tensor([0, 4])}, r"has no cu_seq_lens_q, got a tensor \[2\]"),
         ({"output_attentions": True}, "has no output_attentions, got True"),
-        ({"is_causal": False}, "has no rows that see later ones"),
+        ({"is_causal": False}, "supports only causal attention"),
     ],
 )
 def test_unsupported_options_are_refused(options: dict[str, Any], message: str) -> None:
@@ -382,7 +382,7 @@ def test_gradients_are_refused(model: Any) -> None:
 @pytest.mark.parametrize(
     "name,more,message",
     [
-        ("Gemma2Config", {}, "has no softcap, got 50.0"),
+        ("Gemma2Config", {}, "does not support softcap, got 50.0"),
         ("LlamaConfig", {"head_dim": 80}, "head_dim must be 64, 96, 128 or 256, got 80"),
     ],
 )

@@ -103,7 +103,7 @@ def test_strategy_is_read_from_the_environment(text: str | None) -> None:
         ),
         (
             {"SPECOPS_VLLM": "linear,norm", "SPECOPS_VLLM_VERIFY": "block"},
-            "SPECOPS_VLLM_VERIFY=block needs the part sampling in SPECOPS_VLLM, got linear,norm",
+            "SPECOPS_VLLM_VERIFY=block requires the part sampling in SPECOPS_VLLM, got linear,norm",
         ),
     ],
 )
@@ -151,7 +151,7 @@ def test_unknown_parameters_are_refused_unless_they_have_defaults(
     if names is None:
         of(params)
     else:
-        with pytest.raises(ValueError, match=f"sampling cannot carry out {names}"):
+        with pytest.raises(ValueError, match=f"sampling does not support {names}"):
             of(params)
 
 

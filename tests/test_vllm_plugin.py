@@ -278,7 +278,7 @@ def test_plugin_stays_off_unless_vllm_computes_on_a_cpu(
     monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
     monkeypatch.setenv("SPECOPS_VLLM", parts)
-    sentence = "SPECOPS_VLLM works where vLLM computes on a CPU, got CudaPlatform"
+    sentence = "SPECOPS_VLLM requires vLLM on a CPU, got CudaPlatform"
     if parts == "exact":
         with pytest.raises(support.NotExactError, match=sentence):
             plugin.register()
@@ -446,7 +446,7 @@ def test_first_difference_of_texts_is_printed(capsys: pytest.CaptureFixture[str]
     exactness.print_table([compare(left, right, "vllm", "ngram", 8, 0.0)])
     shown = capsys.readouterr().out.splitlines()
     assert shown[-1] == (
-        "vllm, ngram, batch 8, temperature 0: prompt 0 is the first, from output token 2 on"
+        "vllm, ngram, batch 8, temperature 0: first difference at prompt 0, output token 2"
     )
 
 
@@ -538,7 +538,7 @@ def test_bisecting_names_the_part(
     arguments = ["--model", "m", "--prompts", "2", "--method", "plain", "--bisect"]
     assert exactness.main(arguments) == 1
     shown = capsys.readouterr().out
-    assert f"The first that is not row-identical: vllm's {guilty}. All: vllm's {guilty}." in shown
+    assert f"First part that is not row-identical: vllm's {guilty}. All: vllm's {guilty}." in shown
 
 
 def test_invalid_arguments_are_reported(

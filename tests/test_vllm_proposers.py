@@ -268,7 +268,9 @@ def test_predicted_outputs_follow_their_prediction() -> None:
 
 def test_predicted_outputs_need_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_requests, "_rows", None)
-    with pytest.raises(RuntimeError, match="needs the part sampling in SPECOPS_VLLM"):
+    with pytest.raises(
+        RuntimeError, match=r"requires the part sampling, .* add it to SPECOPS_VLLM"
+    ):
         propose(PredictedOutputs(config()), [([1, 2, 10], 1)])
 
 

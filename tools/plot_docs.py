@@ -100,7 +100,7 @@ class Picture:
         Raises:
             KeyError: the file lacks one of the figures.
         """
-        return picture(self.panels(figures_of(results)), self.title, ours=self.ours)
+        return picture(self.panels(figures_of(results)), self.title, highlighted=self.ours)
 
     def complete_results(self) -> list[Path]:
         """Return the committed results files that have every figure of the picture."""

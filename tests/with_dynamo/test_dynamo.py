@@ -320,9 +320,9 @@ def test_fields_of_requests_become_sampling_params() -> None:
 @pytest.mark.parametrize(
     ("request", "message"),
     [
-        ({"sampling_options": {"best_of": 2}}, "best_of must be absent, got 2"),
+        ({"sampling_options": {"best_of": 2}}, "best_of must be absent, .* got 2"),
         ({"sampling_options": {"n": 2}}, "n must be 1 with Dynamo, got 2"),
-        ({"output_options": {"prompt_logprobs": 0}}, "prompt_logprobs must be absent, got 0"),
+        ({"output_options": {"prompt_logprobs": 0}}, "prompt_logprobs must be absent, .* got 0"),
         ({"sampling_options": {"temperature": -1.0}}, "temperature must be"),
         ({"sampling_options": {"guided_decoding": {"backend": "x"}}}, "guided_decoding: .*backend"),
     ],
@@ -335,8 +335,8 @@ def test_unsupported_fields_are_refused(request: dict[str, Any], message: str) -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--role", "mixed"], "role must be prefill or decode with Dynamo, got mixed"),
-        (["--kv-events-topic", "x"], "kv_events_topic needs kv_events_endpoint"),
+        (["--role", "mixed"], "role must be prefill, decode or absent with Dynamo, got mixed"),
+        (["--kv-events-topic", "x"], "kv_events_topic has no effect without kv_events_endpoint"),
         (["--model", "nowhere"], "model must be a directory with a tokenizer.json"),
     ],
 )

@@ -87,7 +87,7 @@ vllm.platforms._current_platform = UnspecifiedPlatform()
 def test_exact_is_refused_unless_vllm_computes_on_a_cpu() -> None:
     done = in_vllm(REPORT, "exact", before=ELSEWHERE)
     assert done.returncode != 0
-    assert "works where vLLM computes on a CPU, got UnspecifiedPlatform" in done.stderr
+    assert "requires vLLM on a CPU, got UnspecifiedPlatform" in done.stderr
 
 
 def test_unknown_part_stops_vllm() -> None:

@@ -162,7 +162,7 @@ def test_block_of_a_drafter_attends_to_all_of_itself() -> None:
         *(one.float().transpose(0, 1) for one in (q[text:], k, v)), enable_gqa=True
     )
     torch.testing.assert_close(out.float(), want.transpose(0, 1), rtol=2e-2, atol=2e-2)
-    with pytest.raises(ValueError, match="attention is causal, got a batch that is not"):
+    with pytest.raises(ValueError, match="attention supports only causal batches, got"):
         builder.build(0, given)
 
 

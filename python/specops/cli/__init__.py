@@ -91,22 +91,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0, the subcommand's own, or 2 for invalid arguments. Without arguments,
         the help is printed.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] in (["-V"], ["--version"]):
+    arguments_given = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments_given[:1] in (["-V"], ["--version"]):
         import specops
 
         print(f"specops {specops.__version__}")
         return 0
-    if not given:
+    if not arguments_given:
         _parser().print_help()
         return 0
-    name = _parser().parse_args(given[:1]).command
+    name = _parser().parse_args(arguments_given[:1]).command
     try:
         command = COMMANDS[name]
-        if name == "verify-exactness" and any(one.startswith("--url") for one in given):
+        if name == "verify-exactness" and any(one.startswith("--url") for one in arguments_given):
             command = _SERVER_EXACTNESS
         function = getattr(import_module(command.module), command.function)
-        return int(function(given[1:], f"specops {name}"))
+        return int(function(arguments_given[1:], f"specops {name}"))
     except ImportError as error:
         return fail(_missing(name, error))
     except KeyboardInterrupt:

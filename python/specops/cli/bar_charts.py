@@ -10,7 +10,7 @@ _LABEL_WIDTH, _VALUE_WIDTH, _CHARACTER = 94, 44, 7
 _HEADING_TOP, _HEADING_STEP, _HEADING_CHARACTER = 30, 18, 6
 _FIRST_BAR, _BAR_HEIGHT, _BAR_STEP, _BELOW = 72, 18, 28, 16
 _BACKGROUND, _BORDER, _TEXT, _FAINT = "#f6f8fa", "#d1d9e0", "#1f2328", "#59636e"
-_OURS, _THEIRS = "#1a7f37", "#8c959f"
+_HIGHLIGHTED, _OTHERS = "#1a7f37", "#8c959f"
 _STYLE = f"""  <style>
     text {{ font: 13px -apple-system, "Segoe UI", "Noto Sans", Helvetica, Arial, sans-serif }}
     text {{ fill: {_TEXT} }}
@@ -41,7 +41,7 @@ def picture(
     panels: Sequence[Panel],
     title: str,
     *,
-    ours: Collection[str],
+    highlighted: Collection[str],
     columns: int = 3,
     heading: Sequence[str] = (),
 ) -> str:
@@ -50,7 +50,7 @@ def picture(
     Args:
         panels: charts, all with the same names.
         title: text for screen readers.
-        ours: names to highlight.
+        highlighted: names to highlight.
         columns: number of charts per row.
         heading: lines above all charts; the first is set as a title.
     """
@@ -69,7 +69,7 @@ def picture(
     for index, panel in enumerate(panels):
         row, column = divmod(index, columns)
         left, top = _MARGIN + column * step, above + row * row_height
-        body += _panel(panel, left, top, label_width, ours)
+        body += _panel(panel, left, top, label_width, highlighted)
     frame = f'width="{width - 1}" height="{height - 1}" rx="6" fill="{_BACKGROUND}"'
     return "\n".join(
         [
@@ -84,7 +84,7 @@ def picture(
 
 
 def _panel(
-    panel: Panel, left: int, above: int, label_width: int, ours: Collection[str]
+    panel: Panel, left: int, above: int, label_width: int, highlighted: Collection[str]
 ) -> list[str]:
     """Return the SVG lines of a chart with its top left corner at (`left`, `above`)."""
     bar_left = left + label_width
@@ -97,14 +97,14 @@ def _panel(
     ]
     for row, (name, value) in enumerate(panel.values.items()):
         top = above + _FIRST_BAR + _BAR_STEP * row + 4
-        style = "ours" if name in ours else ""
+        style = "ours" if name in highlighted else ""
         lines.append(_text(left, top + 13, name, style))
         if value is None:
             lines.append(_text(bar_left + 8, top + 13, "-", "note"))
             continue
         width = max(value * scale, 2.0)  # keeps a bar of value 0 visible
         size = f'width="{width:.1f}" height="{_BAR_HEIGHT}" rx="2"'
-        colour = _OURS if name in ours else _THEIRS
+        colour = _HIGHLIGHTED if name in highlighted else _OTHERS
         lines.append(f'  <rect x="{bar_left}" y="{top}" {size} fill="{colour}"/>')
         reach = panel.reach.get(name)
         if reach is not None and reach * scale > width:

@@ -21,8 +21,8 @@ from specops.cli import Parser, fail, finite, json_object, require_url, require_
 from specops.cli.load.answers import Answer, ask
 from specops.cli.load.arrivals import due_times, keep_busy, send_at
 from specops.cli.load.figures import PERCENTILES, figures, request_records
+from specops.cli.load.rounds import compare
 from specops.cli.load.server import draft_counts, first_model
-from specops.cli.load.turns import compare
 from specops.cli.prompts import PROMPTS, read_prompts
 from specops.cli.results import KIND, VERSION
 
@@ -49,55 +49,76 @@ def main(arguments: Sequence[str], program: str) -> int:
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = Parser(
         prog=program,
-        description="Sends streaming requests to an OpenAI-compatible server (specops', vLLM's, "
-        "any other) and measures how long it takes to the first token, from token to token, and "
-        "as a whole. --json keeps the figures, and `specops plot` draws several of them.",
+        description="Send streaming requests to an OpenAI-compatible server (specops, vLLM or "
+        "another) and measure the time to the first token, the time per output "
+        "token, and the total time. --json saves the figures, and `specops plot` "
+        "draws several such files.",
     )
     add = parser.add_argument
     add(
         "--url",
         default="http://127.0.0.1:8000",
-        help="of the server, without /v1 (default: %(default)s)",
+        help="base URL of the server, without /v1 (default: %(default)s)",
     )
-    add("--model", metavar="NAME", help="(default: the first that the server lists)")
+    add(
+        "--model",
+        metavar="NAME",
+        help="name of the model (default: the first that the server lists)",
+    )
     add(
         "--api-key",
         metavar="KEY",
         default=os.environ.get("SPECOPS_API_KEY"),
-        help="bearer token (default: SPECOPS_API_KEY of the environment)",
+        help="bearer token (default: the environment variable SPECOPS_API_KEY)",
     )
     _add_load(parser)
     _add_request(parser)
     _add_other(parser)
-    add("--timeout", type=finite, default=300.0, metavar="SECONDS", help="(default: %(default)s)")
-    add("--name", help="of this run in plots (default: the model's)")
-    add("--json", metavar="FILE", help="write options, figures and every request there")
+    add(
+        "--timeout",
+        type=finite,
+        default=300.0,
+        metavar="SECONDS",
+        help="time without any data after which a request fails (default: %(default)s)",
+    )
+    add("--name", help="name of this run in plots (default: the model's name)")
+    add(
+        "--json",
+        metavar="FILE",
+        help="write the options, the figures and every request to this file",
+    )
     return parser
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--requests", type=int, default=64, metavar="N", help="in all (default: %(default)s)")
+    add(
+        "--requests",
+        type=int,
+        default=64,
+        metavar="N",
+        help="number of measured requests (default: %(default)s)",
+    )
     load = parser.add_mutually_exclusive_group()
     load.add_argument(
         "--concurrency",
         type=int,
         metavar="N",
-        help="requests under way at a time: the next is sent when one is answered (default: 8)",
+        help="number of requests in flight: each answer triggers the next request (default: 8)",
     )
     load.add_argument(
         "--rate",
         type=finite,
         metavar="R",
-        help="requests a second, sent whether or not others are answered, at random times",
+        help="requests per second, sent at random times whether or not earlier ones are answered",
     )
-    add("--even", action="store_true", help="with --rate: the same time between any two")
+    add("--even", action="store_true", help="send the requests of --rate at equal intervals")
     add(
         "--warm-up",
         type=int,
         default=1,
         metavar="N",
-        help="requests before those that count, one by one (default: %(default)s)",
+        help="number of requests sent one by one before the measurement (default: %(default)s)",
     )
 
 
@@ -106,27 +127,49 @@ def _add_request(parser: argparse.ArgumentParser) -> None:
     add(
         "--prompt-file",
         metavar="FILE",
-        help="prompts: a JSON list of texts, or a text per line (default: 20 built in). Each is "
-        "used again when all were; a server that caches prompts then has an easier time",
+        help="prompts: a JSON list of strings, or one prompt per line (default: 20 built-in "
+        "prompts). Prompts are repeated if there are fewer than requests, which a prefix "
+        "cache makes faster",
     )
-    add("--chat", action="store_true", help="send prompts as messages, to /v1/chat/completions")
-    add("--max-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
-    add("--ignore-eos", action="store_true", help="continue to --max-tokens (specops, vLLM)")
-    add("--temperature", type=finite, default=0.0, metavar="T", help="(default: 0, greedy)")
-    add("--top-p", type=finite, metavar="P", help="(default: the server's)")
+    add("--chat", action="store_true", help="send prompts as messages to /v1/chat/completions")
+    add(
+        "--max-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="maximum number of output tokens per request (default: %(default)s)",
+    )
+    add(
+        "--ignore-eos",
+        action="store_true",
+        help="generate --max-tokens tokens even after an end-of-sequence token (specops, vLLM)",
+    )
+    add(
+        "--temperature",
+        type=finite,
+        default=0.0,
+        metavar="T",
+        help="sampling temperature (default: 0, greedy)",
+    )
+    add(
+        "--top-p",
+        type=finite,
+        metavar="P",
+        help="nucleus sampling threshold (default: the server's)",
+    )
     add(
         "--seed",
         type=int,
         default=0,
         metavar="N",
-        help="of the first request and of random times; the next request has the next "
+        help="seed of the first request and of random sending times; each further request adds 1 "
         "(default: %(default)s)",
     )
     add(
         "--body",
         metavar="JSON",
-        help="further fields of every request, such as "
-        '\'{"speculative_config": {"method": "naive"}}\'',
+        help='further fields of every request, such as \'{"speculative_config": {"method": '
+        '"naive"}}\'',
     )
 
 
@@ -135,20 +178,21 @@ def _add_other(parser: argparse.ArgumentParser) -> None:
     add(
         "--against",
         metavar="URL",
-        help="measure this server, too, in turn with --url, with the first model that it lists",
+        help="base URL of a second server that is measured alternately with --url, with the first "
+        "model that it lists",
     )
     add(
         "--against-body",
         metavar="JSON",
-        help="fields of its requests in place of --body; without --against, of the same server",
+        help="fields of its requests instead of --body; without --against, both runs use --url",
     )
-    add("--against-name", metavar="NAME", help="of its runs (default: the other)")
+    add("--against-name", metavar="NAME", help="name of its runs (default: the other)")
     add(
         "--rounds",
         type=int,
         default=5,
         metavar="N",
-        help="runs of each of the two (default: %(default)s)",
+        help="runs of each of the two servers (default: %(default)s)",
     )
 
 
@@ -182,7 +226,8 @@ def _targets(args: argparse.Namespace) -> list[_Target]:
     if args.against is None and args.against_body is None:
         return targets
     bodies = _bodies(args, "--against-body", args.against_body)
-    url, model = (args.url, args.model) if args.against is None else (args.against, None)
+    url = args.url if args.against is None else args.against
+    model = args.model if args.against is None else None
     return [*targets, _Target(_base(url), bodies, model, args.against_name or "the other")]
 
 
@@ -204,7 +249,7 @@ async def _bench(args: argparse.Namespace) -> list[list[dict[str, Any]]]:
         for index in range(args.rounds if len(targets) > 1 else 1):
             # The servers alternate in going first, so that drift does not always hit the same one.
             order = targets[:: -1 if index % 2 else 1]
-            runs = [await _measure(args, session, one, is_first=not index) for one in order]
+            runs = [await _measure(args, session, target, is_first=not index) for target in order]
             rounds.append(runs[:: -1 if index % 2 else 1])
     return rounds
 
@@ -254,7 +299,8 @@ async def _run(args: argparse.Namespace, send: Callable[[int, float], Any]) -> l
     clock = time.perf_counter
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=args.requests, speed="")
-        begin, tokens, failed = clock(), 0, 0
+        begin = clock()
+        tokens = failed = 0
 
         async def counted(index: int, due: float) -> Answer:
             nonlocal tokens, failed
@@ -305,7 +351,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.against is not None:
         require_url("--against", args.against)
     if args.even and args.rate is None:
-        raise ValueError("--even needs --rate: it says when requests are sent at a rate")
+        raise ValueError("--even requires --rate")
 
 
 def _seed(args: argparse.Namespace, index: int) -> dict[str, int]:
@@ -314,29 +360,30 @@ def _seed(args: argparse.Namespace, index: int) -> dict[str, int]:
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options of the run, without secrets."""
-    own = {name: value for name, value in vars(args).items() if name not in ("api_key", "json")}
+    options = {name: value for name, value in vars(args).items() if name not in ("api_key", "json")}
     if args.rate is None:
-        own["concurrency"] = args.concurrency or 8
-    return own
+        options["concurrency"] = args.concurrency or 8
+    return options
 
 
 def _print_table(results: dict[str, Any]) -> None:
-    found, console = results["figures"], Console(highlight=False)
+    run = results["figures"]
+    console = Console(highlight=False)
     table = Table("milliseconds", "mean", *(f"p{p}" for p in PERCENTILES), "max")
     for column in table.columns[1:]:
         column.justify = "right"
     rows = {
-        "first token": found["first_token_ms"],
-        "per output token": found["per_output_token_ms"],
-        "whole": found["whole_ms"],
+        "first token": run["first_token_ms"],
+        "per output token": run["per_output_token_ms"],
+        "whole": run["whole_ms"],
     }
-    for name, times in (found["server_ms"] or {}).items():
+    for name, times in (run["server_ms"] or {}).items():
         rows[f"server: {name}"] = times
     for name, times in rows.items():
         if times is not None:
             table.add_row(name, *(f"{value:,.1f}" for value in times.values()))
     console.print(table)
-    console.print(_sentences(found), soft_wrap=True)
+    console.print(_sentences(run), soft_wrap=True)
 
 
 def _print_comparison(rounds: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
@@ -348,15 +395,18 @@ def _print_comparison(rounds: Sequence[Sequence[dict[str, Any]]]) -> dict[str, A
     for column in table.columns[1:]:
         column.justify = "right"
     for row in rows:
-        cells = [f"{one.middle:,.1f} ({one.low:,.1f} to {one.high:,.1f})" for one in row.of_each]
+        cells = [
+            f"{spread.middle:,.1f} ({spread.low:,.1f} to {spread.high:,.1f})"
+            for spread in row.of_each
+        ]
         ratio = row.ratio
         table.add_row(
             row.title, *cells, f"{ratio.middle:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
         )
     console.print(table)
     console.print(
-        f"Rounds in turn: {len(rounds)}. Medians, and the middle half of the rounds; ratios are "
-        f"{names[0]} / {names[1]}, each of one round.",
+        f"{len(rounds)} alternating rounds: medians and quartiles. Ratios are {names[0]} / "
+        f"{names[1]} within a round.",
         soft_wrap=True,
     )
     for runs in zip(*rounds, strict=True):
@@ -372,14 +422,15 @@ def _print_comparison(rounds: Sequence[Sequence[dict[str, Any]]]) -> dict[str, A
     }
 
 
-def _sentences(found: dict[str, Any]) -> str:
-    good = found["num_requests"] - found["num_failed"]
+def _sentences(run: dict[str, Any]) -> str:
+    num_successful = run["num_requests"] - run["num_failed"]
     lines = [
-        f"{good} requests in {found['seconds']:.2f} s: {found['requests_per_s']:,.2f} requests/s, "
-        f"{found['output_tokens_per_s']:,.1f} output tokens/s "
-        f"({found['completion_tokens']:,} tokens, counted by {found['tokens_are_counted_by']})"
+        f"{num_successful} requests in {run['seconds']:.2f} s: "
+        f"{run['requests_per_s']:,.2f} requests/s, "
+        f"{run['output_tokens_per_s']:,.1f} output tokens/s "
+        f"({run['completion_tokens']:,} tokens, counted by {run['tokens_are_counted_by']})"
     ]
-    accepted = found["acceptance"]
+    accepted = run["acceptance"]
     if accepted is not None:
         length = accepted["mean_length"]
         longer = "" if length is None else f", {length:.2f} tokens a step with drafts"
@@ -387,12 +438,12 @@ def _sentences(found: dict[str, Any]) -> str:
             f"{accepted['num_accepted_tokens']:,} of {accepted['num_draft_tokens']:,} drafts "
             f"accepted ({accepted['rate']:.0%}){longer}, by the server's {accepted['source']}"
         )
-    late = found["sent_late_ms"]
-    if late is not None and late["p99"] > _LATE_MS:
+    lateness = run["sent_late_ms"]
+    if lateness is not None and lateness["p99"] > _LATE_MS:
         lines.append(
-            f"Requests were sent up to {late['max']:,.0f} ms late: this machine is too slow to be "
-            "client here, and the latencies contain that."
+            f"Requests were sent up to {lateness['max']:,.0f} ms late: this machine is "
+            "too slow to send them. The latencies include the delay."
         )
-    for message, count in found["failures"].items():
+    for message, count in run["failures"].items():
         lines.append(f"{count} failed: {message}")
     return "\n".join(lines)

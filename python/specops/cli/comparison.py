@@ -130,16 +130,17 @@ def compare(decoder: Decoder, drafted: Run) -> Comparison:
     if first.first_difference is not None or drafted.tokens_per_s is None:
         return first
     now = time.perf_counter()
-    end, seconds = now + _TIMING_SECONDS, 2 * (now - begin)  # rough time of a pair
+    end = now + _TIMING_SECONDS
+    seconds = 2 * (now - begin)  # rough time of a pair
     pairs: list[tuple[float, float]] = []
     while len(pairs) < _MAX_PAIRS and time.perf_counter() + seconds < end:
         speeds: dict[bool, float | None] = {}
         # The kinds alternate in going first, so that drift does not always hit the same one.
         for plainly in (True, False) if len(pairs) % 2 else (False, True):
-            again = decoder.run(plainly=plainly)
-            if first_difference(plain.completion, again.completion) is not None:
-                return Comparison(plain, again)
-            speeds[plainly] = again.tokens_per_s
+            run = decoder.run(plainly=plainly)
+            if first_difference(plain.completion, run.completion) is not None:
+                return Comparison(plain, run)
+            speeds[plainly] = run.tokens_per_s
         pairs += _pair(speeds[True], speeds[False])
     # The first runs include warm-up. They count only if there was no time for others.
     return Comparison(plain, drafted, pairs or _pair(plain.tokens_per_s, drafted.tokens_per_s))

@@ -45,41 +45,83 @@ def main(arguments: Sequence[str], program: str) -> int:
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = Parser(
         prog=program,
-        description="Completes a text with a model of this machine, token by token as it comes.",
+        description="Complete a text with a model on this machine, and print the tokens as "
+        "they are generated.",
     )
     add = parser.add_argument
-    add("prompt", nargs="?", default="-", help="the text, - for standard input (default: -)")
+    add(
+        "prompt",
+        nargs="?",
+        default="-",
+        help="text to complete, or - for standard input (default: -)",
+    )
     add_model_options(parser)
-    add("--method", metavar="NAME", help=f"{', '.join(method_names())} (default: ngram)")
+    add(
+        "--method",
+        metavar="NAME",
+        help=f"draft method: {', '.join(method_names())} (default: ngram)",
+    )
     add_draft_lengths(parser)
     add(
         "--speculative-config",
         metavar="JSON",
-        help="the server's; --method and the lengths change it",
+        help="speculative configuration as for a server; --method and the numbers of drafts "
+        "override its fields",
     )
-    add("--max-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
-    add("--temperature", type=finite, default=0.0, metavar="T", help="0 is greedy, the default")
-    add("--top-p", type=finite, default=1.0, metavar="P", help="(default: 1, all tokens)")
-    add("--seed", type=int, metavar="N", dest="request_seed", help="(default: one at random)")
-    add("--stop", action="append", default=[], metavar="TEXT", help="ends the text; repeatable")
+    add(
+        "--max-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="maximum number of output tokens (default: %(default)s)",
+    )
+    add(
+        "--temperature",
+        type=finite,
+        default=0.0,
+        metavar="T",
+        help="sampling temperature (default: 0, greedy)",
+    )
+    add(
+        "--top-p",
+        type=finite,
+        default=1.0,
+        metavar="P",
+        help="nucleus sampling threshold (default: 1, all tokens)",
+    )
+    add(
+        "--seed",
+        type=int,
+        metavar="N",
+        dest="request_seed",
+        help="seed of sampling (default: a random one)",
+    )
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="text that ends the output; may be repeated",
+    )
     add(
         "--logprobs",
         type=int,
         default=0,
         metavar="N",
-        help="alternatives of every token, for --json and --compare (default: 0)",
+        help="number of alternatives per token, for --json and --compare (default: 0)",
     )
     add(
         "--compare",
         action="store_true",
-        help="decode plainly as well: is it identical, and how much faster? 1 is the exit code if "
-        "a token or a bit of a logprob differs, or the drafter failed or drafted nothing",
+        help="also decode without drafts, and report whether the output is identical and the "
+        "speed-up. The exit code is 1 if a token or a bit of a logprob differs, or if the "
+        "drafter failed or drafted nothing",
     )
     add(
         "--json",
         metavar="FILE",
-        help="write ids, logprobs and every step to this file; - is standard output, which has "
-        "no text then",
+        help="write token ids, logprobs and every step to this file; - writes them to standard "
+        "output instead of the text",
     )
     return parser
 
@@ -122,10 +164,10 @@ def _complete(args: argparse.Namespace) -> int:
         _write(args.json, _report(engine, speculative, drafted, compared))
     if compared is None:
         return 0
-    status = _tell(engine, compared, speculative.verify_strategy)
+    status = _print_verdict(engine, compared, speculative.verify_strategy)
     done = [compared.drafted.completion]
-    if (lost := lost_drafts(speculative, done, num_failures(engine))) is not None:
-        print(f"drafts were lost: {lost}", file=sys.stderr)
+    if (lost_reason := lost_drafts(speculative, done, num_failures(engine))) is not None:
+        print(f"drafts were lost: {lost_reason}", file=sys.stderr)
         return 1
     return status
 
@@ -158,7 +200,7 @@ class _Screen:
         print()
         if self._drafters:
             names = ", ".join(tinted(name, name) for name in sorted(self._drafters))
-            print(f"in colour: accepted drafts of {names}", flush=True)
+            print(f"colored text: accepted drafts of {names}", flush=True)
 
     def _tinted(self, output: RequestOutput) -> str:
         pieces = []
@@ -183,10 +225,10 @@ def _summary(
     if compared is None:
         lines = [_line(method, drafted, drafted.tokens_per_s)]
     else:
-        plain, own = compared.plain.tokens_per_s, drafted.tokens_per_s
+        plain, with_drafts = compared.plain.tokens_per_s, drafted.tokens_per_s
         if (timed := compared.speed_up) is not None:
-            plain, own = timed.plain_tokens_per_s, timed.tokens_per_s
-        lines = [_line(method, drafted, own), _line("naive", compared.plain, plain)]
+            plain, with_drafts = timed.plain_tokens_per_s, timed.tokens_per_s
+        lines = [_line(method, drafted, with_drafts), _line("naive", compared.plain, plain)]
     if params.temperature > 0:  # a greedy text does not depend on the seed
         lines[0] += f", seed {drafted.completion.seed}"
     return lines
@@ -207,7 +249,7 @@ def _line(method: str, run: Run, tokens_per_s: float | None) -> str:
     )
 
 
-def _tell(engine: Engine, compared: Comparison, strategy: str) -> int:
+def _print_verdict(engine: Engine, compared: Comparison, strategy: str) -> int:
     """Print whether both texts are identical; return the exit code."""
     plain, drafted = compared.plain.completion, compared.drafted.completion
     place = compared.first_difference
@@ -218,20 +260,23 @@ def _tell(engine: Engine, compared: Comparison, strategy: str) -> int:
             per_step = compared.drafted.tokens_per_step
             print(f"{per_step:.2f} tokens per step, {compared.speed_up}", file=sys.stderr)
         return 0
-    print(f"different from output token {place} on:", file=sys.stderr)
-    for name, one in (("plain", plain), ("drafted", drafted)):
-        print(f"  {name + ':':8} {_token_at(engine, one, place)}", file=sys.stderr)
+    print(f"different at output token {place}:", file=sys.stderr)
+    for name, completion in (("plain", plain), ("drafted", drafted)):
+        print(f"  {name + ':':8} {_token_at(engine, completion, place)}", file=sys.stderr)
     if strategy not in ("target_match", "greedy"):
-        print(f"verify_strategy {strategy} promises no more (docs/exactness.md)", file=sys.stderr)
+        print(
+            f"verify_strategy {strategy} does not promise identical output (docs/exactness.md)",
+            file=sys.stderr,
+        )
     return 1
 
 
 def _token_at(engine: Engine, completion: Completion, place: int) -> str:
     if place >= len(completion.token_ids):
         return f"the end ({completion.finish_reason})"
-    one = completion.logprobs[place]
-    text = engine.tokenizer.decode([one.token_id], skip_special_tokens=False)
-    return f"token {one.token_id} {text!r}, logprob {one.logprob!r}, rank {one.rank}"
+    token = completion.logprobs[place]
+    text = engine.tokenizer.decode([token.token_id], skip_special_tokens=False)
+    return f"token {token.token_id} {text!r}, logprob {token.logprob!r}, rank {token.rank}"
 
 
 def _report(
@@ -251,7 +296,8 @@ def _report(
         report["first_difference"] = compared.first_difference
         report["identical"] = compared.first_difference is None
         report["timed_pairs"] = [
-            {"plain_tokens_per_s": plain, "tokens_per_s": own} for plain, own in compared.pairs
+            {"plain_tokens_per_s": plain, "tokens_per_s": with_drafts}
+            for plain, with_drafts in compared.pairs
         ]
         report["speed_up"] = None if compared.speed_up is None else asdict(compared.speed_up)
     return report
@@ -262,7 +308,7 @@ def _run_report(run: Run) -> dict[str, Any]:
     return {
         "text": completion.text,
         "token_ids": completion.token_ids,
-        "logprobs": [_logprob(one) for one in completion.logprobs],
+        "logprobs": [_logprob(token) for token in completion.logprobs],
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
         "tokens_per_s": run.tokens_per_s,
@@ -279,8 +325,8 @@ def _run_report(run: Run) -> dict[str, Any]:
     }
 
 
-def _logprob(one: TokenLogprob) -> dict[str, Any]:
-    return asdict(one) | {"alternatives": [list(other) for other in one.alternatives]}
+def _logprob(token: TokenLogprob) -> dict[str, Any]:
+    return asdict(token) | {"alternatives": [list(other) for other in token.alternatives]}
 
 
 def _write(file: str, report: dict[str, Any]) -> None:

@@ -31,23 +31,23 @@ def arguments_of(file: str, parser: argparse.ArgumentParser) -> list[str]:
         if flag not in flags:
             require_known(flag)
         if flag not in flags or flag in ("--config", "--help"):
-            near = difflib.get_close_matches(flag, flags, n=1)
-            hint = f"; the nearest is {near[0].removeprefix('--')}" if near else ""
+            matches = difflib.get_close_matches(flag, flags, n=1)
+            hint = f"; the nearest is {matches[0].removeprefix('--')}" if matches else ""
             raise ValueError(f"--config {file} must hold names of flags, got {name!r}{hint}")
-        arguments += _given(flag, value, flags)
+        arguments += _flag_arguments(flag, value, flags)
     return arguments
 
 
-def _given(flag: str, value: Any, flags: dict[str, argparse.Action]) -> list[str]:
+def _flag_arguments(flag: str, value: Any, flags: dict[str, argparse.Action]) -> list[str]:
     if flags[flag].nargs == 0:  # a flag without a value
         if not isinstance(value, bool):
-            raise ValueError(f"{flag} must be true or false in a file, got {value!r}")
+            raise ValueError(f"{flag} must be true or false in --config, got {value!r}")
         absent = f"--no-{flag.removeprefix('--')}"
         return [flag] if value else [absent] if absent in flags else []
     if isinstance(value, list):
-        return [argument for one in value for argument in _given(flag, one, flags)]
+        return [argument for element in value for argument in _flag_arguments(flag, element, flags)]
     if value is None or isinstance(value, bool):
-        raise ValueError(f"{flag} must have a value in a file, got {value!r}")
+        raise ValueError(f"{flag} must have a value in --config, got {value!r}")
     return [f"{flag}={json.dumps(value) if isinstance(value, dict) else value}"]
 
 
@@ -66,7 +66,9 @@ def _read(file: str) -> dict[Any, Any]:
             names = [self.construct_object(key, deep=True) for key, _ in node.value]
             for name in names:
                 if names.count(name) > 1:
-                    raise ValueError(f"--config {file} must hold a name once, got {name!r} twice")
+                    raise ValueError(
+                        f"--config {file} must hold every name once, got {name!r} twice"
+                    )
             return dict(super().construct_mapping(node, deep))
 
     try:
@@ -77,5 +79,7 @@ def _read(file: str) -> dict[Any, Any]:
     if options is None:
         return {}
     if not isinstance(options, dict):
-        raise ValueError(f"--config {file} must hold names and values, got {options!r:.80}")
+        raise ValueError(
+            f"--config {file} must hold a mapping of flags to values, got {options!r:.80}"
+        )
     return options

@@ -60,7 +60,7 @@ class Comparison:
 
     def row(self) -> list[str]:
         """Return the comparison's row of the table."""
-        share = f"{self.num_accepted / self.num_drafts:.0%}" if self.num_drafts else "-"
+        acceptance = f"{self.num_accepted / self.num_drafts:.0%}" if self.num_drafts else "-"
         return [
             self.method,
             str(self.num_speculative_tokens),
@@ -69,7 +69,7 @@ class Comparison:
             str(self.num_tokens),
             f"{self.num_tokens / max(self.num_steps, 1):.2f}",
             str(self.num_drafts),
-            share,
+            acceptance,
             str(self.num_different),
         ]
 
@@ -108,102 +108,135 @@ def _run(args: argparse.Namespace, json_out: TextIO | None = None) -> int:
             print(line)
         _print_table(comparisons)
     if args.json is not None:
-        found = {"contract": contract, "comparisons": [asdict(one) for one in comparisons]}
-        text = json.dumps(found, indent=2) + "\n"
+        results = {
+            "contract": contract,
+            "comparisons": [asdict(comparison) for comparison in comparisons],
+        }
+        text = json.dumps(results, indent=2) + "\n"
         if json_out is not None:
             json_out.write(text)
         else:
             Path(args.json).write_text(text, encoding="utf-8")
-    return int(any(one.num_different or one.lost_drafts for one in comparisons))
+    return int(
+        any(comparison.num_different or comparison.lost_drafts for comparison in comparisons)
+    )
 
 
 def _verdict(comparisons: Sequence[Comparison]) -> str:
-    different = sum(one.num_different for one in comparisons)
+    different = sum(comparison.num_different for comparison in comparisons)
     if different:
-        outputs = sum(one.num_prompts for one in comparisons)
-        return f"{different} of {outputs} outputs differ: speculation changed what the model says."
-    tokens = sum(one.num_tokens for one in comparisons)
-    if lost := [one for one in comparisons if one.lost_drafts]:
-        return f"No verdict on {lost[0].title}, which lost drafts: {lost[0].lost_drafts}"
+        outputs = sum(comparison.num_prompts for comparison in comparisons)
+        return f"{different} of {outputs} outputs differ: speculation changed the output."
+    tokens = sum(comparison.num_tokens for comparison in comparisons)
+    if without_drafts := [comparison for comparison in comparisons if comparison.lost_drafts]:
+        return f"No verdict on {without_drafts[0].title}: {without_drafts[0].lost_drafts}"
     return (
-        f"No difference in {tokens:,} tokens: every token and rank, and every logprob bit, is "
-        "plain decoding's, alternatives included."
+        f"No difference in {tokens:,} tokens: all tokens, ranks and logprob bits, including those "
+        "of alternatives, equal plain decoding."
     )
 
 
 def _differences(comparisons: Sequence[Comparison]) -> Iterator[str]:
-    for one in comparisons:
-        if one.differences:
-            yield f"\n{one.title}"
-            yield from one.differences
+    for comparison in comparisons:
+        if comparison.differences:
+            yield f"\n{comparison.title}"
+            yield from comparison.differences
 
 
 def _doubts(comparisons: Sequence[Comparison]) -> list[str]:
     """Return a line for each comparison with no draft or all drafts accepted: it says little."""
     return [
-        f"But at temperature {one.temperature:g}, {one.method} had {one.num_accepted} of "
-        f"{one.num_drafts} drafts accepted: more tokens would say more."
-        for one in comparisons
-        if not one.num_different and not 0 < one.num_accepted < one.num_drafts
+        f"At temperature {comparison.temperature:g}, {comparison.num_accepted} of "
+        f"{comparison.num_drafts} drafts of {comparison.method} were accepted; compare more tokens "
+        "for a stronger result."
+        for comparison in comparisons
+        if not comparison.num_different and not 0 < comparison.num_accepted < comparison.num_drafts
     ]
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = Parser(
         prog=program,
-        description="Decodes prompts plainly, one by one, and again with speculation, together; "
-        "compares every token, its rank, and the bits of its logprob and of its alternatives'.",
-        epilog="`specops verify-exactness --url URL` asks any server with OpenAI's API instead; "
-        "with --help, it lists its options.",
+        description="Decode prompts without speculation, one by one, and again with "
+        "speculation, together. Compare every token, its rank, and the bits of its "
+        "logprob and of its alternatives.",
+        epilog="`specops verify-exactness --url URL` checks any OpenAI-compatible server "
+        "instead; add --help for its options.",
     )
     add = parser.add_argument
     add_model_options(parser)
     add(
         "--method",
         nargs="+",
-        help=f"methods to compare: {', '.join(METHODS)} (default: all that the model runs)",
+        help=f"methods to compare: {', '.join(METHODS)} (default: all that the model supports)",
     )
     add_draft_lengths(parser)
     add(
         "--speculative-config",
         metavar="JSON",
-        help="the server's: it is compared as it is; with --method, what the methods leave open",
+        help="speculative configuration to compare, as for a server; with --method, the fields "
+        "that the methods leave open",
     )
     add("--prompts", type=int, metavar="N", help="use the first N prompts (default: all)")
     add(
         "--prompt-file",
         metavar="FILE",
-        help="prompts of your own: a JSON list of texts, or a text per line (default: 20 built in)",
+        help="prompts: a JSON list of strings, or one prompt per line (default: 20 built-in "
+        "prompts)",
     )
-    add("--max-tokens", type=int, default=128, metavar="M", help="per prompt (default: 128)")
+    add(
+        "--max-tokens",
+        type=int,
+        default=128,
+        metavar="M",
+        help="maximum number of output tokens per prompt (default: 128)",
+    )
     add(
         "--temperature",
         type=finite,
         nargs="+",
         default=[0.0, 0.8],
         metavar="T",
-        help="0 is greedy (default: 0 0.8)",
+        help="sampling temperatures; 0 is greedy (default: 0 0.8)",
     )
-    add("--top-p", type=finite, default=0.95, metavar="P", help="(default: 0.95)")
-    add("--repetition-penalty", type=finite, default=1.0, metavar="R", help="(default: 1, off)")
+    add(
+        "--top-p",
+        type=finite,
+        default=0.95,
+        metavar="P",
+        help="nucleus sampling threshold (default: 0.95)",
+    )
+    add(
+        "--repetition-penalty",
+        type=finite,
+        default=1.0,
+        metavar="R",
+        help="repetition penalty (default: 1, off)",
+    )
     add(
         "--seed",
         type=int,
         default=0,
         metavar="N",
         dest="first_seed",
-        help="of the first prompt (default: 0)",
+        help="seed of the first prompt; each further prompt adds 1 (default: 0)",
     )
     add(
         "--json",
         metavar="FILE",
-        help="write the table there, with the engine's contract; - is standard output, and all "
-        "else goes to standard error",
+        help="write the table and the engine's execution contract to this file; with -, to "
+        "standard output, and everything else to standard error",
     )
-    add("--max-num-seqs", type=int, default=8, metavar="N", help="together (default: 8)")
-    told = parser.add_mutually_exclusive_group()
-    told.add_argument("--verbose", action="store_true", help="a line for every prompt, as it comes")
-    told.add_argument("--quiet", action="store_true", help="the verdict alone, in one line")
+    add(
+        "--max-num-seqs",
+        type=int,
+        default=8,
+        metavar="N",
+        help="number of prompts that are decoded together (default: 8)",
+    )
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--verbose", action="store_true", help="print a line for every prompt")
+    output.add_argument("--quiet", action="store_true", help="print only the verdict, in one line")
     return parser
 
 
@@ -215,7 +248,7 @@ def _compare_all(args: argparse.Namespace) -> tuple[list[Comparison], dict[str, 
             raise ValueError(f"--prompts must be 1 to {len(prompts)}, got {args.prompts}")
         prompts = prompts[: args.prompts]
     if args.max_tokens == 0:  # there would be nothing to compare
-        raise ValueError("max_tokens must be at least 1, got 0")
+        raise ValueError("--max-tokens must be at least 1, got 0")
     settings = {"speculative_config": SpeculativeConfig(), **engine_settings(args)}
     config = settings["speculative_config"]
     # The second computation of a prompt must not reuse pages of the first.
@@ -223,9 +256,11 @@ def _compare_all(args: argparse.Namespace) -> tuple[list[Comparison], dict[str, 
     settings.setdefault("methods", (ALL_METHODS,))
     engine = Engine(EngineConfig(**settings))
     compared = _to_compare(args, config, engine.runnable_methods)
-    for _, own in compared:
+    for _, speculative_config in compared:
         # Reports an invalid configuration before anything is computed.
-        engine.config.speculative_for(own, engine.runnable_methods, engine.missing_methods)
+        engine.config.speculative_for(
+            speculative_config, engine.runnable_methods, engine.missing_methods
+        )
     if not args.quiet:
         _print_heading(engine, len(prompts), args.max_tokens)
     comparisons: list[Comparison] = []
@@ -234,18 +269,20 @@ def _compare_all(args: argparse.Namespace) -> tuple[list[Comparison], dict[str, 
         for temperature in args.temperature:
             params = _params(args, temperature, len(prompts), engine.vocab_size)
             plain = []
-            for prompt, one in zip(prompts, params, strict=True):
-                plain += engine.generate([prompt], one, speculative_config={"method": "naive"})
+            for prompt, prompt_params in zip(prompts, params, strict=True):
+                plain += engine.generate(
+                    [prompt], prompt_params, speculative_config={"method": "naive"}
+                )
                 advance(f"plain, temperature {temperature:g}", 1)
-            for method, own in compared:
+            for method, speculative_config in compared:
                 # A comparison must not draft from the texts that the previous one decoded.
                 forget_responses(engine)
                 failures = num_failures(engine)
-                drafted = engine.generate(prompts, params, speculative_config=own)
-                asked = config.override(own)
-                comparison = Comparison(method, asked.num_speculative_tokens, temperature)
+                drafted = engine.generate(prompts, params, speculative_config=speculative_config)
+                full_config = config.override(speculative_config)
+                comparison = Comparison(method, full_config.num_speculative_tokens, temperature)
                 comparison.num_failures = num_failures(engine) - failures
-                comparison.lost_drafts = lost_drafts(asked, drafted, comparison.num_failures)
+                comparison.lost_drafts = lost_drafts(full_config, drafted, comparison.num_failures)
                 lines = [
                     _compare(engine, comparison, *texts)
                     for texts in zip(prompts, plain, drafted, strict=True)
@@ -299,18 +336,18 @@ def _to_compare(
     compared = []
     for method in args.method or METHODS:
         if method not in METHODS:
-            raise ValueError(f"--method must be of {', '.join(METHODS)}, got {method}")
+            raise ValueError(f"--method must be one of {', '.join(METHODS)}, got {method}")
         first = method_of(method.partition("+")[0])
         if args.method is None and first.name not in runnable:
             continue
-        own: dict[str, Any] = {"method": method, **lengths, **fixed}
+        speculative_config: dict[str, Any] = {"method": method, **lengths, **fixed}
         if first.needs_weights:
-            own["num_model_steps"] = steps
-        compared.append((method, own))
+            speculative_config["num_model_steps"] = steps
+        compared.append((method, speculative_config))
     if not compared:
         raise ValueError(
-            f"there is no method to compare: the engine runs {', '.join(runnable)}; name one in "
-            "--speculative-config"
+            f"no method to compare: the engine supports only {', '.join(runnable)}; choose one "
+            "with --speculative-config"
         )
     return compared
 
@@ -327,27 +364,30 @@ def _compare(
     comparison.num_accepted += stats.num_accepted_tokens
     difference = first_difference(plain, drafted)
     verdict = "equal" if difference is None else "DIFFERENT"
-    shown = prompt if len(prompt) <= _SHOWN else prompt[:_SHOWN] + "..."
-    told = (
+    shown_prompt = prompt if len(prompt) <= _SHOWN else prompt[:_SHOWN] + "..."
+    line = (
         f"  {len(drafted.token_ids):5d} tokens, {stats.num_accepted_tokens:4d} of "
-        f"{stats.num_draft_tokens:4d} drafts accepted, {verdict}: {shown!r}"
+        f"{stats.num_draft_tokens:4d} drafts accepted, {verdict}: {shown_prompt!r}"
     )
     if difference is None:
-        return told
-    for name, one in (("plain", plain), ("drafted", drafted)):
-        what = f"the end ({one.finish_reason})"
-        if difference < len(one.token_ids):
-            what = _describe(engine, one.logprobs[difference])
-        told += f"\n        {name + ':':8} output token {difference} is {what}"
+        return line
+    for name, completion in (("plain", plain), ("drafted", drafted)):
+        description = f"the end ({completion.finish_reason})"
+        if difference < len(completion.token_ids):
+            description = _describe(engine, completion.logprobs[difference])
+        line += f"\n        {name + ':':8} output token {difference} is {description}"
     comparison.num_different += 1
-    comparison.differences.append(told)
-    return told
+    comparison.differences.append(line)
+    return line
 
 
-def _describe(engine: Engine, one: TokenLogprob) -> str:
-    text = engine.tokenizer.decode([one.token_id], skip_special_tokens=False)
-    others = ", ".join(f"{token_id} {logprob!r}" for token_id, logprob in one.alternatives)
-    return f"token {one.token_id} {text!r}, logprob {one.logprob!r}, rank {one.rank}, of [{others}]"
+def _describe(engine: Engine, token: TokenLogprob) -> str:
+    text = engine.tokenizer.decode([token.token_id], skip_special_tokens=False)
+    others = ", ".join(f"{token_id} {logprob!r}" for token_id, logprob in token.alternatives)
+    return (
+        f"token {token.token_id} {text!r}, logprob {token.logprob!r}, rank {token.rank}, "
+        f"of [{others}]"
+    )
 
 
 def num_failures(engine: Engine) -> int:
@@ -367,31 +407,34 @@ def lost_drafts(
     """
     if num_failures:
         return (
-            f"the drafter of {config.method} failed (failures: {num_failures}; the log says how), "
-            "and requests were decoded plainly"
+            f"the drafter of {config.method} failed {num_failures} times (see the log), "
+            "and requests were decoded without drafts"
         )
     # A lookup may find nothing; a drafter with weights drafts something for every longer text.
-    drafts = sum(one.stats.num_draft_tokens for one in drafted)
+    drafts = sum(completion.stats.num_draft_tokens for completion in drafted)
     needs_weights = config.stages and method_of(config.stages[0]).needs_weights
-    is_long = max((len(one.token_ids) for one in drafted), default=0) > _MAX_TOKENS_WITHOUT_DRAFTS
+    is_long = (
+        max((len(completion.token_ids) for completion in drafted), default=0)
+        > _MAX_TOKENS_WITHOUT_DRAFTS
+    )
     if needs_weights and is_long and not (drafts or config.selects_drafts):
         return f"{config.method} drafted nothing"
     return None
 
 
-def first_difference(left: Completion, right: Completion) -> int | None:
+def first_difference(first: Completion, second: Completion) -> int | None:
     """Return the index of the first output token in which two completions differ, or None.
 
     Tokens are compared by id, by rank, and by the bits of their logprob and of the alternatives'
     logprobs. Completions are also compared by text, finish reason and stop reason.
     """
-    for index, (a, b) in enumerate(zip(_bits(left), _bits(right), strict=False)):
+    for index, (a, b) in enumerate(zip(_bits(first), _bits(second), strict=False)):
         if a != b:
             return index
-    if len(left.token_ids) != len(right.token_ids) or left.text != right.text:
-        return min(len(left.token_ids), len(right.token_ids))
-    if (left.finish_reason, left.stop_reason) != (right.finish_reason, right.stop_reason):
-        return len(left.token_ids)
+    if len(first.token_ids) != len(second.token_ids) or first.text != second.text:
+        return min(len(first.token_ids), len(second.token_ids))
+    if (first.finish_reason, first.stop_reason) != (second.finish_reason, second.stop_reason):
+        return len(first.token_ids)
     return None
 
 
@@ -405,12 +448,12 @@ def _bits(completion: Completion) -> list[tuple[Any, ...]]:
     return [
         (
             token_id,
-            one.token_id,
-            one.rank,
-            _float_bits(one.logprob),
-            [(other, _float_bits(logprob)) for other, logprob in one.alternatives],
+            token.token_id,
+            token.rank,
+            _float_bits(token.logprob),
+            [(other, _float_bits(logprob)) for other, logprob in token.alternatives],
         )
-        for token_id, one in zip(completion.token_ids, completion.logprobs, strict=True)
+        for token_id, token in zip(completion.token_ids, completion.logprobs, strict=True)
     ]
 
 
@@ -425,7 +468,7 @@ def _float_bits(value: float) -> bytes:
 
 
 def _print_table(comparisons: Sequence[Comparison]) -> None:
-    rows = [list(_COLUMNS), *(one.row() for one in comparisons)]
+    rows = [list(_COLUMNS), *(comparison.row() for comparison in comparisons)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
     for row in rows:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))

@@ -9,43 +9,43 @@ import logging
 from typing import Any
 
 _ONE_STEP = "steps mix prompts and decoding here; --max-num-batched-tokens bounds them"
-_NO_IMAGES = "models read text alone; leave it out"
-_GRAPHS = "graphs are captured on a GPU as it is; --enforce-eager turns them off"
-_GRAMMARS = "constrained output is always there; leave it out"
+_NO_IMAGES = "only text is supported; omit it"
+_GRAPHS = "CUDA graphs are always used on a GPU; --enforce-eager turns them off"
+_GRAMMARS = "constrained output is always enabled; omit it"
 
 REFUSED = {
-    "--block-size": "say --page-size",
-    "--cache-queue-port": "the cache is in the engine's own process; leave it out",
-    "--disable-custom-all-reduce": "sums over ranks have one order; leave it out",
-    "--dynamic-load-weight": "weights do not change while a server runs; start it again",
-    "--enable-chunked-prefill": f"long prompts are always cut; {_ONE_STEP}",
-    "--enable-logprob": "logprobs are always there; a request asks for them",
+    "--block-size": "use --page-size",
+    "--cache-queue-port": "the cache is in the engine's process; omit it",
+    "--disable-custom-all-reduce": "sums over ranks have a fixed order; omit it",
+    "--dynamic-load-weight": "weights do not change while a server runs; restart it",
+    "--enable-chunked-prefill": f"long prompts are always split; {_ONE_STEP}",
+    "--enable-logprob": "requests select logprobs; omit it",
     "--enable-mm": _NO_IMAGES,
-    "--engine-worker-queue-port": "server and engine talk through a socket pair; leave it out",
-    "--gpu-memory-utilization": "say --num-pages, the number of KV pages",
+    "--engine-worker-queue-port": "server and engine use a socket pair; omit it",
+    "--gpu-memory-utilization": "use --num-pages, the number of KV pages",
     "--graph-optimization-config": _GRAPHS,
     "--guided-decoding-backend": _GRAMMARS,
-    "--guided-decoding-disable-any-whitespace": "say --json-whitespace none",
-    "--innode-prefill-ports": "servers of one topic find each other by Redis; leave it out",
-    "--kv-cache-ratio": "prompts and outputs share all pages; leave it out",
+    "--guided-decoding-disable-any-whitespace": "use --json-whitespace none",
+    "--innode-prefill-ports": "servers of one topic find each other through Redis; omit it",
+    "--kv-cache-ratio": "prompts and outputs share all pages; omit it",
     "--limit-mm-per-prompt": _NO_IMAGES,
-    "--lm-head-fp32": "logits are always float32; leave it out",
+    "--lm-head-fp32": "logits are always float32; omit it",
     "--long-prefill-token-threshold": _ONE_STEP,
-    "--max-concurrency": "say --max-connections",
+    "--max-concurrency": "use --max-connections",
     "--max-long-partial-prefills": _ONE_STEP,
     "--max-num-partial-prefills": _ONE_STEP,
-    "--max-waiting-time": "say --max-waiting, the number of requests that may wait",
+    "--max-waiting-time": "use --max-waiting, the number of requests that may wait",
     "--mm-processor-kwargs": _NO_IMAGES,
-    "--num-gpu-blocks-override": "say --num-pages",
-    "--reasoning-parser": "reasoning is not told apart; leave it out",
-    "--revision": "download that version, and give its directory as --model",
-    "--static-decode-blocks": "pages are taken as texts grow; leave it out",
-    "--swap-space": "pages of prefixes stay in one memory; leave it out",
+    "--num-gpu-blocks-override": "use --num-pages",
+    "--reasoning-parser": "reasoning is not separated from the answer; omit it",
+    "--revision": "download that version and set --model to its directory",
+    "--static-decode-blocks": "pages are allocated as texts grow; omit it",
+    "--swap-space": "prefix pages are not swapped; omit it",
     "--tokenizer": "the tokenizer is the one in the directory of --model",
-    "--tool-parser-plugin": "say --tool-call-parser",
+    "--tool-parser-plugin": "use --tool-call-parser",
     "--use-cudagraph": _GRAPHS,
-    "--use-warmup": "the server is ready once /health says so; leave it out",
-    "--workers": "one process serves HTTP, and one runs the engine; leave it out",
+    "--use-warmup": "the server is ready once /health says so; omit it",
+    "--workers": "one process serves HTTP, and one runs the engine; omit it",
 }
 
 
@@ -71,27 +71,28 @@ def translated(text: str) -> str:
         return dict(items)
 
     try:
-        given = json.loads(text, object_pairs_hook=pairs)
+        fields = json.loads(text, object_pairs_hook=pairs)
     except (ValueError, RecursionError):
         return text
-    method = given.get("method") if isinstance(given, dict) else None
+    method = fields.get("method") if isinstance(fields, dict) else None
     if not isinstance(method, str):
         return text
-    tokens = given.get("num_speculative_tokens")
+    tokens = fields.get("num_speculative_tokens")
     if method.lower() == "naive" and type(tokens) is int and tokens > 0:
         logger.warning(
-            'speculative_config: method "naive" drafts nothing: num_speculative_tokens is 0 in '
-            "place of %d, as in FastDeploy",
+            'speculative_config: method "naive" drafts nothing; using num_speculative_tokens 0 '
+            "instead of %d, as FastDeploy does",
             tokens,
         )
-        return json.dumps({**given, "num_speculative_tokens": 0})
-    of_suffix = {key: value for key, value in given.items() if key.startswith("suffix_decoding_")}
-    if method.lower() == "mtp" and of_suffix and given.keys().isdisjoint(_OF_STAGES):
+        return json.dumps({**fields, "num_speculative_tokens": 0})
+    of_suffix = {key: value for key, value in fields.items() if key.startswith("suffix_decoding_")}
+    if method.lower() == "mtp" and of_suffix and fields.keys().isdisjoint(_OF_STAGES):
         logger.warning(
-            'speculative_config: method "mtp" runs MTP modules; the fields suffix_decoding_* are '
-            'for requests with method "suffix". Say "method": "suffix" for suffix decoding'
+            'speculative_config: method "mtp" runs MTP modules; the fields suffix_decoding_* '
+            'apply to requests with method "suffix" only. Set "method" to "suffix" for suffix '
+            "decoding"
         )
-        others = {key: value for key, value in given.items() if key not in of_suffix}
+        others = {key: value for key, value in fields.items() if key not in of_suffix}
         return json.dumps({**others, "options": {"suffix": of_suffix}})
     return text
 
@@ -107,4 +108,4 @@ def require_known(flag: str) -> None:
     """
     name = flag.partition("=")[0].replace("_", "-")
     if name in REFUSED:
-        raise ValueError(f"{name} is FastDeploy's: {REFUSED[name]}")
+        raise ValueError(f"{name} of FastDeploy is not supported: {REFUSED[name]}")

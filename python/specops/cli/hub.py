@@ -52,10 +52,10 @@ def directory_of(name: str, field: str = "--model") -> str:
     )
 
     def fetch(*patterns: str) -> Path:
-        found = snapshot_download(
+        downloaded = snapshot_download(
             name, allow_patterns=list(patterns), ignore_patterns=list(_COPIES)
         )
-        return Path(found)
+        return Path(downloaded)
 
     wrong = f"{field} must be a directory, or a model of the Hugging Face Hub, got {name}: "
     try:
@@ -87,7 +87,7 @@ def _indexed(index: Path) -> list[str]:
         files = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return []
-    return sorted({one for one in files if isinstance(one, str)})
+    return sorted({file for file in files if isinstance(file, str)})
 
 
 def resolved(speculative_config: str) -> str:

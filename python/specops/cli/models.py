@@ -44,7 +44,7 @@ def main(arguments: Sequence[str], program: str) -> int:
     first = _Model(BUNDLED_MODEL_NAME, bundled, _licence(BUNDLED_MODEL), pays, default)
     models = [first, _gemma(), *sorted(_cached())]
     rows = [("model", "size", "licence", "what pays", "")]
-    rows += [(one.name, f"{one.size / 1e6:,.0f} MB", *one[2:]) for one in models]
+    rows += [(model.name, f"{model.size / 1e6:,.0f} MB", *model[2:]) for model in models]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
@@ -56,10 +56,10 @@ def main(arguments: Sequence[str], program: str) -> int:
 def _parser(program: str) -> argparse.ArgumentParser:
     return Parser(
         prog=program,
-        description="Lists the models that have been tried here, with the method that pays and how "
-        "many times as fast one greedy request gets with it (docs/figures.md), and those in the "
-        "Hugging Face Hub's cache on this machine, as HF_HUB_CACHE or HF_HOME says where that is. "
-        "--model takes their names, and downloads others.",
+        description="List the models that have been tested, with their fastest method and its "
+        "speed-up for one greedy request (docs/figures.md), and the models in this "
+        "machine's Hugging Face Hub cache (HF_HUB_CACHE or HF_HOME). --model "
+        "accepts these names, and downloads other models.",
     )
 
 
@@ -87,7 +87,7 @@ def _cached() -> Iterator[_Model]:
             newest = max(repository.revisions, key=lambda revision: revision.last_modified)
             path = newest.snapshot_path
             size = repository.size_on_disk
-            yield _Model(repository.repo_id, size, _licence(path), "not measured", _says(path))
+            yield _Model(repository.repo_id, size, _licence(path), "not measured", _status_of(path))
 
 
 def _licence(directory: Path) -> str:
@@ -97,12 +97,12 @@ def _licence(directory: Path) -> str:
     except OSError:
         return "unknown"
     head = card.removeprefix("---\n").partition("\n---")[0] if card.startswith("---\n") else ""
-    found = dict(re.findall(r"^(license|license_name): *(\S.*?) *$", head, re.MULTILINE))
-    named = found.get("license", "unknown")
-    return str(found.get("license_name", named) if named == "other" else named).strip("'\"")
+    fields = dict(re.findall(r"^(license|license_name): *(\S.*?) *$", head, re.MULTILINE))
+    named = fields.get("license", "unknown")
+    return str(fields.get("license_name", named) if named == "other" else named).strip("'\"")
 
 
-def _says(directory: Path) -> str:
+def _status_of(directory: Path) -> str:
     try:
         read_model_config(directory)
     except ModelError as error:

@@ -24,64 +24,75 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--model",
         metavar="PATH",
-        help="Hugging Face directory, GGUF file, or ORG/NAME of a model of the Hub "
-        "(default: the bundled model)",
+        help="Hugging Face directory, GGUF file, or name ORG/NAME of a model of the Hub (default: "
+        "the bundled model)",
     )
     add(
         "--device",
         metavar="NAME",
-        help="auto, cpu, cuda or cuda:N (default: auto, a GPU where one can be used)",
+        help="auto, cpu, cuda or cuda:N (default: auto, which prefers a GPU)",
     )
     add(
         "--dtype",
         type=str.lower,
         choices=("auto", "bfloat16", "float32"),
-        help="(default: the checkpoint's)",
+        help="dtype of activations and unquantized weights (default: the checkpoint's)",
     )
     add(
         "--kv-cache-dtype",
         type=str.lower,
         choices=("auto", "int8", "fp8_e4m3"),
-        help="of keys and values: 8 bits take half the memory (default: the model's)",
+        help="dtype of the KV cache; 8 bits take half the memory (default: the model's)",
     )
     add(
         "--quantization",
         type=str.lower,
         choices=QUANTIZATIONS,
-        help="of projections, as they are loaded: 8 bits a number, 4, or 4 of experts and 8 of "
-        "all else (default: none)",
+        help="quantize the weights of projections while loading: to 8 bits, to 4, or experts to 4 "
+        "and the rest to 8 (default: none)",
     )
     add(
         "--quantize-head",
         type=str.lower,
         choices=QUANTIZATIONS,
-        help="of the LM head, as it is loaded (default: none)",
+        help="quantize the weights of the LM head while loading (default: none)",
     )
     add(
         "--weight-cache",
         metavar="DIR",
-        help="where a CPU's packed weights are kept, so that the next start takes seconds, or none "
-        "(default: the user's cache, for checkpoints of 256 MiB and more)",
+        help="directory that stores a CPU's packed weights, so that the next start takes seconds, "
+        "or none (default: the user's cache, for checkpoints of at least 256 MiB)",
     )
     add(
         "--weight-cache-bytes",
         type=int,
         metavar="N",
-        help="most bytes of it; what was not used for longest makes room "
-        f"(default: {EngineConfig.weight_cache_bytes})",
+        help="maximum size of the weight cache in bytes; the least recently used files are "
+        f"removed (default: {EngineConfig.weight_cache_bytes})",
     )
-    add("--num-threads", type=int, metavar="N", help="CPU threads (default: all usable)")
+    add(
+        "--num-threads",
+        type=int,
+        metavar="N",
+        help="number of CPU threads (default: all usable CPUs)",
+    )
 
 
 def add_draft_lengths(parser: argparse.ArgumentParser) -> None:
     """Add the options that set the number of drafts."""
     add = parser.add_argument
-    add("--num-speculative-tokens", type=int, metavar="K", help="drafts of a step (default: 4)")
+    add(
+        "--num-speculative-tokens",
+        type=int,
+        metavar="K",
+        help="number of drafts per step (default: 4)",
+    )
     add(
         "--num-model-steps",
         type=int,
         metavar="N",
-        help="drafts of MTP modules (default: all, and 1 where something else continues them)",
+        help="number of drafts from MTP modules (default: all, or 1 if another method continues "
+        "them)",
     )
 
 
@@ -89,59 +100,71 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add every option of an engine that serves requests."""
     add = parser.add_argument
     add_model_options(parser)
-    add("--served-model-name", metavar="NAME", help="name clients use (default: the directory's)")
+    add(
+        "--served-model-name",
+        metavar="NAME",
+        help="name of the model in the API (default: the directory's name)",
+    )
     add(
         "--speculative-config",
         metavar="JSON",
-        help='for requests that do not choose, e.g. \'{"method": "ngram", '
-        '"num_speculative_tokens": 4}\' (default: this one)',
+        help="speculative configuration of requests that do not set their own (default: "
+        '\'{"method": "ngram", "num_speculative_tokens": 4}\')',
     )
     add(
         "--methods",
         nargs="+",
         action="extend",
         metavar="NAME",
-        help="methods with weights that requests may choose beside those of --speculative-config, "
-        "or all that the model can run (default: all of the bundled model, none of another)",
+        help="further methods with weights that requests may choose besides the one of "
+        "--speculative-config, or all that the model supports (default: all for the bundled "
+        "model, none for another)",
     )
     add(
         "--enforce-eager",
         action="store_true",
         default=None,
-        help="on a GPU: no CUDA graphs, every kernel is launched on its own",
+        help="do not use CUDA graphs: launch every kernel separately",
     )
     add(
         "--load-format",
         type=str.lower,
         choices=("auto", "dummy"),
-        help="dummy makes random weights for measurements (default: the checkpoint's)",
+        help="weights to load; dummy creates random weights for measurements (default: the "
+        "checkpoint's)",
     )
     add(
         "--logprobs-mode",
         type=str.lower,
         choices=("raw_logprobs", "processed_logprobs"),
-        help="logprobs of the model's logits, or of the sampled distribution (default: raw)",
+        help="logprobs of the model's logits (raw), or of the distribution that is sampled "
+        "(default: raw)",
     )
     add(
         "--json-whitespace",
         type=str.lower,
         choices=("bounded", "any", "none"),
-        help="between the tokens of constrained JSON: at most a space, or a line end and "
-        "indentation; any amount; or none (default: bounded)",
+        help="whitespace between the tokens of constrained JSON: at most a space, or a line break "
+        "and indentation (bounded); any amount; or none (default: bounded)",
     )
     _add_ranks(parser)
     _add_sizes(parser)
-    add("--seed", type=int, metavar="N", help="makes the seeds of requests without one repeatable")
+    add(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="seed from which the seeds of requests without one are drawn (default: a random one)",
+    )
     add(
         "--suffix-corpus",
         metavar="PATH",
-        help="text file, or folder of them, that suffix decoding drafts from",
+        help="text file, or folder of text files, from which suffix decoding drafts",
     )
     add(
         "--suffix-cache",
         metavar="FILE",
-        help="where suffix decoding keeps the responses it drafts from: loaded at the start if it "
-        "is there, saved at the end and every few minutes",
+        help="file in which suffix decoding stores the responses that it drafts from: loaded at "
+        "the start if it exists, saved at the end and every few minutes",
     )
 
 
@@ -151,42 +174,62 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
         "--tensor-parallel-size",
         type=int,
         metavar="N",
-        help="processes that compute the model together, each with a share of it (default: 1)",
+        help="number of processes over which the model is sharded (default: 1)",
     )
     add(
         "--exact-across-tp",
         type=int,
         metavar="N",
-        help="give the bits of N of these, however many there are: a power of two (default: "
-        "those of as many as there are)",
+        help="number of virtual tensor-parallel ranks, a power of two: engines with the same "
+        "number give the same bits (default: --tensor-parallel-size)",
     )
     add(
         "--enable-expert-parallel",
         action="store_true",
         default=None,
-        help="of these, each has whole experts rather than a part of each (default: a part)",
+        help="give each tensor-parallel rank whole experts (default: a shard of every expert)",
     )
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
     default, add = EngineConfig, parser.add_argument
-    add("--max-model-len", type=int, metavar="N", help="longest prompt and output together")
-    add("--max-num-seqs", type=int, metavar="N", help=f"(default: {default.max_num_seqs})")
+    add(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="maximum length of a prompt and its output together",
+    )
+    add(
+        "--max-num-seqs",
+        type=int,
+        metavar="N",
+        help=f"number of requests that run at a time (default: {default.max_num_seqs})",
+    )
     add(
         "--max-num-batched-tokens",
         type=int,
         metavar="N",
-        help=f"rows of one step (default: {default.max_num_batched_tokens}); prompts get at most "
-        "128 of them on a CPU, and 2,048 on a GPU",
+        help=f"number of rows per step (default: {default.max_num_batched_tokens}); prompts get at "
+        "most 128 of them on a CPU, and 2,048 on a GPU",
     )
-    add("--page-size", type=int, choices=(16, 32, 64), help=f"(default: {default.page_size})")
-    add("--num-pages", type=int, metavar="N", help="KV pages (default: enough for the requests)")
+    add(
+        "--page-size",
+        type=int,
+        choices=(16, 32, 64),
+        help=f"tokens per KV page (default: {default.page_size})",
+    )
+    add(
+        "--num-pages",
+        type=int,
+        metavar="N",
+        help="number of KV pages (default: enough for --max-num-seqs requests)",
+    )
     add(
         "--state-cache-bytes",
         type=int,
         metavar="N",
-        help="for states of prefixes, of a model with linear attention (default: a quarter of what "
-        "the cache takes)",
+        help="bytes for the states of prefixes, for a model with linear attention (default: a "
+        "quarter of the size of the KV cache)",
     )
     add(
         "--enable-prefix-caching",
@@ -198,13 +241,14 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
         "--enable-cascade-attention",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="read the pages that requests share once for all of them (default: yes)",
+        help="read pages that several requests share only once (default: yes)",
     )
     add(
         "--max-waiting",
         type=int,
         metavar="N",
-        help=f"requests that may wait, further ones get 429 (default: {default.max_waiting})",
+        help="number of requests that may wait; further ones are refused with status 429 "
+        f"(default: {default.max_waiting})",
     )
 
 

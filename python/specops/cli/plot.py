@@ -26,7 +26,7 @@ def main(arguments: Sequence[str], program: str) -> int:
         runs = _read_all(args.results)
         figures = {name: run["figures"] for name, run in runs.items()}
         heading = [args.title, *(_facts(name, run) for name, run in runs.items())]
-        drawing = picture(_panels(figures), args.title, ours=args.highlight, heading=heading)
+        drawing = picture(_panels(figures), args.title, highlighted=args.highlight, heading=heading)
         unknown = set(args.highlight) - set(runs)
         if unknown:
             raise ValueError(
@@ -42,11 +42,11 @@ def main(arguments: Sequence[str], program: str) -> int:
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = Parser(
         prog=program,
-        description="Draws runs of `specops bench --json FILE` side by side: tokens and requests "
-        "a second, accepted drafts, and latencies.",
+        description="Draw several runs of `specops bench --json FILE` side by side: tokens and "
+        "requests per second, accepted drafts, and latencies.",
     )
     add = parser.add_argument
-    add("results", nargs="+", metavar="FILE", help="results of specops bench")
+    add("results", nargs="+", metavar="FILE", help="files that `specops bench --json` has written")
     add("--out", default="bench.svg", metavar="FILE", help="(default: %(default)s)")
     add("--highlight", action="append", default=[], metavar="NAME", help="a run to highlight")
     add("--title", default="Runs of specops bench", metavar="TEXT", help="(default: %(default)s)")
@@ -65,7 +65,7 @@ def _read_all(files: Sequence[str]) -> dict[str, dict[str, Any]]:
         name = str(results["name"])
         if name in runs:
             raise ValueError(
-                f"runs must have different names, got {name} twice (specops bench --name)"
+                f"runs must have different names, got {name} twice; set specops bench --name"
             )
         runs[name] = results
     return runs
@@ -77,10 +77,12 @@ def _read(file: str) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
-        raise ValueError(f"{file} must be results of specops bench: {error}") from None
+        raise ValueError(
+            f"{file} must be a file written by specops bench --json: {error}"
+        ) from None
     kind = results.get("kind") if isinstance(results, dict) else None
     if kind != KIND:
-        raise ValueError(f"{file} must be results of specops bench, got another file")
+        raise ValueError(f"{file} must be a file written by specops bench --json, got other JSON")
     if results["version"] != VERSION:
         raise ValueError(
             f"{file} must be results of version {VERSION}, got version {results['version']}"
@@ -129,17 +131,20 @@ def _panels(runs: dict[str, dict[str, Any]]) -> list[Panel]:
             "Drafts accepted, %",
             "of those that were verified",
             "More",
-            {name: one and 100 * one["rate"] for name, one in accepted.items()},
+            {
+                name: acceptance and 100 * acceptance["rate"]
+                for name, acceptance in accepted.items()
+            },
         ),
     ]
-    for percentile, far, note in (
+    for percentile, tail, note in (
         ("p50", "p90", "the median; the line ends at p90"),
         ("p99", "max", "p99; the line ends at the slowest"),
     ):
         for field, title in _TIMES.items():
             values, reach = (
-                {name: run[field] and run[field].get(one) for name, run in runs.items()}
-                for one in (percentile, far)
+                {name: run[field] and run[field].get(acceptance) for name, run in runs.items()}
+                for acceptance in (percentile, tail)
             )
             panels.append(Panel(title, (note, "Less is better."), values, reach))
     return panels

@@ -39,7 +39,7 @@ def read_prompts(file: str) -> list[str]:
     try:
         text = Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} must be a text in UTF-8: {error}") from None
+        raise ValueError(f"{file} must be UTF-8 text: {error}") from None
     if text.lstrip().startswith("["):
         try:
             prompts = json.loads(text)
@@ -48,5 +48,7 @@ def read_prompts(file: str) -> list[str]:
     else:
         prompts = [line for line in text.splitlines() if line.strip()]
     if not prompts or not all(isinstance(prompt, str) and prompt for prompt in prompts):
-        raise ValueError(f"{file} must hold prompts: a JSON list of texts, or a text per line")
+        raise ValueError(
+            f"{file} must hold prompts: a JSON list of strings, or one prompt per line"
+        )
     return list(prompts)

@@ -51,7 +51,7 @@ def require_effect(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         for name in names:
             if getattr(args, name) != parser.get_default(name):
                 value = " splitwise" if needed == "scheduler_name" else ""
-                raise ValueError(f"{name} needs {needed}{value}, without which it has no effect")
+                raise ValueError(f"{name} has no effect without {needed}{value}")
 
 
 def add_role_options(parser: argparse.ArgumentParser) -> None:
@@ -62,55 +62,58 @@ def add_role_options(parser: argparse.ArgumentParser) -> None:
         "--splitwise-role",
         type=str.lower,
         choices=ROLES,
-        help="compute prompts for other servers (prefill), go on with prompts of others (decode), "
-        "or both (mixed), as kv_transfer_params of requests ask (default: neither)",
+        help="compute prompts for other servers (prefill), decode after prompts of other servers "
+        "(decode), or both (mixed), as kv_transfer_params of requests specify (default: "
+        "neither)",
     )
     add(
         "--kv-transport",
         type=str.lower,
         choices=("tcp", "nixl"),
         default="tcp",
-        help="what moves pages, the same in all servers: TCP, or NIXL by UCX, for networks with "
-        "RDMA (needs specops[nixl]; default: %(default)s)",
+        help="transport of KV pages, equal on all servers: TCP, or NIXL with UCX for RDMA "
+        "networks (requires specops[nixl]; default: %(default)s)",
     )
     add(
         "--kv-host",
         default="127.0.0.1",
         metavar="HOST",
-        help="where pages of prompts are to be had, by others of --kv-peers, who trust it: neither "
-        "encrypted nor signed (default: %(default)s)",
+        help="address at which this server offers KV pages, neither encrypted nor authenticated, "
+        "to servers that list it in --kv-peers (default: %(default)s)",
     )
     add(
         "--kv-port",
         type=int,
         default=0,
         metavar="PORT",
-        help="of --kv-host; further ranks and engines have the next ones (default: free ones)",
+        help="port of --kv-host; further ranks and engines use the ports after it (default: free "
+        "ports)",
     )
     add(
         "--kv-peers",
         metavar="HOST:PORT[-LAST][,..]",
         action="append",
         default=[],
-        help="addresses that pages are fetched from: --kv-host and --kv-port of servers that "
-        "compute prompts, with a range of ports for several ranks or engines; may be given several "
-        "times; --role decode needs it. Where servers tell each other their ports "
-        "(--scheduler-name splitwise, Dynamo), a HOST alone permits all its ports (default there: "
-        "loopback)",
+        help="addresses from which KV pages may be fetched: --kv-host and --kv-port of servers "
+        "that compute prompts, with a range of ports for several ranks or engines; may be "
+        "repeated; required by --role decode. If servers exchange their ports "
+        "(--scheduler-name splitwise, Dynamo), a HOST alone allows all its ports (default "
+        "then: loopback addresses)",
     )
     add(
         "--kv-lease-seconds",
         type=finite,
         default=120.0,
         metavar="SECONDS",
-        help="time that pages wait for their reader (default: %(default)g)",
+        help="time for which KV pages are held for their reader (default: %(default)g)",
     )
     add(
         "--kv-lease-bytes",
         type=int,
         default=1 << 30,
         metavar="N",
-        help="most bytes of pages that wait; the oldest make room (default: %(default)s)",
+        help="maximum total size in bytes of held KV pages; the oldest are dropped (default: "
+        "%(default)s)",
     )
 
 
@@ -131,18 +134,18 @@ def role_settings(
     if args.role is None:
         return None
     if args.in_process:
-        raise ValueError("role needs an engine in a process of its own, got in_process")
+        raise ValueError("role requires an engine in its own process; remove --in-process")
     # Every rank of every engine listens on its own port.
-    most = 65536 - (args.tensor_parallel_size or 1) * args.data_parallel_size
-    if not 0 <= args.kv_port <= most:
-        raise ValueError(f"kv_port must be in [0, {most}], got {args.kv_port}")
+    limit = 65536 - (args.tensor_parallel_size or 1) * args.data_parallel_size
+    if not 0 <= args.kv_port <= limit:
+        raise ValueError(f"kv_port must be in [0, {limit}], got {args.kv_port}")
     if not 0 < args.kv_lease_seconds < math.inf:
         raise ValueError(f"kv_lease_seconds must be above 0, got {args.kv_lease_seconds}")
     if args.kv_lease_bytes < 0:
         raise ValueError(f"kv_lease_bytes must be at least 0, got {args.kv_lease_bytes}")
     peers = _peers(args.kv_peers or ([] if clients_name_peers else _LOOPBACK), clients_name_peers)
     if clients_name_peers and args.role == "decode" and not peers:
-        raise ValueError(f"role decode needs kv_peers ({_PEER_FORM}), got none")
+        raise ValueError(f"role decode requires kv_peers ({_PEER_FORM}), got none")
     if args.kv_transport == "nixl":
         try:
             import nixl  # noqa: F401  (the engine's process needs it; reported here if missing)
@@ -164,7 +167,7 @@ def role_settings(
     )
 
 
-def _peers(given: "Iterable[str]", are_ports_needed: bool) -> "list[Peer]":
+def _peers(addresses: "Iterable[str]", are_ports_needed: bool) -> "list[Peer]":
     """Return the addresses of `--kv-peers`.
 
     Raises:
@@ -172,18 +175,18 @@ def _peers(given: "Iterable[str]", are_ports_needed: bool) -> "list[Peer]":
     """
     from specops.service.wire import Peer
 
-    found = []
-    for one in (text.strip() for texts in given for text in texts.split(",")):
+    peers = []
+    for address in (text.strip() for texts in addresses for text in texts.split(",")):
         try:
-            host, ports = _host_and_ports(one)
+            host, ports = _host_and_ports(address)
             first, last = ports or (1, 65535)
             if not host or not 1 <= first <= last <= 65535 or (are_ports_needed and not ports):
                 raise ValueError
         except ValueError:
             other = "" if are_ports_needed else "HOST or "
-            raise ValueError(f"kv_peers must be {other}{_PEER_FORM}, got {one!r}") from None
-        found.append(Peer(host, first, last))
-    return found
+            raise ValueError(f"kv_peers must be {other}{_PEER_FORM}, got {address!r}") from None
+        peers.append(Peer(host, first, last))
+    return peers
 
 
 def _host_and_ports(text: str) -> tuple[str, tuple[int, int] | None]:
@@ -209,7 +212,7 @@ def add_data_parallel_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="engines behind this server, each with all of the model and in a process of its own; "
+        help="number of engines of this server, each with the whole model and in its own process; "
         "a request runs on one of them (default: %(default)s)",
     )
 
@@ -227,23 +230,28 @@ def setups(args: argparse.Namespace, settings: dict[str, Any]) -> "list[Setup]":
     """
     is_queue = args.scheduler_name == "splitwise"
     role = role_settings(args, clients_name_peers=not is_queue)
-    events, size = kv_event_settings(args), args.data_parallel_size
+    events = kv_event_settings(args)
+    size = args.data_parallel_size
     if size < 1:
         raise ValueError(f"data_parallel_size must be at least 1, got {size}")
     if args.in_process:
         if size > 1:
-            raise ValueError("data_parallel_size needs engines in processes of their own")
+            raise ValueError(f"data_parallel_size must be 1 with --in-process, got {size}")
         return []
     from specops.service.wire import Setup
 
     if size == 1:
         return [Setup(settings, args.log_level, role=role, kv_events=events)]
     if args.scheduler_name != "local":
-        raise ValueError(f"data_parallel_size must be 1 with a scheduler, got {size}")
+        raise ValueError(f"data_parallel_size must be 1 with scheduler_name splitwise, got {size}")
     if settings.get("suffix_cache") is not None:
-        raise ValueError("suffix_cache must be absent with data_parallel_size: engines share none")
+        raise ValueError(
+            f"suffix_cache must be absent with several engines, got data_parallel_size {size}"
+        )
     if settings.get("device", "auto").startswith("cuda:"):
-        raise ValueError("device must be auto, cpu or cuda of several engines, got one GPU")
+        raise ValueError(
+            f"device must be auto, cpu or cuda with several engines, got {settings['device']}"
+        )
     if settings.get("num_threads") is None:
         from specops import get_num_threads
 
@@ -285,7 +293,7 @@ def _events_behind(events: "KvEventSettings | None", offset: int) -> "KvEventSet
         start, colon, port = getattr(events, name).rpartition(":")
         if getattr(events, name) and not port.isdecimal():
             raise ValueError(
-                f"kv_events_{name} must end with a port for several engines, got "
+                f"kv_events_{name} must end with a port if there are several engines, got "
                 f"{getattr(events, name)}"
             )
         changed[name] = f"{start}{colon}{int(port) + offset}" if port else ""
@@ -298,15 +306,16 @@ def add_kv_event_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--kv-events-endpoint",
         metavar="ENDPOINT",
-        help="publish what the prefix cache has, in vLLM's messages, on this endpoint of ZeroMQ, "
-        "such as tcp://127.0.0.1:5557 (default: nowhere)",
+        help="ZeroMQ endpoint on which to publish changes of the prefix cache in vLLM's format, "
+        "such as tcp://127.0.0.1:5557 (default: none)",
     )
-    add("--kv-events-topic", default="", help="of these messages (default: empty)")
+    add("--kv-events-topic", default="", help="topic of these messages (default: empty)")
     add(
         "--kv-events-replay",
         default="",
         metavar="ENDPOINT",
-        help="where who has missed messages asks for them (default: nowhere)",
+        help="ZeroMQ endpoint at which subscribers can request messages that they missed "
+        "(default: none)",
     )
 
 
@@ -320,10 +329,12 @@ def kv_event_settings(args: argparse.Namespace) -> "KvEventSettings | None":
     if args.kv_events_endpoint is None:
         for name in ("kv_events_topic", "kv_events_replay"):
             if getattr(args, name):
-                raise ValueError(f"{name} needs kv_events_endpoint")
+                raise ValueError(f"{name} has no effect without kv_events_endpoint")
         return None
     if args.in_process:
-        raise ValueError("kv_events_endpoint needs an engine in a process of its own")
+        raise ValueError(
+            "kv_events_endpoint requires an engine in its own process; remove --in-process"
+        )
     import zmq  # noqa: F401  (the engine's process needs it; reported here if missing)
 
     from specops.service.wire import KvEventSettings
@@ -339,16 +350,16 @@ def add_scheduler_options(parser: argparse.ArgumentParser) -> None:
         type=str.lower,
         choices=("local", "splitwise"),
         default="local",
-        help="who runs the requests that come in here: this server's engine (local), or that of "
-        "any server with the same Redis, topic and model (splitwise; default: local)",
+        help="engines that run the requests of this server: its own (local), or those of all "
+        "servers with the same Redis, topic and model (splitwise; default: local)",
     )
-    add("--scheduler-host", default="127.0.0.1", help="of Redis (default: %(default)s)")
-    add("--scheduler-port", type=int, default=6379, help="of Redis (default: %(default)s)")
-    add("--scheduler-password", help="of Redis (default: none)")
+    add("--scheduler-host", default="127.0.0.1", help="host of Redis (default: %(default)s)")
+    add("--scheduler-port", type=int, default=6379, help="port of Redis (default: %(default)s)")
+    add("--scheduler-password", help="password of Redis (default: none)")
     add(
         "--scheduler-topic",
         default="specops",
-        help="what names in Redis begin with (default: %(default)s)",
+        help="prefix of keys in Redis (default: %(default)s)",
     )
     add(
         "--scheduler-ttl",
@@ -372,7 +383,7 @@ def check_scheduler(args: argparse.Namespace) -> None:
     if args.scheduler_name == "local":
         return
     if args.role is None:
-        raise ValueError("scheduler_name splitwise needs a role (--role), got none")
+        raise ValueError("scheduler_name splitwise requires a role; set --role")
     if args.scheduler_ttl < 1:
         raise ValueError(f"scheduler_ttl must be at least 1, got {args.scheduler_ttl}")
     if not 0 < args.scheduler_port < 1 << 16:
@@ -389,11 +400,11 @@ def check_scheduler(args: argparse.Namespace) -> None:
     except (AuthenticationError, ResponseError) as error:
         raise ValueError(
             f"scheduler_password must be the password of the Redis at {where}, got "
-            f"{'another one' if args.scheduler_password else 'none'}: {error}"
+            f"{'a wrong one' if args.scheduler_password else 'none'}: {error}"
         ) from None
     except (RedisError, OSError) as error:
         raise ValueError(
-            "scheduler_host and scheduler_port must be those of a Redis that answers, got "
+            "scheduler_host and scheduler_port must be the address of a running Redis, got "
             f"{where}: {error}"
         ) from None
     finally:

@@ -59,12 +59,12 @@ def _parser(program: str = _PROGRAM) -> argparse.ArgumentParser:
     parser = Parser(
         prog=program,
         allow_abbrev=False,
-        description="Serves a model with speculative decoding behind an OpenAI-compatible API, and "
-        "a page to try it in the browser.",
+        description="Serve a model with speculative decoding: an OpenAI-compatible API and a web "
+        "page to try it.",
         epilog=(
             "Other commands, as the first argument: verify-exactness compares every token with and "
-            "without speculation, contract prints what the bits depend on. --help after either "
-            "says more."
+            "without speculation; contract prints the settings that output bits depend on. Add "
+            "--help for their options."
             if program == _PROGRAM
             else None
         ),
@@ -72,7 +72,8 @@ def _parser(program: str = _PROGRAM) -> argparse.ArgumentParser:
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="options in YAML, under the names of these flags; the command line goes before them",
+        help="YAML file with options under the names of these flags; flags on the command line "
+        "take precedence",
     )
     add_engine_options(parser)
     _add_server_options(parser)
@@ -89,9 +90,10 @@ def _contract_parser(program: str) -> argparse.ArgumentParser:
 
     parser = _parser(program)
     parser.description = (
-        "Prints what the bits of a server with these options depend on, and a digest of it."
+        "Print everything that the output bits of a server with these options depend on, and its "
+        "digest."
     )
-    parser.epilog = "The server's other options are accepted, and change nothing."
+    parser.epilog = "The server's other options are accepted but have no effect."
     for action in parser._actions:
         if action.dest not in {"help", "config", *OPTIONS}:
             action.help = argparse.SUPPRESS
@@ -101,68 +103,69 @@ def _contract_parser(program: str) -> argparse.ArgumentParser:
 def _add_server_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--port", type=int, default=8000, help="(default: %(default)s)")
+    add("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
     add(
         "--metrics-port",
         type=int,
         metavar="PORT",
-        help="serve /metrics on this port instead (default: on --port)",
+        help="serve /metrics on this port instead of --port",
     )
     add(
         "--api-key",
         metavar="KEY",
         action="append",
         default=[],
-        help="bearer token that requests must carry; may be given several times, and in the "
-        "environment as SPECOPS_API_KEY. Slots are shared equally among keys",
+        help="bearer token that requests must send; may be repeated, or set in the environment as "
+        "SPECOPS_API_KEY. Keys share the slots equally",
     )
-    add("--api-key-file", metavar="FILE", help="further keys, one a line")
+    add("--api-key-file", metavar="FILE", help="file with further keys, one per line")
     add(
         "--cache-scope",
         type=str.lower,
         choices=("key", "server"),
         default="key",
         help="requests that share pages of the prefix cache and earlier responses to draft from: "
-        "those of one API key, or all of the server (default: %(default)s). cache_salt of a "
-        "request separates further",
+        "those of one API key (key) or of all keys (server; default: %(default)s). "
+        "cache_salt of a request separates them further",
     )
     add(
         "--allowed-hosts",
         metavar="NAME",
         action="append",
-        help="names in the Host header that are answered, several times for several, * for any "
-        "(default: without keys and on a loopback address those of this machine, else any)",
+        help="names that are accepted in the Host header; may be repeated, * accepts any name "
+        "(default: this machine's names on a loopback address without keys, else any)",
     )
     add(
         "--allowed-origins",
         metavar="ORIGIN",
         action="append",
         default=[],
-        help="whose pages may ask from a browser, such as https://example.com, several times for "
-        "several, * for any (default: only the server's own)",
+        help="origins of web pages that may send requests from a browser, such as "
+        "https://example.com; may be repeated, * allows any origin (default: only the "
+        "server's own)",
     )
     add(
         "--forwarded-allow-ips",
         metavar="ADDRESS",
         action="append",
         default=[],
-        help="a proxy, or a network of them, whose X-Forwarded-For says where requests come from, "
-        "several times for several, * for any (default: none)",
+        help="address or network of a proxy whose X-Forwarded-For header is trusted; may be "
+        "repeated, * trusts any (default: none)",
     )
     _add_chat(parser)
     _add_limits(parser)
     add(
         "--in-process",
         action="store_true",
-        help="run the engine in a thread of the server rather than in a process of its own, for "
-        "debugging: nothing starts it again when it dies (default: a process)",
+        help="run the engine in a thread of the server, which does not restart it, for debugging "
+        "(default: in its own process)",
     )
     add(
         "--log-level",
         type=str.lower,
         choices=("debug", "info", "warning", "error"),
         default="info",
-        help="(default: %(default)s)",
+        help="minimum severity of log lines (default: %(default)s)",
     )
 
 
@@ -172,20 +175,21 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
         "--tool-call-parser",
         type=str.lower,
         choices=("hermes", "llama3_json", "mistral"),
-        help="how the model writes calls of tools (default: as its chat template teaches it)",
+        help="syntax in which the model writes tool calls (default: detected from its chat "
+        "template)",
     )
     add(
         "--chat-template",
         metavar="FILE",
-        help="Jinja template that makes a prompt of a chat's messages, or `tools`: one with tools "
-        "that comes with specops (default: the model's)",
+        help="Jinja template that turns messages into a prompt, or `tools` for the one with tools "
+        "that specops includes (default: the model's)",
     )
     add(
         "--generation-config",
         default="auto",
         metavar="auto|none|DIR",
-        help="sampling parameters of requests that do not set them: of the model's "
-        "generation_config.json, none, or those of another directory's (default: %(default)s)",
+        help="default sampling parameters: from the model's generation_config.json (auto), none, "
+        "or from the file in another directory (default: %(default)s)",
     )
 
 
@@ -196,77 +200,77 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=4 << 20,
         metavar="N",
-        help="longest request body (default: %(default)s)",
+        help="maximum length of a request body (default: %(default)s)",
     )
     add(
         "--body-timeout",
         type=finite,
         default=60.0,
         metavar="SECONDS",
-        help="time that a client may take over a body (default: %(default)s)",
+        help="time within which a request body must arrive (default: %(default)s)",
     )
     add(
         "--header-timeout",
         type=finite,
         default=20.0,
         metavar="SECONDS",
-        help="time that a client may take over the headers of a request (default: %(default)s)",
+        help="time within which the headers of a request must arrive (default: %(default)s)",
     )
     add(
         "--write-timeout",
         type=finite,
         default=60.0,
         metavar="SECONDS",
-        help="time that a client may take to read what was written for it (default: %(default)s)",
+        help="time within which a client must read what was written for it (default: %(default)s)",
     )
     add(
         "--max-unread-bytes",
         type=int,
         default=64 << 20,
         metavar="N",
-        help="output that may wait for one client to read it (default: %(default)s)",
+        help="bytes of output that a client may leave unread (default: %(default)s)",
     )
     add(
         "--max-connections",
         type=int,
         default=1024,
         metavar="N",
-        help="connections open at a time (default: %(default)s)",
+        help="maximum number of open connections (default: %(default)s)",
     )
     add(
         "--drain-timeout",
         type=int,
         default=30,
         metavar="SECONDS",
-        help="time that running requests get after SIGTERM (default: %(default)s)",
+        help="time for running requests to finish after SIGTERM (default: %(default)s)",
     )
     add(
         "--engine-timeout",
         type=finite,
         default=300.0,
         metavar="SECONDS",
-        help="longest step: an engine that gives no sign of life for so long is restarted "
-        "(default: %(default)s)",
+        help="time without a sign of life, such as the end of a step, after which an engine is "
+        "restarted (default: %(default)s)",
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command named by the first argument, or serve if it names none."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    name = given[0] if given[:1] and given[0] in _COMMANDS else None
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    name = words[0] if words[:1] and words[0] in _COMMANDS else None
     if name is None:
-        return serve(given, _PROGRAM)
-    return _COMMANDS[name](given[1:], f"{_PROGRAM} {name}")
+        return serve(words, _PROGRAM)
+    return _COMMANDS[name](words[1:], f"{_PROGRAM} {name}")
 
 
-def serve(given: Sequence[str], program: str) -> int:
+def serve(arguments: Sequence[str], program: str) -> int:
     """Serve until SIGTERM and return the exit code.
 
     The code is 2 for invalid arguments, and 1 if the engine has failed permanently.
     """
     parser = _parser(program)
     try:
-        args = _read(parser, given)
+        args = _read(parser, arguments)
         require_effect(parser, args)
     except ValueError as error:
         return _fail(str(error))
@@ -318,9 +322,9 @@ def _app(
     check_scheduler(args)
     api_keys = _api_keys(args.api_key, args.api_key_file)
     listener, metrics_listener = _listeners(args)  # fails early: loading the model takes longer
-    own = server.default_hosts(listener.getsockname()[0], has_keys=bool(api_keys))
+    default_hosts = server.default_hosts(listener.getsockname()[0], has_keys=bool(api_keys))
     access = server.Access(
-        args.allowed_hosts or own, args.allowed_origins, args.forwarded_allow_ips
+        args.allowed_hosts or default_hosts, args.allowed_origins, args.forwarded_allow_ips
     )
     defaults = server.sampling_defaults(args.generation_config, config.model_dir)
     with ThreadPoolExecutor(1) as pool:
@@ -340,7 +344,7 @@ def _app(
         sampling_defaults=defaults,
         cache_scope=args.cache_scope,
     )
-    _say_where(client, args.host, listener.getsockname()[1])
+    _log_address(client, args.host, listener.getsockname()[1])
     return app, {
         "listener": listener,
         "drain_timeout": args.drain_timeout,
@@ -359,7 +363,7 @@ def _client(
     if processes:
         from specops.service.process import ProcessClient
 
-        clients = [ProcessClient(one, timeout) for one in processes]
+        clients = [ProcessClient(process, timeout) for process in processes]
         if len(clients) == 1:
             return clients[0]
         from specops.service.data_parallel import DataParallelClient
@@ -373,10 +377,10 @@ def _client(
     return ThreadClient(engine)
 
 
-def _say_where(client: "EngineClient", host: str, port: int) -> None:
+def _log_address(client: "EngineClient", host: str, port: int) -> None:
     capabilities = client.capabilities
     logging.getLogger(__name__).info(
-        "%s on %s with method %s, k = %d; the page is at http://%s:%d/",
+        "serving %s on %s with method %s and %d drafts per step at http://%s:%d/",
         capabilities.model_name,
         capabilities.device,
         capabilities.speculative_config["method"],
@@ -418,17 +422,17 @@ def _listeners(args: argparse.Namespace) -> tuple[socket.socket, socket.socket |
     if args.metrics_port is None:
         return listener, None
     if args.metrics_port == args.port != 0:
-        raise ValueError(f"metrics_port must be another than port, got {args.port} twice")
+        raise ValueError(f"metrics_port must differ from port, got {args.port} for both")
     return listener, listen(args.host, args.metrics_port, name="metrics_port")
 
 
-def contract(given: Sequence[str], program: str) -> int:
+def contract(arguments: Sequence[str], program: str) -> int:
     """Print what output bits depend on with these options; return the exit code."""
     from specops.engine.engine import Engine
     from specops.service.contract import contract_of
 
     try:
-        args = _read(_contract_parser(program), given)
+        args = _read(_contract_parser(program), arguments)
         engine = Engine(EngineConfig(**engine_settings(args)))
     except ValueError as error:
         return _fail(str(error))
@@ -436,49 +440,51 @@ def contract(given: Sequence[str], program: str) -> int:
     return 0
 
 
-def _read(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Namespace:
+def _read(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line, with the options of `--config` before its own.
 
     Raises:
         ValueError: the file cannot be read or does not hold options, or a flag is one of
             FastDeploy's that specops does not support.
     """
-    for argument in given:
+    for argument in arguments:
         require_known(argument)
-    args = parser.parse_args(given)
+    args = parser.parse_args(arguments)
     if args.config is None:
         return args
-    return parser.parse_args([*arguments_of(args.config, parser), *given])
+    return parser.parse_args([*arguments_of(args.config, parser), *arguments])
 
 
-def _api_keys(given: Sequence[str], file: str | None) -> list[str]:
+def _api_keys(from_flags: Sequence[str], file: str | None) -> list[str]:
     """Return the API keys of the command line, the environment and a file.
 
     Raises:
         ValueError: a key is empty or the file has none; a server meant to be protected would be
             open to all clients.
     """
-    keys = [("--api-key", key) for key in given]
+    keys = [("--api-key", key) for key in from_flags]
     if "SPECOPS_API_KEY" in os.environ:
         keys.append(("SPECOPS_API_KEY", os.environ["SPECOPS_API_KEY"]))
     if file is not None:
         try:
             lines = Path(file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--api-key-file must be a text file, got {file}: {error}") from None
+            raise ValueError(
+                f"--api-key-file must be a readable text file, got {file}: {error}"
+            ) from None
         keys += [("--api-key-file", line) for line in lines if line.strip()] or [
             ("--api-key-file", "")
         ]
     for where, key in keys:
         if not key.strip():
-            raise ValueError(f"{where} must hold a key of at least one character, got none")
+            raise ValueError(f"{where} must hold a key of at least one character, got an empty one")
     return [key.strip() for _, key in keys]
 
 
-def _verify_exactness(given: Sequence[str], program: str) -> int:
+def _verify_exactness(arguments: Sequence[str], program: str) -> int:
     from specops.cli import exactness  # imports torch, which a server's own process does not
 
-    return exactness.main(given, program)
+    return exactness.main(arguments, program)
 
 
 def _fail(message: str) -> int:

@@ -34,13 +34,13 @@ class SpeedUp:
     is_capped: bool
 
     def __str__(self) -> str:
-        most = "at most " if self.is_capped else ""
+        bound = "at most " if self.is_capped else ""
         spread = "one pair of runs"
         if self.num_pairs > 1:
             half = "half of " if self.num_pairs >= _FOR_QUARTERS else ""
             spread = f"{self.low:.2f} to {self.high:.2f} in {half}{self.num_pairs} pairs"
         noise = "; the timing was disturbed" if self.is_capped else ""
-        return f"{most}{self.factor:.2f} times as fast as plain ({spread}{noise})"
+        return f"{bound}{self.factor:.2f} times as fast as plain ({spread}{noise})"
 
 
 def speed_up(pairs: Sequence[tuple[float, float]], tokens_per_step: float) -> SpeedUp:

@@ -211,7 +211,8 @@ class KvEvents:
     def send(self, batch: Batch) -> None:
         """Deliver the batch of a step, and queue its changes of the cache."""
         self._deliver(batch)
-        events, self._prefixes.events = self._prefixes.events, []
+        events = self._prefixes.events
+        self._prefixes.events = []
         if self._has_failed:
             return
         now = time.time()
@@ -254,7 +255,9 @@ class KvEvents:
         for _ in range(_MAX_REQUESTS):
             if not replayer.poll(0):
                 return
-            client, *_, number = replayer.recv_multipart()
+            parts = replayer.recv_multipart()
+            client = parts[0]
+            number = parts[-1]
             if len(number) != _NUMBER_BYTES:
                 logger.warning(
                     "kv_events_replay: a sequence number must have 8 bytes, got %d", len(number)
@@ -318,7 +321,7 @@ class _Gate:
         for _ in range(_MAX_REQUESTS):
             if not self._requests.poll(0):
                 return
-            version, request, name, host, *_ = self._requests.recv_multipart()
+            version, request, name, host = self._requests.recv_multipart()[:4]
             clients = self._clients[name]
             clients.count()  # includes this connection
             is_admitted = clients.admits(host.decode())

@@ -231,7 +231,9 @@ def _copy(source: Pages, target: Pages, header: Header) -> None:
     """Copy the heads of one header from pages that contain them to other pages."""
     every = zip(source.header.tensors, _tensors(source), _tensors(target), strict=True)
     for (layout, _), (source_heads, old), (target_heads, new) in every:
-        moved, begin, end = header.heads_of(layout), 0, 0
+        moved = header.heads_of(layout)
+        begin = 0
+        end = 0
         for width in layout.widths:
             count = len(moved) * width
             first, other = (
@@ -243,7 +245,8 @@ def _copy(source: Pages, target: Pages, header: Header) -> None:
 
 def _tensors(pages: Pages) -> Iterator[tuple[range, Tensor]]:
     """Yield heads and bytes of each tensor, [pages, rows, columns, bytes of an element]."""
-    header, begin = pages.header, 0
+    header = pages.header
+    begin = 0
     data = torch.empty(0, dtype=torch.uint8)
     if pages.data:
         data = torch.frombuffer(pages.data, dtype=torch.uint8)

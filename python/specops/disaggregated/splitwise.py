@@ -264,7 +264,8 @@ class SplitwiseClient(EngineClient):
         self._is_stopping = True
         for job in list(self._waiting):
             self._forget(job)
-        runs, self._runs = self._runs, {}
+        runs = self._runs
+        self._runs = {}
         for number, run in runs.items():
             self._engine.abort(number)
             self._requeue(run.stream, run.entry, run.ticket)
@@ -435,7 +436,8 @@ class SplitwiseClient(EngineClient):
 
     def _engine_lost(self, message: str) -> None:
         """Write all running jobs to their streams again, for other nodes or the next engine."""
-        runs, self._runs = self._runs, {}
+        runs = self._runs
+        self._runs = {}
         for run in runs.values():
             self._requeue_lost(run.stream, run.entry, run.ticket)
 

@@ -218,7 +218,8 @@ class KvTransferInbox(Inbox):
 
     def _finish_fetch(self, fetching: _Fetching) -> None:
         """Give a job's pages to the engine, if they reached all ranks undamaged."""
-        pages, num_damaged = None, 0
+        pages = None
+        num_damaged = 0
         reason: object = "another rank lacks its shard of the pages"
         try:
             pages = fetching.pages.result()
@@ -238,7 +239,8 @@ class KvTransferInbox(Inbox):
 
     def _leased(self, job: Submit) -> KvTransfer | None:
         """Lease a prompt's pages; return where another engine finds them, or None if it failed."""
-        is_leased, count = True, 0
+        is_leased = True
+        count = 0
         self._num_leases += 1
         number = str(self._num_leases).encode()
         name = hashlib.blake2b(number, key=self._secret, digest_size=16).hexdigest()

@@ -400,7 +400,7 @@ class _Connections:
             for other in self._open.values():
                 if not other.is_reader:
                     by_host.setdefault(other.host, []).append(other)
-            oldest, *_ = max(by_host.values(), key=len)
+            oldest = max(by_host.values(), key=len)[0]
             del self._open[oldest.socket]
             with contextlib.suppress(OSError):
                 oldest.socket.shutdown(socket.SHUT_RDWR)  # its thread closes it

@@ -90,14 +90,17 @@ def params_of(request: Mapping[str, Any]) -> SamplingParams:
             if value is None or name in _OTHERS:
                 continue
             if name not in names:
-                raise ValueError(f"{name} must be absent, got {value!r}")
+                raise ValueError(
+                    f"{name} must be absent, since specops does not support it, got {value!r}"
+                )
             values[names[name]] = value
-    sampling, stops = request.get("sampling_options") or {}, request.get("stop_conditions") or {}
+    sampling = request.get("sampling_options") or {}
+    stops = request.get("stop_conditions") or {}
     if (sampling.get("n") or 1) > 1:  # Dynamo's frontend ends all choices with the first
         raise ValueError(f"n must be 1 with Dynamo, got {sampling['n']}")
     values["top_k"] = max(sampling.get("top_k") or 0, 0)  # Dynamo's -1 also means all tokens
     values["stop_token_ids"] = sorted(
-        {one for name in _STOP_TOKENS for one in stops.get(name) or ()}
+        {token_id for name in _STOP_TOKENS for token_id in stops.get(name) or ()}
     )
     form = {
         _FORMS.get(name, name): value
@@ -130,7 +133,8 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
     """
 
     def __init__(self, setup: Setup, model_dir: Path) -> None:
-        self._setup, self._model_dir = setup, model_dir
+        self._setup = setup
+        self._model_dir = model_dir
         self._role = "" if setup.role is None else setup.role.role
         self._tokenizer = Tokenizer.from_dir(model_dir)
         self._client: ProcessClient | None = None
@@ -157,11 +161,11 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
         events = kv_event_settings(args)
         kind = "" if role is None else role.role
         if kind not in _MODES:
-            raise ValueError(f"role must be prefill or decode with Dynamo, got {kind}")
+            raise ValueError(f"role must be prefill, decode or absent with Dynamo, got {kind}")
         config = EngineConfig.from_plain(settings)
         if not (config.model_dir / "tokenizer.json").is_file():
             raise ValueError(
-                f"model must be a directory with a tokenizer.json, which Dynamo reads, got "
+                f"model must be a directory with the tokenizer.json that Dynamo reads, got "
                 f"{config.model_dir}"
             )
         setup = Setup(settings, args.log_level, role=role, kv_events=events)
@@ -186,15 +190,15 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
             ValueError: the engine cannot start; the message says why.
         """
         self._client = await asyncio.to_thread(lambda: ProcessClient(EngineProcess(self._setup)))
-        await self._client.start(self._receive, self._lose, num_clients=1)
-        known = self._client.capabilities
+        await self._client.start(self._receive, self._fail_all, num_clients=1)
+        capabilities = self._client.capabilities
         return Registration(
             model=str(self._model_dir),
-            served_model_name=known.model_name,
+            served_model_name=capabilities.model_name,
             llm=LlmRegistration(
-                context_length=known.max_model_len,
-                kv_cache_block_size=known.page_size,
-                total_kv_blocks=known.num_pages,
+                context_length=capabilities.max_model_len,
+                kv_cache_block_size=capabilities.page_size,
+                total_kv_blocks=capabilities.num_pages,
             ),
         )
 
@@ -207,10 +211,11 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
             InvalidArgument: the engine does not support the request.
             EngineShutdown: the engine has died; a new one is being started.
         """
-        assert self._client is not None, "it has been started"
+        assert self._client is not None, "start() precedes generate()"
         if self._client.health in ("restarting", "failed"):
             raise EngineShutdown(f"the engine is {self._client.health}")
-        job, has_ended = self._job_of(request), False
+        job = self._job_of(request)
+        has_ended = False
         events = self._jobs[job.job] = asyncio.Queue()
         self._running[context.id()] = job.job
         try:
@@ -241,8 +246,9 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
                 params = params.for_prompt()  # the pages are complete with the first token
                 transfer = KvTransfer(do_remote_decode=True)
             elif self._role == "decode":
-                told = (request.get("prefill_result") or {}).get("disaggregated_params") or {}
-                transfer = msgspec.convert(told.get("kv_transfer_params"), KvTransfer | None)
+                result = request.get("prefill_result") or {}
+                prefill = result.get("disaggregated_params") or {}
+                transfer = msgspec.convert(prefill.get("kv_transfer_params"), KvTransfer | None)
         except ValueError as error:
             raise InvalidArgument(str(error)) from None
         return Submit(
@@ -258,8 +264,8 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
     def _chunk(self, output: Output, job: Submit) -> dict[str, Any]:
         chunk: dict[str, Any] = {"token_ids": output.token_ids, "index": output.index}
         if job.params.logprobs is not None:
-            chunk["log_probs"] = [one.logprob for one in output.logprobs]
-            chunk["top_logprobs"] = [self._top(one) for one in output.logprobs]
+            chunk["log_probs"] = [token.logprob for token in output.logprobs]
+            chunk["top_logprobs"] = [self._top(token) for token in output.logprobs]
         if (end := output.end) is not None:
             length = len(job.prompts[0])
             chunk["finish_reason"] = end.finish_reason
@@ -270,14 +276,14 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
                 "prompt_tokens_details": {"cached_tokens": end.num_cached_tokens},
             }
             if self._role == "prefill":
-                told = end.kv_transfer and msgspec.structs.asdict(end.kv_transfer)
-                chunk["disaggregated_params"] = {"kv_transfer_params": told}
+                transfer = end.kv_transfer and msgspec.structs.asdict(end.kv_transfer)
+                chunk["disaggregated_params"] = {"kv_transfer_params": transfer}
         return chunk
 
-    def _top(self, one: TokenLogprob) -> list[dict[str, Any]]:
+    def _top(self, token: TokenLogprob) -> list[dict[str, Any]]:
         """Return the most probable alternatives of a token, in Dynamo's format."""
         entries = []
-        for place, (token_id, logprob) in enumerate(one.alternatives, 1):
+        for place, (token_id, logprob) in enumerate(token.alternatives, 1):
             data = self._tokenizer.token_bytes(token_id)
             text = data.decode("utf-8", "replace")
             entry = {"rank": place, "token_id": token_id, "token": text, "logprob": logprob}
@@ -291,7 +297,7 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
         if self._publisher is not None:
             self._publish(batch)
 
-    def _lose(self, message: str) -> None:
+    def _fail_all(self, message: str) -> None:
         for job, events in self._jobs.items():
             events.put_nowait(Failed(job, message))
 
@@ -303,8 +309,10 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
 
     async def kv_event_sources(self) -> list[KvEventSource]:
         """Return the sources of KV events, from which Dynamo's router tracks the prefix cache."""
-        told = self._setup.kv_events
-        return [] if told is None else [ZmqSource(endpoint=told.endpoint, topic=told.topic)]
+        settings = self._setup.kv_events
+        if settings is None:
+            return []
+        return [ZmqSource(endpoint=settings.endpoint, topic=settings.topic)]
 
     def component_metrics_dp_ranks(self) -> list[int]:
         """Return the data-parallel ranks that report their load: the only engine."""
@@ -315,8 +323,9 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
         self._publisher = publisher
 
     def _publish(self, batch: Batch) -> None:
-        assert self._client is not None, "it has sent this"
-        total, stats = self._client.capabilities.num_pages, batch.status.stats
+        assert self._client is not None, "start() precedes batches"
+        total = self._client.capabilities.num_pages
+        stats = batch.status.stats
         used = total - batch.status.num_free_pages
         queries = stats.prefix_cache_queries
         self._publisher.publish(
@@ -333,32 +342,43 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
 
 def _has_chats(model_dir: Path) -> bool:
     """Return whether Dynamo finds a chat template; it requires a tokenizer_config.json."""
-    told = read_json_object(model_dir / "tokenizer_config.json")
-    return bool(told) and ("chat_template" in told or (model_dir / "chat_template.jinja").is_file())
+    config = read_json_object(model_dir / "tokenizer_config.json")
+    has_file = (model_dir / "chat_template.jinja").is_file()
+    return bool(config) and ("chat_template" in config or has_file)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m specops.integrations.dynamo",
         allow_abbrev=False,
-        description="Runs an engine as a worker of NVIDIA Dynamo; `python -m dynamo.frontend` is "
-        "the server before it.",
+        description="Run an engine as a worker of NVIDIA Dynamo, behind `python -m "
+        "dynamo.frontend`.",
     )
     add_engine_options(parser)
     add_role_options(parser)
     add_kv_event_options(parser)
     add = parser.add_argument
-    add("--namespace", default="dynamo", help="of Dynamo (default: %(default)s)")
-    add("--component", help="of Dynamo (default: backend, or prefill of that role)")
+    add("--namespace", default="dynamo", help="Dynamo namespace (default: %(default)s)")
+    add("--component", help="Dynamo component (default: prefill for that role, else backend)")
     add(
         "--discovery-backend",
         default="file",
         choices=("file", "etcd", "kubernetes", "mem"),
-        help="where workers and frontends meet, the same for all; file: the directory DYN_FILE_KV "
-        "(default: %(default)s)",
+        help="service discovery of workers and frontends, equal for all; file uses the directory "
+        "DYN_FILE_KV (default: %(default)s)",
     )
-    add("--request-plane", default="tcp", choices=("tcp", "nats"), help="(default: %(default)s)")
-    add("--event-plane", default="zmq", choices=("zmq", "nats"), help="(default: %(default)s)")
+    add(
+        "--request-plane",
+        default="tcp",
+        choices=("tcp", "nats"),
+        help="transport of requests (default: %(default)s)",
+    )
+    add(
+        "--event-plane",
+        default="zmq",
+        choices=("zmq", "nats"),
+        help="transport of events (default: %(default)s)",
+    )
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     # The shared helpers read these options, which a Dynamo worker does not offer.
     parser.set_defaults(in_process=False, data_parallel_size=1)

@@ -67,25 +67,29 @@ class _PagedLayer(DynamicLayer):  # type: ignore[misc]
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
         """Append keys and values [batch, heads, tokens, head_dim], and return the whole cache."""
         if not self.is_initialized:
-            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+            self.dtype = key_states.dtype
+            self.device = key_states.device
+            self.is_initialized = True
+            self.keys = key_states[:, :, :0]
+            self.values = value_states[:, :, :0]
         self.keys = _appended(self.keys, key_states)
         self.values = _appended(self.values, value_states)
         return self.keys, self.values
 
 
 def _appended(old: Tensor, new: Tensor) -> Tensor:
-    before, size = old.shape[2], old.shape[2] + new.shape[2]
-    room = _room(old)
-    if room is None or room.shape[1] < size:
+    before = old.shape[2]
+    size = before + new.shape[2]
+    buffer = _buffer_of(old)
+    if buffer is None or buffer.shape[1] < size:
         capacity = _whole_pages(max(size, 2 * before))
-        room = new.new_zeros(new.shape[0], capacity, new.shape[1], new.shape[3])
-        room[:, :before] = old.transpose(1, 2)
-    room[:, before:size] = new.transpose(1, 2)
-    return room[:, :size].transpose(1, 2)
+        buffer = new.new_zeros(new.shape[0], capacity, new.shape[1], new.shape[3])
+        buffer[:, :before] = old.transpose(1, 2)
+    buffer[:, before:size] = new.transpose(1, 2)
+    return buffer[:, :size].transpose(1, 2)
 
 
-def _room(x: Tensor) -> Tensor | None:
+def _buffer_of(x: Tensor) -> Tensor | None:
     """Return the whole buffer [batch, tokens, heads, head_dim] of a view, or None.
 
     None: the buffer does not consist of whole pages in this layout.
@@ -220,23 +224,24 @@ def _read(seen: Tensor, text: Tensor) -> StepMask:
     """
     q_length, end = seen.shape[1:]
     columns = torch.arange(end, device=seen.device)
-    own = columns[end - q_length :]
-    firsts, text_begins = seen.byte().argmax(2), text.byte().argmax(1)
+    own_columns = columns[end - q_length :]
+    firsts = seen.byte().argmax(2)
+    text_begins = text.byte().argmax(1)
     # A row that sees only itself begins a sequence. The first row may continue the cache's.
-    begins = torch.where(firsts == own, own, text_begins[:, None])
+    begins = torch.where(firsts == own_columns, own_columns, text_begins[:, None])
     begins[:, 0] = text_begins
     begins = begins.cummax(1).values
 
-    wanted = text[:, own]
-    expected = (columns >= firsts[..., None]) & (columns <= own[:, None]) & text[:, None]
+    is_text = text[:, own_columns]
+    expected = (columns >= firsts[..., None]) & (columns <= own_columns[:, None]) & text[:, None]
     places = text.cumsum(1)
-    spans = places[:, own] - places.gather(1, firsts) + 1
-    windows = set(spans[wanted & (firsts > begins)].tolist())
-    is_known = bool(((seen == expected) | ~wanted[..., None]).all())
+    spans = places[:, own_columns] - places.gather(1, firsts) + 1
+    windows = set(spans[is_text & (firsts > begins)].tolist())
+    is_known = bool(((seen == expected) | ~is_text[..., None]).all())
     if not is_known or len(windows) > 1:
         raise ValueError(
-            "attn_implementation 'specops' has causal masks, with padding, a window or packed "
-            "sequences, got a mask of another kind"
+            "attn_implementation 'specops' supports causal masks with padding, a sliding window or "
+            "packed sequences, got a mask of another kind"
         )
     if bool(text.all()) and not bool(begins.any()):
         mask = _causal(len(text), q_length, end, text.device)
@@ -248,17 +253,20 @@ def _read(seen: Tensor, text: Tensor) -> StepMask:
 
 def _gathered(text: Tensor, begins: Tensor) -> StepMask:
     """Return the mask of rows with the begin column of each row's sequence [batch, q_length]."""
-    device, (batch, end), q_length = text.device, text.shape, begins.shape[1]
+    device = text.device
+    batch, end = text.shape
+    q_length = begins.shape[1]
     text, begins = text.cpu(), begins.cpu()
     rows = text[:, end - q_length :].flatten().nonzero()[:, 0]
     # Columns are numbered consecutively over the whole batch; so are tokens (`places`).
     of_batch = torch.arange(batch)[:, None] * end
-    own = (of_batch + torch.arange(end - q_length, end)).flatten()[rows]
+    own_columns = (of_batch + torch.arange(end - q_length, end)).flatten()[rows]
     begins = (of_batch + begins).flatten()[rows]
     firsts, lens = torch.unique_consecutive(begins, return_counts=True)
     qo_indptr = torch.nn.functional.pad(lens.cumsum(0), (1, 0))
     places = text.flatten().cumsum(0) - 1
-    begin, last = places[firsts][:, None], places[own[qo_indptr[1:] - 1]][:, None]
+    begin = places[firsts][:, None]
+    last = places[own_columns[qo_indptr[1:] - 1]][:, None]
     kv_lens = (last - begin + 1)[:, 0]
     # Slots past the end of a sequence are not read; they get its last key.
     slots = torch.arange(_whole_pages(max(kv_lens.tolist(), default=0)))
@@ -308,19 +316,21 @@ def attention(
         ValueError: the model needs an option that `append_attention` does not support, or
             gradients.
     """
-    for name, asked in (("dropout", dropout), *options.items()):
-        is_off = asked is None or (isinstance(asked, (bool, int, float)) and not asked)
+    for name, setting in (("dropout", dropout), *options.items()):
+        is_off = setting is None or (isinstance(setting, (bool, int, float)) and not setting)
         if name in _UNSUPPORTED and not is_off:
-            got = f"a tensor {list(asked.shape)}" if isinstance(asked, Tensor) else repr(asked)
-            raise ValueError(f"attn_implementation 'specops' has no {name}, got {got}")
+            got = repr(setting)
+            if isinstance(setting, Tensor):
+                got = f"a tensor {list(setting.shape)}"
+            raise ValueError(f"attn_implementation 'specops' does not support {name}, got {got}")
     if not (module.is_causal if is_causal is None else is_causal):
         raise ValueError(
-            "attn_implementation 'specops' has no rows that see later ones, got is_causal=False"
+            "attn_implementation 'specops' supports only causal attention, got is_causal=False"
         )
     inputs = [x for x in (query, key, value, s_aux) if x is not None]
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         raise ValueError(
-            "attn_implementation 'specops' computes no gradients, got inputs that require them: "
+            "attn_implementation 'specops' computes no gradients, got inputs that require them; "
             "use torch.no_grad(), or another implementation for training"
         )
     batch, num_heads, rows, head_dim = query.shape
@@ -329,13 +339,13 @@ def attention(
         mask = _causal(batch, rows, key.shape[2], query.device)
     elif not isinstance(mask, StepMask):
         raise ValueError(
-            "attn_implementation 'specops' takes an attention_mask [batch, tokens] given to the "
-            f"model, got one of shape {list(mask.shape)}"
+            "attn_implementation 'specops' requires the model's attention_mask to have shape "
+            f"[batch, tokens], got {list(mask.shape)}"
         )
     if mask.window not in (None, sliding_window):
         raise ValueError(
-            f"attn_implementation 'specops' has causal masks, with the sliding_window of the layer"
-            f"={sliding_window}, got a mask of {mask.window} tokens"
+            "attn_implementation 'specops' requires a mask with the layer's sliding_window of "
+            f"{sliding_window}, got one of {mask.window} tokens"
         )
     q = query.transpose(1, 2).contiguous().view(batch * rows, num_heads, head_dim)
     k_cache, v_cache = _pages(key, mask.slots), _pages(value, mask.slots)
@@ -361,10 +371,10 @@ def _pages(x: Tensor, slots: Tensor | None) -> Tensor:
     batch, heads, tokens, head_dim = x.shape
     if slots is not None:
         batch_indices, columns = slots
-        room = x[batch_indices, :, columns]
-    elif (whole := _room(x)) is not None:
-        room = whole
+        pages = x[batch_indices, :, columns]
+    elif (buffer := _buffer_of(x)) is not None:
+        pages = buffer
     else:
-        room = x.new_zeros(batch, _whole_pages(tokens), heads, head_dim)
-        room[:, :tokens] = x.transpose(1, 2)
-    return room.view(room.shape[0] * room.shape[1] // PAGE_SIZE, PAGE_SIZE, heads, head_dim)
+        pages = x.new_zeros(batch, _whole_pages(tokens), heads, head_dim)
+        pages[:, :tokens] = x.transpose(1, 2)
+    return pages.view(pages.shape[0] * pages.shape[1] // PAGE_SIZE, PAGE_SIZE, heads, head_dim)

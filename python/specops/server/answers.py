@@ -107,7 +107,8 @@ class Answer(Generic[R]):
 
     def _num_logprobs(self) -> int:
         """Return the number of log-probabilities in the answer, including alternatives."""
-        params, count = self.job.params, 0
+        params = self.job.params
+        count = 0
         if params.logprobs is not None:
             num_tokens = sum(end.num_tokens for end in self._ends.values())
             count = num_tokens * (1 + params.logprobs)
@@ -293,7 +294,8 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
         return self.vllm_prompt_logprobs(0)
 
     def last(self, index: int, end: End) -> dict[str, Any]:
-        delta, num_calls = {}, 0
+        delta = {}
+        num_calls = 0
         if self.request.may_call:
             reader = self._reader(index)
             num_calls = reader.num_calls

@@ -53,7 +53,7 @@ from specops.server.openai_responses import (
     Responses,
     ResponsesRequest,
 )
-from specops.server.openapi import describe, operation_id, reads, takes
+from specops.server.openapi import describe, operation_id, with_body, without_body
 from specops.server.page import add_page
 from specops.server.protocol import ChatCompletionRequest, CompletionRequest
 from specops.server.replies import (
@@ -108,7 +108,7 @@ _ABSENT = {
 }
 
 _READ = ["GET", "HEAD"]
-_HEALTH: dict[str, Any] = reads(Health)
+_HEALTH: dict[str, Any] = without_body(Health)
 _HEALTH["responses"][503] = {
     "model": Health,
     "description": "the engine fails or hangs, is being restarted, or has stopped",
@@ -260,7 +260,7 @@ def _add_own_routes(app: FastAPI, client: EngineClient, *, has_metrics: bool) ->
             answer["drafter_failures"] = failures
         return JSONResponse(answer, 200 if status == "ok" else 503)
 
-    @app.api_route("/version", methods=_READ, **reads(Version))
+    @app.api_route("/version", methods=_READ, **without_body(Version))
     async def version() -> Response:
         """Return the version of specops."""
         return JSONResponse({"version": specops.__version__})
@@ -298,38 +298,40 @@ def _openai_routes(generation: Generation) -> APIRouter:
 
     api = APIRouter(dependencies=[Depends(check_key)], generate_unique_id_function=operation_id)
 
-    @api.api_route("/v1/models", methods=_READ, **reads(ModelList))
+    @api.api_route("/v1/models", methods=_READ, **without_body(ModelList))
     async def models() -> Response:
         """List the model, with its context length and the methods that a request may name."""
         return JSONResponse({"object": "list", "data": [generation.model_card()]})
 
-    @api.api_route("/v1/models/{name:path}", methods=_READ, **reads(Model, 404))
+    @api.api_route("/v1/models/{name:path}", methods=_READ, **without_body(Model, 404))
     async def model(name: str) -> Response:
         """Return the model's entry if the name is the served model's; 404 otherwise."""
         generation.check_model(name)
         return JSONResponse(generation.model_card())
 
-    @api.api_route("/v1/contract", methods=_READ, **reads(Contract))
+    @api.api_route("/v1/contract", methods=_READ, **without_body(Contract))
     async def contract() -> Response:
         """Return everything that the bits of outputs depend on, and a digest of it."""
         return JSONResponse(generation.contract)
 
-    @api.post("/v1/completions", **takes(CompletionRequest, TextCompletion, streams=True))
+    @api.post("/v1/completions", **with_body(CompletionRequest, TextCompletion, streams=True))
     async def completions(request: Request) -> Response:
         """Continue a text, in OpenAI's format."""
-        return await generation.answer(request, CompletionRequest, _as_it_is(TextAnswer))
+        return await generation.answer(request, CompletionRequest, _unconverted(TextAnswer))
 
-    @api.post("/v1/chat/completions", **takes(ChatCompletionRequest, ChatCompletion, streams=True))
+    @api.post(
+        "/v1/chat/completions", **with_body(ChatCompletionRequest, ChatCompletion, streams=True)
+    )
     async def chat_completions(request: Request) -> Response:
         """Answer a chat, in OpenAI's format."""
-        return await generation.answer(request, ChatCompletionRequest, _as_it_is(ChatAnswer))
+        return await generation.answer(request, ChatCompletionRequest, _unconverted(ChatAnswer))
 
-    @api.post("/tokenize", **takes(TokenizeRequest, TokensReply))
+    @api.post("/tokenize", **with_body(TokenizeRequest, TokensReply))
     async def tokenize(request: Request) -> Response:
         """Return the tokens of a text, or of a chat's prompt."""
         return await generation.tokenize(request)
 
-    @api.post("/detokenize", **takes(DetokenizeRequest, TextReply))
+    @api.post("/detokenize", **with_body(DetokenizeRequest, TextReply))
     async def detokenize(request: Request) -> Response:
         """Return the text of tokens."""
         return await generation.detokenize(request)
@@ -338,7 +340,7 @@ def _openai_routes(generation: Generation) -> APIRouter:
     return api
 
 
-def _as_it_is(answer_type: type[A]) -> Callable[[R, str], tuple[R, type[A]]]:
+def _unconverted(answer_type: type[A]) -> Callable[[R, str], tuple[R, type[A]]]:
     """Return the `begin` argument of `Generation.answer` for bodies that need no conversion."""
     return lambda body, client: (body, answer_type)
 
@@ -347,27 +349,29 @@ def _add_blocks_routes(api: APIRouter, generation: Generation) -> None:
     """Add the APIs that convert requests to chats and answer with lists of blocks."""
     responses = Responses()
 
-    @api.post("/v1/responses", **takes(ResponsesRequest, ResponsesReply, streams=True))
+    @api.post("/v1/responses", **with_body(ResponsesRequest, ResponsesReply, streams=True))
     async def create_response(request: Request) -> Response:
         """Answer a chat, in the format of OpenAI's Responses API."""
         return await generation.answer(request, ResponsesRequest, responses.begin)
 
     path = "/v1/responses/{response_id}"
 
-    @api.api_route(path, methods=_READ, **reads(ResponsesReply, 400, 404, query=OF_A_RESPONSE))
+    @api.api_route(
+        path, methods=_READ, **without_body(ResponsesReply, 400, 404, query=OF_A_RESPONSE)
+    )
     async def response(request: Request, response_id: str) -> Response:
         """Return a stored response as it was answered."""
         body = responses.retrieve(request.state.client, response_id, request.query_params)
         return Response(body, media_type="application/json")
 
-    @api.delete(path, **reads(DeletedResponse, 404))
+    @api.delete(path, **without_body(DeletedResponse, 404))
     async def delete_response(request: Request, response_id: str) -> Response:
         """Delete a stored response."""
         return JSONResponse(responses.delete(request.state.client, response_id))
 
     items = f"{path}/input_items"
 
-    @api.api_route(items, methods=_READ, **reads(InputItems, 400, 404, query=OF_ITEMS))
+    @api.api_route(items, methods=_READ, **without_body(InputItems, 400, 404, query=OF_ITEMS))
     async def input_items(request: Request, response_id: str) -> Response:
         """Return the input items of the request that led to a stored response."""
         page = responses.input_items(request.state.client, response_id, request.query_params)
@@ -375,12 +379,14 @@ def _add_blocks_routes(api: APIRouter, generation: Generation) -> None:
 
     error = MessagesError
 
-    @api.post(_ANTHROPIC, **takes(MessagesRequest, MessageReply, streams=True, error=error))
+    @api.post(_ANTHROPIC, **with_body(MessagesRequest, MessageReply, streams=True, error=error))
     async def create_message(request: Request) -> Response:
         """Answer a chat, in Anthropic's format."""
         return await generation.answer(request, MessagesRequest, begin_message)
 
-    @api.post(f"{_ANTHROPIC}/count_tokens", **takes(CountTokensRequest, TokenCount, error=error))
+    @api.post(
+        f"{_ANTHROPIC}/count_tokens", **with_body(CountTokensRequest, TokenCount, error=error)
+    )
     async def count_tokens(request: Request) -> Response:
         """Return the number of tokens of a chat's prompt."""
         count = await generation.count(request, CountTokensRequest, CountTokensRequest.as_chat)
@@ -541,7 +547,8 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, client: EngineClient) -> None:
         super().__init__(config)
-        self._client, self.has_failed = client, False
+        self._client = client
+        self.has_failed = False
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether the server must end; uvicorn calls this ten times a second."""

@@ -153,5 +153,6 @@ class BlockAnswer(ChatAnswer):
         if self._is_open:
             block = self.blocks[-1]
             assert isinstance(block, TextBlock)
-            self._is_open, block.is_cut = False, is_cut
+            self._is_open = False
+            block.is_cut = is_cut
             yield Change("end", block)

@@ -144,7 +144,8 @@ class CallReader:
         """Return the content that is left at the end of the text, such as half of a call."""
         rest = (self._opening if self._is_open else "") + self._held
         is_rest = self._is_open and not self._held.strip(_SPACE + "[],;")
-        self._held, self._is_open = "", False
+        self._held = ""
+        self._is_open = False
         if self.num_calls and (is_rest or not rest.strip()):
             return ""
         return rest
@@ -160,17 +161,20 @@ class CallReader:
                 self._held = begun
                 return "", True
             self._is_content = True
-            content, self._held = self._held, ""
+            content = self._held
+            self._held = ""
             return content, False
         before, found, rest = self._held.partition(opening)
         if found:
             content = before.rstrip()
             # Space after a call separates it from the next one; other space is content.
             space = "" if self.num_calls else before[len(content) :]
-            self._opening, self._held = space + opening, rest
+            self._opening = space + opening
+            self._held = rest
             return content, True
         free = len(self._held) - _num_held(self._held, opening)
-        content, self._held = self._held[:free], self._held[free:]
+        content = self._held[:free]
+        self._held = self._held[free:]
         return content, False
 
     def _next(self) -> str | dict[str, Any] | None:
@@ -185,12 +189,14 @@ class CallReader:
             if not body:
                 return None
             if form.is_list and not self._opening and body.startswith(form.closing):
-                self._held, self._is_open = body[len(form.closing) :], False
+                self._held = body[len(form.closing) :]
+                self._is_open = False
                 return ""
             if body[0] != "{":
                 return self._as_text(0)
             self._opening += self._held[: len(self._held) - len(body)]
-            self._held, self._scanner = body, ObjectScanner()
+            self._held = body
+            self._scanner = ObjectScanner()
         if self._end is None:
             self._end = self._scanner.end_in(self._held)
         if self._end is None:
@@ -204,14 +210,18 @@ class CallReader:
         call = self._call(self._held[: self._end]) if is_shallow else None
         if call is None:
             return self._as_text(self._end)
-        self._held, self._opening, self._is_open = rest, "", not is_single
+        self._held = rest
+        self._opening = ""
+        self._is_open = not is_single
         self._scanner = self._end = None
         return call
 
     def _as_text(self, end: int) -> str:
         """Remove the opening and the held text up to `end`; return them as content."""
         content = self._opening + self._held[:end]
-        self._held, self._opening, self._is_open = self._held[end:], "", False
+        self._held = self._held[end:]
+        self._opening = ""
+        self._is_open = False
         self._scanner = self._end = None
         self._is_content = True
         return content

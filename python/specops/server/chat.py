@@ -125,7 +125,7 @@ class ChatFormat:
         """
         if self._template is None:
             raise ValueError("the model has no chat template; send a prompt to /v1/completions")
-        own = {
+        reserved = {
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
             "tools": tools or None,
@@ -133,13 +133,13 @@ class ChatFormat:
             **self._special_tokens,
         }
         for name in variables or {}:
-            if name in own or name not in self._variables:
+            if name in reserved or name not in self._variables:
                 raise ValueError(
                     "chat_template_kwargs must hold variables that the model's chat template "
                     f"reads and that a request may set, got {name!r}"
                 )
         try:
-            return self._template.render(**own, **(variables or {}))
+            return self._template.render(**reserved, **(variables or {}))
         except Exception as error:  # a template may raise any exception
             raise ValueError(f"the chat template refused the messages: {error}") from None
 

@@ -214,7 +214,8 @@ class Dispatch:
 
     def _fail_all(self, message: str) -> None:
         """Fail every job after the engine has ended."""
-        jobs, self._jobs = self._jobs, {}
+        jobs = self._jobs
+        self._jobs = {}
         self._num_rows = 0  # a new engine counts from zero
         for job in jobs.values():
             self._metrics.dropped("error", job.num_running)

@@ -108,7 +108,9 @@ class LegacyLogprobs:
         num_alternatives: int | None,
         text: str = "",
     ) -> dict[str, Any]:
-        tokens, offsets, raw = [], [], []
+        tokens = []
+        offsets = []
+        raw = []
         values: list[float | None] = []
         top: list[dict[str, float] | None] = []
         is_added = bool(text) and self._is_added(token_ids, text)

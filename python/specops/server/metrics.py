@@ -313,7 +313,8 @@ class _EngineCollector(Collector):
         counts = [speculative.num_steps - speculative.num_drafts]
         counts += speculative.num_drafts_per_length[1:]
         counts += [0] * (_LENGTHS[-1] + 1 - len(counts))
-        total, buckets = 0, []
+        total = 0
+        buckets = []
         for length, count in enumerate(counts):
             total += count
             if length in _LENGTHS:

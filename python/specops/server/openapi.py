@@ -92,7 +92,7 @@ _OF_BODIES = (400, 404, 408, 413, 415, 500)
 _OF_GENERATION = (*_OF_BODIES, 429, 503)
 
 
-def reads(
+def without_body(
     reply: type[BaseModel], *errors: int, query: Mapping[str, dict[str, Any]] | None = None
 ) -> dict[str, Any]:
     """Return FastAPI's keyword arguments for a route without a body.
@@ -111,7 +111,7 @@ def reads(
     return declared
 
 
-def takes(
+def with_body(
     body: type[Body],
     reply: type[BaseModel],
     *,
@@ -153,7 +153,7 @@ def describe(app: FastAPI, *, keyed: frozenset[str]) -> dict[str, Any]:
     """Return the OpenAPI description of an application's routes.
 
     Args:
-        app: application with routes that were declared with `reads` and `takes`.
+        app: application with routes that were declared with `without_body` and `with_body`.
         keyed: paths that need an API key.
     """
     with warnings.catch_warnings():

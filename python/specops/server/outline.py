@@ -58,7 +58,8 @@ def without_long_lists(
         return body, {}  # json.loads will report the error
     placeholders: dict[str, Any] = {}
     for name, raw in fields.items():
-        value, placeholder = bytes(raw), None
+        value = bytes(raw)
+        placeholder = None
         if name == "prompt":
             placeholder = _long_prompt(value, max_ids)
         elif name in max_lengths and _has_more(value, max_lengths[name]):

@@ -379,7 +379,7 @@ class CompletionRequest(_Request):
         if self.best_of is not None and self.best_of != self.n:
             raise ApiError(
                 400,
-                f"best_of must be absent or equal to n ({self.n}), got {self.best_of}",
+                f"best_of is not supported: it must be absent or equal n, got {self.best_of}",
                 param="best_of",
                 code="unsupported_parameter",
             )
@@ -601,8 +601,8 @@ def parse(model: type[B], body: bytes, max_ids: int) -> B:
         elif values[name] is None:
             del values[name]  # null means absent
     for name, limit in MAX_LISTS.items():
-        given = values.get(name)
-        if isinstance(given, (list, dict)) and len(given) > limit:
+        elements = values.get(name)
+        if isinstance(elements, (list, dict)) and len(elements) > limit:
             raise ApiError(400, f"{name} must hold at most {limit} elements", param=name)
     if values.get("messages") == []:
         raise ApiError(400, "messages must hold at least one message, got none", param="messages")

@@ -16,7 +16,8 @@ class RequestCounts:
     """
 
     def __init__(self, app: ASGIApp, count: Callable[[str, str, int], None]) -> None:
-        self._app, self._count = app, count
+        self._app = app
+        self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""

@@ -74,7 +74,8 @@ class SocketInbox:
             ready = self._poll.poll(None if seconds is None else 1e3 * seconds)
             if any(number == self._waker.fileno() for number, _ in ready):
                 self._waker.recv(1 << 12)
-        has_unread, self._has_unread = self._has_unread, True
+        has_unread = self._has_unread
+        self._has_unread = True
         if has_unread:
             self._decoded += [*map(to_process, self._frames.feed(b""))]
         try:
@@ -173,7 +174,8 @@ def _serve(parent: _Parent, setup: Setup, inbox: SocketInbox, make: "MakeEngine"
 
                 events = PrefixEvents()
             engine = make(setup, events)
-            role, contract = "", None
+            role = ""
+            contract = None
             if setup.role is not None:
                 from specops.disaggregated.transfer_inbox import transfer_inbox_of
 

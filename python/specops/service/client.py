@@ -52,7 +52,8 @@ class EngineClient:
             lost: called with an error message when the engine, and every job in it, is lost.
             num_clients: as in `Begin`.
         """
-        self._receive, self._lost = receive, lost
+        self._receive = receive
+        self._lost = lost
 
     async def stop(self) -> None:
         """Drop the remaining jobs and wait for the engine to end."""
@@ -74,7 +75,8 @@ class EngineClient:
         raise NotImplementedError
 
     def _handle_batch(self, batch: Batch) -> None:
-        self.status, self.health = batch.status, batch.health
+        self.status = batch.status
+        self.health = batch.health
         if batch.full is not None:
             self.full = batch.full
         self._receive(batch)

@@ -263,7 +263,8 @@ class ProcessClient(EngineClient):
 
     async def _restart(self) -> None:
         ending = await asyncio.to_thread(self._process.end)
-        begun_at, self._begun_at = self._begun_at, None
+        begun_at = self._begun_at
+        self._begun_at = None
         if begun_at is not None and time.monotonic() - begun_at > _WELL_SECONDS:
             self._num_deaths = 0
         while self._num_deaths < len(_PAUSES):

@@ -92,7 +92,7 @@ async def ask(
     except (aiohttp.ClientError, TimeoutError) as error:
         answer.error = reason(error)
     except (ValueError, TypeError, AttributeError, KeyError) as error:
-        answer.error = f"the stream is not OpenAI's: {error!r}"
+        answer.error = f"the stream is not in OpenAI's format: {error!r}"
     answer.end = answer.end or clock()
     return answer
 

@@ -22,7 +22,8 @@ def due_times(count: int, rate: float, *, even: bool, seed: int) -> list[float]:
         seed: seed of the random gaps.
     """
     numbers = random.Random(seed)
-    times, now = [], 0.0
+    times = []
+    now = 0.0
     for _ in range(count):
         times.append(now)
         now += 1 / rate if even else numbers.expovariate(rate)

@@ -53,12 +53,12 @@ def counts_in(reply: Mapping[str, Any]) -> DraftCounts | None:
     Raises:
         KeyError, TypeError, ValueError, AttributeError: the reply is malformed.
     """
-    found = (reply.get("metrics") or {}).get("speculative_decoding")
-    if found:
+    counts = (reply.get("metrics") or {}).get("speculative_decoding")
+    if counts:
         return DraftCounts(
-            int(found["num_spec_steps"]),
-            int(found["num_draft_tokens"]),
-            int(found["num_accepted_draft_tokens"]),
+            int(counts["num_spec_steps"]),
+            int(counts["num_draft_tokens"]),
+            int(counts["num_accepted_draft_tokens"]),
         )
     details = (reply.get("usage") or {}).get("completion_tokens_details") or {}
     accepted = details.get("accepted_prediction_tokens")

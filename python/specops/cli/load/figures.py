@@ -32,38 +32,38 @@ def figures(answers: Sequence[Answer], metrics: DraftCounts | None = None) -> di
         "whole_ms" by the client's clock; "sent_late_ms" (how late requests were sent, which is
         the generator's fault); "server_ms" by the server's clock; "acceptance" of drafts, or None.
     """
-    good = [answer for answer in answers if answer.error is None]
+    successful = [answer for answer in answers if answer.error is None]
     seconds = max(a.end for a in answers) - min(a.due for a in answers)
-    tokens = sum(answer.completion_tokens for answer in good)
+    tokens = sum(answer.completion_tokens for answer in successful)
     return {
         "num_requests": len(answers),
-        "num_failed": len(answers) - len(good),
+        "num_failed": len(answers) - len(successful),
         "failures": dict(Counter(a.error for a in answers if a.error is not None).most_common()),
         "seconds": seconds,
-        "prompt_tokens": sum(answer.prompt_tokens or 0 for answer in good),
+        "prompt_tokens": sum(answer.prompt_tokens or 0 for answer in successful),
         "completion_tokens": tokens,
-        "tokens_are_counted_by": _counter(good),
-        "requests_per_s": len(good) / seconds,
+        "tokens_are_counted_by": _counter(successful),
+        "requests_per_s": len(successful) / seconds,
         "output_tokens_per_s": tokens / seconds,
-        "first_token_ms": spread(answer.seconds_to_first for answer in good),
-        "per_output_token_ms": spread(answer.seconds_per_token for answer in good),
-        "whole_ms": spread(answer.seconds for answer in good),
+        "first_token_ms": spread(answer.seconds_to_first for answer in successful),
+        "per_output_token_ms": spread(answer.seconds_per_token for answer in successful),
+        "whole_ms": spread(answer.seconds for answer in successful),
         "sent_late_ms": spread(answer.sent - answer.due for answer in answers),
-        "server_ms": _server_times(good),
-        "acceptance": _acceptance(good, metrics),
+        "server_ms": _server_times(successful),
+        "acceptance": _acceptance(successful, metrics),
     }
 
 
 def spread(seconds: Iterable[float | None]) -> dict[str, float] | None:
     """Return mean, percentiles and maximum in milliseconds of the times that are not None."""
-    there = [1e3 * second for second in seconds if second is not None]
-    if not there:
+    milliseconds = [1e3 * second for second in seconds if second is not None]
+    if not milliseconds:
         return None
-    of_each = np.percentile(there, PERCENTILES)
+    of_each = np.percentile(milliseconds, PERCENTILES)
     return {
-        "mean": float(np.mean(there)),
+        "mean": float(np.mean(milliseconds)),
         **{f"p{p}": float(value) for p, value in zip(PERCENTILES, of_each, strict=True)},
-        "max": max(there),
+        "max": max(milliseconds),
     }
 
 
@@ -82,30 +82,31 @@ def request_records(answers: Sequence[Answer]) -> list[dict[str, Any]]:
 
 def _counter(answers: Sequence[Answer]) -> str:
     """Return how tokens were counted. Pieces of text are fewer if a step emits several tokens."""
-    told = all(answer.prompt_tokens is not None for answer in answers)
-    return "the server" if told else "pieces of text: the server sends no usage"
+    has_usage = all(answer.prompt_tokens is not None for answer in answers)
+    return "the server" if has_usage else "pieces of text, since the server sends no usage"
 
 
 def _server_times(answers: Sequence[Answer]) -> dict[str, dict[str, float] | None] | None:
-    told = [answer.timings for answer in answers if answer.timings]
-    if not told:
+    reported = [answer.timings for answer in answers if answer.timings]
+    if not reported:
         return None
     return {
-        name.removesuffix("_seconds"): spread(timings.get(name) for timings in told)
+        name.removesuffix("_seconds"): spread(timings.get(name) for timings in reported)
         for name in _SERVER_TIMES
     }
 
 
 def _acceptance(answers: Sequence[Answer], metrics: DraftCounts | None) -> dict[str, Any] | None:
-    counts, source = metrics, "metrics"
-    told = [answer for answer in answers if answer.num_draft_tokens is not None]
-    if any(answer.num_draft_tokens for answer in told):
-        steps = [answer.num_drafts for answer in told]
+    counts = metrics
+    source = "metrics"
+    reported = [answer for answer in answers if answer.num_draft_tokens is not None]
+    if any(answer.num_draft_tokens for answer in reported):
+        steps = [answer.num_drafts for answer in reported]
         counts, source = (
             DraftCounts(
                 None if None in steps else sum(step or 0 for step in steps),
-                sum(answer.num_draft_tokens or 0 for answer in told),
-                sum(answer.num_accepted_tokens or 0 for answer in told),
+                sum(answer.num_draft_tokens or 0 for answer in reported),
+                sum(answer.num_accepted_tokens or 0 for answer in reported),
             ),
             "answers",
         )

@@ -24,5 +24,5 @@ def model_cards(text: str) -> list[dict[str, Any]]:
     except (ValueError, TypeError, KeyError):
         cards = []
     if not cards:
-        raise ValueError("it lists no model at /v1/models")
+        raise ValueError("it must list a model at /v1/models, got none")
     return cards

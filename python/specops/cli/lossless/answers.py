@@ -71,18 +71,18 @@ def _tokens(choice: Mapping[str, Any]) -> list[Token]:
         tokens = [_chat_token(entry) for entry in logprobs["content"]]
     else:
         texts = logprobs.get("tokens") or []
-        own = logprobs.get("token_logprobs") or [None] * len(texts)
+        logprob_list = logprobs.get("token_logprobs") or [None] * len(texts)
         tops = logprobs.get("top_logprobs") or [None] * len(texts)
         tokens = [
             Token(str(text), None, _number(logprob), _sorted((top or {}).items()))
-            for text, logprob, top in zip(texts, own, tops, strict=True)
+            for text, logprob, top in zip(texts, logprob_list, tops, strict=True)
         ]
     ids = choice.get("token_ids") or []
     if not tokens:
-        return [Token(None, int(one)) for one in ids]
+        return [Token(None, int(token_id)) for token_id in ids]
     if len(ids) != len(tokens):
         return tokens
-    return [replace(token, id=int(one)) for token, one in zip(tokens, ids, strict=True)]
+    return [replace(token, id=int(token_id)) for token, token_id in zip(tokens, ids, strict=True)]
 
 
 def _chat_token(entry: Mapping[str, Any]) -> Token:
@@ -96,5 +96,5 @@ def _number(value: Any) -> float | None:
 
 def _sorted(tops: Any) -> tuple[tuple[str, float], ...]:
     """Sort by falling logprob, then by text: a server's order of equal logprobs is arbitrary."""
-    known = [(str(text), float(logprob)) for text, logprob in tops if logprob is not None]
-    return tuple(sorted(known, key=lambda top: (-top[1], top[0])))
+    pairs = [(str(text), float(logprob)) for text, logprob in tops if logprob is not None]
+    return tuple(sorted(pairs, key=lambda top: (-top[1], top[0])))

@@ -47,15 +47,16 @@ def card(
         for end, sampling in zip(_ENDS[place:], (GREEDY, SEEDED), strict=False):
             body.append(_text(end, top + _ROW, sampling, "note end"))
     rows: dict[str, list[Comparison]] = {}
-    for one in comparisons:
-        rows.setdefault(one.mode, []).append(one)
+    for comparison in comparisons:
+        rows.setdefault(comparison.mode, []).append(comparison)
     for row, (mode, of_mode) in enumerate(rows.items(), start=2):
         body.append(_text(_MARGIN, top + _ROW * row, _short(mode)))
-        for end, one in zip(_ENDS, of_mode, strict=True):
-            share, colour = f"{len(one.found)} of {one.num_compared}", ""
-            if one.found:
+        for end, comparison in zip(_ENDS, of_mode, strict=True):
+            cell = f"{len(comparison.differences)} of {comparison.num_compared}"
+            colour = ""
+            if comparison.differences:
                 colour = _COLOURS[DIFFERS]
-            body.append(_text(end, top + _ROW * row, share, "end", colour))
+            body.append(_text(end, top + _ROW * row, cell, "end", colour))
     top += _ROW * (len(rows) + 2) + 4
     small = [line for long in footer for line in wrap(long, _LETTERS + 16)]
     body += [_text(_MARGIN, top + 16 * row, line, "note") for row, line in enumerate(small)]

@@ -15,7 +15,7 @@ from typing import Any
 from specops.cli import Parser, fail, finite, json_object, require_url, require_writable, write_file
 from specops.cli.lossless.answers import Answer
 from specops.cli.lossless.card import card
-from specops.cli.lossless.modes import ALONE, BESIDE, Ask, Mode, asks_of, modes_of
+from specops.cli.lossless.modes import ALONE, BESIDE, Mode, Request, modes_of, requests_of
 from specops.cli.lossless.server import Server
 from specops.cli.lossless.show import cautions, difference_lines, table
 from specops.cli.lossless.texts import TEXTS, Text
@@ -38,10 +38,10 @@ def main(arguments: Sequence[str], program: str) -> int:
             None if args.plain_body is None else json_object("--plain-body", args.plain_body),
             [json_object("--drafted-body", body) for body in args.drafted_body or ()],
         )
-        asks = asks_of(
+        requests = requests_of(
             texts, max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed
         )
-        comparisons = _compare(args, asks, plain, drafted)
+        comparisons = _compare(args, requests, plain, drafted)
         drafts = {mode.name: mode.drafts for mode in (plain, *drafted)}
         status, sentence = verdict(comparisons, drafts, is_trusted=args.trust_speculation)
         _report(args, status, sentence, comparisons, [plain, *drafted])
@@ -55,59 +55,81 @@ def main(arguments: Sequence[str], program: str) -> int:
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = Parser(
         prog=program,
-        description="Asks a server with OpenAI's API the same with and without speculation, alone "
-        "and beside others, greedy and with seeds, and compares texts, tokens, logprobs and "
-        "endings. The exit code is 0: lossless, 1: something differs, 2: it cannot be said.",
-        epilog="Without --url, the command compares an engine of its own: see `specops "
-        "verify-exactness --help`.",
+        description="Send the same requests to an OpenAI-compatible server with and without "
+        "speculation, one by one and together, greedy and with seeds, and compare "
+        "texts, tokens, logprobs and finish reasons. The exit code is 0 if nothing "
+        "differs, 1 if something differs, and 2 if there is no verdict.",
+        epilog="Without --url, the command compares an engine on this machine; see "
+        "`specops verify-exactness --help`.",
     )
     _add_servers(parser)
     _add_requests(parser)
     add = parser.add_argument
-    add("--json", metavar="FILE", help="write all of it there; - is standard output")
-    add("--card", metavar="FILE.svg", help="draw the verdict as a picture to share")
-    told = parser.add_mutually_exclusive_group()
-    told.add_argument("--verbose", action="store_true", help="every difference")
-    told.add_argument("--quiet", action="store_true", help="the verdict alone, in one line")
+    add(
+        "--json",
+        metavar="FILE",
+        help="write the verdict and all results to this file, or to standard output if it is -",
+    )
+    add("--card", metavar="FILE.svg", help="draw the verdict as an SVG picture")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--verbose", action="store_true", help="print every difference")
+    output.add_argument("--quiet", action="store_true", help="print only the verdict, in one line")
     return parser
 
 
 def _add_servers(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--url", required=True, help="of the server that speculates, without /v1")
+    add("--url", required=True, help="base URL of the server that speculates, without /v1")
     add(
         "--baseline-url",
         metavar="URL",
-        help="the same model without speculation (default: --url, if a request can say so there: "
-        "specops' server, or one that knows the fields of --plain-body)",
+        help="base URL of a server that runs the same model without speculation (default: --url, "
+        "if its requests can turn speculation off: a specops server, or one that supports "
+        "the fields of --plain-body)",
     )
-    add("--model", default="", metavar="NAME", help="(default: the first that the server lists)")
-    add("--baseline-model", default="", metavar="NAME", help="(default: the first that it lists)")
+    add(
+        "--model",
+        default="",
+        metavar="NAME",
+        help="name of the model (default: the first that the server lists)",
+    )
+    add(
+        "--baseline-model",
+        default="",
+        metavar="NAME",
+        help="name of the baseline's model (default: the first that it lists)",
+    )
     add(
         "--plain-body",
         metavar="JSON",
-        help="fields of requests without speculation, such as llama-server's "
-        "'{\"speculative.n_max\": 0}'",
+        help="fields of requests without speculation, such as '{\"speculative.n_max\": 0}' for "
+        "llama-server",
     )
     add(
         "--drafted-body",
         metavar="JSON",
         action="append",
-        help="fields of requests with speculation; may be repeated (default: none; on specops' "
-        "server, one for each of its methods)",
+        help="fields of requests with speculation; may be repeated (default: none; on a specops "
+        "server, one set of fields per method)",
     )
     add(
         "--trust-speculation",
         action="store_true",
-        help="take it that the server speculates, though it reports no drafts",
+        help="assume that the server speculates even if it reports no drafts",
     )
     add(
         "--api-key",
         metavar="KEY",
         default=os.environ.get("SPECOPS_API_KEY"),
-        help="bearer token (default: SPECOPS_API_KEY of the environment)",
+        help="bearer token (default: the environment variable SPECOPS_API_KEY)",
     )
-    add("--timeout", type=finite, default=600.0, metavar="SECONDS", help="(default: %(default)g)")
+    add(
+        "--timeout",
+        type=finite,
+        default=600.0,
+        metavar="SECONDS",
+        help="time without any data after which a request fails (default: %(default)g)",
+    )
 
 
 def _add_requests(parser: argparse.ArgumentParser) -> None:
@@ -116,24 +138,37 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
     add(
         "--prompt-file",
         metavar="FILE",
-        help="prompts of your own: a JSON list of texts, or a text per line (default: "
-        f"{len(TEXTS)} built in: prose, code, chats, and copies of code)",
+        help=f"prompts: a JSON list of strings, or one prompt per line (default: {len(TEXTS)} "
+        "built-in prompts: prose, code, chats, and copies of code)",
     )
-    add("--max-tokens", type=int, default=128, metavar="M", help="of each (default: %(default)s)")
+    add(
+        "--max-tokens",
+        type=int,
+        default=128,
+        metavar="M",
+        help="maximum number of output tokens per request (default: %(default)s)",
+    )
     add(
         "--temperature",
         type=finite,
         default=0.8,
         metavar="T",
-        help="of requests with a seed (default: %(default)s); the others are greedy",
+        help="sampling temperature of requests with a seed; the others are greedy (default: "
+        "%(default)s)",
     )
-    add("--seed", type=int, default=0, metavar="N", help="of the first prompt (default: 0)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of the first prompt; each further prompt adds 1 (default: 0)",
+    )
     add(
         "--concurrency",
         type=int,
         default=8,
         metavar="N",
-        help="requests under way at a time, beside others (default: %(default)s)",
+        help="number of requests in flight when requests are sent together (default: %(default)s)",
     )
 
 
@@ -172,29 +207,29 @@ def _server(args: argparse.Namespace, url: str, model: str) -> Server:
 
 
 def _compare(
-    args: argparse.Namespace, asks: Sequence[Ask], plain: Mode, drafted: Sequence[Mode]
+    args: argparse.Namespace, requests: Sequence[Request], plain: Mode, drafted: Sequence[Mode]
 ) -> list[Comparison]:
     """Send all requests, first plainly and alone: those answers are the reference."""
     comparisons: list[Comparison] = []
     rounds = 1 + 2 * (1 + len(drafted))
-    with progress(rounds * len(asks), is_shown=not args.quiet) as advance:
+    with progress(rounds * len(requests), is_shown=not args.quiet) as advance:
 
-        def ask(mode: Mode, setting: str) -> list[Answer]:
-            def one(ask: Ask) -> Answer:
-                answer = mode.server.ask(ask.text, {**ask.fields, **mode.fields})
+        def answers_of(mode: Mode, setting: str) -> list[Answer]:
+            def answer_of(request: Request) -> Answer:
+                answer = mode.server.send(request.text, {**request.fields, **mode.fields})
                 advance(f"{mode.name}, {setting}", 1)
                 return answer
 
-            return _ask_all(asks, one, args.concurrency if setting == BESIDE else 1)
+            return _send_all(requests, answer_of, args.concurrency if setting == BESIDE else 1)
 
-        expected = ask(plain, ALONE)
+        expected = answers_of(plain, ALONE)
         for mode in (plain, *drafted):
             before = mode.server.counters()
             of_mode: list[Answer] = []
             for setting in (ALONE, BESIDE):
-                answers = ask(mode, setting)
+                answers = answers_of(mode, setting)
                 of_mode += answers
-                comparisons += _comparisons(mode, setting, asks, expected, answers)
+                comparisons += _comparisons(mode, setting, requests, expected, answers)
             mode.drafts = total(answer.drafts for answer in of_mode)
             after = mode.server.counters()
             if mode.drafts is None and before is not None and after is not None:
@@ -202,11 +237,13 @@ def _compare(
     return comparisons
 
 
-def _ask_all(asks: Sequence[Ask], one: Callable[[Ask], Answer], count: int) -> list[Answer]:
+def _send_all(
+    requests: Sequence[Request], send: Callable[[Request], Answer], count: int
+) -> list[Answer]:
     """Return all answers, with at most `count` requests in flight."""
     pool = ThreadPoolExecutor(count)
     try:
-        return list(pool.map(one, asks))
+        return list(pool.map(send, requests))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C does not wait for queued requests
 
@@ -214,17 +251,19 @@ def _ask_all(asks: Sequence[Ask], one: Callable[[Ask], Answer], count: int) -> l
 def _comparisons(
     mode: Mode,
     setting: str,
-    asks: Sequence[Ask],
+    requests: Sequence[Request],
     expected: Sequence[Answer],
     answers: Sequence[Answer],
 ) -> Iterable[Comparison]:
     """Return one comparison for greedy and one for seeded answers."""
-    found: dict[str, Comparison] = {}
-    for ask, plain, other in zip(asks, expected, answers, strict=True):
-        if ask.sampling not in found:
-            found[ask.sampling] = Comparison(mode.name, mode.is_drafted, setting, ask.sampling)
-        found[ask.sampling].add(ask.text, plain, other)
-    return found.values()
+    by_sampling: dict[str, Comparison] = {}
+    for request, plain, other in zip(requests, expected, answers, strict=True):
+        if request.sampling not in by_sampling:
+            by_sampling[request.sampling] = Comparison(
+                mode.name, mode.is_drafted, setting, request.sampling
+            )
+        by_sampling[request.sampling].add(request.text, plain, other)
+    return by_sampling.values()
 
 
 def _report(
@@ -242,8 +281,8 @@ def _report(
         lines = difference_lines(comparisons, None if args.verbose else _SHOWN)
         print(*lines, *notes, "", *table(comparisons), sep="\n", file=out)
     if args.json is not None:
-        found = _as_json(args, status, sentence, comparisons, modes)
-        text = json.dumps({**found, "notes": notes}, indent=1) + "\n"
+        results = _as_json(args, status, sentence, comparisons, modes)
+        text = json.dumps({**results, "notes": notes}, indent=1) + "\n"
         if args.json == "-":
             sys.stdout.write(text)
         else:
@@ -286,13 +325,13 @@ def _as_json(
         "comparisons": [
             {
                 # asdict would turn a Counter into a count of (key, count) pairs.
-                **asdict(replace(one, failures=Counter(), lacks=Counter())),
-                "failures": dict(one.failures),
-                "lacks": dict(one.lacks),
-                "num_different": len(one.found),
-                "counts": one.counts,
-                "logprob_gap": one.logprob_gap,
+                **asdict(replace(comparison, failures=Counter(), missing=Counter())),
+                "failures": dict(comparison.failures),
+                "missing": dict(comparison.missing),
+                "num_different": len(comparison.differences),
+                "counts": comparison.counts,
+                "logprob_gap": comparison.logprob_gap,
             }
-            for one in comparisons
+            for comparison in comparisons
         ],
     }

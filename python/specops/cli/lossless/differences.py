@@ -73,22 +73,24 @@ def difference(plain: Answer, other: Answer) -> Difference | None:
     logprob = None
     if _has_logprobs(a) and _has_logprobs(b):
         logprob = _first_unequal(_bits(a[:until]), _bits(b[:until]))
-    found = {
+    differs = {
         "text": plain.text != other.text,
         "token": token is not None,
         "logprob": logprob is not None,
     }
-    found["ending"] = plain.ending != other.ending and not (found["text"] or found["token"])
-    kinds = tuple(kind for kind in KINDS if found[kind])
+    differs["ending"] = plain.ending != other.ending and not (differs["text"] or differs["token"])
+    kinds = tuple(kind for kind in KINDS if differs[kind])
     if not kinds:
         return None
-    unit, place = "token", until if token is not None or logprob is None else logprob
+    unit = "token"
+    place = until if token is not None or logprob is None else logprob
     if kinds == ("text",) or not a or not b:
-        unit, place = "character", _common(plain.text, other.text)
+        unit = "character"
+        place = _common(plain.text, other.text)
         before = plain.text[:place]
         sides = _text_side(plain, place), _text_side(other, place)
     else:
-        before = "".join(one.text or "" for one in a[:place])
+        before = "".join(entry.text or "" for entry in a[:place])
         sides = _token_sides(plain, other, place)
     gap = _gap(a[: until + 1], b[: until + 1])
     return Difference(kinds, place, unit, before[-_BEFORE:], *sides, logprob, gap)
@@ -106,8 +108,8 @@ def _names(a: Sequence[Token], b: Sequence[Token]) -> tuple[list[Any], list[Any]
 
 def _bits(tokens: Sequence[Token]) -> list[tuple[Any, ...]]:
     return [
-        (_packed(one.logprob), [(text, _packed(logprob)) for text, logprob in one.alternatives])
-        for one in tokens
+        (_packed(token.logprob), [(text, _packed(logprob)) for text, logprob in token.alternatives])
+        for token in tokens
     ]
 
 
@@ -120,8 +122,8 @@ def _has_logprobs(tokens: Sequence[Token]) -> bool:
 
 
 def _first_unequal(a: Sequence[Any], b: Sequence[Any]) -> int | None:
-    for place, (one, another) in enumerate(zip(a, b, strict=False)):
-        if one != another:
+    for place, (first, second) in enumerate(zip(a, b, strict=False)):
+        if first != second:
             return place
     return None if len(a) == len(b) else min(len(a), len(b))
 
@@ -134,22 +136,24 @@ def _common(a: str, b: str) -> int:
 def _gap(a: Sequence[Token], b: Sequence[Token]) -> float | None:
     gaps = [
         abs(logprob - known[text])
-        for one, another in zip(a, b, strict=False)
-        for known in [dict(_logprobs(another))]
-        for text, logprob in _logprobs(one)
+        for first, second in zip(a, b, strict=False)
+        for known in [dict(_logprobs(second))]
+        for text, logprob in _logprobs(first)
         if text in known and math.isfinite(logprob) and math.isfinite(known[text])
     ]
     return max(gaps, default=None)
 
 
 def _logprobs(token: Token) -> list[tuple[str | None, float]]:
-    own = [] if token.logprob is None else [(token.text, token.logprob)]
-    return [*token.alternatives, *own]
+    own_logprob = [] if token.logprob is None else [(token.text, token.logprob)]
+    return [*token.alternatives, *own_logprob]
 
 
 def _token_sides(plain: Answer, other: Answer, place: int) -> tuple[Side, Side]:
-    here = [one.tokens[place] if place < len(one.tokens) else None for one in (plain, other)]
-    return _side(plain, here[0], here[1]), _side(other, here[1], here[0])
+    tokens = [
+        answer.tokens[place] if place < len(answer.tokens) else None for answer in (plain, other)
+    ]
+    return _side(plain, tokens[0], tokens[1]), _side(other, tokens[1], tokens[0])
 
 
 def _side(answer: Answer, token: Token | None, others: Token | None) -> Side:

@@ -15,7 +15,7 @@ GREEDY, SEEDED = "greedy", "seeded"
 _PLAIN = "naive"  # specops' name for decoding without drafts
 
 
-class Ask(NamedTuple):
+class Request(NamedTuple):
     """A request: GREEDY or SEEDED, its text, and the sampling fields."""
 
     sampling: str
@@ -42,14 +42,16 @@ class Mode:
     drafts: DraftCounts | None = None
 
 
-def asks_of(texts: Sequence[Text], *, max_tokens: int, temperature: float, seed: int) -> list[Ask]:
+def requests_of(
+    texts: Sequence[Text], *, max_tokens: int, temperature: float, seed: int
+) -> list[Request]:
     """Return two requests per text, greedy and seeded, alternating so that a batch has both."""
-    asks = []
+    requests = []
     for index, text in enumerate(texts):
         greedy = {"max_tokens": max_tokens, "temperature": 0}
         seeded = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed + index}
-        asks += [Ask(GREEDY, text, greedy), Ask(SEEDED, text, seeded)]
-    return asks
+        requests += [Request(GREEDY, text, greedy), Request(SEEDED, text, seeded)]
+    return requests
 
 
 def modes_of(
@@ -73,13 +75,17 @@ def modes_of(
         ValueError: a server does not answer, or the two have no endpoint in common.
     """
     of_plain = server if baseline is None else baseline
-    for one in {id(one): one for one in (server, of_plain)}.values():
-        one.connect()
+    for each_server in {
+        id(each_server): each_server for each_server in (server, of_plain)
+    }.values():
+        each_server.connect()
     common = [endpoint for endpoint in server.fields if endpoint in of_plain.fields]
     if not common:
-        raise ValueError(f"{server.url} and {of_plain.url} have no endpoint in common")
-    for one in (server, of_plain):
-        one.fields = {endpoint: one.fields[endpoint] for endpoint in common}
+        raise ValueError(
+            f"--url {server.url} and --baseline-url {of_plain.url} support no common endpoint"
+        )
+    for each_server in (server, of_plain):
+        each_server.fields = {endpoint: each_server.fields[endpoint] for endpoint in common}
     turns_off = plain_body
     if turns_off is None and of_plain.methods:
         turns_off = {"speculative_config": {"method": _PLAIN}}

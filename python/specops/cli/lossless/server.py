@@ -18,7 +18,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _ALTERNATIVES = 5
 # Fields that request details of every token, in falling order; the first accepted entry is used.
 # vLLM reports token ids on request; llama.cpp always does; others ignore or refuse the field.
-_LADDERS: dict[str, tuple[dict[str, Any], ...]] = {
+_DETAIL_FIELDS: dict[str, tuple[dict[str, Any], ...]] = {
     COMPLETIONS: (
         {"logprobs": _ALTERNATIVES, "return_token_ids": True},
         {"logprobs": _ALTERNATIVES},
@@ -71,8 +71,12 @@ class Server:
         """
         if "speculative_config" not in self.card:
             return []
-        lacking = {one["name"] for one in self.card.get("drafters") or () if one.get("parameter")}
-        return [name for name in self.card.get("methods") or () if name not in lacking]
+        needing_parameter = {
+            drafter["name"]
+            for drafter in self.card.get("drafters") or ()
+            if drafter.get("parameter")
+        }
+        return [name for name in self.card.get("methods") or () if name not in needing_parameter]
 
     def connect(self) -> None:
         """Find the model, and the most detailed request that each endpoint accepts.
@@ -89,8 +93,8 @@ class Server:
             raise ValueError(f"no OpenAI-compatible server at {self.url}: {error}") from None
         self.model = self.model or cards[0]["id"]
         self.card = next((card for card in cards if card["id"] == self.model), {})
-        for endpoint, ladder in _LADDERS.items():
-            for fields in ladder:
+        for endpoint, options in _DETAIL_FIELDS.items():
+            for fields in options:
                 answer = self._send(endpoint, Text("", "Hello"), {**fields, "max_tokens": 1})
                 if answer.error is None:
                     self.fields[endpoint] = fields
@@ -98,9 +102,11 @@ class Server:
                 if "logprobs" in fields or not fields:
                     self.refusals[endpoint] = answer.error
         if not self.fields:
-            raise ValueError(f"{self.url} refuses requests: {self.refusals[COMPLETIONS]}")
+            raise ValueError(
+                f"the server at {self.url} refuses requests: {self.refusals[COMPLETIONS]}"
+            )
 
-    def ask(self, text: Text, further: Mapping[str, Any]) -> Answer:
+    def send(self, text: Text, further: Mapping[str, Any]) -> Answer:
         """Return the answer to a text; a failure is recorded in its `error`, not raised."""
         endpoint = CHAT if text.kind == "chat" else COMPLETIONS
         if endpoint not in self.fields:
@@ -119,7 +125,7 @@ class Server:
         except Unreachable as error:
             return Answer(error=str(error))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            return Answer(error=f"the answer is not OpenAI's: {error!r}")
+            return Answer(error=f"the answer is not in OpenAI's format: {error!r}")
 
     def counters(self) -> DraftCounts | None:
         """Return the draft counts of all requests so far; None if there are no such metrics."""
@@ -149,7 +155,7 @@ class Server:
         except urllib.error.URLError as error:
             raise Unreachable(f"cannot connect: {_reason(error.reason)}") from None
         except (OSError, HTTPException) as error:
-            raise Unreachable(f"the connection ended: {_reason(error)}") from None
+            raise Unreachable(f"the connection was closed: {_reason(error)}") from None
 
 
 def _reason(error: object) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from specops.cli.lossless.differences import Side
 from specops.cli.lossless.modes import Mode
 from specops.cli.lossless.server import CHAT, COMPLETIONS
-from specops.cli.lossless.verdict import Comparison, Found
+from specops.cli.lossless.verdict import Comparison, TextDifference
 
 _COLUMNS = (
     "decoding",
@@ -28,7 +28,7 @@ _COLUMNS = (
 
 def table(comparisons: Sequence[Comparison]) -> list[str]:
     """Return a table: per comparison, the outputs that differ in each respect, and drafts."""
-    rows = [list(_COLUMNS), *(_row(one) for one in comparisons)]
+    rows = [list(_COLUMNS), *(_row(comparison) for comparison in comparisons)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
     return [
         "  ".join(
@@ -39,25 +39,26 @@ def table(comparisons: Sequence[Comparison]) -> list[str]:
     ]
 
 
-def _row(one: Comparison) -> list[str]:
+def _row(comparison: Comparison) -> list[str]:
     counts = [
-        "-" if 0 < one.num_compared == one.lacks[f"{kind}s"] else str(count)
-        for kind, count in one.counts.items()
+        "-" if 0 < comparison.num_compared == comparison.missing[f"{kind}s"] else str(count)
+        for kind, count in comparison.counts.items()
     ]
-    drafts, accepted = ("-", "-")
-    if one.drafts is not None:
-        drafts, accepted = str(one.drafts.num_draft_tokens), str(one.drafts.num_accepted_tokens)
-    gap = "-" if one.logprob_gap is None else f"{one.logprob_gap:.1e}"
+    drafts = accepted = "-"
+    if comparison.drafts is not None:
+        drafts = str(comparison.drafts.num_draft_tokens)
+        accepted = str(comparison.drafts.num_accepted_tokens)
+    gap = "-" if comparison.logprob_gap is None else f"{comparison.logprob_gap:.1e}"
     return [
-        one.mode,
-        one.setting,
-        one.sampling,
-        str(one.num_compared),
+        comparison.mode,
+        comparison.setting,
+        comparison.sampling,
+        str(comparison.num_compared),
         *counts,
         gap,
         drafts,
         accepted,
-        str(one.failures.total()),
+        str(comparison.failures.total()),
     ]
 
 
@@ -65,13 +66,16 @@ def cautions(comparisons: Sequence[Comparison], modes: Sequence[Mode]) -> list[s
     """Return sentences about what could not be compared, and why."""
     notes = []
     servers = {mode.server.url: mode.server for mode in modes}.values()
-    went = {COMPLETIONS: "all texts went as messages", CHAT: "messages went as prompts"}
+    consequences = {
+        COMPLETIONS: "all prompts were sent as messages",
+        CHAT: "chats were sent as prompts",
+    }
     for server in servers:
-        for endpoint, instead in went.items():
+        for endpoint, instead in consequences.items():
             if endpoint not in server.fields and endpoint in server.refusals:
                 why = server.refusals[endpoint]
                 notes.append(f"{server.url} does not answer at {endpoint} ({why}): {instead}.")
-    lacks = sum((one.lacks for one in comparisons), Counter[str]())
+    num_missing = sum((comparison.missing for comparison in comparisons), Counter[str]())
     refusals = {
         refusal
         for server in servers
@@ -79,44 +83,55 @@ def cautions(comparisons: Sequence[Comparison], modes: Sequence[Mode]) -> list[s
         if endpoint in server.fields
     }
     why = "; ".join(sorted(refusals))
-    told = {
-        "tokens": f"tokens are not reported{f' ({why})' if why else ''}, texts and endings are",
-        "logprobs": f"logprobs are not reported{f' ({why})' if why else ''}",
-        "ids": "token ids are not reported, tokens are compared by their text",
+    cause = f" ({why})" if why else ""
+    sentences = {
+        "tokens": f"tokens are not reported{cause}; only texts and finish reasons were compared",
+        "logprobs": f"logprobs are not reported{cause}",
+        "ids": "token ids are not reported; tokens were compared by their text",
     }
-    for name, sentence in told.items():
-        if lacks[name] > (0 if name == "tokens" else lacks["tokens"]):
-            notes.append(f"In {lacks[name]} answers, {sentence}.")
-    failures = sum((one.failures for one in comparisons), Counter[str]())
+    for name, sentence in sentences.items():
+        if num_missing[name] > (0 if name == "tokens" else num_missing["tokens"]):
+            notes.append(f"In {num_missing[name]} answers, {sentence}.")
+    failures = sum((comparison.failures for comparison in comparisons), Counter[str]())
     return [*notes, *(f"{count} failed: {why}" for why, count in failures.most_common())]
 
 
-def difference_lines(comparisons: Sequence[Comparison], most: int | None) -> list[str]:
+def difference_lines(comparisons: Sequence[Comparison], limit: int | None) -> list[str]:
     """Return lines that show where answers first differ and the likely tokens of each there.
 
     Args:
         comparisons: comparisons of all modes.
-        most: upper bound on the differences shown; None: all.
+        limit: upper bound on the differences shown; None: all.
     """
-    told = [(place, one, found) for one in comparisons for place, found in enumerate(one.found)]
+    items = [
+        (place, comparison, shown)
+        for comparison in comparisons
+        for place, shown in enumerate(comparison.differences)
+    ]
     # Modes with speculation come first; then the first difference of each comparison, the second...
-    told.sort(key=lambda item: (not item[1].is_drafted, item[0]))
-    lines = [line for _, one, found in told[:most] for line in _told(one, found)]
-    left = len(told) - len(told[:most])
-    return [*lines, "", f"{left} more: --verbose shows them."] if left else lines
+    items.sort(key=lambda item: (not item[1].is_drafted, item[0]))
+    lines = [
+        line for _, comparison, shown in items[:limit] for line in _description(comparison, shown)
+    ]
+    num_hidden = len(items) - len(items[:limit])
+    return (
+        [*lines, "", f"{num_hidden} more differences; --verbose shows them."]
+        if num_hidden
+        else lines
+    )
 
 
-def _told(one: Comparison, found: Found) -> list[str]:
-    it = found.difference
-    names = ("plain", one.mode) if one.is_drafted else ("first time", "again")
+def _description(comparison: Comparison, shown: TextDifference) -> list[str]:
+    it = shown.difference
+    names = ("plain", comparison.mode) if comparison.is_drafted else ("first time", "again")
     width = max(map(len, names))
     kinds = ", ".join(it.kinds)
     if it.logprob_place not in (None, it.place):
         kinds += f" from {it.logprob_place}"
     return [
         "",
-        f"{found.text.kind}, {one.sampling}, {one.mode}, {one.setting}: {it.unit} {it.place} "
-        f"({kinds})",
+        f"{shown.text.kind}, {comparison.sampling}, {comparison.mode}, {comparison.setting}: "
+        f"{it.unit} {it.place} ({kinds})",
         f"  after {it.before!r}",
         f"  {names[0]:>{width}}: {_side(it.plain, it.other)}",
         f"  {names[1]:>{width}}: {_side(it.other, it.plain)}",
@@ -131,11 +146,11 @@ def _side(side: Side, other: Side) -> str:
     if other.next is not None and other.next != side.next and side.others_logprob is not None:
         parts.append(_token(other.next, side.others_logprob))
     if other.next == side.next:
-        known = dict(other.alternatives)
+        others = dict(other.alternatives)
         parts += [
             _token(text, logprob)
             for text, logprob in side.alternatives
-            if text != side.next and known.get(text) != logprob
+            if text != side.next and others.get(text) != logprob
         ]
     return "; ".join(parts)
 

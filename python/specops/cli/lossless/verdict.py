@@ -15,7 +15,7 @@ STATUSES = (LOSSLESS, DIFFERS, UNKNOWN)  # the index is the exit code
 
 
 @dataclass(frozen=True)
-class Found:
+class TextDifference:
     """A text with two answers that differ."""
 
     text: Text
@@ -36,8 +36,8 @@ class Comparison:
         num_characters: characters of the compared answers.
         failures: count per message of requests without a pair of answers.
         drafts: counts in the answers; None if not reported.
-        found: texts with differing answers.
-        lacks: number of pairs that do not both report "tokens", "ids" and "logprobs".
+        differences: texts with differing answers.
+        missing: number of pairs that do not both report "tokens", "ids" and "logprobs".
     """
 
     mode: str
@@ -49,18 +49,20 @@ class Comparison:
     num_characters: int = 0
     failures: Counter[str] = field(default_factory=Counter)
     drafts: DraftCounts | None = None
-    found: list[Found] = field(default_factory=list)
-    lacks: Counter[str] = field(default_factory=Counter)
+    differences: list[TextDifference] = field(default_factory=list)
+    missing: Counter[str] = field(default_factory=Counter)
 
     @property
     def counts(self) -> dict[str, int]:
         """Number of texts that differ, by kind."""
-        return {kind: sum(kind in one.difference.kinds for one in self.found) for kind in KINDS}
+        return {
+            kind: sum(kind in item.difference.kinds for item in self.differences) for kind in KINDS
+        }
 
     @property
     def logprob_gap(self) -> float | None:
         """Largest logprob gap of all differences; None if no logprobs were compared there."""
-        gaps = [one.difference.logprob_gap for one in self.found]
+        gaps = [item.difference.logprob_gap for item in self.differences]
         return max((gap for gap in gaps if gap is not None), default=None)
 
     def add(self, text: Text, plain: Answer, other: Answer) -> None:
@@ -74,10 +76,10 @@ class Comparison:
         self.num_characters += len(other.text)
         self.drafts = total([self.drafts, other.drafts])
         if plain.text and other.text:  # an empty text has no tokens to report
-            self.lacks.update({"tokens", "ids", "logprobs"} - (_reports(plain) & _reports(other)))
+            self.missing.update({"tokens", "ids", "logprobs"} - (_reports(plain) & _reports(other)))
         found = difference(plain, other)
         if found is not None:
-            self.found.append(Found(text, found))
+            self.differences.append(TextDifference(text, found))
 
 
 def _reports(answer: Answer) -> set[str]:
@@ -91,13 +93,13 @@ def _reports(answer: Answer) -> set[str]:
 
 def total(counts: Iterable[DraftCounts | None]) -> DraftCounts | None:
     """Return the sum of the reported counts; None if none are reported."""
-    told = [one for one in counts if one is not None]
-    if not told:
+    reported = [entry for entry in counts if entry is not None]
+    if not reported:
         return None
     return DraftCounts(
         None,
-        sum(one.num_draft_tokens for one in told),
-        sum(one.num_accepted_tokens for one in told),
+        sum(entry.num_draft_tokens for entry in reported),
+        sum(entry.num_accepted_tokens for entry in reported),
     )
 
 
@@ -111,29 +113,32 @@ def verdict(
         drafts: by mode, counts of all drafts it verified; None if not reported.
         is_trusted: whether a server that reports no drafts is assumed to speculate.
     """
-    drafted = [one for one in comparisons if one.is_drafted]
-    plain = [one for one in comparisons if not one.is_drafted]
-    if any(one.found for one in drafted):
+    drafted = [comparison for comparison in comparisons if comparison.is_drafted]
+    plain = [comparison for comparison in comparisons if not comparison.is_drafted]
+    if any(comparison.differences for comparison in drafted):
         return DIFFERS, _differs(drafted, plain)
-    if any(one.found for one in plain):
+    if any(comparison.differences for comparison in plain):
         return DIFFERS, f"Differs without speculation: of the outputs, {_not_repeated(plain)}."
-    failures = sum((one.failures for one in comparisons), Counter[str]())
+    failures = sum((comparison.failures for comparison in comparisons), Counter[str]())
     if failures:
         message, _ = failures.most_common(1)[0]
-        return UNKNOWN, f"Cannot say: {failures.total()} requests failed, such as by: {message}"
+        return (
+            UNKNOWN,
+            f"Cannot say: {failures.total()} requests failed, for example with: {message}",
+        )
     if not drafted:
         return UNKNOWN, (
-            "Cannot say: the server repeats itself, alone and beside others, but no request of its "
-            "turns speculation off. Name a server without it by --baseline-url, or such fields "
-            "by --plain-body."
+            "Cannot say: the server repeats its outputs, but no known request field turns its "
+            "speculation off. Set --plain-body to such fields, or --baseline-url to a server "
+            "without speculation."
         )
-    of_plain = total(drafts[one.mode] for one in plain)
+    of_plain = total(drafts[comparison.mode] for comparison in plain)
     if of_plain is not None and of_plain.num_draft_tokens:
         return UNKNOWN, (
-            "Cannot say: nothing differs, but requests without speculation had drafts, too: the "
-            "fields of --plain-body do not turn it off, or the server of --baseline-url has it on."
+            "Cannot say: nothing differs, but requests without speculation had drafts: the fields "
+            "of --plain-body do not turn it off, or the server of --baseline-url speculates."
         )
-    drafts = {one.mode: drafts[one.mode] for one in drafted}
+    drafts = {comparison.mode: drafts[comparison.mode] for comparison in drafted}
     proven = [
         mode
         for mode, counts in drafts.items()
@@ -146,50 +151,67 @@ def verdict(
         )
     if not proven:
         return UNKNOWN, "Cannot say: nothing differs, but no draft was accepted."
-    return LOSSLESS, _lossless([one for one in drafted if one.mode in proven], proven, drafts)
+    return LOSSLESS, _lossless(
+        [comparison for comparison in drafted if comparison.mode in proven], proven, drafts
+    )
 
 
 def _lossless(drafted: Sequence[Comparison], proven: Sequence[str], drafts: Collection[str]) -> str:
-    lacks = sum((one.lacks for one in drafted), Counter[str]())
-    tokens = sum(one.num_tokens for one in drafted)
-    what, amount = "text, token or logprob bit", f"{tokens:,} tokens"
-    if lacks["logprobs"]:
-        what = "text or token"
-    if lacks["tokens"]:
-        what, amount = "text", f"{sum(one.num_characters for one in drafted):,} characters"
+    num_missing = sum((comparison.missing for comparison in drafted), Counter[str]())
+    tokens = sum(comparison.num_tokens for comparison in drafted)
+    compared = "text, token or logprob bit"
+    amount = f"{tokens:,} tokens"
+    if num_missing["logprobs"]:
+        compared = "text or token"
+    if num_missing["tokens"]:
+        compared, amount = (
+            "text",
+            f"{sum(comparison.num_characters for comparison in drafted):,} characters",
+        )
     others = [mode for mode in drafts if mode not in proven]
     return (
-        f"Lossless with {', '.join(proven)}: no {what} differs from plain decoding's in {amount}, "
-        "alone or beside others, greedy or seeded."
-    ) + (f" No draft of {', '.join(others)} was accepted, which says nothing." if others else "")
+        f"Lossless with {', '.join(proven)}: no {compared} differs from plain decoding's in "
+        f"{amount}, alone or beside others, greedy or seeded."
+    ) + (
+        f" No verdict on {', '.join(others)}: none of their drafts was accepted." if others else ""
+    )
 
 
 def _differs(drafted: Sequence[Comparison], plain: Sequence[Comparison]) -> str:
-    kinds = {kind for one in drafted for kind, count in one.counts.items() if count}
-    shares = [_share(drafted, name, lambda one: one.sampling) for name in ("greedy", "seeded")]
+    kinds = {kind for comparison in drafted for kind, count in comparison.counts.items() if count}
+    fractions = [
+        _fraction(drafted, name, lambda comparison: comparison.sampling)
+        for name in ("greedy", "seeded")
+    ]
     if kinds == {"logprob"}:
-        said = f"Differs in logprobs only: with speculation, those of {' and '.join(shares)} "
-        said += "outputs are not plain decoding's; texts and tokens are."
+        sentence = (
+            f"Differs in logprobs only: with speculation, logprobs of {' and '.join(fractions)} "
+            "outputs differ from plain decoding; all texts and tokens are equal."
+        )
     else:
-        said = f"Differs: with speculation, {' and '.join(shares)} outputs are not plain decoding's"
-        said += "."
-    if not any(one.found for one in plain):
-        return f"{said} Without speculation, all repeat."
-    if not any(one.found for one in drafted if one.setting == "alone"):
-        said += " Alone, all are; it is the batch that changes them."
-    return f"{said} Without speculation, {_not_repeated(plain)}, too."
+        sentence = (
+            f"Differs: with speculation, {' and '.join(fractions)} outputs differ from plain "
+            "decoding."
+        )
+    if not any(comparison.differences for comparison in plain):
+        return f"{sentence} Without speculation, all outputs repeat."
+    if not any(comparison.differences for comparison in drafted if comparison.setting == "alone"):
+        sentence += " Alone, none differs: the batch changes them."
+    return f"{sentence} Without speculation, {_not_repeated(plain)} as well."
 
 
 def _not_repeated(plain: Sequence[Comparison]) -> str:
-    shares = [
-        _share(plain, name, lambda one: one.setting)
+    fractions = [
+        _fraction(plain, name, lambda comparison: comparison.setting)
         for name in ("alone", "beside others")
-        if any(one.found for one in plain if one.setting == name)
+        if any(comparison.differences for comparison in plain if comparison.setting == name)
     ]
-    return f"{' and '.join(shares)} are not what they are alone the first time"
+    return f"{' and '.join(fractions)} differ from the first run alone"
 
 
-def _share(comparisons: Sequence[Comparison], name: str, of: Callable[[Comparison], str]) -> str:
-    chosen = [one for one in comparisons if of(one) == name]
-    different = sum(len(one.found) for one in chosen)
-    return f"{different} of {sum(one.num_compared for one in chosen)} {name}"
+def _fraction(
+    comparisons: Sequence[Comparison], name: str, attribute: Callable[[Comparison], str]
+) -> str:
+    chosen = [comparison for comparison in comparisons if attribute(comparison) == name]
+    different = sum(len(comparison.differences) for comparison in chosen)
+    return f"{different} of {sum(comparison.num_compared for comparison in chosen)} {name}"

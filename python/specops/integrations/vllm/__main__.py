@@ -14,7 +14,7 @@ def main(arguments: Sequence[str]) -> int:
             return exactness.main(rest)
         case ["check-hooks"]:
             return check_hooks()
-    print("python -m specops.integrations.vllm must be followed by verify-exactness or check-hooks")
+    print("usage: python -m specops.integrations.vllm {verify-exactness,check-hooks}")
     return 2
 
 
@@ -24,7 +24,7 @@ def check_hooks() -> int:
     for hook in hooks.HOOKS:
         fault = hooks.fault_of(hook)
         wrong += fault is not None
-        print(f"{hook.part or 'all':10} {hook.how:10} {hook.target}: {fault or 'as expected'}")
+        print(f"{hook.part or 'all':10} {hook.use:10} {hook.target}: {fault or 'as expected'}")
     return int(wrong > 0)
 
 

@@ -85,7 +85,8 @@ class _Slots:
     @classmethod
     def of(cls, slot_mapping: Tensor, page_size: int) -> "_Slots":
         """Convert vLLM's slots; a slot of -1 marks a row that is not written."""
-        slots, rows = slot_mapping.to(torch.int64), None
+        slots = slot_mapping.to(torch.int64)
+        rows = None
         if len(slots) and int(slots.min()) < 0:
             rows = (slots >= 0).nonzero()[:, 0]
             slots = slots[rows]
@@ -129,7 +130,7 @@ class SpecopsMetadataBuilder(AttentionMetadataBuilder[SpecopsAttentionMetadata])
         self.page_size = int(kv_cache_spec.block_size)
         if self.page_size not in PAGE_SIZES:
             raise ValueError(
-                f"specops: attention takes blocks of {PAGE_SIZES}, got {self.page_size}"
+                f"specops: block_size must be one of {PAGE_SIZES}, got {self.page_size}"
             )
 
     def build(
@@ -144,7 +145,9 @@ class SpecopsMetadataBuilder(AttentionMetadataBuilder[SpecopsAttentionMetadata])
             ValueError: the batch is not causal.
         """
         if common_attn_metadata.causal is not True:
-            raise ValueError("specops: attention is causal, got a batch that is not")
+            raise ValueError(
+                "specops: attention supports only causal batches, got one that is not causal"
+            )
         return self._metadata_of(common_attn_metadata)
 
     def build_for_drafting(
@@ -153,21 +156,23 @@ class SpecopsMetadataBuilder(AttentionMetadataBuilder[SpecopsAttentionMetadata])
         """Return the metadata as `build` does, for a drafter: its batch may be non-causal."""
         return self._metadata_of(common_attn_metadata)
 
-    def _metadata_of(self, given: CommonAttentionMetadata) -> SpecopsAttentionMetadata:
-        if not isinstance(given.causal, bool):
-            raise ValueError("specops: a batch is causal or not, got one of both kinds")
-        widest = -(-int(given.max_seq_len) // self.page_size)
-        blocks = given.block_table_tensor[: given.num_reqs, :widest]
+    def _metadata_of(self, common: CommonAttentionMetadata) -> SpecopsAttentionMetadata:
+        if not isinstance(common.causal, bool):
+            raise ValueError(
+                "specops: causal must be equal for all requests of a batch, got both values"
+            )
+        widest = -(-int(common.max_seq_len) // self.page_size)
+        blocks = common.block_table_tensor[: common.num_reqs, :widest]
         widest = blocks.shape[1]
-        kv_indptr = torch.arange(0, given.num_reqs * widest + 1, widest, dtype=torch.int32)
+        kv_indptr = torch.arange(0, common.num_reqs * widest + 1, widest, dtype=torch.int32)
         return SpecopsAttentionMetadata(
-            num_actual_tokens=given.num_actual_tokens,
-            qo_indptr=given.query_start_loc[: given.num_reqs + 1],
+            num_actual_tokens=common.num_actual_tokens,
+            qo_indptr=common.query_start_loc[: common.num_reqs + 1],
             kv_indptr=kv_indptr,
             kv_indices=(2 * blocks).flatten(),
-            kv_lens=given.seq_lens[: given.num_reqs],
-            causal=given.causal,
-            slots=_Slots.of(given.slot_mapping[: given.num_actual_tokens], self.page_size),
+            kv_lens=common.seq_lens[: common.num_reqs],
+            causal=common.causal,
+            slots=_Slots.of(common.slot_mapping[: common.num_actual_tokens], self.page_size),
             workspaces={},
         )
 
@@ -194,7 +199,7 @@ class SpecopsAttentionImpl(AttentionImpl):  # type: ignore[misc]
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        wanted = {
+        unsupported = {
             f"heads of {head_size} (it takes {HEAD_DIMS})": head_size not in HEAD_DIMS,
             "ALiBi slopes": alibi_slopes is not None,
             f"a soft cap of {logits_soft_cap}": bool(logits_soft_cap),
@@ -203,7 +208,7 @@ class SpecopsAttentionImpl(AttentionImpl):  # type: ignore[misc]
             f"the cache dtype {kv_cache_dtype}": kv_cache_dtype != "auto",
         }
         self.specops_faults = [
-            f"attention with {name}" for name, is_wanted in wanted.items() if is_wanted
+            f"attention with {name}" for name, is_required in unsupported.items() if is_required
         ]
         self.num_heads = num_heads
         self.head_size = head_size
@@ -247,7 +252,7 @@ class SpecopsAttentionImpl(AttentionImpl):  # type: ignore[misc]
             ValueError: a quantized output is requested.
         """
         if output_scale is not None or output_block_scale is not None:
-            raise ValueError("specops: attention does not quantise its output")
+            raise ValueError("specops: attention does not support a quantized output")
         if attn_metadata is None:
             return output
         pages = self._pages_of(kv_cache)

@@ -25,16 +25,16 @@ def faults_of(config: Any) -> list[str]:
     """Return the compiler settings of vLLM that cannot be exact or are untested."""
     if not is_on(config):
         return []
-    given = config.compilation_config
-    found = []
-    if given.mode != _DYNAMO_TRACE_ONCE or given.backend != _INDUCTOR:
-        found.append(f"compilation by mode {int(given.mode)}, backend {given.backend}")
-    found += [f"compilation with custom op {op}" for op in given.custom_ops if op[0] == "-"]
-    if _PASS in given.inductor_compile_config:
-        found.append(f"compilation with a {_PASS}")
+    compilation = config.compilation_config
+    faults = []
+    if compilation.mode != _DYNAMO_TRACE_ONCE or compilation.backend != _INDUCTOR:
+        faults.append(f"compilation by mode {int(compilation.mode)}, backend {compilation.backend}")
+    faults += [f"compilation with custom op {op}" for op in compilation.custom_ops if op[0] == "-"]
+    if _PASS in compilation.inductor_compile_config:
+        faults.append(f"compilation with a {_PASS}")
     if not isinstance(config.additional_config, dict):
-        found.append(f"compilation with an additional_config of {type(config.additional_config)}")
-    return found
+        faults.append(f"compilation with an additional_config of {type(config.additional_config)}")
+    return faults
 
 
 def prepare(config: Any, parts: Collection[str]) -> None:
@@ -50,10 +50,10 @@ def prepare(config: Any, parts: Collection[str]) -> None:
         return
     import specops.torch_ops  # noqa: F401  registers the ops
 
-    given = config.compilation_config
+    compilation = config.compilation_config
     config.additional_config = {**config.additional_config, "specops": sorted(parts)}
-    given.custom_ops[:] = [_ALL if op == _NONE else op for op in given.custom_ops]
+    compilation.custom_ops[:] = [_ALL if op == _NONE else op for op in compilation.custom_ops]
     if len(parts) == len(PARTS):
         from specops.integrations.vllm.graph_check import GraphCheck
 
-        given.inductor_compile_config[_PASS] = GraphCheck()
+        compilation.inductor_compile_config[_PASS] = GraphCheck()

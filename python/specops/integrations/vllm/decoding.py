@@ -93,22 +93,25 @@ def decode(job: Job, python: str = sys.executable) -> list[Decoded]:
         DecodingError: the process failed; the message ends with its last lines of output.
     """
     with tempfile.TemporaryDirectory() as folder:
-        asked, given = Path(folder, "job.json"), Path(folder, "result.json")
-        asked.write_text(json.dumps(asdict(job)), encoding="utf-8")
+        job_file = Path(folder, "job.json")
+        result_file = Path(folder, "result.json")
+        job_file.write_text(json.dumps(asdict(job)), encoding="utf-8")
         verifies = "sampling" in parts_of({VARIABLE: job.parts})
         environment = os.environ | {
             VARIABLE: job.parts,
             VERIFY_VARIABLE: job.strategy if verifies else "",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
-        command = [python, "-m", "specops.integrations.vllm.decoding", str(asked), str(given)]
+        module = "specops.integrations.vllm.decoding"
+        command = [python, "-m", module, str(job_file), str(result_file)]
         done = subprocess.run(
             command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
-        if done.returncode != 0 or not given.exists():
+        if done.returncode != 0 or not result_file.exists():
             last = "\n".join(done.stdout.splitlines()[-_LOG_LINES:])
-            raise DecodingError(f"specops: vLLM ended with {done.returncode}:\n{last}")
-        return [Decoded(**one) for one in json.loads(given.read_text(encoding="utf-8"))]
+            raise DecodingError(f"specops: vLLM ended with exit status {done.returncode}:\n{last}")
+        results = json.loads(result_file.read_text(encoding="utf-8"))
+        return [Decoded(**result) for result in results]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -117,14 +120,14 @@ def main(arguments: Sequence[str]) -> None:
 
     from specops.integrations.vllm.plugin import switched_on
 
-    asked, given = map(Path, arguments)
-    job = json.loads(asked.read_text(encoding="utf-8"))
+    job_file, result_file = map(Path, arguments)
+    job = json.loads(job_file.read_text(encoding="utf-8"))
     engine = LLM(**job["engine"]).llm_engine
     if switched_on() != parts_of():
         # vLLM only logs a plug-in that cannot be imported, and continues.
-        raise DecodingError("specops: vLLM did not load the plug-in; its log says why")
+        raise DecodingError("specops: vLLM did not load the plug-in; see its log")
     results = [_decode(engine, Run(**run), str(number)) for number, run in enumerate(job["runs"])]
-    given.write_text(json.dumps([asdict(one) for one in results]), encoding="utf-8")
+    result_file.write_text(json.dumps([asdict(result) for result in results]), encoding="utf-8")
 
 
 def _decode(engine: Any, run: Run, name: str) -> Decoded:
@@ -159,12 +162,12 @@ def _decode(engine: Any, run: Run, name: str) -> Decoded:
         decoded.num_accepted = _count_of(metrics, "spec_decode_num_accepted_tokens")
     for index in range(len(run.prompts)):
         decoded.token_ids.append(list(finished[index].token_ids))
-        decoded.logprobs.append([_bits(one) for one in finished[index].logprobs or []])
+        decoded.logprobs.append([_bits(entry) for entry in finished[index].logprobs or []])
     return decoded
 
 
 def _count_of(metrics: Sequence[Any], name: str) -> int:
-    return sum(int(one.value) for one in metrics if one.name == f"vllm:{name}")
+    return sum(int(metric.value) for metric in metrics if metric.name == f"vllm:{name}")
 
 
 def _prompt(prompt: str | Sequence[int]) -> Any:
@@ -174,7 +177,8 @@ def _prompt(prompt: str | Sequence[int]) -> Any:
 def _bits(logprobs: Mapping[int, Any]) -> str:
     """Return tokens with the bits of their logprobs, sorted by token."""
     return " ".join(
-        f"{token}:{struct.pack('<f', one.logprob).hex()}" for token, one in sorted(logprobs.items())
+        f"{token}:{struct.pack('<f', entry.logprob).hex()}"
+        for token, entry in sorted(logprobs.items())
     )
 
 

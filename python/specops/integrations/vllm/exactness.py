@@ -82,84 +82,128 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, print, return the exit code: 1 if specops' rows differ, 2 for an invalid option."""
     args = _parser().parse_args(arguments)
     try:
-        found = _bisect(args) if args.bisect else _compare_all(args)
+        differences = _bisect(args) if args.bisect else _compare_all(args)
     except (DecodingError, OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     print()
-    print_table(found)
+    print_table(differences)
     if args.bisect:
-        return _say_guilty(found)
-    ours = [one for one in found if one.kernels == "specops" and _is_promised(one, args.verify)]
-    wrong = sum(one.logprobs for one in ours)
+        return _print_changing_parts(differences)
+    promised = [
+        difference
+        for difference in differences
+        if difference.kernels == "specops" and _is_promised(difference, args.verify)
+    ]
+    wrong = sum(difference.logprobs for difference in promised)
     if args.verify != TARGET_MATCH:
-        print(
-            f"\nUnder {args.verify} drafts may change what is drawn: of these, greedy runs count."
-        )
-    if ours:
-        print(f"\nWith specops {wrong} of {sum(one.num_prompts for one in ours)} outputs differ.")
+        print(f"\nWith {args.verify}, drafts may change sampled tokens, so only greedy runs count.")
+    if promised:
+        total = sum(difference.num_prompts for difference in promised)
+        print(f"\nWith specops, {wrong} of {total} outputs differ.")
     return int(wrong > 0)
 
 
-def _is_promised(one: Difference, strategy: str) -> bool:
+def _is_promised(difference: Difference, strategy: str) -> bool:
     """Return whether a run must not differ: only `target_match` keeps sampled tokens."""
-    return strategy == TARGET_MATCH or one.temperature == 0 or one.method == "plain"
+    return strategy == TARGET_MATCH or difference.temperature == 0 or difference.method == "plain"
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m specops.integrations.vllm verify-exactness",
-        description="Decodes prompts with vLLM plainly, one by one, and again in batches and with "
-        "drafts; compares tokens and the bits of logprobs, with vLLM's own kernels and specops'.",
+        description="Decode prompts with vLLM without drafts, one by one, and again in batches "
+        "and with drafts. Compare tokens and the bits of logprobs, with vLLM's own "
+        "kernels and with those of specops.",
     )
     add = parser.add_argument
-    add("--model", metavar="DIR", required=True, help="Hugging Face directory")
+    add("--model", metavar="DIR", required=True, help="Hugging Face directory of the model")
     add("--kernels", nargs="+", choices=list(_KERNELS), default=list(_KERNELS))
     add("--method", nargs="+", choices=list(METHODS), default=list(_DEFAULT))
-    add("--speculative-config", metavar="JSON", help="a configuration of vLLM's, compared as well")
-    add("--num-speculative-tokens", type=int, default=4, metavar="K", help="(default: 4)")
-    add("--verify", choices=STRATEGIES, default=TARGET_MATCH, help="(default: target_match)")
-    add("--batch", type=int, nargs="+", default=[1, 8], metavar="N", help="(default: 1 8)")
+    add(
+        "--speculative-config", metavar="JSON", help="further speculative_config of vLLM to compare"
+    )
+    add(
+        "--num-speculative-tokens",
+        type=int,
+        default=4,
+        metavar="K",
+        help="number of drafts per step (default: 4)",
+    )
+    add(
+        "--verify",
+        choices=STRATEGIES,
+        default=TARGET_MATCH,
+        help="verification strategy (default: target_match)",
+    )
+    add(
+        "--batch",
+        type=int,
+        nargs="+",
+        default=[1, 8],
+        metavar="N",
+        help="numbers of requests that are decoded together (default: 1 8)",
+    )
     add("--temperature", type=finite, nargs="+", default=[0.0, 0.8], metavar="T")
     add("--prompts", type=int, metavar="N", help="use the first N prompts (default: all)")
-    add("--prompt-file", metavar="FILE", help="a JSON list of texts (default: 20 built in)")
-    add("--max-tokens", type=int, default=64, metavar="M", help="per prompt (default: 64)")
+    add(
+        "--prompt-file",
+        metavar="FILE",
+        help="prompts: a JSON list of strings (default: 20 built-in prompts)",
+    )
+    add(
+        "--max-tokens",
+        type=int,
+        default=64,
+        metavar="M",
+        help="maximum number of output tokens per prompt (default: 64)",
+    )
     add("--dtype", default="auto")
-    add("--compiled", action="store_true", help="by torch, as vLLM is by default (default: eager)")
+    add(
+        "--compiled",
+        action="store_true",
+        help="compile the model with torch, as vLLM does by default (default: eager)",
+    )
     add("--max-model-len", type=int, default=1024, metavar="N")
     add(
-        "--kv-cache-gib", type=finite, default=1.0, metavar="G", help="of every engine (default: 1)"
+        "--kv-cache-gib",
+        type=finite,
+        default=1.0,
+        metavar="G",
+        help="size of the KV cache of every engine in GiB (default: 1)",
     )
     add(
         "--bisect",
         action="store_true",
-        help="leave one part after the other to vLLM, the rest with specops: which one differs?",
+        help="find the part of vLLM that changes the output: replace all parts but one, for each "
+        "part",
     )
     return parser
 
 
 def _compare_all(args: argparse.Namespace) -> list[Difference]:
-    found = []
+    differences = []
     for kernels in args.kernels:
-        found += _compare(args, kernels, _KERNELS[kernels], _methods(args))
-    return found
+        differences += _compare(args, kernels, _KERNELS[kernels], _methods(args))
+    return differences
 
 
 def _bisect(args: argparse.Namespace) -> list[Difference]:
     """Compare with every part by specops except one; a difference is then due to that part."""
-    found = []
+    differences = []
     for part in PARTS:
         others = ",".join(other for other in PARTS if other != part)
-        found += _compare(args, f"vllm's {part}", others, _methods(args))
-    return found
+        differences += _compare(args, f"vllm's {part}", others, _methods(args))
+    return differences
 
 
-def _say_guilty(found: Sequence[Difference]) -> int:
-    guilty = list(dict.fromkeys(one.kernels for one in found if one.logprobs))
-    if not guilty:
-        print("\nNo part of vLLM changed a bit here; more prompts or a larger model may show one.")
+def _print_changing_parts(differences: Sequence[Difference]) -> int:
+    names = [difference.kernels for difference in differences if difference.logprobs]
+    changing = list(dict.fromkeys(names))
+    if not changing:
+        print("\nNo part of vLLM changed a bit; try more prompts or a larger model.")
         return 0
-    print(f"\nThe first that is not row-identical: {guilty[0]}. All: {', '.join(guilty)}.")
+    print(f"\nFirst part that is not row-identical: {changing[0]}. All: {', '.join(changing)}.")
     return 1
 
 
@@ -169,8 +213,8 @@ def _methods(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     chosen = {"plain": METHODS["plain"]}
     chosen |= {name: METHODS[name] | count for name in args.method if name != "plain"}
     if args.speculative_config:
-        own = json.loads(args.speculative_config)
-        chosen[str(own.get("method", "own"))] = count | own
+        config = json.loads(args.speculative_config)
+        chosen[str(config.get("method", "own"))] = count | config
     return chosen
 
 
@@ -180,20 +224,24 @@ def _compare(
     """Run one engine per method; compare all runs with the plain run of batch 1."""
     prompts = _prompts(args)
     runs = [(t, batch) for t in args.temperature for batch in args.batch]
-    found: list[Difference] = []
+    differences: list[Difference] = []
     plain: dict[float, Decoded] = {}
     for method, config in methods.items():
-        wanted = list(runs)
+        required_runs = list(runs)
         if method == "plain":
-            wanted = [(t, 1) for t in args.temperature] + [run for run in runs if run[1] != 1]
+            required_runs = [(t, 1) for t in args.temperature] + [
+                run for run in runs if run[1] != 1
+            ]
         engine = _engine(args) | ({"speculative_config": config} if config else {})
-        job = Job(engine, [_run(args, prompts, *run) for run in wanted], parts, args.verify)
-        print(f"{kernels}, {method}: {len(wanted)} runs of {len(prompts)} prompts", flush=True)
-        for (temperature, batch), decoded in zip(wanted, decode(job), strict=True):
+        job = Job(engine, [_run(args, prompts, *run) for run in required_runs], parts, args.verify)
+        print(
+            f"{kernels}, {method}: {len(required_runs)} runs of {len(prompts)} prompts", flush=True
+        )
+        for (temperature, batch), decoded in zip(required_runs, decode(job), strict=True):
             base = plain.setdefault(temperature, decoded)
             if decoded is not base:
-                found.append(compare(base, decoded, kernels, method, batch, temperature))
-    return found
+                differences.append(compare(base, decoded, kernels, method, batch, temperature))
+    return differences
 
 
 def compare(
@@ -255,8 +303,8 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     prompts = list(PROMPTS)
     if args.prompt_file is not None:
         prompts = json.loads(Path(args.prompt_file).read_text(encoding="utf-8"))
-        if not isinstance(prompts, list) or not all(isinstance(one, str) for one in prompts):
-            raise ValueError(f"{args.prompt_file} must hold a JSON list of texts")
+        if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
+            raise ValueError(f"{args.prompt_file} must hold a JSON list of strings")
     if args.prompts is not None:
         if not 1 <= args.prompts <= len(prompts):
             raise ValueError(f"--prompts must be 1 to {len(prompts)}, got {args.prompts}")
@@ -264,16 +312,16 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def print_table(found: Sequence[Difference]) -> None:
+def print_table(differences: Sequence[Difference]) -> None:
     """Print a row per run, and the first differing token of each run that differs."""
-    rows = [list(_COLUMNS), *(one.row() for one in found)]
+    rows = [list(_COLUMNS), *(difference.row() for difference in differences)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
     for row in rows:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-    for one in found:
-        if one.first is not None:
+    for difference in differences:
+        if difference.first is not None:
             print(
-                f"{one.kernels}, {one.method}, batch {one.batch}, temperature "
-                f"{one.temperature:g}: prompt {one.first[0]} is the first, from output token "
-                f"{one.first[1]} on"
+                f"{difference.kernels}, {difference.method}, batch {difference.batch}, temperature "
+                f"{difference.temperature:g}: first difference at prompt {difference.first[0]}, "
+                f"output token {difference.first[1]}"
             )

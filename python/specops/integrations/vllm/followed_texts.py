@@ -74,22 +74,24 @@ class FollowedTexts:
             if new > 0
         }
         free = dict(self._texts)
-        found: dict[int, _Text] = {}
+        texts: dict[int, _Text] = {}
         stayed = [(text.row, text) for text in free.values()]
         for row, text in stayed:
-            if row not in found and before.get(row) == text.text:
-                found[row] = free.pop(text.number)
-        for row in before.keys() - found.keys():
+            if row not in texts and before.get(row) == text.text:
+                texts[row] = free.pop(text.number)
+        for row in before.keys() - texts.keys():
             moved = next((text for text in free.values() if text.text == before[row]), None)
             if moved is not None:
-                found[row] = free.pop(moved.number)
-        started = sorted(before.keys() - found.keys())
+                texts[row] = free.pop(moved.number)
+        started = sorted(before.keys() - texts.keys())
         for row in started:
-            found[row] = self._texts[self._next] = _Text(self._next, b"", row, 0)
+            texts[row] = self._texts[self._next] = _Text(self._next, b"", row, 0)
             self._next += 1
-        for row, text in found.items():
-            text.text, text.row, text.last_step = rows[row], row, self._step
-        numbers = [found[row].number if row in found else None for row in range(len(rows))]
+        for row, text in texts.items():
+            text.text = rows[row]
+            text.row = row
+            text.last_step = self._step
+        numbers = [texts[row].number if row in texts else None for row in range(len(rows))]
         return Step(numbers, frozenset(started), self._forget())
 
     def _forget(self) -> list[int]:

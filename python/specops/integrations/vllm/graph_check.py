@@ -26,10 +26,10 @@ class GraphCheck(CustomGraphPass):
         Raises:
             NotExactError: a node computes and is neither specops' nor vLLM's own kernel.
         """
-        found = dict.fromkeys(name for name in map(_computes, graph.nodes) if name is not None)
-        if found:
+        computed = dict.fromkeys(name for name in map(_computes, graph.nodes) if name is not None)
+        if computed:
             raise NotExactError(
-                f"specops: cannot be exact with a model that computes {', '.join(found)} "
+                f"specops: cannot be exact with a model that computes {', '.join(computed)} "
                 "itself, compiled (start with --enforce-eager)"
             )
 

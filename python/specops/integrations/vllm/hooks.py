@@ -24,21 +24,21 @@ class Hook:
     Attributes:
         part: part of SPECOPS_VLLM that needs it; "" for all parts.
         target: module:name.
-        how: "registered" with a function that vLLM offers for it; "subclassed", by a class that is
+        use: "registered" with a function that vLLM offers for it; "subclassed", by a class that is
             registered; "replaced"; "wrapped": called, with a check before or after it; "called";
             "read".
-        names: all parameters in order for a function, the passed ones if `how` is "called"; fields
+        names: all parameters in order for a function, the passed ones if `use` is "called"; fields
             and methods for a class.
     """
 
     part: str
     target: str
-    how: str
+    use: str
     names: tuple[str, ...]
 
 
-def _hook(part: str, how: str, target: str, names: str) -> Hook:
-    return Hook(part, target, how, tuple(names.split()))
+def _hook(part: str, use: str, target: str, names: str) -> Hook:
+    return Hook(part, target, use, tuple(names.split()))
 
 
 _BACKEND = "vllm.v1.attention.backend"
@@ -321,41 +321,41 @@ def find(target: str) -> Any:
     """
     module, _, names = target.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
         for name in names.split("."):
-            found = getattr(found, name)
+            value = getattr(value, name)
     except (ImportError, AttributeError) as error:
         raise HookError(f"specops: vLLM has no {target} ({error})") from None
-    return found
+    return value
 
 
 def fault_of(hook: Hook) -> str | None:
     """Return the mismatch of a hook with the installed vLLM; None if there is none."""
     try:
-        found: Any = find(hook.target)
+        value: Any = find(hook.target)
     except HookError as error:
         return str(error)
-    if inspect.isclass(found):
-        fields = _fields_of(found)
+    if inspect.isclass(value):
+        fields = _fields_of(value)
         missing = [name for name in hook.names if name not in fields]
         return f"specops: {hook.target} has no {', '.join(missing)}" if missing else None
-    got = list(inspect.signature(found).parameters)
-    if hook.how == "called":
-        missing = [name for name in hook.names if name not in got]
+    parameters = list(inspect.signature(value).parameters)
+    if hook.use == "called":
+        missing = [name for name in hook.names if name not in parameters]
         return f"specops: {hook.target} does not take {', '.join(missing)}" if missing else None
-    if got == list(hook.names):
+    if parameters == list(hook.names):
         return None
     expected = ", ".join(hook.names)
-    return f"specops: {hook.target} must take ({expected}), got ({', '.join(got)})"
+    return f"specops: {hook.target} must take ({expected}), got ({', '.join(parameters)})"
 
 
 def _fields_of(kind: type) -> set[str]:
     """Return the fields of a class: declared, defined, or assigned in its constructor."""
     fields = set(dir(kind))
-    for one in kind.__mro__:
-        fields.update(inspect.get_annotations(one))
+    for base in kind.__mro__:
+        fields.update(inspect.get_annotations(base))
         for name in ("__init__", "__post_init__"):
-            made_by = one.__dict__.get(name)
+            made_by = base.__dict__.get(name)
             if inspect.isfunction(made_by):
                 steps = dis.get_instructions(inspect.unwrap(made_by))
                 fields.update(step.argval for step in steps if step.opname == "STORE_ATTR")

@@ -24,14 +24,15 @@ def switch_on(parts: Collection[str]) -> None:
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
     from vllm.v1.worker.cpu_worker import CPUWorker
 
-    init_device, load_model = CPUWorker.init_device, CPUModelRunner.load_model
+    init_device = CPUWorker.init_device
+    load_model = CPUModelRunner.load_model
 
     @functools.wraps(init_device)
     def with_first_runner(self: Any) -> None:
         if self.use_v2_model_runner:
             raise support.NotExactError(
-                "specops: cannot be exact with vLLM's second model runner, which "
-                f"{SECOND_RUNNER}=1, watermarking and HiSparse choose"
+                "specops: cannot be exact with vLLM's second model runner; do not set "
+                f"{SECOND_RUNNER}=1, watermarking or HiSparse"
             )
         init_device(self)
 
@@ -68,7 +69,8 @@ def _faults_of_model(runner: Any, parts: Collection[str], runs: bool) -> list[st
     """
     from vllm.distributed import get_tp_group
 
-    check, error = OpCheck(), None
+    check = OpCheck()
+    error = None
     if runs and len(parts) == len(PARTS):
         try:
             look_at(runner, check)

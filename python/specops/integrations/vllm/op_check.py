@@ -62,7 +62,9 @@ def is_allowed(
         short = short.removesuffix("_")
         if short in _MOVES:
             return True
-        is_complex = any(isinstance(one, torch.Tensor) and one.is_complex() for one in outputs)
+        is_complex = any(
+            isinstance(output, torch.Tensor) and output.is_complex() for output in outputs
+        )
         if short in _ROUNDED and not is_compiled and not is_complex and alpha in (1, -1):
             return True
     return bool(outputs) and not any(map(_is_of_model, outputs))

@@ -44,8 +44,8 @@ def register() -> None:
 
     if not current_platform.is_cpu():
         sentence = (
-            f"specops: {VARIABLE} works where vLLM computes on a CPU, got "
-            f"{type(current_platform).__name__}; without it the drafters work"
+            f"specops: {VARIABLE} requires vLLM on a CPU, got {type(current_platform).__name__}; "
+            "unset it to use only the drafters"
         )
         if len(parts) == len(PARTS):
             raise NotExactError(sentence)
@@ -57,7 +57,7 @@ def register() -> None:
     hooks.check(hooks.of_parts(parts))
     if not vllm.__version__.startswith(hooks.TESTED):
         _logger.warning(
-            "specops is tested with vLLM %s; this is %s, whose hooks look the same.",
+            "specops is tested with vLLM %s, got %s, whose hooks match.",
             hooks.TESTED,
             vllm.__version__,
         )
@@ -67,10 +67,10 @@ def register() -> None:
     model_check.switch_on(parts)
     _registered = parts
     _logger.info(
-        "specops computes: %s%s%s.",
+        "specops replaces these parts of vLLM: %s%s%s.",
         ", ".join(part for part in PARTS if part in parts),
         f" (drafts are verified by {strategy})" if "sampling" in parts else "",
-        "" if len(parts) == len(PARTS) else f" (not all: only {VARIABLE}={EXACT} is exact)",
+        "" if len(parts) == len(PARTS) else f" (only {VARIABLE}={EXACT} makes all of them exact)",
     )
 
 
@@ -115,8 +115,8 @@ def _switch_linear() -> None:
     ) -> None:
         if not is_checkpoint_format:
             raise ValueError(
-                "specops: weights can be loaded again in the checkpoint's format, not with "
-                "is_checkpoint_format=False: linear has packed them"
+                "specops: is_checkpoint_format must be True, got False: linear packs the weights "
+                "and can only reload them in the checkpoint's format"
             )
         reload_weights(self, weights_iterator, weights_path, is_checkpoint_format)
         packed_linear.pack_again(self.get_model().modules())
@@ -147,7 +147,7 @@ def _switch_sampling() -> None:
         verify(self, *args, **kwargs)
         wrong = refused(self)
         if wrong is not None:
-            raise VLLMValidationError(f"specops: sampling cannot carry out {wrong}")
+            raise VLLMValidationError(f"specops: sampling does not support {wrong}")
 
     @functools.wraps(process_inputs)
     def seeded(self: Any, *args: Any, **kwargs: Any) -> Any:

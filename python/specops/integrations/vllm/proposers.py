@@ -71,14 +71,16 @@ class SuffixProposer(Proposer):
         self._texts = FollowedTexts()
         file = os.environ.get(SUFFIX_FILE)
         if file:
-            self._keep_in(Path(file), f"vllm {vllm_config.model_config.tokenizer}")
+            self._store_in(Path(file), f"vllm {vllm_config.model_config.tokenizer}")
 
-    def _keep_in(self, file: Path, label: str) -> None:
+    def _store_in(self, file: Path, label: str) -> None:
         """Load the shared tree from a file, and save it there when the process ends."""
         if file.exists():
-            found = SuffixCache.read_label(file)
-            if found != label:
-                raise ValueError(f"{SUFFIX_FILE} must name a file of {label!r}, got {found!r}")
+            saved_label = SuffixCache.read_label(file)
+            if saved_label != label:
+                raise ValueError(
+                    f"{SUFFIX_FILE} must name a file of {label!r}, got one of {saved_label!r}"
+                )
             self.cache.load(file)
         atexit.register(self.cache.save, file, label=label)
 
@@ -115,8 +117,8 @@ class SuffixProposer(Proposer):
             if row in step.started:
                 self.cache.start(number, text[: len(text) - len(sampled)])
             self.cache.extend(number, list(sampled))
-            most = self.max_drafts(sampled, len(text))
-            drafts.append(self.cache.speculate(number, most).token_ids if most else [])
+            max_drafts = self.max_drafts(sampled, len(text))
+            drafts.append(self.cache.speculate(number, max_drafts).token_ids if max_drafts else [])
         return drafts
 
 
@@ -142,14 +144,14 @@ class NgramProposer(Proposer):
     ) -> list[list[int]]:
         """Draft from each row's own text. Arguments as in `SuffixProposer.propose`."""
         lens = [int(num_tokens_no_spec[row]) for row in range(len(sampled_token_ids))]
-        most = [self.max_drafts(*one) for one in zip(sampled_token_ids, lens, strict=True)]
-        if not any(most):
-            return [[] for _ in most]
-        draft_token_ids = torch.empty((len(most), max(most)), dtype=torch.int32)
+        max_drafts = list(map(self.max_drafts, sampled_token_ids, lens))
+        if not any(max_drafts):
+            return [[] for _ in max_drafts]
+        draft_token_ids = torch.empty((len(max_drafts), max(max_drafts)), dtype=torch.int32)
         _, counts = ngram_propose(
-            _tensor(token_ids_cpu)[: len(most)],
+            _tensor(token_ids_cpu)[: len(max_drafts)],
             torch.tensor(lens, dtype=torch.int32),
-            torch.tensor(most, dtype=torch.int32),
+            torch.tensor(max_drafts, dtype=torch.int32),
             min_ngram_size=self.min_ngram_size,
             max_ngram_size=self.max_ngram_size,
             draft_token_ids=draft_token_ids,
@@ -182,12 +184,12 @@ class PredictedOutputs(Proposer):
         followed = {}
         drafts: list[list[int]] = []
         for request, sampled, text in zip(rows, sampled_token_ids, texts, strict=False):
-            most = self.max_drafts(sampled, len(text))
-            one = self._followed.get(request.request_id)
-            if one is None or one.num_prompt_tokens != request.num_prompt_tokens:
-                one = PredictedText(_prediction_of(request), request.num_prompt_tokens)
-            followed[request.request_id] = one
-            drafts.append(one.draft(text.tolist(), most) if most else [])
+            max_drafts = self.max_drafts(sampled, len(text))
+            prediction = self._followed.get(request.request_id)
+            if prediction is None or prediction.num_prompt_tokens != request.num_prompt_tokens:
+                prediction = PredictedText(_prediction_of(request), request.num_prompt_tokens)
+            followed[request.request_id] = prediction
+            drafts.append(prediction.draft(text.tolist(), max_drafts) if max_drafts else [])
         self._followed = followed
         return drafts
 

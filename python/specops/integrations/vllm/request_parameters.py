@@ -57,8 +57,10 @@ def refused(params: Any) -> str | None:
     """
     kind: Any = type(params)
     defaults = _unknown_of(kind)
-    found = [name for name, off in defaults.items() if not _is_same(getattr(params, name), off)]
-    return ", ".join(found) or None
+    unsupported = [
+        name for name, off in defaults.items() if not _is_same(getattr(params, name), off)
+    ]
+    return ", ".join(unsupported) or None
 
 
 @functools.cache
@@ -117,7 +119,7 @@ class BatchParameters:
         for params in every:
             wrong = refused(params)
             if wrong is not None:
-                raise ValueError(f"specops: sampling cannot carry out {wrong}")
+                raise ValueError(f"specops: sampling does not support {wrong}")
         temperature = [
             0.0 if params.temperature < _GREEDY_BELOW else params.temperature for params in every
         ]
@@ -193,29 +195,31 @@ def _is_penalised(params: Any) -> bool:
 def _processors(rows: Sequence[Row], vocab_size: int, token_ids: Tensor) -> LogitsProcessors | None:
     """Return the tables that change only with the batch; None if no row needs any."""
     every = [row.sampling_params for row in rows]
-    given: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, off in _PENALTIES.items():
         values = _filter([getattr(params, name) for params in every], off)
         if values is not None:
-            given[name] = values
+            tensors[name] = values
     if any(params.logit_bias for params in every):
         biases = [sorted((params.logit_bias or {}).items()) for params in every]
-        given["logit_bias_token_ids"] = _table([[token for token, _ in one] for one in biases])
-        given["logit_bias"] = _table([[bias for _, bias in one] for one in biases], 0.0)
+        tensors["logit_bias_token_ids"] = _table([[token for token, _ in one] for one in biases])
+        tensors["logit_bias"] = _table([[bias for _, bias in one] for one in biases], 0.0)
     if any(params.bad_words_token_ids for params in every):
-        given["bad_words"] = _table_of_lists([params.bad_words_token_ids or [] for params in every])
+        tensors["bad_words"] = _table_of_lists(
+            [params.bad_words_token_ids or [] for params in every]
+        )
     if any(params.min_tokens for params in every):
-        given["min_tokens"] = torch.tensor([one.min_tokens for one in every], dtype=torch.int32)
-        given["stop_token_ids"] = _table([sorted(one.all_stop_token_ids) for one in every])
-        given["prompt_lens"] = torch.tensor(
+        tensors["min_tokens"] = torch.tensor([one.min_tokens for one in every], dtype=torch.int32)
+        tensors["stop_token_ids"] = _table([sorted(one.all_stop_token_ids) for one in every])
+        tensors["prompt_lens"] = torch.tensor(
             [row.num_prompt_tokens for row in rows], dtype=torch.int32
         )
     if any(params.allowed_token_ids for params in every):
-        given["allowed_token_mask"] = _masks([one.allowed_token_ids for one in every], vocab_size)
-    if not given:
+        tensors["allowed_token_mask"] = _masks([one.allowed_token_ids for one in every], vocab_size)
+    if not tensors:
         return None
     slots = torch.arange(len(rows), dtype=torch.int32)
-    return LogitsProcessors(slots=slots, token_ids=token_ids[: len(rows)], **given)
+    return LogitsProcessors(slots=slots, token_ids=token_ids[: len(rows)], **tensors)
 
 
 def _with_counts(
@@ -247,12 +251,12 @@ def _table(rows: Sequence[Sequence[float]], off: float = -1) -> Tensor:
 def _table_of_lists(rows: Sequence[Sequence[Sequence[int]]]) -> Tensor:
     """Return lists of lists as an int32 tensor, padded with -1."""
     count = max(1, *(len(row) for row in rows))
-    width = max(1, *(len(one) for row in rows for one in row))
+    width = max(1, *(len(values) for row in rows for values in row))
     return torch.tensor(
         [
             [
-                [*one, *[-1] * (width - len(one))]
-                for one in [*row, *[[] for _ in range(count - len(row))]]
+                [*values, *[-1] * (width - len(values))]
+                for values in [*row, *[[] for _ in range(count - len(row))]]
             ]
             for row in rows
         ],

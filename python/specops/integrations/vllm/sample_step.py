@@ -98,9 +98,11 @@ def sample_step(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> 
     # The requests' generators are unused; and when vLLM resets them, that fails on a CPU.
     self.input_batch.generators.clear()
     count = len(batch.rows)
-    given = self.input_batch
-    positions = given.num_tokens_no_spec_cpu_tensor[:count].to(torch.int32, copy=True)
-    num_logits, indptr, drafts = [1] * count, None, None
+    input_batch = self.input_batch
+    positions = input_batch.num_tokens_no_spec_cpu_tensor[:count].to(torch.int32, copy=True)
+    num_logits = [1] * count
+    indptr = None
+    drafts = None
     if spec_decode_metadata is not None:
         num_drafts: list[int] = spec_decode_metadata.num_draft_tokens
         num_logits = [1 + number for number in num_drafts]
@@ -113,7 +115,7 @@ def sample_step(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> 
         positions,
         batch.parameters.filters(),
         batch.parameters.processors_of(batch.rows, positions, num_logits),
-        given.sampling_metadata.max_num_logprobs,
+        input_batch.sampling_metadata.max_num_logprobs,
         self.sampler.logprobs_mode == "processed_logprobs",
         indptr,
         drafts,
@@ -125,13 +127,15 @@ def _batch_of(runner: Any, logits: Tensor) -> _Batch:
     """Return the parameters of the runner's batch; read them again if the batch has changed."""
     batch: _Batch | None = getattr(runner, _STATE, None)
     if batch is None or not batch.is_of(runner):
-        given = runner.input_batch
+        input_batch = runner.input_batch
         rows = []
-        for request_id in given.req_ids:
+        for request_id in input_batch.req_ids:
             state = runner.requests[request_id]
             rows.append(Row(request_id, state.num_prompt_tokens, state.sampling_params))
         seed = runner.model_config.seed or 0
-        parameters = BatchParameters.of(rows, seed, logits.shape[-1], given.token_ids_cpu_tensor)
+        parameters = BatchParameters.of(
+            rows, seed, logits.shape[-1], input_batch.token_ids_cpu_tensor
+        )
         batch = _Batch(rows, parameters)
         setattr(runner, _STATE, batch)
     return batch
@@ -157,8 +161,8 @@ def _sample(step: _Step) -> SamplerOutput:
 def _verify(step: _Step) -> SamplerOutput:
     """Return the accepted drafts of each request and one more token."""
     assert step.indptr is not None and step.drafts is not None
-    batch, most = step.drafts.shape
-    results = step.results(batch, most + 1)
+    batch, max_drafts = step.drafts.shape
+    results = step.results(batch, max_drafts + 1)
     tokens, _ = sampling.verify(
         step.logits,
         step.indptr,
@@ -173,7 +177,7 @@ def _verify(step: _Step) -> SamplerOutput:
     tensors = None
     if step.num_logprobs is not None:
         # vLLM needs a row for every column of the tokens, and drops those after the accepted ones.
-        rows = step.indptr[:-1, None] + torch.arange(most + 1)
+        rows = step.indptr[:-1, None] + torch.arange(max_drafts + 1)
         rows = rows.clamp(max=len(step.logits) - 1).flatten()
         ids, values = _top(step)
         tensors = _beside(tokens.flatten(), results, ids[rows], values[rows])
@@ -181,14 +185,15 @@ def _verify(step: _Step) -> SamplerOutput:
 
 
 def _padded(flat: Tensor, counts: list[int]) -> Tensor:
-    """Return the drafts of each request, [batch, most] int32, padded with -1."""
-    most = max(counts)
+    """Return the drafts of each request, [batch, max_count] int32, padded with -1."""
+    max_count = max(counts)
     every = flat.tolist()
-    rows, at = [], 0
+    rows = []
+    at = 0
     for count in counts:
-        rows.append(every[at : at + count] + [-1] * (most - count))
+        rows.append(every[at : at + count] + [-1] * (max_count - count))
         at += count
-    return torch.tensor(rows, dtype=torch.int32).view(len(counts), most)
+    return torch.tensor(rows, dtype=torch.int32).view(len(counts), max_count)
 
 
 def _top(step: _Step) -> tuple[Tensor, Tensor]:

@@ -50,15 +50,15 @@ def strategy_of(environment: Mapping[str, str] | None = None) -> str:
         ValueError: the word is not a strategy, or SPECOPS_VLLM has parts but lacks sampling, which
             verifies drafts.
     """
-    given = os.environ if environment is None else environment
-    strategy = given.get(VERIFY_VARIABLE, "").strip() or TARGET_MATCH
+    variables = os.environ if environment is None else environment
+    strategy = variables.get(VERIFY_VARIABLE, "").strip() or TARGET_MATCH
     if strategy not in STRATEGIES:
         names = ", ".join(STRATEGIES)
         raise ValueError(f"{VERIFY_VARIABLE} must be one of {names}, got {strategy!r}")
-    parts = parts_of(given)
+    parts = parts_of(variables)
     if strategy != TARGET_MATCH and parts and "sampling" not in parts:
         raise ValueError(
-            f"{VERIFY_VARIABLE}={strategy} needs the part sampling in {VARIABLE}, got "
-            f"{given[VARIABLE]}"
+            f"{VERIFY_VARIABLE}={strategy} requires the part sampling in {VARIABLE}, got "
+            f"{variables[VARIABLE]}"
         )
     return strategy

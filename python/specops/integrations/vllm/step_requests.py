@@ -38,7 +38,7 @@ def rows() -> Sequence[Row]:
     """
     if _rows is None:
         raise RuntimeError(
-            f"specops: PredictedOutputs needs the part sampling in {VARIABLE}, which was not "
-            "switched on"
+            f"specops: PredictedOutputs requires the part sampling, which is disabled; add it to "
+            f"{VARIABLE}"
         )
     return _rows

@@ -33,32 +33,32 @@ class NotExactError(RuntimeError):
 
 def faults_of_config(config: Any, parts: Collection[str]) -> list[str]:
     """Return the settings of an engine that cannot be exact."""
-    found = []
+    faults = []
     if config.lora_config is not None:
-        found.append("LoRA")
+        faults.append("LoRA")
     if config.scheduler_config.async_scheduling:
-        found.append("asynchronous scheduling")
+        faults.append("asynchronous scheduling")
     parallel = config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name) > 1:
-            found.append(f"{name} {getattr(parallel, name)}")
+            faults.append(f"{name} {getattr(parallel, name)}")
     model = config.model_config
     if model.runner_type != "generate":
-        found.append(f"the runner {model.runner_type}")
+        faults.append(f"the runner {model.runner_type}")
     if "sampling" in parts:
         if model.logprobs_mode not in _LOGPROBS_MODES:
-            found.append(f"logprobs_mode {model.logprobs_mode}")
+            faults.append(f"logprobs_mode {model.logprobs_mode}")
         if model.logits_processors:
-            found.append("custom logits processors")
+            faults.append("custom logits processors")
         if config.watermark_config is not None:
-            found.append("watermarking")
+            faults.append("watermarking")
         if model.enable_prompt_embeds:
-            found.append("prompt embeddings")
+            faults.append("prompt embeddings")
         speculative = config.speculative_config
         if speculative is not None and speculative.rejection_sample_method != "standard":
             method = speculative.rejection_sample_method
-            found.append(f"rejection_sample_method {method} ({VERIFY_VARIABLE} names ours)")
-    return found
+            faults.append(f"rejection_sample_method {method} ({VERIFY_VARIABLE} names ours)")
+    return faults
 
 
 def faults_of_ranks(group: Any) -> list[str]:
@@ -78,11 +78,11 @@ def faults_of_ranks(group: Any) -> list[str]:
 
 def faults_of_ops(model: Any) -> list[str]:
     """Return the features of a model that specops' own layers cannot compute, each once."""
-    found: dict[str, None] = {}
+    faults: dict[str, None] = {}
     for module in model.modules():
-        for one in (module, getattr(module, "impl", None), getattr(module, "cpu_linear", None)):
-            found.update(dict.fromkeys(getattr(one, "specops_faults", ())))
-    return list(found)
+        for holder in (module, getattr(module, "impl", None), getattr(module, "cpu_linear", None)):
+            faults.update(dict.fromkeys(getattr(holder, "specops_faults", ())))
+    return list(faults)
 
 
 def faults_of_layers(
@@ -95,7 +95,7 @@ def faults_of_layers(
         parts: parts of SPECOPS_VLLM.
         computed: forbidden torch ops that a layer calls itself, by the layer's class.
     """
-    found: dict[str, str] = {}
+    faults: dict[str, str] = {}
     rest = dict(computed)
     for name, module in model.named_modules():
         ops = rest.pop(type(module), None)
@@ -103,9 +103,9 @@ def faults_of_layers(
         if fault is None and ops is not None:
             fault = _computes(type(module).__name__, ops)
         if fault is not None:
-            found.setdefault(fault, f"{fault} (first: {name or 'the model'})")
+            faults.setdefault(fault, f"{fault} (first: {name or 'the model'})")
     others = [_computes(kind.__name__ if kind else "a function", ops) for kind, ops in rest.items()]
-    return [*found.values(), *others]
+    return [*faults.values(), *others]
 
 
 def _computes(name: str, ops: Sequence[str]) -> str:

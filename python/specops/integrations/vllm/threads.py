@@ -53,9 +53,9 @@ def bound_cpus(environment: Mapping[str, str]) -> set[int]:
     for name in _BINDINGS:
         text = environment.get(name, "")
         numbers = re.search(r"proclist=\[([^]]*)\]", text) if "proclist" in text else None
-        found = re.findall(r"\d+", numbers.group(1) if numbers else text)
-        if found:
-            return {int(number) for number in found}
+        ids = re.findall(r"\d+", numbers.group(1) if numbers else text)
+        if ids:
+            return {int(number) for number in ids}
     return set()
 
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Talking to the server: requests, streams of events, and errors as sentences.
+// Client of the server: requests, event streams, and errors as sentences.
 
-/** What went wrong, as a sentence for whoever looks at the page. */
+/** An error with a sentence for the user. */
 export class ServerError extends Error {
   constructor(message, {status = 0, param = null, code = null} = {}) {
     super(sentence(message));
@@ -11,7 +11,7 @@ export class ServerError extends Error {
 
 function sentence(text) {
   const trimmed = text.trim();
-  // What begins with the name of a field keeps it as it is.
+  // A field name at the beginning keeps its case.
   const first = trimmed.split(/\s/, 1)[0].includes("_") ? trimmed : trimmed[0].toUpperCase() + trimmed.slice(1);
   return /[.!?]$/.test(first) ? first : `${first}.`;
 }
@@ -21,15 +21,15 @@ async function errorOf(response) {
   try {
     ({error} = await response.json());
   } catch {
-    // No body: the status says it.
+    // The response has no body; the status must do.
   }
   const seconds = response.headers.get("Retry-After");
   const message = seconds ? `${sentence(error.message)} Try again in ${seconds} s` : error.message;
   return new ServerError(message, {...error, status: response.status});
 }
 
-/** Asks the server; `body` is JSON text, for a POST. Throws a ServerError, or an AbortError. */
-export async function ask(path, {key = "", body = null, signal = null} = {}) {
+/** Sends a request to the server; `body` is JSON text, for a POST. Throws a ServerError, or an AbortError. */
+export async function request(path, {key = "", body = null, signal = null} = {}) {
   const headers = {"Content-Type": "application/json"};
   if (key) headers.Authorization = `Bearer ${key}`;
   let response;
@@ -43,7 +43,7 @@ export async function ask(path, {key = "", body = null, signal = null} = {}) {
   return response;
 }
 
-/** The events of a stream, parsed; throws a ServerError where it breaks off. */
+/** Yields the parsed events of a stream; throws a ServerError if the connection ends early. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -55,7 +55,7 @@ export async function* events(response) {
       if (error.name === "AbortError") throw error;
       part = {done: true};
     }
-    if (part.done) throw new ServerError("the connection broke off before the answer was complete");
+    if (part.done) throw new ServerError("the connection ended before the answer was complete");
     const frames = (rest + part.value).split("\n\n");
     rest = frames.pop();
     for (const frame of frames) {
@@ -69,7 +69,7 @@ export async function* events(response) {
 function parsed(data) {
   const event = JSON.parse(data);
   if (event.error) throw new ServerError(event.error.message, event.error);
-  // A seed may have 64 bits, which JavaScript's numbers do not hold: its digits are kept.
+  // A seed may have 64 bits, more than JavaScript's numbers hold: keep its digits.
   const seed = /"seed":(-?\d+)/.exec(data);
   if (seed) event.seed = seed[1];
   return event;

@@ -32,7 +32,7 @@ class Board {
     for (const id of ["lanes", "table", "acceptance", "drafts", "timeline"]) $(id).replaceChildren();
   }
 
-  /** Whether a run has left nothing to look at. */
+  /** True if no run has shown a step. */
   get isEmpty() {
     return !this.lanes.some(({generation}) => generation?.tokens.length) && !document.querySelector("#table tbody tr");
   }
@@ -122,11 +122,11 @@ class Board {
 
 const PROBABILITIES = ["90 % or more", "60 %", "30 %", "10 %", "less"];
 
-/** What the colours mean, of those there are; all that the page knows where there is nothing yet. */
+/** Shows the meaning of the colours on the page; of all colours if there is no text yet. */
 export function showLegend(lanes = []) {
-  const found = new Set(lanes.flatMap(({generation}) => generation?.tokens.map(({source}) => source) ?? []));
-  const seen = () => ["target", ...[...found].filter((one) => one !== "target").sort()];
-  const names = found.size ? seen() : sourcesKnown();
+  const sources = new Set(lanes.flatMap(({generation}) => generation?.tokens.map(({source}) => source) ?? []));
+  const seen = () => ["target", ...[...sources].filter((source) => source !== "target").sort()];
+  const names = sources.size ? seen() : sourcesKnown();
   const keys = {
     source: names.map((name) => make("span", {class: `token ${sourceClass(name)}`}, sourceName(name))),
     probability: PROBABILITIES.map((text, i) => make("span", {class: `token p${i}`}, text)),

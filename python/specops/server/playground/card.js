@@ -13,7 +13,7 @@ function origin({source, step}, {steps}) {
   const {drafts} = steps[step];
   if (source !== "target") return `Proposed by: ${sourceName(source)}. Accepted by the target model.`;
   if (!drafts) return "Chosen by the target model; there were no drafts.";
-  // What hangs on the last accepted draft, or on the text, stood where this token stands.
+  // Children of the last accepted draft, or of the text, were alternatives to this token.
   const last = drafts.accepted.at(-1) ?? -1;
   const rejected = drafts.texts.filter((_, node) => drafts.parents[node] === last);
   if (!rejected.length) return "Chosen by the target model, behind the last accepted draft.";

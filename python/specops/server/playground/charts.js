@@ -15,7 +15,7 @@ const box = (x, y, width, height, name) =>
 const words = (x, y, text, name = "", anchor = "middle") =>
   draw("text", {x, y, class: name, "text-anchor": anchor}, text);
 
-/** How often the draft at each distance from the last token was right, of those there were. */
+/** Bar chart of the acceptance rate of drafts by their distance from the last token. */
 export function acceptance(depths) {
   const [pitch, top, tall] = [Math.max(24, Math.min(46, Math.floor(320 / Math.max(depths.length, 1)))), 18, 90];
   const bars = depths.flatMap(({drafted, accepted}, place) => {
@@ -27,8 +27,8 @@ export function acceptance(depths) {
       words(x + pitch / 2 - 4, top + tall + 14, `${place + 1}`),
     ];
   });
-  const told = depths.map(({drafted, accepted}, place) => `position ${place + 1}: ${accepted} of ${drafted}`);
-  const label = `Accepted drafts by position, in percent. ${told.join("; ")}.`;
+  const descriptions = depths.map(({drafted, accepted}, place) => `position ${place + 1}: ${accepted} of ${drafted}`);
+  const label = `Accepted drafts by position, in percent. ${descriptions.join("; ")}.`;
   return picture(Math.max(depths.length * pitch, 60), top + tall + 20, label, ...bars);
 }
 
@@ -51,14 +51,14 @@ function rowsOf({parents}) {
 export function draftTree(drafts, unfolds = false) {
   const [wide, tall, gap] = [76, 24, 14];
   const {rows, numRows} = rowsOf(drafts);
-  const kept = new Set(drafts.accepted);
+  const accepted = new Set(drafts.accepted);
   const x = (depth) => 12 + depth * (wide + gap);
   const y = (row) => 4 + row * (tall + 6);
   const shapes = [draw("circle", {cx: 5, cy: y(0) + tall / 2, r: 4, class: "root"})];
   drafts.parents.forEach((parent, node) => {
     const [left, middle] = [x(drafts.depths[node]), y(rows[node]) + tall / 2];
     const [fromX, fromY] = parent < 0 ? [9, y(0) + tall / 2] : [left - gap, y(rows[parent]) + tall / 2];
-    const fate = kept.has(node) ? "kept" : "dropped";
+    const fate = accepted.has(node) ? "kept" : "dropped";
     const edge = draw("path", {d: `M${fromX} ${fromY}L${left} ${middle}`, class: `edge ${fate}`});
     const text = visible(drafts.texts[node]);
     const shown = text.length > 9 ? `${text.slice(0, 8)}…` : text;
@@ -71,9 +71,9 @@ export function draftTree(drafts, unfolds = false) {
     }
     shapes.push(edge, group);
   });
-  const told = drafts.texts.map((text, node) => `${visible(text)} ${kept.has(node) ? "accepted" : "rejected"}`);
+  const descriptions = drafts.texts.map((text, node) => `${visible(text)} ${accepted.has(node) ? "accepted" : "rejected"}`);
   const width = x(Math.max(...drafts.depths) + 1);
-  return picture(width, y(numRows), `Drafts: ${told.join(", ")}.`, ...shapes);
+  return picture(width, y(numRows), `Drafts: ${descriptions.join(", ")}.`, ...shapes);
 }
 
 /** A stack of tokens per step, as one path for each drafter. */
@@ -100,8 +100,8 @@ function bars(generation, scale, {left, unit, base}) {
  */
 export function timeline(generations, titles, width, onStep) {
   const [left, unit, right] = [8, 5, 12];
-  const most = Math.max(2, ...generations.flatMap(({steps}) => steps.map(({count}) => count)));
-  const tall = Math.min(most, 12) * unit + 26;
+  const maxCount = Math.max(2, ...generations.flatMap(({steps}) => steps.map(({count}) => count)));
+  const tall = Math.min(maxCount, 12) * unit + 26;
   const end = Math.max(0.001, ...generations.map(({steps}) => steps.at(-1)?.seconds ?? 0));
   const scale = (width - left - right) / end;
   const shapes = generations.flatMap((generation, row) => {
@@ -112,8 +112,8 @@ export function timeline(generations, titles, width, onStep) {
     const title = `${titles[row]}: ${numSteps} steps, ${(1000 * last).toFixed(0)} ms`;
     return [axis, ...bars(generation, scale, {left, unit, base}), words(left, base - tall + 20, title, "", "start")];
   });
-  const told = generations.map(({steps, tokens}, row) => `${titles[row]}: ${tokens.length} tokens in ${steps.length} steps`);
-  const drawn = picture(width, tall * generations.length + 2, `${told.join("; ")}.`, ...shapes);
+  const descriptions = generations.map(({steps, tokens}, row) => `${titles[row]}: ${tokens.length} tokens in ${steps.length} steps`);
+  const drawn = picture(width, tall * generations.length + 2, `${descriptions.join("; ")}.`, ...shapes);
   drawn.append(draw("path", {class: "moment", "data-left": left, "data-scale": scale}));
   drawn.addEventListener("click", ({clientX, clientY}) => {
     const corner = drawn.getBoundingClientRect();

@@ -125,54 +125,54 @@ export function keepMessage() {
   $("prompt").focus();
 }
 
-/** Sends the message and streams the answer; returns what it came to. */
+/** Sends the message and streams the answer; returns a summary of the speed. */
 export async function chat(context) {
   const {settings} = context;
   if (!settings.prompt.trim()) throw new Error("“Message” is empty.");
   const id = current ?? drawSeed();
-  const said = {role: "user", content: settings.prompt};
+  const message = {role: "user", content: settings.prompt};
   const before = messagesOf(current).slice(0, replaced ?? undefined);
   showChat();
   [...$("lanes").children].slice(before.length).forEach((one) => one.remove());
-  const asked = question(said, null);
-  $("lanes").append(asked);
+  const element = question(message, null);
+  $("lanes").append(element);
   const system = settings.system ? [{role: "system", content: settings.system}] : [];
   const lane = board.addLane(settings.method, {showsSeed: Number(settings.temperature) > 0});
-  asked.scrollIntoView({block: "nearest"});
+  element.scrollIntoView({block: "nearest"});
   try {
     const run = await generate(context, settings.method, {
-      messages: [...system, ...before, said],
+      messages: [...system, ...before, message],
       onStart: (generation) => lane.start(generation),
       onStep: () => board.refresh(),
     });
     board.finish();
     follow();
-    // Another tab may have said something meanwhile: that is before this.
-    const kept = replaced === null ? messagesOf(id) : before;
-    const hasMore = kept.length > before.length;
+    // Another tab may have added messages meanwhile; they precede this one.
+    const earlier = replaced === null ? messagesOf(id) : before;
+    const hasMore = earlier.length > before.length;
     current = id;
     isNew = false;
     replaced = null;
-    keep(id, [...kept, said, {role: "assistant", content: run.text}]);
+    keep(id, [...earlier, message, {role: "assistant", content: run.text}]);
     if (hasMore) showChat();
-    else settle(lane, asked, said, kept.length);
+    else settle(lane, element, message, earlier.length);
     $("prompt").value = "";
     fitPrompt();
     return `${perSecond(run.speed)} tokens/s`;
   } catch (error) {
-    // The message is in its field still: what has no whole answer is not said.
+    // The message stays in its field until its answer is complete.
     if (!lane.generation?.tokens.length) showChat();
     throw error;
   }
 }
 
-/** Shows the new answer as it is meant, above its tokens. */
-function settle(lane, asked, said, place) {
+/** Shows the new answer as formatted text, above its tokens. */
+function settle(lane, element, sent, place) {
   const message = messagesOf(current)[place + 1];
   const inside = make("details", {class: "inside"}, make("summary", {}, "Tokens, and who proposed them"));
   inside.append(lane.facts, lane.text);
   lane.element.append(rendered(message.content), toolsOf(message, place + 1), inside);
-  asked.replaceWith(question(said, place));
+  element.replaceWith(question(sent, place));
   $("lanes").querySelectorAll(".tools button:nth-child(2)").forEach((one) => {
     if (one.textContent === "Regenerate" && !lane.element.contains(one)) one.remove();
   });

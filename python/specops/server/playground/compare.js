@@ -48,7 +48,7 @@ class Entry {
     return timed.length ? middle(timed) : null;
   }
 
-  /** Whether every run has the bits of plain decoding's first one. */
+  /** True if every run has the same bits as the first run of plain decoding. */
   isExact(plain) {
     return this.runs.every((run) => isSame(run, plain.first));
   }
@@ -57,20 +57,20 @@ class Entry {
     const {first} = this;
     const words = this.isExact(plain) ? ["identical", "same"] : ["DIFFERENT", "differs"];
     const [verdict, name] = this === plain && words[1] === "same" ? ["–", ""] : words;
-    const share = first.drafted ? `${Math.round((100 * first.accepted) / first.drafted)} %` : "–";
+    const acceptance = first.drafted ? `${Math.round((100 * first.accepted) / first.drafted)} %` : "–";
     this.row.replaceChildren(
       make("th", {scope: "row"}, this.button),
-      ...[perStepText(first.perStep), share, perSecond(this.speed)].map((text) => make("td", {}, text)),
+      ...[perStepText(first.perStep), acceptance, perSecond(this.speed)].map((text) => make("td", {}, text)),
       make("td", {}, ...(this === plain ? ["–"] : this.against(plain))),
       make("td", {class: name}, verdict),
     );
   }
 
-  /** How many times as fast as plain decoding: of runs of the same rounds. */
+  /** The speed-up over plain decoding, from runs of the same rounds. */
   against(plain) {
     const others = this.runs.length > 1 ? plain.speeds : [plain.first.speed];
-    const found = speedUp(this.speeds.map((speed, round) => [others[round], speed]), this.first.perStep);
-    return found ? [factorText(found), " ", make("small", {}, spreadText(found))] : ["–"];
+    const factor = speedUp(this.speeds.map((speed, round) => [others[round], speed]), this.first.perStep);
+    return factor ? [factorText(factor), " ", make("small", {}, spreadText(factor))] : ["–"];
   }
 }
 
@@ -96,7 +96,7 @@ function newLane(method, prompt) {
   return board.addLane(method, {prompt, showsSeed: false});
 }
 
-/** Runs a method for everybody to see. */
+/** Runs a method and shows its text. */
 async function draw(context, method) {
   const lane = newLane(method, context.settings.prompt);
   const run = await generate(context, method, {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The page /docs: every route with its fields, from /openapi.json.
 
-import {ask} from "./api.js";
+import {request} from "./api.js";
 import {$, make} from "./dom.js";
 
 const NUMBER = new Intl.NumberFormat("en", {maximumFractionDigits: 6});
@@ -23,12 +23,12 @@ function typeOf(field) {
   return field.type ?? "anything";
 }
 
-/** What a value must be in, such as "above 0, to 1" or "at most 16". */
+/** The range of a field's values, such as "above 0, to 1" or "at most 16". */
 function rangeOf(field) {
   const ranges = branchesOf(field).map(({minimum, exclusiveMinimum, maximum, maxItems, maxLength, maxProperties}) => {
     const low = exclusiveMinimum === undefined ? minimum : exclusiveMinimum;
-    const most = maxItems ?? maxLength ?? maxProperties;
-    if (low === undefined) return most === undefined ? "" : `at most ${NUMBER.format(most)}`;
+    const maximumSize = maxItems ?? maxLength ?? maxProperties;
+    if (low === undefined) return maximumSize === undefined ? "" : `at most ${NUMBER.format(maximumSize)}`;
     const from = `${exclusiveMinimum === undefined ? "" : "above "}${NUMBER.format(low)}`;
     return maximum === undefined ? `${from} or more` : `${from} to ${NUMBER.format(maximum)}`;
   });
@@ -58,9 +58,9 @@ function bodyOf(name, label) {
   const known = fields.filter(([, field]) => !isNeutral(field));
   const others = fields.filter(([, field]) => isNeutral(field)).map(([other]) => other);
   known.sort(([a], [b]) => required.includes(b) - required.includes(a));
-  const table = tableOf(known.map(([one, field]) => [one, field, required.includes(one)]), label);
+  const table = tableOf(known.map(([field, schema]) => [field, schema, required.includes(field)]), label);
   if (!others.length) return [table];
-  return [table, make("p", {class: "soft"}, `Refused, unless they ask for nothing: ${others.join(", ")}.`)];
+  return [table, make("p", {class: "soft"}, `Supported only with values that have no effect: ${others.join(", ")}.`)];
 }
 
 function routeOf(path, method, {description = "", requestBody, parameters = [], responses}) {
@@ -75,7 +75,7 @@ function routeOf(path, method, {description = "", requestBody, parameters = [], 
 }
 
 async function show() {
-  const {paths, components} = await (await ask("openapi.json")).json();
+  const {paths, components} = await (await request("openapi.json")).json();
   schemas = components.schemas;
   const routes = Object.entries(paths).flatMap(([path, item]) =>
     Object.entries(item).filter(([method]) => method !== "head").map(([method, route]) => routeOf(path, method, route)));

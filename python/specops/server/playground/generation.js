@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One generation as the server tells it: tokens, who proposed them, drafts and times. Draws nothing.
+// Data of one generation: tokens, their sources, drafts and times. Draws nothing.
 
 /**
  * Collects a stream with `include_steps`.
@@ -13,7 +13,7 @@
 export class Generation {
   constructor(method, limit) {
     this.method = method;
-    this.limit = limit; // most tokens
+    this.limit = limit; // maximum number of tokens
     this.tokens = [];
     this.steps = [];
     this.depths = [];
@@ -50,26 +50,26 @@ export class Generation {
 
   takeDrafts({token_ids: ids, bytes, sources, parents, accepted}) {
     const depths = [];
-    const taken = new Set(accepted);
+    const acceptedNodes = new Set(accepted);
     parents.forEach((parent, node) => {
       const depth = parent < 0 ? 0 : depths[parent] + 1;
       depths.push(depth);
       this.depths[depth] ??= {drafted: 0, accepted: 0};
       this.depths[depth].drafted += 1;
-      this.depths[depth].accepted += taken.has(node);
+      this.depths[depth].accepted += acceptedNodes.has(node);
     });
     this.drafted += parents.length;
     this.accepted += accepted.length;
     const decoder = new TextDecoder();
-    // A rejected draft from a text that clients share is not told.
+    // The server hides rejected drafts that may be text of other clients.
     const texts = bytes.map((data, node) => (ids[node] === null ? "…" : decoder.decode(Uint8Array.from(data))));
     return {texts, sources, parents, depths, accepted};
   }
 
-  /** Called at the end: shows what is left of a character that broke off. */
+  /** Called at the end: adds the rest of an incomplete character. */
   finish() {
-    const left = this.decoder.decode();
-    if (left && this.tokens.length) this.tokens.at(-1).text += left;
+    const rest = this.decoder.decode();
+    if (rest && this.tokens.length) this.tokens.at(-1).text += rest;
   }
 
   get text() {
@@ -96,13 +96,13 @@ export class Generation {
   }
 }
 
-/** Of each token {logprob, alternatives}, from either of OpenAI's two shapes. */
+/** Returns {logprob, alternatives} of each token, from either of OpenAI's two formats. */
 function readLogprobs(logprobs) {
   if (!logprobs) return null;
   if (logprobs.content) {
     return logprobs.content.map(({logprob, top_logprobs: top}) => ({
       logprob,
-      alternatives: top.map((one) => ({text: one.token, logprob: one.logprob})),
+      alternatives: top.map(({token, logprob: its}) => ({text: token, logprob: its})),
     }));
   }
   return logprobs.token_logprobs.map((logprob, i) => ({
@@ -113,7 +113,7 @@ function readLogprobs(logprobs) {
   }));
 }
 
-/** Whether two complete generations have the same tokens and the same bits of logprobs. */
+/** Returns whether two complete generations have the same tokens and the same bits of logprobs. */
 export const isSame = (a, b) => a.tokens.length === b.tokens.length && agreement(a, b).firstDifference < 0;
 
 /**
@@ -123,20 +123,20 @@ export const isSame = (a, b) => a.tokens.length === b.tokens.length && agreement
  * the last bit, and firstDifference is a place or -1.
  */
 export function agreement(a, b) {
-  const found = {tokens: 0, sameTokens: 0, logprobs: 0, sameLogprobs: 0, firstDifference: -1};
+  const counts = {tokens: 0, sameTokens: 0, logprobs: 0, sameLogprobs: 0, firstDifference: -1};
   const count = Math.min(a.tokens.length, b.tokens.length);
   for (let place = 0; place < count; place++) {
-    const [one, other] = [a.tokens[place], b.tokens[place]];
-    const hasLogprobs = one.logprob !== undefined && other.logprob !== undefined;
-    const isSame = one.id === other.id;
-    const isSameLogprob = hasLogprobs && Object.is(one.logprob, other.logprob);
-    found.tokens += 1;
-    found.sameTokens += isSame;
-    found.logprobs += hasLogprobs;
-    found.sameLogprobs += isSameLogprob;
-    if (found.firstDifference < 0 && !(isSame && (isSameLogprob || !hasLogprobs))) {
-      found.firstDifference = place;
+    const [first, second] = [a.tokens[place], b.tokens[place]];
+    const hasLogprobs = first.logprob !== undefined && second.logprob !== undefined;
+    const isSame = first.id === second.id;
+    const isSameLogprob = hasLogprobs && Object.is(first.logprob, second.logprob);
+    counts.tokens += 1;
+    counts.sameTokens += isSame;
+    counts.logprobs += hasLogprobs;
+    counts.sameLogprobs += isSameLogprob;
+    if (counts.firstDifference < 0 && !(isSame && (isSameLogprob || !hasLogprobs))) {
+      counts.firstDifference = place;
     }
   }
-  return found;
+  return counts;
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What was run in this browser, to go back to.
+// History of the runs in this browser.
 
 import {$, make} from "./dom.js";
 import {store, stored} from "./settings.js";

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The page: connects to the server, and runs what the form says, one thing at a time.
 
-import {ask} from "./api.js";
+import {request} from "./api.js";
 import {board, showLegend} from "./board.js";
 import {hideCard} from "./card.js";
 import {chat, follow, keepMessage, newChat, showChat} from "./chat.js";
@@ -26,10 +26,10 @@ let card = null; // the model's, once the server has answered
 let chosen = {}; // what the form is to have besides what the server does by itself
 let seedShown = ""; // of the run on the screen
 
-const tell = (text) => ($("status").textContent = text);
+const setStatus = (text) => ($("status").textContent = text);
 
 async function connect() {
-  const response = await ask("v1/models", {key: $("key").value});
+  const response = await request("v1/models", {key: $("key").value});
   card = (await response.json()).data[0];
   $("model").textContent = `${card.id}, context of ${whole(card.max_model_len)} tokens`;
   offer(card);
@@ -94,7 +94,7 @@ async function start() {
     settings.seed ||= drawSeed();
     seedShown = settings.seed;
     showRequest();
-    tell("Generating.");
+    setStatus("Generating.");
     foldPrompt(true);
     bringIntoView();
     const context = {settings, key: $("key").value, signal: running.signal};
@@ -102,7 +102,7 @@ async function start() {
     if (REPLAYED.includes(settings.mode)) offerReplay();
     remember(settings, outcome);
     showHistory(restore);
-    tell(`Done: ${outcome}.`);
+    setStatus(`Done: ${outcome}.`);
     setState("done");
   } catch (error) {
     board.finish();
@@ -117,7 +117,7 @@ async function start() {
 
 function failed(error) {
   if (error.name === "AbortError") {
-    tell("Stopped.");
+    setStatus("Stopped.");
     setState("stopped");
     return;
   }
@@ -129,7 +129,7 @@ function failed(error) {
   } else if (error.code === "context_length_exceeded" && readForm().mode === "chat") {
     $("error").append(" Edit an earlier message, or begin a new chat.");
   }
-  tell("");
+  setStatus("");
   setState("failed");
 }
 
@@ -189,10 +189,10 @@ function keep() {
 
 async function share() {
   const values = readForm();
-  // Who follows the link is to see what is seen here.
+  // The link reproduces what the page shows.
   history.replaceState(null, "", fragmentOf({...values, seed: values.seed || seedShown}));
   const copied = await copy(location.href, $("share"), "Link copied", "Link in address bar");
-  tell(copied ? "The link is copied." : "The link is in the address bar.");
+  setStatus(copied ? "The link is copied." : "The link is in the address bar.");
 }
 
 /** Shows the form's request as code, or hides it. */

@@ -23,7 +23,7 @@ function link(target, text) {
   return make("a", {href: target, target: "_blank", rel: "noopener noreferrer"}, ...inline(text));
 }
 
-/** What a mark at `at` makes, and where it ends; null where there is none. */
+/** Returns the element of a mark at `at` and its end; null if there is no mark. */
 function markAt(text, at) {
   for (const [pattern, build] of INLINE) {
     pattern.lastIndex = at;
@@ -102,7 +102,7 @@ function blockAt(lines, at, depth) {
   return [paragraph(lines.slice(at, end)), end];
 }
 
-/** What the lines are. */
+/** Returns the elements of the lines. */
 function blocks(lines, depth = 0) {
   if (depth > DEEPEST) return [lines.join("\n")];
   const made = [];

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What methods and drafters are called and can do: as the server describes them in /v1/models.
+// Names and properties of methods and drafters, from /v1/models.
 
 const OTHERS = {target: "target model", forced: "forced by the grammar"};
 let drafters = new Map(); // by name, also those that this model cannot run
@@ -12,7 +12,7 @@ export function learnNames(card) {
 /** The drafters of a choice, such as "a + b". */
 const partsOf = (choice) => choice.split(" + ").map((name) => drafters.get(name) ?? {name});
 
-/** Who tokens may be from, the target first. */
+/** Possible sources of tokens, the target first. */
 export const sourcesKnown = () => ["target", ...drafters.keys()];
 
 /** A drafter's name in words; one that the server does not describe keeps its own. */
@@ -32,18 +32,18 @@ export function choicesOf(methods) {
   return methods.filter(isOffered).flatMap((name) => [name, ...(hasModel(name) ? hybrids(name) : [])]);
 }
 
-/** What the page calls the method of a speculative_config. */
+/** Returns the page's name for the method of a speculative_config. */
 export const choiceOf = (config) => config.method.replaceAll("+", " + ");
 
 export const isHybrid = (choice) => choice.includes(" + ");
 
-/** Whether drafts come from a model, whose passes are counted. */
+/** Returns whether a model makes the drafts, so that its passes are counted. */
 export const hasModel = (choice) => partsOf(choice)[0].needs_weights === true;
 
-/** Whether drafts may be trees. */
+/** Returns whether drafts may be trees. */
 export const hasTrees = (choice) => !isHybrid(choice) && partsOf(choice)[0].can_draft_trees === true;
 
-/** Who makes a later run of the same request have better drafts, from what the first one wrote; undefined: nobody. */
+/** Returns the drafter that learns from the text of an earlier run; undefined if there is none. */
 export const learns = (choice) => partsOf(choice).find((one) => one.learns)?.title;
 
 /** The speculative_config of a choice; `steps` is null for what the server takes by itself. */

@@ -52,7 +52,7 @@ async function timeAlone(context, method, raced) {
       pairs.push(pair);
     });
   } finally {
-    // Who stops here has what was timed so far.
+    // After a stop, the pairs timed so far count.
     $("verdict-note").textContent = same ? "" : "Alone they wrote OTHER bits than in the race. ";
     if (pairs.length) showSpeeds(pairs, raced[1].perStep);
     else $("factor").textContent = "not timed";
@@ -90,7 +90,7 @@ export async function race(context) {
     const [plain, fast] = lanes.map(({generation}) => generation);
     if (plain?.steps.length && fast?.steps.length) showVerdict(plain, fast, false);
   };
-  // Where one fails, nobody waits for the other.
+  // If one run fails, do not wait for the other.
   const ended = new AbortController();
   const signal = AbortSignal.any([context.signal, ended.signal]);
   const runs = ["naive", settings.method].map((method, i) =>

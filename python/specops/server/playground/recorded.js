@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The recorded race that plays at the first visit. `make -C tools screenshots` records it.
 
-import {ask} from "./api.js";
+import {request} from "./api.js";
 import {board} from "./board.js";
 import {$} from "./dom.js";
 import {Generation} from "./generation.js";
@@ -9,12 +9,12 @@ import {play, offerReplay} from "./replay.js";
 import {showVerdict} from "./race.js";
 import {stored} from "./settings.js";
 
-/** Whether this browser has never done anything here, and follows no link. */
+/** Returns whether this browser has no stored data for the page and follows no link. */
 export const isFirstVisit = () => !location.hash && !stored("settings") && !stored("history");
 
 /** Shows the race; `isWanted` is asked when it is there, since something may run by then. */
 export async function showRecorded(isWanted) {
-  const {prompt, machine, runs} = await (await ask("page/recorded.json")).json();
+  const {prompt, machine, runs} = await (await request("page/recorded.json")).json();
   if (!isWanted()) return;
   board.clear("race");
   const generations = runs.map(({method, events}) => {

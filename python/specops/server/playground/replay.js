@@ -16,7 +16,7 @@ let drawnAt = 0;
 
 const end = () => moments.at(-1) ?? 0;
 
-/** How many steps of a lane have ended. */
+/** Returns the number of steps of a lane that have ended. */
 const endedIn = ({generation}) => generation.steps.filter(({seconds}) => seconds <= now).length;
 
 /** Shows what had ended at a moment; `moves`: what comes new comes with a movement. */

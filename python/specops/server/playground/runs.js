@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // One request: from the form's values to a generation, step by step.
 
-import {ask, events} from "./api.js";
+import {request, events} from "./api.js";
 import {Generation} from "./generation.js";
 import {configOf} from "./names.js";
 
@@ -11,7 +11,7 @@ export function drawSeed() {
   return String((high % 2 ** 21) * 2 ** 32 + low);
 }
 
-/** Where a request goes, and its fields but the seed; messages: of a chat. */
+/** Returns the path and the fields of a request except the seed; `messages`: those of a chat. */
 export function requestOf(settings, method, messages) {
   const {alternatives} = settings;
   const fields = {
@@ -51,7 +51,7 @@ export async function generate(context, method, {messages = null, onStart, onSte
   const generation = new Generation(method, Number(settings.tokens));
   onStart?.(generation);
   const {path, fields} = requestOf(settings, method, messages);
-  const response = await ask(path, {key, signal, body: bodyOf(fields, settings.seed)});
+  const response = await request(path, {key, signal, body: bodyOf(fields, settings.seed)});
   for await (const event of events(response)) {
     generation.take(event);
     onStep?.(generation);

@@ -9,12 +9,12 @@ const FIELDS = [
   ...["prompt", "method", "k", "steps", "tokens", "temperature", "seed", "tree", "top_p"],
   ...["alternatives", "alone", "system", "tint", "rejected"],
 ];
-// Where one is empty, what the page began with, or the server, holds.
+// For an empty field, the page's initial value or the server's default applies.
 const NUMBERS = ["k", "tokens", "temperature", "top_p"];
 // Not part of what a run does, so not of links either.
 const LOCAL = ["tint", "rejected", "alone"];
 
-/** What this browser has kept; nothing where it keeps nothing. */
+/** Returns a value stored in this browser; undefined if there is none. */
 export function stored(name) {
   try {
     return JSON.parse(localStorage.getItem(`${STORE}-${name}`));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How many times as fast one way of decoding is as another: runs take turns, and the median counts.
+// Speed-up of one way of decoding over another: the median of alternating runs.
 
 const MOST_ROUNDS = 7;
 const FOR_QUARTERS = 4; // pairs
