@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The best tree against the best chain of each method, by CPU time per token and tokens per step.
 
-    python -m bench.bench_tree_bar [--model MODEL] [--heads DIR] METHOD...
+    python -m bench.bench_tree_bar METHOD... [--model MODEL] [--heads DIR] [--rounds N]
 
-Every configuration of a cell runs once. Then the fastest chains and trees of the cell alternate
-with plain decoding, and the medians of the rounds' ratios are printed. All texts must be equal.
+Tokens per step come from a batch of eight prompts and depend on no clock. The CPU time of a step,
+user and system of one thread, is the median of rounds in which all configurations alternate. The
+quotient is the CPU time per token. All texts must be equal.
 """
 
 import argparse
@@ -19,88 +20,85 @@ from bench.bench_accuracy import GEMMA
 from bench.bench_engine import prompt_token_ids
 
 Config = dict[str, Any]
-NODES = (4, 8, 16, 32, 60)
-MOST_STEPS = {"mtp": 6, "eagle3": 6, "eagle": 6, "medusa": 4, "hydra": 4, "dflash": 5, "dspark": 5}
-WIDE = {"suffix_decoding_max_spec_factor": 4.0, "suffix_decoding_min_token_prob": 0.02}
-NARROW: Config = {}
 PLAIN: Config = {"method": "naive"}
+# Drafts or nodes, and model steps.
+HEAD_CHAINS = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6)]
+HEAD_TREES = [(4, 2), (6, 3), (8, 3), (8, 4), (16, 4), (16, 6), (32, 4), (32, 6), (60, 6)]
+HYBRID_CHAINS = [(4, 2), (4, 3), (8, 2), (8, 3), (8, 4), (16, 3)]
+HYBRID_TREES = [(6, 2), (8, 2), (8, 3), (8, 4), (16, 3), (16, 4), (32, 4), (60, 4)]
+COPY_CHAINS, COPY_TREES = (2, 4, 8, 16, 32), (4, 8, 16, 32, 60)
+DEPTH = {"mtp": 6, "eagle3": 6, "medusa": 4, "hydra": 4, "dflash": 5, "dspark": 5}
+WIDE = {"suffix_decoding_max_spec_factor": 4.0, "suffix_decoding_min_token_prob": 0.02}
+TEXTS, TEMPERATURES, BATCHES = ("edits", "completions"), (0.0, 0.8), (1, 8)
+NUM_PROMPTS, NUM_ALONE = 8, 2
 
 
-def configurations(method: str) -> tuple[list[Config], list[Config]]:
-    """Return the chains and the trees of a method, without their files."""
+def configurations(method: str) -> dict[str, Config]:
+    """Return plain decoding, and the chains and trees of a method, by a short name."""
     first, *others = method.split("+")
-    chains: list[Config] = []
-    trees: list[Config] = []
-    if first in MOST_STEPS:
-        for steps in range(2, 5) if others else range(1, MOST_STEPS[first] + 1):
-            if others:
-                chains += [
-                    {"num_speculative_tokens": k, "num_model_steps": steps}
-                    for k in (4, 8, 16)
-                    if k > steps
-                ]
-            else:
-                chains.append({"num_speculative_tokens": steps, "num_model_steps": steps})
-            if steps > 1:
-                trees += [
-                    {"num_speculative_tokens": n, "num_model_steps": steps}
-                    for n in (6, *NODES)
-                    if n >= steps
-                ]
-    else:
-        chains = [{"num_speculative_tokens": k} for k in (2, 4, 6, 8, 12, 16, 32, 60)]
-        trees = [{"num_speculative_tokens": n} for n in (*NODES, 12)]
-    both = ({"method": method, "tree": tree, **one} for tree, part in ((False, chains), (True, trees)) for one in part)
-    found = list(both)
-    return [one for one in found if not one["tree"]], [one for one in found if one["tree"]]
+    found: dict[str, Config] = {"plain": PLAIN}
+    for tree, kind in ((False, "chain"), (True, "tree")):
+        if first in DEPTH:
+            pairs = (HYBRID_TREES if tree else HYBRID_CHAINS) if others else (HEAD_TREES if tree else HEAD_CHAINS)
+            for k, steps in pairs:
+                if steps <= DEPTH[first]:
+                    own = {"num_speculative_tokens": k, "num_model_steps": steps}
+                    found[f"{kind} {k}/{steps}"] = {"method": method, "tree": tree, **own}
+        else:
+            for k in COPY_TREES if tree else COPY_CHAINS:
+                found[f"{kind} {k}"] = {"method": method, "tree": tree, "num_speculative_tokens": k}
+    for name, one in list(found.items())[1:]:
+        one["adaptive_verification"] = False
+        if name in ("chain 16", "tree 16", "tree 32"):
+            found[name + " selected"] = {**one, "adaptive_verification": True}
+    if "suffix" in method:
+        found |= {f"{name} wide": one for name, one in found.items() if name != "plain"}
+    return found
 
 
 class Runs:
     """Engines of one method, and runs of its configurations on them."""
 
-    def __init__(self, model: str | None, method: str, heads: Path, prompts: int, tokens: int) -> None:
-        first = method.split("+")[0]
+    def __init__(self, model: str | None, method: str, heads: Path, tokens: int) -> None:
+        first, self.tokens = method.split("+")[0], tokens
+        self.expected: dict[tuple[str, float], list[list[int]]] = {}
         self.engines = {}
-        self.num_prompts, self.tokens = prompts, tokens
-        for name, own in (("", NARROW), ("wide", WIDE)) if "suffix" in method else (("", NARROW),):
-            base: Config = {"method": method, "num_speculative_tokens": 60, "num_model_steps": 2, **own}
-            if first not in MOST_STEPS:
-                del base["num_model_steps"]
-            else:
-                base["tree"] = True
-                if first != "mtp":
-                    base["model"] = str(heads / first)
-            base["adaptive_verification"] = True
-            extra = {} if model is None else {"model": model}
-            self.engines[name] = Engine(
+        for wide in (False, True)[: 1 + ("suffix" in method)]:
+            base: Config = {"method": method, "num_speculative_tokens": 60, "adaptive_verification": True}
+            if first in DEPTH:
+                base |= {"tree": True, "num_model_steps": 2}
+                base |= {} if first == "mtp" else {"model": str(heads / first)}
+            self.engines[wide] = Engine(
                 EngineConfig(
                     device="cpu",
                     max_num_seqs=8,
                     num_threads=1,
-                    speculative_config=SpeculativeConfig.from_dict(base),
-                    **extra,
+                    speculative_config=SpeculativeConfig.from_dict({**base, **(WIDE if wide else {})}),
+                    **({} if model is None else {"model": model}),
                 )
             )
-        some = next(iter(self.engines.values()))
-        self.prompts = {kind: prompt_token_ids(some, kind)[:prompts] for kind in ("edits", "completions")}
+        self.prompts = {kind: prompt_token_ids(self.engines[False], kind)[:NUM_PROMPTS] for kind in TEXTS}
         for engine in self.engines.values():
             for texts in self.prompts.values():
                 engine.generate(texts, SamplingParams(max_tokens=2), speculative_config=PLAIN)
 
-    def run(self, which: str, config: Config, kind: str, temperature: float, batch: int) -> tuple[float, float]:
-        """Return CPU milliseconds per token and tokens per request and step."""
-        engine = self.engines[which]
+    def run(self, name: str, config: Config, kind: str, temperature: float, batch: int) -> tuple[float, float]:
+        """Return CPU milliseconds per step of a request, and tokens per step."""
+        engine = self.engines[name.endswith("wide")]
         if suffix := engine.drafters.get("suffix"):
-            for name in suffix.cache.cached_requests:
-                suffix.cache.evict(name)
+            for one in suffix.cache.cached_requests:
+                suffix.cache.evict(one)
             suffix.cache.reclaim()
-        prompts = self.prompts[kind]
-        seconds, steps, tokens, texts = 0.0, 0, 0, []
+        prompts = self.prompts[kind][: NUM_PROMPTS if batch > 1 else NUM_ALONE]
+        seconds, steps, tokens = 0.0, 0, 0
+        texts: list[list[int]] = []
         for begin in range(0, len(prompts), batch):
             names = [
                 engine.add_request(
                     prompt,
-                    SamplingParams(max_tokens=self.tokens, temperature=temperature, seed=begin + i, ignore_eos=True),
+                    SamplingParams(
+                        max_tokens=self.tokens, temperature=temperature, seed=begin + i, ignore_eos=True
+                    ),
                     speculative_config=config,
                 )
                 for i, prompt in enumerate(prompts[begin : begin + batch])
@@ -114,88 +112,64 @@ class Runs:
             while engine.has_unfinished():
                 engine.step()
             seconds += time.process_time() - begun
-            done = [engine.completion(name) for name in names]
+            done = [engine.completion(one) for one in names]
             tokens += sum(len(one.token_ids) for one in done) - first
             steps += sum(one.stats.num_steps for one in done) - len(names)
             texts += [one.token_ids for one in done]
-        key = kind, temperature
-        assert self.expected.setdefault(key, texts) == texts, (config, key)
-        return seconds / tokens * 1e3, tokens / steps
-
-    expected: dict[tuple[str, float], list[list[int]]] = {}
-
-
-def short(which: str, config: Config) -> str:
-    """Return a short name of a configuration."""
-    n, steps = config.get("num_speculative_tokens", 0), config.get("num_model_steps")
-    name = f"{n}" if steps is None else f"{n}/{steps}"
-    return name + ("w" if which else "") + ("a" if config.get("adaptive_verification") else "")
+        expected = self.expected.setdefault((kind, temperature), texts)
+        assert all(map(list.__eq__, texts, expected)), (config, kind, temperature)
+        return seconds / steps * 1e3, tokens / steps
 
 
 def main() -> None:
-    """Measure and print a line per cell."""
+    """Measure, and print a line per cell and a table of its configurations."""
     parser = argparse.ArgumentParser()
     parser.add_argument("methods", nargs="+")
     parser.add_argument("--model")
     parser.add_argument("--heads", type=Path, default=Path("tests/golden"))
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--drafts", type=int, nargs="*", help="only these numbers of drafts")
     args = parser.parse_args()
-    model = str(GEMMA) if args.model == "gemma" else args.model
     for method in args.methods:
-        Runs.expected = {}
-        runs = Runs(model, method, args.heads, args.prompts, args.tokens)
-        chains, trees = configurations(method)
-        for kind in runs.prompts:
-            for temperature in (0.0, 0.8):
-                for batch in args.batches:
-                    cell = (kind, temperature, batch)
-                    plain = runs.run("", PLAIN, *cell)
-                    found: dict[bool, list[Any]] = {False: [], True: []}
-                    for one in (*chains, *trees):
-                        for which in runs.engines:
-                            config = {**one, "adaptive_verification": False}
-                            found[one["tree"]].append((*runs.run(which, config, *cell), which, config))
-                    for tree in found:  # the fastest ones again, with selection
-                        for _, _, which, one in sorted(found[tree], key=lambda x: x[0])[:2]:
-                            for n in {16, one["num_speculative_tokens"]}:
-                                steps = {} if "num_model_steps" not in one else {"num_model_steps": min(one["num_model_steps"], n)}
-                                if not tree and method in MOST_STEPS:
-                                    n = one["num_model_steps"]
-                                config = {**one, "num_speculative_tokens": n, **steps, "adaptive_verification": True}
-                                found[tree].append((*runs.run(which, config, *cell), which, config))
-                    longest = {tree: max(found[tree], key=lambda x: x[1]) for tree in found}
-                    best = {tree: sorted(found[tree], key=lambda x: x[0])[:2] for tree in found}
-                    timed: dict[str, list[float]] = {}
-                    lengths = {}
+        runs = Runs(str(GEMMA) if args.model == "gemma" else args.model, method, args.heads, args.tokens)
+        configs = {
+            name: one
+            for name, one in configurations(method).items()
+            if not args.drafts or one.get("num_speculative_tokens", args.drafts[0]) in args.drafts
+        }
+        for kind in TEXTS:
+            for temperature in TEMPERATURES:
+                lengths = {one: runs.run(one, config, kind, temperature, 8)[1] for one, config in configs.items()}
+                for batch in BATCHES:
+                    cell = kind, temperature, batch
+                    steps: dict[str, list[float]] = {name: [] for name in configs}
+                    own = dict(lengths)
                     for turn in range(args.rounds):
-                        cases = [("plain", "", PLAIN)] + [
-                            (f"{'tree' if tree else 'chain'} {i}", *best[tree][i][2:])
-                            for i in range(2)
-                            for tree in best
-                        ]
-                        for name, which, config in cases if turn % 2 else reversed(cases):
-                            ms, length = runs.run(which, config, *cell)
-                            timed.setdefault(name, []).append(ms)
-                            lengths[name] = length
-                    chain = min(("chain 0", "chain 1"), key=lambda name: median(timed[name]))
-                    tree_ = min(("tree 0", "tree 1"), key=lambda name: median(timed[name]))
-                    ratio = median(a / b for a, b in zip(timed[chain], timed[tree_], strict=True))
-                    gains = {
-                        name: median(a / b for a, b in zip(timed["plain"], timed[name], strict=True))
-                        for name in (chain, tree_)
-                    }
-                    c, t = best[False][int(chain[-1])], best[True][int(tree_[-1])]
-                    print(
-                        f"{method:12} {kind:11} t{temperature:g} b{batch} | plain {median(timed['plain']):.3f} ms | "
-                        f"chain {short(*c[2:]):8} {lengths[chain]:.2f} tok {gains[chain]:.2f}x | "
-                        f"tree {short(*t[2:]):8} {lengths[tree_]:.2f} tok {gains[tree_]:.2f}x | "
-                        f"tree/chain speed {ratio:.3f} | most tokens: chain {short(*longest[False][2:])} {longest[False][1]:.2f} "
-                        f"tree {short(*longest[True][2:])} {longest[True][1]:.2f} = {longest[True][1] / longest[False][1]:.3f}",
-                        flush=True,
-                    )
+                        for name in configs if turn % 2 else reversed(configs):
+                            ms, length = runs.run(name, configs[name], *cell)
+                            steps[name].append(ms)
+                            if "selected" in name:
+                                own[name] = length
+                    _report(method, cell, {name: median(all_) for name, all_ in steps.items()}, own)
+
+
+def _report(method: str, cell: tuple[str, float, int], ms: dict[str, float], lengths: dict[str, float]) -> None:
+    kind, temperature, batch = cell
+    cost = {name: ms[name] / lengths[name] for name in ms}
+    chain = min((name for name in cost if "chain" in name), key=cost.__getitem__)
+    tree = min((name for name in cost if "tree" in name), key=cost.__getitem__)
+    long_chain = max((name for name in cost if "chain" in name), key=lengths.__getitem__)
+    long_tree = max((name for name in cost if "tree" in name), key=lengths.__getitem__)
+    print(
+        f"{method:10} {kind:11} t{temperature:g} b{batch} | plain {cost['plain']:.3f} ms | "
+        f"{chain}: {lengths[chain]:.2f} tokens, {cost['plain'] / cost[chain]:.2f}x | "
+        f"{tree}: {lengths[tree]:.2f} tokens, {cost['plain'] / cost[tree]:.2f}x | "
+        f"tree over chain {cost[chain] / cost[tree]:.3f} | most tokens {long_chain} {lengths[long_chain]:.2f}, "
+        f"{long_tree} {lengths[long_tree]:.2f}: {lengths[long_tree] / lengths[long_chain]:.3f}",
+        flush=True,
+    )
+    print("   " + ", ".join(f"{name} {ms[name]:.3f}/{lengths[name]:.2f}" for name in ms), flush=True)
 
 
 if __name__ == "__main__":
