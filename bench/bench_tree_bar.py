@@ -39,7 +39,11 @@ def configurations(method: str) -> dict[str, Config]:
     found: dict[str, Config] = {"plain": PLAIN}
     for tree, kind in ((False, "chain"), (True, "tree")):
         if first in DEPTH:
-            pairs = (HYBRID_TREES if tree else HYBRID_CHAINS) if others else (HEAD_TREES if tree else HEAD_CHAINS)
+            pairs = (
+                (HYBRID_TREES if tree else HYBRID_CHAINS)
+                if others
+                else (HEAD_TREES if tree else HEAD_CHAINS)
+            )
             for k, steps in pairs:
                 if steps <= DEPTH[first]:
                     own = {"num_speculative_tokens": k, "num_model_steps": steps}
@@ -49,7 +53,7 @@ def configurations(method: str) -> dict[str, Config]:
                 found[f"{kind} {k}"] = {"method": method, "tree": tree, "num_speculative_tokens": k}
     for name, one in list(found.items())[1:]:
         one["adaptive_verification"] = False
-        if name in ("chain 16", "tree 16", "tree 32"):
+        if name in ("chain 16", "chain 32", "tree 16", "tree 32"):
             found[name + " selected"] = {**one, "adaptive_verification": True}
     if "suffix" in method:
         found |= {f"{name} wide": one for name, one in found.items() if name != "plain"}
@@ -64,7 +68,11 @@ class Runs:
         self.expected: dict[tuple[str, float], list[list[int]]] = {}
         self.engines = {}
         for wide in (False, True)[: 1 + ("suffix" in method)]:
-            base: Config = {"method": method, "num_speculative_tokens": 60, "adaptive_verification": True}
+            base: Config = {
+                "method": method,
+                "num_speculative_tokens": 60,
+                "adaptive_verification": True,
+            }
             if first in DEPTH:
                 base |= {"tree": True, "num_model_steps": 2}
                 base |= {} if first == "mtp" else {"model": str(heads / first)}
@@ -73,16 +81,22 @@ class Runs:
                     device="cpu",
                     max_num_seqs=8,
                     num_threads=1,
-                    speculative_config=SpeculativeConfig.from_dict({**base, **(WIDE if wide else {})}),
+                    speculative_config=SpeculativeConfig.from_dict(
+                        {**base, **(WIDE if wide else {})}
+                    ),
                     **({} if model is None else {"model": model}),
                 )
             )
-        self.prompts = {kind: prompt_token_ids(self.engines[False], kind)[:NUM_PROMPTS] for kind in TEXTS}
+        self.prompts = {
+            kind: prompt_token_ids(self.engines[False], kind)[:NUM_PROMPTS] for kind in TEXTS
+        }
         for engine in self.engines.values():
             for texts in self.prompts.values():
                 engine.generate(texts, SamplingParams(max_tokens=2), speculative_config=PLAIN)
 
-    def run(self, name: str, config: Config, kind: str, temperature: float, batch: int) -> tuple[float, float]:
+    def run(
+        self, name: str, config: Config, kind: str, temperature: float, batch: int
+    ) -> tuple[float, float]:
         """Return CPU milliseconds per step of a request, and tokens per step."""
         engine = self.engines[name.endswith("wide")]
         if suffix := engine.drafters.get("suffix"):
@@ -97,7 +111,10 @@ class Runs:
                 engine.add_request(
                     prompt,
                     SamplingParams(
-                        max_tokens=self.tokens, temperature=temperature, seed=begin + i, ignore_eos=True
+                        max_tokens=self.tokens,
+                        temperature=temperature,
+                        seed=begin + i,
+                        ignore_eos=True,
                     ),
                     speculative_config=config,
                 )
@@ -132,7 +149,9 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, nargs="*", help="only these numbers of drafts")
     args = parser.parse_args()
     for method in args.methods:
-        runs = Runs(str(GEMMA) if args.model == "gemma" else args.model, method, args.heads, args.tokens)
+        runs = Runs(
+            str(GEMMA) if args.model == "gemma" else args.model, method, args.heads, args.tokens
+        )
         configs = {
             name: one
             for name, one in configurations(method).items()
@@ -140,7 +159,10 @@ def main() -> None:
         }
         for kind in TEXTS:
             for temperature in TEMPERATURES:
-                lengths = {one: runs.run(one, config, kind, temperature, 8)[1] for one, config in configs.items()}
+                lengths = {
+                    one: runs.run(one, config, kind, temperature, 8)[1]
+                    for one, config in configs.items()
+                }
                 for batch in BATCHES:
                     cell = kind, temperature, batch
                     steps: dict[str, list[float]] = {name: [] for name in configs}
@@ -154,7 +176,9 @@ def main() -> None:
                     _report(method, cell, {name: median(all_) for name, all_ in steps.items()}, own)
 
 
-def _report(method: str, cell: tuple[str, float, int], ms: dict[str, float], lengths: dict[str, float]) -> None:
+def _report(
+    method: str, cell: tuple[str, float, int], ms: dict[str, float], lengths: dict[str, float]
+) -> None:
     kind, temperature, batch = cell
     cost = {name: ms[name] / lengths[name] for name in ms}
     chain = min((name for name in cost if "chain" in name), key=cost.__getitem__)
@@ -169,7 +193,9 @@ def _report(method: str, cell: tuple[str, float, int], ms: dict[str, float], len
         f"{long_tree} {lengths[long_tree]:.2f}: {lengths[long_tree] / lengths[long_chain]:.3f}",
         flush=True,
     )
-    print("   " + ", ".join(f"{name} {ms[name]:.3f}/{lengths[name]:.2f}" for name in ms), flush=True)
+    print(
+        "   " + ", ".join(f"{name} {ms[name]:.3f}/{lengths[name]:.2f}" for name in ms), flush=True
+    )
 
 
 if __name__ == "__main__":
