@@ -8,10 +8,10 @@ A round has a model, requests of which some share their first tokens, and the ou
 when decoded alone and without speculation. The model is the bundled one, or a small one of some
 family with random weights; with an MTP module, or with a draft model and a head of every method.
 Then engines run with other limits, instruction sets and threads: few pages, small chunks, no shared
-prefixes, other defaults. There each request has its own method, chains or trees; requests arrive at
-random, and others beside them are aborted. Differences are printed with all that is needed to
-reproduce them, and the exit status is 1. A failing drafter or request ends the campaign. The end is
-a table of drafts and accepted drafts by method, or kind of head, and num_model_steps.
+prefixes, other defaults. There each request has its own method; requests arrive at random, and
+others beside them are aborted. Differences are printed with all that is needed to reproduce them,
+and the exit status is 1. A failing drafter or request ends the campaign. The end is a table of
+drafts and accepted drafts by method, or kind of head, and num_model_steps.
 """
 
 import argparse
@@ -131,7 +131,7 @@ HEAD_FAMILIES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
 }
 NO_MTP = {"gemma3", *HEAD_FAMILIES}
 NO_8_BIT_CACHES = {"deepseek_v3"}  # caches of latents
-# Models with recurrent states: no trees, and as many drafts as there is memory for.
+# Models with recurrent states: as many drafts as there is memory for.
 HAVE_STATES = {"qwen3_next", "qwen3_5", "qwen3_5 with heads"}
 MOST_DRAFTS = 12
 
@@ -151,7 +151,6 @@ def random_speculation(draw: random.Random, weights: dict[str, int]) -> dict[str
         "num_speculative_tokens": draw.randint(1, MOST_DRAFTS),
         "adaptive_verification": draw.random() < 0.2,
         "accept_policy": draw.choice(["normal"] * 9 + ["reject_all"]),
-        "tree": draw.random() < 0.5,
     }
     if method == "ngram":
         asked["min_ngram_size"] = draw.randint(1, 2)
@@ -161,12 +160,11 @@ def random_speculation(draw: random.Random, weights: dict[str, int]) -> dict[str
         most = min(asked["num_speculative_tokens"], weights[method])
         asked["num_model_steps"] = draw.randint(1, most)
     if method in weights and method != "mtp":
-        behind = ["", "", "+suffix"] if asked["tree"] else ["", "", "+ngram", "+suffix"]
-        asked["method"] += draw.choice(behind)
-    if method in weights and asked["method"] == method != "mtp" and not asked["tree"]:
+        asked["method"] += draw.choice(["", "", "+ngram", "+suffix"])
+    if method in weights and asked["method"] == method != "mtp":
         asked["num_speculative_tokens"] = asked["num_model_steps"]
     if method == "mtp":
-        hybrids = [] if asked["tree"] else ["with_ngram", "with_suffix", "with_prediction"]
+        hybrids = ["with_ngram", "with_suffix", "with_prediction"]
         asked["mtp_strategy"] = draw.choice(["default", *hybrids])
     return asked
 
@@ -400,7 +398,6 @@ def run_round(
             own = {"method": "ngram", "num_speculative_tokens": MOST_DRAFTS}
             own["adaptive_verification"] = draw.random() < 0.3
         if name in HAVE_STATES:
-            speculations = [{**one, "tree": False} for one in speculations]
             own = {"method": "ngram", "num_speculative_tokens": MOST_DRAFTS}
             states = load_model(model, load_format="dummy").kv_bytes_per_slot(0)
             if heads:  # the draft model has as many states, and its drafts need more

@@ -64,8 +64,6 @@ SMALL: dict[str, dict[str, Any]] = {
         "BATCH": 2,
         "KV_LEN": 100,
         "HOST_BATCH": 2,
-        "NEW_TOKENS": 8,
-        "RUNS": [("suffix", 6, "edits", 0.0), ("mtp", 3, "completions", 0.8)],
     },
     "answers": {"NUM_PROMPTS": 2, "GROUP": 2, "NEW_TOKENS": 8, "SHORT_TOKENS": 4},
     "structured": {
@@ -131,7 +129,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         module = importlib.import_module(f"bench.bench_{name}")
         for constant, value in constants.items():
             monkeypatch.setattr(module, constant, value)
-    for name in ("answers", "engine", "head_mistakes", "lossless", "methods", "trees", "vllm"):
+    for name in ("answers", "engine", "head_mistakes", "lossless", "methods", "vllm"):
         module = importlib.import_module(f"bench.bench_{name}")
         monkeypatch.setattr(module, "prompt_token_ids", prompts)
     methods = importlib.import_module("bench.bench_methods")

@@ -425,7 +425,6 @@ def test_a_file_says_what_rows_of_a_window_see(
 
 CASES: dict[str, dict[str, Any]] = {
     "wide": {},
-    "tree": {"tree": True, "num_speculative_tokens": 12, "num_model_steps": 4},
     "preempted": {"max_num_batched_tokens": 20, "num_pages": 16, "max_model_len": 200},
     "int8": {"kv_cache_dtype": "int8", "page_size": 32},
     "hybrid": {"method": "dflash+suffix", "num_model_steps": 2, "num_speculative_tokens": 6},
@@ -435,7 +434,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2", "windows"])
 @pytest.mark.fast(
-    "dflash-tree", "windows-hybrid", "dspark-preempted", "dspark-int8", "dflash2-preempted"
+    "dflash-wide", "windows-hybrid", "dspark-preempted", "dspark-int8", "dflash2-preempted"
 )
 def test_every_bit_is_plain_decoding_s(
     target: tuple[Path, Any], tmp_path: Path, kind: str, case: str

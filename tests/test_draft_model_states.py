@@ -291,19 +291,6 @@ def test_a_model_that_is_the_target_is_always_right(target: str) -> None:
     assert spec.num_accepted_tokens == spec.num_draft_tokens > 100
 
 
-def test_its_trees_branch_off_the_chain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a target without states of its own, which would refuse them."""
-    drafts = Drafts(monkeypatch)
-    prompts, params = texts(8)
-    own = {"tree": True, "num_speculative_tokens": 7, "num_model_steps": 3}
-    engine = make(similar(), target=dense(), own=own)
-    done = engine.generate(prompts, params)
-    expected = make(None, target=dense()).generate(prompts, params)
-    assert list(map(bits, done)) == list(map(bits, expected))
-    assert engine.stats.speculative.num_accepted_tokens > 0
-    assert drafts.num_wrong(similar()) == 0
-
-
 def test_slots_have_room_for_the_drafts_of_the_configuration() -> None:
     """A request that wants more is refused; memory is paid for before pages are."""
     engine = make(similar(), target=dense())

@@ -163,7 +163,6 @@ def test_drafts_are_the_reference_s(target: tuple[Path, Any], tmp_path: Path, ki
 
 CASES: dict[str, dict[str, Any]] = {
     "wide": {},
-    "tree": {"tree": True, "num_speculative_tokens": 7, "num_model_steps": 4},
     "preempted": {"max_num_batched_tokens": 20, "num_pages": 16, "max_model_len": 200},
     "int8": {"kv_cache_dtype": "int8", "num_speculative_tokens": 6, "page_size": 32},
     "hybrid": {"method": "eagle+suffix", "num_model_steps": 2, "num_speculative_tokens": 6},
@@ -171,7 +170,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.fast("tree", "preempted")
+@pytest.mark.fast("hybrid", "preempted")
 def test_every_bit_is_plain_decoding_s(target: tuple[Path, Any], tmp_path: Path, case: str) -> None:
     KINDS["safetensors"][0].write(tmp_path)
     each = [replace(params(i, 0.8 * (i % 2)), max_tokens=60) for i in range(6)]
@@ -276,7 +275,7 @@ def test_nothing_is_read_of_passes_that_did_not_run(
         fill(self, parts)
 
     monkeypatch.setattr(RecurrentStep, "fill", poisoned)
-    engine = make(target, tmp_path, max_num_seqs=2, tree=True)
+    engine = make(target, tmp_path, max_num_seqs=2, adaptive_verification=True)
     with np.errstate(all="raise"):
         engine.generate(TEXTS[:2], told(2))
     assert engine.stats.speculative.num_draft_tokens and not engine._drafting.num_failures

@@ -100,7 +100,7 @@ def test_masks_read_what_they_should(
 def test_a_request_has_no_more_drafts_than_there_are_masks_for(
     target: tuple[Path, Any], tmp_path: Path
 ) -> None:
-    """It is refused, and not given fewer; a tree has more nodes, and others continue."""
+    """It is refused, and not given fewer; others continue."""
     head, layout = HEADS["parallel"]
     eagle_oracle.write(tmp_path, head, layout)
     engine = make(target, tmp_path)
@@ -110,14 +110,12 @@ def test_a_request_has_no_more_drafts_than_there_are_masks_for(
     for own in (
         {"num_speculative_tokens": 2},
         {"num_speculative_tokens": 4, "num_model_steps": 3, "method": "eagle3+suffix"},
-        {"num_speculative_tokens": 4, "tree": True},
     ):
         engine.add_request(TEXTS[0], one, speculative_config=own)
 
 
 CASES: dict[str, dict[str, Any]] = {
     "wide": {},
-    "tree": {"tree": True, "num_speculative_tokens": 7, "num_model_steps": 4},
     "preempted": {"max_num_batched_tokens": 20, "num_pages": 16, "max_model_len": 200},
     "int8": {"kv_cache_dtype": "int8", "num_speculative_tokens": 6, "page_size": 32},
     "hybrid": {"method": "eagle3+suffix", "num_model_steps": 2, "num_speculative_tokens": 6},
@@ -126,7 +124,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ["specforge", "parallel"])
-@pytest.mark.fast("specforge-tree", "specforge-preempted", "parallel-preempted")
+@pytest.mark.fast("specforge-hybrid", "specforge-preempted", "parallel-preempted")
 def test_every_bit_is_plain_decoding_s(
     target: tuple[Path, Any], tmp_path: Path, name: str, case: str
 ) -> None:

@@ -545,16 +545,16 @@ def test_logprobs_of_prompts_in_the_interpreter(
 def test_masks_in_the_interpreter(
     tiny_dir: Path, interpreter: None, twin: Callable[..., FakeGpu]
 ) -> None:
-    """Constrained rows and free ones, through the CUDA kernels; with forced tokens, and trees."""
+    """Constrained rows and free ones, through the CUDA kernels; with forced tokens."""
     pytest.importorskip("llguidance")
-    tree = SpeculativeConfig(
-        method="suffix", num_speculative_tokens=4, tree=True, suffix_decoding_max_spec_factor=4.0
+    suffix = SpeculativeConfig(
+        method="suffix", num_speculative_tokens=4, suffix_decoding_max_spec_factor=4.0
     )
     results = []
     for speculative, captures, limits in (
         (NAIVE, False, {"max_num_seqs": 1}),
         (NGRAM, True, {"max_num_seqs": 3}),
-        (tree, False, {"max_num_seqs": 2}),
+        (suffix, False, {"max_num_seqs": 2}),
     ):
         device = twin(captures=captures)
         engine = make(tiny_dir, speculative, **limits)

@@ -53,7 +53,7 @@ CLI_WITH_ENGINE = {
 # Modules of the engine, lowest first: a module imports from its own group and those before. What
 # drafters say of themselves lies below configurations, though they themselves lie above requests.
 ENGINE_GROUPS = (
-    {"device", "drafters.methods", "drafters.trees", "errors", "memory", "outputs"},
+    {"device", "drafters.methods", "errors", "memory", "outputs"},
     {"parallel"},
     {"speculative_config"},
     {"config"},
@@ -517,7 +517,7 @@ def test_models_import_in_one_direction(path: Path) -> None:
 # Who may write which fields of a request: a file, or the folder of drafters.
 WRITERS = {
     "admission": {"draft_kv"},
-    "drafters/drafting": {"draft_limit", "num_drafts", "draft_parents", "draft_stages"},
+    "drafters/drafting": {"draft_limit", "num_drafts", "draft_stages"},
     "drafters": {"num_final_draft_kv"},
     "scheduling/scheduler": {"last_step"},
     "scheduling/slots": {
@@ -547,9 +547,7 @@ WRITERS = {
 OTHERS = {
     "memory/kv_cache": {"pages"},
     "sharing/turns": {"last_step"},
-    "structured/forcing": {"token_ids"},
-    "scheduling/decode_rows": {"draft_parents"},
-    "scheduling/spare_pages": {"draft_parents", "num_drafts", "draft_limit"},
+    "scheduling/draft_pages": {"draft_limit"},
     "steps/runner": {"choice_index", "finish_reason", "logprobs", "thinking_state"},
 }
 NO_REQUESTS = {"self", "proposals", "wider"}

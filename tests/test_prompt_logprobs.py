@@ -24,7 +24,6 @@ from specops.engine import (
 
 NAIVE = SpeculativeConfig(method="naive")
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4, min_ngram_size=1)
-TREES = SpeculativeConfig(method="ngram", num_speculative_tokens=4, min_ngram_size=1, tree=True)
 MTP = SpeculativeConfig(method="mtp", num_speculative_tokens=3)
 PROMPTS = [[7, 8, 9] * 6, [5, 6, 7, 5, 6, 7, 5], list(range(1, 50)), [3, 4], [11, 12] * 20]
 
@@ -115,7 +114,6 @@ def test_what_constrains_an_output_is_no_prompt_s_affair(model_dir: Path) -> Non
         (NAIVE, {"max_num_seqs": 1}),
         (NAIVE, {"max_num_seqs": 3, "max_num_batched_tokens": 7, "page_size": 32}),
         (NGRAM, {"max_num_seqs": 5, "max_num_batched_tokens": 16}),
-        (TREES, {"max_num_seqs": 4, "max_num_batched_tokens": 24}),
         (MTP, {"max_num_seqs": 5, "max_num_batched_tokens": 33, "num_threads": 2}),
         (NGRAM, {"max_num_seqs": 5, "max_num_batched_tokens": 16, "num_pages": 17}),
         (MTP, {"max_num_seqs": 5, "enable_prefix_caching": False}),

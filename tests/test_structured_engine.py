@@ -38,9 +38,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "mtp": {"method": "mtp"},
     "mtp+ngram": {"method": "mtp", "mtp_strategy": "with_ngram"},
     "mtp+suffix": {"method": "mtp", "mtp_strategy": "with_suffix"},
-    "suffix tree": {"method": "suffix", "tree": True},
-    "mtp tree": {"method": "mtp", "tree": True},
-    "merged tree": {"method": "mtp+suffix", "tree": True},
 }
 
 Job = tuple[str, SamplingParams]
@@ -142,9 +139,7 @@ def plain(temperature: float) -> tuple[list[Any], int]:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.fast(
-    "ngram-0.8", "mtp+suffix-0.0", "mtp tree-0.8", ci=("suffix-0.0", "mtp-0.8", "*tree-*")
-)
+@pytest.mark.fast("ngram-0.8", "mtp+suffix-0.0", ci=("suffix-0.0", "mtp-0.8"))
 def test_constrained_texts_are_valid_and_those_of_plain_decoding(
     method: str, temperature: float
 ) -> None:
@@ -638,7 +633,7 @@ def test_a_limit_is_told_even_where_the_text_is_whole() -> None:
     assert set(done.text) == {"x"} and done.finish_reason == "abort"
     assert str(done.stop_reason).startswith("structured_output: llguidance met a limit: ")
     assert "max is 500" in str(done.stop_reason)
-    for method in ("ngram", "suffix tree"):
+    for method in ("ngram", "suffix"):
         assert bits([one(AMBIGUOUS, method, **params)]) == bits([done])
 
 
@@ -728,7 +723,7 @@ def test_masks_travel_with_a_steps_inputs(twin: Callable[..., FakeGpu], captures
     engine = Engine(
         EngineConfig(device="cpu", max_num_seqs=8, speculative_config=SpeculativeConfig())
     )
-    for own in (NAIVE, with_k("ngram", 4), with_k("mtp", 3), with_k("suffix tree", 6)):
+    for own in (NAIVE, with_k("ngram", 4), with_k("mtp", 3), with_k("suffix", 6)):
         assert bits(run(engine, jobs, [own])) == expected
     assert (engine.num_captures > 0) == captures == ("replay" in device.log)
 

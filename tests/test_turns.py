@@ -371,9 +371,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "naive": {},
     "ngram": {"num_speculative_tokens": 4, "min_ngram_size": 1},
     "suffix": {"num_speculative_tokens": 6},
-    "suffix trees": {"method": "suffix", "num_speculative_tokens": 6, "tree": True},
     "mtp": {"num_speculative_tokens": 3},
-    "mtp trees": {"method": "mtp", "num_speculative_tokens": 5, "num_model_steps": 3, "tree": True},
     "hybrid": {"method": "mtp", "num_speculative_tokens": 4, "mtp_strategy": "with_suffix"},
     "adaptive": {"method": "mtp", "num_speculative_tokens": 4, "adaptive_verification": True},
 }

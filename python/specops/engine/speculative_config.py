@@ -30,7 +30,11 @@ from specops.engine.drafters.methods import (
 VERIFY_STRATEGIES = ("target_match", "greedy", "rejection", "block", "topp")
 ACCEPT_POLICIES = ("normal", "accept_all", "reject_all", "synthetic")
 
-# FastDeploy's fields that this engine refuses, each with the reason.
+_NO_TREES = (
+    "the engine verifies chains of drafts; trees are a feature of the ops, for your own loop "
+    "(docs/own_loop.md)"
+)
+# Fields that this engine refuses, each with the reason; most are FastDeploy's.
 REFUSED_FIELDS = {
     "max_candidate_len": "topp looks at the whole top-p set, not at a list of candidates",
     "verify_window": "a rejected draft is never let through by the drafts behind it",
@@ -40,6 +44,7 @@ REFUSED_FIELDS = {
     "benchmark_mode": 'say accept_policy "reject_all" to measure verification without acceptance',
     "enf_gen_phase_tag": "reasoning phases are not supported yet",
     "enable_draft_logprob": "logprobs of drafts are not supported yet",
+    **dict.fromkeys(("tree", "medusa_choices", "speculative_token_tree"), _NO_TREES),
 }
 
 # Fields that a request may set, besides those of the methods' own options.
@@ -51,11 +56,7 @@ _OF_REQUESTS = (
     "accept_policy",
     "synthetic_acceptance_rates",
     "adaptive_verification",
-    "tree",
 )
-# Strategies and policies that can verify trees.
-_TREE_STRATEGIES = ("target_match", "greedy", "rejection")
-_TREE_POLICIES = ("normal", "reject_all")
 _ALONE = "default"  # value of `Method.continued_by` if no method continues it
 _UNSET = cast(int, None)  # replaced in `__init__`, so that readers see plain integers
 
@@ -183,14 +184,6 @@ def _continued(stages: tuple[str, ...], options: dict[str, Options]) -> tuple[st
     return stages
 
 
-def _can_draft_trees(stages: tuple[str, ...]) -> bool:
-    """Return whether the drafts of these methods may be a tree."""
-    if not stages:
-        return False
-    first, *others = map(method_of, stages)
-    return first.can_draft_trees and all(one.may_branch for one in others)
-
-
 def request_fields() -> tuple[str, ...]:
     """Return the fields that one request may set for itself.
 
@@ -253,12 +246,6 @@ class SpeculativeConfig:
             Otherwise, and if False, all drafts are verified. None: True on a CPU with a model of at
             least 200 MB, whose steps are long enough, and no drafter that runs a model of its own;
             else False.
-        tree: draft a tree of the most probable continuations instead of a single chain; k is the
-            number of its nodes. It needs a method that can draft trees, alone or before methods
-            that can add branches (the tree then holds the most probable nodes of all),
-            verify_strategy "target_match", "greedy" or "rejection", and accept_policy "normal" or
-            "reject_all". In a step that also verifies drafts of other strategies or policies, only
-            the first path of the tree is verified.
         options: the own fields of every method of the registry, by method. The argument may also be
             a mapping from methods to mappings of their fields, as in JSON.
 
@@ -275,7 +262,6 @@ class SpeculativeConfig:
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     max_total_draft_tokens: int | None = None
     adaptive_verification: bool | None = None
-    tree: bool = False
     options: tuple[tuple[str, Options], ...] = field(default=())
 
     def __init__(self, **values: Any) -> None:
@@ -348,7 +334,6 @@ class SpeculativeConfig:
                 "adaptive_verification must be true, false or null, got "
                 f"{self.adaptive_verification!r}"
             )
-        self._check_tree()
 
     def _resolve_lengths(self) -> None:
         tokens, steps = self.num_speculative_tokens, self.num_model_steps
@@ -377,27 +362,6 @@ class SpeculativeConfig:
                 )
         object.__setattr__(self, "num_speculative_tokens", tokens)
         object.__setattr__(self, "num_model_steps", steps)
-
-    def _check_tree(self) -> None:
-        checks.flag("tree", self.tree)
-        if not self.tree:
-            return
-        wanted: list[tuple[str, str, tuple[str, ...]]] = [
-            ("verify_strategy", self.verify_strategy, _TREE_STRATEGIES),
-            ("accept_policy", self.accept_policy, _TREE_POLICIES),
-        ]
-        if not _can_draft_trees(self.stages):
-            can = (one.name for one in methods() if one.can_draft_trees)
-            more = (one.name for one in methods() if one.may_branch)
-            raise ValueError(
-                f"tree needs method {' or '.join(map(repr, can))}, which "
-                f"{' or '.join(map(repr, more))} may follow, got {self.method!r}"
-            )
-        for name, value, allowed in wanted:
-            if value not in allowed:
-                raise ValueError(
-                    f"tree needs {name} {' or '.join(map(repr, allowed))}, got {value!r}"
-                )
 
     def _check_rates(self) -> None:
         rates: Any = self.synthetic_acceptance_rates
@@ -435,11 +399,6 @@ class SpeculativeConfig:
         )
 
     @property
-    def verifies_trees(self) -> bool:
-        """True if a step with a request of this configuration may verify trees."""
-        return self.verify_strategy in _TREE_STRATEGIES and self.accept_policy in _TREE_POLICIES
-
-    @property
     def draft_stages(self) -> tuple[tuple[str, int], ...]:
         """Drafters of a request in order, each with the limit of drafts after its stage.
 
@@ -468,14 +427,12 @@ class SpeculativeConfig:
     def draws_drafts(self) -> bool:
         """True if drafts are drawn with random numbers of their own.
 
-        That pays if verification weighs a draft by both distributions. Drafts of a tree are the
-        most likely tokens instead.
+        That pays if verification weighs a draft by both distributions.
         """
         return (
             len(self.stages) == 1
             and self._first.draws
             and dict(self.options)[self.method].draws
-            and not self.tree
             and self.verify_strategy in ("rejection", "block")
         )
 
@@ -598,10 +555,8 @@ class SpeculativeConfig:
             if method.name not in available:
                 continue
             own["method"] = "+".join((*self.stages, method.name))
-            if self.stages:  # they draft as before, but several stages draft no tree by default
-                if self._first.needs_weights:
-                    own.setdefault("num_model_steps", self.num_model_steps)
-                own.setdefault("tree", False)
+            if self.stages and self._first.needs_weights:  # it drafts as before
+                own.setdefault("num_model_steps", self.num_model_steps)
             return own
         return request
 
@@ -641,8 +596,6 @@ class SpeculativeConfig:
         keeps = bool(stages and before)
         asked.setdefault("num_speculative_tokens", self.num_speculative_tokens if keeps else None)
         asked.setdefault("num_model_steps", None)
-        if stages[:1] != before[:1]:
-            asked.setdefault("tree", self.tree and _can_draft_trees(stages))
 
     def require_runnable(
         self,

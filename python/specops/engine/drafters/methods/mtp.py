@@ -55,6 +55,5 @@ METHOD = Method(
     files=("model", "draft_vocab"),
     continued_by="mtp_strategy",
     needs_weights=True,
-    can_draft_trees=True,
     draws=True,
 )
