@@ -518,7 +518,7 @@ def test_masks_behind_drafts_are_those_of_a_matcher_that_took_them(form: dict[st
         for _ in range(count):
             before = paths[-1]
             options = {draw.randrange(VOCAB), EOS, VOCAB + 5, -1}
-            if before is not None and draw.random() < 0.8:
+            if before is not None and draw.random() < 0.9:
                 here = state_of(taken=taken + before, **form)
                 options = set() if here.is_complete else masks_of(here)[0] - {EOS}
             token = draw.choice(sorted(options or {7}))

@@ -415,7 +415,7 @@ def complete_owned(engine: Engine, count: int, **own: Any) -> list[Completion]:
     ids=["wide", "narrow"],
 )
 @pytest.mark.fast(
-    "wide-suffix trees", "narrow-hybrid", ci=("wide-naive", "narrow-ngram", "wide-mtp")
+    "wide-suffix", "narrow-hybrid", ci=("wide-naive", "narrow-ngram", "wide-mtp")
 )
 def test_whoever_rests_goes_on_with_the_same_tokens(
     name: str, limits: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
