@@ -53,9 +53,7 @@ SMALL = {
 }
 METHODS: dict[str, dict[str, object]] = {
     "ngram": {"method": "ngram"},
-    "ngram-tree": {"method": "ngram", "tree": True},
     "suffix": {"method": "suffix"},
-    "suffix-tree": {"method": "suffix", "tree": True},
 }
 WHOLE = (8, 16)  # batch size and requests of a run with the large model
 COST_LENGTHS = (0, 1, 2, 4, 8, 16)
@@ -147,17 +145,14 @@ def forced(scripts: Sequence[Sequence[int]]) -> Iterator[None]:
     ) -> Any:
         rows, tokens = [], []
         positions, seeds = others["positions"].tolist(), others["seeds"].tolist()
-        parents = others.get("parents")
         for request, (first, end) in enumerate(pairwise(output_indptr.tolist())):
             if first == end:
                 continue
-            tree = None if parents is None else parents[request].tolist()
-            script, depths = scripts[seeds[request]], [0]
-            for node in range(end - first - 1):
-                depths.append(1 + (node if tree is None else depths[1 + tree[node]]))
-            for row, depth in enumerate(depths, first):
+            script = scripts[seeds[request]]
+            for row in range(first, end):
                 rows.append(row)
-                tokens.append(script[min(positions[request] + depth, len(script) - 1)])
+                place = positions[request] + row - first
+                tokens.append(script[min(place, len(script) - 1)])
         logits[rows, tokens] = 1e30
         return verify(logits, output_indptr, drafts, **others)
 

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees of drafts compared with chains of equal size: cost of attention, and tokens per step.
+"""Cost of attention over trees of drafts, compared with chains of equal size.
 
 The op: four requests of 4,096 tokens, each verifying 16 nodes, bf16, 16 query and 8 KV heads of
 size 128. `copy_kv` and `append_attention` over the chains of a tree are compared with
 `append_attention` over one chain. The host: `tree_chains` for 16 such requests.
-
-The engine: emitted tokens per step of the bundled model, which depend on no clock. Chain and tree
-have the same method and the same number of drafts, so a step of both has the same number of rows.
 """
 
 from collections.abc import Callable
@@ -16,33 +13,22 @@ import torch
 from specops import batching
 from specops.attention import append_attention, attention_workspace_size, copy_kv
 from specops.batching import BatchIndices, TreeChains
-from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from torch import Tensor
 
-from bench.bench_engine import prompt_token_ids
 from bench.common import Bench, Figure
 
 QO_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LEAF = 16, 8, 128, 16, 64
 BATCH, KV_LEN, HOST_BATCH = 4, 4096, 16
-NUM_PROMPTS, NEW_TOKENS = 16, 96
 # 16 nodes: a likely path with an alternative at every other token; and a binary tree.
 TREES = {
     "likely_path": [-1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 7, 5, 3, 1, 0, -1],
     "binary": [-1, 0, 1, 2, 2, 1, 5, 0, 7, 7, -1, 10, 11, 11, 10, 14],
 }
 CHAIN = list(range(-1, 15))
-# Method, drafts per step, text, temperature.
-RUNS = [
-    (method, k, text, temperature)
-    for method, k in (("ngram", 8), ("suffix", 16), ("mtp", 4), ("mtp", 6), ("mtp+suffix", 8))
-    for text in ("edits", "completions")
-    for temperature in (0.0, 0.8)
-]
-MODEL_STEPS = {"mtp+suffix": 3}  # as many as drafts for other methods
 
 
 def run_trees(bench: Bench) -> None:
-    """Measure the op, the host's part, and whole engine runs."""
+    """Measure the op and the host's part."""
     for name, parents in TREES.items():
         cases = {"tree": _attention(parents), "chain": _attention(CHAIN)}
         timing = bench.alternate(cases, rounds=15, window_s=0.06)
@@ -63,8 +49,6 @@ def run_trees(bench: Bench) -> None:
             )
         )
     _add_host(bench)
-    for method, k, text, temperature in RUNS:
-        _add_run(bench, method, k, text, temperature)
 
 
 def _requests(parents: list[int], batch: int) -> dict[str, Tensor]:
@@ -146,51 +130,3 @@ def _add_host(bench: Bench) -> None:
     timing = bench.alternate({"host": call}, rounds=9)
     what = f"tree_chains, {HOST_BATCH} requests of 16 nodes, {KV_LEN:,} tokens before"
     bench.add(Figure("trees.host", what, timing.median("host") * 1e6, "us"))
-
-
-def _add_run(bench: Bench, method: str, k: int, text: str, temperature: float) -> None:
-    """Add the emitted tokens per step, with chains and with trees of equal size."""
-    tokens = {}
-    for tree in (False, True):
-        engine = Engine(
-            EngineConfig(
-                device="cpu",
-                max_num_seqs=8,
-                num_threads=bench.num_threads,
-                speculative_config=SpeculativeConfig.from_dict(
-                    {
-                        "method": method,
-                        "num_speculative_tokens": k,
-                        "num_model_steps": MODEL_STEPS.get(method),
-                        "tree": tree,
-                        "suffix_decoding_max_spec_factor": 4.0,
-                        "suffix_decoding_min_token_prob": 0.02,
-                    }
-                ),
-            )
-        )
-        prompts = prompt_token_ids(engine, text)[:NUM_PROMPTS]
-        params = [
-            SamplingParams(max_tokens=NEW_TOKENS, temperature=temperature, seed=i, ignore_eos=True)
-            for i in range(len(prompts))
-        ]
-        done = engine.generate(prompts, params)
-        stats = engine.stats.speculative
-        tokens[tree] = 1 + stats.num_accepted_tokens / max(stats.num_steps, 1)
-        texts = [one.token_ids for one in done]
-        if not tree:
-            expected = texts
-    bench.add(
-        Figure(
-            f"trees.tokens.{method}{k}.{text}.t{temperature:g}",
-            f"tokens per step, {method} with {k} drafts, {text} at temperature {temperature:g}: "
-            "tree over chain",
-            tokens[True],
-            "tokens",
-            "chain",
-            tokens[False],
-            tokens[True] / tokens[False],
-            threads=bench.num_threads,
-        )
-    )
-    assert texts == expected, "trees changed a text"

@@ -8,10 +8,10 @@ A round has a model and requests, some of which share their first tokens. The mo
 one or a small one of some family with random weights; it has an MTP module, or a draft model and a
 head of every method. Each request is first decoded alone and without speculation. Then engines with
 other limits, instruction sets and threads run all requests: few pages, small chunks, no shared
-prefixes, other defaults. Each request has its own method, with chains or trees; requests arrive at
-random times, and additional requests are aborted. For a difference, the campaign prints all that is
-needed to reproduce it and exits with status 1. A failing drafter or request ends the campaign. At
-the end, a table shows drafts and accepted drafts by method, or kind of head, and num_model_steps.
+prefixes, other defaults. Each request has its own method; requests arrive at random times, and
+additional requests are aborted. For a difference, the campaign prints all that is needed to
+reproduce it and exits with status 1. A failing drafter or request ends the campaign. At the end, a
+table shows drafts and accepted drafts by method, or kind of head, and num_model_steps.
 """
 
 import argparse
@@ -131,7 +131,7 @@ HEAD_FAMILIES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
 }
 NO_MTP = {"gemma3", *HEAD_FAMILIES}
 NO_8_BIT_CACHES = {"deepseek_v3"}  # caches of latents
-# Models with recurrent states: no trees, and the state memory limits the number of drafts.
+# Models with recurrent states: the state memory limits the number of drafts.
 HAVE_STATES = {"qwen3_next", "qwen3_5", "qwen3_5 with heads"}
 MOST_DRAFTS = 12
 
@@ -151,7 +151,6 @@ def random_speculation(draw: random.Random, weights: dict[str, int]) -> dict[str
         "num_speculative_tokens": draw.randint(1, MOST_DRAFTS),
         "adaptive_verification": draw.random() < 0.2,
         "accept_policy": draw.choice(["normal"] * 9 + ["reject_all"]),
-        "tree": draw.random() < 0.5,
     }
     if method == "ngram":
         config["min_ngram_size"] = draw.randint(1, 2)
@@ -161,13 +160,11 @@ def random_speculation(draw: random.Random, weights: dict[str, int]) -> dict[str
         most = min(config["num_speculative_tokens"], weights[method])
         config["num_model_steps"] = draw.randint(1, most)
     if method in weights and method != "mtp":
-        behind = ["", "", "+suffix"] if config["tree"] else ["", "", "+ngram", "+suffix"]
-        config["method"] += draw.choice(behind)
-    if method in weights and config["method"] == method != "mtp" and not config["tree"]:
+        config["method"] += draw.choice(["", "", "+ngram", "+suffix"])
+    if method in weights and config["method"] == method != "mtp":
         config["num_speculative_tokens"] = config["num_model_steps"]
     if method == "mtp":
-        followers = [] if config["tree"] else ["+ngram", "+suffix", "+prediction"]
-        config["method"] += draw.choice(["", *followers])
+        config["method"] += draw.choice(["", "+ngram", "+suffix", "+prediction"])
     return config
 
 
@@ -400,7 +397,6 @@ def run_round(
             own = {"method": "ngram", "num_speculative_tokens": MOST_DRAFTS}
             own["adaptive_verification"] = draw.random() < 0.3
         if name in HAVE_STATES:
-            speculations = [{**one, "tree": False} for one in speculations]
             own = {"method": "ngram", "num_speculative_tokens": MOST_DRAFTS}
             states = load_model(model, load_format="dummy").kv_bytes_per_slot(0)
             if heads:  # the draft model needs as many states again

@@ -295,8 +295,7 @@ class FakeEngine:
             text += request.stream.finish()
         report = None
         if drafts and request.params.report_drafts:
-            parents, accepted = list(range(-1, drafts - 1)), list(range(min(right, len(tokens))))
-            report = StepDrafts(proposed, parents, [request.method] * drafts, accepted)
+            report = StepDrafts(proposed, [request.method] * drafts, min(right, len(tokens)))
         of_prompt = _prompt_logprobs(request) if first else None
         return RequestOutput(request.id, tokens, text, logprobs, request.reason, report, of_prompt)
 

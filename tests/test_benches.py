@@ -64,8 +64,6 @@ SMALL: dict[str, dict[str, Any]] = {
         "BATCH": 2,
         "KV_LEN": 100,
         "HOST_BATCH": 2,
-        "NEW_TOKENS": 8,
-        "RUNS": [("suffix", 6, "edits", 0.0), ("mtp", 3, "completions", 0.8)],
     },
     "answers": {"NUM_PROMPTS": 2, "GROUP": 2, "NEW_TOKENS": 8, "SHORT_TOKENS": 4},
     "structured": {
@@ -134,7 +132,7 @@ def tiny_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         module = module_of(name)
         for constant, value in constants.items():
             monkeypatch.setattr(module, constant, value)
-    asking = ("answers", "engine", "lossless", "methods", "trees")
+    asking = ("answers", "engine", "lossless", "methods")
     for name in (*asking, *(FAMILIES[one] for one in ("head_mistakes", "vllm"))):
         module = module_of(name)
         monkeypatch.setattr(module, "prompt_token_ids", prompts)

@@ -420,7 +420,6 @@ def test_causal_field_of_the_file_is_respected(
 
 CASES: dict[str, dict[str, Any]] = {
     "wide": {},
-    "tree": {"tree": True, "num_speculative_tokens": 12, "num_model_steps": 4},
     "preempted": {"max_num_batched_tokens": 20, "num_pages": 16, "max_model_len": 200},
     "int8": {"kv_cache_dtype": "int8", "page_size": 32},
     "hybrid": {"method": "dflash+suffix", "num_model_steps": 2, "num_speculative_tokens": 6},
@@ -430,7 +429,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2", "windows"])
 @pytest.mark.fast(
-    "dflash-tree", "windows-hybrid", "dspark-preempted", "dspark-int8", "dflash2-preempted"
+    "dflash-wide", "windows-hybrid", "dspark-preempted", "dspark-int8", "dflash2-preempted"
 )
 def test_outputs_equal_plain_decoding(
     target: tuple[Path, Any], tmp_path: Path, kind: str, case: str

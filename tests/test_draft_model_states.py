@@ -290,19 +290,6 @@ def test_target_as_draft_model_is_always_accepted(target: str) -> None:
     assert spec.num_accepted_tokens == spec.num_draft_tokens > 100
 
 
-def test_trees_branch_off_the_chain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The target has no recurrent states, since such a target refuses trees."""
-    drafts = Drafts(monkeypatch)
-    prompts, params = texts(8)
-    own = {"tree": True, "num_speculative_tokens": 7, "num_model_steps": 3}
-    engine = make(similar(), target=dense(), own=own)
-    done = engine.generate(prompts, params)
-    expected = make(None, target=dense()).generate(prompts, params)
-    assert list(map(bits, done)) == list(map(bits, expected))
-    assert engine.stats.speculative.num_accepted_tokens > 0
-    assert drafts.num_wrong(similar()) == 0
-
-
 def test_slots_have_memory_for_the_configured_drafts() -> None:
     """A request with more drafts is refused; memory of states is reserved before pages."""
     engine = make(similar(), target=dense())

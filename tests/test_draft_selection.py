@@ -6,7 +6,8 @@ Step times and drafters are scripted, so tests do not depend on the speed of the
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from operator import mul
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,28 +33,12 @@ Script = Callable[[int, random.Random], Drafts]  # called with the number of tok
 # ---- optimality ----
 
 
-def closed_sets(parents: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    for size in range(len(parents) + 1):
-        for nodes in itertools.combinations(range(len(parents)), size):
-            if all(parents[node] in (-1, *nodes) for node in nodes):
-                yield nodes
-
-
-def path_product(confidences: Sequence[float], parents: Sequence[int], node: int) -> float:
-    product = 1.0
-    while node >= 0:
-        product *= confidences[node]
-        node = parents[node]
-    return product
-
-
 def acceptance_prob(confidence: float) -> float:
     """Return the acceptance probability of a draft without counts: the middle of its bucket."""
-    return float(RequestAcceptance(MethodAcceptance()).products([confidence], None)[0])
+    return float(RequestAcceptance(MethodAcceptance()).products([confidence])[0])
 
 
-@pytest.mark.parametrize("is_tree", [False, True])
-def test_selection_is_optimal_among_closed_sets(is_tree: bool) -> None:
+def test_selection_is_optimal() -> None:
     rng = random.Random(1)
     sizes: list[int] = []
     for _ in range(300):
@@ -63,45 +48,31 @@ def test_selection_is_optimal_among_closed_sets(is_tree: bool) -> None:
             [rng.choice([0.3, 0.6, 0.8, 0.8, 1.0]) for _ in range(rng.randint(0, 4))]
             for _ in range(batch)
         ]
-        parents = [
-            [rng.randint(-1, node - 1) if is_tree else node - 1 for node in range(len(own))]
-            for own in confidences
-        ]
         total = sum(map(len, confidences))
         others, max_drafts = rng.randint(0, 2), rng.randint(0, total)
         seconds = [1.0]
         for _ in range(batch + others + total):
             seconds.append(seconds[-1] + rng.choice([0.0, 0.05, 0.2, 0.5]))
         selector = DraftSelector(seconds)
-        acceptance_probs = [[acceptance_prob(c) for c in own] for own in confidences]
+        products = [
+            list(itertools.accumulate(map(acceptance_prob, own), mul)) for own in confidences
+        ]
 
-        def rate(sets: Sequence[Sequence[int]]) -> float:
-            gains = [
-                path_product(own, tree, node)
-                for own, tree, nodes in zip(acceptance_probs, parents, sets, strict=True)  # noqa: B023
-                for node in nodes
-            ]
+        def rate(counts: Sequence[int]) -> float:
+            gain = sum(sum(own[:count]) for own, count in zip(products, counts, strict=True))  # noqa: B023
             rows = batch + others  # noqa: B023
-            return float((rows + sum(gains)) / seconds[rows + len(gains)])  # noqa: B023
+            return float((rows + gain) / seconds[rows + sum(counts)])  # noqa: B023
 
-        chosen = selector.select(
-            [selector.start("m") for _ in range(batch)],
-            confidences,
-            parents if is_tree else [None] * batch,
-            max_drafts,
-            others,
-        )
-        for nodes, tree in zip(chosen, parents, strict=True):
-            assert nodes == sorted(nodes)
-            assert all(tree[node] in (-1, *nodes) for node in nodes)
-        assert sum(map(len, chosen)) <= max_drafts
+        acceptance = [selector.start("m") for _ in range(batch)]
+        chosen = selector.select(acceptance, confidences, max_drafts, others)
+        assert sum(chosen) <= max_drafts
         best = max(
-            rate(sets)
-            for sets in itertools.product(*map(list, map(closed_sets, parents)))
-            if sum(map(len, sets)) <= max_drafts
+            rate(counts)
+            for counts in itertools.product(*(range(len(own) + 1) for own in confidences))
+            if sum(counts) <= max_drafts
         )
         assert rate(chosen) == pytest.approx(best)
-        sizes.append(sum(map(len, chosen)))
+        sizes.append(sum(chosen))
     assert sizes.count(0) > 10 and max(sizes) > 6
 
 
@@ -109,15 +80,14 @@ def test_free_rows_are_filled_with_the_likeliest_drafts() -> None:
     selector = DraftSelector([1.0] * 20)
     states = [selector.start("m"), selector.start("m")]
     confidences = [[0.9, 0.2, 0.9], [0.5, 0.5]]
-    chains = [None, None]
-    assert selector.select(states, confidences, chains, 9, 0) == [[0, 1, 2], [0, 1]]
-    assert selector.select(states, confidences, chains, 2, 0) == [[0], [0]]
-    assert selector.select(states, confidences, chains, 0, 3) == [[], []]
-    assert selector.select([], [], [], 5, 0) == []
+    assert selector.select(states, confidences, 9, 0) == [3, 2]
+    assert selector.select(states, confidences, 2, 0) == [1, 1]
+    assert selector.select(states, confidences, 0, 3) == [0, 0]
+    assert selector.select([], [], 5, 0) == []
     for _ in range(100):
-        selector.observe(states[:1], [[0.9]], [[]], [None])
+        selector.observe(states[:1], [[0.9]], [0])
     # The method's counts are bad, and the first request's own counts are worse.
-    assert selector.select(states, [[0.9], [0.9]], chains, 1, 0) == [[], [0]]
+    assert selector.select(states, [[0.9], [0.9]], 1, 0) == [0, 1]
 
 
 # ---- learned acceptance ----
@@ -134,7 +104,7 @@ def test_acceptance_probabilities_approach_the_observed_rates() -> None:
         request.observe([confidence], int(hit))
         method.update()
     for confidence, rate in truth.items():
-        found = RequestAcceptance(method).products([confidence] * 2, None)
+        found = RequestAcceptance(method).products([confidence] * 2)
         # About 45 drafts count per bucket, for a standard error of at most 0.075.
         assert found[0] == pytest.approx(rate, abs=0.19)
         assert found[1] == pytest.approx(found[0] ** 2)
@@ -142,7 +112,7 @@ def test_acceptance_probabilities_approach_the_observed_rates() -> None:
     for _ in range(300):
         RequestAcceptance(method).observe([1.0], 1)
         method.update()
-    assert RequestAcceptance(method).products([1.0], None)[0] > 0.9
+    assert RequestAcceptance(method).products([1.0])[0] > 0.9
 
 
 def test_requests_start_from_their_methods_counts() -> None:
@@ -155,22 +125,21 @@ def test_requests_start_from_their_methods_counts() -> None:
         other = RequestAcceptance(method)
         other.observe([0.7], int(rng.random() < 0.5))
         method.update()
-    fresh = RequestAcceptance(method).products([0.7], None)[0]
+    fresh = RequestAcceptance(method).products([0.7])[0]
     assert 0.5 < fresh < 0.8  # 3.5 of 5
-    assert good.products([0.7], None)[0] > 0.9
-    assert bad.products([0.7], None)[0] < 0.3
+    assert good.products([0.7])[0] > 0.9
+    assert bad.products([0.7])[0] < 0.3
     for acceptance in (good, bad):  # probabilities stay within (0, 1]
-        products = acceptance.products([0.2, 0.7, 1.0], [-1, -1, -1])
-        assert all(0 < p <= 1 for p in products)
+        for confidence in (0.2, 0.7, 1.0):
+            assert 0 < acceptance.products([confidence])[0] <= 1
 
 
-def test_tree_counts_children_of_accepted_nodes() -> None:
+def test_drafts_after_the_first_rejected_one_do_not_count() -> None:
     selector = DraftSelector([1.0] * 9)
     state = selector.start("m")
     counts = selector._methods["m"]
-    #  0 (accepted) has 2 and 3 (accepted); 1 is a sibling of 0, 4 its child, 5 the child of 2.
-    selector.observe([state], [[0.1, 0.4, 0.6, 0.75, 0.85, 0.95]], [[0, 3]], [[-1, -1, 0, 0, 1, 2]])
-    assert counts.tries == [1, 1, 1, 0, 1, 0, 0, 0, 0]
+    selector.observe([state], [[0.1, 0.75, 0.6, 0.95]], [2])
+    assert counts.tries == [1, 0, 1, 0, 1, 0, 0, 0, 0]
     assert counts.hits == [1, 0, 0, 0, 1, 0, 0, 0, 0]
 
 
@@ -229,26 +198,23 @@ class Simulation:
     def speed(self, steps: int) -> float:
         """Run steps and return the speed relative to plain decoding."""
         taken, tokens = 0.0, 0
-        chains = [None] * self.batch
         for _ in range(steps):
             acceptance = [request[0] for request in self.requests]
             confidences = [[confidence for confidence, _ in drafts] for drafts in self.proposed]
             if self.fixed is None:
-                chosen = self.selector.select(acceptance, confidences, chains, 4 * self.batch, 0)
+                chosen = self.selector.select(acceptance, confidences, 4 * self.batch, 0)
             else:
-                chosen = [list(range(len(own)))[: self.fixed] for own in confidences]
-            taken += self.table[self.batch + sum(map(len, chosen))]
+                chosen = [min(len(own), self.fixed) for own in confidences]
+            taken += self.table[self.batch + sum(chosen)]
             accepted = [
-                list(itertools.takewhile(lambda node: drafts[node][1], nodes))  # noqa: B023
-                for nodes, drafts in zip(chosen, self.proposed, strict=True)
+                len(list(itertools.takewhile(lambda draft: draft[1], drafts[:count])))
+                for count, drafts in zip(chosen, self.proposed, strict=True)
             ]
-            verified = [
-                [own[n] for n in nodes] for own, nodes in zip(confidences, chosen, strict=True)
-            ]
-            self.selector.observe(acceptance, verified, accepted, chains)
+            verified = [own[:count] for own, count in zip(confidences, chosen, strict=True)]
+            self.selector.observe(acceptance, verified, accepted)
             for i, (_, script, length) in enumerate(self.requests):
-                length[0] += 1 + len(accepted[i])
-                tokens += 1 + len(accepted[i])
+                length[0] += 1 + accepted[i]
+                tokens += 1 + accepted[i]
                 self.proposed[i] = script(length[0], self.rng)
                 if length[0] >= self.length:
                     self.requests[i] = self.start()
@@ -291,10 +257,9 @@ def test_trial_drafts_fit_the_limit() -> None:
     states = [selector.start("m") for _ in range(3)]
     counts = set()
     for max_drafts in (1, 3) * 300:
-        chosen = selector.select(states, [[0.4, 0.4]] * 3, [None] * 3, max_drafts, 0)
-        counts.add((max_drafts, sum(map(len, chosen))))
-        verified = [[0.4] * len(nodes) for nodes in chosen]
-        selector.observe(states, verified, [[] for _ in states], [None] * 3)
+        chosen = selector.select(states, [[0.4, 0.4]] * 3, max_drafts, 0)
+        counts.add((max_drafts, sum(chosen)))
+        selector.observe(states, [[0.4] * count for count in chosen], [0] * 3)
     assert {(3, 0), (3, 3)} <= counts and max(
         count for max_drafts, count in counts if max_drafts == 1
     ) <= 1
@@ -313,7 +278,6 @@ METHODS: list[dict[str, Any]] = [
     {"method": "mtp"},
     {"method": "mtp+ngram"},
     {"method": "mtp+suffix", "num_model_steps": 2},
-    {"method": "ngram", "min_ngram_size": 1, "tree": True},
 ]
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5], [9] * 12, list(range(1, 40)), [3, 4]]
 PARAMS = [
@@ -412,9 +376,8 @@ def test_confidences_come_from_the_drafting_stage(
     assert list(map(bits, done)) == list(map(bits, plain))
 
 
-@pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
 def test_nan_probabilities_affect_only_their_request(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch, tree: bool
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, victim = PassReports.read, PROMPTS[1]
 
@@ -426,9 +389,8 @@ def test_nan_probabilities_affect_only_their_request(
         read(self, parts, *others)
 
     monkeypatch.setattr(PassReports, "read", poisoned)
-    engine = make(model_dir, {"method": "mtp", "adaptive_verification": not tree, "tree": tree})
-    if not tree:
-        engine._drafting.select_by([1.0] * 65)
+    engine = make(model_dir, {"method": "mtp", "adaptive_verification": True})
+    engine._drafting.select_by([1.0] * 65)
     done = engine.generate(PROMPTS, PARAMS)
     drafts = [one.stats.num_draft_tokens for one in done]
     assert [count > 0 for count in drafts] == [True, False, True, True]

@@ -162,7 +162,6 @@ def test_drafts_match_the_reference(target: tuple[Path, Any], tmp_path: Path, ki
 
 CASES: dict[str, dict[str, Any]] = {
     "wide": {},
-    "tree": {"tree": True, "num_speculative_tokens": 7, "num_model_steps": 4},
     "preempted": {"max_num_batched_tokens": 20, "num_pages": 16, "max_model_len": 200},
     "int8": {"kv_cache_dtype": "int8", "num_speculative_tokens": 6, "page_size": 32},
     "hybrid": {"method": "eagle+suffix", "num_model_steps": 2, "num_speculative_tokens": 6},
@@ -170,7 +169,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.fast("tree", "preempted")
+@pytest.mark.fast("hybrid", "preempted")
 def test_outputs_equal_plain_decoding(target: tuple[Path, Any], tmp_path: Path, case: str) -> None:
     KINDS["safetensors"][0].write(tmp_path)
     each = [replace(params(i, 0.8 * (i % 2)), max_tokens=60) for i in range(6)]
@@ -275,7 +274,7 @@ def test_reports_of_skipped_passes_are_not_read(
         fill(self, parts)
 
     monkeypatch.setattr(RecurrentStep, "fill", poisoned)
-    engine = make(target, tmp_path, max_num_seqs=2, tree=True)
+    engine = make(target, tmp_path, max_num_seqs=2, adaptive_verification=True)
     with np.errstate(all="raise"):
         engine.generate(TEXTS[:2], reporting_params(2))
     assert engine.stats.speculative.num_draft_tokens and not engine._drafting.num_failures

@@ -102,7 +102,7 @@ def test_mask_inputs_affect_only_later_drafts(
 def test_request_with_more_drafts_than_masks_is_refused(
     target: tuple[Path, Any], tmp_path: Path
 ) -> None:
-    """A tree may have more nodes, and another drafter may continue the chain."""
+    """Another drafter may continue the chain."""
     head, layout = HEADS["parallel"]
     eagle_oracle.write(tmp_path, head, layout)
     engine = make(target, tmp_path)
@@ -112,14 +112,12 @@ def test_request_with_more_drafts_than_masks_is_refused(
     for own in (
         {"num_speculative_tokens": 2},
         {"num_speculative_tokens": 4, "num_model_steps": 3, "method": "eagle3+suffix"},
-        {"num_speculative_tokens": 4, "tree": True},
     ):
         engine.add_request(TEXTS[0], one, speculative_config=own)
 
 
 CASES: dict[str, dict[str, Any]] = {
     "wide": {},
-    "tree": {"tree": True, "num_speculative_tokens": 7, "num_model_steps": 4},
     "preempted": {"max_num_batched_tokens": 20, "num_pages": 16, "max_model_len": 200},
     "int8": {"kv_cache_dtype": "int8", "num_speculative_tokens": 6, "page_size": 32},
     "hybrid": {"method": "eagle3+suffix", "num_model_steps": 2, "num_speculative_tokens": 6},
@@ -128,7 +126,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ["specforge", "parallel"])
-@pytest.mark.fast("specforge-tree", "specforge-preempted", "parallel-preempted")
+@pytest.mark.fast("specforge-hybrid", "specforge-preempted", "parallel-preempted")
 def test_outputs_equal_plain_decoding(
     target: tuple[Path, Any], tmp_path: Path, name: str, case: str
 ) -> None:

@@ -545,13 +545,12 @@ def test_prompt_logprobs_are_exact_in_the_interpreter(
 def test_grammar_masks_change_no_bit_in_the_interpreter(
     tiny_dir: Path, interpreter: None, use_fake_gpu: Callable[..., FakeGpu]
 ) -> None:
-    """Steps have constrained and free rows, forced tokens, and trees."""
+    """Steps have constrained and free rows, and forced tokens."""
     pytest.importorskip("llguidance")
-    tree = SpeculativeConfig.from_dict(
+    suffix = SpeculativeConfig.from_dict(
         {
             "method": "suffix",
             "num_speculative_tokens": 4,
-            "tree": True,
             "suffix_decoding_max_spec_factor": 4.0,
         }
     )
@@ -559,7 +558,7 @@ def test_grammar_masks_change_no_bit_in_the_interpreter(
     for speculative, captures, limits in (
         (NAIVE, False, {"max_num_seqs": 1}),
         (NGRAM, True, {"max_num_seqs": 3}),
-        (tree, False, {"max_num_seqs": 2}),
+        (suffix, False, {"max_num_seqs": 2}),
     ):
         device = use_fake_gpu(captures=captures)
         engine = make(tiny_dir, speculative, **limits)

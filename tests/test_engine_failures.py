@@ -61,7 +61,7 @@ AT_REST |= {"gauges", "is_unsaved", "kv_tensors", "save"}
 
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 4, "min_ngram_size": 1},
-    "suffix": {"method": "suffix", "num_speculative_tokens": 6, "tree": True},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 6},
     "mtp": {"method": "mtp", "num_speculative_tokens": 3, "verify_strategy": "target_match"},
     "mtp+suffix": {
         "method": "mtp+suffix",
@@ -335,7 +335,7 @@ def test_repeated_drafter_errors_change_no_output(
 ) -> None:
     """Every failure is counted by method, and only some are logged."""
     engine = drafting_engine(model_dir)
-    own = METHODS[method] | {"tree": False, "adaptive_verification": True}
+    own = METHODS[method] | {"adaptive_verification": True}
     for place in classes_with(hook, method):
         kind = type(engine.drafters[place]) if isinstance(place, str) else place
         monkeypatch.setattr(kind, hook, Planted(getattr(kind, hook), times=10**9))

@@ -378,9 +378,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "naive": {},
     "ngram": {"num_speculative_tokens": 4, "min_ngram_size": 1},
     "suffix": {"num_speculative_tokens": 6},
-    "suffix trees": {"method": "suffix", "num_speculative_tokens": 6, "tree": True},
     "mtp": {"num_speculative_tokens": 3},
-    "mtp trees": {"method": "mtp", "num_speculative_tokens": 5, "num_model_steps": 3, "tree": True},
     "hybrid": {"method": "mtp+suffix", "num_speculative_tokens": 4},
     "adaptive": {"method": "mtp", "num_speculative_tokens": 4, "adaptive_verification": True},
 }
@@ -423,9 +421,7 @@ def complete_owned(engine: Engine, count: int, **own: Any) -> list[Completion]:
     [{}, {"num_pages": 130, "max_model_len": 1024, "max_num_batched_tokens": 64}],
     ids=["wide", "narrow"],
 )
-@pytest.mark.fast(
-    "wide-suffix trees", "narrow-hybrid", ci=("wide-naive", "narrow-ngram", "wide-mtp")
-)
+@pytest.mark.fast("wide-suffix", "narrow-hybrid", ci=("wide-naive", "narrow-ngram", "wide-mtp"))
 def test_paused_requests_continue_with_the_same_bits(
     name: str, limits: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,8 +90,7 @@ def rejected(answer: dict[str, Any]) -> list[Any]:
         token
         for step in answer["steps"]
         if step["drafts"] is not None
-        for node, token in enumerate(step["drafts"]["token_ids"])
-        if node not in step["drafts"]["accepted"]
+        for token in step["drafts"]["token_ids"][step["drafts"]["accepted"] :]
     ]
 
 
@@ -217,7 +216,7 @@ def test_earlier_answers_are_used_only_with_their_salt(model_dir: Path) -> None:
 
 
 def test_rejected_drafts_of_named_methods_are_hidden() -> None:
-    drafts = StepDrafts([5, 6, 7, 8], [-1, 0, 1, -1], ["suffix", "suffix", "suffix", "mtp"], [0])
+    drafts = StepDrafts([5, 6, 7, 8], ["suffix", "suffix", "suffix", "mtp"], 1)
     assert without_rejected(drafts, {"suffix"}).token_ids == [5, HIDDEN, HIDDEN, 8]
     assert without_rejected(drafts, ()) == drafts
 

@@ -48,7 +48,7 @@ CLI_WITH_ENGINE = {
 
 # Modules of the engine, lowest first: a module imports from its own and from earlier groups.
 ENGINE_GROUPS = (
-    {"device", "drafters.trees", "features", "memory"},
+    {"device", "features", "memory"},
     {"parallel"},
     {"models"},
     {"emitted", "prompt_logprobs"},
@@ -516,7 +516,7 @@ def test_models_import_in_one_direction(path: Path) -> None:
 # Fields of requests by the module, or folder of drafters, that may write them.
 WRITERS = {
     "admission": {"draft_kv"},
-    "drafters/drafting": {"draft_limit", "num_drafts", "draft_parents", "draft_stages"},
+    "drafters/drafting": {"draft_limit", "num_drafts", "draft_stages"},
     "drafters": {"num_final_draft_kv"},
     "scheduling/scheduler": {"last_step"},
     "scheduling/slots": {
@@ -546,9 +546,7 @@ WRITERS = {
 OTHERS = {
     "memory/kv_cache": {"pages"},
     "sharing/turns": {"last_step"},
-    "structured/forcing": {"token_ids"},
-    "scheduling/decode_rows": {"draft_parents"},
-    "scheduling/spare_pages": {"draft_parents", "num_drafts", "draft_limit"},
+    "scheduling/draft_pages": {"draft_limit"},
     "steps/runner": {"choice_index", "finish_reason", "logprobs", "thinking_state"},
 }
 NO_REQUESTS = {"self", "proposals", "wider"}

@@ -181,7 +181,7 @@ def test_click_in_the_timeline_goes_to_its_step(page: Page) -> None:
     token = page.locator(".lane").nth(1).locator(".token").first
     expect(token).to_be_focused()
     expect(page.locator("#card")).to_contain_text("Step 1")
-    expect(page.locator("#tree-caption")).to_have_text("Drafts of step 1")
+    expect(page.locator("#drafts-caption")).to_have_text("Drafts of step 1")
     assert shown(page) == [1, 1], "the replay shows this step, too"
 
 

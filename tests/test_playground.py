@@ -336,44 +336,38 @@ def test_rejected_drafts_are_shown_on_demand(browser: Browser) -> None:
 
 
 @needs_chromium
-def test_trees_are_drawn(bundled: Served, browser: Browser) -> None:
+def test_drafts_of_a_step_are_drawn(bundled: Served, browser: Browser) -> None:
     with opened(browser, bundled) as page:
         connected(page)
         choose(page, "write")
         page.locator("#method").select_option("mtp")
-        page.locator("#tree").check()
-        fill(page, k="6", steps="2", tokens="24", temperature="0")
+        fill(page, k="6", tokens="24", temperature="0")
         run(page)
         page.locator(".token").nth(3).hover()
-        expect(page.locator("#tree-caption")).to_have_text(re.compile(r"^Drafts of step \d$"))
+        expect(page.locator("#drafts-caption")).to_have_text(re.compile(r"^Drafts of step \d$"))
         # The script's own numbers: hovering moves and scales a box on the screen.
-        boxes = page.locator("#drafts .draft rect").all()
-        columns = {box.get_attribute("x") for box in boxes}
-        rows = {box.get_attribute("y") for box in boxes}
-        assert len(boxes) > len(columns) > 1 and len(rows) > 1, "siblings stand below each other"
+        columns = {box.get_attribute("x") for box in page.locator("#drafts .draft rect").all()}
+        assert len(columns) == 6
         assert "accepted" in (page.locator("#drafts svg").get_attribute("aria-label") or "")
-        page.locator("#method").select_option("naive")
-        assert page.locator("#tree").is_hidden()
 
 
-TREE_STEP = {
+STEP = {
     "seconds": 0.2,
     "token_ids": [1, 2],
     "bytes": [[99], [120]],
     "sources": ["mtp", "target"],
-    "drafts": {  # a with b behind it, or c with d behind it
-        "token_ids": [3, 4, 1, 5],
-        "bytes": [[97], [98], [99], [100]],
-        "sources": ["mtp"] * 4,
-        "parents": [-1, 0, -1, 2],
-        "accepted": [2],
+    "drafts": {
+        "token_ids": [1, 5, 4],
+        "bytes": [[99], [100], [98]],
+        "sources": ["mtp"] * 3,
+        "accepted": 1,
     },
 }
 
 
 @needs_chromium
 def test_card_names_the_draft_that_a_token_replaces(page: Page) -> None:
-    choice = {"index": 0, "text": "cx", "finish_reason": "length", "step": TREE_STEP}
+    choice = {"index": 0, "text": "cx", "finish_reason": "length", "step": STEP}
     body = f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
     page.route("**/v1/completions", lambda route: route.fulfill(status=200, body=body))
     choose(page, "write")
@@ -382,7 +376,7 @@ def test_card_names_the_draft_that_a_token_replaces(page: Page) -> None:
     card = page.locator("#card")
     page.locator(".token").nth(1).hover()
     expect(card).to_contain_text("Chosen by the target model instead of “d”.")
-    expect(card).to_contain_text("Step 1: 1 of 4 drafts accepted.")
+    expect(card).to_contain_text("Step 1: 1 of 3 drafts accepted.")
     page.locator(".token").nth(0).hover()
     expect(card).to_contain_text("Proposed by: MTP module. Accepted by the target model.")
     label = "Accepted drafts by position, in percent. position 1: 1 of 2; position 2: 0 of 2."
@@ -458,7 +452,7 @@ def test_mtp_and_its_hybrids_can_be_chosen(browser: Browser) -> None:
         assert own == ["mtp + ngram", "5", "2"], "the server's own"
         choose(page, "write")
         fill(page, prompt="abc", tokens="9")
-        mtp = {"method": "mtp", "num_speculative_tokens": 5, "tree": False}
+        mtp = {"method": "mtp", "num_speculative_tokens": 5}
         for choice, steps, expected in (
             ("mtp + ngram", "2", mtp | {"method": "mtp+ngram", "num_model_steps": 2}),
             ("mtp + suffix", "", mtp | {"method": "mtp+suffix", "num_model_steps": None}),

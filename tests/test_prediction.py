@@ -46,7 +46,7 @@ BASES: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 5, "min_ngram_size": 1},
     "mtp": {"method": "mtp", "num_speculative_tokens": 4},
     "mtp+ngram": {"method": "mtp+ngram", "num_speculative_tokens": 4},
-    "tree": {"method": "suffix", "num_speculative_tokens": 5, "tree": True},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 5},
 }
 LIMITS: dict[str, dict[str, Any]] = {
     "wide": {"max_num_seqs": COUNT},
@@ -106,13 +106,13 @@ def test_it_stands_before_what_the_method_drafts() -> None:
 
 
 def test_who_chooses_it() -> None:
-    config = SpeculativeConfig(method="mtp", num_speculative_tokens=4, tree=True)
+    config = SpeculativeConfig(method="mtp", num_speculative_tokens=4)
     given, none = SamplingParams(prediction="text"), SamplingParams()
     assert config.asked_for_by(none, None, METHODS) is None
     own = {"num_speculative_tokens": 6}
     assert config.asked_for_by(none, own, METHODS) is own
     chosen = config.override(config.asked_for_by(given, own, METHODS) or {})
-    assert chosen.draft_stages == (("mtp", 4), ("prediction", 6)) and not chosen.tree
+    assert chosen.draft_stages == (("mtp", 4), ("prediction", 6))
     named = {"method": "ngram"}
     assert config.asked_for_by(given, named, METHODS) is named
     naive = SpeculativeConfig()

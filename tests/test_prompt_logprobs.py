@@ -26,9 +26,6 @@ NAIVE = SpeculativeConfig(method="naive")
 NGRAM = SpeculativeConfig.from_dict(
     {"method": "ngram", "num_speculative_tokens": 4, "min_ngram_size": 1}
 )
-TREES = SpeculativeConfig.from_dict(
-    {"method": "ngram", "num_speculative_tokens": 4, "min_ngram_size": 1, "tree": True}
-)
 MTP = SpeculativeConfig(method="mtp", num_speculative_tokens=3)
 PROMPTS = [[7, 8, 9] * 6, [5, 6, 7, 5, 6, 7, 5], list(range(1, 50)), [3, 4], [11, 12] * 20]
 
@@ -119,7 +116,6 @@ def test_output_constraints_do_not_affect_prompt_logprobs(model_dir: Path) -> No
         (NAIVE, {"max_num_seqs": 1}),
         (NAIVE, {"max_num_seqs": 3, "max_num_batched_tokens": 7, "page_size": 32}),
         (NGRAM, {"max_num_seqs": 5, "max_num_batched_tokens": 16}),
-        (TREES, {"max_num_seqs": 4, "max_num_batched_tokens": 24}),
         (MTP, {"max_num_seqs": 5, "max_num_batched_tokens": 33, "num_threads": 2}),
         (NGRAM, {"max_num_seqs": 5, "max_num_batched_tokens": 16, "num_pages": 17}),
         (MTP, {"max_num_seqs": 5, "enable_prefix_caching": False}),

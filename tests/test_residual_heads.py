@@ -4,8 +4,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from itertools import pairwise
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from checkpoints import BASE, make_checkpoint, write_tokenizer
 from safetensors.torch import save_file
 from specops.api.errors import ModelError
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.drafters.trees import joint_tree, static_tree
 from test_draft_model import reported
 from test_lossless import bits, params
 from torch import Tensor
@@ -220,7 +218,6 @@ def test_mistakes_in_the_prefix_layer_change_the_drafts(
 
 CASES: dict[str, dict[str, Any]] = {
     "wide": {},
-    "tree": {"tree": True, "num_speculative_tokens": 12, "num_model_steps": 3},
     "preempted": {"max_num_batched_tokens": 20, "num_pages": 16, "max_model_len": 200},
     "int8": {"kv_cache_dtype": "int8", "page_size": 32},
     "hybrid": {"num_model_steps": 2, "num_speculative_tokens": 6},
@@ -229,7 +226,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "hydra++"])
-@pytest.mark.fast("medusa-tree", "hydra-preempted", "hydra-hybrid", "hydra++-int8")
+@pytest.mark.fast("medusa-wide", "hydra-preempted", "hydra-hybrid", "hydra++-int8")
 def test_outputs_have_the_bits_of_plain_decoding(
     target: tuple[Path, Any], tmp_path: Path, kind: str, case: str
 ) -> None:
@@ -278,83 +275,6 @@ def test_drafts_of_a_prefix_layer_are_the_same_in_any_batch(
     assert engine.stats.prefix_cache_hits > 0
     other = make(target, heads, tmp_path, max_num_seqs=2, max_num_batched_tokens=9)
     assert reported(other, TEXTS, each) == drafts
-
-
-def test_joint_tree_holds_the_best_paths() -> None:
-    places = [[(1, 0.6), (2, 0.3), (3, 0.1)], [(4, 0.9), (5, 0.1)], [(6, 0.55), (7, 0.45)]]
-    tree = joint_tree(places, 7)
-    assert tree.token_ids == [1, 4, 2, 6, 4, 7, 6]
-    assert tree.parents == [-1, 0, -1, 1, 2, 1, 4]
-    assert tree.acceptance_probs == [0.6, 0.9, 0.3, 0.55, 0.9, 0.45, 0.55]
-    # All paths are sorted by the product of their acceptance probabilities.
-    whole = joint_tree(places, 100)
-    products: list[float] = []
-    for parent, prob in zip(whole.parents, whole.acceptance_probs, strict=True):
-        products.append(prob * (products[parent] if parent >= 0 else 1.0))
-    assert len(products) == 3 + 6 + 12
-    assert all(a >= b - 1e-12 for a, b in pairwise(products))
-    assert joint_tree([], 3) == ([], [], [])
-
-
-PATHS = [[0], [0, 0], [1], [0, 1], [2], [0, 0, 0], [1, 0], [0, 2], [9]]
-
-
-def test_static_tree_follows_the_file() -> None:
-    places = [[(10 * place + rank, 1 / (rank + 2)) for rank in range(10)] for place in range(3)]
-    tree = static_tree(PATHS, places, 64)
-    assert tree.token_ids == [0, 10, 1, 11, 2, 20, 10, 12, 9]
-    assert tree.parents == [-1, 0, -1, 0, -1, 1, 2, 0, -1]
-    assert tree.acceptance_probs[:3] == [1 / 2, 1 / 2, 1 / 3]
-    assert static_tree(PATHS, places, 4) == tuple(part[:4] for part in tree)
-    # With shallower drafts, deeper nodes are left out.
-    assert static_tree(PATHS, places[:2], 6).token_ids == [0, 10, 1, 11, 2, 10]
-
-
-def test_every_step_verifies_the_tree_of_the_file(target: tuple[Path, Any], tmp_path: Path) -> None:
-    """Nodes are the reference's likeliest tokens. Outputs have the bits of plain decoding."""
-    heads, file = KINDS["medusa"], tmp_path / "tree.json"
-    heads.write(tmp_path)
-    file.write_text(json.dumps(PATHS))
-    own = {"tree": True, "num_speculative_tokens": 9, "num_model_steps": 3, "max_num_seqs": 4}
-    engine = make(target, heads, tmp_path, medusa_choices=str(file), **own)
-    assert isinstance(engine.drafters["medusa"].head.new_tree, partial)
-    each = [replace(params(i, 0.8 * (i % 2)), max_tokens=40) for i in range(4)]
-    done = engine.generate(TEXTS[:4], each)
-    expected = make(target, None, tmp_path, max_num_seqs=1).generate(TEXTS[:4], each)
-    assert list(map(bits, done)) == list(map(bits, expected))
-    compared = 0
-    for text, drafts in [one for each in reported(engine, TEXTS[:3], reporting(3)) for one in each]:
-        if len(drafts) == len(PATHS):  # not at the end of a text
-            ranked = heads.ranked(target[1], text, 3)
-            preorder = sorted(PATHS)  # ranks rise among siblings
-            assert list(drafts) == [ranked[len(path) - 1][path[-1]] for path in preorder]
-            compared += 1
-    assert compared > 4
-
-
-@pytest.mark.parametrize(
-    "text,message",
-    [
-        ("[[0], [0, 0], [1", r"tree\.json: not a file of a tree"),
-        ("{}", "expected a list of paths, got dict"),
-        ("[]", "expected a list of paths, got list"),
-        ("[[0], [-1]]", r"must be a list of ranks from 0 to 159, got \[-1\]"),
-        ("[[0], [0.5]]", r"ranks from 0 to 159, got \[0\.5\]"),
-        ("[[0], 3]", "got 3"),
-        ("[[0], [0]]", r"path \[0\] is there twice"),
-        ("[[0, 0], [0]]", r"path \[0, 0\] needs \[0\] before it"),
-        (None, "not a file of a tree"),
-    ],
-)
-def test_invalid_tree_files_are_refused(
-    target: tuple[Path, Any], tmp_path: Path, text: str | None, message: str
-) -> None:
-    heads, file = KINDS["medusa"], tmp_path / "tree.json"
-    heads.write(tmp_path)
-    if text is not None:
-        file.write_text(text)
-    with pytest.raises(ModelError, match=message):
-        make(target, heads, tmp_path, medusa_choices=str(file))
 
 
 @pytest.mark.parametrize(

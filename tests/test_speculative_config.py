@@ -72,10 +72,11 @@ def test_documented_request_fields_are_complete() -> None:
 def test_every_field_of_fastdeploy_is_accepted_or_refused() -> None:
     accepted = set(default_of_every_field())
     own = {"synthetic_acceptance_rates", "ngram_match", "max_total_draft_tokens"}
-    own |= {"adaptive_verification", "tree", "suffix_decoding_read_on", "draft_vocab"}
-    own |= {"medusa_choices", "suffix_decoding_earlier_answers"}
+    own |= {"adaptive_verification", "suffix_decoding_read_on", "draft_vocab"}
+    own |= {"suffix_decoding_earlier_answers"}
     own |= {f"suffix_decoding_max_cached_{budget}" for budget in ("tokens", "bytes")}
-    assert accepted - own | set(REFUSED_FIELDS) == FASTDEPLOY_FIELDS
+    trees = {"tree", "medusa_choices", "speculative_token_tree"}
+    assert accepted - own | set(REFUSED_FIELDS) - trees == FASTDEPLOY_FIELDS
     assert not accepted & set(REFUSED_FIELDS)
 
 
@@ -177,11 +178,8 @@ def test_method_names_ignore_case(name: str) -> None:
             {"suffix_decoding_earlier_answers": 4, "suffix_decoding_max_cached_tokens": 0},
             r"earlier_answers must be 0 where suffix_decoding_max_cached_tokens is 0: .*, got 4",
         ),
-        (
-            {"method": "mtp+ngram", "tree": True},
-            r"tree needs method 'ngram' or .*, which 'suffix' may follow, got 'mtp\+ngram'",
-        ),
-        ({"method": "naive", "tree": True}, r"tree needs method 'ngram' or .*, got 'naive'"),
+        ({"method": "mtp", "tree": True}, r"\.tree is refused: the engine verifies chains .* ops"),
+        ({"medusa_choices": "f"}, r"medusa_choices is refused: .* trees are a feature of the ops"),
         ({"suffix_decoding_max_spec_factor": float("nan")}, r"max_spec_factor must be in .* nan"),
         ({"suffix_decoding_min_token_prob": 1.5}, r"min_token_prob must be in \[0, 1\], got 1.5"),
         ({"suffix_decoding_min_token_prob": "x"}, r"min_token_prob must be a number, got 'x'"),
@@ -347,13 +345,6 @@ def test_request_may_speculate_on_a_server_without_speculation() -> None:
     assert (config.method, config.num_speculative_tokens) == ("ngram", 1)
     with pytest.raises(ValueError, match='with method "naive"'):
         SpeculativeConfig().override({"num_speculative_tokens": 3})
-
-
-def test_request_keeps_a_tree_if_its_method_supports_one() -> None:
-    server = SpeculativeConfig(method="mtp", num_speculative_tokens=6, tree=True)
-    assert server.override({"method": "mtp+suffix"}).tree
-    assert not server.override({"method": "naive"}).tree
-    assert not server.override({"method": "prediction"}).tree
 
 
 def test_request_may_leave_a_hybrid() -> None:

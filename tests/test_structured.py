@@ -64,11 +64,10 @@ def allowed(masks: np.ndarray[Any, Any]) -> list[set[int]]:
 def masks_of(
     state: GrammarState,
     drafts: Sequence[int] = (),
-    parents: Sequence[int] | None = None,
     opening: int = -1,
 ) -> list[set[int]]:
     out = np.full((1 + len(drafts), VOCAB // 32), 77, dtype=np.int32)
-    MaskFiller(2).fill([MaskRows(state, 0, list(drafts), parents, opening)], out)
+    MaskFiller(2).fill([MaskRows(state, 0, list(drafts), opening)], out)
     return allowed(out)
 
 
@@ -505,20 +504,17 @@ def test_trigger_must_be_followed_by_its_tag(text: str, is_whole: bool | None) -
 def test_masks_after_drafts_equal_those_of_a_matcher_that_took_them(form: dict[str, Any]) -> None:
     draw = random.Random(repr(form))
     num_illegal = num_deep = 0
-    for round_ in range(12):
+    for _ in range(24):
         taken = walk(draw, state_of(**form), draw.randrange(6))
         if state_of(taken=taken, **form).is_complete:
             continue
         count = draw.randrange(1, 9)
-        parents = [max(draw.randrange(node - 2, node), -1) for node in range(count)]
-        if round_ % 2:
-            parents = list(range(-1, count - 1))
         drafts: list[int] = []
         paths: list[list[int] | None] = [[]]  # path of each row; None if a draft on it does not fit
-        for node in range(count):
-            before = paths[parents[node] + 1]
+        for _ in range(count):
+            before = paths[-1]
             options = {draw.randrange(VOCAB), EOS, VOCAB + 5, -1}
-            if before is not None and draw.random() < 0.8:
+            if before is not None and draw.random() < 0.9:
                 here = state_of(taken=taken + before, **form)
                 options = set() if here.is_complete else masks_of(here)[0] - {EOS}
             token = draw.choice(sorted(options or {7}))
@@ -526,14 +522,8 @@ def test_masks_after_drafts_equal_those_of_a_matcher_that_took_them(form: dict[s
             here = None if before is None else state_of(taken=taken + before, **form)
             fits = here is not None and here.take(token)
             paths.append([*before, token] if before is not None and fits else None)
-        order = sorted(range(count), key=lambda node: _preorder(parents, node))
-        place = {node: index for index, node in enumerate(order)} | {-1: -1}
         state = state_of(taken=taken, **form)
-        tree = None if round_ % 2 else [place[parents[node]] for node in order]
-        got = masks_of(state, [drafts[node] for node in order], tree)
-        for node in range(-1, count):
-            path = paths[node + 1]
-            mask = got[place[node] + 1]
+        for path, mask in zip(paths, masks_of(state, drafts), strict=True):
             if path is None:
                 num_illegal += 1
                 assert len(mask) >= VOCAB - 2, "a row that is never reached allows every text"
@@ -546,24 +536,15 @@ def test_masks_after_drafts_equal_those_of_a_matcher_that_took_them(form: dict[s
     assert num_illegal > 5 and num_deep > 5
 
 
-def _preorder(parents: Sequence[int], node: int) -> list[int]:
-    path: list[int] = []
-    while node >= 0:
-        path.insert(0, node)
-        node = parents[node]
-    return path
-
-
 def test_requests_of_one_step_do_not_affect_each_other() -> None:
-    """Mix chains, trees and single rows in one call on several threads."""
+    """Mix chains and single rows in one call on several threads."""
     draw = random.Random(3)
     states = [state_of(**form) for form in FORMS * 6]
     constraints, expected, first = [], [], 0
     for index, state in enumerate(states):
         path = walk(draw, state_of(**FORMS[index % len(FORMS)]), index % 5)
-        tree = [-1] * len(path) if index % 7 == 3 and path else None
-        constraints.append(MaskRows(state, first, path, tree))
-        expected += masks_of(state, path, tree)
+        constraints.append(MaskRows(state, first, path))
+        expected += masks_of(state, path)
         first += 1 + len(path)
     out = np.zeros((first, VOCAB // 32), dtype=np.int32)
     MaskFiller(3).fill(constraints, out)
@@ -580,8 +561,7 @@ def test_masks_follow_end_tokens_and_allowed_tokens() -> None:
     # The grammar begins after the thinking. Before that, only allowed tokens count.
     state = GrammarState(grammar, [EOS], [x, y, 9])
     assert masks_of(state, [y, 9, x], opening=9) == [{x, y, 9}, {x, y, 9}, {x, y}, {x, y}]
-    assert masks_of(state, [9, y], [-1, -1], opening=9) == [{x, y, 9}, {x, y}, {x, y, 9}]
-    everything = masks_of(GrammarState(grammar, [EOS]), [y, 9, 9], [-1, 0, 1], opening=9)
+    everything = masks_of(GrammarState(grammar, [EOS]), [y, 9, 9], opening=9)
     assert [len(mask) for mask in everything[:2]] == [VOCAB, VOCAB]
     assert everything[2] == masks_of(GrammarState(grammar, [EOS]))[0]
 
@@ -590,7 +570,6 @@ def test_complete_matcher_takes_no_more_tokens() -> None:
     state = state_of(choice=("ab",), taken=tokens_of("ab"))
     assert state.is_complete and state.may_end
     assert masks_of(state, [5, EOS, 7])[0] == {EOS}
-    assert masks_of(state, [5, EOS], [-1, -1])[0] == {EOS}
     assert not state.take(EOS) and not state.take(5) and state.forced() == []
     assert state.is_complete, "refused tokens must not break the state"
     # The same holds for drafts that reach the end and continue.
@@ -598,7 +577,6 @@ def test_complete_matcher_takes_no_more_tokens() -> None:
     drafts = [*tokens_of("ab"), 5, EOS]
     got = masks_of(state, drafts)
     assert got[len(tokens_of("ab"))] == {EOS}
-    assert masks_of(state, drafts, list(range(-1, len(drafts) - 1)))[: len(drafts) - 1] == got[:-2]
     assert not state.is_complete and all(map(state.take, tokens_of("ab")))
 
 
@@ -620,42 +598,25 @@ def test_forced_tokens_are_the_only_ones_that_masks_allow() -> None:
     assert state.forced() == forced
 
 
-def chain(drafts: Sequence[int]) -> list[int]:
-    return list(range(-1, len(drafts) - 1))
-
-
 def test_forced_tokens_replace_drafts_that_disagree() -> None:
     forced = state_of(**forced_form()).forced()
     count = len(forced)
 
-    def completed(drafts: list[int], limit: int, parents: list[int] | None = None) -> Any:
+    def completed(drafts: list[int], limit: int) -> Any:
         state = state_of(**forced_form())
-        got = complete(state, drafts, parents, limit)
+        got = complete(state, drafts, limit)
         assert masks_of(state) == masks_of(state_of(**forced_form())), "the state must not change"
-        return None if got is None else (got.token_ids, got.parents, got.sources)
+        return None if got is None else (got.token_ids, got.num_given)
 
     assert completed([], 0) is None
-    assert completed([], 99) == (forced, chain(forced), [-1] * count)
-    assert completed([], 2) == (forced[:2], [-1, 0], [-1, -1])
+    assert completed([], 99) == (forced, 0)
+    assert completed([], 2) == (forced[:2], 0)
     # Forced tokens replace drafts that disagree. Drafts that agree stay.
-    assert completed([5, 6, 7], 99) == (forced, chain(forced), [-1] * count)
+    assert completed([5, 6, 7], 99) == (forced, 0)
+    assert completed([forced[0], 5], 99) == (forced, 0)
     assert completed(forced, count) is None
     assert completed(forced[:2], 2) is None
-    three = tokens_of("3")
-    assert completed([*forced, *three], 99) is None
-    # A tree retains what hangs on the forced path.
-    tree = [forced[0], 5, forced[1], *three, 6]
-    if count == 2:
-        assert completed(tree, 99, [-1, -1, 0, 2, 2]) is not None
-    got = completed([forced[0], 5], 99, [-1, -1])
-    assert got == (forced, chain(forced), [-1] * count)
-    got = completed([5, *forced, 8, 9], 99, [-1, -1, *range(1, count), count, count])
-    assert got is not None
-    assert got[0] == [*forced, 8, 9] and got[1] == [*chain(forced), count - 1, count - 1]
-    assert got[2] == [*range(1, count + 1), count + 1, count + 2]
-    assert completed([5, *forced, 8, 9], count + 1, [-1, -1, *range(1, count), count, count]) == (
-        [*forced, 8], [*chain(forced), count - 1], list(range(1, count + 2))
-    )  # fmt: skip
+    assert completed([*forced, *tokens_of("3")], 99) is None
 
 
 def test_forced_tokens_follow_drafts_that_fit() -> None:
@@ -667,11 +628,11 @@ def test_forced_tokens_follow_drafts_that_fit() -> None:
     draft = next(token for token in sorted(masks_of(state)[0]))
     behind = state_of(taken=[*start, draft], **form).forced()
     assert behind
-    got = complete(state, [draft], None, 20)
-    assert got is not None and got.token_ids == [draft, *behind] and got.sources[:2] == [0, -1]
+    got = complete(state, [draft], 20)
+    assert got is not None and got.token_ids == [draft, *behind] and got.num_given == 1
     # Where a choice remains, a draft that does not fit stays: the verifier rejects it.
     illegal = next(token for token in range(1, VOCAB) if token not in masks_of(state)[0])
-    assert complete(state, [illegal, 5], None, 20) is None
-    got = complete(state, [draft, illegal, 5], None, 20)
+    assert complete(state, [illegal, 5], 20) is None
+    got = complete(state, [draft, illegal, 5], 20)
     assert got is not None and got.token_ids == [draft, *behind]
-    assert complete(state, [draft, illegal], None, 1) is None
+    assert complete(state, [draft, illegal], 1) is None

@@ -39,9 +39,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "mtp": {"method": "mtp"},
     "mtp+ngram": {"method": "mtp+ngram"},
     "mtp+suffix": {"method": "mtp+suffix"},
-    "suffix tree": {"method": "suffix", "tree": True},
-    "mtp tree": {"method": "mtp", "tree": True},
-    "merged tree": {"method": "mtp+suffix", "tree": True},
 }
 
 Job = tuple[str, SamplingParams]
@@ -143,9 +140,7 @@ def plain(temperature: float) -> tuple[list[Any], int]:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.fast(
-    "ngram-0.8", "mtp+suffix-0.0", "mtp tree-0.8", ci=("suffix-0.0", "mtp-0.8", "*tree-*")
-)
+@pytest.mark.fast("ngram-0.8", "mtp+suffix-0.0", ci=("suffix-0.0", "mtp-0.8"))
 def test_constrained_texts_are_valid_and_equal_plain_decoding(
     method: str, temperature: float
 ) -> None:
@@ -644,7 +639,7 @@ def test_grammar_limit_is_reported_even_for_a_whole_text() -> None:
     assert set(done.text) == {"x"} and done.finish_reason == "abort"
     assert str(done.stop_reason).startswith("structured_output: llguidance met a limit: ")
     assert "max is 500" in str(done.stop_reason)
-    for method in ("ngram", "suffix tree"):
+    for method in ("ngram", "suffix"):
         assert bits([one(AMBIGUOUS, method, **params)]) == bits([done])
 
 
@@ -736,7 +731,7 @@ def test_masks_are_copied_with_the_inputs_of_a_step(
     engine = Engine(
         EngineConfig(device="cpu", max_num_seqs=8, speculative_config=SpeculativeConfig())
     )
-    for own in (NAIVE, with_k("ngram", 4), with_k("mtp", 3), with_k("suffix tree", 6)):
+    for own in (NAIVE, with_k("ngram", 4), with_k("mtp", 3), with_k("suffix", 6)):
         assert bits(run(engine, jobs, [own])) == expected
     assert (engine.num_captures > 0) == captures == ("replay" in device.log)
 

@@ -72,10 +72,8 @@ class ToyHead:
     num_passes = 1
     is_chained = True
     lookahead = 1
-    num_likeliest = 2
     reads_states = True
     max_drafts = None
-    new_tree = None
     taps = (0, 2)
     dtype = torch.float32
 

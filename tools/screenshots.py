@@ -42,7 +42,6 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=chromium, args=sandbox)
         record(browser, url, RECORDED)
         race(browser, url, DOCS / "page.png")
-        tree(browser, url, DOCS / "page-tree.png")
         browser.close()
 
 
@@ -165,27 +164,6 @@ def race(browser: Browser, url: str, path: Path) -> None:
     run(page, url, **RACE)
     page.evaluate("document.activeElement.blur()")
     save(page, path, above="#charts")
-    page.close()
-
-
-def tree(browser: Browser, url: str, path: Path) -> None:
-    """Take the MTP module's draft trees with rejected drafts and one token's card, in dark mode."""
-    # Tall enough to need no scrolling: the card is drawn next to its token.
-    page = browser.new_page(viewport={"width": 1040, "height": 1360}, color_scheme="dark")
-    run(
-        page,
-        url,
-        mode="write",
-        method="mtp",
-        k="6",
-        steps="3",
-        tree="true",
-        tokens="64",
-    )
-    page.locator("#rejected").check()
-    tokens = page.locator(".token.from-target")
-    tokens.nth(4).focus()
-    save(page, path)
     page.close()
 
 

@@ -165,16 +165,14 @@ class StepDrafts:
     """The drafts that one step verified for one request.
 
     Attributes:
-        token_ids: drafts in the order in which they were verified.
-        parents: index of each draft's parent among the drafts; -1 for the last committed token.
+        token_ids: drafts in the order of the text.
         sources: name of the drafter that proposed each draft.
-        accepted: indices of the drafts that are tokens of the output, in the order of the text.
+        num_accepted: number of leading drafts that are tokens of the output.
     """
 
     token_ids: list[int]
-    parents: list[int]
     sources: list[str]
-    accepted: list[int]
+    num_accepted: int
 
 
 def without_rejected(drafts: StepDrafts, names: Collection[str]) -> StepDrafts:
@@ -184,10 +182,9 @@ def without_rejected(drafts: StepDrafts, names: Collection[str]) -> StepDrafts:
         drafts: the drafts.
         names: names of these drafters.
     """
-    kept = set(drafts.accepted)
     token_ids = [
-        HIDDEN if source in names and node not in kept else token_id
-        for node, (token_id, source) in enumerate(
+        HIDDEN if source in names and place >= drafts.num_accepted else token_id
+        for place, (token_id, source) in enumerate(
             zip(drafts.token_ids, drafts.sources, strict=True)
         )
     ]
@@ -218,8 +215,7 @@ def sources_of(token_ids: Sequence[int], drafts: StepDrafts | None) -> list[str]
     """Return the source of each token of a step: a drafter's name, or TARGET."""
     sources = [TARGET] * len(token_ids)
     if drafts is not None:
-        for place, node in enumerate(drafts.accepted):
-            sources[place] = drafts.sources[node]
+        sources[: drafts.num_accepted] = drafts.sources[: drafts.num_accepted]
     return sources
 
 

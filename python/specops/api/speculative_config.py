@@ -42,11 +42,7 @@ _OF_REQUESTS = (
     "accept_policy",
     "synthetic_acceptance_rates",
     "adaptive_verification",
-    "tree",
 )
-# Strategies and policies that can verify trees.
-_TREE_STRATEGIES = ("target_match", "greedy", "rejection")
-_TREE_POLICIES = ("normal", "reject_all")
 _UNSET = cast(int, None)  # replaced in `__init__`, so that readers see plain integers
 
 OwnOptions = TypeVar("OwnOptions", bound=Options)
@@ -129,14 +125,6 @@ def _refuse_of_server(key: str, known: Iterable[str]) -> None:
     )
 
 
-def _can_draft_trees(stages: tuple[str, ...]) -> bool:
-    """Return whether the drafts of these methods may be a tree."""
-    if not stages:
-        return False
-    first, *others = map(method_of, stages)
-    return first.can_draft_trees and all(one.may_branch for one in others)
-
-
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
     """Configuration of drafting and verification, validated on construction.
@@ -167,12 +155,6 @@ class SpeculativeConfig:
             Otherwise, and if False, all drafts are verified. None: True on a CPU with a model of at
             least 200 MB, whose steps are long enough, and no drafter that runs a model of its own;
             else False.
-        tree: draft a tree of the most probable continuations instead of a single chain; k is the
-            number of its nodes. It needs a method that can draft trees, alone or before methods
-            that can add branches (the tree then holds the most probable nodes of all),
-            verify_strategy "target_match", "greedy" or "rejection", and accept_policy "normal" or
-            "reject_all". In a step that also verifies drafts of other strategies or policies, only
-            the first path of the tree is verified.
         options: the options of every method of the registry, by method. In the argument, a method
             may be missing (its options have their defaults) or a mapping from names to values.
 
@@ -189,7 +171,6 @@ class SpeculativeConfig:
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     max_total_draft_tokens: int | None = None
     adaptive_verification: bool | None = None
-    tree: bool = False
     options: Mapping[str, Options] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -207,7 +188,6 @@ class SpeculativeConfig:
                 "adaptive_verification must be true, false or null, got "
                 f"{self.adaptive_verification!r}"
             )
-        self._check_tree()
 
     def as_dict(self, *, without_files: bool = False) -> dict[str, Any]:
         """Return the value of every field by name, with `options` as plain dictionaries.
@@ -273,27 +253,6 @@ class SpeculativeConfig:
         object.__setattr__(self, "num_speculative_tokens", tokens)
         object.__setattr__(self, "num_model_steps", steps)
 
-    def _check_tree(self) -> None:
-        checks.flag("tree", self.tree)
-        if not self.tree:
-            return
-        wanted: list[tuple[str, str, tuple[str, ...]]] = [
-            ("verify_strategy", self.verify_strategy, _TREE_STRATEGIES),
-            ("accept_policy", self.accept_policy, _TREE_POLICIES),
-        ]
-        if not _can_draft_trees(self.stages):
-            can = (one.name for one in methods() if one.can_draft_trees)
-            more = (one.name for one in methods() if one.may_branch)
-            raise ValueError(
-                f"tree needs method {' or '.join(map(repr, can))}, which "
-                f"{' or '.join(map(repr, more))} may follow, got {self.method!r}"
-            )
-        for name, value, allowed in wanted:
-            if value not in allowed:
-                raise ValueError(
-                    f"tree needs {name} {' or '.join(map(repr, allowed))}, got {value!r}"
-                )
-
     def _check_rates(self) -> None:
         rates: Any = self.synthetic_acceptance_rates
         name = "synthetic_acceptance_rates"
@@ -330,11 +289,6 @@ class SpeculativeConfig:
         )
 
     @property
-    def verifies_trees(self) -> bool:
-        """True if a step with a request of this configuration may verify trees."""
-        return self.verify_strategy in _TREE_STRATEGIES and self.accept_policy in _TREE_POLICIES
-
-    @property
     def draft_stages(self) -> tuple[tuple[str, int], ...]:
         """Drafters of a request in order, each with the limit of drafts after its stage.
 
@@ -363,14 +317,12 @@ class SpeculativeConfig:
     def draws_drafts(self) -> bool:
         """True if drafts are drawn with random numbers of their own.
 
-        That pays if verification weighs a draft by both distributions. Drafts of a tree are the
-        most likely tokens instead.
+        That pays if verification weighs a draft by both distributions.
         """
         return (
             len(self.stages) == 1
             and self._first.draws
             and self.options[self.method].draws
-            and not self.tree
             and self.verify_strategy in ("rejection", "block")
         )
 
@@ -495,10 +447,8 @@ class SpeculativeConfig:
             if method.name not in available:
                 continue
             own["method"] = "+".join((*self.stages, method.name))
-            if self.stages:  # they draft as before, but several stages draft no tree by default
-                if self._first.needs_weights:
-                    own.setdefault("num_model_steps", self.num_model_steps)
-                own.setdefault("tree", False)
+            if self.stages and self._first.needs_weights:  # it drafts as before
+                own.setdefault("num_model_steps", self.num_model_steps)
             return own
         return request
 
@@ -514,8 +464,6 @@ class SpeculativeConfig:
             keeps = bool(stages and self.stages)
             default = self.num_speculative_tokens if keeps else None
             chosen.setdefault("num_speculative_tokens", default)
-            if stages[:1] != self.stages[:1]:
-                chosen.setdefault("tree", self.tree and _can_draft_trees(stages))
         if "num_speculative_tokens" in chosen:
             chosen.setdefault("num_model_steps", None)
         if chosen.get("accept_policy", "synthetic") != "synthetic":

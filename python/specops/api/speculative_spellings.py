@@ -13,7 +13,11 @@ from typing import Any
 
 from specops.api.methods import METHODS, checks, method_of, methods
 
-# FastDeploy's fields that this engine refuses, each with the reason.
+_NO_TREES = (
+    "the engine verifies chains of drafts; trees are a feature of the ops, for your own loop "
+    "(docs/own_loop.md)"
+)
+# Fields that this engine refuses, each with the reason; most are FastDeploy's.
 REFUSED_FIELDS = {
     "max_candidate_len": "topp looks at the whole top-p set, not at a list of candidates",
     "verify_window": "a rejected draft is never let through by the drafts behind it",
@@ -23,6 +27,7 @@ REFUSED_FIELDS = {
     "benchmark_mode": 'say accept_policy "reject_all" to measure verification without acceptance',
     "enf_gen_phase_tag": "reasoning phases are not supported yet",
     "enable_draft_logprob": "logprobs of drafts are not supported yet",
+    **dict.fromkeys(("tree", "medusa_choices", "speculative_token_tree"), _NO_TREES),
 }
 
 OTHER_FIELDS = ("mtp_strategy",)  # accepted beside those of SpeculativeConfig and its options

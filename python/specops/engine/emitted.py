@@ -14,7 +14,7 @@ class Emitted:
     """Tokens that a step committed for one request, before the search for stop strings."""
 
     token_ids: Sequence[int] = ()
-    accepted: Sequence[int] = ()  # drafts that verification accepted; some may not be committed
+    num_accepted: int = 0  # drafts that verification accepted; some may not be committed
     num_from_drafts: int = 0  # leading tokens that are these drafts
     logprobs: list[TokenLogprob] = field(default_factory=list)  # if the request asked for logprobs
     drafts: StepDrafts | None = None  # if the request asked to report drafts

@@ -463,7 +463,7 @@ class Engine:
         if plan.prefixes is not None:
             saved = plan.prefixes.num_saved_tokens
             self.stats.cascade_saved_bytes += saved * self._cascade_bytes_per_token
-        self._drafting.observe(plan.parts, [one.accepted for one in emitted])
+        self._drafting.observe(plan.parts, [one.num_accepted for one in emitted])
         begun = time.perf_counter()
         self._runner.finish(plan)
         if self.times_drafting:

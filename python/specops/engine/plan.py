@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specops.api.errors import described
-from specops.engine.drafters.trees import num_chains
 from specops.engine.prompt_logprobs import PromptRows
 
 logger = logging.getLogger(__name__)
@@ -31,15 +30,6 @@ class Part:
     pages: "array[int]"  # pages of the request, in order
     prompt_rows: PromptRows | None = None  # rows that give logprobs of prompt tokens
     draft_limit: int = 0  # most drafts to propose at the end of this step for the next one
-    # For drafts that form a tree (in preorder): the parent of each draft, and pages reserved for
-    # this step, which all chains of the tree but the first need. None: the drafts are one chain.
-    draft_parents: Sequence[int] | None = None
-    spare_pages: Sequence[int] = ()
-
-    @property
-    def num_chains(self) -> int:
-        """Number of chains as which the rows are computed."""
-        return 1 if self.draft_parents is None else num_chains(self.draft_parents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +37,8 @@ class PrefixGroups:
     """Groups of requests that begin with the same pages, as arguments of `append_attention`.
 
     Attributes:
-        leaders: int32 [levels, chains], the index of the first chain of each chain's group. Every
-            part is one chain, except parts that verify trees.
-        lens: int32 [levels, chains], the number of tokens that the group shares.
+        leaders: int32 [levels, parts], the index of the first part of each part's group.
+        lens: int32 [levels, parts], the number of tokens that the group shares.
         num_saved_tokens: tokens whose keys and values the step does not read again.
     """
 

@@ -2,7 +2,6 @@
 """One request inside the engine: its tokens, its pages, its progress, and its end."""
 
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from specops.api.outputs import (
@@ -81,8 +80,6 @@ class Request:
     draft_stages: dict[str, int] = field(init=False)  # drafters, each with its limit of drafts
     draft_limit: int = field(init=False)  # most drafts to propose at the end of its next step
     num_drafts: int = 0  # number of proposed drafts that the next step verifies
-    # Parent of each of these drafts, in preorder; -1: the last token. None: a chain.
-    draft_parents: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         self.draft_stages = dict(self.speculative.draft_stages)
@@ -135,7 +132,7 @@ class Request:
             stats.count(num_drafts, num_accepted, len(kept))
         drafts = emitted.drafts
         if drafts is not None:
-            drafts = replace(drafts, accepted=drafts.accepted[:num_accepted])
+            drafts = replace(drafts, num_accepted=num_accepted)
         logprobs = emitted.logprobs[: len(kept)]
         self.logprobs.extend(logprobs)
         if self.finish_reason is None and emitted.finish_reason is not FinishReason.RUNNING:

@@ -25,8 +25,8 @@ def step_report(
     Returns:
         `seconds` from the request's arrival to the end of the step; `token_ids`, `bytes` (empty for
         a special token, which is no text) and `sources` (a drafter's name, or "target") of the
-        tokens that it emitted; and `drafts`, null if it verified none, with `parents` and
-        `accepted` as in `StepDrafts`.
+        tokens that it emitted; and `drafts`, null if it verified none, of which the first
+        `accepted` are in the output.
     """
     step = output.output
     report: dict[str, Any] = {
@@ -44,8 +44,7 @@ def step_report(
             ],
             "bytes": _bytes_of(tokenizer, drafts.token_ids),
             "sources": drafts.sources,
-            "parents": drafts.parents,
-            "accepted": drafts.accepted,
+            "accepted": drafts.num_accepted,
         }
     return report
 

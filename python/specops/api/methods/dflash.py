@@ -20,6 +20,5 @@ METHOD = Method(
     files=("model",),
     aliases=("dspark",),
     needs_weights=True,
-    can_draft_trees=True,
     draws=True,
 )

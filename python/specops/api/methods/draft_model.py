@@ -19,6 +19,5 @@ METHOD = Method(
     options=DraftModelOptions,
     files=("model",),
     needs_weights=True,
-    can_draft_trees=True,
     draws=True,
 )

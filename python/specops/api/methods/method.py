@@ -69,11 +69,9 @@ class Method:
         default_tokens: default number of drafts per step.
         needs_weights: whether it runs a model. It is then loaded only if the configuration names
             it, and drafts up to `num_model_steps`.
-        can_draft_trees: whether `tree` may be true.
         draws: whether it draws drafts where that pays: with the target's random numbers under
             "target_match", and with its own under "rejection" and "block".
         may_follow: whether it can continue the drafts of another method.
-        may_branch: whether it can add branches to a tree of another method.
         is_on_host: whether it drafts on the host, after all methods that draft on the device.
         learns: whether the same request may get other drafts the next time.
         gauges: (name, description) of its drafter's metrics.
@@ -91,10 +89,8 @@ class Method:
     parameter: str | None = None
     default_tokens: int = 1
     needs_weights: bool = False
-    can_draft_trees: bool = False
     draws: bool = False
     may_follow: bool = False
-    may_branch: bool = False
     is_on_host: bool = False
     learns: bool = False
     gauges: tuple[tuple[str, str], ...] = ()
@@ -121,7 +117,6 @@ class Method:
             "title": self.title,
             "short": self.short,
             "needs_weights": self.needs_weights,
-            "can_draft_trees": self.can_draft_trees,
             "may_follow": self.may_follow,
             "learns": self.learns,
             "parameter": self.parameter,

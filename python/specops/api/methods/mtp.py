@@ -46,6 +46,5 @@ METHOD = Method(
     options=MtpOptions,
     files=("model", "draft_vocab"),
     needs_weights=True,
-    can_draft_trees=True,
     draws=True,
 )

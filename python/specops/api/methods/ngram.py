@@ -46,6 +46,5 @@ METHOD = Method(
         ("prompt_lookup_min", "min_ngram_size"),
         ("prompt_lookup_max", "max_ngram_size"),
     ),
-    can_draft_trees=True,
     may_follow=True,
 )

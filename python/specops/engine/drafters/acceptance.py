@@ -51,19 +51,16 @@ class RequestAcceptance:
         self._decided = self._accepted = self._expected = 0.0
         self._offset, self._scale = 0.0, 1.0
 
-    def products(self, confidences: Sequence[float], parents: Sequence[int] | None) -> list[float]:
-        """Return for each draft the probability that it and all its ancestors are accepted.
+    def products(self, confidences: Sequence[float]) -> list[float]:
+        """Return for each draft the probability that it and all drafts before it are accepted.
 
         Args:
             confidences: of the drafts, in [0, 1].
-            parents: index of each draft's parent, which precedes it, or -1; None: a chain.
         """
         table, offset, scale = self._method.table, self._offset, self._scale
         products: list[float] = []
         product = 1.0
-        for node, confidence in enumerate(confidences):
-            if parents is not None:
-                product = products[parents[node]] if parents[node] >= 0 else 1.0
+        for confidence in confidences:
             product *= offset + scale * table[int(confidence * confidence * _BUCKETS)]
             products.append(product)
         return products
@@ -72,8 +69,8 @@ class RequestAcceptance:
         """Count the decided drafts of a verification, for the request and for its method.
 
         Args:
-            decided: confidences of the accepted drafts, followed by those of the rejected drafts
-                whose ancestors were all accepted.
+            decided: confidences of the accepted drafts, followed by that of the first rejected
+                draft, if there is one.
             accepted: number of accepted drafts.
         """
         method, expected, count = self._method, 0.0, len(decided)

@@ -25,7 +25,6 @@ from specops.api.config import EngineConfig
 from specops.api.errors import ModelError
 from specops.api.tokenizer import Tokenizer
 from specops.engine.device import Device
-from specops.engine.drafters.trees import DraftTree
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape
@@ -129,13 +128,8 @@ class Proposals:
     # [slots, k]: the drafter's confidence in each draft, in [0, 1]; 0: unknown. Only requests with
     # draft selection use it.
     confidences: NDArray[np.float32]
-    # [slots, k]: parent of each draft, an earlier column, or -1 for the last token. Valid in rows
-    # with are_trees (bool [slots]); other rows are chains. The likeliest drafts come first.
-    parents: NDArray[np.int32]
-    are_trees: NDArray[np.bool_]
     # [slots, k]: source of each draft as an index into the request's drafters; -1: the companion.
-    # A companion, and a drafter that adds branches to a tree, write it themselves. Valid only for
-    # requests that report their drafts.
+    # A companion writes it itself. Valid only for requests that report their drafts.
     stages: NDArray[np.int8]
 
     @classmethod
@@ -150,8 +144,6 @@ class Proposals:
             np.full((slots, width), -1, dtype=np.int32),
             np.zeros(slots, dtype=np.int32),
             np.zeros((slots, width), dtype=np.float32),
-            np.full((slots, width), -1, dtype=np.int32),
-            np.zeros(slots, dtype=np.bool_),
             np.zeros((slots, width), dtype=np.int8),
         )
 
@@ -163,14 +155,6 @@ class Proposals:
             mine, its = getattr(self, one.name), getattr(wider, one.name)
             its[(slice(None), slice(have))[: mine.ndim]] = mine
         return wider
-
-    def put_tree(self, slot: int, tree: DraftTree) -> None:
-        """Replace a slot's row with a tree."""
-        count = self.counts[slot] = len(tree.token_ids)
-        self.token_ids[slot, :count] = tree.token_ids
-        self.parents[slot, :count] = tree.parents
-        self.confidences[slot, :count] = tree.acceptance_probs
-        self.are_trees[slot] = True
 
     def of_slots(self, slots: Sequence[int]) -> "Proposals":
         """Return a copy of the rows of some slots."""

@@ -11,7 +11,6 @@ from specops.engine.drafters.blocks import BlocksDrafter, BlockStackHead
 from specops.engine.drafters.head import DraftRows
 from specops.engine.drafters.newest import NewestTokens
 from specops.engine.drafters.stack_head import named_weights
-from specops.engine.drafters.trees import joint_tree
 from specops.engine.models import BlockDrafter, MtpBatch, load_dflash
 
 
@@ -51,8 +50,6 @@ class BlockHead(BlockStackHead):
         self.model, self.taps, self.token_map = model, model.taps, model.token_map
         # Each drafting row of a block drafts one token.
         self.num_passes = self.max_drafts = model.config.num_drafts
-        if not model.reads_drafts:
-            self.new_tree = joint_tree
         self._tokens = NewestTokens(context.config.max_num_seqs, context.device.device)
         self._hidden: Tensor | None = None  # of the block's rows; None: no rows
         self._rows: DraftRows

@@ -22,7 +22,6 @@ from specops.api.methods import (
     method_of,
 )
 from specops.api.speculative_config import SpeculativeConfig
-from specops.batching import Preorder, preorder
 from specops.engine.drafters.acceptance import RequestAcceptance
 from specops.engine.drafters.base import (
     Drafter,
@@ -35,7 +34,6 @@ from specops.engine.drafters.base import (
 )
 from specops.engine.drafters.draft_probs import DraftProbs
 from specops.engine.drafters.selection import DraftSelector
-from specops.engine.drafters.trees import num_chains
 from specops.engine.drafters.watched_step import WatchedStep
 from specops.engine.features import Feature
 from specops.engine.memory.kv_cache import DraftKv
@@ -106,9 +104,7 @@ class Drafting:
         self._num_logged: dict[str, int] = {}  # failures by description
         self._selector: DraftSelector | None = None
         self._acceptance: dict[Request, RequestAcceptance] = {}  # requests with draft selection
-        # For the next step: confidences of the selected drafts by request, and trees by slot.
-        self._selected: dict[Request, list[float]] = {}
-        self._trees: dict[int, Preorder] = {}
+        self._selected: dict[Request, list[float]] = {}  # confidences of the selected drafts
         self._running: dict[int, Request] = {}  # by slot
         self.scheduled: list[Scheduled] = []
         self._places: dict[int, int] = {}  # by slot, index of the request in the last step
@@ -145,10 +141,10 @@ class Drafting:
             )
 
     def _check_lengths(self, config: SpeculativeConfig) -> None:
-        """Reject chains longer than a drafter makes. A tree may have more nodes."""
+        """Reject chains longer than a drafter makes."""
         for name, wanted in config.draft_stages:
             most = self.drafters[name].max_drafts
-            if most is not None and wanted > most and not config.tree:
+            if most is not None and wanted > most:
                 raise ValueError(
                     f"num_model_steps must be at most {most}, the drafts of a step that the "
                     f'weights of "{name}" make in this engine, got {wanted}; where it is not '
@@ -156,14 +152,8 @@ class Drafting:
                 )
 
     def _check_room(self, config: SpeculativeConfig) -> None:
-        """Reject trees and drafts beyond the server's limit if the target keeps draft states."""
-        if self._most_kept is None:
-            return
-        if config.tree:
-            raise ValueError(
-                "tree must be false for a model with linear attention, whose states are of chains"
-            )
-        if config.num_speculative_tokens > self._most_kept:
+        """Reject drafts beyond the server's limit if the target keeps draft states."""
+        if self._most_kept is not None and config.num_speculative_tokens > self._most_kept:
             raise ValueError(
                 f"num_speculative_tokens must be at most {self._most_kept}, the server's own, for "
                 "a model with linear attention, whose slots have room for so many drafts; got "
@@ -339,25 +329,20 @@ class Drafting:
         """
         if not self.width:  # no request has ever drafted
             return
-        self._trees.clear()
         self._selected.clear()
         selected = [one for one in requests if one in self._acceptance] if self._acceptance else []
         fixed = [one for one in requests if one not in self._acceptance] if selected else requests
         proposed = list(map(self.num_proposed, fixed))
         rows = len(fixed)
-        are_trees = self.proposals.are_trees.any()
         for request, count in zip(fixed, share_out(proposed, room), strict=True):
             request.num_drafts = count
-            request.draft_parents = None
             rows += count
-            if are_trees and self._is_tree(request):
-                self._verify_tree(request, range(count))
         if selected:
             try:
                 self._select(selected, room - (rows - len(fixed)), others=rows)
             except Exception as error:
                 for request in selected:
-                    request.num_drafts, request.draft_parents = 0, None
+                    request.num_drafts = 0
                 self._lose(_SELECTION, "the selection of drafts", error, selected)
 
     def _select(self, candidates: Sequence[Request], room: int, others: int) -> None:
@@ -365,42 +350,37 @@ class Drafting:
         assert self._selector is not None
         requests: list[Request] = []
         confidences: list[list[float]] = []
-        parents: list[Sequence[int] | None] = []
         for request in candidates:
             count, slot = self.num_proposed(request), request.slot
             own = self.proposals.confidences[slot, :count].tolist()
             if not all(0.0 <= one <= 1.0 for one in own):  # also catches NaN
-                request.num_drafts, request.draft_parents = 0, None
+                request.num_drafts = 0
                 others += 1
                 message = f"confidences of drafts must be within [0, 1], got {own}"
                 self._lose(_SELECTION, "the selection of drafts", ValueError(message), [request])
                 continue
             requests.append(request)
             confidences.append(own)
-            is_tree = count and self._is_tree(request)
-            parents.append(self.proposals.parents[slot, :count].tolist() if is_tree else None)
         acceptance = [self._acceptance[request] for request in requests]
-        chosen = self._selector.select(acceptance, confidences, parents, room, others)
-        for request, nodes, own, tree in zip(requests, chosen, confidences, parents, strict=True):
-            request.num_drafts = len(nodes)
-            request.draft_parents = None
-            if nodes:
-                order = self._verify_tree(request, nodes).nodes if tree is not None else nodes
-                self._selected[request] = [own[node] for node in order]
+        chosen = self._selector.select(acceptance, confidences, room, others)
+        for request, count, own in zip(requests, chosen, confidences, strict=True):
+            request.num_drafts = count
+            if count:
+                self._selected[request] = own[:count]
 
-    def observe(self, parts: Sequence[Part], accepted: Sequence[Sequence[int]]) -> None:
+    def observe(self, parts: Sequence[Part], accepted: Sequence[int]) -> None:
         """Learn from the outcome of a step after `select`.
 
         Args:
             parts: of the step.
-            accepted: for each part, its accepted drafts.
+            accepted: for each part, the number of its accepted drafts.
         """
         if not self._selected or self._selector is None:
             return
         requests = [self._running.get(part.slot) for part in parts]
         seen = [
-            (self._acceptance[request], own[: part.num_drafts], path, part.draft_parents)
-            for request, part, path in zip(requests, parts, accepted, strict=True)
+            (self._acceptance[request], own[: part.num_drafts], count)
+            for request, part, count in zip(requests, parts, accepted, strict=True)
             if part.num_drafts and request in self._acceptance  # not ended in the meantime
             if (own := self._selected.get(request))
         ]
@@ -415,33 +395,16 @@ class Drafting:
         """Return how many drafts a request has, up to the number that could be emitted."""
         return max(min(int(self.proposals.counts[request.slot]), request.draft_room), 0)
 
-    def _is_tree(self, request: Request) -> bool:
-        """Return whether a request's proposals are a tree."""
-        return bool(self.proposals.are_trees[request.slot])
-
-    def _verify_tree(self, request: Request, nodes: Sequence[int]) -> Preorder:
-        """Record which of a request's proposals it verifies, in preorder; return that order."""
-        tree = preorder(self.proposals.parents[request.slot].tolist(), nodes)
-        self._trees[request.slot] = tree
-        if num_chains(tree.parents) > 1:
-            request.draft_parents = tree.parents
-        return tree
-
     def drafts_of(self, slot: int, count: int) -> NDArray[np.int32]:
         """Return the first `count` drafts that a slot's request verifies, int32 [count]."""
-        return self.proposals.token_ids[slot, self._nodes(slot, count)]
+        return self.proposals.token_ids[slot, :count]
 
     def sources_of(self, slot: int, count: int) -> list[str]:
         """Return the name of the drafter that proposed each of the first `count` drafts."""
-        places = self.proposals.stages[slot, self._nodes(slot, count)].tolist()
+        places = self.proposals.stages[slot, :count].tolist()
         stages = self._running[slot].speculative.draft_stages  # includes failed ones
         names = (*(name for name, _ in stages), *reversed(COMPANIONS))  # -1: the first companion
         return [names[place] for place in places]
-
-    def _nodes(self, slot: int, count: int) -> slice | Sequence[int]:
-        """Return the columns of the first `count` verified drafts in the table of proposals."""
-        tree = self._trees.get(slot)
-        return slice(count) if tree is None else tree.nodes[:count]
 
     def plan(self, parts: Sequence[Part], shape: StepShape) -> StepShape:
         """Add the drafters' work after a step to its shape."""
@@ -500,7 +463,6 @@ class Drafting:
         kept = [slot for slot in plan.paused if not running[slot].features & draws]
         before = proposals.of_slots(kept) if kept else None
         proposals.confidences.fill(0)
-        proposals.are_trees.fill(False)
         proposals.stages.fill(0)
         if steps:
             proposals.token_ids[:] = token_ids
@@ -531,8 +493,6 @@ class Drafting:
         if drafter not in request.draft_stages:
             return begin
         place = list(request.draft_stages).index(drafter)
-        if place and request.speculative.tree:
-            return begin  # this drafter added branches and recorded them itself
         self.proposals.stages[request.slot, begin:end] = place
         return end
 

@@ -15,7 +15,6 @@ from specops.engine.drafters.blocks import BlocksDrafter, BlockStackHead
 from specops.engine.drafters.head import DraftRows
 from specops.engine.drafters.recurrent import RecurrentDrafter
 from specops.engine.drafters.stack_head import StackHead, named_weights
-from specops.engine.drafters.trees import joint_tree
 from specops.engine.models import Eagle3, MtpBatch, load_eagle3
 
 
@@ -86,7 +85,6 @@ class ParallelHead(BlockStackHead):
         super().__init__(head, drafts - 1, context)
         self.head, self.taps, self.token_map = head, head.taps, head.token_map
         self.num_passes = self.max_drafts = drafts
-        self.new_tree = joint_tree
         self._hidden: Tensor | None = None  # of the masks; None: no masks
         self._given: Tensor  # output of the latest pass 0
 

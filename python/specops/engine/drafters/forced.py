@@ -60,11 +60,9 @@ class ForcedDrafter(Drafter):
         count = int(proposals.counts[slot])
         if count and request.grammar.is_dear:
             return  # walking along drafts would take as long as verifying them
-        is_tree = bool(proposals.are_trees[slot])
         completed = complete(
             request.grammar,
             proposals.token_ids[slot, :count].tolist(),
-            proposals.parents[slot, :count].tolist() if is_tree else None,
             min(request.speculative.num_speculative_tokens, request.draft_room),
         )
         if completed is not None:
@@ -73,11 +71,8 @@ class ForcedDrafter(Drafter):
 
 def _write(drafts: CompletedDrafts, proposals: Proposals, slot: int) -> None:
     """Write drafts into the table; forced ones have confidence 1."""
-    count = len(drafts.token_ids)
-    sure = [1.0 if one < 0 else float(proposals.confidences[slot, one]) for one in drafts.sources]
+    count, forced = len(drafts.token_ids), slice(drafts.num_given, len(drafts.token_ids))
     proposals.token_ids[slot, :count] = drafts.token_ids
-    proposals.parents[slot, :count] = drafts.parents
-    proposals.confidences[slot, :count] = sure
     proposals.counts[slot] = count
-    stages = proposals.stages[slot].tolist()
-    proposals.stages[slot, :count] = [-1 if one < 0 else stages[one] for one in drafts.sources]
+    proposals.confidences[slot, forced] = 1.0
+    proposals.stages[slot, forced] = -1

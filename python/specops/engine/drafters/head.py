@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from specops.engine.drafters.base import TargetStep
-from specops.engine.drafters.trees import TreeMaker
 from specops.engine.models import CacheRoom, LayerBatch
 
 
@@ -66,20 +65,6 @@ class DraftHead(Protocol):
     @property
     def max_drafts(self) -> int | None:
         """Most drafts that it makes for a request in a step; None: no limit."""
-
-    @property
-    def num_likeliest(self) -> int:
-        """Number of likeliest tokens of each pass that form trees, at least 2.
-
-        A smaller vocabulary limits it.
-        """
-
-    @property
-    def new_tree(self) -> TreeMaker | None:
-        """Function that makes trees of drafts that do not depend on each other.
-
-        None: drafts depend on those before them, and trees branch off one chain.
-        """
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 """Drafting token by token with a head that reads the target's states first and then its own.
 
 This module has everything that does not depend on the head: the progress of a request, rows that
-run again, pages, kept states, and choosing drafts. pass_reports.py has probabilities and trees.
+run again, pages, kept states, and choosing drafts. pass_reports.py has their probabilities.
 """
 
 from collections.abc import Hashable, Sequence
@@ -29,7 +29,7 @@ from specops.engine.drafters.base import (
 )
 from specops.engine.drafters.draft_arrays import DraftArrays
 from specops.engine.drafters.head import DraftHead, DraftRows
-from specops.engine.drafters.pass_reports import PassReports, Second
+from specops.engine.drafters.pass_reports import PassReports
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape, bucket
@@ -53,7 +53,6 @@ class RecurrentShape(NamedTuple):
     draws: bool  # some drafts are sampled, not greedy
     has_own_numbers: bool  # some of these use the drafter's own random numbers
     tells: bool  # reports the probability of each draft
-    branches: bool  # also reports the likeliest tokens, for trees
 
 
 class _Inputs(NamedTuple):
@@ -162,8 +161,6 @@ class RecurrentDrafter(Drafter):
         self.own_numbers[slot] = config.draws_drafts
         self.has_anchors[slot] = config.verify_strategy == "block"
         passes = request.draft_stages[self.name]
-        if self.max_drafts is not None:  # a tree has more nodes than its longest chain
-            passes = min(passes, self.max_drafts)
         has_moved = passes > self.num_steps
         self.num_steps = max(self.num_steps, passes)
         return has_moved
@@ -184,7 +181,7 @@ class RecurrentDrafter(Drafter):
         if not ours:
             return None
         redrafts, room = 0, self.max_redrafts
-        runs = draws = own_numbers = skips = tells = branches = False
+        runs = draws = own_numbers = skips = tells = False
         for part, progress in ours:
             progress.redraft_len = -1
             slot = part.request.slot
@@ -201,18 +198,17 @@ class RecurrentDrafter(Drafter):
             progress.redraft_len = missing
             if missing >= 0:
                 runs = True
-                branches = branches or part.request.speculative.tree
-                tells = tells or branches or part.request.speculative.selects_drafts
+                tells = tells or part.request.speculative.selects_drafts
                 redrafts += missing
                 room -= max(missing - (self.num_passes - 1), 0)
                 skips = skips or progress.begin > 0
         if not runs:
-            return RecurrentShape(0, False, draws, own_numbers, tells=False, branches=False)
+            return RecurrentShape(0, False, draws, own_numbers, tells=False)
         rows = self.max_rows  # one size on the CPU, so that shapes recur: see `with_rows`
         if self._device.is_async:
             own = shape.batch if self.reads_own_tokens else 0
             rows = min(shape.rows + own + (bucket(redrafts) if redrafts else 0), self.max_rows)
-        return RecurrentShape(rows, skips, draws, own_numbers, tells, branches)
+        return RecurrentShape(rows, skips, draws, own_numbers, tells)
 
     def _begin(self, progress: _Progress) -> int:
         """Return the first position that runs if the head runs in the next step."""
@@ -294,11 +290,7 @@ class RecurrentStep(DrafterStep):
         of_own = batch if drafter.reads_own_tokens and shape.rows else 0
         self._qo_indptr, self._kv_lens = inputs.int32(of_own + 1), inputs.int32(of_own)
         passes = min(drafter.num_steps, step.proposals) if shape.tells else 0
-        head, trees = drafter.head, None
-        if shape.branches:
-            likeliest = min(head.num_likeliest, head.vocab_size)
-            trees = Second(likeliest, head.new_tree, drafter.token_map)
-        self.reports = PassReports(results, batch, drafter.slots, passes, trees)
+        self.reports = PassReports(results, batch, drafter.slots, passes)
         # The target's states may be projected even if no rows run.
         self.sums_size = drafter.head.sums_size(max(shape.rows, step.rows), batch)
         if shape.rows:
@@ -385,7 +377,7 @@ class RecurrentStep(DrafterStep):
         )
 
     def read(self, parts: Sequence[Scheduled], proposals: Proposals) -> None:
-        """Read the probabilities of the drafts, and make trees of chains."""
+        """Read the probabilities of the drafts."""
         found = [self._drafter.progress_of(part) for part in parts]
         ran = [progress is not None and progress.redraft_len >= 0 for progress in found]
         self.reports.read(parts, ran, proposals)
@@ -542,10 +534,6 @@ class RecurrentStep(DrafterStep):
         sampling.sample(
             choices.logits, positions, **choosing, logprobs=logprobs, out=choices.sampled
         )
-        # The same in every step, so that no tree depends on the options of other requests.
-        processed = {"processed_logprobs": True, "positions": positions, "processors": processors}
-        options = processed if head.token_map is None else {}
-        self.reports.note_likeliest(choices, step, drafter.arrays.workspace, options)
         if self._shape.has_own_numbers:
             sampling.sample(
                 choices.logits,

@@ -2,7 +2,6 @@
 """Heads of residual blocks for the recurrent drafter: each head is a pass over the last rows."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Protocol, cast
 
 import torch
@@ -15,7 +14,6 @@ from specops.engine.drafters.head import DraftHead, DraftRows
 from specops.engine.drafters.newest import NewestTokens
 from specops.engine.drafters.recurrent import RecurrentDrafter
 from specops.engine.drafters.stack_head import StackHead, named_weights
-from specops.engine.drafters.trees import TreeMaker, joint_tree, static_tree
 from specops.engine.models import CacheRoom, MtpBatch, PrefixLayer, ResidualHeads, Transformer
 
 
@@ -32,7 +30,6 @@ def load_residual(
     method: Method,
     options: type[WeightOptions],
     loader: Loader,
-    paths: Sequence[Sequence[int]] | None = None,
 ) -> Drafter:
     """Make the drafter of the heads that the configuration names.
 
@@ -41,7 +38,6 @@ def load_residual(
         method: of the drafter.
         options: class of the method's options.
         loader: of its heads.
-        paths: fixed tree shape for heads that read no drafts; None: trees of the likeliest paths.
 
     Raises:
         MethodUnavailable: the configuration names no heads.
@@ -50,19 +46,10 @@ def load_residual(
     own, directory = named_weights(context, options, f"{method.title} are")
     heads = loader(context.target, directory, quantization=own.quantization)
     slots = context.config.max_num_seqs
-    head: DraftHead = ResidualDraftHead(heads, slots, paths)
+    head: DraftHead = ResidualDraftHead(heads, slots)
     if heads.prefix is not None:
         head = PrefixedHead(heads, heads.prefix, slots)
     return RecurrentDrafter(method.name, context, head, draws=True)
-
-
-def _trees_of(
-    heads: ResidualHeads, paths: Sequence[Sequence[int]] | None
-) -> tuple[TreeMaker | None, int]:
-    """Return the function that makes trees of the heads' drafts, and how many tokens it reads."""
-    if paths is not None:
-        return partial(static_tree, paths), max(2, 1 + max(map(max, paths)))
-    return None if heads.reads_tokens else joint_tree, 8
 
 
 class ResidualDraftHead:
@@ -71,11 +58,9 @@ class ResidualDraftHead:
     Args:
         heads: of a checkpoint.
         slots: requests that run at once.
-        paths: fixed tree shape, see `static_tree`; None: trees of the likeliest paths.
 
     Attributes:
         heads: these.
-        num_likeliest: number of likeliest tokens per head that form trees.
     """
 
     is_chained = False
@@ -85,11 +70,8 @@ class ResidualDraftHead:
     token_map: Tensor | None = None
     kv_bytes_per_token = 0
 
-    def __init__(
-        self, heads: ResidualHeads, slots: int, paths: Sequence[Sequence[int]] | None
-    ) -> None:
+    def __init__(self, heads: ResidualHeads, slots: int) -> None:
         self.heads = heads
-        self.new_tree, self.num_likeliest = _trees_of(heads, paths)
         self._tokens = NewestTokens(slots, heads.device)
         self._gathered = torch.empty(0, heads.hidden_size, dtype=heads.dtype, device=heads.device)
         heads.reserve(slots)
@@ -177,7 +159,6 @@ class PrefixedHead(StackHead):
         super().__init__(prefix)
         self.heads, self._prefix = heads, prefix
         self.num_passes = self.max_drafts = len(heads.heads)
-        self.new_tree, self.num_likeliest = _trees_of(heads, None)
         self._tokens = NewestTokens(slots, heads.device)
         self._states: Tensor  # output of the latest pass 0
         heads.reserve(slots)

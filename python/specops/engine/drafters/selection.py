@@ -14,8 +14,6 @@ from specops.engine.drafters.acceptance import MethodAcceptance, RequestAcceptan
 
 Acceptances: TypeAlias = Sequence[RequestAcceptance]
 Floats: TypeAlias = Sequence[Sequence[float]]
-Nodes: TypeAlias = Sequence[Sequence[int]]
-Trees: TypeAlias = Sequence[Sequence[int] | None]
 
 _LOSS = 0.02  # share of plain decoding's tokens that testing unlikely drafts may cost
 
@@ -38,25 +36,20 @@ class DraftSelector:
         return RequestAcceptance(self._methods.setdefault(method, MethodAcceptance()))
 
     def select(
-        self, acceptance: Acceptances, confidences: Floats, parents: Trees, room: int, others: int
-    ) -> list[list[int]]:
-        """Choose the drafts that a step verifies, always together with their ancestors.
+        self, acceptance: Acceptances, confidences: Floats, room: int, others: int
+    ) -> list[int]:
+        """Choose how many drafts of each request a step verifies.
 
         Args:
             acceptance: acceptance probabilities of all requests with draft selection in the step.
             confidences: of each request's drafts, in [0, 1]; empty if it has no drafts.
-            parents: for each draft, the index of its parent, which precedes it, or -1 for the last
-                token. None for a request whose drafts are a chain.
             room: limit on the number of chosen drafts.
             others: rows of the step that belong to other requests.
 
         Returns:
-            The chosen drafts of each request, ascending; those of a chain are its first ones.
+            The number of leading drafts of each request that are verified.
         """
-        products = [
-            one.products(own, tree) if own else []
-            for one, own, tree in zip(acceptance, confidences, parents, strict=True)
-        ]
+        products = [one.products(own) for one, own in zip(acceptance, confidences, strict=True)]
         self._tested.clear()
         rows = len(acceptance) + others
         best = sorted(chain.from_iterable(products), reverse=True)[:room]
@@ -65,14 +58,15 @@ class DraftSelector:
         count = rates.index(max(rates))
         least = best[count - 1] if count else 2.0
         ties = best[:count].count(least)  # how many drafts as likely as the last to take
+        # Probabilities fall along a chain, so the likeliest drafts of a chain are its first ones.
         chosen = [
-            [n for n, p in enumerate(own) if p > least or (p == least and (ties := ties - 1) >= 0)]
+            sum(p > least or (p == least and (ties := ties - 1) >= 0) for p in own)
             for own in products
         ]
         idle = [i for i, own in enumerate(products) if own and not chosen[i]]
         if idle and self._may_test(len(idle), rows + count, room - count):
             for i in idle:
-                chosen[i].append(products[i].index(max(products[i])))
+                chosen[i] = 1
                 self._tested.add(acceptance[i])
         return chosen
 
@@ -90,24 +84,17 @@ class DraftSelector:
         self._credit = 0.0 if is_due else self._credit
         return is_due
 
-    def observe(
-        self, acceptance: Acceptances, verified: Floats, accepted: Nodes, parents: Trees
-    ) -> None:
+    def observe(self, acceptance: Acceptances, verified: Floats, accepted: Sequence[int]) -> None:
         """Count the outcome of the verified drafts of some requests.
 
         Args:
-            acceptance, parents: of the requests and their verified drafts, as in `select`.
-            verified: confidences of these drafts.
-            accepted: the accepted ones, along a path; for a chain any sequence of the same length.
+            acceptance: of the requests, as in `select`.
+            verified: confidences of their verified drafts.
+            accepted: how many of these were accepted.
         """
-        for one, own, path, tree in zip(acceptance, verified, accepted, parents, strict=True):
-            decided = own[: len(path) + 1]
-            if tree is not None:
-                reached = {-1, *path}
-                nodes = [n for n, parent in enumerate(tree) if parent in reached]
-                decided = [own[n] for n in [*path, *(n for n in nodes if n not in reached)]]
-            one.observe(decided, len(path))
+        for one, own, count in zip(acceptance, verified, accepted, strict=True):
+            one.observe(own[: count + 1], count)
             if one in self._tested:
-                self._credit += len(path)
+                self._credit += count
         for method in self._methods.values():
             method.update()

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from specops.api.methods.method import WeightOptions
 from specops.engine.drafters.base import DrafterContext, MethodUnavailable, TargetStep
-from specops.engine.drafters.trees import TreeMaker
 from specops.engine.models import CacheRoom, KvCache, LayerStack
 
 Options = TypeVar("Options", bound=WeightOptions)
@@ -49,10 +48,8 @@ class StackHead:
 
     num_passes = 1
     is_chained = True
-    num_likeliest = 2
     reads_states = True
     max_drafts: int | None = None
-    new_tree: TreeMaker | None = None
     lookahead = 1
     taps: tuple[int, ...] = ()
     token_map: Tensor | None = None

@@ -3,7 +3,6 @@
 
 import secrets
 from collections.abc import Mapping
-from enum import IntEnum
 
 import numpy as np
 import torch
@@ -13,26 +12,11 @@ from torch import Tensor
 from specops.engine.drafters.base import (
     Drafter,
     DrafterContext,
-    Proposals,
     StepResults,
     stage_limit,
 )
 from specops.engine.drafters.suffix_store import SuffixStore
-from specops.engine.drafters.trees import Branch, merge_trees, paths_of
 from specops.engine.request import Request
-
-# Counts for the next token have weight 1/2 at a match of _HALF_SURE tokens. Each later token raises
-# the exponent of the weight by _LATER.
-_HALF_SURE, _LATER = 3.0, 0.3
-_NOTHING = Branch((), 1.0, -1)  # the text itself, without drafts
-
-
-class _Kind(IntEnum):
-    """Kinds of drafts."""
-
-    CHAIN = 0
-    TREE = 1
-    BRANCHES = 2  # added to the tree of another drafter
 
 
 def load(context: DrafterContext) -> Drafter:
@@ -72,10 +56,8 @@ class SuffixDrafter(Drafter):
         self._max_drafts: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
         self._num_given: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
         self._counts: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
-        self._match_lens: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
         self._drafts: NDArray[np.int32] = np.empty((slots, 0), dtype=np.int32)
         self._probs: NDArray[np.float32] = np.empty((slots, 0), dtype=np.float32)
-        self._parents: NDArray[np.int32] = np.empty((slots, 0), dtype=np.int32)
         # Views of the first rows, by their number, so that a step makes none.
         self._tensors: dict[int, tuple[Tensor, ...]] = {}
         self._started: dict[int, int] = {}  # numbers in the cache, by arrival of the request
@@ -125,53 +107,24 @@ class SuffixDrafter(Drafter):
             if slot in self._requests:
                 self._tell(self._requests[slot], slot, int(before[row]))
         self._lens_told[slots] = lens[slots]
-        # One call per kind of drafts; usually there is only one kind.
-        kinds = [_kind_of(part.request, self.name) for part in results.parts]
-        for kind in sorted(set(kinds)):
-            self._draft(results, limits, kinds, kind)
+        self._draft(results, limits)
 
-    def _draft(
-        self, results: StepResults, limits: list[int], kinds: list[_Kind], kind: _Kind
-    ) -> None:
-        """Append the emitted tokens of the requests of one kind of drafts, and draft for them."""
+    def _draft(self, results: StepResults, limits: list[int]) -> None:
+        """Append the emitted tokens of the requests, and draft for them."""
         proposals, batch, slots = results.proposals, len(limits), results.slots
-        self._views(batch, proposals.token_ids.shape[1])
+        requests, num_tokens, max_drafts, drafts, counts, num_given, probs = self._views(
+            batch, proposals.token_ids.shape[1]
+        )
         # Slots are in range, and only mode "clip" writes to `out` without a copy.
         np.take(self._numbers, slots, out=self._rows[:batch], mode="clip")
-        if kinds.count(kind) < batch:
-            self._rows[:batch][np.array(kinds) != kind] = -1
         np.subtract(results.lens[slots], results.lens_before, out=self._num_tokens[:batch])
         given = self._num_given[:batch]
         np.take(proposals.counts, slots, out=given, mode="clip")
-        if kind == _Kind.BRANCHES:
-            given.fill(0)  # existing drafts are not continued
         np.subtract(limits, given, out=self._max_drafts[:batch], casting="unsafe")
         np.maximum(self._max_drafts[:batch], 0, out=self._max_drafts[:batch])
         given[self._max_drafts[:batch] == 0] = 0  # nothing to continue
         if given.any():
             np.take(proposals.token_ids, slots, axis=0, out=self._drafts[:batch], mode="clip")
-        self._step(results, kind)
-        if kind == _Kind.BRANCHES:
-            self._branch(results, limits)
-            return
-        found_rows = self._counts[:batch].nonzero()[0]
-        found, of_rows = slots[found_rows], self._counts[found_rows]
-        proposals.counts[found] += of_rows
-        proposals.token_ids[found] = self._drafts[found_rows]
-        if kind == _Kind.TREE:
-            proposals.parents[found] = self._parents[found_rows]
-            proposals.are_trees[found] = True
-        if any(part.request.speculative.selects_drafts for part in results.parts):
-            behind = np.arange(self._probs.shape[1]) >= given[found_rows, None]
-            proposals.confidences[found] = np.where(
-                behind, self._probs[found_rows], proposals.confidences[found]
-            )
-
-    def _step(self, results: StepResults, kind: _Kind) -> None:
-        """Call the cache with the rows that the caller has prepared."""
-        requests, num_tokens, max_drafts, drafts, counts, num_given, probs, parents, match_lens = (
-            self._views(len(results.parts), results.proposals.token_ids.shape[1])
-        )
         self.cache.step(
             requests,
             results.token_ids,
@@ -180,56 +133,17 @@ class SuffixDrafter(Drafter):
             draft_token_ids=drafts,
             num_draft_tokens=counts,
             num_given_drafts=num_given,
-            parents=None if kind == _Kind.CHAIN else parents,
             probs=probs,
-            match_lens=match_lens,
-            use_tree=kind != _Kind.CHAIN,
         )
-
-    def _branch(self, results: StepResults, limits: list[int]) -> None:
-        """Add the trees that were found to those of other drafters.
-
-        A second call looks for continuations of the longest path of each of these trees, and adds
-        them as well.
-        """
-        proposals, batch = results.proposals, len(limits)
-        wants = (self._rows[:batch] >= 0) & (self._max_drafts[:batch] > 0)
-        rows = [(row, int(results.slots[row])) for row in wants.nonzero()[0].tolist()]
-        branches, longest = {}, {}
-        for row, slot in rows:
-            given = _branches_of(proposals, slot)
-            longest[row] = max(given, key=lambda one: len(one.path), default=_NOTHING)
-            branches[row] = [*given, *self._found(row, slot, _NOTHING)]
-        self._num_tokens[:batch] = 0  # appended by the first call
-        for row, _ in rows:
-            path = longest[row].path
-            self._drafts[row, : len(path)] = path
-            self._num_given[row] = len(path)
-            self._max_drafts[row] = limits[row] - len(path) if path else 0
-        self._step(results, _Kind.BRANCHES)
-        for row, slot in rows:
-            branches[row] += self._found(row, slot, longest[row])
-            tree, sources = merge_trees(branches[row], limits[row])
-            proposals.put_tree(slot, tree)
-            proposals.stages[slot, : len(sources)] = sources
-
-    def _found(self, row: int, slot: int, behind: Branch) -> list[Branch]:
-        """Return the tree that was found for a row, after the given drafts."""
-        count, given = int(self._counts[row]), int(self._num_given[row])
-        its = slice(given, given + count)
-        length = int(self._match_lens[row])
-        weight = length / (length + _HALF_SURE)
-        source = list(self._requests[slot].draft_stages).index(self.name)
-        parents = (self._parents[row, its] - given).tolist()
-        paths = paths_of(self._drafts[row, its].tolist(), parents, behind.path)
-        return [
-            Branch(
-                path,
-                behind.chance * prob * weight ** (1 + _LATER * (len(path) - len(behind.path) - 1)),
-                source,
+        found_rows = self._counts[:batch].nonzero()[0]
+        found, of_rows = slots[found_rows], self._counts[found_rows]
+        proposals.counts[found] += of_rows
+        proposals.token_ids[found] = self._drafts[found_rows]
+        if any(part.request.speculative.selects_drafts for part in results.parts):
+            behind = np.arange(self._probs.shape[1]) >= given[found_rows, None]
+            proposals.confidences[found] = np.where(
+                behind, self._probs[found_rows], proposals.confidences[found]
             )
-            for path, prob in zip(paths, self._probs[row, its].tolist(), strict=True)
-        ]
 
     @property
     def drafts_common_text(self) -> bool:
@@ -272,7 +186,6 @@ class SuffixDrafter(Drafter):
         if self._drafts.shape[1] != width:
             self._drafts = np.full((len(self._rows), width), -1, dtype=np.int32)
             self._probs = np.zeros((len(self._rows), width), dtype=np.float32)
-            self._parents = np.zeros((len(self._rows), width), dtype=np.int32)
             self._tensors.clear()
         tensors = self._tensors.get(batch)
         if tensors is None:
@@ -284,8 +197,6 @@ class SuffixDrafter(Drafter):
                 self._counts,
                 self._num_given,
                 self._probs,
-                self._parents,
-                self._match_lens,
             )
             tensors = tuple(torch.from_numpy(array[:batch]) for array in arrays)
             self._tensors[batch] = tensors
@@ -293,25 +204,6 @@ class SuffixDrafter(Drafter):
 
     def _name_of(self, request: Request) -> str:
         return f"{self._prefix}-{request.arrival}"
-
-
-def _kind_of(request: Request, name: str) -> _Kind:
-    """Return the kind of drafts that the drafter `name` makes for a request."""
-    if not request.speculative.tree:
-        return _Kind.CHAIN
-    return _Kind.TREE if request.speculative.stages[0] == name else _Kind.BRANCHES
-
-
-def _branches_of(proposals: Proposals, slot: int) -> list[Branch]:
-    """Return the tree that other drafters have proposed for a slot."""
-    count = int(proposals.counts[slot])
-    parents = proposals.parents[slot, :count].tolist()
-    paths = paths_of(proposals.token_ids[slot, :count].tolist(), parents)
-    acceptance_probs: list[float] = []
-    for parent, own in zip(parents, proposals.confidences[slot, :count].tolist(), strict=True):
-        acceptance_probs.append(own * (acceptance_probs[parent] if parent >= 0 else 1.0))
-    sources = proposals.stages[slot, :count].tolist()
-    return list(map(Branch, paths, acceptance_probs, sources))
 
 
 def _scope_of(request: Request) -> str:

@@ -5,14 +5,6 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 
-class TreeShape(NamedTuple):
-    """Sizes of the trees of drafts of a step."""
-
-    chains: int  # a request without a tree is one chain
-    pages: int  # entries of the chains' page lists
-    copies: int  # tokens that chains copy to pages of their own
-
-
 class StepShape(NamedTuple):
     """All sizes of a step. Everything else is data and may differ between steps of one shape."""
 
@@ -25,7 +17,6 @@ class StepShape(NamedTuple):
     proposals: int = 0  # most drafts that a request may get for the next step
     features: int = 0  # `Feature` bits of its requests
     prefix_levels: int = 0  # levels of groups that share prefixes
-    trees: TreeShape | None = None  # None: all drafts are chains
     masks: int = 0  # token masks of constrained outputs
     # The drafters that run on the device after the target, in order, each with its plan's key.
     drafters: tuple[tuple[str, Hashable], ...] = ()
@@ -45,9 +36,6 @@ def rounded(shape: StepShape, most: StepShape) -> StepShape:
     batch = min(bucket(shape.batch), most.batch)
     rows = min(bucket(shape.rows, finest=16), batch * (1 + shape.width), most.rows)
     pages = page_capacity(shape.pages, most.pages)
-    if shape.trees is not None:
-        chains, entries, copies = map(bucket, shape.trees)
-        shape = shape._replace(trees=TreeShape(chains, max(entries, 64), max(copies, 64)))
     return shape._replace(batch=batch, rows=rows, outputs=rows, pages=pages)
 
 

@@ -20,9 +20,6 @@ class LayerBatch:
     # Both int32 [levels, batch]; None: no shared prefixes.
     prefix_leaders: Tensor | None = None
     prefix_lens: Tensor | None = None
-    # Both int64 [copies]: cache slots to copy after the rows have run. None: no copies.
-    from_slots: Tensor | None = None
-    to_slots: Tensor | None = None
     # Both float32, shared by all layers, which run in turn; None: allocated per layer.
     workspace: Tensor | None = None  # [workspace_size()], for attention
     sums: Tensor | None = None  # [sums_size()], for linear layers

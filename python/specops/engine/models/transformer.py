@@ -115,7 +115,7 @@ class Transformer(LayerStack):
             weight, eps = self._next_norms[index]
             dense.rms_norm(branch, weight, eps, residual=residual, out=normed)
             if taps and index in taps:
-                numbers = self.row_numbers(residual.shape[0])
+                numbers = self._row_numbers[: residual.shape[0]]
                 batching.gather_output_rows(residual, numbers, out=taps[index])
         return normed
 
@@ -130,10 +130,6 @@ class Transformer(LayerStack):
             out = torch.empty(shape, dtype=torch.float32, device=self.device)
         self.ranks.join_columns(super().logits(hidden, sums=sums), out)
         return out
-
-    def row_numbers(self, rows: int) -> Tensor:
-        """Return 0, 1, 2 and so on, int32 [rows], always in the same memory."""
-        return self._row_numbers[:rows]
 
     def states(self, rows: int) -> Tensor:
         """Return the memory that `forward` returns for `rows` rows; it is always the same."""

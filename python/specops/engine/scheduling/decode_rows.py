@@ -3,7 +3,6 @@
 
 from collections.abc import Set
 
-from specops.engine.drafters.trees import first_chain
 from specops.engine.plan import Plan
 from specops.engine.request import Request
 from specops.engine.scheduling.slots import Slots
@@ -27,15 +26,11 @@ def plan_decode_rows(
         if turns is not None and request not in turns:
             plan.paused.append(request.slot)
             continue
-        drafts, parents = request.num_drafts, request.draft_parents
-        most = grammar_turns.most_drafts(request)
-        if most is not None and drafts > most:
-            drafts = most if parents is None else min(first_chain(parents), most)
-            parents = None
+        drafts, most = request.num_drafts, grammar_turns.most_drafts(request)
+        if most is not None:
+            drafts = min(drafts, most)
         if not slots.has_pages(request, 1 + drafts):
-            drafts, parents = 0, None  # drop the drafts rather than preempt another request
+            drafts = 0  # drop the drafts rather than preempt another request
             if not slots.make_room(request, 1, plan):
                 continue
-        part = slots.part(request, 1 + drafts, drafts, emits=True)
-        part.draft_parents = parents
-        plan.parts.append(part)
+        plan.parts.append(slots.part(request, 1 + drafts, drafts, emits=True))

@@ -14,9 +14,9 @@ from specops.engine.models import KeptStates
 from specops.engine.plan import Plan
 from specops.engine.request import Request
 from specops.engine.scheduling.decode_rows import plan_decode_rows
+from specops.engine.scheduling.draft_pages import reserve_draft_pages
 from specops.engine.scheduling.prompt_rows import plan_prompt_rows
 from specops.engine.scheduling.slots import Slots
-from specops.engine.scheduling.spare_pages import reserve_draft_pages, reserve_tree_pages
 from specops.engine.sharing.grammar_turns import GrammarTurns
 from specops.engine.sharing.prefixes import PrefixFinder
 from specops.engine.sharing.row_costs import RowCosts
@@ -103,7 +103,6 @@ class Scheduler(Slots):
         self.take_back()
         plan_decode_rows(plan, self, turns, self._grammar_turns)
         plan_prompt_rows(plan, self, self._max_rows, self._free_rows, self.costs)
-        reserve_tree_pages(plan, self)
         reserve_draft_pages(plan, self, self._grammar_turns)
         for part in plan.parts:
             self.at[part.slot].last_step = self._num_steps

@@ -61,37 +61,6 @@ class PrefixFinder:
             if self._prefixes is not None:
                 parts[:] = [parts[index] for index in self._order]
                 plan.prefixes = self._prefixes
-        if any(part.draft_parents is not None for part in parts):
-            self._add_trees(plan)
-
-    def _add_trees(self, plan: Plan) -> None:
-        """Expand prefixes from parts to chains, and let the chains of a tree share its text.
-
-        Plain decoding would have no such chains, so the tokens they save are not counted.
-        """
-        parts, prefixes = plan.parts, plan.prefixes
-        counts = np.array([part.num_chains for part in parts])
-        first = np.cumsum(counts) - counts
-        texts = np.array([part.begin for part in parts])
-        shared = np.where(counts > 1, texts // self._leaf_tokens * self._leaf_tokens, 0)
-        leaders, lens = np.empty((0, len(parts)), np.int64), np.empty((0, len(parts)), np.int64)
-        if prefixes is not None:
-            leaders, lens = prefixes.leaders.astype(np.int64), prefixes.lens.astype(np.int64)
-            shared[shared <= lens.max(0)] = 0
-        saved = int(((counts - 1) * shared).sum())
-        if len(lens) < _MAX_LEVELS and saved >= max(self._least_saved_tokens, 1):
-            leaders = np.vstack([leaders, np.arange(len(parts))])
-            lens = np.vstack([lens, shared])
-        if not len(lens):
-            return
-        # The chains of a tree are one group on every level. On a level where their request has no
-        # group, they share the prefix of the level before: nothing on the first level.
-        lens = np.maximum.accumulate(lens, axis=0)
-        plan.prefixes = PrefixGroups(
-            leaders=np.repeat(first[leaders], counts, axis=1).astype(np.int32),
-            lens=np.repeat(lens, counts, axis=1).astype(np.int32),
-            num_saved_tokens=0 if prefixes is None else prefixes.num_saved_tokens,
-        )
 
     def _find(self, requests: Sequence[Request]) -> None:
         # A page that is not registered yet is still written to, so it is never shared. Requests may

@@ -37,7 +37,6 @@ from specops.engine.steps.step import (
     SlotState,
     Step,
 )
-from specops.engine.steps.step_trees import tree_shape
 from specops.engine.structured.step_masks import StepMasks, TokenRule
 from specops.sampling import AcceptPolicy, FinishReason, VerifyStrategy
 
@@ -257,8 +256,6 @@ class Runner:
         shape = StepShape(
             len(parts), rows, outputs, width, pages, logprobs, proposals, features, levels
         )
-        if any(part.draft_parents is not None for part in parts):
-            shape = shape._replace(trees=tree_shape(parts, self._page_size))
         if features & Feature.PROCESSORS and (masks := self._masks.num_rows(parts)):
             shape = shape._replace(masks=bucket(masks))
         most = self.memory.most
@@ -298,10 +295,6 @@ class Runner:
         self._fill_requests(step, columns, page_ends)
         if plan.prefixes is not None:
             _fill_prefixes(step, plan.prefixes)
-        if arrays.trees is not None:
-            qo_lens, kv_lens, *_ = arrays.requests.host
-            lists = arrays.kv_indptr.host, arrays.kv_indices.host
-            arrays.trees.fill(parts, (qo_lens, kv_lens, *lists))
         if step.shape.features & (Feature.PROCESSORS | Feature.ACCEPT_RATES | Feature.DRAFT_PROBS):
             self._fill_features(step, plan)
         if step.shape.rows > row:  # padding rows hold a valid token
@@ -374,21 +367,17 @@ class Runner:
             self._state[THINKING_STATE] = state[THINKING_STATE]
         emitted = []
         for index, part in enumerate(parts):
-            path: Sequence[int] = range(accepted[index])
-            if part.draft_parents is not None and arrays.trees is not None:
-                path = arrays.trees.accepted_nodes.host[index, : len(path)].tolist()
-            one = Emitted(tokens[index][: counts[index]], path)
+            one = Emitted(tokens[index][: counts[index]], accepted[index])
             if part.num_drafts:
                 drafts = arrays.draft_token_ids.host[index, : part.num_drafts].tolist()
-                one.num_from_drafts = _num_equal(one.token_ids, [drafts[node] for node in path])
+                one.num_from_drafts = _num_equal(one.token_ids, drafts[: one.num_accepted])
             if thinks:
                 one.thinking_state = int(state[THINKING_STATE, part.slot])
             if reason := reasons[part.slot]:
                 one.finish_reason, one.stop_index = FinishReason(reason), stops[part.slot]
             if part.num_drafts and self._running[part.slot].params.report_drafts:
                 sources = self._drafting.sources_of(part.slot, part.num_drafts)
-                parents = list(part.draft_parents or range(-1, part.num_drafts - 1))
-                one.drafts = StepDrafts(drafts, parents, sources, list(path))
+                one.drafts = StepDrafts(drafts, sources, one.num_accepted)
             emitted.append(one)
         if step.shape.logprobs >= 0:
             self._attach_logprobs(parts, emitted, step)
@@ -406,10 +395,8 @@ class Runner:
         for index, (part, result) in enumerate(zip(parts, emitted, strict=True)):
             wanted = self._running[part.slot].params.logprobs
             if wanted is not None:
-                # Each token was chosen by the row of the draft before it; the root chose the first.
-                rows = [first, *(first + 1 + node for node in result.accepted)]
                 for column, token_id in enumerate(result.token_ids):
-                    row = rows[column]
+                    row = first + column
                     top = zip(ids[row][:wanted], values[row][:wanted], strict=True)
                     logprob, rank = chosen[index][column], ranks[index][column]
                     result.logprobs.append(TokenLogprob(token_id, logprob, tuple(top), rank))

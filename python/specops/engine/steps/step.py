@@ -16,6 +16,7 @@ from torch import Tensor
 
 import specops
 from specops import batching, sampling
+from specops.batching import BatchIndices
 from specops.engine.device import raise_reported
 from specops.engine.drafters.base import TargetStep
 from specops.engine.drafters.drafting import Drafting
@@ -24,7 +25,6 @@ from specops.engine.memory.step_memory import Block, Layout, StepMemory
 from specops.engine.memory.step_shape import StepShape
 from specops.engine.models import KvCache, StepBatch, Transformer
 from specops.engine.steps.slot_tables import SlotTables
-from specops.engine.steps.step_trees import StepTrees, batch_indices, index_arrays
 from specops.sampling import LogitsProcessors
 
 
@@ -117,11 +117,6 @@ class Exchange:
         self.drafters = parts.drafting.new_steps(shape, drafters_inputs, results)
         self.top_ids = results.int32(shape.outputs, alternatives)
         self.top_logprobs = results.float32(shape.outputs, alternatives)
-        self.trees_scratch, trees_inputs = Layout(), Layout()
-        self.trees = None
-        if shape.trees is not None:
-            page_size = parts.cache.page_size
-            self.trees = StepTrees(shape, page_size, results, trees_inputs, self.trees_scratch)
         self.shared = shared = Layout(results.end)
         self.slot_state = shared.int32(len(SlotState._fields), slots)
         self.num_proposed = shared.int32(slots)  # zeros on input
@@ -130,15 +125,13 @@ class Exchange:
         self.sampling = inputs.int32(len(SamplingRow._fields), batch)
         self.seeds = inputs.int64(batch)
         self.kv_indptr = inputs.int32(batch + 1)
-        chains = batch if shape.trees is None else shape.trees.chains
-        self.prefix_leaders = inputs.int32(shape.prefix_levels, chains)
-        self.prefix_lens = inputs.int32(shape.prefix_levels, chains)
+        self.prefix_leaders = inputs.int32(shape.prefix_levels, batch)
+        self.prefix_lens = inputs.int32(shape.prefix_levels, batch)
         self.draft_token_ids = inputs.int32(batch, width)
         features = shape.features
         self.accept_rates = inputs.float32(batch, width if features & Feature.ACCEPT_RATES else 0)
         self.draft_prob_rows = inputs.int32(batch if features & Feature.DRAFT_PROBS else 0)
         inputs.append(drafters_inputs)
-        inputs.append(trees_inputs)
         self.mask_indices = inputs.int32(shape.outputs if features & Feature.PROCESSORS else 0)
         words = -(-parts.model.config.vocab_size // 32)
         self.token_masks = inputs.int32(shape.masks, words)
@@ -163,17 +156,22 @@ class Scratch:
     def __init__(self, shape: StepShape, parts: RunnerParts, exchange: Exchange) -> None:
         model, batch, rows, outputs = parts.model, shape.batch, shape.rows, shape.outputs
         self.layout = layout = Layout()
-        self.indices = index_arrays(layout, batch, rows, outputs)
+        self.indices = {
+            "qo_indptr": layout.int32(batch + 1),
+            "output_indptr": layout.int32(batch + 1),
+            "row_to_request": layout.int32(rows),
+            "positions": layout.int32(rows),
+            "cache_slots": layout.int64(rows),
+            "output_rows": layout.int32(outputs),
+            "output_row_to_request": layout.int32(outputs),
+        }
         gathered = 0 if outputs == rows else outputs
         self.gathered = layout.add(model.dtype, gathered, model.config.hidden_size)
         self.logits = layout.float32(outputs, model.config.vocab_size)
         self.lse = layout.float32(outputs if shape.logprobs > 0 else 0)
-        layout.append(exchange.trees_scratch)
         # Ops rely on the contents that they left here, so these lie in blocks of their own.
-        pages, drafters = shape.pages, exchange.drafters
-        if shape.trees is not None:
-            batch, pages = max(batch, shape.trees.chains), max(pages, shape.trees.pages)
-        needed = [model.workspace_size(rows, batch, pages, parts.cache)]
+        drafters = exchange.drafters
+        needed = [model.workspace_size(rows, batch, shape.pages, parts.cache)]
         self.floats, self.leaves = Layout(), Layout()
         self.workspace = self.floats.float32(
             max(needed + [drafter.workspace_size for drafter in drafters])
@@ -213,7 +211,9 @@ class Step:
         self._row = RequestRow(*arrays.requests.device)
         self._sampling = SamplingRow.of(arrays.sampling.device, torch.float32)
         self._state = SlotState(*arrays.slot_state.device)
-        self._indices = batch_indices(scratch.indices)
+        self._indices = BatchIndices(
+            **{name: array.device for name, array in scratch.indices.items()}
+        )
         self._bind_model(scratch)
         self._bind_sampling(scratch)
         self._drafters = arrays.drafters
@@ -238,11 +238,6 @@ class Step:
             "sums": scratch.sums.device if scratch.sums.device.numel() else None,
         }
         self._batch = StepBatch(token_ids=arrays.token_ids.device, **self._rows)
-        # With trees, attention treats each chain as a request.
-        self._attended = self._batch
-        if arrays.trees is not None:
-            num_accepted = arrays.num_accepted.device
-            self._attended = arrays.trees.bind(self._batch, num_accepted, self._row.qo_lens)
         taps = self._parts.drafting.taps_of(self.shape)
         self._taps = {layer: self._parts.taps[layer][: self.shape.rows] for layer in taps}
         self._gathered, self._logits = scratch.gathered.device, scratch.logits.device
@@ -256,8 +251,6 @@ class Step:
             choosing["typical_p"] = None
         if features & Feature.PROCESSORS:
             choosing["processors"] = self._processors(arrays.mask_indices.device)
-        if arrays.trees is not None:
-            choosing["parents"] = arrays.trees.parents.device
         return choosing
 
     def _processors(self, mask_indices: Tensor) -> LogitsProcessors:
@@ -294,8 +287,6 @@ class Step:
             "num_accepted_tokens": arrays.num_accepted.device,
             "workspace": workspace,
         }
-        if arrays.trees is not None:
-            self._verify_args["accepted_nodes"] = arrays.trees.accepted_nodes.device
         if features & Feature.DRAFT_PROBS:
             self._verify_args |= parts.drafting.draft_probs.arguments(self.shape.width)
             self._verify_args["draft_prob_rows"] = arrays.draft_prob_rows.device
@@ -326,14 +317,12 @@ class Step:
 
     def _target_step(self) -> TargetStep:
         """Return the tensors that drafters read."""
-        arrays, sampled, rows = self.arrays, self._sampling, self._rows
+        arrays, sampled = self.arrays, self._sampling
         features, processors = self.shape.features, None
         if features & Feature.PROCESSORS:
             processors = self._processors(arrays.draft_mask_indices.device)
-        if arrays.trees is not None:  # they describe chains then; drafters work on requests
-            rows = {**rows, "prefix_leaders": None, "prefix_lens": None}
         return TargetStep(
-            **rows,
+            **self._rows,
             shape=self.shape,
             hidden=self._parts.model.states(self.shape.rows),
             taps=self._taps,
@@ -401,10 +390,7 @@ class Step:
             num_output_rows=shape.outputs,
             out=indices,
         )
-        trees = self.arrays.trees
-        if trees is not None:
-            trees.prepare()
-        hidden = parts.model.forward(self._attended, parts.cache, self._taps)
+        hidden = parts.model.forward(self._batch, parts.cache, self._taps)
         if shape.outputs:
             if shape.outputs != shape.rows:
                 hidden = batching.gather_output_rows(
@@ -420,10 +406,6 @@ class Step:
             if shape.logprobs > 0:
                 sampling.top_logprobs(logits, shape.logprobs, **self._tops)
             sampling.commit(**self._commit_args)
-            if trees is not None:
-                model = parts.model
-                states = (model.states(shape.rows), *self._taps.values()) if self._drafters else ()
-                trees.keep_accepted(parts.cache, states, model.row_numbers(shape.rows))
         begun = time.perf_counter()
         for drafter in self._drafters:
             drafter.launch(self._target)

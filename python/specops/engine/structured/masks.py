@@ -32,8 +32,6 @@ class MaskRows:
         state: the request's grammar state.
         first: index of the first row.
         drafts: tokens of the other rows.
-        parents: parent of each draft, in preorder; -1: the last token. None: the drafts are a
-            chain.
         opening: for a request in its thinking, the token after which the grammar applies; -1: the
             grammar applies already.
     """
@@ -41,7 +39,6 @@ class MaskRows:
     state: GrammarState
     first: int
     drafts: list[int]
-    parents: Sequence[int] | None = None
     opening: int = -1
 
     @property
@@ -75,13 +72,9 @@ class MaskFiller:
         rows = self._room(wanted[-1].last, wanted[0].state.vocabulary.size + 1)
         roots: list[tuple[GrammarState, int]] = []
         chains: list[tuple[GrammarState, LLMatcher, int, list[int]]] = []
-        trees = []
         for one in wanted:
             one.state.settle()
             one.state.has_limited_rows = False
-            if one.parents is not None:
-                trees.append(one)
-                continue
             begin = _begin(one)
             if begin > len(one.drafts):
                 continue
@@ -92,8 +85,6 @@ class MaskFiller:
                 roots.append((one.state, one.first + begin))
         self._compute(roots, chains, rows)
         met = [state for state, matcher, *_ in chains if matcher.is_error()]
-        for one in trees:
-            _walk(one, rows)
         for one in wanted:
             if one.state.matcher.is_error() or one.state in met:
                 if one.drafts:
@@ -163,40 +154,6 @@ def _readable(state: GrammarState, drafts: Sequence[int]) -> list[int]:
     return list(drafts[:count])
 
 
-def _walk(one: MaskRows, rows: NDArray[np.int32]) -> None:
-    """Fill the rows of a tree in preorder, rolling the matcher back to each node's parent."""
-    assert one.parents is not None
-    state = one.state
-    depths = [0 if one.opening < 0 else -1]  # per row: moves of the matcher; -1: not begun
-    fits = [True]
-    at = 0
-    if one.opening < 0:
-        state.compute_mask(rows[one.first])
-    for node, (token, parent) in enumerate(zip(one.drafts, one.parents, strict=True)):
-        depth, is_reached = depths[parent + 1], fits[parent + 1]
-        if depth < 0:
-            begins = token == one.opening
-            depths.append(0 if begins else -1)
-            fits.append(True)
-            if not begins:
-                continue
-            depth = -1
-        elif not is_reached:
-            depths.append(depth)
-            fits.append(False)
-            continue
-        state.go_back(at - max(depth, 0))
-        at = max(depth, 0)
-        if depth >= 0:
-            fits.append(state.advance(token))
-            depths.append(depth + 1)
-            if not fits[-1]:
-                continue
-            at += 1
-        state.compute_mask(rows[one.first + 1 + node])
-    state.go_back(at)
-
-
 def _fill_anew(one: MaskRows, rows: NDArray[np.int32]) -> None:
     """Fill each row from a fresh matcher copy, after a limit was met; such a row stays empty."""
     state = one.state
@@ -220,10 +177,7 @@ def _fill_anew(one: MaskRows, rows: NDArray[np.int32]) -> None:
 
 def _path(one: MaskRows, node: int) -> list[int] | None:
     """Return the drafts to feed the grammar for a row; None if it does not apply there yet."""
-    path: list[int] = []
-    while node >= 0:
-        path.insert(0, one.drafts[node])
-        node = node - 1 if one.parents is None else one.parents[node]
+    path = one.drafts[: node + 1]
     if one.opening < 0:
         return path
     return path[path.index(one.opening) + 1 :] if one.opening in path else None

@@ -90,7 +90,7 @@ class StepMasks:
                 is_reply = has_begun(int(thinking[part.slot]), rule.num_injected)
                 opening = -1 if is_reply else rule.think_end_token_id
                 drafts = drafts_of(part.slot, part.num_drafts).tolist() if part.num_drafts else []
-                one = MaskRows(rule.grammar, count, drafts, part.draft_parents, opening)
+                one = MaskRows(rule.grammar, count, drafts, opening)
                 wanted.append((part.request_id, one))
                 indices[row : row + rows] = range(count, count + rows)
                 count += rows

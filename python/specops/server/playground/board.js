@@ -2,7 +2,7 @@
 // The results: lanes and charts, drawn at most once a frame however fast tokens come.
 
 import {hideCard, showCard} from "./card.js";
-import {acceptance, draftTree, markTime, timeline} from "./charts.js";
+import {acceptance, draftChain, markTime, timeline} from "./charts.js";
 import {$, make} from "./dom.js";
 import {Lane} from "./lane.js";
 import {sourceClass, sourceName, sourcesKnown} from "./names.js";
@@ -80,8 +80,8 @@ class Board {
     const shown = this.lanes.filter((lane) => lane.generation?.steps.length);
     $("charts").hidden = !shown.length;
     if (!shown.length) return;
-    const drafting = shown.map(({generation}) => generation).findLast(({depths}) => depths.length);
-    $("acceptance").replaceChildren(drafting ? acceptance(drafting.depths) : "Plain decoding has no drafts.");
+    const drafting = shown.map(({generation}) => generation).findLast(({positions}) => positions.length);
+    $("acceptance").replaceChildren(drafting ? acceptance(drafting.positions) : "Plain decoding has no drafts.");
     const width = Math.max(260, $("timeline").clientWidth);
     const last = shown.slice(-2);
     const generations = last.map(({generation}) => generation);
@@ -115,8 +115,8 @@ class Board {
     if (!generation) return;
     if (number < 0) number = generation.steps.findLastIndex(({drafts}) => drafts);
     const drafts = generation.steps[number]?.drafts;
-    $("tree-caption").textContent = number < 0 ? "Drafts of a step" : `Drafts of step ${number + 1}`;
-    $("drafts").replaceChildren(drafts ? draftTree(drafts, unfolds) : "No drafts in this step.");
+    $("drafts-caption").textContent = number < 0 ? "Drafts of a step" : `Drafts of step ${number + 1}`;
+    $("drafts").replaceChildren(drafts ? draftChain(drafts, unfolds) : "No drafts in this step.");
   }
 }
 

@@ -13,11 +13,9 @@ function origin({source, step}, {steps}) {
   const {drafts} = steps[step];
   if (source !== "target") return `Proposed by: ${sourceName(source)}. Accepted by the target model.`;
   if (!drafts) return "Chosen by the target model; there were no drafts.";
-  // Children of the last accepted draft, or of the text, were alternatives to this token.
-  const last = drafts.accepted.at(-1) ?? -1;
-  const rejected = drafts.texts.filter((_, node) => drafts.parents[node] === last);
-  if (!rejected.length) return "Chosen by the target model, behind the last accepted draft.";
-  return `Chosen by the target model instead of ${rejected.map((text) => `“${visible(text)}”`).join(", ")}.`;
+  const rejected = drafts.texts[drafts.accepted];
+  if (rejected === undefined) return "Chosen by the target model, behind the last accepted draft.";
+  return `Chosen by the target model instead of “${visible(rejected)}”.`;
 }
 
 function alternativesOf({id, text, logprob, alternatives}) {
@@ -37,7 +35,7 @@ function fill(card, generation, token) {
   const heading = make("p", {class: "what"}, make("code", {}, visible(token.text)), ` token ${token.id}`);
   if (token.logprob !== undefined) heading.append(`, probability ${percent(token.logprob)}`);
   const step = `Step ${token.step + 1}: ${
-    drafts ? `${drafts.accepted.length} of ${drafts.texts.length} drafts accepted` : "no drafts"
+    drafts ? `${drafts.accepted} of ${drafts.texts.length} drafts accepted` : "no drafts"
   }.`;
   card.replaceChildren(heading, make("p", {}, origin(token, generation)), make("p", {class: "soft"}, step));
   if (token.alternatives?.length > 1) card.append(alternativesOf(token));

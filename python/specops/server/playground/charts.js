@@ -4,7 +4,7 @@
 import {draw, visible} from "./dom.js";
 import {sourceClass} from "./names.js";
 
-const UNFOLD_MILLISECONDS = 90; // from one depth of a tree to the next
+const UNFOLD_MILLISECONDS = 90; // from one draft to the next
 
 const picture = (width, height, label, ...children) =>
   draw("svg", {viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label}, ...children);
@@ -16,9 +16,9 @@ const words = (x, y, text, name = "", anchor = "middle") =>
   draw("text", {x, y, class: name, "text-anchor": anchor}, text);
 
 /** Bar chart of the acceptance rate of drafts by their distance from the last token. */
-export function acceptance(depths) {
-  const [pitch, top, tall] = [Math.max(24, Math.min(46, Math.floor(320 / Math.max(depths.length, 1)))), 18, 90];
-  const bars = depths.flatMap(({drafted, accepted}, place) => {
+export function acceptance(positions) {
+  const [pitch, top, tall] = [Math.max(24, Math.min(46, Math.floor(320 / Math.max(positions.length, 1)))), 18, 90];
+  const bars = positions.flatMap(({drafted, accepted}, place) => {
     const [x, share] = [place * pitch + 4, accepted / drafted];
     return [
       box(x, top, pitch - 8, tall, "bar-room"),
@@ -27,53 +27,33 @@ export function acceptance(depths) {
       words(x + pitch / 2 - 4, top + tall + 14, `${place + 1}`),
     ];
   });
-  const descriptions = depths.map(({drafted, accepted}, place) => `position ${place + 1}: ${accepted} of ${drafted}`);
+  const descriptions = positions.map(({drafted, accepted}, place) => `position ${place + 1}: ${accepted} of ${drafted}`);
   const label = `Accepted drafts by position, in percent. ${descriptions.join("; ")}.`;
-  return picture(Math.max(depths.length * pitch, 60), top + tall + 20, label, ...bars);
+  return picture(Math.max(positions.length * pitch, 60), top + tall + 20, label, ...bars);
 }
 
-/** Places of a step's drafts: columns by depth, and a row of its own for every path. */
-function rowsOf({parents}) {
-  const rows = [];
-  let numRows = 0;
-  parents.forEach((parent, node) => {
-    // The first child goes on in its parent's row.
-    const isFirst = !parents.slice(0, node).includes(parent);
-    rows.push(isFirst ? (parent < 0 ? numRows++ : rows[parent]) : numRows++);
-  });
-  return {rows, numRows};
-}
-
-/**
- * A step's drafts as the tree they are: accepted ones joined by a line, the others struck out. One
- * that `unfolds` comes draft by draft.
- */
-export function draftTree(drafts, unfolds = false) {
-  const [wide, tall, gap] = [76, 24, 14];
-  const {rows, numRows} = rowsOf(drafts);
-  const accepted = new Set(drafts.accepted);
-  const x = (depth) => 12 + depth * (wide + gap);
-  const y = (row) => 4 + row * (tall + 6);
-  const shapes = [draw("circle", {cx: 5, cy: y(0) + tall / 2, r: 4, class: "root"})];
-  drafts.parents.forEach((parent, node) => {
-    const [left, middle] = [x(drafts.depths[node]), y(rows[node]) + tall / 2];
-    const [fromX, fromY] = parent < 0 ? [9, y(0) + tall / 2] : [left - gap, y(rows[parent]) + tall / 2];
-    const fate = accepted.has(node) ? "kept" : "dropped";
-    const edge = draw("path", {d: `M${fromX} ${fromY}L${left} ${middle}`, class: `edge ${fate}`});
-    const text = visible(drafts.texts[node]);
+/** Chain of a step's drafts: accepted ones are joined by a line, others are struck out; `unfolds`: they appear one by one. */
+export function draftChain({texts, sources, accepted}, unfolds = false) {
+  const [wide, tall, gap, top] = [76, 24, 14, 4];
+  const middle = top + tall / 2;
+  const x = (place) => 12 + place * (wide + gap);
+  const shapes = [draw("circle", {cx: 5, cy: middle, r: 4, class: "root"})];
+  texts.map(visible).forEach((text, place) => {
+    const left = x(place);
+    const fate = place < accepted ? "kept" : "dropped";
+    const edge = draw("path", {d: `M${place ? left - gap : 9} ${middle}H${left}`, class: `edge ${fate}`});
     const shown = text.length > 9 ? `${text.slice(0, 8)}…` : text;
-    const name = `draft ${sourceClass(drafts.sources[node])} ${fate}`;
-    const group = draw("g", {class: name}, box(left, y(rows[node]), wide, tall, ""));
+    const name = `draft ${sourceClass(sources[place])} ${fate}`;
+    const group = draw("g", {class: name}, box(left, top, wide, tall, ""));
     group.append(words(left + wide / 2, middle + 4, shown));
     for (const shape of unfolds ? [edge, group] : []) {
       shape.classList.add("unfolds");
-      shape.style.animationDelay = `${UNFOLD_MILLISECONDS * drafts.depths[node]}ms`;
+      shape.style.animationDelay = `${UNFOLD_MILLISECONDS * place}ms`;
     }
     shapes.push(edge, group);
   });
-  const descriptions = drafts.texts.map((text, node) => `${visible(text)} ${accepted.has(node) ? "accepted" : "rejected"}`);
-  const width = x(Math.max(...drafts.depths) + 1);
-  return picture(width, y(numRows), `Drafts: ${descriptions.join(", ")}.`, ...shapes);
+  const told = texts.map((text, place) => `${visible(text)} ${place < accepted ? "accepted" : "rejected"}`);
+  return picture(x(texts.length), top + tall + 6, `Drafts: ${told.join(", ")}.`, ...shapes);
 }
 
 /** A stack of tokens per step, as one path for each drafter. */

@@ -7,8 +7,8 @@
  * tokens: {id, text, source, step, logprob, alternatives: [{text, logprob}]}; the last two are
  *   undefined without logprobs.
  * steps: {seconds, first, count, drafts}: `first` is the place of its first token; drafts are
- *   {texts, sources, parents, accepted}, or null.
- * depths: by a draft's distance from the last token, {drafted, accepted}.
+ *   {texts, sources, accepted}, the last a number, or null.
+ * positions: by a draft's distance from the last token, {drafted, accepted}.
  */
 export class Generation {
   constructor(method, limit) {
@@ -16,7 +16,7 @@ export class Generation {
     this.limit = limit; // maximum number of tokens
     this.tokens = [];
     this.steps = [];
-    this.depths = [];
+    this.positions = [];
     this.drafted = 0;
     this.accepted = 0;
     this.seed = null;
@@ -48,22 +48,18 @@ export class Generation {
     });
   }
 
-  takeDrafts({token_ids: ids, bytes, sources, parents, accepted}) {
-    const depths = [];
-    const acceptedNodes = new Set(accepted);
-    parents.forEach((parent, node) => {
-      const depth = parent < 0 ? 0 : depths[parent] + 1;
-      depths.push(depth);
-      this.depths[depth] ??= {drafted: 0, accepted: 0};
-      this.depths[depth].drafted += 1;
-      this.depths[depth].accepted += acceptedNodes.has(node);
+  takeDrafts({token_ids: ids, bytes, sources, accepted}) {
+    ids.forEach((_, place) => {
+      this.positions[place] ??= {drafted: 0, accepted: 0};
+      this.positions[place].drafted += 1;
+      this.positions[place].accepted += place < accepted;
     });
-    this.drafted += parents.length;
-    this.accepted += accepted.length;
+    this.drafted += ids.length;
+    this.accepted += accepted;
     const decoder = new TextDecoder();
-    // The server hides rejected drafts that may be text of other clients.
-    const texts = bytes.map((data, node) => (ids[node] === null ? "…" : decoder.decode(Uint8Array.from(data))));
-    return {texts, sources, parents, depths, accepted};
+    // A rejected draft from a text that clients share is not told.
+    const texts = bytes.map((data, place) => (ids[place] === null ? "…" : decoder.decode(Uint8Array.from(data))));
+    return {texts, sources, accepted};
   }
 
   /** Called at the end: adds the rest of an incomplete character. */

@@ -40,17 +40,14 @@ export const isHybrid = (choice) => choice.includes(" + ");
 /** Returns whether a model makes the drafts, so that its passes are counted. */
 export const hasModel = (choice) => partsOf(choice)[0].needs_weights === true;
 
-/** Returns whether drafts may be trees. */
-export const hasTrees = (choice) => !isHybrid(choice) && partsOf(choice)[0].can_draft_trees === true;
-
-/** Returns the drafter that learns from the text of an earlier run; undefined if there is none. */
+/** Who makes a later run of the same request have better drafts, from what the first one wrote; undefined: nobody. */
 export const learns = (choice) => partsOf(choice).find((one) => one.learns)?.title;
 
 /** The speculative_config of a choice; `steps` is null for what the server takes by itself. */
-export function configOf(choice, {k, steps, tree}) {
+export function configOf(choice, {k, steps}) {
   if (choice === "naive") return {method: "naive"};
   const method = choice.replaceAll(" + ", "+");
-  const config = {method, num_speculative_tokens: k, tree: tree && hasTrees(choice)};
+  const config = {method, num_speculative_tokens: k};
   return hasModel(choice) ? {...config, num_model_steps: steps} : config;
 }
 

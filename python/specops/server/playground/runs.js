@@ -23,7 +23,6 @@ export function requestOf(settings, method, messages) {
       k: Number(settings.k),
       // Absent: what the server takes by itself, all drafts by MTP, or one where another goes on.
       steps: settings.steps === "" ? null : Number(settings.steps),
-      tree: settings.tree,
     }),
   };
   if (alternatives !== "" && messages) {

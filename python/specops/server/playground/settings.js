@@ -2,11 +2,11 @@
 // The form's values: kept in this browser, and in links. The API key is in neither.
 
 import {$} from "./dom.js";
-import {choicesOf, choiceOf, hasModel, hasTrees, isHybrid, learnNames} from "./names.js";
+import {choicesOf, choiceOf, hasModel, isHybrid, learnNames} from "./names.js";
 
 const STORE = "specops";
 const FIELDS = [
-  ...["prompt", "method", "k", "steps", "tokens", "temperature", "seed", "tree", "top_p"],
+  ...["prompt", "method", "k", "steps", "tokens", "temperature", "seed", "top_p"],
   ...["alternatives", "alone", "system", "tint", "rejected"],
 ];
 // For an empty field, the page's initial value or the server's default applies.
@@ -88,7 +88,6 @@ export function offer(card) {
   const first = card.methods.find((name) => name !== "naive" && !hasModel(name));
   $("method").value = choice === "naive" ? first ?? choice : choice;
   if (own.num_speculative_tokens > 0) $("k").value = $("k").defaultValue = own.num_speculative_tokens;
-  $("tree").checked = own.tree;
   const usual = isHybrid(choice) ? 1 : own.num_speculative_tokens;
   if (hasModel(choice) && own.num_model_steps !== usual) $("steps").value = own.num_model_steps;
   $("chat-mode").hidden = !card.has_chat_template;
@@ -103,7 +102,6 @@ export function fitForm() {
   $("steps-label").hidden = mode === "compare" || !hasModel(method);
   for (const id of NUMBERS) $(id).placeholder = $(id).defaultValue;
   $("steps").placeholder = isHybrid(method) ? "1" : "all";
-  $("tree-label").hidden = mode !== "compare" && !hasTrees(method);
   $("system-label").hidden = mode !== "chat";
   $("new-chat").hidden = mode !== "chat";
   $("prompt-label").textContent = mode === "chat" ? "Message" : "Prompt";

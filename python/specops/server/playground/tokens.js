@@ -126,8 +126,7 @@ export class TokenPane {
 }
 
 function rejectedOf({texts, sources, accepted}) {
-  const kept = new Set(accepted);
-  return texts.flatMap((text, node) =>
-    kept.has(node) ? [] : [make("del", {class: sourceClass(sources[node])}, text.replaceAll("\n", "⏎"))],
-  );
+  return texts
+    .map((text, place) => make("del", {class: sourceClass(sources[place])}, text.replaceAll("\n", "⏎")))
+    .slice(accepted);
 }

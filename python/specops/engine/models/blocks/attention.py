@@ -113,9 +113,6 @@ class Attention(AttentionBlock):
             v_scales=cache.v_scales,
             q_out=views.q_rotated,
         )
-        if batch.from_slots is not None and batch.to_slots is not None:
-            for pair in cache.pairs:
-                attention.copy_kv(*pair, batch.from_slots, batch.to_slots)
 
     def run(
         self, x: Tensor, batch: LayerBatch, cache: LayerKv, views: AttentionViews, out: Tensor

@@ -133,9 +133,6 @@ class LatentAttention(AttentionBlock):
             norm_eps=_NORM_EPS,
             q_out=views.absorbed,
         )
-        if batch.from_slots is not None and batch.to_slots is not None:
-            for pair in cache.pairs:
-                attention.copy_kv(*pair, batch.from_slots, batch.to_slots)
 
     def run(
         self, x: Tensor, batch: LayerBatch, cache: LayerKv, views: LatentViews, out: Tensor

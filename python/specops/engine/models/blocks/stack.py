@@ -75,7 +75,7 @@ class LayerStack:
 
     @property
     def keeps_states(self) -> bool:
-        """True if a layer keeps per-request states, which are not paged or kept per tree node."""
+        """True if a layer keeps per-request states, which are not paged."""
         return self.kv_bytes_per_slot(0) > 0
 
     def bytes_read(self, rows: int) -> float:
