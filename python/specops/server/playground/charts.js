@@ -52,8 +52,8 @@ export function draftChain({texts, sources, accepted}, unfolds = false) {
     }
     shapes.push(edge, group);
   });
-  const told = texts.map((text, place) => `${visible(text)} ${place < accepted ? "accepted" : "rejected"}`);
-  return picture(x(texts.length), top + tall + 6, `Drafts: ${told.join(", ")}.`, ...shapes);
+  const descriptions = texts.map((text, place) => `${visible(text)} ${place < accepted ? "accepted" : "rejected"}`);
+  return picture(x(texts.length), top + tall + 6, `Drafts: ${descriptions.join(", ")}.`, ...shapes);
 }
 
 /** A stack of tokens per step, as one path for each drafter. */

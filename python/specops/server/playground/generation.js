@@ -57,7 +57,7 @@ export class Generation {
     this.drafted += ids.length;
     this.accepted += accepted;
     const decoder = new TextDecoder();
-    // A rejected draft from a text that clients share is not told.
+    // The server hides rejected drafts that may be text of other clients.
     const texts = bytes.map((data, place) => (ids[place] === null ? "…" : decoder.decode(Uint8Array.from(data))));
     return {texts, sources, accepted};
   }

@@ -40,7 +40,7 @@ export const isHybrid = (choice) => choice.includes(" + ");
 /** Returns whether a model makes the drafts, so that its passes are counted. */
 export const hasModel = (choice) => partsOf(choice)[0].needs_weights === true;
 
-/** Who makes a later run of the same request have better drafts, from what the first one wrote; undefined: nobody. */
+/** Returns the drafter that learns from the text of an earlier run; undefined if there is none. */
 export const learns = (choice) => partsOf(choice).find((one) => one.learns)?.title;
 
 /** The speculative_config of a choice; `steps` is null for what the server takes by itself. */
