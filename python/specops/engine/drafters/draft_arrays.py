@@ -26,7 +26,6 @@ class Choices:
     positions: Tensor  # int32 [batch]; positions of the tokens, from a second pass over rows on
     anchors: Tensor  # int32 [batch]
     is_drawn: Tensor  # bool [batch]; whether `drawn` is the choice
-    lse: Tensor  # float32 [batch]
 
 
 class DraftArrays:
@@ -65,7 +64,6 @@ class DraftArrays:
             ints[3],
             ints[4],
             torch.zeros(slots, dtype=torch.bool, device=where),
-            torch.empty(slots, dtype=torch.float32, device=where),
         )
         workspace = sampling.sampling_workspace(self.choices.logits)
         if workspace is None:  # pass an empty one, so that no call looks for it
@@ -115,6 +113,5 @@ class DraftArrays:
                 whole.positions[:size],
                 whole.anchors[:size],
                 whole.is_drawn[:size],
-                whole.lse[:size],
             )
         return view

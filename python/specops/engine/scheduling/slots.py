@@ -4,7 +4,6 @@
 import time
 from array import array
 from collections import deque
-from collections.abc import Sequence
 
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.models import KeptStates
@@ -40,10 +39,8 @@ class Slots:
         # a slot.
         self._num_changes = 0
         self._settled_at = (-1, -1)
-        # Pages reserved for one step: pages appended to a request's own, with the number of its own
-        # pages, and loose pages.
+        # Requests with pages reserved for one step after their own, and how many are their own.
         self._borrowers: list[tuple[Request, int]] = []
-        self._reserved: list[int] = []
 
     def part(self, request: Request, rows: int, drafts: int = 0, *, emits: bool) -> Part:
         """Return a request's part in a step, of `rows` rows, the last `drafts` of them drafts."""
@@ -151,17 +148,8 @@ class Slots:
             self._borrowers.append((request, len(request.pages)))
             request.pages.extend(self.pool.allocate(count) or ())
 
-    def reserve(self, count: int) -> Sequence[int] | None:
-        """Reserve `count` pages for one step; return None if too few are free."""
-        pages = self.pool.allocate(count)
-        self._reserved += pages or ()
-        return pages
-
     def take_back(self) -> None:
         """Release the pages that were reserved for a step."""
-        if self._reserved:
-            self.pool.release(self._reserved)
-            self._reserved.clear()
         for request, count in self._borrowers:
             self.pool.release(request.pages[count:])  # empty if released already
             del request.pages[count:]
