@@ -7,7 +7,11 @@ from typing import Any
 
 import torch
 from specops.sampling import (
+    Drafts,
     LogitsProcessors,
+    SampleOutputs,
+    SamplingTensors,
+    VerifyOutputs,
     VerifyStrategy,
     commit,
     count_tokens,
@@ -165,27 +169,26 @@ def _sample(logits: list[Tensor], *, temperature: float, top_p: float) -> Callab
     rotated = cycle(logits)
     positions = torch.arange(ROWS, dtype=torch.int32)
     out = torch.empty(ROWS, dtype=torch.int32)
-    parameters = {
-        "temperature": torch.full((ROWS,), temperature),
-        "top_p": torch.full((ROWS,), top_p),
-        "seeds": torch.arange(ROWS),
-    }
-    return lambda: sample(next(rotated), positions, out=out, **parameters)
+    given = SamplingTensors(
+        temperature=torch.full((ROWS,), temperature),
+        top_p=torch.full((ROWS,), top_p),
+        seeds=torch.arange(ROWS),
+    )
+    outputs = SampleOutputs(out)
+    return lambda: sample(next(rotated), positions, sampling=given, outputs=outputs)
 
 
 EVERY_FILTER = {"temperature": 0.8, "top_k": TOP_K, "top_p": TOP_P, "min_p": 0.02}
 HISTORY, BIASES, BAD_WORDS = 2000, 100, 10
 
 
-def request_filters(
-    batch: int, values: dict[str, float], device: torch.device
-) -> dict[str, Tensor]:
+def request_filters(batch: int, values: dict[str, float], device: torch.device) -> SamplingTensors:
     """Return sampling parameters of every request; the temperature is 1 unless given."""
     tensors: dict[str, Tensor] = {"seeds": torch.arange(batch, device=device)}
     for name, value in {"temperature": 1.0, **values}.items():
         dtype = torch.int32 if name == "top_k" else torch.float32
         tensors[name] = torch.full((batch,), value, dtype=dtype, device=device)
-    return tensors
+    return SamplingTensors(**tensors)
 
 
 def every_processor(
@@ -241,15 +244,16 @@ def _verify(
     processors: bool = False,
 ) -> Callable[[], object]:
     """Return calls whose drafts are the rows' most probable tokens."""
-    rotated = cycle([(x, top_drafts(x, BATCH)) for x in logits])
     device, dtype = logits[0].device, torch.int32
     output_indptr = torch.arange(BATCH + 1, dtype=dtype) * (DRAFTS + 1)
+    rotated = cycle([(x, Drafts(output_indptr, top_drafts(x, BATCH))) for x in logits])
     arguments: dict[str, Any] = {
         "positions": torch.zeros(BATCH, dtype=dtype),
         "strategy": torch.full((BATCH,), int(strategy), dtype=dtype),
-        "output_token_ids": torch.empty(BATCH, DRAFTS + 1, dtype=dtype),
-        "num_accepted_tokens": torch.empty(BATCH, dtype=dtype),
-        **({} if values is None else request_filters(BATCH, values, device)),
+        "outputs": VerifyOutputs(
+            torch.empty(BATCH, DRAFTS + 1, dtype=dtype), torch.empty(BATCH, dtype=dtype)
+        ),
+        "sampling": None if values is None else request_filters(BATCH, values, device),
     }
     if processors:
         every, positions = every_processor(BATCH, ROWS, VOCAB, device)
@@ -257,7 +261,7 @@ def _verify(
 
     def call() -> object:
         x, drafts = next(rotated)
-        return verify(x, output_indptr, drafts, **arguments)
+        return verify(x, drafts, **arguments)
 
     return call
 

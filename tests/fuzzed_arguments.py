@@ -26,7 +26,7 @@ import specops
 import torch
 from fake_gpu import OP_MODULES
 from specops import _C, attention, batching, dense, ngram, sampling
-from test_errors import GOOD_CALLS, OPS, public_call
+from test_errors import GOOD_CALLS, OPS, WHOLE_CALLS, call, public_call
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -195,8 +195,7 @@ def compiled_calls(module: Any) -> Iterator[tuple[str, Callable[[], dict[str, An
     for name, good in GOOD_CALLS.items():
         if module is not _C and name in OF_8_BITS:
             good = lambda good=good: in_bfloat16(good())  # noqa: E731
-        function = getattr(module, name)
-        yield name, good, lambda given, function=function: function(*given.values())
+        yield name, good, lambda given, name=name: call(name, given, module)
     sizes = dict.fromkeys(OPS["attention_workspace_size"], 16)
     memory = dict.fromkeys(OPS["sampling_workspace_bytes"], 2)
     layout = {
@@ -259,7 +258,7 @@ def public_calls(module: Any) -> Iterator[tuple[str, Callable[[], dict[str, Any]
 
 def whole_call(name: str) -> dict[str, Any]:
     """Return the arguments of a good call of a documented function, including its numbers."""
-    good = {**GOOD_CALLS[name](), **public_call(name)[1]}
+    good = {**WHOLE_CALLS[name](), **public_call(name)[1]}
     given = public_call(name)[1]
     options = (
         "eps",
@@ -271,7 +270,16 @@ def whole_call(name: str) -> dict[str, Any]:
         "activation",
     )
     options += ("hidden_first", "mask_first_position", "processed_logprobs", "purpose", "strategy")
-    options += ("policy", "processors", "max_total_draft_tokens", "page_size", "max_seq_len")
+    options += (
+        "policy",
+        "processors",
+        "sampling",
+        "draft_probs",
+        "outputs",
+        "max_total_draft_tokens",
+        "page_size",
+        "max_seq_len",
+    )
     options += ("kv_indptr", "kv_indices")
     parameters = public_call(name)[0].__code__.co_varnames
     given |= {option: good[option] for option in options if option in good and option in parameters}
@@ -284,7 +292,7 @@ def whole_call(name: str) -> dict[str, Any]:
     if name == "linear":
         given["out_dtype"] = None
     if name == "top_logprobs":
-        del given["processors"], given["processed_logprobs"]
+        del given["sampling"], given["processors"], given["processed_logprobs"]
     return given
 
 

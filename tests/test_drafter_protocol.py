@@ -203,21 +203,21 @@ def test_two_drafters_draw_in_the_same_steps(
     verify, companies = sampling.verify, Counter[tuple[str, ...]]()
     owners = {place: name for name, place in engine._drafting.draft_probs._first_row.items()}
 
-    def watched(logits: Any, indptr: Any, drafts: Any, **named: Any) -> Any:
-        rows = named.get("draft_prob_rows")
+    def watched(logits: Any, **named: Any) -> Any:
+        indptr, drafts, _ = named["drafts"]
+        given = named.get("draft_probs")
         here = set()
-        for request, row in enumerate([] if rows is None else rows.tolist()):
+        for request, row in enumerate([] if given is None else given.rows.tolist()):
             if row < 0:
                 continue
             here.add(owners[row // 32 * 32])
             for place in range(int(indptr[request + 1] - indptr[request]) - 1):
-                probs = named["draft_probs"][row, place]
-                ids = named["draft_prob_token_ids"][row, place]
+                probs, ids = given.probs[row, place], given.token_ids[row, place]
                 assert probs[ids == drafts[request, place]].item() > 0
                 assert probs[ids >= 0].sum().item() == pytest.approx(1, abs=1e-4)
                 assert probs[ids < 0].sum().item() == 0
         companies[tuple(sorted(here))] += 1
-        return verify(logits, indptr, drafts, **named)
+        return verify(logits, **named)
 
     monkeypatch.setattr(sampling, "verify", watched)
     names = [

@@ -199,13 +199,15 @@ class Drafts:
     )  # the position's draft of the step before, or -1
     _last: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def note(self, indptr: Tensor, drafts: Tensor, given: dict[str, Any]) -> None:
+    def note(self, given: dict[str, Any]) -> None:
         """Takes note of a call."""
-        table, listed = given["draft_probs"].double(), given["draft_prob_token_ids"]
+        indptr, drafts, _ = given["drafts"]
+        table, listed, sources = given["draft_probs"]
+        table = table.double()
         if listed is not None:  # of a reduced vocabulary
             of_tokens = torch.zeros(*table.shape[:2], VOCAB, dtype=torch.float64)
             table = of_tokens.scatter_add_(2, listed.long().clamp(min=0), table * (listed >= 0))
-        columns = (indptr.diff(), given["draft_prob_rows"], given["seeds"], given["positions"])
+        columns = (indptr.diff(), sources, given["sampling"].seeds, given["positions"])
         strategies = given["strategy"].tolist()
         for index, (rows, source, seed, position) in enumerate(
             zip(*(column.tolist() for column in columns), strict=True)
@@ -234,10 +236,10 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> Drafts:
     """Listens to `verify`."""
     noted, verify = Drafts(), sampling.verify
 
-    def verifying(logits: Tensor, indptr: Tensor, tokens: Tensor, **given: Any) -> Any:
+    def verifying(logits: Tensor, **given: Any) -> Any:
         if given.get("draft_probs") is not None:
-            noted.note(indptr, tokens, given)
-        return verify(logits, indptr, tokens, **given)
+            noted.note(given)
+        return verify(logits, **given)
 
     monkeypatch.setattr(sampling, "verify", verifying)
     return noted
@@ -342,10 +344,15 @@ class Fault(NamedTuple):
 
 def of_other_rows(rows: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Any]], None]:
     def change(given: dict[str, Any]) -> None:
-        known = given["draft_prob_rows"]
-        given["draft_prob_rows"] = torch.where(known >= 0, rows(known).int(), known)
+        known = given["draft_probs"].rows
+        changed = torch.where(known >= 0, rows(known).int(), known)
+        given["draft_probs"] = given["draft_probs"]._replace(rows=changed)
 
     return change
+
+
+def with_probs(given: dict[str, Any], probs: Tensor) -> None:
+    given["draft_probs"] = given["draft_probs"]._replace(probs=probs)
 
 
 class Stale:
@@ -355,12 +362,13 @@ class Stale:
         self.last: Tensor | None = None
 
     def __call__(self, given: dict[str, Any]) -> None:
-        now = given["draft_probs"].clone()
-        given["draft_probs"], self.last = now if self.last is None else self.last, now
+        now = given["draft_probs"].probs.clone()
+        with_probs(given, now if self.last is None else self.last)
+        self.last = now
 
 
 def of_other_places(given: dict[str, Any]) -> None:
-    given["draft_probs"] = given["draft_probs"].roll(1, dims=1)
+    with_probs(given, given["draft_probs"].probs.roll(1, dims=1))
 
 
 def without_anchors(given: dict[str, Any]) -> None:
@@ -372,16 +380,17 @@ def with_target_numbers(given: dict[str, Any]) -> None:
 
 
 def taken_as_certain(given: dict[str, Any]) -> None:
-    given["draft_prob_rows"] = torch.full_like(given["draft_prob_rows"], -1)
+    rows = torch.full_like(given["draft_probs"].rows, -1)
+    given["draft_probs"] = given["draft_probs"]._replace(rows=rows)
 
 
 def another_temperature(given: dict[str, Any]) -> None:
-    given["draft_probs"] = given["draft_probs"].sqrt()
-    given["draft_probs"] /= given["draft_probs"].sum(-1, keepdim=True).clamp(min=1e-30)
+    probs = given["draft_probs"].probs.sqrt()
+    with_probs(given, probs / probs.sum(-1, keepdim=True).clamp(min=1e-30))
 
 
 def no_probabilities(given: dict[str, Any]) -> None:
-    given["draft_probs"] = torch.zeros_like(given["draft_probs"])
+    with_probs(given, torch.zeros_like(given["draft_probs"].probs))
 
 
 BOTH = [Trial(1, 3, "rejection", {}, {}), Trial(2, 3, "block", {}, {})]
@@ -406,11 +415,11 @@ def p_values_with(
 ) -> dict[str, float]:
     noted, verify, sample = Drafts(), sampling.verify, sampling.sample
 
-    def verifying(logits: Tensor, indptr: Tensor, tokens: Tensor, **given: Any) -> Any:
+    def verifying(logits: Tensor, **given: Any) -> Any:
         if given.get("draft_probs") is not None:
-            noted.note(indptr, tokens, given)
+            noted.note(given)
             fault.verify(given)
-        return verify(logits, indptr, tokens, **given)
+        return verify(logits, **given)
 
     def sampling_(*args: Any, **given: Any) -> Any:
         if given.get("purpose") == Purpose.DRAFT:

@@ -292,8 +292,9 @@ def test_imports(path: Path) -> None:
     top = {name.split(".")[0] for name in names}
     assert not top & {"tests", "bench", "conftest"}
     if inside.parts[0] == "reference":
-        # QuantizedWeight is data that both sides speak of.
-        assert all(name.startswith(("specops.reference", "specops.quantization")) for name in ours)
+        # QuantizedWeight and the groups of arguments are data that both sides speak of.
+        shared = ("specops.reference", "specops.quantization", "specops.argument_groups")
+        assert all(name.startswith(shared) for name in ours)
         assert top - set(sys.stdlib_module_names) <= {"torch", "specops"}
         return
     assert not any(name.startswith("specops.reference") for name in ours), "only tests and benches"

@@ -250,17 +250,18 @@ const char* sentence_of(ErrorCode code) {
 const char* sentence_of(SamplingRule rule) {
   switch (rule) {
     case SamplingRule::kTemperature:
-      return "temperature must be finite and at least 0, got another value";
+      return "sampling.temperature must be finite and at least 0, got another value";
     case SamplingRule::kTopK:
-      return "top_k must be at least 1, or 0 or -1 for off, got another value";
+      return "sampling.top_k must be at least 1, or 0 or -1 for off, got another value";
     case SamplingRule::kTopP:
-      return "top_p must be within [0, 1], got a value outside";
+      return "sampling.top_p must be within [0, 1], got a value outside";
     case SamplingRule::kMinP:
-      return "min_p must be within [0, 1], got a value outside";
+      return "sampling.min_p must be within [0, 1], got a value outside";
     case SamplingRule::kTypicalP:
-      return "typical_p must be within (0, 1], got a value outside";
+      return "sampling.typical_p must be within (0, 1], got a value outside";
     case SamplingRule::kSeeds:
-      return "seeds must be given where a temperature is above 0 or a policy is 3 (SYNTHETIC), "
+      return "sampling.seeds must be given where a temperature is above 0 or a policy is 3 "
+             "(SYNTHETIC), "
              "got None";
     case SamplingRule::kSlots:
       return "processors.slots must be -1 or below num_slots{ = #}, got a slot outside";
@@ -275,10 +276,10 @@ const char* sentence_of(SamplingRule rule) {
     case SamplingRule::kTokenIds:
       return "processors.token_ids must be as wide as the tokens before each position, got fewer";
     case SamplingRule::kOutputIndptr:
-      return "output_indptr must be ascending from 0 by at most k + 1 and at most "
+      return "drafts.output_indptr must be ascending from 0 by at most k + 1 and at most "
              "num_output_rows, got another value";
     case SamplingRule::kParents:
-      return "parents must be at least -1 and below the node itself, got a parent outside";
+      return "drafts.parents must be at least -1 and below the node itself, got a parent outside";
     case SamplingRule::kStrategy:
       return "strategy must be 0 (GREEDY), 1 (TARGET_MATCH), 2 (REJECTION), 3 (BLOCK) or 4 "
              "(TOPP), got another value";
@@ -297,10 +298,10 @@ const char* sentence_of(SamplingRule rule) {
       return "accept_rates must be within [0, 1] where the policy is 3 (SYNTHETIC), got a value "
              "outside";
     case SamplingRule::kDraftProbRows:
-      return "draft_prob_rows must be -1 or below the rows of draft_probs{ = #}, got a row "
+      return "draft_probs.rows must be -1 or below the rows of draft_probs.probs{ = #}, got a row "
              "outside";
     case SamplingRule::kDraftProbTokenIds:
-      return "draft_prob_token_ids must be -1 or below vocab_size{ = #}, got an id outside";
+      return "draft_probs.token_ids must be -1 or below vocab_size{ = #}, got an id outside";
   }
   return nullptr;
 }

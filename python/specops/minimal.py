@@ -268,6 +268,7 @@ class MinimalEngine:
         self.token_ids = torch.zeros(num_slots, max_len, dtype=torch.int32)  # prompt and output
         self.drafts = torch.full((num_slots, max(self.num_drafts, 1)), -1, dtype=torch.int32)
         self.temperature, self.seeds = torch.zeros(num_slots), torch.zeros(num_slots).long()
+        self.sampling = sampling.SamplingTensors(self.temperature, seeds=self.seeds)
         self.finish_reasons = torch.full((num_slots,), sampling.FinishReason.RUNNING).int()
         self.slots = torch.arange(num_slots, dtype=torch.int32)
         stops = self.model.config.get("eos_token_id")
@@ -323,12 +324,10 @@ class MinimalEngine:
         logprobs = torch.empty(len(self.lens), self.drafts.shape[1] + 1)
         tokens, _ = sampling.verify(
             logits,
-            rows.output_indptr,
-            self.drafts,
-            positions=self.lens,
-            temperature=self.temperature,
-            seeds=self.seeds,
-            logprobs=logprobs,
+            sampling.Drafts(rows.output_indptr, self.drafts),
+            self.lens,
+            sampling=self.sampling,
+            outputs=sampling.VerifyOutputs(logprobs=logprobs),
         )
 
         # Append them, up to the end of each request.
@@ -424,10 +423,7 @@ class MinimalEngine:
             last = batching.gather_output_rows(hidden, indices.last_rows)
             # With the target's own random number, the draft is the likeliest to be accepted.
             sampled = sampling.sample(
-                self.model.logits(last),
-                indices.draft_positions,
-                temperature=self.temperature,
-                seeds=self.seeds,
+                self.model.logits(last), indices.draft_positions, sampling=self.sampling
             )
             following = batching.DraftIndices.empty(len(self.lens), total_rows=len(self.lens))
             batching.advance_draft_batch(

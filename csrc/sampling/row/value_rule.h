@@ -16,7 +16,7 @@ namespace specops {
 
 // Checks the parameters `filters` of row or request idx.
 SPECOPS_HOST_DEVICE Fault fault_of_filters(SamplingOp op,
-                                           const FilterArrays& arrays,
+                                           const SamplingTensors& arrays,
                                            const SamplingParams& filters,
                                            int64_t idx) {
   float temperature = filters.temperature, top_p = filters.top_p, min_p = filters.min_p;

@@ -81,9 +81,9 @@ class PassReports:
             choices.logits,
             self._trees.num_likeliest,
             **options,
-            token_ids=self._likeliest[step].device,
-            logprobs=self._their_logprobs[step].device,
-            lse=choices.lse,
+            outputs=sampling.TopLogprobsOutputs(
+                self._likeliest[step].device, self._their_logprobs[step].device, lse=choices.lse
+            ),
             workspace=workspace,
         )
 
