@@ -8,9 +8,13 @@ from typing import Any
 import torch
 from specops.sampling import (
     Drafts,
+    EmittedTokens,
+    EndingRules,
     LogitsProcessors,
+    RequestStatus,
     SampleOutputs,
     SamplingTensors,
+    TokenCounts,
     VerifyOutputs,
     VerifyStrategy,
     commit,
@@ -325,28 +329,31 @@ def commit_call(batch: int, num_tokens: int, device: torch.device) -> Callable[[
     start, history = ints(batch, fill=HISTORY), ints(batch, width, fill=5)
     counted = torch.arange(width, dtype=torch.int32, device=device).repeat(batch, 1) * 7
     emitted = torch.arange(num_tokens, dtype=torch.int32, device=device).repeat(batch, 1) * 70
-    state: dict[str, Tensor] = {
-        "logprobs": torch.zeros(batch, num_tokens, device=device),
-        "ranks": ints(batch, num_tokens, fill=1),
+    tokens = EmittedTokens(
+        emitted,
+        logprobs=torch.zeros(batch, num_tokens, device=device),
+        ranks=ints(batch, num_tokens, fill=1),
+    )
+    rules = EndingRules(
+        max_lens=ints(batch, fill=width),
+        min_tokens=ints(batch, fill=1),
+        stop_token_ids=ints(batch, 4, fill=3),
+        stop_sequences=ints(batch, 4, 8, fill=280),
+        think_end_token_id=ints(batch, fill=3),
+        thinking_budget=ints(batch, fill=width),
+        inject_token_ids=ints(batch, 16, fill=3),
+    )
+    state: dict[str, Any] = {
         "prompt_lens": ints(batch, fill=HISTORY // 2),
-        "max_lens": ints(batch, fill=width),
-        "min_tokens": ints(batch, fill=1),
-        "stop_token_ids": ints(batch, 4, fill=3),
-        "stop_sequences": ints(batch, 4, 8, fill=280),
-        "counted_token_ids": counted,
-        "token_counts": ints(batch, width, fill=2),
-        "think_end_token_id": ints(batch, fill=3),
-        "thinking_budget": ints(batch, fill=width),
-        "inject_token_ids": ints(batch, 16, fill=3),
-        "thinking_state": ints(batch, fill=0),
-        "finish_reasons": ints(batch, fill=0),
-        "stop_indices": ints(batch),
+        "rules": rules,
+        "counts": TokenCounts(counted, ints(batch, width, fill=2)),
+        "status": RequestStatus(ints(batch, fill=0), ints(batch), ints(batch, fill=0)),
         "num_committed_tokens": ints(batch),
     }
     slots, lens = torch.arange(batch, dtype=torch.int32, device=device), start.clone()
 
     def call() -> object:
         lens.copy_(start)
-        return commit(emitted, slots, history, lens, **state)
+        return commit(tokens, slots, history, lens, **state)
 
     return call

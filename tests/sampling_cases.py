@@ -8,8 +8,12 @@ import torch
 from specops.sampling import (
     DraftProbs,
     Drafts,
+    EmittedTokens,
+    EndingRules,
+    RequestStatus,
     SampleOutputs,
     SamplingTensors,
+    TokenCounts,
     TopLogprobsOutputs,
     VerifyOutputs,
 )
@@ -24,6 +28,15 @@ GROUPS: dict[str, Any] = {
     "sampling": (SamplingTensors, SAMPLING),
     "drafts": (Drafts, DRAFTS),
     "draft_probs": (DraftProbs, DRAFT_PROBS),
+}
+COMMIT: dict[str, Any] = {
+    "emitted": (
+        EmittedTokens,
+        {"output_token_ids": "token_ids", "logprobs": "logprobs", "ranks": "ranks"},
+    ),
+    "rules": (EndingRules, {name: name for name in EndingRules._fields}),
+    "counts": (TokenCounts, {name: name for name in TokenCounts._fields}),
+    "status": (RequestStatus, {name: name for name in RequestStatus._fields}),
 }
 OUTPUTS: dict[str, Any] = {
     "sample": (SampleOutputs, {name: name for name in SampleOutputs._fields}),
@@ -41,14 +54,15 @@ def by_field(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **given: Any) -> Any:
         if function.__name__ == "verify" and len(args) == 3:
             args, given = args[:1], {**given, **dict(zip(DRAFTS, args[1:], strict=False))}
-        groups = dict(GROUPS)
+        groups = dict(COMMIT if function.__name__ == "commit" else GROUPS)
         if function.__name__ in OUTPUTS:
             groups["outputs"] = OUTPUTS[function.__name__]
         made = {}
         for argument, (group, fields) in groups.items():
             own = {field: given.pop(name) for name, field in fields.items() if name in given}
+            needed = {name: None for name in group._fields if name not in group._field_defaults}
             if any(value is not None for value in own.values()):
-                made[argument] = group(**{group._fields[0]: None, **own})
+                made[argument] = group(**{**needed, **own})
         return function(*args, **given, **made)
 
     return call

@@ -10,8 +10,9 @@ import torch
 from conftest import expect_fault
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sampling_cases import by_field
 from specops import reference, sampling
-from specops.sampling import FinishReason
+from specops.sampling import EmittedTokens, FinishReason, RequestStatus, TokenCounts
 from torch import Tensor
 
 pytestmark = pytest.mark.no_bf16
@@ -21,7 +22,7 @@ POISON = 3  # a token id that rules of these tests would act on, where nobody ma
 
 def commit(device: str, arguments: dict[str, Tensor]) -> dict[str, Tensor]:
     """The op's arguments after the call, found equal to the reference's."""
-    want = reference.commit(**arguments)
+    want = by_field(reference.commit)(**arguments)
     wide = torch.full(
         (arguments["token_ids"].shape[0], arguments["token_ids"].shape[1] + 5), -7
     ).int()
@@ -29,7 +30,7 @@ def commit(device: str, arguments: dict[str, Tensor]) -> dict[str, Tensor]:
     got = {name: tensor.clone().to(device) for name, tensor in arguments.items()}
     wide = wide.to(device)
     got["token_ids"] = wide[:, :-5]
-    assert sampling.commit(**got) == (got["token_ids"], got["lens"])
+    assert by_field(sampling.commit)(**got) == (got["token_ids"], got["lens"])
     assert bool((wide[:, -5:] == -7).all())  # rows are strided, and nothing is past their ends
     for name, tensor in want.items():
         assert torch.equal(got[name].cpu(), tensor), name
@@ -720,7 +721,7 @@ TYPES = (torch.float32, torch.int64, torch.uint8, torch.bool)
 
 SLOTS = "commit: slots.* must be -1 or .*, got"
 ROOM = "commit: lens.* must .*room.*, got"
-COUNTED = "commit: counted_token_ids.* must .*room.*, got"
+COUNTED = r"commit: counts\.counted_token_ids.* must .*room.*, got"
 
 
 @pytest.mark.parametrize(
@@ -751,8 +752,8 @@ def test_wrong_data(
     given = {"counted_token_ids": table, "token_counts": torch.zeros_like(table)}
     committed = ints([8, 8]).to(device)
     with expect_fault(on_cuda, message):
-        sampling.commit(
-            emitted,
+        by_field(sampling.commit)(
+            EmittedTokens(emitted),
             ints(slots).to(device),
             token_ids,
             counts,
@@ -773,21 +774,22 @@ def test_a_slot_named_twice_is_refused() -> None:
     wide = torch.zeros(1, 16, dtype=torch.int32)
     lens = ints([6])
     with pytest.raises(ValueError, match=r"commit: slots\[1\] must be of no other request, got 0"):
-        sampling.commit(ints([[1, 2], [3, 4]]), ints([0, 0]), wide[:, :8], lens)
+        sampling.commit(EmittedTokens(ints([[1, 2], [3, 4]])), ints([0, 0]), wide[:, :8], lens)
     assert not wide.any() and lens.tolist() == [6]
 
 
 def test_a_table_without_places_is_a_full_one(device: str, on_cuda: bool) -> None:
     table = torch.zeros(1, 0, dtype=torch.int32, device=device)
-    rest = [ints(rows).to(device) for rows in ([[5]], [0], [[7, 7]], [1])]
+    tokens, *rest = (ints(rows).to(device) for rows in ([[5]], [0], [[7, 7]], [1]))
     with expect_fault(on_cuda, COUNTED):
-        sampling.commit(*rest, counted_token_ids=table, token_counts=table.clone())
+        counts = TokenCounts(table, table.clone())
+        sampling.commit(EmittedTokens(tokens), *rest, counts=counts)
 
 
 def test_the_longest_reply_is_counted_no_further() -> None:
     state = ints([2**31 - 1])
-    rest = ints([[5]]), ints([0]), ints([[7, 7]]), ints([1])
-    sampling.commit(*rest, thinking_state=state)
+    rest = EmittedTokens(ints([[5]])), ints([0]), ints([[7, 7]]), ints([1])
+    sampling.commit(*rest, status=RequestStatus(thinking_state=state))
     assert state.tolist() == [2**31 - 1]
 
 
@@ -814,15 +816,15 @@ def test_what_is_cut_needs_no_room(device: str) -> None:
 @pytest.mark.parametrize(
     "absent,given,message",
     [
-        ("token_counts", ["counted_token_ids"], "given with counted_token_ids, got None"),
-        ("counted_token_ids", ["token_counts"], "given with token_counts, got None"),
-        ("prompt_lens", ["min_tokens"], "given with min_tokens, got None"),
-        ("prompt_lens", ["stop_sequences", "finish_reasons"], "given with stop_sequences"),
-        ("prompt_lens", ["thinking_budget", "thinking_state"], "given with thinking_budget"),
-        ("thinking_state", ["think_end_token_id"], "given with any thinking argument"),
-        ("thinking_state", ["inject_token_ids"], "given with any thinking argument"),
-        ("finish_reasons", ["stop_token_ids"], "given with any rule that ends a request"),
-        ("finish_reasons", ["max_lens"], "given with any rule that ends a request"),
+        ("counts.token_counts", ["counted_token_ids"], "int32 .*, got None"),
+        ("counts.counted_token_ids", ["token_counts"], "int32 .*, got None"),
+        ("prompt_lens", ["min_tokens"], "given with rules.min_tokens, got None"),
+        ("prompt_lens", ["stop_sequences", "finish_reasons"], "given with rules.stop_sequences"),
+        ("prompt_lens", ["thinking_budget", "thinking_state"], "given with rules.thinking_budget"),
+        ("status.thinking_state", ["think_end_token_id"], "given with any thinking rule"),
+        ("status.thinking_state", ["inject_token_ids"], "given with any thinking rule"),
+        ("status.finish_reasons", ["stop_token_ids"], "given with any rule that ends a request"),
+        ("status.finish_reasons", ["max_lens"], "given with any rule that ends a request"),
     ],
 )
 def test_a_rule_without_what_it_needs(
@@ -831,7 +833,7 @@ def test_a_rule_without_what_it_needs(
     arguments = random_batch(2, 2)
     names = ["output_token_ids", "slots", "token_ids", "lens", *given]
     with pytest.raises(ValueError, match=f"^commit: {absent} must be {message}"):
-        sampling.commit(**{name: arguments[name].to(device) for name in names})
+        by_field(sampling.commit)(**{name: arguments[name].to(device) for name in names})
 
 
 def test_the_loop_of_the_documentation() -> None:

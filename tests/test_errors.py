@@ -73,8 +73,8 @@ OPS_OF_TORCH = torch_ops.OPS
 # Arrays of DraftIndices that go by another name than the op's other arguments.
 PUBLIC_DRAFT_NAMES = {"qo_indptr": "draft_qo_indptr", "kv_lens": "draft_kv_lens"}
 # Optional arguments without which others of commit's good call could not be.
-NEEDED_IN_COMMIT = {"prompt_lens", "counted_token_ids", "token_counts", "thinking_state"}
-NEEDED_IN_COMMIT |= {"finish_reasons"}
+NEEDED_IN_COMMIT = {"prompt_lens", "counts.counted_token_ids", "counts.token_counts"}
+NEEDED_IN_COMMIT |= {"status.thinking_state", "status.finish_reasons"}
 
 # Ops that compute nothing a reference could say better.
 NO_REFERENCE = {"pack_weight", "take_error"}
@@ -594,26 +594,27 @@ def top_logprobs() -> dict[str, Any]:
 def commit() -> dict[str, Any]:
     counted = torch.full((3, 6), -1, dtype=torch.int32)
     return {
-        "output_token_ids": torch.zeros(2, 3, dtype=torch.int32),
+        "emitted": sampling.EmittedTokens(
+            torch.zeros(2, 3, dtype=torch.int32),
+            torch.zeros(2, 3),
+            torch.zeros(2, 3, dtype=torch.int32),
+        ),
         "slots": ints(0, 2),
         "token_ids": torch.zeros(3, 6, dtype=torch.int32),
         "lens": ints(1, 0, 3),
-        "logprobs": torch.zeros(2, 3),
-        "ranks": torch.zeros(2, 3, dtype=torch.int32),
         "prompt_lens": ints(1, 0, 1),
-        "max_lens": ints(6, 6, 5),
-        "min_tokens": ints(0, 0, 1),
-        "stop_token_ids": ints(3, 4, 5).view(3, 1),
-        "stop_sequences": ints(1, -1, 2, 1, 0, 2).view(3, 1, 2),
-        "counted_token_ids": counted,
-        "token_counts": torch.zeros(3, 6, dtype=torch.int32),
-        "think_end_token_id": ints(7, 7, -1),
-        "thinking_budget": ints(2, -1, 5),
-        "reply_budget": ints(2, -1, 5),
-        "inject_token_ids": ints(8, 9, 8, -1, -1, -1).view(3, 2),
-        "thinking_state": ints(0, 0, -1),
-        "finish_reasons": ints(0, 0, 0),
-        "stop_indices": ints(-1, -1, -1),
+        "rules": sampling.EndingRules(
+            max_lens=ints(6, 6, 5),
+            min_tokens=ints(0, 0, 1),
+            stop_token_ids=ints(3, 4, 5).view(3, 1),
+            stop_sequences=ints(1, -1, 2, 1, 0, 2).view(3, 1, 2),
+            think_end_token_id=ints(7, 7, -1),
+            thinking_budget=ints(2, -1, 5),
+            reply_budget=ints(2, -1, 5),
+            inject_token_ids=ints(8, 9, 8, -1, -1, -1).view(3, 2),
+        ),
+        "counts": sampling.TokenCounts(counted, torch.zeros(3, 6, dtype=torch.int32)),
+        "status": sampling.RequestStatus(ints(0, 0, 0), ints(-1, -1, -1), ints(0, 0, -1)),
         "num_committed_tokens": ints(0, 0),
     }
 
@@ -933,7 +934,7 @@ def test_wrong_kind_before_allocation(name: str, wrong: str) -> None:
             continue
         if wrong == "none" and (
             argument in {"residual", "bias"}
-            or argument.endswith(".parents")
+            or ("." in argument and OPS[name][argument].endswith("| None"))
             or (name in ("compact_kv", "copy_kv") and argument == "v_cache")
         ):
             continue

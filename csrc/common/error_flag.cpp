@@ -198,7 +198,7 @@ const char* sentence_of(ErrorCode code) {
       return "commit: lens must be at least 0, with room for the {# }new tokens below "
              "max_len{ = #}, got more than fit";
     case ErrorCode::kCommitCountedTokens:
-      return "commit: counted_token_ids must be few enough to leave room for the {# }new "
+      return "commit: counts.counted_token_ids must be few enough to leave room for the {# }new "
              "ones{ in a width of #}, got a row too full";
 
     case ErrorCode::kNgramLens:

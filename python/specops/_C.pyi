@@ -10,9 +10,13 @@ from torch import Tensor
 from specops.argument_groups import (
     DraftProbs,
     Drafts,
+    EmittedTokens,
+    EndingRules,
     LogitsProcessors,
+    RequestStatus,
     SampleOutputs,
     SamplingTensors,
+    TokenCounts,
     TopLogprobsOutputs,
     VerifyOutputs,
 )
@@ -395,26 +399,14 @@ def sampling_workspace_bytes(
     rows: int, vocab_size: int, element_bytes: int, batch: int, device_index: int
 ) -> int: ...
 def commit(
-    output_token_ids: Written,
+    emitted: Annotated[EmittedTokens, Written],
     slots: Tensor,
     token_ids: Written,
     lens: Written,
-    logprobs: Written | None,
-    ranks: Written | None,
     prompt_lens: Tensor | None,
-    max_lens: Tensor | None,
-    min_tokens: Tensor | None,
-    stop_token_ids: Tensor | None,
-    stop_sequences: Tensor | None,
-    counted_token_ids: Written | None,
-    token_counts: Written | None,
-    think_end_token_id: Tensor | None,
-    thinking_budget: Tensor | None,
-    reply_budget: Tensor | None,
-    inject_token_ids: Tensor | None,
-    thinking_state: Written | None,
-    finish_reasons: Written | None,
-    stop_indices: Written | None,
+    rules: EndingRules | None,
+    counts: Annotated[TokenCounts, Written] | None,
+    status: Annotated[RequestStatus, Written] | None,
     num_committed_tokens: Written | None,
 ) -> None: ...
 def philox4x32(seed: int, counter: list[int]) -> list[int]: ...

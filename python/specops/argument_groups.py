@@ -170,6 +170,76 @@ class VerifyOutputs(NamedTuple):
     ranks: Tensor | None = None
 
 
+class EmittedTokens(NamedTuple):
+    """Tokens of a step, which `commit` truncates in place.
+
+    Attributes:
+        token_ids: [batch, k + 1], int32. Output of `verify`: the tokens, then -1.
+        logprobs: [batch, k + 1], float32.
+        ranks: [batch, k + 1], int32.
+    """
+
+    token_ids: Tensor
+    logprobs: Tensor | None = None
+    ranks: Tensor | None = None
+
+
+class EndingRules(NamedTuple):
+    """Rules that end a request or its thinking. Every field may be None: off.
+
+    Attributes:
+        max_lens: [num_slots], int32. The request ends when its row holds this many tokens; -1 is
+            off.
+        min_tokens: [num_slots], int32. Output tokens before which no stop rule applies.
+        stop_token_ids: [num_slots, n], int32. -1 padded.
+        stop_sequences: [num_slots, n, m], int32. Each -1 padded; an empty one is unused. A sequence
+            may have begun in an earlier step, but not in the prompt.
+        think_end_token_id: [num_slots], int32. -1: no such token.
+        thinking_budget: [num_slots], int32. Output tokens after which thinking ends: the tokens to
+            inject follow, or without any the reply. -1 is off.
+        reply_budget: [num_slots], int32. The request ends after this many tokens of reply. -1 is
+            off.
+        inject_token_ids: [num_slots, n], int32. -1 padded. Injected when the thinking budget is
+            used up, or in place of a stop token while still thinking.
+    """
+
+    max_lens: Tensor | None = None
+    min_tokens: Tensor | None = None
+    stop_token_ids: Tensor | None = None
+    stop_sequences: Tensor | None = None
+    think_end_token_id: Tensor | None = None
+    thinking_budget: Tensor | None = None
+    reply_budget: Tensor | None = None
+    inject_token_ids: Tensor | None = None
+
+
+class TokenCounts(NamedTuple):
+    """Tables that penalties read and `commit` updates; `count_tokens` fills a row.
+
+    Attributes:
+        counted_token_ids: [num_slots, n], int32. The distinct tokens so far, ascending, then -1.
+        token_counts: [num_slots, n], int32. 2 * (times in the output) + (1 if in the prompt).
+    """
+
+    counted_token_ids: Tensor
+    token_counts: Tensor
+
+
+class RequestStatus(NamedTuple):
+    """State of every slot that `commit` writes. Every field may be None.
+
+    Attributes:
+        finish_reasons: [num_slots], int32. `FinishReason`; initially RUNNING.
+        stop_indices: [num_slots], int32. Receives the index of the stop token or sequence that
+            ended the request, or -1.
+        thinking_state: [num_slots], int32. As in `commit`; initially 0 or -1.
+    """
+
+    finish_reasons: Tensor | None = None
+    stop_indices: Tensor | None = None
+    thinking_state: Tensor | None = None
+
+
 class TopLogprobsOutputs(NamedTuple):
     """Tensors that `top_logprobs` writes. All but `ranks` are allocated when None.
 

@@ -333,14 +333,13 @@ class MinimalEngine:
         # Append them, up to the end of each request.
         committed = torch.empty_like(self.lens)
         sampling.commit(
-            tokens,
+            sampling.EmittedTokens(tokens),
             self.slots,
             self.token_ids,
             self.lens,
             prompt_lens=self.prompt_lens,
-            max_lens=self.max_lens,
-            stop_token_ids=self.stop_token_ids,
-            finish_reasons=self.finish_reasons,
+            rules=sampling.EndingRules(self.max_lens, stop_token_ids=self.stop_token_ids),
+            status=sampling.RequestStatus(self.finish_reasons),
             num_committed_tokens=committed,
         )
         # What is cached for good: not the rows of rejected drafts, nor the new last token.

@@ -20,13 +20,25 @@ from specops.argument_groups import (
     Drafts as Drafts,
 )
 from specops.argument_groups import (
+    EmittedTokens as EmittedTokens,
+)
+from specops.argument_groups import (
+    EndingRules as EndingRules,
+)
+from specops.argument_groups import (
     LogitsProcessors as LogitsProcessors,
+)
+from specops.argument_groups import (
+    RequestStatus as RequestStatus,
 )
 from specops.argument_groups import (
     SampleOutputs as SampleOutputs,
 )
 from specops.argument_groups import (
     SamplingTensors as SamplingTensors,
+)
+from specops.argument_groups import (
+    TokenCounts as TokenCounts,
 )
 from specops.argument_groups import (
     TopLogprobsOutputs as TopLogprobsOutputs,
@@ -436,37 +448,25 @@ def _workspace(logits: Tensor, drafts: Drafts | None = None) -> Tensor | None:
 
 
 def commit(
-    output_token_ids: Tensor,
+    emitted: EmittedTokens,
     slots: Tensor,
     token_ids: Tensor,
     lens: Tensor,
     *,
-    logprobs: Tensor | None = None,
-    ranks: Tensor | None = None,
     prompt_lens: Tensor | None = None,
-    max_lens: Tensor | None = None,
-    min_tokens: Tensor | None = None,
-    stop_token_ids: Tensor | None = None,
-    stop_sequences: Tensor | None = None,
-    counted_token_ids: Tensor | None = None,
-    token_counts: Tensor | None = None,
-    think_end_token_id: Tensor | None = None,
-    thinking_budget: Tensor | None = None,
-    reply_budget: Tensor | None = None,
-    inject_token_ids: Tensor | None = None,
-    thinking_state: Tensor | None = None,
-    finish_reasons: Tensor | None = None,
-    stop_indices: Tensor | None = None,
+    rules: EndingRules | None = None,
+    counts: TokenCounts | None = None,
+    status: RequestStatus | None = None,
     num_committed_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Append the tokens that a step emitted, up to the end of each request, IN PLACE.
 
     Same as `reference.commit`. The first four arguments alone append the tokens to the requests'
-    rows; each further argument enables its rule. For request b with s = slots[b], unless
+    rows; each further field enables its rule. For request b with s = slots[b], unless
     finish_reasons[s] says that it has ended:
 
         L = number of ids in inject_token_ids[s]
-        for token in output_token_ids[b] up to its first -1:
+        for token in emitted.token_ids[b] up to its first -1:
             n = lens[s] + 1 - prompt_lens[s]             the output tokens, including this one
             may_stop = n >= min_tokens[s]
 
@@ -489,41 +489,21 @@ def commit(
             elif lens[s] >= max_lens[s] or state > L + reply_budget[s]:      LENGTH
             stop here if the request has ended or the token was injected
 
-    Tokens that were not committed are overwritten in output_token_ids, logprobs and ranks, with -1,
-    0 and 0. An injected token has logprob 0 and rank 1. The division of a request's tokens into
-    steps makes no difference: tokens after an injected one were computed from another token, and
-    are dropped.
+    Tokens that were not committed are overwritten in `emitted`, with -1, logprob 0 and rank 0. An
+    injected token has logprob 0 and rank 1. The division of a request's tokens into steps makes no
+    difference: tokens after an injected one were computed from another token, and are dropped.
 
     Args:
-        output_token_ids: [batch, k + 1], int32. Output of `verify`: the tokens, then -1. Truncated.
+        emitted: tokens of the step. Truncated.
         slots: [batch], int32. Row of each request in all arguments of shape [num_slots, ..]; no two
             requests may share one (checked on cpu). -1: nothing of the request is read or written.
         token_ids: [num_slots, max_len], int32. Prompt and output; rows may be strided. Appended to.
         lens: [num_slots], int32. Number of tokens in each row. Written.
-        logprobs: [batch, k + 1], float32. Truncated.
-        ranks: [batch, k + 1], int32. Truncated.
         prompt_lens: [num_slots], int32. Number of prompt tokens of the row; at least 0.
-        max_lens: [num_slots], int32. The request ends when its row holds this many tokens; -1 is
-            off.
-        min_tokens: [num_slots], int32. Output tokens before which no stop rule applies.
-        stop_token_ids: [num_slots, n], int32. -1 padded.
-        stop_sequences: [num_slots, n, m], int32. Each -1 padded; an empty one is unused. A sequence
-            may have begun in an earlier step, but not in the prompt.
-        counted_token_ids: [num_slots, n], int32. The distinct tokens so far, ascending, then -1;
-            `count_tokens` fills a row. Written.
-        token_counts: [num_slots, n], int32. 2 * (times in the output) + (1 if in the prompt).
-            Written.
-        think_end_token_id: [num_slots], int32. -1: no such token.
-        thinking_budget: [num_slots], int32. Output tokens after which thinking ends: the tokens to
-            inject follow, or without any the reply. -1 is off.
-        reply_budget: [num_slots], int32. The request ends after this many tokens of reply. -1 is
-            off.
-        inject_token_ids: [num_slots, n], int32. -1 padded. Injected when the thinking budget is
-            used up, or in place of a stop token while still thinking.
-        thinking_state: [num_slots], int32. As above; initially 0 or -1. Written.
-        finish_reasons: [num_slots], int32. `FinishReason`; initially RUNNING. Written.
-        stop_indices: [num_slots], int32. Receives the index of the stop token or sequence that
-            ended the request, or -1.
+        rules: rules that end a request or its thinking. `min_tokens`, `stop_sequences` and
+            `thinking_budget` require `prompt_lens`.
+        counts: token counts of every slot. Written.
+        status: finish reasons and thinking states, required by the rules that set them. Written.
         num_committed_tokens: [batch], int32. Receives the number of appended tokens.
 
     Returns:
@@ -531,9 +511,9 @@ def commit(
 
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above; an argument that a rule
-            requires is absent; a slot is out of range, or a row of `token_ids` or
-            `counted_token_ids` is full. Nothing has been written then. On CUDA a request with such
-            a slot or row stays unchanged, and `check_errors` raises.
+            requires is absent; a slot is out of range, or a row of `token_ids` or `counts` is full.
+            Nothing has been written then. On CUDA a request with such a slot or row stays
+            unchanged, and `check_errors` raises.
 
     Note:
         Deterministic; one launch, after which the next step can start without a host read.
@@ -542,26 +522,14 @@ def commit(
         speculate_limit_thinking_content_length, merged into one rule.
     """
     _C.commit(
-        output_token_ids,
+        emitted,
         slots,
         token_ids,
         lens,
-        logprobs,
-        ranks,
         prompt_lens,
-        max_lens,
-        min_tokens,
-        stop_token_ids,
-        stop_sequences,
-        counted_token_ids,
-        token_counts,
-        think_end_token_id,
-        thinking_budget,
-        reply_budget,
-        inject_token_ids,
-        thinking_state,
-        finish_reasons,
-        stop_indices,
+        rules,
+        counts,
+        status,
         num_committed_tokens,
     )
     return token_ids, lens

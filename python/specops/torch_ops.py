@@ -76,7 +76,8 @@ _GROUPS["PackedWeight"] = _Group(
 
 def _group_of(kind: str) -> _Group | None:
     """Return the type of an argument that is a named tuple; None for any other."""
-    return _GROUPS.get(kind.removeprefix("Annotated[").partition(",")[0].removesuffix(" | None"))
+    name = kind.removesuffix(" | None").removeprefix("Annotated[").removesuffix(", Written]")
+    return _GROUPS.get(name)
 
 
 def _ops() -> Iterator[tuple[str, dict[str, str]]]:

@@ -12,9 +12,13 @@ from torch import Tensor
 from specops.argument_groups import (
     DraftProbs,
     Drafts,
+    EmittedTokens,
+    EndingRules,
     LogitsProcessors,
+    RequestStatus,
     SampleOutputs,
     SamplingTensors,
+    TokenCounts,
     TopLogprobsOutputs,
     VerifyOutputs,
 )
@@ -343,16 +347,34 @@ def top_logprobs(
 
 
 def commit(
-    output_token_ids: Tensor, slots: Tensor, token_ids: Tensor, lens: Tensor, **options: Tensor
+    emitted: EmittedTokens,
+    slots: Tensor,
+    token_ids: Tensor,
+    lens: Tensor,
+    *,
+    prompt_lens: Tensor | None = None,
+    rules: EndingRules | None = None,
+    counts: TokenCounts | None = None,
+    status: RequestStatus | None = None,
+    num_committed_tokens: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Commit tokens one at a time; return all arguments by name, as the op would leave them."""
-    after = {
-        "output_token_ids": output_token_ids.clone(),
+    """Commit tokens one at a time; return all tensors by name, as the op would leave them.
+
+    The emitted token ids are returned as "output_token_ids".
+    """
+    given = {
+        "output_token_ids": emitted.token_ids,
+        "logprobs": emitted.logprobs,
+        "ranks": emitted.ranks,
         "slots": slots,
-        "token_ids": token_ids.clone(),
-        "lens": lens.clone(),
-        **{name: tensor.clone() for name, tensor in options.items()},
+        "token_ids": token_ids,
+        "lens": lens,
+        "prompt_lens": prompt_lens,
+        "num_committed_tokens": num_committed_tokens,
     }
+    for group in (rules, counts, status):
+        given |= {} if group is None else group._asdict()
+    after = {name: tensor.clone() for name, tensor in given.items() if tensor is not None}
 
     def of_slot(name: str, slot: int, absent: int) -> int:
         return int(after[name][slot]) if name in after else absent
@@ -368,7 +390,7 @@ def commit(
             prompt_len = of_slot("prompt_lens", s, 0)
             stops, inject = ids_of("stop_token_ids", s), ids_of("inject_token_ids", s)
             state = of_slot("thinking_state", s, -1)
-            for token in _before_padding(output_token_ids[b].tolist()):
+            for token in _before_padding(emitted.token_ids[b].tolist()):
                 n = len(row) + 1 - prompt_len
                 may_stop = n >= of_slot("min_tokens", s, 0)
                 if state == 0 and token == of_slot("think_end_token_id", s, -1):

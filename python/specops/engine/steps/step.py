@@ -27,7 +27,9 @@ from specops.engine.steps.slot_tables import SlotTables
 from specops.engine.steps.step_trees import StepTrees, batch_indices, index_arrays
 from specops.sampling import (
     Drafts,
+    EmittedTokens,
     LogitsProcessors,
+    RequestStatus,
     SamplingTensors,
     TopLogprobsOutputs,
     VerifyOutputs,
@@ -292,7 +294,7 @@ class Step:
     def _bind_sampling(self, scratch: Scratch) -> None:
         """Collect the arguments of the ops that choose and commit tokens."""
         arrays, features, parts = self.arrays, self.shape.features, self._parts
-        choosing, tables = self._choosing(), parts.tables
+        choosing, tables, state = self._choosing(), parts.tables, self._state
         # It must be zero before every call, and is zero after it, so steps do not share it.
         workspace = sampling.sampling_workspace(self._logits, self.shape.batch)
         if workspace is None:  # an empty tensor, so that no call checks the need again
@@ -328,16 +330,16 @@ class Step:
             "workspace": workspace,
         }
         self._commit_args: dict[str, Any] = {
-            **self._state._asdict(),
-            "output_token_ids": outputs.token_ids,
-            "logprobs": outputs.logprobs,
-            "ranks": outputs.ranks,
-            **tables.endings(
-                all_rules=bool(features & Feature.ENDINGS),
-                counts=bool(features & Feature.PROCESSORS),
+            "emitted": EmittedTokens(
+                arrays.output_token_ids.device, outputs.logprobs, outputs.ranks
             ),
             "slots": self._row.slots,
             "token_ids": tables.token_ids,
+            "lens": state.lens,
+            "prompt_lens": state.prompt_lens,
+            "rules": tables.endings(state.max_lens, all_rules=bool(features & Feature.ENDINGS)),
+            "counts": tables.counts() if features & Feature.PROCESSORS else None,
+            "status": RequestStatus(state.finish_reasons, state.stop_indices, state.thinking_state),
             "num_committed_tokens": arrays.num_committed.device,
         }
 
