@@ -168,7 +168,7 @@ SPECOPS_HOST_DEVICE Fault fault_of(const VerifyParams& params,
   return fault_of_rates(params, batch_idx, int64_t{values.end} - values.begin - 1);
 }
 
-// Returns whether an entry of draft_prob_token_ids is valid.
+// Returns whether an entry of draft_probs.token_ids is valid.
 SPECOPS_HOST_DEVICE bool is_listed_token(int32_t token_id, int64_t vocab_size) {
   return token_id >= -1 && token_id < vocab_size;
 }
