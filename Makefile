@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Two commands on a fresh machine: `make serve` and `make test`. Every target sets up what it needs
 # in .venv; a second run starts in seconds. TORCH=cpu installs PyTorch's CPU build in place of PyPI's,
-# which has CUDA. PIP_ARGS reaches every pip call.
+# which has CUDA. PIP_ARGS reaches every pip call. tools/tools.mk has further targets for developers.
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -17,8 +17,7 @@ BUDGET ?=
 PREBUILT ?=
 OUT ?=
 ARCHS ?=
-SOAK_SECONDS ?= 1800
-CAMPAIGN_MINUTES ?= 30
+COMPILE_ONLY ?=
 # Test processes side by side: one more than there are cores, for tests that wait, as far as memory
 # goes.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 1); test $$n -gt 5 && echo 6 || echo $$((n + 1)))
@@ -38,13 +37,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) -c constraints.txt
 SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type f)
 
-.PHONY: setup serve gemma simt simt-race simt-asan simt-smoke test-race test-asan test-arm test-sanitize
-.PHONY: test-smoke gates test test-ci test-build
-.PHONY: prove campaign soak attacks test-vllm vllm-campaign bench bench-methods
-.PHONY: bench-mtp-mistakes bench-head-mistakes
-.PHONY: test-lm-eval test-clients test-dynamo bench-vllm bench-replay bench-replay-whole bench-step-costs bench-peers
-.PHONY: bench-accuracy bench-gemma bench-gemma-greedy bench-gemma-seeded bench-start
-.PHONY: gpu-check screenshots docs pyz wheel sdist wheel-old wheel-arm test-bare lint format clean
+.PHONY: setup simt serve gemma test test-ci prove bench lint format docs wheel gates gpu-check clean
 
 # The package with the kernels of ISAS.
 setup: $(VENV)/built
@@ -130,28 +123,9 @@ $(VENV)/simt: $(VENV)/build-deps $(VENV)/cuda-$(SPECOPS_CUDA) $(ISAS_STAMP) $(SO
 	SPECOPS_ISAS="$(ISAS)" SPECOPS_TARGETS="$(SIMT_TARGETS)" $(BUILD)
 	touch $@
 
-# The same with every access to memory checked for races, and under AddressSanitizer: test-smoke
-# runs the first case of every op test in one and the last in the other, test-race and test-asan all.
-# simt-smoke builds both at once, so that the compiler is never idle.
-simt-race: VARIANTS := _simt_race
-simt-asan: VARIANTS := _simt_asan
-simt-smoke: VARIANTS := _simt_race _simt_asan
-simt-race simt-asan simt-smoke: $(VENV)/simt
-	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cmake-* --target $(VARIANTS)
-
 # By test, so that the workers end together; the tests of one file lie close for what they share.
 SIDE_BY_SIDE := -n $(WORKERS) --dist worksteal
 PYTEST := $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m
-RACE := SPECOPS_SIMT_BUILD=race $(PYTEST) "not slow"
-ASAN := SPECOPS_SIMT_BUILD=asan \
-  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
-  ASAN_OPTIONS=detect_leaks=0:halt_on_error=0 $(PYTEST) "not slow"
-
-test-race: simt-race $(VENV)/test-deps
-	$(RACE) -k simt
-
-test-asan: simt-asan $(VENV)/test-deps
-	$(ASAN) -k simt
 
 # nvcc from its wheels, where there is none: in a folder of its own, since torch pins some of them.
 $(VENV)/nvcc: $(VENV)/serve-deps constraints.txt
@@ -169,8 +143,9 @@ $(VENV)/nvdisasm: $(VENV)/serve-deps constraints.txt | $(VENV)/nvcc
 
 # Every kernel for two architectures: no spills, no stack frames, within its budget, as are its hot
 # loops; and what can be launched where. ARCHS=all, or a list: other architectures, in minutes each.
+# COMPILE_ONLY=yes: only check that they compile, in a minute.
 gates: $(VENV)/nvcc $(VENV)/nvdisasm
-	$(BIN)/python -m tools.gates $(if $(ARCHS),--archs "$(ARCHS)")
+	$(BIN)/python -m tools.gates $(if $(ARCHS),--archs "$(ARCHS)") $(if $(COMPILE_ONLY),--compile-only)
 
 # The wheels come in while the compiler works.
 serve:
@@ -187,24 +162,14 @@ gemma:
 	model=$$($(BIN)/python -m tools.gemma $(if $(filter yes,$(ACCEPT_GEMMA_TERMS)),--accept-terms)) && \
 	  $(MAKE) --no-print-directory serve MODEL="$$model"
 
-# Every promise once, on the cases most likely to break. The wheels come in while the compiler works.
-test: test-build
-	$(PYTEST) "not slow and not ci"
-
-# What CI adds: the tools, the page, and what takes long for what it finds.
-test-ci: test-build
-	$(PYTEST) "ci and not slow"
-
-test-build:
+# test: every promise once, on the cases most likely to break. test-ci: what CI adds, the tools, the
+# page, and what takes long for what it finds. The wheels come in while the compiler works.
+test: MARKS := not slow and not ci
+test-ci: MARKS := ci and not slow
+test test-ci:
 	$(MAKE) --no-print-directory -j2 $(VENV)/simt $(VENV)/test-deps
 	$(MAKE) --no-print-directory setup
-
-# The files that have op tests: reading the others takes longer than running these.
-OP_TESTS = $(shell grep -l 'device: str' tests/test_*.py)
-
-test-smoke: simt-smoke $(VENV)/test-deps
-	$(RACE) --smoke simt:first $(OP_TESTS)
-	$(ASAN) --smoke simt:last $(OP_TESTS)
+	$(PYTEST) "$(MARKS)"
 
 # Longer proofs, run before a release; CI does not. Every call in the interpreter runs under every
 # schedule here, so the tests of `make test` that have one run again.
@@ -212,122 +177,16 @@ prove: setup simt $(VENV)/test-deps
 	$(BIN)/python -m pytest -m slow $(SIDE_BY_SIDE) --ignore tests/test_mutations.py
 	$(BIN)/python -m pytest -m slow tests/test_mutations.py
 	SPECOPS_SIMT_SCHEDULES=all $(PYTEST) "not slow" -k simt
+	$(MAKE) --no-print-directory gates
 	$(ARM) --if-possible
 
 # 64-bit ARM on a machine of another kind, cross-compiled and under qemu: the bitwise tests of NEON's
 # kernels, and the engine. Says what to install, or takes about ten minutes.
 ARM := PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m tools.emulate_arm --workers $(WORKERS)
-test-arm: $(VENV)/test-deps
-	$(ARM)
 
-# vLLM in an environment of its own: minutes and gigabytes. It sees the package where it stands; the
-# metadata beside it is how vLLM finds the plug-in. The three wheels that leave again are CUDA builds.
-VLLM := .venv-vllm
-VLLM_RUN := LD_PRELOAD="$(abspath $(VLLM))/lib/libiomp5.so" $(VLLM)/bin/python
-
-$(VLLM)/ready: tests/with_vllm/requirements.txt pyproject.toml $(VENV)/built
-	test -x $(VLLM)/bin/python || $(BIN)/python -m venv $(VLLM)
-	$(VLLM)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
-	  -r tests/with_vllm/requirements.txt
-	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	echo "$(abspath python)" > "$$($(VLLM)/bin/python -c 'import site; print(site.getsitepackages()[0])')/specops.pth"
-	$(BIN)/python setup.py --quiet egg_info
-	touch $@
-
-# The plug-in inside vLLM: its hooks, rows and engines; and 1,000 random prompts, which takes long.
-test-vllm: setup $(VLLM)/ready
-	$(VLLM_RUN) -m pytest tests/with_vllm
-
-vllm-campaign: setup $(VLLM)/ready
-	$(VLLM_RUN) tests/with_vllm/campaign.py --kernels specops vllm
-
-# lm-eval in an environment of its own, which sees that of the tests and adds what lm-eval needs.
-LM_EVAL := .venv-lm-eval
-
-$(LM_EVAL)/ready: constraints.txt $(VENV)/test-deps
-	test -x $(LM_EVAL)/bin/python || $(BIN)/python -m venv $(LM_EVAL)
-	site='import site; print(site.getsitepackages()[0])'; \
-	  { $(BIN)/python -c "$$site"; echo "$(abspath python)"; } \
-	  > "$$($(LM_EVAL)/bin/python -c "$$site")/specops.pth"
-	$(LM_EVAL)/bin/pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) \
-	  -c constraints.txt "lm-eval[api]" accelerate datasets
-	touch $@
-
-# lm-eval's command line against the server and against transformers, in fp32: minutes.
-test-lm-eval: setup $(LM_EVAL)/ready
-	$(LM_EVAL)/bin/python -m pytest -s tests/with_lm_eval
-
-# Libraries over the official clients, in an environment of their own. instructor asks for an older
-# openai than the others, and runs with theirs.
-CLIENTS := .venv-clients
-
-$(CLIENTS)/ready: constraints.txt $(VENV)/test-deps
-	test -x $(CLIENTS)/bin/python || $(BIN)/python -m venv $(CLIENTS)
-	site='import site; print(site.getsitepackages()[0])'; \
-	  { $(BIN)/python -c "$$site"; echo "$(abspath python)"; } \
-	  > "$$($(CLIENTS)/bin/python -c "$$site")/specops.pth"
-	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) \
-	  -c constraints.txt langchain-openai==1.7.4 langchain-anthropic==1.7.10 litellm==1.110.2
-	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) \
-	  --no-deps instructor==1.17.0
-	touch $@
-
-# LangChain, LiteLLM and instructor against the server; `make test` has pydantic-ai.
-test-clients: setup $(CLIENTS)/ready
-	$(CLIENTS)/bin/python -m pytest tests/with_clients
-
-# Dynamo in an environment of its own, which sees that of the tests and has another pydantic.
-DYNAMO := .venv-dynamo
-
-$(DYNAMO)/ready: pyproject.toml $(VENV)/test-deps
-	test -x $(DYNAMO)/bin/python || $(BIN)/python -m venv $(DYNAMO)
-	site='import site; print(site.getsitepackages()[0])'; \
-	  { $(BIN)/python -c "$$site"; echo "$(abspath python)"; } \
-	  > "$$($(DYNAMO)/bin/python -c "$$site")/specops.pth"
-	$(DYNAMO)/bin/pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) \
-	  ai-dynamo==1.4.2
-	touch $@
-
-# Engines behind Dynamo's frontend, with neither etcd nor NATS.
-test-dynamo: setup $(DYNAMO)/ready
-	$(DYNAMO)/bin/python -m pytest tests/with_dynamo
-
-# The suffix tree without Python, fuzzed and over threads: under AddressSanitizer with UBSan, and
-# under ThreadSanitizer. Minutes; FUZZ_SECONDS makes it longer.
-test-sanitize: $(VENV)/test-deps
-	$(BIN)/python -m pytest -m sanitize tests/test_suffix_programs.py tests/test_threads.py
-
-# A full suffix cache under churn: flat memory, no long call, nothing broken.
-soak: setup
-	$(BIN)/python tests/suffix_soak.py --seconds $(SOAK_SECONDS)
-
-# Engines at random, with every method, against plain decoding.
-campaign: setup
-	PYTHONPATH=. $(BIN)/python tests/engine_campaign.py --minutes $(CAMPAIGN_MINUTES)
-
-# A normal client's latency while others attack the server, and what its memory does: ten minutes.
-attacks: setup
-	$(BIN)/python tests/server_attacks.py
-
+# ONLY=FAMILY runs one of the families that `python -m bench --help` lists.
 bench: setup
 	$(BIN)/python -m bench $(if $(ONLY),--only $(ONLY))
-
-# Drafts from earlier answers; every method at every batch size; what mistakes of an MTP drafter and
-# of heads cost; vLLM with specops and without, where `make test-vllm` has installed it; real texts
-# through n-gram and suffix decoding, priced as steps of a realistic model and run with it; what its
-# steps take; what quantized weights cost; Gemma beside llama.cpp (`make gemma` first); how long a
-# start takes. Minutes each.
-ON_REQUEST = $(BIN)/python -m bench --only $(subst -,_,$(@:bench-%=%))
-bench-answers bench-replay bench-methods bench-vllm bench-replay-whole bench-step-costs: setup
-	$(ON_REQUEST)
-bench-mtp-mistakes bench-head-mistakes: setup
-	$(ON_REQUEST)
-bench-accuracy bench-gemma bench-gemma-greedy bench-gemma-seeded bench-start: setup
-	$(ON_REQUEST)
-
-# The peers' own environment; `make bench` compares with whatever of it is there.
-bench-peers:
-	$(BIN)/python -m bench.peers.setup $(if $(PIP_ARGS),--pip-args "$(PIP_ARGS)")
 
 # On a machine with an NVIDIA GPU, torch and nvcc: $(PYTHON) as it is, no network, no git (COMMIT).
 # PART=facts,numerics cuts it (bench with ONLY=family), BUDGET bounds it in seconds, PREBUILT brings
@@ -337,10 +196,6 @@ gpu-check:
 	  $(if $(BUDGET),--budget $(BUDGET)) $(if $(OUT),--out "$(OUT)") \
 	  $(if $(PREBUILT),--prebuilt "$(PREBUILT)")
 
-# The pictures of the page in docs/, of the bundled model; needs Chromium.
-screenshots: setup $(VENV)/test-deps
-	$(BIN)/python -m tools.screenshots
-
 # The documents as a site in build/site: every link and every anchor in them leads somewhere. Reads
 # the docstrings of the ops, and imports nothing.
 docs: $(VENV)/lint-deps
@@ -348,9 +203,7 @@ docs: $(VENV)/lint-deps
 
 # The commands that need no engine as one file, for any machine with Python and nothing else:
 # `python3 build/specops.pyz verify-exactness --url URL`.
-pyz: build/specops.pyz
-
-build/specops.pyz: $(shell find python/specops/cli -name '*.py') python/specops/prompts.py
+build/specops.pyz: $(shell find python/specops/cli -name '*.py')
 	rm -rf build/pyz
 	mkdir -p build/pyz
 	cp python/specops/__main__.py build/pyz
@@ -368,46 +221,6 @@ wheel: setup
 	SPECOPS_ISAS=all SPECOPS_CUDA=OFF SPECOPS_CMAKE_ARGS=-DSPECOPS_WERROR=ON PATH="$(abspath $(BIN)):$$PATH" \
 	  $(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/linked .
 	$(REPAIR) build/linked/*.whl
-
-# The source distribution in build/sdist, and beside it the wheel that it makes away from this tree,
-# with build tools of its own.
-sdist: $(VENV)/build-deps
-	rm -rf build/sdist
-	$(BIN)/python -c "from setuptools.build_meta import build_sdist; build_sdist('build/sdist')" > /dev/null
-	SPECOPS_ISAS=all SPECOPS_CUDA=OFF MAKEFLAGS= $(BIN)/pip wheel --quiet --no-deps --wheel-dir build/sdist \
-	  $(PIP_ARGS) build/sdist/*.tar.gz
-
-# The wheel of the source distribution, for any x86-64 Linux with this Python and a C library from 2.31
-# on: this machine's compiler, with headers and libraries of Debian 11, which debootstrap fetches as
-# root. Their links point at that Debian's root, and are led to where it stands. The compiler's own
-# libgcc is linked: an older one does not know the features of newer CPUs, and only portable would run.
-OLD := $(abspath build/debian-11)
-OLD_LIBS := $(OLD)/usr/lib/x86_64-linux-gnu
-OLD_INCLUDES := $(OLD)/usr/include/c++/10 $(OLD)/usr/include/x86_64-linux-gnu/c++/10
-
-$(OLD)/ready:
-	rm -rf $(OLD)
-	debootstrap --variant=minbase --include=libc6-dev,libstdc++-10-dev bullseye $(OLD)
-	find $(OLD)/usr/lib64 $(OLD_LIBS) -type l -lname '/lib*' | while read -r link; do \
-	  ln -sfn "$(OLD)$$(readlink "$$link")" "$$link"; done
-	ln -s libstdc++.so.6 $(OLD_LIBS)/libstdc++.so
-	touch $@
-
-wheel-old: $(OLD)/ready
-	CXXFLAGS="--sysroot=$(OLD) -nostdinc++ $(OLD_INCLUDES:%=-isystem %)" \
-	  LDFLAGS="--sysroot=$(OLD) -B$(OLD_LIBS) -L$(OLD_LIBS)" \
-	  $(MAKE) --no-print-directory sdist
-	$(REPAIR) build/sdist/*.whl
-
-# A wheel for 64-bit ARM, cross-compiled from the source distribution; it completes a text under qemu.
-wheel-arm: $(VENV)/build-deps
-	$(ARM) --wheel
-
-# The wheel of `make wheel`, and that of the source distribution, on a Debian with Python alone, made
-# by debootstrap: root is needed.
-test-bare: wheel sdist
-	$(BIN)/python -m tools.bare_debian
-	$(BIN)/python -m tools.bare_debian --wheel build/sdist/*.whl
 
 lint: docs
 	$(BIN)/ruff check .

@@ -16,6 +16,7 @@ import time
 import traceback
 from datetime import datetime, timezone
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from bench.common import Figure
     from bench.cuda import CudaBench
 
-# Each family and its module.
+# Each family and its module: bench/bench_<module>.py, or a full name.
 FAMILIES = {
     "machine": "machine",
     "binding": "binding",
@@ -50,8 +51,8 @@ FAMILIES = {
     "gemma_seeded": "gemma",
     "serving": "serving",
     "lossless": "lossless",
-    "mtp_mistakes": "mtp_mistakes",
-    "head_mistakes": "head_mistakes",
+    "mtp_mistakes": "tools.benches.bench_mtp_mistakes",
+    "head_mistakes": "tools.benches.bench_head_mistakes",
     "ngram": "engine",
     "suffix": "engine",
     "replay": "replay",
@@ -63,7 +64,7 @@ FAMILIES = {
     "bundled": "engine",
     "qwen06": "engine",
     "qwen06_quantized": "quantized",
-    "vllm": "vllm",
+    "vllm": "tools.benches.bench_vllm",
 }
 # The most informative first (tools/gpu_check/steps.py runs them separately).
 CUDA_FAMILIES = {
@@ -89,7 +90,7 @@ GROUPS = {
     "engine": ("server", "lossless", "ngram", "suffix", "bundled", "qwen06"),
     "mtp": ("methods", "acceptance"),
 }
-# These take minutes each, so they run separately: `make bench-methods`, `make bench-replay`, ...
+# These take minutes each and run only by name: `make bench ONLY=methods`.
 ON_REQUEST = (
     "accuracy",
     "answers",
@@ -106,6 +107,11 @@ ON_REQUEST = (
     "vllm",
 )
 BUDGET_MINUTES = 20
+
+
+def module_of(name: str) -> ModuleType:
+    """Import the module of a family."""
+    return importlib.import_module(name if "." in name else f"bench.bench_{name}")
 
 
 def main() -> int:
@@ -147,7 +153,7 @@ def main() -> int:
     print(common.HEADER, flush=True)
     failed, everything, started = [], [], time.monotonic()
     for family in chosen:
-        run = importlib.import_module(f"bench.bench_{FAMILIES[family]}")
+        run = module_of(FAMILIES[family])
         bench, begun = common.Bench(arguments.threads), time.monotonic()
         try:
             getattr(run, f"run_{family}")(bench)
@@ -186,7 +192,7 @@ def main_cuda(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     print(common.HEADER, flush=True)
     failed, everything, started = [], [], time.monotonic()
     for family in chosen:
-        run = importlib.import_module(f"bench.bench_{CUDA_FAMILIES[family]}")
+        run = module_of(CUDA_FAMILIES[family])
         keep = _keeper(family, path) if arguments.device == "cuda" or arguments.results else None
         bench = cuda.CudaBench("cuda" if arguments.device == "cuda" else "cpu", keep)
         try:

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 from specops import dense
+from specops.api.tokenizer import Tokenizer
 from specops.checkpoints.gguf_directory import gguf_directory
 from specops.dense import PackedWeight
 from specops.engine.models.families import read_model_config
 from specops.engine.models.loader import build
 from specops.engine.models.weights import Checkpoint, WeightSettings
 from specops.quantization import QuantizedWeight, dequantize_weight, quantize_weight
-from specops.tokenizer import Tokenizer
 from torch import Tensor
 
 from bench.checkpoints import BUNDLED

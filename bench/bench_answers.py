@@ -54,10 +54,12 @@ def _add(
                 device="cpu",
                 max_num_seqs=64,
                 num_threads=bench.num_threads,
-                speculative_config=SpeculativeConfig(
-                    method="suffix",
-                    num_speculative_tokens=DRAFTS,
-                    suffix_decoding_earlier_answers=answers,
+                speculative_config=SpeculativeConfig.from_dict(
+                    {
+                        "method": "suffix",
+                        "num_speculative_tokens": DRAFTS,
+                        "suffix_decoding_earlier_answers": answers,
+                    }
                 ),
             )
         )

@@ -14,10 +14,10 @@ from unittest import mock
 
 import torch
 from specops import attention, reference
+from specops.api.config import BUNDLED_MODEL
+from specops.api.tokenizer import Tokenizer
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.config import BUNDLED_MODEL
 from specops.engine.models import Transformer, load_model
-from specops.tokenizer import Tokenizer
 from torch import Tensor
 
 from bench.common import BENCH, Bench, Figure
@@ -149,7 +149,7 @@ def _add_acceptance(
     bench: Bench, texts: list[list[int]], name: str, speculative: dict[str, Any]
 ) -> None:
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True, seed=0)
-    config = SpeculativeConfig(**speculative, adaptive_verification=False)
+    config = SpeculativeConfig.from_dict({**speculative, "adaptive_verification": False})
     for kind, option in KINDS.items():
         engine = Engine(
             EngineConfig(

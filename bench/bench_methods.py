@@ -20,10 +20,10 @@ from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConf
 from tokenizers import Tokenizer
 
 from bench.bench_engine import prompt_token_ids
-from bench.bench_head_mistakes import trained_head
 from bench.checkpoints import BUNDLED, bundled, mixture
 from bench.common import Bench, Figure
 from bench.engine_runs import Decoding, decode_together
+from tools.benches.bench_head_mistakes import trained_head
 from tools.train import corpus
 from tools.train.train import Ids, encode
 
@@ -34,16 +34,14 @@ METHODS: dict[str, dict[str, object]] = {
     "mtp3": {"method": "mtp", "num_speculative_tokens": 3},
     "mtp5": {"method": "mtp", "num_speculative_tokens": 5},
     "mtp_ngram": {
-        "method": "mtp",
+        "method": "mtp+ngram",
         "num_speculative_tokens": 5,
         "num_model_steps": 3,
-        "mtp_strategy": "with_ngram",
     },
     "mtp_suffix": {
-        "method": "mtp",
+        "method": "mtp+suffix",
         "num_speculative_tokens": 8,
         "num_model_steps": 3,
-        "mtp_strategy": "with_suffix",
     },
 }
 CASES: dict[str, dict[str, object]] = {

@@ -27,9 +27,9 @@ from unittest import mock
 import specops
 import torch
 from specops import sampling
+from specops.api.tokenizer import Tokenizer
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.plan import Plan
-from specops.tokenizer import Tokenizer
 
 from bench import checkpoints
 from bench.common import Bench, Figure, cpu_results

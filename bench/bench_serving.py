@@ -125,7 +125,7 @@ def _offline_seconds() -> Callable[[], float]:
     """Return a function that generates the same tokens without a server and returns CPU seconds."""
     from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
 
-    naive = SpeculativeConfig(**NAIVE)
+    naive = SpeculativeConfig.from_dict(NAIVE)
     engine = Engine(
         EngineConfig(device="cpu", num_threads=1, max_num_seqs=STREAMS, speculative_config=naive)
     )

@@ -15,10 +15,10 @@ from typing import Any, cast
 from unittest import mock
 
 import numpy as np
+from specops.api.tokenizer import Tokenizer
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig, StructuredOutput
 from specops.engine.drafters.forced import ForcedDrafter
 from specops.engine.structured import GrammarCompiler, GrammarState, MaskFiller, MaskRows
-from specops.tokenizer import Tokenizer
 
 from bench.common import Bench, Figure
 
@@ -183,7 +183,7 @@ def _engine(bench: Bench, method: str, k: int) -> Engine:
             device="cpu",
             max_num_seqs=BATCH,
             num_threads=bench.num_threads,
-            speculative_config=SpeculativeConfig(method=method, **cast(Any, drafts)),
+            speculative_config=SpeculativeConfig.from_dict({"method": method, **cast(Any, drafts)}),
         )
     )
 

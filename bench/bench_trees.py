@@ -157,13 +157,15 @@ def _add_run(bench: Bench, method: str, k: int, text: str, temperature: float) -
                 device="cpu",
                 max_num_seqs=8,
                 num_threads=bench.num_threads,
-                speculative_config=SpeculativeConfig(
-                    method=method,
-                    num_speculative_tokens=k,
-                    num_model_steps=MODEL_STEPS.get(method),
-                    tree=tree,
-                    suffix_decoding_max_spec_factor=4.0,
-                    suffix_decoding_min_token_prob=0.02,
+                speculative_config=SpeculativeConfig.from_dict(
+                    {
+                        "method": method,
+                        "num_speculative_tokens": k,
+                        "num_model_steps": MODEL_STEPS.get(method),
+                        "tree": tree,
+                        "suffix_decoding_max_spec_factor": 4.0,
+                        "suffix_decoding_min_token_prob": 0.02,
+                    }
                 ),
             )
         )

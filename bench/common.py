@@ -25,8 +25,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-import specops
-
 from tools.cuda_toolkit import gpu_names
 
 BENCH = Path(__file__).resolve().parent
@@ -233,7 +231,7 @@ class Peer:
     def __init__(self, name: str, num_threads: int, own: bool = False) -> None:
         self.name, self.own = name, own
         if not own and not PEER_PYTHON.exists():
-            raise PeerError("bench/.venv is missing; `make bench-peers` makes it")
+            raise PeerError("bench/.venv is missing; `make -C tools bench-peers` makes it")
         WORK.mkdir(exist_ok=True)
         self._log = (WORK / f"{name}.log").open("w")
         path = os.pathsep.join(sys.path) if own else ""
@@ -351,8 +349,10 @@ def format_row(figure: Figure) -> str:
 
 def machine() -> dict[str, Any]:
     """Return the kind of machine, not the instance."""
+    from specops import runtime  # tools.gpu_check starts before specops is built
+
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cpu = specops.runtime.get_cpu_name()
+    cpu = runtime.get_cpu_name()
     return {"cpu": cpu, "cores": os.cpu_count(), "memory_gib": round(memory / 2**30)}
 
 

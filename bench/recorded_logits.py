@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 from specops import batching
+from specops.api.tokenizer import Tokenizer
 from specops.batching import OutputMode
 from specops.engine.models import StepBatch, Transformer, load_model
-from specops.tokenizer import Tokenizer
 from torch import Tensor
 
 from bench.common import BENCH, ROOT

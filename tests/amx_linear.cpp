@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// linear's tile kernels over the model of their instructions, as a library that test_linear_amx.py
-// calls.
+// The tile kernels of linear over a model of their instructions, as a library for
+// test_linear_amx.py.
 #include <cstdlib>
 
 #include "common/parallel.h"
@@ -8,12 +8,12 @@
 #include "gemm/gemm_range.h"
 
 namespace specops::avx512_bf16 {
-void linear_cpu(const LinearParams&) { std::abort(); }  // others have no tiles
+void linear_cpu(const LinearParams&) { std::abort(); }  // other instruction sets have no tiles
 uint64_t next_product() {
   static uint64_t products = 0;
   return ++products;
 }
-void gemm_range(const GemmParams&, const GemmRange&) { std::abort(); }  // nor have few rows
+void gemm_range(const GemmParams&, const GemmRange&) { std::abort(); }  // nor do few rows use tiles
 }  // namespace specops::avx512_bf16
 
 extern "C" void set_threads(int count) { specops::set_num_threads(count); }

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the tile instructions do, from Intel's description of them (SDM volume 2: LDTILECFG, TILELOADD,
-// TDPBF16PS, TDPBSSD, TDPBUSD): each product of tiles of bf16 takes two chains of fused multiply-adds
-// per output, of even and of odd elements, rounds to nearest even, takes denormals for zero and flushes
-// them; products of 8 bits are added modulo 2^32. All fault where the CPU would. Payloads of NaNs are not modelled, nor results that only rounding makes normal.
+// Model of the tile instructions, after Intel's description (SDM volume 2: LDTILECFG, TILELOADD,
+// TDPBF16PS, TDPBSSD, TDPBUSD). A product of bf16 tiles takes two chains of fused multiply-adds per
+// output, of even and of odd elements. It rounds to nearest even, takes denormal inputs for zero
+// and flushes denormal results. Products of 8-bit integers are added modulo 2^32. The model faults
+// where the CPU would. It covers neither payloads of NaNs nor results that only rounding makes
+// normal.
 #pragma once
 
 #include <cmath>

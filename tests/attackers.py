@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attacks of `make attacks`: what a misbehaving client sends to the server.
+"""The attacks of `make -C tools attacks`: what a misbehaving client sends to the server.
 
 Attackers use a separate address, so the server can tell them from its other clients.
 """
@@ -59,7 +59,7 @@ class Target:
 
 
 def request(body: bytes, *, length: int | None = None, headers: str = "") -> bytes:
-    """Return a POST of completions.
+    """Return a POST request for a completion.
 
     Args:
         body: the part of the body that is sent.
@@ -92,7 +92,7 @@ async def status_of(reader: asyncio.StreamReader) -> str:
     return "closed"
 
 
-async def answered(target: Target, body: dict[str, Any], headers: str = "") -> None:
+async def send_and_read(target: Target, body: dict[str, Any], headers: str = "") -> None:
     """Send a request and read the answer to its end."""
     async with connected(target.port) as (reader, writer):
         writer.write(request(json.dumps(body).encode(), headers=headers))
@@ -101,7 +101,7 @@ async def answered(target: Target, body: dict[str, Any], headers: str = "") -> N
             await reader.read()
 
 
-async def refused(target: Target, head: bytes) -> None:
+async def send_incomplete(target: Target, head: bytes) -> None:
     """Send an incomplete request, and record the server's reaction."""
     async with connected(target.port) as (reader, writer):
         with contextlib.suppress(OSError):
@@ -118,21 +118,21 @@ async def bad_words(target: Target) -> None:
     """Send bodies full of forbidden words."""
     body = {"prompt": "a", "bad_words": [f"w{i}" for i in range(target.sizes.words)]}
     while target.goes_on:
-        await answered(target, body)
+        await send_and_read(target, body)
 
 
 async def long_ids(target: Target) -> None:
     """Send prompts of far more token ids than fit."""
     body = {"prompt": [i % 1000 for i in range(target.sizes.ids)]}
     while target.goes_on:
-        await answered(target, body)
+        await send_and_read(target, body)
 
 
 async def many_choices(target: Target) -> None:
     """Send calls with the maximum number of choices."""
     n, tokens = target.sizes.choices, target.sizes.tokens
     while target.goes_on:
-        await answered(target, {"prompt": "def f(", "n": n, "max_tokens": tokens})
+        await send_and_read(target, {"prompt": "def f(", "n": n, "max_tokens": tokens})
 
 
 async def trickling(target: Target) -> None:
@@ -188,13 +188,15 @@ async def announced_bodies(target: Target) -> None:
     for number in itertools.count():
         if not target.goes_on:
             return
-        await refused(target, request(b"", length=target.sizes.body, headers=expecting[number % 2]))
+        await send_incomplete(
+            target, request(b"", length=target.sizes.body, headers=expecting[number % 2])
+        )
 
 
 async def big_heads(target: Target) -> None:
     """Send headers beyond the limit, in one piece."""
     while target.goes_on:
-        await refused(target, request(b"", headers=f"X-Long: {'a' * 70_000}\r\n"))
+        await send_incomplete(target, request(b"", headers=f"X-Long: {'a' * 70_000}\r\n"))
 
 
 async def half_open(target: Target) -> None:
@@ -228,7 +230,7 @@ async def fresh_prompts(target: Target) -> None:
 
     async def one() -> None:
         prompt = [draw.randrange(1, 1000) for _ in range(target.sizes.prompt)]
-        await answered(target, {"prompt": prompt, "max_tokens": 1})
+        await send_and_read(target, {"prompt": prompt, "max_tokens": 1})
 
     await target.at_once(one, target.sizes.clients)
 
@@ -239,7 +241,7 @@ async def prompt_logprobs(target: Target) -> None:
 
     async def one() -> None:
         prompt = [draw.randrange(1, 1000) for _ in range(target.sizes.prompt)]
-        await answered(target, {"prompt": prompt, "max_tokens": 1, "prompt_logprobs": 100})
+        await send_and_read(target, {"prompt": prompt, "max_tokens": 1, "prompt_logprobs": 100})
 
     await target.at_once(one, target.sizes.clients)
 
@@ -250,7 +252,7 @@ async def one_prompt_after_another(target: Target) -> None:
 
 
 async def one_scored_prompt_after_another(target: Target) -> None:
-    """Do the same, with 100 alternatives for each token of the prompt."""
+    """Use one connection at a time, with a new prompt and 100 alternatives for each token."""
     await _one_after_another(target, {"prompt_logprobs": 100})
 
 
@@ -258,7 +260,7 @@ async def _one_after_another(target: Target, fields: dict[str, Any]) -> None:
     draw = random.Random(0)
     while target.goes_on:
         prompt = [draw.randrange(1, 1000) for _ in range(target.sizes.one_prompt)]
-        await answered(target, {"prompt": prompt, "max_tokens": 1, **fields})
+        await send_and_read(target, {"prompt": prompt, "max_tokens": 1, **fields})
 
 
 async def forwarded_for(target: Target) -> None:
@@ -268,7 +270,7 @@ async def forwarded_for(target: Target) -> None:
     async def one() -> None:
         address = ".".join(str(draw.randrange(256)) for _ in range(4))
         body = {"prompt": f"def f{address}(", "max_tokens": target.sizes.tokens}
-        await answered(target, body, f"X-Forwarded-For: {address}\r\n")
+        await send_and_read(target, body, f"X-Forwarded-For: {address}\r\n")
 
     await target.at_once(one, target.sizes.clients)
 
@@ -296,12 +298,12 @@ async def leaving_streams(target: Target) -> None:
 
 
 async def ambiguous_grammars(target: Target) -> None:
-    """Use one connection, whose texts have ever more parses."""
+    """Use one connection at a time, with grammars under which a text has ever more parses."""
     body = {"prompt": "x x", "max_tokens": target.sizes.tokens}
     while target.goes_on:
         for rule in ("a a | a a a", "a a", "a a a a"):
             form = {"grammar": f'start: a\na: "x" | {rule}'}
-            await answered(target, body | {"structured_outputs": form})
+            await send_and_read(target, body | {"structured_outputs": form})
 
 
 ATTACKS: dict[str, Callable[[Target], Awaitable[None]]] = {

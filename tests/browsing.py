@@ -52,12 +52,12 @@ def opened(
     other hosts.
 
     Args:
-        browser: to open it in.
-        served: its server.
+        browser: browser to open the page in.
+        served: server of the page.
         fragment: fragment of the address.
         script: run in every document before its own scripts.
         expects: texts of console messages that do not count as errors.
-        options: of the browser's context, such as viewport.
+        options: options of the browser's context, such as viewport.
     """
     context = browser.new_context(**{"viewport": {"width": 1180, "height": 900}, **options})
     context.set_default_timeout(_MILLISECONDS)
@@ -65,15 +65,15 @@ def opened(
     page = context.new_page()
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("console", lambda said: problems.extend([said.text] * (said.type == "error")))
+    page.on("console", lambda message: problems.extend([message.text] * (message.type == "error")))
     page.on(
         "request",
-        lambda asked: problems.extend([asked.url] * (not asked.url.startswith(served.url))),
+        lambda request: problems.extend([request.url] * (not request.url.startswith(served.url))),
     )
     page.goto(f"{served.url}/{fragment}")
     yield page
     context.close()
-    problems = [one for one in problems if not any(text in one for text in expects)]
+    problems = [problem for problem in problems if not any(text in problem for text in expects)]
     assert problems == []
 
 
@@ -84,7 +84,7 @@ def connected(page: Page) -> Page:
 
 
 def choose(page: Page, mode: str) -> None:
-    """Choose what to do: race, write, compare or chat."""
+    """Choose a mode of the page: race, write, compare or chat."""
     page.locator(f"input[name=mode][value={mode}]").check()
 
 

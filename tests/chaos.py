@@ -4,11 +4,11 @@
     python tests/chaos.py [--requests 200] [--only NAME ...] [--json FILE]
 
 Each attack sends requests, 64 at once, strikes when a quarter of them has been answered, and
-compares every answer with that of one plain process. An answer is *same* or *wrong*, an *error*
-(5xx: the client may try again), *refused* (4xx), or *lost*: nothing came within the limit. After
-each attack 20 more requests must be the same, all pages must be returned, and a server that ends
+compares every answer with that of one undisturbed process. An answer is *same* or *wrong*, an
+*error* (5xx: the client may try again), *refused* (4xx), or *lost*: no answer within the timeout.
+After each attack, 20 more requests must be the same, all pages must be free, and a server that ends
 must end with the expected status. The exit status is 1 if an answer was wrong or lost, if a later
-request was not the same, or if anything was left behind.
+request was not the same, or if the attack left processes or pages behind.
 """
 
 import argparse
@@ -60,14 +60,14 @@ class Row:
 
     @property
     def failed(self) -> bool:
-        """Whether the attack had a result that is never acceptable."""
+        """True if the attack had an unacceptable result."""
         bad = self.outcomes["wrong"] + self.outcomes["lost"]
         return bool(bad or self.left or set(self.afterwards) - {"same"})
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Requests, and the choices of one plain process."""
+class Workload:
+    """Requests and the choices that one undisturbed process returns."""
 
     bodies: list[dict[str, Any]]
     choices: list[Any]
@@ -90,7 +90,7 @@ def outcome_of(url: str, body: dict[str, Any], expected: Any) -> str:
 def run(
     row: Row,
     url: str,
-    asked: Asked,
+    workload: Workload,
     strike: Callable[[], Any] | None = None,
     *,
     at_once: int = AT_ONCE,
@@ -100,34 +100,34 @@ def run(
 
     def one(place: int) -> str:
         nonlocal answered
-        found = outcome_of(url, asked.bodies[place], asked.choices[place])
+        found = outcome_of(url, workload.bodies[place], workload.choices[place])
         with lock:
             answered += 1
-            is_due = strike is not None and answered == max(len(asked.bodies) // 4, 1)
+            is_due = strike is not None and answered == max(len(workload.bodies) // 4, 1)
         if is_due:
             assert strike is not None
             strike()
         return found
 
     with ThreadPoolExecutor(at_once) as pool:
-        row.outcomes.update(pool.map(one, range(len(asked.bodies))))
-    row.requests, row.seconds = len(asked.bodies), time.monotonic() - begun
+        row.outcomes.update(pool.map(one, range(len(workload.bodies))))
+    row.requests, row.seconds = len(workload.bodies), time.monotonic() - begun
     return row
 
 
 def check_afterwards(
-    row: Row, server: ServerProcess, asked: Asked, everyone: Sequence[ServerProcess]
+    row: Row, server: ServerProcess, workload: Workload, all_servers: Sequence[ServerProcess]
 ) -> None:
-    """Send twenty more requests, and check that all pages are returned."""
+    """Send twenty more requests, and check that the servers free all pages."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         with contextlib.suppress(httpx.HTTPError):
             if httpx.get(f"{server.url}/health", timeout=10).status_code == 200:
                 break
         time.sleep(0.2)
-    few = Asked(asked.bodies[:20], asked.choices[:20])
+    few = Workload(workload.bodies[:20], workload.choices[:20])
     row.afterwards = run(Row(""), server.url, few, at_once=8).outcomes
-    for one in everyone:
+    for one in all_servers:
         try:
             wait_until_idle(one)
         except (AssertionError, httpx.HTTPError) as error:
@@ -139,9 +139,9 @@ class Attacks:
 
     def __init__(self, model: Path, count: int) -> None:
         self.model = model
-        questions = bodies(count, seed=7)
+        requests = bodies(count, seed=7)
         with one_server(model) as one:
-            self.asked = Asked(questions, choices_of(one, questions))
+            self.workload = Workload(requests, choices_of(one, requests))
 
     # ---- one server ----
 
@@ -152,29 +152,29 @@ class Attacks:
 
     def calm(self) -> Row:
         with self.single() as server:
-            row = run(Row("one server, no attack"), server.url, self.asked)
-            check_afterwards(row, server, self.asked, [server])
+            row = run(Row("one server, no attack"), server.url, self.workload)
+            check_afterwards(row, server, self.workload, [server])
         return row
 
     def engine_killed(self) -> Row:
         with self.single() as server:
             kill = lambda: os.kill(server.engines[0], signal.SIGKILL)  # noqa: E731
-            row = run(Row("engine: kill -9"), server.url, self.asked, kill)
-            check_afterwards(row, server, self.asked, [server])
+            row = run(Row("engine: kill -9"), server.url, self.workload, kill)
+            check_afterwards(row, server, self.workload, [server])
         return row
 
     def engine_hangs(self) -> Row:
-        """Hang the engine for good; it must be replaced."""
+        """Stop the engine permanently; the server must replace it."""
         with self.single("--engine-timeout", "15") as server:
             stop = lambda: os.kill(server.engines[0], signal.SIGSTOP)  # noqa: E731
             row = run(
-                Row("engine: hangs for good (--engine-timeout 15)"), server.url, self.asked, stop
+                Row("engine: hangs for good (--engine-timeout 15)"), server.url, self.workload, stop
             )
-            check_afterwards(row, server, self.asked, [server])
+            check_afterwards(row, server, self.workload, [server])
         return row
 
     def engine_stopped(self) -> Row:
-        """Pause the engine for less than the limit; nothing may change."""
+        """Pause the engine for less than its timeout; no answer may change."""
         with self.single() as server:
 
             def pause() -> None:
@@ -183,8 +183,8 @@ class Attacks:
                 time.sleep(8)
                 os.kill(victim, signal.SIGCONT)
 
-            row = run(Row("engine: stopped for 8 s"), server.url, self.asked, pause)
-            check_afterwards(row, server, self.asked, [server])
+            row = run(Row("engine: stopped for 8 s"), server.url, self.workload, pause)
+            check_afterwards(row, server, self.workload, [server])
         return row
 
     def killed_too_often(self) -> Row:
@@ -253,13 +253,13 @@ class Attacks:
                 one.connect(("127.0.0.1", server.port))
                 one.sendall(head.encode() + data)
                 held.append(one)
-            few = Asked(self.asked.bodies[:40], self.asked.choices[:40])
+            few = Workload(self.workload.bodies[:40], self.workload.choices[:40])
             row = run(row, server.url, few, at_once=4)
             time.sleep(5)
             row.outcomes[f"server grew by {rss_megabytes(server.pid) - before:.0f} MB"] += 1
             for one in held:
                 one.close()
-            check_afterwards(row, server, self.asked, [server])
+            check_afterwards(row, server, self.workload, [server])
         return row
 
     def bodies_that_never_come(self) -> Row:
@@ -275,11 +275,11 @@ class Attacks:
                 with contextlib.suppress(OSError):
                     one.sendall(head.encode())
                 held.append(one)
-            few = Asked(self.asked.bodies[:48], self.asked.choices[:48])
+            few = Workload(self.workload.bodies[:48], self.workload.choices[:48])
             row = run(row, server.url, few, at_once=4)
             for one in held:
                 one.close()
-            check_afterwards(row, server, self.asked, [server])
+            check_afterwards(row, server, self.workload, [server])
         return row
 
     # ---- the queue ----
@@ -301,11 +301,11 @@ class Attacks:
 
     def _queue(self, name: str, strike: Callable[[Redis, list[ServerProcess]], Any]) -> Row:
         with self.queue() as (redis, nodes):
-            row = run(Row(name), nodes[2].url, self.asked, lambda: strike(redis, nodes))
+            row = run(Row(name), nodes[2].url, self.workload, lambda: strike(redis, nodes))
             for one in nodes:
                 with contextlib.suppress(AssertionError):
                     one.wait(60)
-            check_afterwards(row, nodes[2], self.asked, nodes)
+            check_afterwards(row, nodes[2], self.workload, nodes)
         return row
 
     def queue_min_tokens(self) -> Row:
@@ -325,20 +325,20 @@ class Attacks:
         return self._queue("queue: kill -9 decode", lambda _, nodes: restart(nodes[1]))
 
     def queue_decode_hangs(self) -> Row:
-        """Hang the engine of the decode node for good."""
+        """Stop the engine of the decode node permanently."""
         strike = lambda _, nodes: os.kill(nodes[1].engines[0], signal.SIGSTOP)  # noqa: E731
         with self.queue("--engine-timeout", "15") as (redis, nodes):
             row = Row("queue: engine of decode hangs (--engine-timeout 15)")
-            row = run(row, nodes[2].url, self.asked, lambda: strike(redis, nodes))
-            check_afterwards(row, nodes[2], self.asked, nodes)
+            row = run(row, nodes[2].url, self.workload, lambda: strike(redis, nodes))
+            check_afterwards(row, nodes[2], self.workload, nodes)
         return row
 
     def queue_redis_restarts(self) -> Row:
-        def again(redis: Redis, _: Any) -> None:
+        def restart_redis(redis: Redis, _: Any) -> None:
             redis.kill()
             redis.start()
 
-        return self._queue("queue: Redis restarts empty", again)
+        return self._queue("queue: Redis restarts empty", restart_redis)
 
     def queue_flushall(self) -> Row:
         return self._queue("queue: FLUSHALL", lambda redis, _: redis.client().flushall())
@@ -384,10 +384,10 @@ class Attacks:
             row.left.append("the exit status is not 2")
         return row
 
-    # ---- pages on the wire ----
+    # ---- page transfers ----
 
     def pages_corrupted(self) -> Row:
-        """Flip a bit, by a proxy, in what the prefill server sends."""
+        """Flip one bit, in a proxy, of the pages that the prefill server sends."""
         return self._pages("pages: one bit flips", flip=True)
 
     def pages_cut(self) -> Row:
@@ -403,21 +403,21 @@ class Attacks:
             with servers(prefill, decode) as (first, second):
                 row = Row(name)
                 outcomes: Counter[str] = Counter()
-                for body, expected in list(zip(self.asked.bodies, self.asked.choices, strict=True))[
-                    :60
-                ]:
+                for body, expected in list(
+                    zip(self.workload.bodies, self.workload.choices, strict=True)
+                )[:60]:
                     leasing = {**body, "max_tokens": 1}
                     leasing["kv_transfer_params"] = {"do_remote_decode": True}
-                    told = httpx.post(
+                    answer = httpx.post(
                         f"{first.url}/v1/completions", json=leasing, timeout=60
                     ).json()
-                    params = told["kv_transfer_params"] | {"remote_port": proxy.port}
+                    params = answer["kv_transfer_params"] | {"remote_port": proxy.port}
                     outcomes[
                         outcome_of(second.url, {**body, "kv_transfer_params": params}, expected)
                     ] += 1
                 row.outcomes, row.requests = outcomes, 60
                 # The prefix cache must not keep damaged pages.
-                few = Asked(self.asked.bodies[:60], self.asked.choices[:60])
+                few = Workload(self.workload.bodies[:60], self.workload.choices[:60])
                 row.outcomes += run(Row(""), second.url, few, at_once=8).outcomes
                 row.requests += 60
                 metrics = httpx.get(f"{second.url}/metrics", timeout=30).text
@@ -429,12 +429,12 @@ class Attacks:
                         {line.split("{")[0] + " " + line.rsplit(" ", 1)[1]: 1 for line in corrupt}
                     )
                 )
-                check_afterwards(row, second, self.asked, [first, second])
+                check_afterwards(row, second, self.workload, [first, second])
         return row
 
 
 class Proxy:
-    """A port that forwards bytes to another one, and damages those that come back."""
+    """A port that forwards bytes to another port and damages the bytes of the answers."""
 
     def __init__(self, to: int, *, flip: bool = False, cut: int | None = None) -> None:
         self._to, self._flip, self._cut = to, flip, cut

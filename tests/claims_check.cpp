@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Plays the threads of large machines by itself, one claim at a time in random turns, and holds what
-// claims.h says: no chunk twice, none lost, neighbours to a group, near ones first. No thread, no clock.
+// Simulates the threads of large machines, one claim at a time in random order, without threads or
+// a clock. Checks the rules of claims.h: no chunk is claimed twice or lost, neighbors belong to one
+// group, and near chunks come first.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -32,7 +33,7 @@ struct Game {
   Claims claims;
   std::vector<Player> players;
 
-  // Players sit on the nodes in turn, in proportion to their CPUs.
+  // Spreads players over the nodes in proportion to their CPUs.
   Game(int num_threads, const std::vector<int>& cpus_of_node)
       : claims(ThreadGroups::of(num_threads, cpus_of_node)) {
     for (const auto& group : claims.groups().groups) {
@@ -86,7 +87,7 @@ void groups_are_what_they_are_said_to_be() {
   }
 }
 
-// Whoever is slow, whatever the number of chunks.
+// Holds for threads of any speed and for any number of chunks.
 void every_chunk_once(uint32_t seed) {
   std::mt19937 random(seed);
   int num_threads = 1 + static_cast<int>(random() % 64);
@@ -112,7 +113,7 @@ void every_chunk_once(uint32_t seed) {
   }
 }
 
-// A caller that ends early waits for what others hold, and no longer.
+// A caller that ends early waits for the chunks that others hold, and no longer.
 void unfinished_while_a_chunk_is_held() {
   Game game(64, {32, 32});
   game.begin(64);
@@ -122,10 +123,10 @@ void unfinished_while_a_chunk_is_held() {
   require(fast.chunks.size() == 63, "one thread can do all the others' work");
   require(!game.claims.finished(), "not finished while a chunk is held");
   game.turn(slow);
-  require(game.claims.finished(), "finished when who held it asks for more");
+  require(game.claims.finished(), "finished when the holder asks for more");
 }
 
-// A thread that slept through a job and wakes in the next: all it can claim is the next one's.
+// A thread that slept through a job and wakes in the next one can claim chunks of that one only.
 void late_threads() {
   Game game(64, {32, 32});
   game.begin(10);
@@ -133,19 +134,19 @@ void late_threads() {
   for (Player& player : game.players) {
     while (&player != &game.players[5] && !player.is_done) game.turn(player);
   }
-  require(game.claims.finished(), "nobody waits for who has not begun");
+  require(game.claims.finished(), "no wait for threads that have not begun");
   game.begin(20);
   std::vector<int> claimed(20, 0);
   for (int64_t chunk; (chunk = game.claims.claim(late.way, [] {})) >= 0;) {
-    require(chunk < 20, "a chunk of the job that there is");
+    require(chunk < 20, "a chunk of the current job");
     ++claimed[static_cast<size_t>(chunk)];
   }
   require(std::all_of(claimed.begin(), claimed.end(), [](int n) { return n == 1; }), "all of it");
   require(game.claims.finished(), "and finishes them");
 }
 
-// Equal speed: a node's threads do the node's share, in every job the same, and a counter has no more
-// writers than its group has threads.
+// At equal speed, the threads of a node do the part of the node, the same in every job, and a
+// counter has no more writers than its group has threads.
 void locality() {
   Game game(64, {32, 32});
   const int64_t num_chunks = 64 * 8;
@@ -156,8 +157,8 @@ void locality() {
       for (Player& player : game.players) game.turn(player);
     }
     for (const Player& player : game.players) {
-      require(player.chunks.size() == 8, "equal shares");
-      require(player.way.visited == 0, "nobody writes another group's counter");
+      require(player.chunks.size() == 8, "equal numbers of chunks");
+      require(player.way.visited == 0, "no thread writes another group's counter");
       for (int64_t chunk : player.chunks) {
         int& node = node_of[static_cast<size_t>(chunk)];
         require(node == -1 || node == player.node, "the same node in every job");
@@ -167,8 +168,8 @@ void locality() {
     for (Player& player : game.players) game.turn(player);
     require(game.claims.finished(), "finished");
   }
-  require(std::is_sorted(node_of.begin(), node_of.end()), "neighbours to a node");
-  // One node's threads are stopped: the others do all, their own half first.
+  require(std::is_sorted(node_of.begin(), node_of.end()), "neighbors on one node");
+  // With the threads of one node stopped, the others do all chunks, their own half first.
   game.begin(num_chunks);
   for (int64_t turn = 0; turn <= num_chunks; ++turn) {
     Player& player = game.players[static_cast<size_t>(32 + turn % 32)];

@@ -61,9 +61,9 @@ def _verb(call: ast.Call) -> str:
     assert isinstance(call.func, ast.Attribute)
     if call.func.attr != "_get_api_list":
         return call.func.attr[1:].upper()
-    given = {one.arg: one.value for one in call.keywords}
-    verb = given.get("method")
-    return str(verb.value).upper() if isinstance(verb, ast.Constant) else "GET"
+    arguments_by_name = {one.arg: one.value for one in call.keywords}
+    method = arguments_by_name.get("method")
+    return str(method.value).upper() if isinstance(method, ast.Constant) else "GET"
 
 
 def _template(call: ast.Call) -> str:

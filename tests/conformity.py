@@ -27,8 +27,8 @@ from conformity_base import (
     clients,
     honoured,
     refused,
-    said,
     shown,
+    stable,
     text,
     transport_rows,
     without,
@@ -53,29 +53,29 @@ def streamed(chunks: Any) -> str:
 # ---- shared by both generation methods ----
 
 
-def _tokens(call: Callable[..., Any], method: str, **given: Any) -> list[str]:
-    """Return the tokens of an answer, each as text."""
+def _tokens(call: Callable[..., Any], method: str, **arguments: Any) -> list[str]:
+    """Return the text of each token of an answer."""
     if method == "completions.create":
-        return list(call(logprobs=0, **given).choices[0].logprobs.tokens)
-    return [one.token for one in call(logprobs=True, **given).choices[0].logprobs.content]
+        return list(call(logprobs=0, **arguments).choices[0].logprobs.tokens)
+    return [one.token for one in call(logprobs=True, **arguments).choices[0].logprobs.content]
 
 
-def _seeds_matter(call: Callable[..., Any], **given: Any) -> bool:
+def _seeds_matter(call: Callable[..., Any], **arguments: Any) -> bool:
     """Check that equal seeds give equal texts, and that some other seed differs."""
-    of_seeds = [text(call(**given, seed=seed)) for seed in (1, 1, 2, 3, 4)]
+    of_seeds = [text(call(**arguments, seed=seed)) for seed in (1, 1, 2, 3, 4)]
     return of_seeds[0] == of_seeds[1] and len(set(of_seeds)) > 1
 
 
 def _sampling_rows(method: str) -> list[Row]:
-    def row(parameter: str, given: Any, effect: str, check: Check) -> Row:
-        return honoured(method, parameter, shown(given), effect, check)
+    def row(parameter: str, value: Any, effect: str, check: Check) -> Row:
+        return honoured(method, parameter, shown(value), effect, check)
 
-    def repeats(call: Callable[..., Any], **given: Any) -> int:
+    def repeats(call: Callable[..., Any], **arguments: Any) -> int:
         """Return the count of the most frequent token."""
-        return max(Counter(_tokens(call, method, **given)).values())
+        return max(Counter(_tokens(call, method, **arguments)).values())
 
-    def kinds(call: Callable[..., Any], **given: Any) -> int:
-        return len(set(_tokens(call, method, **given)))
+    def kinds(call: Callable[..., Any], **arguments: Any) -> int:
+        return len(set(_tokens(call, method, **arguments)))
 
     return [
         row("frequency_penalty", 2.0, "tokens repeat less often",
@@ -101,8 +101,8 @@ def _sampling_rows(method: str) -> list[Row]:
         row("stop", [","], "the text ends before it",
             lambda call: text(call(stop=[","])) == text(call()).partition(",")[0] != text(call())),
         row("stop", ",", "a single text is a list of one",
-            lambda call: said(call(stop=",")) == said(call(stop=[","]))),
-        refused(method, "stop", ["a"] * 17, given="17 texts"),
+            lambda call: stable(call(stop=",")) == stable(call(stop=[","]))),
+        refused(method, "stop", ["a"] * 17, value_text="17 texts"),
         row("stream", True, "the answer arrives in chunks with the same text",
             lambda call: streamed(call(stream=True)) == text(call())),
         row("stream_options", {"include_usage": True}, "the last chunk has `usage`",
@@ -158,8 +158,8 @@ def _model_rows(method: str) -> list[Row]:
 def _completions_rows() -> list[Row]:
     method = "completions.create"
 
-    def row(parameter: str, given: Any, effect: str, check: Check) -> Row:
-        return honoured(method, parameter, shown(given), effect, check)
+    def row(parameter: str, value: Any, effect: str, check: Check) -> Row:
+        return honoured(method, parameter, shown(value), effect, check)
 
     return [
         row("prompt", "a", "a text", lambda call: bool(text(call(prompt="a")))),
@@ -195,18 +195,18 @@ def _message_rows() -> list[Row]:
     parts = [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}]
     roles = [{"role": one, "content": "x"} for one in ("developer", "system", "assistant", "user")]
 
-    def row(parameter: str, given: Any, effect: str, check: Check) -> Row:
-        return honoured(method, parameter, shown(given), effect, check)
+    def row(parameter: str, value: Any, effect: str, check: Check) -> Row:
+        return honoured(method, parameter, shown(value), effect, check)
 
     return [
         row("messages", [ASK], "the chat template turns them into a prompt",
             lambda call: call().usage.prompt_tokens
             > call(messages=[{**ASK, "content": "x"}]).usage.prompt_tokens),
         row("messages", parts, "text parts count as text",
-            lambda call: said(call(messages=parts)) == said(call())),
+            lambda call: stable(call(messages=parts)) == stable(call())),
         row("messages", roles, "templates see `developer` as `system`",
-            lambda call: said(call(messages=roles))
-            == said(call(messages=[{"role": "system", "content": "x"}, *roles[1:]]))),
+            lambda call: stable(call(messages=roles))
+            == stable(call(messages=[{"role": "system", "content": "x"}, *roles[1:]]))),
         refused(method, "messages", picture),
         refused(method, "messages", []),
     ]  # fmt: skip
@@ -227,8 +227,8 @@ def _tool_rows() -> list[Row]:
             assert json.loads(one.function.arguments)["place"] in ("Bonn", "Rome")
         return list(found)
 
-    def row(parameter: str, given: Any, effect: str, check: Check) -> Row:
-        return honoured(method, parameter, shown(given), effect, check)
+    def row(parameter: str, value: Any, effect: str, check: Check) -> Row:
+        return honoured(method, parameter, shown(value), effect, check)
 
     return [
         row("tools", [TOOL], "the template lists them; arguments of calls follow the schema",
@@ -243,7 +243,7 @@ def _tool_rows() -> list[Row]:
         row("tool_choice", "none", "no function is called",
             lambda call: not calls(call(**tools, tool_choice="none"))),
         row("tool_choice", "auto", "the model chooses; the default",
-            lambda call: said(call(**tools, tool_choice="auto")) == said(call(**tools))),
+            lambda call: stable(call(**tools, tool_choice="auto")) == stable(call(**tools))),
         row("tool_choice", allowed, "only these tools are called",
             lambda call: {one.function.name for one in calls(
                 call(**{**tools, "tools": [TOOL, other]}, tool_choice=allowed))} == {"weather"}),
@@ -264,8 +264,8 @@ def _chat_rows() -> list[Row]:
     method = "chat.completions.create"
     json_schema = {"type": "json_schema", "json_schema": {"name": "place", "schema": WEATHER}}
 
-    def row(parameter: str, given: Any, effect: str, check: Check) -> Row:
-        return honoured(method, parameter, shown(given), effect, check)
+    def row(parameter: str, value: Any, effect: str, check: Check) -> Row:
+        return honoured(method, parameter, shown(value), effect, check)
 
     def places(reply: Any) -> int:
         """Return how many texts ended; some use up their limit on white space."""
@@ -283,9 +283,11 @@ def _chat_rows() -> list[Row]:
         call = partial(call, extra_body={"speculative_config": {"method": "prediction"}})
         expected = text(call())
         parts = [{"type": "text", "text": expected[:9]}, {"type": "text", "text": expected[9:]}]
-        told = [call(prediction={"type": "content", "content": one}) for one in (expected, parts)]
-        is_same = [text(one) for one in told] == [expected] * 2
-        return is_same and accepted(call()) == 0 < min(map(accepted, told))
+        answers = [
+            call(prediction={"type": "content", "content": one}) for one in (expected, parts)
+        ]
+        is_same = [text(one) for one in answers] == [expected] * 2
+        return is_same and accepted(call()) == 0 < min(map(accepted, answers))
 
     return [
         refused(method, "audio", {"voice": "alloy", "format": "wav"}),
@@ -338,8 +340,7 @@ def rows() -> list[Row]:
     for method in ("completions.create", "chat.completions.create", "models.list"):
         found += _model_rows(method) + _transport_rows(method)
         if method.endswith("create"):
-            of_both = _sampling_rows(method)
-            found += of_both
+            found += _sampling_rows(method)
     found += _model_rows("models.retrieve") + _transport_rows("models.retrieve")
     places = {name: method.parameters for name, method in METHODS.items()}
     return sorted(
@@ -369,22 +370,22 @@ The model's chat template supports tools and `reasoning_effort`, except where a 
 """
 
 
-def table(method: str, told: list[tuple[Row, str]]) -> str:
+def table(method: str, results: list[tuple[Row, str]]) -> str:
     """Return the table of a method."""
     title = f"## `{METHODS[method].package}`: `client.{method}`"
     lines = [title, "", "| parameter | value | result | |", "| - | - | - | - |"]
-    for row, effect in told:
-        cells = (f"`{row.parameter}`", row.given, row.outcome, effect)
+    for row, effect in results:
+        cells = (f"`{row.parameter}`", row.value_text, row.outcome, effect)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def document(clients: Clients, found: list[Row]) -> str:
-    """Return the whole page of all rows, by calling."""
-    told = [(row, clients.tell(row)) for row in found]
+def document(clients: Clients, all_rows: list[Row]) -> str:
+    """Return the page, after running every row."""
+    results = [(row, clients.result_of(row)) for row in all_rows]
     parts = [INTRODUCTION.format(openai=openai.__version__, anthropic=anthropic.__version__)]
     for method in METHODS:
-        parts.append(table(method, [one for one in told if one[0].method == method]))
+        parts.append(table(method, [one for one in results if one[0].method == method]))
     parts.append(routes_text(clients.whole))
     return "\n".join(parts)
 

@@ -49,27 +49,27 @@ class Clients:
         self.bare = _openai(bare)
         self.anthropic = _anthropic(served)
         self.anthropic_bare = _anthropic(bare)
-        self._told: dict[Row, str] = {}
+        self._results: dict[Row, str] = {}
 
-    def tell(self, row: "Row") -> str:
+    def result_of(self, row: "Row") -> str:
         """Return the result of a row; each row runs once."""
-        if row not in self._told:
-            self._told[row] = row.see(self)
-        return self._told[row]
+        if row not in self._results:
+            self._results[row] = row.see(self)
+        return self._results[row]
 
     @cached_property
-    def kept(self) -> str:
+    def stored_response(self) -> str:
         """Id of a stored response, with two input items."""
-        return self.keep()
+        return self.store_response()
 
-    def keep(self) -> str:
+    def store_response(self) -> str:
         """Store a new response and return its id."""
         create = self.whole.responses.create
         return create(model=MODEL, input=[ASK, ASK], max_output_tokens=4).id
 
     @cached_property
     def method_answers(self) -> dict[str, Any]:
-        """Answer of each method called with only its base arguments."""
+        """Answer of each method when called with its base arguments only."""
         return {name: method.call(self)() for name, method in METHODS.items()}
 
 
@@ -83,8 +83,10 @@ def _anthropic(served: Served) -> anthropic.Anthropic:
 
 @contextlib.contextmanager
 def clients() -> Iterator[Clients]:
-    """Run both servers until the block ends; then nothing may be left running in the first."""
-    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=4, min_ngram_size=1)
+    """Run both servers until the block ends, and check that the first one is then idle."""
+    speculative = SpeculativeConfig.from_dict(
+        {"method": "ngram", "num_speculative_tokens": 4, "min_ngram_size": 1}
+    )
     sizes = {"max_num_seqs": 8, "num_threads": 1}
     engine = Engine(EngineConfig(device="cpu", speculative_config=speculative, **sizes))
     with (
@@ -102,14 +104,17 @@ class Method:
     name: str
     base: Mapping[str, Any]
     package: str = "openai"
-    of_response: bool = False  # whether it takes the id of a stored response
+    of_response: bool = False  # whether the method takes the id of a stored response
 
     def arguments(self, clients: Clients) -> dict[str, Any]:
-        """Return the common arguments of its rows for running servers."""
+        """Return the arguments that the method's rows have in common."""
         if not self.of_response:
             return {**self.base}
         is_last = self.name == "responses.delete"
-        return {**self.base, "response_id": clients.keep() if is_last else clients.kept}
+        return {
+            **self.base,
+            "response_id": clients.store_response() if is_last else clients.stored_response,
+        }
 
     def of(self, clients: Clients, *, bare: bool = False, raw: bool = False) -> Callable[..., Any]:
         """Return the method of a client of one of the servers."""
@@ -126,9 +131,9 @@ class Method:
         return method
 
     def call(self, clients: Clients, *, raw: bool = False) -> Callable[..., Any]:
-        """Return the method with the base arguments, which others replace."""
+        """Return the method with its base arguments, which a caller can replace."""
         method, base = self.of(clients, raw=raw), self.arguments(clients)
-        return lambda **given: method(**{**base, **given})
+        return lambda **changes: method(**{**base, **changes})
 
     def connect(self, url: str) -> Any:
         """Return a client of another server."""
@@ -138,7 +143,7 @@ class Method:
 
     @property
     def parameters(self) -> list[str]:
-        """The names in the client's own order."""
+        """Names of the method's parameters, in the client's order."""
         return list(inspect.signature(self.connect("http://127.0.0.1:9")).parameters)
 
 
@@ -184,33 +189,33 @@ class Row:
     Attributes:
         method: a name of METHODS.
         parameter: parameter of the method.
-        given: the value, as the table shows it.
+        value_text: the value, as the table shows it.
         outcome: HONOURED, WITHOUT or REFUSED.
-        see: makes the call, fails unless the outcome is as stated, and returns the table's text.
+        see: function that makes the call, checks the outcome, and returns the table's text.
     """
 
     method: str
     parameter: str
-    given: str
+    value_text: str
     outcome: str
     see: Callable[[Clients], str]
 
     @property
     def id(self) -> str:
-        return f"{self.method}({self.parameter}={self.given})"
+        return f"{self.method}({self.parameter}={self.value_text})"
 
 
 Check = Callable[[Callable[..., Any]], bool]
 
 
-def honoured(method: str, parameter: str, given: str, effect: str, check: Check) -> Row:
+def honoured(method: str, parameter: str, value_text: str, effect: str, check: Check) -> Row:
     """Return a row of an effective parameter; `check` calls the method and checks the effect."""
 
     def see(clients: Clients) -> str:
         assert check(METHODS[method].call(clients)), effect
         return effect
 
-    return Row(method, parameter, given, HONOURED, see)
+    return Row(method, parameter, value_text, HONOURED, see)
 
 
 def without(method: str, parameter: str, value: Any, why: str) -> Row:
@@ -218,7 +223,7 @@ def without(method: str, parameter: str, value: Any, why: str) -> Row:
 
     def see(clients: Clients) -> str:
         with_it = METHODS[method].call(clients)(**{parameter: value})
-        assert said(with_it) == said(clients.method_answers[method])
+        assert stable(with_it) == stable(clients.method_answers[method])
         return why
 
     return Row(method, parameter, shown(value), WITHOUT, see)
@@ -232,17 +237,17 @@ def refused(
     named: str | None = None,
     bare: bool = False,
     status: int = 400,
-    given: str | None = None,
+    value_text: str | None = None,
     **more: Any,
 ) -> Row:
     """Return a row of a value that is refused.
 
     Args:
-        method, parameter, value: of the row.
+        method, parameter, value: fields of the row.
         named: name in the refusal, if not the parameter itself.
         bare: use a server whose model's chat template has neither tools nor variables.
         status: status of the refusal.
-        given: the value as the table shows it, if not as Python does.
+        value_text: the value as the table shows it, if not in the notation of `shown`.
         more: other arguments of the call.
     """
 
@@ -256,20 +261,22 @@ def refused(
             return f"{status}: {_message(error, named or parameter)}"
         raise AssertionError(f"{parameter} was not refused")
 
-    told = (given or shown(value)) + "".join(f", {name}={shown(one)}" for name, one in more.items())
-    return Row(method, parameter, told + (", template without it" if bare else ""), REFUSED, see)
+    label = (value_text or shown(value)) + "".join(
+        f", {name}={shown(argument)}" for name, argument in more.items()
+    )
+    return Row(method, parameter, label + (", template without it" if bare else ""), REFUSED, see)
 
 
-def _message(error: openai.APIStatusError | anthropic.APIStatusError, wanted: str) -> str:
-    """Return a refusal's message, after checking its API's shape and that it names `wanted`."""
+def _message(error: openai.APIStatusError | anthropic.APIStatusError, name: str) -> str:
+    """Return a refusal's message, after checking its shape and that it names `name`."""
     body: Any = error.body
     if isinstance(error, openai.APIStatusError):
         assert set(body) == {"message", "type", "param", "code"} and error.code == body["code"]
-        assert wanted == "model" or (error.param or "").startswith(wanted), body
+        assert name == "model" or (error.param or "").startswith(name), body
     else:
         assert set(body) == {"type", "error"} and set(body["error"]) == {"type", "message"}
         body = body["error"]
-    assert wanted in body["message"], body
+    assert name in body["message"], body
     return str(body["message"])
 
 
@@ -284,15 +291,15 @@ def blocks(reply: Any) -> list[Any]:
     return found
 
 
-def said(reply: Any) -> Any:
-    """Return an answer without the parts that differ from call to call."""
+def stable(reply: Any) -> Any:
+    """Return the parts of an answer that are the same in every call."""
     if reply is None:
         return None
     if hasattr(reply, "choices"):
         return [choice.model_dump() for choice in reply.choices], reply.usage.completion_tokens
     if hasattr(reply, "output") or hasattr(reply, "content"):
-        told = [one.model_dump(exclude={"id", "call_id"}) for one in blocks(reply)]
-        return told, reply.usage.output_tokens
+        found = [one.model_dump(exclude={"id", "call_id"}) for one in blocks(reply)]
+        return found, reply.usage.output_tokens
     if hasattr(reply, "input_tokens"):
         return reply.input_tokens
     return [one.id for one in getattr(reply, "data", [reply])]
@@ -305,8 +312,8 @@ def text(reply: Any) -> str:
     if hasattr(reply, "content"):
         return "".join(one.text for one in reply.content if one.type == "text")
     choice = reply.choices[0]
-    told: str = choice.text if hasattr(choice, "text") else choice.message.content
-    return told
+    result: str = choice.text if hasattr(choice, "text") else choice.message.content
+    return result
 
 
 def silent_timeout(method: str) -> str:
@@ -322,7 +329,7 @@ def silent_timeout(method: str) -> str:
 
 @contextlib.contextmanager
 def no_steps(engine: Engine) -> Iterator[None]:
-    """Keep an engine from answering until the block ends."""
+    """Make an engine's steps return nothing until the block ends."""
 
     def held() -> list[RequestOutput]:
         time.sleep(0.001)
@@ -337,7 +344,7 @@ def transport_rows(method: str, most: str | None) -> list[Row]:
 
     Args:
         method: method of a client.
-        most: the parameter that bounds the tokens of an answer; None if it generates nothing.
+        most: parameter that limits the tokens of an answer; None if the method generates none.
     """
 
     def header(clients: Clients) -> str:

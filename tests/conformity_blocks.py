@@ -21,8 +21,8 @@ from conformity_base import (
     blocks,
     honoured,
     refused,
-    said,
     shown,
+    stable,
     text,
     transport_rows,
     without,
@@ -35,7 +35,7 @@ Rows = Callable[[str, Any, str, Check], Row]
 def block_rows() -> list[Row]:
     """Return the rows of all methods."""
     count = "messages.count_tokens"
-    found = [*_responses_rows(), *_responses_neutral_rows(), *_kept_rows()]
+    found = [*_responses_rows(), *_responses_neutral_rows(), *_stored_rows()]
     found += [*_messages_rows(), *_count_rows()]
     for method in ("responses.create", "messages.create", count):
         found += _transport_rows(method)
@@ -43,8 +43,8 @@ def block_rows() -> list[Row]:
 
 
 def _of(method: str) -> Rows:
-    def row(parameter: str, given: Any, effect: str, check: Check) -> Row:
-        return honoured(method, parameter, shown(given), effect, check)
+    def row(parameter: str, value: Any, effect: str, check: Check) -> Row:
+        return honoured(method, parameter, shown(value), effect, check)
 
     return row
 
@@ -54,20 +54,20 @@ def _uses(reply: Any) -> list[str]:
     found = []
     for one in blocks(reply):
         if one.type in ("function_call", "tool_use"):
-            given = json.loads(one.arguments) if one.type == "function_call" else one.input
-            assert one.name != "weather" or given["place"] in ("Bonn", "Rome")
+            inputs = json.loads(one.arguments) if one.type == "function_call" else one.input
+            assert one.name != "weather" or inputs["place"] in ("Bonn", "Rome")
             found.append(one.name)
     return found
 
 
 def _is_place(reply: Any) -> bool:
-    """Return whether the text is JSON of the schema."""
+    """Return whether the text is JSON that follows the schema."""
     return text(reply)[:1] == "{" and json.loads(text(reply))["place"] in ("Bonn", "Rome")
 
 
-def _seen(is_so: bool, told: str) -> str:
-    assert is_so
-    return told
+def _seen(holds: bool, effect: str) -> str:
+    assert holds
+    return effect
 
 
 # ---- OpenAI's responses ----
@@ -88,10 +88,10 @@ def _follows(call: Call) -> bool:
     first = call()
     again = {"role": "user", "content": "more"}
     whole = [ASK, {"role": "assistant", "content": text(first)}, again]
-    told = call(input=[again], previous_response_id=first.id)
-    other = call(input=[again])
-    return said(told) == said(call(input=whole)) and told.usage.input_tokens > (
-        other.usage.input_tokens
+    continued = call(input=[again], previous_response_id=first.id)
+    separate = call(input=[again])
+    return stable(continued) == stable(call(input=whole)) and continued.usage.input_tokens > (
+        separate.usage.input_tokens
     )
 
 
@@ -103,7 +103,7 @@ def _events(call: Call) -> bool:
     grown = "".join(one.delta for one in events if one.type == "response.output_text.delta")
     items = [one.item for one in events if one.type == "response.output_item.done"]
     whole = call(**_TOOLS)
-    return grown == text(last) and items == last.output and said(last) == said(whole)
+    return grown == text(last) and items == last.output and stable(last) == stable(whole)
 
 
 _TOOLS: dict[str, Any] = {"tools": [FUNCTION, CLOCK], "max_output_tokens": 200}
@@ -114,20 +114,20 @@ def _responses_rows() -> list[Row]:
     row = _of(method)
     form = {"type": "json_schema", "name": "place", "schema": WEATHER}
     image = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]
-    wanted = ["message.output_text.logprobs"]
+    included = ["message.output_text.logprobs"]
 
     def tops(reply: Any) -> list[int]:
         return [len(one.top_logprobs) for one in reply.output[0].content[0].logprobs]
 
     return [
-        row("include", wanted, "log-probabilities of each token",
-            lambda call: len(tops(call(include=wanted))) == call().usage.output_tokens),
+        row("include", included, "log-probabilities of each token",
+            lambda call: len(tops(call(include=included))) == call().usage.output_tokens),
         without(method, "include", ["reasoning.encrypted_content"], "nothing is encrypted"),
         refused(method, "include", ["file_search_call.results"]),
-        refused(method, "include", wanted, tools=[FUNCTION]),
+        refused(method, "include", included, tools=[FUNCTION]),
         row("input", PROMPT, "a user message",
-            lambda call: said(call(input=PROMPT)) == said(call(input=[ASK]))
-            != said(call(input="x"))),
+            lambda call: stable(call(input=PROMPT)) == stable(call(input=[ASK]))
+            != stable(call(input="x"))),
         row("input", CALLED, "messages, calls and their outputs, as in a chat",
             lambda call: call(input=CALLED).usage.input_tokens
             > call(input=CALLED[:1]).usage.input_tokens + 3),
@@ -135,8 +135,8 @@ def _responses_rows() -> list[Row]:
         refused(method, "input", [{"type": "item_reference", "id": "x"}]),
         refused(method, "input", []),
         row("instructions", "Be brief.", "a system message before the input",
-            lambda call: said(call(instructions="Be brief."))
-            == said(call(input=[{"role": "system", "content": "Be brief."}, ASK]))
+            lambda call: stable(call(instructions="Be brief."))
+            == stable(call(input=[{"role": "system", "content": "Be brief."}, ASK]))
             and call(instructions="Be brief.").usage.input_tokens > call().usage.input_tokens),
         row("max_output_tokens", 3, "the answer has this many tokens",
             lambda call: call(max_output_tokens=3).usage.output_tokens == 3
@@ -157,7 +157,7 @@ def _responses_rows() -> list[Row]:
             > call().usage.input_tokens),
         refused(method, "reasoning", {"effort": "low"}, bare=True),
         refused(method, "reasoning", {"summary": "auto"}),
-        row("store", False, "no later request can follow it", _is_not_kept),
+        row("store", False, "no later request can follow it", _is_not_stored),
         row("stream", True, "the answer arrives as events", _events),
         Row(method, "stream_options", shown({"include_obfuscation": False}), WITHOUT, _unpadded),
         refused(method, "stream_options", {"include_obfuscation": True}, stream=True),
@@ -193,11 +193,11 @@ def _responses_rows() -> list[Row]:
     ]  # fmt: skip
 
 
-def _is_not_kept(call: Call) -> bool:
-    kept, other = call(store=True), call(store=False)
-    call(previous_response_id=kept.id)
+def _is_not_stored(call: Call) -> bool:
+    stored, unstored = call(store=True), call(store=False)
+    call(previous_response_id=stored.id)
     try:
-        call(previous_response_id=other.id)
+        call(previous_response_id=unstored.id)
     except openai.BadRequestError as error:
         return error.code == "previous_response_not_found"
     return False
@@ -244,10 +244,10 @@ def _responses_neutral_rows() -> list[Row]:
     ]
 
 
-def _kept_rows() -> list[Row]:
+def _stored_rows() -> list[Row]:
     """Return the rows about stored responses."""
     get, delete, items = "responses.retrieve", "responses.delete", "responses.input_items.list"
-    wanted = ["message.output_text.logprobs"]
+    logprobs = ["message.output_text.logprobs"]
 
     def of_response(method: str, effect: str, check: Callable[[Call, Clients], bool]) -> Row:
         def see(clients: Clients) -> str:
@@ -260,15 +260,15 @@ def _kept_rows() -> list[Row]:
         return bool(call(response_id=made.id) == made)
 
     def is_gone(call: Call, clients: Clients) -> bool:
-        other = clients.keep()
-        call(response_id=other)
+        stored = clients.store_response()
+        call(response_id=stored)
         try:
-            clients.whole.responses.retrieve(other)
+            clients.whole.responses.retrieve(stored)
         except openai.NotFoundError as error:
             return error.code == "response_not_found"
         return False
 
-    def are_those(call: Call, clients: Clients) -> bool:
+    def are_the_inputs(call: Call, clients: Clients) -> bool:
         made = clients.whole.responses.create(
             **{**METHODS["responses.create"].base, "input": CALLED}
         )
@@ -283,7 +283,7 @@ def _kept_rows() -> list[Row]:
     rows = [
         of_response(get, "the stored response", is_the_answer),
         refused(get, "response_id", "resp_0", status=404),
-        refused(get, "include", wanted),
+        refused(get, "include", logprobs),
         without(get, "include_obfuscation", False, "there is no padding"),
         refused(get, "include_obfuscation", True),
         refused(get, "starting_after", 1),
@@ -291,7 +291,7 @@ def _kept_rows() -> list[Row]:
         refused(get, "stream", True),
         of_response(delete, "the response is deleted", is_gone),
         refused(delete, "response_id", "resp_0", status=404),
-        of_response(items, "the input items of its request", are_those),
+        of_response(items, "the input items of its request", are_the_inputs),
         refused(items, "response_id", "resp_0", status=404),
         row(
             "after",
@@ -300,7 +300,7 @@ def _kept_rows() -> list[Row]:
             lambda call: ids(call(after=ids(call())[0])) == ids(call())[1:],
         ),
         refused(items, "after", "msg_0"),
-        refused(items, "include", wanted),
+        refused(items, "include", logprobs),
         row(
             "limit",
             1,
@@ -378,8 +378,8 @@ def _prompt_rows(method: str) -> list[Row]:
 
     return [
         row("messages", parts, "text blocks count as text",
-            lambda call: said(call(messages=parts)) == said(call())
-            != said(call(messages=[{**ASK, "content": "x"}]))),
+            lambda call: stable(call(messages=parts)) == stable(call())
+            != stable(call(messages=[{**ASK, "content": "x"}]))),
         row("messages", USED, "uses of tools and their results, as in a chat",
             lambda call: num(call(messages=USED)) > num(call(messages=USED[:1])) + 3),
         refused(method, "messages", pictures),
@@ -437,7 +437,7 @@ def _messages_rows() -> list[Row]:
             lambda call: text(call(stop_sequences=[","]))
             == text(call()).partition(",")[0] != text(call())
             and ends(call(stop_sequences=[","])) == ("stop_sequence", ",")),
-        refused(method, "stop_sequences", ["a"] * 17, given="17 texts"),
+        refused(method, "stop_sequences", ["a"] * 17, value_text="17 texts"),
         row("stream", True, "the answer arrives as events", _message_stream),
         row("tool_choice", {"type": "any"}, "a tool is used",
             lambda call: bool(_uses(call(**_USES, tool_choice={"type": "any"})))),
@@ -458,14 +458,14 @@ def _messages_rows() -> list[Row]:
 def _count_rows() -> list[Row]:
     method = "messages.count_tokens"
 
-    def as_many(call: Call) -> bool:
-        """Check that a type, which the client turns into a schema, adds no token to the prompt."""
+    def same_count(call: Call) -> bool:
+        """Check that a type, which the client converts to a schema, adds no token to the prompt."""
         return bool(call(output_format=int).input_tokens == call().input_tokens)
 
     return [
         *_prompt_rows(method),
         Row(method, "output_format", "a type", WITHOUT, lambda clients: _seen(
-            as_many(METHODS[method].call(clients)), "the prompt does not depend on it")),
+            same_count(METHODS[method].call(clients)), "the prompt does not depend on it")),
     ]  # fmt: skip
 
 

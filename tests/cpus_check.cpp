@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Prints what cpus.h reads from a file system that begins at the argument: the quota in CPUs, then the
+// Prints what cpus.h reads from a file system rooted at the argument: the quota in CPUs, then the
 // node of each CPU.
 #include <cstdio>
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of all kinds over a prefill and a decode server, for minutes, without leaks.
+"""Run requests of all kinds on a prefill and a decode server for minutes, and check for leaks.
 
 `python tests/disaggregated_churn.py --minutes N`. Some clients disconnect in the middle, and some
-leases are never fetched. Every answer is compared with one server's. At the end, both servers must
-have all pages and no more sockets than at the beginning. Their memory grows while caches fill (the
-answers that suffix decoding keeps have a small budget here); its mean over the last third of the
-minutes must be within 3 % of that over the middle third.
+leases are never fetched. Every answer is compared with that of one server. At the end, both servers
+must have all pages free and no more sockets open than at the beginning. Their memory grows while
+caches fill (suffix decoding keeps few answers here): the mean memory of the last third of the
+minutes must be within 3 % of that of the middle third.
 """
 
 import argparse
@@ -79,15 +79,15 @@ def growth(sizes: Sequence[float]) -> float:
 
 
 def leave(pair: Sequence[ServerProcess], draw: random.Random, found: Counter[str]) -> None:
-    """Leave a lease unfetched, a stream unread, and a prompt abandoned."""
+    """Leave a lease unfetched or a stream unread, and abandon a prompt."""
     (body,) = bodies(1, draw.randrange(1 << 30))
     leasing = {**body, "n": 1, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
     url = f"{pair[0].url}/v1/completions"
-    told = httpx.post(url, json=leasing, timeout=300).json()["kv_transfer_params"]
+    transfer_params = httpx.post(url, json=leasing, timeout=300).json()["kv_transfer_params"]
     if draw.random() < 0.5:
-        asked = {**body, "stream": True, "kv_transfer_params": told}
+        request = {**body, "stream": True, "kv_transfer_params": transfer_params}
         other = f"{pair[1].url}/v1/completions"
-        with httpx.stream("POST", other, json=asked, timeout=300) as answer:
+        with httpx.stream("POST", other, json=request, timeout=300) as answer:
             next(answer.iter_raw())
     with contextlib.suppress(httpx.TimeoutException):
         httpx.post(url, json=leasing, timeout=0.001)
@@ -97,25 +97,25 @@ def leave(pair: Sequence[ServerProcess], draw: random.Random, found: Counter[str
 def run_round(
     pair: Sequence[ServerProcess], one: Any, draw: random.Random, found: Counter[str]
 ) -> None:
-    """Run requests over the pair, and over one server."""
-    asked = bodies(_AT_ONCE, draw.randrange(1 << 30))
+    """Run the same requests on the pair and on one server."""
+    requests = bodies(_AT_ONCE, draw.randrange(1 << 30))
     with contextlib.closing(Router(pair[0].url, pair[1].url)) as router:
-        told = router.run(asked)
+        answers = router.run(requests)
     for _ in range(4):
         leave(pair, draw, found)
-    expected = choices_of(one, asked)
-    found["requests"] += len(asked)
-    found["differ"] += sum(a != b for a, b in zip(told, expected, strict=True))
+    expected = choices_of(one, requests)
+    found["requests"] += len(requests)
+    found["differ"] += sum(a != b for a, b in zip(answers, expected, strict=True))
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the churn; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument("--rounds", type=int, help="so many instead, however long they take")
+    parser.add_argument("--rounds", type=int, help="number of rounds, instead of minutes")
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args(arguments)
-    draw, found, number = random.Random(given.seed), Counter[str](), 0
+    options = parser.parse_args(arguments)
+    draw, found, number = random.Random(options.seed), Counter[str](), 0
     with contextlib.ExitStack() as stack:
         model = make_mtp_model(Path(stack.enter_context(tempfile.TemporaryDirectory())))
         more = ("--kv-lease-seconds", str(LEASE_SECONDS))
@@ -125,8 +125,8 @@ def main(arguments: list[str] | None = None) -> int:
         run_round(pair, one, draw, Counter())  # allocates everything that is allocated once
         sockets = [wait_for_sockets(server, 0) for server in pair]
         sizes = [[memory(server)] for server in pair]
-        end = time.monotonic() + 60 * given.minutes
-        while number < given.rounds if given.rounds else time.monotonic() < end:
+        end = time.monotonic() + 60 * options.minutes
+        while number < options.rounds if options.rounds else time.monotonic() < end:
             run_round(pair, one, draw, found)
             number += 1
             for server, of_server in zip(pair, sizes, strict=True):
@@ -145,7 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"{left[0]} and {left[1]}; memory: {grown[0]:+.1f} and {grown[1]:+.1f} MiB, in the last "
         f"third {late[0]:+.1%} and {late[1]:+.1%}"
     )
-    is_flat = given.rounds is not None or max(late) <= FLAT
+    is_flat = options.rounds is not None or max(late) <= FLAT
     return int(found["differ"] > 0 or max(left) > 0 or not is_flat)
 
 

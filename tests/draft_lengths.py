@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test-controlled numbers of drafts per request: tokens must never depend on them."""
+"""Controls that set the number of drafts per request, on which no token may depend."""
 
 import random
 from collections import Counter
@@ -10,7 +10,7 @@ from specops.engine.request import Request
 
 
 class Lengths:
-    """Control that allows all requested drafts, and counts.
+    """Control that allows all requested drafts and counts them.
 
     Attributes:
         verified: how often a request verified each number of drafts.
@@ -36,8 +36,8 @@ class Lengths:
         """Replace the engine's decisions from now on."""
         select = engine._drafting.select
 
-        def selecting(requests: Sequence[Request], room: int) -> None:
-            select(requests, room)
+        def selecting(requests: Sequence[Request], max_rows: int) -> None:
+            select(requests, max_rows)
             self.begin_step()
             for request in requests:
                 request.num_drafts = min(request.num_drafts, self.verify(request))
@@ -53,14 +53,14 @@ class Lengths:
 
 
 class NothingVerified(Lengths):
-    """Control under which all is drafted and nothing verified: every step emits one token."""
+    """Control that drafts but verifies no draft: every step emits one token."""
 
     def verify(self, request: Request) -> int:
         return 0
 
 
 class RandomLengths(Lengths):
-    """Control with drafts of any length, and none at any time."""
+    """Control with a random number of drafts, often zero."""
 
     def __init__(self) -> None:
         super().__init__()

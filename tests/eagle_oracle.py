@@ -24,8 +24,8 @@ class Head:
     """A head, independent of its layout.
 
     Attributes:
-        entered: the target's layers whose input states it reads.
-        tensors: by the names of the official layout.
+        entered: target layers whose input states the head reads.
+        tensors: weights by their names in the official layout.
         num_layers: decoder layers of the head.
         width: width of its states.
         mask: mask token of P-EAGLE; None if the head drafts token by token.
@@ -113,7 +113,7 @@ def write(directory: Path, head: Head, layout: str, **changes: Any) -> None:
     config: dict[str, Any] = {**head.layer_config, "draft_vocab_size": head.draft_vocab}
     config |= {"target_hidden_size": WIDTH, **head.flags}
     if layout in ("official", "pickled"):
-        # It names the target's class, and has the target's number of layers.
+        # This layout has the class and the number of layers of the target.
         config |= {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 40}
         tensors = {
             name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()
@@ -169,7 +169,7 @@ def drafts(
         head: the head.
         text: token ids.
         count: number of drafts.
-        shift: added to the indices of the layers that are read, to show that they matter.
+        shift: offset of the layers' indices, to show that the right layers are read.
         mistake: "token", "state" or "place": an error in P-EAGLE's masks, for the same reason.
     """
     with torch.no_grad():
@@ -179,8 +179,8 @@ def drafts(
     hidden = list(_projected(head, tensors, torch.cat(states, -1))[: len(text) - 1])
     tokens = list(text[1:])
     if head.mask is not None:
-        given = tensors["mask_hidden"][0] * (mistake != "state")
-        hidden += list(_projected(head, tensors, given)) * (count - 1)
+        mask_input = tensors["mask_hidden"][0] * (mistake != "state")
+        hidden += list(_projected(head, tensors, mask_input)) * (count - 1)
         masks = [head.mask - (mistake == "token")] * (count - 1)
         places = torch.arange(len(hidden))
         places[len(tokens) :] += mistake == "place"
@@ -225,9 +225,9 @@ def _rows(
             for name, one in tensors.items()
             if name.startswith(prefix)
         }
-        given = norm(residual if index else embedded, own["input_layernorm.weight"])
-        given = given if index else torch.cat([given, normed], -1)
-        residual = residual + attention(own, given, places)
+        attention_input = norm(residual if index else embedded, own["input_layernorm.weight"])
+        attention_input = attention_input if index else torch.cat([attention_input, normed], -1)
+        residual = residual + attention(own, attention_input, places)
         x = norm(residual, own["post_attention_layernorm.weight"])
         gate, up = (x @ own[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         residual = residual + (torch.nn.functional.silu(gate) * up) @ own["mlp.down_proj.weight"].T

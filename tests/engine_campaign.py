@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random engines against plain decoding, for half an hour: no token and no logprob bit differs.
+"""Compare random engines with plain decoding for half an hour: no token and no logprob bit differs.
 
     PYTHONPATH=. python tests/engine_campaign.py [--minutes 30] [--seed 0] [--family NAME]
         [--quantization KIND]
 
-A round has a model, requests of which some share their first tokens, and the output of each request
-when decoded alone and without speculation. The model is the bundled one, or a small one of some
-family with random weights; with an MTP module, or with a draft model and a head of every method.
-Then engines run with other limits, instruction sets and threads: few pages, small chunks, no shared
-prefixes, other defaults. There each request has its own method, chains or trees; requests arrive at
-random, and others beside them are aborted. Differences are printed with all that is needed to
-reproduce them, and the exit status is 1. A failing drafter or request ends the campaign. The end is
-a table of drafts and accepted drafts by method, or kind of head, and num_model_steps.
+A round has a model and requests, some of which share their first tokens. The model is the bundled
+one or a small one of some family with random weights; it has an MTP module, or a draft model and a
+head of every method. Each request is first decoded alone and without speculation. Then engines with
+other limits, instruction sets and threads run all requests: few pages, small chunks, no shared
+prefixes, other defaults. Each request has its own method, with chains or trees; requests arrive at
+random times, and additional requests are aborted. For a difference, the campaign prints all that is
+needed to reproduce it and exits with status 1. A failing drafter or request ends the campaign. At
+the end, a table shows drafts and accepted drafts by method, or kind of head, and num_model_steps.
 """
 
 import argparse
@@ -28,11 +28,11 @@ import small_heads
 import specops
 from checkpoints import make_checkpoint, write_config, write_tokenizer
 from pages import check_pages
+from specops.api.structured import StructuredOutput
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.models import load_model
-from specops.engine.structured import StructuredOutput
 
-VOCAB = 64  # of the small model; with few tokens, texts repeat themselves
+VOCAB = 64  # vocabulary of the small model; with few tokens, texts repeat themselves
 REQUESTS, ENGINES = 12, 4  # per round
 _EXPERTS: dict[str, Any] = {"moe_intermediate_size": 48, "num_experts_per_tok": 3}
 # config.json of each small model, in addition to `checkpoints.BASE`.
@@ -131,7 +131,7 @@ HEAD_FAMILIES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
 }
 NO_MTP = {"gemma3", *HEAD_FAMILIES}
 NO_8_BIT_CACHES = {"deepseek_v3"}  # caches of latents
-# Models with recurrent states: no trees, and as many drafts as there is memory for.
+# Models with recurrent states: no trees, and the state memory limits the number of drafts.
 HAVE_STATES = {"qwen3_next", "qwen3_5", "qwen3_5 with heads"}
 MOST_DRAFTS = 12
 
@@ -141,12 +141,12 @@ def random_speculation(draw: random.Random, weights: dict[str, int]) -> dict[str
 
     Args:
         draw: source of the choices.
-        weights: the most drafts of each method with weights.
+        weights: maximum number of drafts of each method with weights.
     """
     method = draw.choice(["naive", "ngram", "ngram", "suffix", "suffix", *weights, *weights])
     if method == "naive":
         return {"method": method}
-    asked: dict[str, Any] = {
+    config: dict[str, Any] = {
         "method": method,
         "num_speculative_tokens": draw.randint(1, MOST_DRAFTS),
         "adaptive_verification": draw.random() < 0.2,
@@ -154,21 +154,21 @@ def random_speculation(draw: random.Random, weights: dict[str, int]) -> dict[str
         "tree": draw.random() < 0.5,
     }
     if method == "ngram":
-        asked["min_ngram_size"] = draw.randint(1, 2)
-        asked["max_ngram_size"] = draw.randint(2, 5)
-        asked["ngram_match"] = draw.choice(["most_recent", "leftmost"])
+        config["min_ngram_size"] = draw.randint(1, 2)
+        config["max_ngram_size"] = draw.randint(2, 5)
+        config["ngram_match"] = draw.choice(["most_recent", "leftmost"])
     if method in weights:
-        most = min(asked["num_speculative_tokens"], weights[method])
-        asked["num_model_steps"] = draw.randint(1, most)
+        most = min(config["num_speculative_tokens"], weights[method])
+        config["num_model_steps"] = draw.randint(1, most)
     if method in weights and method != "mtp":
-        behind = ["", "", "+suffix"] if asked["tree"] else ["", "", "+ngram", "+suffix"]
-        asked["method"] += draw.choice(behind)
-    if method in weights and asked["method"] == method != "mtp" and not asked["tree"]:
-        asked["num_speculative_tokens"] = asked["num_model_steps"]
+        behind = ["", "", "+suffix"] if config["tree"] else ["", "", "+ngram", "+suffix"]
+        config["method"] += draw.choice(behind)
+    if method in weights and config["method"] == method != "mtp" and not config["tree"]:
+        config["num_speculative_tokens"] = config["num_model_steps"]
     if method == "mtp":
-        hybrids = [] if asked["tree"] else ["with_ngram", "with_suffix", "with_prediction"]
-        asked["mtp_strategy"] = draw.choice(["default", *hybrids])
-    return asked
+        followers = [] if config["tree"] else ["+ngram", "+suffix", "+prediction"]
+        config["method"] += draw.choice(["", *followers])
+    return config
 
 
 def random_budgets(draw: random.Random) -> dict[str, int]:
@@ -181,12 +181,12 @@ def random_budgets(draw: random.Random) -> dict[str, int]:
 
 
 def random_params(draw: random.Random, vocab: int, max_tokens: int) -> SamplingParams:
-    """Return random parameters; an independent coin decides whether each one is set."""
+    """Return random parameters, each of which is set with a probability of 15 %."""
 
     def token() -> int:
         return draw.randrange(vocab)
 
-    asked = {
+    optional = {
         "top_k": draw.choice([3, 20]),
         "top_p": draw.choice([0.5, 0.9]),
         "min_p": draw.choice([0.02, 0.2]),
@@ -217,7 +217,7 @@ def random_params(draw: random.Random, vocab: int, max_tokens: int) -> SamplingP
         seed=draw.getrandbits(64),
         logprobs=draw.choice([0, 0, 3]),
         ignore_eos=draw.random() < 0.7,
-        **{name: value for name, value in asked.items() if draw.random() < 0.15},
+        **{name: value for name, value in optional.items() if draw.random() < 0.15},
     )
 
 
@@ -247,7 +247,7 @@ def random_limits(draw: random.Random, longest: int) -> dict[str, Any]:
         "enable_cascade_attention": draw.random() < 0.8,
         "num_threads": draw.choice([1, 2]),
     }
-    if draw.random() < 0.4:  # makes the engine preempt requests
+    if draw.random() < 0.4:  # few pages make the engine preempt requests
         limits["num_pages"] = -(-longest // page_size) + draw.randint(1, 8)
     return limits
 
@@ -274,11 +274,11 @@ def write_heads(
     Args:
         draw: chooses among the kinds of heads of a method.
         name: name of the target's family.
-        folder: for their directories, which stay for later rounds.
+        folder: parent of their directories, which later rounds reuse.
         target: the target's directory; it also serves as the draft model.
 
     Returns:
-        Kind, directory and most drafts of each method.
+        Kind, directory and maximum number of drafts of each method.
     """
     chosen = {"draft_model": ("draft model", target, 4)}
     kinds = [kind for kind in small_heads.KINDS if kind not in HEAD_FAMILIES[name][2]]
@@ -316,22 +316,22 @@ def run_at_random(
     order = list(range(len(prompts)))
     draw.shuffle(order)
     names: dict[int, str] = {}
-    others: list[str] = []
+    to_abort: list[str] = []
     while order or engine.has_unfinished():
         while order and (draw.random() < 0.5 or not engine.has_unfinished()):
             index = order.pop()
             add = {"speculative_config": speculations[index]}
             names[index] = engine.add_request(prompts[index], params[index], **add)
             if draw.random() < 0.3:
-                others.append(engine.add_request(prompts[index], params[index - 1], **add))
-        if others and draw.random() < 0.2:
-            engine.abort(others.pop())
+                to_abort.append(engine.add_request(prompts[index], params[index - 1], **add))
+        if to_abort and draw.random() < 0.2:
+            engine.abort(to_abort.pop())
         engine.step()
     check_pages(engine._pool)
-    assert not engine._drafting.num_failures, "a drafter has failed: the log says how"
+    assert not engine._drafting.num_failures, "a drafter has failed; see the log"
     assert engine.num_free_pages == engine.num_pages, "pages have leaked"
     done = [engine.completion(names[index]) for index in range(len(prompts))]
-    assert all(one.error is None for one in done), "a request has failed: the log says how"
+    assert all(one.error is None for one in done), "a request has failed; see the log"
     return done
 
 
@@ -349,10 +349,10 @@ def run_round(
     Args:
         draw: source of the choices.
         name: name of the family, or "bundled".
-        folder: for the small model's configuration.
+        folder: directory of the small model's configuration.
         found: counts.
         drafted, accepted: drafts by method, or kind of head, and num_model_steps.
-        quantization: of the model; None for any.
+        quantization: quantization of the model; None for a random one.
     """
     isa = draw.choice(specops.runtime.supported_isas())
     specops.runtime.set_isa(isa)
@@ -390,8 +390,8 @@ def run_round(
         vocab = small_heads.VOCAB
     prompts = random_prompts(draw, vocab, longest)
     params = [random_params(draw, vocab, draw.randint(1, max_tokens)) for _ in prompts]
-    alone = plain.generate(prompts, params, speculative_config={"method": "naive"})
-    want = [bits(one) for one in alone]
+    plain_outputs = plain.generate(prompts, params, speculative_config={"method": "naive"})
+    expected_bits = [bits(one) for one in plain_outputs]
     for _ in range(ENGINES):
         limits = random_limits(draw, longest + max_tokens + 1)
         speculations = [random_speculation(draw, weights) for _ in prompts]
@@ -403,11 +403,11 @@ def run_round(
             speculations = [{**one, "tree": False} for one in speculations]
             own = {"method": "ngram", "num_speculative_tokens": MOST_DRAFTS}
             states = load_model(model, load_format="dummy").kv_bytes_per_slot(0)
-            if heads:  # the draft model has as many states, and its drafts need more
+            if heads:  # the draft model needs as many states again
                 states *= 2
             limits["state_cache_bytes"] = draw.choice([1, 2, 4, 30]) * states
         options = {method: {"model": str(directory)} for method, (_, directory, _) in heads.items()}
-        default = SpeculativeConfig(**own, **random_budgets(draw), options=options)
+        default = SpeculativeConfig.from_dict({**own, **random_budgets(draw), "options": options})
         if not default.selects_drafts:  # otherwise the engine has not measured its steps
             speculations = [{**one, "adaptive_verification": False} for one in speculations]
         config = EngineConfig(
@@ -415,7 +415,7 @@ def run_round(
         )
         engine = Engine(config)
         got = run_at_random(engine, draw, prompts, params, speculations)
-        for index, (one, expected) in enumerate(zip(got, want, strict=True)):
+        for index, (one, expected) in enumerate(zip(got, expected_bits, strict=True)):
             found["outputs"] += 1
             found["tokens"] += len(one.token_ids)
             if bits(one) != expected:
@@ -442,21 +442,23 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the campaign; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument("--rounds", type=int, help="so many instead, however long they take")
+    parser.add_argument("--rounds", type=int, help="number of rounds, instead of minutes")
     parser.add_argument("--seed", type=int, default=0)
     names = [*FAMILIES, *HEAD_FAMILIES]
-    parser.add_argument("--family", choices=names, help="of all rounds (default: each in turn)")
-    parser.add_argument("--quantization", help="of all rounds (default: any)")
+    parser.add_argument(
+        "--family", choices=names, help="family of all rounds (default: each in turn)"
+    )
+    parser.add_argument("--quantization", help="quantization of all rounds (default: random)")
     options = parser.parse_args(arguments)
     found: Counter[str] = Counter()
     drafted: Counter[tuple[str, int]] = Counter()
     accepted: Counter[tuple[str, int]] = Counter()
     end, number = time.monotonic() + 60 * options.minutes, 0
-    turns = [options.family] if options.family else [*names, "bundled"]
+    names_in_turn = [options.family] if options.family else [*names, "bundled"]
     with tempfile.TemporaryDirectory() as folder:
         while number < options.rounds if options.rounds else time.monotonic() < end:
             draw = random.Random(f"{options.seed}-{number}")
-            name = turns[number % len(turns)]
+            name = names_in_turn[number % len(names_in_turn)]
             run_round(draw, name, Path(folder), found, drafted, accepted, options.quantization)
             number += 1
             counts = ", ".join(f"{found[one]:,} {one}" for one in found if one != "differ")

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record of the ops that the tests of a run called on each device, checked by test_devices.py.
 
-With pytest-xdist every worker knows only its own calls: it reports them to the controller, which
-does the check.
+With pytest-xdist, every worker reports its own calls to the controller, which checks them.
 """
 
 from collections import defaultdict
@@ -18,7 +17,7 @@ DEVICES = ("cpu", "simt", "cuda") if HAS_GPU else ("cpu", "simt")
 
 # (file of the test, device) -> ops that were called and returned
 calls: dict[tuple[str, str], set[str]] = defaultdict(set)
-# Whether this process runs only a part of the tests of this run.
+# True in a pytest-xdist worker, which runs only a part of the tests.
 in_worker = False
 # Files whose tests all run in this session.
 whole_files: set[str] = set()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine without a model, for tests of the server: it repeats the prompt, at any speed."""
+"""Engine without a model, for tests of the server: it repeats the prompt, at any speed."""
 
 import math
 import random
@@ -8,6 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from specops.api.outputs import EngineStats, SpeculativeStats
+from specops.api.tokenizer import TextStream, Tokenizer
 from specops.engine import (
     Completion,
     ContextOverflow,
@@ -20,8 +22,6 @@ from specops.engine import (
     StepDrafts,
     TokenLogprob,
 )
-from specops.engine.outputs import EngineStats, SpeculativeStats
-from specops.tokenizer import TextStream, Tokenizer
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as HfTokenizer
 
@@ -148,8 +148,8 @@ class FakeEngine:
         for token in prompt:
             if not 0 <= token < self.vocab_size:
                 raise ValueError(f"prompt: token id {token} is outside the vocabulary")
-        room = self.max_model_len - len(prompt)
-        if (1 if params.max_tokens is None else params.max_tokens) > room:
+        space = self.max_model_len - len(prompt)
+        if (1 if params.max_tokens is None else params.max_tokens) > space:
             raise ContextOverflow(f"a prompt of {len(prompt)} tokens exceeds the context")
         self.owners.add(tuple(owners))
         self.salts.append(params.cache_salt)
@@ -162,7 +162,7 @@ class FakeEngine:
                 prompt=list(prompt),
                 params=params,
                 index=choice_index,
-                limit=room if params.max_tokens is None else params.max_tokens,
+                limit=space if params.max_tokens is None else params.max_tokens,
                 method=config.method,
                 k=config.num_speculative_tokens,
                 stream=TextStream(self.tokenizer, params.stop),
@@ -204,7 +204,9 @@ class FakeEngine:
         if self.num_failures:
             self.num_failures -= 1
             return self._fail()
-        outputs = [self._advance(request) for request in self._running if self._may_go_on(request)]
+        outputs = [
+            self._advance(request) for request in self._running if self._may_continue(request)
+        ]
         if not outputs:
             time.sleep(0.001)  # all requests are held
         for request in [one for one in self._running if one.reason is not None]:
@@ -298,7 +300,7 @@ class FakeEngine:
         of_prompt = _prompt_logprobs(request) if first else None
         return RequestOutput(request.id, tokens, text, logprobs, request.reason, report, of_prompt)
 
-    def _may_go_on(self, request: _Request) -> bool:
+    def _may_continue(self, request: _Request) -> bool:
         return self.holds_at is None or len(request.token_ids) < self.holds_at
 
     def _next_token(self, request: _Request, ahead: int) -> int:

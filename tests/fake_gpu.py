@@ -37,7 +37,7 @@ OP_MODULES: list[ModuleType] = [
 ]
 
 # Queries, which run immediately even if their arguments include tensors.
-_ANSWERS = ("_bytes", "_size")
+_QUERIES = ("_bytes", "_size")
 
 
 class _Recorder:
@@ -53,7 +53,7 @@ class _Recorder:
             return value
 
         def call(*args: Any) -> Any:
-            if name.endswith(_ANSWERS) or not any(isinstance(arg, Tensor) for arg in args):
+            if name.endswith(_QUERIES) or not any(isinstance(arg, Tensor) for arg in args):
                 return value(*args)
             self._calls.append((value, args))
             return None

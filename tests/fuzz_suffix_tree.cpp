@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bytes become operations on a SuffixTree, a SuffixCache or its file, checked against brute force.
+// Turns bytes into operations on a SuffixTree, a SuffixCache or its file, and checks them by brute
+// force.
 //
 // With clang, -fsanitize=fuzzer -DSPECOPS_LIBFUZZER makes a libFuzzer target. Otherwise
 //
@@ -26,9 +27,9 @@
 namespace specops {
 namespace {
 
-const std::string kScope;  // of all requests here
+const std::string kScope;  // scope of all requests here
 
-std::string journal;  // of the operations of the running input
+std::string journal;  // operations of the running input
 
 struct Failure : std::logic_error {
   using std::logic_error::logic_error;
@@ -55,7 +56,7 @@ std::string text(const Range& values) {
 
 void note(const std::string& operation) { journal += operation + "\n"; }
 
-// The bytes still to be decoded; zeros past their end.
+// The bytes still to be decoded, followed by zeros.
 class Input {
  public:
   Input(const uint8_t* data, size_t size) : data_(data), end_(data + size) {}
@@ -97,7 +98,7 @@ std::string text(const ModelDraft& draft) {
          " score " + text(draft.score) + " match_len " + std::to_string(draft.match_len);
 }
 
-// Room for a draft with a canary behind it.
+// Buffer of a draft with a canary behind it.
 struct DraftBuffer {
   static constexpr int32_t kCanary = -77;
   explicit DraftBuffer(int32_t capacity)
@@ -235,7 +236,7 @@ class TreeRun {
     model_.append(handle, ids);
   }
 
-  // A sequence goes on as another one does after the same number of tokens.
+  // A sequence continues as another one does after the same number of tokens.
   void follow() {
     int32_t handle = draw(open_);
     const auto& sequences = model_.sequences();
@@ -284,7 +285,7 @@ class TreeRun {
     file.finish();
     unlink(scratch_file().c_str());
     tree_ = std::move(loaded);
-    // What waited to be given back may have stayed behind.
+    // What waited to be freed may remain.
     tree_->reclaim(1 << 20);
     model_.reclaim(1 << 20);
     finished_.insert(finished_.end(), open_.begin(), open_.end());
@@ -327,7 +328,7 @@ class TreeRun {
     }
   }
 
-  // Every string that occurs or did occur, and some that do not.
+  // Every string that occurs or has occurred, and some that do not.
   void check_counts() {
     std::map<std::vector<int32_t>, int64_t> counts;
     for (const auto& sequence : model_.sequences()) {
@@ -359,7 +360,7 @@ class TreeRun {
 
 // ---- a larger tree ----
 
-// Too much text for a look at everything after every operation: at a few points it is looked at.
+// The text is too long to check everything after every operation, so a few points are checked.
 class LargeRun {
  public:
   explicit LargeRun(Input& input)
@@ -382,7 +383,7 @@ class LargeRun {
         for (int32_t& id : ids) id = static_cast<int32_t>(random_() % (1 + random_() % alphabet));
         const auto& sequences = model_.sequences();
         const auto& source = sequences[random_() % sequences.size()].tokens;
-        if (random_() % 4 != 0 && !source.empty()) {  // a copy of other text, with a slip
+        if (random_() % 4 != 0 && !source.empty()) {  // a copy of other text, with an error
           size_t begin = random_() % source.size();
           ids.assign(source.begin() + begin, source.begin() + std::min(begin + 400, source.size()));
           if (random_() % 2 == 0) ids[random_() % ids.size()] = alphabet;
@@ -553,7 +554,7 @@ class CacheRun {
     require(request >= 0 && numbers_.insert(request).second, "a number is given out again");
   }
 
-  // New tokens, or those that follow in some other text after `size` tokens.
+  // New tokens, or those that follow in another text after `size` tokens.
   std::vector<int32_t> some_text(size_t size) {
     std::vector<std::vector<int32_t>> texts;
     for (const auto& [number, request] : model_.running()) texts.push_back(request.tokens);
@@ -573,7 +574,7 @@ class CacheRun {
     note("start " + text(prompt) + " -> " + std::to_string(request));
     new_number(request);
     model_.start(request, prompt);
-    if (input_.below(4) == 3) {  // queued behind the building of the prompt
+    if (input_.below(4) == 3) {  // queued behind the build of the prompt
       extend(request, draw_tokens(input_, alphabet_, input_.below(4)));
     }
     cache_->wait();
@@ -698,7 +699,8 @@ class CacheRun {
             "a step writes past its rows");
   }
 
-  // Refused, and nothing has changed: what follows goes on as if they had not been made.
+  // These calls are refused and change nothing. What follows continues as if they had not been
+  // made.
   template <typename Call>
   void refused(const char* what, Call call) {
     note(std::string("wrong: ") + what);
@@ -754,7 +756,7 @@ class CacheRun {
     }
     note("save and load");
     cache_->save(scratch_file());
-    if (input_.below(3) == 1) {  // into a cache of other budgets: the oldest leave
+    if (input_.below(3) == 1) {  // into a cache with other budgets: the oldest are evicted
       options_.max_cached_requests = input_.pick({-1, 1, 2, 4});
       options_.max_cached_tokens = input_.pick({-1, 1, 10, 40});
       note("  now max_cached_requests=" + std::to_string(options_.max_cached_requests) +
@@ -786,7 +788,7 @@ class CacheRun {
     model_ = model;
   }
 
-  // Ends what has grown too long for brute force.
+  // Stops and evicts what has grown too long for brute force.
   void keep_small() {
     auto size = [&] {
       size_t sum = 0;
@@ -860,9 +862,9 @@ std::string read_whole(const std::string& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-// A file of a small cache, with some of its bytes changed: as it stands, which the checksums find, or
-// in sections that are then written anew with checksums that hold. The latter no disk does, and only
-// `load` must survive it, whatever it lets through.
+// A file of a small cache with some bytes changed. Either it is read as it stands, and checksums
+// find the change, or sections are written anew with valid checksums. No disk does the latter:
+// `load` must survive it, whatever it accepts.
 class FileRun {
  public:
   explicit FileRun(Input& input) : input_(input) {}
@@ -963,7 +965,7 @@ class FileRun {
         sections.emplace_back(file.section_bytes(), 0);
         file.section(sections.back().data(), sections.back().size());
       }
-    } catch (const std::runtime_error&) {  // there is no further one
+    } catch (const std::runtime_error&) {  // there is no further section
     }
     if (sections.empty()) return;
     size_t place = input_.below(sections.size());
@@ -977,7 +979,7 @@ class FileRun {
     file.finish();
   }
 
-  // What was refused leaves a cache as good as new.
+  // After a refusal the cache works like a new one.
   void use(SuffixCache& cache) {
     std::string problem = cache.check_integrity();
     require(problem.empty(), "check_integrity after a file: " + problem);
@@ -1038,7 +1040,7 @@ namespace {
 
 using Bytes = std::vector<uint8_t>;
 
-// Input number i of a seed: every sixteenth is new, the others are mutations of it.
+// Input number i of a seed. Every sixteenth is new, and the others are mutations of it.
 Bytes make_input(uint64_t seed, uint64_t number) {
   std::mt19937_64 fresh(seed * 1000003 + number / 16);
   Bytes bytes(fresh() % (fresh() % 4 == 0 ? 1500 : 300) + 1);
@@ -1076,7 +1078,7 @@ std::string failure_of(const Bytes& bytes) {
   return "";
 }
 
-// Leaves bytes out, then lowers them, as long as anything still fails.
+// Removes bytes, then lowers them, as long as a failure remains.
 Bytes shrink(Bytes bytes) {
   for (bool progress = true; progress;) {
     progress = false;

@@ -53,7 +53,7 @@ class Indexed:
     """An object that claims to be an int, but raises when converted."""
 
     def __index__(self) -> int:
-        raise RuntimeError("nothing that an op should hear")
+        raise RuntimeError("an op must not pass this on")
 
 
 class Subclass(Tensor):
@@ -66,7 +66,7 @@ def fake(tensor: Tensor) -> Tensor:
 
 
 # Values that no argument of any op accepts; the message must name the argument.
-NOTHING: dict[str, Any] = {
+ALWAYS_INVALID: dict[str, Any] = {
     "str": "rejection",
     "empty str": "",
     "surrogate": "\udc00",
@@ -162,7 +162,9 @@ def is_real(tensor: Tensor) -> bool:
     return tensor.is_floating_point()
 
 
-def narrow(values: dict[str, Callable[[Tensor], Any]], tensor: Tensor) -> Iterator[tuple[str, Any]]:
+def changed(
+    values: dict[str, Callable[[Tensor], Any]], tensor: Tensor
+) -> Iterator[tuple[str, Any]]:
     for name, change in values.items():
         # Torch itself cannot make some of these tensors.
         with suppress(IndexError, OverflowError, RuntimeError, TypeError):
@@ -171,10 +173,10 @@ def narrow(values: dict[str, Callable[[Tensor], Any]], tensor: Tensor) -> Iterat
 
 def fuzzed_arguments(good: Any) -> Iterator[tuple[str, Any, bool]]:
     """Yield names and values for an argument, and whether no argument may accept the value."""
-    yield from ((name, value, True) for name, value in NOTHING.items())
+    yield from ((name, value, True) for name, value in ALWAYS_INVALID.items())
     yield from ((name, value, False) for name, value in NUMBERS.items())
     if isinstance(good, Tensor):
-        yield from ((name, value, False) for name, value in narrow(TENSORS, good))
+        yield from ((name, value, False) for name, value in changed(TENSORS, good))
     else:
         some = torch.zeros(2, 3)
         yield from (
@@ -188,14 +190,14 @@ def in_bfloat16(good: dict[str, Any]) -> dict[str, Any]:
     return good | {name: good[name].bfloat16() for name in names}
 
 
-OF_8_BITS = ("append_attention", "rope_append_kv")
+EIGHT_BIT_OPS = ("append_attention", "rope_append_kv")
 
 
 def compiled_calls(module: Any) -> Iterator[tuple[str, Callable[[], dict[str, Any]], Any]]:
     for name, good in GOOD_CALLS.items():
-        if module is not _C and name in OF_8_BITS:
+        if module is not _C and name in EIGHT_BIT_OPS:
             good = lambda good=good: in_bfloat16(good())  # noqa: E731
-        yield name, good, lambda given, name=name: call(name, given, module)
+        yield name, good, lambda args, name=name: call(name, args, module)
     sizes = dict.fromkeys(OPS["attention_workspace_size"], 16)
     memory = dict.fromkeys(OPS["sampling_workspace_bytes"], 2)
     layout = {
@@ -222,7 +224,7 @@ def compiled_calls(module: Any) -> Iterator[tuple[str, Callable[[], dict[str, An
         yield (
             name,
             lambda good=good: good,
-            lambda given, function=function: function(*given.values()),
+            lambda args, function=function: function(*args.values()),
         )
 
 
@@ -230,10 +232,10 @@ def public_calls(module: Any) -> Iterator[tuple[str, Callable[[], dict[str, Any]
     for name in GOOD_CALLS:
         if name == "take_error":
             continue
-        good = lambda name=name: whole_call(name)  # noqa: E731
-        if module is not _C and name in OF_8_BITS:
+        good = lambda name=name: public_arguments(name)  # noqa: E731
+        if module is not _C and name in EIGHT_BIT_OPS:
             good = lambda good=good: in_bfloat16(good())  # noqa: E731
-        yield name, good, lambda given, name=name: public_call(name)[0](**given)
+        yield name, good, lambda args, name=name: public_call(name)[0](**args)
     weight = dense.pack_weight(torch.zeros(5, 4))
     row = {
         "counted_token_ids": torch.zeros(6, dtype=torch.int32),
@@ -253,13 +255,13 @@ def public_calls(module: Any) -> Iterator[tuple[str, Callable[[], dict[str, Any]
         (sampling.count_tokens, {"token_ids": tokens, "prompt_len": 1, **row}),
         (batching.pages_of_block_table, {"block_table": torch.zeros(2, 3, dtype=torch.int32)}),
     ):
-        yield function.__name__, lambda good=good: good, lambda given, f=function: f(**given)
+        yield function.__name__, lambda good=good: good, lambda args, f=function: f(**args)
 
 
-def whole_call(name: str) -> dict[str, Any]:
+def public_arguments(name: str) -> dict[str, Any]:
     """Return the arguments of a good call of a documented function, including its numbers."""
     good = {**WHOLE_CALLS[name](), **public_call(name)[1]}
-    given = public_call(name)[1]
+    args = public_call(name)[1]
     options = (
         "eps",
         "norm_eps",
@@ -282,62 +284,62 @@ def whole_call(name: str) -> dict[str, Any]:
     )
     options += ("kv_indptr", "kv_indices")
     parameters = public_call(name)[0].__code__.co_varnames
-    given |= {option: good[option] for option in options if option in good and option in parameters}
+    args |= {option: good[option] for option in options if option in good and option in parameters}
     if name in ("prepare_batch", "build_tree", "tree_chains", "find_shared_prefixes"):
-        given["out"] = None
+        args["out"] = None
     if name in ("prepare_draft_batch", "advance_draft_batch"):
-        given["out"] = None
+        args["out"] = None
     if name == "ngram_propose":
-        given["index"] = ngram.NgramIndex.empty(2, 8)
+        args["index"] = ngram.NgramIndex.empty(2, 8)
     if name == "linear":
-        given["out_dtype"] = None
+        args["out_dtype"] = None
     if name == "top_logprobs":
-        del given["sampling"], given["processors"], given["processed_logprobs"]
-    return given
+        del args["sampling"], args["processors"], args["processed_logprobs"]
+    return args
 
 
 SENTENCE = re.compile(r"(?s)^(\w+): (.+?) (must be .+, got .+|has no key .+)")
-# Cases whose message uses another name than the caller's: the inner argument it is passed to.
+# Arguments that the message names by an inner argument.
 ALSO_CALLED = {
     ("linear_kernels", "rows"): "num_rows",
     ("ngram_propose", "scan_tokens"): "index.scan_tokens",
     ("ngram_propose", "index_tokens"): "index.index_tokens",
     ("attention_workspace_size", "q_shape"): "rows",  # for an array of three rows
 }
-# Values of NOTHING that some argument accepts after all.
-TAKEN = {
+# Exceptions from ALWAYS_INVALID.
+ACCEPTED = {
     ("packed_weight_layout", "device"): ("str", "empty str"),  # the type of any device
     ("linear", "out_dtype"): ("dtype",),
     ("attention_workspace_size", "q_shape"): ("range",),
     ("attention_workspace_size", "device"): ("device",),
     ("rope_cos_sin", "scaling"): ("dict",),  # whose error says that a key is missing
 }
-# For these the wrapper would allocate impossible outputs, or torch computes in its own way.
+# The public functions would allocate impossible outputs for these.
 NOT_PUBLIC = {"endless and empty", "vast"}
-NOT_COUNTED = {"fake", "subclass"}
-SPEAKS_FOR = {
+NOT_COUNTABLE = {"fake", "subclass"}
+PUBLIC_NAME = {
     "packed_weight_layout": "pack_weight",
     "sampling_workspace_bytes": "sampling_workspace",
 }
 
 
-def fault_of(op: str, argument: str, call: Callable[[], Any], is_nothing: bool) -> str:
-    """Return what is wrong with the outcome of a call; "" if nothing."""
+def fault_of(op: str, argument: str, call: Callable[[], Any], is_invalid: bool) -> str:
+    """Describe the fault in the outcome of a call; "" if there is none."""
     try:
         call()
     except ValueError as error:
-        said = SENTENCE.match(str(error))
-        if said is None or said[1] != SPEAKS_FOR.get(op, op):
-            return f"says {error}"
+        match = SENTENCE.match(str(error))
+        if match is None or match[1] != PUBLIC_NAME.get(op, op):
+            return f"raises an unexpected message: {error}"
         named = {argument, ALSO_CALLED.get((op, argument), argument)}
-        if is_nothing and said[2] not in named:
-            return f"blames another argument: {error}"
+        if is_invalid and match[2] not in named:
+            return f"names another argument: {error}"
         return ""
     except RuntimeError as error:
         return "" if "has no CUDA kernels" in str(error) else f"raises RuntimeError: {error}"
     except Exception as error:
         return f"raises {type(error).__name__}: {error}"
-    return "is taken" if is_nothing else ""
+    return "accepts an invalid value" if is_invalid else ""
 
 
 def main(device: str, calls: str, every: int = 1) -> int:
@@ -350,23 +352,23 @@ def main(device: str, calls: str, every: int = 1) -> int:
     tried = wrong = number = 0
     for op, good, run in compiled_calls(module) if calls == "compiled" else public_calls(module):
         for argument in good():
-            for name, value, is_nothing in fuzzed_arguments(good()[argument]):
+            for name, value, is_invalid in fuzzed_arguments(good()[argument]):
                 number += 1
                 if number % every or (calls == "public" and name in NOT_PUBLIC):
                     continue
-                if op == "count_tokens" and name in NOT_COUNTED:
+                if op == "count_tokens" and name in NOT_COUNTABLE:
                     continue
-                is_nothing = is_nothing and name not in TAKEN.get((op, argument), ())
-                given = {a: guarded(g) if isinstance(g, Tensor) else g for a, g in good().items()}
+                is_invalid = is_invalid and name not in ACCEPTED.get((op, argument), ())
+                args = {a: guarded(g) if isinstance(g, Tensor) else g for a, g in good().items()}
                 is_plain = isinstance(value, Tensor) and type(value) is Tensor
                 plain = is_plain and value.layout == torch.strided and value.device.type == "cpu"
-                given[argument] = guarded(value) if plain and not value.is_nested else value
+                args[argument] = guarded(value) if plain and not value.is_nested else value
                 tried += 1
-                fault = fault_of(op, argument, lambda given=given, run=run: run(given), is_nothing)
+                fault = fault_of(op, argument, lambda args=args, run=run: run(args), is_invalid)
                 if fault:
                     wrong += 1
                     print(f"{op}({argument}={name}): {fault}"[:400])
-                del given
+                del args
     print(f"{tried} calls, {wrong} of them wrong")
     return 1 if wrong else 0
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a GrowArray holds stays, from malloc to mapped memory and beyond what that had reserved.
-// test_suffix_programs.py compiles this as for Linux, and as for systems that cannot move pages.
+// A GrowArray keeps its contents from malloc to mapped memory and beyond its reservation.
+// test_suffix_programs.py compiles this for Linux and for systems that cannot move pages.
 #include <cstdint>
 #include <cstdio>
 #include <initializer_list>
@@ -17,7 +17,7 @@ int main() {
       std::printf("of %lld items the %lldth is lost\n", (long long)next, (long long)i);
       return 1;
     }
-    // Of large arrays the first and the last, so that few pages are in use.
+    // Check the first and the last items of large arrays only, so that few pages are in use.
     size = next < 10'000 ? next : 10'000;
     for (int64_t i = 0; i < size; ++i) array[i] = 3 * i + 1;
     array[next - 1] = -1;

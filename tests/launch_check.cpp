@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launches through csrc/common/launch.cuh as nvcc compiles it, over a CUDA runtime that keeps
-// limits of shared memory as the driver does (tests/fake_cuda), and notes which launches may overlap.
-// Prints what is wrong.
+// Launches through csrc/common/launch.cuh, compiled as nvcc does, over a fake CUDA runtime
+// (tests/fake_cuda). The runtime limits shared memory as the driver does and records which launches
+// may overlap. Prints errors.
 #include <cstdint>
 #include <cstdio>
 
@@ -23,7 +23,7 @@ void first_kernel(int) {}
 void second_kernel(int) {}
 using Kernel = void (*)(int);
 
-// Whether it could be launched.
+// Returns whether the kernel could be launched.
 bool start(Kernel kernel, size_t smem_bytes, int device) {
   try {
     specops::launch(kernel, dim3(4), dim3(128), smem_bytes, {nullptr, device}, 1);
@@ -47,7 +47,7 @@ void captured_launches_keep_their_room() {
   expect(limit_of(first_kernel, 0) == 200 << 10, "a smaller launch leaves the limit alone");
 }
 
-// Of kernels and devices that nothing has looked at before.
+// The kernels and devices have not been used before.
 void a_first_launch_may_be_captured() {
   driver.ptx_versions[9] = 90;
   driver.is_capturing = true;
@@ -78,7 +78,7 @@ void kernels_and_devices_are_apart() {
   start(second_kernel, 40 << 10, 1);
   expect(limit_of(second_kernel, 0) == 100 << 10, "another kernel has its own limit");
   expect(limit_of(first_kernel, 1) == 100 << 10, "another device has its own limit");
-  expect(limit_of(second_kernel, 1) == 0, "up to 48 KiB nobody asks");
+  expect(limit_of(second_kernel, 1) == 0, "up to 48 KiB no limit is raised");
   expect(fake_cuda::current_device == 0, "the current device is put back");
 }
 
@@ -120,7 +120,7 @@ void threads_never_lower_a_limit() {
       uint32_t state = thread + 1;
       auto random = [&state] { return (state = 1664525 * state + 1013904223) >> 8; };
       for (int i = 0; i < kLaunches; ++i) {
-        // Rising on the whole, so that the limits are raised throughout.
+        // Sizes mostly rise, so that the limits are raised throughout.
         size_t bytes = (50 << 10) + 400 * i + random() % 20000;
         Kernel kernel = random() % 2 ? first_kernel : second_kernel;
         refused += start(kernel, bytes, 2 + random() % 2) ? 0 : 1;

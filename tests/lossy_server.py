@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fake server with OpenAI's API whose speculation is wrong in one way chosen by the test."""
+"""Fake server with OpenAI's API, whose speculation has a flaw that the test chooses."""
 
 import contextlib
 import json
@@ -142,12 +142,12 @@ class Lossy:
         values = (1, accepted + rejected, accepted)
         predictions = {"accepted_prediction_tokens": accepted}
         predictions["rejected_prediction_tokens"] = rejected
-        told: dict[str | None, dict[str, Any]] = {
+        reports: dict[str | None, dict[str, Any]] = {
             "metrics": {"metrics": {"speculative_decoding": dict(zip(names, values, strict=True))}},
             "usage": {"usage": {"completion_tokens_details": predictions}},
             "timings": {"timings": {"draft_n": values[1], "draft_n_accepted": accepted}},
         }
-        return told.get(self.counts, {})
+        return reports.get(self.counts, {})
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafts of docs/mtp.md for a prefix, from scratch: no cache, no state, nothing batched.
+"""Drafts of docs/mtp.md for a prefix, computed from scratch: no cache, no state, no batches.
 
 It calls the ops that an engine calls, and a row has the same bits however it is computed. So an
 engine's drafts must equal these, and the bits of their logits, too. `SlowModules.drafts` is the

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Drives the thread pool without Python: test_threads.py compiles this together with the pool. Here
-// so many threads run as are asked for, however few CPUs there are. Prints what went wrong, and
-// returns 1.
+// Drives the thread pool without Python: test_threads.py compiles this together with the pool. It
+// runs the requested number of threads, however few CPUs there are. Prints errors and returns 1.
 //
 //   parallel_check NUM_THREADS [fork]
 #ifdef __linux__
@@ -39,7 +38,7 @@ void run(Pool& pool, int64_t num_chunks, Fn fn) {
   pool.run(num_chunks, [](void* raw, int64_t chunk) { (*static_cast<Fn*>(raw))(chunk); }, &fn);
 }
 
-// Every chunk is run exactly once, and seen by the caller afterwards.
+// Every chunk is run exactly once and is visible to the caller afterwards.
 void one_job(Pool& pool, int64_t size) {
   std::vector<int32_t> visits(static_cast<size_t>(size), 0);  // plain: the pool must publish them
   run(pool, size, [&](int64_t chunk) { ++visits[static_cast<size_t>(chunk)]; });
@@ -75,7 +74,7 @@ void nested(Pool& pool) {
   require(sum == 480, "nested calls do all their work");
 }
 
-// The caller throws what the first chunk by number threw, and the pool goes on.
+// The caller gets the exception of the first chunk by number, and the pool continues.
 void exceptions(Pool& pool) {
   for (int job = 0; job < 300; ++job) {
     std::atomic<int> begun{0}, ended{0};
@@ -113,7 +112,7 @@ void several_hosts(Pool& pool) {
   for (std::thread& host : hosts) host.join();
 }
 
-// Sleepers are woken, spinners go to sleep, between any two jobs.
+// Between any two jobs, sleepers are woken and spinners go to sleep.
 void with_pauses(Pool& pool) {
   for (int pause_us : {1, 50, 95, 100, 105, 200, 1000}) {
     for (int i = 0; i < 40; ++i) {
@@ -137,7 +136,7 @@ void resize_while_busy(Pool& pool, int num_threads) {
   pool.resize(num_threads);
 }
 
-// A child has only the thread that forked, and may fork while another thread's job is running.
+// A child has only the thread that forked, and may fork while a job of another thread runs.
 void forked(int num_threads) {
   auto many = [](int jobs) {
     for (int job = 0; job < jobs; ++job) {
@@ -181,13 +180,13 @@ void run_on(const cpu_set_t& mask) {
   require(sched_setaffinity(0, sizeof mask, &mask) == 0, "a thread may choose among its CPUs");
 }
 
-// A worker leaves its caller's CPU, but not the CPUs that somebody else chose for it.
+// A worker leaves its caller's CPU, but not the CPUs that it was bound to.
 void apart() {
   cpu_set_t whole, mine, found, seen;
   CPU_ZERO(&whole);
   if (sched_getaffinity(0, sizeof whole, &whole) != 0 || CPU_COUNT(&whole) < 2) return;
   Pool pool(2, 2);
-  // One chunk for each of the two.
+  // One chunk for each of the two threads.
   auto both = [&](auto on_worker) {
     std::atomic<int> begun{0};
     run(pool, 2, [&](int64_t) {
@@ -196,17 +195,17 @@ void apart() {
       if (specops::thread_index() == 1) on_worker();
     });
   };
-  both([] {});  // now it has the mask of its caller
+  both([] {});  // now the worker has the mask of its caller
   for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
     if (!CPU_ISSET(cpu, &whole)) continue;
     CPU_ZERO(&mine);
     CPU_SET(cpu, &mine);
-    run_on(mine);  // the caller; its worker has to find another one
+    run_on(mine);  // the caller's CPU; its worker must find another one
     both([&] {
       run_on(mine);
-      run_on(whole);  // and stays, until somebody moves it
+      run_on(whole);  // and stays until it is moved
     });
-    // The system may move a worker there after it has looked: it leaves with the next job.
+    // The system may move a worker there after it has looked. It then leaves with the next job.
     int there = 0;
     for (int job = 0; job < 20; ++job) {
       both([&] { there += sched_getcpu() == cpu; });
@@ -218,7 +217,7 @@ void apart() {
     both([&] { run_on(mine); });
     int where = -1;
     both([&] { where = sched_getcpu(); });
-    require(where == cpu, "who pins it is obeyed");
+    require(where == cpu, "a worker stays where it is pinned");
     both([&] { run_on(whole); });
   }
   run_on(whole);

@@ -26,9 +26,9 @@ class Meeting:
         """Return the values that all ranks have passed."""
         self._brought[rank] = value
         self._barrier.wait()
-        everyone = list(self._brought)
+        values = list(self._brought)
         self._barrier.wait()
-        return everyone
+        return values
 
     def leave(self) -> None:
         """Make the other ranks fail instead of waiting forever."""
@@ -76,7 +76,9 @@ def on_ranks(
     with ThreadPoolExecutor(size) as pool:
         running = [pool.submit(run, rank) for rank in range(size)]
         errors = [one.exception() for one in running]
-        told = [one for one in errors if one and not isinstance(one, threading.BrokenBarrierError)]
-        if told:
-            raise told[0]
+        failures = [
+            one for one in errors if one and not isinstance(one, threading.BrokenBarrierError)
+        ]
+        if failures:
+            raise failures[0]
         return [one.result() for one in running]

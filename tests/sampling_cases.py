@@ -19,7 +19,7 @@ from specops.sampling import (
 )
 from torch import Tensor
 
-# The named tuples of the ops, and the names by which tests pass their fields.
+# Named tuples of the ops, and the names under which tests pass their fields.
 SAMPLING = {name: name for name in SamplingTensors._fields}
 DRAFTS = {"output_indptr": "output_indptr", "draft_token_ids": "token_ids", "parents": "parents"}
 DRAFT_PROBS = {"draft_probs": "probs", "draft_prob_token_ids": "token_ids"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Effect of a misbehaving client on another one: `make attacks`, with the bundled model.
+"""Effect of a misbehaving client on another one: `make -C tools attacks`, with the bundled model.
 
     python tests/server_attacks.py [--seconds 20] [--stream-seconds 60] [--rounds 3] [--only NAME]
         [--tokens 8] [--rate 20]
@@ -138,13 +138,13 @@ def measuring(
     with subprocess.Popen(command, stdout=subprocess.PIPE) as client:
         time.sleep(0.3)  # wait for it to start
         yield
-        told = json.loads(client.communicate()[0])
-    found += told["seconds"]
-    if set(told["statuses"]) != {"200"}:
-        wrong.append(f"the normal client got {told['statuses']}")
+        result = json.loads(client.communicate()[0])
+    found += result["seconds"]
+    if set(result["statuses"]) != {"200"}:
+        wrong.append(f"the normal client got {result['statuses']}")
 
 
-def assault(
+def measure_attack(
     server: Server, name: str, seconds: float, sizes: Sizes, normal: Normal, wrong: list[str]
 ) -> tuple[list[float], Counter[str]]:
     """Run one attack; return the normal client's times, and the outcomes of the attackers."""
@@ -195,7 +195,7 @@ def run(
                     with measuring(server.port, seconds, normal, quiet[name][-1], wrong):
                         pass
                     length = stream_seconds if name == "leaving_streams" else seconds
-                    found, got = assault(server, name, length, sizes, normal, wrong)
+                    found, got = measure_attack(server, name, length, sizes, normal, wrong)
                     during[name].append(found)
                     outcomes[name] += got
                     memory[name].append(server.megabytes())

@@ -243,9 +243,9 @@ def one_server(model: Path, **more: Any) -> Iterator[Served]:
         yield one
 
 
-def choices_of(server: Served, asked: list[dict[str, Any]]) -> list[Any]:
+def choices_of(server: Served, requests: list[dict[str, Any]]) -> list[Any]:
     with httpx.Client(timeout=300) as http:
-        answers = [http.post(f"{server.url}/v1/completions", json=body) for body in asked]
+        answers = [http.post(f"{server.url}/v1/completions", json=body) for body in requests]
     return [answer.json()["choices"] for answer in answers]
 
 
@@ -276,13 +276,13 @@ class Router:
 
     Attributes:
         answers: number of answers per request, by its place.
-        handed_over: requests whose pages were offered for transfer.
+        num_transfers: number of requests whose pages were offered for transfer.
     """
 
     def __init__(self, prefill: str, decode: str) -> None:
         self.prefill, self.decode = prefill, decode
         self.answers: Counter[int] = Counter()
-        self.handed_over = 0
+        self.num_transfers = 0
         self._http = httpx.Client(timeout=60, limits=httpx.Limits(max_connections=64))
         self._lock = threading.Lock()
 
@@ -309,14 +309,16 @@ class Router:
             "stream": False,
             "kv_transfer_params": params | absent,
         }
-        told = self._post(self.prefill, first)
+        prefilled = self._post(self.prefill, first)
         with self._lock:
-            self.handed_over += told is not None
-        wanted = {} if told is None else {"kv_transfer_params": told["kv_transfer_params"]}
+            self.num_transfers += prefilled is not None
+        transfer = (
+            {} if prefilled is None else {"kv_transfer_params": prefilled["kv_transfer_params"]}
+        )
         patience = _PATIENCE_SECONDS
         while patience > 0:
             begin = time.monotonic()
-            answer = self._post(self.decode, {**body, **wanted})
+            answer = self._post(self.decode, {**body, **transfer})
             if answer is not None:
                 self.answers[place] += 1
                 return answer["choices"]

@@ -7,13 +7,26 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
-from fake_engine import CHAT, FakeEngine
+from fake_engine import CHAT as CHAT_TEMPLATE
+from fake_engine import FakeEngine
 
 # Packages of the server and its clients; a test is skipped if one is missing.
 STACK = ("fastapi", "uvicorn", "pydantic", "msgspec", "prometheus_client", "httpx")
+
+
+USER = {"role": "user", "content": "héllo"}
+# Parts of request bodies.
+TEXT: dict[str, Any] = {"prompt": "a"}
+CHAT: dict[str, Any] = {"messages": [USER]}
+STREAM = {"stream": True}
+# Headers of a body that a test encodes itself.
+JSON = {"Content-Type": "application/json"}
+
+STEP_FAILED = "a step of the engine failed; the server's log says why"
 
 
 class Served:
@@ -91,7 +104,7 @@ def serving(
     from specops.service.thread import ThreadClient
 
     if isinstance(engine, FakeEngine):
-        options.setdefault("chat_format", ChatFormat(CHAT))
+        options.setdefault("chat_format", ChatFormat(CHAT_TEMPLATE))
     app = make_app(ThreadClient(engine), engine.tokenizer, **options)
     with serving_app(app, drain_timeout=drain_timeout, write_timeout=write_timeout) as url:
         yield Served(engine, url)
@@ -127,3 +140,66 @@ def serving_app(app: Any, *, drain_timeout: int = 5, write_timeout: float = 60.0
         server.should_exit = True
         thread.join(HANG_SECONDS)
         assert not thread.is_alive(), "the server did not stop"
+
+
+@cache
+def http() -> Any:
+    """Return an HTTP client that waits until a request counts as hung."""
+    import httpx
+
+    return httpx.Client(timeout=HANG_SECONDS)
+
+
+def connect(served: Served, key: str = "none") -> Any:
+    """Return the official client, connected to a server."""
+    import openai
+
+    return openai.OpenAI(
+        base_url=f"{served.url}/v1", api_key=key, max_retries=0, timeout=HANG_SECONDS
+    )
+
+
+def post(served: Served, path: str, body: Any, **options: Any) -> Any:
+    """Send a JSON body to a route under /v1 and return the response."""
+    return http().post(f"{served.url}/v1/{path}", json=body, **options)
+
+
+def events(response: Any) -> list[Any]:
+    """Check the framing of a stream and return the data of its events."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    frames = response.text.split("\n\n")
+    assert frames[-1] == "" and frames[-2] == "data: [DONE]"
+    assert all(frame.startswith("data: ") for frame in frames[:-1])
+    return [json.loads(frame[6:]) for frame in frames[:-2]]
+
+
+def health(served: Served) -> tuple[int, str]:
+    """Return the status code and the status that /health reports."""
+    response = http().get(f"{served.url}/health")
+    return response.status_code, response.json()["status"]
+
+
+def counters(served: Served) -> dict[str, dict[str, float]]:
+    """Return metric samples by name, then by label values."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    text = http().get(f"{served.url}/metrics").text
+    found: dict[str, dict[str, float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = {k: v for k, v in sample.labels.items() if k != "model_name"}
+            assert ("model_name" in sample.labels) == sample.name.startswith("specops:")
+            found.setdefault(sample.name, {})[",".join(labels.values())] = sample.value
+    return found
+
+
+def assert_failed(response: Any, message: str = STEP_FAILED) -> None:
+    """Check for an error answer, or an error at the end of a stream."""
+    if response.headers["content-type"].startswith("text/event-stream"):
+        assert response.status_code == 200
+        body = events(response)[-1]
+    else:
+        assert response.status_code == 500
+        body = response.json()
+    error = {"message": message, "type": "server_error", "param": None, "code": "internal_error"}
+    assert body == {"error": error}

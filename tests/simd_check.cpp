@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Prints the bits of every operation of common/simd.h on awkward numbers, a line each: test_arm.py
-// compiles this once per instruction set. Lines that begin with "fused" may differ where nothing is.
+// Prints the bits of every operation of common/simd.h on difficult numbers, one line each.
+// test_arm.py compiles this once per instruction set. Lines that begin with "fused" may differ on
+// sets that fuse nothing.
 #include <cinttypes>
 #include <cstdio>
 
@@ -25,8 +26,8 @@ float float_of(uint32_t word) {
   return x;
 }
 
-// Signs of zero, infinities, NaN, subnormal numbers, ties of bfloat16 and of float16 and their
-// largest numbers; then any bits at all; then numbers that exp() and products take.
+// Signs of zero, infinities, NaN, subnormal numbers, ties and largest numbers of bfloat16 and
+// float16; then random bits; then numbers that suit exp() and products.
 void fill(float (*x)[kLanes]) {
   const uint32_t words[] = {0x00000000, 0x80000000, 0x7f800000, 0xff800000, 0x7fc00000, 0xffc12345,
                             0x00000001, 0x80400000, 0x3f808000, 0x3f818000, 0xbf807fff, 0x7f7fffff,
@@ -55,7 +56,7 @@ void print(const char* name, F32x16 x) {
   print(name, lanes);
 }
 
-// Through 16 bits and back: what store() rounds to, and what load() reads.
+// Through 16 bits and back: the rounding of store() and the values of load().
 template <typename T>
 void rounded(const char* name, const float* x) {
   T half[kLanes];
@@ -94,7 +95,7 @@ void of_one(const float* x) {
   }
 }
 
-// Pairs of bfloat16 that a product with 16 bits holds.
+// Operations on pairs of bfloat16.
 void of_pairs(const float* x, const float* y, const float* z) {
   bfloat16 a[2 * kLanes], b[2 * kLanes];
   for (int i = 0; i < 2 * kLanes; ++i) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// SuffixTree and SuffixCache by brute force: lists of tokens, every answer by looking at all of them.
-// What reference.SuffixCache is to the tests in Python, for the programs that run without it.
+// SuffixTree and SuffixCache by brute force over lists of tokens. Programs without Python use it as
+// the Python tests use reference.SuffixCache.
 #pragma once
 
 #include <algorithm>
@@ -28,12 +28,12 @@ class ModelTree {
   struct Sequence {
     int32_t handle;
     std::vector<int32_t> tokens;
-    size_t first = 0;  // positions before it were given back
+    size_t first = 0;  // positions before it were freed
     bool is_removed = false;
   };
   struct Occurrence {
     const Sequence* sequence;
-    size_t end;  // of the string, in its sequence
+    size_t end;  // end of the string in its sequence
   };
 
   explicit ModelTree(int32_t max_depth) : max_depth_(max_depth) {}
@@ -43,7 +43,7 @@ class ModelTree {
     auto& tokens = at(handle).tokens;
     tokens.insert(tokens.end(), ids.begin(), ids.end());
   }
-  // At once where an older sequence stays, else little by little.
+  // Frees at once where an older sequence stays, otherwise little by little.
   void remove(int32_t handle) {
     Sequence& sequence = at(handle);
     bool is_oldest = std::all_of(
@@ -53,7 +53,7 @@ class ModelTree {
       return;
     }
     sequence.is_removed = true;
-    sequence.handle = -1;  // may come back at once
+    sequence.handle = -1;  // may be freed at once
     forget_empty();
   }
   int64_t reclaim(int64_t max_positions) {
@@ -130,14 +130,14 @@ class ModelTree {
     }
   }
 
-  // What may come next, the likeliest first, of equally likely ones the youngest.
+  // Possible next tokens, the likeliest first; of equally likely ones, the youngest first.
   std::vector<Candidate> continuations(const std::vector<Occurrence>& from,
                                        int32_t depth,
                                        int32_t parent,
                                        float prob,
                                        const DraftOptions& options) const {
     std::vector<Candidate> next;
-    size_t first = depth >= max_depth_ ? from.size() - 1 : 0;  // past the depth: the youngest alone
+    size_t first = depth >= max_depth_ ? from.size() - 1 : 0;  // past the depth: only the youngest
     if (depth >= max_depth_ && !options.read_on) return next;
     for (size_t i = from.size(); i-- > first;) {
       const auto& [sequence, end] = from[i];
@@ -171,7 +171,7 @@ class ModelTree {
     std::vector<Candidate> open = continuations(matches, match_len, -1, 1.0f, options);
     while (static_cast<int32_t>(draft.token_ids.size()) < budget && !open.empty()) {
       if (!options.use_tree) open.resize(1);
-      // The first of the likeliest: candidates stand in the order in which they were found.
+      // The first of the likeliest. Candidates are in the order in which they were found.
       auto best = std::max_element(
           open.begin(), open.end(), [](const auto& a, const auto& b) { return a.prob < b.prob; });
       Candidate taken = *best;
@@ -194,7 +194,7 @@ class ModelTree {
   std::vector<Sequence> sequences_;  // in the order of their start
 };
 
-// Requests go by the numbers that the cache gave them.
+// Requests are identified by the numbers of the cache.
 class ModelCache {
  public:
   struct Request {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // SuffixCache under ThreadSanitizer: two host threads and a watcher call one cache, which steps over
-// four threads, builds long prompts in the background and is always full. Prints what went wrong.
+// four threads, builds long prompts in the background and is always full. Prints errors.
 //
 //   suffix_threads [seconds]
 #include <unistd.h>
@@ -34,7 +34,7 @@ void require(bool condition, const std::string& what) {
   _exit(1);
 }
 
-// Text with much repetition: pieces of one common text, now and then a token of its own.
+// Text with much repetition: pieces of a common text, and now and then a token of its own.
 class Text {
  public:
   explicit Text(uint64_t seed) : random_(seed) {}
@@ -56,7 +56,7 @@ class Text {
   uint64_t place_ = 0;
 };
 
-// One engine: starts, steps and stops requests of its own.
+// One engine, which starts, steps and stops requests of its own.
 void engine(SuffixCache& cache, uint64_t seed, const std::atomic<bool>& is_over) {
   Text text(seed);
   std::vector<int64_t> requests(kBatch, -1);
@@ -110,7 +110,7 @@ void engine(SuffixCache& cache, uint64_t seed, const std::atomic<bool>& is_over)
   }
 }
 
-// Everything that may be asked from beside.
+// Calls all queries beside the engines.
 void watcher(SuffixCache& cache, const std::string& path, const std::atomic<bool>& is_over) {
   Text text(3);
   while (!is_over) {
@@ -128,7 +128,7 @@ void watcher(SuffixCache& cache, const std::string& path, const std::atomic<bool
       draft.token_ids = drafts;
       try {
         cache.speculate(request, options, draft);
-      } catch (const std::invalid_argument&) {  // stopped meanwhile
+      } catch (const std::invalid_argument&) {  // the request was stopped meanwhile
       }
     }
     ids = text.next(200);
@@ -171,7 +171,7 @@ int main(int argc, char** argv) {
     std::string problem = cache.check_integrity();
     require(problem.empty(), problem);
     require(cache.num_cached_tokens() <= 6000 && cache.num_cached_requests() <= 60, "the budgets");
-    // The cache goes while a prompt is being built.
+    // The cache is destroyed while a prompt is being built.
     std::vector<int32_t> prompt = Text(9).next(20000);
     cache.start(prompt.data(), static_cast<int64_t>(prompt.size()));
   }

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations of common/simd.h, one by one, of every instruction set against the others'.
+"""Every operation of common/simd.h has the same result under every instruction set.
 
-On x86 those of NEON too, where the cross compiler and qemu are installed. The ops' own tests run on
-ARM, or under emulation by `make test-arm` (tools/emulate_arm.py).
+On x86, NEON is tested if the cross compiler and qemu are installed. The tests of the ops run on
+ARM, or under emulation by `make -C tools test-arm` (tools/emulate_arm.py).
 """
 
 import os
@@ -26,13 +26,13 @@ ROOT = Path(__file__).resolve().parent.parent
 ON_ARM = platform.machine() in ("aarch64", "arm64")
 ARM_SETS = ("neon", "neon_bf16")
 CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
-# Instruction sets with fused multiply-adds, and those of them without dot products of their own.
+# Instruction sets with fused multiply-adds.
 FUSED = ("avx2", "avx512", "avx512_bf16", "neon", "neon_bf16")
 SETS = ("portable", *FUSED)
 
 
 def flags(isa: str) -> list[str]:
-    """What CMakeLists.txt compiles an instruction set with."""
+    """Return the compiler flags of an instruction set from CMakeLists.txt."""
     cmake = (ROOT / "CMakeLists.txt").read_text()
     match = re.search(rf"^set\(SPECOPS_FLAGS_{isa}\b([^)]*)\)", cmake, re.MULTILINE)
     assert match is not None
@@ -43,7 +43,7 @@ def flags(isa: str) -> list[str]:
     return words
 
 
-def need(*programs: str) -> None:
+def require_programs(*programs: str) -> None:
     for program in programs:
         if shutil.which(program) is None:
             package = emulate_arm.PROGRAMS.get(program, "a C++ compiler")
@@ -52,7 +52,7 @@ def need(*programs: str) -> None:
 
 @cache
 def operations(isa: str, folder: Path) -> list[str]:
-    """The lines of simd_check.cpp, compiled for a set and run, natively or by qemu."""
+    """Return the output of simd_check.cpp for an instruction set, run natively or by qemu."""
     foreign = (isa in ARM_SETS) != ON_ARM and isa != "portable"
     if foreign and ON_ARM:
         pytest.skip("x86 is not emulated here")
@@ -61,7 +61,7 @@ def operations(isa: str, folder: Path) -> list[str]:
     compiler, runner = os.environ.get("CXX", "c++"), []
     if foreign:
         compiler, runner = CROSS_COMPILER, [EMULATOR, "-cpu", "max"]
-    need(compiler, *runner[:1])
+    require_programs(compiler, *runner[:1])
     program = folder / isa
     options = f"-std=c++20 -O2 -ffp-contract=off -Icsrc -DSPECOPS_ISA={isa} -DSPECOPS_ISA_{isa}=1"
     command = [compiler, *options.split(), *flags(isa), "tests/simd_check.cpp", "-o", str(program)]
@@ -76,8 +76,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_operations_are_the_same_on_every_set(folder: Path, name: str) -> None:
-    """But for what is fused where there is such an instruction, and for products of pairs."""
+def test_operations_agree_across_instruction_sets(folder: Path, name: str) -> None:
+    """Fused operations and products of bf16 pairs may round differently."""
     lines, like = operations(name, folder), operations("portable", folder)
     assert len(lines) == len(like) > 1000
     for line, other in zip(lines, like, strict=True):
@@ -87,7 +87,7 @@ def test_operations_are_the_same_on_every_set(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [isa for isa in FUSED if isa != "avx2"])
-def test_fused_operations_are_those_of_another_set(folder: Path, name: str) -> None:
+def test_fused_operations_agree_across_instruction_sets(folder: Path, name: str) -> None:
     ours = "neon" if ON_ARM else "avx2"
     lines, like = operations(name, folder), operations(ours, folder)
     fused = 0
@@ -99,8 +99,8 @@ def test_fused_operations_are_those_of_another_set(folder: Path, name: str) -> N
 
 
 @pytest.mark.parametrize("name", [isa for isa in FUSED if isa.endswith("_bf16")])
-def test_products_of_pairs_are_close(folder: Path, name: str) -> None:
-    """Their rounding is their own: within that of fp32 of the sum's largest part."""
+def test_bf16_dot_products_are_close(folder: Path, name: str) -> None:
+    """bf16 instructions round differently: within fp32 rounding of the largest partial sum."""
     ours = "neon" if ON_ARM else "avx2"
 
     def products(of: str) -> list[list[float]]:
@@ -114,10 +114,8 @@ def test_products_of_pairs_are_close(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("cpu,best", [("cortex-a57", "neon"), ("max", "neon_bf16")])
-def test_the_default_on_arm_follows_from_what_the_cpu_says(
-    tmp_path: Path, cpu: str, best: str
-) -> None:
-    need(CROSS_COMPILER, EMULATOR)
+def test_default_isa_on_arm_follows_cpu_features(tmp_path: Path, cpu: str, best: str) -> None:
+    require_programs(CROSS_COMPILER, EMULATOR)
     program = tmp_path / "best_isa"
     sources = ["csrc/common/isa.cpp", "tools/best_isa.cpp"]
     options = ["-std=c++20", "-static", "-Icsrc", *(f"-DSPECOPS_HAS_{isa}=1" for isa in ARM_SETS)]
@@ -126,13 +124,13 @@ def test_the_default_on_arm_follows_from_what_the_cpu_says(
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == best
 
 
-# Compiled once per instruction set; where AVX2 has code of its own, portable C++ is no stand-in.
+# Sources that are compiled once per instruction set.
 KERNEL_TEXTS = sorted([*ROOT.glob("csrc/*/*_cpu.*"), ROOT / "csrc" / "common" / "simd.h"])
 
 
 @pytest.mark.parametrize("path", KERNEL_TEXTS, ids=lambda path: path.name)
-def test_neon_has_what_avx2_has(path: Path) -> None:
-    """A chain of conditions that ends with portable code names NEON wherever it names AVX2."""
+def test_neon_code_exists_wherever_avx2_code_does(path: Path) -> None:
+    """A preprocessor chain that ends with portable code names NEON wherever it names AVX2."""
     open_chains: list[str] = []
     for line in path.read_text().splitlines():
         if re.match(r"\s*#\s*if", line):
@@ -145,8 +143,8 @@ def test_neon_has_what_avx2_has(path: Path) -> None:
                 assert "SPECOPS_NEON" in chain, chain
 
 
-def test_emulation_says_what_it_needs(tmp_path: Path) -> None:
-    """And does without where it only may."""
+def test_emulation_names_missing_packages(tmp_path: Path) -> None:
+    """With --if-possible, missing packages are no error."""
     for option, code in (("--if-possible", 0), ("--build-only", 1)):
         done = subprocess.run(
             [sys.executable, "-m", "tools.emulate_arm", option],

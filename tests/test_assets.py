@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bundled model: complete, well-formed, what its card says, and the same in transformers."""
+"""Files of the bundled model: they are complete, match the model card, and load in transformers."""
 
 import json
 import os
@@ -63,8 +63,8 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_file(str(ASSETS / "tokenizer.json"))
 
 
-def test_files_are_complete_and_small() -> None:
-    """All the papers are there, and the weights stay within what a repository can carry."""
+def test_files_are_complete_and_small_enough() -> None:
+    """The licences are included, and the weights are small enough for a repository."""
     names = {path.name for path in ASSETS.iterdir() if not path.name.startswith(".")}
     assert names == {
         "config.json",
@@ -83,8 +83,8 @@ def test_files_are_complete_and_small() -> None:
     assert "Python Software Foundation" in (ASSETS / "NOTICE").read_text()
 
 
-def test_tensor_names_shapes_and_dtype(config: dict[str, Any]) -> None:
-    """Exactly Qwen3's tensors and one MTP module's; nothing is stored twice."""
+def test_tensors_have_the_expected_names_shapes_and_dtype(config: dict[str, Any]) -> None:
+    """The file has the tensors of Qwen3 and of one MTP module, and stores none twice."""
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     q = config["num_attention_heads"] * config["head_dim"]
     kv = config["num_key_value_heads"] * config["head_dim"]
@@ -108,13 +108,13 @@ def test_tensor_names_shapes_and_dtype(config: dict[str, Any]) -> None:
         "eh_proj": [hidden, 2 * hidden],
         "shared_head.norm": [hidden],
     }
-    wanted = {
+    expected = {
         "model.embed_tokens.weight": [config["vocab_size"], hidden],
         "model.norm.weight": [hidden],
     }
     for layer in range(layers + config["num_nextn_predict_layers"]):
         parts = block if layer < layers else {**block, **module}
-        wanted.update(
+        expected.update(
             {f"model.layers.{layer}.{name}.weight": shape for name, shape in parts.items()}
         )
     with safe_open(ASSETS / "model.safetensors", framework="pt") as file:
@@ -123,11 +123,11 @@ def test_tensor_names_shapes_and_dtype(config: dict[str, Any]) -> None:
         assert {file.get_slice(name).get_dtype() for name in names} == {"BF16"}
         assert all(file.get_tensor(name).isfinite().all() for name in names)
         assert int(file.metadata()["step"]) == _json(ASSETS / "metrics.json")["training"]["steps"]
-    assert found == wanted
+    assert found == expected
 
 
-def test_tokenizer(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
-    """Any text survives a round trip; EOS is one token; digits come two at a time."""
+def test_tokenizer_round_trips_any_text(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
+    """EOS is one token, and a token has at most two digits."""
     assert tokenizer.get_vocab_size() == config["vocab_size"] == 4096
     assert tokenizer.token_to_id("<|endoftext|>") == config["eos_token_id"]
     assert _json(ASSETS / "generation_config.json")["eos_token_id"] == config["eos_token_id"]
@@ -146,7 +146,7 @@ def test_tokenizer(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
 
 
 def test_chat_template_joins_messages() -> None:
-    """Messages become text as they are: a code model has no turns."""
+    """The template adds no role markers, since the model only completes code."""
     jinja2 = pytest.importorskip("jinja2")
     template = jinja2.Template(_json(ASSETS / "tokenizer_config.json")["chat_template"])
     messages = [
@@ -156,8 +156,8 @@ def test_chat_template_joins_messages() -> None:
     assert template.render(messages=messages) == "# helpers\ndef add(a, b):"
 
 
-def test_manifest_and_split() -> None:
-    """The manifest is path -> sha256; the held-out list is a part of it, large enough."""
+def test_manifest_and_held_out_list_are_consistent() -> None:
+    """The manifest maps paths to sha256; the held-out list is a large enough subset of it."""
     from tools.train import corpus
 
     manifest = _json(TRAIN / "manifest.json")
@@ -177,8 +177,8 @@ def test_manifest_and_split() -> None:
     assert metrics["held_out_files"] == len(split["modules"]) + len(split["tests"])
 
 
-def test_card_gives_the_measured_figures() -> None:
-    """The card and metrics.json agree, and a model worth shipping is behind them."""
+def test_model_card_contains_the_measured_figures() -> None:
+    """The figures of metrics.json are also good enough to ship the model."""
     card = (ASSETS / "README.md").read_text(encoding="utf-8")
     metrics = _json(ASSETS / "metrics.json")
     held_out = metrics["held_out"]
@@ -204,8 +204,8 @@ def test_card_gives_the_measured_figures() -> None:
     assert metrics["recycling"]["steps"] == metrics["recycle_recipe"]["steps"]
 
 
-def test_recycling_pays() -> None:
-    """Training on its own output lengthens the chains and costs the first draft next to nothing."""
+def test_recycling_lengthens_draft_chains() -> None:
+    """The acceptance of the first draft may fall by at most 0.01."""
     held_out = _json(ASSETS / "metrics.json")["held_out"]
     for text in ("library", "own_continuations"):
         now = held_out["chains"][text]
@@ -217,11 +217,8 @@ def test_recycling_pays() -> None:
             assert length[1] > length[0]
 
 
-def test_loss_and_draft_alignment(tokenizer: Tokenizer) -> None:
-    """On code it has not seen the model is far from chance, and its drafts are aligned.
-
-    One position off, the module would agree with the target about as often as chance has it.
-    """
+def test_loss_is_low_and_drafts_are_aligned(tokenizer: Tokenizer) -> None:
+    """Drafts that are one position off would agree with the target only by chance."""
     from tools.train.export import load_model
     from tools.train.model import rope_cos_sin
 
@@ -244,8 +241,8 @@ def test_loss_and_draft_alignment(tokenizer: Tokenizer) -> None:
     assert one_early < 0.3
 
 
-def test_chains_are_what_an_engine_drafts() -> None:
-    """All chains at once give the logits of each drafted alone, computed from the beginning."""
+def test_batched_chains_equal_chains_drafted_alone() -> None:
+    """The logits equal those of each chain drafted alone, as an engine drafts it."""
     from tools.train.chains import draft_chains
     from tools.train.model import Model, ModelConfig, rope_cos_sin
 
@@ -279,8 +276,8 @@ def test_chains_are_what_an_engine_drafts() -> None:
                     states = torch.cat((states, drafted[:, -1:]), dim=1)
 
 
-def test_draft_vocabulary_keeps_the_most_frequent() -> None:
-    """By count, ties to the lower token, in ascending order."""
+def test_draft_vocabulary_keeps_the_most_frequent_tokens() -> None:
+    """Ties go to the lower token id, and the result is in ascending order."""
     import numpy as np
 
     from tools.train.draft_vocab import most_frequent
@@ -289,8 +286,8 @@ def test_draft_vocabulary_keeps_the_most_frequent() -> None:
     assert most_frequent(encoded, 10, 4).tolist() == [1, 3, 5, 7]
 
 
-def test_the_second_phase_leaves_the_target_alone(tmp_path: Path) -> None:
-    """Only the module's tensors change; the phase logs, saves, and goes on from a step."""
+def test_recycling_changes_only_the_mtp_module(tmp_path: Path) -> None:
+    """Training logs, saves, and resumes from a step."""
     import numpy as np
 
     from tools.train.model import Model, ModelConfig
@@ -328,8 +325,8 @@ def test_the_second_phase_leaves_the_target_alone(tmp_path: Path) -> None:
     assert saved == [4, 4]
 
 
-def test_transformers_gives_the_same_logits(tokenizer: Tokenizer) -> None:
-    """`transformers` loads the directory as Qwen3ForCausalLM and agrees with the training code."""
+def test_transformers_computes_the_same_logits(tokenizer: Tokenizer) -> None:
+    """The directory loads as Qwen3ForCausalLM and agrees with the training code."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     from tools.train.export import load_model
     from tools.train.model import rope_cos_sin
@@ -347,7 +344,7 @@ def test_transformers_gives_the_same_logits(tokenizer: Tokenizer) -> None:
     assert peer_tokenizer.eos_token_id == peer.generation_config.eos_token_id == 0
 
     model, _, _ = load_model(ASSETS)
-    # Over the whole context: the far positions are the ones where two RoPEs would come apart.
+    # The whole context, since two RoPE implementations differ most at high positions.
     tokens = torch.tensor([[0, *(ids * 8)][: model.config.max_position_embeddings]])
     cos, sin = rope_cos_sin(tokens.shape[1], model.config, tokens.device)
     with torch.no_grad():
@@ -357,8 +354,8 @@ def test_transformers_gives_the_same_logits(tokenizer: Tokenizer) -> None:
     assert (mine.argmax(-1) == theirs.argmax(-1)).float().mean() > 0.998
 
 
-def test_batches_are_windows_with_both_targets() -> None:
-    """Every row is a piece of the packed stream; an epoch covers a token at most once."""
+def test_batches_are_disjoint_windows_of_the_documents() -> None:
+    """Every row is a window of the packed documents; an epoch has each token at most once."""
     import numpy as np
 
     from tools.train.train import Batches
@@ -375,8 +372,8 @@ def test_batches_are_windows_with_both_targets() -> None:
     assert torch.equal(again[batches.per_epoch + 1], batches[batches.per_epoch + 1])
 
 
-def test_schedule() -> None:
-    """Warm-up, constant, linear down; the MTP weight and the length change where they should."""
+def test_learning_rate_and_length_follow_the_schedule() -> None:
+    """The rate warms up, stays constant and falls linearly; MTP weight and length change once."""
     from tools.train.train import Recipe
 
     recipe = Recipe(steps=1000)
@@ -398,8 +395,8 @@ def test_schedule() -> None:
         ("parser.add_option('--licence')\nprint('copyright')\n", False),
     ],
 )
-def test_licence_filter(text: str, foreign: bool) -> None:
-    """Other people's headers keep a file out of the corpus; the bare words do not."""
+def test_files_with_other_licences_are_excluded(text: str, foreign: bool) -> None:
+    """A header of another owner excludes a file from the corpus; the bare words do not."""
     from tools.train.corpus import carries_other_licence
 
     assert carries_other_licence(text) is foreign

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention family against its reference, and row identity."""
+"""Ops of the attention family match their references, and their rows are batch-invariant."""
 
 import inspect
 import random
@@ -12,7 +12,7 @@ import pytest
 import simt
 import specops
 import torch
-from conftest import assert_close, expect_fault
+from shared_fixtures import assert_close, expect_fault
 from specops import attention, reference
 from torch import Tensor
 
@@ -44,8 +44,8 @@ SCALINGS = [
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _reference_on_one_thread() -> Iterator[None]:
-    """Beside a busy process, every small parallel op of torch waits for a time slice."""
+def _single_threaded_reference() -> Iterator[None]:
+    """Use one thread in torch: on a busy machine, every parallel op waits for a time slice."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -54,7 +54,7 @@ def _reference_on_one_thread() -> Iterator[None]:
 
 @dataclass
 class Batch:
-    """Ragged requests over a poisoned cache: every slot that no request holds is NaN."""
+    """Ragged requests with a poisoned cache: every slot that belongs to no request is NaN."""
 
     q: Tensor
     k_cache: Tensor
@@ -83,7 +83,7 @@ def lengths_to_indptr(lengths: list[int]) -> Tensor:
 def make_batch(
     keys: list[Tensor], values: list[Tensor], queries: list[Tensor], page_size: int, shuffle: bool
 ) -> Batch:
-    """Pages the KV of each request: [kv_len, num_kv_heads, head_dim] each."""
+    """Put each request's keys and values, [kv_len, num_kv_heads, head_dim], into pages."""
     counts = [-(-k.shape[0] // page_size) for k in keys]
     num_pages = sum(counts) + 3
     order = torch.randperm(num_pages) if shuffle else torch.arange(num_pages)
@@ -128,10 +128,10 @@ def random_batch(
 def check_against_reference(batch: Batch, window: int | None = None) -> None:
     out, lse = attention.append_attention(*batch.tensors(), sliding_window=window, return_lse=True)
 
-    def twin(*tensors: Tensor) -> Tensor:
+    def expected_out(*tensors: Tensor) -> Tensor:
         return reference.append_attention(*tensors, sliding_window=window)[0]
 
-    assert_close(twin, out, *batch.tensors())
+    assert_close(expected_out, out, *batch.tensors())
     wide = [x.double() if x.is_floating_point() else x for x in batch.tensors()]
     truth = reference.append_attention(*wide, sliding_window=window)[1]
     used = int(batch.qo_indptr[-1])
@@ -142,7 +142,9 @@ def check_against_reference(batch: Batch, window: int | None = None) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("page_size", [16, 32, 64])
 @pytest.mark.pairwise
-def test_append_attention(device: str, isa: str, dtype: torch.dtype, page_size: int) -> None:
+def test_append_attention_matches_the_reference(
+    device: str, isa: str, dtype: torch.dtype, page_size: int
+) -> None:
     batch = random_batch(
         [1, 5, 17, 64, 130, 600, 65, 520],
         [1, 5, 0, 64, 3, 5, 1, 20],
@@ -159,14 +161,14 @@ def test_append_attention(device: str, isa: str, dtype: torch.dtype, page_size: 
     "heads,head_dim", [((1, 1), 256), ((2, 1), 96), ((6, 2), 64), ((8, 2), 128), ((16, 2), 64)]
 )
 @pytest.mark.pairwise
-def test_append_attention_shapes(
+def test_append_attention_supports_every_head_shape(
     device: str, isa: str, dtype: torch.dtype, heads: tuple[int, int], head_dim: int
 ) -> None:
     batch = random_batch([90, 20, 3], [6, 1, 2], dtype, heads, head_dim)
     check_against_reference(batch)
 
 
-def test_append_attention_padding_and_empty(device: str, isa: str) -> None:
+def test_append_attention_zeroes_padding_and_accepts_empty_batches(device: str, isa: str) -> None:
     batch = random_batch([40, 30], [2, 1], torch.bfloat16)
     padded = replace(batch, q=torch.cat([batch.q, torch.full_like(batch.q, torch.nan)]))
     out, lse = attention.append_attention(*padded.tensors(), return_lse=True)
@@ -185,8 +187,14 @@ def test_append_attention_padding_and_empty(device: str, isa: str) -> None:
 
 
 def as_bits(x: Tensor) -> Tensor:
-    """Tells -0 from 0, unlike torch.equal on floats."""
+    """Return the bits of a tensor, so that -0 differs from 0."""
     return x.contiguous().view(torch.uint8)
+
+
+def attend_bits(batch: Batch, **options: Any) -> Tensor:
+    """Return the bits of out and lse, a row each."""
+    out, lse = attention.append_attention(*batch.tensors(), return_lse=True, **options)
+    return torch.cat([as_bits(out).flatten(1), as_bits(lse).flatten(1)], 1)
 
 
 def attend_one(
@@ -212,7 +220,7 @@ def attend_one(
     ],
 )
 @pytest.mark.fast("cpu-*", "simt-dtype[05]-*", ci=("simt-dtype[238]-*",))
-def test_append_attention_rows_are_decode_rows(
+def test_append_attention_prefill_rows_equal_decode_rows(
     device: str,
     isa: str,
     on_cuda: bool,
@@ -244,7 +252,7 @@ def test_append_attention_rows_are_decode_rows(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_append_attention_alone_and_in_a_batch(
+def test_append_attention_rows_are_the_same_alone_and_in_a_batch(
     device: str, isa: str, on_cuda: bool, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(1)
@@ -264,7 +272,7 @@ def test_append_attention_alone_and_in_a_batch(
 
 
 def new_workspace(floats: int, on_cuda: bool, device: str) -> Tensor:
-    """Poisoned, but for its head on CUDA."""
+    """Return a poisoned workspace; on CUDA its counters are zero."""
     workspace = torch.full((floats,), torch.nan, device=device)
     if on_cuda:
         workspace[:COUNTERS] = 0
@@ -282,7 +290,7 @@ def new_workspace(floats: int, on_cuda: bool, device: str) -> Tensor:
     ],
 )
 @pytest.mark.fast("fma-*-dtype[01]-*", "hopper-*-dtype0-*", ci=("fma-*",))
-def test_append_attention_schedules(
+def test_append_attention_does_not_depend_on_the_number_of_sms(
     device: str,
     request: pytest.FixtureRequest,
     on_cuda: bool,
@@ -292,17 +300,21 @@ def test_append_attention_schedules(
     head_dim: int,
     window: int | None,
 ) -> None:
-    # Whoever owns a leaf, a chunk or a sequence, alone and in a batch, verifying and decoding.
+    # A warp, a block or several blocks compute a sequence, depending on the batch and the SMs.
     kv_lens, qo_lens = [2390, 300, 20, 4100], [5, 1, 17, 3]
     keys, values = ([torch.randn(n, heads[1], head_dim).to(dtype) for n in kv_lens] for _ in "kv")
     queries = [torch.randn(n, heads[0], head_dim).to(dtype) for n in qo_lens]
     expected: list[Tensor] = []
 
     def check(requests: list[int], rows: int, page_size: int, floats: int | None) -> None:
-        """Feeds the last `rows` rows of some requests; the first call says what is expected."""
-        feed = [queries[b][-rows:] for b in requests]
+        """Compute the last `rows` rows of some requests; the first call sets the expectation."""
+        rows_of_each = [queries[b][-rows:] for b in requests]
         batch = make_batch(
-            [keys[b] for b in requests], [values[b] for b in requests], feed, page_size, True
+            [keys[b] for b in requests],
+            [values[b] for b in requests],
+            rows_of_each,
+            page_size,
+            True,
         )
         workspace = None if floats is None else new_workspace(floats, on_cuda, device)
         out, lse = attention.append_attention(
@@ -312,21 +324,21 @@ def test_append_attention_schedules(
         if workspace is not None and on_cuda:
             assert not workspace[:COUNTERS].view(torch.int32).any()
         if not expected:
-            expected.extend(got[0].split([x.shape[0] for x in feed]))
+            expected.extend(got[0].split([x.shape[0] for x in rows_of_each]))
         assert torch.equal(got[0], torch.cat([expected[b][-rows:] for b in requests]))
 
     def sms(count: int) -> None:
         if request.node.callspec.params["device"] == "simt":
             simt.load().set_num_sms(count)
 
-    everyone = [0, 1, 2, 3]
+    all_requests = [0, 1, 2, 3]
     try:
         sms(4)
-        check(everyone, 99, 16, None)
-        check(everyone, 99, 32, 0)  # whole sequences
-        check(everyone, 2, 64, COUNTERS + 40_000)  # hardly any room
+        check(all_requests, 99, 16, None)
+        check(all_requests, 99, 32, 0)  # whole sequences
+        check(all_requests, 2, 64, COUNTERS + 40_000)  # little memory for partial results
         sms(1)
-        check(everyone, 1, 16, None)  # chunks
+        check(all_requests, 1, 16, None)  # chunks
         sms(40)
         check([3], 1, 64, None)  # leaves
         check([0], 5, 16, None)
@@ -335,14 +347,16 @@ def test_append_attention_schedules(
         sms(4)
 
 
-def test_append_attention_many_requests(device: str, isa: str) -> None:
-    # More requests than are planned at once, some of them idle.
+def test_append_attention_supports_many_requests(device: str, isa: str) -> None:
+    # More requests than the kernel plans at a time, some of them idle.
     kv_lens = torch.randint(1, 30, (300,)).tolist()
     batch = random_batch(kv_lens, [i % 2 for i in range(300)], torch.bfloat16, page_size=16)
     check_against_reference(batch)
 
 
-def test_append_attention_workspace_does_not_matter(device: str, isa: str, on_cuda: bool) -> None:
+def test_append_attention_does_not_depend_on_the_workspace(
+    device: str, isa: str, on_cuda: bool
+) -> None:
     batch = random_batch([2000, 900, 30], [5, 2, 3], torch.bfloat16)
     specops.set_num_threads(3)
     expected = attention.append_attention(*batch.tensors())
@@ -352,7 +366,7 @@ def test_append_attention_workspace_does_not_matter(device: str, isa: str, on_cu
         assert torch.equal(got, expected)
 
 
-def test_append_attention_reports_a_workspace_that_does_not_begin_with_zeros(
+def test_append_attention_reports_a_workspace_without_leading_zeros(
     device: str, isa: str, on_cuda: bool
 ) -> None:
     batch = random_batch([2000, 30], [5, 3], torch.bfloat16)
@@ -360,7 +374,7 @@ def test_append_attention_reports_a_workspace_that_does_not_begin_with_zeros(
     for head in (0.0, 1.0, -1.0):
         workspace = new_workspace(10**6, on_cuda, device)
         workspace[:COUNTERS] = head
-        if not on_cuda or head == 0.0:  # on cpu nothing is counted there
+        if not on_cuda or head == 0.0:  # a CPU uses no counters
             got = attention.append_attention(*batch.tensors(), workspace=workspace)
             assert torch.equal(got, expected)
             continue
@@ -368,8 +382,8 @@ def test_append_attention_reports_a_workspace_that_does_not_begin_with_zeros(
             attention.append_attention(*batch.tensors(), workspace=workspace)
 
 
-def stamped(batch: Batch, stamps: Tensor, workspace: Tensor) -> tuple[Tensor, Tensor]:
-    """The call with its phases stamped."""
+def attend_with_stamps(batch: Batch, stamps: Tensor, workspace: Tensor) -> tuple[Tensor, Tensor]:
+    """Call append_attention with phase stamps."""
     attention.set_phase_stamps(stamps)
     try:
         return attention.append_attention(*batch.tensors(), workspace=workspace, return_lse=True)
@@ -377,23 +391,23 @@ def stamped(batch: Batch, stamps: Tensor, workspace: Tensor) -> tuple[Tensor, Te
         attention.set_phase_stamps(None)
 
 
-def test_append_attention_phase_stamps(
+def test_append_attention_with_phase_stamps_keeps_its_bits(
     request: pytest.FixtureRequest, device: str, on_cuda: bool
 ) -> None:
-    """The kernel that keeps time gives the same bits; its blocks account for all of their time."""
+    """The phases of a block add up to the block's time."""
     stamps = torch.zeros(1024, 8, dtype=torch.int64, device=device)
     if not on_cuda:
         with pytest.raises(ValueError, match="set_phase_stamps: stamps must be on cuda"):
             attention.set_phase_stamps(stamps)
         return
     if simt.BUILD == "race":
-        pytest.skip("the detector knows the tensors of the call, and stamps are none")
+        pytest.skip("the race detector knows only the arguments of an op, not the stamps")
     batch = random_batch([2300, 40, 0], [3, 2, 0], torch.bfloat16, head_dim=128)
     plain = attention.append_attention(*batch.tensors(), return_lse=True)
     floats = attention.attention_workspace_size(
         batch.q.shape, batch.k_cache.shape, batch.kv_indices.shape[0], 3, device
     )
-    got = stamped(batch, stamps, new_workspace(floats, on_cuda, device))
+    got = attend_with_stamps(batch, stamps, new_workspace(floats, on_cuda, device))
     assert all(torch.equal(as_bits(x), as_bits(y)) for x, y in zip(got, plain, strict=True))
     rows = stamps[stamps[:, 0] != 0].cpu()
     begin, end, cycles, last = rows[:, 0], rows[:, 1], rows[:, 2:7], rows[:, 7]
@@ -402,16 +416,18 @@ def test_append_attention_phase_stamps(
     plan, _, load, stream, merge = cycles.unbind(1)
     assert (plan > 0).all() and (load > 0).any() and ((stream > 0) == (load > 0)).all()
     assert (merge > 0).any()
-    if request.node.callspec.params["device"] == "simt":  # its clocks count how often they are read
+    if (
+        request.node.callspec.params["device"] == "simt"
+    ):  # the interpreter's clocks count their reads
         assert torch.equal(cycles.sum(1), last - (begin // 64 + 1) * 100)
     again = stamps.clone()
     attention.append_attention(*batch.tensors())
     assert torch.equal(stamps, again)
 
 
-def test_append_attention_phase_stamps_refuse(device: str, on_cuda: bool) -> None:
+def test_append_attention_refuses_invalid_phase_stamps(device: str, on_cuda: bool) -> None:
     if not on_cuda:
-        pytest.skip("a CPU keeps no stamps")
+        pytest.skip("phase stamps exist on CUDA only")
     batch = random_batch([40], [2], torch.bfloat16, head_dim=128)
     for wrong, words in [
         (torch.zeros(8, dtype=torch.int64, device=device), "stamps must be int64"),
@@ -423,22 +439,22 @@ def test_append_attention_phase_stamps_refuse(device: str, on_cuda: bool) -> Non
     few = torch.zeros(1, 8, dtype=torch.int64, device=device)
     workspace = new_workspace(COUNTERS, on_cuda, device)
     with pytest.raises(ValueError, match=r"phase stamps must have a row for each of .* got 1"):
-        stamped(batch, few, workspace)
+        attend_with_stamps(batch, few, workspace)
     assert not few.any()
     other = random_batch([40], [2], torch.bfloat16)
     with pytest.raises(ValueError, match="q must be bfloat16 with head_dim=128 while phases"):
-        stamped(other, torch.zeros(1024, 8, dtype=torch.int64, device=device), workspace)
+        attend_with_stamps(other, torch.zeros(1024, 8, dtype=torch.int64, device=device), workspace)
 
 
-def test_append_attention_window_pages_may_be_gone(device: str, isa: str) -> None:
+def test_append_attention_ignores_pages_before_the_window(device: str, isa: str) -> None:
     batch = random_batch([300], [3], torch.bfloat16)
     expected = attention.append_attention(*batch.tensors(), sliding_window=100)
     batch.kv_indices[: (297 - 99) // 16] = -1
     assert torch.equal(attention.append_attention(*batch.tensors(), sliding_window=100), expected)
 
 
-def test_append_attention_refuses_heads(device: str) -> None:
-    """No query heads at all, and a cache whose heads come before its slots."""
+def test_append_attention_refuses_invalid_heads(device: str) -> None:
+    """The arguments have no query heads, or a cache whose heads come before its slots."""
     batch = random_batch([40, 50], [2, 1], torch.bfloat16)
     none = replace(batch, q=batch.q[:, :0].contiguous())
     for workspace in (None, torch.zeros(1 << 20)):
@@ -452,7 +468,7 @@ def test_append_attention_refuses_heads(device: str) -> None:
         attention.append_attention(*replace(batch, **swapped).tensors())
 
 
-def test_attention_workspace_size_refuses(device: str) -> None:
+def test_attention_workspace_size_refuses_invalid_arguments(device: str) -> None:
     def refused(message: str, *changes: Any) -> None:
         good = [(3, 4, 64), (9, 16, 2, 64), 9, 2, "cpu"]
         for place, value in zip(changes[::2], changes[1::2], strict=True):
@@ -473,7 +489,7 @@ def test_attention_workspace_size_refuses(device: str) -> None:
 CACHES = ("k_cache", "v_cache")
 
 
-def test_append_attention_refuses(device: str, on_cuda: bool) -> None:
+def test_append_attention_refuses_invalid_arguments(device: str, on_cuda: bool) -> None:
     batch = random_batch([40, 50], [2, 1], torch.bfloat16)
 
     def faulty(message: str, on_cuda_message: str, **changes: Tensor) -> None:
@@ -524,7 +540,7 @@ def test_append_attention_refuses(device: str, on_cuda: bool) -> None:
     refused("q must be float32|bfloat16|float16", q=batch.q.double())
     refused("sliding_window must be an int of at least 1", window=0)
     refused("num_qo_heads must be 1 to 64 times num_kv_heads=2, got 3", q=batch.q[:, :3].clone())
-    if on_cuda:  # the row at fault is zero, the others are as ever
+    if on_cuda:  # the invalid row is zero, and the others keep their values
         got, lse = attention.append_attention(
             *replace(batch, kv_lens=torch.tensor([40, 0], dtype=torch.int32)).tensors(),
             return_lse=True,
@@ -541,7 +557,7 @@ def test_append_attention_refuses(device: str, on_cuda: bool) -> None:
 def prefix_tree(
     seed: int, dtype: torch.dtype, heads: tuple[int, int], head_dim: int, most_tokens: int
 ) -> tuple[Batch, dict[str, Tensor]]:
-    """Requests that share pages as a random tree of prefixes tells, and the tree."""
+    """Return requests that share the pages of a random tree of prefixes, and the tree."""
     draw = random.Random(seed)
     size, page_size = draw.randint(1, 12), draw.choice([16, 32, 64])
     cuts, shared, leaders, lens = {0}, [0] * size, [], []
@@ -583,7 +599,7 @@ def prefix_tree(
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_append_attention_prefixes_change_nothing(
+def test_append_attention_does_not_depend_on_shared_prefixes(
     device: str, isa: str, on_cuda: bool, seed: int
 ) -> None:
     if on_cuda and seed % 4:
@@ -614,8 +630,10 @@ def test_append_attention_prefixes_change_nothing(
                 assert torch.equal(got, flat)
 
 
-def test_append_attention_prefix_of_many_requests(device: str, isa: str, on_cuda: bool) -> None:
-    # More requests than are planned at once, more rows than one piece of work has, some idle.
+def test_append_attention_supports_a_prefix_of_many_requests(
+    device: str, isa: str, on_cuda: bool
+) -> None:
+    # More requests than the kernel plans at a time, more rows than a work item has, some idle.
     count, page_size = 30 if on_cuda else 300, 16
     qo_lens = [i % 3 for i in range(count)]
     own = torch.arange(count) + 9
@@ -641,8 +659,10 @@ def test_append_attention_prefix_of_many_requests(device: str, isa: str, on_cuda
 
 @pytest.mark.parametrize("members", [12, 23, 24, 25, 32, 33, 47, 64, 65, 131])
 @pytest.mark.fast("cpu-*", "simt-33")
-def test_append_attention_rows_of_a_bundle(device: str, isa: str, members: int) -> None:
-    # Tiles of one row up to several tiles, with scores of -inf and NaN among the tokens.
+def test_append_attention_does_not_depend_on_the_size_of_a_bundle(
+    device: str, isa: str, members: int
+) -> None:
+    # From one row to several tiles, with scores of -inf and NaN.
     page_size, shared = 64, 11
     caches = [torch.randn(shared + members, page_size, 2, 128).bfloat16() for _ in range(2)]
     caches[0][3, 5, 0] = -torch.inf
@@ -659,10 +679,10 @@ def test_append_attention_rows_of_a_bundle(device: str, isa: str, members: int) 
         kv_indices=torch.tensor(pages, dtype=torch.int32).flatten(),
         kv_lens=torch.full((members,), shared * page_size + 3, dtype=torch.int32),
     )
-    batch.q[: members // 2].abs_()  # of these the first key's score is -inf, of others NaN
+    batch.q[: members // 2].abs_()  # the first key's score is -inf for these rows, else NaN
     leaders = torch.zeros(1, members, dtype=torch.int32)
     lens = torch.full_like(leaders, shared * page_size)
-    for begin in (0, 7 * page_size):  # from a later page on all numbers are finite
+    for begin in (0, 7 * page_size):  # later pages have finite numbers only
         kv_lens = batch.kv_lens - begin
         first = begin // page_size
         pages_left = torch.tensor([x[first:] for x in pages], dtype=torch.int32)
@@ -687,7 +707,7 @@ def test_append_attention_rows_of_a_bundle(device: str, isa: str, members: int) 
     [(torch.bfloat16, 64, None), (torch.float32, 64, 9000), (torch.float16, 64, 3000)],
 )
 @pytest.mark.fast("fma-*-dtype0-*", ci=("hopper-*-dtype2-*",))
-def test_append_attention_prefix_schedules(
+def test_append_attention_with_prefixes_does_not_depend_on_the_number_of_sms(
     device: str,
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
@@ -697,9 +717,9 @@ def test_append_attention_prefix_schedules(
     head_dim: int,
     window: int | None,
 ) -> None:
-    # What calls read is compared, so all of them run under the same schedules.
+    # The bytes that calls read are compared, so all calls must run under the same schedules.
     monkeypatch.setenv("SPECOPS_SIMT_SCHEDULES", "all")
-    # Prefixes of whole chunks and of parts, over two row tiles, in three levels.
+    # Prefixes of whole and partial chunks, with two row tiles and three levels.
     page_size, qo_lens, own = 64, [1, 4, 0, 2, 9, 1], [3, 300, 0, 700, 1, 40]
     shared = [4864, 4864, 4864, 2560, 2560, 2368]
     tree = {
@@ -744,7 +764,7 @@ def test_append_attention_prefix_schedules(
 
     expected = attend()
     try:
-        for sms, floats, shares in [
+        for sms, floats, is_shared in [
             (4, None, True),
             (1, None, True),
             (40, None, True),
@@ -755,17 +775,17 @@ def test_append_attention_prefix_schedules(
             out, lse, read = attend(floats, **prefixes)
             assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
             if is_simt and window is None:
-                assert (read < 0.5 * expected[2]) == shares
+                assert (read < 0.5 * expected[2]) == is_shared
     finally:
         if is_simt:
             simt.load().set_num_sms(4)
 
 
-def test_append_attention_wide_members_share_nothing(
+def test_append_attention_shares_prefixes_only_among_narrow_requests(
     device: str, request: pytest.FixtureRequest, on_cuda: bool
 ) -> None:
-    # Tiles full of one member's rows read as much alone: there is nothing to be spared, and states
-    # would be written and read for it. Narrow members beside them share.
+    # Tiles full of one request's rows read the prefix once anyway, and sharing would cost writing
+    # and reading partial states. Requests with few rows in the same batch share.
     page_size, prefix = 64, 512
     counts = [16, 16, 1, 1, 1]  # rows, of 4 query heads each
     pages = [[*range(prefix // page_size), 8 + b] for b in range(5)]
@@ -791,17 +811,17 @@ def test_append_attention_wide_members_share_nothing(
         assert isinstance(out, Tensor)
         return as_bits(out), simt.load().counters()["copied_bytes"] if is_simt else 0
 
-    for members, shares in (([0, 1], False), ([2, 3], True), ([0, 2, 3, 4], True)):
+    for members, is_shared in (([0, 1], False), ([2, 3], True), ([0, 2, 3, 4], True)):
         leaders = torch.zeros(1, len(members), dtype=torch.int32)
         flat, whole = attend(members)
         out, read = attend(
             members, prefix_leaders=leaders, prefix_lens=torch.full_like(leaders, prefix)
         )
         assert torch.equal(out, flat)
-        assert not whole or (read < whole) == shares
+        assert not whole or (read < whole) == is_shared
 
 
-def test_append_attention_refuses_prefixes(device: str, on_cuda: bool) -> None:
+def test_append_attention_refuses_invalid_prefixes(device: str, on_cuda: bool) -> None:
     batch = random_batch([100, 100, 100, 90], [2, 1, 0, 3], torch.float32)
     pages = batch.kv_indices[:28].view(4, 7)  # the last request has six; its seventh is unused
     kv_indices = torch.cat([pages[0, :4], pages[0, 4:]] + [pages[0]] * 3)
@@ -834,7 +854,7 @@ def test_append_attention_refuses_prefixes(device: str, on_cuda: bool) -> None:
     )
     with pytest.raises(ValueError, match=r"prefix_lens must be int32 .*got None$"):
         attention.append_attention(*good.tensors(), prefix_leaders=torch.zeros(1, 4).int())
-    if on_cuda:  # what the tensors hold is looked at on cpu only
+    if on_cuda:  # only the CPU checks the values
         return
     refused(r"prefix_leaders\[0, 0\] must be 0, got 1", [[1, 1, 1, 1]], [[0] * 4])
     refused(
@@ -874,8 +894,8 @@ def test_append_attention_refuses_prefixes(device: str, on_cuda: bool) -> None:
     call(one, [[65] * 4], kv_indices=other, window=15)
 
 
-def test_the_comparison_catches_faults() -> None:
-    """What `assert_close` allows for rounding is far from what a planted fault makes."""
+def test_comparison_detects_planted_faults() -> None:
+    """The error that `assert_close` allows is far smaller than that of a planted fault."""
     batch = random_batch([40, 70], [3, 30], torch.float32)
     q, *rest = batch.tensors()
 
@@ -906,7 +926,7 @@ def test_the_comparison_catches_faults() -> None:
 @pytest.mark.fast("*-40-*", "*-1-*-64-64-*")
 @pytest.mark.no_bf16
 @pytest.mark.pairwise
-def test_rope_append_kv(
+def test_rope_append_kv_matches_the_reference(
     device: str,
     isa: str,
     dtype: torch.dtype,
@@ -927,7 +947,7 @@ def test_rope_append_kv(
     cos_sin = attention.rope_cos_sin(500, rotary_dim, 1e4)
     weights = [torch.randn(head_dim).to(dtype) for _ in range(2)] if norm else [None, None]
 
-    def twin(q: Tensor, k: Tensor, v: Tensor, *weights: Tensor) -> Tensor:
+    def expected_out(q: Tensor, k: Tensor, v: Tensor, *weights: Tensor) -> Tensor:
         caches = [cache.to(q.dtype).clone() for _ in range(2)]
         kw = dict(zip(["q_norm_weight", "k_norm_weight"], weights, strict=False))
         out = reference.rope_append_kv(
@@ -950,8 +970,8 @@ def test_rope_append_kv(
         k_norm_weight=weights[1],
     )
     got = torch.cat([out.flatten(), k_cache.flatten(), v_cache.flatten()])
-    assert_close(twin, got, q, k, v, *([w for w in weights if w is not None]))
-    # Every row alone, in place, with one thread.
+    assert_close(expected_out, got, q, k, v, *([w for w in weights if w is not None]))
+    # Each row alone, in place, on one thread.
     specops.set_num_threads(1)
     for row in {0, rows // 2, rows - 1}:
         k_one, v_one = cache.clone(), cache.clone()
@@ -979,15 +999,15 @@ def test_rope_append_kv(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.no_bf16
-def test_rope_append_kv_does_not_depend_on_where_things_lie(
+def test_rope_append_kv_does_not_depend_on_alignment(
     device: str, isa: str, dtype: torch.dtype, interleaved: bool
 ) -> None:
     def moved(x: Tensor) -> Tensor:
-        """The same numbers, one element off every alignment."""
+        """Return a copy that starts one element after an aligned address."""
         return torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)
 
     q, k, v = torch.randn(400, 12, 64).to(dtype).split([8, 2, 2], dim=1)
-    q[3], k[4] = torch.nan, torch.inf  # of other rows, and of this row's other heads
+    q[3], k[4] = torch.nan, torch.inf  # must not affect other rows
     weights = {f"{name}_norm_weight": torch.randn(64).to(dtype) for name in "qk"}
     slots, positions = torch.randperm(416)[:400], torch.arange(400, dtype=torch.int32)
     cos_sin = attention.rope_cos_sin(400, 48, 1e4)
@@ -1006,7 +1026,7 @@ def test_rope_append_kv_does_not_depend_on_where_things_lie(
         )
         return out, torch.stack([x.flatten(0, 1)[slots[rows]] for x in kv])
 
-    # Many rows share cosines among heads, few do not.
+    # The kernel shares cosines among heads only if there are many rows.
     many, many_kv = call(slice(0, 400), lambda x: x)
     for rows in (slice(330, 400), slice(2, 3)):
         for place in (moved, torch.clone):
@@ -1016,17 +1036,21 @@ def test_rope_append_kv_does_not_depend_on_where_things_lie(
 
 
 @pytest.mark.parametrize("heads,kv_heads,head_dim", [(0, 0, 64), (4, 2, 0), (0, 2, 64), (4, 0, 64)])
-def test_rope_append_kv_of_nothing(device: str, heads: int, kv_heads: int, head_dim: int) -> None:
-    """Without heads or elements there is nothing to do; without one kind of heads the other's."""
+def test_rope_append_kv_supports_zero_sizes(
+    device: str, heads: int, kv_heads: int, head_dim: int
+) -> None:
+    """Without query or KV heads, the heads of the other kind are still written."""
     q, k = torch.randn(2, heads, head_dim), torch.randn(2, kv_heads, head_dim)
     cache = torch.zeros(2, 16, kv_heads, head_dim)
     slots, positions = torch.tensor([3, 4]), torch.tensor([0, 1], dtype=torch.int32)
     table = attention.rope_cos_sin(8, 64, 1e4) if head_dim else torch.zeros(8, 0)
     out = attention.rope_append_kv(q, k, k, cache, cache.clone(), slots, positions, table)
     assert out.shape == q.shape
-    want = cache.clone().zero_()
-    reference.rope_append_kv(q, k, k, want, want.clone(), slots, positions, table)
-    torch.testing.assert_close(cache, want)
+    expected_cache = cache.clone().zero_()
+    reference.rope_append_kv(
+        q, k, k, expected_cache, expected_cache.clone(), slots, positions, table
+    )
+    torch.testing.assert_close(cache, expected_cache)
 
 
 def test_rope_append_kv_refuses_before_writing(device: str, on_cuda: bool) -> None:
@@ -1048,7 +1072,7 @@ def test_rope_append_kv_refuses_before_writing(device: str, on_cuda: bool) -> No
                 cos_sin,
                 q_out=q_out,
             )
-        # The second row is at fault. CUDA leaves it out; cpu has written nothing at all.
+        # The second row is invalid. CUDA skips it; the CPU writes nothing at all.
         caches = torch.stack([k_cache, v_cache]).flatten(1, 2)
         assert (caches[:, 1:] == 0).all()
         assert (q_out[1] == (0.0 if on_cuda else 7.0)).all()
@@ -1063,7 +1087,7 @@ def test_rope_append_kv_refuses_before_writing(device: str, on_cuda: bool) -> No
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_rope_cos_sin(device: str, scaling: dict[str, object] | None) -> None:
+def test_rope_cos_sin_matches_the_reference(device: str, scaling: dict[str, object] | None) -> None:
     got = attention.rope_cos_sin(512, 64, 1e6, scaling)
     assert got.shape == (512, 64) and got.dtype == torch.float32
     # A float32 angle of 512 radians is off by up to 3e-5; below 8 radians the table is tight.
@@ -1075,7 +1099,7 @@ def test_rope_cos_sin(device: str, scaling: dict[str, object] | None) -> None:
     )
 
 
-def test_rope_cos_sin_refuses(device: str) -> None:
+def test_rope_cos_sin_refuses_invalid_arguments(device: str) -> None:
     for scaling, message in [
         ({"rope_type": "dynamic", "factor": 2.0}, "got 'dynamic'"),
         ({"rope_type": "linear"}, "'linear' needs the key 'factor'"),
@@ -1105,9 +1129,9 @@ def test_rope_cos_sin_refuses(device: str) -> None:
             )
 
 
-@pytest.mark.skipif(not hasattr(typing, "get_overloads"), reason="Python 3.10 keeps no overloads")
-def test_what_append_attention_returns_has_a_type() -> None:
-    """One tensor where no lse is asked for; the options are those of the function."""
+@pytest.mark.skipif(not hasattr(typing, "get_overloads"), reason="Python 3.10 has no get_overloads")
+def test_append_attention_overloads_type_its_result() -> None:
+    """The result is one tensor without lse; overloads have the options of the function."""
     returns = {
         (str(s.parameters["lse"].annotation), str(s.parameters["return_lse"].annotation)): str(
             s.return_annotation
@@ -1126,7 +1150,9 @@ def test_what_append_attention_returns_has_a_type() -> None:
 @pytest.mark.parametrize("states,rows", [(1, 3), (2, 1), (7, 1500)])
 @pytest.mark.no_bf16
 @pytest.mark.pairwise
-def test_merge_states(device: str, isa: str, dtype: torch.dtype, states: int, rows: int) -> None:
+def test_merge_states_matches_the_reference(
+    device: str, isa: str, dtype: torch.dtype, states: int, rows: int
+) -> None:
     outs, lses = torch.randn(states, rows, 3, 64).to(dtype), 5 * torch.randn(states, rows, 3)
     lses[torch.rand(lses.shape) < 0.3] = -torch.inf
     outs[lses == -torch.inf] = torch.nan
@@ -1139,7 +1165,7 @@ def test_merge_states(device: str, isa: str, dtype: torch.dtype, states: int, ro
 
 
 @pytest.mark.no_bf16
-def test_merge_states_empty_changes_nothing(device: str, isa: str) -> None:
+def test_merge_states_ignores_empty_states(device: str, isa: str) -> None:
     outs, lses = torch.randn(3, 4, 2, 64), torch.randn(3, 4, 2)
     expected = attention.merge_states(outs, lses)
     poison = torch.full((1, 4, 2, 64), torch.nan)
@@ -1160,9 +1186,9 @@ def paged_trees(
     head_dim: int,
     device: str,
 ) -> dict[str, Tensor]:
-    """Return requests of a root and `nodes` nodes behind a prefix.
+    """Return requests with a prefix, a root and `nodes` nodes.
 
-    Every slot of the caches has its own bits, and entries that must not be read are poisoned.
+    Every slot of the caches has different bits, and entries that must not be read are poisoned.
     """
     kv_lens = [prefix + 1 + nodes for prefix in prefixes]
     counts = [-(-kv_len // page_size) + 1 for kv_len in kv_lens]
@@ -1172,7 +1198,7 @@ def paged_trees(
     for prefix, count in zip(prefixes, counts, strict=True):
         pages = [order.pop() for _ in range(count)]
         for page in range(prefix // page_size):
-            pages[page] = 2**30  # before the root: not looked at
+            pages[page] = 2**30  # before the root, so it must not be read
         pages[-1] = -7
         indices += pages
     shape = (num_pages, page_size, heads, head_dim)
@@ -1204,7 +1230,7 @@ def paged_trees(
     ],
 )
 @pytest.mark.no_bf16
-def test_compact_kv(
+def test_compact_kv_matches_the_reference(
     device: str, isa: str, page_size: int, dtype: torch.dtype, heads: int, head_dim: int
 ) -> None:
     nodes = 40
@@ -1218,9 +1244,9 @@ def test_compact_kv(
     ]
     prefixes = [0, 5, 14, 15, 16, 100]
     case = paged_trees(paths, nodes, prefixes, page_size, dtype, heads, head_dim, device)
-    want = {name: tensor.clone() for name, tensor in case.items()}
-    reference.compact_kv(**want)
-    assert not torch.equal(want["k_cache"], case["k_cache"])
+    expected = {name: tensor.clone() for name, tensor in case.items()}
+    reference.compact_kv(**expected)
+    assert not torch.equal(expected["k_cache"], case["k_cache"])
     start = {name: case[name].clone() for name in ("k_cache", "v_cache")}
     for num_threads in (1, 2, 3):
         specops.set_num_threads(num_threads)
@@ -1228,13 +1254,15 @@ def test_compact_kv(
             case[name].copy_(cache)
         attention.compact_kv(**case)
         for name, tensor in case.items():
-            assert torch.equal(tensor, want[name]), name
+            assert torch.equal(tensor, expected[name]), name
 
 
 @pytest.mark.parametrize("nodes", [7, 300])
 @pytest.mark.no_bf16
-def test_compact_kv_moves_tokens_alone(device: str, isa: str, on_cuda: bool, nodes: int) -> None:
-    """Token by token against plain indexing: the path follows the root, the rest stays."""
+def test_compact_kv_moves_only_accepted_tokens(
+    device: str, isa: str, on_cuda: bool, nodes: int
+) -> None:
+    """Plain indexing of each token shows that the path follows the root."""
     paths = [sorted(torch.randperm(nodes)[: nodes // 2].tolist()) for _ in range(3)]
     prefixes = [3, 31, 200]
     case = paged_trees(paths, nodes, prefixes, 16, torch.float32, 1, 4, device)
@@ -1255,16 +1283,16 @@ def test_compact_kv_moves_tokens_alone(device: str, isa: str, on_cuda: bool, nod
 
 
 @pytest.mark.no_bf16
-def test_compact_kv_of_nobody(device: str, isa: str) -> None:
+def test_compact_kv_supports_idle_slots_and_empty_batches(device: str, isa: str) -> None:
     case = paged_trees([], 5, [], 16, torch.float32, 2, 8, device)
     attention.compact_kv(**case)
-    # Idle slots may hold anything.
+    # The data of idle slots is ignored.
     case = paged_trees([[], [2, 3]], 5, [0, 9], 16, torch.float32, 2, 8, device)
     case["kv_lens"][0] = -4
-    want = {name: tensor.clone() for name, tensor in case.items()}
-    reference.compact_kv(**want)
+    expected = {name: tensor.clone() for name, tensor in case.items()}
+    reference.compact_kv(**expected)
     attention.compact_kv(**case)
-    assert torch.equal(case["v_cache"], want["v_cache"])
+    assert torch.equal(case["v_cache"], expected["v_cache"])
 
 
 @pytest.mark.parametrize(
@@ -1283,7 +1311,7 @@ def test_compact_kv_of_nobody(device: str, isa: str) -> None:
         ("kv_indices", 3, 7, r"kv_indices\[3\] must be in \[0, num_pages=7\) .*, got 7"),
     ],
 )
-def test_compact_kv_faults(
+def test_compact_kv_reports_invalid_data(
     device: str,
     on_cuda: bool,
     argument: str,
@@ -1291,15 +1319,15 @@ def test_compact_kv_faults(
     value: int,
     message: str,
 ) -> None:
-    """Cpu writes nothing; on CUDA the other request's tokens move."""
+    """The CPU writes nothing; CUDA still moves the tokens of the valid request."""
     case = paged_trees([[1, 2], [2, 4]], 5, [0, 13], 16, torch.float32, 2, 8, device)
     case[argument][index] = value
-    want = {name: tensor.clone() for name, tensor in case.items()}
+    expected = {name: tensor.clone() for name, tensor in case.items()}
     if on_cuda:
-        want["num_accepted_tokens"][1] = 0
-        reference.compact_kv(**want)
+        expected["num_accepted_tokens"][1] = 0
+        reference.compact_kv(**expected)
         message = r"\w+ must "
     with expect_fault(on_cuda, "^compact_kv: " + message):
         attention.compact_kv(**case)
     for name in ("k_cache", "v_cache"):
-        assert torch.equal(case[name], want[name]), name
+        assert torch.equal(case[name], expected[name]), name

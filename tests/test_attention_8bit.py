@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches of 8-bit elements and scales: what is written, what is read, and row identity."""
+"""Caches of 8-bit elements and scales: writing, reading, and batch invariance of rows."""
 
 import random
 from collections.abc import Callable
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import specops
 import torch
-from conftest import assert_close
 from rounding import assert_error_at_most, rounding_errors
+from shared_fixtures import assert_close
 from specops import attention, reference
 from test_attention import (
     DTYPES,
@@ -29,25 +29,25 @@ Scales = dict[str, Tensor]
 
 
 @pytest.fixture(autouse=True)
-def _reference_on_one_thread() -> Any:
-    """Beside a busy process, every small parallel op of torch waits for a time slice."""
+def _single_threaded_reference() -> Any:
+    """Use one thread in torch: on a busy machine, every parallel op waits for a time slice."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
 
-def dtypes_of_q(on_cuda: bool) -> list[torch.dtype]:
+def query_dtypes(on_cuda: bool) -> list[torch.dtype]:
     return [torch.bfloat16] if on_cuda else DTYPES
 
 
-def skip_without(on_cuda: bool, dtype: torch.dtype) -> None:
-    if dtype not in dtypes_of_q(on_cuda):
-        pytest.skip("CUDA kernels for 8-bit caches take bfloat16 alone")
+def skip_unsupported(on_cuda: bool, dtype: torch.dtype) -> None:
+    if dtype not in query_dtypes(on_cuda):
+        pytest.skip("CUDA kernels for 8-bit caches support bfloat16 queries only")
 
 
 def quantized(batch: Batch, dtype: torch.dtype) -> tuple[Batch, Scales]:
-    """The batch over 8-bit caches. What holds no token has a NaN for its scale, and any element."""
+    """Return the batch with 8-bit caches; unused slots have random elements and NaN scales."""
     caches, scales = [], []
     for cache in (batch.k_cache, batch.v_cache):
         elements, of_heads = reference.quantized(cache, dtype)
@@ -68,34 +68,34 @@ def attend(batch: Batch, scales: Scales, **options: Any) -> tuple[Tensor, Tensor
 
 
 def check_against_reference(batch: Batch, scales: Scales, window: int | None = None) -> None:
-    """Where q is bf16, weights are rounded to it, and each is off by at most 2^-9 of itself."""
+    """Compare with the reference; bf16 softmax weights may be off by a relative 2^-9."""
     out, lse = attend(batch, scales, sliding_window=window)
     tensors = (*batch.tensors(), *scales.values())
 
-    def twin(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def expected_out(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         *rest, k_scales, v_scales = tensors
         return reference.append_attention(
             *rest, k_scales=k_scales, v_scales=v_scales, sliding_window=window
         )
 
     wide = [x.double() if x.is_floating_point() else x for x in tensors]
-    truth, true_lse = twin(*wide)
+    truth, true_lse = expected_out(*wide)
     error = (out.double() - truth).abs()
     if batch.q.dtype == torch.bfloat16:
         wide[2] = wide[2].double().abs()
-        error = (error - 2**-9 * twin(*wide)[0]).clamp(min=0)
-    (rounding,) = rounding_errors(lambda: [twin(*tensors)[0]], [truth])
+        error = (error - 2**-9 * expected_out(*wide)[0]).clamp(min=0)
+    (rounding,) = rounding_errors(lambda: [expected_out(*tensors)[0]], [truth])
     assert_error_at_most(error.max().item() if error.numel() else 0.0, rounding)
     used = int(batch.qo_indptr[-1])
     assert (lse[used:] == -torch.inf).all()
     assert (lse[:used] - true_lse[:used]).abs().max().item() <= 1e-4
 
 
-# ---- what is written ----
+# ---- writing ----
 
 
 def hard_heads(rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Random heads, and those in which something may go wrong."""
+    """Return random heads, some of which are hard to quantize."""
     x = torch.randn(rows, heads, head_dim) * torch.logspace(-30, 30, rows)[:, None, None]
     ties = torch.arange(head_dim) - head_dim // 2 + 0.5
     x[0, 0] = torch.cat([torch.tensor([127.0]), ties[1:]])  # int8 has a scale of 1
@@ -118,7 +118,7 @@ def hard_heads(rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> Tens
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.no_bf16
-def test_keys_and_values_are_those_of_other_caches_quantized(
+def test_written_elements_equal_quantized_16_bit_caches(
     device: str,
     isa: str,
     on_cuda: bool,
@@ -126,8 +126,8 @@ def test_keys_and_values_are_those_of_other_caches_quantized(
     cache_dtype: torch.dtype,
     norm: bool,
 ) -> None:
-    """Bit for bit, whoever else is in the call; what is not written stays."""
-    skip_without(on_cuda, dtype)
+    """The bits do not depend on the other rows, and other slots are unchanged."""
+    skip_unsupported(on_cuda, dtype)
     rows, heads, head_dim = 40, 4, 64
     q, k = torch.randn(rows, 8, head_dim).to(dtype), torch.randn(rows, heads, head_dim).to(dtype)
     v = hard_heads(rows, heads, head_dim, dtype)
@@ -135,7 +135,7 @@ def test_keys_and_values_are_those_of_other_caches_quantized(
     slots = torch.randperm(640)[:rows]
     slots[9] = -1
     positions = torch.randint(0, 500, (rows,), dtype=torch.int32)
-    positions[:7] = 0  # not turned
+    positions[:7] = 0  # no rotation
     where = (slots, positions, attention.rope_cos_sin(500, head_dim, 1e4))
     weight = torch.randn(head_dim).to(dtype) if norm else None
     plain = [torch.full((40, 16, heads, head_dim), 7.0, dtype=dtype) for _ in "kv"]
@@ -181,21 +181,21 @@ def test_keys_and_values_are_those_of_other_caches_quantized(
 
 
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES, ids=str)
-def test_the_largest_error_of_an_element(cache_dtype: torch.dtype) -> None:
-    """Half a step: of int8 everywhere, of float8_e4m3fn of its own size or the smallest."""
+def test_quantization_error_is_at_most_half_a_step(cache_dtype: torch.dtype) -> None:
+    """A step of int8 is constant; a step of float8_e4m3fn depends on the exponent."""
     x = torch.randn(2000, 128)
     elements, scales = reference.quantized(x, cache_dtype)
     error = (elements.float() * scales[:, None] - x).abs() / scales[:, None]
-    share = (x / scales[:, None]).abs()
+    scaled = (x / scales[:, None]).abs()
     half = torch.full_like(x, 0.5)
     if cache_dtype == torch.float8_e4m3fn:
-        half = torch.maximum(2.0 ** share.log2().floor().clamp(min=-6) / 16, share * 0)
+        half = torch.maximum(2.0 ** scaled.log2().floor().clamp(min=-6) / 16, scaled * 0)
     assert (error <= half * (1 + 2**-10)).all()
 
 
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES, ids=str)
-def test_the_reference_writes_what_it_says(cache_dtype: torch.dtype) -> None:
-    """And a head with a NaN or an infinity is seen by whoever reads it."""
+def test_reference_marks_heads_with_non_finite_values(cache_dtype: torch.dtype) -> None:
+    """A head with NaN or infinity has a NaN scale."""
     v = hard_heads(40, 4, 64, torch.float32)
     q, k = torch.randn(40, 8, 64), torch.randn(40, 4, 64)
     where = (torch.arange(40), torch.arange(40).int(), attention.rope_cos_sin(40, 64, 1e4))
@@ -211,16 +211,16 @@ def test_the_reference_writes_what_it_says(cache_dtype: torch.dtype) -> None:
     assert (of_heads[[1, 2, 5], 0] == 0).all()
 
 
-# ---- what is read ----
+# ---- reading ----
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES, ids=str)
-def test_every_element_has_its_value(
+def test_every_bit_pattern_has_its_value(
     device: str, isa: str, on_cuda: bool, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> None:
-    """All 256 patterns, as values of the only token, and as scores by a query that picks one."""
-    skip_without(on_cuda, dtype)
+    """All 256 bit patterns are read as values, and as keys by one-hot queries."""
+    skip_unsupported(on_cuda, dtype)
     patterns = torch.arange(256, dtype=torch.uint8)
     values = patterns.view(cache_dtype).double()
     values = torch.where(values.isnan(), 480.0 - 960.0 * (patterns >> 7), values)
@@ -241,7 +241,7 @@ def test_every_element_has_its_value(
         v_scales=scales,
         return_lse=True,
     )
-    # CUDA has the score in powers of two, and rounds twice on its way back.
+    # CUDA computes scores in base 2 and rounds twice when it converts them back.
     assert (lse[:, 0].double() - values * 0.25).abs().max() <= (2.0**-14 if on_cuda else 0.0)
     assert torch.equal(out[:, 0].double(), (values * 0.25).expand(count, -1))
 
@@ -249,7 +249,7 @@ def test_every_element_has_its_value(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES, ids=str)
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_append_attention(
+def test_attention_matches_the_reference(
     device: str,
     isa: str,
     on_cuda: bool,
@@ -257,7 +257,7 @@ def test_append_attention(
     cache_dtype: torch.dtype,
     page_size: int,
 ) -> None:
-    skip_without(on_cuda, dtype)
+    skip_unsupported(on_cuda, dtype)
     plain = random_batch(
         [1, 5, 17, 64, 130, 600, 65, 520],
         [1, 5, 0, 64, 3, 5, 1, 20],
@@ -275,7 +275,7 @@ def test_append_attention(
     "heads,head_dim", [((1, 1), 256), ((2, 1), 96), ((6, 2), 64), ((8, 2), 128), ((16, 2), 64)]
 )
 @pytest.mark.pairwise
-def test_append_attention_shapes(
+def test_attention_supports_every_head_shape(
     device: str,
     isa: str,
     on_cuda: bool,
@@ -283,14 +283,16 @@ def test_append_attention_shapes(
     heads: tuple[int, int],
     head_dim: int,
 ) -> None:
-    for dtype in dtypes_of_q(on_cuda):
+    for dtype in query_dtypes(on_cuda):
         plain = random_batch([90, 20, 3], [6, 1, 2], dtype, heads, head_dim)
         check_against_reference(*quantized(plain, cache_dtype))
 
 
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES, ids=str)
-def test_padding_and_empty(device: str, isa: str, on_cuda: bool, cache_dtype: torch.dtype) -> None:
-    for dtype in dtypes_of_q(on_cuda):
+def test_padding_is_zero_and_empty_batches_are_accepted(
+    device: str, isa: str, on_cuda: bool, cache_dtype: torch.dtype
+) -> None:
+    for dtype in query_dtypes(on_cuda):
         batch, scales = quantized(random_batch([40, 30], [2, 1], dtype), cache_dtype)
         padded = replace(batch, q=torch.cat([batch.q, torch.full_like(batch.q, torch.nan)]))
         out, lse = attend(padded, scales)
@@ -300,8 +302,8 @@ def test_padding_and_empty(device: str, isa: str, on_cuda: bool, cache_dtype: to
         assert attend(none, scales)[0].shape == (0, 4, 64)
 
 
-def test_a_planted_fault_is_noticed() -> None:
-    """What the comparison allows for rounding is far from what wrong scales make."""
+def test_comparison_detects_planted_faults() -> None:
+    """The error allowed for rounding is far smaller than that of wrong scales."""
     batch, scales = quantized(random_batch([40, 70], [3, 30], torch.float32), torch.int8)
     tensors = (*batch.tensors(), *scales.values())
 
@@ -339,7 +341,7 @@ def test_a_planted_fault_is_noticed() -> None:
 )
 @pytest.mark.fast("cpu-*", "simt-dtype0-*", "simt-*-torch.int8")
 @pytest.mark.pairwise
-def test_rows_are_decode_rows(
+def test_prefill_rows_equal_decode_rows(
     device: str,
     isa: str,
     on_cuda: bool,
@@ -349,8 +351,8 @@ def test_rows_are_decode_rows(
     heads: tuple[int, int],
     head_dim: int,
 ) -> None:
-    """Any chunks, page size and threads; a later token reaches no earlier row, NaN as it may be."""
-    skip_without(on_cuda, dtype)
+    """For any chunks, page size and threads; a NaN in a later token affects no earlier row."""
+    skip_unsupported(on_cuda, dtype)
     length = 580 if on_cuda else 1093
     q = torch.randn(length, heads[0], head_dim).to(dtype)
     k, v = (torch.randn(length, heads[1], head_dim).to(dtype) for _ in "kv")
@@ -378,7 +380,7 @@ def test_rows_are_decode_rows(
 
 
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES, ids=str)
-def test_alone_and_in_a_batch(
+def test_rows_are_the_same_alone_and_in_a_batch(
     device: str, isa: str, on_cuda: bool, cache_dtype: torch.dtype
 ) -> None:
     torch.manual_seed(1)
@@ -391,17 +393,19 @@ def test_alone_and_in_a_batch(
         plain = make_batch(*picked, queries, page_size, shuffle=True)
         return as_bits(attend(*quantized(plain, cache_dtype))[0])
 
-    everyone = list(range(len(kv_lens)))
-    alone = [run([queries[b]], 16, [b]) for b in everyone]
+    all_requests = list(range(len(kv_lens)))
+    alone = [run([queries[b]], 16, [b]) for b in all_requests]
     for threads, page_size in [(1, 16), (2, 64), (3, 32)]:
         specops.set_num_threads(threads)
-        assert torch.equal(run(queries, page_size, everyone), torch.cat(alone))
-        last = run([q[-1:] for q in queries], page_size, everyone)
+        assert torch.equal(run(queries, page_size, all_requests), torch.cat(alone))
+        last = run([q[-1:] for q in queries], page_size, all_requests)
         assert torch.equal(last, torch.stack([one[-1] for one in alone]))
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_prefixes_change_nothing(device: str, isa: str, on_cuda: bool, seed: int) -> None:
+def test_rows_do_not_depend_on_shared_prefixes(
+    device: str, isa: str, on_cuda: bool, seed: int
+) -> None:
     if on_cuda and seed % 4 > 1:
         pytest.skip("one seed in two is enough for the interpreter")
     draw = random.Random(seed)
@@ -426,18 +430,18 @@ def test_prefixes_change_nothing(device: str, isa: str, on_cuda: bool, seed: int
                 assert torch.equal(got, flat)
 
 
-# ---- tokens that move ----
+# ---- moving tokens ----
 
 
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES, ids=str)
 @pytest.mark.no_bf16
 @pytest.mark.parametrize("heads,head_dim", [(2, 64), (1, 13)])
-def test_slots_move_with_their_scales(
+def test_moved_slots_keep_their_scales(
     device: str, isa: str, cache_dtype: torch.dtype, heads: int, head_dim: int
 ) -> None:
     caches = [torch.randint(0, 256, (9, 16, heads, head_dim), dtype=torch.uint8) for _ in "kv"]
     scales = [torch.randn(9, 16, heads) for _ in "kv"]
-    pairs: list[list[Tensor]] = [
+    cache_pairs: list[list[Tensor]] = [
         [cache.view(cache_dtype) for cache in caches],
         [one[..., None] for one in scales],
     ]
@@ -450,7 +454,7 @@ def test_slots_move_with_their_scales(
         "kv_indptr": lengths_to_indptr([3, 2]),
         "kv_indices": torch.randperm(9)[:5].int(),
     }
-    for pair in pairs:
+    for pair in cache_pairs:
         expected = [one.clone() for one in pair]
         reference.copy_kv(*expected, slots[:20], slots[20:])
         attention.copy_kv(*pair, slots[:20], slots[20:])
@@ -460,10 +464,10 @@ def test_slots_move_with_their_scales(
             assert torch.equal(as_bits(got), as_bits(want))
 
 
-# ---- what is refused ----
+# ---- errors ----
 
 
-def test_refusals(device: str, on_cuda: bool) -> None:
+def test_invalid_arguments_are_refused(device: str, on_cuda: bool) -> None:
     batch, scales = quantized(random_batch([40], [2], torch.bfloat16), torch.int8)
     k_scales, v_scales = scales.values()
 

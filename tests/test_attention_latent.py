@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latent attention (MLA): against attention that absorbs nothing, and row identity in one form."""
+"""Latent attention (MLA) equals attention without absorption, and rows are batch-invariant."""
 
 import random
 import re
@@ -11,8 +11,8 @@ import pytest
 import simt
 import specops
 import torch
-from conftest import assert_close, expect_fault
 from rounding import assert_error_at_most, distance, rounding_errors
+from shared_fixtures import assert_close, expect_fault
 from specops import attention, batching, dense, reference
 from test_attention import (
     COUNTERS,
@@ -28,11 +28,11 @@ from test_trees import CHAIN, ints, path_to, preorder, random_tree, tree_batch
 from torch import Tensor
 
 LATENT, KEY = 512, 576
-SCALE = 192**-0.5  # DeepSeek-V3's, without its scaled RoPE
+SCALE = 192**-0.5  # the scale of DeepSeek-V3 without scaled RoPE
 
 
 def tensors(batch: Batch) -> tuple[Any, ...]:
-    """The arguments of a call: one cache, whose keys begin with the values."""
+    """Return the arguments of a call with one cache, whose keys begin with the values."""
     q, cache, _, *where = batch.tensors()
     return q, cache, None, *where
 
@@ -40,7 +40,7 @@ def tensors(batch: Batch) -> tuple[Any, ...]:
 def make_latent_batch(
     cached: list[Tensor], queries: list[Tensor], page_size: int, shuffle: bool = True
 ) -> Batch:
-    """Pages the latents and keys of each request: [kv_len, 1, 576] each."""
+    """Put each request's latents and keys, [kv_len, 1, 576], into pages."""
     return make_batch(cached, cached, queries, page_size, shuffle)
 
 
@@ -54,7 +54,7 @@ def random_latents(
 
 
 def attend(batch: Batch, **options: Any) -> Tensor:
-    """Out and lse, as bits in one row."""
+    """Return the bits of out and lse."""
     options.setdefault("sm_scale", SCALE)
     out, lse = attention.append_attention(*tensors(batch), return_lse=True, **options)
     assert out.shape[-1] == LATENT
@@ -74,7 +74,7 @@ def skip_float32(on_cuda: bool, dtype: torch.dtype) -> None:
     "simt-16-32-*",
     ci=("cpu-*-20-64-*", "cpu-*-128-16-dtype1", "simt-*"),
 )
-def test_against_the_reference(
+def test_attention_matches_the_reference(
     device: str, isa: str, on_cuda: bool, dtype: torch.dtype, heads: int, page_size: int
 ) -> None:
     skip_float32(on_cuda, dtype)
@@ -82,10 +82,10 @@ def test_against_the_reference(
     out, lse = attention.append_attention(*tensors(batch), sm_scale=SCALE, return_lse=True)
     q, cache, _, *where = tensors(batch)
 
-    def twin(q: Tensor, cache: Tensor, *where: Tensor) -> Tensor:
+    def expected_out(q: Tensor, cache: Tensor, *where: Tensor) -> Tensor:
         return reference.append_attention(q, cache, None, *where, sm_scale=SCALE)[0]
 
-    assert_close(twin, out, q, cache, *where)
+    assert_close(expected_out, out, q, cache, *where)
     truth = reference.append_attention(q.double(), cache.double(), None, *where, sm_scale=SCALE)[1]
     assert (lse - truth).abs().max().item() <= 1e-4
 
@@ -93,7 +93,7 @@ def test_against_the_reference(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads,nope,value_dim", [(16, 128, 128), (3, 64, 32)])
 @pytest.mark.pairwise("simt-*-dtype0")
-def test_equals_attention_without_absorption(
+def test_attention_equals_attention_without_absorption(
     device: str,
     isa: str,
     on_cuda: bool,
@@ -102,7 +102,7 @@ def test_equals_attention_without_absorption(
     nope: int,
     value_dim: int,
 ) -> None:
-    """Keys and values of every head in fp64, against absorbed queries and what becomes of out."""
+    """Compare absorbed queries with the keys and values of every head in fp64."""
     skip_float32(on_cuda, dtype)
     qo_lens = [1, 4, 2]
     q_nope, q_rope = (torch.randn(sum(qo_lens), heads, n).double() for n in (nope, 64))
@@ -130,7 +130,7 @@ def test_equals_attention_without_absorption(
     out, lse = attention.append_attention(q, cache, None, *where, sm_scale=scale, return_lse=True)
     assert_error_at_most(distance(restored(out), truth), allowed)
     assert (lse - truth_lse).abs().max().item() <= (1e-4 if dtype == torch.float32 else 0.02)
-    # In fp64 the two forms are one.
+    # In fp64 both forms give the same result.
     same, same_lse = reference.append_attention(
         absorbed, cache.double(), None, *where, sm_scale=scale
     )
@@ -151,12 +151,12 @@ def test_equals_attention_without_absorption(
 @pytest.mark.fast(
     "cpu-[!p]*", "cpu-portable-dtype[23]-*", "simt-dtype2-*", ci=("cpu-*", "simt-dtype[04]-*")
 )
-def test_rows_are_decode_rows(
+def test_prefill_rows_equal_decode_rows(
     device: str, isa: str, on_cuda: bool, dtype: torch.dtype, heads: int
 ) -> None:
-    """Prefill in chunks, verification and decoding; what comes later is NaN and infinite."""
+    """Later tokens are NaN and infinite and must not affect earlier rows."""
     skip_float32(on_cuda, dtype)
-    length = 600 if heads == 16 else 200 if heads > 20 else 280  # past a leaf, or several
+    length = 600 if heads == 16 else 200 if heads > 20 else 280  # more than one leaf
     if on_cuda:
         length = 40 if heads > 16 else 280
     q, cached = torch.randn(length, heads, KEY).to(dtype), torch.randn(length, 1, KEY).to(dtype)
@@ -181,14 +181,14 @@ def test_rows_are_decode_rows(
 
 @pytest.mark.parametrize("dtype,heads", [(torch.bfloat16, 16), (torch.float16, 3)])
 @pytest.mark.fast("simt-dtype1-*", "cpu-*")
-def test_schedules_change_nothing(
+def test_rows_do_not_depend_on_the_number_of_sms(
     device: str,
     place: Callable[[int, int], None],
     on_cuda: bool,
     dtype: torch.dtype,
     heads: int,
 ) -> None:
-    """Verification and decoding, alone and in a batch, whole and cut into parts."""
+    """Sequences are verified and decoded, alone and in a batch, whole and in chunks."""
     kv_lens, qo_lens = [2390, 300, 20, 4100], [3, 1, 5, 2]
     cached = [torch.randn(n, 1, KEY).to(dtype) for n in kv_lens]
     queries = [torch.randn(n, heads, KEY).to(dtype) for n in qo_lens]
@@ -205,20 +205,20 @@ def test_schedules_change_nothing(
             expected.extend(got.split([x.shape[0] for x in feed]))
         assert torch.equal(got, torch.cat([expected[b][-rows:] for b in requests]))
 
-    everyone = [0, 1, 2, 3]
+    all_requests = [0, 1, 2, 3]
     place(4, 1)
-    check(everyone, 99, 16, None)
-    check(everyone, 2, 64, COUNTERS + 60_000)
+    check(all_requests, 99, 16, None)
+    check(all_requests, 2, 64, COUNTERS + 60_000)
     place(1, 3)
-    check(everyone, 1, 16, None)
-    check(everyone, 99, 32, 0)
+    check(all_requests, 1, 16, None)
+    check(all_requests, 99, 32, 0)
     place(40, 2)
     check([3], 1, 64, None)
     check([2, 1, 0], 3, 32, None)
 
 
-def test_many_heads_split_among_threads(device: str, isa: str, on_cuda: bool) -> None:
-    """More heads than a tile has rows, and a workspace that no size suits."""
+def test_heads_split_among_threads_keep_their_bits(device: str, isa: str, on_cuda: bool) -> None:
+    """There are more heads than rows in a tile, and the workspace has an odd size."""
     batch = random_latents([1300, 40], [1, 1], torch.bfloat16, 128 if not on_cuda else 40)
     expected = attend(batch, workspace=new_workspace(COUNTERS + 10**6, on_cuda, device))
     for threads in (1, 3):
@@ -229,14 +229,14 @@ def test_many_heads_split_among_threads(device: str, isa: str, on_cuda: bool) ->
         assert torch.equal(got, expected)
 
 
-def test_a_head_does_not_know_its_tile(
+def test_head_bits_do_not_depend_on_the_tile(
     device: str, isa: str, on_cuda: bool, place: Callable[[int, int], None]
 ) -> None:
-    """Tiles of 64 and of 16 rows: 40 heads at once, 16 of them, and without memory for 64 rows."""
+    """Tiles have 64 rows for 40 heads, and 16 rows for 16 heads or with little block memory."""
     place(1, 1)
     cached = [torch.randn(n, 1, KEY).bfloat16() for n in (2100, 40)]
     queries = [torch.randn(n, 40, KEY).bfloat16() for n in (1, 2)]
-    # The sums of a column overflow in the first chunk. In the second they begin anew.
+    # The sums of a column overflow in the first chunk, and start anew in the second.
     cached[0][:2048, :, 5], queries[0][:, :, 5] = 3e38, 0
 
     def attend(begin: int, end: int, floats: int | None = None) -> tuple[Tensor, Tensor]:
@@ -247,25 +247,27 @@ def test_a_head_does_not_know_its_tile(
         )
 
     def same(got: Any, begin: int, end: int) -> bool:
-        pairs = zip(got, everyone, strict=True)
-        return all(torch.equal(as_bits(x), as_bits(y[:, begin:end].contiguous())) for x, y in pairs)
+        outputs = zip(got, all_heads, strict=True)
+        return all(
+            torch.equal(as_bits(x), as_bits(y[:, begin:end].contiguous())) for x, y in outputs
+        )
 
-    everyone = attend(0, 40)
+    all_heads = attend(0, 40)
     assert same(attend(24, 40), 24, 40)
     if on_cuda:
         assert same(attend(0, 40, COUNTERS), 0, 40)
-        # The totals of one SM and nothing else: no sequence is split, a block has both its chunks.
+        # Memory for the partial results of one SM: a block computes both chunks of its sequence.
         assert same(attend(0, 40, COUNTERS + 69_632), 0, 40)
     if device == "cpu":
         with simt.block_memory(99):
             assert same(attend(0, 40), 0, 40)
 
 
-def test_many_heads_read_latents_twice(
+def test_128_heads_read_latents_twice(
     device: str, request: pytest.FixtureRequest, place: Callable[[int, int], None]
 ) -> None:
     if request.node.callspec.params["device"] != "simt":
-        pytest.skip("the interpreter counts the bytes that are copied")
+        pytest.skip("only the interpreter counts copied bytes")
     kv_len, heads = 600, 128
     batch = random_latents([kv_len], [1], torch.bfloat16, heads)
     place(1, 1)
@@ -279,7 +281,9 @@ def test_many_heads_read_latents_twice(
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.fast("*-?")
-def test_prefixes_change_nothing(device: str, isa: str, on_cuda: bool, seed: int) -> None:
+def test_rows_do_not_depend_on_shared_prefixes(
+    device: str, isa: str, on_cuda: bool, seed: int
+) -> None:
     if on_cuda and seed % 4:
         pytest.skip("one seed in four is enough for the interpreter")
     heads = random.Random(seed).choice([1, 2, 4, 16] if not on_cuda else [1, 4])
@@ -293,8 +297,8 @@ def test_prefixes_change_nothing(device: str, isa: str, on_cuda: bool, seed: int
         assert torch.equal(attend(batch, workspace=workspace, **tree), expected)
 
 
-def test_bundles_change_nothing(device: str, isa: str, on_cuda: bool) -> None:
-    """Many requests of one row with long prefixes: what a CPU bundles and a GPU groups."""
+def test_bundled_requests_keep_their_bits(device: str, isa: str, on_cuda: bool) -> None:
+    """The CPU bundles, and the GPU groups, many one-row requests with a long prefix."""
     count, shared, heads = 6, 40, 2
     own = torch.arange(count) + shared
     cache = torch.randn(count + shared, 16, 1, KEY).bfloat16()
@@ -317,17 +321,17 @@ def test_bundles_change_nothing(device: str, isa: str, on_cuda: bool) -> None:
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_a_node_is_a_row_of_plain_decoding(
+def test_tree_nodes_equal_rows_of_plain_decoding(
     device: str, isa: str, on_cuda: bool, page_size: int
 ) -> None:
-    """Trees beside chains and chunks, verified as chains over a latent cache; then compacted."""
+    """Trees are verified as chains, in a batch with chains and chunks, and then compacted."""
     draw = random.Random(page_size)
     sizes, heads = [24, 0, 9] if not on_cuda else [8, 0, 5], 4
     trees = [*(preorder(random_tree(draw, size, reach=4)) for size in sizes), CHAIN]
     texts = [250, 15, 70, 47]
     case = tree_batch(draw, trees, texts, page_size)
     kv_lens, qo_lens = case["kv_lens"].tolist(), case["qo_lens"].tolist()
-    said = [torch.randn(n, 1, KEY).bfloat16() for n in kv_lens]
+    cached = [torch.randn(n, 1, KEY).bfloat16() for n in kv_lens]
     q = torch.randn(sum(qo_lens), heads, KEY).bfloat16()
     num_pages = 3 + len(case["kv_indices"]) + len(case["spare_pages"])
     cache = torch.full((num_pages, page_size, 1, KEY), torch.nan).bfloat16()
@@ -337,7 +341,7 @@ def test_a_node_is_a_row_of_plain_decoding(
         pages = case["kv_indices"][indptr[b] : indptr[b + 1]].long()
         return pages[tokens // page_size], tokens % page_size
 
-    for b, x in enumerate(said):
+    for b, x in enumerate(cached):
         cache[slots(b, torch.arange(len(x)))] = x
     chains = batching.tree_chains(**case)
     attention.copy_kv(cache, None, chains.from_slots, chains.to_slots)
@@ -346,7 +350,7 @@ def test_a_node_is_a_row_of_plain_decoding(
         q, cache, None, *where, chains.kv_lens, sm_scale=SCALE, return_lse=True
     )
     row = 0
-    for x, tree, text, rows in zip(said, trees, texts, qo_lens, strict=True):
+    for x, tree, text, rows in zip(cached, trees, texts, qo_lens, strict=True):
         for i in range(rows):
             tokens = [*range(text + 1 - (0 if tree else rows - 1 - i))]
             tokens += [text + 1 + node for node in path_to(tree, i - 1)] if tree else []
@@ -362,14 +366,13 @@ def test_a_node_is_a_row_of_plain_decoding(
     requests = (case["kv_lens"], case["kv_indptr"], case["kv_indices"])
     counts = ints([len(path) for path in paths])
     attention.compact_kv(cache, None, nodes, counts, lengths_to_indptr(qo_lens), *requests)
-    for b, (path, text, x) in enumerate(zip(paths, texts, said, strict=True)):
+    for b, (path, text, x) in enumerate(zip(paths, texts, cached, strict=True)):
         got = cache[slots(b, torch.arange(text + 1 + len(path)))]
         assert torch.equal(got, x[[*range(text + 1), *(text + 1 + node for node in path)]])
 
 
-@pytest.mark.parametrize("what", ["window", "noncausal", "sinks", "mask"])
-def test_options_are_those_of_other_heads(device: str, isa: str, on_cuda: bool, what: str) -> None:
-    """No leaf and no fold looks into a head, so they mean here what they mean elsewhere."""
+@pytest.mark.parametrize("option", ["window", "noncausal", "sinks", "mask"])
+def test_options_match_the_reference(device: str, isa: str, on_cuda: bool, option: str) -> None:
     dtype, heads = torch.bfloat16 if on_cuda else torch.float32, 6
     batch = random_latents([5, 90, 330], [5, 1, 4], dtype, heads)
     options: dict[str, Any] = {
@@ -377,18 +380,20 @@ def test_options_are_those_of_other_heads(device: str, isa: str, on_cuda: bool, 
         "noncausal": {"is_causal": False},
         "sinks": {"sinks": torch.randn(heads)},
         "mask": {"mask": torch.randint(-(2**31), 2**31 - 1, (10, 1)).int() | 1},
-    }[what]
+    }[option]
     q, cache, _, *where = tensors(batch)
 
-    def twin(q: Tensor, cache: Tensor, *where: Tensor) -> Tensor:
+    def expected_out(q: Tensor, cache: Tensor, *where: Tensor) -> Tensor:
         got = reference.append_attention(q, cache, None, *where, sm_scale=SCALE, **options)
         return got[0]
 
     out = attention.append_attention(*tensors(batch), sm_scale=SCALE, **options)
-    assert_close(twin, out, q, cache, *where)
+    assert_close(expected_out, out, q, cache, *where)
 
 
-def test_padding_and_nobody(device: str, isa: str, on_cuda: bool) -> None:
+def test_padding_is_zero_and_empty_batches_are_accepted(
+    device: str, isa: str, on_cuda: bool
+) -> None:
     batch = random_latents([40, 30], [2, 1], torch.bfloat16, 4)
     expected = attend(batch)
     batch.q = torch.cat([batch.q, torch.full_like(batch.q, torch.nan)])
@@ -400,7 +405,7 @@ def test_padding_and_nobody(device: str, isa: str, on_cuda: bool) -> None:
     assert attention.append_attention(*tensors(none), sm_scale=SCALE).shape == (0, 4, LATENT)
 
 
-def test_refuses(device: str, on_cuda: bool) -> None:
+def test_invalid_arguments_are_refused(device: str, on_cuda: bool) -> None:
     def refused(message: str, batch: Batch, **options: Any) -> None:
         options.setdefault("sm_scale", SCALE)
         with pytest.raises(ValueError, match="^append_attention: " + message):
@@ -431,14 +436,14 @@ def test_refuses(device: str, on_cuda: bool) -> None:
         )
 
 
-def test_the_example_of_the_documents_runs() -> None:
+def test_documented_example_runs() -> None:
     text = (Path(__file__).resolve().parent.parent / "docs" / "ops.md").read_text()
     section = text.split("## Latent attention")[1].split("\n## ")[0]
     (code,) = re.findall(r"```python\n(.*?)```", section, re.S)
     exec(compile(code, "docs/ops.md", "exec"), {})
 
 
-# ---- into the cache ----
+# ---- writing ----
 
 
 @pytest.mark.no_bf16
@@ -447,7 +452,7 @@ def test_the_example_of_the_documents_runs() -> None:
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("rows,heads", [(1, 16), (40, 3)])
 @pytest.mark.pairwise
-def test_rope_append_latent(
+def test_rope_append_latent_matches_the_reference(
     device: str,
     isa: str,
     dtype: torch.dtype,
@@ -467,7 +472,7 @@ def test_rope_append_latent(
     cos_sin = attention.rope_cos_sin(500, 64, 1e4)
     weight = torch.randn(LATENT).to(dtype)
 
-    def twin(q: Tensor, kv: Tensor, weight: Tensor) -> Tensor:
+    def expected_out(q: Tensor, kv: Tensor, weight: Tensor) -> Tensor:
         into = cache.to(q.dtype).clone()
         out = reference.rope_append_latent(
             q, kv, into, slots, positions, cos_sin,
@@ -483,9 +488,9 @@ def test_rope_append_latent(
 
     into = cache.clone()
     out = call(slice(None), into)
-    assert_close(twin, torch.cat([out.flatten(), into.flatten()]), q, kv, weight)
+    assert_close(expected_out, torch.cat([out.flatten(), into.flatten()]), q, kv, weight)
     assert torch.equal(as_bits(out[:1, :, :LATENT]), as_bits(q[:1, :, :LATENT]))
-    # Every row alone, on one thread; then all of them in place.
+    # Each row alone on one thread, then all rows in place.
     specops.set_num_threads(1)
     for row in {0, rows // 2, rows - 1}:
         one = cache.clone()
@@ -499,10 +504,10 @@ def test_rope_append_latent(
 
 @pytest.mark.no_bf16
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_latent_is_normalised_as_by_rms_norm(
+def test_latents_are_normalized_like_rms_norm(
     device: str, isa: str, on_cuda: bool, dtype: torch.dtype
 ) -> None:
-    """To the bit on the cpu; on CUDA other threads add other elements."""
+    """The CPU has the same bits; CUDA adds the elements in another order."""
     kv, weight = torch.randn(5, KEY).to(dtype), torch.randn(LATENT).to(dtype)
     cache, q = torch.zeros(1, 16, 1, KEY).to(dtype), torch.zeros(5, 1, KEY).to(dtype)
     attention.rope_append_latent(
@@ -528,7 +533,7 @@ def test_rope_append_latent_refuses_before_writing(device: str, on_cuda: bool) -
                 q, torch.randn(2, KEY), cache, torch.tensor(slots), ints(positions), cos_sin,
                 q_out=q_out,
             )  # fmt: skip
-        # The second row is at fault. CUDA leaves it out; cpu has written nothing at all.
+        # The second row is invalid. CUDA skips it; the CPU writes nothing at all.
         assert (cache.flatten(0, 1)[1:] == 0).all()
         assert (q_out[1] == (0.0 if on_cuda else 7.0)).all()
         assert on_cuda or ((cache == 0).all() and (q_out == 7.0).all())
@@ -543,8 +548,7 @@ def test_rope_append_latent_refuses_before_writing(device: str, on_cuda: bool) -
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
-def test_a_layer_is_deepseeks(isa: str, interleaved: bool) -> None:
-    """Projections, norm, rotation, cache and attention, against transformers' own module."""
+def test_layer_matches_deepseek_in_transformers(isa: str, interleaved: bool) -> None:
     transformers = pytest.importorskip("transformers")
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as theirs
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention under a packed mask: what each row sees of the last tokens, bit by bit."""
+"""Attention with a packed mask, which has one bit per row and visible token."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import specops
 import torch
-from conftest import assert_close
+from shared_fixtures import assert_close
 from specops import attention, batching, reference
 from test_attention import (
     DTYPES,
-    Batch,
-    as_bits,
+    attend_bits,
     make_batch,
     new_workspace,
     prefix_tree,
@@ -25,7 +24,7 @@ KV_LENS, QO_LENS = [3, 17, 90, 600, 130, 40], [3, 5, 40, 20, 0, 7]
 
 
 def packed(sees: Tensor) -> Tensor:
-    """Bools [rows, tokens] as int32 [rows, words]."""
+    """Pack bools [rows, tokens] into int32 [rows, words]."""
     words = -(-sees.shape[1] // 32)
     bits = torch.nn.functional.pad(sees, (0, 32 * words - sees.shape[1])).view(-1, words, 32)
     return (bits.long() << torch.arange(32)).sum(-1).int()
@@ -33,12 +32,6 @@ def packed(sees: Tensor) -> Tensor:
 
 def random_mask(rows: int, tokens: int) -> Tensor:
     return packed(torch.rand(rows, tokens) < 0.6)
-
-
-def attend(batch: Batch, **options: Any) -> Tensor:
-    """Out and lse, as bits in one row."""
-    out, lse = attention.append_attention(*batch.tensors(), return_lse=True, **options)
-    return torch.cat([as_bits(out).flatten(1), as_bits(lse).flatten(1)], 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -53,7 +46,7 @@ def attend(batch: Batch, **options: Any) -> Tensor:
 )
 @pytest.mark.parametrize("starts", [None, [0, 2, 60, 300, -5, 400]], ids=["rows", "starts"])
 @pytest.mark.pairwise
-def test_against_the_reference(
+def test_attention_matches_the_reference(
     device: str,
     isa: str,
     dtype: torch.dtype,
@@ -66,23 +59,23 @@ def test_against_the_reference(
     batch = random_batch(KV_LENS, QO_LENS, dtype, heads, head_dim)
     mask = random_mask(sum(QO_LENS), 310)
     mask[4] = -1
-    given: dict[str, Any] = {"mask": mask, "sliding_window": window, "is_causal": is_causal}
+    options: dict[str, Any] = {"mask": mask, "sliding_window": window, "is_causal": is_causal}
     if starts is not None:
-        given["mask_starts"] = torch.tensor(starts, dtype=torch.int32)
-    out, lse = attention.append_attention(*batch.tensors(), return_lse=True, **given)
+        options["mask_starts"] = torch.tensor(starts, dtype=torch.int32)
+    out, lse = attention.append_attention(*batch.tensors(), return_lse=True, **options)
 
-    def twin(*tensors: Tensor) -> Tensor:
-        return reference.append_attention(*tensors, **given)[0]
+    def expected_out(*tensors: Tensor) -> Tensor:
+        return reference.append_attention(*tensors, **options)[0]
 
-    assert_close(twin, out, *batch.tensors())
+    assert_close(expected_out, out, *batch.tensors())
     wide = [x.double() if x.is_floating_point() else x for x in batch.tensors()]
-    truth = reference.append_attention(*wide, **given)[1]
+    truth = reference.append_attention(*wide, **options)[1]
     nothing = truth == -torch.inf
     assert torch.equal(lse == -torch.inf, nothing) and not out[nothing].any()
     assert (lse - truth)[~nothing].abs().max().item() <= 1e-4
 
 
-def test_the_reference_does_what_torchs_attention_does() -> None:
+def test_reference_matches_torch() -> None:
     batch = random_batch([37], [9], torch.float64, (2, 1))
     sees = torch.rand(9, 9) < 0.5
     sees[:, 0] = True
@@ -97,19 +90,19 @@ def test_the_reference_does_what_torchs_attention_does() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_all_bits_are_no_mask(device: str, isa: str, dtype: torch.dtype) -> None:
+def test_mask_with_all_bits_set_has_no_effect(device: str, isa: str, dtype: torch.dtype) -> None:
     batch = random_batch(KV_LENS, QO_LENS, dtype)
     mask = torch.full((sum(QO_LENS), 2), -1, dtype=torch.int32)
     for is_causal in (True, False):
-        expected = attend(batch, is_causal=is_causal)
-        assert torch.equal(attend(batch, is_causal=is_causal, mask=mask), expected)
-    # As is a causal mask over rows that would else see all.
+        expected = attend_bits(batch, is_causal=is_causal)
+        assert torch.equal(attend_bits(batch, is_causal=is_causal, mask=mask), expected)
+    # A causal mask equals `is_causal`.
     tril = packed(torch.cat([torch.ones(n, 40).tril() for n in QO_LENS]).bool())
-    assert torch.equal(attend(batch, is_causal=False, mask=tril), attend(batch))
+    assert torch.equal(attend_bits(batch, is_causal=False, mask=tril), attend_bits(batch))
 
 
-def test_the_mask_of_a_tree(device: str, isa: str) -> None:
-    """A node sees what its path does, as near as sums in another order come."""
+def test_tree_mask_shows_each_node_its_path(device: str, isa: str) -> None:
+    """Sums are in another order than for the path alone, so bits may differ."""
     parents, text = [-1, -1, 0, 2, 0], 50
     tree = batching.build_tree(
         torch.tensor([parents], dtype=torch.int32),
@@ -141,7 +134,7 @@ def test_the_mask_of_a_tree(device: str, isa: str) -> None:
         (torch.float32, (2, 2), 64),
     ],
 )
-def test_rows_keep_their_bits(
+def test_rows_do_not_depend_on_batch_or_chunks(
     device: str,
     place: Callable[[int, int], None],
     on_cuda: bool,
@@ -149,7 +142,6 @@ def test_rows_keep_their_bits(
     heads: tuple[int, int],
     head_dim: int,
 ) -> None:
-    """Alone, in a batch, beside other rows, whole and cut into parts."""
     kv_lens, qo_lens = [2390, 300, 20, 2100], [5, 1, 17, 40]
     keys, values = ([torch.randn(n, heads[1], head_dim).to(dtype) for n in kv_lens] for _ in "kv")
     queries = [torch.randn(n, heads[0], head_dim).to(dtype) for n in qo_lens]
@@ -160,7 +152,7 @@ def test_rows_keep_their_bits(
     def check(requests: list[int], rows: int, page_size: int, floats: int | None) -> None:
         of_each = [[x[b] for b in requests] for x in (keys, values)]
         batch = make_batch(*of_each, [queries[b][-rows:] for b in requests], page_size, True)
-        got = attend(
+        got = attend_bits(
             batch,
             is_causal=False,
             mask=torch.cat([masks[b][-rows:] for b in requests]),
@@ -171,33 +163,35 @@ def test_rows_keep_their_bits(
             expected.extend(got.split(qo_lens))
         assert torch.equal(got, torch.cat([expected[b][-rows:] for b in requests]))
 
-    everyone = [0, 1, 2, 3]
+    all_requests = [0, 1, 2, 3]
     place(4, 1)
-    check(everyone, 99, 16, None)
-    check(everyone, 99, 32, 0)
+    check(all_requests, 99, 16, None)
+    check(all_requests, 99, 32, 0)
     place(1, 3)
-    check(everyone, 1, 64, None)
+    check(all_requests, 1, 64, None)
     place(40, 2)
     check([3], 6, 16, None)
     check([2, 0], 3, 32, None)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_prefixes_change_nothing(device: str, isa: str, on_cuda: bool, seed: int) -> None:
+def test_rows_do_not_depend_on_shared_prefixes(
+    device: str, isa: str, on_cuda: bool, seed: int
+) -> None:
     if on_cuda and seed % 3:
         pytest.skip("one seed in three is enough for the interpreter")
     batch, tree = prefix_tree(seed + 300, DTYPES[seed % 3], (4, 2), 64, 900)
     mask = random_mask(len(batch.q), 64)
     for is_causal in (True, False):
-        expected = attend(batch, mask=mask, is_causal=is_causal)
+        expected = attend_bits(batch, mask=mask, is_causal=is_causal)
         for threads in (1, 3):
             specops.set_num_threads(threads)
-            got = attend(batch, mask=mask, is_causal=is_causal, **tree)
+            got = attend_bits(batch, mask=mask, is_causal=is_causal, **tree)
             assert torch.equal(got, expected)
 
 
-def test_a_mask_that_begins_in_a_prefix(device: str, on_cuda: bool) -> None:
-    """CUDA shares what lies before it; on cpu the claim is refused."""
+def test_mask_may_begin_in_a_shared_prefix_on_cuda(device: str, on_cuda: bool) -> None:
+    """CUDA shares the part before the mask; the CPU raises an error."""
     shared, page_size = 900, 16
     batch = random_batch([shared + 20, shared + 20], [2, 3], torch.bfloat16, page_size=page_size)
     pages = -(-(shared + 20) // page_size)
@@ -207,21 +201,23 @@ def test_a_mask_that_begins_in_a_prefix(device: str, on_cuda: bool) -> None:
         "prefix_leaders": torch.zeros(1, 2, dtype=torch.int32),
         "prefix_lens": torch.full((1, 2), shared // page_size * page_size, dtype=torch.int32),
     }
-    given = {"mask": mask, "mask_starts": starts}
-    expected = attend(batch, **given)
+    options = {"mask": mask, "mask_starts": starts}
+    expected = attend_bits(batch, **options)
     if on_cuda:
-        assert torch.equal(attend(batch, **given, **tree), expected)
+        assert torch.equal(attend_bits(batch, **options, **tree), expected)
     else:
         with pytest.raises(
             ValueError, match=r"prefix_lens\[0, 0\].* mask_starts\[0\]=800, got 896"
         ):
-            attend(batch, **given, **tree)
+            attend_bits(batch, **options, **tree)
     tree["prefix_lens"][:] = 700
-    assert torch.equal(attend(batch, **given, **tree), expected)
+    assert torch.equal(attend_bits(batch, **options, **tree), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_that_see_nothing(device: str, isa: str, on_cuda: bool, dtype: torch.dtype) -> None:
+def test_rows_without_visible_tokens_are_zero(
+    device: str, isa: str, on_cuda: bool, dtype: torch.dtype
+) -> None:
     batch = random_batch([40, 1100], [3, 2], dtype)
     mask = torch.zeros(5, 40, dtype=torch.int32)
     mask[1, 0] = 1
@@ -230,16 +226,16 @@ def test_rows_that_see_nothing(device: str, isa: str, on_cuda: bool, dtype: torc
     specops.set_num_threads(3)
     for floats in (0, None):
         workspace = None if floats is None else new_workspace(floats, on_cuda, device)
-        for given in (None, sinks):
+        for row_sinks in (None, sinks):
             out, lse = attention.append_attention(
                 *batch.tensors(),
                 mask=mask,
                 mask_starts=starts,
-                sinks=given,
+                sinks=row_sinks,
                 return_lse=True,
                 workspace=workspace,
             )
-            of_sinks = torch.full((4,), -torch.inf) if given is None else given
+            of_sinks = torch.full((4,), -torch.inf) if row_sinks is None else row_sinks
             for row in (0, 2, 3, 4):
                 assert not out[row].any()
                 torch.testing.assert_close(lse[row], of_sinks)
@@ -247,17 +243,20 @@ def test_rows_that_see_nothing(device: str, isa: str, on_cuda: bool, dtype: torc
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_over_8_bit_caches(device: str, isa: str, cache_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("has_mask", [True, False])
+def test_noncausal_attention_supports_8_bit_caches(
+    device: str, isa: str, cache_dtype: torch.dtype, has_mask: bool
+) -> None:
     batch, scales = quantized(
         random_batch([300, 40], [9, 3], torch.bfloat16, (4, 2), 128), cache_dtype
     )
-    given = {"mask": random_mask(12, 9), "is_causal": False, **scales}
-    out = attention.append_attention(*batch.tensors(), **given)
-    want = reference.append_attention(*batch.tensors(), **given)[0]
+    options = {"mask": random_mask(12, 9) if has_mask else None, "is_causal": False, **scales}
+    out = attention.append_attention(*batch.tensors(), **options)
+    want = reference.append_attention(*batch.tensors(), **options)[0]
     torch.testing.assert_close(out, want, rtol=2e-2, atol=4e-3)
 
 
-def test_refuses(device: str) -> None:
+def test_invalid_masks_are_refused(device: str) -> None:
     batch = random_batch([40, 9], [2, 1], torch.float32)
     good, starts = torch.zeros(3, 1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     for mask, mask_starts, message in [

@@ -1,39 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention without the causal mask: every row of a request sees all of it."""
+"""Attention without the causal mask: every row of a request sees all tokens of the request."""
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import pytest
 import specops
 import torch
-from conftest import assert_close
+from shared_fixtures import assert_close
 from specops import attention, reference
 from test_attention import (
     DTYPES,
     Batch,
-    as_bits,
+    attend_bits,
     make_batch,
     new_workspace,
     prefix_tree,
     random_batch,
 )
-from test_attention_8bit import quantized
 from torch import Tensor
 
-
-def attend(batch: Batch, **options: Any) -> Tensor:
-    """Out and lse of rows that see all, as bits in one row."""
-    out, lse = attention.append_attention(
-        *batch.tensors(), is_causal=False, return_lse=True, **options
-    )
-    return torch.cat([as_bits(out).flatten(1), as_bits(lse).flatten(1)], 1)
+attend = partial(attend_bits, is_causal=False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 1, 100])
 @pytest.mark.pairwise
-def test_against_the_reference(
+def test_attention_matches_the_reference(
     device: str, isa: str, dtype: torch.dtype, window: int | None
 ) -> None:
     batch = random_batch([1, 5, 17, 64, 130, 600, 65], [1, 5, 0, 64, 3, 20, 1], dtype)
@@ -41,16 +34,16 @@ def test_against_the_reference(
         *batch.tensors(), is_causal=False, sliding_window=window, return_lse=True
     )
 
-    def twin(*tensors: Tensor) -> Tensor:
+    def expected_out(*tensors: Tensor) -> Tensor:
         return reference.append_attention(*tensors, is_causal=False, sliding_window=window)[0]
 
-    assert_close(twin, out, *batch.tensors())
+    assert_close(expected_out, out, *batch.tensors())
     wide = [x.double() if x.is_floating_point() else x for x in batch.tensors()]
     truth = reference.append_attention(*wide, is_causal=False, sliding_window=window)[1]
     assert (lse - truth).abs().max().item() <= 1e-4
 
 
-def test_the_reference_is_torchs_attention() -> None:
+def test_reference_matches_torch() -> None:
     batch = random_batch([37], [37], torch.float64, (2, 1))
     q, k_cache, v_cache, _, _, kv_indices, _ = batch.tensors()
     keys, values = (cache[kv_indices[:3].long()].flatten(0, 1)[:37] for cache in (k_cache, v_cache))
@@ -72,7 +65,7 @@ def test_the_reference_is_torchs_attention() -> None:
 )
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.fast("*cpu-*", "*simt-True-dtype3-*", ci=("*simt-False-dtype1-*",))
-def test_rows_are_the_last_rows_of_their_requests(
+def test_rows_equal_decode_rows(
     device: str,
     place: Callable[[int, int], None],
     on_cuda: bool,
@@ -81,7 +74,7 @@ def test_rows_are_the_last_rows_of_their_requests(
     head_dim: int,
     with_sinks: bool,
 ) -> None:
-    """However they are cut, and whatever stands beside them."""
+    """The bits do not depend on chunks, page size, SMs or other requests."""
     kv_lens, qo_lens = [2390, 300, 20, 2100], [5, 1, 17, 70]
     keys, values = ([torch.randn(n, heads[1], head_dim).to(dtype) for n in kv_lens] for _ in "kv")
     queries = [torch.randn(n, heads[0], head_dim).to(dtype) for n in qo_lens]
@@ -91,25 +84,28 @@ def test_rows_are_the_last_rows_of_their_requests(
         of_each = [[x[b] for b in requests] for x in (keys, values)]
         return make_batch(*of_each, [queries[b][rows] for b in requests], page_size, True)
 
-    everyone = [0, 1, 2, 3]
+    all_requests = [0, 1, 2, 3]
     place(4, 1)
-    expected = attend(batch_of(everyone, slice(0, 99), 16), sinks=sinks).split(qo_lens)
+    expected = attend(batch_of(all_requests, slice(0, 99), 16), sinks=sinks).split(qo_lens)
     place(1, 3)
     for page_size, floats in ((32, 0), (64, None)):
         workspace = None if floats is None else new_workspace(floats, on_cuda, device)
-        got = attend(batch_of(everyone, slice(0, 99), page_size), sinks=sinks, workspace=workspace)
+        got = attend(
+            batch_of(all_requests, slice(0, 99), page_size), sinks=sinks, workspace=workspace
+        )
         assert torch.equal(got, torch.cat(expected))
     place(40, 2)
     for row in (0, 3, 16, 69):
-        one = [b for b in everyone if qo_lens[b] > row]
+        one = [b for b in all_requests if qo_lens[b] > row]
         batch = batch_of(one, slice(row, row + 1), 16)
-        last, lse = attention.append_attention(*batch.tensors(), sinks=sinks, return_lse=True)
-        decoded = torch.cat([as_bits(last).flatten(1), as_bits(lse).flatten(1)], 1)
+        decoded = attend_bits(batch, sinks=sinks)
         assert torch.equal(decoded, torch.stack([expected[b][row] for b in one]))
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_prefixes_change_nothing(device: str, isa: str, on_cuda: bool, seed: int) -> None:
+def test_rows_do_not_depend_on_shared_prefixes(
+    device: str, isa: str, on_cuda: bool, seed: int
+) -> None:
     if on_cuda and seed % 3:
         pytest.skip("one seed in three is enough for the interpreter")
     batch, tree = prefix_tree(seed + 200, DTYPES[seed % 3], (4, 2), 64, 900)
@@ -120,18 +116,8 @@ def test_prefixes_change_nothing(device: str, isa: str, on_cuda: bool, seed: int
             assert torch.equal(attend(batch, sliding_window=window, **tree), expected)
 
 
-@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_over_8_bit_caches(device: str, isa: str, cache_dtype: torch.dtype) -> None:
-    batch, scales = quantized(
-        random_batch([300, 40], [9, 3], torch.bfloat16, (4, 2), 128), cache_dtype
-    )
-    out = attention.append_attention(*batch.tensors(), is_causal=False, **scales)
-    want = reference.append_attention(*batch.tensors(), is_causal=False, **scales)[0]
-    torch.testing.assert_close(out, want, rtol=2e-2, atol=4e-3)
-
-
-def test_a_window_begins_where_it_did(device: str, isa: str) -> None:
-    """It counts from the row's own position backwards; pages before it may be gone."""
+def test_window_counts_back_from_the_row(device: str, isa: str) -> None:
+    """Pages before the window are not read."""
     batch = random_batch([300], [3], torch.bfloat16)
     expected = attend(batch, sliding_window=100)
     batch.kv_indices[: (297 - 99) // 16] = -1

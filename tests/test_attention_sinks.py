@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention sinks: what they add to a row's sums, and that nothing else decides on its bits."""
+"""Attention sinks match the reference, and rows are batch-invariant."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import specops
 import torch
-from conftest import assert_close
+from shared_fixtures import assert_close
 from specops import attention, reference
 from test_attention import (
     DTYPES,
     Batch,
     as_bits,
+    attend_bits,
     make_batch,
     new_workspace,
     prefix_tree,
@@ -23,17 +23,11 @@ from torch import Tensor
 
 
 def random_sinks(heads: int) -> Tensor:
-    """Small ones, one that takes almost everything, and one that is none."""
+    """Return small sinks, a dominant one, and one that has no effect."""
     sinks = 2 * torch.randn(heads)
     sinks[-1] = -torch.inf
     sinks[0] = 9.0
     return sinks
-
-
-def attend(batch: Batch, **options: Any) -> Tensor:
-    """Out and lse, as bits in one row."""
-    out, lse = attention.append_attention(*batch.tensors(), return_lse=True, **options)
-    return torch.cat([as_bits(out).flatten(1), as_bits(lse).flatten(1)], 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -42,7 +36,7 @@ def attend(batch: Batch, **options: Any) -> Tensor:
     [((4, 2), 64, None), ((3, 1), 96, 100), ((8, 2), 128, None), ((2, 2), 256, 1)],
 )
 @pytest.mark.pairwise
-def test_against_the_reference(
+def test_attention_matches_the_reference(
     device: str,
     isa: str,
     dtype: torch.dtype,
@@ -56,17 +50,17 @@ def test_against_the_reference(
         *batch.tensors(), sliding_window=window, sinks=sinks, return_lse=True
     )
 
-    def twin(sinks: Tensor, *tensors: Tensor) -> Tensor:
+    def expected_out(sinks: Tensor, *tensors: Tensor) -> Tensor:
         return reference.append_attention(*tensors, sliding_window=window, sinks=sinks)[0]
 
-    assert_close(twin, out, sinks, *batch.tensors())
+    assert_close(expected_out, out, sinks, *batch.tensors())
     wide = [x.double() if x.is_floating_point() else x for x in batch.tensors()]
     truth = reference.append_attention(*wide, sliding_window=window, sinks=sinks.double())[1]
     assert (lse - truth).abs().max().item() <= 1e-4
 
 
-def test_by_the_formula(device: str, isa: str) -> None:
-    """One row of one head in fp64, from what attention without sinks says of it."""
+def test_sinks_follow_the_formula(device: str, isa: str) -> None:
+    """The expected output is computed in fp64 from the output without sinks."""
     batch = random_batch([70], [1], torch.float32, (1, 1))
     out, lse = attention.append_attention(*batch.tensors(), return_lse=True)
     for sink in (-50.0, -1.0, 0.0, 3.0, 200.0):
@@ -74,19 +68,19 @@ def test_by_the_formula(device: str, isa: str) -> None:
         got, both = attention.append_attention(*batch.tensors(), sinks=sinks, return_lse=True)
         total = torch.logaddexp(lse.double(), sinks.double())
         torch.testing.assert_close(both.double(), total, rtol=1e-6, atol=1e-6)
-        share = (lse.double() - total).exp()[..., None]
-        torch.testing.assert_close(got.double(), out.double() * share, rtol=1e-5, atol=1e-7)
+        fraction = (lse.double() - total).exp()[..., None]
+        torch.testing.assert_close(got.double(), out.double() * fraction, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_none_of_infinity_and_nan(device: str, isa: str, dtype: torch.dtype) -> None:
+def test_non_finite_sinks_affect_only_their_head(device: str, isa: str, dtype: torch.dtype) -> None:
     batch = random_batch([1, 40, 1200], [1, 5, 3], dtype, (4, 2), 128)
-    expected = attend(batch)
-    none = torch.full((4,), -torch.inf)
+    expected = attend_bits(batch)
+    no_sinks = torch.full((4,), -torch.inf)
     for threads in (1, 3):
         specops.set_num_threads(threads)
-        assert torch.equal(attend(batch, sinks=none), expected)
-    # A head's sink is that head's alone.
+        assert torch.equal(attend_bits(batch, sinks=no_sinks), expected)
+    # A sink affects no other head.
     sinks = torch.tensor([-torch.inf, 1.0, torch.inf, torch.nan])
     out, lse = attention.append_attention(*batch.tensors(), sinks=sinks, return_lse=True)
     assert torch.equal(as_bits(out[:, 0]), expected.view(9, -1)[:, : 128 * out.element_size()])
@@ -109,7 +103,7 @@ def test_padding_has_no_sink(device: str, isa: str) -> None:
         (torch.float32, (2, 2), 64, None),
     ],
 )
-def test_schedules_change_nothing(
+def test_rows_do_not_depend_on_the_number_of_sms(
     device: str,
     place: Callable[[int, int], None],
     on_cuda: bool,
@@ -118,7 +112,7 @@ def test_schedules_change_nothing(
     head_dim: int,
     window: int | None,
 ) -> None:
-    """Verification and decoding, alone and in a batch, whole and cut into parts."""
+    """Sequences are verified and decoded, alone and in a batch, whole and in chunks."""
     kv_lens, qo_lens = [2390, 300, 20, 4100], [5, 1, 17, 3]
     keys, values = ([torch.randn(n, heads[1], head_dim).to(dtype) for n in kv_lens] for _ in "kv")
     queries = [torch.randn(n, heads[0], head_dim).to(dtype) for n in qo_lens]
@@ -131,38 +125,40 @@ def test_schedules_change_nothing(
             [keys[b] for b in requests], [values[b] for b in requests], feed, page_size, True
         )
         workspace = None if floats is None else new_workspace(floats, on_cuda, device)
-        got = attend(batch, sliding_window=window, sinks=sinks, workspace=workspace)
+        got = attend_bits(batch, sliding_window=window, sinks=sinks, workspace=workspace)
         if not expected:
             expected.extend(got.split([x.shape[0] for x in feed]))
         assert torch.equal(got, torch.cat([expected[b][-rows:] for b in requests]))
 
-    everyone = [0, 1, 2, 3]
+    all_requests = [0, 1, 2, 3]
     place(4, 1)
-    check(everyone, 99, 16, None)
-    check(everyone, 99, 32, 0)
+    check(all_requests, 99, 16, None)
+    check(all_requests, 99, 32, 0)
     place(1, 3)
-    check(everyone, 1, 16, None)
+    check(all_requests, 1, 16, None)
     place(40, 2)
     check([3], 1, 64, None)
     check([2, 1, 0], 3, 32, None)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_prefixes_change_nothing(device: str, isa: str, on_cuda: bool, seed: int) -> None:
+def test_rows_do_not_depend_on_shared_prefixes(
+    device: str, isa: str, on_cuda: bool, seed: int
+) -> None:
     if on_cuda and seed % 3:
         pytest.skip("one seed in three is enough for the interpreter")
     batch, tree = prefix_tree(seed + 100, DTYPES[seed % 3], (4, 2), 64, 900)
     sinks = random_sinks(4)
     for window in (None, 300):
-        expected = attend(batch, sliding_window=window, sinks=sinks)
+        expected = attend_bits(batch, sliding_window=window, sinks=sinks)
         for threads in (1, 3):
             specops.set_num_threads(threads)
-            got = attend(batch, sliding_window=window, sinks=sinks, **tree)
+            got = attend_bits(batch, sliding_window=window, sinks=sinks, **tree)
             assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_over_8_bit_caches(device: str, isa: str, cache_dtype: torch.dtype) -> None:
+def test_8_bit_caches_are_supported(device: str, isa: str, cache_dtype: torch.dtype) -> None:
     batch, scales = quantized(
         random_batch([300, 40], [4, 1], torch.bfloat16, (4, 2), 128), cache_dtype
     )
@@ -170,11 +166,11 @@ def test_over_8_bit_caches(device: str, isa: str, cache_dtype: torch.dtype) -> N
     out = attention.append_attention(*batch.tensors(), sinks=sinks, **scales)
     want = reference.append_attention(*batch.tensors(), sinks=sinks, **scales)[0]
     torch.testing.assert_close(out, want, rtol=2e-2, atol=4e-3)
-    none = torch.full((4,), -torch.inf)
-    assert torch.equal(attend(batch, sinks=none, **scales), attend(batch, **scales))
+    no_sinks = torch.full((4,), -torch.inf)
+    assert torch.equal(attend_bits(batch, sinks=no_sinks, **scales), attend_bits(batch, **scales))
 
 
-def test_parts_of_which_one_has_the_sinks_merge(device: str, isa: str) -> None:
+def test_merge_states_accepts_sinks_in_one_state(device: str, isa: str) -> None:
     batch = random_batch([64, 33], [1, 1], torch.float32)
     first, second = Batch(*batch.tensors()), Batch(*batch.tensors())
     first.kv_lens = torch.tensor([32, 16], dtype=torch.int32)
@@ -193,7 +189,7 @@ def test_parts_of_which_one_has_the_sinks_merge(device: str, isa: str) -> None:
     torch.testing.assert_close(lse, want_lse, rtol=1e-6, atol=1e-6)
 
 
-def test_refuses(device: str) -> None:
+def test_invalid_sinks_are_refused(device: str) -> None:
     batch = random_batch([4], [1], torch.float32)
     for sinks, got in [
         (torch.zeros(3), r"float32 \[num_qo_heads=4\], got float32 \[3\]"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batching family: indices against the reference, FastDeploy's golden example, refusals."""
+"""Ops of the batching family match the reference and FastDeploy's example, and report errors."""
 
 import re
 from dataclasses import asdict
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import specops
 import torch
-from conftest import expect_fault
+from shared_fixtures import expect_fault
 from specops import batching, reference
 from specops.batching import BatchIndices, DraftTree, OutputMode
 from torch import Tensor
@@ -27,7 +27,7 @@ def ints(values: list[int], device: str = "cpu") -> Tensor:
 def make_batch(
     qo_lens: list[int], kv_lens: list[int], modes: list[int], page_size: int, device: str = "cpu"
 ) -> dict[str, Tensor]:
-    """A page table of shuffled pages; entries that no row of the step lies in are poisoned."""
+    """Return a page table of shuffled pages; entries that no row of the step uses are poisoned."""
     counts = [(kv_len + page_size - 1) // page_size for kv_len in kv_lens]
     pages = torch.randperm(sum(counts) + 3).int().tolist()
     indptr, indices = [0], []
@@ -64,7 +64,7 @@ def random_lengths(batch: int) -> tuple[list[int], list[int], list[int]]:
 
 @pytest.mark.parametrize("page_size", [16, 32, 64, 7])
 @pytest.mark.parametrize("batch,max_seq_len", [(1, 4096), (9, None), (33, 40), (300, 4096)])
-def test_prepare_batch(
+def test_prepare_batch_matches_the_reference(
     device: str, isa: str, page_size: int, batch: int, max_seq_len: int | None
 ) -> None:
     qo_lens, kv_lens, modes = random_lengths(batch)
@@ -81,7 +81,7 @@ def test_prepare_batch(
 
 
 @pytest.mark.parametrize("total_rows", [2201, 70_000])
-def test_more_than_1500_rows(device: str, isa: str, total_rows: int) -> None:
+def test_prepare_batch_supports_more_than_1500_rows(device: str, isa: str, total_rows: int) -> None:
     arguments = make_batch([1500, 1, 700], [1500, 900, 800], [LAST, LAST, ALL], 16, device)
     options = {"page_size": 16, "num_output_rows": 702, "max_seq_len": 1500}
     options["total_rows"] = total_rows
@@ -89,8 +89,8 @@ def test_more_than_1500_rows(device: str, isa: str, total_rows: int) -> None:
     check(got, reference.prepare_batch(**arguments, **options))
 
 
-def test_golden_example_of_fastdeploy(device: str, isa: str) -> None:
-    """this_time (3, 2), encoder (0, 5): all rows of the first, the last row of the second."""
+def test_prepare_batch_matches_fastdeploys_example(device: str, isa: str) -> None:
+    """Request 0 has outputs for all rows, and request 1 for its last row."""
     arguments = make_batch([3, 2], [3 + 8, 2], [ALL, LAST], 16, device)
     got = batching.prepare_batch(
         **arguments, page_size=16, total_rows=5, num_output_rows=6, max_seq_len=16
@@ -112,7 +112,7 @@ def test_golden_example_of_fastdeploy(device: str, isa: str) -> None:
 
 
 @pytest.mark.parametrize("max_seq_len", [37, 64, 100_000])
-def test_the_padded_view_names_request_and_place(device: str, isa: str, max_seq_len: int) -> None:
+def test_padding_offsets_give_request_and_position(device: str, isa: str, max_seq_len: int) -> None:
     qo_lens, kv_lens, modes = random_lengths(50)
     arguments = make_batch(qo_lens, kv_lens, modes, 16, device)
     got = batching.prepare_batch(
@@ -128,13 +128,13 @@ def test_the_padded_view_names_request_and_place(device: str, isa: str, max_seq_
     assert torch.equal(v % max_seq_len, rows - got.output_indptr[requests])
     first = torch.arange(50) * max_seq_len - got.output_cum_offsets
     assert torch.equal(first, got.output_indptr[:-1].long())
-    # FastDeploy's definition: the padding that the requests before b have left.
+    # FastDeploy defines it as the total padding of all earlier requests.
     lens = got.output_indptr.diff()
     assert torch.equal(got.output_cum_offsets[1:], (max_seq_len - lens).cumsum(0)[:-1].int())
 
 
 @pytest.mark.parametrize("batch", [0, 1, 4])
-def test_empty_and_idle(device: str, isa: str, batch: int) -> None:
+def test_prepare_batch_supports_empty_and_idle_batches(device: str, isa: str, batch: int) -> None:
     arguments = make_batch([0] * batch, [70] * batch, [LAST] * batch, 16, device)
     got = batching.prepare_batch(
         **arguments, page_size=16, total_rows=3, num_output_rows=2, max_seq_len=8
@@ -146,7 +146,7 @@ def test_empty_and_idle(device: str, isa: str, batch: int) -> None:
     assert got.output_rows.tolist() == [-1] * 2
 
 
-def test_a_request_does_not_feel_its_neighbours(device: str, isa: str) -> None:
+def test_requests_do_not_depend_on_each_other(device: str, isa: str) -> None:
     qo_lens, kv_lens, modes = random_lengths(20)
     arguments = make_batch(qo_lens, kv_lens, modes, 16, device)
     options = {"page_size": 16, "total_rows": 2000, "num_output_rows": 2000}
@@ -220,10 +220,10 @@ GOOD: dict[str, Any] = {
         ({"page_size": 0}, r"page_size must be an int32 of at least 1, got 0"),
     ],
 )
-def test_refusals_leave_out_untouched(
+def test_refused_calls_leave_out_unchanged(
     device: str, on_cuda: bool, change: dict[str, Any], message: str
 ) -> None:
-    """On CUDA a fault in the data is told afterwards; `test_faults_are_harmless` has the rest."""
+    """On CUDA, errors in the data are reported later and `out` is written."""
     arguments = {**GOOD, **change}
     out = BatchIndices.empty(
         2,
@@ -238,9 +238,9 @@ def test_refusals_leave_out_untouched(
         name: ints(value, device) if isinstance(value, list) else value
         for name, value in arguments.items()
     }
-    of_data = re.match(r".*\\\[|total_rows|num_output_rows|.*output rows", message)
-    reported = on_cuda and of_data is not None
-    if reported:  # the sentence of a code: the argument without its index
+    is_data_error = re.match(r".*\\\[|total_rows|num_output_rows|.*output rows", message)
+    reported = on_cuda and is_data_error is not None
+    if reported:  # CUDA names the argument without its index
         message = message.split()[0].partition("\\[")[0] + " must be "
     with expect_fault(reported, "^prepare_batch: " + message):
         batching.prepare_batch(**arguments, out=out)
@@ -262,7 +262,7 @@ def test_refusals_leave_out_untouched(
         ({"num_output_rows": 5}, [0, 3, 5, 8], [0, 3, 4, 5], []),
     ],
 )
-def test_faults_are_harmless(
+def test_invalid_requests_do_not_affect_the_others(
     device: str,
     on_cuda: bool,
     change: dict[str, Any],
@@ -270,9 +270,9 @@ def test_faults_are_harmless(
     output_indptr: list[int],
     wrong_rows: list[int],
 ) -> None:
-    """On CUDA the rows of a wrong request are padding, and the others stand where they belong."""
+    """On CUDA, rows of an invalid request become padding, and other rows are correct."""
     if not on_cuda:
-        pytest.skip("cpu refuses the whole call: test_refusals_leave_out_untouched")
+        pytest.skip("the CPU refuses the whole call (test_refused_calls_leave_out_unchanged)")
     good: dict[str, Any] = {
         "qo_lens": [3, 2, 3],
         "kv_lens": [20, 2, 40],
@@ -311,8 +311,10 @@ def test_faults_are_harmless(
 
 
 @pytest.mark.parametrize("batch,max_seq_len", [(0, None), (9, 64), (300, None)])
-def test_without_a_page_table(device: str, isa: str, batch: int, max_seq_len: int | None) -> None:
-    """Everything but the cache slots is as it is with one; the slots are -1."""
+def test_cache_slots_are_minus_1_without_a_page_table(
+    device: str, isa: str, batch: int, max_seq_len: int | None
+) -> None:
+    """All other outputs are the same as with a page table."""
     qo_lens, kv_lens, modes = random_lengths(batch)
     arguments = make_batch(qo_lens, kv_lens, modes, 16, device)
     total_rows = sum(qo_lens) + 5
@@ -326,7 +328,7 @@ def test_without_a_page_table(device: str, isa: str, batch: int, max_seq_len: in
     )
 
 
-def test_the_block_table_of_the_documentation() -> None:
+def test_documented_example_runs() -> None:
     text = (Path(__file__).resolve().parent.parent / "docs" / "ops.md").read_text()
     section = text.split("## Block tables")[1].split("\n## ")[0]
     (code,) = re.findall(r"```python\n(.*?)```", section, re.S)
@@ -334,15 +336,15 @@ def test_the_block_table_of_the_documentation() -> None:
 
 
 @pytest.mark.parametrize("left_out", ["kv_indptr", "kv_indices", "page_size"])
-def test_a_page_table_is_whole(device: str, left_out: str) -> None:
+def test_page_table_arguments_are_required_together(device: str, left_out: str) -> None:
     arguments = {n: ints(v, device) if isinstance(v, list) else v for n, v in GOOD.items()}
     with pytest.raises(ValueError, match=f"^prepare_batch: {left_out} must be .*, got None$"):
         batching.prepare_batch(**{**arguments, left_out: None})
 
 
-def test_a_page_that_is_not_there_is_skipped(device: str, on_cuda: bool) -> None:
+def test_invalid_pages_are_skipped(device: str, on_cuda: bool) -> None:
     arguments = make_batch([3, 2], [34, 2], [ALL, LAST], 16, device)
-    arguments["kv_indices"][2] = -5  # of position 32 and 33
+    arguments["kv_indices"][2] = -5  # page of positions 32 and 33
     with expect_fault(on_cuda, r"^prepare_batch: kv_indices.* must be .*page id"):
         got = batching.prepare_batch(**arguments, page_size=16, total_rows=5, num_output_rows=5)
     if on_cuda:
@@ -360,10 +362,10 @@ def test_padding_arrays_need_max_seq_len(device: str) -> None:
         batching.prepare_batch(**arguments, out=out)
 
 
-def make_texts(qo_lens: list[int], num_drafts: list[int], device: str) -> dict[str, Any]:
-    """A step's rows and the tables of their tokens, poisoned where no row stands.
+def make_tokens(qo_lens: list[int], num_drafts: list[int], device: str) -> dict[str, Any]:
+    """Return a step's rows and token tables, with poison in entries that no row uses.
 
-    The last num_drafts[b] of qo_lens[b] rows are drafts; -1 drafts: one row more than the text has.
+    The last num_drafts[b] of qo_lens[b] rows are drafts; -1 means one row more than tokens.
     """
     batch, num_slots = len(qo_lens), len(qo_lens) + 3
     slots = torch.randperm(num_slots)[:batch].int()
@@ -382,7 +384,7 @@ def make_texts(qo_lens: list[int], num_drafts: list[int], device: str) -> dict[s
         drafts[b, :count] = torch.randint(0, 1000, (count,)).int()
         requests += [b] * qo_len
         positions += range(first, first + qo_len)
-    # Rows in any order, with padding between and behind them, and a table of wider rows.
+    # Rows in random order with padding between them, and a table with wider rows.
     order = torch.randperm(len(requests) + 5)
     wide = torch.cat([table, torch.full((num_slots, 3), BAD_PAGE, dtype=torch.int32)], dim=1)
     return {
@@ -406,8 +408,10 @@ def make_texts(qo_lens: list[int], num_drafts: list[int], device: str) -> dict[s
     ],
     ids=["empty", "one", "ragged", "decode", "prefill"],
 )
-def test_gather_input_ids(device: str, isa: str, qo_lens: list[int], num_drafts: list[int]) -> None:
-    arguments = make_texts(qo_lens, num_drafts, device)
+def test_gather_input_ids_matches_the_reference(
+    device: str, isa: str, qo_lens: list[int], num_drafts: list[int]
+) -> None:
+    arguments = make_tokens(qo_lens, num_drafts, device)
     want = reference.gather_input_ids(**{n: t.cpu() for n, t in arguments.items()})
     for num_threads in (1, 2, 3):
         specops.set_num_threads(num_threads)
@@ -424,8 +428,9 @@ def test_gather_input_ids(device: str, isa: str, qo_lens: list[int], num_drafts:
         )
 
 
-def test_input_ids_of_prepared_rows(device: str, isa: str) -> None:
-    """A prefill chunk, plain decoding and verification in one step: what each row must feed."""
+def test_gather_input_ids_supports_chunks_decoding_and_drafts_in_one_step(
+    device: str, isa: str
+) -> None:
     texts = [[10, 11, 12, 13, 14], [20, 21, 22], [30, 31, 32, 33]]
     table = torch.full((3, 8), BAD_PAGE, dtype=torch.int32)
     for slot, text in zip((2, 0, 1), texts, strict=True):
@@ -463,16 +468,16 @@ def test_input_ids_of_prepared_rows(device: str, isa: str) -> None:
         ({"text": -7}, r"token_ids\[2, 1\] must be a token id.*, got -7", [1]),
     ],
 )
-def test_gather_input_ids_faults(
+def test_gather_input_ids_reports_invalid_data(
     device: str, on_cuda: bool, change: dict[str, Any], message: str, wrong_rows: list[int]
 ) -> None:
-    """The cpu writes nothing; CUDA writes 0 for the rows at fault and the others as ever."""
+    """The CPU writes nothing; CUDA writes 0 for invalid rows and the right ids for the others."""
     good = {"row_to_request": [0, 0, 1], "positions": [0, 1, 3], "slots": [2, 0]}
     good |= {"lens": [2, 5, 6], "drafts": [5, 5, 5, 6]}
-    given = {**good, **change}
+    values_by_name = {**good, **change}
     table = torch.arange(18, dtype=torch.int32).view(3, 6) + 100
-    table[2, 1] = given.pop("text", table[2, 1])
-    arguments = {name: ints(values, device) for name, values in given.items()}
+    table[2, 1] = values_by_name.pop("text", table[2, 1])
+    arguments = {name: ints(values, device) for name, values in values_by_name.items()}
     drafts = arguments.pop("drafts").view(2, 2)
     out = ints([77, 77, 77], device)
     if on_cuda:
@@ -487,7 +492,7 @@ def test_gather_input_ids_faults(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows,width,count", [(0, 8, 3), (1, 1, 0), (7, 129, 20), (1600, 64, 1555)])
-def test_gather_output_rows(
+def test_gather_output_rows_matches_the_reference(
     device: str, isa: str, dtype: torch.dtype, rows: int, width: int, count: int
 ) -> None:
     wide = torch.full((rows, width + 5), float("nan"), dtype=dtype, device=device)
@@ -504,9 +509,7 @@ def test_gather_output_rows(
 
 
 @pytest.mark.parametrize("bad", [-2, 4, 2**31 - 1])
-def test_gather_output_rows_refuses_a_row_that_is_not_there(
-    device: str, on_cuda: bool, bad: int
-) -> None:
+def test_gather_output_rows_refuses_invalid_rows(device: str, on_cuda: bool, bad: int) -> None:
     hidden = torch.randn(4, 8, device=device)
     out = torch.full((3, 8), 7.0, device=device)
     got = "a row outside" if on_cuda else str(bad)
@@ -519,7 +522,7 @@ def test_gather_output_rows_refuses_a_row_that_is_not_there(
 
 
 def random_tree(nodes: int, kind: str) -> list[int]:
-    """Parents: a chain, a star, nodes of two children, or each under any node before it."""
+    """Return the parents of a chain, a star, a binary tree or a random tree."""
     draw = {
         "chain": lambda node: node - 1,
         "star": lambda node: -1,
@@ -530,7 +533,7 @@ def random_tree(nodes: int, kind: str) -> list[int]:
 
 
 def make_trees(counts: list[int], nodes: int, device: str) -> dict[str, Tensor]:
-    """One tree per request, of all kinds in turn; what lies past its nodes is poisoned."""
+    """Return one tree per request, alternating all kinds; unused entries are poisoned."""
     kinds = ["random", "chain", "star", "binary"]
     parents = torch.full((len(counts), nodes), 2**31 - 1, dtype=torch.int32)
     for b, count in enumerate(counts):
@@ -551,14 +554,14 @@ def check_tree(got: DraftTree, want: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("batch", [0, 1, 9])
 @pytest.mark.parametrize("nodes", [0, 1, 7, 31, 32, 63, 64, 200])
 @pytest.mark.pairwise
-def test_build_tree(device: str, isa: str, batch: int, nodes: int) -> None:
+def test_build_tree_matches_the_reference(device: str, isa: str, batch: int, nodes: int) -> None:
     counts = [nodes, nodes, nodes, nodes, 0, *torch.randint(0, nodes + 1, (4,)).tolist()][:batch]
     trees = make_trees(counts, nodes, device)
     want = reference.build_tree(**trees)
     for num_threads in (1, 2, 3):
         specops.set_num_threads(num_threads)
         check_tree(batching.build_tree(**trees), want)
-    # Alone, and into memory of the caller's with something behind it.
+    # Each tree alone, into the caller's memory, with a canary behind it.
     for b in range(batch):
         longer = DraftTree.empty(2, nodes, device=device)
         for tensor in vars(longer).values():
@@ -570,13 +573,13 @@ def test_build_tree(device: str, isa: str, batch: int, nodes: int) -> None:
         assert all(bool((tensor[1] == 77).all()) for tensor in vars(longer).values())
 
 
-def test_build_tree_of_many_requests(device: str, isa: str, on_cuda: bool) -> None:
+def test_build_tree_supports_many_requests(device: str, isa: str, on_cuda: bool) -> None:
     counts = torch.randint(0, 5, (60 if on_cuda else 1500,)).tolist()
     trees = make_trees(counts, 4, device)
     check_tree(batching.build_tree(**trees), reference.build_tree(**trees))
 
 
-def test_build_tree_example_of_the_docstring(device: str) -> None:
+def test_build_tree_matches_its_documented_example(device: str) -> None:
     tree = batching.build_tree(
         ints([-1, -1, 0], device).view(1, 3), ints([3], device), ints([10], device)
     )
@@ -600,10 +603,10 @@ def test_build_tree_example_of_the_docstring(device: str) -> None:
         ({"positions": [5, 2**31 - 3]}, r"positions\[1\] must be at least 0.*got 2147483645"),
     ],
 )
-def test_build_tree_faults(
+def test_build_tree_reports_invalid_data(
     device: str, on_cuda: bool, change: dict[str, Any], message: str
 ) -> None:
-    """Cpu writes nothing; on CUDA the other request is as ever and the wrong one a root alone."""
+    """The CPU writes nothing; on CUDA, the invalid request becomes a root without nodes."""
     good = {"parents": [[-1, 0, 1], [-1, 0, -1]], "num_draft_tokens": [3, 3], "positions": [5, 6]}
     inputs = {
         name: torch.tensor(value, dtype=torch.int32, device=device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specops bench`: its figures are those of servers whose delays and drafts are known."""
+"""`specops bench` measures the known delays and drafts of test servers."""
 
 import asyncio
 import json
@@ -23,14 +23,14 @@ from specops.cli.load.answers import Answer
 from specops.cli.load.arrivals import due_times, keep_busy, send_at
 from specops.cli.load.figures import DraftCounts, figures, request_records, spread
 from specops.cli.load.turns import Spread, compare, spread_of
+from specops.cli.prompts import PROMPTS
 from specops.engine import RequestOutput
-from specops.prompts import PROMPTS
 
 pytestmark = pytest.mark.ci
 
 
 def bench(url: str, file: Path, *options: str, code: int = 0) -> dict[str, Any]:
-    """Runs it; what it writes."""
+    """Run `specops bench` and return the results it writes."""
     assert main(["bench", "--url", url, "--json", str(file), *options]) == code
     results = json.loads(file.read_text())
     assert isinstance(results, dict)
@@ -41,7 +41,7 @@ def answer(due: float, sent: float, first: float, last: float, end: float, n: in
     return Answer(due, sent, first, last, end, prompt_tokens=10, completion_tokens=n, pieces=n)
 
 
-def test_figures_of_known_answers() -> None:
+def test_figures_of_known_answers_are_exact() -> None:
     answers = [
         answer(1.0, 1.0, 1.5, 2.5, 2.75, 11),  # 0.1 s a token
         answer(2.0, 2.25, 2.5, 4.0, 4.0, 4),  # 0.5 s a token
@@ -69,7 +69,7 @@ def test_figures_of_known_answers() -> None:
     assert records[1]["first"] == 1.5 and records[3]["first"] is None
 
 
-def test_drafts_are_the_answers_or_the_counters() -> None:
+def test_acceptance_comes_from_answers_or_else_metrics() -> None:
     one = answer(0, 0, 1, 2, 2, 5)
     counters = DraftCounts(10, 40, 30).since(DraftCounts(2, 8, 6))
     assert figures([one], counters)["acceptance"] == {
@@ -88,18 +88,18 @@ def test_drafts_are_the_answers_or_the_counters() -> None:
     assert figures([answer(0, 0, 1, 2, 2, 5)], DraftCounts(0, 0, 0))["acceptance"] is None
 
 
-def test_arrivals() -> None:
+def test_poisson_arrivals_have_the_requested_rate() -> None:
     assert due_times(4, 2.0, even=True, seed=0) == [0, 0.5, 1, 1.5]
     times = due_times(20000, 10.0, even=False, seed=3)
     assert times == due_times(20000, 10.0, even=False, seed=3)
     gaps = [after - before for before, after in pairwise(times)]
-    # Exponential: mean and deviation are alike, within five of their standard errors.
+    # Exponential gaps: mean and deviation are equal, within five standard errors.
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(0.1, abs=5 * 0.1 / 20000**0.5)
     assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(0.01, rel=0.12)
 
 
-def test_what_is_sent_late_counts_from_when_it_was_due() -> None:
+def test_late_requests_are_measured_from_their_due_time() -> None:
     now = [100.0]
 
     async def sleep(seconds: float) -> None:
@@ -110,20 +110,20 @@ def test_what_is_sent_late_counts_from_when_it_was_due() -> None:
 
     answers = asyncio.run(send_at([0.0, 0.5, 1.0, 4.0], send, lambda: now[0], sleep))
     assert [one.due for one in answers] == [100, 100.5, 101, 104]
-    # Tasks begin when the loop that starts them waits.
+    # A task starts when the loop that creates it next waits.
     assert [one.sent - one.due for one in answers[1:]] == [3.5, 3.0, 0.0]
 
 
-def test_as_many_are_under_way_as_it_is_told() -> None:
+def test_concurrency_is_kept_constant() -> None:
     seen: list[int] = []
-    under_way = 0
+    num_running = 0
 
     async def send(index: int, due: float) -> Answer:
-        nonlocal under_way
-        under_way += 1
-        seen.append(under_way)
+        nonlocal num_running
+        num_running += 1
+        seen.append(num_running)
         await asyncio.sleep(0.001 * (index % 3))
-        under_way -= 1
+        num_running -= 1
         return Answer(due, end=float(index))
 
     answers = asyncio.run(keep_busy(30, 4, send, lambda: 0.0))
@@ -132,8 +132,8 @@ def test_as_many_are_under_way_as_it_is_told() -> None:
 
 
 @pytest.mark.parametrize("load", [("--concurrency", "3"), ("--rate", "40", "--even")])
-def test_known_delays(load: tuple[str, ...], tmp_path: Path) -> None:
-    """The server's sleeps are never shorter, and nothing is longer than the whole command."""
+def test_known_delays_are_measured(load: tuple[str, ...], tmp_path: Path) -> None:
+    """The server's sleeps give lower bounds, and the command's duration gives upper bounds."""
     known = Known(first=0.05, gap=0.01, pieces=11, tokens=21)
     with known_server(known):
         begun = time.perf_counter()
@@ -142,8 +142,8 @@ def test_known_delays(load: tuple[str, ...], tmp_path: Path) -> None:
     found = results["figures"]
     assert (found["num_requests"], found["completion_tokens"]) == (12, 12 * 21)
     assert 50 <= found["first_token_ms"]["p50"] < 1e3 * took
-    # Eleven texts in ten gaps hold 21 tokens. The first text may be seen late, so that the gaps
-    # alone have no least time.
+    # Eleven pieces with ten gaps hold 21 tokens. The client may see the first piece late, so the
+    # gaps alone have no lower bound.
     times = [[one[name] for name in ("due", "first", "last")] for one in results["requests"]]
     assert all(last - due >= 0.15 for due, _, last in times)
     per_token = spread((last - first) / 20 for _, first, last in times)
@@ -153,10 +153,10 @@ def test_known_delays(load: tuple[str, ...], tmp_path: Path) -> None:
     least = 4 * 0.15 if load[0] == "--concurrency" else 11 / 40 + 0.15
     assert least <= seconds < took
     assert found["output_tokens_per_s"] == pytest.approx(12 * 21 / seconds)
-    assert len(known.bodies) == 13, "one request to warm up, which does not count"
+    assert len(known.bodies) == 13, "one warm-up request, which does not count"
 
 
-def test_a_server_like_vllm_tells_drafts_by_its_counters(tmp_path: Path) -> None:
+def test_vllm_metrics_give_the_acceptance(tmp_path: Path) -> None:
     known = Known(prefix="vllm")
     with known_server(known):
         options = ("--requests", "4", "--warm-up", "2", "--temperature", "0.5", "--seed", "9")
@@ -176,8 +176,8 @@ def test_a_server_like_vllm_tells_drafts_by_its_counters(tmp_path: Path) -> None
     assert {body["prompt"] for body in known.bodies} == set(PROMPTS[:4])
 
 
-def test_ratios_are_of_a_round_and_spreads_of_all() -> None:
-    """The machine is half as fast in the second round, for both."""
+def test_ratios_are_computed_per_round() -> None:
+    """In the second round, the machine is half as fast for both servers."""
     rounds = [
         ({"output_tokens_per_s": a, "first_token_ms": {"p50": 2.0}}, {"output_tokens_per_s": b})
         for a, b in ((300.0, 100.0), (150.0, 50.0), (320.0, 100.0), (280.0, 100.0))
@@ -190,7 +190,9 @@ def test_ratios_are_of_a_round_and_spreads_of_all() -> None:
     assert spread_of([7.0]) == Spread(7, 7, 7)
 
 
-def test_two_servers_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_servers_are_measured_alternately(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     order: list[str] = []
 
     class Watched(list[dict[str, Any]]):
@@ -204,7 +206,9 @@ def test_two_servers_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[st
         bodies = ["--body", '{"user": "a"}', "--against-body", '{"user": "b"}']
         names = ["--name", "fast", "--against-name", "slow"]
         results = bench(fast.url, tmp_path / "a.json", *options, *bodies, *names)
-    assert "".join(order) == "aa" + "bb" + "b" + "a" + "a" + "b", "one to warm each up"
+    assert "".join(order) == "aa" + "bb" + "b" + "a" + "a" + "b", (
+        "each server has one warm-up request"
+    )
     assert results["names"] == ["fast", "slow"] and len(results["rounds"]) == 3
     assert [run["options"]["url"] for run in results["rounds"][1]] == [fast.url, slow.url]
     figures = results["figures"]["per output token, ms"]
@@ -213,11 +217,11 @@ def test_two_servers_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ]
     ratio = sorted(a / b for a, b in times)[1]
     assert figures["ratio"]["middle"] == pytest.approx(ratio)
-    said = capsys.readouterr().out
-    assert "Rounds in turn: 3. " in said and "ratios are fast / slow, each of one round" in said
+    output = capsys.readouterr().out
+    assert "Rounds in turn: 3. " in output and "ratios are fast / slow, each of one round" in output
 
 
-def test_one_server_against_itself_with_other_fields(
+def test_server_can_be_compared_with_itself(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with known_server(Known()) as known:
@@ -234,7 +238,7 @@ def test_one_server_against_itself_with_other_fields(
     assert "1 requests to the other failed" in capsys.readouterr().out
 
 
-def test_texts_without_usage_and_lines_of_their_own(tmp_path: Path) -> None:
+def test_tokens_are_counted_by_pieces_without_usage(tmp_path: Path) -> None:
     """U+2028 and U+0085 end lines for Python, but not in a stream."""
     with known_server(Known(tokens=None, text="a\u2028b\x85c", pieces=5)) as known:
         found = bench(known.url, tmp_path / "a.json", "--requests", "2")["figures"]
@@ -243,7 +247,9 @@ def test_texts_without_usage_and_lines_of_their_own(tmp_path: Path) -> None:
     assert found["acceptance"] is None
 
 
-def test_failures_are_counted_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failures_are_counted_and_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("yes\nno\n")
     options = ("--requests", "6", "--prompt-file", str(prompts))
@@ -258,11 +264,9 @@ def test_failures_are_counted_and_told(tmp_path: Path, capsys: pytest.CaptureFix
     assert found["failures"] == {"the stream ended before [DONE]": 2}
 
 
-def test_specops_own_server(tmp_path: Path) -> None:
-    """Every token and every draft that the engine has counted."""
-
+def test_figures_match_the_engines_counters(tmp_path: Path) -> None:
     class Full(FakeEngine):
-        """It begins when eight requests are there, of which four wait for the others."""
+        """Engine that starts when it has eight requests, four of which wait for slots."""
 
         has_begun = False
 
@@ -281,16 +285,16 @@ def test_specops_own_server(tmp_path: Path) -> None:
         stats = engine.stats.speculative
         assert found["completion_tokens"] == engine.stats.generation_tokens == 12 * 32
         assert found["prompt_tokens"] == engine.stats.prompt_tokens
-        accepted = found["acceptance"]
-        assert accepted["source"] == "answers"
-        assert accepted["num_drafts"] == stats.num_drafts
-        assert accepted["num_draft_tokens"] == stats.num_draft_tokens
-        assert accepted["num_accepted_tokens"] == stats.num_accepted_tokens
+        acceptance = found["acceptance"]
+        assert acceptance["source"] == "answers"
+        assert acceptance["num_drafts"] == stats.num_drafts
+        assert acceptance["num_draft_tokens"] == stats.num_draft_tokens
+        assert acceptance["num_accepted_tokens"] == stats.num_accepted_tokens
         assert set(found["server_ms"]) == {"queue", "prefill", "decode", "verify", "draft"}
-        # 1 token, and then three a step: eleven steps behind the first, of 2 ms at least.
+        # One token, then three per step: eleven more steps of at least 2 ms.
         assert found["server_ms"]["decode"]["p50"] >= 22
         assert found["whole_ms"]["p50"] >= found["server_ms"]["decode"]["p50"]
-        # Eight at a time in four slots: some wait for those before them.
+        # Eight concurrent requests in four slots: some wait for others.
         assert found["first_token_ms"]["max"] >= 22
         plain = ("--body", '{"speculative_config": {"method": "naive"}}', "--chat", "--ignore-eos")
         found = bench(served.url, tmp_path / "a.json", *options, *plain)["figures"]
@@ -322,13 +326,15 @@ def test_specops_own_server(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_mistakes(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_refused(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", *options]) == 2
     error = capsys.readouterr().err
     assert error.startswith("specops: ") and message in error and error.count("\n") == 1
 
 
-def test_a_refused_request_ends_it_before_it_begins(capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_request_ends_the_bench_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(FakeEngine()) as served:
         assert main(["bench", "--url", served.url, "--body", '{"nonsense": 1}']) == 2
         assert "the server refused a request: 400: unknown field" in capsys.readouterr().err

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The suffix tree's bench runs on small streams, our side alone, and every figure adds up."""
+"""The bench of the suffix tree runs at small sizes without its peer."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.ci
 
 
 def small_streams(folder: Path) -> None:
-    """Requests of words that come again and again, and near-copies of some."""
+    """Save requests made of repeated words, and copies of some of them."""
     generator = np.random.default_rng(0)
     words = [generator.integers(0, 500, 8).astype(np.int32) for _ in range(300)]
 
@@ -26,7 +26,7 @@ def small_streams(folder: Path) -> None:
     suffix_streams.save(folder / "edit", copies, again)
 
 
-def test_the_bench_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_runs_at_small_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_streams(tmp_path)
     sizes = bench_suffix_tree.Sizes(
         cached_tokens=40_000,
@@ -50,8 +50,8 @@ def test_the_bench_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert len(figures) == len(bench.figures)
     for id, figure in figures.items():
         assert id.startswith("suffix_tree.") and np.isfinite(figure.value)
-        # Nothing is compared with a peer that is not there.
+        # Without the peer, no figure is compared with it.
         assert figure.peer in (None, "one thread")
     tokens = figures["suffix_tree.edit.64.tokens"].value
-    # Copies are foretold as far as the depth goes, and further when reading on.
+    # Copies are predicted up to the tree's depth, and further with read_on.
     assert 8 < tokens <= 65 and figures["suffix_tree.edit.64.read_on"].value > tokens

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every family of `make bench` runs at tiny sizes, so that none rots: its figures mean nothing.
+"""Every family of `make bench` runs at tiny sizes, where its figures are meaningless.
 
-The families of a GPU are rehearsed in test_gpu_check.py.
+The families that need a GPU are tested in test_gpu_check.py.
 """
 
 import importlib
@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from specops.vllm.decoding import Decoded, Job
+from specops.integrations.vllm.decoding import Decoded, Job
 
 from bench import bench_engine, checkpoints, common
-from bench.__main__ import FAMILIES, ON_REQUEST
+from bench.__main__ import FAMILIES, ON_REQUEST, module_of
 from bench.bench_cascade import Sharing
-from bench.bench_head_mistakes import MISTAKES
 from bench.bench_moe import Shape
+from tools.benches.bench_head_mistakes import MISTAKES
 from tools.train import corpus
 
 pytestmark = pytest.mark.ci
 
-# What makes each module's cases small: constants of the module, by name.
+# Small values for the constants of each module.
 SMALL: dict[str, dict[str, Any]] = {
     "binding": {},
     "dense": {
@@ -87,7 +87,10 @@ SMALL: dict[str, dict[str, Any]] = {
         "COUNTED": 1,
         "KV_LEN": 32,
     },
-    "head_mistakes": {"NEW_TOKENS": 24, "MISTAKES": (MISTAKES[0], MISTAKES[-1])},
+    "tools.benches.bench_head_mistakes": {
+        "NEW_TOKENS": 24,
+        "MISTAKES": (MISTAKES[0], MISTAKES[-1]),
+    },
     "accuracy": {"TEXTS": 1, "TOKENS": 20, "GEMMA": Path("nowhere")},
     "start": {"QUANTIZATIONS": {"wint8": "int8"}, "STARTS": ("next",), "ROUNDS": 1},
     "replay": {
@@ -99,20 +102,20 @@ SMALL: dict[str, dict[str, Any]] = {
         "COST_LENGTHS": (0, 1),
         "COST_BATCHES": (1, 2),
     },
-    "vllm": {"MAX_TOKENS": 6},
+    "tools.benches.bench_vllm": {"MAX_TOKENS": 6},
 }
 
 
 def two_layers() -> dict[str, Any]:
-    """What makes a shape one of two small layers."""
+    """Return the configuration of two small layers."""
     small = {"vocab_size": 4096, "hidden_size": 64, "num_hidden_layers": 2, "head_dim": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
     return {**small, **heads, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
 @pytest.fixture
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small sizes everywhere, and no file of a real run is touched."""
+def tiny_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set small sizes in all benches, and keep files out of the real work folder."""
     from bench import suffix_streams
 
     for module in (common, checkpoints, suffix_streams):
@@ -128,11 +131,12 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held_out = [corpus.Document(f"{name}.py", document, True) for name in "ab"]
     monkeypatch.setattr(corpus, "load", lambda root: held_out)
     for name, constants in SMALL.items():
-        module = importlib.import_module(f"bench.bench_{name}")
+        module = module_of(name)
         for constant, value in constants.items():
             monkeypatch.setattr(module, constant, value)
-    for name in ("answers", "engine", "head_mistakes", "lossless", "methods", "trees", "vllm"):
-        module = importlib.import_module(f"bench.bench_{name}")
+    asking = ("answers", "engine", "lossless", "methods", "trees")
+    for name in (*asking, *(FAMILIES[one] for one in ("head_mistakes", "vllm"))):
+        module = module_of(name)
         monkeypatch.setattr(module, "prompt_token_ids", prompts)
     methods = importlib.import_module("bench.bench_methods")
     for name in ("SIZES", "MIXTURE_SIZES"):
@@ -141,23 +145,23 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(methods, "NEW_TOKENS", 4)
     monkeypatch.setattr(methods, "CHAINS_AT_ONCE", 4)
     monkeypatch.setattr(methods, "STRIDE", 40)
-    mistakes = importlib.import_module("bench.bench_mtp_mistakes")
+    mistakes = importlib.import_module("tools.benches.bench_mtp_mistakes")
     sizes = mistakes.Sizes(window=48, stride=17, prompt_tokens=32, new_tokens=4)
     monkeypatch.setattr(mistakes, "Sizes", lambda: sizes)
 
 
-# Built from a corpus of megabytes; test_bench_suffix_tree.py runs it on streams of its own.
-ELSEWHERE = ("suffix_tree",)
+# Needs a large corpus; test_bench_suffix_tree.py runs it on small streams.
+OWN_TESTS = ("suffix_tree",)
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ELSEWHERE])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in OWN_TESTS])
 @pytest.mark.fast(
     "machine", "mixture", "head_mistakes", "structured", "serving", "cascade", "kv_cache"
 )
-def test_a_family_runs(tiny: None, family: str) -> None:
+def test_family_runs_at_tiny_sizes(tiny_sizes: None, family: str) -> None:
     if family == "structured":
         pytest.importorskip("llguidance")
-    module = importlib.import_module(f"bench.bench_{FAMILIES[family]}")
+    module = module_of(FAMILIES[family])
     bench = common.Bench(1, rehearsal=True)
     getattr(module, f"run_{family}")(bench)
     bench.close()
@@ -166,11 +170,11 @@ def test_a_family_runs(tiny: None, family: str) -> None:
     for figure in bench.figures:
         assert figure.id.startswith(f"{family}.") and math.isfinite(figure.value)
         if figure.id.endswith(".differ") or "lossless" in family:
-            assert figure.value == 0, figure.id  # speculation changes no text, at any size
+            assert figure.value == 0, figure.id
 
 
-def test_a_llama_of_several_files_becomes_one_gguf_file(tiny: None, tmp_path: Path) -> None:
-    """Rows of queries and keys take turns: llama.cpp rotates neighbours, not halves of heads."""
+def test_sharded_llama_converts_to_one_gguf_file(tiny_sizes: None, tmp_path: Path) -> None:
+    """Query and key rows are interleaved, since llama.cpp's RoPE rotates adjacent elements."""
     gguf = pytest.importorskip("gguf")
     write_gguf = importlib.import_module("bench.peers.write_gguf")
     source, file = checkpoints.llama3().path, tmp_path / "it.gguf"
@@ -193,11 +197,11 @@ def test_a_llama_of_several_files_becomes_one_gguf_file(tiny: None, tmp_path: Pa
         assert torch.equal(found[f"blk.0.{theirs}.weight"], want)
 
 
-def test_vllm_is_measured_with_specops_and_without(
+def test_vllm_is_measured_with_and_without_specops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Engines that are twice as fast with specops; with vLLM's kernels a drafted text changes."""
-    bench_vllm = importlib.import_module("bench.bench_vllm")
+    """The fake engine is twice as fast with specops; vLLM's kernels change a drafted text."""
+    bench_vllm = importlib.import_module("tools.benches.bench_vllm")
     jobs: list[Job] = []
 
     def decode(job: Job, python: str) -> list[Decoded]:
@@ -232,19 +236,11 @@ def test_vllm_is_measured_with_specops_and_without(
     ]
 
 
-def test_families_on_request_are_targets_of_their_own() -> None:
-    makefile = (common.ROOT / "Makefile").read_text()
-    targets = {
-        target
-        for line in makefile.splitlines()
-        if line[:1].isalpha() and ":" in line
-        for target in line.split(":")[0].split()
-    }
-    for family in ON_REQUEST:
-        assert f"bench-{family.replace('_', '-')}" in targets
+def test_families_on_request_can_be_requested() -> None:
+    assert set(ON_REQUEST) < set(FAMILIES)
 
 
-def test_results_are_kept_by_kind_of_machine(tmp_path: Path) -> None:
+def test_results_are_stored_per_cpu_model(tmp_path: Path) -> None:
     def name(cpu: str) -> str:
         return common.cpu_results(cpu).name
 

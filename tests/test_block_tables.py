@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense block tables are page lists like any other: nothing is copied, and no bit changes."""
+"""Dense block tables work as page lists without a copy and with the same bits."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ KV_LENS, QO_LENS = [1, 300, 17, 640, 40], [1, 5, 0, 1, 3]
 
 
 def block_table(batch: Batch, more_columns: int) -> Tensor:
-    """The pages of every request in a row, and no page in the entries behind them."""
+    """Return a table with a row of pages per request and invalid pages behind them."""
     counts = batch.kv_indptr.diff().tolist()
     table = torch.full((len(counts), max(counts) + more_columns), -(2**31), dtype=torch.int32)
     for b, pages in enumerate(batch.kv_indices[: sum(counts)].split(counts)):
@@ -24,7 +24,7 @@ def block_table(batch: Batch, more_columns: int) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("page_size,more", [(16, 0), (32, 9), (64, 200)])
 @pytest.mark.pairwise
-def test_attention_is_that_of_lists(
+def test_attention_is_the_same_with_block_tables(
     device: str, isa: str, on_cuda: bool, dtype: torch.dtype, page_size: int, more: int
 ) -> None:
     batch = random_batch(KV_LENS, QO_LENS, dtype, page_size=page_size)
@@ -37,14 +37,14 @@ def test_attention_is_that_of_lists(
     before = table.clone()
     kv_indptr, kv_indices = batching.pages_of_block_table(table)
     dense = replace(batch, kv_indptr=kv_indptr, kv_indices=kv_indices)
-    for given in (workspace, None):
-        got = attention.append_attention(*dense.tensors(), return_lse=True, workspace=given)
+    for memory in (workspace, None):
+        got = attention.append_attention(*dense.tensors(), return_lse=True, workspace=memory)
         for ours, theirs in zip(got, want, strict=True):
             assert torch.equal(as_bits(ours), as_bits(theirs))
     assert torch.equal(table, before)
 
 
-def test_slots_are_those_of_lists(device: str, isa: str) -> None:
+def test_cache_slots_are_the_same_with_block_tables(device: str, isa: str) -> None:
     batch = random_batch(KV_LENS, QO_LENS, torch.float32)
     kv_indptr, kv_indices = batching.pages_of_block_table(block_table(batch, 3))
     dense = replace(batch, kv_indptr=kv_indptr, kv_indices=kv_indices)
@@ -64,7 +64,7 @@ def test_slots_are_those_of_lists(device: str, isa: str) -> None:
     assert torch.equal(*slots) and (slots[0] >= 0).all()
 
 
-def test_moved_tokens_are_those_of_lists(device: str, isa: str) -> None:
+def test_compact_kv_is_the_same_with_block_tables(device: str, isa: str) -> None:
     kv_lens, qo_lens = [40, 90], [4, 4]
     batch = random_batch(kv_lens, qo_lens, torch.bfloat16)
     paths = torch.tensor([[1, 2, -1], [0, 2, -1]], dtype=torch.int32)
@@ -85,18 +85,18 @@ def test_moved_tokens_are_those_of_lists(device: str, isa: str) -> None:
     assert not torch.equal(found[0], as_bits(torch.stack([batch.k_cache, batch.v_cache])))
 
 
-def test_what_it_returns() -> None:
+def test_page_lists_are_views_of_the_block_table() -> None:
     table = torch.arange(12, dtype=torch.int32).view(4, 3)
     kv_indptr, kv_indices = batching.pages_of_block_table(table[:2])
     assert kv_indptr.tolist() == [0, 3, 6] and kv_indptr.dtype == torch.int32
     assert kv_indices.tolist() == list(range(6))
-    table[1, 0] = 77  # written anew where it lies
+    table[1, 0] = 77  # changes the view, too
     assert kv_indices.data_ptr() == table.data_ptr() and kv_indices[3] == 77
     kv_indptr, kv_indices = batching.pages_of_block_table(table[:0])
     assert kv_indptr.tolist() == [0] and kv_indices.shape == (0,)
 
 
-def test_in_a_compiled_step() -> None:
+def test_block_tables_work_in_a_compiled_step() -> None:
     pytest.importorskip("specops.torch_ops")
     batch = random_batch(KV_LENS, QO_LENS, torch.float32)
     table = block_table(batch, 2)
@@ -121,6 +121,6 @@ def test_in_a_compiled_step() -> None:
         ([[1, 2]], "got list"),
     ],
 )
-def test_refuses(table: Tensor, message: str) -> None:
+def test_invalid_block_tables_are_refused(table: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=f"^pages_of_block_table: block_table must be.*{message}"):
         batching.pages_of_block_table(table)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that differ in everything, rows that see what follows, and keys made of other states."""
+"""Model blocks: mixed layers, noncausal rows, keys of other states, and latent attention."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from conftest import every_isa
 from rounding import assert_error_at_most, distance, rounding_errors
+from shared_fixtures import every_isa
 from specops.engine.models import KvCache, LayerBatch, Transformer
 from specops.engine.models.blocks.attention import AttentionConfig
 from specops.engine.models.blocks.block import Rope
@@ -65,7 +65,7 @@ SETTINGS = WeightSettings(dtype=torch.float32, device=CPU)
 
 
 class Weights(RandomWeights):
-    """Random numbers for norms, too."""
+    """Random weights, including those of norms."""
 
     def norm(self, name: str, width: int) -> Tensor:
         return 1 + self._load(name, (width,))
@@ -76,8 +76,8 @@ def new_model(layers: tuple[LayerConfig, ...] = LAYERS) -> Transformer:
     return build(replace(CONFIG, layers=layers), weights, torch.float32, CONFIG.max_model_len)
 
 
-class Slow:
-    """The same in plain torch."""
+class TorchModel:
+    """The same model in plain torch."""
 
     def __init__(self, dtype: torch.dtype, config: ModelConfig = CONFIG) -> None:
         self.weights, self.dtype = Weights(SETTINGS), dtype
@@ -93,7 +93,7 @@ class Slow:
     def heads(
         self, x: Tensor, prefix: str, name: str, num_heads: int, of: AttentionConfig
     ) -> Tensor:
-        """Queries or keys of rows 0.. : [rows, heads, head_dim]."""
+        """Return the queries or keys of rows from position 0: [rows, heads, head_dim]."""
         x = self.linear(x, f"{prefix}{name}_proj", num_heads * of.head_dim)
         x = x.view(len(x), num_heads, of.head_dim)
         if of.qk_norm:
@@ -109,10 +109,7 @@ class Slow:
         return torch.cat((*rotated, rest), -1)
 
     def attended(self, x: Tensor, keys_of: Tensor, prefix: str, of: AttentionConfig) -> Tensor:
-        """What rows see of the rows that `keys_of` has: those up to their own.
-
-        Where it has other rows at the end of it, a row sees all of them.
-        """
+        """Return the attention output of rows `x` over rows `keys_of`."""
         q = self.heads(x, prefix, "q", of.num_qo_heads, of)
         k = self.heads(keys_of, prefix, "k", of.num_kv_heads, of)
         v = self.linear(keys_of, f"{prefix}v_proj", of.num_kv_heads * of.head_dim)
@@ -155,12 +152,12 @@ class Slow:
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=str)
-def test_layers_may_differ_in_everything(order: tuple[int, ...]) -> None:
-    """Heads, widths, windows, rotations, norms and activations; whichever layer is the first."""
+def test_layers_may_have_different_configurations(order: tuple[int, ...]) -> None:
+    """Heads, widths, windows, RoPE, norms and activations differ, in any order of layers."""
     config = replace(CONFIG, layers=tuple(LAYERS[index] for index in order))
     model, ids = new_model(config.layers), random_ids(70)
-    exact = Slow(torch.float64, config).logits(ids)
-    float32 = Slow(torch.float32, config)
+    exact = TorchModel(torch.float64, config).logits(ids)
+    float32 = TorchModel(torch.float32, config)
     (allowed,) = rounding_errors(lambda: [float32.logits(ids)], [exact])
     for _ in every_isa():
         whole = Runner(model).run([ids], [[70]])[0]
@@ -169,29 +166,29 @@ def test_layers_may_differ_in_everything(order: tuple[int, ...]) -> None:
     assert exact.std().item() > 0.5
 
 
-def test_sizes_are_those_of_the_largest_layer() -> None:
-    """Whichever it is: no size is the first layer's, none is the sum divided by their number."""
+def test_buffer_sizes_follow_the_largest_layer() -> None:
+    """No size follows the first layer or the mean of all layers."""
     alone = [new_model((layer,)) for layer in LAYERS]
-    together = new_model()
+    whole = new_model()
     num_bytes = [model.kv_bytes_per_token() for model in alone]
     assert num_bytes == [2 * 4 * size for size in (2 * 64, 128, 8 * 64)]
-    assert together.kv_bytes_per_token() == sum(num_bytes)
-    assert together.bytes_of_whole_layers() == sum(num_bytes[1:])
-    cache = together.new_kv_cache(200, 16)
+    assert whole.kv_bytes_per_token() == sum(num_bytes)
+    assert whole.bytes_of_whole_layers() == sum(num_bytes[1:])
+    cache = whole.new_kv_cache(200, 16)
     assert sum(tensor.nbytes for tensor in cache.tensors) == 200 * 16 * sum(num_bytes)
     assert [tuple(one.k.shape[2:]) for one in cache.layers] == [(2, 64), (1, 128), (8, 64)]
     sizes = [model.workspace_size(8, 4, 200, cache) for model in alone]
-    assert together.workspace_size(8, 4, 200, cache) == max(sizes) > min(sizes)
-    together.reserve(7)
-    numbers = sorted(tensor.numel() // 7 for tensor in together.activations.tensors)
+    assert whole.workspace_size(8, 4, 200, cache) == max(sizes) > min(sizes)
+    whole.reserve(7)
+    numbers = sorted(tensor.numel() // 7 for tensor in whole.activations.tensors)
     assert numbers == sorted([80, 80, 80, 24 * 64, 8 * 64, 8 * 64, 160])
 
 
-def test_rows_that_see_what_follows_them() -> None:
-    """The rows of a block drafter: all of a request's rows see all of its positions."""
+def test_noncausal_rows_see_later_positions() -> None:
+    """A block drafter needs rows that see all positions of their request."""
     layer = (LAYERS[1],)
     model, ids = new_model(layer), random_ids(20)
-    slow = Slow(torch.float64, replace(CONFIG, layers=layer))
+    slow = TorchModel(torch.float64, replace(CONFIG, layers=layer))
     slow.is_causal = False
     step = replace(step_of(ids, 0), is_causal=False)
     ours = model.logits(model.forward(step, model.new_kv_cache(20, 16)))
@@ -200,19 +197,19 @@ def test_rows_that_see_what_follows_them() -> None:
     assert (ours - slow.logits(ids)).abs().max().item() > 0.1
 
 
-def test_keys_and_values_of_other_states() -> None:
-    """A row sees keys that were made of given states, as a block drafter sees its target's."""
+def test_keys_and_values_may_come_from_other_states() -> None:
+    """A block drafter needs keys that are computed from the target's states."""
     (layer,) = (model := new_model((LAYERS[2],))).layers
     states = torch.randn(30, CONFIG.hidden_size, generator=torch.Generator().manual_seed(2))
-    given, own = states[:25], states[25:]
+    target_states, own = states[:25], states[25:]
     cache: KvCache = model.new_kv_cache(20, 16)
     rows = model.activations.first(25)
     first: LayerBatch = step_of([0] * 25, 0)
-    layer.attention.append_kv(given, first, cache.layers[0], rows.layers[0].attention)
+    layer.attention.append_kv(target_states, first, cache.layers[0], rows.layers[0].attention)
     batch = replace(step_of([0] * 5, 25), is_causal=False)
     views, out = model.activations.first(5).layers[0].attention, torch.empty_like(own)
     layer.attention.run(own, batch, cache.layers[0], views, out)
-    slow = Slow(torch.float64)
+    slow = TorchModel(torch.float64)
     slow.is_causal = False
     of, prefix = LAYERS[2].attention, "model.layers.0.self_attn."
     exact = slow.attended(states.double(), states.double(), prefix, of)[25:]
@@ -224,7 +221,7 @@ def test_keys_and_values_of_other_states() -> None:
 
 
 def latent_model(directory: Path, **changes: Any) -> tuple[Transformer, Any]:
-    """A decoder of DeepSeek-V3's whose layers are all dense, in transformers and of our blocks."""
+    """Return a DeepSeek-V3 decoder with dense layers, ours and that of transformers."""
     theirs = make_checkpoint(
         directory,
         "DeepseekV3",
@@ -277,8 +274,8 @@ def test_latent_attention_equals_transformers(tmp_path: Path, changes: dict[str,
     assert ours.kv_bytes_per_token() == 3 * 576 * 4
 
 
-def test_latents_move_with_their_tokens(tmp_path: Path) -> None:
-    """As in trees, whose chains see copies: a request on a copied page has the same rows."""
+def test_rows_are_the_same_on_copied_pages(tmp_path: Path) -> None:
+    """Trees copy pages, so a request on a copied page must compute the same rows."""
     model, _ = latent_model(tmp_path, q_lora_rank=24)
     ids = random_ids(24)
     cache = model.new_kv_cache(20, 16)

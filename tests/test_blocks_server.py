@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
-"""/v1/responses and /v1/messages: the bits of a chat, their streams, errors, and conversations."""
+"""/v1/responses and /v1/messages: texts and logprobs of a chat, streams, errors, conversations."""
 
 import json
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ CHAT_TOOL = {"type": "function", "function": {"name": "weather", "parameters": W
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     config = EngineConfig(
-        device="cpu", num_threads=1, speculative_config=SpeculativeConfig(**NGRAM)
+        device="cpu", num_threads=1, speculative_config=SpeculativeConfig.from_dict(NGRAM)
     )
     with serving(Engine(config), chat_format=ChatFormat(TEMPLATE)) as one:
         yield one
@@ -45,7 +45,7 @@ def post(served: Served, path: str, **body: Any) -> Any:
 
 
 def events(served: Served, path: str, **body: Any) -> list[dict[str, Any]]:
-    """The events of a stream; each has its name twice."""
+    """Return the events of a stream, after checking that name and type are equal."""
     found = []
     with httpx.stream(
         "POST", f"{served.url}/v1/{path}", json={**body, "stream": True}, timeout=300
@@ -59,8 +59,10 @@ def events(served: Served, path: str, **body: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, HOT], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("method", ["ngram", "naive"])
-def test_all_apis_have_a_chats_bits(served: Served, method: str, sampling: dict[str, Any]) -> None:
-    """Text and log-probabilities are those of plain decoding, whichever API asks."""
+def test_all_apis_return_the_same_text_and_logprobs(
+    served: Served, method: str, sampling: dict[str, Any]
+) -> None:
+    """Text and logprobs equal those of plain decoding."""
     plain = {"speculative_config": {"method": "naive"}}
     mine = {"speculative_config": NGRAM if method == "ngram" else {"method": "naive"}}
     top = {"top_logprobs": 2}
@@ -81,36 +83,36 @@ def test_all_apis_have_a_chats_bits(served: Served, method: str, sampling: dict[
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_text_may_end_with_its_stop_string(served: Served, stream: bool) -> None:
-    asked = {"messages": [ASK], "max_tokens": 24, "temperature": 0, "stop": [",", "zz"]}
-    cut = post(served, "chat/completions", **asked)["choices"][0]["message"]["content"]
-    body = {**asked, "include_stop_str_in_output": True, "stream": stream}
+def test_stop_string_can_be_included_in_the_output(served: Served, stream: bool) -> None:
+    request = {"messages": [ASK], "max_tokens": 24, "temperature": 0, "stop": [",", "zz"]}
+    cut = post(served, "chat/completions", **request)["choices"][0]["message"]["content"]
+    body = {**request, "include_stop_str_in_output": True, "stream": stream}
     answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=300)
     if stream:
         lines = [one[6:] for one in answer.text.split("\n\n") if one[6:7] == "{"]
         deltas = [json.loads(one)["choices"][0]["delta"] for one in lines]
-        told = "".join(one.get("content", "") for one in deltas)
+        content = "".join(one.get("content", "") for one in deltas)
     else:
-        told = answer.json()["choices"][0]["message"]["content"]
-    assert told == cut + ","
+        content = answer.json()["choices"][0]["message"]["content"]
+    assert content == cut + ","
 
 
-def test_a_stream_of_a_response_makes_its_whole(served: Served) -> None:
-    asked = {"input": "x", "tools": [TOOL], "max_output_tokens": 200, "temperature": 0}
-    found = events(served, "responses", **asked, tool_choice="required")
+def test_streamed_response_equals_its_final_response(served: Served) -> None:
+    request = {"input": "x", "tools": [TOOL], "max_output_tokens": 200, "temperature": 0}
+    found = events(served, "responses", **request, tool_choice="required")
     whole = found[-1]["response"]
     done = [one["item"] for one in found if one["type"] == "response.output_item.done"]
     begun = [one for one in found if one["type"] == "response.output_item.added"]
     assert [one["output_index"] for one in begun] == list(range(len(done)))
     assert whole["output"] == done and done[0]["type"] == "function_call"
     assert [one["sequence_number"] for one in found] == list(range(len(found)))
-    again = post(served, "responses", **asked, tool_choice="required")
+    again = post(served, "responses", **request, tool_choice="required")
     assert [one.get("arguments") for one in again["output"]] == [
         one.get("arguments") for one in done
     ]
 
 
-def test_blocks_stand_as_they_were_said() -> None:
+def test_tool_calls_keep_their_place_between_texts() -> None:
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     text = f"first {call} then {call}{call} last"
     for size in (1, 5, len(text)):
@@ -123,8 +125,7 @@ def test_blocks_stand_as_they_were_said() -> None:
         assert joined == "firstcall thencallcall last", kinds
 
 
-def test_messages_of_tools_are_those_of_a_chat(served: Served) -> None:
-    """Calls and results become the chat's messages: the prompt has the same tokens."""
+def test_tool_calls_and_results_have_the_same_prompt_in_all_apis(served: Served) -> None:
     used = {"type": "tool_use", "id": "c", "name": "weather", "input": {"place": "Rome"}}
     result = {"type": "tool_result", "tool_use_id": "c", "content": "dry"}
     tools = [{"name": "weather", "input_schema": WEATHER}]
@@ -189,7 +190,7 @@ def _text(message: dict[str, str]) -> dict[str, str]:
          "tool_choice.name is missing"),
     ],
 )  # fmt: skip
-def test_refusals_name_the_apis_own_field(
+def test_errors_name_the_field_of_the_api(
     served: Served, path: str, body: dict[str, Any], message: str
 ) -> None:
     answer = httpx.post(f"{served.url}/v1/{path}", json=body)
@@ -198,7 +199,7 @@ def test_refusals_name_the_apis_own_field(
 
 
 class Failing(FakeEngine):
-    """Fails at its third step."""
+    """Engine that fails at its third step."""
 
     def step(self) -> Any:
         self.steps = getattr(self, "steps", 0) + 1
@@ -208,24 +209,24 @@ class Failing(FakeEngine):
 
 
 @pytest.mark.parametrize("path", ["responses", "messages"])
-def test_a_failing_engine_is_an_error_of_the_apis_shape(path: str) -> None:
-    asked = {"messages": [ASK], "max_tokens": 50}
+def test_engine_failure_has_the_error_format_of_the_api(path: str) -> None:
+    body = {"messages": [ASK], "max_tokens": 50}
     if path == "responses":
-        asked = {"input": [ASK], "max_output_tokens": 50}
+        body = {"input": [ASK], "max_output_tokens": 50}
     with serving(Failing()) as served:
-        last = events(served, path, **asked)[-1]
+        last = events(served, path, **body)[-1]
     if path == "responses":
         assert last["type"] == "response.failed" and last["response"]["status"] == "failed"
         assert last["response"]["error"]["code"] == "server_error"
     else:
         assert last["type"] == "error" and last["error"]["type"] == "api_error"
     with serving(Failing()) as served:
-        answer = httpx.post(f"{served.url}/v1/{path}", json=asked)
+        answer = httpx.post(f"{served.url}/v1/{path}", json=body)
     assert answer.status_code == 500
     assert answer.json()["error"]["type"] == {"responses": "server_error"}.get(path, "api_error")
 
 
-def test_keys_come_in_either_header() -> None:
+def test_api_key_is_accepted_in_either_header() -> None:
     body = {"messages": [ASK], "max_tokens": 2}
     with serving(FakeEngine(), api_keys=["k"]) as served:
         url = f"{served.url}/v1/messages"
@@ -237,32 +238,34 @@ def test_keys_come_in_either_header() -> None:
             assert answer.json()["error"]["type"] == "authentication_error"
 
 
-def test_responses_are_kept_up_to_a_bound() -> None:
-    kept = Conversations(max_bytes=1 << 20)
+def test_stored_responses_are_bounded_per_client() -> None:
+    conversations = Conversations(max_bytes=1 << 20)
 
     def keep(client: str, response_id: str, length: int) -> None:
-        said = [Message(role="user", content="x" * length)]
-        kept.keep(client, {"id": response_id}, [{"id": "i"}], said)
+        stored_messages = [Message(role="user", content="x" * length)]
+        conversations.keep(client, {"id": response_id}, [{"id": "i"}], stored_messages)
 
     keep("small", "s", 1000)
     for number in range(100):
         keep("large", f"l{number}", 100_000)
-        assert kept.find("large", "l0")  # so it is not the one that was not used for longest
-    small = kept.find("small", "s")
+        assert conversations.find("large", "l0")  # keeps it from being the least recently used
+    small = conversations.find("small", "s")
     assert small and small.messages[0].content == "x" * 1000
     assert json.loads(small.response) == {"id": "s"} and json.loads(small.items) == [{"id": "i"}]
-    assert kept.find("large", "l0") and kept.find("large", "l99")
+    assert conversations.find("large", "l0") and conversations.find("large", "l99")
     for client, response in (("large", "l50"), ("small", "l99"), ("other", "s")):
-        assert kept.find(client, response) is None and not kept.drop(client, response)
+        assert conversations.find(client, response) is None and not conversations.drop(
+            client, response
+        )
     keep("large", "whole", 2 << 20)
-    assert kept.find("large", "whole") is None
-    assert kept.drop("small", "s") and kept.find("small", "s") is None
-    for number in range(100):  # what was dropped counts no longer
+    assert conversations.find("large", "whole") is None
+    assert conversations.drop("small", "s") and conversations.find("small", "s") is None
+    for number in range(100):  # dropped responses do not count towards the bound
         keep("last", f"n{number}", 1)
-    assert all(kept.find("last", f"n{number}") for number in range(100))
+    assert all(conversations.find("last", f"n{number}") for number in range(100))
 
 
-def test_a_client_sees_its_own_responses_alone() -> None:
+def test_client_sees_only_its_own_responses() -> None:
     body = {"input": "a", "max_output_tokens": 2}
     with serving(FakeEngine(), api_keys=["k", "l"]) as served:
         mine, other = ({"Authorization": f"Bearer {key}"} for key in "kl")
@@ -283,16 +286,16 @@ def test_a_client_sees_its_own_responses_alone() -> None:
         assert follow.json()["error"]["code"] == "previous_response_not_found"
 
 
-def test_a_conversation_goes_on(served: Served) -> None:
+def test_conversation_continues_from_a_stored_response(served: Served) -> None:
     first = post(
         served, "responses", input="a", max_output_tokens=8, temperature=0, instructions="i"
     )
-    asked = {"max_output_tokens": 8, "temperature": 0}
+    options = {"max_output_tokens": 8, "temperature": 0}
     next_one = {"role": "user", "content": "b"}
-    second = post(served, "responses", input="b", previous_response_id=first["id"], **asked)
+    second = post(served, "responses", input="b", previous_response_id=first["id"], **options)
     spoken = {"role": "assistant", "content": first["output"][0]["content"][0]["text"]}
     whole = [{"role": "user", "content": "a"}, spoken, next_one]
-    other = post(served, "responses", input=whole, **asked)
+    other = post(served, "responses", input=whole, **options)
     assert second["usage"]["input_tokens"] == other["usage"]["input_tokens"]
     assert second["output"][0]["content"] == other["output"][0]["content"]
     assert second["previous_response_id"] == first["id"] and second["model"] == MODEL

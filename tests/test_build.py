@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which instruction sets a build has: what CMake says before it compiles anything."""
+"""Instruction sets of a build, as CMake reports them when it configures."""
 
 import os
 import platform
@@ -24,7 +24,7 @@ SETS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Configured by all tests of a process in turn, so that CMake looks at the compiler once."""
+    """Return one build folder for all tests, so that CMake examines the compiler once."""
     return tmp_path_factory.mktemp("build")
 
 
@@ -43,7 +43,7 @@ def configure(folder: Path, isas: str, source: Path = ROOT) -> subprocess.Comple
 
 
 def default_isa() -> str:
-    """What a new process chooses."""
+    """Return the instruction set that a new process chooses."""
     program = "import specops; print(specops.get_isa())"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
@@ -51,7 +51,7 @@ def default_isa() -> str:
     return done.stdout.strip()
 
 
-def test_the_default_follows_from_what_the_cpu_says() -> None:
+def test_default_isa_follows_cpu_features() -> None:
     isas = specops.supported_isas()
     cpu = Path("/proc/cpuinfo")
     if cpu.exists() and "GenuineIntel" in cpu.read_text():
@@ -59,13 +59,13 @@ def test_the_default_follows_from_what_the_cpu_says() -> None:
     assert default_isa() == isas[-1]
 
 
-def test_native_is_what_this_machine_runs_best(folder: Path) -> None:
-    """What `make serve` compiles: a build with fewer sets makes the choice of one with all."""
+def test_native_selects_the_best_isa(folder: Path) -> None:
+    """`make serve` compiles only this set, which a build with all sets would choose."""
     done = configure(folder, "native")
     assert done.returncode == 0, done.stderr
     best = default_isa()
     chosen = [best]
-    if best == "amx":  # lent by it: all but linear
+    if best == "amx":  # amx has only linear; other ops come from avx512_bf16
         chosen.insert(1, "avx512_bf16")
     assert f"-- Instruction sets: {';'.join(chosen)}\n" in done.stdout
     built = (folder / "build.ninja").read_text()
@@ -73,11 +73,11 @@ def test_native_is_what_this_machine_runs_best(folder: Path) -> None:
         linear = "linear_amx_cpu" if isa == "amx" else "linear_cpu"
         assert (f"specops_{isa}.dir/csrc/dense/{linear}.cpp.o:" in built) == (isa in chosen)
         compiled = isa in [one.removesuffix("_bf16") for one in chosen]
-        if isa != "amx" and not isa.endswith("_bf16"):  # what has no bf16 products is lent
+        if isa != "amx" and not isa.endswith("_bf16"):  # these reuse ops without bf16 products
             assert (f"specops_{isa}.dir/csrc/dense/embedding_cpu.cpp.o:" in built) == compiled
 
 
-def test_native_is_allowed_in_a_list(folder: Path) -> None:
+def test_native_can_be_combined_with_other_isas(folder: Path) -> None:
     """`make test` compiles this machine's best set and the portable one."""
     done = configure(folder, "native;portable")
     assert done.returncode == 0, done.stderr
@@ -86,7 +86,7 @@ def test_native_is_allowed_in_a_list(folder: Path) -> None:
     assert "native" not in sets.group(1)
 
 
-def test_the_sets_of_this_kind_of_cpu() -> None:
+def test_supported_isas_match_the_architecture() -> None:
     isas = specops.supported_isas()
     assert isas == [isa for isa in SETS if isa in isas]
     for isa in {"avx2", "avx512", "neon", "neon_bf16"} - set(isas):
@@ -95,16 +95,16 @@ def test_the_sets_of_this_kind_of_cpu() -> None:
 
 
 @pytest.mark.parametrize("isas,message", [("avx9;portable", "among"), ("avx2", "must have")])
-def test_wrong_sets_are_refused(folder: Path, isas: str, message: str) -> None:
+def test_invalid_isas_are_refused(folder: Path, isas: str, message: str) -> None:
     done = configure(folder, isas)
     assert done.returncode != 0
-    told = " ".join(done.stderr.split())
-    assert "SPECOPS_ISAS must" in told and message in told and f"got {isas}" in told
+    error = " ".join(done.stderr.split())
+    assert "SPECOPS_ISAS must" in error and message in error and f"got {isas}" in error
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_ninja_is_told_of_no_job_server(tmp_path: Path) -> None:
-    """`make serve` builds by a make -j2, whose job server would be closed to ninja: an error."""
+def test_ninja_does_not_inherit_the_job_server(tmp_path: Path) -> None:
+    """`make serve` runs make -j2, and ninja cannot open the job server of that make."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     build = re.search(r"^BUILD := .*$", makefile, re.MULTILINE)
     assert build is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The campaign of random engines: rounds of the many that `make campaign` has, family by family."""
+"""Single rounds of the campaign of random engines (`make -C tools campaign`)."""
 
 from collections.abc import Iterator
 
@@ -11,15 +11,15 @@ KINDS = ("none", "wint8", "wint4")
 
 
 @pytest.fixture(autouse=True)
-def machine() -> Iterator[None]:
-    """As it was before: a round chooses an instruction set and threads."""
+def restored_runtime_settings() -> Iterator[None]:
+    """Restore the instruction set and the number of threads, which a round changes."""
     isa, threads = specops.get_isa(), specops.runtime.get_num_threads()
     yield
     specops.set_isa(isa)
     specops.set_num_threads(threads)
 
 
-def test_a_round_finds_no_difference(capsys: pytest.CaptureFixture[str]) -> None:
+def test_round_finds_no_difference(capsys: pytest.CaptureFixture[str]) -> None:
     assert engine_campaign.main(["--rounds", "1"]) == 0
     assert "48 outputs" in capsys.readouterr().out
 
@@ -27,7 +27,7 @@ def test_a_round_finds_no_difference(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     "family,kind", [("glm4_moe", "wint4"), ("ernie4_5_moe", "wint8"), ("deepseek_v3", "none")]
 )
-def test_rounds_of_mixtures(family: str, kind: str) -> None:
+def test_quantized_mixtures_have_no_difference(family: str, kind: str) -> None:
     options = ["--rounds", "1", "--family", family, "--quantization", kind]
     assert engine_campaign.main(options) == 0
 
@@ -35,10 +35,12 @@ def test_rounds_of_mixtures(family: str, kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", [*engine_campaign.FAMILIES, *engine_campaign.HEAD_FAMILIES])
-def test_three_hundred_requests(family: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_campaign_finds_no_difference(
+    family: str, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ["--rounds", "7", "--seed", "1", "--family", family, "--quantization", kind]
     assert engine_campaign.main(options) == 0
-    told = capsys.readouterr().out
-    assert "336 outputs" in told
+    output = capsys.readouterr().out
+    assert "336 outputs" in output
     with capsys.disabled():
-        print(f"\n{family} {kind}: {told.splitlines()[-1]}")
+        print(f"\n{family} {kind}: {output.splitlines()[-1]}")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 
-"""Chat templates: where they are read from, what they may do, and what they are told."""
+"""Chat templates: their files, their sandbox, and the variables they receive."""
 
 import json
 from pathlib import Path
@@ -22,14 +22,14 @@ TEMPLATE = (
 HI = [{"role": "user", "content": "hi"}]
 
 
-def test_a_conversation_is_rendered() -> None:
+def test_conversation_is_rendered() -> None:
     chat = ChatFormat(TEMPLATE, {"eos_token": "<|im_end|>"})
     assert chat.render(HI) == "<|user|>hi<|im_end|><|assistant|>"
     assert chat.render(HI, add_generation_prompt=False) == "<|user|>hi<|im_end|>"
     assert ChatFormat("{{ messages | tojson }}").render([{"é": "<"}]) == '[{"é": "<"}]'
 
 
-def test_from_dir(tmp_path: Path) -> None:
+def test_template_is_read_from_the_model_directory(tmp_path: Path) -> None:
     specials = {"eos_token": "</s>"}
     with pytest.raises(ValueError, match="no chat template"):
         ChatFormat.from_dir(tmp_path, specials).render(HI)
@@ -44,7 +44,7 @@ def test_from_dir(tmp_path: Path) -> None:
     assert rendered(named) == "<|user|>hi</s><|assistant|>"
     with pytest.raises(ValueError, match="no chat template"):
         rendered(named[:1])
-    # A template file of its own goes before the one in the config.
+    # A separate template file takes precedence over the config.
     (tmp_path / "chat_template.jinja").write_text("é{{ messages[0].role }}", encoding="utf-8")
     assert rendered("one") == "éuser"
     (tmp_path / "chat_template.jinja").unlink()
@@ -62,11 +62,11 @@ def test_from_dir(tmp_path: Path) -> None:
         ("{{ messages.append(1) }}", "unsafe"),
     ],
 )
-def test_templates_are_sandboxed_and_may_refuse(template: str, message: str) -> None:
+def test_templates_are_sandboxed_and_can_raise_errors(template: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ChatFormat(template).render([{"role": "user", "content": "x"}])
 
 
-def test_a_broken_template_is_refused_at_once() -> None:
+def test_broken_template_is_refused() -> None:
     with pytest.raises(ValueError, match="chat template is broken"):
         ChatFormat("{% if %}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized checkpoints: every format decodes to the numbers of the program that defines it."""
+"""Quantized checkpoints: every format decodes to the values of the program that defines it."""
 
 import json
 from functools import lru_cache
@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from specops.api.errors import ModelError
 from specops.checkpoints.checkpoint import Checkpoint
 from specops.checkpoints.directory import open_checkpoint
 from specops.checkpoints.fused import fused, rows_of
 from specops.checkpoints.module import ACTIVATION_SCALES
-from specops.engine.errors import ModelError
 from specops.quantization import QuantizedWeight, dequantize_weight
 from torch import Tensor
 
 GOLDEN = Path(__file__).parent / "golden" / "quantized_weights.safetensors"
-# What decoded weights are, by case.
+# Kind and group size of the decoded weights of each case.
 KINDS = {
     "pack4": ("int4", 32),
     "pack4_zeros": ("int4", 32),
@@ -50,7 +50,7 @@ def golden() -> dict[str, dict[str, Tensor]]:
 
 
 def stored(case: str) -> dict[str, Tensor]:
-    """The tensors of a case, to be changed."""
+    """Return a copy of the tensors of a case."""
     return {name: one.clone() for name, one in golden()[case].items() if name != "numbers"}
 
 
@@ -63,7 +63,7 @@ def settings_of(case: str) -> dict[str, Any]:
 def opened(
     directory: Path, tensors: dict[str, Tensor], settings: dict[str, Any] | None = None
 ) -> Checkpoint:
-    """A checkpoint of these tensors."""
+    """Write a checkpoint with these tensors and open it."""
     save_file(
         {name: one.contiguous() for name, one in tensors.items()}, directory / "model.safetensors"
     )
@@ -74,7 +74,7 @@ def opened(
 def decoded(
     directory: Path, tensors: dict[str, Tensor], settings: dict[str, Any] | None = None
 ) -> Tensor | QuantizedWeight:
-    """A module `a.b` of these tensors."""
+    """Decode a module `a.b` with these tensors."""
     named = {f"a.b.{name}": one for name, one in tensors.items()}
     return opened(directory, named, settings).load("a.b.weight")
 
@@ -83,12 +83,12 @@ def numbers(weight: Tensor | QuantizedWeight) -> Tensor:
     return weight if isinstance(weight, Tensor) else dequantize_weight(weight)
 
 
-def test_every_golden_case_is_here() -> None:
+def test_every_golden_case_is_tested() -> None:
     assert golden().keys() == KINDS.keys()
 
 
 @pytest.mark.parametrize("case", KINDS)
-def test_weights_are_those_of_the_programs_that_define_them(tmp_path: Path, case: str) -> None:
+def test_weights_match_the_defining_programs(tmp_path: Path, case: str) -> None:
     want = golden()[case]["numbers"]
     weight = decoded(tmp_path, stored(case), settings_of(case))
     assert torch.equal(numbers(weight), want)
@@ -98,19 +98,19 @@ def test_weights_are_those_of_the_programs_that_define_them(tmp_path: Path, case
     assert (weight.offsets is not None) == ("zeros" in case or case[:3] in ("gpt", "awq"))
 
 
-def test_symmetric_zero_points_are_no_offsets(tmp_path: Path) -> None:
-    """Stored as 0x77777777, one less than 8."""
+def test_symmetric_zero_points_need_no_offsets(tmp_path: Path) -> None:
+    """GPTQ stores the zero point 8 as 7."""
     tensors = stored("gptq")
     tensors["qzeros"].fill_(0x77777777)
     weight = decoded(tmp_path, tensors, settings_of("gptq"))
     assert isinstance(weight, QuantizedWeight) and weight.offsets is None
 
 
-def test_version_1_stores_zero_points_less_one(tmp_path: Path) -> None:
-    """15 is 0 less one; and the next field does not notice."""
+def test_gptq_version_1_stores_zero_points_minus_one(tmp_path: Path) -> None:
+    """The zero point 0 is stored as 15 and must not carry into the next field."""
     tensors = stored("gptq")
     tensors["qzeros"].fill_(-1)
-    first = decoded(tmp_path, tensors, {"quant_method": "gptq"})  # the version of files without
+    first = decoded(tmp_path, tensors, {"quant_method": "gptq"})  # version 1 is the default
     tensors["qzeros"].fill_(0)
     second = decoded(tmp_path, tensors, {"checkpoint_format": "gptq_v2"})
     assert torch.equal(numbers(first), numbers(second))
@@ -119,30 +119,30 @@ def test_version_1_stores_zero_points_less_one(tmp_path: Path) -> None:
     assert not torch.equal(numbers(first), numbers(second))
 
 
-def test_settings_may_stand_in_a_file_of_their_own(tmp_path: Path) -> None:
+def test_settings_are_read_from_quantize_config(tmp_path: Path) -> None:
     (tmp_path / "quantize_config.json").write_text(json.dumps({"checkpoint_format": "gptq_v2"}))
     weight = decoded(tmp_path, stored("gptq_v2"))
     assert torch.equal(numbers(weight), golden()["gptq_v2"]["numbers"])
 
 
-def test_older_files_have_the_group_of_each_input(tmp_path: Path) -> None:
+def test_group_index_of_older_files_is_supported(tmp_path: Path) -> None:
     tensors = stored("pack4")
     index = torch.arange(96) // 32
-    tensors["weight_g_idx"] = torch.full_like(index, -1)  # none was written
+    tensors["weight_g_idx"] = torch.full_like(index, -1)  # no group index
     want = numbers(decoded(tmp_path, tensors))
     assert torch.equal(want, golden()["pack4"]["numbers"])
     tensors["weight_g_idx"] = index.roll(5)
     weight = decoded(tmp_path, tensors)
     assert isinstance(weight, QuantizedWeight) and weight.input_order is not None
     scales = tensors["weight_scale"].float()[:, index.roll(5)]
-    codes = numbers(decoded(tmp_path, {**tensors, "weight_scale": torch.ones(12, 3)}))
-    assert torch.equal(numbers(weight), codes * scales)
+    unscaled = numbers(decoded(tmp_path, {**tensors, "weight_scale": torch.ones(12, 3)}))
+    assert torch.equal(numbers(weight), unscaled * scales)
 
 
-def test_blocks_of_fp8_change_places_as_a_whole() -> None:
-    """As where a file has the gate of each head behind its query."""
-    codes = torch.randn(512, 160).to(torch.float8_e4m3fn)
-    weight = QuantizedWeight("fp8", codes, torch.rand(4, 2), group=128)
+def test_fp8_rows_move_only_in_whole_blocks() -> None:
+    """Some checkpoints interleave queries and gates per head, so rows must be reordered."""
+    values = torch.randn(512, 160).to(torch.float8_e4m3fn)
+    weight = QuantizedWeight("fp8", values, torch.rand(4, 2), group=128)
     order = torch.arange(512).view(2, 2, 128).transpose(0, 1).flatten()
     moved = rows_of(weight, order.int())
     assert isinstance(moved, QuantizedWeight)
@@ -153,26 +153,26 @@ def test_blocks_of_fp8_change_places_as_a_whole() -> None:
             rows_of(weight, wrong.int())
 
 
-def test_blocks_of_fp8_are_cut_off_at_the_edges(tmp_path: Path) -> None:
-    """So are DeepSeek's: 576 rows have 5 rows of scales, not blocks of 576 / 5 rows."""
-    codes = torch.randn(200, 300).to(torch.float8_e4m3fn)
+def test_fp8_blocks_at_the_edges_are_partial(tmp_path: Path) -> None:
+    """DeepSeek's 576 rows have 5 rows of scales for blocks of 128, not of 576 / 5 rows."""
+    values = torch.randn(200, 300).to(torch.float8_e4m3fn)
     scales = torch.rand(2, 3)
-    found = decoded(tmp_path, {"weight": codes, "weight_scale_inv": scales})
-    want = codes.float() * scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:200, :300]
+    found = decoded(tmp_path, {"weight": values, "weight_scale_inv": scales})
+    want = values.float() * scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:200, :300]
     assert torch.equal(numbers(found), want)
 
 
-def test_scales_may_be_powers_of_two(tmp_path: Path) -> None:
-    codes = torch.randn(200, 130).to(torch.float8_e4m3fn)
+def test_e8m0_scales_are_supported(tmp_path: Path) -> None:
+    values = torch.randn(200, 130).to(torch.float8_e4m3fn)
     scales = 2.0 ** torch.tensor([[-3.0, 4.0], [0.0, -10.0]])
-    tensors = {"weight": codes, "weight_scale_inv": scales}
+    tensors = {"weight": values, "weight_scale_inv": scales}
     want = numbers(decoded(tmp_path, tensors))
     tensors["weight_scale_inv"] = scales.to(torch.float8_e8m0fnu)
     assert torch.equal(numbers(decoded(tmp_path, tensors)), want)
 
 
-def test_the_ends_of_e8m0(tmp_path: Path) -> None:
-    """255 is NaN and stays in its block; 0 is 2^-127, no zero."""
+def test_extreme_e8m0_scales_are_decoded(tmp_path: Path) -> None:
+    """255 is NaN and affects only its block; 0 is 2^-127."""
     tensors = {
         "weight_packed": torch.full((1, 48), 0x21, dtype=torch.uint8),
         "weight_scale": torch.tensor([[255, 0, 254]], dtype=torch.uint8),
@@ -183,14 +183,14 @@ def test_the_ends_of_e8m0(tmp_path: Path) -> None:
     assert found[64:66].tolist() == [2.0**126, 2.0**127]
 
 
-def test_groups_of_zeros_stay_zero(tmp_path: Path) -> None:
+def test_groups_with_scale_zero_are_zero(tmp_path: Path) -> None:
     tensors = stored("pack4_zeros")
     tensors["weight_scale"].zero_()
     assert (numbers(decoded(tmp_path, tensors)) == 0).all()
 
 
-def test_experts_of_one_tensor_have_names_of_their_own(tmp_path: Path) -> None:
-    """gpt-oss: rows of gates and ups take turns, and the even input is the low half."""
+def test_stacked_mxfp4_experts_are_split_by_name(tmp_path: Path) -> None:
+    """gpt-oss interleaves gate and up rows, and the low half of a byte is the even input."""
     generator = torch.Generator().manual_seed(1)
     blocks = torch.randint(0, 256, (2, 8, 2, 16), dtype=torch.uint8, generator=generator)
     scales = torch.randint(120, 130, (2, 8, 2), dtype=torch.uint8, generator=generator)
@@ -221,16 +221,16 @@ def test_experts_of_one_tensor_have_names_of_their_own(tmp_path: Path) -> None:
             assert torch.equal(found, bias[expert, first::2])
 
 
-def test_experts_of_one_tensor_of_floats(tmp_path: Path) -> None:
-    """gpt-oss has biases, inputs first, and gates and ups in turns; others have all gates first."""
-    stacked, turns = torch.randn(3, 8, 5), torch.randn(3, 5, 8)
+def test_stacked_float_experts_are_split_by_name(tmp_path: Path) -> None:
+    """gpt-oss has biases, inputs first, and interleaved rows; other models have all gates first."""
+    stacked, interleaved = torch.randn(3, 8, 5), torch.randn(3, 5, 8)
     bias, down = torch.randn(3, 8), torch.randn(3, 6, 4)
     file = opened(
         tmp_path,
         {
             "a.experts.gate_up_proj": stacked.bfloat16(),
             "a.experts.down_proj": down,
-            "b.experts.gate_up_proj": turns,
+            "b.experts.gate_up_proj": interleaved,
             "b.experts.gate_up_proj_bias": bias,
             "c.experts.gate_up_proj": torch.zeros(2, 2, 2, dtype=torch.float8_e4m3fn),
             "d.down_proj": torch.zeros(2, 2),
@@ -242,21 +242,21 @@ def test_experts_of_one_tensor_of_floats(tmp_path: Path) -> None:
             own = slice(4 * half, 4 * half + 4)
             plain = numbers(file.load(f"a.experts.{e}.{part}.weight"))
             assert torch.equal(plain, stacked.bfloat16().float()[e, own])
-            assert torch.equal(file.load(f"b.experts.{e}.{part}.weight"), turns[e].T[half::2])
+            assert torch.equal(file.load(f"b.experts.{e}.{part}.weight"), interleaved[e].T[half::2])
             assert torch.equal(file.load(f"b.experts.{e}.{part}.bias"), bias[e, half::2])
         assert torch.equal(numbers(file.load(f"a.experts.{e}.down_proj.weight")), down[e])
     with pytest.raises(ModelError, match=r"gate_up_proj of all experts must be of floats, .*F8_E4"):
         file.load("c.experts.0.gate_proj.weight")
 
 
-def test_names_of_paddle_are_refused_by_name(tmp_path: Path) -> None:
+def test_paddle_names_are_reported(tmp_path: Path) -> None:
     file = opened(tmp_path, {"ernie.embed_tokens.weight": torch.zeros(4, 2)})
     with pytest.raises(ModelError, match=r"is missing from the checkpoint, which has ernie\.embed"):
         file.load("model.embed_tokens.weight")
 
 
-def test_the_file_counts_not_the_list_of_the_configuration(tmp_path: Path) -> None:
-    """Lists of modules that are not quantized are often wrong: of MTP modules, above all."""
+def test_stored_tensors_override_the_ignore_list(tmp_path: Path) -> None:
+    """Ignore lists of configurations are often wrong, above all for MTP modules."""
     tensors = {f"mtp.fc.{name}": one for name, one in stored("pack4").items()}
     tensors["lm_head.weight"] = torch.ones(3, 3)
     settings = {"ignore": ["re:mtp.*"], "config_groups": {"group_0": {"targets": ["Linear"]}}}
@@ -266,7 +266,7 @@ def test_the_file_counts_not_the_list_of_the_configuration(tmp_path: Path) -> No
     assert torch.equal(numbers(file.load("lm_head.weight")), torch.ones(3, 3))
 
 
-def test_biases_and_scales_of_activations_are_apart(tmp_path: Path) -> None:
+def test_biases_are_loaded_and_activation_scales_are_ignored(tmp_path: Path) -> None:
     tensors = {**stored("int8"), "bias": torch.ones(6)}
     tensors |= dict.fromkeys(ACTIVATION_SCALES, torch.ones(1))
     assert {"k_scale", "v_scale", "output_scale", "input_scale_ub"} < ACTIVATION_SCALES
@@ -413,7 +413,7 @@ REFUSALS: dict[str, tuple[str, Any, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path, case: str) -> None:
+def test_unsupported_tensors_are_refused_by_name(tmp_path: Path, case: str) -> None:
     which, change, settings, sentence = REFUSALS[case]
     tensors = stored(which)
     change(tensors)
@@ -470,10 +470,10 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path, case: str) -> No
         ("gptq", "quantization_config must be an object, got 'gptq'"),
     ],
 )
-def test_fields_that_state_an_unknown_layout_are_refused_by_name(
+def test_unsupported_layouts_are_refused_by_name(
     tmp_path: Path, settings: Any, sentence: str
 ) -> None:
-    """Before a tensor is read: those of another layout may have the same names and shapes."""
+    """The fields are checked first, since other layouts may have the same names and shapes."""
     with pytest.raises(ModelError) as refusal:
         opened(tmp_path, {"a.weight": torch.ones(2, 2)}, settings)
     assert str(refusal.value).startswith(f"{tmp_path}/config.json: quantization_config")
@@ -499,7 +499,7 @@ def test_fields_that_state_an_unknown_layout_are_refused_by_name(
         None,
     ],
 )
-def test_fields_that_state_known_layouts_are_accepted(tmp_path: Path, settings: Any) -> None:
+def test_supported_layouts_are_accepted(tmp_path: Path, settings: Any) -> None:
     assert opened(tmp_path, {"a.weight": torch.ones(2, 2)}, settings).names() == {"a.weight"}
 
 
@@ -512,7 +512,7 @@ def test_fields_that_state_known_layouts_are_accepted(tmp_path: Path, settings: 
         ("consolidated.safetensors", "but consolidated.safetensors, which is not read"),
     ],
 )
-def test_weights_in_other_files_are_named(tmp_path: Path, file: str, sentence: str) -> None:
+def test_unsupported_weight_files_are_named(tmp_path: Path, file: str, sentence: str) -> None:
     (tmp_path / file).touch()
     with pytest.raises(ModelError) as refusal:
         open_checkpoint(tmp_path)
@@ -520,15 +520,15 @@ def test_weights_in_other_files_are_named(tmp_path: Path, file: str, sentence: s
     assert sentence in str(refusal.value)
 
 
-def test_pointers_of_git_lfs_are_named(tmp_path: Path) -> None:
+def test_git_lfs_pointers_are_reported(tmp_path: Path) -> None:
     text = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
     (tmp_path / "model.safetensors").write_text(text)
     with pytest.raises(ModelError, match=r"model\.safetensors is a git-lfs pointer, .*lfs pull"):
         open_checkpoint(tmp_path)
 
 
-def test_settings_of_other_programs_are_found(tmp_path: Path) -> None:
-    """ModelOpt's file of its own, MLX's field, and settings of the text part of a wrapper."""
+def test_settings_of_other_programs_are_recognized(tmp_path: Path) -> None:
+    """ModelOpt has a separate file, MLX its own field, and wrappers a nested text config."""
     save_file({"a.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
     config, own = tmp_path / "config.json", tmp_path / "hf_quant_config.json"
     own.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
@@ -554,15 +554,13 @@ def test_settings_of_other_programs_are_found(tmp_path: Path) -> None:
         ("awq", "auto_round:auto_awq"),
     ],
 )
-def test_layouts_of_auto_round_are_told_by_its_packing(
-    tmp_path: Path, case: str, packing: str
-) -> None:
+def test_auto_round_packing_selects_the_layout(tmp_path: Path, case: str, packing: str) -> None:
     settings = {"quant_method": "auto-round", "packing_format": packing, "sym": False}
     weight = decoded(tmp_path, stored(case), settings)
     assert torch.equal(numbers(weight), golden()[case]["numbers"])
 
 
-def test_older_symmetric_weights_of_auto_round_need_no_packing(tmp_path: Path) -> None:
+def test_symmetric_auto_round_weights_need_no_packing_format(tmp_path: Path) -> None:
     weights = []
     for stored_zero in (0x77777777, -0x77777778):  # 7 and 8 in each field
         tensors = stored("gptq")
@@ -572,13 +570,13 @@ def test_older_symmetric_weights_of_auto_round_need_no_packing(tmp_path: Path) -
     assert torch.equal(numbers(weights[0]), numbers(weights[1]))
 
 
-# ---- weights side by side ----
+# ---- fused weights ----
 
 PARTS = ("q_proj", "k_proj")
 
 
 def random_weight(kind: str, group: int, seed: int, **fields: Any) -> QuantizedWeight:
-    """Some weight of 160 inputs."""
+    """Return a random weight with 160 inputs."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 16, (8, 160), generator=generator)
     codes = codes.to(torch.uint8) if kind == "int4" else (codes - 5).to(torch.int8)
@@ -595,7 +593,7 @@ def random_weight(kind: str, group: int, seed: int, **fields: Any) -> QuantizedW
         (("int8", 0), ("int8", 0), ("int8", 0)),
     ],
 )
-def test_integers_lie_side_by_side_without_rounding(
+def test_integer_weights_are_fused_without_rounding(
     one: tuple[str, int], other: tuple[str, int], kind: tuple[str, int]
 ) -> None:
     offsets = {"offsets": torch.rand(8, -(-160 // other[1]) if other[1] else 1)}
@@ -609,7 +607,7 @@ def test_integers_lie_side_by_side_without_rounding(
     assert torch.equal(numbers(whole), torch.cat([numbers(part) for part in parts]))
 
 
-def test_what_cannot_lie_side_by_side_is_refused() -> None:
+def test_incompatible_weights_are_not_fused() -> None:
     order = torch.arange(160, dtype=torch.int32).flip(0)
     ordered = random_weight("int4", 32, 1, input_order=order)
     ones = torch.ones(128, 160).to(torch.float8_e4m3fn)

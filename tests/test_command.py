@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `specops`: at once there, the same under every name, and clear about mistakes."""
+"""The command `specops`: fast help, all launchers, and clear errors."""
 
 import json
 import os
@@ -28,14 +28,14 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
 
 
-def need_the_extra() -> None:
-    """Skips where specops[cli] is not installed, as on a machine without network."""
+def require_cli_extra() -> None:
+    """Skip the test if specops[cli] is not installed."""
     for package in EXTRA:
         pytest.importorskip(package)
 
 
-def test_help_is_there_at_once() -> None:
-    """Measured here: 0.03 s of a CPU. torch alone takes two seconds."""
+def test_help_is_fast() -> None:
+    """Importing torch alone takes two seconds."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = python("-m", "specops", "--help")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -48,18 +48,18 @@ def test_help_is_there_at_once() -> None:
 @pytest.mark.parametrize(
     "module", ["specops", "specops.cli", "specops.cli.plot", "specops.cli.lossless.command"]
 )
-def test_it_imports_neither_torch_nor_numpy(module: str) -> None:
+def test_light_modules_import_neither_torch_nor_numpy(module: str) -> None:
     code = f"import sys, {module}; print('torch' in sys.modules, 'numpy' in sys.modules)"
     assert python("-c", code).stdout == "False False\n"
 
 
-def test_the_load_generator_imports_no_torch() -> None:
-    need_the_extra()
+def test_bench_imports_no_torch() -> None:
+    require_cli_extra()
     code = "import sys, specops.cli.bench; print('torch' in sys.modules)"
     assert python("-c", code).stdout == "False\n"
 
 
-def test_the_package_still_has_all_its_names() -> None:
+def test_package_exports_all_its_names() -> None:
     assert set(specops.__all__) <= set(dir(specops))
     for name in specops.__all__:
         assert getattr(specops, name).__module__.startswith("specops")
@@ -71,19 +71,17 @@ def test_the_package_still_has_all_its_names() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help_under_its_name(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     if name == "bench":
-        need_the_extra()
+        require_cli_extra()
     with pytest.raises(SystemExit) as exit:
         main([name, "--help"])
     assert exit.value.code == 0
     assert capsys.readouterr().out.startswith(f"usage: specops {name} ")
 
 
-def documented() -> list[list[str]]:
-    """What follows `specops` in the blocks of shell of all documents."""
+def documented_commands() -> list[list[str]]:
+    """Return the arguments of every `specops` command in the documents' shell blocks."""
     texts = [path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]]
     blocks = re.findall(r"^```bash\n(.*?)^```", "".join(texts), re.MULTILINE | re.DOTALL)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
@@ -106,24 +104,24 @@ PARSERS = {
 }
 
 
-@pytest.mark.parametrize("words", documented(), ids=" ".join)
-def test_documented_lines_are_understood(words: list[str]) -> None:
+@pytest.mark.parametrize("words", documented_commands(), ids=" ".join)
+def test_documented_commands_parse(words: list[str]) -> None:
     if words[0] == "bench":
-        need_the_extra()
+        require_cli_extra()
     asks_server = words[:2] == ["verify-exactness", "--url"]
     module, name = PARSERS["verify-exactness --url" if asks_server else words[0]]
     getattr(import_module(module), name)("specops").parse_args(words[1:])
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_every_number_of_a_command_line_is_finite(
+def test_numeric_options_refuse_nan_and_infinity(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if name == "bench":
-        need_the_extra()
+        require_cli_extra()
     module, function = PARSERS[name]
     parser = getattr(import_module(module), function)("specops")
-    # type=float would take NaN, which no comparison with a bound refuses.
+    # type=float would accept NaN, which passes every comparison with a bound.
     assert {one.type for one in parser._actions} <= {None, int, finite, str.lower}
     for action in parser._actions:
         for text in ("nan", "inf", "-Infinity", "1e999") if action.type in (int, finite) else ():
@@ -133,7 +131,7 @@ def test_every_number_of_a_command_line_is_finite(
             assert f"argument {'/'.join(action.option_strings)}: " in capsys.readouterr().err
 
 
-def test_choices_of_a_server_have_any_case() -> None:
+def test_choices_of_serve_ignore_case() -> None:
     parser = import_module("specops.cli.serve")._parser()
     chosen = [one for one in parser._actions if one.choices and one.dest != "page_size"]
     assert {"dtype", "quantization", "quantize_head", "role"} < {one.dest for one in chosen}
@@ -145,14 +143,15 @@ def test_choices_of_a_server_have_any_case() -> None:
         drafter = {"method": "MTP", "quantization": value, "verify_strategy": "TARGET_MATCH"}
         found = SpeculativeConfig.from_dict(drafter)
         assert (found.method, found.verify_strategy) == ("mtp", "target_match")
-        assert found.quantization == EngineConfig(quantization=value).quantization == value.lower()
+        assert found.options["mtp"].quantization == value.lower()
+        assert EngineConfig(quantization=value).quantization == value.lower()
 
 
 DRAFTS = "speculative_config"
 
 
 @pytest.mark.parametrize(
-    "given,message",
+    "options,message",
     [
         (["--kv-transport", "nixl"], "kv_transport needs role"),
         (["--kv-host", "0.0.0.0"], "kv_host needs role"),
@@ -174,14 +173,14 @@ DRAFTS = "speculative_config"
         ),
         ({"method": "suffix", "min_ngram_size": 1},
          f"{DRAFTS}.min_ngram_size needs method 'ngram', got 'suffix'"),
-        ({"method": "mtp", "mtp_strategy": "with_ngram", "suffix_decoding_read_on": False},
+        ({"method": "mtp+ngram", "suffix_decoding_read_on": False},
          f"{DRAFTS}.suffix_decoding_read_on needs method 'suffix', got 'mtp+ngram'"),
     ],
 )  # fmt: skip
 def test_options_without_effect_are_refused(
-    given: list[str] | dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+    options: list[str] | dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--speculative-config", json.dumps(given)] if isinstance(given, dict) else given
+    words = ["--speculative-config", json.dumps(options)] if isinstance(options, dict) else options
     assert main(["serve", *words]) == 2
     assert f"specops: {message}" in capsys.readouterr().err
 
@@ -190,14 +189,14 @@ def test_options_without_effect_are_refused(
     "config",
     [
         {"method": "ngram", "suffix_decoding_max_tree_depth": 64, "num_model_steps": 1},
-        {"method": "mtp", "mtp_strategy": "with_suffix", "suffix_decoding_read_on": False},
+        {"method": "mtp+suffix", "suffix_decoding_read_on": False},
         {"method": "ngram", "options": {"suffix": {"suffix_decoding_read_on": False}}},
         {"method": "ngram", "model": "modules", "quantization": "wint4"},  # for requests with mtp
         {"method": "mtp", "num_speculative_tokens": 4, "num_model_steps": 2},
         {"method": "naive", "num_speculative_tokens": 0},
     ],
 )
-def test_options_with_an_effect_or_at_their_defaults_are_fine(config: dict[str, Any]) -> None:
+def test_options_with_an_effect_or_at_their_defaults_are_accepted(config: dict[str, Any]) -> None:
     serve = import_module("specops.cli.serve")
     parser = serve._parser()
     words = ["--scheduler-port", "6379", "--kv-transport", "tcp", "--kv-lease-seconds", "120"]
@@ -206,7 +205,7 @@ def test_options_with_an_effect_or_at_their_defaults_are_fine(config: dict[str, 
     serve.require_effective_drafts(serve.plain_settings(args))
 
 
-def test_the_engine_s_own_names_stay(capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_module_keeps_its_command_names(capsys: pytest.CaptureFixture[str]) -> None:
     engine = import_module("specops.cli.serve")
     for arguments, usage in (
         ([], "usage: python -m specops.engine ["),
@@ -218,13 +217,15 @@ def test_the_engine_s_own_names_stay(capsys: pytest.CaptureFixture[str]) -> None
         assert capsys.readouterr().out.startswith(usage)
 
 
-def test_contract_helps_with_what_changes_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_contract_help_lists_only_options_that_change_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     options = import_module("specops.service.contract").OPTIONS
     with pytest.raises(SystemExit):
         main(["contract", "--help"])
-    told = set(re.findall(r"--([a-z-]+)", capsys.readouterr().out))
-    assert told == {"help", "config", *(name.replace("_", "-") for name in options)}
-    # The others of a server's command line are accepted as before, and no name that is cut short.
+    options_in_help = set(re.findall(r"--([a-z-]+)", capsys.readouterr().out))
+    assert options_in_help == {"help", "config", *(name.replace("_", "-") for name in options)}
+    # Other options of `specops serve` are accepted, but no abbreviations.
     with pytest.raises(SystemExit):
         main(["contract", "--max-num-seq", "3"])
     mistake = "unrecognized arguments: --max-num-seq 3; see specops contract --help"
@@ -232,9 +233,7 @@ def test_contract_helps_with_what_changes_it(capsys: pytest.CaptureFixture[str])
     assert main(["contract", "--device", "cpu", "--port", "1", "--max-num-seqs", "3"]) == 0
 
 
-def test_contract_is_the_engine_s_and_reads_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_contract_reads_a_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("yaml")
     engine = import_module("specops.cli.serve")
     options = ["--device", "cpu", "--dtype", "float32"]
@@ -252,12 +251,12 @@ def test_contract_is_the_engine_s_and_reads_a_file(
     assert "must hold names of flags, got 'dtyp'; the nearest is dtype" in capsys.readouterr().err
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"specops {specops.__version__}\n"
 
 
-def test_without_arguments_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     alone = capsys.readouterr()
     with pytest.raises(SystemExit):
@@ -266,7 +265,9 @@ def test_without_arguments_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["nothing"], ["--nothing"]])
-def test_mistakes_exit_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_arguments_exit_with_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as exit:
         main(arguments)
     assert exit.value.code == 2
@@ -281,10 +282,10 @@ def raising(error: BaseException) -> Any:
 
 
 @pytest.mark.parametrize("missing", EXTRA)
-def test_a_missing_package_is_named(
+def test_missing_package_is_named(
     missing: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    need_the_extra()
+    require_cli_extra()
     for name in [name for name in sys.modules if name.startswith("specops.cli.")]:
         monkeypatch.delitem(sys.modules, name)
     for name in [name for name in sys.modules if name.split(".")[0] == missing]:
@@ -297,8 +298,8 @@ def test_a_missing_package_is_named(
 
 
 @pytest.mark.ci
-def test_kernels_that_are_not_compiled(tmp_path: Path) -> None:
-    """A clone in which nobody has run make."""
+def test_missing_kernels_are_reported(tmp_path: Path) -> None:
+    """A clone has no kernels before `make`."""
     package = tmp_path / "specops"
     shutil.copytree(
         ROOT / "python" / "specops", package, ignore=shutil.ignore_patterns("*.so", "assets")
@@ -313,14 +314,14 @@ def test_kernels_that_are_not_compiled(tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
-def test_interrupts_and_closed_pipes_are_no_tracebacks(
+def test_interrupts_and_closed_pipes_print_no_traceback(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plot = import_module("specops.cli.plot")
     monkeypatch.setattr(plot, "main", raising(KeyboardInterrupt()))
     assert main(["plot"]) == 130
     assert capsys.readouterr().err == "\n"
-    # Whoever reads has gone before the usage is written.
+    # The reader closes the pipe before the command writes.
     code = "import sys, specops.cli as c; sys.exit(c.main(['contract', '--device', 'cpu']))"
     shell = f'set -o pipefail; "{sys.executable}" -c "{code}" | true'
     environment = os.environ | {"PYTHONPATH": str(ROOT / "python")}
@@ -329,7 +330,7 @@ def test_interrupts_and_closed_pipes_are_no_tracebacks(
     assert "Traceback" not in done.stderr and done.returncode in (0, 1)
 
 
-def test_every_way_to_it_leads_to_it(tmp_path: Path) -> None:
+def test_installed_and_local_launchers_run_the_command(tmp_path: Path) -> None:
     project = (ROOT / "pyproject.toml").read_text()
     assert '[project.scripts]\nspecops = "specops.cli:main"\n' in project
     recipe = re.search(
@@ -348,8 +349,8 @@ def test_every_way_to_it_leads_to_it(tmp_path: Path) -> None:
     assert done.stderr.startswith("specops: no such file cannot be read")
 
 
-def test_prompts_of_a_file(tmp_path: Path) -> None:
-    from specops.prompts import read_prompts
+def test_prompt_files_are_validated(tmp_path: Path) -> None:
+    from specops.cli.prompts import read_prompts
 
     file = tmp_path / "prompts"
     file.write_bytes(b"\xff\xfe")

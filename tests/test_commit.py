@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""commit: every rule by hand, every pair of rules at one token, and any way to cut a stream up."""
+"""commit: every rule, every two rules at one token, and any split of the tokens into steps."""
 
 import re
 from pathlib import Path
@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import expect_fault
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sampling_cases import by_field
+from shared_fixtures import expect_fault
 from specops import reference, sampling
 from specops.sampling import EmittedTokens, FinishReason, RequestStatus, TokenCounts
 from torch import Tensor
 
 pytestmark = pytest.mark.no_bf16
 
-POISON = 3  # a token id that rules of these tests would act on, where nobody may look
+POISON = 3  # a token id that these rules would act on, in entries that must not be read
 
 
 def commit(device: str, arguments: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The op's arguments after the call, found equal to the reference's."""
+    """Return the op's arguments after the call, after comparing them with the reference's."""
     want = by_field(reference.commit)(**arguments)
     wide = torch.full(
         (arguments["token_ids"].shape[0], arguments["token_ids"].shape[1] + 5), -7
@@ -31,7 +31,7 @@ def commit(device: str, arguments: dict[str, Tensor]) -> dict[str, Tensor]:
     wide = wide.to(device)
     got["token_ids"] = wide[:, :-5]
     assert by_field(sampling.commit)(**got) == (got["token_ids"], got["lens"])
-    assert bool((wide[:, -5:] == -7).all())  # rows are strided, and nothing is past their ends
+    assert bool((wide[:, -5:] == -7).all())  # the slack of strided rows is unchanged
     for name, tensor in want.items():
         assert torch.equal(got[name].cpu(), tensor), name
     return want
@@ -45,7 +45,7 @@ def ints(values: Any) -> Tensor:
 
 
 def random_batch(batch: int, k: int, vocab_size: int = 6) -> dict[str, Tensor]:
-    """All rules at once on few ids, so that they meet; all that is unused holds poison."""
+    """Return a batch with all rules on few ids, so that they coincide, and poison elsewhere."""
     num_slots, width = batch + 3, 3 * k + 12
     prompt_lens = torch.randint(0, 4, (num_slots,))
     lens = prompt_lens + torch.randint(0, k + 5, (num_slots,))
@@ -107,17 +107,19 @@ def random_batch(batch: int, k: int, vocab_size: int = 6) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "batch,k", [(1, 0), (3, 4), (60, 1), (40, 7), (5, 40), (0, 3), (1500, 3), (4, 300)]
 )
-def test_every_rule_at_once(device: str, isa: str, on_cuda: bool, batch: int, k: int) -> None:
+def test_all_rules_together_match_the_reference(
+    device: str, isa: str, on_cuda: bool, batch: int, k: int
+) -> None:
     arguments = random_batch(min(batch, 200) if on_cuda else batch, k)
     after = commit(device, arguments)
-    if batch * (k + 1) >= 300 and batch > 5:  # the data mean something
+    if batch * (k + 1) >= 300 and batch > 5:  # large batches reach every rule
         ran = (arguments["finish_reasons"] == 0) & (after["lens"] > arguments["lens"])
         assert set(after["finish_reasons"][ran].tolist()) == {0, 1, 2, 3}
         assert bool((after["ranks"] == 1).any())
 
 
 @pytest.mark.parametrize("batch,k", [(1, 0), (3, 4), (40, 70), (0, 3)])
-def test_four_arguments_append(device: str, batch: int, k: int) -> None:
+def test_required_arguments_append_tokens(device: str, batch: int, k: int) -> None:
     arguments = random_batch(batch, k, 1000)
     few = {name: arguments[name] for name in ("output_token_ids", "slots", "token_ids", "lens")}
     after = commit(device, few)
@@ -129,10 +131,10 @@ def test_four_arguments_append(device: str, batch: int, k: int) -> None:
             assert after["token_ids"][slot, begin:end].tolist() == emitted
 
 
-def test_any_argument_may_be_left_out(device: str) -> None:
+def test_every_optional_argument_can_be_omitted(device: str) -> None:
     arguments = random_batch(12, 4)
     required = {"output_token_ids", "slots", "token_ids", "lens"}
-    # prompt_lens, thinking_state, finish_reasons and the tables are needed by others.
+    # Other arguments require prompt_lens, thinking_state, finish_reasons and the tables.
     needed = {"prompt_lens", "thinking_state", "finish_reasons"}
     needed |= {"counted_token_ids", "token_counts"}
     for name in arguments:
@@ -147,14 +149,16 @@ def test_any_argument_may_be_left_out(device: str) -> None:
         commit(device, {key: value for key, value in arguments.items() if key not in group})
 
 
-# ---- the rules by hand ----
+# ---- each rule ----
 
 END, EOS = 90, 91  # of thinking; of the text
 RUNNING, STOP_TOKEN, STOP_SEQUENCE, LENGTH = (int(reason) for reason in FinishReason)
 
 
-def one(device: str, emitted: list[int], output: list[int], **options: Any) -> dict[str, Any]:
-    """One request with a prompt of 7, 7, 7 and some output; tables and states beside it."""
+def commit_one(
+    device: str, emitted: list[int], output: list[int], **options: Any
+) -> dict[str, Any]:
+    """Commit tokens to one request with the prompt 7, 7, 7 and return the result."""
     row = [7, 7, 7, *output]
     state = {
         "output_token_ids": ints([[*emitted, -1, POISON]]),
@@ -168,8 +172,8 @@ def one(device: str, emitted: list[int], output: list[int], **options: Any) -> d
         "stop_indices": ints([-1, -1]),
         "num_committed_tokens": ints([9]),
     }
-    given = {name: ints([value, value]) for name, value in options.items()}
-    after = commit(device, {**state, **given})
+    tables = {name: ints([value, value]) for name, value in options.items()}
+    after = commit(device, {**state, **tables})
     count = int(after["num_committed_tokens"])
     assert int(after["lens"][1]) == len(row) + count
     assert bool((after["output_token_ids"][0, count:] == -1).all())
@@ -183,12 +187,12 @@ def one(device: str, emitted: list[int], output: list[int], **options: Any) -> d
 
 
 THINKING = {"think_end_token_id": END, "thinking_state": 0}
-# What is emitted, the output before it, the options; what is committed, and how it ends.
+# Emitted tokens, earlier output, options, committed tokens, finish reason and stop index.
 CASES: dict[str, tuple[list[int], list[int], dict[str, Any], list[int], tuple[int, int]]] = {
-    "nothing ends it": ([1, 2], [], {}, [1, 2], (RUNNING, -1)),
+    "no rule applies": ([1, 2], [], {}, [1, 2], (RUNNING, -1)),
     "nothing is emitted": ([], [1], {"max_lens": 4}, [], (RUNNING, -1)),
     "a stop token": ([1, 5, 2], [], {"stop_token_ids": [4, 5]}, [1, 5], (STOP_TOKEN, 1)),
-    "listed twice": ([5], [], {"stop_token_ids": [5, 5]}, [5], (STOP_TOKEN, 0)),
+    "stop token listed twice": ([5], [], {"stop_token_ids": [5, 5]}, [5], (STOP_TOKEN, 0)),
     "padding is no stop token": ([1], [], {"stop_token_ids": [-1, 1]}, [1], (RUNNING, -1)),
     "a stop token too early": (
         [5, 5, 5],
@@ -206,14 +210,20 @@ CASES: dict[str, tuple[list[int], list[int], dict[str, Any], list[int], tuple[in
         [3],
         (STOP_SEQUENCE, 1),
     ),
-    "begun in the prompt": (
+    "sequence begun in the prompt": (
         [1, 7, 7, 1],
         [],
         {"stop_sequences": [[7, 1], [7, 7]]},
         [1, 7, 7],
         (STOP_SEQUENCE, 1),
     ),
-    "begun with the output": ([2], [1], {"stop_sequences": [[1, 2]]}, [2], (STOP_SEQUENCE, 0)),
+    "sequence begun in earlier output": (
+        [2],
+        [1],
+        {"stop_sequences": [[1, 2]]},
+        [2],
+        (STOP_SEQUENCE, 0),
+    ),
     "a stop sequence too early": (
         [1, 2, 1, 2],
         [],
@@ -249,8 +259,8 @@ CASES: dict[str, tuple[list[int], list[int], dict[str, Any], list[int], tuple[in
         [1, 1, 1, 2],
         (STOP_SEQUENCE, 0),
     ),
-    "its length": ([1, 2, 3], [1], {"max_lens": 6}, [1, 2], (LENGTH, -1)),
-    "more than its length": ([1, 2], [1, 1], {"max_lens": 2}, [1], (LENGTH, -1)),
+    "maximum length": ([1, 2, 3], [1], {"max_lens": 6}, [1, 2], (LENGTH, -1)),
+    "beyond the maximum length": ([1, 2], [1, 1], {"max_lens": 2}, [1], (LENGTH, -1)),
     "token and sequence": (
         [1, 2],
         [],
@@ -290,19 +300,19 @@ CASES: dict[str, tuple[list[int], list[int], dict[str, Any], list[int], tuple[in
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_ends_a_request(device: str, name: str) -> None:
+def test_stop_rules_end_a_request(device: str, name: str) -> None:
     emitted, output, options, tokens, finish = CASES[name]
-    after = one(device, emitted, output, **options)
+    after = commit_one(device, emitted, output, **options)
     assert (after["tokens"], after["finish"]) == (tokens, finish)
     assert after["ranks"] == [4] * len(tokens)
 
 
 INJECT = {**THINKING, "inject_token_ids": [60, 61]}  # done is state 3
-# Likewise, with the state after it; ranks say which token was injected.
+# As in CASES, with the thinking state afterwards; rank 1 marks an injected token.
 THINKING_CASES: dict[str, tuple[list[int], list[int], dict[str, Any], list[int], int, Any]] = {
     "still thinking": ([1, 2], [], INJECT, [1, 2], 0, RUNNING),
-    "it ends by itself": ([1, END, 2, 3], [], INJECT, [1, END, 2, 3], 5, RUNNING),
-    "it ends, nothing to inject": ([END, 2], [], THINKING, [END, 2], 2, RUNNING),
+    "thinking ends by itself": ([1, END, 2, 3], [], INJECT, [1, END, 2, 3], 5, RUNNING),
+    "thinking ends, nothing to inject": ([END, 2], [], THINKING, [END, 2], 2, RUNNING),
     "no thinking": (
         [END, 2, 3],
         [],
@@ -335,7 +345,7 @@ THINKING_CASES: dict[str, tuple[list[int], list[int], dict[str, Any], list[int],
         2,
         RUNNING,
     ),
-    "the next to inject": (
+    "second injected token": (
         [4, 5],
         [60],
         {**INJECT, "thinking_state": 2, "thinking_budget": 0},
@@ -424,7 +434,7 @@ THINKING_CASES: dict[str, tuple[list[int], list[int], dict[str, Any], list[int],
         3,
         STOP_TOKEN,
     ),
-    "the injected is a stop token": (
+    "injected stop token": (
         [1, 2],
         [],
         {**INJECT, "thinking_budget": 1, "stop_token_ids": [60]},
@@ -432,7 +442,7 @@ THINKING_CASES: dict[str, tuple[list[int], list[int], dict[str, Any], list[int],
         2,
         STOP_TOKEN,
     ),
-    "the injected completes a sequence": (
+    "injected token completes a sequence": (
         [1, 2],
         [],
         {**INJECT, "thinking_budget": 1, "stop_sequences": [[1, 60]]},
@@ -440,7 +450,7 @@ THINKING_CASES: dict[str, tuple[list[int], list[int], dict[str, Any], list[int],
         2,
         STOP_SEQUENCE,
     ),
-    "the replaced completes none": (
+    "replaced token completes no sequence": (
         [1, 2],
         [],
         {**INJECT, "thinking_budget": 1, "stop_sequences": [[1, 2]]},
@@ -448,7 +458,7 @@ THINKING_CASES: dict[str, tuple[list[int], list[int], dict[str, Any], list[int],
         2,
         RUNNING,
     ),
-    "the injected is one too many": (
+    "injected token reaches the maximum length": (
         [1, 2],
         [],
         {**INJECT, "thinking_budget": 1, "max_lens": 5},
@@ -472,8 +482,8 @@ THINKING_CASES: dict[str, tuple[list[int], list[int], dict[str, Any], list[int],
         6,
         LENGTH,
     ),
-    "a reply of none": ([1, END, 2], [], {**INJECT, "reply_budget": 0}, [1, END], 3, LENGTH),
-    "a reply of none, injected": (
+    "reply budget of zero": ([1, END, 2], [], {**INJECT, "reply_budget": 0}, [1, END], 3, LENGTH),
+    "reply budget of zero, injected": (
         [1],
         [60],
         {**INJECT, "thinking_state": 2, "reply_budget": 0},
@@ -481,7 +491,7 @@ THINKING_CASES: dict[str, tuple[list[int], list[int], dict[str, Any], list[int],
         3,
         LENGTH,
     ),
-    "the reply's last is a stop token": (
+    "last token of the reply is a stop token": (
         [END, EOS],
         [],
         {**INJECT, "reply_budget": 1, "stop_token_ids": [EOS]},
@@ -493,16 +503,16 @@ THINKING_CASES: dict[str, tuple[list[int], list[int], dict[str, Any], list[int],
 
 
 @pytest.mark.parametrize("name", THINKING_CASES)
-def test_thinking(device: str, name: str) -> None:
+def test_thinking_rules_apply(device: str, name: str) -> None:
     emitted, output, options, tokens, state, reason = THINKING_CASES[name]
-    after = one(device, emitted, output, **options)
+    after = commit_one(device, emitted, output, **options)
     assert (after["tokens"], after["state"], after["finish"][0]) == (tokens, state, reason)
     injected = [token in (60, 61) for token in tokens]
     assert after["ranks"] == [1 if was else 4 for was in injected]
     assert not any(injected[:-1])
 
 
-def test_a_finished_request_and_none_at_all(device: str) -> None:
+def test_finished_requests_and_idle_slots_are_unchanged(device: str) -> None:
     after = commit(
         device,
         {
@@ -524,7 +534,7 @@ def test_a_finished_request_and_none_at_all(device: str) -> None:
     assert after["num_committed_tokens"].tolist() == [0, 1, 0]
 
 
-# ---- any way to cut a stream up ----
+# ---- any split into steps ----
 
 OFF = st.just(-1)
 RARE = st.integers(-1, 14)  # above 4: never emitted, though it may be injected
@@ -544,7 +554,10 @@ OPTIONS = {
 
 
 def next_token(history: list[int], salt: int) -> int:
-    """A deterministic model of five tokens: what an injected token changes, it changes for good."""
+    """Return the next token of a deterministic model with five tokens.
+
+    An injected token changes all later tokens.
+    """
     value = salt
     for token in history[-6:]:
         value = (value * 31 + token + len(history)) * 0x9E3779B1 % 2**32
@@ -552,10 +565,10 @@ def next_token(history: list[int], salt: int) -> int:
 
 
 def generate(
-    device: str, options: dict[str, Any], prompt: list[int], salt: int, cuts: list[int]
+    device: str, options: dict[str, Any], prompt: list[int], salt: int, step_sizes: list[int]
 ) -> dict[str, Any]:
-    """Steps of `cuts` tokens each, until the request ends or has 16 tokens."""
-    most = max(cuts)
+    """Run steps of `step_sizes` tokens until the request ends or has 16 tokens."""
+    most = max(step_sizes)
     counted = torch.full((1, 16), -1, dtype=torch.int32)
     state = {
         "token_ids": ints([prompt + [POISON] * (20 + most)]),
@@ -580,8 +593,8 @@ def generate(
     while int(state["finish_reasons"]) == 0 and int(state["lens"]) < len(prompt) + 16:
         history = state["token_ids"][0, : int(state["lens"])].tolist()
         emitted: list[int] = []
-        room = len(prompt) + 16 - len(history)
-        for _ in range(min(cuts[step % len(cuts)], room)):
+        left = len(prompt) + 16 - len(history)
+        for _ in range(min(step_sizes[step % len(step_sizes)], left)):
             emitted.append(next_token(history + emitted, salt))
         padded = emitted + [-1] * (most - len(emitted))
         state = commit(device, {"output_token_ids": ints([padded]), **state})
@@ -592,8 +605,8 @@ def generate(
         0, len(prompt) : count
     ].tolist()
     again, counts = torch.full((16,), -1).int(), torch.zeros(16).int()
-    told = state["token_ids"][0, :count].int()
-    sampling.count_tokens(told, len(prompt), counted_token_ids=again, token_counts=counts)
+    tokens = state["token_ids"][0, :count].int()
+    sampling.count_tokens(tokens, len(prompt), counted_token_ids=again, token_counts=counts)
     assert torch.equal(state["counted_token_ids"][0], again)
     assert torch.equal(state["token_counts"][0], counts)
     result = {name: state[name].tolist() for name in ("lens", "finish_reasons", "stop_indices")}
@@ -614,13 +627,13 @@ def generate(
     options=st.fixed_dictionaries(OPTIONS),
     prompt=st.lists(st.integers(0, 4), min_size=1, max_size=4),
     salt=st.integers(0, 2**20),
-    cuts=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    step_sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
 )
-def test_the_cut_into_steps_makes_no_difference(
-    device: str, options: dict[str, Any], prompt: list[int], salt: int, cuts: list[int]
+def test_split_into_steps_does_not_matter(
+    device: str, options: dict[str, Any], prompt: list[int], salt: int, step_sizes: list[int]
 ) -> None:
     plain = generate(device, options, prompt, salt, [1])
-    assert generate(device, options, prompt, salt, cuts) == plain
+    assert generate(device, options, prompt, salt, step_sizes) == plain
 
 
 # ---- the counts ----
@@ -628,12 +641,12 @@ def test_the_cut_into_steps_makes_no_difference(
 
 @pytest.mark.parametrize("k", [0, 3, 140, 300])
 @pytest.mark.parametrize("width", [0, 150])
-def test_counts_of_many_tokens(device: str, isa: str, k: int, width: int) -> None:
-    """Rows longer than a block is wide, and steps of more tokens than it has threads."""
+def test_token_counts_support_many_tokens(device: str, isa: str, k: int, width: int) -> None:
+    """Rows are wider than a thread block, and steps have more tokens than threads."""
     prompts = torch.randint(0, 2**31 - 1, (3, width)).int()
     capacity = width + 2 * k + 2
     emitted = torch.randint(0, 2**31 - 1, (3, k + 1)).int()
-    for b in range(3):  # some of them known already, some twice
+    for b in range(3):  # some tokens are in the prompt, some are emitted twice
         places = torch.rand(k + 1) < 0.4
         if width:
             emitted[b, places] = prompts[b, torch.randint(0, width, (int(places.sum()),))]
@@ -643,11 +656,11 @@ def test_counts_of_many_tokens(device: str, isa: str, k: int, width: int) -> Non
         "counted_token_ids": torch.full((3, capacity), -1, dtype=torch.int32),
         "token_counts": torch.zeros(3, capacity, dtype=torch.int32),
     }
-    want = {name: table.clone() for name, table in tables.items()}
+    expected = {name: table.clone() for name, table in tables.items()}
     for b in range(3):
         sampling.count_tokens(prompts[b].int(), width, **{name: t[b] for name, t in tables.items()})
         whole = torch.cat([prompts[b], emitted[b]]).int()
-        sampling.count_tokens(whole, width, **{name: t[b] for name, t in want.items()})
+        sampling.count_tokens(whole, width, **{name: t[b] for name, t in expected.items()})
     after = commit(
         device,
         {
@@ -658,11 +671,11 @@ def test_counts_of_many_tokens(device: str, isa: str, k: int, width: int) -> Non
             **tables,
         },
     )
-    for name, table in want.items():
+    for name, table in expected.items():
         assert torch.equal(after[name], table), name
 
 
-def test_count_tokens(device: str) -> None:
+def test_count_tokens_counts_and_refuses_small_tables(device: str) -> None:
     ids, counts = ints([9] * 6).to(device), ints([9] * 6).to(device)
     sampling.count_tokens(
         ints([5, 2, 5, 7, 2, 2]).to(device), 3, counted_token_ids=ids, token_counts=counts
@@ -684,7 +697,7 @@ def test_count_tokens(device: str) -> None:
     assert ids.tolist() == [-1] * 6 and not counts.any()
 
 
-def test_count_tokens_refuses_before_writing(device: str) -> None:
+def test_count_tokens_writes_nothing_for_invalid_arguments(device: str) -> None:
     good = {
         "token_ids": ints([5, 2, 5]).to(device),
         "prompt_len": 1,
@@ -717,7 +730,7 @@ def test_count_tokens_refuses_before_writing(device: str) -> None:
 TYPES = (torch.float32, torch.int64, torch.uint8, torch.bool)
 
 
-# ---- wrong data ----
+# ---- invalid data ----
 
 SLOTS = "commit: slots.* must be -1 or .*, got"
 ROOM = "commit: lens.* must .*room.*, got"
@@ -737,7 +750,7 @@ COUNTED = r"commit: counts\.counted_token_ids.* must .*room.*, got"
         ([1, 0], [0, 0, 0], [0, 2, 7], COUNTED),
     ],
 )
-def test_wrong_data(
+def test_invalid_data_is_reported(
     device: str,
     on_cuda: bool,
     slots: list[int],
@@ -749,7 +762,7 @@ def test_wrong_data(
     token_ids = torch.zeros(3, 6, dtype=torch.int32, device=device)
     counts = ints(lens).to(device)
     table = ints([counted, [-1] * 3, [-1] * 3]).to(device)
-    given = {"counted_token_ids": table, "token_counts": torch.zeros_like(table)}
+    count_tables = {"counted_token_ids": table, "token_counts": torch.zeros_like(table)}
     committed = ints([8, 8]).to(device)
     with expect_fault(on_cuda, message):
         by_field(sampling.commit)(
@@ -757,10 +770,10 @@ def test_wrong_data(
             ints(slots).to(device),
             token_ids,
             counts,
-            **given,
+            **count_tables,
             num_committed_tokens=committed,
         )
-    # The one at fault is as it was, and the other is done; on cpu, before anything is written.
+    # The invalid request is unchanged. CUDA commits the other one; the CPU writes nothing.
     assert not token_ids[0].any() or slots[0] == 0
     assert emitted.tolist() == [[1, -1], [2, 3]]
     assert table[0].tolist() == counted or slots[0] == 0
@@ -769,8 +782,8 @@ def test_wrong_data(
         assert not token_ids.any() and counts.tolist() == lens
 
 
-def test_a_slot_named_twice_is_refused() -> None:
-    """On cpu; a GPU trusts its caller, and stays within the row."""
+def test_duplicate_slots_are_refused_on_cpu() -> None:
+    """CUDA does not check this, and stays within the row."""
     wide = torch.zeros(1, 16, dtype=torch.int32)
     lens = ints([6])
     with pytest.raises(ValueError, match=r"commit: slots\[1\] must be of no other request, got 0"):
@@ -778,7 +791,7 @@ def test_a_slot_named_twice_is_refused() -> None:
     assert not wide.any() and lens.tolist() == [6]
 
 
-def test_a_table_without_places_is_a_full_one(device: str, on_cuda: bool) -> None:
+def test_empty_count_table_is_reported_as_full(device: str, on_cuda: bool) -> None:
     table = torch.zeros(1, 0, dtype=torch.int32, device=device)
     tokens, *rest = (ints(rows).to(device) for rows in ([[5]], [0], [[7, 7]], [1]))
     with expect_fault(on_cuda, COUNTED):
@@ -786,14 +799,14 @@ def test_a_table_without_places_is_a_full_one(device: str, on_cuda: bool) -> Non
         sampling.commit(EmittedTokens(tokens), *rest, counts=counts)
 
 
-def test_the_longest_reply_is_counted_no_further() -> None:
+def test_reply_length_does_not_overflow() -> None:
     state = ints([2**31 - 1])
     rest = EmittedTokens(ints([[5]])), ints([0]), ints([[7, 7]]), ints([1])
     sampling.commit(*rest, status=RequestStatus(thinking_state=state))
     assert state.tolist() == [2**31 - 1]
 
 
-def test_what_is_cut_needs_no_room(device: str) -> None:
+def test_tokens_after_the_end_need_no_space(device: str) -> None:
     after = commit(
         device,
         {
@@ -814,7 +827,7 @@ def test_what_is_cut_needs_no_room(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "absent,given,message",
+    "absent,present,message",
     [
         ("counts.token_counts", ["counted_token_ids"], "int32 .*, got None"),
         ("counts.counted_token_ids", ["token_counts"], "int32 .*, got None"),
@@ -827,16 +840,16 @@ def test_what_is_cut_needs_no_room(device: str) -> None:
         ("status.finish_reasons", ["max_lens"], "given with any rule that ends a request"),
     ],
 )
-def test_a_rule_without_what_it_needs(
-    device: str, absent: str, given: list[str], message: str
+def test_rules_require_their_arguments(
+    device: str, absent: str, present: list[str], message: str
 ) -> None:
     arguments = random_batch(2, 2)
-    names = ["output_token_ids", "slots", "token_ids", "lens", *given]
+    names = ["output_token_ids", "slots", "token_ids", "lens", *present]
     with pytest.raises(ValueError, match=f"^commit: {absent} must be {message}"):
         by_field(sampling.commit)(**{name: arguments[name].to(device) for name in names})
 
 
-def test_the_loop_of_the_documentation() -> None:
+def test_documented_loop_runs() -> None:
     text = (Path(__file__).resolve().parent.parent / "docs" / "ops.md").read_text()
     (code,) = [
         block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "commit" in block

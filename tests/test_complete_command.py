@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specops complete`: it shows and writes what the engine gives, and notices a difference."""
+"""`specops complete` prints and writes the engine's output, and reports differences."""
 
 import io
 import json
@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 from specops import sampling
+from specops.api.config import BUNDLED_MODEL
 from specops.cli import complete, main
 from specops.cli.tint import has_colours
 from specops.engine import Engine, EngineConfig, SamplingParams
-from specops.engine.config import BUNDLED_MODEL
 from specops.engine.drafters.mtp import MtpHead
 from specops.engine.steps import runner
 
 pytestmark = pytest.mark.skipif(
-    not (BUNDLED_MODEL / "model.safetensors").is_file(), reason="the bundled model is not there"
+    not (BUNDLED_MODEL / "model.safetensors").is_file(), reason="the bundled model is missing"
 )
 
 PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n"
@@ -34,7 +34,7 @@ def reported(*options: str, file: Path, code: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("method", ["naive", "ngram", "suffix", "mtp"])
-def test_it_is_what_the_engine_gives(
+def test_report_equals_the_engines_output(
     method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = reported("--method", method, "--logprobs", "2", *SEEDED, file=tmp_path / "a.json")
@@ -45,13 +45,13 @@ def test_it_is_what_the_engine_gives(
     assert streamed.out == want.text + "\n"
     assert report["text"] == want.text and report["token_ids"] == want.token_ids
     assert report["prompt_token_ids"] == want.prompt_token_ids and report["seed"] == 5
-    for told, one in zip(report["logprobs"], want.logprobs, strict=True):
-        assert (told["token_id"], told["logprob"], told["rank"]) == (
+    for entry, one in zip(report["logprobs"], want.logprobs, strict=True):
+        assert (entry["token_id"], entry["logprob"], entry["rank"]) == (
             one.token_id,
             one.logprob,
             one.rank,
         )
-        assert told["alternatives"] == [list(other) for other in one.alternatives]
+        assert entry["alternatives"] == [list(other) for other in one.alternatives]
     assert report["finish_reason"] == want.finish_reason
     steps = report["steps"]
     assert [token for step in steps for token in step["token_ids"]] == want.token_ids
@@ -66,7 +66,7 @@ def test_it_is_what_the_engine_gives(
     assert "plain" not in report
 
 
-def test_plain_decoding_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_reports_plain_decoding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = reported("--compare", "--method", "mtp", *SEEDED, file=tmp_path / "a.json")
     error = capsys.readouterr().err
     count = len(report["token_ids"])
@@ -84,7 +84,7 @@ def test_plain_decoding_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert report["plain"]["stats"]["num_draft_tokens"] == 0
 
 
-def test_a_seed_is_told_where_it_matters(capsys: pytest.CaptureFixture[str]) -> None:
+def test_seed_is_printed_for_sampled_texts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, PROMPT, "--compare"]) == 0
     assert "seed" not in capsys.readouterr().err
     assert main([*COMMAND, PROMPT, *SEEDED]) == 0
@@ -92,7 +92,7 @@ def test_a_seed_is_told_where_it_matters(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("method", ["ngram", "mtp"])
-def test_accepted_drafts_have_their_colour_on_a_terminal(
+def test_accepted_drafts_are_colored_on_a_terminal(
     method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("rich")
@@ -109,7 +109,7 @@ def test_accepted_drafts_have_their_colour_on_a_terminal(
     assert 0 < text.count(colour) <= report["stats"]["num_accepted_tokens"]
 
 
-def test_a_stop_string_cuts_a_text_in_colour_too(
+def test_stop_strings_end_colored_texts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("rich")
@@ -127,7 +127,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_colours_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colors_require_a_terminal_that_supports_them(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich")
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
@@ -143,10 +143,10 @@ def test_colours_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatc
     assert not has_colours(Terminal()), "rich is not installed"
 
 
-def test_a_difference_is_told(
+def test_difference_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A verifier that accepts whatever is proposed."""
+    """The planted verifier accepts every draft."""
     monkeypatch.setitem(runner._POLICIES, "normal", int(sampling.AcceptPolicy.ACCEPT_ALL))
     options = ["--compare", "--method", "mtp", *SEEDED]
     report = reported(*options, file=tmp_path / "a.json", code=1)
@@ -161,7 +161,7 @@ def test_a_difference_is_told(
     assert "promises no more" not in error
 
 
-def test_lost_drafts_are_told(
+def test_lost_drafts_are_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(self: MtpHead, *rows: object) -> None:
@@ -174,7 +174,7 @@ def test_lost_drafts_are_told(
     assert "drafts were lost: the drafter of mtp failed" in error
 
 
-def test_a_strategy_that_promises_less_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_inexact_strategy_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     config = '{"method": "mtp", "num_speculative_tokens": 3, "verify_strategy": "rejection"}'
     options = ["--compare", "--temperature", "1", "--speculative-config", config]
     codes = [main([*COMMAND, PROMPT, *options, "--seed", str(seed)]) for seed in range(3)]
@@ -182,7 +182,7 @@ def test_a_strategy_that_promises_less_says_so(capsys: pytest.CaptureFixture[str
     assert "verify_strategy rejection promises no more" in capsys.readouterr().err
 
 
-def test_from_standard_input_to_standard_output(
+def test_prompt_from_stdin_and_json_to_stdout(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main([*COMMAND, PROMPT]) == 0
@@ -209,6 +209,8 @@ def test_from_standard_input_to_standard_output(
         (["--model", "/nowhere", "--json", "/nowhere/a"], "--json must be a file to write, got"),
     ],
 )
-def test_mistakes(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_refused(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*COMMAND, PROMPT, *options]) == 2
     assert message in capsys.readouterr().err

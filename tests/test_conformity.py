@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
-"""Every parameter and route of the official clients: what `docs/conformity.md` says happens."""
+"""Every parameter and route of the official clients behaves as `docs/conformity.md` says."""
 
 import asyncio
 import re
@@ -49,8 +49,8 @@ def test_every_parameter_has_a_row(name: str) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
-def test_what_the_table_says_happens(clients: Clients, row: Row) -> None:
-    assert clients.tell(row)
+def test_row_has_the_stated_result(clients: Clients, row: Row) -> None:
+    assert clients.result_of(row)
 
 
 DROPPABLE = sorted(
@@ -63,42 +63,40 @@ DROPPABLE = sorted(
 
 
 @pytest.mark.parametrize("name,parameter", DROPPABLE)
-def test_an_effect_is_told_from_none(
+def test_ignored_parameter_fails_its_row(
     clients: Clients, name: str, parameter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a server that never gets the parameter, some row of its effects says so."""
+    """If the parameter is not sent, a row about its effect must fail."""
     whole = Method.call
 
     def without(method: Method, both: Clients, *, raw: bool = False) -> Callable[..., Any]:
         call = whole(method, both, raw=raw)
-        return lambda **given: call(**{k: v for k, v in given.items() if k != parameter})
+        return lambda **options: call(**{k: v for k, v in options.items() if k != parameter})
 
     monkeypatch.setattr(Method, "call", without)
-    mine = [row for row in ROWS if (row.method, row.parameter) == (name, parameter)]
+    rows_of_parameter = [row for row in ROWS if (row.method, row.parameter) == (name, parameter)]
     with pytest.raises((AssertionError, AttributeError)):
-        for row in mine:
+        for row in rows_of_parameter:
             if row.outcome == conformity_base.HONOURED:
                 row.see(clients)
 
 
-def test_the_document_is_what_the_calls_say(clients: Clients) -> None:
+def test_document_is_up_to_date(clients: Clients) -> None:
     versions = [anthropic.__version__, openai.__version__]
     if versions != PINNED:
-        pytest.skip(f"the document is of other clients: {PINNED}, these are {versions}")
-    told = conformity.document(clients, ROWS)
-    assert told == (ROOT / "docs" / "conformity.md").read_text(), (
+        pytest.skip(f"the document describes clients {PINNED}; installed are {versions}")
+    page = conformity.document(clients, ROWS)
+    assert page == (ROOT / "docs" / "conformity.md").read_text(), (
         "run python tests/conformity.py > docs/conformity.md"
     )
 
 
 @pytest.mark.parametrize("name", SURFACES)
-def test_calls_of_what_is_not_here_are_errors_that_name_the_route(
-    clients: Clients, name: str
-) -> None:
+def test_unsupported_calls_name_the_route(clients: Clients, name: str) -> None:
     assert surface_refusal(clients.whole, name).status_code in (404, 405)
 
 
-def test_so_are_all_routes_that_the_client_knows(clients: Clients) -> None:
+def test_all_unsupported_routes_are_refused_by_name(clients: Clients) -> None:
     routes = client_routes()
     assert set(routes) > SERVED and len(routes) > 100
     for verb, template in routes:
@@ -106,22 +104,22 @@ def test_so_are_all_routes_that_the_client_knows(clients: Clients) -> None:
             assert refusal_of(clients.whole, verb, template).status_code in (404, 405)
 
 
-def test_a_websocket_is_an_error_that_names_the_route(clients: Clients) -> None:
+def test_websocket_request_names_the_route(clients: Clients) -> None:
     headers = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
     headers["Sec-WebSocket-Key"] = "dGhlIHNhbXBsZSBub25jZQ=="
     with pytest.raises(openai.NotFoundError, match="Not Found: GET /v1/realtime"):
         clients.whole.get("/realtime", cast_to=object, options={"headers": headers})
 
 
-class Weather(BaseModel, extra="forbid"):  # so that so small a model comes to an end
+class Weather(BaseModel, extra="forbid"):  # so that the small model ends its text
     """The weather of a place."""
 
     place: Literal["Bonn", "Rome"]
 
 
 @pytest.mark.parametrize("api", ["chat", "responses", "messages"])
-def test_pydantic_ai_gets_what_a_client_gets(clients: Clients, api: str) -> None:
-    """The one of the libraries over the clients that is light; make test-clients has the others."""
+def test_pydantic_ai_returns_the_same_answers(clients: Clients, api: str) -> None:
+    """`make -C tools test-clients` tests larger libraries that use the official clients."""
     pytest.importorskip("pydantic_ai")
     from pydantic_ai import Agent
     from pydantic_ai.models.anthropic import AnthropicModel
@@ -136,9 +134,9 @@ def test_pydantic_ai_gets_what_a_client_gets(clients: Clients, api: str) -> None
         "responses": lambda: OpenAIResponsesModel(MODEL, provider=provider),
         "messages": lambda: AnthropicModel(MODEL, provider=own),
     }[api]()
-    asked = {"max_tokens": 24, "temperature": 0}
-    told = asyncio.run(Agent(model).run(PROMPT, model_settings=asked)).output
-    assert told == text(clients.method_answers["chat.completions.create"])
+    settings = {"max_tokens": 24, "temperature": 0}
+    answer = asyncio.run(Agent(model).run(PROMPT, model_settings=settings)).output
+    assert answer == text(clients.method_answers["chat.completions.create"])
     typed = Agent(model, output_type=Weather)
-    found = asyncio.run(typed.run("x", model_settings={**asked, "max_tokens": 200})).output
+    found = asyncio.run(typed.run("x", model_settings={**settings, "max_tokens": 200})).output
     assert found.place in ("Bonn", "Rome")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of connections: places, files, and output that clients do not read."""
+"""Limits of connections: their number, open files, and unread output."""
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
 
 import asyncio
@@ -21,13 +21,13 @@ import httpx
 import uvicorn
 from fake_engine import FakeEngine
 from serving import hang_up_on, serving, wait_for
+from specops.api.messages import Output
 from specops.engine import EngineConfig
 from specops.server import connections
 from specops.server.clients import Clients
 from specops.server.connections import bounded_protocol, connections_within_files
 from specops.server.intake import _PIECE_BYTES, Intake, Turns
 from specops.server.unread import Unread, size_of
-from specops.service.messages import Output
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
@@ -68,7 +68,7 @@ class Loop:
         return SimpleNamespace(cancel=lambda: timer in self.timers and self.timers.remove(timer))
 
     def fire(self, seconds: float) -> None:
-        """Fire the timers of a length."""
+        """Fire the timers with this delay."""
         due = [timer for timer in self.timers if timer[0] == seconds]
         assert due
         for timer in due:
@@ -87,7 +87,7 @@ class Server:
         self.state, self.loop = ServerState(), Loop()
 
     def connect(self, host: str, state: str = "silent") -> Any:
-        """Open a connection, whose request is silent, answering, body or unread."""
+        """Open a connection in a state: silent, answering, body or unread."""
         one = self.protocol(self.config, self.state, {}, _loop=self.loop)
         one.connection_made(Transport(host))
         if state != "silent":
@@ -98,30 +98,32 @@ class Server:
 
 
 @pytest.mark.parametrize("state", ["silent", "body", "unread"])
-def test_a_newcomer_displaces_a_connection_that_waits_for_its_client(state: str) -> None:
+def test_new_connections_displace_waiting_ones(state: str) -> None:
     server = Server()
-    crowd = [server.connect("10.0.0.1", state) for _ in range(40)]
-    # Two of 16 places are for addresses that have none.
-    ended = [one.transport.ended for one in crowd]
+    connections_of_one = [server.connect("10.0.0.1", state) for _ in range(40)]
+    # Two of 16 connections are reserved for addresses without one.
+    ended = [one.transport.ended for one in connections_of_one]
     assert ended == ["close"] * 26 + [""] * 14
     others = [server.connect(f"10.0.0.{i}") for i in range(2, 7)]
     assert not any(one.transport.ended for one in others)
-    assert [one.transport.ended for one in crowd[26:]] == ["close"] * 3 + [""] * 11
+    assert [one.transport.ended for one in connections_of_one[26:]] == ["close"] * 3 + [""] * 11
     second = server.connect("10.0.0.2")
-    assert not second.transport.ended and crowd[29].transport.ended
+    assert not second.transport.ended and connections_of_one[29].transport.ended
 
 
-def test_an_address_that_is_answered_everywhere_leaves_places_for_others() -> None:
+def test_busy_address_leaves_connections_for_others() -> None:
     server = Server()
     busy = [server.connect("10.0.0.1", "answering") for _ in range(20)]
     assert [one.transport.ended for one in busy] == [""] * 14 + ["close"] * 6
     first, second = server.connect("10.0.0.2"), server.connect("10.0.0.3")
-    assert server.connect("10.0.0.2").transport.ended, "a place is for an address that has none"
+    assert server.connect("10.0.0.2").transport.ended, (
+        "the reserved connections are for addresses without one"
+    )
     assert not first.transport.ended and not second.transport.ended
-    assert server.connect("10.0.0.4").transport.ended, "all places are taken"
+    assert server.connect("10.0.0.4").transport.ended, "all connections are in use"
 
 
-def test_a_closed_connection_whose_answer_is_unread_takes_a_place() -> None:
+def test_closed_connection_with_unread_output_counts() -> None:
     server = Server()
     for _ in range(14):
         one = server.connect("10.0.0.1")
@@ -132,20 +134,22 @@ def test_a_closed_connection_whose_answer_is_unread_takes_a_place() -> None:
     assert sorted(ended) == ["", "abort", *["close"] * 13]
 
 
-def test_writing_has_a_deadline() -> None:
+def test_writing_has_a_timeout() -> None:
     server = Server()
     one = server.connect("10.0.0.1", "answering")
     one.pause_writing()
     one.resume_writing()
-    assert 60.0 not in [seconds for seconds, _ in server.loop.timers], "it was read"
+    assert 60.0 not in [seconds for seconds, _ in server.loop.timers], (
+        "the client has read the output"
+    )
     one.pause_writing()
     one.transport.unread = 1000
     server.loop.fire(60.0)
     assert one.transport.ended == "abort"
 
 
-def test_the_end_of_an_answer_has_a_deadline_too() -> None:
-    """An answer that fits the write buffer, and that is followed by others or not."""
+def test_end_of_an_answer_has_a_timeout() -> None:
+    """The answer fits the write buffer, and the connection stays open or closes."""
     server = Server()
     one = server.connect("10.0.0.1", "answering")
     one.transport.unread = 1000
@@ -164,7 +168,7 @@ def test_the_end_of_an_answer_has_a_deadline_too() -> None:
     assert closing.transport.ended == "abort"
 
 
-def test_a_shutdown_waits_less_for_readers() -> None:
+def test_shutdown_shortens_the_write_timeout() -> None:
     server = Server()
     one = server.connect("10.0.0.1", "answering")
     one.pause_writing()
@@ -175,9 +179,9 @@ def test_a_shutdown_waits_less_for_readers() -> None:
 
 
 @pytest.mark.parametrize(
-    "soft,hard,wanted,expected",
+    "soft,hard,requested,expected",
     [
-        (1024, 4096, 1024, (1152, 1024)),  # the limit that is set, and connections
+        (1024, 4096, 1024, (1152, 1024)),  # the new limit, and the number of connections
         (1024, 1024, 1024, (1024, 896)),
         (2048, 4096, 1024, (None, 1024)),
         (64, 200, 1024, (200, 100)),
@@ -185,33 +189,33 @@ def test_a_shutdown_waits_less_for_readers() -> None:
         (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 5000, (None, 5000)),
     ],
 )
-def test_the_limit_of_files_allows_the_connections(
+def test_file_limit_is_raised_for_the_connections(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     soft: int,
     hard: int,
-    wanted: int,
+    requested: int,
     expected: tuple[int | None, int],
 ) -> None:
     set_to: list[int] = []
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda kind, both: set_to.append(both[0]))
     files, allowed = expected
-    assert connections_within_files(wanted) == allowed
+    assert connections_within_files(requested) == allowed
     assert set_to == ([] if files is None else [files])
     warnings = [record.getMessage() for record in caplog.records]
-    if allowed < wanted:
+    if allowed < requested:
         (warning,) = warnings
-        assert f"{files} open files" in warning and f"max_connections={wanted}" in warning
+        assert f"{files} open files" in warning and f"max_connections={requested}" in warning
     else:
         assert warnings == []
 
 
-# ---- output that is not read ----
+# ---- unread output ----
 
 
 @pytest.fixture
-def lost(monkeypatch: pytest.MonkeyPatch) -> Iterator["queue.Queue[None]"]:
+def lost_connections(monkeypatch: pytest.MonkeyPatch) -> Iterator["queue.Queue[None]"]:
     """Give the server small send buffers; return a queue with an entry for each lost connection."""
     found: queue.Queue[None] = queue.Queue()
     made, gone = HttpToolsProtocol.connection_made, HttpToolsProtocol.connection_lost
@@ -229,7 +233,7 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> Iterator["queue.Queue[None]"]:
     yield found
 
 
-def test_the_stream_with_most_unread_output_ends() -> None:
+def test_stream_with_the_most_unread_output_ends() -> None:
     ended: list[Any] = []
 
     class Stream:
@@ -254,7 +258,7 @@ def test_the_stream_with_most_unread_output_ends() -> None:
     assert unread.total == unread.of("a") == 0 and not unread._streams and not unread._totals
 
 
-def test_a_long_body_is_sent_in_pieces_and_counted() -> None:
+def test_long_body_is_sent_in_counted_pieces() -> None:
     body = bytes(range(256)) * 1000
     sent: list[Any] = []
     counts: list[int] = []
@@ -279,13 +283,13 @@ def test_a_long_body_is_sent_in_pieces_and_counted() -> None:
     assert b"".join(pieces) == body and max(map(len, pieces)) == _PIECE_BYTES
     assert all(message["more_body"] for message in sent[1:8])
     assert counts[1:5] == [len(body) - i * _PIECE_BYTES for i in range(4)]
-    assert unread.total == 0, "what a failed answer had left is forgotten"
+    assert unread.total == 0, "the rest of a failed answer no longer counts"
 
 
-def test_a_stream_that_is_not_read_ends_and_others_go_on(
-    monkeypatch: pytest.MonkeyPatch, lost: "queue.Queue[None]"
+def test_unread_stream_ends_and_others_continue(
+    monkeypatch: pytest.MonkeyPatch, lost_connections: "queue.Queue[None]"
 ) -> None:
-    """A client whose buffers are small and who never reads: what is kept for it is bounded."""
+    """A client with small buffers never reads, and the output kept for it is bounded."""
     totals: list[int] = []
     add = Unread.add
 
@@ -302,7 +306,7 @@ def test_a_stream_that_is_not_read_ends_and_others_go_on(
         wait_for(lambda: engine.num_running + engine.num_waiting == 3)
         answer = HTTP.post(f"{served.url}/v1/completions", json={"prompt": "a", "max_tokens": 3})
         assert answer.status_code == 200
-        served.wait_until_idle()  # all of them have ended long before their tokens
+        served.wait_until_idle()  # all streams end long before their last token
         largest = size_of(Output(0, 0, [1] * 4, "abca", [*([_logprob()] * 4)]))
         assert most // 2 < max(totals) <= most + largest
         assert "specops:unread_output_bytes" in HTTP.get(f"{served.url}/metrics").text
@@ -314,7 +318,7 @@ def test_a_stream_that_is_not_read_ends_and_others_go_on(
         assert error["code"] == "output_not_read" and str(most) in error["message"]
         for one in streams:
             one.close()
-        assert totals[-1] == 0, "what they had is forgotten"
+        assert totals[-1] == 0, "the output of ended streams no longer counts"
 
 
 def _logprob() -> Any:
@@ -322,15 +326,15 @@ def _logprob() -> Any:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_is_not_read_is_given_up(stream: bool, lost: "queue.Queue[None]") -> None:
-    """After the write timeout the connection ends, and with it a stream's request."""
+def test_unread_answer_is_aborted(stream: bool, lost_connections: "queue.Queue[None]") -> None:
+    """The connection ends after the write timeout, and ends the request of a stream."""
     engine = FakeEngine(EngineConfig(served_model_name="fake", max_model_len=1 << 20, seed=0))
     body = {"prompt": "abc", "max_tokens": 2_000, "logprobs": 20, "stream": stream}
     if stream:
         body["max_tokens"] = 1 << 19
     with serving(engine, write_timeout=0.2) as served:
         with hang_up_on(served, "completions", body, receive_bytes=4096) as connection:
-            lost.get(timeout=60)
+            lost_connections.get(timeout=60)
             served.wait_until_idle()
             received = b""
             while got := connection.recv(1 << 20):

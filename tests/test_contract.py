@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The execution contract: what changes bits changes its digest, and nothing else does."""
+"""The digest of the execution contract changes exactly with options that change bits."""
 
 import json
 import re
@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import specops
-from conftest import every_isa
 from serving import serving
+from shared_fixtures import every_isa
+from specops.api.config import BUNDLED_MODEL
+from specops.api.errors import ModelError
 from specops.cli.serve import main
 from specops.engine import Engine, EngineConfig, SpeculativeConfig
-from specops.engine.config import BUNDLED_MODEL
-from specops.engine.errors import ModelError
 from specops.engine.machine import LEAF_TOKENS
 from specops.engine.models import weight_cache
 from specops.service import contract
@@ -27,7 +27,7 @@ def digest(**config: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def own() -> str:
+def default_digest() -> str:
     return digest()
 
 
@@ -43,12 +43,14 @@ def own() -> str:
     ],
     ids=lambda config: ", ".join(config),
 )
-def test_what_changes_no_bit_is_not_in_it(own: str, config: dict[str, Any]) -> None:
-    assert digest(**config) == own
+def test_options_without_effect_on_bits_keep_the_digest(
+    default_digest: str, config: dict[str, Any]
+) -> None:
+    assert digest(**config) == default_digest
 
 
-def test_what_changes_bits_is_in_it(own: str, tmp_path: Path) -> None:
-    found = [own, digest(dtype="float32"), digest(logprobs_mode="processed_logprobs")]
+def test_options_that_change_bits_change_the_digest(default_digest: str, tmp_path: Path) -> None:
+    found = [default_digest, digest(dtype="float32"), digest(logprobs_mode="processed_logprobs")]
     found.append(digest(json_whitespace="none"))
     found.append(digest(kv_cache_dtype="int8"))
     for name in ("config.json", "model.safetensors"):
@@ -59,32 +61,32 @@ def test_what_changes_bits_is_in_it(own: str, tmp_path: Path) -> None:
             changed = {**json.loads(data), "rms_norm_eps": 2e-6}
             data = bytearray(json.dumps(changed).encode())
         else:
-            data[-1] ^= 1  # of the last weight
+            data[-1] ^= 1  # flips a bit of the last weight
         (copy / name).write_bytes(data)
         found.append(digest(model=str(copy)))
     assert len(set(found)) == len(found)
-    of_isas = {digest() for _ in every_isa()}
-    assert own in of_isas and len(of_isas) == len(specops.supported_isas())
+    isa_digests = {digest() for _ in every_isa()}
+    assert default_digest in isa_digests and len(isa_digests) == len(specops.supported_isas())
 
 
-def test_what_is_remembered_is_not_read_again(
-    own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_cached_digests_are_not_computed_again(
+    default_digest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A start of a large model would take twice as long."""
+    """Computing them again would double the start time of a large model."""
     monkeypatch.setattr(weight_cache, "_SETTLED_SECONDS", -1.0)
     config = {"weight_cache": str(tmp_path)}
-    assert digest(**config) == own
+    assert digest(**config) == default_digest
     read: list[str] = []
     monkeypatch.setattr(contract, "digest_of_bytes", lambda file: read.append(file.name) or "")
-    assert digest(**config) != own and read == ["config.json"]
+    assert digest(**config) != default_digest and read == ["config.json"]
 
 
-def test_random_weights_follow_from_the_configuration(own: str) -> None:
+def test_random_weights_have_a_stable_digest(default_digest: str) -> None:
     made = digest(load_format="dummy")
-    assert made == digest(load_format="dummy") != own
+    assert made == digest(load_format="dummy") != default_digest
 
 
-def test_what_it_says() -> None:
+def test_contract_states_kernels_device_and_model() -> None:
     contract = contract_of(Engine(EngineConfig(device="cpu")))
     facts = specops.runtime.build_facts()
     assert contract["kernels"] == facts and len(facts["source_digest"]) == 16
@@ -102,7 +104,7 @@ def test_what_it_says() -> None:
         (_SAMPLING_LEAF_TOKENS, "cuda", "sampling/row/cuda/row_logits.cuh", "kLeafBytes", 4),
     ],
 )
-def test_leaves_are_those_of_the_kernels(
+def test_leaf_sizes_match_the_kernels(
     sizes: dict[str, int], kind: str, header: str, constant: str, unit: int
 ) -> None:
     text = (Path(__file__).parent.parent / "csrc" / header).read_text()
@@ -110,27 +112,29 @@ def test_leaves_are_those_of_the_kernels(
     assert int(size) == sizes[kind] * unit
 
 
-def test_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, own: str) -> None:
+def test_command_line_reports_the_contract(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, default_digest: str
+) -> None:
     assert main(["contract", "--device", "cpu", "--num-threads", "1"]) == 0
-    assert json.loads(capsys.readouterr().out)["digest"] == own
+    assert json.loads(capsys.readouterr().out)["digest"] == default_digest
     assert main(["contract", "--model", str(tmp_path)]) == 2
     assert "config.json" in capsys.readouterr().err
     file = tmp_path / "found.json"
-    asked = ["verify-exactness", "--device", "cpu", "--prompts", "1", "--max-tokens", "4"]
-    assert main([*asked, "--method", "ngram", "--temperature", "0", "--json", str(file)]) == 0
+    command = ["verify-exactness", "--device", "cpu", "--prompts", "1", "--max-tokens", "4"]
+    assert main([*command, "--method", "ngram", "--temperature", "0", "--json", str(file)]) == 0
     found = json.loads(file.read_text())
-    assert found["contract"]["digest"] == own
+    assert found["contract"]["digest"] == default_digest
     (comparison,) = found["comparisons"]
     assert comparison["method"] == "ngram" and comparison["num_different"] == 0
-    told = capsys.readouterr()
-    assert "tokens/step" in told.out
-    # To a pipe: nothing else is on standard output.
-    assert main([*asked, "--method", "ngram", "--temperature", "0", "--json", "-"]) == 0
+    output = capsys.readouterr()
+    assert "tokens/step" in output.out
+    # With --json -, standard output has only the report.
+    assert main([*command, "--method", "ngram", "--temperature", "0", "--json", "-"]) == 0
     piped = capsys.readouterr()
-    assert json.loads(piped.out) == found and piped.err == told.out
+    assert json.loads(piped.out) == found and piped.err == output.out
 
 
-def test_in_answers() -> None:
+def test_answers_contain_the_digest() -> None:
     with serving(Engine(EngineConfig(device="cpu"))) as served:
         import httpx
 
@@ -142,7 +146,7 @@ def test_in_answers() -> None:
     assert contract == contract_of(served.engine)
 
 
-def test_a_file_that_left_is_told(tmp_path: Path) -> None:
+def test_missing_weights_are_reported(tmp_path: Path) -> None:
     copy = tmp_path / "model"
     shutil.copytree(BUNDLED_MODEL, copy)
     engine = Engine(EngineConfig(device="cpu", model=str(copy)))

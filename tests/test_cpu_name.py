@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kind of CPU that figures and cost tables are kept by."""
+"""Names of CPU models, under which figures and cost tables are stored."""
 
 from pathlib import Path
 
@@ -20,9 +20,9 @@ INTEL = "processor\t: 0\ncpu family\t: 6\nmodel name\t: Intel(R) Xeon(R) Gold 63
         ("flags\t\t:\nmodel name\t: EPYC 9R14\n", "EPYC 9R14"),
     ],
 )
-def test_names_tell_kinds_apart(cpuinfo: str, name: str) -> None:
+def test_cpu_name_identifies_the_model(cpuinfo: str, name: str) -> None:
     assert name_in(cpuinfo) == name
 
 
-def test_this_machine_has_one() -> None:
+def test_this_cpu_has_a_name() -> None:
     assert runtime.get_cpu_name() or not Path("/proc/cpuinfo").exists()

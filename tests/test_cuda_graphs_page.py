@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/cuda_graphs.md: its code prints what it says, launched call by call and replayed."""
+"""The code of docs/cuda_graphs.md prints what its comments say, with and without graphs."""
 
 import contextlib
 import io
@@ -19,8 +19,8 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
 
 
-class NoHost(TorchDispatchMode):
-    """Fails where a capture would: the host may not look at what is on the device."""
+class NoHostReads(TorchDispatchMode):
+    """Failure of every operation that reads device data on the host, as in a capture."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__.partition(".")[0]
@@ -43,17 +43,17 @@ def run(captured: Callable[[Any], Any] | None) -> list[str]:
     return printed.getvalue().splitlines()
 
 
-def test_call_by_call() -> None:
+def test_page_prints_its_comments_without_graphs() -> None:
     assert run(None) == ["True"]
 
 
-def test_replayed(device: str) -> None:
+def test_page_prints_its_comments_with_graphs(device: str) -> None:
     """A replay repeats the calls of the recording, with its tensors and numbers."""
     replays = []
 
     def captured(launch: Callable[[], None]) -> Callable[[], None]:
-        launch()  # with idle slots, as the page has it
-        with NoHost():
+        launch()  # with idle slots, as on the page
+        with NoHostReads():
             replay = FakeGpu().capture(launch)
 
         def counted() -> None:

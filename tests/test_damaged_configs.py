@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damaged configuration files: each is refused by its name, in one sentence, or loads."""
+"""Damaged configuration files load, or are refused in one sentence that names the file."""
 
 import copy
 import dataclasses
@@ -15,9 +15,9 @@ import pytest
 import torch
 from checkpoints import BASE, lasting_directory, write_tokenizer
 from safetensors.torch import save_file
+from specops.api.errors import ModelError
 from specops.checkpoints.directory import open_checkpoint
 from specops.engine import EngineConfig
-from specops.engine.errors import ModelError
 from specops.engine.machine import tokenizer_of
 from specops.engine.models import Transformer, load_model
 from specops.engine.models.dflash import load_dflash
@@ -25,7 +25,7 @@ from specops.engine.models.eagle.first import load_eagle
 from specops.engine.models.eagle.loader import load_eagle3
 from specops.engine.models.residual_heads import load_hydra, load_medusa
 
-# Fields of all families, small; each reads some of them.
+# Small values for the fields of all families; each family reads some of them.
 FIELDS: dict[str, Any] = {
     **BASE,
     "hidden_size": 64,
@@ -137,22 +137,22 @@ ODD: tuple[Any, ...] = (
 )
 
 
-def places_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The paths of all fields of an object, nested ones too."""
+def paths_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Iterate over the paths of all fields of an object, including nested ones."""
     if path:
         yield path
     children = value.items() if isinstance(value, dict) else ()
     if isinstance(value, list):
         children = enumerate(value)
     for key, one in children:
-        yield from places_of(one, (*path, key))
+        yield from paths_of(one, (*path, key))
 
 
 def damaged(config: Any, generator: random.Random) -> bytes:
-    """The file of an object with one to three fields changed or dropped, or its text cut."""
+    """Return a JSON file with one to three changed or missing fields, or a truncated text."""
     config = copy.deepcopy(config)
     for _ in range(generator.choice((1, 1, 1, 2, 3))):
-        places = list(places_of(config))
+        places = list(paths_of(config))
         if not places:
             break
         *above, last = generator.choice(places)
@@ -177,8 +177,8 @@ def damaged(config: Any, generator: random.Random) -> bytes:
 
 
 @lru_cache
-def tiny() -> Path:
-    """A directory of a small Qwen3, with tensors and a tokenizer."""
+def tiny_model() -> Path:
+    """Create a small Qwen3 model with a tokenizer and return its directory."""
     directory = lasting_directory()
     width, heads, inner = BASE["hidden_size"], 64 * BASE["num_attention_heads"], 96
     kv = 64 * BASE["num_key_value_heads"]
@@ -212,7 +212,7 @@ def tiny() -> Path:
 
 @lru_cache
 def target() -> Transformer:
-    """A target with the sizes of the heads."""
+    """Return a target with the sizes of the heads."""
     directory = lasting_directory()
     config = {**BASE, "architectures": ["Qwen3ForCausalLM"], "dtype": "float32"}
     config |= {"num_hidden_layers": eagle_oracle.LAYERS, "vocab_size": eagle_oracle.VOCAB}
@@ -222,63 +222,63 @@ def target() -> Transformer:
     return model
 
 
-def linked(directory: Path, source: Path) -> None:
-    """Puts the files of a directory into another."""
+def link_files(directory: Path, source: Path) -> None:
+    """Link the files of one directory into another."""
     for file in source.iterdir():
         if not (directory / file.name).exists():
             (directory / file.name).symlink_to(file)
 
 
-def of_family(directory: Path, generator: random.Random) -> None:
-    """config.json of any family: all but weights."""
+def load_family_config(directory: Path, generator: random.Random) -> None:
+    """Load a damaged config.json of any family, without weights."""
     architecture = generator.choice(list(FAMILIES))
     config = {"architectures": [architecture], **FAMILIES[architecture]}
     (directory / "config.json").write_bytes(damaged(config, generator))
     with pytest.raises(ModelError) as refusal:
         load_model(directory)
-    if "no model.safetensors" not in str(refusal.value):  # what is not damaged gets that far
+    if "no model.safetensors" not in str(refusal.value):  # the error of an undamaged configuration
         raise refusal.value
 
 
-def of_model(directory: Path, generator: random.Random) -> None:
-    """config.json, quantization_config among its fields, of a model with its weights."""
-    config = json.loads((tiny() / "config.json").read_text())
+def load_model_config(directory: Path, generator: random.Random) -> None:
+    """Load a model with weights and a damaged config.json or quantization config."""
+    config = json.loads((tiny_model() / "config.json").read_text())
     config["quantization_config"] = QUANTIZED
     name = "quantize_config.json" if generator.random() < 0.2 else "config.json"
     config = config if name == "config.json" else QUANTIZED
     (directory / name).write_bytes(damaged(config, generator))
-    linked(directory, tiny())
+    link_files(directory, tiny_model())
     load_model(directory)
 
 
-def of_files(directory: Path, generator: random.Random) -> None:
-    """The index of weights, or ModelOpt's file."""
+def load_weight_files(directory: Path, generator: random.Random) -> None:
+    """Open a checkpoint with a damaged weight index or ModelOpt file."""
     names = ["model.safetensors.index.json", "hf_quant_config.json"]
     which = generator.randrange(2)
     index = {"metadata": {"total_size": 1}, "weight_map": {"a.weight": "model.safetensors"}}
     own = (index, {"producer": {"name": "modelopt"}, "quantization": QUANTIZED})[which]
     (directory / names[which]).write_bytes(damaged(own, generator))
-    linked(directory, tiny())
+    link_files(directory, tiny_model())
     open_checkpoint(directory)
 
 
-def of_tokenizer(directory: Path, generator: random.Random) -> None:
-    """The files beside tokenizer.json, or that itself."""
+def load_tokenizer_files(directory: Path, generator: random.Random) -> None:
+    """Load a tokenizer with a damaged file."""
     tokens = {"eos_token": "<|endoftext|>", "pad_token": {"content": "<|endoftext|>"}}
     files: dict[str, Any] = {
         "tokenizer_config.json": {**tokens, "chat_template": "{{ messages }}", "add_bos_token": 1},
         "special_tokens_map.json": tokens,
         "generation_config.json": {"eos_token_id": [0, 1], "bos_token_id": 0, "temperature": 0.5},
-        "tokenizer.json": json.loads((tiny() / "tokenizer.json").read_text()),
+        "tokenizer.json": json.loads((tiny_model() / "tokenizer.json").read_text()),
     }
     name = generator.choice(list(files))
     (directory / name).write_bytes(damaged(files[name], generator))
-    linked(directory, tiny())
+    link_files(directory, tiny_model())
     tokenizer_of(EngineConfig(model=str(directory)), 160)
 
 
-def of_head(directory: Path, generator: random.Random) -> None:
-    """config.json of a draft head."""
+def load_head_config(directory: Path, generator: random.Random) -> None:
+    """Load a draft head with a damaged config.json."""
     head = eagle_oracle.Head()
     layout = generator.choice(("official", "specforge", "modelopt", "speculators"))
     eagle_oracle.write(directory, head, layout)
@@ -303,13 +303,24 @@ def of_head(directory: Path, generator: random.Random) -> None:
     load(target(), directory, **options)
 
 
-KINDS = (of_family, of_family, of_family, of_model, of_files, of_tokenizer, of_head)
+KINDS = (
+    load_family_config,
+    load_family_config,
+    load_family_config,
+    load_model_config,
+    load_weight_files,
+    load_tokenizer_files,
+    load_head_config,
+)
 
 
-def check(folder: Path, seeds: range) -> None:
+@pytest.mark.parametrize(
+    "seeds", [range(100), pytest.param(range(100, 1000), marks=pytest.mark.slow)], ids=str
+)
+def test_damaged_configurations_are_refused_by_name(tmp_path: Path, seeds: range) -> None:
     refused = 0
     for seed in seeds:
-        directory = folder / str(seed)
+        directory = tmp_path / str(seed)
         directory.mkdir()
         generator = random.Random(seed)
         read = generator.choice(KINDS)
@@ -323,12 +334,3 @@ def check(folder: Path, seeds: range) -> None:
         except BaseException as error:
             raise AssertionError(f"seed {seed}: {read.__name__}: {error!r}") from error
     assert len(seeds) > refused > len(seeds) // 3
-
-
-def test_damaged_configurations_are_refused_by_name(tmp_path: Path) -> None:
-    check(tmp_path, range(100))
-
-
-@pytest.mark.slow
-def test_more_damaged_configurations_are_refused_by_name(tmp_path: Path) -> None:
-    check(tmp_path, range(100, 1000))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
-"""Several engines behind one door: the answers of one, and what happens when one of them dies."""
+"""Several engines behind one frontend answer like one engine, even when an engine is killed."""
 
 import asyncio
 import contextlib
@@ -22,13 +22,13 @@ from fake_engine import FakeEngine
 from msgspec import structs
 from server_pairs import ServerProcess, bodies, choices_of, options, servers, wait_until_idle
 from serving import Served, wait_for
+from specops.api.messages import Abort, Batch, Command, End, Failed, Output, Submit
+from specops.api.outputs import EngineStats, SpeculativeStats
 from specops.cli.roles import setups
 from specops.cli.serve import _parser, _read
 from specops.engine import SamplingParams
-from specops.engine.outputs import EngineStats, SpeculativeStats
 from specops.service.client import EngineClient
 from specops.service.data_parallel import DataParallelClient, Prefixes
-from specops.service.messages import Abort, Batch, Command, End, Failed, Output, Submit
 from specops.service.snapshot import capabilities_of, status_of
 from specops.service.wire import Peer
 
@@ -39,41 +39,41 @@ def server(mtp_model: Path) -> Iterator[ServerProcess]:
         yield started
 
 
-def statuses_and_choices(url: str, asked: list[dict[str, Any]], at_once: int = 8) -> list[Any]:
+def statuses_and_choices(url: str, requests: list[dict[str, Any]], at_once: int = 8) -> list[Any]:
     def one(body: dict[str, Any]) -> Any:
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
         return answer.status_code, answer.json().get("choices")
 
     with ThreadPoolExecutor(at_once) as pool:
-        return list(pool.map(one, asked))
+        return list(pool.map(one, requests))
 
 
 @pytest.mark.fast("20")
 @pytest.mark.parametrize("count", [20, 500])
 @pytest.mark.ci
 def test_answers_do_not_depend_on_the_engine(
-    server: ServerProcess, together: Served, count: int
+    server: ServerProcess, reference_server: Served, count: int
 ) -> None:
-    """Both engines work, and a prompt that comes again goes where its pages are."""
-    asked = bodies(count, seed=count + 4)
-    expected = [(200, choices) for choices in choices_of(together, asked)]
+    """Both engines work, and a repeated prompt goes to the engine with its pages."""
+    requests = bodies(count, seed=count + 4)
+    expected = [(200, choices) for choices in choices_of(reference_server, requests)]
     assert len(server.engines) == 2
-    assert statuses_and_choices(server.url, asked) == expected
+    assert statuses_and_choices(server.url, requests) == expected
     hits = server.gauge("prefix_cache_hits_total")
-    # One after the other: no engine is then too busy for a prompt whose pages it has.
-    assert statuses_and_choices(server.url, asked[-20:], at_once=1) == expected[-20:]
-    pages = sum((len(body["prompt"]) - 2) // 16 for body in asked[-20:])
+    # One request at a time, so that no engine is too busy for a prompt whose pages it has.
+    assert statuses_and_choices(server.url, requests[-20:], at_once=1) == expected[-20:]
+    pages = sum((len(body["prompt"]) - 2) // 16 for body in requests[-20:])
     assert server.gauge("prefix_cache_hits_total") - hits >= 16 * pages * 0.8
     wait_until_idle(server)
 
 
 @pytest.mark.ci
-def test_an_engine_that_dies_ends_its_own_requests_alone(
-    server: ServerProcess, together: Served
+def test_killed_engine_ends_only_its_own_requests(
+    server: ServerProcess, reference_server: Served
 ) -> None:
-    """Each engine has a stream of hundreds of steps when one of them dies."""
-    asked = [{**body, "max_tokens": 40, "ignore_eos": True} for body in bodies(40, seed=8)]
-    right = [(200, choices) for choices in choices_of(together, asked)]
+    """Each engine runs a long stream when one engine is killed."""
+    requests = [{**body, "max_tokens": 40, "ignore_eos": True} for body in bodies(40, seed=8)]
+    expected = [(200, choices) for choices in choices_of(reference_server, requests)]
     victim = server.engines[1]
     long = {"n": 64, "max_tokens": 200, "ignore_eos": True, "stream": True}
     long["speculative_config"] = {"method": "naive"}
@@ -96,16 +96,16 @@ def test_an_engine_that_dies_ends_its_own_requests_alone(
     last = [json.loads(events[-1]) for events in rest]
     (finished,) = [one for one in last if "error" not in one]
     assert finished["choices"][0]["finish_reason"] == "length"
-    assert statuses_and_choices(server.url, asked) == right
+    assert statuses_and_choices(server.url, requests) == expected
     wait_for(lambda: len(server.engines) == 2 and victim not in server.engines, 240)
-    assert statuses_and_choices(server.url, asked) == right
+    assert statuses_and_choices(server.url, requests) == expected
 
 
-# ---- where jobs go ----
+# ---- routing ----
 
 
 class FakeClient(EngineClient):
-    """An engine that does nothing, and notes what it is sent."""
+    """Client of an engine that does nothing, and a record of the commands sent."""
 
     def __init__(self) -> None:
         engine: Any = FakeEngine()
@@ -123,8 +123,8 @@ class FakeClient(EngineClient):
         return [one.job for one in self.sent if isinstance(one, Submit)]
 
 
-class Door:
-    """Two such engines behind one door."""
+class Frontend:
+    """Two fake clients behind one data-parallel client."""
 
     def __init__(self) -> None:
         self.engines = FakeClient(), FakeClient()
@@ -142,70 +142,70 @@ class Door:
         one._take(Batch(0.0, "ok", one.status, None, {}, [output]))
 
 
-def test_prompts_meet_where_their_beginning_is_until_others_are_idle() -> None:
-    door, prompt = Door(), list(range(16))
-    for job in range(3):  # four pages known at the first engine weigh more than two choices
-        door.submit(job, prompt)
-    assert [one.jobs for one in door.engines] == [[0, 1, 2], []]
-    door.submit(3, [9] * 16)
-    door.submit(4, prompt, n=3)
-    door.submit(5, prompt)
-    assert [one.jobs for one in door.engines] == [[0, 1, 2, 4], [3, 5]]
+def test_prompts_go_to_the_engine_with_their_prefix_unless_it_is_busy() -> None:
+    frontend, prompt = Frontend(), list(range(16))
+    for job in range(3):  # four cached pages outweigh two running choices
+        frontend.submit(job, prompt)
+    assert [one.jobs for one in frontend.engines] == [[0, 1, 2], []]
+    frontend.submit(3, [9] * 16)
+    frontend.submit(4, prompt, n=3)
+    frontend.submit(5, prompt)
+    assert [one.jobs for one in frontend.engines] == [[0, 1, 2, 4], [3, 5]]
     for job in (0, 1, 2):
-        door.end(job, 0)
+        frontend.end(job, 0)
     for index in range(3):
-        door.end(4, 0, index)
-    door.submit(6, [*prompt[:8], 1, 1])
-    assert door.engines[0].jobs == [0, 1, 2, 4, 6]
+        frontend.end(4, 0, index)
+    frontend.submit(6, [*prompt[:8], 1, 1])
+    assert frontend.engines[0].jobs == [0, 1, 2, 4, 6]
 
 
-def test_seeds_are_drawn_at_the_door() -> None:
-    """As one engine with that seed draws them, in the order of jobs."""
+def test_seeds_are_drawn_by_the_frontend() -> None:
+    """One engine with that seed draws the same seeds, in the order of jobs."""
     import random
 
-    door, drawn = Door(), random.Random(3)
+    frontend, drawn = Frontend(), random.Random(3)
     for job in range(4):
-        door.submit(job, [job])
-    seeds = {one.job: one.params.seed for engine in door.engines for one in engine.sent}  # type: ignore[union-attr]
+        frontend.submit(job, [job])
+    seeds = {one.job: one.params.seed for engine in frontend.engines for one in engine.sent}  # type: ignore[union-attr]
     assert [seeds[job] for job in range(4)] == [drawn.getrandbits(53) for _ in range(4)]
 
 
-def test_an_engine_that_is_away_or_full_gets_nothing() -> None:
-    door = Door()
-    door.engines[0].health = "restarting"
-    door.submit(0, [1])
-    door.submit(1, [1])
-    door.engines[0].health, door.engines[1].full = "ok", {"": "no room"}
-    door.submit(2, [1])
-    assert [one.jobs for one in door.engines] == [[2], [0, 1]]
-    assert door.client.health == "ok" and door.client.full == {}
-    door.engines[0].health = door.engines[1].health = "failed"
-    assert door.client.health == "failed"
+def test_restarting_or_full_engine_gets_no_requests() -> None:
+    frontend = Frontend()
+    frontend.engines[0].health = "restarting"
+    frontend.submit(0, [1])
+    frontend.submit(1, [1])
+    frontend.engines[0].health, frontend.engines[1].full = "ok", {"": "queue full"}
+    frontend.submit(2, [1])
+    assert [one.jobs for one in frontend.engines] == [[2], [0, 1]]
+    assert frontend.client.health == "ok" and frontend.client.full == {}
+    frontend.engines[0].health = frontend.engines[1].health = "failed"
+    assert frontend.client.health == "failed"
 
 
-def test_a_death_ends_the_jobs_of_that_engine_and_counters_go_on() -> None:
-    door = Door()
-    door.submit(0, [1])
-    door.submit(1, [2])
-    one, other = door.engines
+def test_lost_engine_ends_its_jobs_and_keeps_its_counters() -> None:
+    frontend = Frontend()
+    frontend.submit(0, [1])
+    frontend.submit(1, [2])
+    one, other = frontend.engines
     stats = EngineStats(num_steps=4, speculative=SpeculativeStats(num_drafts_per_length=[0, 2]))
     stats.drafter_failures = {"mtp": 1}
     one._take(Batch(0.0, "ok", structs.replace(one.status, stats=stats), None, {}, []))
     other._take(Batch(0.0, "ok", structs.replace(other.status, stats=stats), None, {}, []))
     one._lost("it is gone")
-    assert [batch.events for batch in door.batches if batch.events] == [
+    assert [batch.events for batch in frontend.batches if batch.events] == [
         [Failed(0, "it is gone", True)]
     ]
-    assert door.batches[-1].dropped == {"error": 1}
-    counted = door.client.status.stats
+    assert frontend.batches[-1].dropped == {"error": 1}
+    counted = frontend.client.status.stats
     assert counted.num_steps == 8 and counted.speculative.num_drafts_per_length == [0, 4]
     assert counted.drafter_failures == {"mtp": 2}
-    door.client.abort(0)
-    door.client.abort(1)
+    frontend.client.abort(0)
+    frontend.client.abort(1)
     assert Abort(1) in other.sent and Abort(0) not in one.sent
 
 
-def test_only_the_latest_prefixes_are_remembered() -> None:
+def test_least_recent_prefixes_are_forgotten() -> None:
     prefixes = Prefixes(page_size=2, most=3)
     first, second = prefixes.pages([1, 2, 3, 4, 5]), prefixes.pages([1, 2, 9, 9])
     assert len(first) == 2 and first[0] == second[0] and first[1] != second[1]
@@ -218,7 +218,7 @@ def test_only_the_latest_prefixes_are_remembered() -> None:
     assert prefixes.num_known(second, 1) == 0 and prefixes.num_known(second, 0) == 1
 
 
-def test_a_prefix_of_another_salt_is_another_one() -> None:
+def test_prefixes_with_different_salts_differ() -> None:
     prefixes = Prefixes(page_size=2, most=10)
     salts = (None, "a", "b")
     names = [tuple(prefixes.pages([1, 2, 3, 4], salt)) for salt in salts]
@@ -230,38 +230,40 @@ def test_a_prefix_of_another_salt_is_another_one() -> None:
 # ---- processes ----
 
 
-def made(*given: str) -> list[Any]:
-    args = _read(_parser(), ["--device", "cpu", "--num-threads", "1", *given])
+def make_setups(*arguments: str) -> list[Any]:
+    args = _read(_parser(), ["--device", "cpu", "--num-threads", "1", *arguments])
     return setups(args, {"device": "cpu", "num_threads": 1})
 
 
-def test_each_engine_has_its_ports() -> None:
-    given = ("--data-parallel-size", "2", "--tensor-parallel-size", "2", "--role", "prefill")
-    one, other = made(*given, "--kv-port", "6000")
+def test_each_engine_has_its_own_ports() -> None:
+    options = ("--data-parallel-size", "2", "--tensor-parallel-size", "2", "--role", "prefill")
+    one, other = make_setups(*options, "--kv-port", "6000")
     assert [one.role.port, other.role.port] == [6000, 6002]
     assert [one.data_parallel_rank, other.data_parallel_rank] == [0, 1]
     pytest.importorskip("zmq")
-    told = ("--kv-events-endpoint", "tcp://*:5557", "--kv-events-replay", "tcp://*:6557")
-    one, other = (setup.kv_events for setup in made("--data-parallel-size", "2", *told))
+    event_options = ("--kv-events-endpoint", "tcp://*:5557", "--kv-events-replay", "tcp://*:6557")
+    one, other = (
+        setup.kv_events for setup in make_setups("--data-parallel-size", "2", *event_options)
+    )
     assert [one.endpoint, other.endpoint] == ["tcp://*:5557", "tcp://*:5558"]
     assert [one.replay, other.replay] == ["tcp://*:6557", "tcp://*:6558"]
 
 
-def test_peers_have_ports_unless_servers_tell_them() -> None:
-    given = ("--kv-peers", "node1:7-9, [::1]:5", "--kv-peers", "10.0.0.1:80")
+def test_peers_need_ports_unless_a_scheduler_is_used() -> None:
+    options = ("--kv-peers", "node1:7-9, [::1]:5", "--kv-peers", "10.0.0.1:80")
     named = [Peer("node1", 7, 9), Peer("::1", 5, 5), Peer("10.0.0.1", 80, 80)]
     queue = ("--scheduler-name", "splitwise")
     for more in ((), queue):
-        assert made("--role", "decode", *given, *more)[0].role.peers == named
-    (bare,) = made("--role", "decode", "--kv-peers", "node1,::1", *queue)
+        assert make_setups("--role", "decode", *options, *more)[0].role.peers == named
+    (bare,) = make_setups("--role", "decode", "--kv-peers", "node1,::1", *queue)
     assert bare.role.peers == [Peer("node1", 1, 65535), Peer("::1", 1, 65535)]
-    (mine,) = made("--role", "decode", *queue)
+    (mine,) = make_setups("--role", "decode", *queue)
     assert {one.host for one in mine.role.peers} == {"127.0.0.1", "localhost", "::1"}
-    assert made("--role", "mixed")[0].role.peers == []
+    assert make_setups("--role", "mixed")[0].role.peers == []
 
 
 @pytest.mark.parametrize(
-    "given,message",
+    "options,message",
     [
         (["--data-parallel-size", "0"], "data_parallel_size must be at least 1, got 0"),
         (["--data-parallel-size", "2", "--in-process"], "in processes of their own"),
@@ -280,6 +282,6 @@ def test_peers_have_ports_unless_servers_tell_them() -> None:
         (["--kv-events-topic", "a"], "kv_events_topic needs kv_events_endpoint"),
     ],
 )
-def test_what_does_not_go_together_is_refused(given: list[str], message: str) -> None:
+def test_incompatible_options_are_refused(options: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        made(*given)
+        make_setups(*options)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dense family against its reference, and row identity."""
+"""Ops of the dense family match the reference, and their rows are batch-invariant."""
 
 from collections.abc import Callable, Iterator
 
 import pytest
 import specops
 import torch
-from conftest import assert_close, expect_fault
+from shared_fixtures import assert_close, expect_fault
 from specops import dense, reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -15,7 +15,7 @@ GATED = {
     "gelu_tanh": dense.gelu_tanh_mul,
     "swiglu_oai": dense.swiglu_oai_mul,
 }
-COUNTERS = 128  # at the head of linear's workspace
+COUNTERS = 128  # first elements of linear's workspace
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -23,7 +23,7 @@ COUNTERS = 128  # at the head of linear's workspace
 @pytest.mark.no_bf16
 @pytest.mark.parametrize("activation", GATED)
 @pytest.mark.pairwise
-def test_gated_mul(
+def test_gated_mul_matches_the_reference(
     device: str, isa: str, dtype: torch.dtype, rows: int, width: int, activation: str
 ) -> None:
     gate_up = (4 * torch.randn(rows, 2 * width)).to(dtype).to(device)
@@ -35,8 +35,8 @@ def test_gated_mul(
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.no_bf16
-def test_gated_mul_of_any_gate(device: str, isa: str, activation: str) -> None:
-    """Gates whose square or exponential overflows, and those that are no numbers."""
+def test_gated_mul_supports_extreme_gates(device: str, isa: str, activation: str) -> None:
+    """The square or exponential of a gate may overflow, and a gate may be NaN."""
     gate = torch.tensor([1e30, -1e30, 3e19, -3e19, 90.0, -90.0, 1e-30, -1e-30, 0.0, torch.nan])
     out = GATED[activation](torch.cat([gate, torch.ones(10)])[None].to(device)).cpu()[0]
     assert torch.equal(out[[0, 2, 4]], gate[[0, 2, 4]])
@@ -45,10 +45,10 @@ def test_gated_mul_of_any_gate(device: str, isa: str, activation: str) -> None:
 
 
 @pytest.mark.no_bf16
-def test_swiglu_oai_of_any_gate_and_up(device: str, isa: str) -> None:
-    """Both are clamped, but a gate has no least; NaN stays."""
-    wild = [7.0, 8.0, 1e30, torch.inf, -torch.inf, torch.nan]
-    gate, up = torch.tensor(wild + [1.0] * 6), torch.tensor([1.0] * 6 + wild)
+def test_swiglu_oai_clamps_gate_and_up(device: str, isa: str) -> None:
+    """A gate has no lower bound, and NaN stays NaN."""
+    extremes = [7.0, 8.0, 1e30, torch.inf, -torch.inf, torch.nan]
+    gate, up = torch.tensor(extremes + [1.0] * 6), torch.tensor([1.0] * 6 + extremes)
     out = dense.swiglu_oai_mul(torch.cat([gate, up])[None].to(device)).cpu()[0]
     most = 7 * torch.sigmoid(torch.tensor(1.702 * 7)) * 2
     assert torch.equal(out[:4], out[:1].expand(4)) and abs(out[0] - most) < 1e-5
@@ -61,7 +61,7 @@ def test_swiglu_oai_of_any_gate_and_up(device: str, isa: str) -> None:
 @pytest.mark.parametrize("rows,heads,dim", [(0, 2, 64), (1, 1, 16), (5, 3, 77), (1500, 1, 128)])
 @pytest.mark.parametrize("activation,has_norm", [("sigmoid", False), ("silu", True)])
 @pytest.mark.pairwise
-def test_output_gate(
+def test_output_gate_matches_the_reference(
     device: str,
     isa: str,
     dtype: torch.dtype,
@@ -88,7 +88,7 @@ def test_output_gate(
 @pytest.mark.no_bf16
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_output_gate_rows_keep_their_bits(device: str, isa: str, dtype: torch.dtype) -> None:
-    """Alone, among others with poison between them, in place, and as a norm and a gate."""
+    """Rows run alone, strided with poison between them, in place, and as separate ops."""
     wide = torch.full((2, 9, 100), torch.nan, dtype=dtype)
     wide[:, :, 2:98] = torch.randn(2, 9, 96).to(dtype)
     x, gate = wide.to(device)[:, :, 2:98].unflatten(2, (3, 32))
@@ -109,7 +109,7 @@ def test_output_gate_rows_keep_their_bits(device: str, isa: str, dtype: torch.dt
 
 @pytest.mark.parametrize("activation", GATED)
 @pytest.mark.no_bf16
-def test_gated_mul_strided_rows(device: str, isa: str, activation: str) -> None:
+def test_gated_mul_supports_strided_rows(device: str, isa: str, activation: str) -> None:
     op = GATED[activation]
     wide = torch.randn(6, 300, device=device)
     for view in (wide[:, 10:266], wide[:, 4:260], wide[:, 7:171]):
@@ -117,7 +117,7 @@ def test_gated_mul_strided_rows(device: str, isa: str, activation: str) -> None:
 
 
 @pytest.mark.parametrize("activation", GATED)
-def test_gated_mul_of_wide_rows(device: str, activation: str) -> None:
+def test_gated_mul_supports_wide_rows(device: str, activation: str) -> None:
     op = GATED[activation]
     gate_up = torch.randn(2, 2 * 5000).to(device)
     whole = op(gate_up)
@@ -146,7 +146,7 @@ def make_linear(
 
 @pytest.fixture
 def linear_dtype(request: pytest.FixtureRequest, on_cuda: bool) -> torch.dtype:
-    """The dtype of a case; the kernels of the cpu have no float16."""
+    """Return the dtype of a case, and skip float16 on the CPU."""
     dtype: torch.dtype = request.node.callspec.params["dtype"]
     if dtype == torch.float16 and not on_cuda:
         pytest.skip("float16 weights are for CUDA")
@@ -169,7 +169,7 @@ def linear_dtype(request: pytest.FixtureRequest, on_cuda: bool) -> torch.dtype:
     ],
 )
 @pytest.mark.pairwise("cpu-*-dtype3-*")
-def test_linear(
+def test_linear_matches_the_reference(
     device: str,
     isa: str,
     linear_dtype: torch.dtype,
@@ -195,8 +195,8 @@ def test_linear(
 
 
 @pytest.mark.parametrize("dtype", LINEAR_DTYPES[:2])
-def test_the_comparison_catches_faults(dtype: tuple[torch.dtype, torch.dtype | None]) -> None:
-    """What `assert_close` allows for rounding is far from what a planted fault makes."""
+def test_comparison_detects_planted_faults(dtype: tuple[torch.dtype, torch.dtype | None]) -> None:
+    """The error that `assert_close` allows is far smaller than that of a planted fault."""
     x, weight, bias = make_linear("cpu", 40, 256, 96, dtype[0])
     assert_close(reference.linear, reference.linear(x, weight, bias), x, weight, bias)
     faulty = {
@@ -223,7 +223,7 @@ def test_the_comparison_catches_faults(dtype: tuple[torch.dtype, torch.dtype | N
             )
 
 
-def test_linear_wide_output(device: str) -> None:
+def test_linear_supports_wide_outputs(device: str) -> None:
     x, weight, _ = make_linear(device, 2, 64, 151936, torch.bfloat16)
     out = dense.linear(x, dense.pack_weight(weight), out_dtype=torch.float32)
 
@@ -246,7 +246,7 @@ def test_linear_rows_keep_their_bits(
     num_inputs: int,
     num_outputs: int,
 ) -> None:
-    """A row alone, in every batch size, from strided rows, on 1 to 3 threads: the same bits."""
+    """Rows run alone, in any batch size, strided, and on 1 to 3 threads."""
     many = 20 if on_cuda else 512
     batches = [1, 2, 5, 8, 9, 17] if on_cuda else [*range(1, 71), 512]
     if on_cuda:
@@ -271,14 +271,14 @@ def test_linear_rows_keep_their_bits(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("num_inputs", [650, 1200, pytest.param(2112, marks=pytest.mark.slow)])
 @pytest.mark.fast("fma-*", "hopper-*-1200-dtype0")
-def test_linear_schedules_keep_their_bits(
+def test_linear_split_sums_keep_their_bits(
     device: str,
     accumulation: str,
     linear_dtype: torch.dtype,
     dtype: torch.dtype,
     num_inputs: int,
 ) -> None:
-    """Sums of 2 to 4 leaves: rows alone, streamed, tiled, with and without a workspace."""
+    """Sums have 2 to 4 leaves; rows run alone, streamed and tiled, with and without workspace."""
     x, weight, bias = make_linear(device, 130, num_inputs, 72, dtype)
     packed = dense.pack_weight(weight)
     whole = dense.linear(x, packed, bias)
@@ -298,7 +298,7 @@ def test_linear_schedules_keep_their_bits(
 def test_linear_large_tiles_keep_their_bits(
     device: str, accumulation: str, num_outputs: int, num_inputs: int, out_dtype: torch.dtype
 ) -> None:
-    """Tiles of 256 outputs, which CUDA takes where they fill the device, and its smaller ones."""
+    """CUDA uses tiles of 256 outputs only if they fill the device."""
     x, weight, bias = make_linear(device, 140, num_inputs, num_outputs, torch.bfloat16)
     packed = dense.pack_weight(weight)
     workspace = torch.empty(3, device=device)  # too short to split anything
@@ -312,20 +312,20 @@ def test_linear_large_tiles_keep_their_bits(
 
 @pytest.fixture
 def force_linear(device: str) -> Iterator[Callable[[str | None], None]]:
-    """Chooses the kernel of `linear`, for one test."""
+    """Return a function that selects the kernel of `linear` for one test."""
     yield dense.set_linear_kernel
     dense.set_linear_kernel(None)
 
 
 def has_large_blocks(device: str) -> bool:
-    """Whether a block may have the shared memory of the largest tiles."""
+    """Return whether a block can have enough shared memory for the largest tiles."""
     if device != "cuda":
         return True
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 224 << 10
 
 
-# Leaves of one stage and of many, the last ones short; tiles of all sizes cut by the last row, the
-# last output and the last input.
+# Leaves of one stage and of many stages, and partial tiles of all sizes at the last row, output and
+# input.
 @pytest.mark.parametrize(
     "rows,num_inputs,num_outputs,dtype",
     [
@@ -346,7 +346,7 @@ def test_linear_kernels_keep_their_bits(
     num_outputs: int,
     dtype: torch.dtype,
 ) -> None:
-    """Whichever kernel multiplies, with a workspace and without: the same bits."""
+    """Every kernel has the same bits, with and without a workspace."""
     if dtype == torch.float16 and not on_cuda:
         pytest.skip("float16 weights are for CUDA")
     x, weight, bias = make_linear(device, rows, num_inputs, num_outputs, dtype)
@@ -366,15 +366,13 @@ def test_linear_kernels_keep_their_bits(
         assert not workspace[:COUNTERS].any()
 
 
-def test_linear_reports_a_workspace_that_does_not_begin_with_zeros(
-    device: str, on_cuda: bool
-) -> None:
+def test_linear_reports_a_workspace_without_leading_zeros(device: str, on_cuda: bool) -> None:
     x, weight, _ = make_linear(device, 64, 1100, 40, torch.bfloat16)
     packed = dense.pack_weight(weight)
     workspace = torch.zeros(max(dense.linear_workspace_size(64, packed), 1), device=device)
     whole = dense.linear(x, packed, workspace=workspace)
     workspace[:COUNTERS] = 1.0
-    if not on_cuda:  # nothing is counted there
+    if not on_cuda:  # a CPU uses no counters
         assert torch.equal(dense.linear(x, packed, workspace=workspace), whole)
         return
     with expect_fault(on_cuda, "linear: workspace must begin with 128 zeros"):
@@ -382,10 +380,10 @@ def test_linear_reports_a_workspace_that_does_not_begin_with_zeros(
 
 
 @pytest.mark.slow
-def test_linear_tiles_beyond_the_counters(
+def test_linear_supports_more_tiles_than_counters(
     device: str, force_linear: Callable[[str | None], None]
 ) -> None:
-    """130 tiles of 64 rows, where there are counters for the 65 of 128 rows."""
+    """There are 130 tiles of 64 rows, and counters for 65 tiles of 128 rows."""
     x, weight, _ = make_linear(device, 64 * 130, 576, 8, torch.bfloat16)
     packed = dense.pack_weight(weight)
     workspace = torch.zeros(dense.linear_workspace_size(x.shape[0], packed), device=device)
@@ -395,7 +393,7 @@ def test_linear_tiles_beyond_the_counters(
     assert not workspace[:COUNTERS].any()
 
 
-def test_linear_kernels_refuse(
+def test_linear_kernels_refuse_unsupported_arguments(
     device: str, on_cuda: bool, force_linear: Callable[[str | None], None]
 ) -> None:
     x, weight, _ = make_linear(device, 17, 32, 8, torch.bfloat16)
@@ -420,12 +418,12 @@ def test_linear_kernels_refuse(
         if name != "tile_256x128" or has_large_blocks(device):
             assert torch.equal(dense.linear(x[:8], packed), whole[:8])
     force_linear("stream_16x8")
-    floats = dense.pack_weight(weight.float())  # have one kernel
+    floats = dense.pack_weight(weight.float())  # float32 has one kernel
     assert dense.linear(x.float(), floats).shape == (17, 8)
 
 
 def test_linear_wide_layers_keep_their_bits(device: str) -> None:
-    """Nine rows and more of a wide layer take another schedule on CUDA than of a narrow one."""
+    """With nine or more rows, CUDA uses another schedule for wide layers."""
     x, weight, bias = make_linear(device, 12, 96, 16400, torch.bfloat16)
     packed = dense.pack_weight(weight)
     whole = dense.linear(x, packed, bias)
@@ -433,8 +431,8 @@ def test_linear_wide_layers_keep_their_bits(device: str) -> None:
     assert torch.equal(dense.linear(x[4:], packed, bias), whole[4:])
 
 
-def test_linear_workspace_size(device: str, on_cuda: bool) -> None:
-    """It never shrinks with rows, so that one for the largest step serves every step."""
+def test_linear_workspace_size_grows_with_rows(device: str, on_cuda: bool) -> None:
+    """A workspace for the largest step must suffice for every step."""
     packed = dense.pack_weight(torch.randn(72, 1200).bfloat16().to(device))
     sizes = [dense.linear_workspace_size(n, packed) for n in (0, 1, 16, 17, 64, 1000, 10**6, 10**7)]
     assert sizes == sorted(sizes)
@@ -448,7 +446,7 @@ def test_linear_workspace_size(device: str, on_cuda: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_outputs,rows", [(8100, 17), (40, 1200), (4200, 70), (700, 640)])
 def test_linear_splits_keep_their_bits(device: str, num_outputs: int, rows: int) -> None:
-    """Four leaves in four blocks or in one: the same bits."""
+    """The four leaves of a sum run in four blocks or in one."""
     x, weight, bias = make_linear(device, rows, 2048, num_outputs, torch.bfloat16)
     packed = dense.pack_weight(weight)
     whole = dense.linear(x, packed, bias)
@@ -468,7 +466,7 @@ def test_linear_columns_keep_their_bits(
     out_dtype: torch.dtype | None,
     num_inputs: int,
 ) -> None:
-    """An output element depends on its own weight row only, wherever the block cuts fall."""
+    """An output element depends on its own weight row only."""
     x, weight, _ = make_linear(device, 11, num_inputs, 400, dtype)
     whole = dense.linear(x, dense.pack_weight(weight), out_dtype=out_dtype)
     for first, count in [(0, 1), (5, 33), (16, 160), (399, 1), (1, 399)]:
@@ -479,8 +477,9 @@ def test_linear_columns_keep_their_bits(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [9, 20])
-def test_linear_touches_only_its_own(device: str, isa: str, dtype: torch.dtype, rows: int) -> None:
-    """Neither what lies past a row of x nor what lies past out is read or written."""
+def test_linear_reads_and_writes_only_its_arguments(
+    device: str, isa: str, dtype: torch.dtype, rows: int
+) -> None:
     x, weight, bias = make_linear(device, rows, 33, 21, dtype)
     wide = torch.full((rows, 40), float("nan"), dtype=dtype, device=device)
     wide[:, :33] = x
@@ -496,8 +495,7 @@ def test_linear_touches_only_its_own(device: str, isa: str, dtype: torch.dtype, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [3, 20])
-def test_linear_of_any_alignment(device: str, dtype: torch.dtype, rows: int) -> None:
-    """Where x, weight, bias and out begin changes nothing."""
+def test_linear_does_not_depend_on_alignment(device: str, dtype: torch.dtype, rows: int) -> None:
     x, weight, bias = make_linear(device, rows, 72, 48, dtype)
     expected = dense.linear(x, dense.pack_weight(weight), bias)
     for shift in (1, 2, 4, 8):
@@ -512,7 +510,7 @@ def test_linear_of_any_alignment(device: str, dtype: torch.dtype, rows: int) -> 
         assert torch.equal(out, expected)
 
 
-def test_linear_refuses(device: str, on_cuda: bool) -> None:
+def test_linear_refuses_invalid_arguments(device: str, on_cuda: bool) -> None:
     x, weight, bias = make_linear(device, 2, 8, 4, torch.bfloat16)
     packed = dense.pack_weight(weight)
     dtypes = "bfloat16|float16|float32" if on_cuda else "bfloat16|float32"
@@ -542,8 +540,8 @@ def test_linear_refuses(device: str, on_cuda: bool) -> None:
             call()
 
 
-def test_linear_refuses_views_off_16_bytes(device: str, on_cuda: bool) -> None:
-    """CUDA kernels move weights and partial sums in vectors; elsewhere any view will do."""
+def test_linear_refuses_unaligned_memory_on_cuda(device: str, on_cuda: bool) -> None:
+    """CUDA kernels load weights and partial sums as vectors; CPU kernels support any view."""
     x, weight, bias = make_linear(device, 80, 1100, 64, torch.bfloat16)
     packed = dense.pack_weight(weight)
     expected = dense.linear(x, packed, bias)
@@ -565,13 +563,13 @@ def test_linear_refuses_views_off_16_bytes(device: str, on_cuda: bool) -> None:
             assert torch.equal(call(), expected)
 
 
-# linear, of gates and ups: the bits of `linear`, then of the activation's op
+# linear with fused gate and up projections
 
 
-def gated_apart(
+def linear_then_gate(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
 ) -> torch.Tensor:
-    """What a weight packed with an activation must give, in two calls."""
+    """Return the expected result of a fused activation, computed by two calls."""
     return GATED[activation](dense.linear(x, dense.pack_weight(weight), bias))
 
 
@@ -582,7 +580,7 @@ def gated_apart(
     [(0, 8, 8), (1, 0, 5), (1, 1, 1), (3, 7, 17), (5, 256, 192), (13, 129, 125), (300, 64, 22)],
 )
 @pytest.mark.pairwise("cpu-*-dtype2")
-def test_linear_gate_up(
+def test_linear_gate_up_equals_linear_and_gate(
     device: str,
     isa: str,
     linear_dtype: torch.dtype,
@@ -599,7 +597,7 @@ def test_linear_gate_up(
         out = slack[: rows * width].view(rows, width)
         packed = dense.pack_weight(weight, activation=activation)
         assert dense.linear(x, packed, bias, out=out) is out
-        assert torch.equal(out, gated_apart(x, weight, bias, activation))
+        assert torch.equal(out, linear_then_gate(x, weight, bias, activation))
         assert torch.equal(dense.linear(x, packed, bias), out)
         assert (slack[rows * width :] == 7.0).all()
         if rows:
@@ -610,8 +608,8 @@ def test_linear_gate_up(
                 bias: torch.Tensor,
                 activation: str = activation,
             ) -> torch.Tensor:
-                given = bias if use_bias else None
-                return reference.linear(x, weight, given, activation=activation)
+                optional_bias = bias if use_bias else None
+                return reference.linear(x, weight, optional_bias, activation=activation)
 
             assert_close(op, out, x, weight, all_bias)
 
@@ -630,12 +628,12 @@ def test_linear_gate_up_rows_keep_their_bits(
     width: int,
     activation: str,
 ) -> None:
-    """Alone and in batches, from strided rows, on 1 to 3 threads: gates meet their own ups."""
+    """Rows run alone, in batches, strided, and on 1 to 3 threads."""
     many = 18 if on_cuda else 130
     width = min(width, 60) if on_cuda else width
     x, weight, bias = make_linear(device, many, num_inputs, 2 * width, dtype)
     packed = dense.pack_weight(weight, activation=activation)
-    whole = gated_apart(x, weight, bias, activation)
+    whole = linear_then_gate(x, weight, bias, activation)
     wide = torch.full((many, num_inputs + 3), float("nan"), dtype=dtype, device=device)
     wide[:, 1:-2] = x
     for num_threads in (1, 2, 3):
@@ -670,12 +668,12 @@ def test_linear_gate_up_kernels_keep_their_bits(
     dtype: torch.dtype,
     activation: str,
 ) -> None:
-    """Whichever kernel multiplies, with a workspace and without."""
+    """Every kernel has the same bits, with and without a workspace."""
     if dtype == torch.float16 and not on_cuda:
         pytest.skip("float16 weights are for CUDA")
     x, weight, bias = make_linear(device, rows, num_inputs, 2 * width, dtype)
     packed = dense.pack_weight(weight, activation=activation)
-    whole = gated_apart(x, weight, bias, activation)
+    whole = linear_then_gate(x, weight, bias, activation)
     workspace = torch.zeros(dense.linear_workspace_size(rows, packed), device=device)
     short = torch.zeros(3, device=device)
     for name in dense.linear_kernels(rows):
@@ -690,11 +688,12 @@ def test_linear_gate_up_kernels_keep_their_bits(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [3, 20])
-def test_linear_gate_up_of_any_alignment(device: str, dtype: torch.dtype, rows: int) -> None:
-    """Where out begins changes nothing."""
+def test_linear_gate_up_does_not_depend_on_alignment(
+    device: str, dtype: torch.dtype, rows: int
+) -> None:
     x, weight, bias = make_linear(device, rows, 72, 48, dtype)
     packed = dense.pack_weight(weight, activation="gelu_tanh")
-    expected = gated_apart(x, weight, bias, "gelu_tanh")
+    expected = linear_then_gate(x, weight, bias, "gelu_tanh")
     for shift in (1, 2, 4, 8):
         memory = torch.full((rows * 24 + shift,), float("nan"), dtype=dtype, device=device)
         out = memory[shift:].view(rows, 24)
@@ -702,7 +701,7 @@ def test_linear_gate_up_of_any_alignment(device: str, dtype: torch.dtype, rows: 
         assert torch.equal(out, expected)
 
 
-def test_linear_gate_up_refuses(device: str) -> None:
+def test_linear_gate_up_refuses_invalid_arguments(device: str) -> None:
     x, weight, bias = make_linear(device, 2, 8, 6, torch.bfloat16)
     packed = dense.pack_weight(weight, activation="silu")
     names = "'silu', 'gelu_tanh', 'swiglu_oai' or None"
@@ -740,7 +739,7 @@ def test_linear_gate_up_refuses(device: str) -> None:
 )
 @pytest.mark.no_bf16
 @pytest.mark.pairwise
-def test_rms_norm(
+def test_rms_norm_matches_the_reference(
     device: str, isa: str, dtype: torch.dtype, use_residual: bool, rows: int, width: int
 ) -> None:
     x = torch.randn(rows, width).to(dtype).to(device)
@@ -758,8 +757,8 @@ def test_rms_norm(
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.no_bf16
-def test_rms_norm_rounds_as_its_reference(device: str, isa: str, dtype: torch.dtype) -> None:
-    """Rounded twice, at the same places: all but a few elements are equal to the bit."""
+def test_rms_norm_rounds_like_the_reference(device: str, isa: str, dtype: torch.dtype) -> None:
+    """Both round twice at the same places, so at most 1 % of the elements differ."""
     x, residual = torch.randn(2, 40, 512).to(dtype).to(device)
     weight = torch.randn(512).to(dtype).to(device)
     expected, _ = reference.rms_norm(x, weight, 1e-5, residual)
@@ -796,7 +795,7 @@ def test_rms_norm_rows_keep_their_bits(
     assert torch.equal(dense.rms_norm(in_place, weight, 1e-6, out=in_place), expected)
 
 
-def test_rms_norm_refuses(device: str) -> None:
+def test_rms_norm_refuses_invalid_arguments(device: str) -> None:
     x, weight = torch.randn(2, 8, device=device), torch.ones(8, device=device)
     for call, words in [
         (lambda: dense.rms_norm(x, weight[:7], 1e-6), "rms_norm: weight must be"),
@@ -818,7 +817,9 @@ def test_rms_norm_refuses(device: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows,width", [(0, 8), (1, 3), (1500, 65), (3, 5000), (7, 66)])
 @pytest.mark.no_bf16
-def test_embedding(device: str, isa: str, dtype: torch.dtype, rows: int, width: int) -> None:
+def test_embedding_matches_the_reference(
+    device: str, isa: str, dtype: torch.dtype, rows: int, width: int
+) -> None:
     weight = torch.randn(50, width).to(dtype).to(device)
     token_ids = torch.randint(50, (rows,), dtype=torch.int32).to(device)
     out = dense.embedding(token_ids, weight)
@@ -827,7 +828,7 @@ def test_embedding(device: str, isa: str, dtype: torch.dtype, rows: int, width: 
 
 @pytest.mark.parametrize("bad", [-1, 50])
 def test_embedding_refuses_unknown_ids(device: str, on_cuda: bool, bad: int) -> None:
-    """cpu: nothing is written. CUDA: the row is zero, the others are right."""
+    """The CPU writes nothing; CUDA writes zeros for the invalid row and the right rows else."""
     weight = torch.randn(50, 4, device=device)
     token_ids = torch.tensor([0, 1, bad], dtype=torch.int32, device=device)
     out = torch.full((3, 4), 7.0, device=device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every op is tested on every device, and wrong data on a device is told once."""
+"""Every op is tested on every device, and invalid data on a device is reported once."""
 
 import re
 from collections import defaultdict
@@ -52,13 +52,13 @@ OWN_TESTS = {
 
 
 def file_of(op: str) -> str:
-    """The file in which an op is tested."""
+    """Return the file that tests an op."""
     (file,) = [OWN_TESTS.get(op, file) for module, file in TESTS_OF.items() if hasattr(module, op)]
     return file
 
 
 def lacking() -> list[str]:
-    """What `test_every_op_is_tested_on_every_device` would say, for the controller of workers."""
+    """Return the failures of `test_every_op_is_tested_on_every_device` for a controller."""
     return [
         f"{file_of(op)} does not call {op} on {', '.join(missing(op, file_of(op)))}"
         for op in sorted(TENSOR_OPS)
@@ -69,16 +69,16 @@ def lacking() -> list[str]:
 @pytest.mark.at_the_end
 @pytest.mark.parametrize("op", sorted(TENSOR_OPS))
 def test_every_op_is_tested_on_every_device(op: str) -> None:
-    """By what the tests of its file have called in this very run."""
+    """The calls of this run's tests are checked."""
     if exercised.in_worker:
-        pytest.skip("the controller looks at what all workers called")
+        pytest.skip("the controller checks the calls of all workers")
     file = file_of(op)
     if file not in whole_files:
-        pytest.skip("the file of the op does not run whole in this session")
+        pytest.skip("this session runs only a part of the op's file")
     assert missing(op, file) == [], f"{file} does not call {op} there"
 
 
-def test_workers_tell_what_they_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_report_their_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exercised, "DEVICES", ("cpu", "simt"))
     monkeypatch.setattr(exercised, "calls", {("test_x.py", "cpu"): {"works"}})
     monkeypatch.setattr(exercised, "whole_files", {"test_x.py"})
@@ -92,7 +92,7 @@ def test_workers_tell_what_they_called(monkeypatch: pytest.MonkeyPatch) -> None:
     assert missing("another", "test_x.py") == ["cpu", "simt"]
 
 
-def test_an_op_without_a_test_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_untested_op_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     class Module:
         def works(self) -> None: ...
         def raises(self) -> None:
@@ -110,8 +110,8 @@ def test_an_op_without_a_test_would_be_noticed(monkeypatch: pytest.MonkeyPatch) 
     assert missing("works", "test_x.py") == ["cuda"]
 
 
-def test_take_error(device: str, on_cuda: bool) -> None:
-    """The first fault stays until it is taken, and is taken in the order of the stream."""
+def test_take_error_returns_the_first_fault_once(device: str, on_cuda: bool) -> None:
+    """The fault stays until a call takes it, in stream order."""
     code = ints(7).to(device)
     assert runtime.take_error(code) is code and code.item() == 0
     if not on_cuda:
@@ -131,37 +131,25 @@ def test_take_error(device: str, on_cuda: bool) -> None:
 
 
 def test_every_error_code_has_a_sentence() -> None:
-    header = (CSRC / "common" / "error_flag.h").read_text()
-    families = dict(re.findall(r"constexpr int32_t (k\w+Codes) = (\d+);", header))
-    enums = {
-        name: {
-            key: int(families.get(family, 0)) + int(rule)
-            for key, family, rule in re.findall(r"(k\w+) = (?:(k\w+) \+ )?(\d+)", body)
-        }
-        for name, body in re.findall(r"enum class (\w+) : int32_t \{(.*?)\};", header, re.DOTALL)
-    }
-    codes, ops, rules = (enums[name] for name in ("ErrorCode", "SamplingOp", "SamplingRule"))
-    assert len({int(first) for first in families.values()}) == len(families) == 7
-    assert all(int(first) % 1000 == 0 for first in families.values())
-    sampling_codes = [code for code in codes.values() if code // 1000 == ops["kSample"] // 1000]
-    assert max(sampling_codes) < min(ops.values()) and max(rules.values()) < 100
-    assert len(rules) == len(set(rules.values())) > 5
-    for rule in rules.values():  # verify has them all
-        sentence = _C.error_sentence(ops["kVerify"] + rule)
-        found = re.match(r"verify: (\w+)[\w.]* must .*, got \S", sentence)
-        assert found is not None and found[1] in TENSOR_OPS["verify"]
-        for op, name in ((ops["kSample"], "sample"), (ops["kTopLogprobs"], "top_logprobs")):
-            assert _C.error_sentence(op + rule) == sentence.replace("verify", name, 1)
-    assert _C.error_sentence(99) is None and _C.error_sentence(ops["kSample"]) is None
-    assert _C.error_sentence(ops["kTopLogprobs"] + 100 + rules["kTopP"]) is None
-    assert codes.pop("kNone") == 0 and len(codes) == len(set(codes.values())) > 5
-    assert _C.error_sentence(0) is None
-    for name, code in codes.items():
+    """A duplicate code within a family is an error of the compiler; here, one in all of csrc."""
+    names: dict[int, str] = {}
+    for path in CSRC.rglob("*.h"):
+        for code, name in re.findall(r"^SPECOPS_FAULT\((\d+),\s+(k\w+)\)", path.read_text(), re.M):
+            assert names.setdefault(int(code), name) == name
+    assert len(names) == len(set(names.values())) > 5
+    header = (CSRC / "sampling" / "row" / "value_rule.h").read_text()
+    (body,) = re.findall(r"enum class SamplingOp : int32_t \{(.*?)\};", header)
+    ops = {op: int(first) for op, first in re.findall(r"k(\w+) = (\d+)", body)}
+    shared = {code for code in names if code < 1000}
+    assert len(ops) == 3 and len(shared) > 5
+    known = names.keys() - shared | {first + code for first in ops.values() for code in shared}
+    assert {code for code in range(10_000) if _C.error_sentence(code) is not None} == known
+    for code in known:
         sentence = _C.error_sentence(code)
-        assert sentence is not None, name
         assert not set("{#}") & set(sentence), sentence  # places of limits, which a code lacks
-        # an argument may be followed by its field, or by others
-        found = re.match(r"(\w+): (\w+)[\w., ]* must .*, got \S", sentence)
+        # an argument may be followed by its field
+        found = re.match(r"(\w+): (\w+)[\w.]* must .*, got \S", sentence)
         assert found is not None, sentence
         op, argument = found.groups()
-        assert op in TENSOR_OPS and argument in TENSOR_OPS[op], sentence
+        owner = "verify" if op in ("sample", "top_logprobs") else op  # verify has all they share
+        assert op in TENSOR_OPS and argument in TENSOR_OPS[owner], sentence

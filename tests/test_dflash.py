@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DFlash and DSpark heads: drafts against a slow reference, and the bits of plain decoding."""
+"""DFlash and DSpark heads match a slow reference, and outputs equal plain decoding."""
 
 import json
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ import pytest
 import torch
 from checkpoints import make_checkpoint, write_tokenizer
 from safetensors.torch import load_file, save_file
+from specops.api.errors import ModelError
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.errors import ModelError
 from test_draft_model import reported
 from test_lossless import bits, params
 from torch import Tensor
@@ -31,25 +31,25 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 _OF = ("attention", "mlp")  # convolutions of DFlash2
-_WINDOW = ("no window", "other rows")  # mistakes with it
+_WINDOW = ("no window", "other rows")  # planted mistakes with windows
 
 
 @dataclass
 class Block:
-    """A head as it is published, and what it computes.
+    """A head in a published layout, and a reference of its drafts.
 
     Attributes:
-        left: the target's layers whose states it reads, by the states that leave them.
-        num_layers: of the head.
+        left: target layers whose output states the head reads.
+        num_layers: layers of the head.
         num_rows: `block_size`.
-        samples_anchor: the newest token's row drafts, too.
-        draft_vocab: rows of an LM head of its own; None: the target's.
-        rank: of the Markov head; 0: none.
+        samples_anchor: whether the newest token's row drafts, too.
+        draft_vocab: rows of the head's own LM head; None to use the target's.
+        rank: rank of the Markov head; 0 for none.
         layout: "authors", "nested" (DSpark in dflash_config) or "speculators".
         second: fields of DFlash2.
-        window: of the layers that slide, which are all but the last.
-        is_causal: whether rows of these do not see those behind them.
-        mask: a file says what masks embed.
+        window: sliding window of all layers but the last.
+        is_causal: whether a row of a sliding layer sees no later rows.
+        mask: whether a file has the embedding of mask tokens.
     """
 
     left: tuple[int, ...] = (0, 1, 3)
@@ -164,14 +164,14 @@ class Block:
     def drafts(
         self, base: Any, text: Sequence[int], count: int, shift: int = 0, mistake: str = ""
     ) -> list[int]:
-        """The likeliest drafts behind a text, in float64.
+        """Return the most likely drafts after a text, computed in float64.
 
         Args:
             base: the target in transformers, in float64.
             text: token ids.
-            count: of drafts.
-            shift: of the layers that are read, to see that it matters.
-            mistake: with a part of DFlash2, likewise.
+            count: number of drafts.
+            shift: offset of the layers' indices, to show that the right layers are read.
+            mistake: planted mistake, to show that every part matters.
         """
         with torch.no_grad():
             found = base(torch.tensor([list(text)]), output_hidden_states=True).hidden_states
@@ -209,8 +209,8 @@ class Block:
             before = [text[-1], *drafted][-1]
             scores = logits[row]
             if self.rank:
-                given = tensors["markov_head.markov_w1.weight"][before]
-                scores = scores + tensors["markov_head.markov_w2.weight"] @ given
+                before_state = tensors["markov_head.markov_w1.weight"][before]
+                scores = scores + tensors["markov_head.markov_w2.weight"] @ before_state
             if self.second is not None and mistake != "no selector":
                 scores = self._of_candidates(tensors, scores, x[row], before)
             best = int(scores.argmax())
@@ -218,7 +218,7 @@ class Block:
         return drafted
 
     def _mask(self, num_before: int, slides: bool, mistake: str) -> Tensor:
-        """Which positions rows see, [rows, positions]."""
+        """Return the attention mask, [rows, positions]."""
         rows = torch.arange(num_before, num_before + self.num_rows)[:, None]
         columns = torch.arange(num_before + self.num_rows)
         seen = torch.ones(self.num_rows, len(columns), dtype=torch.bool)
@@ -232,7 +232,7 @@ class Block:
     def _mixed(
         self, own: dict[str, Tensor], kind: str, x: Tensor, deltas: Tensor | None, mistake: str
     ) -> tuple[Tensor, Tensor]:
-        """Rows behind a convolution, and the weights that it makes of rows that go in."""
+        """Return the output of a convolution, and its weights, which depend on its input."""
         if self.second is None:
             return x, x
         taps, group = self.second["conv_kernel_size"], self.second["conv_group_size"]
@@ -256,19 +256,19 @@ class Block:
     ) -> Tensor:
         assert self.second is not None
         book, cap = "candidate_selector.", self.second.get("final_logit_softcapping")
-        kept = scores.topk(self.second["selector_top_k"]).indices
-        values = scores[kept] * self.second.get("output_multiplier", 1.0)
+        candidates = scores.topk(self.second["selector_top_k"]).indices
+        values = scores[candidates] * self.second.get("output_multiplier", 1.0)
         if cap:
             values = cap * (values / cap).tanh()
         pair = tensors[f"{book}hidden_projection.weight"] @ state
         pair = pair * tensors[f"{book}predecessor_codebook"][before]
-        values = values + tensors[f"{book}successor_codebook"][kept] @ pair
-        return torch.full_like(scores, -torch.inf).scatter(0, kept, values)
+        values = values + tensors[f"{book}successor_codebook"][candidates] @ pair
+        return torch.full_like(scores, -torch.inf).scatter(0, candidates, values)
 
 
 def _attention(own: dict[str, Tensor], x: Tensor, context: Tensor, seen: Tensor) -> Tensor:
-    def heads(given: Tensor, name: str) -> Tensor:
-        made = (given @ own[f"self_attn.{name}_proj.weight"].T).view(len(given), -1, DIM)
+    def heads(rows: Tensor, name: str) -> Tensor:
+        made = (rows @ own[f"self_attn.{name}_proj.weight"].T).view(len(rows), -1, DIM)
         if name == "v":
             return made.transpose(0, 1)
         return _norm(made, own[f"self_attn.{name}_norm.weight"]).transpose(0, 1)
@@ -333,20 +333,20 @@ def make(target: tuple[Path, Any], folder: Path | None, **config: Any) -> Engine
         name: config.pop(name) for name in list(config) if name in EngineConfig.__annotations__
     }
     own = {"method": "dflash", "num_speculative_tokens": 3, "model": str(folder), **config}
-    speculative = SpeculativeConfig(**own) if folder is not None else SpeculativeConfig()
+    speculative = SpeculativeConfig.from_dict(own) if folder is not None else SpeculativeConfig()
     return Engine(
         EngineConfig(device="cpu", model=str(target[0]), speculative_config=speculative, **limits)
     )
 
 
-def told(count: int, temperature: float = 0.0) -> list[SamplingParams]:
+def reporting_params(count: int, temperature: float = 0.0) -> list[SamplingParams]:
     return [
         replace(params(i, temperature), max_tokens=12, report_drafts=True, logprobs=None)
         for i in range(count)
     ]
 
 
-def test_a_scaled_embedding_is_not_a_head_s(tmp_path: Path) -> None:
+def test_scaled_embedding_of_the_target_is_refused(tmp_path: Path) -> None:
     target, head = tmp_path / "target", tmp_path / "head"
     for one in (target, head):
         one.mkdir()
@@ -358,13 +358,13 @@ def test_a_scaled_embedding_is_not_a_head_s(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_drafts_are_the_reference_s(target: tuple[Path, Any], tmp_path: Path, kind: str) -> None:
-    """As many as a block has, in a batch and in chunks; other layers would give others."""
+def test_drafts_match_the_reference(target: tuple[Path, Any], tmp_path: Path, kind: str) -> None:
+    """Other layers of the target would give other drafts."""
     head = KINDS[kind]
     head.write(tmp_path)
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 200}
     engine = make(target, tmp_path, num_speculative_tokens=head.num_drafts, **limits)
-    each = [replace(one, max_tokens=20) for one in told(3)]
+    each = [replace(one, max_tokens=20) for one in reporting_params(3)]
     found = reported(engine, TEXTS[:3], each)
     full = shifted = 0
     for text, drafts in [one for of_request in found for one in of_request[:5]]:
@@ -377,49 +377,44 @@ def test_drafts_are_the_reference_s(target: tuple[Path, Any], tmp_path: Path, ki
     assert not engine._drafting.num_failures
 
 
-@pytest.mark.parametrize("mistake", ["no convolution", "sides", "no selector"])
-def test_the_parts_of_dflash2_matter(
-    target: tuple[Path, Any], tmp_path: Path, mistake: str
-) -> None:
-    """Without one of them, or with its halves swapped, drafts are others."""
-    head = KINDS["dflash2"]
-    head.write(tmp_path)
-    found = reported(make(target, tmp_path, max_num_seqs=4), TEXTS[:3], told(3))
-    pairs = [one for of_request in found for one in of_request if one[1]]
-    others = [head.drafts(target[1], text, len(drafts), 0, mistake) for text, drafts in pairs]
-    assert sum(list(drafts) != other for (_, drafts), other in zip(pairs, others, strict=True)) > 3
-
-
 @pytest.mark.parametrize(
     "kind,mistake",
     [
+        *[("dflash2", mistake) for mistake in ("no convolution", "sides", "no selector")],
         *[(kind, mistake) for kind in ("windows", "windows of speculators") for mistake in _WINDOW],
         ("mask", "no mask"),
     ],
 )
-def test_windows_and_masks_matter(
+def test_mistakes_in_the_reference_change_drafts(
     target: tuple[Path, Any], tmp_path: Path, kind: str, mistake: str
 ) -> None:
-    """Windows of a block that all rows see, and of one that is causal; what masks embed."""
     head = KINDS[kind]
     head.write(tmp_path)
-    found = reported(make(target, tmp_path, max_num_seqs=4), TEXTS[:3], told(3))
-    pairs = [one for of_request in found for one in of_request if one[1]]
-    others = [head.drafts(target[1], text, len(drafts), 0, mistake) for text, drafts in pairs]
-    assert sum(list(drafts) != other for (_, drafts), other in zip(pairs, others, strict=True)) > 3
+    found = reported(make(target, tmp_path, max_num_seqs=4), TEXTS[:3], reporting_params(3))
+    texts_and_drafts = [one for of_request in found for one in of_request if one[1]]
+    others = [
+        head.drafts(target[1], text, len(drafts), 0, mistake) for text, drafts in texts_and_drafts
+    ]
+    assert (
+        sum(
+            list(drafts) != other
+            for (_, drafts), other in zip(texts_and_drafts, others, strict=True)
+        )
+        > 3
+    )
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("field", ["causal", "sliding_window_non_causal"])
-def test_a_file_says_what_rows_of_a_window_see(
+def test_causal_field_of_the_file_is_respected(
     target: tuple[Path, Any], tmp_path: Path, field: str, is_causal: bool
 ) -> None:
     head = Block(window=9, is_causal=is_causal)
     head.write(tmp_path, **{field: is_causal == (field == "causal")})
-    found = reported(make(target, tmp_path, max_num_seqs=4), TEXTS[:3], told(3))
-    pairs = [one for of_request in found for one in of_request if one[1]]
-    assert len(pairs) > 10
-    for text, drafts in pairs:
+    found = reported(make(target, tmp_path, max_num_seqs=4), TEXTS[:3], reporting_params(3))
+    texts_and_drafts = [one for of_request in found for one in of_request if one[1]]
+    assert len(texts_and_drafts) > 10
+    for text, drafts in texts_and_drafts:
         assert list(drafts) == head.drafts(target[1], text, len(drafts))
 
 
@@ -437,7 +432,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.fast(
     "dflash-tree", "windows-hybrid", "dspark-preempted", "dspark-int8", "dflash2-preempted"
 )
-def test_every_bit_is_plain_decoding_s(
+def test_outputs_equal_plain_decoding(
     target: tuple[Path, Any], tmp_path: Path, kind: str, case: str
 ) -> None:
     head = KINDS[kind]
@@ -456,14 +451,12 @@ def test_every_bit_is_plain_decoding_s(
     assert (engine.stats.num_preemptions > 0) == ("num_pages" in CASES[case])
 
 
-def test_blocks_are_whole_where_the_request_ends_with_a_page(
-    target: tuple[Path, Any], tmp_path: Path
-) -> None:
-    """Rows of a block see each other, so a shorter block would draft otherwise."""
+def test_blocks_are_complete_at_the_end_of_a_page(target: tuple[Path, Any], tmp_path: Path) -> None:
+    """The rows of a block see each other, so a shorter block would draft other tokens."""
     block = KINDS["dflash"]
     block.write(tmp_path)
     engine = make(target, tmp_path, num_speculative_tokens=4, page_size=16)
-    (one,) = told(1)
+    (one,) = reporting_params(1)
     (found,) = reported(engine, [TEXTS[0][:10]], [replace(one, max_tokens=6)])
     assert len(found) > 3 and engine.num_free_pages == engine.num_pages
     for text, drafts in found:
@@ -471,12 +464,12 @@ def test_blocks_are_whole_where_the_request_ends_with_a_page(
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2", "windows"])
-def test_drafts_are_the_same_in_any_batch(
+def test_drafts_do_not_depend_on_the_batch(
     target: tuple[Path, Any], tmp_path: Path, kind: str
 ) -> None:
-    """Alone, in chunks and behind cached pages; seeded."""
+    """Seeded requests run in other orders, in chunks and after cached pages."""
     KINDS[kind].write(tmp_path)
-    each = told(6, 0.9)
+    each = reporting_params(6, 0.9)
     engine = make(target, tmp_path, max_num_seqs=6)
     drafts = reported(engine, TEXTS, each)
     assert reported(engine, TEXTS[::-1], each[::-1])[::-1] == drafts
@@ -486,7 +479,7 @@ def test_drafts_are_the_same_in_any_batch(
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "scaled dflash2"])
-def test_drawn_drafts_are_the_same_in_any_batch(
+def test_sampled_drafts_do_not_depend_on_the_batch(
     target: tuple[Path, Any], tmp_path: Path, kind: str
 ) -> None:
     KINDS[kind].write(tmp_path)
@@ -529,7 +522,7 @@ def test_drawn_drafts_are_the_same_in_any_batch(
         (SECOND, {}, r"tensor candidate_selector\.successor_codebook is missing"),
     ],
 )
-def test_what_does_not_fit(
+def test_invalid_heads_are_refused(
     target: tuple[Path, Any],
     tmp_path: Path,
     fields: dict[str, Any],
@@ -545,8 +538,10 @@ def test_what_does_not_fit(
 
 
 @pytest.mark.parametrize("layout,rank", [("speculators", 0), ("speculators", 8), ("authors", 8)])
-def test_null_is_no_value(target: tuple[Path, Any], tmp_path: Path, layout: str, rank: int) -> None:
-    """Programs that save all fields of a class write null for those that are not set."""
+def test_null_fields_count_as_missing(
+    target: tuple[Path, Any], tmp_path: Path, layout: str, rank: int
+) -> None:
+    """Some programs save all fields of a class, and write null for unset fields."""
     block = Block(layout=layout, rank=rank)
     block.write(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -587,7 +582,7 @@ def test_null_is_no_value(target: tuple[Path, Any], tmp_path: Path, layout: str,
         (Path("x"), "not a file of tensors alone"),
     ],
 )
-def test_masks_that_do_not_fit(
+def test_invalid_mask_embeddings_are_refused(
     target: tuple[Path, Any], tmp_path: Path, content: Any, message: str
 ) -> None:
     Block().write(tmp_path)
@@ -596,17 +591,19 @@ def test_masks_that_do_not_fit(
         make(target, tmp_path)
 
 
-def test_a_mask_with_its_token(target: tuple[Path, Any], tmp_path: Path) -> None:
+def test_mask_embedding_may_name_its_token(target: tuple[Path, Any], tmp_path: Path) -> None:
     head = Block(mask=True)
     head.write(tmp_path)
-    told_so = {"mask_token_id": MASK, "embedding": head.embedded[0]}
-    torch.save(told_so, tmp_path / "mask_embedding.pt")
-    for of_request in reported(make(target, tmp_path, max_num_seqs=4), TEXTS[:3], told(3)):
-        for text, drafts in of_request[:3]:
+    mask_file = {"mask_token_id": MASK, "embedding": head.embedded[0]}
+    torch.save(mask_file, tmp_path / "mask_embedding.pt")
+    for drafts_of_request in reported(
+        make(target, tmp_path, max_num_seqs=4), TEXTS[:3], reporting_params(3)
+    ):
+        for text, drafts in drafts_of_request[:3]:
             assert list(drafts) == head.drafts(target[1], text, len(drafts))
 
 
-def test_what_is_named_by_nobody(target: tuple[Path, Any]) -> None:
+def test_missing_head_is_reported(target: tuple[Path, Any]) -> None:
     assert SpeculativeConfig(method="dspark").method == "dflash"
     with pytest.raises(ModelError, match="no head of DFlash or DSpark is named"):
         Engine(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
-"""A prefill and a decode server, each a process: their answers are one server's, bit for bit."""
+"""A prefill and a decode server, as processes, have the answers of one server, bit for bit."""
 
 import contextlib
 import socket
@@ -33,7 +33,7 @@ from server_pairs import (
 )
 from serving import Served, wait_for
 
-# Where the decode server may fetch pages as well: a test listens at one, and the other is closed.
+# Two more peers of the decode server: tests listen at one port, and the other is closed.
 PROXY_PORT, CLOSED_PORT = free_port(), free_port()
 ALSO = f"127.0.0.1:{PROXY_PORT},127.0.0.1:{CLOSED_PORT}"
 
@@ -46,17 +46,17 @@ def pair(mtp_model: Path) -> Iterator[list[ServerProcess]]:
 
 @pytest.mark.fast("20")
 @pytest.mark.parametrize("count", [20, 500])
-def test_a_pair_answers_as_one_server(
-    pair: list[ServerProcess], together: Served, count: int
+def test_prefill_and_decode_servers_answer_like_one_server(
+    pair: list[ServerProcess], reference_server: Served, count: int
 ) -> None:
     prefill, decode = pair
-    asked = bodies(count, seed=count)
+    requests = bodies(count, seed=count)
     router = Router(prefill.url, decode.url)
     hits = decode.gauge("prefix_cache_hits_total")
-    assert router.run(asked) == choices_of(together, asked)
-    assert router.handed_over == count and set(router.answers.values()) == {1}
-    # Of each prompt all full pages came: nobody had sent it to this server before.
-    pages = sum((len(body["prompt"]) - 1) // 16 for body in asked)
+    assert router.run(requests) == choices_of(reference_server, requests)
+    assert router.num_transfers == count and set(router.answers.values()) == {1}
+    # All full pages of each prompt were transferred, since the prompts are new.
+    pages = sum((len(body["prompt"]) - 1) // 16 for body in requests)
     assert decode.gauge("prefix_cache_hits_total") - hits >= 16 * pages
     for one in pair:
         wait_until_idle(one)
@@ -66,33 +66,33 @@ def test_a_pair_answers_as_one_server(
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("count", [20, 200])
 @pytest.mark.ci
-def test_a_server_that_is_killed_loses_no_request(
-    pair: list[ServerProcess], together: Served, side: str, count: int
+def test_killed_server_loses_no_request(
+    pair: list[ServerProcess], reference_server: Served, side: str, count: int
 ) -> None:
-    """`kill -9` in the middle: every request is answered once, with the bits of one server."""
+    """Every request is answered once, with the bits of one server."""
     prefill, decode = pair
-    asked = bodies(count, seed=count + 1)
+    requests = bodies(count, seed=count + 1)
     router = Router(prefill.url, decode.url)
-    answers = answers_with_a_kill(router, prefill if side == "prefill" else decode, asked)
-    assert answers == choices_of(together, asked)
+    answers = answers_with_a_kill(router, prefill if side == "prefill" else decode, requests)
+    assert answers == choices_of(reference_server, requests)
     assert [router.answers[place] for place in range(count)] == [1] * count
 
 
 def answers_with_a_kill(
-    router: Router, victim: ServerProcess, asked: list[dict[str, Any]]
+    router: Router, victim: ServerProcess, requests: list[dict[str, Any]]
 ) -> list[Any]:
-    """What a router says, while one server is killed when a quarter is there, and started again."""
+    """Run requests, and kill and restart a server when a quarter of them is answered."""
     begun = router.answers.total()
 
     def kill() -> None:
-        while router.answers.total() < begun + len(asked) // 4:
+        while router.answers.total() < begun + len(requests) // 4:
             time.sleep(0.005)
         victim.kill()
         victim.start()
 
     killer = threading.Thread(target=kill)
     killer.start()
-    answers = router.run(asked)
+    answers = router.run(requests)
     killer.join()
     victim.wait()
     return answers
@@ -100,12 +100,12 @@ def answers_with_a_kill(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_server_that_is_stopped_loses_no_request(
-    pair: list[ServerProcess], together: Served, side: str
+def test_stalled_server_loses_no_request(
+    pair: list[ServerProcess], reference_server: Served, side: str
 ) -> None:
-    """For longer than pages are waited for and than a lease lasts: it then goes on."""
+    """The stall is longer than the transfer timeout and the lease."""
     prefill, decode = pair
-    asked, seconds = bodies(200, seed=202), 35.0
+    requests, seconds = bodies(200, seed=202), 35.0
     router = Router(prefill.url, decode.url)
     victim = prefill if side == "prefill" else decode
 
@@ -116,34 +116,34 @@ def test_a_server_that_is_stopped_loses_no_request(
 
     with ThreadPoolExecutor(1) as pool:
         stalled = pool.submit(stall)
-        answers = router.run(asked, at_once=24)
+        answers = router.run(requests, at_once=24)
         stalled.result()
-    assert answers == choices_of(together, asked)
+    assert answers == choices_of(reference_server, requests)
     assert [router.answers[place] for place in range(200)] == [1] * 200
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 1), (1, 2), (4, 2)], ids=str)
-def test_ranks_hand_over_their_shares(mtp_model: Path, sizes: tuple[int, int]) -> None:
-    """Some compute prompts, others go on: the bits of one process with as many summands.
+def test_ranks_transfer_their_shards(mtp_model: Path, sizes: tuple[int, int]) -> None:
+    """The answers have the bits of one process with as many virtual TP ranks.
 
-    So they have when the ranks that compute prompts die in the middle.
+    This also holds when the prefill ranks are killed.
     """
-    roles, asked = of_ranks(mtp_model, sizes), bodies(40, seed=3)
+    roles, requests = of_ranks(mtp_model, sizes), bodies(40, seed=3)
     with servers(*roles) as both, one_server(mtp_model, exact_across_tp=max(sizes)) as one:
         router = Router(both[0].url, both[1].url)
-        assert router.run(asked) == choices_of(one, asked)
-        pages = sum((len(body["prompt"]) - 1) // 16 for body in asked)
+        assert router.run(requests) == choices_of(one, requests)
+        pages = sum((len(body["prompt"]) - 1) // 16 for body in requests)
         assert both[1].gauge("prefix_cache_hits_total") >= 16 * pages
         for server in both:
             wait_until_idle(server)
-        asked = bodies(40, seed=4)
-        assert answers_with_a_kill(router, both[0], asked) == choices_of(one, asked)
+        requests = bodies(40, seed=4)
+        assert answers_with_a_kill(router, both[0], requests) == choices_of(one, requests)
         assert set(router.answers.values()) == {2}
 
 
 @pytest.mark.slow
-def test_churn_leaves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_churn_leaks_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert disaggregated_churn.main(["--rounds", "3"]) == 0
     assert "120 requests, 0 differ, 12 given up; all pages are back" in capsys.readouterr().out
 
@@ -169,23 +169,31 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("role,asked,more,message", REFUSED, ids=str)
-def test_what_a_role_does_not_do_is_refused(
-    pair: list[ServerProcess], role: str, asked: dict[str, Any], more: dict[str, Any], message: str
+@pytest.mark.parametrize("role,transfer_params,more,message", REFUSED, ids=str)
+def test_requests_for_another_role_are_refused(
+    pair: list[ServerProcess],
+    role: str,
+    transfer_params: dict[str, Any],
+    more: dict[str, Any],
+    message: str,
 ) -> None:
     url = pair[role == "decode"].url
-    body = {"prompt": "a", "max_tokens": 1, "kv_transfer_params": asked, **more}
+    body = {"prompt": "a", "max_tokens": 1, "kv_transfer_params": transfer_params, **more}
     answer = httpx.post(f"{url}/v1/completions", json=body)
     assert answer.status_code == 400 and message in answer.json()["error"]["message"]
 
 
-def test_pages_that_cannot_be_had_are_computed(pair: list[ServerProcess], together: Served) -> None:
-    """A lease that is over, a peer that is away, addresses that are not peers, and no name."""
+def test_pages_that_cannot_be_fetched_are_computed(
+    pair: list[ServerProcess], reference_server: Served
+) -> None:
+    """Leases are expired, peers are closed or unknown, or the address is missing."""
     prefill, decode = pair
     (body,) = bodies(1, seed=9)
     first = {**body, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
-    told = httpx.post(f"{prefill.url}/v1/completions", json=first).json()["kv_transfer_params"]
-    (expected,) = choices_of(together, [body])
+    transfer_params = httpx.post(f"{prefill.url}/v1/completions", json=first).json()[
+        "kv_transfer_params"
+    ]
+    (expected,) = choices_of(reference_server, [body])
     stranger = socket.create_server(("127.0.0.1", 0))
     stranger.setblocking(False)
     for change in (
@@ -196,22 +204,22 @@ def test_pages_that_cannot_be_had_are_computed(pair: list[ServerProcess], togeth
         {"remote_host": "192.0.2.1"},
         {"remote_host": None},
         {},
-        {},  # it was released by the one before
+        {},  # the previous request released the lease
     ):
-        asked = {**body, "kv_transfer_params": {**told, **change}}
-        answer = httpx.post(f"{decode.url}/v1/completions", json=asked, timeout=30)
+        changed = {**body, "kv_transfer_params": {**transfer_params, **change}}
+        answer = httpx.post(f"{decode.url}/v1/completions", json=changed, timeout=30)
         assert answer.json()["choices"] == expected, change
-    with stranger, pytest.raises(BlockingIOError):  # no connection was made to it
+    with stranger, pytest.raises(BlockingIOError):  # the decode server must not connect to it
         stranger.accept()
 
 
 @contextlib.contextmanager
-def flipping(port: int, place: int) -> Iterator[None]:
-    """Listen at `PROXY_PORT` for a fetch from a port, and flip a bit of what comes from there.
+def flip_a_bit(port: int, place: int) -> Iterator[None]:
+    """Forward a fetch from `PROXY_PORT` to the prefill server, and flip a bit of the answer.
 
     Args:
-        port: of the prefill server.
-        place: of the bit's byte: if negative, before the pages' first byte, else behind it.
+        port: port of the prefill server.
+        place: offset of the byte with the bit, from the first byte of the pages.
     """
 
     def forward(source: socket.socket, to: socket.socket) -> None:
@@ -245,20 +253,22 @@ def flipping(port: int, place: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("place", [-40, 0, 1500])
-def test_a_bit_that_flips_on_the_way_changes_no_answer(
-    pair: list[ServerProcess], together: Served, place: int
+def test_flipped_bit_changes_no_answer(
+    pair: list[ServerProcess], reference_server: Served, place: int
 ) -> None:
-    """In the header or in the pages: the request, and a later one, have the bits of one server."""
+    """The bit is in the header or in the pages; a later request is correct, too."""
     prefill, decode = pair
-    prompt = [place % 97 + 100, *range(3, 103)]  # one that no other case has sent
+    prompt = [place % 97 + 100, *range(3, 103)]  # a prompt that no other case sends
     body = {"prompt": prompt, "max_tokens": 12, "temperature": 0.0, "logprobs": 2, "seed": 1}
     first = {**body, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
-    told = httpx.post(f"{prefill.url}/v1/completions", json=first).json()["kv_transfer_params"]
-    (expected,) = choices_of(together, [body])
+    transfer_params = httpx.post(f"{prefill.url}/v1/completions", json=first).json()[
+        "kv_transfer_params"
+    ]
+    (expected,) = choices_of(reference_server, [body])
     damaged = decode.gauge("kv_transfer_corrupt_pages_total")
-    asked = {**body, "kv_transfer_params": {**told, "remote_port": PROXY_PORT}}
-    with flipping(told["remote_port"], place):
-        answer = httpx.post(f"{decode.url}/v1/completions", json=asked, timeout=60).json()
+    changed = {**body, "kv_transfer_params": {**transfer_params, "remote_port": PROXY_PORT}}
+    with flip_a_bit(transfer_params["remote_port"], place):
+        answer = httpx.post(f"{decode.url}/v1/completions", json=changed, timeout=60).json()
     assert answer["choices"] == expected
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     num_pages = (len(prompt) - 1) // 16
@@ -270,8 +280,8 @@ def test_a_bit_that_flips_on_the_way_changes_no_answer(
         wait_until_idle(one)
 
 
-def test_a_server_without_a_role_refuses(together: Served) -> None:
+def test_server_without_a_role_refuses_transfers(reference_server: Served) -> None:
     body = {"prompt": "a", "kv_transfer_params": {"do_remote_decode": True}}
-    answer = httpx.post(f"{together.url}/v1/completions", json=body)
+    answer = httpx.post(f"{reference_server.url}/v1/completions", json=body)
     assert answer.status_code == 400
     assert "--role prefill or mixed, got none" in answer.json()["error"]["message"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documents speak of files, tests and links that exist."""
+"""The files, tests and links that the documents name exist."""
 
 import contextlib
 import io
@@ -11,10 +11,15 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "tests" / "README.md"])
+DOCUMENTS = sorted(
+    path
+    for place in ("*", "docs/**/*", "tests/*", "tools/**/*")
+    for path in ROOT.glob(f"{place}.md")
+)
 TESTS = {
     name
-    for path in (ROOT / "tests").rglob("test_*.py")
+    for folder in ("tests", "tools/tests")
+    for path in (ROOT / folder).rglob("test_*.py")
     for name in [path.stem, *re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)]
 }
 
@@ -24,7 +29,7 @@ def relative(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=relative)
-def test_links_lead_somewhere(path: Path) -> None:
+def test_links_have_targets(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text()):
         if "://" not in target:
             assert (path.parent / target).exists(), target
@@ -39,34 +44,57 @@ def test_named_files_and_tests_exist(path: Path) -> None:
             assert (ROOT / quoted).exists(), quoted
 
 
-def named(nav: Any) -> list[str]:
-    """The files of a navigation, in its order."""
+def targets(makefile: str) -> set[str]:
+    """Return the targets of a Makefile without those in $(VENV) and other variables."""
+    text = (ROOT / makefile).read_text()
+    return {
+        name for line in re.findall(r"^([a-z][\w ./-]*):(?!=)", text, re.M) for name in line.split()
+    }
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=relative)
+def test_make_has_the_targets_that_are_named(path: Path) -> None:
+    """`make -C tools TARGET` finds its rules in tools/tools.mk."""
+    for folder, name in re.findall(
+        r"(?:`|^)make (-C tools )?([a-z][a-z/.-]+)", path.read_text(), re.M
+    ):
+        assert name in targets("tools/tools.mk" if folder else "Makefile"), name
+
+
+def test_the_makefile_has_at_most_15_targets() -> None:
+    text = (ROOT / "Makefile").read_text()
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", text, re.M)
+    assert len(phony.split()) <= 15
+    assert targets("Makefile") == {*phony.split(), "build/specops.pyz"}
+
+
+def files_of(nav: Any) -> list[str]:
+    """Return the files of a navigation in order."""
     if isinstance(nav, str):
         return [nav]
     parts = nav.values() if isinstance(nav, dict) else nav
-    return [file for part in parts for file in named(part)]
+    return [file for part in parts for file in files_of(part)]
 
 
-def test_the_site_names_every_document_once() -> None:
-    """`make docs` checks the links; a file that the navigation lacks, nobody finds."""
+def test_navigation_lists_every_document_once() -> None:
+    """`make docs` does not report files that the navigation lacks."""
     yaml = pytest.importorskip("yaml")
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     files = {path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")}
-    assert sorted(named(site["nav"])) == sorted(files)
-    assert site["theme"]["font"] is False, "nothing is fetched from elsewhere"
+    assert sorted(files_of(site["nav"])) == sorted(files)
+    assert site["theme"]["font"] is False, "the site must not load fonts from another host"
 
 
-def test_every_module_of_ops_has_its_reference() -> None:
-    private = {"dynamo", "prompts", "tokenizer"}
-    modules = {path.stem for path in (ROOT / "python" / "specops").glob("[!_]*.py")} - private
+def test_every_op_module_has_a_reference_page() -> None:
+    modules = {path.stem for path in (ROOT / "python" / "specops").glob("[!_]*.py")}
     pages = {path.stem: path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md")}
-    assert set(pages) == modules | {"engine"}
+    assert set(pages) == modules | {"engine", "transformers"}
     for name in modules:
         assert f"\n::: specops.{name}\n" in pages[name]
 
 
 def shell_lines(path: Path) -> list[list[list[str]]]:
-    """The words of each line of each block of shell."""
+    """Return the words of each line of each shell block."""
     blocks = re.findall(r"^```bash\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
     return [
         [shlex.split(line, comments=True) for line in block.replace("\\\n", " ").splitlines()]
@@ -78,8 +106,8 @@ READS = ("<", "--prompt-file", "--config")
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=relative)
-def test_shell_reads_files_that_exist(path: Path) -> None:
-    """In a clone, or made by an earlier line of the block."""
+def test_shell_commands_read_existing_files(path: Path) -> None:
+    """A file is in the repository, or an earlier line of the block writes it."""
     for block in shell_lines(path):
         made: set[str] = set()
         for words in block:
@@ -91,19 +119,19 @@ def test_shell_reads_files_that_exist(path: Path) -> None:
             made |= {words[at + 1] for at, word in enumerate(words) if word == "--json"}
 
 
-def test_lists_of_models_are_those_that_run() -> None:
-    """As the README and the first page of the site have them."""
+def test_lists_of_models_match_the_families() -> None:
+    """The lists are in the README and on the first page of the site."""
     from specops.engine.models.families import FAMILIES
 
     runs = {family.title for family in FAMILIES}
     for path in (ROOT / "README.md", ROOT / "docs/index.md"):
         text = " ".join(path.read_text().split())
-        (told,) = re.findall(r"Hugging Face checkpoint(?: of your own)?: (.+?)\. ", text)
-        assert set(told.split(", ")) == runs, path.name
+        (listed,) = re.findall(r"Hugging Face checkpoint(?: of your own)?: (.+?)\. ", text)
+        assert set(listed.split(", ")) == runs, path.name
 
 
 def printed_and_expected(code: str) -> tuple[list[str], list[str]]:
-    """What a document's code prints, and what its comments say that it prints; each line once."""
+    """Return the distinct lines that a document's code prints, and those in its comments."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(code, "document", "exec"), {})
@@ -116,12 +144,12 @@ def python_of(page: str) -> str:
     return "".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
 
 
-def test_the_engine_page_prints_what_its_comments_say() -> None:
+def test_engine_page_prints_its_comments() -> None:
     printed, expected = printed_and_expected(python_of("embedding.md"))
     assert printed == expected and len(printed) == 3
 
 
-def test_the_requests_of_the_page_get_what_its_comments_say() -> None:
+def test_requests_page_prints_its_comments() -> None:
     pytest.importorskip("openai")
     from serving import serving
     from specops.engine import Engine, EngineConfig
@@ -133,13 +161,15 @@ def test_the_requests_of_the_page_get_what_its_comments_say() -> None:
     assert printed == expected and len(printed) == 2
 
 
-def test_the_server_page_names_every_option() -> None:
-    """And no other: those of `specops serve`, in the table of its options."""
+def test_server_page_lists_every_option() -> None:
+    """The table has the options of `specops serve` and no others."""
     pytest.importorskip("fastapi")
     from specops.cli.serve import _parser
 
     flags = {flag for action in _parser("specops")._actions for flag in action.option_strings}
     text = (ROOT / "docs" / "server.md").read_text()
     table = text.split("| options | for |")[1].split("\n\n")[0]
-    named = {flag.replace("[no-]", "") for flag in re.findall(r"`(--[a-z\[\]-]+)`", table)}
-    assert named == {flag for flag in flags if not re.match(r"-h|--help|--no-", flag)}
+    options_in_table = {
+        flag.replace("[no-]", "") for flag in re.findall(r"`(--[a-z\[\]-]+)`", table)
+    }
+    assert options_in_table == {flag for flag in flags if not re.match(r"-h|--help|--no-", flag)}

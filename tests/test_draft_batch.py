@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a drafting module: which there are, where they lie, and what goes into them."""
+"""Ops that prepare the rows of a draft module: their indices, cache slots and inputs."""
 
 import random
 from dataclasses import asdict
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import expect_fault
+from shared_fixtures import expect_fault
 from specops import batching, dense, reference
 from specops.batching import DraftIndices
 from torch import Tensor
@@ -28,10 +28,10 @@ def check(got: DraftIndices, want: dict[str, Tensor]) -> None:
 
 
 class Step:
-    """A target's step over random requests, and what is known of each after it.
+    """A target's step with random requests, and their state after it.
 
-    kind 0: idle; 1: a chunk inside a prompt; 2: a chunk that ends it; 3: verification of drafts, of
-    which some are rejected; 4: as 3, but of a request that drafts nothing.
+    kind 0: idle; 1: a chunk inside a prompt; 2: the last chunk of a prompt; 3: verification of
+    drafts, some of which are rejected; 4: as 3, for a request that does not draft.
     """
 
     def __init__(self, kinds: list[int], *, page_size: int, window: int, seed: int) -> None:
@@ -57,7 +57,7 @@ class Step:
                 slots[b] = -1
         indptr, indices = [0], []
         for kv_len in kv_lens:
-            # Room for a few drafts, not always for all of them.
+            # Pages for a few drafts, not always for all of them.
             pages = (kv_len + page_size - 1) // page_size + rng.randrange(2)
             indices += rng.sample(range(1000), pages)
             indptr.append(len(indices))
@@ -91,27 +91,31 @@ STEPS = [
 
 @pytest.mark.parametrize("page_size,window", [(16, 0), (32, 3), (7, 64)])
 @pytest.mark.parametrize("case", range(len(STEPS)))
-def test_prepare_draft_batch(device: str, isa: str, case: int, page_size: int, window: int) -> None:
+def test_prepare_draft_batch_matches_the_reference(
+    device: str, isa: str, case: int, page_size: int, window: int
+) -> None:
     step = Step(STEPS[case], page_size=page_size, window=window, seed=case)
     options = {"page_size": page_size, "window": window, "total_rows": step.rows + 900}
-    given = step.tensors(device)
-    got = batching.prepare_draft_batch(**given, **options)
+    arguments = step.tensors(device)
+    got = batching.prepare_draft_batch(**arguments, **options)
     check(got, reference.prepare_draft_batch(**step.tensors("cpu"), **options))
 
 
 @pytest.mark.parametrize("ahead,chained", [(1, False), (3, False), (3, True)])
 @pytest.mark.parametrize("case", range(len(STEPS)))
-def test_advance_draft_batch(device: str, isa: str, case: int, ahead: int, chained: bool) -> None:
-    """Every pass of a step, until nobody wants another draft; slots of nobody stay as they are.
+def test_advance_draft_batch_matches_the_reference(
+    device: str, isa: str, case: int, ahead: int, chained: bool
+) -> None:
+    """All passes of a step are compared; slots without a request are unchanged.
 
-    Chained modules each draft from the rows of the first pass, wanted or not.
+    Each chained module drafts from the rows of the first pass.
     """
     page_size, k = 16, 4
     step = Step(STEPS[case], page_size=page_size, window=0, seed=case)
-    given, cpu = step.tensors(device), step.tensors("cpu")
+    arguments, cpu = step.tensors(device), step.tensors("cpu")
     options = {"page_size": page_size, "total_rows": step.rows + 1, "window": 0}
     rows = batching.prepare_draft_batch(
-        **{**given, "redraft_lens": given["redraft_lens"] * 0}, **options
+        **{**arguments, "redraft_lens": arguments["redraft_lens"] * 0}, **options
     )
     drafts = torch.full((step.num_slots, k), 99, dtype=torch.int32, device=device)
     counts = torch.full((step.num_slots,), 99, dtype=torch.int32, device=device)
@@ -134,7 +138,7 @@ def test_advance_draft_batch(device: str, isa: str, case: int, ahead: int, chain
         batching.advance_draft_batch(
             sampled.to(device),
             rows.last_rows,
-            *(given[name] for name in names),
+            *(arguments[name] for name in names),
             page_size=page_size,
             step=index,
             ahead=ahead,
@@ -152,7 +156,7 @@ def test_advance_draft_batch(device: str, isa: str, case: int, ahead: int, chain
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window,width", [(1, 8), (3, 5), (64, 256)])
-def test_keep_hidden_rows(
+def test_keep_hidden_rows_matches_the_reference(
     device: str, isa: str, window: int, width: int, dtype: torch.dtype
 ) -> None:
     step = Step(STEPS[2], page_size=16, window=window, seed=7)
@@ -164,13 +168,15 @@ def test_keep_hidden_rows(
     )
     assert not torch.equal(want, kept)
     got = kept.clone().to(device)
-    given = step.tensors(device)
-    batching.keep_hidden_rows(wide.to(device)[:, :width], *(given[name] for name in names), got)
+    arguments = step.tensors(device)
+    batching.keep_hidden_rows(wide.to(device)[:, :width], *(arguments[name] for name in names), got)
     assert torch.equal(got.cpu(), want)
 
 
-def input_case(dtype: torch.dtype, width: int, *, ahead: int = 1, seed: int = 3) -> dict[str, Any]:
-    """The arguments of mtp_input after a step, with rows that run again and rows of nobody."""
+def mtp_input_arguments(
+    dtype: torch.dtype, width: int, *, ahead: int = 1, seed: int = 3
+) -> dict[str, Any]:
+    """Return arguments of mtp_input after a step, with rows that run again and padding."""
     step = Step(STEPS[2], page_size=16, window=5, seed=seed)
     generator = torch.Generator().manual_seed(seed)
 
@@ -212,7 +218,7 @@ def to(case: dict[str, Any], device: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "dtype,width", [(torch.float32, 40), (torch.bfloat16, 64), (torch.float16, 7)]
 )
-def test_mtp_input(
+def test_mtp_input_matches_the_reference(
     device: str,
     isa: str,
     dtype: torch.dtype,
@@ -221,19 +227,19 @@ def test_mtp_input(
     hidden_first: bool,
     mask: bool,
 ) -> None:
-    case = input_case(dtype, width, ahead=ahead)
+    case = mtp_input_arguments(dtype, width, ahead=ahead)
     options = {"hidden_first": hidden_first, "mask_first_position": mask}
     got = dense.mtp_input(**to(case, device), **options).cpu()
     want = reference.mtp_input(**case, **options)
     torch.testing.assert_close(got, want, rtol=2e-2 if dtype != torch.float32 else 1e-5, atol=1e-6)
-    nobody = case["row_to_request"] < 0
-    assert bool(nobody.any()) and not bool(got[nobody].any())
+    padding = case["row_to_request"] < 0
+    assert bool(padding.any()) and not bool(got[padding].any())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_halves_are_rms_norms(device: str, isa: str, dtype: torch.dtype) -> None:
-    """Row by row the bits of the unfused ops: gather, shift, embedding, two norms."""
-    case = input_case(dtype, 72)
+def test_halves_of_mtp_input_equal_rms_norms(device: str, isa: str, dtype: torch.dtype) -> None:
+    """The unfused ops are gather, shift, embedding, and two norms."""
+    case = mtp_input_arguments(dtype, 72)
     rows = case["row_to_request"] >= 0
     got = dense.mtp_input(**to(case, device)).cpu()
     tokens, states = [], []
@@ -256,8 +262,8 @@ def test_halves_are_rms_norms(device: str, isa: str, dtype: torch.dtype) -> None
     assert torch.equal(got[rows], torch.cat([first, second], dim=1).cpu())
 
 
-def test_a_row_does_not_depend_on_the_others(device: str, isa: str) -> None:
-    case = input_case(torch.bfloat16, 64)
+def test_mtp_input_rows_are_independent(device: str, isa: str) -> None:
+    case = mtp_input_arguments(torch.bfloat16, 64)
     whole = dense.mtp_input(**to(case, device)).cpu()
     for row in torch.randperm(len(whole))[:5].tolist():
         names = ("row_to_request", "positions", "source_rows")
@@ -265,10 +271,10 @@ def test_a_row_does_not_depend_on_the_others(device: str, isa: str) -> None:
         assert torch.equal(dense.mtp_input(**to({**case, **alone}, device)).cpu()[0], whole[row])
 
 
-def fault_of(
+def fault_message(
     op: str, argument: str, message: str, on_cuda: bool, element: int | str, got: int
 ) -> str:
-    """The sentence of a wrong element; CUDA tells the argument and its rule."""
+    """Return the message for an invalid element; CUDA names only the argument and the rule."""
     if on_cuda:
         return f"^{op}: {argument} must be {message}.*, got "
     return rf"^{op}: {argument}\[{element}\] must be {message}.*, got {got}$"
@@ -288,10 +294,10 @@ def fault_of(
         ("kv_indices", -5, "a page id"),
     ],
 )
-def test_prepare_draft_batch_faults(
+def test_prepare_draft_batch_reports_invalid_data(
     device: str, on_cuda: bool, argument: str, value: int, message: str
 ) -> None:
-    """The request at fault has no rows; the other keeps its own."""
+    """The invalid request has no rows; the other request keeps its rows."""
     good: dict[str, list[int]] = {
         "slots": [1, 0],
         "qo_indptr": [0, 3, 5],
@@ -308,7 +314,7 @@ def test_prepare_draft_batch_faults(
     out = DraftIndices.empty(2, total_rows=8, device=device)
     before = out.positions.clone()
     with expect_fault(
-        on_cuda, fault_of("prepare_draft_batch", argument, message, on_cuda, index, value)
+        on_cuda, fault_message("prepare_draft_batch", argument, message, on_cuda, index, value)
     ):
         batching.prepare_draft_batch(
             **{name: ints(values, device) for name, values in bad.items()},
@@ -321,7 +327,7 @@ def test_prepare_draft_batch_faults(
         assert torch.equal(out.positions, before)
         return
     want = {**good, "slots": [-1, 0]}
-    if argument == "kv_indptr":  # the page lists of both end or begin there
+    if argument == "kv_indptr":  # the page lists of both requests share this bound
         want |= {"kv_indptr": [0, 1, 4]} if value == 1 else {"slots": [-1, -1]}
     check(
         out,
@@ -334,7 +340,7 @@ def test_prepare_draft_batch_faults(
     )
 
 
-def test_too_few_rows(device: str, on_cuda: bool) -> None:
+def test_prepare_draft_batch_reports_too_few_rows(device: str, on_cuda: bool) -> None:
     step = Step(STEPS[2], page_size=16, window=0, seed=2)
     enough = reference.prepare_draft_batch(
         **step.tensors("cpu"), page_size=16, total_rows=step.rows
@@ -356,7 +362,7 @@ def test_too_few_rows(device: str, on_cuda: bool) -> None:
         ("kv_indices", -5, "a page id"),
     ],
 )
-def test_advance_draft_batch_faults(
+def test_advance_draft_batch_reports_invalid_data(
     device: str, on_cuda: bool, argument: str, value: int, message: str
 ) -> None:
     arguments = {
@@ -373,7 +379,7 @@ def test_advance_draft_batch_faults(
     counts = ints([50, 50], device)
     out = DraftIndices.empty(2, total_rows=2, device=device)
     with expect_fault(
-        on_cuda, fault_of("advance_draft_batch", argument, message, on_cuda, 1, value)
+        on_cuda, fault_message("advance_draft_batch", argument, message, on_cuda, 1, value)
     ):
         batching.advance_draft_batch(
             **{name: ints(values, device) for name, values in arguments.items()},
@@ -388,7 +394,7 @@ def test_advance_draft_batch_faults(
         assert bool((drafts == 50).all()) and counts.tolist() == [50, 50]
 
 
-def test_advance_draft_batch_refuses_what_does_not_fit_together(device: str) -> None:
+def test_advance_draft_batch_refuses_inconsistent_arguments(device: str) -> None:
     rows = DraftIndices.empty(1, total_rows=1)
     arrays = [ints([0]), ints([0]), ints([0]), ints([0, 1]), ints([0]), ints([5]), ints([2])]
     options = {"page_size": 16, "ahead": 1, "num_draft_tokens": ints([0])}
@@ -404,14 +410,14 @@ def test_advance_draft_batch_refuses_what_does_not_fit_together(device: str) -> 
         batching.advance_draft_batch(*arrays, **options, step=0, out=part)
 
 
-def test_mtp_input_faults(device: str, on_cuda: bool) -> None:
+def test_mtp_input_reports_invalid_data(device: str, on_cuda: bool) -> None:
     for name, value, message in (
         ("token_ids", 50, r"-1 or in \[0, vocab"),
         ("source_rows", 10**6, "a row of hidden"),
         ("row_to_request", 99, "-1 or below batch"),
         ("positions", -1, "at least 0"),
     ):
-        case = input_case(torch.float32, 16)
+        case = mtp_input_arguments(torch.float32, 16)
         row = int((case["row_to_request"] >= 0).nonzero()[0])
         if name == "token_ids":
             slot = int(case["slots"][case["row_to_request"][row]])
@@ -421,7 +427,9 @@ def test_mtp_input_faults(device: str, on_cuda: bool) -> None:
         else:
             case[name][row] = value
             element = str(row)
-        with expect_fault(on_cuda, fault_of("mtp_input", name, message, on_cuda, element, value)):
+        with expect_fault(
+            on_cuda, fault_message("mtp_input", name, message, on_cuda, element, value)
+        ):
             out = dense.mtp_input(**to(case, device))
         if on_cuda:
             assert not bool(out[row].any())

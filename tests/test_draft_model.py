@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft model: its drafts are its own decoding, and with it every bit is plain decoding's."""
+"""A draft model: drafts equal its own decoding, and outputs equal plain decoding."""
 
 import json
 import shutil
@@ -14,9 +14,9 @@ import torch
 from checkpoints import make_checkpoint, write_tokenizer
 from fake_gpu import FakeGpu
 from safetensors.torch import load_file, save_file
+from specops.api.config import BUNDLED_MODEL
+from specops.api.errors import ModelError
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.config import BUNDLED_MODEL
-from specops.engine.errors import ModelError
 from test_lossless import bits, params, prompts
 
 COUNT = 10
@@ -27,7 +27,7 @@ def make(model: str | Path | None = None, *, target: Path | None = None, **confi
         name: config.pop(name) for name in list(config) if name in EngineConfig.__annotations__
     }
     own = {"method": "draft_model", "num_speculative_tokens": 3, "model": str(model), **config}
-    speculative = SpeculativeConfig(**own) if model is not None else SpeculativeConfig()
+    speculative = SpeculativeConfig.from_dict(own) if model is not None else SpeculativeConfig()
     directory = None if target is None else str(target)
     return Engine(
         EngineConfig(device="cpu", model=directory, speculative_config=speculative, **limits)
@@ -36,7 +36,7 @@ def make(model: str | Path | None = None, *, target: Path | None = None, **confi
 
 @pytest.fixture(scope="module")
 def similar(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled model, a little off: it drafts well, and not always."""
+    """Create a copy of the bundled model with noise, whose drafts are often accepted."""
     directory = tmp_path_factory.mktemp("similar")
     for file in BUNDLED_MODEL.iterdir():
         if file.suffix == ".json":
@@ -53,8 +53,8 @@ def similar(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def plain() -> tuple[Sequence[str], Sequence[SamplingParams], Sequence[Completion]]:
-    """Prompts, greedy and seeded in turn, and what plain decoding gives."""
+def plain_outputs() -> tuple[Sequence[str], Sequence[SamplingParams], Sequence[Completion]]:
+    """Return prompts, alternately greedy and seeded, and the outputs of plain decoding."""
     texts = prompts()[:COUNT]
     each = [replace(params(i, 0.8 * (i % 2)), max_tokens=48) for i in range(COUNT)]
     return texts, each, make(max_num_seqs=COUNT).generate(texts, each)
@@ -71,8 +71,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.fast("preempted", "tree")
-def test_every_bit_is_plain_decoding_s(similar: Path, case: str) -> None:
-    texts, each, expected = plain()
+def test_outputs_equal_plain_decoding(similar: Path, case: str) -> None:
+    texts, each, expected = plain_outputs()
     engine = make(similar, **{"max_model_len": 900, "max_num_seqs": 8, **CASES[case]})
     done = engine.generate(texts, each)
     assert list(map(bits, done)) == list(map(bits, expected))
@@ -83,7 +83,7 @@ def test_every_bit_is_plain_decoding_s(similar: Path, case: str) -> None:
 
 
 def reported(engine: Engine, texts: Sequence[Any], each: Sequence[SamplingParams]) -> list[Any]:
-    """Of every step of every request with drafts: the tokens before it, and the drafts."""
+    """Return, per request and step with drafts, the tokens before the drafts and the drafts."""
     names = [engine.add_request(*one) for one in zip(texts, each, strict=True)]
     before = dict(zip(names, [list(text) for text in texts], strict=True))
     found: dict[str, list[Any]] = {name: [] for name in names}
@@ -96,17 +96,17 @@ def reported(engine: Engine, texts: Sequence[Any], each: Sequence[SamplingParams
     return list(found.values())
 
 
-def test_drafts_are_what_the_model_decodes_itself(similar: Path) -> None:
-    """From the first token on, in any batch, any chunks and behind cached pages; seeded as well."""
-    texts, each, _ = plain()
-    told = [replace(p, report_drafts=True, max_tokens=24) for p in each[:4]]
+def test_drafts_equal_the_draft_models_own_decoding(similar: Path) -> None:
+    """Greedy and seeded requests run in any batch, in chunks and after cached pages."""
+    texts, each, _ = plain_outputs()
+    reporting = [replace(p, report_drafts=True, max_tokens=24) for p in each[:4]]
     engine = make(similar, max_num_seqs=4, max_num_batched_tokens=50)
     ids = [engine.tokenizer.encode(text)[:90] for text in texts[:4]]
-    drafts = reported(engine, ids, told)
-    again = reported(engine, ids[::-1], told[::-1])[::-1]
+    drafts = reported(engine, ids, reporting)
+    again = reported(engine, ids[::-1], reporting[::-1])[::-1]
     assert engine.stats.prefix_cache_hits > 0 and again == drafts
     alone = make(target=similar, max_num_seqs=8)
-    for of_request, one in zip(drafts, told, strict=True):
+    for of_request, one in zip(drafts, reporting, strict=True):
         before = [list(text) for text, _ in of_request]
         ahead = replace(one, report_drafts=False, max_tokens=3)
         expected = alone.generate(before, ahead)
@@ -115,8 +115,8 @@ def test_drafts_are_what_the_model_decodes_itself(similar: Path) -> None:
             assert found == tuple(done.token_ids[: len(found)])
 
 
-def test_a_model_that_is_the_target_is_always_right() -> None:
-    texts, each, expected = plain()
+def test_target_as_draft_model_is_always_accepted() -> None:
+    texts, each, expected = plain_outputs()
     engine = make(BUNDLED_MODEL, max_num_seqs=4, max_num_batched_tokens=64)
     done = engine.generate(texts[:4], each[:4])
     assert list(map(bits, done)) == list(map(bits, expected[:4]))
@@ -130,7 +130,7 @@ OWN_PARAMETERS: dict[str, tuple[dict[str, Any], float]] = {
     "minimum length": ({"min_tokens": 20, "stop_token_ids": list(range(300, 420))}, 1.0),
     "bad words": ({"bad_words_token_ids": [[token] for token in range(200, 400)]}, 1.0),
     "typical": ({"typical_p": 0.5}, 1.0),
-    # Drafts count the text, and not the drafts before them.
+    # Penalties of a draft count the text, but not the drafts before it.
     "repetition": ({"repetition_penalty": 1.3}, 0.9),
     "presence": ({"presence_penalty": 0.5}, 0.9),
     "frequency": ({"frequency_penalty": 0.5}, 0.85),
@@ -139,10 +139,10 @@ OWN_PARAMETERS: dict[str, tuple[dict[str, Any], float]] = {
 
 @pytest.mark.parametrize("name", OWN_PARAMETERS)
 @pytest.mark.ci
-def test_drafts_are_chosen_by_the_parameters_of_their_request(name: str) -> None:
-    """Beside requests that ask for nothing, which have the drafts that they have alone."""
+def test_drafts_follow_the_parameters_of_their_request(name: str) -> None:
+    """Other requests in the batch keep their outputs."""
     own, least = OWN_PARAMETERS[name]
-    texts, each, expected = (of_all[:4] for of_all in plain())
+    texts, each, expected = (of_all[:4] for of_all in plain_outputs())
     each = [replace(one, max_tokens=24) for one in each]
     changed = [replace(one, **own) for one in each]
     for settings in ({}, {"tree": True, "num_speculative_tokens": 6, "num_model_steps": 3}):
@@ -159,9 +159,9 @@ def test_drafts_are_chosen_by_the_parameters_of_their_request(name: str) -> None
         assert list(map(bits, done[:4])) == list(map(bits, naive))
 
 
-def test_a_pause_is_caught_up_with(similar: Path) -> None:
-    """Requests without drafts for a while: then all that was missed runs in one go."""
-    texts, each, _ = plain()
+def test_drafter_catches_up_after_a_pause(similar: Path) -> None:
+    """All tokens of the pause run in one pass."""
+    texts, each, _ = plain_outputs()
     engine = make(similar, max_num_seqs=2)
     name = engine.add_request(texts[0], replace(each[0], max_tokens=40, report_drafts=True))
     request = next(iter(engine._scheduler.waiting))
@@ -178,9 +178,9 @@ def test_a_pause_is_caught_up_with(similar: Path) -> None:
     assert len(drafts) > 15
 
 
-def test_drawn_drafts_are_the_same_in_any_batch(similar: Path) -> None:
-    """Under rejection and block: with what each was drawn from."""
-    texts, _, _ = plain()
+def test_sampled_drafts_do_not_depend_on_the_batch(similar: Path) -> None:
+    """Drafts are sampled under rejection and block."""
+    texts, _, _ = plain_outputs()
     each = [replace(params(i, 0.8), max_tokens=30) for i in range(4)]
     engine = make(similar, max_num_seqs=4, verify_strategy="rejection")
     alone = [engine.generate([text], one)[0] for text, one in zip(texts, each, strict=False)]
@@ -198,10 +198,10 @@ def test_drawn_drafts_are_the_same_in_any_batch(similar: Path) -> None:
 
 @pytest.mark.parametrize("captures", [True, False], ids=["graphs", "eager"])
 @pytest.mark.fast("graphs")
-def test_its_steps_are_replayed(
+def test_outputs_are_the_same_with_graphs(
     similar: Path, monkeypatch: pytest.MonkeyPatch, captures: bool
 ) -> None:
-    texts, each, expected = plain()
+    texts, each, expected = plain_outputs()
     short = [replace(one, max_tokens=10) for one in each[:2]]
     device = FakeGpu(captures=captures)
     monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
@@ -218,7 +218,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("family,kv", [("Llama", "int8"), ("Gemma3", "fp8_e4m3")])
-def test_other_families_and_8_bit_caches(tiny: Path, tmp_path: Path, family: str, kv: str) -> None:
+def test_other_families_draft_with_8_bit_caches(
+    tiny: Path, tmp_path: Path, family: str, kv: str
+) -> None:
     make_checkpoint(tmp_path, family, num_hidden_layers=2)
     write_tokenizer(tmp_path)
     each = [replace(params(i, 0.8 * (i % 2)), max_tokens=30) for i in range(4)]
@@ -229,8 +231,8 @@ def test_other_families_and_8_bit_caches(tiny: Path, tmp_path: Path, family: str
     assert engine.stats.speculative.num_draft_tokens > 50
 
 
-def test_a_quantised_draft_model(similar: Path) -> None:
-    texts, each, expected = plain()
+def test_draft_model_can_be_quantized(similar: Path) -> None:
+    texts, each, expected = plain_outputs()
     engine = make(similar, options={"draft_model": {"quantization": "wint8"}}, max_num_seqs=2)
     head = engine.drafters["draft_model"].head  # type: ignore[attr-defined]
     assert head.model.settings.quantization == "wint8"
@@ -264,7 +266,9 @@ def without_weights(directory: Path) -> None:
         (without_weights, r"draft model .*: no model\.safetensors"),
     ],
 )
-def test_what_does_not_fit(tiny: Path, tmp_path: Path, change: Any, message: str) -> None:
+def test_incompatible_draft_models_are_refused(
+    tiny: Path, tmp_path: Path, change: Any, message: str
+) -> None:
     directory = tmp_path / "draft"
     shutil.copytree(tiny, directory)
     change(directory)
@@ -272,7 +276,7 @@ def test_what_does_not_fit(tiny: Path, tmp_path: Path, change: Any, message: str
         make(directory, target=tiny)
 
 
-def test_without_a_model_there_is_none(tiny: Path) -> None:
+def test_missing_draft_model_is_reported(tiny: Path) -> None:
     speculative = SpeculativeConfig(method="draft_model")
     with pytest.raises(ModelError, match="no draft model is named"):
         Engine(EngineConfig(device="cpu", model=str(tiny), speculative_config=speculative))
@@ -280,4 +284,4 @@ def test_without_a_model_there_is_none(tiny: Path) -> None:
     with pytest.raises(ValueError, match='"draft_model" cannot run in this engine'):
         engine.add_request([1], SamplingParams(), speculative_config={"method": "draft_model"})
     with pytest.raises(ValueError, match=r"quantization must be one of .*; got 8"):
-        SpeculativeConfig(method="draft_model", quantization=8)
+        SpeculativeConfig.from_dict({"method": "draft_model", "quantization": 8})

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft model with linear attention: every draft is what it decodes itself, bit for bit.
+"""A draft model with linear attention: every draft equals its own decoding, bit for bit.
 
-Of each draft the logits that it was chosen from are compared with those of the draft model alone,
-over the same text in one go: whatever was drafted and rejected before, whoever lost its slot, and
-whatever was found in the prefix cache. Mistakes that this could hide are planted.
+The logits of each draft are compared with those of the draft model alone over the same text in one
+pass, after rejected drafts, preemption and prefix-cache hits. Planted bugs must be detected.
 """
 
 import shutil
@@ -27,7 +26,7 @@ from specops.engine.machine import room_of
 from specops.engine.models import KeptStates, KvCache, load_model
 from test_lossless import bits
 from test_models import Runner
-from test_qwen3_next import CACHES, conversations, directory, live, plain, texts
+from test_qwen3_next import CACHES, conversations, directory, plain, run_all, texts
 from test_scheduler import check_entries
 from torch import Tensor
 
@@ -36,7 +35,7 @@ DRAFTS = 4
 
 @cache
 def similar() -> Path:
-    """The target of `directory()`, a little off: it drafts well, and not always."""
+    """Create a copy of the target with noise, whose drafts are often accepted."""
     found = lasting_directory()
     for file in Path(directory()).iterdir():
         shutil.copy(file, found)
@@ -52,7 +51,7 @@ def similar() -> Path:
 
 @cache
 def dense() -> str:
-    """A target without states, of the same vocabulary."""
+    """Create a target without recurrent states, with the same vocabulary."""
     found = lasting_directory()
     make_checkpoint(found, "Qwen3", vocab_size=257)
     write_tokenizer(found, 257)
@@ -73,7 +72,7 @@ def make(model: str | Path | None, *, target: str = "", **options: Any) -> Engin
 
 
 class Drafts:
-    """What every draft of an engine was chosen from: the text before it, and the logits."""
+    """Record of the text before each draft of an engine, and of the draft's logits."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: list[tuple[tuple[int, ...], Tensor]] = []
@@ -96,11 +95,11 @@ class Drafts:
         monkeypatch.setattr(RecurrentStep, "_choose", choosing)
 
     def num_wrong(self, model: str | Path) -> int:
-        """How many are not what the model computes from that text alone."""
+        """Return how many drafts have other logits than the model computes from the text."""
         found = sorted(self.found, key=lambda one: one[0])
         runner, wrong = Runner(load_model(model)), 0
         whole, rows = tuple[int, ...](), torch.empty(0)
-        for text, logits in reversed(found):  # what another begins with comes behind it
+        for text, logits in reversed(found):  # a prefix of a text comes after the text
             if text != whole[: len(text)]:
                 whole = text
                 (rows,) = runner.run([list(text)], [[len(text)]])
@@ -119,8 +118,10 @@ LIMITS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.fast("chunks", "preempted")
-def test_drafts_are_its_own_decoding(limits: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also behind steps that drafted nothing; and the tokens are the target's own."""
+def test_drafts_equal_the_draft_models_own_decoding(
+    limits: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some steps draft nothing; the tokens equal plain decoding."""
     drafts = Drafts(monkeypatch)
     engine = RandomLengths().decide_for(make(similar(), **LIMITS[limits]))
     done = engine.generate(*texts(20))
@@ -135,7 +136,7 @@ def test_drafts_are_its_own_decoding(limits: str, monkeypatch: pytest.MonkeyPatc
 def converse(
     cache: str, monkeypatch: pytest.MonkeyPatch, *, target: str = "", count: int = 30
 ) -> tuple[Engine, int]:
-    """Requests that go on from one another; returns how many drafts were wrong."""
+    """Run requests that continue one another; return the engine and the number of wrong drafts."""
     options = dict(CACHES[cache])
     num_kept, talk = options.pop("num_kept", 100), conversations(count)
     sizes = [load_model(one).kv_bytes_per_slot(0) for one in (similar(), target or directory())]
@@ -143,7 +144,7 @@ def converse(
     drafts = Drafts(monkeypatch)
     engine = RandomLengths().decide_for(make(similar(), target=target, **options))
     assert engine._runner.parts.cache.room.num_kept == num_kept
-    done = live(engine, talk)
+    done = run_all(engine, talk)
     if not target:
         assert list(map(bits, done)) == list(map(bits, talk.done))
     assert engine.num_free_pages == engine.num_pages and not engine._drafting.num_failures
@@ -153,7 +154,7 @@ def converse(
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.fast("few kept", "few pages")
-def test_drafts_go_on_from_prefixes(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_continue_cached_prefixes(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, num_wrong = converse(cache, monkeypatch)
     assert num_wrong == 0
     assert engine.stats.prefix_cache_hits > 0.05 * engine.stats.prefix_cache_queries > 0
@@ -161,16 +162,16 @@ def test_drafts_go_on_from_prefixes(cache: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", CACHES)
-def test_drafts_of_300_requests_go_on_from_prefixes(
+def test_drafts_of_300_requests_continue_cached_prefixes(
     cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert converse(cache, monkeypatch, count=300)[1] == 0
 
 
-def test_a_target_without_states_is_cut_where_drafts_have_theirs(
+def test_cached_prefix_ends_where_the_draft_model_has_states(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Requests without drafts find every page, beside those that need states."""
+    """Requests without drafts still use every cached page."""
     engine, num_wrong = converse("few kept", monkeypatch, target=dense())
     assert num_wrong == 0 and engine.stats.prefix_cache_hits > 0
     for num_cached in (0, 48):
@@ -179,8 +180,8 @@ def test_a_target_without_states_is_cut_where_drafts_have_theirs(
         assert done.num_cached_tokens == num_cached
 
 
-def test_states_behind_a_long_pause_are_nobody_else_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The drafter goes on with the last tokens alone, and begins with zeros there."""
+def test_states_after_a_long_pause_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the pause, the drafter runs only the last tokens, and starts from zero states."""
     engine = make(similar(), max_num_batched_tokens=64, max_model_len=256)
     params = replace(texts(1)[1][0], max_tokens=190)
     name = engine.add_request(list(range(1, 41)), params)
@@ -194,8 +195,8 @@ def test_states_behind_a_long_pause_are_nobody_else_s(monkeypatch: pytest.Monkey
     assert 0 < done.num_cached_tokens < 64 and drafts.num_wrong(similar()) == 0
 
 
-def with_late_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row goes on from the state of the token before last."""
+def plant_late_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant a bug: a row continues from the state of the token before the last."""
     real = linear_attention.gated_delta_rule
 
     def wrong(*args: Tensor, **options: Any) -> Tensor:
@@ -211,8 +212,8 @@ def with_late_states(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_attention, "gated_delta_rule", wrong)
 
 
-def with_window(num_behind: int) -> Callable[[pytest.MonkeyPatch], None]:
-    """Slots keep too few positions."""
+def plant_window(num_behind: int) -> Callable[[pytest.MonkeyPatch], None]:
+    """Return a function that plants a bug: slots keep too few positions."""
 
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
         real = DraftModelDrafter.__init__
@@ -226,8 +227,8 @@ def with_window(num_behind: int) -> Callable[[pytest.MonkeyPatch], None]:
     return plant
 
 
-def with_the_target_s_states_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the drafter are not loaded where a request goes on from a prefix."""
+def plant_missing_draft_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant a bug: the draft model's states of a prefix are not loaded."""
     real = KvCache.load_states
 
     def wrong(self: KvCache, *place: int) -> None:
@@ -237,27 +238,25 @@ def with_the_target_s_states_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KvCache, "load_states", wrong)
 
 
-TRAPS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "a state one token late": with_late_states,
-    "too few positions for drafts": with_window(DRAFTS - 1),
-    "too few positions for prefixes": with_window(DRAFTS),
-    "states of prefixes are not loaded": with_the_target_s_states_alone,
+BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "a state one token late": plant_late_states,
+    "too few positions for drafts": plant_window(DRAFTS - 1),
+    "too few positions for prefixes": plant_window(DRAFTS),
+    "states of prefixes are not loaded": plant_missing_draft_states,
 }
 
 
-@pytest.mark.parametrize("trap", TRAPS)
+@pytest.mark.parametrize("bug", BUGS)
 @pytest.mark.ci
-def test_traps_are_noticed(trap: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the drafts alone: no token depends on them."""
-    TRAPS[trap](monkeypatch)
+def test_planted_bugs_are_detected(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only drafts show the bugs, since no token depends on them."""
+    BUGS[bug](monkeypatch)
     assert converse("all kept", monkeypatch)[1] > 0
 
 
-@pytest.mark.parametrize("waits", [True, False], ids=["kept", "kept too early"])
-def test_states_of_a_prefix_wait_for_the_drafter(
-    waits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It rests while the target comes to the end of a page, and has no states there then."""
+@pytest.mark.parametrize("waits", [True, False], ids=["waits", "too early"])
+def test_prefix_states_wait_for_the_drafter(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter pauses while the target ends a page, and has no states there."""
     keep = KeptStates.keep
     if not waits:
 
@@ -280,8 +279,8 @@ def test_states_of_a_prefix_wait_for_the_drafter(
 
 
 @pytest.mark.parametrize("target", ["states", "dense"])
-def test_a_model_that_is_the_target_is_always_right(target: str) -> None:
-    """Also where tokens are drawn: it draws with the target's numbers."""
+def test_target_as_draft_model_is_always_accepted(target: str) -> None:
+    """This holds for sampled tokens, too: both models use the same random numbers."""
     model = directory() if target == "states" else dense()
     prompts, params = texts(8)
     engine = make(model, target=model, max_num_batched_tokens=24)
@@ -291,8 +290,8 @@ def test_a_model_that_is_the_target_is_always_right(target: str) -> None:
     assert spec.num_accepted_tokens == spec.num_draft_tokens > 100
 
 
-def test_its_trees_branch_off_the_chain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a target without states of its own, which would refuse them."""
+def test_trees_branch_off_the_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target has no recurrent states, since such a target refuses trees."""
     drafts = Drafts(monkeypatch)
     prompts, params = texts(8)
     own = {"tree": True, "num_speculative_tokens": 7, "num_model_steps": 3}
@@ -304,8 +303,8 @@ def test_its_trees_branch_off_the_chain(monkeypatch: pytest.MonkeyPatch) -> None
     assert drafts.num_wrong(similar()) == 0
 
 
-def test_slots_have_room_for_the_drafts_of_the_configuration() -> None:
-    """A request that wants more is refused; memory is paid for before pages are."""
+def test_slots_have_memory_for_the_configured_drafts() -> None:
+    """A request with more drafts is refused; memory of states is reserved before pages."""
     engine = make(similar(), target=dense())
     prompts, params = texts(1)
     with pytest.raises(ValueError, match=r"num_model_steps must be at most 4, .*, got 5"):

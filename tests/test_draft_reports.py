@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What steps report of their drafts: all that was verified, by whom, and nothing changes by it."""
+"""Reports of the drafts of a step: all verified drafts with their sources, and no side effect."""
 
 from copy import deepcopy
 
 import pytest
+from specops.api.outputs import TARGET
 from specops.engine import (
     Engine,
     EngineConfig,
@@ -12,10 +13,9 @@ from specops.engine import (
     SpeculativeConfig,
     StructuredOutput,
 )
-from specops.engine.outputs import TARGET
 
 PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n"
-# What followed `x =` before differs, so trees branch.
+# The tokens after `x =` differ, so trees branch.
 TWICE = "x = 1\nx = 2\nx = 3\nx = 4\nx ="
 
 METHODS = {
@@ -25,14 +25,12 @@ METHODS = {
     "mtp": {"method": "mtp", "num_speculative_tokens": 3},
     "mtp tree": {"method": "mtp", "num_speculative_tokens": 6, "num_model_steps": 3, "tree": True},
     "mtp+ngram": {
-        "method": "mtp",
-        "mtp_strategy": "with_ngram",
+        "method": "mtp+ngram",
         "num_speculative_tokens": 5,
         "num_model_steps": 2,
     },
     "mtp+suffix": {
-        "method": "mtp",
-        "mtp_strategy": "with_suffix",
+        "method": "mtp+suffix",
         "num_speculative_tokens": 5,
         "num_model_steps": 1,
     },
@@ -70,8 +68,8 @@ def steps_of(
     return outputs
 
 
-# Each way to end a request that plain decoding has, found in its own output.
-CUTS = {
+# All ways to end a request, with parameters derived from the output of plain decoding.
+ENDINGS = {
     "string": lambda text, ids: {"stop": (text[len(text) // 2 :][:3],)},
     "token": lambda text, ids: {"stop_token_ids": (ids[len(ids) // 2],)},
     "sequence": lambda text, ids: {"stop_token_sequences": (tuple(ids[len(ids) // 2 :][:2]),)},
@@ -89,26 +87,30 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.pairwise
-def test_accepted_drafts_are_tokens_of_the_output(engine: Engine, name: str, cut: str) -> None:
-    """A cut in the middle of accepted drafts counts only those before it, everywhere."""
+def test_accepted_drafts_count_only_tokens_of_the_output(
+    engine: Engine, name: str, ending: str
+) -> None:
+    """If a request ends among accepted drafts, only the drafts before the end count."""
     before = deepcopy(engine.stats)
-    num_cut, found = 0, []
+    num_ended_in_drafts, found = 0, []
     for length in range(15, 21):
         plain = {"max_tokens": length, "temperature": 0.0, "ignore_eos": True}
         (done,) = engine.generate(
             [TWICE], SamplingParams(**plain), speculative_config={"method": "naive"}
         )
-        wanted = {**plain, **CUTS[cut](done.text, done.token_ids)}
-        params = SamplingParams(**wanted, report_drafts=True)
+        options = {**plain, **ENDINGS[ending](done.text, done.token_ids)}
+        params = SamplingParams(**options, report_drafts=True)
         (same,) = engine.generate([TWICE], params, speculative_config={"method": "naive"})
         assert same.stats.num_accepted_tokens == 0
         outputs = steps_of(engine, TWICE, params, METHODS[name])
         assert [token for one in outputs for token in one.token_ids] == same.token_ids
         last = outputs[-1]
-        num_cut += last.drafts is not None and len(last.drafts.accepted) == len(last.token_ids)
+        num_ended_in_drafts += last.drafts is not None and len(last.drafts.accepted) == len(
+            last.token_ids
+        )
         found.append(outputs)
     speculative, drafts = engine.stats.speculative, before.speculative
     steps = [one.drafts for outputs in found for one in outputs if one.drafts is not None]
@@ -119,11 +121,11 @@ def test_accepted_drafts_are_tokens_of_the_output(engine: Engine, name: str, cut
     assert speculative.num_emitted_tokens - drafts.num_emitted_tokens == (
         engine.stats.generation_tokens - before.generation_tokens - (without[0] - without[1])
     )
-    if cut in ("string", "token") and name.startswith("ngram"):
-        assert num_cut, "some end among accepted drafts"
+    if ending in ("string", "token") and name.startswith("ngram"):
+        assert num_ended_in_drafts, "a request must end among accepted drafts"
 
 
-def test_an_aborted_request_counts_its_output(engine: Engine) -> None:
+def test_aborted_request_counts_its_accepted_drafts(engine: Engine) -> None:
     before = deepcopy(engine.stats)
     params = SamplingParams(max_tokens=40, temperature=0.0, report_drafts=True)
     name = engine.add_request(TWICE, params, speculative_config=METHODS["ngram"])
@@ -154,7 +156,7 @@ def test_every_verified_draft_is_reported(
     for output in outputs:
         drafts = output.drafts
         if drafts is None:
-            assert len(output.token_ids) == 1, "what no draft announced comes one by one"
+            assert len(output.token_ids) == 1, "a step without drafts emits one token"
             continue
         count = len(drafts.token_ids)
         assert len(drafts.parents) == len(drafts.sources) == count
@@ -169,27 +171,27 @@ def test_every_verified_draft_is_reported(
         if name.startswith("mtp+") and not name.endswith("tree"):
             first = METHODS[name]["num_model_steps"]
             both = ["mtp"] * first + [name[4:]] * (count - first)
-            assert drafts.sources == both[:count], "the modules come first, in every step"
+            assert drafts.sources == both[:count], "drafts of the MTP modules come first"
     expected = set(name.split()[0].split("+"))
     assert seen == expected if prompt == TWICE else seen <= expected
     if name.endswith("tree") and prompt == TWICE:
         parents = [one.drafts.parents for one in outputs if one.drafts is not None]
-        assert any(of != list(range(-1, len(of) - 1)) for of in parents), "some trees branch"
+        assert any(of != list(range(-1, len(of) - 1)) for of in parents), "a tree must branch"
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_report_changes_nothing(engine: Engine, name: str) -> None:
+def test_reports_change_no_logprob(engine: Engine, name: str) -> None:
     plain = SamplingParams(max_tokens=40, temperature=0.0, logprobs=2)
-    told = SamplingParams(max_tokens=40, temperature=0.0, logprobs=2, report_drafts=True)
-    quiet = steps_of_quiet(engine, plain, METHODS[name])
-    assert all(one.drafts is None for one in quiet)
-    loud = steps_of(engine, PROMPT, told, METHODS[name])
-    assert [one for step in quiet for one in step.logprobs] == [
-        one for step in loud for one in step.logprobs
+    reporting = SamplingParams(max_tokens=40, temperature=0.0, logprobs=2, report_drafts=True)
+    without_report = steps_without_report(engine, plain, METHODS[name])
+    assert all(one.drafts is None for one in without_report)
+    with_report = steps_of(engine, PROMPT, reporting, METHODS[name])
+    assert [one for step in without_report for one in step.logprobs] == [
+        one for step in with_report for one in step.logprobs
     ]
 
 
-def steps_of_quiet(
+def steps_without_report(
     engine: Engine, params: SamplingParams, config: dict[str, object]
 ) -> list[RequestOutput]:
     name = engine.add_request(PROMPT, params, speculative_config=config)
@@ -200,12 +202,12 @@ def steps_of_quiet(
     return outputs
 
 
-def test_requests_of_one_step_have_reports_of_their_own(engine: Engine) -> None:
-    told = SamplingParams(max_tokens=30, temperature=0.0, report_drafts=True)
+def test_requests_of_one_step_have_separate_reports(engine: Engine) -> None:
+    reporting = SamplingParams(max_tokens=30, temperature=0.0, report_drafts=True)
     quiet = SamplingParams(max_tokens=30, temperature=0.0)
     names = [
         engine.add_request(TWICE, params, speculative_config=METHODS[method])
-        for params, method in ((told, "mtp+ngram"), (quiet, "mtp+ngram"), (told, "ngram"))
+        for params, method in ((reporting, "mtp+ngram"), (quiet, "mtp+ngram"), (reporting, "ngram"))
     ]
     found: dict[str, set[str]] = {name: set() for name in names}
     while engine.has_unfinished():
@@ -218,17 +220,17 @@ def test_requests_of_one_step_have_reports_of_their_own(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_merged_trees_are_the_same_in_any_batch(temperature: float) -> None:
-    """Where the suffix tree knows nothing of other requests."""
+def test_merged_trees_do_not_depend_on_the_batch(temperature: float) -> None:
+    """The suffix tree does not learn from other requests here."""
     own = {**METHODS["mtp+suffix tree"], "suffix_decoding_max_cached_requests": 0}
     engine = Engine(
         EngineConfig(speculative_config=SpeculativeConfig.from_dict(own), max_num_seqs=3, seed=0)
     )
-    told = SamplingParams(max_tokens=30, temperature=temperature, seed=5, report_drafts=True)
+    reporting = SamplingParams(max_tokens=30, temperature=temperature, seed=5, report_drafts=True)
     prompts = [PROMPT, TWICE, TWICE + " 5\nx"]
 
     def drafts_of(*together: str) -> list[list[object]]:
-        names = [engine.add_request(prompt, told) for prompt in together]
+        names = [engine.add_request(prompt, reporting) for prompt in together]
         found: dict[str, list[object]] = {name: [] for name in names}
         while engine.has_unfinished():
             for output in engine.step():
@@ -242,7 +244,7 @@ def test_merged_trees_are_the_same_in_any_batch(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["ngram", "mtp", "mtp+ngram"])
-def test_forced_tokens_are_told_from_drafts(engine: Engine, name: str) -> None:
+def test_forced_tokens_are_distinguished_from_drafts(engine: Engine, name: str) -> None:
     schema = {
         "type": "object",
         "properties": {"a_long_name_of_a_property": {"enum": ["yes", "no"]}},
@@ -263,9 +265,9 @@ def test_forced_tokens_are_told_from_drafts(engine: Engine, name: str) -> None:
         for place, source in enumerate(one.drafts.sources)
         if place in one.drafts.accepted
     ]
-    assert any(forced), "most of the text is forced"
+    assert any(forced), "the grammar must force tokens"
 
 
-def test_report_drafts_must_be_true_or_false() -> None:
+def test_report_drafts_must_be_a_bool() -> None:
     with pytest.raises(ValueError, match="report_drafts must be True or False, got 1"):
         SamplingParams(report_drafts=1)  # type: ignore[arg-type]

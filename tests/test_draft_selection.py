@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which drafts are verified: the choice against brute force, what is learnt, and in the engine.
+"""Selection of the drafts to verify: optimality, learned acceptance, and use in the engine.
 
-Time is that of given seconds by rows, and drafters follow scripts: no test depends on how fast the
-machine is.
+Step times and drafters are scripted, so tests do not depend on the speed of the machine.
 """
 
 import itertools
@@ -16,8 +15,8 @@ import numpy as np
 import pytest
 from checkpoints import write_tokenizer
 from mtp_checkpoints import make_mtp_checkpoint
+from specops.api import config as engine_config
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig, step_costs
-from specops.engine import config as engine_config
 from specops.engine.drafters.acceptance import MethodAcceptance, RequestAcceptance
 from specops.engine.drafters.base import Scheduled
 from specops.engine.drafters.pass_reports import PassReports
@@ -27,10 +26,10 @@ from specops.engine.plan import Plan
 from test_lossless import bits
 
 Drafts = list[tuple[float, bool]]  # confidence, and whether the target agrees
-Script = Callable[[int, random.Random], Drafts]  # by the request's tokens so far
+Script = Callable[[int, random.Random], Drafts]  # called with the number of tokens so far
 
 
-# ---- the choice ----
+# ---- optimality ----
 
 
 def closed_sets(parents: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -48,18 +47,18 @@ def path_product(confidences: Sequence[float], parents: Sequence[int], node: int
     return product
 
 
-def middle(confidence: float) -> float:
-    """The chance of a draft, of which nothing was counted: the middle of its bucket."""
+def acceptance_prob(confidence: float) -> float:
+    """Return the acceptance probability of a draft without counts: the middle of its bucket."""
     return float(RequestAcceptance(MethodAcceptance()).products([confidence], None)[0])
 
 
 @pytest.mark.parametrize("is_tree", [False, True])
-def test_the_choice_is_the_best_of_all_that_are_closed(is_tree: bool) -> None:
+def test_selection_is_optimal_among_closed_sets(is_tree: bool) -> None:
     rng = random.Random(1)
     sizes: list[int] = []
     for _ in range(300):
         batch = rng.randint(1, 3)
-        # Few values, so that there are ties; of costs any shape: stairs, straight lines, jumps.
+        # Few distinct confidences, so that there are ties, and costs of any shape.
         confidences = [
             [rng.choice([0.3, 0.6, 0.8, 0.8, 1.0]) for _ in range(rng.randint(0, 4))]
             for _ in range(batch)
@@ -69,12 +68,12 @@ def test_the_choice_is_the_best_of_all_that_are_closed(is_tree: bool) -> None:
             for own in confidences
         ]
         total = sum(map(len, confidences))
-        others, room = rng.randint(0, 2), rng.randint(0, total)
+        others, max_drafts = rng.randint(0, 2), rng.randint(0, total)
         seconds = [1.0]
         for _ in range(batch + others + total):
             seconds.append(seconds[-1] + rng.choice([0.0, 0.05, 0.2, 0.5]))
         selector = DraftSelector(seconds)
-        acceptance_probs = [[middle(c) for c in own] for own in confidences]
+        acceptance_probs = [[acceptance_prob(c) for c in own] for own in confidences]
 
         def rate(sets: Sequence[Sequence[int]]) -> float:
             gains = [
@@ -89,24 +88,24 @@ def test_the_choice_is_the_best_of_all_that_are_closed(is_tree: bool) -> None:
             [selector.start("m") for _ in range(batch)],
             confidences,
             parents if is_tree else [None] * batch,
-            room,
+            max_drafts,
             others,
         )
         for nodes, tree in zip(chosen, parents, strict=True):
             assert nodes == sorted(nodes)
             assert all(tree[node] in (-1, *nodes) for node in nodes)
-        assert sum(map(len, chosen)) <= room
+        assert sum(map(len, chosen)) <= max_drafts
         best = max(
             rate(sets)
             for sets in itertools.product(*map(list, map(closed_sets, parents)))
-            if sum(map(len, sets)) <= room
+            if sum(map(len, sets)) <= max_drafts
         )
         assert rate(chosen) == pytest.approx(best)
         sizes.append(sum(map(len, chosen)))
     assert sizes.count(0) > 10 and max(sizes) > 6
 
 
-def test_where_rows_cost_nothing_the_likeliest_drafts_fill_the_room() -> None:
+def test_free_rows_are_filled_with_the_likeliest_drafts() -> None:
     selector = DraftSelector([1.0] * 20)
     states = [selector.start("m"), selector.start("m")]
     confidences = [[0.9, 0.2, 0.9], [0.5, 0.5]]
@@ -117,11 +116,11 @@ def test_where_rows_cost_nothing_the_likeliest_drafts_fill_the_room() -> None:
     assert selector.select([], [], [], 5, 0) == []
     for _ in range(100):
         selector.observe(states[:1], [[0.9]], [[]], [None])
-    # The counts of the method speak against them, and the first request's own the most.
+    # The method's counts are bad, and the first request's own counts are worse.
     assert selector.select(states, [[0.9], [0.9]], chains, 1, 0) == [[], [0]]
 
 
-# ---- what is learnt ----
+# ---- learned acceptance ----
 
 
 def test_acceptance_probabilities_approach_the_observed_rates() -> None:
@@ -129,24 +128,24 @@ def test_acceptance_probabilities_approach_the_observed_rates() -> None:
     truth = {0.3: 0.6, 0.75: 0.5, 0.95: 0.9, 1.0: 0.2}
     method = MethodAcceptance()
     for _ in range(2000):
-        request = RequestAcceptance(method)  # nothing of its own
+        request = RequestAcceptance(method)  # without counts of its own
         confidence = rng.choice(list(truth))
         hit = rng.random() < truth[confidence]
         request.observe([confidence], int(hit))
         method.update()
     for confidence, rate in truth.items():
         found = RequestAcceptance(method).products([confidence] * 2, None)
-        # About 45 drafts count in each bucket: a standard error of 0.075 at most.
+        # About 45 drafts count per bucket, for a standard error of at most 0.075.
         assert found[0] == pytest.approx(rate, abs=0.19)
         assert found[1] == pytest.approx(found[0] ** 2)
-    # A text that changes is believed within what is counted.
+    # A change is learned within the window of counted drafts.
     for _ in range(300):
         RequestAcceptance(method).observe([1.0], 1)
         method.update()
     assert RequestAcceptance(method).products([1.0], None)[0] > 0.9
 
 
-def test_a_request_begins_with_its_method_and_departs_from_it() -> None:
+def test_requests_start_from_their_methods_counts() -> None:
     rng = random.Random(3)
     method = MethodAcceptance()
     good, bad = RequestAcceptance(method), RequestAcceptance(method)
@@ -160,12 +159,12 @@ def test_a_request_begins_with_its_method_and_departs_from_it() -> None:
     assert 0.5 < fresh < 0.8  # 3.5 of 5
     assert good.products([0.7], None)[0] > 0.9
     assert bad.products([0.7], None)[0] < 0.3
-    for acceptance in (good, bad):  # they order drafts as their confidences do where counts do
+    for acceptance in (good, bad):  # probabilities stay within (0, 1]
         products = acceptance.products([0.2, 0.7, 1.0], [-1, -1, -1])
         assert all(0 < p <= 1 for p in products)
 
 
-def test_of_a_tree_all_children_of_accepted_nodes_are_decided() -> None:
+def test_tree_counts_children_of_accepted_nodes() -> None:
     selector = DraftSelector([1.0] * 9)
     state = selector.start("m")
     counts = selector._methods["m"]
@@ -175,7 +174,7 @@ def test_of_a_tree_all_children_of_accepted_nodes_are_decided() -> None:
     assert counts.hits == [1, 0, 0, 0, 1, 0, 0, 0, 0]
 
 
-# ---- what it brings ----
+# ---- speed ----
 
 SECONDS: dict[str, Callable[[int], float]] = {
     "memory": lambda rows: 1 + 0.05 * rows,
@@ -189,18 +188,18 @@ def constant(confidence: float, rate: float) -> Script:
     return lambda num_tokens, rng: [(confidence, rng.random() < rate) for _ in range(4)]
 
 
-def telling(num_tokens: int, rng: random.Random) -> Drafts:
-    """As often right as they say."""
+def calibrated(num_tokens: int, rng: random.Random) -> Drafts:
+    """Return drafts that are right as often as their confidences say."""
     confidences = [rng.random() for _ in range(4)]
     return [(confidence, rng.random() < confidence) for confidence in confidences]
 
 
-def seldom(num_tokens: int, rng: random.Random) -> Drafts:
+def rare(num_tokens: int, rng: random.Random) -> Drafts:
     return constant(0.7, 0.9)(0, rng) if rng.random() < 0.1 else []
 
 
 NEVER, ALWAYS, HALF = constant(0.9, 0), constant(0.6, 1), constant(0.5, 0.5)
-SCRIPTS = [NEVER, ALWAYS, HALF, constant(0.95, 0.5), constant(0.7, 0.8), telling, seldom]
+SCRIPTS = [NEVER, ALWAYS, HALF, constant(0.95, 0.5), constant(0.7, 0.8), calibrated, rare]
 
 
 class Simulation:
@@ -228,7 +227,7 @@ class Simulation:
         return self.selector.start("m"), script, [0]
 
     def speed(self, steps: int) -> float:
-        """Runs so many steps; times the speed of plain decoding."""
+        """Run steps and return the speed relative to plain decoding."""
         taken, tokens = 0.0, 0
         chains = [None] * self.batch
         for _ in range(steps):
@@ -258,48 +257,50 @@ class Simulation:
 
 @pytest.mark.parametrize("seconds", SECONDS.values(), ids=SECONDS)
 @pytest.mark.parametrize(("batch", "steps"), [(1, 1200), (8, 300), (32, 100)])
-def test_it_is_about_as_fast_as_the_best_fixed_length(
+def test_selection_is_nearly_as_fast_as_the_best_fixed_length(
     seconds: Callable[[int], float], batch: int, steps: int
 ) -> None:
     for script in SCRIPTS:
-        ran = Simulation(seconds, [script], batch)
-        ran.speed(max(steps // 4, 40))  # nothing is known at first
+        simulation = Simulation(seconds, [script], batch)
+        simulation.speed(max(steps // 4, 40))  # warm-up
         fixed = [Simulation(seconds, [script], batch, n).speed(steps) for n in (0, 1, 2, 4)]
-        assert ran.speed(steps) > 0.97 * max(fixed)
+        assert simulation.speed(steps) > 0.97 * max(fixed)
 
 
-def test_it_is_faster_than_every_fixed_length_where_requests_or_drafts_differ() -> None:
-    for scripts in ([telling], SCRIPTS):
+def test_selection_beats_fixed_lengths_for_mixed_requests() -> None:
+    for scripts in ([calibrated], SCRIPTS):
         fixed = [Simulation(SECONDS["memory"], scripts, 8, n).speed(400) for n in range(5)]
         assert Simulation(SECONDS["memory"], scripts, 8).speed(400) > 1.02 * max(fixed)
 
 
 @pytest.mark.parametrize("batch", [1, 8])
-def test_a_text_that_changes_is_noticed(batch: int) -> None:
+def test_changed_acceptance_is_detected(batch: int) -> None:
     good = [False]
     script: Script = lambda num_tokens, rng: [(0.9, good[0])] * 4  # noqa: E731
-    ran = Simulation(SECONDS["compute"], [script], batch, length=10**9)
-    ran.speed(1000)
-    assert 0.97 < ran.speed(1000) < 0.995  # it tries, now and then
+    simulation = Simulation(SECONDS["compute"], [script], batch, length=10**9)
+    simulation.speed(1000)
+    assert 0.97 < simulation.speed(1000) < 0.995  # occasional trial drafts cost time
     good[0] = True
-    ran.speed(250)
+    simulation.speed(250)
     best = Simulation(SECONDS["compute"], [ALWAYS], batch, 4).speed(100)
-    assert ran.speed(100) > 0.97 * best
+    assert simulation.speed(100) > 0.97 * best
 
 
-def test_tests_keep_within_the_room() -> None:
+def test_trial_drafts_fit_the_limit() -> None:
     selector = DraftSelector([SECONDS["compute"](rows) for rows in range(9)])
     states = [selector.start("m") for _ in range(3)]
     counts = set()
-    for room in (1, 3) * 300:
-        chosen = selector.select(states, [[0.4, 0.4]] * 3, [None] * 3, room, 0)
-        counts.add((room, sum(map(len, chosen))))
+    for max_drafts in (1, 3) * 300:
+        chosen = selector.select(states, [[0.4, 0.4]] * 3, [None] * 3, max_drafts, 0)
+        counts.add((max_drafts, sum(map(len, chosen))))
         verified = [[0.4] * len(nodes) for nodes in chosen]
         selector.observe(states, verified, [[] for _ in states], [None] * 3)
-    assert {(3, 0), (3, 3)} <= counts and max(count for room, count in counts if room == 1) <= 1
+    assert {(3, 0), (3, 3)} <= counts and max(
+        count for max_drafts, count in counts if max_drafts == 1
+    ) <= 1
 
 
-def test_equal_calls_give_equal_choices() -> None:
+def test_selection_is_deterministic() -> None:
     first, second = (Simulation(SECONDS["memory"], SCRIPTS, 8).speed(200) for _ in range(2))
     assert first == second
 
@@ -310,8 +311,8 @@ METHODS: list[dict[str, Any]] = [
     {"method": "ngram", "min_ngram_size": 1},
     {"method": "suffix"},
     {"method": "mtp"},
-    {"method": "mtp", "mtp_strategy": "with_ngram"},
-    {"method": "mtp", "mtp_strategy": "with_suffix", "num_model_steps": 2},
+    {"method": "mtp+ngram"},
+    {"method": "mtp+suffix", "num_model_steps": 2},
     {"method": "ngram", "min_ngram_size": 1, "tree": True},
 ]
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5], [9] * 12, list(range(1, 40)), [3, 4]]
@@ -336,16 +337,14 @@ def make(model_dir: Path, own: dict[str, Any], **config: Any) -> Engine:
         EngineConfig(
             model=str(model_dir),
             dtype="float32",
-            speculative_config=SpeculativeConfig(**own),
+            speculative_config=SpeculativeConfig.from_dict(own),
             **config,
         )
     )
 
 
 @pytest.mark.parametrize("own", METHODS, ids=lambda own: "-".join(map(str, own.values())))
-def test_measuring_leaves_nothing_and_selecting_changes_no_token(
-    model_dir: Path, own: dict[str, Any]
-) -> None:
+def test_measuring_and_selecting_change_no_token(model_dir: Path, own: dict[str, Any]) -> None:
     expected = make(model_dir, {"method": "naive"}).generate(PROMPTS, PARAMS)
     engine = make(model_dir, {**own, "adaptive_verification": True})
     assert engine.num_free_pages == engine.num_pages
@@ -355,9 +354,9 @@ def test_measuring_leaves_nothing_and_selecting_changes_no_token(
     assert suffixes.num_cached_requests == 0 and suffixes.running_requests == []
     measured = engine._drafting._selector.seconds  # type: ignore[union-attr]
     assert len(measured) == 65 and all(0 < a <= b for a, b in itertools.pairwise(measured))
-    # Seconds of a machine on which every draft pays, of one on which none does, and the measured.
-    given = ([1.0] * 65, [1.0 + rows for rows in range(65)], measured)
-    for name, seconds in zip(("free", "dear", "measured"), given, strict=True):
+    # Free rows, expensive rows, and the measured times.
+    cost_tables = ([1.0] * 65, [1.0 + rows for rows in range(65)], measured)
+    for name, seconds in zip(("free", "dear", "measured"), cost_tables, strict=True):
         engine._drafting.select_by(seconds)
         before = engine.stats.speculative.num_draft_tokens
         done = engine.generate(PROMPTS, PARAMS)
@@ -372,10 +371,10 @@ def test_measuring_leaves_nothing_and_selecting_changes_no_token(
 
 
 @pytest.mark.parametrize("second", ["ngram", "suffix"])
-def test_confidences_are_those_of_the_stage_that_drafted(
+def test_confidences_come_from_the_drafting_stage(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, second: str
 ) -> None:
-    """Beside requests for which more passes of the head run, whose reports are of no one else."""
+    """Other requests in the batch run more passes of the head."""
     fill = RecurrentStep.fill
 
     def poisoned(self: RecurrentStep, parts: Sequence[Scheduled]) -> None:
@@ -388,7 +387,7 @@ def test_confidences_are_those_of_the_stage_that_drafted(
     engine._drafting.select_by([1.0] * 65)
     hybrid: dict[str, Any] = {"method": f"mtp+{second}", "num_model_steps": 1}
     hybrid |= {"num_speculative_tokens": 4, "min_ngram_size": 1}
-    prompts = [list(range(1, 150)), [3, 4]] * 2  # whatever is drafted has been there before
+    prompts = [list(range(1, 150)), [3, 4]] * 2  # the prompts make ngram and suffix draft
     names = [
         engine.add_request(prompt, params, speculative_config=own)
         for prompt, params, own in zip(prompts, PARAMS, (hybrid, None) * 2, strict=True)
@@ -402,7 +401,9 @@ def test_confidences_are_those_of_the_stage_that_drafted(
             behind = proposals.confidences[request.slot, 1 : proposals.counts[request.slot]]
             seen += len(behind)
             if second == "ngram":
-                lengths = behind / (1 - behind)  # a match of L tokens is given L / (L + 1)
+                lengths = behind / (
+                    1 - behind
+                )  # a match of L tokens has the confidence L / (L + 1)
                 assert lengths == pytest.approx(lengths.round(), abs=1e-3)
             assert ((behind > 0) & (behind <= 1)).all()
     assert seen > 20 and not engine._drafting.num_failures
@@ -412,7 +413,7 @@ def test_confidences_are_those_of_the_stage_that_drafted(
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
-def test_nan_among_the_probabilities_of_one_request_concerns_no_other(
+def test_nan_probabilities_affect_only_their_request(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, tree: bool
 ) -> None:
     read, victim = PassReports.read, PROMPTS[1]
@@ -436,8 +437,8 @@ def test_nan_among_the_probabilities_of_one_request_concerns_no_other(
     assert list(map(bits, done)) == list(map(bits, plain))
 
 
-def test_a_confidence_that_is_no_probability_concerns_no_other_request(model_dir: Path) -> None:
-    """As of a drafter that writes such numbers on the host."""
+def test_invalid_confidence_affects_only_its_request(model_dir: Path) -> None:
+    """A drafter may write such numbers on the host."""
     engine = make(
         model_dir, {"method": "ngram", "min_ngram_size": 1, "adaptive_verification": True}
     )
@@ -459,7 +460,7 @@ def test_a_confidence_that_is_no_probability_concerns_no_other_request(model_dir
     assert list(map(bits, done)) == list(map(bits, plain))
 
 
-def test_a_request_may_turn_it_off_but_not_on(model_dir: Path) -> None:
+def test_request_can_disable_but_not_enable_selection(model_dir: Path) -> None:
     engine = make(model_dir, {"method": "ngram"})
     with pytest.raises(ValueError, match="adaptive_verification needs an engine that knows"):
         engine.add_request([1, 2], PARAMS[0], speculative_config={"adaptive_verification": True})
@@ -475,7 +476,7 @@ def test_a_request_may_turn_it_off_but_not_on(model_dir: Path) -> None:
         engine.generate(PROMPTS, PARAMS, speculative_config={"adaptive_verification": False})
         engine.generate(PROMPTS, PARAMS, speculative_config={"verify_strategy": "rejection"})
         assert not seen
-        # Fixed and selected drafts, and none, in the same steps.
+        # Requests with fixed, selected and no drafts share steps.
         expected = make(model_dir, {"method": "naive"}).generate(PROMPTS, PARAMS)
         kinds: list[Any] = [None, {"method": "naive"}, {"adaptive_verification": False}, None]
         names = [
@@ -488,7 +489,9 @@ def test_a_request_may_turn_it_off_but_not_on(model_dir: Path) -> None:
     assert [bits(engine.completion(name)) for name in names] == list(map(bits, expected))
 
 
-def test_it_is_on_where_steps_are_long(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_selection_is_enabled_for_long_steps(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def is_on(**own: Any) -> bool:
         return make(model_dir, {"method": "ngram", **own})._drafting._selector is not None
 
@@ -504,20 +507,20 @@ def test_it_is_on_where_steps_are_long(model_dir: Path, monkeypatch: pytest.Monk
         return config.decided_for(device).speculative_config.adaptive_verification
 
     assert decided("suffix", "cpu") is True and decided("suffix", "cuda") is False
-    assert decided("mtp+ngram", "cpu") is False, "what its passes cost is not known"
+    assert decided("mtp+ngram", "cpu") is False, "the cost of model passes is unknown"
 
 
-def test_a_request_may_ask_for_it_where_the_server_verifies_otherwise(model_dir: Path) -> None:
+def test_request_can_use_selection_with_another_default_strategy(model_dir: Path) -> None:
     own = {"method": "ngram", "verify_strategy": "rejection", "adaptive_verification": True}
     engine = make(model_dir, own)
-    asked = {"verify_strategy": "target_match"}
-    done = engine.generate(PROMPTS, PARAMS, speculative_config=asked)
+    overrides = {"verify_strategy": "target_match"}
+    done = engine.generate(PROMPTS, PARAMS, speculative_config=overrides)
     plain = make(model_dir, {"method": "naive"}).generate(PROMPTS, PARAMS)
     assert list(map(bits, done)) == list(map(bits, plain))
 
 
 @pytest.mark.parametrize("bytes_read", [lambda rows: 5.0, lambda rows: min(rows, 8.0)])
-def test_steps_are_measured_by_rows_until_they_are_long(
+def test_steps_are_measured_until_they_are_long(
     model_dir: Path, bytes_read: Callable[[int], float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
@@ -546,10 +549,10 @@ def test_steps_are_measured_by_rows_until_they_are_long(
         max_rows=16,
         max_model_len=64,
     )
-    # 16 rows would take too long, unless that may be what they read.
+    # 16 rows would take too long, unless more rows read more weights.
     is_mixture = bytes_read(8) > bytes_read(1)
     assert counts[:6] == ([1, 2, 4, 8, 16, 1] if is_mixture else [1, 2, 4, 8, 1, 2])
-    # Two rows took less than one, so they take as long. Eight are beyond what is run again.
+    # Two rows took less time than one row, so both get the same time. Eight rows run only once.
     last = seconds[8]
     assert seconds[1:5] == pytest.approx([0.025, 0.025, 0.03, 0.035])
     assert seconds[12] - last == pytest.approx(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter protocol: what it takes to add a method, and that none of it can change a token."""
+"""The drafter protocol: a new method needs one file and one line, and cannot change a token."""
 
 import random
 from collections import Counter
@@ -19,8 +19,11 @@ from draft_lengths import RandomLengths
 from fake_gpu import FakeGpu
 from mtp_checkpoints import make_mtp_checkpoint
 from specops import sampling
+from specops.api.config import BUNDLED_MODEL
+from specops.api.errors import ModelError
+from specops.api.methods import METHODS, drafting_order, method_names
+from specops.api.tokenizer import Tokenizer
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.config import BUNDLED_MODEL
 from specops.engine.drafters.base import (
     Drafter,
     DrafterContext,
@@ -30,12 +33,9 @@ from specops.engine.drafters.base import (
     stage_limit,
 )
 from specops.engine.drafters.drafting import share_out
-from specops.engine.drafters.methods import METHODS, drafting_order, method_names
 from specops.engine.drafters.recurrent import RecurrentDrafter, RecurrentStep
-from specops.engine.errors import ModelError
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.models import Transformer
-from specops.tokenizer import Tokenizer
 from test_lossless import bits, params, prompts
 from toy_drafter import ToyHead, write_weights
 
@@ -45,7 +45,7 @@ RESIDUAL = ("medusa", "hydra", "hydra++")
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
-    """The registry line, and weights; what a configuration says to have it."""
+    """Register the toy drafter, write its weights, and return its configuration."""
     texts, _, done = plain()
     monkeypatch.setitem(METHODS, "toy", "toy_drafter")
     encode = Tokenizer.from_dir(BUNDLED_MODEL).encode
@@ -59,7 +59,7 @@ def make(speculative: SpeculativeConfig, **config: Any) -> Engine:
 
 
 def runnable() -> tuple[str, ...]:
-    """The methods that need no directory of their own, and the toy, where it is one."""
+    """Return the methods that need no model directory, including a registered toy."""
     return tuple(
         name
         for name in method_names()
@@ -69,7 +69,7 @@ def runnable() -> tuple[str, ...]:
 
 @cache
 def plain() -> tuple[list[str], list[SamplingParams], list[Completion]]:
-    """Prompts, greedy and seeded in turn, and what plain decoding gives."""
+    """Return prompts, alternately greedy and seeded, and the outputs of plain decoding."""
     texts = prompts()
     each = [params(i, 0.0 if i % 2 else 0.8) for i in range(len(texts))]
     return texts, each, make(NAIVE, max_num_seqs=8).generate(texts, each)
@@ -85,16 +85,16 @@ LIMITS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("limits", LIMITS, ids=["wide", "chunks", "preemption", "both"])
 @pytest.mark.fast("both", ci=("wide",))
-def test_a_drafter_of_one_file_changes_nothing(toy: dict[str, Any], limits: dict[str, Any]) -> None:
+def test_toy_drafter_changes_no_bit(toy: dict[str, Any], limits: dict[str, Any]) -> None:
     texts, each, expected = (of_all[::3] for of_all in plain())
-    engine = make(SpeculativeConfig(num_speculative_tokens=3, **toy), **limits)
+    engine = make(SpeculativeConfig.from_dict({"num_speculative_tokens": 3, **toy}), **limits)
     done = engine.generate(texts, each)
     assert [i for i, one in enumerate(done) if bits(one) != bits(expected[i])] == []
     spec = engine.stats.speculative
     assert spec.num_draft_tokens > 1000 and spec.num_accepted_tokens > spec.num_draft_tokens // 10
     assert (engine.stats.num_preemptions > 0) == ("num_pages" in limits)
     assert engine.num_free_pages == engine.num_pages
-    # Beside other methods, in the same steps and on the same pages.
+    # Together with other methods, in the same steps and on the same pages.
     RandomLengths().decide_for(engine)
     kinds: list[Any] = [None, {"method": "ngram"}, {"method": "mtp"}, {"method": "toy+ngram"}]
     names = [
@@ -106,10 +106,10 @@ def test_a_drafter_of_one_file_changes_nothing(toy: dict[str, Any], limits: dict
     assert [bits(engine.completion(name)) for name in names] == list(map(bits, expected[:24]))
 
 
-def test_its_states_are_those_of_its_own_tokens(
+def test_kept_states_belong_to_their_tokens(
     toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Taps are the states that leave the layers, and pages found by another request have them."""
+    """Cached pages have the same auxiliary hidden states as the tokens of another request."""
     seen: dict[tuple[int, ...], torch.Tensor] = {}
     again = Counter[bool]()
     launch = RecurrentStep.launch
@@ -129,10 +129,10 @@ def test_its_states_are_those_of_its_own_tokens(
                 again[found is not state and torch.equal(found, state)] += 1
 
     monkeypatch.setattr(RecurrentStep, "launch", watched)
-    engine = make(SpeculativeConfig(num_speculative_tokens=2, **toy), max_num_seqs=4)
+    engine = make(SpeculativeConfig.from_dict({"num_speculative_tokens": 2, **toy}), max_num_seqs=4)
     text = engine.tokenizer.encode(prompts()[0])[:80]
     greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-    # A plain request first: its pages have no states, and are no hits.
+    # The pages of a plain request have no states of the drafter, and give no hits.
     engine.generate([text], greedy, speculative_config={"method": "naive"})
     assert engine.stats.prefix_cache_hits == 0
     engine.generate([text, text[:50], [*text[:70], 7, 8]], greedy)
@@ -141,37 +141,37 @@ def test_its_states_are_those_of_its_own_tokens(
     assert set(again) == {True} and again[True] > 500
 
 
-def test_layers_are_tapped_for_those_that_read_them(
+def test_auxiliary_hidden_states_are_computed_only_for_their_drafters(
     toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tapped: list[tuple[int, ...]] = []
+    layers_read: list[tuple[int, ...]] = []
     forward = Transformer.forward
 
     def watched(self: Transformer, batch: Any, cache: Any, taps: Any = None) -> torch.Tensor:
-        tapped.append(tuple(taps or ()))
+        layers_read.append(tuple(taps or ()))
         return forward(self, batch, cache, taps)
 
     monkeypatch.setattr(Transformer, "forward", watched)
-    engine = make(SpeculativeConfig(num_speculative_tokens=2, **toy))
+    engine = make(SpeculativeConfig.from_dict({"num_speculative_tokens": 2, **toy}))
     greedy = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
     for method, expected in (("mtp", ()), ("ngram", ()), ("naive", ()), ("toy", (0, 2))):
-        tapped.clear()
+        layers_read.clear()
         engine.generate([[5, 6, 7]], greedy, speculative_config={"method": method})
-        assert set(tapped) == {expected}, method
+        assert set(layers_read) == {expected}, method
 
 
 @pytest.mark.parametrize("captures", [True, False], ids=["graphs", "eager"])
-def test_its_steps_are_replayed(
+def test_toy_drafter_runs_in_graphs(
     toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch, captures: bool
 ) -> None:
-    """With the bits of plain decoding, and the drafts of steps that are not, whoever made them."""
+    """Outputs equal plain decoding, and drafts equal those of eager steps."""
     texts, each, expected = plain()
-    told = [replace(one, report_drafts=True, max_tokens=40) for one in each[:4]]
+    reporting = [replace(one, report_drafts=True, max_tokens=40) for one in each[:4]]
     toy = {**toy, "method": "toy+ngram", "num_speculative_tokens": 4, "num_model_steps": 2}
 
     def run() -> tuple[Engine, list[Completion], list[Any]]:
-        engine = make(SpeculativeConfig(**toy), max_num_seqs=4)
-        names = [engine.add_request(text, one) for text, one in zip(texts, told, strict=False)]
+        engine = make(SpeculativeConfig.from_dict(toy), max_num_seqs=4)
+        names = [engine.add_request(text, one) for text, one in zip(texts, reporting, strict=False)]
         drafts = []
         while engine.has_unfinished():
             drafts += [(one.request_id, one.drafts) for one in engine.step()]
@@ -189,34 +189,39 @@ def test_its_steps_are_replayed(
     assert bool(captured) == captures
 
 
-def test_two_drafters_draw_in_the_same_steps(
+def test_two_drafters_sample_in_the_same_steps(
     toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each has rows of its own; of a reduced vocabulary, with the tokens of its entries."""
+    """Each drafter has its own rows of draft_probs; a reduced vocabulary has token ids."""
     texts, _, _ = plain()
     each = [replace(params(i, 0.8), max_tokens=60) for i in range(8)]
-    engine = make(SpeculativeConfig(num_speculative_tokens=3, verify_strategy="rejection", **toy))
+    engine = make(
+        SpeculativeConfig.from_dict(
+            {"num_speculative_tokens": 3, "verify_strategy": "rejection", **toy}
+        )
+    )
     kinds: list[dict[str, Any]] = [{"method": "toy"}, {"method": "mtp"}]
     alone = [
         engine.generate([texts[i]], each[i], speculative_config=kinds[i % 2])[0] for i in range(8)
     ]
-    verify, companies = sampling.verify, Counter[tuple[str, ...]]()
-    owners = {place: name for name, place in engine._drafting.draft_probs._first_row.items()}
+    verify, batches = sampling.verify, Counter[tuple[str, ...]]()
+    method_of_row = {place: name for name, place in engine._drafting.draft_probs._first_row.items()}
 
     def watched(logits: Any, **named: Any) -> Any:
         indptr, drafts, _ = named["drafts"]
-        given = named.get("draft_probs")
-        here = set()
-        for request, row in enumerate([] if given is None else given.rows.tolist()):
+        draft_probs = named.get("draft_probs")
+        methods_in_step = set()
+        for request, row in enumerate([] if draft_probs is None else draft_probs.rows.tolist()):
             if row < 0:
                 continue
-            here.add(owners[row // 32 * 32])
+            methods_in_step.add(method_of_row[row // 32 * 32])
             for place in range(int(indptr[request + 1] - indptr[request]) - 1):
-                probs, ids = given.probs[row, place], given.token_ids[row, place]
+                probs = draft_probs.probs[row, place]
+                ids = draft_probs.token_ids[row, place]
                 assert probs[ids == drafts[request, place]].item() > 0
                 assert probs[ids >= 0].sum().item() == pytest.approx(1, abs=1e-4)
                 assert probs[ids < 0].sum().item() == 0
-        companies[tuple(sorted(here))] += 1
+        batches[tuple(sorted(methods_in_step))] += 1
         return verify(logits, **named)
 
     monkeypatch.setattr(sampling, "verify", watched)
@@ -225,30 +230,37 @@ def test_two_drafters_draw_in_the_same_steps(
     ]
     while engine.has_unfinished():
         engine.step()
-    together = [engine.completion(name) for name in names]
-    assert list(map(bits, together)) == list(map(bits, alone))
-    assert companies["mtp", "toy"] > 20
-    assert all(0 < one.stats.num_accepted_tokens < one.stats.num_draft_tokens for one in together)
+    in_one_batch = [engine.completion(name) for name in names]
+    assert list(map(bits, in_one_batch)) == list(map(bits, alone))
+    assert batches["mtp", "toy"] > 20
+    assert all(
+        0 < one.stats.num_accepted_tokens < one.stats.num_draft_tokens for one in in_one_batch
+    )
 
 
-def test_a_model_of_its_own(toy: dict[str, Any], tmp_path: Path) -> None:
-    """`model` is that of the configuration's own method; another method's is named for it alone."""
-    engine = make(SpeculativeConfig(**toy))
+def test_model_option_applies_to_its_method(toy: dict[str, Any], tmp_path: Path) -> None:
+    """`model` belongs to the configured method; `options` names the models of other methods."""
+    engine = make(SpeculativeConfig.from_dict(toy))
     assert engine.runnable_methods == runnable()
-    assert SpeculativeConfig(**toy).named_methods == ("toy",)
-    assert SpeculativeConfig(method="ngram", model="/m").named_methods == ("ngram", "mtp")
-    both = SpeculativeConfig(method="toy+ngram", options={"toy": {"model": "/t"}}, draft_vocab="/d")
-    assert both.named_methods == ("ngram", "mtp", "toy") and both.model == "/t"
-    assert both.override({"method": "mtp"}).model is None
+    assert SpeculativeConfig.from_dict(toy).named_methods == ("toy",)
+    assert SpeculativeConfig.from_dict({"method": "ngram", "model": "/m"}).named_methods == (
+        "ngram",
+        "mtp",
+    )
+    both = SpeculativeConfig.from_dict(
+        {"method": "toy+ngram", "options": {"toy": {"model": "/t"}}, "draft_vocab": "/d"}
+    )
+    assert both.named_methods == ("ngram", "mtp", "toy")
+    assert both.options["toy"].model == "/t" and both.options["mtp"].model is None
     with pytest.raises(ModelError, match=r"toy\.safetensors: no such file"):
-        make(SpeculativeConfig(method="toy", model=str(tmp_path / "none")))
+        make(SpeculativeConfig.from_dict({"method": "toy", "model": str(tmp_path / "none")}))
     without = make(SpeculativeConfig())
     assert without.runnable_methods == ("naive", "ngram", "suffix", "mtp", "prediction")
     with pytest.raises(ValueError, match=r'"toy" cannot run .*: no weights of a toy'):
         without.add_request([1], SamplingParams(), speculative_config={"method": "toy+suffix"})
 
 
-def test_what_cannot_follow(toy: dict[str, Any]) -> None:
+def test_invalid_method_chains_are_refused(toy: dict[str, Any]) -> None:
     for method, words in (
         ("toy+mtp", "'mtp' cannot continue 'toy'"),
         ("ngram+toy", "'toy' cannot continue 'ngram'"),
@@ -261,15 +273,15 @@ def test_what_cannot_follow(toy: dict[str, Any]) -> None:
             SpeculativeConfig(method=method)
     three = SpeculativeConfig(method="toy+ngram+suffix", num_speculative_tokens=6)
     assert three.draft_stages == (("toy", 1), ("ngram", 6), ("suffix", 6))
-    same = SpeculativeConfig(method="mtp+ngram", num_speculative_tokens=6)
-    assert same == SpeculativeConfig(
-        method="mtp", mtp_strategy="with_ngram", num_speculative_tokens=6
+    same = {"method": "mtp+ngram", "num_speculative_tokens": 6}
+    assert SpeculativeConfig.from_dict(same) == SpeculativeConfig(
+        method="mtp+ngram", num_speculative_tokens=6
     )
     with pytest.raises(ValueError, match="mtp_strategy 'with_suffix' contradicts method"):
-        SpeculativeConfig(method="mtp+ngram", mtp_strategy="with_suffix")
+        SpeculativeConfig.from_dict({"method": "mtp+ngram", "mtp_strategy": "with_suffix"})
 
 
-def test_what_the_registry_lists() -> None:
+def test_registry_lists_all_methods() -> None:
     assert method_names() == ("naive", *METHODS)
     assert sorted(drafting_order()) == sorted(METHODS)
     engine = make(NAIVE)
@@ -281,24 +293,24 @@ def test_what_the_registry_lists() -> None:
         assert drafter.name == name
 
 
-def test_stages_are_drafted_in_the_order_of_the_registry() -> None:
-    """A request's drafters continue each other only if they come in the order of the steps."""
+def test_stages_follow_the_order_of_the_registry() -> None:
+    """A drafter can only continue drafters that run earlier in a step."""
     order = drafting_order()
     for own in (
         {"method": "ngram"},
         {"method": "suffix"},
         {"method": "mtp"},
-        {"method": "mtp", "mtp_strategy": "with_ngram"},
-        {"method": "mtp", "mtp_strategy": "with_suffix"},
+        {"method": "mtp+ngram"},
+        {"method": "mtp+suffix"},
     ):
-        config = SpeculativeConfig(num_speculative_tokens=5, **own)  # type: ignore[arg-type]
+        config = SpeculativeConfig.from_dict({"num_speculative_tokens": 5, **own})  # type: ignore[arg-type]
         names = [name for name, _ in config.draft_stages]
         assert names == sorted(names, key=order.index)
         assert config.draft_stages[-1][1] == 5
 
 
-class Numbers(Drafter):
-    """Writes its own number behind what is there, as far as it may."""
+class FixedTokenDrafter(Drafter):
+    """Drafter that appends a fixed token up to its limit."""
 
     def __init__(self, name: str, token: int, most: int) -> None:
         self.name, self.token, self.most = name, token, most
@@ -314,19 +326,19 @@ class Numbers(Drafter):
 
 
 def test_drafters_continue_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each up to its own stage's number, in one table."""
-    monkeypatch.setattr("specops.engine.drafters.mtp.load", lambda context: Numbers("mtp", 1, 2))
+    """Each drafter fills the shared table up to the limit of its stage."""
     monkeypatch.setattr(
-        "specops.engine.drafters.suffix.load", lambda context: Numbers("suffix", 2, 9)
+        "specops.engine.drafters.mtp.load", lambda context: FixedTokenDrafter("mtp", 1, 2)
     )
-    config = SpeculativeConfig(
-        method="mtp", mtp_strategy="with_suffix", num_model_steps=3, num_speculative_tokens=6
+    monkeypatch.setattr(
+        "specops.engine.drafters.suffix.load", lambda context: FixedTokenDrafter("suffix", 2, 9)
     )
+    config = SpeculativeConfig(method="mtp+suffix", num_model_steps=3, num_speculative_tokens=6)
     engine = make(config, max_num_seqs=3)
     greedy = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     engine.add_request([5, 6, 7], greedy)
     engine.add_request([5, 6, 8], greedy, speculative_config={"method": "suffix"})
-    engine.add_request([5, 6, 9], greedy, speculative_config={"mtp_strategy": "default"})
+    engine.add_request([5, 6, 9], greedy, speculative_config={"method": "mtp"})
     engine.step()
     proposals = engine._drafting.proposals
     assert proposals.token_ids.tolist() == [
@@ -337,10 +349,12 @@ def test_drafters_continue_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     assert proposals.counts.tolist() == [6, 6, 2]
 
 
-def test_drafts_are_their_own_stages(toy: dict[str, Any]) -> None:
-    """By how many drafts there are before and after each, on the device and on the host."""
+def test_drafts_are_attributed_to_their_stages(toy: dict[str, Any]) -> None:
+    """Sources come in the order of the stages, for drafters on the device and the host."""
     engine = make(
-        SpeculativeConfig(num_speculative_tokens=6, **{**toy, "method": "toy+ngram+suffix"})
+        SpeculativeConfig.from_dict(
+            {"num_speculative_tokens": 6, **{**toy, "method": "toy+ngram+suffix"}}
+        )
     )
     greedy = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, report_drafts=True)
     text = engine.tokenizer.encode(prompts()[0])[:100]
@@ -357,7 +371,7 @@ def test_drafts_are_their_own_stages(toy: dict[str, Any]) -> None:
     assert min(found[source] for source in ("toy", "ngram", "suffix")) > 5
 
 
-def test_a_model_without_a_method_runs_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_method_does_not_affect_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(context: DrafterContext) -> Drafter:
         raise MethodUnavailable("/models/some: it has no such head", "it has no such head")
 
@@ -369,14 +383,14 @@ def test_a_model_without_a_method_runs_with_the_others(monkeypatch: pytest.Monke
         make(SpeculativeConfig(method="mtp"))
 
 
-def test_at_most_one_drafter_of_a_request_keeps_anything_on_its_pages(
+def test_only_one_drafter_of_a_request_may_use_its_pages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
         "specops.engine.drafters.ngram.NgramDrafter.draft_kv",
         lambda self, request: DraftKv("ngram", 0, 1),
     )
-    engine = make(SpeculativeConfig(method="mtp", mtp_strategy="with_ngram"))
+    engine = make(SpeculativeConfig(method="mtp+ngram"))
     with pytest.raises(AssertionError, match="two drafters of one request"):
         engine.add_request([1, 2], SamplingParams(max_tokens=2))
 
@@ -389,10 +403,10 @@ def small_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", [*small_heads.KINDS, "draft model", "mtp", "3 modules"])
-def test_every_head_drafts_at_every_number_of_drafts(
+def test_every_head_supports_every_number_of_drafts(
     small_target: Path, tmp_path: Path, kind: str
 ) -> None:
-    """On a new engine each, and by requests of one engine that is configured with the most."""
+    """The number is set by the engine, or by a request of an engine with the maximum."""
     target, own, most = small_target, {"method": "mtp"}, small_heads.UNLIMITED
     if kind in small_heads.KINDS:
         head = small_heads.KINDS[kind]
@@ -411,17 +425,17 @@ def test_every_head_drafts_at_every_number_of_drafts(
         assert (engine._drafting.num_failures, spec.num_draft_tokens > 0) == (0, True), count
     engine = small_heads.new_engine(target, {**own, "num_speculative_tokens": most})
     for count in range(1, most + 1):
-        asked = {"num_speculative_tokens": count}
-        done = engine.generate(small_heads.TEXTS[:2], each, speculative_config=asked)
+        overrides = {"num_speculative_tokens": count}
+        done = engine.generate(small_heads.TEXTS[:2], each, speculative_config=overrides)
         assert all(one.stats.num_draft_tokens > 0 for one in done), count
     assert not engine._drafting.num_failures
 
 
 @pytest.mark.parametrize("vocab,draft_vocab", [(6, 6), (6, 1), (1, 1)])
-def test_trees_of_every_head_keep_within_a_small_vocabulary(
+def test_trees_of_every_head_support_a_small_vocabulary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocab: int, draft_vocab: int
 ) -> None:
-    """Of the target, or of the drafts alone: there are fewer tokens than a pass would report."""
+    """The target or the head has fewer tokens than a pass reports."""
     for module in (eagle_oracle, test_dflash, test_residual_heads):
         monkeypatch.setattr(module, "VOCAB", vocab)
     monkeypatch.setattr(test_dflash, "MASK", 0)
@@ -460,21 +474,23 @@ def test_trees_of_every_head_keep_within_a_small_vocabulary(
 
 
 def test_share_out_is_fair() -> None:
-    """The largest equal cap, and one more each for the first that it cuts, as far as that goes."""
+    """All requests get the largest equal cap, and the first ones one more while rows remain."""
     rng = random.Random(1)
     for _ in range(500):
-        wanted = [rng.randrange(9) for _ in range(rng.randrange(1, 12))]
+        requested = [rng.randrange(9) for _ in range(rng.randrange(1, 12))]
         total = rng.randrange(60)
-        cap = max(c for c in range(10) if sum(min(w, c) for w in wanted) <= total)
-        expected = [min(w, cap) for w in wanted]
-        for index, number in enumerate(wanted):
+        cap = max(c for c in range(10) if sum(min(w, c) for w in requested) <= total)
+        expected = [min(w, cap) for w in requested]
+        for index, number in enumerate(requested):
             if number > cap and sum(expected) < total:
                 expected[index] += 1
-        assert share_out(wanted, total) == expected
+        assert share_out(requested, total) == expected
 
 
-def test_the_toy_needs_nothing_of_the_engine_but_its_line(toy: dict[str, Any]) -> None:
-    engine = make(SpeculativeConfig(num_speculative_tokens=1, **{**toy, "method": "TOY"}))
+def test_toy_drafter_needs_only_its_registry_line(toy: dict[str, Any]) -> None:
+    engine = make(
+        SpeculativeConfig.from_dict({"num_speculative_tokens": 1, **{**toy, "method": "TOY"}})
+    )
     drafter = engine.drafters["toy"]
     assert isinstance(drafter, RecurrentDrafter) and isinstance(drafter.head, ToyHead)
     assert engine.runnable_methods[-1] == "toy"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads of EAGLE-1 and 2: drafts against a slow reference, and the bits of plain decoding."""
+"""Heads of EAGLE-1 and 2 match a slow reference, and outputs equal plain decoding."""
 
 import json
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from eagle_oracle import attention as attended
 from eagle_oracle import norm as normed
 from fake_gpu import FakeGpu
 from safetensors.torch import save_file
+from specops.api.errors import ModelError
 from specops.engine import Engine
 from specops.engine.drafters.base import Scheduled
 from specops.engine.drafters.recurrent import RecurrentStep
-from specops.engine.errors import ModelError
 from test_draft_model import reported
-from test_eagle3 import TEXTS, change_tensors, told
+from test_eagle3 import TEXTS, change_tensors, reporting_params
 from test_eagle3 import make as make_eagle3
 from test_eagle3 import target as target
 from test_lossless import bits, params
@@ -29,13 +29,13 @@ from torch import Tensor
 
 @dataclass
 class Head:
-    """A head as it is published, and what it computes.
+    """A head in its published layout, and a reference of its drafts.
 
     Attributes:
-        num_layers: of the head; the first has no norm before its attention.
-        fc_bias, qkv_bias: what has biases.
-        own_embedding: the file repeats the target's embedding.
-        prefix: of the names of tensors.
+        num_layers: layers of the head; the first has no norm before its attention.
+        fc_bias, qkv_bias: whether these projections have biases.
+        own_embedding: whether the file has an embedding.
+        prefix: prefix of the tensors' names.
     """
 
     num_layers: int = 1
@@ -74,7 +74,7 @@ class Head:
         self.tensors = made
 
     def write(self, directory: Path, *, pickled: bool = False, **changes: Any) -> None:
-        """Writes it: config.json names the target's class, and often its number of layers."""
+        """Write the head; config.json has the class and the number of layers of the target."""
         config = {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -101,9 +101,9 @@ class Head:
     def drafts(
         self, base: Any, text: Sequence[int], count: int, *, un_normed: bool = False
     ) -> list[int]:
-        """The likeliest drafts behind a text, in float64; `un_normed`: of states before the norm.
+        """Return the most likely drafts after a text, computed in float64 row by row.
 
-        All rows are computed anew for every draft.
+        `un_normed` plants a mistake: the head reads states before the norm.
         """
         with torch.no_grad():
             found = base.model(torch.tensor([list(text)])).last_hidden_state[0]
@@ -114,8 +114,8 @@ class Head:
         table = tensors.get("embed_tokens.weight", table)
         hidden, tokens = list(found.double()[:-1]), list(text[1:])
         for _ in range(count):
-            pairs = torch.cat([table[torch.tensor(tokens)], torch.stack(hidden)], -1)
-            x = pairs @ tensors["fc.weight"].T + tensors.get("fc.bias", 0)
+            inputs = torch.cat([table[torch.tensor(tokens)], torch.stack(hidden)], -1)
+            x = inputs @ tensors["fc.weight"].T + tensors.get("fc.bias", 0)
             for index in range(self.num_layers):
                 x = _layer(tensors, f"layers.{index}.", x)
             tokens.append(int((lm_head @ x[-1]).argmax()))
@@ -129,8 +129,8 @@ def _layer(tensors: dict[str, Tensor], prefix: str, x: Tensor) -> Tensor:
     }
     is_normed = "input_layernorm.weight" in own
     x = x + attended(own, normed(x, own["input_layernorm.weight"]) if is_normed else x)
-    given = normed(x, own["post_attention_layernorm.weight"])
-    gate, up = (given @ own[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+    mlp_input = normed(x, own["post_attention_layernorm.weight"])
+    gate, up = (mlp_input @ own[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
     return x + (torch.nn.functional.silu(gate) * up) @ own["mlp.down_proj.weight"].T
 
 
@@ -147,13 +147,12 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_drafts_are_the_reference_s(target: tuple[Path, Any], tmp_path: Path, kind: str) -> None:
-    """In a batch and in chunks."""
+def test_drafts_match_the_reference(target: tuple[Path, Any], tmp_path: Path, kind: str) -> None:
     head, pickled = KINDS[kind]
     head.write(tmp_path, pickled=pickled)
     engine = make(target, tmp_path, max_num_seqs=4, max_num_batched_tokens=24)
     compared = other = 0
-    for of_request in reported(engine, TEXTS[:3], told(3)):
+    for of_request in reported(engine, TEXTS[:3], reporting_params(3)):
         for text, drafts in of_request[:4]:
             assert list(drafts) == head.drafts(target[1], text, len(drafts))
             other += list(drafts) != head.drafts(target[1], text, len(drafts), un_normed=True)
@@ -172,7 +171,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.fast("tree", "preempted")
-def test_every_bit_is_plain_decoding_s(target: tuple[Path, Any], tmp_path: Path, case: str) -> None:
+def test_outputs_equal_plain_decoding(target: tuple[Path, Any], tmp_path: Path, case: str) -> None:
     KINDS["safetensors"][0].write(tmp_path)
     each = [replace(params(i, 0.8 * (i % 2)), max_tokens=60) for i in range(6)]
     kv = {name: one for name, one in CASES[case].items() if name == "kv_cache_dtype"}
@@ -187,12 +186,12 @@ def test_every_bit_is_plain_decoding_s(target: tuple[Path, Any], tmp_path: Path,
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_drafts_are_the_same_in_any_batch(
+def test_drafts_do_not_depend_on_the_batch(
     target: tuple[Path, Any], tmp_path: Path, temperature: float
 ) -> None:
-    """Alone, in chunks, and behind cached pages."""
+    """Requests run in other orders, in chunks, and after cached pages."""
     KINDS["deep"][0].write(tmp_path)
-    each = told(6, temperature)
+    each = reporting_params(6, temperature)
     engine = make(target, tmp_path, max_num_seqs=6)
     drafts = reported(engine, TEXTS, each)
     assert reported(engine, TEXTS[::-1], each[::-1])[::-1] == drafts
@@ -202,7 +201,7 @@ def test_drafts_are_the_same_in_any_batch(
 
 
 @pytest.mark.parametrize("strategy", ["rejection", "block"])
-def test_drawn_drafts_are_the_same_in_any_batch(
+def test_sampled_drafts_do_not_depend_on_the_batch(
     target: tuple[Path, Any], tmp_path: Path, strategy: str
 ) -> None:
     KINDS["safetensors"][0].write(tmp_path)
@@ -214,11 +213,11 @@ def test_drawn_drafts_are_the_same_in_any_batch(
     assert 0 < spec.num_accepted_tokens < spec.num_draft_tokens
 
 
-def test_its_steps_are_replayed(
+def test_drafts_are_the_same_with_graphs(
     target: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     KINDS["safetensors"][0].write(tmp_path)
-    each = told(2, 0.8)
+    each = reporting_params(2, 0.8)
     drafts = reported(make(target, tmp_path, max_num_seqs=2), TEXTS[:2], each)
     device = FakeGpu(captures=True)
     monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
@@ -244,7 +243,7 @@ def test_its_steps_are_replayed(
         ({}, {"layers__0__hidden_norm__weight": torch.ones(64)}, "for the method eagle3"),
     ],
 )
-def test_what_does_not_fit(
+def test_invalid_heads_are_refused(
     target: tuple[Path, Any],
     tmp_path: Path,
     fields: dict[str, Any],
@@ -257,16 +256,16 @@ def test_what_does_not_fit(
         make(target, tmp_path)
 
 
-def test_the_other_method_names_this_one(target: tuple[Path, Any], tmp_path: Path) -> None:
+def test_eagle3_names_the_method_of_an_eagle_head(target: tuple[Path, Any], tmp_path: Path) -> None:
     Head().write(tmp_path)
     with pytest.raises(ModelError, match=r"hidden_norm\.weight is missing; .* the method eagle"):
         make_eagle3(target, tmp_path)
 
 
-def test_nothing_is_read_of_passes_that_did_not_run(
+def test_reports_of_skipped_passes_are_not_read(
     target: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a text is about to end they leave what the memory of a step held before."""
+    """Near the end of a text, passes are skipped and leave old data in the step's memory."""
     KINDS["safetensors"][0].write(tmp_path)
     fill, poison = RecurrentStep.fill, np.array([0x7FA00000], np.uint32).view(np.float32)
 
@@ -278,5 +277,5 @@ def test_nothing_is_read_of_passes_that_did_not_run(
     monkeypatch.setattr(RecurrentStep, "fill", poisoned)
     engine = make(target, tmp_path, max_num_seqs=2, tree=True)
     with np.errstate(all="raise"):
-        engine.generate(TEXTS[:2], told(2))
+        engine.generate(TEXTS[:2], reporting_params(2))
     assert engine.stats.speculative.num_draft_tokens and not engine._drafting.num_failures

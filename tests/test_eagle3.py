@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE-3 heads: every layout against a slow reference, and every bit that of plain decoding."""
+"""EAGLE-3 heads of every layout match a slow reference, and outputs equal plain decoding."""
 
 import json
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from checkpoints import make_checkpoint, write_tokenizer
 from eagle_oracle import LAYERS, VOCAB, Head
 from fake_gpu import FakeGpu
 from safetensors.torch import load_file, save_file
+from specops.api.errors import ModelError
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.errors import ModelError
 from test_draft_model import reported
 from test_lossless import bits, params
 
@@ -35,7 +35,7 @@ def make(target: tuple[Path, Any], head: Path | None, **config: Any) -> Engine:
         name: config.pop(name) for name in list(config) if name in EngineConfig.__annotations__
     }
     own = {"method": "eagle3", "num_speculative_tokens": 3, "model": str(head), **config}
-    speculative = SpeculativeConfig(**own) if head is not None else SpeculativeConfig()
+    speculative = SpeculativeConfig.from_dict(own) if head is not None else SpeculativeConfig()
     return Engine(
         EngineConfig(device="cpu", model=str(target[0]), speculative_config=speculative, **limits)
     )
@@ -51,13 +51,13 @@ HEADS: dict[str, tuple[Head, str]] = {
     "3.1": (Head(entered=(2, 5), norm_output=True, fc_norm=True), "specforge"),
     "deep": (Head(entered=(1, 2, 5), num_layers=2, norm_before_fc=True), "speculators"),
     "narrow": (Head(entered=(1, 2, 4), width=48, draft_vocab=VOCAB), "modelopt"),
-    # P-EAGLE's: in the layouts of speculators and of its first trainer.
+    # P-EAGLE in the layouts of speculators and of its first trainer.
     "parallel": (Head(entered=(1, 3, 4), mask=7, norm_before_residual=True), "speculators"),
     "deep parallel": (Head(mask=9, num_layers=2, fc_norm=True, norm_before_fc=True), "official"),
 }
 
 
-def told(count: int, temperature: float = 0.0) -> Sequence[SamplingParams]:
+def reporting_params(count: int, temperature: float = 0.0) -> Sequence[SamplingParams]:
     return [
         replace(params(i, temperature), max_tokens=12, report_drafts=True, logprobs=None)
         for i in range(count)
@@ -65,13 +65,13 @@ def told(count: int, temperature: float = 0.0) -> Sequence[SamplingParams]:
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_drafts_are_the_reference_s(target: tuple[Path, Any], tmp_path: Path, name: str) -> None:
-    """In a batch and in chunks; and reading other layers would give others."""
+def test_drafts_match_the_reference(target: tuple[Path, Any], tmp_path: Path, name: str) -> None:
+    """Requests run in a batch and in chunks; other target layers would give other drafts."""
     head, layout = HEADS[name]
     eagle_oracle.write(tmp_path, head, layout)
     engine = make(target, tmp_path, max_num_seqs=4, max_num_batched_tokens=24)
     shifted = compared = 0
-    for of_request in reported(engine, TEXTS[:3], told(3)):
+    for of_request in reported(engine, TEXTS[:3], reporting_params(3)):
         for text, drafts in of_request[:4]:
             assert list(drafts) == eagle_oracle.drafts(target[1], head, text, len(drafts))
             if max(head.entered) < LAYERS - 1:
@@ -82,29 +82,31 @@ def test_drafts_are_the_reference_s(target: tuple[Path, Any], tmp_path: Path, na
 
 
 @pytest.mark.parametrize("mistake", ["token", "state", "place"])
-def test_masks_read_what_they_should(
+def test_mask_inputs_affect_only_later_drafts(
     target: tuple[Path, Any], tmp_path: Path, mistake: str
 ) -> None:
-    """Other masks give other drafts behind the first one, which has read none."""
+    """The first draft reads no mask, so a mistake in the masks must not change it."""
     head, layout = HEADS["parallel"]
     eagle_oracle.write(tmp_path, head, layout)
     engine = make(target, tmp_path, max_num_seqs=4)
     first = later = 0
-    for text, found in [one for each in reported(engine, TEXTS[:3], told(3)) for one in each]:
+    for text, found in [
+        one for each in reported(engine, TEXTS[:3], reporting_params(3)) for one in each
+    ]:
         other = eagle_oracle.drafts(target[1], head, text, len(found), mistake=mistake)
         first += found[:1] != tuple(other[:1])
         later += found[1:] != tuple(other[1:])
     assert first == 0 and later > 5
 
 
-def test_a_request_has_no_more_drafts_than_there_are_masks_for(
+def test_request_with_more_drafts_than_masks_is_refused(
     target: tuple[Path, Any], tmp_path: Path
 ) -> None:
-    """It is refused, and not given fewer; a tree has more nodes, and others continue."""
+    """A tree may have more nodes, and another drafter may continue the chain."""
     head, layout = HEADS["parallel"]
     eagle_oracle.write(tmp_path, head, layout)
     engine = make(target, tmp_path)
-    (one,) = told(1)
+    (one,) = reporting_params(1)
     with pytest.raises(ValueError, match=r'at most 3, .* of "eagle3" make in this engine, got 4;'):
         engine.add_request(TEXTS[0], one, speculative_config={"num_speculative_tokens": 4})
     for own in (
@@ -127,7 +129,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ["specforge", "parallel"])
 @pytest.mark.fast("specforge-tree", "specforge-preempted", "parallel-preempted")
-def test_every_bit_is_plain_decoding_s(
+def test_outputs_equal_plain_decoding(
     target: tuple[Path, Any], tmp_path: Path, name: str, case: str
 ) -> None:
     head, layout = HEADS[name]
@@ -146,13 +148,13 @@ def test_every_bit_is_plain_decoding_s(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("name", ["deep", "deep parallel"])
-def test_drafts_are_the_same_in_any_batch(
+def test_drafts_do_not_depend_on_the_batch(
     target: tuple[Path, Any], tmp_path: Path, name: str, temperature: float
 ) -> None:
-    """Alone, in chunks, behind cached pages, and after a pause in which states were kept."""
+    """Requests run in other orders, in chunks, and after cached pages."""
     head, layout = HEADS[name]
     eagle_oracle.write(tmp_path, head, layout)
-    each = told(6, temperature)
+    each = reporting_params(6, temperature)
     engine = make(target, tmp_path, max_num_seqs=6, verify_strategy="target_match")
     drafts = reported(engine, TEXTS, each)
     assert reported(engine, TEXTS[::-1], each[::-1])[::-1] == drafts
@@ -162,7 +164,7 @@ def test_drafts_are_the_same_in_any_batch(
 
 
 @pytest.mark.parametrize("name", ["specforge", "parallel"])
-def test_drawn_drafts_are_the_same_in_any_batch(
+def test_sampled_drafts_do_not_depend_on_the_batch(
     target: tuple[Path, Any], tmp_path: Path, name: str
 ) -> None:
     head, layout = HEADS[name]
@@ -177,12 +179,12 @@ def test_drawn_drafts_are_the_same_in_any_batch(
 
 
 @pytest.mark.parametrize("name", ["official", "parallel"])
-def test_its_steps_are_replayed(
+def test_drafts_are_the_same_with_graphs(
     target: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     head, layout = HEADS[name]
     eagle_oracle.write(tmp_path, head, layout)
-    each = told(2, 0.8)
+    each = reporting_params(2, 0.8)
     drafts = reported(make(target, tmp_path, max_num_seqs=2), TEXTS[:2], each)
     device = FakeGpu(captures=True)
     monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
@@ -262,7 +264,7 @@ def change_tensors(directory: Path, **changes: Any) -> None:
         ),
     ],
 )
-def test_what_does_not_fit(
+def test_invalid_heads_are_refused(
     target: tuple[Path, Any],
     tmp_path: Path,
     fields: dict[str, Any],
@@ -276,10 +278,10 @@ def test_what_does_not_fit(
 
 
 @pytest.mark.parametrize("ids", [None, []])
-def test_layers_that_no_file_names_are_the_default(
+def test_default_layers_apply_if_the_file_names_none(
     target: tuple[Path, Any], tmp_path: Path, ids: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """ModelOpt writes an empty list; programs that save all fields write null."""
+    """ModelOpt writes an empty list; some programs write null for unset fields."""
     nothing = dict.fromkeys(
         ("target_layer_ids", "layer_ids", "logit_scale", "speculators_model_type", "norm_output")
     )
@@ -291,7 +293,7 @@ def test_layers_that_no_file_names_are_the_default(
     assert "leave layers (1, 2, 2) (no field, so by the method's default)" in caplog.text
 
 
-def test_what_no_op_runs(
+def test_unsupported_head_dim_is_refused(
     target: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(eagle_oracle, "DIM", 16)
@@ -300,7 +302,7 @@ def test_what_no_op_runs(
         make(target, tmp_path)
 
 
-def test_what_is_no_head(target: tuple[Path, Any], tmp_path: Path) -> None:
+def test_files_without_a_head_are_refused(target: tuple[Path, Any], tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no such directory"):
         make(target, tmp_path / "none")
     with pytest.raises(ModelError, match=r"no model\.safetensors"):

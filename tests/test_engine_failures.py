@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No exception in one request's bookkeeping ends another's request, or changes a bit of it.
+"""An exception in the bookkeeping of one request neither ends nor changes other requests.
 
-Exceptions are planted in every hook of the drafter protocol, and wherever the engine deals with one
-request: each has a time at which it raises, before or after what it is there for. A hook that is
-not in a table below fails the tests.
+Exceptions are planted in every hook of the drafter protocol, and in every function that handles one
+request, before or after the function's work. A hook that is missing from the tables fails a test.
 """
 
 import logging
@@ -18,6 +17,8 @@ import pytest
 from checkpoints import write_config
 from fake_gpu import FakeGpu
 from pages import check_pages
+from specops.api.outputs import PromptLogprobs
+from specops.api.tokenizer import TextStream
 from specops.engine import (
     Completion,
     Engine,
@@ -35,7 +36,6 @@ from specops.engine.drafters.ngram import _NgramStep
 from specops.engine.drafters.recurrent import RecurrentStep
 from specops.engine.drafters.suffix import SuffixDrafter
 from specops.engine.models import Transformer
-from specops.engine.outputs import PromptLogprobs
 from specops.engine.plan import Plan
 from specops.engine.prompt_logprobs import PromptScorer
 from specops.engine.request import Request
@@ -43,20 +43,19 @@ from specops.engine.scheduling.scheduler import Scheduler
 from specops.engine.steps.runner import Runner
 from specops.engine.steps.slot_tables import SlotTables
 from specops.engine.structured import GrammarState, masks
-from specops.tokenizer import TextStream
 from test_lossless import bits
 
 NO_DRAFTS: dict[str, Any] = {"method": "naive"}
-NAIVE = SpeculativeConfig(**NO_DRAFTS)
+NAIVE = SpeculativeConfig.from_dict(NO_DRAFTS)
 VOCAB = 64
 NUM = 8
-VICTIM = 1  # who fails, where it is one request
+VICTIM = 1  # index of the request that fails, if it is a single one
 
-# Of the drafter protocol, by how often an engine asks.
+# Hooks of the drafter protocol, by how often an engine calls them.
 OF_A_REQUEST = {"draft_kv", "start", "stop", "leave"}
 OF_A_STEP = {"plan", "new_step", "finish"}
-OF_A_LAUNCH = {"fill", "launch", "read"}  # a `DrafterStep`'s
-# When an engine begins, and has nothing to do; `kv_tensors` where it has a role.
+OF_A_LAUNCH = {"fill", "launch", "read"}  # hooks of `DrafterStep`
+# Called when an engine starts or is idle; `kv_tensors` only in an engine with a role.
 AT_REST = {"allocate", "drafts_common_text", "forget"}
 AT_REST |= {"gauges", "is_unsaved", "kv_tensors", "save"}
 
@@ -65,8 +64,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "suffix": {"method": "suffix", "num_speculative_tokens": 6, "tree": True},
     "mtp": {"method": "mtp", "num_speculative_tokens": 3, "verify_strategy": "target_match"},
     "mtp+suffix": {
-        "method": "mtp",
-        "mtp_strategy": "with_suffix",
+        "method": "mtp+suffix",
         "num_model_steps": 2,
         "num_speculative_tokens": 5,
     },
@@ -96,8 +94,8 @@ def prompt_of(index: int) -> list[int]:
 
 
 def params_of(index: int) -> SamplingParams:
-    """Each asks for something else, and some of several things."""
-    asked: list[dict[str, Any]] = [
+    """Return different parameters for each request."""
+    options: list[dict[str, Any]] = [
         {"prompt_logprobs": 1},
         {
             "prompt_logprobs": 2,
@@ -117,24 +115,24 @@ def params_of(index: int) -> SamplingParams:
         seed=index,
         logprobs=(0, 1, 2)[index % 3],
         ignore_eos=True,
-        **asked[index % len(asked)],
+        **options[index % len(options)],
     )
 
 
 @dataclass
 class Run:
-    """What became of the requests, by their number."""
+    """Results of the requests, by index."""
 
     done: list[Completion]
     outputs: list[list[RequestOutput]]
-    failures: list[EngineError] = field(default_factory=list)  # of steps
+    failures: list[EngineError] = field(default_factory=list)  # errors of steps
 
 
 def run(engine: Engine, methods: Callable[[int], dict[str, Any]], *, forgets: bool = True) -> Run:
-    """Half of them come later, and one that comes with each is aborted some steps on.
+    """Run all requests, half of them later, each with another one that is aborted after some steps.
 
-    At the end nothing is left of them; where drafters were kept from forgetting, but for what these
-    have kept themselves.
+    At the end, the engine must have no state of the requests. With `forgets` false, drafters may
+    keep theirs.
     """
     numbers: dict[str, int] = {}
     found = Run([], [[] for _ in range(NUM)])
@@ -188,14 +186,14 @@ def plain(model_dir: Path) -> list[Completion]:
 
 
 class Planted:
-    """Raises in the place of a function, once or for ever, and counts.
+    """Replacement of a function that raises an exception.
 
     Args:
-        function: whose place it takes, with `self` as its first argument.
-        when: whether a call is one that may raise.
-        at: which of these does first, counted from 0.
-        times: how many do.
-        after: only once the function has done its work.
+        function: replaced function, with `self` as its first argument.
+        when: whether a call may raise.
+        at: index of the first of these calls that raises.
+        times: number of calls that raise.
+        after: whether the function runs before the exception.
     """
 
     def __init__(
@@ -227,7 +225,7 @@ class Planted:
 
 
 def hooks_of(protocol: type) -> set[str]:
-    """What an engine may call, but for data."""
+    """Return the methods and properties that an engine may call."""
     return {
         name
         for name, value in vars(protocol).items()
@@ -235,7 +233,7 @@ def hooks_of(protocol: type) -> set[str]:
     }
 
 
-def test_no_hook_of_the_protocol_is_forgotten() -> None:
+def test_every_hook_of_the_protocol_is_tested() -> None:
     assert hooks_of(Drafter) == OF_A_REQUEST | OF_A_STEP | AT_REST
     assert hooks_of(DrafterStep) == OF_A_LAUNCH
 
@@ -248,20 +246,20 @@ def is_victim(_: Any, request: Request, *others: Any) -> bool:
 
 
 def drafting_engine(model_dir: Path) -> Engine:
-    """Drafts are selected as well, and rows cost nothing."""
+    """Return an engine with adaptive verification, in which rows cost nothing."""
     engine = make(model_dir, NAIVE)
     engine._drafting.select_by([1.0] * (engine.config.max_num_batched_tokens + 1))
     return engine
 
 
 def classes_with(hook: str, method: str) -> list[type]:
-    """Where the drafters of a method have a hook."""
+    """Return the classes, or names of drafters, of a method that have a hook."""
     steps = {"ngram": _NgramStep, "mtp": RecurrentStep}
     names = method.split("+")
     if hook in OF_A_LAUNCH:
         return [steps[name] for name in names if name in steps]
     if hook in {"plan", "new_step"}:
-        names = [name for name in names if name != "suffix"]  # it has no part on the device
+        names = [name for name in names if name != "suffix"]  # suffix runs on the host only
     return names  # type: ignore[return-value]
 
 
@@ -283,7 +281,7 @@ CASES = [
 
 @pytest.mark.fast("*-suffix", ci=("*-mtp",))
 @pytest.mark.parametrize("hook,method", CASES, ids=lambda value: value)
-def test_a_drafter_that_raises_ends_nothing(
+def test_drafter_error_changes_no_output(
     model_dir: Path,
     plain: list[Completion],
     monkeypatch: pytest.MonkeyPatch,
@@ -291,12 +289,12 @@ def test_a_drafter_that_raises_ends_nothing(
     hook: str,
     method: str,
 ) -> None:
-    """Whoever it was raised for goes on without drafts, and later requests have some again."""
+    """The affected request continues without drafts, and later requests have drafts again."""
     own = METHODS[method] | {"adaptive_verification": False}
     for at, after in ((0, False), (2, False), (0, True), (2, True)):
-        on_twin = hook in OF_A_LAUNCH | OF_A_STEP and after
+        on_fake_gpu = hook in OF_A_LAUNCH | OF_A_STEP and after
         with monkeypatch.context() as patch:
-            if on_twin:
+            if on_fake_gpu:
                 device = FakeGpu()
                 patch.setattr("specops.engine.engine.open_device", lambda *_, d=device, **__: d)
             engine = drafting_engine(model_dir)
@@ -310,13 +308,15 @@ def test_a_drafter_that_raises_ends_nothing(
             forgets = after or hook not in {"stop", "leave"}
             found = run(engine, lambda i: own if i % 4 else NO_DRAFTS, forgets=forgets)
             raised = sum(one.num_raised for one in planted)
-            told_once = hook in {"draft_kv", "leave", "start", "stop"} and at
-            assert raised or told_once, "nothing was planted where the engine goes"
+            is_called_once = hook in {"draft_kv", "leave", "start", "stop"} and at
+            assert raised or is_called_once, "the planted hook was never called"
             assert_equal(found.done, plain)
-            said = [one.message for one in caplog.records if one.levelno == logging.ERROR]
-            assert len(said) == engine._drafting.num_failures
-            assert sum(f"{hook} of drafter" in one for one in said) == raised
-            assert len(said) == raised or not forgets  # slots that it has not let go of
+            errors = [one.message for one in caplog.records if one.levelno == logging.ERROR]
+            assert len(errors) == engine._drafting.num_failures
+            assert sum(f"{hook} of drafter" in one for one in errors) == raised
+            assert (
+                len(errors) == raised or not forgets
+            )  # a drafter that keeps its slots may fail again
             before = engine.stats.speculative.num_draft_tokens
             again = run(engine, lambda index: own, forgets=forgets)
             assert_equal(again.done, plain)
@@ -325,7 +325,7 @@ def test_a_drafter_that_raises_ends_nothing(
 
 @pytest.mark.fast("*-suffix", "*-mtp")
 @pytest.mark.parametrize("hook,method", CASES, ids=lambda value: value)
-def test_a_drafter_that_always_raises_ends_nothing(
+def test_repeated_drafter_errors_change_no_output(
     model_dir: Path,
     plain: list[Completion],
     monkeypatch: pytest.MonkeyPatch,
@@ -333,7 +333,7 @@ def test_a_drafter_that_always_raises_ends_nothing(
     hook: str,
     method: str,
 ) -> None:
-    """Every failure is counted by method, and few are logged."""
+    """Every failure is counted by method, and only some are logged."""
     engine = drafting_engine(model_dir)
     own = METHODS[method] | {"tree": False, "adaptive_verification": True}
     for place in classes_with(hook, method):
@@ -343,13 +343,13 @@ def test_a_drafter_that_always_raises_ends_nothing(
     assert_equal(run(engine, lambda index: own, forgets=forgets).done, plain)
     failures = engine._drafting.num_failures
     assert failures >= 1 and sum(engine.stats.drafter_failures.values()) == failures
-    said = Counter(
+    num_logged = Counter(
         one.args[0] for one in caplog.records if one.levelno == logging.ERROR and one.args
     )
-    assert max(said.values()) <= len(str(failures))  # the 1st, 10th, 100th and so on
+    assert max(num_logged.values()) <= len(str(failures))  # the 1st, 10th, 100th and so on
 
 
-def test_what_outlives_an_engine_may_raise(
+def test_errors_in_idle_hooks_are_logged(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make(model_dir, NAIVE)
@@ -370,10 +370,10 @@ def test_what_outlives_an_engine_may_raise(
 
 
 @pytest.mark.parametrize("strategy", ["rejection", "block"])
-def test_drafts_that_are_drawn_with_numbers_of_their_own(
+def test_drafter_error_is_harmless_with_sampled_drafts(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:
-    """Without a drafter nobody has written what they were drawn from."""
+    """Without the drafter, `draft_probs` has no row for the request."""
     engine = make(model_dir, NAIVE)
     kind = type(engine.drafters["mtp"])
     monkeypatch.setattr(kind, "start", Planted(kind.start))
@@ -383,11 +383,11 @@ def test_drafts_that_are_drawn_with_numbers_of_their_own(
     assert engine.stats.speculative.num_draft_tokens > 50
 
 
-# ---- what deals with one request ----
+# ---- errors in one request ----
 
 
 def of_victim(get: Callable[[Request], Any]) -> Callable[..., bool]:
-    """Whether a call is one on what the victim owns."""
+    """Return a predicate that is true for calls on an object of the victim."""
     mine: list[Any] = []
 
     def when(owner: Any, *_: Any, **__: Any) -> bool:
@@ -399,11 +399,11 @@ def of_victim(get: Callable[[Request], Any]) -> Callable[..., bool]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where something of one request may raise."""
+    """A function of one request that may raise."""
 
     owner: type
     name: str
-    get: Callable[[Request], Any] | None = None  # what the owner is to the request; None: no owner
+    get: Callable[[Request], Any] | None = None  # the request's object; None for no such object
     at: int = 0
 
 
@@ -453,7 +453,7 @@ PLACES = [
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place.name}-{place.at}")
 @pytest.mark.fast("*-before", ci=("*",))
-def test_what_fails_of_one_request_ends_that_one(
+def test_error_in_one_request_ends_only_that_request(
     model_dir: Path,
     plain: list[Completion],
     monkeypatch: pytest.MonkeyPatch,
@@ -475,7 +475,7 @@ def test_what_fails_of_one_request_ends_that_one(
             return request
 
         monkeypatch.setattr(engine._admission, "make", noting)
-    # What has failed once among others' masks may have been another's fault.
+    # The first failure in a batch of masks may be due to another request.
     times = 2 if place.name in {"allow", "compute_mask", "settle"} else 1
     function = getattr(place.owner, place.name)
     planted = Planted(function, when, at=place.at, times=times, after=after)
@@ -491,18 +491,17 @@ def test_what_fails_of_one_request_ends_that_one(
     assert [one.finish_reason for one in found.outputs[VICTIM][:-1]].count(None) == len(
         found.outputs[VICTIM][:-1]
     )
-    told = [token for one in found.outputs[VICTIM] for token in one.token_ids]
-    assert told == plain[VICTIM].token_ids[: len(told)]
-    said = [one for one in caplog.records if one.levelno == logging.ERROR]
-    assert len(said) == 1 and said[0].exc_info and "ends with an error" in said[0].message
+    token_ids_of_victim = [token for one in found.outputs[VICTIM] for token in one.token_ids]
+    assert token_ids_of_victim == plain[VICTIM].token_ids[: len(token_ids_of_victim)]
+    errors = [one for one in caplog.records if one.levelno == logging.ERROR]
+    assert len(errors) == 1 and errors[0].exc_info and "ends with an error" in errors[0].message
     assert_equal(run(engine, lambda index: own).done, plain)
 
 
-def test_what_a_grammar_may_be_asked_is_planted() -> None:
-    """Every hook of a grammar is made to fail, except for a few rare ones.
+def test_every_grammar_hook_is_tested() -> None:
+    """Every hook of a grammar fails in a test, except for a few rare ones.
 
-    Those run only after another failure or at the end of a text, or beside the steps, which do not
-    need their results.
+    The rare hooks run only after another failure, at the end of a text, or outside of steps.
     """
     rare = {"restart", "fits_end", "allow_all", "is_complete", "may_end", "note_limit", "is_dear"}
     rare.add("prepare")
@@ -510,34 +509,33 @@ def test_what_a_grammar_may_be_asked_is_planted() -> None:
     assert hooks_of(GrammarState) == planted | rare
 
 
-def test_masks_of_a_whole_step(
+def test_masks_are_computed_separately_after_an_error(
     model_dir: Path, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where all masks of a step are computed together and that raises, each is computed alone."""
     engine = make(model_dir, NAIVE)
-    fill = Planted(masks.MaskFiller.fill, lambda _, wanted, out: len(wanted) > 1, times=10**9)
+    fill = Planted(masks.MaskFiller.fill, lambda _, matchers, out: len(matchers) > 1, times=10**9)
     monkeypatch.setattr(masks.MaskFiller, "fill", fill)
     assert_equal(run(engine, lambda index: METHODS["suffix"]).done, plain)
     assert fill.num_raised > 0
 
 
-def test_scores_of_prompts_that_cannot_be_computed(
+def test_failing_prompt_logprobs_end_only_their_requests(
     model_dir: Path, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make(model_dir, NAIVE)
     scores = Planted(PromptScorer._scores, times=10**9)
     monkeypatch.setattr(PromptScorer, "_scores", scores)
     found = run(engine, lambda index: METHODS["ngram"])
-    wanted = [i for i in range(NUM) if params_of(i).prompt_logprobs is not None]
-    assert [i for i, one in enumerate(found.done) if one.error is not None] == wanted
-    rest = [one for i, one in enumerate(found.done) if i not in wanted]
-    assert_equal(rest, plain, but=tuple(wanted))
+    scored = [i for i in range(NUM) if params_of(i).prompt_logprobs is not None]
+    assert [i for i, one in enumerate(found.done) if one.error is not None] == scored
+    rest = [one for i, one in enumerate(found.done) if i not in scored]
+    assert_equal(rest, plain, but=tuple(scored))
 
 
-def test_scores_of_one_prompt_that_cannot_be_computed(
+def test_failing_prompt_logprobs_of_one_request_spare_others(
     model_dir: Path, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others whose rows are scored with it are scored without it."""
+    """Rows of other requests in the same tile are scored without it."""
     engine = make(model_dir, NAIVE)
     shared: list[int] = []
 
@@ -556,10 +554,10 @@ def test_scores_of_one_prompt_that_cannot_be_computed(
     assert_equal(found.done, plain, but=(VICTIM,))
 
 
-def test_tables_that_moved_while_a_request_failed(
+def test_steps_with_replaced_tables_do_not_run_again(
     model_dir: Path, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps that have the old ones must not run again."""
+    """Tables are replaced while a request fails."""
     engine = make(model_dir, NAIVE)
     grow = Planted(SlotTables._grown, times=3, at=2, after=True)
     monkeypatch.setattr(SlotTables, "_grown", grow)
@@ -571,12 +569,12 @@ def test_tables_that_moved_while_a_request_failed(
     assert_equal(run(engine, lambda index: NO_DRAFTS).done, plain)
 
 
-# ---- what ends a step ----
+# ---- errors that end a step ----
 
 
 @pytest.mark.parametrize("error", [RuntimeError, ValueError, KeyError])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_fault_of_the_device_ends_the_requests_of_its_step(
+def test_device_fault_ends_the_requests_of_its_step(
     model_dir: Path,
     plain: list[Completion],
     monkeypatch: pytest.MonkeyPatch,
@@ -608,9 +606,9 @@ def test_a_fault_of_the_device_ends_the_requests_of_its_step(
     ended = {one.request_id for one in failure.outputs}
     assert ended in in_step and len(ended) > 1
     assert {one.finish_reason for one in failure.outputs} == {"error"}
-    gone = tuple(i for i in range(NUM) if found.outputs[i][-1].finish_reason == "error")
-    assert 0 < len(gone) < NUM and len(found.done) == NUM - len(gone)
-    assert_equal(found.done, plain, but=gone)
+    failed = tuple(i for i in range(NUM) if found.outputs[i][-1].finish_reason == "error")
+    assert 0 < len(failed) < NUM and len(found.done) == NUM - len(failed)
+    assert_equal(found.done, plain, but=failed)
     assert_equal(run(engine, lambda index: METHODS[method]).done, plain)
 
 
@@ -621,7 +619,7 @@ PLANNERS = [(Scheduler, "decoding"), (Drafting, "select"), (Scheduler, "schedule
 @pytest.mark.parametrize(
     "owner,name", PLANNERS, ids=lambda value: getattr(value, "__name__", value)
 )
-def test_a_step_that_cannot_be_planned_ends_who_runs(
+def test_error_in_planning_ends_running_requests(
     model_dir: Path,
     plain: list[Completion],
     monkeypatch: pytest.MonkeyPatch,
@@ -629,7 +627,7 @@ def test_a_step_that_cannot_be_planned_ends_who_runs(
     name: str,
     after: bool,
 ) -> None:
-    """Whoever has a slot or has lost it in the plan; those who wait go on."""
+    """Requests that the plan preempts end, too; waiting requests continue."""
     for at in (4, 9, 17):
         with monkeypatch.context() as patch:
             engine = make(model_dir, NAIVE)
@@ -640,19 +638,19 @@ def test_a_step_that_cannot_be_planned_ends_who_runs(
             assert planted.num_raised == 1 and "a step failed: ZeroDivision" in str(failure)
             assert isinstance(failure.__cause__, ZeroDivisionError) and failure.outputs
             assert {one.finish_reason for one in failure.outputs} == {"error"}
-            gone = tuple(i for i in range(NUM) if found.outputs[i][-1].finish_reason == "error")
-            assert 0 < len(gone) < NUM and len(found.done) == NUM - len(gone)
-            assert_equal(found.done, plain, but=gone)
+            failed = tuple(i for i in range(NUM) if found.outputs[i][-1].finish_reason == "error")
+            assert 0 < len(failed) < NUM and len(found.done) == NUM - len(failed)
+            assert_equal(found.done, plain, but=failed)
             assert_equal(run(engine, lambda index: METHODS["mtp+suffix"]).done, plain)
 
 
-def test_who_lost_a_slot_in_a_plan_that_is_lost_ends(
+def test_error_in_planning_ends_preempted_requests(
     model_dir: Path,
     plain: list[Completion],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Drafters have not heard of it when the plan fails."""
+    """The plan fails before drafters learn about the preemption."""
     engine = make(model_dir, NAIVE, num_pages=10)
     schedule, raised = Scheduler.schedule, 0
 
@@ -667,13 +665,13 @@ def test_who_lost_a_slot_in_a_plan_that_is_lost_ends(
     monkeypatch.setattr(Scheduler, "schedule", failing)
     found = run(engine, lambda index: METHODS["mtp+suffix"])
     assert raised == len(found.failures) == 1
-    gone = tuple(i for i in range(NUM) if found.outputs[i][-1].finish_reason == "error")
-    assert 0 < len(gone) < NUM
-    assert_equal(found.done, plain, but=gone)
+    failed = tuple(i for i in range(NUM) if found.outputs[i][-1].finish_reason == "error")
+    assert 0 < len(failed) < NUM
+    assert_equal(found.done, plain, but=failed)
     assert engine._drafting.num_failures == 0 and len(caplog.records) == 0
 
 
-def test_an_interrupt_goes_on_and_leaves_the_engine_whole(
+def test_interrupt_leaves_a_usable_engine(
     model_dir: Path, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make(model_dir, NAIVE)
@@ -690,7 +688,7 @@ def test_an_interrupt_goes_on_and_leaves_the_engine_whole(
     assert_equal(run(engine, lambda index: METHODS["mtp"]).done, plain)
 
 
-def test_generate_says_what_failed(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_reports_failed_requests(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(model_dir, NAIVE)
     with monkeypatch.context() as patch:
         patch.setattr(TextStream, "push", Planted(TextStream.push))
@@ -699,7 +697,7 @@ def test_generate_says_what_failed(model_dir: Path, monkeypatch: pytest.MonkeyPa
     assert_nothing_is_left(engine)
 
 
-# ---- what a shared tree's budget has taken already ----
+# ---- responses that a budget of the shared tree has evicted ----
 
 
 @pytest.fixture
@@ -707,19 +705,19 @@ def suffix_engine(model_dir: Path) -> Iterator[Callable[..., Engine]]:
     def made(**budgets: int) -> Engine:
         own = {f"suffix_decoding_max_cached_{name}": value for name, value in budgets.items()}
         limits = {"num_pages": 40, "max_num_batched_tokens": 16}
-        return make(model_dir, SpeculativeConfig(**METHODS["suffix"], **own), **limits)
+        return make(model_dir, SpeculativeConfig.from_dict({**METHODS["suffix"], **own}), **limits)
 
     yield made
 
 
 @pytest.mark.parametrize("budget", ["requests", "tokens", "bytes"])
-def test_a_request_without_output_beside_others(
+def test_request_without_output_leaves_no_cached_response(
     suffix_engine: Callable[..., Engine],
     plain: list[Completion],
     caplog: pytest.LogCaptureFixture,
     budget: str,
 ) -> None:
-    """With a budget of 0 its response was never in the tree."""
+    """With a budget of 0, its response was never in the tree."""
     engine = suffix_engine(**{budget: 0})
     names = [engine.add_request(prompt_of(i), params_of(i)) for i in (2, 3)]
     engine.step()
@@ -734,14 +732,14 @@ def test_a_request_without_output_beside_others(
     assert not caplog.records and engine._drafting.num_failures == 0
 
 
-def test_an_abort_after_a_budget_has_taken_the_response(
+def test_abort_after_eviction_of_the_response_is_clean(
     suffix_engine: Callable[..., Engine], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of a long prompt of one client, while four requests of another come and go."""
+    """The long prompt of one client runs while four requests of another client finish."""
     engine = suffix_engine(requests=2)
     long = engine.add_request([5, 6, 7] * 40, SamplingParams(max_tokens=4), owners=("a",))
     short = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    engine._scheduler._free_rows = 1  # a few rows of it beside the others' steps
+    engine._scheduler._free_rows = 1  # the long prompt gets few rows per step
     engine.step()
     request = engine._requests[long]
     for index in range(4):
@@ -757,18 +755,23 @@ def test_an_abort_after_a_budget_has_taken_the_response(
     assert not caplog.records and engine._drafting.num_failures == 0
 
 
-# ---- plans that compute nothing ----
+# ---- empty plans ----
 
 
-def test_drafters_hear_who_was_stopped_by_a_plan_of_nothing(
+def test_empty_plan_reports_preempted_requests_to_drafters(
     model_dir: Path, plain: list[Completion]
 ) -> None:
-    """It preempts the only request whose turn it is, for a newcomer that has no room even so."""
-    every = {"max_spec_factor": 20.0, "min_token_prob": 0.0}  # any token drafts what follows it
+    """The plan preempts its only request for a new request that still lacks pages."""
+    every = {"max_spec_factor": 20.0, "min_token_prob": 0.0}  # any token has drafts
     own = {f"suffix_decoding_{name}": value for name, value in every.items()}
-    suffix = SpeculativeConfig(method="suffix", num_speculative_tokens=12, **own)
+    suffix = SpeculativeConfig.from_dict({"method": "suffix", "num_speculative_tokens": 12, **own})
     engine = make(model_dir, suffix, num_pages=16, max_num_batched_tokens=128)
-    text = [*range(VOCAB), *range(VOCAB), 1, 2]  # 8 pages that both share, and one of each's own
+    text = [
+        *range(VOCAB),
+        *range(VOCAB),
+        1,
+        2,
+    ]  # both requests share 8 pages and have one page each
     seeded = SamplingParams(max_tokens=20, temperature=0.9, seed=3, ignore_eos=True)
 
     def add(owners: tuple[str, ...], prompt: list[int], params: SamplingParams, **own: Any) -> str:
@@ -780,19 +783,21 @@ def test_drafters_hear_who_was_stopped_by_a_plan_of_nothing(
     second = add(("a", "2"), text, seeded)
     while not engine._requests[second].is_decoding:
         engine.step()
-    # A client beside them: now one is enough of the other's, and then it is the second one's turn.
+    # With another client, only one request of the first client runs per step: first one, then two.
     add(("c", "1"), [9, 9, 9], SamplingParams(max_tokens=1), speculative_config={"method": "naive"})
     engine.step()
     stopped = engine._requests[second]
     slot = stopped.slot
     held = engine._pool.allocate(engine.num_free_pages)
     assert held is not None
-    newcomer = add(("b", "1"), [4] * 17, seeded)  # two pages, and the second one's own is one
+    newcomer = add(
+        ("b", "1"), [4] * 17, seeded
+    )  # needs two pages, and preempting the second request frees one
     assert engine.step() == []
     assert engine.stats.num_preemptions == 1 and stopped.slot == -1
     drafter = engine.drafters["suffix"]
     assert isinstance(drafter, SuffixDrafter) and slot not in drafter._requests
-    # Its slot goes to another, who drafts by nothing, and then it is told no more of.
+    # A request without drafts gets the slot.
     engine.abort(second)
     engine.abort(newcomer)
     engine._pool.release(held)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling parameters through the engine, on a tiny random model: what each asks for is what comes.
+"""Every sampling parameter has its effect in the engine, on a tiny random model.
 
-That speculation leaves all of it alone is in test_lossless.py; here it is held that it is right.
+test_lossless.py checks that speculation changes none of these effects.
 """
 
 import itertools
@@ -21,8 +21,13 @@ from torch import Tensor
 VOCAB_SIZE = 160
 PROMPT = [5, 6, 7, 5, 6, 7, 5, 6]
 NAIVE = SpeculativeConfig(method="naive")
-NGRAM = SpeculativeConfig(
-    method="ngram", num_speculative_tokens=3, min_ngram_size=1, adaptive_verification=False
+NGRAM = SpeculativeConfig.from_dict(
+    {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "min_ngram_size": 1,
+        "adaptive_verification": False,
+    }
 )
 
 
@@ -47,7 +52,7 @@ def make(model_dir: Path, speculative: SpeculativeConfig = NAIVE, **config: Any)
 
 
 def generate(model_dir: Path, **params: Any) -> Completion:
-    """One greedy completion; the same with drafts, which is checked."""
+    """Return a greedy completion, after checking that drafts give the same."""
     params = {"max_tokens": 40, "temperature": 0, "ignore_eos": True, **params}
     done = [
         make(model_dir, speculative).generate([PROMPT], SamplingParams(**params))[0]
@@ -58,13 +63,13 @@ def generate(model_dir: Path, **params: Any) -> Completion:
     return done[0]
 
 
-def test_numbers_that_came_as_float32_have_the_same_bits(model_dir: Path) -> None:
-    """The ops take them so; Dynamo's frontend and vLLM's router write them so."""
+def test_parameters_rounded_to_float32_give_the_same_bits(model_dir: Path) -> None:
+    """The ops round to float32, as do Dynamo's frontend and vLLM's router."""
     numbers = {"temperature": 0.7, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1}
     numbers |= {"presence_penalty": 0.3, "frequency_penalty": 0.3}
-    told = {name: float(np.float32(one)) for name, one in numbers.items()}
-    assert told != numbers
-    done = [generate(model_dir, seed=3, logprobs=1, **one) for one in (numbers, told)]
+    rounded = {name: float(np.float32(one)) for name, one in numbers.items()}
+    assert rounded != numbers
+    done = [generate(model_dir, seed=3, logprobs=1, **one) for one in (numbers, rounded)]
     assert done[0].logprobs == done[1].logprobs and len(set(done[0].token_ids)) > 8
 
 
@@ -84,7 +89,7 @@ NAMES = (
 
 @pytest.fixture(scope="module")
 def changes(model_dir: Path) -> dict[str, dict[str, Any]]:
-    """Parameters by name, which change what the model would say without them."""
+    """Return parameters by name, each of which changes the model's output."""
     plain = generate(model_dir).token_ids
     words = ((plain[2],), tuple(plain[8:10]), tuple(plain[14:17]))
     each: dict[str, dict[str, Any]] = {
@@ -101,7 +106,7 @@ def changes(model_dir: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
-    """The logits of every step."""
+    """Record the logits of every step."""
     seen: list[Tensor] = []
     verify = sampling.verify
 
@@ -114,10 +119,10 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_are_those_of_the_reference(
+def test_tokens_match_reference_logits_processing(
     model_dir: Path, changes: dict[str, dict[str, Any]], name: str, rows: list[Tensor]
 ) -> None:
-    """Row by row: the argmax of what the reference makes of the row's logits and the history."""
+    """The token is the argmax of the logits that the reference computes from row and history."""
     params = SamplingParams(
         max_tokens=30, temperature=0, ignore_eos=True, logprobs=0, **changes[name]
     )
@@ -135,11 +140,11 @@ def test_tokens_are_those_of_the_reference(
         logprob = torch.log_softmax(want[0].double(), 0)[done.token_ids[index]]
         assert done.logprobs[index].logprob == pytest.approx(float(logprob), abs=1e-4)
         changed += int(want[0].argmax()) != int(row[0].argmax())
-    assert changed > 0, "or the change does nothing here"
+    assert changed > 0, "the parameters must change a token"
 
 
 def processors(params: SamplingParams, history: list[int]) -> LogitsProcessors:
-    """The tables of one request as its history alone gives them."""
+    """Return the tables of one request, computed from its history."""
 
     def row(values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor([values], dtype=dtype)
@@ -174,7 +179,7 @@ def processors(params: SamplingParams, history: list[int]) -> LogitsProcessors:
     )
 
 
-def test_a_bias_may_force_and_forbid(model_dir: Path) -> None:
+def test_logit_bias_can_force_and_forbid_tokens(model_dir: Path) -> None:
     plain = generate(model_dir)
     for nothing in ({33: 0}, {33: -0.0, 34: 1e-60}):
         assert generate(model_dir, logit_bias=nothing).token_ids == plain.token_ids
@@ -183,7 +188,7 @@ def test_a_bias_may_force_and_forbid(model_dir: Path) -> None:
     assert not set(banned.token_ids) & set(plain.token_ids)
 
 
-def test_only_allowed_tokens(model_dir: Path) -> None:
+def test_only_allowed_tokens_are_generated(model_dir: Path) -> None:
     for temperature in (0, 2.0):
         done = generate(
             model_dir, allowed_token_ids=[3, 31, 32, 159], temperature=temperature, seed=1
@@ -191,14 +196,14 @@ def test_only_allowed_tokens(model_dir: Path) -> None:
         assert set(done.token_ids) <= {3, 31, 32, 159}
 
 
-def test_bad_words_are_read_as_text(model_dir: Path) -> None:
-    """Of a tokenizer of bytes a word is a sequence; its beginning alone may come."""
+def test_bad_words_may_be_several_tokens(model_dir: Path) -> None:
+    """With a byte tokenizer, a word is a sequence, of which a prefix is allowed."""
     tokenizer = make(model_dir).tokenizer
     drawn = {"temperature": 1.5, "seed": 4, "max_tokens": 120}
     plain = generate(model_dir, **drawn).token_ids
 
     def word_at(index: int) -> str | None:
-        """The text of two tokens, where it is spelt by them."""
+        """Return the text of two tokens, if encoding the text gives these tokens."""
         text = tokenizer.decode(plain[index : index + 2])
         spelt = tokenizer.encode(text, add_special_tokens=False)
         return text if spelt == plain[index : index + 2] and text == text.lstrip() else None
@@ -206,9 +211,9 @@ def test_bad_words_are_read_as_text(model_dir: Path) -> None:
     index = next(i for i in range(1, 119) if word_at(i))
     word = word_at(index)
     done = generate(model_dir, **drawn, bad_words=[word]).token_ids
-    assert done[: index + 1] == plain[: index + 1], "its beginning alone is no bad word"
-    pairs = list(itertools.pairwise(done))
-    assert tuple(plain[index : index + 2]) not in pairs
+    assert done[: index + 1] == plain[: index + 1], "a prefix of a bad word is allowed"
+    bigrams = list(itertools.pairwise(done))
+    assert tuple(plain[index : index + 2]) not in bigrams
 
 
 def test_bad_words_may_be_white_space(model_dir: Path) -> None:
@@ -218,13 +223,13 @@ def test_bad_words_may_be_white_space(model_dir: Path) -> None:
     assert set(generate(model_dir, **likely).token_ids) == set(newline)
     assert not set(generate(model_dir, **likely, bad_words=["\n"]).token_ids) & set(newline)
     after = generate(model_dir, **likely, bad_words=["\n\n" + "a"]).token_ids
-    assert set(after) == set(newline), "one that begins with white space is all of it"
+    assert set(after) == set(newline), "only the whole bad word is forbidden"
 
 
-def test_a_request_leaves_its_slot_as_if_it_had_not_been(
+def test_slots_keep_no_parameters_of_earlier_requests(
     model_dir: Path, changes: dict[str, dict[str, Any]]
 ) -> None:
-    """Requests with and without parameters follow each other in one slot, and share steps."""
+    """Requests with and without parameters alternate in a slot, and share steps."""
     plain = SamplingParams(max_tokens=20, temperature=0.7, seed=3, ignore_eos=True, logprobs=1)
     all_at_once = SamplingParams(
         max_tokens=20, temperature=0.7, seed=4, logprobs=1, **changes["everything"]
@@ -279,7 +284,7 @@ def test_choices_count_their_own_tokens(model_dir: Path) -> None:
 # ---- ends ----
 
 
-def test_stop_sequences(model_dir: Path) -> None:
+def test_stop_sequences_end_a_text(model_dir: Path) -> None:
     plain = generate(model_dir)
     output = plain.token_ids
     sequence = tuple(output[17:20])
@@ -287,7 +292,7 @@ def test_stop_sequences(model_dir: Path) -> None:
     done = generate(model_dir, stop_token_sequences=[sequence])
     assert done.token_ids == output[:first] and done.finish_reason == "stop"
     assert done.stop_reason == sequence
-    # Of several complete at the same token the first in the list is named.
+    # If several sequences end at the same token, the first one in the list is reported.
     both = [tuple(output[first - 2 : first]), sequence]
     if output[: first - 1].count(output[first - 1]) == 0:
         assert generate(model_dir, stop_token_sequences=both).stop_reason == both[0]
@@ -297,10 +302,10 @@ def test_stop_sequences(model_dir: Path) -> None:
     )
     never = generate(model_dir, stop_token_sequences=[tuple(PROMPT[-2:] + output[:1])])
     assert never.token_ids[: len(output)] == output[: len(never.token_ids)]
-    assert len(never.token_ids) > 1, "a sequence does not reach into the prompt"
+    assert len(never.token_ids) > 1, "a stop sequence must not begin in the prompt"
 
 
-def test_min_tokens_hold_back_stops(model_dir: Path) -> None:
+def test_min_tokens_delay_stops(model_dir: Path) -> None:
     plain = generate(model_dir)
     stop = plain.token_ids[3]
     done = generate(model_dir, stop_token_ids=[stop], min_tokens=25)
@@ -314,7 +319,7 @@ def test_min_tokens_hold_back_stops(model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("budget", [0, 5])
-def test_thinking_is_ended_by_force(model_dir: Path, budget: int) -> None:
+def test_thinking_ends_at_its_budget(model_dir: Path, budget: int) -> None:
     plain = generate(model_dir)
     inject = (150, 151, 152)
     assert not set(inject) & set(plain.token_ids)
@@ -335,7 +340,7 @@ def test_thinking_is_ended_by_force(model_dir: Path, budget: int) -> None:
     ]
 
 
-def test_thinking_that_ends_by_itself(model_dir: Path) -> None:
+def test_thinking_may_end_by_itself(model_dir: Path) -> None:
     plain = generate(model_dir)
     end = plain.token_ids[4]
     first = plain.token_ids.index(end)
@@ -351,8 +356,7 @@ def test_thinking_that_ends_by_itself(model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["greedy", "target_match", "rejection", "block", "topp"])
-def test_a_strategy_is_a_function_of_the_request(model_dir: Path, strategy: str) -> None:
-    """Seeded text is the same alone and among others, whatever the strategy."""
+def test_seeded_text_does_not_depend_on_the_batch(model_dir: Path, strategy: str) -> None:
     own = {
         "method": "ngram",
         "num_speculative_tokens": 4,
@@ -370,8 +374,8 @@ def test_a_strategy_is_a_function_of_the_request(model_dir: Path, strategy: str)
         for text, one in zip(texts, each, strict=True)
     ]
     engine = make(model_dir, max_num_seqs=4, max_num_batched_tokens=24)
-    together = engine.generate(texts, each, speculative_config=own)
-    for one, other in zip(together, alone, strict=True):
+    batched = engine.generate(texts, each, speculative_config=own)
+    for one, other in zip(batched, alone, strict=True):
         assert (one.token_ids, one.logprobs) == (other.token_ids, other.logprobs)
     spec = engine.stats.speculative
     assert 0 < spec.num_accepted_tokens < spec.num_draft_tokens
@@ -389,14 +393,16 @@ def test_temperature_0_is_greedy_under_every_strategy(model_dir: Path) -> None:
         assert done.token_ids == expected.token_ids, strategy
 
 
-def test_synthetic_acceptance(model_dir: Path) -> None:
+def test_synthetic_acceptance_has_the_configured_rates(model_dir: Path) -> None:
     rates = [0.9, 0.3, 0.0]
-    speculative = SpeculativeConfig(
-        method="ngram",
-        num_speculative_tokens=3,
-        min_ngram_size=1,
-        accept_policy="synthetic",
-        synthetic_acceptance_rates=tuple(rates),
+    speculative = SpeculativeConfig.from_dict(
+        {
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "min_ngram_size": 1,
+            "accept_policy": "synthetic",
+            "synthetic_acceptance_rates": tuple(rates),
+        }
     )
     engine = make(model_dir, speculative, max_num_seqs=16)
     params = [
@@ -407,14 +413,14 @@ def test_synthetic_acceptance(model_dir: Path) -> None:
     assert spec.num_drafts > 400
     first, second, third = spec.num_accepted_tokens_per_pos
     assert first / spec.num_drafts == pytest.approx(0.9, abs=0.05)
-    assert 0.2 < second / spec.num_drafts < 0.4  # some steps have one draft alone
+    assert 0.2 < second / spec.num_drafts < 0.4  # some steps have only one draft
     assert third == 0
 
 
-# ---- what is told ----
+# ---- logprobs ----
 
 
-def test_ranks(model_dir: Path) -> None:
+def test_ranks_count_more_likely_tokens(model_dir: Path) -> None:
     params = SamplingParams(max_tokens=30, temperature=1.5, seed=1, ignore_eos=True, logprobs=100)
     (done,) = make(model_dir).generate([PROMPT], params)
     for one in done.logprobs:
@@ -423,7 +429,7 @@ def test_ranks(model_dir: Path) -> None:
     assert len({one.rank for one in done.logprobs}) > 5
 
 
-def test_processed_logprobs_are_of_what_was_drawn_from(model_dir: Path) -> None:
+def test_processed_logprobs_describe_the_sampled_distribution(model_dir: Path) -> None:
     params = SamplingParams(
         max_tokens=20,
         temperature=0.7,
@@ -459,7 +465,9 @@ def test_processed_logprobs_are_of_what_was_drawn_from(model_dir: Path) -> None:
         ({"bad_words": ["a" * 65]}, "bad_words must hold sequences of 1 to 64 tokens, got one of"),
     ],
 )
-def test_what_the_model_does_not_have(model_dir: Path, bad: dict[str, Any], message: str) -> None:
+def test_tokens_outside_the_vocabulary_are_refused(
+    model_dir: Path, bad: dict[str, Any], message: str
+) -> None:
     engine = make(model_dir)
     with pytest.raises(ValueError, match=message):
         engine.add_request(PROMPT, SamplingParams(**bad))
@@ -469,6 +477,25 @@ def test_what_the_model_does_not_have(model_dir: Path, bad: dict[str, Any], mess
 @pytest.mark.parametrize(
     "bad",
     [
+        {"max_tokens": -1},
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"top_k": -1},
+        {"min_p": 2.0},
+        {"n": 0},
+        {"seed": 2**64},
+        {"stop": ("",)},
+        {"logprobs": -1},
+        {"max_tokens": 1.5},
+        {"stop_token_ids": ("a",)},
+        {"stop": None},
+        {"stop": 5},
+        {"stop": b"a"},
+        {"stop_token_ids": 5},
+        {"stop_token_ids": None},
+        {"ignore_eos": 1},
         {"typical_p": 0.0},
         {"typical_p": 1.1},
         {"typical_p": 1e-320},  # 0 as a float32
@@ -509,12 +536,12 @@ def test_what_the_model_does_not_have(model_dir: Path, bad: dict[str, Any], mess
     ],
     ids=str,
 )
-def test_sampling_params_refuse_by_name(bad: dict[str, Any]) -> None:
+def test_sampling_params_errors_name_the_field(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"^{next(iter(bad))} must "):
         SamplingParams(**bad)
 
 
-def test_params_are_values() -> None:
+def test_sampling_params_are_hashable_values() -> None:
     import dataclasses
 
     params = SamplingParams(logit_bias={7: 1, 3: -2.5}, bad_words="no", stop_token_sequences=[[1]])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step in two halves: what may happen between them, and steps of an engine that has no work."""
+"""Steps split into launch and collect, and empty steps of an idle engine."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +16,14 @@ from specops.engine.models import Transformer
 NAIVE = SpeculativeConfig(method="naive")
 METHODS = {
     "naive": NAIVE,
-    "ngram": SpeculativeConfig(method="ngram", num_speculative_tokens=4, min_ngram_size=1),
+    "ngram": SpeculativeConfig.from_dict(
+        {"method": "ngram", "num_speculative_tokens": 4, "min_ngram_size": 1}
+    ),
     "suffix": SpeculativeConfig(method="suffix", num_speculative_tokens=6),
     "mtp": SpeculativeConfig(method="mtp", num_speculative_tokens=3),
 }
 PROMPTS = [[7, 8, 9] * 6, [5, 6, 7, 5, 6, 7, 5], list(range(1, 50)), [3], [11, 12] * 20]
-DEVICES = [None, False, True]  # the CPU, and where host and device are two; with captures
+DEVICES = [None, False, True]  # the CPU, and a fake GPU without and with graph captures
 
 
 @pytest.fixture(scope="module")
@@ -59,24 +61,24 @@ def expected(model_dir: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize("captures", DEVICES)
 @pytest.mark.parametrize("method", METHODS)
-def test_requests_come_and_go_between_the_halves(
+def test_requests_can_be_added_and_aborted_during_a_step(
     make: Callable[..., Engine], expected: list[list[int]], method: str, captures: bool | None
 ) -> None:
-    """Those that stay have plain decoding's tokens; those that go take what they held along."""
+    """Remaining requests have the tokens of plain decoding; aborted ones free their pages."""
     engine = make(method, captures)
     names: dict[str, int] = {}
-    told: dict[str, list[int]] = {}
+    outputs_so_far: dict[str, list[int]] = {}
     aborted = []
     for step in range(400):
         if step and not engine.has_unfinished():
             break
         engine.launch()
-        if step < len(PROMPTS):  # each once to stay, and once to go while it has rows in a step
+        if step < len(PROMPTS):  # of each prompt, one request stays and one is aborted in a step
             for kind in ("stays", "goes"):
                 name = engine.add_request(PROMPTS[step], sampling(step), request_id=f"{kind}{step}")
-                names[name], told[name] = step, []
+                names[name], outputs_so_far[name] = step, []
         running = [one.request_id for one in engine._scheduler.running]
-        going = [one for one in running if one.startswith("goes") and len(told[one]) > 3]
+        going = [one for one in running if one.startswith("goes") and len(outputs_so_far[one]) > 3]
         for name in going[:1]:
             aborted.append(name)
             assert engine.abort(name) and not engine.abort(name)
@@ -84,18 +86,18 @@ def test_requests_come_and_go_between_the_halves(
                 engine.add_request([1], sampling(0), request_id=name)
         for output in engine.collect():
             assert output.request_id not in aborted
-            told[output.request_id] += output.token_ids
+            outputs_so_far[output.request_id] += output.token_ids
         check_pages(engine._pool)
     assert len(aborted) == len(PROMPTS) and engine.num_free_pages == engine.num_pages
     assert sorted(engine._scheduler._free_slots) == [0, 1, 2]
     for name, index in names.items():
-        assert told[name] == expected[index][: len(told[name])]
+        assert outputs_so_far[name] == expected[index][: len(outputs_so_far[name])]
         if name.startswith("stays"):
-            assert engine.completion(name).token_ids == expected[index] == told[name]
+            assert engine.completion(name).token_ids == expected[index] == outputs_so_far[name]
     assert not engine._requests
 
 
-def test_a_step_is_collected_once(make: Callable[..., Engine]) -> None:
+def test_step_is_collected_once(make: Callable[..., Engine]) -> None:
     engine = make("ngram")
     assert engine.collect() == []
     engine.add_request(PROMPTS[0], sampling(0))
@@ -108,14 +110,14 @@ def test_a_step_is_collected_once(make: Callable[..., Engine]) -> None:
 
 @pytest.mark.parametrize("captures", DEVICES)
 @pytest.mark.parametrize("method", METHODS)
-def test_an_idle_engine_runs_its_model(
+def test_idle_engine_can_run_empty_steps(
     make: Callable[..., Engine],
     expected: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
     method: str,
     captures: bool | None,
 ) -> None:
-    """As often as it is asked to, and without a trace: no row is anybody's."""
+    """Empty steps have no rows and change no state."""
     engine = make(method, captures)
     num_rows: list[int] = []
     forward = Transformer.forward
@@ -124,13 +126,13 @@ def test_an_idle_engine_runs_its_model(
         num_rows.append(int(batch.qo_indptr[-1]))
         return forward(self, batch, *args)
 
-    for _ in range(2):  # before anybody came, and where drafters have been at work
-        assert engine.step() == []  # nobody waits for this one
+    for _ in range(2):  # before the first request, and after drafters have run
+        assert engine.step() == []  # an idle step without `even_if_idle` runs nothing
         with monkeypatch.context() as patch:
             patch.setattr(Transformer, "forward", watched)
             for _ in range(3):
                 assert engine.step(even_if_idle=True) == []
-        # Captures record the second run, without running it, and replay it from then on.
+        # With captures, the second run is only recorded, and later runs are replayed.
         assert len(num_rows) == (2 if captures else 3)
         assert not any(num_rows[:1] if captures else num_rows)
         num_rows.clear()
@@ -141,7 +143,7 @@ def test_an_idle_engine_runs_its_model(
         assert engine.stats.num_steps > steps and engine.num_free_pages == engine.num_pages
 
 
-def test_a_failure_of_either_half_ends_the_step(
+def test_failure_in_launch_or_collect_ends_the_step(
     make: Callable[..., Engine], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make("ngram", False)
@@ -157,7 +159,7 @@ def test_a_failure_of_either_half_ends_the_step(
             patch.setattr(engine._runner, half, failing)
             with pytest.raises(EngineError, match="a step failed: RuntimeError: the device is g"):
                 engine.launch()
-                engine.abort(f"{half}2")  # has no output, if it is gone before the step fails
+                engine.abort(f"{half}2")  # has no output if the abort comes before the failure
                 engine.collect()
         assert engine.collect() == [] and not engine.has_unfinished()
         assert engine.num_free_pages == engine.num_pages and not engine._requests

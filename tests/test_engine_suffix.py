@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suffix decoding in the engine: what its trees know of each request, and what outlives a run."""
+"""Suffix decoding in the engine: trees of requests, corpora, and caches saved to files."""
 
 import json
 import logging
@@ -12,6 +12,7 @@ import pytest
 from checkpoints import make_checkpoint, write_tokenizer
 from fake_engine import FakeEngine
 from serving import serving, wait_for
+from specops.api.methods.suffix import SuffixOptions
 from specops.cli.serve import main
 from specops.engine import (
     Completion,
@@ -22,7 +23,6 @@ from specops.engine import (
     SpeculativeConfig,
 )
 from specops.engine.drafters import suffix_store
-from specops.engine.drafters.methods.suffix import SuffixOptions
 from specops.engine.drafters.suffix_answers import EarlierAnswers
 from specops.suffix_tree import SuffixCache
 
@@ -40,8 +40,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def suffix(k: int = 4, **values: Any) -> SpeculativeConfig:
     own = {f"suffix_decoding_{name}": value for name, value in values.items()}
-    return SpeculativeConfig(
-        method="suffix", num_speculative_tokens=k, adaptive_verification=False, **own
+    return SpeculativeConfig.from_dict(
+        {"method": "suffix", "num_speculative_tokens": k, "adaptive_verification": False, **own}
     )
 
 
@@ -69,7 +69,7 @@ def prompts(count: int, length: int) -> list[list[int]]:
     return [[rng.randrange(1, 120) for _ in range(length)] for _ in range(count)]
 
 
-class Watched(SuffixCache):
+class CountingCache(SuffixCache):
     """A cache that counts the calls to it."""
 
     def __init__(self, **options: Any) -> None:
@@ -90,15 +90,15 @@ class Watched(SuffixCache):
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suffix_store, "SuffixCache", Watched)
+def count_cache_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix_store, "SuffixCache", CountingCache)
 
 
 # ---- drafts ----
 
 
 @pytest.mark.parametrize("k", [1, 2, 7])
-def test_every_number_of_drafts_drafts(model_dir: Path, k: int) -> None:
+def test_every_number_of_drafts_is_supported(model_dir: Path, k: int) -> None:
     (plain,) = make(model_dir, NAIVE).generate([PROMPT], GREEDY)
     engine = make(model_dir, suffix(k))
     (done,) = engine.generate([PROMPT], GREEDY)
@@ -109,7 +109,7 @@ def test_every_number_of_drafts_drafts(model_dir: Path, k: int) -> None:
     assert engine.stats.num_steps < 40
 
 
-def test_one_call_a_step_for_all_requests(model_dir: Path, watched: None) -> None:
+def test_cache_is_called_once_per_step(model_dir: Path, count_cache_calls: None) -> None:
     engine = make(model_dir, max_num_seqs=8)
     engine.generate(prompts(8, 20), GREEDY)
     calls = engine.drafters["suffix"].cache.calls  # type: ignore[attr-defined]
@@ -117,10 +117,10 @@ def test_one_call_a_step_for_all_requests(model_dir: Path, watched: None) -> Non
     assert calls["step"] <= engine.stats.num_steps
 
 
-def test_a_prompt_is_drafted_from_with_its_first_token(model_dir: Path) -> None:
-    """The step that ends a prompt brings drafts, though nothing but the prompt was seen."""
+def test_prompt_is_used_for_drafts_after_the_first_token(model_dir: Path) -> None:
+    """The step that ends a prompt has drafts, although the tree holds only the prompt."""
     engine = make(model_dir, max_num_batched_tokens=64)
-    engine.add_request(list(range(160)), GREEDY)  # whatever comes first is there
+    engine.add_request(list(range(160)), GREEDY)  # the prompt has every token
     for _ in range(3):
         engine.step()
     assert engine.stats.generation_tokens == 1
@@ -129,7 +129,7 @@ def test_a_prompt_is_drafted_from_with_its_first_token(model_dir: Path) -> None:
     assert engine.stats.speculative.num_draft_tokens > 0
 
 
-def test_methods_side_by_side(model_dir: Path) -> None:
+def test_other_methods_can_run_in_the_same_engine(model_dir: Path) -> None:
     engine = make(model_dir, NAIVE, max_num_seqs=6)
     own: list[dict[str, Any]] = [{}, {"method": "suffix"}, {"method": "ngram"}]
     names = [
@@ -147,7 +147,7 @@ def test_methods_side_by_side(model_dir: Path) -> None:
     assert engine.drafters["suffix"].cache.running_requests == []
 
 
-def test_a_wider_request_beside_others(model_dir: Path) -> None:
+def test_request_can_have_more_drafts_than_others(model_dir: Path) -> None:
     (plain,) = make(model_dir, NAIVE).generate([PROMPT], GREEDY)
     engine = make(model_dir, suffix(2))
     first = engine.add_request(PROMPT, GREEDY)
@@ -163,16 +163,16 @@ def test_a_wider_request_beside_others(model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("budget", ["requests", "tokens", "bytes"])
-def test_without_a_shared_tree(model_dir: Path, budget: str) -> None:
+def test_drafts_work_without_a_shared_tree(model_dir: Path, budget: str) -> None:
     (plain,) = make(model_dir, NAIVE).generate([PROMPT], GREEDY)
     engine = make(model_dir, suffix(**{f"max_cached_{budget}": 0}))
     (done,) = engine.generate([PROMPT], GREEDY)
     assert done.token_ids == plain.token_ids
-    assert accepted(engine) > 0, "a request's own tree is there"
+    assert accepted(engine) > 0, "the request's own tree must be used"
     assert engine.drafters["suffix"].cache.num_cached_requests == 0
 
 
-def test_budgets_take_out_the_oldest(model_dir: Path) -> None:
+def test_budgets_evict_the_oldest_responses(model_dir: Path) -> None:
     params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
     engine = make(model_dir, suffix(max_cached_requests=3))
     engine.generate(prompts(8, 10), params)
@@ -182,7 +182,7 @@ def test_budgets_take_out_the_oldest(model_dir: Path) -> None:
     assert 0 < engine.drafters["suffix"].cache.num_cached_tokens <= 100
 
 
-def test_a_second_time_everything_is_known(model_dir: Path) -> None:
+def test_repeated_request_is_drafted_from_the_cache(model_dir: Path) -> None:
     engine = make(model_dir, suffix(8), enable_prefix_caching=False)
     params = SamplingParams(max_tokens=60, temperature=0.9, seed=4, ignore_eos=True)
     cold, warm = [engine.generate([[9, 9]], params)[0] for _ in range(2)]
@@ -194,8 +194,8 @@ def test_a_second_time_everything_is_known(model_dir: Path) -> None:
 # ---- earlier answers to the same prompt ----
 
 
-def test_an_answer_that_comes_again_is_drafted_from_its_first_token(model_dir: Path) -> None:
-    """The end of the prompt is the match; a shared tree alone has none there."""
+def test_repeated_answer_is_drafted_from_its_first_token(model_dir: Path) -> None:
+    """The end of the prompt matches an earlier prompt, which a shared tree does not hold."""
     params = SamplingParams(max_tokens=24, temperature=0.9, seed=4, ignore_eos=True, logprobs=1)
     prompt = list(range(20, 60))
     (plain,) = make(model_dir, NAIVE).generate([prompt], params)
@@ -206,58 +206,58 @@ def test_an_answer_that_comes_again_is_drafted_from_its_first_token(model_dir: P
         for done in (first, again):
             assert (done.token_ids, done.logprobs) == (plain.token_ids, plain.logprobs)
         steps[answers] = again.stats.num_steps
-        # Another prompt's tree has none of it, and nobody's has it once all is forgotten.
+        # After `forget`, no tree has the answer.
         engine.drafters["suffix"].forget()
         assert engine.generate([prompt], params)[0].stats == first.stats
-    assert steps[2] == 4 < steps[0]  # a token, and then nine a step
+    assert steps[2] == 4 < steps[0]  # one token, then nine per step
 
 
-def test_which_answers_are_kept() -> None:
-    """The latest to a prompt, each behind its prompt's end; under every budget."""
-    kept = EarlierAnswers(
+def test_latest_answers_to_each_prompt_are_kept() -> None:
+    """Each answer follows the end of its prompt."""
+    earlier = EarlierAnswers(
         SuffixOptions(suffix_decoding_earlier_answers=2, suffix_decoding_max_tree_depth=2)
     )
     prompt, other = [1, 2, 3], [4]
     for answer in ([5, 6], [7], [], [8, 9]):
-        kept.add(prompt, answer)
-    kept.add(other, [5])
-    assert list(kept.text_of(prompt, [1, 2, 3, 10])) == [2, 3, 7, 2, 3, 8, 9, 1, 2, 3, 10]
-    assert list(kept.text_of(other, other)) == [4, 5, 4]
-    assert kept.text_of([1, 2], [1, 2]) == [1, 2]
-    kept.forget()
-    assert kept.text_of(prompt, prompt) == prompt
+        earlier.add(prompt, answer)
+    earlier.add(other, [5])
+    assert list(earlier.text_of(prompt, [1, 2, 3, 10])) == [2, 3, 7, 2, 3, 8, 9, 1, 2, 3, 10]
+    assert list(earlier.text_of(other, other)) == [4, 5, 4]
+    assert earlier.text_of([1, 2], [1, 2]) == [1, 2]
+    earlier.forget()
+    assert earlier.text_of(prompt, prompt) == prompt
 
 
 @pytest.mark.parametrize("budget,most", [("requests", 2), ("tokens", 5), ("bytes", 23)])
-def test_answers_keep_to_the_budgets(budget: str, most: int) -> None:
-    """Of the prompt that was answered longest ago, the oldest first."""
+def test_earlier_answers_stay_within_the_budget(budget: str, most: int) -> None:
+    """The oldest answer to the prompt that was answered longest ago is evicted first."""
     limit: dict[str, Any] = {f"suffix_decoding_max_cached_{budget}": most}
-    kept = EarlierAnswers(SuffixOptions(suffix_decoding_earlier_answers=9, **limit))
+    earlier = EarlierAnswers(SuffixOptions(suffix_decoding_earlier_answers=9, **limit))
     for prompt, answer in (([1], [11, 12]), ([2], [21, 22]), ([1], [13, 14])):
-        kept.add(prompt, answer)
-    assert list(kept.text_of([1], [1])) == [1, 11, 12, 1, 13, 14, 1]
-    assert kept.text_of([2], [2]) == [2]
-    kept.add([3], [31, 32])
-    assert list(kept.text_of([1], [1])) == [1, 13, 14, 1]
-    assert list(kept.text_of([3], [3])) == [3, 31, 32, 3]
+        earlier.add(prompt, answer)
+    assert list(earlier.text_of([1], [1])) == [1, 11, 12, 1, 13, 14, 1]
+    assert earlier.text_of([2], [2]) == [2]
+    earlier.add([3], [31, 32])
+    assert list(earlier.text_of([1], [1])) == [1, 13, 14, 1]
+    assert list(earlier.text_of([3], [3])) == [3, 31, 32, 3]
 
 
-# ---- what a request leaves, and when ----
+# ---- cached responses ----
 
 
 def cached_tokens(done: list[Completion]) -> int:
     return sum(len(one.token_ids) for one in done)
 
 
-def test_what_is_cached_is_what_was_said(model_dir: Path) -> None:
-    """Neither more, where a stop string cuts a burst, nor less: and of every choice its own."""
+def test_cache_holds_exactly_the_outputs(model_dir: Path) -> None:
+    """This holds for texts that end at a stop string, and for every choice."""
     engine = make(model_dir, suffix(7))
     base = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True)
     (plain,) = engine.generate([PROMPT], base)
     stop = plain.text[20:22]
-    cut = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True, stop=(stop,))
+    stopping = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True, stop=(stop,))
     choices = SamplingParams(max_tokens=20, seed=1, n=3, ignore_eos=True)
-    done = [plain, *engine.generate([PROMPT], cut), *engine.generate([PROMPT], choices)]
+    done = [plain, *engine.generate([PROMPT], stopping), *engine.generate([PROMPT], choices)]
     assert done[1].finish_reason == "stop" and len(done[1].token_ids) < 50
     cache = engine.drafters["suffix"].cache
     assert cache.num_cached_requests == 5
@@ -265,7 +265,7 @@ def test_what_is_cached_is_what_was_said(model_dir: Path) -> None:
     assert cache.running_requests == []
     for one in done:
         assert cache.count(one.token_ids[-20:]) >= 1
-    # Only what was said: no prompt.
+    # Prompts are not cached.
     assert cache.count(PROMPT) == sum(
         one.token_ids[i : i + len(PROMPT)] == PROMPT
         for one in done
@@ -273,8 +273,8 @@ def test_what_is_cached_is_what_was_said(model_dir: Path) -> None:
     )
 
 
-def test_aborts_leak_nothing(model_dir: Path, watched: None) -> None:
-    """Waiting, in the middle of a prompt, decoding, preempted: gone is gone."""
+def test_aborts_free_all_trees(model_dir: Path, count_cache_calls: None) -> None:
+    """Requests are aborted while waiting, in prefill, while decoding, and when preempted."""
     rng = random.Random(3)
     engine = make(model_dir, num_pages=20, max_model_len=128, max_num_seqs=6)
     preempted = 0
@@ -297,7 +297,7 @@ def test_aborts_leak_nothing(model_dir: Path, watched: None) -> None:
     assert cache.check_integrity() == ""
 
 
-def test_preemption_keeps_a_request_s_tree(model_dir: Path, watched: None) -> None:
+def test_preempted_request_keeps_its_tree(model_dir: Path, count_cache_calls: None) -> None:
     each = prompts(5, 20)
     params = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)
     expected = make(model_dir, NAIVE, max_num_seqs=1).generate(each, params)
@@ -315,10 +315,10 @@ def test_preemption_keeps_a_request_s_tree(model_dir: Path, watched: None) -> No
                 num_seen += 1
     assert num_seen > 0 and engine.stats.num_preemptions > 0
     assert [engine.completion(name).token_ids for name in names] == [c.token_ids for c in expected]
-    assert cache.calls["start"] == cache.calls["stop"] == 5, "each was built once"
+    assert cache.calls["start"] == cache.calls["stop"] == 5, "each tree must be built once"
 
 
-def test_a_failed_step_leaves_the_trees_as_they_were(model_dir: Path) -> None:
+def test_failed_step_leaves_the_trees_unchanged(model_dir: Path) -> None:
     engine = make(model_dir)
     name = engine.add_request(PROMPT, GREEDY)
     for _ in range(4):
@@ -335,7 +335,7 @@ def test_a_failed_step_leaves_the_trees_as_they_were(model_dir: Path) -> None:
 # ---- corpora ----
 
 
-def test_a_corpus_is_drafted_from(model_dir: Path, tmp_path: Path) -> None:
+def test_corpus_is_used_for_drafts(model_dir: Path, tmp_path: Path) -> None:
     (plain,) = make(model_dir, NAIVE).generate([[9, 9]], GREEDY)
     file = tmp_path / "corpus.txt"
     file.write_bytes(b"first line\r\n" + plain.text.encode() + b"\r\nlast line")
@@ -350,7 +350,7 @@ def test_a_corpus_is_drafted_from(model_dir: Path, tmp_path: Path) -> None:
         assert done.token_ids == plain.token_ids
 
 
-def test_a_folder_of_texts(
+def test_corpus_may_be_a_folder(
     model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "b" / "c").mkdir(parents=True)
@@ -365,8 +365,8 @@ def test_a_folder_of_texts(
         engine = make(model_dir, suffix_corpus=str(tmp_path))
     assert engine.drafters["suffix"].cache.num_cached_requests == 3
     tokens = engine.drafters["suffix"].cache.num_cached_tokens
-    told = [record.getMessage() for record in caplog.records if "corpus" in record.getMessage()]
-    assert told == [
+    messages = [record.getMessage() for record in caplog.records if "corpus" in record.getMessage()]
+    assert messages == [
         f"suffix corpus {tmp_path}: 4 of 7 files are empty or no text and are left out: "
         "blank, empty, image, ...",
         f"suffix corpus {tmp_path}: 3 files of {tokens} tokens",
@@ -374,7 +374,7 @@ def test_a_folder_of_texts(
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n", ""])
-def test_long_files_are_cut_where_lines_end(
+def test_long_files_are_split_at_line_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newline: str
 ) -> None:
     rng = random.Random(0)
@@ -408,7 +408,9 @@ def test_long_files_are_cut_where_lines_end(
     ],
     ids=str,
 )
-def test_corpora_that_are_none(model_dir: Path, tmp_path: Path, content: Any, message: str) -> None:
+def test_invalid_corpora_are_refused(
+    model_dir: Path, tmp_path: Path, content: Any, message: str
+) -> None:
     path = tmp_path / "corpus"
     if isinstance(content, dict):
         path.mkdir()
@@ -420,7 +422,7 @@ def test_corpora_that_are_none(model_dir: Path, tmp_path: Path, content: Any, me
         make(model_dir, suffix_corpus=str(path))
 
 
-def test_a_corpus_that_cannot_be_read(
+def test_unreadable_corpus_is_refused(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
@@ -433,7 +435,7 @@ def test_a_corpus_that_cannot_be_read(
 # ---- across restarts ----
 
 
-def test_a_second_engine_drafts_from_its_start(model_dir: Path, tmp_path: Path) -> None:
+def test_saved_cache_is_used_by_a_second_engine(model_dir: Path, tmp_path: Path) -> None:
     file = tmp_path / "cache.suffix"
     params = SamplingParams(max_tokens=60, temperature=0.9, seed=4, ignore_eos=True)
     each = [[9, 9], [17, 3, 4], PROMPT]
@@ -442,7 +444,7 @@ def test_a_second_engine_drafts_from_its_start(model_dir: Path, tmp_path: Path) 
     cold = first.generate(each, params)
     first.save_drafters()
     assert file.is_file() and not first.has_unsaved_drafters
-    assert list(tmp_path.iterdir()) == [file], "nothing else is left"
+    assert list(tmp_path.iterdir()) == [file], "no temporary file may remain"
 
     second = make(model_dir, suffix(8), suffix_cache=str(file))
     assert not second.has_unsaved_drafters
@@ -454,7 +456,7 @@ def test_a_second_engine_drafts_from_its_start(model_dir: Path, tmp_path: Path) 
     assert [one.token_ids for one in warm] == [one.token_ids for one in cold]
     assert accepted(second) > 2 * accepted(first)
     assert second.has_unsaved_drafters
-    # As if the first engine had gone on.
+    # The first engine has the same drafts if it continues.
     again = first.generate(each, params)
     assert [one.stats for one in again] == [one.stats for one in warm]
 
@@ -463,7 +465,7 @@ def test_a_second_engine_drafts_from_its_start(model_dir: Path, tmp_path: Path) 
     assert third.drafters["suffix"].cache.num_cached_requests == 6
 
 
-def test_a_corpus_is_not_added_to_the_cache_twice(
+def test_corpus_is_not_added_twice(
     model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file, corpus = tmp_path / "cache.suffix", tmp_path / "texts"
@@ -483,13 +485,13 @@ def test_a_corpus_is_not_added_to_the_cache_twice(
     assert make(model_dir, **config).drafters["suffix"].cache.num_cached_requests == 3
 
 
-def damaged(file: Path) -> None:
+def flip_a_bit(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
 
 
-def truncated(file: Path) -> None:
+def truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-9])
 
 
@@ -497,12 +499,12 @@ def foreign(file: Path) -> None:
     file.write_text("a list of things to do")
 
 
-def empty(file: Path) -> None:
+def write_empty_file(file: Path) -> None:
     file.write_bytes(b"")
 
 
-@pytest.mark.parametrize("change", [damaged, truncated, empty])
-def test_a_damaged_file_is_set_aside(
+@pytest.mark.parametrize("change", [flip_a_bit, truncate, write_empty_file])
+def test_damaged_file_is_renamed(
     model_dir: Path, tmp_path: Path, change: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "cache.suffix"
@@ -522,16 +524,16 @@ def test_a_damaged_file_is_set_aside(
     assert again.drafters["suffix"].cache.num_cached_requests == 1
 
 
-def test_a_file_of_somebody_else_is_refused(model_dir: Path, tmp_path: Path) -> None:
+def test_foreign_file_is_refused(model_dir: Path, tmp_path: Path) -> None:
     file = tmp_path / "cache.suffix"
     foreign(file)
     before = file.read_bytes()
     with pytest.raises(ValueError, match=r"^suffix_cache cannot be read: .*cache\.suffix"):
         make(model_dir, suffix_cache=str(file))
-    assert file.read_bytes() == before, "it is not overwritten"
+    assert file.read_bytes() == before, "the foreign file must not be overwritten"
 
 
-def test_a_file_of_another_tree_or_vocabulary(model_dir: Path, tmp_path: Path) -> None:
+def test_file_of_another_tree_or_vocabulary_is_refused(model_dir: Path, tmp_path: Path) -> None:
     file = tmp_path / "cache.suffix"
     engine = make(model_dir, suffix_cache=str(file))
     engine.generate([PROMPT], GREEDY)
@@ -556,7 +558,7 @@ def test_a_file_of_another_tree_or_vocabulary(model_dir: Path, tmp_path: Path) -
         make(other, suffix_cache=str(file))
 
 
-def test_files_that_cannot_be_written(
+def test_unwritable_files_are_refused(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match=r"suffix_cache: the folder .*/gone does not exist"):
@@ -579,7 +581,9 @@ def test_files_that_cannot_be_written(
 
 
 @pytest.mark.ci
-def test_mistakes_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_errors_name_the_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("no cache")
     for arguments in (
         ["--suffix-cache", str(tmp_path / "file")],
@@ -595,7 +599,7 @@ def test_mistakes_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
 # ---- in the server ----
 
 
-def test_the_server_saves_when_it_ends_and_when_it_is_idle(
+def test_server_saves_when_idle_and_at_its_end(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     httpx = pytest.importorskip("httpx")
@@ -629,7 +633,7 @@ def test_the_server_saves_when_it_ends_and_when_it_is_idle(
     assert lengths[1] > lengths[0]
 
 
-def test_a_server_that_cannot_save_goes_on(
+def test_failed_save_is_logged(
     model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "folder"
@@ -639,7 +643,7 @@ def test_a_server_that_cannot_save_goes_on(
     assert "suffix_cache could not be saved" in caplog.text
 
 
-def test_gauges_of_an_engine_without_suffix_decoding() -> None:
+def test_suffix_gauges_exist_without_suffix_decoding() -> None:
     metrics = pytest.importorskip("specops.server.metrics")
     client = pytest.importorskip("specops.service.thread").ThreadClient(FakeEngine())
     assert b"specops:suffix_cache_tokens" in metrics.Metrics(client).render()

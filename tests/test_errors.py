@@ -48,7 +48,7 @@ GROUPS = {
 
 
 def kinds_of(node: ast.FunctionDef) -> dict[str, str]:
-    """An op's arguments and their annotations; fields of a named tuple by dotted names."""
+    """Return the annotation of each argument; fields of named tuples have dotted names."""
     kinds = {}
     for arg in node.args.args:
         assert arg.annotation
@@ -81,7 +81,7 @@ NO_REFERENCE = {"pack_weight", "take_error"}
 
 
 def fields_apart(arguments: dict[str, Any]) -> dict[str, Any]:
-    """A good call's arguments as `torch.ops` has them."""
+    """Return the arguments of a good call in the form that `torch.ops` takes."""
     apart = {}
     for name, value in arguments.items():
         if isinstance(value, dense.PackedWeight):
@@ -93,7 +93,7 @@ def fields_apart(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def spread(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with the fields of named tuples apart, by dotted names."""
+    """Return the arguments with each field of a named tuple under its own dotted name."""
     apart = {}
     for name, value in arguments.items():
         if type(value) in GROUPS.values():
@@ -104,7 +104,7 @@ def spread(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def gathered(name: str, apart: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of an op from those that are spread."""
+    """Return the arguments of an op: the inverse of `spread`."""
     whole = {}
     for argument, good in WHOLE_CALLS[name]().items():
         if type(good) in GROUPS.values():
@@ -684,7 +684,7 @@ WHOLE_CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         take_error,
     )
 }
-# The same with the fields of named tuples apart.
+# The same calls, with dotted names for the fields of named tuples.
 GOOD_CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     name: lambda made=made: spread(made())  # type: ignore[misc]
     for name, made in WHOLE_CALLS.items()

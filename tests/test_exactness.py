@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`verify-exactness`: it finds no difference where there is none, and the one that is put there."""
+"""`verify-exactness` reports planted differences, and none for correct engines."""
 
 import re
 import sys
@@ -18,16 +18,16 @@ from specops.engine.drafters.mtp import MtpHead
 from specops.engine.drafters.recurrent import RecurrentDrafter
 from specops.engine.steps import runner
 
-Plant = Callable[[TokenLogprob], TokenLogprob]
+Change = Callable[[TokenLogprob], TokenLogprob]
 
 COMMAND = ["verify-exactness", "--device", "cpu", "--num-threads", "2", "--max-tokens", "32"]
 
-# What the bundled model runs without another directory.
+# Methods that the bundled model supports without another model directory.
 RUNNABLE = ("ngram", "suffix", "mtp", "mtp+ngram", "mtp+suffix")
 
 
 def table(text: str) -> list[dict[str, str]]:
-    """The table at the end of the output, by column."""
+    """Return the rows of the table at the end of the output, by column."""
     lines = text.splitlines()
     head = next(i for i, line in enumerate(lines) if line.split()[:1] == ["method"])
     names = lines[head].split()
@@ -39,10 +39,10 @@ def table(text: str) -> list[dict[str, str]]:
     return rows
 
 
-def test_no_difference(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_difference_is_reported_for_all_methods(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, "--prompts", "6", "--num-speculative-tokens", "3"]) == 0
     captured = capsys.readouterr()
-    assert captured.err == "", "no bar where nobody looks"
+    assert captured.err == "", "no progress bar without a terminal"
     text = captured.out
     head, verdict, *_ = text.splitlines()
     assert head == "specops-bundled on cpu: 6 prompts, up to 32 tokens each"
@@ -55,7 +55,7 @@ def test_no_difference(capsys: pytest.CaptureFixture[str]) -> None:
         (method, "3", temperature) for temperature in ("0", "0.8") for method in RUNNABLE
     ]
     assert all(row["prompts"] == "6" and row["differences"] == "0" for row in rows)
-    # A comparison without drafts, right ones and wrong ones, says nothing.
+    # A comparison means nothing without accepted and rejected drafts.
     for row in rows[:5]:
         assert 0 < float(row["accepted"].rstrip("%")) < 100
         assert float(row["tokens/step"]) > 1
@@ -64,18 +64,18 @@ def test_no_difference(capsys: pytest.CaptureFixture[str]) -> None:
 SHORT = ["--prompts", "2", "--max-tokens", "12", "--temperature", "0", "0.8", "--method", "ngram"]
 
 
-def test_a_line_for_every_prompt_on_demand(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbose_prints_a_line_per_prompt(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, *SHORT]) == 0
     whole = capsys.readouterr().out
     assert "drafts accepted, equal" not in whole
     assert main([*COMMAND, *SHORT, "--verbose"]) == 0
-    told = capsys.readouterr().out
-    assert told.count("drafts accepted, equal: 'def add(a, b)") == 2
-    assert set(whole.splitlines()) <= set(told.splitlines()), "and all else as before"
-    assert told.index("ngram, temperature 0.8") < told.index("No difference in")
+    verbose = capsys.readouterr().out
+    assert verbose.count("drafts accepted, equal: 'def add(a, b)") == 2
+    assert set(whole.splitlines()) <= set(verbose.splitlines()), "all other lines must be unchanged"
+    assert verbose.index("ngram, temperature 0.8") < verbose.index("No difference in")
 
 
-def test_the_verdict_alone(
+def test_quiet_prints_only_the_verdict(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main([*COMMAND, *SHORT, "--quiet"]) == 0
@@ -87,21 +87,23 @@ def test_the_verdict_alone(
     assert len(lines) == 1 and re.match(r"\d of 4 outputs differ", lines[0])
 
 
-def test_a_bar_on_a_terminal(
+def test_progress_bar_is_shown_on_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("rich")
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes anything for a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then treats any stream as a terminal
     assert main([*COMMAND, *SHORT]) == 0
     captured = capsys.readouterr()
     assert "8/8" in captured.err and "ngram, temperature 0.8 is done" in captured.err
-    assert captured.out.startswith("specops-bundled on cpu: 2 prompts"), "and nothing of it here"
+    assert captured.out.startswith("specops-bundled on cpu: 2 prompts"), (
+        "the bar must not be on standard output"
+    )
     for option in ("--quiet", "--verbose"):
         assert main([*COMMAND, *SHORT, option]) == 0
         assert "8/8" not in capsys.readouterr().err
 
 
-def test_it_runs_without_rich(
+def test_command_works_without_rich(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("rich.console", "rich.progress"):
@@ -113,10 +115,10 @@ def test_it_runs_without_rich(
 @pytest.mark.parametrize(
     "hook,words", [("forward", "the drafter of mtp failed"), ("plan", "mtp drafted nothing")]
 )
-def test_lost_drafts_are_found(
+def test_lost_drafts_are_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, hook: str, words: str
 ) -> None:
-    """A drafter that raises, and one that never has anything to do."""
+    """The planted drafter raises an error or never drafts."""
 
     def fails(self: MtpHead, *rows: object) -> None:
         raise IndexError("planted")
@@ -134,10 +136,10 @@ def test_lost_drafts_are_found(
     assert out.startswith("No verdict on mtp, temperature 0, which lost drafts: ") and words in out
 
 
-def test_drafts_let_through_are_found(
+def test_wrongly_accepted_drafts_are_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A verifier that accepts whatever is proposed."""
+    """The planted verifier accepts every draft."""
     monkeypatch.setitem(runner._POLICIES, "normal", int(sampling.AcceptPolicy.ACCEPT_ALL))
     assert main([*COMMAND, "--prompts", "4", "--temperature", "0.8"]) == 1
     text = capsys.readouterr().out
@@ -155,11 +157,11 @@ def test_drafts_let_through_are_found(
 
 
 def last_bit(value: float) -> float:
-    """The float32 beside it."""
+    """Return the next float32."""
     return float(np.nextafter(np.float32(value), np.float32(-9)))
 
 
-def in_alternative(place: int, change: Callable[[int, float], tuple[int, float]]) -> Plant:
+def in_alternative(place: int, change: Callable[[int, float], tuple[int, float]]) -> Change:
     def plant(one: TokenLogprob) -> TokenLogprob:
         others = list(one.alternatives)
         others[place] = change(*others[place])
@@ -168,7 +170,7 @@ def in_alternative(place: int, change: Callable[[int, float], tuple[int, float]]
     return plant
 
 
-PLANTED: dict[str, Plant] = {
+PLANTED: dict[str, Change] = {
     "logprob": lambda one: replace(one, logprob=last_bit(one.logprob)),
     "rank": lambda one: replace(one, rank=one.rank + 1),
     "alternative id": in_alternative(4, lambda i, value: (i + 1, value)),
@@ -179,10 +181,10 @@ PLANTED: dict[str, Plant] = {
 
 
 @pytest.mark.parametrize("planted", PLANTED)
-def test_a_difference_in_one_token_is_found(
+def test_difference_in_one_token_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, planted: str
 ) -> None:
-    """In the third token of the second prompt, with drafts alone."""
+    """The third token of the second prompt differs, only with drafts."""
     generate = Engine.generate
 
     def nudged(engine: Engine, prompts: Any, params: Any, **options: Any) -> list[Completion]:
@@ -203,7 +205,7 @@ def test_a_difference_in_one_token_is_found(
 
 
 @pytest.mark.parametrize("field", ["text", "finish_reason", "stop_reason", "token_ids"])
-def test_a_difference_beside_the_logprobs_is_found(field: str) -> None:
+def test_difference_outside_the_logprobs_is_detected(field: str) -> None:
     logprobs = [TokenLogprob(token_id, -0.5, ((token_id, -0.5),), 1) for token_id in (4, 5)]
     one = Completion("a", 0, [1], [4, 5], "xy", logprobs, "stop", 0, 0, SpeculativeStats())
     others: dict[str, Any] = {"text": "xz", "finish_reason": "length", "stop_reason": "z"}
@@ -216,7 +218,7 @@ def test_a_difference_beside_the_logprobs_is_found(field: str) -> None:
         exactness.first_difference(one, replace(one, logprobs=logprobs[:1]))
 
 
-def test_a_comparison_does_not_draft_from_the_one_before(
+def test_comparisons_do_not_share_suffix_caches(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     methods = ["mtp+suffix", "suffix", "mtp+suffix", "suffix"]
@@ -226,7 +228,7 @@ def test_a_comparison_does_not_draft_from_the_one_before(
     assert all(int(row["drafts"]) > 0 for row in rows)
 
 
-def test_a_configuration_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_speculative_config_can_be_given(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--prompts", "2", "--max-tokens", "8", "--temperature", "0"]
 
     def compared(config: str, *more: str) -> list[tuple[str, str]]:
@@ -238,11 +240,13 @@ def test_a_configuration_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None
     assert compared(own, "--num-speculative-tokens", "2") == [("suffix", "2")]
     assert compared(own, "--method", "ngram") == [("ngram", "7")]
     assert compared('{"max_ngram_size": 3}') == [(method, "4") for method in RUNNABLE]
-    own = '{"method": "mtp", "mtp_strategy": "with_suffix", "num_speculative_tokens": 3}'
+    own = '{"method": "mtp+suffix", "num_speculative_tokens": 3}'
     assert compared(own, "--num-model-steps", "2") == [("mtp+suffix", "3")]
 
 
-def test_prompts_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_can_be_read_from_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = tmp_path / "lines.txt"
     lines.write_text("a b c a b c a b\n\nx = 1\n")
     short = [*COMMAND, "--max-tokens", "4", "--temperature", "0"]
@@ -255,7 +259,7 @@ def test_prompts_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert r"'one\ntwo'" in capsys.readouterr().out
 
 
-def test_little_evidence_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_little_evidence_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = tmp_path / "one.txt"
     one.write_text("x\n")
     options = ["--max-tokens", "1", "--temperature", "0", "--prompt-file", str(one)]
@@ -273,15 +277,17 @@ def test_little_evidence_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--model", "/nowhere"], "no such directory"),
         (["--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
         (["--method", "mtp", "--num-model-steps", "5"], "num_model_steps must be at most"),
-        (["--method", "mtp+tree"], "mtp_strategy must be one of default, with_ngram, with_suffix"),
+        (["--method", "mtp+tree"], "--method must be of ngram, suffix, mtp, mtp+ngram"),
         (["--method", "ngram+suffix"], "--method must be of ngram, suffix, mtp, mtp+ngram"),
         (["--speculative-config", "{"], "speculative_config is not valid JSON"),
     ],
 )
-def test_mistakes(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_refused(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*COMMAND, *options]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_the_prompts_are_distinct() -> None:
+def test_built_in_prompts_are_distinct() -> None:
     assert len(set(exactness.PROMPTS)) == len(exactness.PROMPTS) == 20

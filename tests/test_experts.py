@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families with mixtures of experts against Hugging Face's code, and rows against themselves."""
+"""Families with mixtures of experts match Hugging Face's code, and rows are batch-invariant."""
 
 import copy
 import json
@@ -14,14 +14,14 @@ import simt
 import specops
 import torch
 from checkpoints import lasting_directory, make_checkpoint, write_config, write_tokenizer
-from conftest import every_isa
 from fake_gpu import OP_MODULES, FakeGpu
 from mtp_checkpoints import SlowModules, Tiny, make_mtp_checkpoint
 from rounding import assert_error_at_most, distance, rounding_errors
 from safetensors.torch import load_file, save_file
+from shared_fixtures import every_isa
 from specops import moe
+from specops.api.errors import ModelError
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.errors import ModelError
 from specops.engine.models import load_model, load_mtp
 from specops.engine.models.blocks.attention import AttentionConfig
 from specops.engine.models.blocks.block import bytes_of
@@ -150,14 +150,14 @@ FAMILIES["qwen3_next_dense"] = (
     },
 )
 
-# As Qwen3-Next, but for the names of linear attention's projections.
+# As Qwen3-Next, with other names of the projections of linear attention.
 FAMILIES["qwen3_5"] = ("Qwen3_5", {**LINEAR, "linear_num_value_heads": 6})
 FAMILIES["qwen3_5_experts"] = ("Qwen3_5Moe", LINEAR)
 
 
 @pytest.fixture(autouse=True)
-def _row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their delta rule as they decode: `RandomRounding` has no model of the one by chunks."""
+def _recurrent_delta_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use transformers' recurrent delta rule, since `RandomRounding` lacks the chunked one."""
     for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
         theirs = pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
         rule = theirs.torch_recurrent_gated_delta_rule
@@ -165,7 +165,7 @@ def _row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_experts(directory: Path, family: str, **changes: Any) -> Any:
-    """Saves a tiny random model; returns it. Routers' biases matter, and clamps and sinks."""
+    """Save and return a tiny random model, in which router biases, clamps and sinks matter."""
     kind, own = FAMILIES[family]
     theirs = make_checkpoint(directory, kind, **{**own, **changes})
     with torch.no_grad():
@@ -184,7 +184,7 @@ def make_experts(directory: Path, family: str, **changes: Any) -> Any:
 
 
 def exact_and_allowed(theirs: Any, ids: list[int]) -> tuple[Tensor, Tensor]:
-    """Logits in float64, and the error that rounding to float32 makes of them."""
+    """Return logits in float64, and the error that float32 rounding may cause."""
     theirs.set_attn_implementation("eager")
     theirs.set_experts_implementation("eager")
 
@@ -208,7 +208,7 @@ def test_logits_equal_transformers(tmp_path: Path, family: str) -> None:
         assert (whole - exact).abs().max().item() < 2e-5 * exact.abs().max().item()
         chunked = Runner(ours, page_size=32, shuffle=True).run([ids], [[30], [1], [5], [24]])[0]
         assert torch.equal(whole, chunked)
-    assert exact.std().item() > 0.5  # the comparison is about something
+    assert exact.std().item() > 0.5  # the logits must vary
 
 
 Fault = Callable[[LayerConfig], LayerConfig]
@@ -240,20 +240,20 @@ def attention(**changes: Any) -> Fault:
 
 
 def fully_rotated(layer: LayerConfig) -> LayerConfig:
-    """RoPE of whole heads."""
+    """Apply RoPE to whole heads."""
     if not isinstance(layer.attention, AttentionConfig):
         return layer
     return attention(rope=replace(layer.attention.rope, dim=64))(layer)
 
 
-def truncated(layer: LayerConfig) -> LayerConfig:
-    """YaRN's bounds as whole numbers."""
+def truncated_yarn(layer: LayerConfig) -> LayerConfig:
+    """Truncate YaRN's bounds to integers."""
     assert isinstance(layer.attention, AttentionConfig)
     rope = layer.attention.rope
     return attention(rope=replace(rope, scaling={**(rope.scaling or {}), "truncate": True}))(layer)
 
 
-# By family: what goes wrong if a rule of its layers is left out.
+# Faults by family, each of which leaves out a rule of its layers.
 FAULTS: list[tuple[str, Fault]] = [
     ("qwen3", routed(min_sum=None)),
     ("qwen3", routed(top_k=2)),
@@ -282,7 +282,7 @@ FAULTS: list[tuple[str, Fault]] = [
     ("gpt_oss", attention(has_sinks=False)),
     ("gpt_oss", attention(sliding_window=None)),
     ("gpt_oss", attention(sliding_window=16)),
-    ("gpt_oss", truncated),
+    ("gpt_oss", truncated_yarn),
 ]
 
 
@@ -290,7 +290,7 @@ FAULTS: list[tuple[str, Fault]] = [
     "family,fault", FAULTS, ids=[f"{family}-{i}" for i, (family, _) in enumerate(FAULTS)]
 )
 @pytest.mark.ci
-def test_a_rule_left_out_is_noticed(tmp_path: Path, family: str, fault: Fault) -> None:
+def test_missing_rules_are_detected(tmp_path: Path, family: str, fault: Fault) -> None:
     theirs = make_experts(tmp_path, family)
     ids = random_ids(40)
     exact, allowed = exact_and_allowed(theirs, ids)
@@ -315,7 +315,7 @@ def test_a_rule_left_out_is_noticed(tmp_path: Path, family: str, fault: Fault) -
     "*-qwen3_next-bfloat16-none",
 )
 @pytest.mark.pairwise
-def test_a_row_has_the_same_bits_however_it_is_computed(
+def test_rows_do_not_depend_on_batch_chunks_or_threads(
     tmp_path: Path, isa: str, family: str, dtype: str, quantization: str
 ) -> None:
     make_experts(tmp_path, family)
@@ -334,8 +334,8 @@ def test_a_row_has_the_same_bits_however_it_is_computed(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "glm4"])
-def test_experts_in_one_tensor_are_read(tmp_path: Path, family: str) -> None:
-    """As other tools write them, and as they are computed with here: to the same bits."""
+def test_stacked_experts_are_supported(tmp_path: Path, family: str) -> None:
+    """The bits equal those of separate experts."""
     make_experts(tmp_path, family)
     ids = random_ids(20)
     apart = Runner(load_model(tmp_path)).run([ids], [[20]])[0]
@@ -355,7 +355,7 @@ def test_experts_in_one_tensor_are_read(tmp_path: Path, family: str) -> None:
 
 
 def mxfp4_checkpoint(directory: Path) -> None:
-    """gpt-oss as it is published: experts in MXFP4."""
+    """Write gpt-oss in its published format, with experts in MXFP4."""
     make_experts(directory, "gpt_oss", vocab_size=257)
     file = directory / "model.safetensors"
     tensors = load_file(file)
@@ -366,7 +366,7 @@ def mxfp4_checkpoint(directory: Path) -> None:
         made: dict[str, Any] = {"dtype": torch.uint8, "generator": generator}
         tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), **made)
         tensors[f"{name}_scales"] = torch.randint(118, 122, shape, **made)
-    tensors["lm_head.weight"][40] *= 30  # one of two tokens is likely: texts repeat themselves
+    tensors["lm_head.weight"][40] *= 30  # one of two tokens is likely, so texts repeat
     tensors["lm_head.weight"][41] = -tensors["lm_head.weight"][40]
     config = json.loads((directory / "config.json").read_text())
     rope = config.pop("rope_parameters")
@@ -386,7 +386,7 @@ def mxfp4_checkpoint(directory: Path) -> None:
     write_tokenizer(directory, 257)
 
 
-def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
+def test_published_gpt_oss_format_is_supported(tmp_path: Path) -> None:
     mxfp4_checkpoint(tmp_path)
     layers = load_model(tmp_path).layers
     assert all(isinstance(one.mlp, Experts) and one.mlp.gate_up.kind == "int4" for one in layers)
@@ -397,8 +397,7 @@ def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 4, 30])
-def test_the_bytes_that_rows_are_expected_to_read(tmp_path: Path, rows: int) -> None:
-    """Of experts that are drawn at random, on average."""
+def test_expected_bytes_read_match_random_routing(tmp_path: Path, rows: int) -> None:
     make_experts(tmp_path, "deepseek_v3")
     model = load_model(tmp_path)
     block = model.layers[-1].mlp
@@ -407,12 +406,14 @@ def test_the_bytes_that_rows_are_expected_to_read(tmp_path: Path, rows: int) -> 
     drawn = moe.moe_route(logits, 3)[0].view(400, -1)
     distinct = sum(len(one.unique()) for one in drawn) / 400
     own = bytes_of(block.gate_up) + bytes_of(block.down.slices[0])
-    assert model.layers[0].bytes_read(rows) == model.layers[0].bytes_read(1) > 0  # it is dense
+    assert (
+        model.layers[0].bytes_read(rows) == model.layers[0].bytes_read(1) > 0
+    )  # the layer is dense
     read = (block.bytes_read(rows) - block.bytes_read(0)) / own
     assert read == pytest.approx(distinct / 16, rel=0.01)
 
 
-def test_other_clamps_are_refused(tmp_path: Path) -> None:
+def test_unsupported_clamps_are_refused(tmp_path: Path) -> None:
     write_config(tmp_path, architectures=["GptOssForCausalLM"], swiglu_limit=5.0)
     with pytest.raises(ModelError, match=r"swiglu_limit must be 7\.0, got 5\.0"):
         read_model_config(tmp_path)
@@ -420,7 +421,7 @@ def test_other_clamps_are_refused(tmp_path: Path) -> None:
 
 # MTP modules
 
-# By naming: a base whose first layer is what its modules have.
+# Naming scheme, and a base whose first layer is like the MTP modules.
 MTP_BASES: list[tuple[str, tuple[str, dict[str, Any]]]] = [
     ("deepseek_v3", ("Glm4Moe", {**FAMILIES["glm4"][1], "first_k_dense_replace": 0})),
     ("deepseek_v3", ("DeepseekV3", {**FAMILIES["deepseek_v3"][1], "first_k_dense_replace": 0})),
@@ -431,7 +432,7 @@ MTP_BASES: list[tuple[str, tuple[str, dict[str, Any]]]] = [
 
 
 class ModulesOfTransformers(SlowModules):
-    """Modules whose decoder layer is the base's own code."""
+    """Modules whose decoder layer is transformers' code of the base."""
 
     def __init__(self, tiny: Tiny, dtype: torch.dtype = torch.float64) -> None:
         super().__init__(tiny, dtype=dtype)
@@ -459,7 +460,7 @@ class ModulesOfTransformers(SlowModules):
 
 
 @pytest.mark.parametrize("naming,base", MTP_BASES, ids=[base[0] for _, base in MTP_BASES])
-def test_modules_equal_transformers(
+def test_mtp_modules_equal_transformers(
     tmp_path: Path, naming: str, base: tuple[str, dict[str, Any]]
 ) -> None:
     tiny = make_mtp_checkpoint(tmp_path, naming, 2, base=base)
@@ -483,7 +484,7 @@ def test_modules_equal_transformers(
 
 @lru_cache
 def engine_directory(family: str) -> str:
-    """A tiny model with an MTP module and a tokenizer."""
+    """Write a tiny model with an MTP module and a tokenizer."""
     directory = lasting_directory()
     if family in FAMILIES:
         make_experts(directory, family, vocab_size=257)
@@ -497,8 +498,10 @@ def engine_directory(family: str) -> str:
 
 def completions(directory: str, method: str, **options: Any) -> list[Completion]:
     drafts = None if method == "naive" else 3
-    # Random models hardly repeat more than a token.
-    own = SpeculativeConfig(method=method, num_speculative_tokens=drafts, min_ngram_size=1)
+    # Random models rarely repeat more than one token.
+    own = SpeculativeConfig.from_dict(
+        {"method": method, "num_speculative_tokens": drafts, "min_ngram_size": 1}
+    )
     engine = Engine(
         EngineConfig(
             model=directory,
@@ -537,8 +540,8 @@ def test_speculation_changes_no_bit(family: str, dtype: str, options: dict[str, 
             assert one.logprobs == other.logprobs
 
 
-def test_ernies_4_bits_are_those_of_its_experts() -> None:
-    """As FastDeploy has it, dense projections then have 8; other families have 4 in both."""
+def test_ernie_wint4_quantizes_only_experts_to_4_bits() -> None:
+    """As in FastDeploy, Ernie's dense projections have 8 bits; other families have 4 in both."""
     kinds = {}
     for family in ("Ernie4_5_Moe", "Glm4Moe"):
         layer = load_model(engine_directory(family), quantization="wint4").layers[-1]
@@ -563,14 +566,14 @@ def test_ernies_4_bits_are_those_of_its_experts() -> None:
     ids=str,
 )
 @pytest.mark.ci
-def test_graphs_of_experts_change_no_bit(
+def test_graphs_with_experts_change_no_bit(
     family: str,
     drafting: str,
     captures: bool,
     more: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The CUDA kernels, with nothing read by the host: a replay has the experts of its own rows."""
+    """CUDA kernels route without the host, so a replay uses the experts of its own rows."""
     module = simt.load()
     module.set_schedule("in_order", 0)
     module.set_landing("late")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
-"""The command that serves a mixture of experts in 4 bits with its MTP module, as FastDeploy has it.
+"""FastDeploy's command that serves a 4-bit mixture of experts with its MTP module.
 
 python -m specops.engine --model DIR --quantization wint4 \
         --speculative-config '{"method": "mtp", "num_speculative_tokens": 1, "model": "DIR"}'
@@ -38,17 +38,17 @@ BODIES: list[dict[str, Any]] = [
 
 
 def split_checkpoint(folder: Path, family: str, **changes: int) -> tuple[Path, Path]:
-    """A target of random weights, and its module in a directory of its own."""
+    """Write a target with random weights, and its MTP module in a separate directory."""
     naming, base = next(one for one in MTP_BASES if one[1][0] == family)
     made = {"num_hidden_layers": 2, "vocab_size": 257, **base[1], **changes}
     tiny = make_mtp_checkpoint(folder / "target", naming, base=(base[0], made))
     head = "lm_head.weight" if "lm_head.weight" in tiny.tensors else "model.embed_tokens.weight"
-    tiny.tensors[head][40] *= 30  # one of two tokens is likely, so that some drafts are right
+    tiny.tensors[head][40] *= 30  # one of two tokens is likely, so some drafts are right
     tiny.tensors[head][41] = -tiny.tensors[head][40]
     own = {name for name in tiny.tensors if name.startswith(OWN[family])}
     shutil.copytree(folder / "target", folder / "module")
-    for part, kept in (("target", tiny.tensors.keys() - own), ("module", own)):
-        tensors = {name: tiny.tensors[name] for name in kept}
+    for part, names in (("target", tiny.tensors.keys() - own), ("module", own)):
+        tensors = {name: tiny.tensors[name] for name in names}
         save_checkpoint(folder / part, tiny.config, tensors)
     write_tokenizer(folder / "target", 257)
     return folder / "target", folder / "module"
@@ -63,7 +63,7 @@ def start(folder: Path, model: Path, speculative: dict[str, Any]) -> Server:
 
 @pytest.fixture(params=FAMILIES)
 def servers(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Server, Server]]:
-    """One as in the command, and one without speculation."""
+    """Start a server with the command's options, and one without speculation."""
     model, module = split_checkpoint(tmp_path, request.param)
     drafts = {"method": "mtp", "num_speculative_tokens": 1, "model": str(module)}
     with ThreadPoolExecutor() as pool:
@@ -77,11 +77,11 @@ def servers(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Se
 
 
 def answers(url: str) -> list[Any]:
-    """To all requests at once: the answers but for what names the request and counts drafts."""
+    """Send all requests at once and return their choices."""
 
     def answer(body: dict[str, Any]) -> list[Any]:
-        asked = {"max_tokens": 24, "ignore_eos": True, "logprobs": 2, **body}
-        done = httpx.post(f"{url}/v1/completions", json=asked, timeout=300)
+        request = {"max_tokens": 24, "ignore_eos": True, "logprobs": 2, **body}
+        done = httpx.post(f"{url}/v1/completions", json=request, timeout=300)
         choices = done.raise_for_status().json()["choices"]
         return [(one["text"], one["finish_reason"], one["logprobs"]) for one in choices]
 

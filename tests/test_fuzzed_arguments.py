@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever an argument of an op is given, the op works or says what is wrong; it never crashes."""
+"""No argument value crashes an op: it works or raises an error that names the argument."""
 
 import subprocess
 import sys
@@ -16,8 +16,8 @@ PROGRAM = Path(__file__).with_name("fuzzed_arguments.py")
 @pytest.mark.parametrize("module", ["cpu", "simt"])
 @pytest.mark.parametrize("calls", ["compiled", "public"])
 @pytest.mark.parametrize("every", [1, 17, 37])
-def test_fuzzed_arguments(module: str, calls: str, every: int) -> None:
-    """In a process of its own, which a crash would end."""
+def test_no_argument_value_crashes_an_op(module: str, calls: str, every: int) -> None:
+    """The cases run in a separate process, because a crash ends it."""
     program = [sys.executable, str(PROGRAM), module, calls, str(every)]
     done = subprocess.run(program, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 3: what its files may look like, and the engine on it; its logits are in test_models."""
+"""Gemma 3: config files, and the engine on it. test_models.py checks the logits."""
 
 import json
 from dataclasses import replace
@@ -11,16 +11,16 @@ import pytest
 import torch
 from checkpoints import BASE, lasting_directory, make_checkpoint, write_tokenizer
 from safetensors.torch import load_file, save_file
+from specops.api.errors import ModelError
+from specops.api.structured import StructuredOutput
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.errors import ModelError
 from specops.engine.models import load_model
 from specops.engine.models.dry_run import dry_run
 from specops.engine.models.families import read_model_config
-from specops.engine.structured import StructuredOutput
 from test_models import Runner, random_ids
 from tokenizers import Tokenizer as HfTokenizer
 
-# Few layers see all positions; a window that is no multiple of a page.
+# One of three layers has full attention; the window is not a multiple of the page size.
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 3,
     "sliding_window": 20,
@@ -31,23 +31,23 @@ SIZES: dict[str, Any] = {
 
 @pytest.fixture
 def config(tmp_path: Path) -> dict[str, Any]:
-    """What config.json of a tiny model says; `written` writes it again."""
+    """Write a tiny model and return its config.json."""
     make_checkpoint(tmp_path, "Gemma3", **SIZES)
     found: dict[str, Any] = json.loads((tmp_path / "config.json").read_text())
     return found
 
 
-def written(directory: Path, config: dict[str, Any]) -> Path:
+def save_config(directory: Path, config: dict[str, Any]) -> Path:
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 
 
-def test_older_files_say_the_same_in_other_words(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_old_and_new_config_keys_are_equivalent(tmp_path: Path, config: dict[str, Any]) -> None:
     ropes = {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
         "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
     }
-    new = read_model_config(written(tmp_path, {**config, "rope_parameters": ropes}))
+    new = read_model_config(save_config(tmp_path, {**config, "rope_parameters": ropes}))
     assert [one.attention.sliding_window for one in new.layers] == [20, 20, None]
     assert [one.attention.rope.theta for one in new.layers] == [500.0, 500.0, 1e5]
     older = {name: config[name] for name in config if name not in ("layer_types", "dtype")}
@@ -59,11 +59,11 @@ def test_older_files_say_the_same_in_other_words(tmp_path: Path, config: dict[st
         "sliding_window_pattern": 3,
         "torch_dtype": "float32",
     }
-    assert read_model_config(written(tmp_path, older)) == new
+    assert read_model_config(save_config(tmp_path, older)) == new
 
 
-def test_what_files_leave_out_is_as_transformers_has_it(tmp_path: Path) -> None:
-    """The text part of a multimodal model says little else than its sizes."""
+def test_missing_config_keys_default_as_in_transformers(tmp_path: Path) -> None:
+    """The text config of a multimodal model often has only sizes."""
     transformers = pytest.importorskip("transformers")
     text = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 7}
     whole = {
@@ -71,7 +71,7 @@ def test_what_files_leave_out_is_as_transformers_has_it(tmp_path: Path) -> None:
         "text_config": {**text, "model_type": "gemma3_text"},
         "torch_dtype": "bfloat16",
     }
-    ours = read_model_config(written(tmp_path, whole))
+    ours = read_model_config(save_config(tmp_path, whole))
     theirs = transformers.Gemma3TextConfig(**text)
     assert (ours.vocab_size, ours.max_model_len) == (theirs.vocab_size, 131_072)
     assert ours.tie_word_embeddings and ours.dtype == "bfloat16"
@@ -87,7 +87,7 @@ def test_what_files_leave_out_is_as_transformers_has_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
-def test_the_text_part_of_a_multimodal_checkpoint(
+def test_multimodal_checkpoint_loads_as_its_text_model(
     tmp_path: Path, config: dict[str, Any], prefix: str
 ) -> None:
     ids = random_ids(40)
@@ -97,22 +97,22 @@ def test_the_text_part_of_a_multimodal_checkpoint(
         "model_type": "gemma3",
         "text_config": {name: config[name] for name in config if name != "architectures"},
     }
-    file = written(tmp_path, whole) / "model.safetensors"
+    file = save_config(tmp_path, whole) / "model.safetensors"
     tensors = load_file(file)
     renamed = {prefix + name.removeprefix("model."): one for name, one in tensors.items()}
     save_file({**renamed, "vision_tower.weight": torch.zeros(3)}, file)
     assert torch.equal(Runner(load_model(tmp_path)).run([ids], [[40]])[0], alone)
 
 
-def test_embeddings_are_scaled_as_transformers_scales_them(tmp_path: Path) -> None:
-    """By the root of the width, rounded to the model's dtype before it is multiplied with."""
+def test_embeddings_are_scaled_as_in_transformers(tmp_path: Path) -> None:
+    """The factor is the root of the width, rounded to the model's dtype before the product."""
     theirs = make_checkpoint(tmp_path, "Gemma3", **SIZES, hidden_size=112).bfloat16()
     ours = load_model(tmp_path, dtype="bfloat16")
     with torch.no_grad():
         want = theirs.model.embed_tokens(torch.arange(160))
     assert torch.equal(ours.embedding, want)
     plain = theirs.model.embed_tokens.weight.detach() * 112**0.5
-    assert not torch.equal(ours.embedding, plain)  # a root that is rounded is another number
+    assert not torch.equal(ours.embedding, plain)  # rounding the factor matters
 
 
 @pytest.mark.parametrize(
@@ -127,10 +127,10 @@ def test_embeddings_are_scaled_as_transformers_scales_them(tmp_path: Path) -> No
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a number above 0, got 0"),
     ],
 )
-def test_what_does_not_run_is_refused(
+def test_unsupported_settings_are_refused(
     tmp_path: Path, config: dict[str, Any], changes: dict[str, Any], sentence: str
 ) -> None:
-    written(tmp_path, {**config, **changes})
+    save_config(tmp_path, {**config, **changes})
     with pytest.raises(ModelError) as refusal:
         load_model(tmp_path)
     assert str(refusal.value).startswith(f"{tmp_path / 'config.json'}: {sentence}")
@@ -150,7 +150,7 @@ def model() -> tuple[Path, Any]:
 
 
 def completions(method: str, **options: Any) -> list[Completion]:
-    """Prompts of which two share three pages, and all repeat themselves."""
+    """Complete repetitive prompts, two of which share three pages."""
     drafts = None if method == "naive" else 4
     speculative = SpeculativeConfig(method=method, num_speculative_tokens=drafts)
     config = EngineConfig(
@@ -168,7 +168,7 @@ def completions(method: str, **options: Any) -> list[Completion]:
         SamplingParams(max_tokens=50, temperature=0, ignore_eos=True, logprobs=2),
     ]
     engine = Engine(config)
-    engine.generate(prompts[:1], params[:1])  # its pages are found by the others
+    engine.generate(prompts[:1], params[:1])  # the other prompts reuse its pages
     results = engine.generate(prompts, params)
     if options.get("enable_prefix_caching", True):
         assert engine.stats.prefix_cache_hits >= 64
@@ -178,7 +178,7 @@ def completions(method: str, **options: Any) -> list[Completion]:
 
 
 def test_speculation_changes_no_bit() -> None:
-    """Of tokens and logprobs; with shared pages and without, in pages of any size."""
+    """Prefix caching, the page size and cascade attention do not change a bit either."""
     plain = completions("naive", enable_prefix_caching=False)
     for changes in ({}, {"page_size": 64}, {"enable_cascade_attention": False}):
         for method in ("ngram", "suffix") if not changes else ("ngram",):
@@ -187,7 +187,7 @@ def test_speculation_changes_no_bit() -> None:
                 assert one.logprobs == other.logprobs
 
 
-def test_tokens_are_those_of_transformers() -> None:
+def test_greedy_tokens_equal_those_of_transformers() -> None:
     greedy = completions("ngram")[0].token_ids
     theirs = model()[1]
     with torch.no_grad():
@@ -198,10 +198,10 @@ def test_tokens_are_those_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("family", ["Gemma3", "Qwen3"])
-def test_tokens_without_a_row_are_never_sampled_and_refused_in_prompts(
+def test_tokens_without_an_embedding_are_never_sampled_and_refused_in_prompts(
     tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Gemma 3 has one tokenizer.json, with an image token; text-only sizes have no row for it."""
+    """The shared Gemma 3 tokenizer has an image token, and text-only models have no row for it."""
     make_checkpoint(tmp_path, family, **{**BASE, **(SIZES if family == "Gemma3" else {})})
     write_tokenizer(tmp_path)
     file = tmp_path / "tokenizer.json"
@@ -238,7 +238,7 @@ def test_tokens_without_a_row_are_never_sampled_and_refused_in_prompts(
         Engine(replace(config, suffix_corpus=str(corpus), speculative_config=suffix))
 
 
-def test_every_device_computes_it(tmp_path: Path, device: str) -> None:
+def test_every_device_computes_the_model(tmp_path: Path, device: str) -> None:
     theirs = make_checkpoint(tmp_path, "Gemma3", **SIZES)
     with torch.no_grad():
         expected = theirs(torch.tensor([[0]])).logits[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GGUF files: types of numbers, models and tokenizers, and what is refused."""
+"""GGUF files: tensor types, models, tokenizers and refused files."""
 
 import dataclasses
 import itertools
@@ -16,18 +16,17 @@ import torch
 from checkpoints import make_checkpoint
 from safetensors.torch import load_file
 from specops import attention, dense
-from specops.checkpoints.checkpoint import Checkpoint
+from specops.api.errors import ModelError
+from specops.api.tokenizer import Tokenizer
 from specops.checkpoints.directory import open_checkpoint
 from specops.checkpoints.fused import fused
 from specops.checkpoints.gguf_directory import gguf_directory
 from specops.checkpoints.gguf_file import TYPES, read_gguf
 from specops.checkpoints.gguf_tokenizer import end_token_ids, tokenizer_files
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.errors import ModelError
 from specops.engine.models import WeightCache, load_model
 from specops.engine.models.families import read_model_config
 from specops.quantization import QuantizedWeight, dequantize_weight
-from specops.tokenizer import Tokenizer
 from test_models import Runner
 from test_tokenizer import byte_level
 from tokenizers import Tokenizer as HfTokenizer
@@ -36,7 +35,7 @@ from torch import Tensor
 
 gguf = pytest.importorskip("gguf")
 
-# What the types become.
+# GGML type -> kind and group size of the quantized weight.
 KINDS = {
     "Q4_0": ("int4", 32),
     "Q4_1": ("int4", 32),
@@ -54,7 +53,7 @@ OURS = "model.layers.0.mlp.down_proj.weight"
 
 
 def random_blocks(kind: str, rows: int, blocks: int) -> Tensor:
-    """Any bytes, but for scales that are finite: [rows, blocks * bytes]."""
+    """Return blocks of random bytes with finite scales: uint8 [rows, blocks * bytes]."""
     _, _, size = next(one for one in TYPES.values() if one[0] == kind)
     generator = torch.Generator().manual_seed(len(kind) + size)
     octets = torch.randint(0, 256, (rows, blocks, size), dtype=torch.uint8, generator=generator)
@@ -70,7 +69,7 @@ def random_blocks(kind: str, rows: int, blocks: int) -> Tensor:
 
 
 def write(path: Path, tensors: dict[str, Any], architecture: str = "any", **metadata: Any) -> Path:
-    """A file of these tensors: floats, or blocks and the name of their type."""
+    """Write a file of these tensors, each a float tensor or (blocks, name of their type)."""
     writer = gguf.GGUFWriter(path / "model.gguf", architecture)
     for key, value in metadata.items():
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
@@ -85,15 +84,11 @@ def write(path: Path, tensors: dict[str, Any], architecture: str = "any", **meta
     return path / "model.gguf"
 
 
-def opened(directory: Path) -> Checkpoint:
-    return open_checkpoint(directory)
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_types_decode_as_ggml_decodes_them(tmp_path: Path, kind: str) -> None:
+def test_block_types_decode_as_in_ggml(tmp_path: Path, kind: str) -> None:
     octets = random_blocks(kind, 5, 3)
     write(tmp_path, {DOWN: (octets, kind)})
-    weight = opened(tmp_path).load(OURS)
+    weight = open_checkpoint(tmp_path).load(OURS)
     assert isinstance(weight, QuantizedWeight) and (weight.kind, weight.group) == KINDS[kind]
     want = gguf.quants.dequantize(octets.numpy(), gguf.GGMLQuantizationType[kind])
     assert torch.equal(dequantize_weight(weight), torch.from_numpy(want))
@@ -101,16 +96,16 @@ def test_types_decode_as_ggml_decodes_them(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_floats_are_read_as_they_are(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_float_tensors_are_read_unchanged(tmp_path: Path, dtype: torch.dtype) -> None:
     numbers = torch.randn(3, 5).to(dtype)
     kind = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[dtype]
     write(tmp_path, {"output_norm.weight": torch.ones(3), DOWN: (numbers, kind)})
-    found = opened(tmp_path).load(OURS)
+    found = open_checkpoint(tmp_path).load(OURS)
     assert isinstance(found, Tensor) and found.dtype == dtype and torch.equal(found, numbers)
 
 
-def test_names_are_those_of_the_models(tmp_path: Path) -> None:
-    """Of layers with four norms, the one before the MLP has another name."""
+def test_tensor_names_are_translated(tmp_path: Path) -> None:
+    """In layers with four norms, the norm before the MLP has another name."""
     names = ["token_embd.weight", "blk.0.ffn_norm.weight", "blk.11.attn_q.bias"]
     write(tmp_path, {name: torch.ones(2) for name in names})
     layers = "model.layers."
@@ -119,35 +114,37 @@ def test_names_are_those_of_the_models(tmp_path: Path) -> None:
         f"{layers}0.post_attention_layernorm.weight",
         f"{layers}11.self_attn.q_proj.bias",
     }
-    assert set(opened(tmp_path).names()) == want
+    assert set(open_checkpoint(tmp_path).names()) == want
     write(tmp_path, {name: torch.ones(2) for name in (*names, "blk.0.post_attention_norm.weight")})
-    assert set(opened(tmp_path).names()) == want | {f"{layers}0.pre_feedforward_layernorm.weight"}
+    assert set(open_checkpoint(tmp_path).names()) == want | {
+        f"{layers}0.pre_feedforward_layernorm.weight"
+    }
 
 
-def refusal(directory: Path) -> str:
+def error_of(directory: Path) -> str:
     with pytest.raises(ModelError) as error:
-        opened(directory).load(OURS)
+        open_checkpoint(directory).load(OURS)
     return str(error.value)
 
 
-def test_other_types_and_tensors_are_refused_by_name(tmp_path: Path) -> None:
+def test_unknown_types_and_tensors_are_refused(tmp_path: Path) -> None:
     file = write(tmp_path, {DOWN: (random_blocks("Q2_K", 2, 1), "Q2_K")})
-    assert refusal(tmp_path).startswith(
+    assert error_of(tmp_path).startswith(
         f"{file}: tensor {OURS} is [2, 256] of type Q2_K; matrices of these types can be read: F32,"
     )
     write(tmp_path, {"blk.0.ssm_a": torch.ones(3)})
-    assert refusal(tmp_path) == f"{file}: tensor blk.0.ssm_a has no place in a model here"
+    assert error_of(tmp_path) == f"{file}: tensor blk.0.ssm_a has no place in a model here"
     write(tmp_path, {"output_norm.weight": torch.ones(3)})
-    assert refusal(tmp_path) == f"{file}: tensor {OURS} is missing from the file"
+    assert error_of(tmp_path) == f"{file}: tensor {OURS} is missing from the file"
     (tmp_path / "other.gguf").write_bytes(b"")
-    assert refusal(tmp_path) == f"{tmp_path}: one GGUF file is read, got model.gguf, other.gguf"
+    assert error_of(tmp_path) == f"{tmp_path}: one GGUF file is read, got model.gguf, other.gguf"
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
     file = write(tmp_path, {DOWN: torch.ones(3, 4)}, note="text", numbers=[1, 2, 3])
     assert read_gguf(file).metadata["numbers"] == [1, 2, 3]
     whole = file.read_bytes()
-    # Cut off anywhere: no other error than ours.
+    # A truncated file raises no other error.
     for length in (0, 3, 10, 30, 60, 100, len(whole) - 40):
         file.write_bytes(whole[:length])
         with pytest.raises(ModelError, match=r"cut off|not a GGUF file|cannot be read"):
@@ -166,16 +163,16 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (0, 64), (64, 0), (64,)])
-def test_rows_that_are_of_no_heads_are_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_projection_rows_must_divide_into_heads(tmp_path: Path, shape: tuple[int, ...]) -> None:
     tensors = {"blk.0.attn_q.weight": torch.ones(shape)}
     write(tmp_path, tensors, "llama", **{"llama.attention.head_count": 3})
     with pytest.raises(ModelError, match=r"must have rows of (3 heads|a multiple of 1)"):
-        opened(tmp_path).load("model.layers.0.self_attn.q_proj.weight")
+        open_checkpoint(tmp_path).load("model.layers.0.self_attn.q_proj.weight")
 
 
 # ---- models ----
 
-# Keys of a config.json's fields, behind the architecture's name.
+# Field of config.json -> GGUF key without the architecture's prefix.
 KEYS = {
     "num_hidden_layers": "block_count",
     "max_position_embeddings": "context_length",
@@ -222,8 +219,8 @@ GEMMA_NAMES = {
 }
 
 
-def tokens_of_bytes() -> dict[str, Any]:
-    """A tokenizer of 160 tokens: bytes, the first of which is the end."""
+def byte_tokenizer() -> dict[str, Any]:
+    """Return the metadata of a tokenizer of 160 tokens: an end token, bytes and one merge."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:158]
     return {
         "tokenizer.ggml.model": "gpt2",
@@ -234,7 +231,7 @@ def tokens_of_bytes() -> dict[str, Any]:
     }
 
 
-def name_of(name: str, family: str) -> str:
+def gguf_name(name: str, family: str) -> str:
     stem, _, suffix = name.removeprefix("model.").rpartition(".")
     if not stem.startswith("layers."):
         whole = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
@@ -245,7 +242,7 @@ def name_of(name: str, family: str) -> str:
 
 
 def tensors_of(source: Path, family: str, config: dict[str, Any]) -> dict[str, Any]:
-    """A model's tensors as a GGUF file has them: as llama.cpp's converter would."""
+    """Return a model's tensors as llama.cpp's converter writes them."""
     found = {}
     for name, one in load_file(source / "model.safetensors").items():
         if family == "Gemma3" and "norm" in name:
@@ -254,8 +251,8 @@ def tensors_of(source: Path, family: str, config: dict[str, Any]) -> dict[str, A
             kind = "attention" if "q_proj" in name else "key_value"
             heads = config[f"num_{kind}_heads"]
             one = one.view(heads, 2, -1, one.shape[-1]).transpose(1, 2).reshape(one.shape)
-        found[name_of(name, family)] = one.contiguous()
-    if family == "Llama":  # angles of position 1 with the scaling and without; none is large
+        found[gguf_name(name, family)] = one.contiguous()
+    if family == "Llama":  # ratio of the angles of position 1, which are small enough for asin
         plain, scaled = (
             attention.rope_cos_sin(2, config["head_dim"], 5e5, one)[1, config["head_dim"] // 2 :]
             for one in (None, config["rope_parameters"])
@@ -275,19 +272,19 @@ def metadata_of(family: str, config: dict[str, Any]) -> dict[str, Any]:
         rope = rope["full_attention"]
     found[f"{prefix}.rope.freq_base"] = float(rope["rope_theta"])
     found[f"{prefix}.rope.dimension_count"] = config["head_dim"]
-    return {**found, **tokens_of_bytes()}
+    return {**found, **byte_tokenizer()}
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's cache."""
+    """Redirect the user's cache to an empty directory."""
     path = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(path))
     return path
 
 
 def make_file(directory: Path, family: str, **changes: Any) -> Path:
-    """A random model of a family, as a GGUF file and in the directory beside it."""
+    """Write a random model of a family as a GGUF file, and as a checkpoint in `source`."""
     source = directory / "source"
     source.mkdir()
     make_checkpoint(source, family, **{**SIZES, **FAMILIES[family], **changes})
@@ -302,19 +299,19 @@ def logits(directory: Path, **options: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_models_are_those_that_the_files_were_made_from(tmp_path: Path, family: str) -> None:
-    """Names, metadata, order of rows and norms; floats, so that nothing is rounded."""
+def test_gguf_model_equals_its_source_checkpoint(tmp_path: Path, family: str) -> None:
+    """Covers names, metadata, row order and norms. The weights are floats: nothing is rounded."""
     file = make_file(tmp_path, family)
     directory = gguf_directory(file)
     assert torch.equal(logits(directory), logits(tmp_path / "source"))
-    made, wanted = read_model_config(directory), read_model_config(tmp_path / "source")
+    made, expected = read_model_config(directory), read_model_config(tmp_path / "source")
     for field in ("norm_offset", "dtype"):
-        made = dataclasses.replace(made, **{field: getattr(wanted, field)})
-    assert made == wanted
+        made = dataclasses.replace(made, **{field: getattr(expected, field)})
+    assert made == expected
 
 
 def quantized(file: Path, directory: Path, kinds: dict[str, str]) -> Path:
-    """The same file, but with random blocks of these types for these parts of all layers."""
+    """Copy a file, with random blocks of the given types for the named parts of all layers."""
     found = read_gguf(file)
     data = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
     tensors: dict[str, Any] = {}
@@ -339,8 +336,8 @@ MIXED = {
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 
 
-def test_projections_are_what_the_file_holds(tmp_path: Path) -> None:
-    """Packed as they are; parts of several types as the narrowest kind that holds them."""
+def test_projections_keep_the_quantized_values_of_the_file(tmp_path: Path) -> None:
+    """Parts of several types are fused in the narrowest kind that holds them all."""
     (tmp_path / "mixed").mkdir()
     file = quantized(make_file(tmp_path, "Qwen3", **WIDE), tmp_path / "mixed", MIXED)
     directory = gguf_directory(file)
@@ -349,20 +346,20 @@ def test_projections_are_what_the_file_holds(tmp_path: Path) -> None:
     def part(name: str) -> Any:
         return checkpoint.load(f"model.layers.1.{name}.weight")
 
-    wanted = [
+    expected = [
         fused([part(f"self_attn.{one}_proj") for one in "qkv"], "qkv"),
         part("self_attn.o_proj"),
         fused([part("mlp.gate_proj"), part("mlp.up_proj")], ("gate", "up")),
         part("mlp.down_proj"),
     ]
-    assert [(one.kind, one.group) for one in wanted] == [
+    assert [(one.kind, one.group) for one in expected] == [
         ("int8", 16),
         ("int4", 32),
         ("int4", 32),
         ("int8", 32),
     ]
     activations = (None, None, "silu", None)
-    for one, weight, activation in zip(model.layers[1].weights, wanted, activations, strict=True):
+    for one, weight, activation in zip(model.layers[1].weights, expected, activations, strict=True):
         packed = dense.pack_weight(weight, activation=activation)
         for field, value in packed._asdict().items():
             found = getattr(one, field)
@@ -374,14 +371,14 @@ def test_projections_are_what_the_file_holds(tmp_path: Path) -> None:
     assert model.lm_head.kind == "int8"
 
 
-def test_packed_weights_are_kept_on_disk(tmp_path: Path) -> None:
+def test_packed_weights_are_cached_on_disk(tmp_path: Path) -> None:
     (tmp_path / "mixed").mkdir()
     file = quantized(make_file(tmp_path, "Qwen3", **WIDE), tmp_path / "mixed", MIXED)
-    directory, kept = gguf_directory(file), WeightCache(tmp_path / "kept", 1 << 40)
+    directory, cache = gguf_directory(file), WeightCache(tmp_path / "cache", 1 << 40)
     first = logits(directory)
-    for _ in range(2):  # made, then mapped
-        assert torch.equal(logits(directory, weight_cache=kept), first)
-    assert len(list((tmp_path / "kept").rglob("*.safetensors"))) == 4 * 2 + 1
+    for _ in range(2):  # written, then mapped
+        assert torch.equal(logits(directory, weight_cache=cache), first)
+    assert len(list((tmp_path / "cache").rglob("*.safetensors"))) == 4 * 2 + 1
 
 
 def test_speculation_changes_no_bit(tmp_path: Path) -> None:
@@ -433,7 +430,7 @@ def test_speculation_changes_no_bit(tmp_path: Path) -> None:
         ({"tokenizer.ggml.add_bos_token": True}, "tokenizer.ggml.bos_token_id is missing"),
     ],
 )
-def test_metadata_that_do_not_run_are_refused(
+def test_unsupported_metadata_is_refused(
     tmp_path: Path, changes: dict[str, Any], sentence: str
 ) -> None:
     file = make_file(tmp_path, "Qwen3")
@@ -448,7 +445,7 @@ def test_metadata_that_do_not_run_are_refused(
     assert sentence in str(error.value)
 
 
-def test_metadata_that_change_nothing_are_accepted(tmp_path: Path) -> None:
+def test_neutral_metadata_is_accepted(tmp_path: Path) -> None:
     file = make_file(tmp_path, "Qwen2")
     plain = read_model_config(gguf_directory(file))
     found = read_gguf(file)
@@ -465,7 +462,7 @@ def test_metadata_that_change_nothing_are_accepted(tmp_path: Path) -> None:
     assert read_model_config(gguf_directory(file)) == plain
 
 
-def test_factors_of_another_scaling_are_refused(tmp_path: Path) -> None:
+def test_unknown_rope_factors_are_refused(tmp_path: Path) -> None:
     file = make_file(tmp_path, "Llama")
     found = read_gguf(file)
     data = {name: torch.ones(one.shape) for name, one in found.tensors.items()}
@@ -476,13 +473,13 @@ def test_factors_of_another_scaling_are_refused(tmp_path: Path) -> None:
         load_model(gguf_directory(file))
 
 
-def test_a_directory_is_made_once(tmp_path: Path, cache: Path) -> None:
+def test_converted_directory_is_reused_until_the_file_changes(tmp_path: Path, cache: Path) -> None:
     file = make_file(tmp_path, "Qwen3")
     first = gguf_directory(file)
     assert first.is_relative_to(cache) and gguf_directory(file) == first
     config = first / "config.json"
     config.write_text("{}")
-    assert gguf_directory(file) == first and config.read_text() == "{}"  # it was not made again
+    assert gguf_directory(file) == first and config.read_text() == "{}"  # it was not written again
     os.utime(file, (1, 1))
     assert gguf_directory(file) != first
     assert not [path for path in first.parent.iterdir() if path.name.startswith(".")]
@@ -492,7 +489,7 @@ def test_a_directory_is_made_once(tmp_path: Path, cache: Path) -> None:
         EngineConfig(model=str(tmp_path / "nowhere.gguf")).model_dir  # noqa: B018
 
 
-def test_several_may_make_it_at_once(tmp_path: Path) -> None:
+def test_concurrent_conversions_make_one_directory(tmp_path: Path) -> None:
     file = make_file(tmp_path, "Qwen3")
     with ThreadPoolExecutor(8) as pool:
         found = set(pool.map(lambda _: gguf_directory(file), range(8)))
@@ -515,7 +512,7 @@ def tokenizer_of(directory: Path, metadata: dict[str, Any]) -> Tokenizer:
     return Tokenizer.from_dir(directory)
 
 
-SPELT = [
+TEXTS = [
     "ab abab  a\tb\n\n",
     " leading",
     "naïve café 🙂 日本",
@@ -525,7 +522,7 @@ SPELT = [
 ]
 
 
-def test_bytes_and_merges_are_tokenized_as_before(tmp_path: Path) -> None:
+def test_byte_level_tokenizer_survives_conversion(tmp_path: Path) -> None:
     theirs = byte_level()
     stored = json.loads(theirs.to_str())
     vocabulary = sorted(theirs.get_vocab().items(), key=lambda one: one[1])
@@ -539,15 +536,15 @@ def test_bytes_and_merges_are_tokenized_as_before(tmp_path: Path) -> None:
         "tokenizer.chat_template": "{{ messages }}",
     }
     ours = tokenizer_of(tmp_path, metadata)
-    for text in SPELT:
+    for text in TEXTS:
         assert ours.encode(text) == theirs.encode(text).ids
         assert ours.decode(ours.encode(text), skip_special_tokens=False) == text
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert config == {"eos_token": "<|end|>", "chat_template": "{{ messages }}"}
 
 
-def test_scores_are_merges(tmp_path: Path) -> None:
-    """Of all neighbours, those whose token has the best score become one, the first of several."""
+def test_scores_become_merges(tmp_path: Path) -> None:
+    """The neighbors whose joint token scores best merge first; of equals, the leftmost."""
     pieces = ["▁", "a", "b", "c", "ab", "abc", "▁a", "bc", "▁ab", "ca", "cab", "aa", "aaaa"]
     specials = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     scores = {piece: float(-i) for i, piece in enumerate(random.Random(3).sample(pieces, 13))}
@@ -592,26 +589,26 @@ def test_scores_are_merges(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "texts,keys,ends",
     [
-        # Gemma 3: the key has the end of a document, the text that of a turn. </s> is HTML's.
+        # Gemma 3: a key names the end of a document, the text that of a turn. </s> is an HTML tag.
         (["<pad>", "<eos>", "<bos>", "</s>", "<end_of_turn>"], {"eos": 1}, [1, 4]),
-        # Llama 3.1: a turn, a message and a document.
+        # Llama 3.1: ends of a turn, a message and a document.
         (["<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "a"], {"eos": 0}, [0, 1, 2]),
-        # Qwen2.5, which also has tokens that part files.
+        # Qwen2.5 also has tokens that separate files.
         (
             ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|repo_name|>", "<|file_sep|>", "a"],
             {"eos": 2},
             [2, 0, 3, 4],
         ),
-        # SmolLM2, and keys without texts.
+        # SmolLM2; then keys of tokens with unknown texts.
         (["<|endoftext|>", "<|im_end|>", "a"], {"eos": 1}, [1, 0]),
         (["a", "b", "c", "d", "e"], {"eos": 4, "eot": 1, "eom": 0, "fim_sep": 2}, [4, 1, 0, 2]),
-        # A message of harmony ends with <|end|>, and the output does not.
+        # In harmony, <|end|> ends a message but not the output.
         (["<|end|>", "<|return|>", "<|call|>"], {"eos": 1}, [1, 2]),
         (["<|end|>", "a"], {}, [0]),
         (["a", "b"], {}, []),
     ],
 )
-def test_ends_of_outputs_are_those_of_llama_cpp(
+def test_end_tokens_are_those_of_llama_cpp(
     tmp_path: Path, texts: list[str], keys: dict[str, int], ends: list[int]
 ) -> None:
     metadata: dict[str, Any] = {
@@ -624,16 +621,16 @@ def test_ends_of_outputs_are_those_of_llama_cpp(
     tensors = {"token_embd.weight": torch.zeros(len(texts) + 3, 32)}
     found = Tokenizer.from_dir(gguf_directory(write(tmp_path, tensors, "llama", **metadata)))
     assert found.eos_token_ids == set(ends)
-    # Common tokens by the file's types, but not in a text.
+    # The file calls them normal tokens; outputs must not contain their text.
     assert all(found.is_special(one) for one in ends)
 
 
-def test_ends_by_other_keys(tmp_path: Path) -> None:
+def test_end_tokens_are_read_from_eos_token_ids(tmp_path: Path) -> None:
     metadata = {"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.eos_token_ids": [1, 0]}
     assert end_token_ids(metadata) == [1, 0]
 
 
-# The parts of a text by kind of splits: pieces of it, in order, that must be parts of their own.
+# The first parts of WORDS by pre-tokenizer.
 WORDS = "It's 12345 coöperate HTTPServer, don't\n\n  x=\u4e2d\u6587\u3002 caf\u00e9!\r\n"
 PARTS = {
     "qwen2": ["It", "'s", " ", "1", "2", "3", "4", "5", " coöperate", " HTTPServer", ","],
@@ -645,8 +642,8 @@ PARTS = {
 }
 
 
-def split_of(pre: str) -> Any:
-    """The pre-tokenizer of a file, without the last step, which spells parts in bytes."""
+def splitter(pre: str) -> Any:
+    """Return the pre-tokenizer of a file with this `tokenizer.ggml.pre`."""
     metadata = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.tokens": ["a"],
@@ -657,15 +654,14 @@ def split_of(pre: str) -> Any:
     return HfTokenizer.from_str(json.dumps(whole)).pre_tokenizer
 
 
-def spelt(pre_tokenizer: Any, text: str) -> list[str]:
-    parts = [part for part, _ in pre_tokenizer.pre_tokenize_str(text)]
+def pieces_of(pre_tokenizer: Any, text: str) -> list[str]:
     decoder = decoders.ByteLevel()
-    return [decoder.decode([part]) for part in parts]
+    return [decoder.decode([piece]) for piece, _ in pre_tokenizer.pre_tokenize_str(text)]
 
 
-def test_texts_are_split_as_the_models_own_pre_tokenizers_do() -> None:
+def test_texts_are_split_as_by_the_models_own_pre_tokenizers() -> None:
     for pre, parts in PARTS.items():
-        found = spelt(split_of(pre), WORDS)
+        found = pieces_of(splitter(pre), WORDS)
         assert found[: len(parts)] == parts, pre
         assert "".join(found) == WORDS
     for pre, same in {
@@ -675,11 +671,11 @@ def test_texts_are_split_as_the_models_own_pre_tokenizers_do() -> None:
         "smaug-bpe": "llama-bpe",
         "gpt-2": "default",
     }.items():
-        assert spelt(split_of(pre), WORDS) == spelt(split_of(same), WORDS)
+        assert pieces_of(splitter(pre), WORDS) == pieces_of(splitter(same), WORDS)
 
 
-def test_single_expressions_split_as_another_engine_does() -> None:
-    """The tokenizers library's engine against Python's, on texts of all kinds of characters."""
+def test_split_expressions_agree_with_python_regex() -> None:
+    """Compare the tokenizers library's regex engine with Python's on many kinds of characters."""
     regex = pytest.importorskip("regex")
     contractions = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
     rest = r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -696,18 +692,21 @@ def test_single_expressions_split_as_another_engine_does() -> None:
     for _ in range(300):
         text = "".join(generator.choices(letters, k=30))
         for pre, expression in known.items():
-            assert spelt(split_of(pre), text) == regex.findall(expression, text), (pre, text)
-    # SmolLM's own is of two steps of the library: digits apart, then GPT-2's expression.
+            assert pieces_of(splitter(pre), text) == regex.findall(expression, text), (
+                pre,
+                text,
+            )
+    # SmolLM's own pre-tokenizer has two steps: single digits, then GPT-2's expression.
     own = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
     )
     for _ in range(300):
         text = "".join(generator.choices(letters.replace("²", "").replace("Ⅻ", ""), k=30))
-        assert spelt(split_of("smollm"), text) == spelt(own, text)
+        assert pieces_of(splitter("smollm"), text) == pieces_of(own, text)
 
 
 @pytest.mark.parametrize("pre,begins", [("llama-bpe", True), ("tekken", True), ("qwen2", False)])
-def test_some_kinds_begin_texts_with_a_token_if_the_file_does_not_say(
+def test_default_bos_token_depends_on_the_pre_tokenizer(
     tmp_path: Path, pre: str, begins: bool
 ) -> None:
     metadata = {

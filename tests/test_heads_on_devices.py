@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafters with weights of their own through the CUDA kernels, eager and replayed."""
+"""Drafters with weights of their own on the CUDA kernels, eager and replayed."""
 
 import shutil
 from collections.abc import Callable
@@ -13,7 +13,6 @@ import test_residual_heads
 import torch
 from fake_gpu import FakeGpu
 from specops.engine import Engine, EngineConfig, SpeculativeConfig
-from test_engine_devices import interpreter, twin
 from test_lossless import bits
 from test_trained_heads import TEXTS, greedy, target
 from test_trees import count_steps
@@ -24,14 +23,14 @@ from tools.train.train_heads import save_head
 
 pytestmark = pytest.mark.ci
 
-__all__ = ["interpreter", "target", "twin"]  # fixtures
+__all__ = ["target"]  # a fixture
 
 
 def write_dflash2(directory: Path) -> None:
     test_dflash.KINDS["dflash2"].write(directory, num_target_layers=4)
 
 
-# Of layouts that nothing here trains: method, and how a random head is written.
+# Layouts that tools/train does not train: the method, and a function that writes a random head.
 RANDOM: dict[str, tuple[str, Callable[[Path], None]]] = {
     "peagle": (
         "eagle3",
@@ -44,11 +43,11 @@ RANDOM: dict[str, tuple[str, Callable[[Path], None]]] = {
 
 @pytest.mark.fast("eagle*", "dflash", "hydra", "medusa", "draft_model", "dflash2")
 @pytest.mark.parametrize("name", [*HEADS, *RANDOM])
-def test_every_bit_is_plain_decoding_s_in_the_interpreter(
+def test_heads_keep_the_bits_of_plain_decoding_in_the_interpreter(
     target: tuple[Path, Model],
     tmp_path: Path,
     interpreter: None,
-    twin: Callable[..., FakeGpu],
+    use_fake_gpu: Callable[..., FakeGpu],
     name: str,
 ) -> None:
     directory, model = target
@@ -60,14 +59,14 @@ def test_every_bit_is_plain_decoding_s_in_the_interpreter(
         name, write = RANDOM[name]
         write(tmp_path)
     own = {"method": name, "model": str(tmp_path), "num_speculative_tokens": 3}
-    check_in_the_interpreter(directory, own, twin)
+    check_in_the_interpreter(directory, own, use_fake_gpu)
 
 
 def test_merged_trees_are_verified_in_the_interpreter(
     target: tuple[Path, Model],
     tmp_path: Path,
     interpreter: None,
-    twin: Callable[..., FakeGpu],
+    use_fake_gpu: Callable[..., FakeGpu],
 ) -> None:
     directory, model = target
     torch.manual_seed(3)
@@ -80,20 +79,20 @@ def test_merged_trees_are_verified_in_the_interpreter(
         "tree": True,
         "suffix_decoding_min_token_prob": 0.02,
     }
-    assert max(check_in_the_interpreter(directory, own, twin)) > 0  # there are branches
+    assert max(check_in_the_interpreter(directory, own, use_fake_gpu)) > 0  # there are branches
 
 
 def check_in_the_interpreter(
-    directory: Path, own: dict[str, Any], twin: Callable[..., FakeGpu]
+    directory: Path, own: dict[str, Any], use_fake_gpu: Callable[..., FakeGpu]
 ) -> list[int]:
-    """Two requests, eager and replayed: every bit is plain decoding's.
+    """Check that two requests, eager and replayed, have the bits of plain decoding.
 
     Returns:
-        Of every replayed step, how many chains it has more than requests.
+        Number of chains beyond the number of requests, of every replayed step.
     """
     results = []
     for config, captures in (({"method": "naive"}, False), (own, False), (own, True)):
-        twin(captures=captures)
+        use_fake_gpu(captures=captures)
         speculative = SpeculativeConfig.from_dict(config)
         engine = Engine(
             EngineConfig(model=str(directory), max_num_seqs=2, speculative_config=speculative)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models by name: from the cache of the Hugging Face Hub, or a Hub of this machine into it."""
+"""Models by name: from the cache of the Hugging Face Hub, or downloaded from a fake Hub."""
 
 import argparse
 import contextlib
@@ -27,7 +27,7 @@ SHA = "1234567890" * 4
 FILES = {"config.json": b"{}", "model.safetensors": b"weights", "pytorch_model.bin": b"never"}
 _PARTS = ("model-1-of-2.safetensors", "model-2-of-2.safetensors")
 _INDEX = {"weight_map": {"a.weight": _PARTS[0], "b.weight": _PARTS[1]}}
-# Files of other models: with copies in the authors' format, and draft heads.
+# Files of other models: one with copies in the authors' format, and draft heads.
 OTHERS: dict[str, dict[str, bytes]] = {
     "org/parts": {
         "config.json": b"{}",
@@ -53,10 +53,10 @@ REFUSALS = {
 
 
 class _Hub(BaseHTTPRequestHandler):
-    asked: list[str]
+    requested: list[str]
 
     def do_GET(self) -> None:
-        self.asked.append(self.path)
+        self.requested.append(self.path)
         parts = self.path.partition("?")[0].strip("/").split("/")
         name = "/".join(parts[2:4] if parts[0] == "api" else parts[:2])
         if name in REFUSALS:
@@ -92,14 +92,14 @@ class _Hub(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def hub() -> Iterator[tuple[str, list[str]]]:
-    """A Hub with one model, and some that it refuses; yields where, and what it is asked."""
-    asked: list[str] = []
-    handler = type("Handler", (_Hub,), {"asked": asked})
+    """Serve a Hub with some models and some refusals; yield its URL and the requested paths."""
+    requested: list[str] = []
+    handler = type("Handler", (_Hub,), {"requested": requested})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", asked
+        yield f"http://127.0.0.1:{server.server_address[1]}", requested
     finally:
         server.shutdown()
         server.server_close()
@@ -109,7 +109,7 @@ def hub() -> Iterator[tuple[str, list[str]]]:
 def directories(
     names: list[str], cache: Path, *, of_drafters: bool = False, **environment: str
 ) -> list[str]:
-    """What becomes of some names, each a directory or a mistake."""
+    """Resolve names in a new process; return the directory or the error message of each."""
     found = "directory_of(name)"
     if of_drafters:
         found = "json.loads(resolved(json.dumps({'model': name})))['model']"
@@ -131,40 +131,40 @@ for name in sys.argv[1:]:
     return done.stdout.splitlines()
 
 
-def test_a_model_is_downloaded_once_and_then_needs_no_network(tmp_path: Path) -> None:
-    with hub() as (url, asked):
+def test_model_is_downloaded_once_and_then_works_offline(tmp_path: Path) -> None:
+    with hub() as (url, requested):
         (first,) = directories(["org/model"], tmp_path, HF_ENDPOINT=url)
         assert {path.name for path in Path(first).iterdir()} == {"config.json", "model.safetensors"}
         assert (Path(first) / "model.safetensors").read_bytes() == b"weights"
-        assert not any("pytorch_model" in path for path in asked)
-        count = len(asked)
+        assert not any("pytorch_model" in path for path in requested)
+        count = len(requested)
         offline = directories(["org/model", "org/other"], tmp_path, HF_HUB_OFFLINE="1")
-        assert offline[0] == first and len(asked) == count
+        assert offline[0] == first and len(requested) == count
     assert offline[1].startswith("--model must be a directory, or a model of the Hugging Face Hub")
     assert "got org/other: no such directory here; it is not in the cache" in offline[1]
-    assert "HF_HUB_OFFLINE" in offline[1], "why the Hub is not asked"
+    assert "HF_HUB_OFFLINE" in offline[1], "the reason why the Hub is not contacted"
 
 
-def names_of(directory: str) -> set[str]:
+def files_in(directory: str) -> set[str]:
     root = Path(directory)
     return {str(path.relative_to(root)) for path in root.rglob("*") if not path.is_dir()}
 
 
-def test_only_files_that_are_read_are_downloaded(tmp_path: Path) -> None:
-    """No copy of the weights in another format; of drafters, whatever file has their weights."""
+def test_only_required_files_are_downloaded(tmp_path: Path) -> None:
+    """Weights in other formats are skipped, except those of drafters."""
     names = ["org/parts", "org/eagle"]
-    with hub() as (url, asked):
+    with hub() as (url, requested):
         parts, eagle = directories(names, tmp_path, HF_ENDPOINT=url)
         known = {"config.json", "chat_template.jinja", "model.safetensors.index.json"}
-        assert names_of(parts) == {*known, *_PARTS}
-        assert names_of(eagle) == {"config.json"}, "a model needs safetensors"
-        assert not any("consolidated" in path or "original" in path for path in asked)
+        assert files_in(parts) == {*known, *_PARTS}
+        assert files_in(eagle) == {"config.json"}, "a model needs safetensors"
+        assert not any("consolidated" in path or "original" in path for path in requested)
         heads = ["org/parts", "org/eagle", "org/medusa", "org/hydra", "org/dflash"]
         found = directories(heads, tmp_path, of_drafters=True, HF_ENDPOINT=url)
         offline = directories(heads, tmp_path, of_drafters=True, HF_HUB_OFFLINE="1")
     assert offline == found
     config = {"config.json"}
-    assert [names_of(one) for one in found] == [
+    assert [files_in(one) for one in found] == [
         {*known, *_PARTS},
         config | {"pytorch_model.bin"},
         config | {"medusa_lm_head.pt"},
@@ -173,7 +173,7 @@ def test_only_files_that_are_read_are_downloaded(tmp_path: Path) -> None:
     ]
 
 
-def test_drafters_have_names_as_models_have(
+def test_drafters_are_resolved_by_name_like_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub_module, "directory_of", lambda name, field: f"/cache/{name}: {field}")
@@ -190,12 +190,12 @@ def test_drafters_have_names_as_models_have(
         assert found == {**config, "model": named}
     own = {"options": {"mtp": {"model": "org/head"}, "eagle": {}}}
     assert json.loads(model_of(json.dumps(own)))["options"]["mtp"] == {"model": named}
-    # All else is left to the configuration, letter by letter.
+    # Any other value is passed on unchanged.
     for left in ('{"model":  "/a/b"}', '{"model": 7}', "[]", "no JSON", '{"options": [1]}', "{}"):
         assert model_of(left) == left
 
 
-def test_why_a_model_cannot_be_had(tmp_path: Path) -> None:
+def test_errors_say_why_a_model_is_unavailable(tmp_path: Path) -> None:
     with hub() as (url, _):
         gated, none, broken = directories(list(REFUSALS), tmp_path, HF_ENDPOINT=url)
     assert "got org/gated: its licence must be accepted on its page" in gated
@@ -203,7 +203,9 @@ def test_why_a_model_cannot_be_had(tmp_path: Path) -> None:
     assert "and the Hub is not reached (Server error '500 " in broken
 
 
-def test_names_are_no_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_and_existing_directories_are_not_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert is_name("org/model") and is_name("a.b/C-1_2")
     (tmp_path / "org" / "model").mkdir(parents=True)
@@ -219,7 +221,7 @@ def test_names_are_no_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert not is_name(model)
 
 
-def test_models_of_the_cache_are_listed(
+def test_cached_models_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def put(name: str, *files: str, architecture: str = "Qwen3ForCausalLM") -> None:
@@ -252,11 +254,14 @@ def test_models_of_the_cache_are_listed(
     assert lines[1][0] == "specops-bundled" and lines[1][2] == "psf-2.0"
     assert lines[1][3:] == ["ngram: 1.8x to 1.9x", "runs; without --model, it is this one"]
     assert lines[2][1:3] == ["253 MB", "Gemma Terms of Use"] and "make gemma" in lines[2][-1]
-    told = {name: cells for name, *cells in lines[3:]}
-    assert told["org/half"][:3] == ["0 MB", "some terms", "not measured"]
-    assert told["org/half"][3].startswith("does not run: its weights are not here")
-    assert told["org/other"][1] == "unknown" and "architecture NobodysModel" in told["org/other"][3]
-    assert told["org/whole"] == ["3 MB", "mit", "not measured", "runs"]
+    listed = {name: cells for name, *cells in lines[3:]}
+    assert listed["org/half"][:3] == ["0 MB", "some terms", "not measured"]
+    assert listed["org/half"][3].startswith("does not run: its weights are not here")
+    assert (
+        listed["org/other"][1] == "unknown"
+        and "architecture NobodysModel" in listed["org/other"][3]
+    )
+    assert listed["org/whole"] == ["3 MB", "mit", "not measured", "runs"]
     file = tmp_path / "own" / "specops" / "gemma" / "gemma-3-270m-q4_k_m.gguf"
     file.parent.mkdir(parents=True)
     file.touch()
@@ -266,7 +271,9 @@ def test_models_of_the_cache_are_listed(
     assert len(whole) == 3 and whole[2].startswith(f"{file} ") and whole[2].endswith("  runs")
 
 
-def test_an_engine_bears_the_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_served_model_name_defaults_to_the_hub_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(options, "directory_of", lambda name: f"/cache/{name}/{SHA}")
     parser = argparse.ArgumentParser()
     options.add_engine_options(parser)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights ask for huge pages, where the system has them."""
+"""Weights request huge pages where the system has them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +15,8 @@ from torch import Tensor
 MAPS = Path("/proc/self/smaps")
 
 
-def asked(tensor: Tensor) -> bool:
-    """Whether the memory around the middle of a tensor was asked for in huge pages."""
+def requests_huge_pages(tensor: Tensor) -> bool:
+    """Return whether huge pages were requested for the middle of a tensor's memory."""
     middle, inside = tensor.data_ptr() + tensor.nbytes // 2, False
     for line in MAPS.read_text().splitlines():
         first, *others = line.split()
@@ -48,10 +48,10 @@ def mapped(folder: Path) -> Tensor:
     reason="the system has no huge pages, or does not say where",
 )
 @pytest.mark.parametrize("make", [packed, stacked, mapped])
-def test_weights_ask_for_huge_pages(make: Callable[[Path], Tensor], tmp_path: Path) -> None:
-    assert asked(make(tmp_path))
+def test_weights_request_huge_pages(make: Callable[[Path], Tensor], tmp_path: Path) -> None:
+    assert requests_huge_pages(make(tmp_path))
 
 
-def test_small_tensors_are_left_alone() -> None:
+def test_small_tensors_are_returned_unchanged() -> None:
     small = torch.zeros(1000)
     assert ask_for_huge_pages(small) is small

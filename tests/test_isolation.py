@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  (where a package is missing, nothing else is imported)
-"""Nothing that a request leaves behind is visible to a client with another key, or another salt."""
+"""Cached data of a request is invisible to clients with another key or another salt."""
 
 import json
 import subprocess
@@ -18,9 +18,9 @@ import httpx
 from checkpoints import make_checkpoint, write_tokenizer
 from fake_engine import FakeEngine
 from serving import Served, serving
+from specops.api.outputs import HIDDEN, StepDrafts, without_rejected
 from specops.cli.serve import main
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.outputs import HIDDEN, StepDrafts, without_rejected
 from specops.server.clients import Clients, scoped_salt
 from specops.service.file_lock import FileLock
 
@@ -47,8 +47,8 @@ def make(model_dir: Path, **config: Any) -> Engine:
 
 
 def ask(served: Served, key: str, body: dict[str, Any]) -> dict[str, Any]:
-    """All that an answer says, but names, times and prices of the clock."""
-    asked = {
+    """Return the content of an answer, without names and times."""
+    request = {
         "max_tokens": 24,
         "temperature": 0.9,
         "seed": 4,
@@ -60,7 +60,7 @@ def ask(served: Served, key: str, body: dict[str, Any]) -> dict[str, Any]:
     }
     response = httpx.post(
         f"{served.url}/v1/completions",
-        json=asked,
+        json=request,
         headers={"Authorization": f"Bearer {key}"} if key else {},
         timeout=60,
     )
@@ -78,14 +78,14 @@ def ask(served: Served, key: str, body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def guess(token_ids: list[int]) -> dict[str, Any]:
-    """A request held to the last of some tokens: what followed it is drafted, and wrong."""
+def probe(token_ids: list[int]) -> dict[str, Any]:
+    """Return a request that may only emit the last token, so that other drafts are rejected."""
     *known, last = token_ids
     return {"prompt": known, "allowed_token_ids": [last], "max_tokens": 5}
 
 
 def rejected(answer: dict[str, Any]) -> list[Any]:
-    """Tokens of the drafts that were verified in vain."""
+    """Return the tokens of rejected drafts."""
     return [
         token
         for step in answer["steps"]
@@ -111,61 +111,65 @@ def keyed(model_dir: Path) -> Iterator[Served]:
         yield served
 
 
-def test_another_key_s_requests_change_nothing_that_a_key_sees(keyed: Served) -> None:
-    """What Bob sees after Alice's requests is what Carol saw before them: every draft and count."""
+def test_requests_of_one_key_are_invisible_to_another(keyed: Served) -> None:
+    """Bob's drafts and counts after Alice's requests equal Carol's before them."""
     plain = ask(keyed, "carol", {"prompt": PROMPT})
-    said = plain["token_ids"]
-    asked = [{"prompt": PROMPT, "cache_salt": "x"}, guess(PROMPT + said[:6]), guess(said[:4])]
-    before = [ask(keyed, "carol", {**body, "cache_salt": f"{n}"}) for n, body in enumerate(asked)]
+    output_ids = plain["token_ids"]
+    bodies = [
+        {"prompt": PROMPT, "cache_salt": "x"},
+        probe(PROMPT + output_ids[:6]),
+        probe(output_ids[:4]),
+    ]
+    before = [ask(keyed, "carol", {**body, "cache_salt": f"{n}"}) for n, body in enumerate(bodies)]
     first = ask(keyed, "alice", {"prompt": PROMPT})
     assert first == plain
     second = ask(keyed, "alice", {"prompt": PROMPT})
-    assert second["token_ids"] == said, "sharing changes no token"
-    assert cached(second) > 0 < accepted(second), "one key shares with itself"
+    assert second["token_ids"] == output_ids, "reuse changes no token"
+    assert cached(second) > 0 < accepted(second), "a key reuses its own cache"
     assert ask(keyed, "bob", {"prompt": PROMPT}) == plain
-    for number, body in enumerate(asked):
+    for number, body in enumerate(bodies):
         assert ask(keyed, "bob", {**body, "cache_salt": f"{number}"}) == before[number]
-    fresh = ask(keyed, "bob", {**asked[2], "cache_salt": "new"})
-    assert not set(rejected(fresh)) & (set(said[4:]) - set(said[:4]))
-    # Without the separation there is something to see.
-    own = rejected(ask(keyed, "alice", guess(said[:4])))
-    assert own[:2] == said[4:6]
+    fresh = ask(keyed, "bob", {**bodies[2], "cache_salt": "new"})
+    assert not set(rejected(fresh)) & (set(output_ids[4:]) - set(output_ids[:4]))
+    # Alice sees her own drafts: the comparisons above are not vacuous.
+    own = rejected(ask(keyed, "alice", probe(output_ids[:4])))
+    assert own[:2] == output_ids[4:6]
 
 
-def test_salts_separate_the_requests_of_a_key(keyed: Served) -> None:
+def test_salts_separate_requests_of_one_key(keyed: Served) -> None:
     prompt = [one + 60 for one in PROMPT]
     plain = ask(keyed, "alice", {"prompt": prompt, "cache_salt": "cold"})
     for salt in ("a", "b"):
         first = ask(keyed, "alice", {"prompt": prompt, "cache_salt": salt})
-        assert first == plain, "as if nobody had asked before"
+        assert first == plain, "as with empty caches"
         again = ask(keyed, "alice", {"prompt": prompt, "cache_salt": salt})
         assert cached(again) > 0 < accepted(again)
         assert again["token_ids"] == plain["token_ids"]
     assert cached(ask(keyed, "bob", {"prompt": prompt, "cache_salt": "a"})) == 0
 
 
-def test_an_operator_may_share_caches_among_keys(model_dir: Path) -> None:
-    """Then the number of rejected drafts is told, and not their text."""
+def test_cache_scope_server_shares_caches_among_keys(model_dir: Path) -> None:
+    """Rejected drafts are then counted, but their text is hidden."""
     with serving(make(model_dir), api_keys=KEYS, cache_scope="server") as served:
-        said = ask(served, "alice", {"prompt": PROMPT})["token_ids"]
+        output_ids = ask(served, "alice", {"prompt": PROMPT})["token_ids"]
         again = ask(served, "bob", {"prompt": PROMPT})
-        assert again["token_ids"] == said and cached(again) > 0 < accepted(again)
-        found = rejected(ask(served, "bob", guess(said[:4])))
+        assert again["token_ids"] == output_ids and cached(again) > 0 < accepted(again)
+        found = rejected(ask(served, "bob", probe(output_ids[:4])))
         assert found and set(found) == {None}
         salted = ask(served, "bob", {"prompt": PROMPT, "cache_salt": "a"})
         assert cached(salted) == 0
 
 
-def test_without_keys_all_clients_are_one(model_dir: Path) -> None:
+def test_without_keys_clients_share_caches(model_dir: Path) -> None:
     with serving(make(model_dir)) as served:
-        said = ask(served, "", {"prompt": PROMPT})["token_ids"]
+        output_ids = ask(served, "", {"prompt": PROMPT})["token_ids"]
         again = ask(served, "", {"prompt": PROMPT})
         assert cached(again) > 0 < accepted(again)
-        assert rejected(ask(served, "", guess(said[:4])))[:2] == said[4:6]
+        assert rejected(ask(served, "", probe(output_ids[:4])))[:2] == output_ids[4:6]
 
 
 @pytest.mark.parametrize("keys", [[], KEYS])
-def test_a_corpus_is_drafted_from_and_not_told(
+def test_rejected_drafts_from_the_corpus_are_hidden(
     model_dir: Path, tmp_path: Path, keys: list[str]
 ) -> None:
     corpus = tmp_path / "corpus"
@@ -175,7 +179,7 @@ def test_a_corpus_is_drafted_from_and_not_told(
     token_ids = engine.tokenizer.encode(text, add_special_tokens=False)
     with serving(make(model_dir, suffix_corpus=str(corpus)), api_keys=keys) as served:
         for key in keys or [""]:
-            answer = ask(served, key, guess(token_ids[:4]))
+            answer = ask(served, key, probe(token_ids[:4]))
             found = rejected(answer)
             assert found and set(found) == {None}
             for step in answer["steps"]:
@@ -188,17 +192,19 @@ def test_a_corpus_is_drafted_from_and_not_told(
                     assert (token is None) <= (data == [])
 
 
-def test_earlier_answers_are_of_their_salt(model_dir: Path) -> None:
+def test_earlier_answers_are_used_only_with_their_salt(model_dir: Path) -> None:
     engine = Engine(
         EngineConfig(
             model=str(model_dir),
             dtype="float32",
             device="cpu",
-            speculative_config=SpeculativeConfig(
-                method="suffix",
-                num_speculative_tokens=4,
-                adaptive_verification=False,
-                suffix_decoding_earlier_answers=2,
+            speculative_config=SpeculativeConfig.from_dict(
+                {
+                    "method": "suffix",
+                    "num_speculative_tokens": 4,
+                    "adaptive_verification": False,
+                    "suffix_decoding_earlier_answers": 2,
+                }
             ),
         )
     )
@@ -210,7 +216,7 @@ def test_earlier_answers_are_of_their_salt(model_dir: Path) -> None:
     assert stats[2].num_accepted_tokens > stats[1].num_accepted_tokens
 
 
-def test_the_names_that_are_hidden() -> None:
+def test_rejected_drafts_of_named_methods_are_hidden() -> None:
     drafts = StepDrafts([5, 6, 7, 8], [-1, 0, 1, -1], ["suffix", "suffix", "suffix", "mtp"], [0])
     assert without_rejected(drafts, {"suffix"}).token_ids == [5, HIDDEN, HIDDEN, 8]
     assert without_rejected(drafts, ()) == drafts
@@ -228,7 +234,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_every_api_takes_a_salt(path: str) -> None:
+def test_every_api_accepts_a_cache_salt(path: str) -> None:
     with serving(FakeEngine(), api_keys=KEYS) as served:
 
         def status(key: str, **more: Any) -> tuple[int, str]:
@@ -252,7 +258,7 @@ def test_every_api_takes_a_salt(path: str) -> None:
         assert status("bob", cache_salt="\ud800")[0] == 400
 
 
-def test_scopes_of_keys() -> None:
+def test_cache_scope_depends_on_the_key() -> None:
     one, other = Clients(["a", "b"]), Clients(["c", "b", "a"])
     assert one.cache_scope("key-0") == other.cache_scope("key-2") != one.cache_scope("key-1")
     assert one.cache_scope("key-0") != "a" and len(one.cache_scope("key-0")) == 64
@@ -265,7 +271,7 @@ def test_scopes_of_keys() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["", 3, b"x", "\udc00"])
-def test_salts_are_texts(wrong: Any) -> None:
+def test_cache_salt_must_be_a_nonempty_string(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"^cache_salt must be"):
         SamplingParams(cache_salt=wrong)
 
@@ -273,7 +279,7 @@ def test_salts_are_texts(wrong: Any) -> None:
 # ---- a file of two servers ----
 
 
-def test_two_servers_do_not_save_to_one_file(
+def test_suffix_cache_file_is_locked_by_one_server(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "cache"
@@ -299,4 +305,4 @@ def test_two_servers_do_not_save_to_one_file(
         assert lock.stat().st_mode & 0o777 == 0o600
     with FileLock("suffix_cache", str(file)):
         pass
-    FileLock("suffix_cache", str(tmp_path / "nowhere" / "file"))  # the engine says what is wrong
+    FileLock("suffix_cache", str(tmp_path / "nowhere" / "file"))  # the engine reports the error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page pool: sharing, eviction, and that no page is ever lost or taken for another."""
+"""Page pool: sharing and eviction; no page is lost or mistaken for another."""
 
 import random
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def make(num_pages: int = 8, *, caching: bool = True) -> PagePool:
 
 
 def kv(lookahead: int, owner: str = "a drafter") -> DraftKv | None:
-    """What the pages of a request with such a drafter have beside the model's; 0: no drafter."""
+    """Return the draft KV of a request whose drafter has this lookahead; 0 is no drafter."""
     return DraftKv(owner, lookahead, 1) if lookahead else None
 
 
@@ -35,7 +35,7 @@ def key(tokens: Sequence[int], end: int, lookahead: int) -> bytes | None:
 
 
 def fill(pool: PagePool, tokens: list[int], lookahead: int = 0) -> list[int]:
-    """Holds pages for all tokens but the last `lookahead`, found or new."""
+    """Hold pages, cached or new, for all tokens except the last `lookahead`."""
     pages = pool.match_prefix(tokens, len(tokens), kv(lookahead))
     rest = pool.allocate((len(tokens) - lookahead) // 4 - len(pages))
     assert rest is not None
@@ -57,7 +57,7 @@ def register(
     )
 
 
-def test_pages_come_in_ascending_order_and_all_or_nothing() -> None:
+def test_allocation_is_ascending_and_all_or_nothing() -> None:
     pool = make()
     assert pool.allocate(3) == [0, 1, 2]
     assert pool.allocate(6) is None
@@ -66,19 +66,19 @@ def test_pages_come_in_ascending_order_and_all_or_nothing() -> None:
     check_pages(pool)
 
 
-def test_a_released_prefix_is_found_again_and_shared() -> None:
+def test_released_prefix_is_found_and_shared() -> None:
     pool = make()
     tokens = list(range(12))
     first = fill(pool, tokens)
     pool.release(first)
     assert pool.num_available == 8
-    assert pool.match_prefix(tokens, 11) == first[:2]  # the page with the last token is not taken
+    assert pool.match_prefix(tokens, 11) == first[:2]  # without the page of the last token
     assert pool.match_prefix([*tokens[:4], 99, 98, 97, 96], 8) == first[:1]
     assert pool.match_prefix([5, *tokens], 12) == []
     check_pages(pool)
 
 
-def test_equal_pages_computed_twice_become_one() -> None:
+def test_equal_pages_are_merged() -> None:
     pool = make()
     tokens = list(range(8))
     first = pool.allocate(2)
@@ -95,28 +95,28 @@ def test_equal_pages_computed_twice_become_one() -> None:
     check_pages(pool)
 
 
-def test_the_same_tokens_after_another_prefix_are_another_page() -> None:
+def test_equal_tokens_after_different_prefixes_have_different_pages() -> None:
     pool = make()
     first = fill(pool, [1, 2, 3, 4, 9, 9, 9, 9])
     second = fill(pool, [5, 6, 7, 8, 9, 9, 9, 9])
     assert not set(first) & set(second)
 
 
-def test_eviction_takes_the_least_recently_used_tail_first() -> None:
+def test_least_recently_used_tail_is_evicted_first() -> None:
     pool = make(4)
     old, new = list(range(8)), list(range(100, 108))
     pool.release(fill(pool, old))
     pool.release(fill(pool, new))
     taken = pool.allocate(1)
     assert taken is not None
-    kept = pool.match_prefix(old, 8)
-    assert len(kept) == 1  # the tail went, the head stayed
-    pool.release(kept)
+    remaining = pool.match_prefix(old, 8)
+    assert len(remaining) == 1  # the tail was evicted first
+    pool.release(remaining)
     assert len(pool.match_prefix(new, 8)) == 2
     check_pages(pool)
 
 
-def test_without_caching_everything_is_free_at_once() -> None:
+def test_without_caching_released_pages_are_free_at_once() -> None:
     pool = make(caching=False)
     tokens = list(range(8))
     pool.release(fill(pool, tokens))
@@ -154,39 +154,39 @@ def test_random_traffic_loses_no_page() -> None:
 
 
 @pytest.mark.parametrize("lookahead", [1, 2, 3])
-def test_a_draft_page_is_found_by_what_follows_it(lookahead: int) -> None:
+def test_draft_page_is_matched_with_the_tokens_behind_it(lookahead: int) -> None:
     shared = list(range(8))
     ends = [[*shared, *range(50, 50 + lookahead)], [*shared, *range(60, 60 + lookahead)]]
     for one, other in (ends, ends[::-1]):
         pool = make()
         first = fill(pool, one, lookahead)
         assert len(first) == 2
-        # The first page is followed by the second in both; the second by tokens of its own.
+        # Both share the first page and what follows it; different tokens follow the second.
         second = fill(pool, other, lookahead)
         assert second[0] == first[0] and second[1] != first[1]
         assert fill(pool, one, lookahead) == first and fill(pool, other, lookahead) == second
-        # Just one of the tokens behind it differs, or is not known yet.
+        # One token behind the page differs, or is not known yet.
         almost = [*one[:-1], 99]
         assert pool.match_prefix(almost, 8, kv(lookahead)) == first[:1]
         assert pool.match_prefix(one[:-1], 8, kv(lookahead)) == first[:1]
         check_pages(pool)
 
 
-def test_a_request_without_draft_kv_takes_any_page_and_one_with_it_only_its_own() -> None:
+def test_requests_without_draft_kv_match_any_page_and_others_only_their_own() -> None:
     tokens = [*range(8), 50]
     pool = make()
     plain = fill(pool, tokens)
     assert pool.match_prefix(tokens, 8, kv(1)) == []
     drafted = fill(pool, tokens, 1)
     assert not set(plain) & set(drafted)
-    # From now on that page stands for both, and the other falls out of use.
+    # The page with draft KV replaces the other one for both kinds of requests.
     assert pool.match_prefix(tokens, 8) == drafted
     assert pool.match_prefix([*tokens[:8], 60], 8) == drafted
     assert pool.match_prefix(tokens, 8, kv(1)) == drafted
     check_pages(pool)
 
 
-def test_swaps_go_to_pages_that_have_all_that_is_needed() -> None:
+def test_duplicate_is_swapped_for_a_page_with_the_required_kv() -> None:
     pool = make()
     tokens = [*range(4), 50]
     pages = pool.allocate(5)
@@ -195,26 +195,26 @@ def test_swaps_go_to_pages_that_have_all_that_is_needed() -> None:
     register(pool, plain, 0, tokens, 0)
     register(pool, drafted, 0, tokens, 1)
     register(pool, other, 0, [*range(4), 60], 1)
-    assert [plain, drafted, other] == [[0], [1], [2]]  # none equals what was there before it
+    assert [plain, drafted, other] == [[0], [1], [2]]  # no page equals an earlier one
     register(pool, second_plain, 0, tokens, 0)
-    assert second_plain == other  # any will do
+    assert second_plain == other  # any page with these tokens
     register(pool, again, 0, tokens, 1)
     assert again == drafted
     assert pool.num_available == 5
     check_pages(pool)
 
 
-def test_a_prefix_is_known_as_long_as_it_has_a_page() -> None:
+def test_prefix_is_matched_while_it_has_a_page() -> None:
     pool = make(4)
     tokens = [*range(4), 50, 51, 52, 53]
     pool.release(fill(pool, tokens[:4]))
     drafted = fill(pool, tokens[:5], 1)
     pool.release(drafted)
-    taken = pool.allocate(3)  # the two free ones, and the oldest of the cached
+    taken = pool.allocate(3)  # two free pages and the oldest cached one
     assert taken is not None and not set(taken) & set(drafted)
     check_pages(pool)
     assert pool.match_prefix(tokens, 4) == drafted
-    # What is registered behind one page is found behind any of the same prefix.
+    # A page registered behind another one is found behind any page of the same prefix.
     pool.release(taken)
     behind = fill(pool, tokens)
     other = fill(pool, [*range(4), 60], 1)
@@ -223,12 +223,12 @@ def test_a_prefix_is_known_as_long_as_it_has_a_page() -> None:
     check_pages(pool)
 
 
-def test_draft_kv_is_of_use_to_its_own_drafter_alone() -> None:
+def test_draft_kv_is_matched_only_by_its_own_drafter() -> None:
     pool = make()
     tokens = [*range(8), 50]
     pages = fill(pool, tokens, 1)
     assert pool.match_prefix(tokens, 8, kv(1, "another")) == []
-    # One whose keys and values depend on nothing behind a page is a drafter like the others.
+    # So is the draft KV of a drafter that depends on no token behind a page.
     own = DraftKv("another", 0, 1)
     theirs = pool.allocate(1)
     assert theirs is not None
@@ -240,13 +240,13 @@ def test_draft_kv_is_of_use_to_its_own_drafter_alone() -> None:
 
 @dataclass
 class SlowPool:
-    """What the pool should do, by looking through everything."""
+    """A page pool that searches all its pages, to compare with."""
 
     num_pages: int
     page_size: int
     refs: dict[int, int] = field(default_factory=dict)  # of held pages
     cached: list[int] = field(default_factory=list)
-    # By page, oldest first: all tokens up to its end, and those behind it, if it has draft KV.
+    # Of each page, oldest first: all tokens up to its end, and those behind it if it has draft KV.
     known: dict[int, tuple[tuple[int, ...], tuple[int, ...] | None]] = field(default_factory=dict)
 
     def find(self, tokens: tuple[int, ...], following: tuple[int, ...] | None) -> int | None:
@@ -306,7 +306,7 @@ class SlowPool:
 
 @dataclass
 class Holder:
-    """A request: its tokens, how many behind a page it looks at, and its pages, all registered."""
+    """A request: its tokens, the lookahead of its drafter, and its pages, all registered."""
 
     tokens: tuple[int, ...]
     lookahead: int
@@ -314,7 +314,7 @@ class Holder:
 
 
 class Sharing(RuleBasedStateMachine):
-    """Requests of both kinds that come, write on and go, and what their pages hold."""
+    """Requests with and without draft KV that arrive, grow and end, and the contents of pages."""
 
     @initialize(
         lookahead=st.integers(1, 3), page_size=st.integers(1, 3), num_pages=st.integers(1, 14)
@@ -324,11 +324,11 @@ class Sharing(RuleBasedStateMachine):
         self.pool = PagePool(num_pages, page_size, enable_prefix_caching=True)
         self.slow = SlowPool(num_pages, page_size)
         self.holders: list[Holder] = []
-        # What the pages really hold: written by whom computes them.
+        # The true contents of pages, noted when they are computed.
         self.content: dict[int, tuple[tuple[int, ...], tuple[int, ...] | None]] = {}
 
     @rule(data=st.data(), drafts=st.booleans())
-    def come(self, data: st.DataObject, drafts: bool) -> None:
+    def arrive(self, data: st.DataObject, drafts: bool) -> None:
         tokens = self.some_tokens(data)
         lookahead = self.lookahead if drafts else 0
         pages = self.pool.match_prefix(tokens, len(tokens), kv(lookahead))
@@ -338,20 +338,20 @@ class Sharing(RuleBasedStateMachine):
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
-    def write_on(self, data: st.DataObject) -> None:
+    def grow(self, data: st.DataObject) -> None:
         holder = data.draw(st.sampled_from(self.holders))
         holder.tokens += tuple(data.draw(st.lists(st.integers(0, 1), max_size=4)))
         self.compute(holder)
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
-    def go(self, data: st.DataObject) -> None:
+    def finish(self, data: st.DataObject) -> None:
         holder = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
         self.pool.release(holder.pages)
         self.slow.release(holder.pages)
 
     def some_tokens(self, data: st.DataObject) -> tuple[int, ...]:
-        """New ones, or some that begin as those of another."""
+        """Draw new tokens, or tokens that begin like those of another request."""
         new = tuple(data.draw(st.lists(st.integers(0, 1), max_size=8)))
         if not self.holders or data.draw(st.booleans()):
             return new
@@ -359,7 +359,7 @@ class Sharing(RuleBasedStateMachine):
         return other[: data.draw(st.integers(0, len(other)))] + new[:2]
 
     def compute(self, holder: Holder) -> None:
-        """Gives a holder all the pages that its tokens complete, or none."""
+        """Give a holder all the pages that its tokens complete, or none."""
         complete = max(len(holder.tokens) - holder.lookahead, 0) // self.page_size
         count = complete - len(holder.pages)
         new = self.pool.allocate(count)
@@ -398,12 +398,12 @@ class Sharing(RuleBasedStateMachine):
             assert self.content[page] == content
 
 
-def test_pages_are_found_with_their_salt_alone() -> None:
+def test_pages_are_matched_only_with_their_salt() -> None:
     pool = PagePool(4, 2, enable_prefix_caching=True)
     for salt in ("a", None):
         pages = pool.allocate(1)
         assert pages is not None
-        assert pool.register(pages[0], None, [1, 2], None, salt) == pages[0], "another's page"
+        assert pool.register(pages[0], None, [1, 2], None, salt) == pages[0], "another salt"
         pool.release(pages)
     assert pool.match_prefix([1, 2], 2, None, "b") == []
     found = [pool.match_prefix([1, 2], 2, None, salt) for salt in ("a", None)]
@@ -411,7 +411,7 @@ def test_pages_are_found_with_their_salt_alone() -> None:
     for one in found:
         pool.release(one)
     check_pages(pool)
-    # A salt is forgotten with its last page, however many there were.
+    # A salt is removed with its last page.
     for number in range(50):
         pages = pool.allocate(2)
         assert pages is not None
@@ -421,7 +421,7 @@ def test_pages_are_found_with_their_salt_alone() -> None:
     check_pages(pool)
 
 
-def test_histories_against_a_slow_pool() -> None:
+def test_random_histories_agree_with_the_slow_pool() -> None:
     run_state_machine_as_test(
         Sharing,
         settings=settings(

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines whose keys and values have 8 bits: speculation changes nothing there, either."""
+"""Engines with an 8-bit KV cache: speculation changes no bit there, either."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import simt
 from checkpoints import write_config
-from fake_gpu import OP_MODULES, FakeGpu
+from fake_gpu import FakeGpu
 from specops.cli.serve import main
 from specops.engine import EngineConfig, SpeculativeConfig
 from test_trees import (
@@ -24,10 +23,10 @@ from test_trees import (
 KINDS = ["int8", "fp8_e4m3"]
 CHAINS = {"num_speculative_tokens": 4, "adaptive_verification": False}
 METHODS = {
-    "ngram": SpeculativeConfig(method="ngram", min_ngram_size=1, **CHAINS),
-    "suffix": SpeculativeConfig(method="suffix", **CHAINS),
-    "mtp": SpeculativeConfig(method="mtp", **CHAINS),
-    "mtp+ngram": SpeculativeConfig(method="mtp", mtp_strategy="with_ngram", **CHAINS),
+    "ngram": SpeculativeConfig.from_dict({"method": "ngram", "min_ngram_size": 1, **CHAINS}),
+    "suffix": SpeculativeConfig.from_dict({"method": "suffix", **CHAINS}),
+    "mtp": SpeculativeConfig.from_dict({"method": "mtp", **CHAINS}),
+    "mtp+ngram": SpeculativeConfig.from_dict({"method": "mtp+ngram", **CHAINS}),
     "suffix tree": SUFFIX_TREE,
     "mtp tree": MTP_TREE,
 }
@@ -51,7 +50,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model_dir: Path) -> dict[str, list[Any]]:
-    """Plain decoding, one at a time."""
+    """Return the results of plain decoding, one request at a time."""
     return {
         kind: run(make(model_dir, NAIVE, max_num_seqs=1, kv_cache_dtype=kind))
         for kind in ("auto", *KINDS)
@@ -69,7 +68,7 @@ def test_speculation_changes_no_bit(
     method: str,
     limits: dict[str, Any],
 ) -> None:
-    """Every token and every bit of a logprob; the second time, prefixes are found and shared."""
+    """Tokens and logprob bits are equal, also with the cached prefixes of a first run."""
     engine = make(model_dir, METHODS[method], kv_cache_dtype=kind, **limits)
     branches = count_steps(engine)
     for _ in range(2):
@@ -80,35 +79,23 @@ def test_speculation_changes_no_bit(
     assert engine.stats.num_preemptions > 0 or "num_pages" not in limits
 
 
-def test_the_kinds_are_three(expected: dict[str, list[Any]]) -> None:
-    """Or nothing of the above would say anything."""
+def test_cache_dtypes_give_different_logprobs(expected: dict[str, list[Any]]) -> None:
+    """Otherwise the test above would not show that the dtype is used."""
     logprobs = [[one[2] for one in expected[kind]] for kind in ("auto", *KINDS)]
     assert all(logprobs[a] != logprobs[b] for a, b in ((0, 1), (0, 2), (1, 2)))
 
 
-@pytest.fixture
-def twin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeGpu]:
-    """Makes the device of the next engine a twin."""
-
-    def make_twin(**arguments: Any) -> FakeGpu:
-        device = FakeGpu(**arguments)
-        monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
-        return device
-
-    return make_twin
-
-
 @pytest.mark.parametrize("method", ["mtp+ngram", "suffix tree", "mtp tree"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_captured_steps(
+def test_captured_steps_keep_the_bits(
     model_dir: Path,
     expected: dict[str, list[Any]],
-    twin: Callable[..., FakeGpu],
+    use_fake_gpu: Callable[..., FakeGpu],
     kind: str,
     method: str,
 ) -> None:
-    """Padded shapes, poisoned memory, replayed graphs."""
-    twin(captures=True, poison=0xFF)
+    """Shapes are padded, memory is poisoned and graphs are replayed."""
+    use_fake_gpu(captures=True, poison=0xFF)
     engine = make(model_dir, METHODS[method], max_num_seqs=4, kv_cache_dtype=kind)
     for _ in range(2):
         assert run(engine) == expected[kind]
@@ -117,13 +104,10 @@ def test_captured_steps(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.fast("fp8_e4m3", ci=("int8",))
-def test_in_the_interpreter(
-    tmp_path: Path,
-    twin: Callable[..., FakeGpu],
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
+def test_cuda_kernels_keep_the_bits(
+    tmp_path: Path, use_fake_gpu: Callable[..., FakeGpu], interpreter: None, kind: str
 ) -> None:
-    """The CUDA kernels."""
+
     model_dir = write_config(
         tmp_path,
         num_hidden_layers=1,
@@ -133,43 +117,41 @@ def test_in_the_interpreter(
         max_position_embeddings=96,
         num_nextn_predict_layers=1,
     )
-    module = simt.load()
-    module.set_schedule("in_order", 0)
-    module.set_landing("late")
-    for op_module in OP_MODULES:
-        monkeypatch.setattr(op_module, "_C", module)
-    twin()
+
+    use_fake_gpu()
     want = run(make(model_dir, NAIVE, max_num_seqs=1, kv_cache_dtype=kind), count=2)
     for captures, speculative in ((True, MTP_TREE), (False, METHODS["ngram"])):
-        twin(captures=captures, poison=0xFF)
+        use_fake_gpu(captures=captures, poison=0xFF)
         engine = make(model_dir, speculative, max_num_seqs=2, kv_cache_dtype=kind)
         assert run(engine, count=2) == want
         assert engine.stats.speculative.num_draft_tokens > 0
 
 
-def test_pages_are_counted_with_their_true_bytes(model_dir: Path) -> None:
+def test_cache_bytes_determine_the_number_of_pages(model_dir: Path) -> None:
     config = {"kv_cache_bytes": 200_000, "max_model_len": 96, "max_num_seqs": 64}
     pages = {}
     for kind in ("auto", *KINDS):
         engine = make(model_dir, METHODS["mtp"], kv_cache_dtype=kind, **config)
         cache = engine._runner.parts.cache
-        of_modules = engine.drafters["mtp"].head.cache  # type: ignore[attr-defined]
-        tensors = [*cache.tensors, *of_modules.tensors]
+        draft_cache = engine.drafters["mtp"].head.cache  # type: ignore[attr-defined]
+        tensors = [*cache.tensors, *draft_cache.tensors]
         assert len(tensors) == (6 if kind == "auto" else 12)
-        taken = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        assert 0 <= 200_000 - taken < taken / engine.num_pages
+        used = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        assert 0 <= 200_000 - used < used / engine.num_pages
         pages[kind] = engine.num_pages
     assert pages["int8"] == pages["fp8_e4m3"] > 1.7 * pages["auto"]
 
 
-def test_other_kinds_are_refused() -> None:
+def test_other_cache_dtypes_are_refused() -> None:
     for wrong in ("fp8", "bfloat16", 8, None):
         with pytest.raises(ValueError, match="kv_cache_dtype must be auto, int8 or fp8_e4m3, got"):
             EngineConfig(kv_cache_dtype=wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_verify_exactness(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_exactness_finds_no_difference(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = ["verify-exactness", "--device", "cpu", "--num-threads", "2", "--max-tokens", "24"]
     assert main([*command, "--prompts", "3", "--kv-cache-dtype", kind]) == 0
     assert "No difference in" in capsys.readouterr().out

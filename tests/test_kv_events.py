@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  (where the packages are missing, nothing else is imported)
-"""What the prefix cache has, as a subscriber rebuilds it from vLLM's messages."""
+"""KV events: a subscriber rebuilds the contents of the prefix cache from vLLM's messages."""
 
 import contextlib
 import random
@@ -18,10 +18,10 @@ zmq = pytest.importorskip("zmq")
 
 from checkpoints import write_config
 from msgspec import structs
+from specops.api.messages import Batch
 from specops.disaggregated import kv_events
-from specops.disaggregated.kv_events import BlockStored, KvEvents, TellingPool, telling
+from specops.disaggregated.kv_events import BlockStored, KvEvents, PrefixEvents
 from specops.engine import Engine, EngineConfig, SamplingParams
-from specops.service.messages import Batch
 from specops.service.snapshot import status_of
 from specops.service.wire import KvEventSettings
 from zmq.utils.monitor import parse_monitor_message
@@ -31,12 +31,12 @@ SHORT = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 
 
 class Subscriber:
-    """Keeps the set of blocks as vLLM's consumers do: plain MessagePack, and hashes as they come.
+    """The set of cached blocks, rebuilt as vLLM's consumers do: from MessagePack, by hash.
 
     Attributes:
-        tokens: of all blocks, each with those before it, by hash.
-        cleared: how often all went.
-        removed: blocks that went alone.
+        tokens: Tokens of each block and of the blocks before it, by hash.
+        cleared: Number of times that all blocks were cleared.
+        removed: Number of blocks that were removed one by one.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Subscriber:
 
 
 def cached(engine: Engine) -> set[tuple[int, ...]]:
-    """The prefixes that the pool has."""
+    """Return the prefixes in the pool."""
     found: set[tuple[int, ...]] = set()
     waiting: list[tuple[Any, tuple[int, ...]]] = [
         (root, ()) for root in engine._pool._roots.values()
@@ -92,7 +92,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def engine(model: Path) -> Engine:
+def recorder() -> PrefixEvents:
+    return PrefixEvents()
+
+
+@pytest.fixture
+def engine(model: Path, recorder: PrefixEvents) -> Engine:
     settings = {
         "model": str(model),
         "load_format": "dummy",
@@ -103,8 +108,7 @@ def engine(model: Path) -> Engine:
         "max_model_len": 160,
         "num_threads": 1,
     }
-    made: Engine = telling(Engine)(EngineConfig.from_plain(settings))
-    return made
+    return Engine(EngineConfig.from_plain(settings), on_prefix=recorder)
 
 
 def batch_of(engine: Engine) -> Batch:
@@ -117,13 +121,13 @@ def settings(tmp_path: Path) -> KvEventSettings:
 
 
 @pytest.fixture
-def events(engine: Engine, settings: KvEventSettings) -> Iterator[KvEvents]:
-    with KvEvents(engine, settings, 1, lambda batch: None) as made:
+def events(recorder: PrefixEvents, settings: KvEventSettings) -> Iterator[KvEvents]:
+    with KvEvents(recorder, settings, 1, lambda batch: None) as made:
         yield made
 
 
 def run(engine: Engine, events: KvEvents, count: int) -> None:
-    """Requests with and without drafts, whose prompts share beginnings; far more than fit."""
+    """Run requests with and without drafts whose prompts share beginnings; far more than fit."""
     draw = random.Random(count)
     for number in range(count):
         start = [draw.randint(3, 5)] * draw.choice([16, 32])
@@ -137,66 +141,69 @@ def run(engine: Engine, events: KvEvents, count: int) -> None:
 
 
 def replayed(settings: KvEventSettings, first: int) -> dict[int, bytes]:
-    """The messages from a number on, asked for as vLLM's consumers do."""
-    told: dict[int, bytes] = {}
+    """Return the messages from a number on, requested as vLLM's consumers do."""
+    messages: dict[int, bytes] = {}
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.connect(settings.replay)
         socket.send_multipart((b"", first.to_bytes(8, "big")))
         while True:
-            assert socket.poll(300_000), "nobody answers"
+            assert socket.poll(300_000), "there is no answer"
             _, topic, number, data = socket.recv_multipart()
             if int.from_bytes(number, "big", signed=True) == -1:
-                return told
+                return messages
             assert topic == b"kv"
-            told[int.from_bytes(number, "big")] = data
+            messages[int.from_bytes(number, "big")] = data
 
 
-def test_a_subscriber_rebuilds_the_set_of_cached_blocks(
+def test_subscriber_rebuilds_the_set_of_cached_blocks(
     engine: Engine, events: KvEvents, settings: KvEventSettings
 ) -> None:
-    """From the messages that it has heard, and those before it came, which it asks for."""
+    """It requests the messages that were sent before it subscribed."""
     run(engine, events, 2)
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:
         socket.linger = 0
         socket.connect(settings.endpoint)
         socket.subscribe(b"k")
         count = 2
-        while not socket.poll(0):  # a subscription hears nothing before it has arrived
-            count += 1  # and other prompts
+        while not socket.poll(0):  # messages are dropped until the subscription arrives
+            count += 1  # other prompts than before
             run(engine, events, count)
         run(engine, events, 30)
         last = max(replayed(settings, 0))
-        heard: dict[int, bytes] = {}
-        while last not in heard:
+        received: dict[int, bytes] = {}
+        while last not in received:
             assert socket.poll(300_000), "a message is lost"
             topic, number, data = socket.recv_multipart()
             assert topic == b"kv"
-            heard[int.from_bytes(number, "big")] = data
+            received[int.from_bytes(number, "big")] = data
     missed = replayed(settings, 0)
-    assert heard.items() <= missed.items() and heard.keys() == set(range(min(heard), last + 1))
-    assert replayed(settings, last) == {last: heard[last]}
+    assert received.items() <= missed.items() and received.keys() == set(
+        range(min(received), last + 1)
+    )
+    assert replayed(settings, last) == {last: received[last]}
     subscriber = Subscriber()
-    for place, data in sorted((missed | heard).items()):
+    for place, data in sorted((missed | received).items()):
         subscriber.take(place, data)
     assert subscriber.cleared == 1 and subscriber.removed > 20
     assert set(subscriber.tokens.values()) == cached(engine) and len(subscriber.tokens) > 10
 
 
-def test_events_that_cannot_be_published_end_the_publisher_alone(
+def test_failing_publisher_does_not_affect_the_engine(
     engine: Engine,
+    recorder: PrefixEvents,
     settings: KvEventSettings,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The engine goes on, the log has one traceback, and no queue grows."""
+    """The engine continues, the log has one traceback, and no queue grows."""
 
     def failing(value: int) -> bytes:
         raise MemoryError
 
     monkeypatch.setattr(kv_events, "_number", failing)
     batches: list[Batch] = []
-    with KvEvents(engine, settings, 1, batches.append) as events:
+    with KvEvents(recorder, settings, 1, batches.append) as events:
         events.send(batch_of(engine))  # all blocks are cleared
         events._thread.join(60)
         assert not events._thread.is_alive()
@@ -205,69 +212,71 @@ def test_events_that_cannot_be_published_end_the_publisher_alone(
     assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 
-def test_pages_from_another_engine_are_told_as_well(engine: Engine) -> None:
-    """Whoever registers a page: the pool tells."""
+def test_transferred_pages_are_published(engine: Engine, recorder: PrefixEvents) -> None:
+    """The pool publishes every registered page."""
     pool = engine._pool
     pages = pool.allocate(2)
-    assert pages is not None and isinstance(pool, TellingPool)
+    assert pages is not None
     first = pool.register(pages[0], None, range(SIZE), b"a")
     pool.register(pages[1], first, range(SIZE), b"b")
-    twin = pool.allocate(1)
-    assert twin is not None
-    pool.register(twin[0], None, range(SIZE), b"c")  # of the first prefix again
-    assert [type(one).__name__ for one in pool.events] == [
+    duplicate = pool.allocate(1)
+    assert duplicate is not None
+    pool.register(duplicate[0], None, range(SIZE), b"c")  # the first prefix again
+    assert [type(one).__name__ for one in recorder.events] == [
         "AllBlocksCleared",
         "BlockStored",
         "BlockStored",
     ]
-    one, other = pool.events[1:]
+    one, other = recorder.events[1:]
     assert isinstance(one, BlockStored) and isinstance(other, BlockStored)
     assert other.parent_block_hash == one.block_hashes[0] != other.block_hashes[0]
 
 
-def test_hashes_depend_on_the_salt(engine: Engine) -> None:
-    """A block of equal tokens has another hash under another salt, and so have all behind it."""
+def test_hashes_depend_on_the_salt(engine: Engine, recorder: PrefixEvents) -> None:
+    """Under another salt, a block of equal tokens and all blocks behind it have other hashes."""
     pool = engine._pool
-    assert isinstance(pool, TellingPool)
-    before = len(pool.events)
+    before = len(recorder.events)
     for salt in (None, "a", "b"):
         pages = pool.allocate(2)
         assert pages is not None
         first = pool.register(pages[0], None, range(SIZE), None, salt)
         pool.register(pages[1], first, range(SIZE), None, salt)
         pool.release(pages)
-    stored = pool.events[before:]
+    stored = recorder.events[before:]
     hashes = [one.block_hashes[0] for one in stored if isinstance(one, BlockStored)]
     assert len(stored) == 6 == len(set(hashes))
 
 
 @pytest.mark.parametrize("name", ["endpoint", "replay"])
-def test_an_endpoint_that_is_none_is_refused(
-    engine: Engine, settings: KvEventSettings, name: str
+def test_invalid_endpoint_is_refused(
+    engine: Engine, recorder: PrefixEvents, settings: KvEventSettings, name: str
 ) -> None:
     wrong = structs.replace(settings, **{name: "tcp://nowhere"})
     with pytest.raises(ValueError, match=f"kv_events_{name} must be an endpoint to bind"):
-        KvEvents(engine, wrong, 1, lambda batch: None)
+        KvEvents(recorder, wrong, 1, lambda batch: None)
 
 
 @pytest.fixture
-def talkative(
-    engine: Engine, settings: KvEventSettings, monkeypatch: pytest.MonkeyPatch
+def busy_publisher(
+    engine: Engine,
+    recorder: PrefixEvents,
+    settings: KvEventSettings,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[KvEvents]:
-    """One that has sent 400 messages, each of as many tokens as there can be in it."""
-    are_there, add = threading.Event(), kv_events._Kept.add
+    """Yield a publisher that has sent 400 messages of the largest size."""
+    all_sent, add = threading.Event(), kv_events._Kept.add
 
-    def noted(kept: kv_events._Kept, data: bytes) -> int:
-        if (number := add(kept, data)) == 399:
-            are_there.set()
+    def signaling(log: kv_events._Kept, data: bytes) -> int:
+        if (number := add(log, data)) == 399:
+            all_sent.set()
         return number
 
-    monkeypatch.setattr(kv_events._Kept, "add", noted)
-    with KvEvents(engine, settings, 1, lambda batch: None) as made:
+    monkeypatch.setattr(kv_events._Kept, "add", signaling)
+    with KvEvents(recorder, settings, 1, lambda batch: None) as made:
         block = BlockStored([1 << 63], 1 << 63, [(1 << 31) - 1] * 64, 64, None, "GPU", None)
-        made._pool.events = [block] * (32 * 399 + 1)
+        recorder.events = [block] * (32 * 399 + 1)
         made.send(batch_of(engine))
-        assert are_there.wait(60)
+        assert all_sent.wait(60)
         yield made
 
 
@@ -278,29 +287,29 @@ def requester(context: Any, settings: KvEventSettings) -> Any:
     return socket
 
 
-def test_messages_have_a_most_of_bytes(talkative: KvEvents, settings: KvEventSettings) -> None:
-    """Which bounds what waits for a subscriber that does not read."""
-    told = replayed(settings, 0)
-    assert sorted(told) == list(range(400))
-    assert 12_000 < max(map(len, told.values())) < 16 << 10
-    assert talkative._publisher is not None and talkative._replayer is not None
-    assert talkative._publisher.sndhwm == 2048 and talkative._replayer.sndhwm == 64
+def test_size_of_messages_is_limited(busy_publisher: KvEvents, settings: KvEventSettings) -> None:
+    """The limit bounds the queue of a subscriber that does not read."""
+    messages = replayed(settings, 0)
+    assert sorted(messages) == list(range(400))
+    assert 12_000 < max(map(len, messages.values())) < 16 << 10
+    assert busy_publisher._publisher is not None and busy_publisher._replayer is not None
+    assert busy_publisher._publisher.sndhwm == 2048 and busy_publisher._replayer.sndhwm == 64
 
 
-def test_clients_that_do_not_read_replays_hold_up_no_other_one(
-    talkative: KvEvents, settings: KvEventSettings, monkeypatch: pytest.MonkeyPatch
+def test_clients_that_do_not_read_replays_do_not_block_others(
+    busy_publisher: KvEvents, settings: KvEventSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They ask often; a client that reads gets all, and each of them what its queue takes."""
+    """They send many requests. A client that reads gets all messages, the others a full queue."""
     monkeypatch.setattr(kv_events, "_MOST_REPLAYS", 4)
     sent: Counter[bytes] = Counter()
-    assert talkative._replayer is not None
-    send = talkative._replayer.send_multipart
+    assert busy_publisher._replayer is not None
+    send = busy_publisher._replayer.send_multipart
 
     def counting(parts: Any, flags: int) -> None:
         send(parts, flags)
         sent[parts[0]] += 1
 
-    monkeypatch.setattr(talkative._replayer, "send_multipart", counting, raising=False)
+    monkeypatch.setattr(busy_publisher._replayer, "send_multipart", counting, raising=False)
     with zmq.Context() as context:
         idle = [requester(context, settings) for _ in range(3)]
         for socket in idle:
@@ -311,20 +320,23 @@ def test_clients_that_do_not_read_replays_hold_up_no_other_one(
         context.destroy(linger=0)
     *unread, read = sorted(sent.values())
     assert read == 401 and len(unread) == 3
-    assert max(unread) < 200  # 64, and what the sockets' own buffers take
+    assert max(unread) < 200  # 64, and as many as fit into the buffers of the sockets
 
 
-def test_an_endpoint_has_a_most_of_clients(
-    engine: Engine, settings: KvEventSettings, monkeypatch: pytest.MonkeyPatch
+def test_number_of_clients_is_limited(
+    engine: Engine,
+    recorder: PrefixEvents,
+    settings: KvEventSettings,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A host has half of what others leave free; connections that say nothing do not count.
+    """A host may use half of what others leave free; silent connections do not count.
 
-    A client that finds no place gets one as soon as another client leaves.
+    A refused client is admitted as soon as another client leaves.
     """
     monkeypatch.setattr(kv_events, "_MOST_CLIENTS", 6)
     monkeypatch.setattr(kv_events, "_HANDSHAKE_SECONDS", 1)
     with (
-        KvEvents(engine, settings, 1, lambda batch: None),
+        KvEvents(recorder, settings, 1, lambda batch: None),
         contextlib.ExitStack() as stack,
         zmq.Context() as context,
     ):
@@ -341,18 +353,18 @@ def test_an_endpoint_has_a_most_of_clients(
 
         admitted = [client(zmq.EVENT_HANDSHAKE_SUCCEEDED) for _ in range(3)]
         waiting, refused = client(zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED)
-        told = parse_monitor_message(refused.recv_multipart())["event"]
-        assert told == zmq.EVENT_DISCONNECTED
+        event = parse_monitor_message(refused.recv_multipart())["event"]
+        assert event == zmq.EVENT_DISCONNECTED
         admitted[0][0].close()
-        while told != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+        while event != zmq.EVENT_HANDSHAKE_SUCCEEDED:
             assert refused.poll(20_000)
-            told = parse_monitor_message(refused.recv_multipart())["event"]
+            event = parse_monitor_message(refused.recv_multipart())["event"]
         waiting.close()
         context.destroy(linger=0)
 
 
 @pytest.mark.parametrize("hosts,admitted", [("aaaaaaaa", 4), ("aaaaabbbcc", 7), ("aaabcdefgh", 8)])
-def test_hosts_share_the_clients_of_an_endpoint(
+def test_number_of_clients_per_host_is_limited(
     hosts: str, admitted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_events, "_MOST_CLIENTS", 8)
@@ -361,18 +373,20 @@ def test_hosts_share_the_clients_of_an_endpoint(
     assert sum(map(clients.admits, hosts)) == admitted
 
 
-def test_a_long_request_ends_the_connection(talkative: KvEvents, settings: KvEventSettings) -> None:
+def test_oversized_request_closes_the_connection(
+    busy_publisher: KvEvents, settings: KvEventSettings
+) -> None:
     with zmq.Context() as context, requester(context, settings) as socket:
         socket.send_multipart((b"", bytes(1 << 20)))
         assert sorted(replayed(settings, 390)) == list(range(390, 400))
         assert not socket.poll(0)
 
 
-def test_only_the_latest_messages_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many, or so many bytes; their numbers go on."""
+def test_only_the_latest_messages_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both their number and their bytes are limited; the numbering continues."""
     monkeypatch.setattr(kv_events, "_MOST_KEPT", 3)
     monkeypatch.setattr(kv_events, "_MOST_KEPT_BYTES", 10)
-    kept = kv_events._Kept()
-    assert [kept.add(data) for data in (b"1", b"2", b"3", b"4")] == [0, 1, 2, 3]
-    assert kept.data == {1: b"2", 2: b"3", 3: b"4"} and (kept.first, kept.end) == (1, 4)
-    assert kept.add(b"123456789") == 4 and kept.data == {3: b"4", 4: b"123456789"}
+    log = kv_events._Kept()
+    assert [log.add(data) for data in (b"1", b"2", b"3", b"4")] == [0, 1, 2, 3]
+    assert log.data == {1: b"2", 2: b"3", 3: b"4"} and (log.first, log.end) == (1, 4)
+    assert log.add(b"123456789") == 4 and log.data == {3: b"4", 4: b"123456789"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How kernels are launched under nvcc, over a runtime that keeps limits as CUDA's driver does."""
+"""Kernel launches under nvcc, on a fake runtime with the limits of CUDA's driver."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from specops import runtime
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# A line of csrc/common/launch.cuh, what replaces it, and what the program then says.
+# A line of csrc/common/launch.cuh, its replacement, and the message of the program's failing check.
 PLANTED = {
     "set by every launch": (
         "if (bytes <= raised) return;",
@@ -35,7 +35,7 @@ PLANTED = {
         " size_t& raised",
         "no limit is ever lowered",
     ),
-    "overlap of what does not wait": (
+    "overlap of kernels that do not wait": (
         "return ptx_version >= 90;",
         "return true;",
         "what is made from older PTX does not overlap",
@@ -50,12 +50,12 @@ PLANTED = {
         "waits",
         "nothing overlaps when it is switched off",
     ),
-    "room asked for in the capture's mode": (
+    "limit raised in the capture's mode": (
         "RelaxedCapture relaxed;\n    cudaError_t error",
         "cudaError_t error",
         "and one that asks for room",
     ),
-    "a first look in the capture's mode": (
+    "attributes queried in the capture's mode": (
         "RelaxedCapture relaxed;\n      cudaFuncAttributes",
         "cudaFuncAttributes",
         "a first launch is captured",
@@ -65,12 +65,12 @@ PLANTED = {
         "bool waits = kernels_overlap && kernel_states()",
         "and one that may not overlap",
     ),
-    "a mode that is not put back": (
+    "mode not restored": (
         "~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }",
         "~RelaxedCapture() {}",
         "the capture's mode is put back",
     ),
-    "overlap asked for at every launch": (
+    "attributes queried at every launch": (
         "if (ptx_version == 0) {",
         "{",
         "is asked once",
@@ -79,7 +79,7 @@ PLANTED = {
 
 
 def run(launch_header: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Compiles tests/launch_check.cpp with this text as launch.cuh, and runs it."""
+    """Compile tests/launch_check.cpp with this text as launch.cuh, and run it."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         pytest.skip("no C++ compiler here")
@@ -97,7 +97,7 @@ def launch_header() -> str:
     return (ROOT / "csrc" / "common" / "launch.cuh").read_text()
 
 
-def test_the_overlap_of_kernels_is_a_setting() -> None:
+def test_kernel_overlap_can_be_switched_off() -> None:
     assert runtime.get_kernel_overlap()
     try:
         runtime.set_kernel_overlap(False)
@@ -107,17 +107,17 @@ def test_the_overlap_of_kernels_is_a_setting() -> None:
     assert runtime.get_kernel_overlap()
 
 
-def test_limits_of_shared_memory_and_overlap(tmp_path: Path) -> None:
+def test_launches_keep_shared_memory_limits_and_overlap(tmp_path: Path) -> None:
     done = run(launch_header(), tmp_path)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("planted", PLANTED)
-@pytest.mark.fast("set by*", "overlap of*", "room asked*")
+@pytest.mark.fast("set by*", "overlap of*", "limit raised*")
 @pytest.mark.ci
-def test_a_planted_bug_is_noticed(planted: str, tmp_path: Path) -> None:
-    line, other, said = PLANTED[planted]
+def test_planted_bug_is_noticed(planted: str, tmp_path: Path) -> None:
+    line, other, message = PLANTED[planted]
     text = launch_header()
     assert text.count(line) == 1
     done = run(text.replace(line, other), tmp_path)
-    assert done.returncode == 1 and said in done.stdout
+    assert done.returncode == 1 and message in done.stdout

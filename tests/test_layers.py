@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may include or import whom, held by reading the include and import lines."""
+"""Allowed directions of includes and imports, checked by reading the include and import lines."""
 
 import ast
 import os
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
-from conftest import BF16_OPS
+from shared_fixtures import BF16_OPS
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
@@ -26,21 +26,17 @@ FAMILIES = (
     "sampling",
     "suffix_tree",
 )
-# What several families are made of, and which these are.
+# Code that several families share.
 SHARED = {"gemm": ("dense", "moe")}
 SERVER_STACK = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "starlette", "jinja2")
 OPTIONAL = ("llguidance",)
-# All that a server imports of the engine: the door, what every process does alike, and data that
-# has no engine in it.
-DOOR = (
-    *(f"specops.service.{name}." for name in ("client", "garbage", "messages")),
-    *(f"specops.engine.{name}." for name in ("errors", "outputs", "sampling_params", "structured")),
-)
-# Who imports what hands prompts over, inside a function.
-TO_DISAGGREGATED = {"python/specops/service/child.py"}
+# Modules of the engine's host that the server may import; everything else it shares is plain data.
+SERVER_IMPORTS = ("specops.service.client.", "specops.service.garbage.")
+# Modules that import specops.disaggregated, inside a function.
+IMPORTS_DISAGGREGATED = {"python/specops/service/child.py"}
 UNSAFE = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "multiprocessing"}
 
-# The other commands' modules import without torch.
+# Modules of commands that import torch.
 CLI_WITH_ENGINE = {
     "comparison.py",
     "complete.py",
@@ -50,24 +46,20 @@ CLI_WITH_ENGINE = {
     "serve.py",
 }
 
-# Modules of the engine, lowest first: a module imports from its own group and those before. What
-# drafters say of themselves lies below configurations, though they themselves lie above requests.
+# Modules of the engine, lowest first: a module imports from its own and from earlier groups.
 ENGINE_GROUPS = (
-    {"device", "drafters.methods", "drafters.trees", "errors", "memory", "outputs"},
+    {"device", "drafters.trees", "features", "memory"},
     {"parallel"},
-    {"speculative_config"},
-    {"config"},
     {"models"},
     {"emitted", "prompt_logprobs"},
     {"plan"},
-    {"sampling_params", "structured"},
-    {"features"},
+    {"structured"},
     {"request"},
     {"drafters", "sharing"},
     {"scheduling"},
     {"machine", "steps"},
     {"admission"},
-    {"step_costs"},
+    {"prompt_pages", "step_costs"},
     {"engine"},
     {""},
     {"__main__"},
@@ -79,7 +71,7 @@ def includes(path: Path) -> list[str]:
 
 
 def imports(path: Path) -> set[str]:
-    """Every module a file imports, at the top or inside a function; `from a import b` is a.b."""
+    """Return all modules that a file imports, also inside functions; `from a import b` is a.b."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -98,8 +90,8 @@ def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def of_every(paths: Iterable[Path]) -> Callable[[Callable[[Path], None]], Callable[[], None]]:
-    """One test of a rule for each of many files: its failure names all that break it."""
+def for_each_file(paths: Iterable[Path]) -> Callable[[Callable[[Path], None]], Callable[[], None]]:
+    """Make one test of a rule for many files; its failure names all files that break the rule."""
 
     def decorate(rule: Callable[[Path], None]) -> Callable[[], None]:
         def test() -> None:
@@ -121,12 +113,12 @@ CPP = sources(CSRC, ".h", ".cpp", ".cuh", ".cu")
 PYTHON = sources(PACKAGE, ".py")
 
 
-def test_the_files_are_found() -> None:
+def test_source_files_are_found() -> None:
     assert len(CPP) > 20 and len(PYTHON) > 10
 
 
-@of_every(CPP)
-def test_includes(path: Path) -> None:
+@for_each_file(CPP)
+def test_include_directions(path: Path) -> None:
     area = path.relative_to(CSRC).parts[0]
     checks = path.name.endswith(("ops.cpp", "checks.h"))
     binds = checks or path.name in ("ops.h", "tensor_view.h", "bindings.cpp")
@@ -137,7 +129,7 @@ def test_includes(path: Path) -> None:
             assert area == other or path.name == "bindings.cpp", "families never include each other"
         if other in SHARED:
             assert (CSRC / name).is_file(), f"{name} is not a file of csrc"
-            assert area in (other, *SHARED[other]), f"{other} lies below {SHARED[other]} alone"
+            assert area in (other, *SHARED[other]), f"only {SHARED[other]} include {other}"
         if other == "pybind11" or name.endswith("dlpack.h"):
             assert binds, (
                 f"{name} belongs to tensor_view.h, *ops.cpp, checks.h, ops.h, bindings.cpp"
@@ -146,23 +138,23 @@ def test_includes(path: Path) -> None:
             assert checks, "only the checks see tensors"
         assert other not in ("torch", "ATen", "c10"), "no libtorch"
         if other == "simt" and area != "simt":
-            assert relative(path) in SIMT_DOORS, "the interpreter has few doors"
+            assert relative(path) in SIMT_ENTRY_POINTS, "only entry points include it"
 
 
-# Where the interpreter takes the place of CUDA; its own files see the dtypes, and nothing else.
-SIMT_DOORS = {"csrc/common/device.cuh", "csrc/common/ptx.cuh", "csrc/bindings.cpp"}
+# Files in which the interpreter replaces CUDA.
+SIMT_ENTRY_POINTS = {"csrc/common/device.cuh", "csrc/common/ptx.cuh", "csrc/bindings.cpp"}
 
 
-@of_every(sources(CSRC / "simt", ".h", ".cpp"))
-def test_the_interpreter_knows_no_family(path: Path) -> None:
+@for_each_file(sources(CSRC / "simt", ".h", ".cpp"))
+def test_interpreter_includes_no_family(path: Path) -> None:
     for name in includes(path):
         if "/" in name and (CSRC / name).is_file():
             assert name.startswith("simt/") or name == "common/dtype.h", name
 
 
-@pytest.mark.parametrize("name", sorted({*SIMT_DOORS, "csrc/common/launch.cuh"}))
-def test_the_interpreter_is_included_on_request_alone(name: str) -> None:
-    """Every mention of simt stands in a branch of SPECOPS_SIMT."""
+@pytest.mark.parametrize("name", sorted({*SIMT_ENTRY_POINTS, "csrc/common/launch.cuh"}))
+def test_interpreter_is_included_only_under_specops_simt(name: str) -> None:
+    """Every mention of simt lies in a branch of SPECOPS_SIMT."""
     depth: list[bool] = []
     for line in (ROOT / name).read_text().splitlines():
         if re.match(r"\s*#\s*if", line):
@@ -175,7 +167,7 @@ def test_the_interpreter_is_included_on_request_alone(name: str) -> None:
             assert any(depth), f"{name}: {line}"
 
 
-def test_the_interpreter_is_not_shipped() -> None:
+def test_interpreter_is_not_shipped() -> None:
     cmake = (ROOT / "CMakeLists.txt").read_text()
     assert re.findall(r"^install\((.*)\)$", cmake, re.MULTILINE) == [
         "TARGETS _C LIBRARY DESTINATION specops"
@@ -183,8 +175,8 @@ def test_the_interpreter_is_not_shipped() -> None:
     assert not [path for path in PYTHON if re.search(r"\b_?simt\b", path.read_text())]
 
 
-# One definition of an inline standard function survives linking, and it may be the one compiled for
-# AVX-512: so the files compiled once per instruction set use none.
+# The linker keeps one definition of an inline standard function, perhaps the one compiled for
+# AVX-512. So files that are compiled once per instruction set use no such function.
 KERNEL_HEADERS = {
     "algorithm",
     "array",
@@ -197,14 +189,14 @@ KERNEL_HEADERS = {
 }
 
 
-@of_every([path for path in CPP if "_cpu" in path.name])
+@for_each_file([path for path in CPP if "_cpu" in path.name])
 def test_kernel_files_use_no_standard_templates(path: Path) -> None:
     assert not KERNEL_HEADERS & set(includes(path))
     assert "std::sort" not in path.read_text()
 
 
 def closure(path: Path, seen: set[Path]) -> set[Path]:
-    """The file and what it includes of ours."""
+    """Return a file and all our files that it includes."""
     seen.add(path)
     for name in includes(path):
         if (CSRC / name).is_file() and CSRC / name not in seen:
@@ -218,8 +210,8 @@ def kernels_of(cmake: str, variable: str) -> set[str]:
     return set(re.findall(r"csrc/\S+", match.group(1)))
 
 
-def test_what_sets_with_bf16_have_of_their_own() -> None:
-    """Files with instructions that only they have; those of the set without serve all others."""
+def test_only_kernels_with_bf16_or_tiles_are_compiled_for_those_sets() -> None:
+    """Other kernels run the code of the instruction set without bf16."""
     cmake = (ROOT / "CMakeLists.txt").read_text()
     named = {
         variable: kernels_of(cmake, variable)
@@ -229,20 +221,20 @@ def test_what_sets_with_bf16_have_of_their_own() -> None:
     for name in named["SPECOPS_CPU_KERNELS"]:
         files = closure(ROOT / name, set()) - {CSRC / "common" / "simd.h"}
         texts = [path.read_text() for path in files]
-        # float16 and float32 have files of their own, and no such products.
+        # Files of float16 and float32 have no such products.
         is_of_floats = name.endswith(("_f16_cpu.cpp", "_f32_cpu.cpp"))
         uses_bf16 = re.compile(r"dot_pairs\(|gemm_range\(|ISA_\w+_bf16")
         if not is_of_floats and any(uses_bf16.search(text) for text in texts):
             own.add(name)
     assert own == named["SPECOPS_BF16_KERNELS"]
-    # Tiles have files of their own.
+    # The same for tiles.
     tiles = {path for path in CPP if "SPECOPS_AMX_MODEL" in path.read_text()}
     users = {
         relative(path) for path in CPP if path.suffix == ".cpp" and tiles & closure(path, set())
     }
     users.add("csrc/moe/moe_linear_cpu.cpp")  # over ranges of tiles
     assert users == kernels_of(cmake, "SPECOPS_AMX_KERNELS")
-    # simd.h is everyone's: once for what the set without has as well, once for dot_pairs.
+    # simd.h names each set twice: with the set without bf16, and for dot_pairs.
     for isa in ("avx512_bf16", "neon_bf16"):
         assert (CSRC / "common" / "simd.h").read_text().count(f"ISA_{isa}") == 2
     defined = {
@@ -260,14 +252,14 @@ OBJECTS = [
     for folder in sorted(
         ROOT.glob(f"build/cmake-{sys.implementation.cache_tag}/CMakeFiles/specops_*.dir")
     )
-    # Not those for tests alone, and host code, which is compiled for any machine.
+    # Without objects for tests, and without host code, which is compiled for any machine.
     if not {"simt", "host"} & set(folder.stem.split("_"))
 ]
 
 
 @pytest.mark.parametrize("folder", OBJECTS, ids=lambda path: str(path.stem))
-def test_no_instruction_set_lends_code_to_another(folder: Path) -> None:
-    """What the linker may merge across files lies in the namespace of its instruction set."""
+def test_instruction_sets_share_no_code(folder: Path) -> None:
+    """Symbols that the linker may merge lie in the namespace of their instruction set."""
     if shutil.which("nm") is None:
         pytest.skip("nm is not installed")
     objects = [str(path) for path in folder.rglob("*.o")]
@@ -278,39 +270,44 @@ def test_no_instruction_set_lends_code_to_another(folder: Path) -> None:
         assert kind not in "WVu" or f"specops::{isa}::" in name, name
 
 
-@of_every(CPP + PYTHON + sources(ROOT / "tests", ".py"))
-def test_spdx_line(path: Path) -> None:
+@for_each_file(CPP + PYTHON + sources(ROOT / "tests", ".py"))
+def test_files_have_an_spdx_line(path: Path) -> None:
     head = path.read_text()[:400]
     assert "SPDX-License-Identifier: Apache-2.0" in head or path.name == "dlpack.h"
 
 
-@of_every(PYTHON)
-def test_imports(path: Path) -> None:
+@for_each_file(PYTHON)
+def test_import_directions(path: Path) -> None:
     inside = path.relative_to(PACKAGE)
     names = imports(path)
     ours = {name for name in names if name.split(".")[0] == "specops"}
     top = {name.split(".")[0] for name in names}
-    assert not top & {"tests", "bench", "conftest"}
+    assert not top & {"tests", "bench", "tools", "shared_fixtures"}
     if inside.parts[0] == "reference":
-        # QuantizedWeight and the groups of arguments are data that both sides speak of.
+        # QuantizedWeight and the groups of arguments are data that both sides use.
         shared = ("specops.reference", "specops.quantization", "specops.argument_groups")
         assert all(name.startswith(shared) for name in ours)
         assert top - set(sys.stdlib_module_names) <= {"torch", "specops"}
         return
     assert not any(name.startswith("specops.reference") for name in ours), "only tests and benches"
-    if inside.parts[0] == "vllm":
-        assert not any(name.startswith("specops._C") for name in ours), "nor does the plug-in"
+    if inside.parts[0] == "api":
+        below = ("specops.api", "specops.checkpoints")
+        assert all(name.startswith(below) for name in ours), "plain data uses no engine"
+        assert "torch" not in top
+        return
+    if inside.parts[:2] == ("integrations", "vllm"):
+        assert not any(name.startswith("specops._C") for name in ours), "only ops touch _C"
         of_engine = {name for name in ours if name.startswith("specops.engine")}
-        assert not of_engine, "it is no part of the engine"
+        assert not of_engine, "the vLLM plug-in is independent of the engine"
         return
     if inside.parts[0] == "cli":
-        assert not any(name.startswith("specops._C") for name in ours), "nor do commands"
+        assert not any(name.startswith("specops._C") for name in ours), "only ops touch _C"
         heavy = {name for name in ours if name.startswith("specops.engine")} | (top & {"torch"})
-        assert not heavy or inside.name in CLI_WITH_ENGINE, "what loads torch starts slowly"
+        assert not heavy or inside.name in CLI_WITH_ENGINE, "importing torch is slow"
         return
-    if inside.parts == ("dynamo.py",):
+    if inside.parts[0] == "integrations":
         above = {name for name in ours if name.startswith(("specops._C", "specops.server"))}
-        assert not above, "it is a door of its own, above the engine's"
+        assert not above, "an integration uses no server"
         return
     if inside.name == "__main__.py" and len(inside.parts) == 1:
         assert ours == {"specops.cli.main"}
@@ -318,11 +315,13 @@ def test_imports(path: Path) -> None:
     if inside.parts == ("engine", "__main__.py"):
         assert ours == {"specops.cli.serve.main"}
         return
-    assert not any(name.startswith("specops.cli") for name in ours), "the command stands above all"
-    assert "vllm" not in top and not any(name.startswith("specops.vllm") for name in ours)
-    above_door = any(name.startswith("specops.disaggregated") for name in ours)
-    is_door = relative(path) in TO_DISAGGREGATED or inside.parts[0] == "disaggregated"
-    assert is_door or not above_door, "it is imported where a role asks for it"
+    assert not any(name.startswith("specops.cli") for name in ours), "only commands import commands"
+    assert "vllm" not in top and not any(name.startswith("specops.integrations") for name in ours)
+    uses_disaggregated = any(name.startswith("specops.disaggregated") for name in ours)
+    may_use_disaggregated = (
+        relative(path) in IMPORTS_DISAGGREGATED or inside.parts[0] == "disaggregated"
+    )
+    assert may_use_disaggregated or not uses_disaggregated, "a role imports it"
     if inside.parts[0] in ("engine", "server", "service", "disaggregated"):
         assert not any(name.startswith("specops._C") for name in ours), "only ops touch _C"
         assert inside.parts[0] == "server" or not any(
@@ -330,21 +329,22 @@ def test_imports(path: Path) -> None:
             for name in names
         ), "the engine runs without a server"
         above = any(name.startswith("specops.service") for name in ours) or "msgspec" in top
-        assert inside.parts[0] != "engine" or not above, "the engine knows no door"
-        assert not top & UNSAFE, "what crosses the door is data"
+        assert inside.parts[0] != "engine" or not above, "the engine is independent of the service"
+        assert not top & UNSAFE, "processes exchange plain data only"
         if inside.parts[0] == "server":
             beyond = {
                 name
                 for name in ours
                 if name.startswith(("specops.engine", "specops.service"))
-                and not name.startswith(DOOR)
+                and not name.startswith(SERVER_IMPORTS)
             }
-            assert not beyond, "a server knows its engine by a client, and plain data"
+            assert not beyond, "the server uses the client of the engine and plain data"
         return
-    assert not any(name.startswith("specops.engine") for name in ours), "ops do not know the engine"
+    above = ("specops.engine", "specops.api")
+    assert not any(name.startswith(above) for name in ours), "ops use no engine"
     is_reader = inside.parts[0] == "checkpoints"
     readers = {name for name in ours if name.startswith("specops.checkpoints")}
-    assert is_reader or not readers, "nor do they know files"
+    assert is_reader or not readers, "ops do not read files"
     if is_reader:
         assert all(name.startswith("specops.quantization") for name in ours - readers)
     assert not top & {"numpy", *SERVER_STACK}
@@ -354,15 +354,15 @@ GROUP_OF = {name: i for i, group in enumerate(ENGINE_GROUPS) for name in group}
 
 
 def engine_module(parts: Sequence[str]) -> str:
-    """The entry of ENGINE_GROUPS that a module of the engine belongs to; "" for the package."""
+    """Return the entry of ENGINE_GROUPS of a module of the engine; "" for the package."""
     return next((name for name in (".".join(parts[:2]), *parts[:1]) if name in GROUP_OF), "")
 
 
-@of_every(sources(PACKAGE / "engine", ".py"))
-def test_engine_groups(path: Path) -> None:
+@for_each_file(sources(PACKAGE / "engine", ".py"))
+def test_engine_modules_import_lower_groups_only(path: Path) -> None:
     inside = path.relative_to(PACKAGE / "engine").with_suffix("").parts
     module = engine_module(inside)
-    assert module or inside == ("__init__",), "a new module of the engine needs its place above"
+    assert module or inside == ("__init__",), "add the new module to ENGINE_GROUPS"
     for name in imports(path):
         parts = name.split(".")
         if parts[:2] == ["specops", "engine"]:
@@ -370,8 +370,8 @@ def test_engine_groups(path: Path) -> None:
             assert GROUP_OF[other] <= GROUP_OF[module], f"{name} stands above {module}"
 
 
-def test_the_engine_imports_in_no_circle() -> None:
-    """Modules of one file each; a folder's own import each other as they like, in no circle."""
+def test_engine_has_no_import_cycle() -> None:
+    """Modules of one group may import each other, but not in a cycle."""
     modules = {}
     for path in sources(PACKAGE / "engine", ".py"):
         name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
@@ -379,16 +379,16 @@ def test_the_engine_imports_in_no_circle() -> None:
         modules[name.removesuffix(".__init__")] = names | {
             found.rpartition(".")[0] for found in names
         }
-    assert len(modules) > 40 and circles(modules) == []
+    assert len(modules) > 40 and import_cycles(modules) == []
 
 
 @pytest.mark.ci
-def test_the_drafters_for_vllm_import_without_it() -> None:
+def test_vllm_plugin_imports_without_vllm() -> None:
     code = """
 import sys
 sys.modules["vllm"] = None  # an import of it now fails
-import specops.vllm, specops.vllm.plugin, specops.vllm.exactness
-specops.vllm.plugin.register()
+from specops.integrations.vllm import exactness, plugin
+plugin.register()
 """
     environment = {name: os.environ[name] for name in os.environ if name != "SPECOPS_VLLM"}
     command = [sys.executable, "-c", code]
@@ -397,26 +397,26 @@ specops.vllm.plugin.register()
 
 
 CONFIGURATION = [
-    PACKAGE / "engine" / "speculative_config.py",
-    *sources(PACKAGE / "engine" / "drafters" / "methods", ".py"),
+    *(PACKAGE / "api").glob("speculative_*.py"),
+    *sources(PACKAGE / "api" / "methods", ".py"),
 ]
 
 
-@of_every(CONFIGURATION)
-def test_config_is_standard_library_only(path: Path) -> None:
-    """Methods are described without torch: a command's --help names them."""
+@for_each_file(CONFIGURATION)
+def test_configuration_imports_the_standard_library_only(path: Path) -> None:
+    """The --help of commands names the methods, and starts without torch."""
     for name in imports(path):
-        is_registry = name.startswith("specops.engine.drafters.methods")
+        is_registry = name.startswith(("specops.api.methods", "specops.api.speculative"))
         assert name.split(".")[0] in sys.stdlib_module_names or is_registry, name
 
 
-# What runs every method names none: a method is its description and its drafter, and a line of the
-# registry.
+# Generic code names no method: a method is its description, its drafter and a line of the registry.
 METHOD_NAMES = re.compile(
     r"""["'`](mtp|ngram|suffix)\b|[Mm]tp|[Nn]gram|[Ss]uffix|PredictionDrafter|PredictedText|DraftModel|Eagle|Medusa|Hydra|Dflash"""
 )
-OF_METHODS = [
-    *sources(PACKAGE / "engine" / "drafters" / "methods", ".py"),
+METHOD_FILES = [
+    PACKAGE / "api" / "speculative_spellings.py",
+    *sources(PACKAGE / "api" / "methods", ".py"),
     *(PACKAGE / "engine" / "drafters").glob("mtp*.py"),
     *(PACKAGE / "engine" / "drafters").glob("ngram*.py"),
     *(PACKAGE / "engine" / "drafters").glob("suffix*.py"),
@@ -428,8 +428,7 @@ OF_METHODS = [
     *(PACKAGE / "engine" / "drafters").glob("hydra*.py"),
     *(PACKAGE / "engine" / "drafters").glob("dflash*.py"),
 ]
-# No method's name, though they look like one: Python's own, OpenAI's field, and the two fields of
-# EngineConfig that have their names from the time of one method.
+# Words that only look like a method: Python's own, OpenAI's field, and two fields of EngineConfig.
 OTHER_WORDS = re.compile(
     r"""removesuffix|removeprefix|\.suffix\b|\bwith_suffix\(|\bsuffix: str|"suffix"\)"""
     r"""|"suffix": \(\)|"suffix must|param="suffix"|\bsuffix_(corpus|cache)\b"""
@@ -437,23 +436,23 @@ OTHER_WORDS = re.compile(
 )
 
 
-@of_every(
+@for_each_file(
     [
         path
-        for folder in ("engine", "server")
+        for folder in ("api", "engine", "server")
         for path in sources(PACKAGE / folder, ".py", ".js", ".html")
-        # Models have modules for MTP, tensors' names have suffixes, and prompts may have one.
-        if path not in OF_METHODS
+        # Models have MTP modules, tensor names have suffixes, and infill prompts may have one.
+        if path not in METHOD_FILES
         and "models" not in path.relative_to(PACKAGE).parts
         and path != PACKAGE / "server" / "infill.py"
     ]
     + [PACKAGE / "cli" / "exactness.py"]
 )
-def test_the_loop_names_no_method(path: Path) -> None:
+def test_generic_code_names_no_method(path: Path) -> None:
     assert METHOD_NAMES.findall(OTHER_WORDS.sub("", path.read_text())) == []
 
 
-def test_a_name_of_a_method_is_found() -> None:
+def test_method_names_are_found() -> None:
     for line in ('if method == "mtp":', "MtpDrafter(x)", "min_ngram_size", "x.suffix_decoding_y"):
         assert METHOD_NAMES.search(OTHER_WORDS.sub("", line)), line
 
@@ -464,37 +463,37 @@ FAMILY_FILES = {
     for path in sources(MODELS / "families", ".py")
     if "FAMILY = Family(" in path.read_text()
 }
-# How tools are called is a matter of formats, which bear the names of their first families.
+# Formats of tool calls have the names of the first families that use them.
 FORMATS = ("server/call_forms.py",)
 
 
-@of_every(
+@for_each_file(
     [
         path
-        for folder in ("engine", "server")
+        for folder in ("api", "engine", "server")
         for path in sources(PACKAGE / folder, ".py", ".js", ".html")
         if path.parent != MODELS / "families" and not relative(path).endswith(FORMATS)
     ]
 )
-def test_what_runs_every_family_names_none(path: Path) -> None:
-    """A family of models is its own file and a line of the registry."""
+def test_generic_code_names_no_model_family(path: Path) -> None:
+    """A model family is one file and a line of the registry."""
     stems = {re.split(r"[\d_]", name)[0] for name in FAMILY_FILES}
     assert {"llama", "qwen", "gemma", "ernie"} < stems
     assert re.findall("|".join(sorted(stems)), path.read_text(), re.IGNORECASE) == []
 
 
-@of_every(FAMILY_FILES.values())
-def test_a_family_is_one_file_and_one_line(path: Path) -> None:
+@for_each_file(FAMILY_FILES.values())
+def test_model_family_is_one_file_and_one_registry_line(path: Path) -> None:
     assert not {name for name in imports(path) if name.split(".")[-2] in FAMILY_FILES}
     registry = (MODELS / "families" / "__init__.py").read_text()
     assert len(re.findall(rf'^    "{path.stem}",$', registry, re.MULTILINE)) == 1
     assert len(path.read_text().splitlines()) < 150
 
 
-@of_every(sources(MODELS, ".py"))
+@for_each_file(sources(MODELS, ".py"))
 def test_models_import_in_one_direction(path: Path) -> None:
-    """Blocks know no model, models no family, families no loader."""
-    floors = (
+    """Blocks import no model, models no family, and families no loader."""
+    levels = (
         {"batch", "head_files", "kv", "shards", "weight_cache", "weights"},
         {"blocks", "kept_states"},
         {"config"},
@@ -507,15 +506,15 @@ def test_models_import_in_one_direction(path: Path) -> None:
         {"dflash", "residual_heads"},
         {"__init__"},
     )
-    floor_of = {name: floor for floor, names in enumerate(floors) for name in names}
-    own = floor_of[path.relative_to(MODELS).parts[0].removesuffix(".py")]
+    level_of = {name: level for level, names in enumerate(levels) for name in names}
+    own = level_of[path.relative_to(MODELS).parts[0].removesuffix(".py")]
     for name in imports(path):
         parts = name.split(".")
         if parts[:3] == ["specops", "engine", "models"]:
-            assert floor_of[parts[3]] <= own, name
+            assert level_of[parts[3]] <= own, name
 
 
-# Who may write which fields of a request: a file, or the folder of drafters.
+# Fields of requests by the module, or folder of drafters, that may write them.
 WRITERS = {
     "admission": {"draft_kv"},
     "drafters/drafting": {"draft_limit", "num_drafts", "draft_parents", "draft_stages"},
@@ -531,7 +530,7 @@ WRITERS = {
         "queue_seconds",
         "num_final_draft_kv",
     },
-    # What steps commit, and what follows from other fields in the beginning.
+    # Fields that steps commit, and fields with an initial value.
     "request": {
         "token_ids",
         "logprobs",
@@ -544,7 +543,7 @@ WRITERS = {
         "draft_limit",
     },
 }
-# Who writes something else of such a name: a part of a plan, a step's results.
+# Modules that write fields of these names in other objects, such as plans and results.
 OTHERS = {
     "memory/kv_cache": {"pages"},
     "sharing/turns": {"last_step"},
@@ -558,10 +557,9 @@ CHANGES = {"append", "clear", "extend", "insert", "pop", "remove", "update"}  # 
 
 
 def fields_written(path: Path, fields: set[str]) -> set[str]:
-    """Fields of requests that a file assigns, or whose lists and dicts it changes.
+    """Return the fields of requests that a file assigns, or whose lists and dicts it changes.
 
-    In request.py these are those of `self`; elsewhere those of all else but tables, which have
-    columns of such names.
+    In request.py these are fields of `self`; elsewhere, fields of anything but NO_REQUESTS.
     """
 
     def field_of(node: ast.AST) -> str:
@@ -587,7 +585,7 @@ def fields_written(path: Path, fields: set[str]) -> set[str]:
 
 
 def test_each_field_of_a_request_has_one_writer() -> None:
-    """But for two that change hands: what a slot begins with, drafters or steps count on."""
+    """Except for fields that one module initializes and another one updates."""
     engine = PACKAGE / "engine"
     tree = ast.parse((engine / "request.py").read_text())
     (body,) = [n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Request"]
@@ -605,7 +603,7 @@ def test_each_field_of_a_request_has_one_writer() -> None:
     assert all(others <= written[name] for name, others in OTHERS.items())
 
 
-def test_the_engine_imports_without_what_is_optional() -> None:
+def test_engine_imports_without_optional_packages() -> None:
     code = f"""
 import sys
 for name in {SERVER_STACK + OPTIONAL!r}:
@@ -616,8 +614,8 @@ import specops.engine
     assert done.returncode == 0, done.stderr
 
 
-def test_a_server_reads_nothing_of_an_engine() -> None:
-    """No name in server/ stands for one; and its process need not load torch."""
+def test_server_never_refers_to_an_engine() -> None:
+    """Its process need not load torch either."""
     for path in sources(PACKAGE / "server", ".py"):
         for node in ast.walk(ast.parse(path.read_text())):
             name = getattr(node, "id", getattr(node, "attr", getattr(node, "arg", None)))
@@ -628,16 +626,16 @@ def test_a_server_reads_nothing_of_an_engine() -> None:
     assert done.returncode == 0 or "No module named 'fastapi'" in done.stderr, done.stderr
 
 
-def circles(modules: dict[str, set[str]]) -> list[str]:
-    """The modules that are left when whatever imports nothing else of them is taken away."""
+def import_cycles(modules: dict[str, set[str]]) -> list[str]:
+    """Return the modules that remain after removing, repeatedly, those that import no other."""
     left = {name: of & modules.keys() - {name} for name, of in modules.items()}
     while free := {name for name, of in left.items() if not of}:
         left = {name: of - free for name, of in left.items() if name not in free}
     return sorted(left)
 
 
-def test_benches_and_tools_import_in_no_circle() -> None:
-    """tools/gpu_check runs benches, and these ask tools/cuda_toolkit.py where nvcc is."""
+def test_benches_and_tools_have_no_import_cycle() -> None:
+    """tools/gpu_check imports benches, and benches import tools/cuda_toolkit.py."""
     modules: dict[str, set[str]] = {}
     for path in [*sources(ROOT / "bench", ".py"), *sources(ROOT / "tools", ".py")]:
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -647,5 +645,5 @@ def test_benches_and_tools_import_in_no_circle() -> None:
         names = imports(path)
         modules[name] = names | {found.rpartition(".")[0] for found in names}
     assert len(modules) > 40
-    assert circles(modules) == []
-    assert circles({"a": {"b"}, "b": {"a"}, "c": {"a"}, "d": set()}) == ["a", "b", "c"]
+    assert import_cycles(modules) == []
+    assert import_cycles({"a": {"b"}, "b": {"a"}, "c": {"a"}, "d": set()}) == ["a", "b", "c"]

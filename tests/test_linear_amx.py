@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`linear` on AMX tiles, with a model of the instructions (amx_model.h) or on a CPU that has them.
 
-No bit of a row depends on the other rows, on threads, strides or the place of an output. A bit is
-what Intel's description of the instruction says; for int8 and int4 weights it equals the bit of the
+No bit of a row depends on the other rows, on threads, strides or the position of an output. Bits
+follow Intel's description of the instructions; for int8 and int4 weights, they equal those of the
 other instruction sets.
 """
 
@@ -42,7 +42,7 @@ Linear = Callable[..., Tensor]
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The kernel, with the model in the place of its instructions."""
+    """Compile the kernel with the model in place of the instructions."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         pytest.skip("no C++ compiler here")
@@ -55,16 +55,16 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 @pytest.fixture(params=["model", "instructions"])
 def linear(request: pytest.FixtureRequest) -> Iterator[Linear]:
-    """dense.linear over the model, and over the instructions."""
+    """Yield dense.linear on the model, and on the instructions."""
     if request.param == "model":
-        yield from over_the_model(request.getfixturevalue("library"))
+        yield from with_the_model(request.getfixturevalue("library"))
     elif "amx" in specops.supported_isas():
-        yield from over_the_instructions()
+        yield from with_the_instructions()
     else:
         pytest.skip("this CPU has no AMX")
 
 
-def over_the_instructions() -> Iterator[Linear]:
+def with_the_instructions() -> Iterator[Linear]:
     def call(
         x: Tensor,
         weight: PackedWeight,
@@ -83,7 +83,7 @@ def over_the_instructions() -> Iterator[Linear]:
 
 
 class WeightParams(ctypes.Structure):
-    """That of csrc/gemm/weight.h."""
+    """WeightParams of csrc/gemm/weight.h."""
 
     _fields_ = (
         ("kind", ctypes.c_int32),
@@ -119,7 +119,7 @@ def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def over_the_model(library: ctypes.CDLL) -> Iterator[Linear]:
+def with_the_model(library: ctypes.CDLL) -> Iterator[Linear]:
     def call(
         x: Tensor,
         weight: PackedWeight,
@@ -128,7 +128,7 @@ def over_the_model(library: ctypes.CDLL) -> Iterator[Linear]:
         threads: int = 1,
     ) -> Tensor:
         width = weight.num_outputs // 2 if weight.activation else weight.num_outputs
-        # What is not written stays NaN, and what lies behind is not touched.
+        # Outputs that are not written stay NaN; the memory behind them must stay NaN.
         memory = torch.full((x.shape[0] * width + 64,), torch.nan, dtype=out_dtype)
         library.set_threads(threads)
         library.linear(
@@ -143,14 +143,14 @@ def over_the_model(library: ctypes.CDLL) -> Iterator[Linear]:
         return memory[:-64].view(x.shape[0], width)
 
     isa = specops.get_isa()
-    specops.set_isa("portable")  # as which the rest of the library is compiled
+    specops.set_isa("portable")  # as the rest of the library is compiled
     yield call
     specops.set_isa(isa)
     library.set_threads(1)
 
 
-def twin(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return the sums in the order of TDPBF16PS.
+def sums_of_tdpbf16ps(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x @ weight.T + bias, summed in the order of TDPBF16PS.
 
     Products in float64 are exact, so a sum with one of them rounds once where the float64 sum is
     exact or far from a tie.
@@ -178,14 +178,14 @@ SHAPES = [(64, 32), (64, 96), (200, 64), (16, 32), (1, 1), (17, 31), (100, 77), 
 
 @pytest.mark.parametrize("outputs,inputs", SHAPES)
 @pytest.mark.parametrize("use_bias", [False, True])
-def test_bits_are_those_of_the_description(
+def test_bits_follow_the_description_of_the_instructions(
     linear: Linear, outputs: int, inputs: int, use_bias: bool
 ) -> None:
     weight, bias = numbers(outputs, inputs), numbers(outputs) if use_bias else None
     packed = dense.pack_weight(weight)
     for rows in (0, 1, 5, 16, 17, 32, 33, 70):
         x = numbers(rows, inputs)
-        want = twin(x, weight, bias)
+        want = sums_of_tdpbf16ps(x, weight, bias)
         assert torch.equal(linear(x, packed, bias), want)
         assert torch.equal(linear(x, packed, bias, torch.bfloat16), want.bfloat16())
 
@@ -207,7 +207,7 @@ def test_rows_keep_their_bits(
             assert torch.equal(got, alone[first : first + rows])
 
 
-def test_neighbours_and_strides_change_nothing(linear: Linear) -> None:
+def test_neighbors_and_strides_change_no_bit(linear: Linear) -> None:
     weight = numbers(70, 77)
     x = numbers(40, 77)
     want = linear(x, dense.pack_weight(weight))
@@ -216,26 +216,26 @@ def test_neighbours_and_strides_change_nothing(linear: Linear) -> None:
     apart = memory[1:].view(40, 90)[:, :77]
     apart.copy_(x)
     assert torch.equal(linear(apart, dense.pack_weight(weight)), want)
-    # An output has its bits wherever it stands, whatever the others are.
+    # The bits of an output do not depend on its position or on other outputs.
     shuffled = torch.randperm(70)
     assert torch.equal(linear(x, dense.pack_weight(weight[shuffled])), want[:, shuffled])
     alone = linear(x, dense.pack_weight(weight[33:34]))
     assert torch.equal(alone, want[:, 33:34])
     x[7], weight[9] = torch.inf, torch.nan
-    spoilt = linear(x, dense.pack_weight(weight))
+    spoiled = linear(x, dense.pack_weight(weight))
     rows = torch.arange(40) != 7
     outputs = torch.arange(70) != 9
-    assert torch.equal(spoilt[rows][:, outputs], want[rows][:, outputs])
-    assert not spoilt[7].isfinite().any() and spoilt[:, 9].isnan().all()
+    assert torch.equal(spoiled[rows][:, outputs], want[rows][:, outputs])
+    assert not spoiled[7].isfinite().any() and spoiled[:, 9].isnan().all()
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
-def test_gates_are_the_activation_of_what_linear_gives(linear: Linear, activation: str) -> None:
+def test_gated_outputs_are_the_activation_of_plain_outputs(linear: Linear, activation: str) -> None:
     weight, bias, x = numbers(160, 70), numbers(160), numbers(37, 70)
     apart = linear(x, dense.pack_weight(weight), bias, torch.bfloat16)
     got = linear(x, dense.pack_weight(weight, activation=activation), bias, torch.bfloat16)
     want = reference.dense.GATED[activation](apart.double())
-    assert torch.allclose(got.double(), want, rtol=2**-8, atol=1e-12)  # 1 + tanh is that far off
+    assert torch.allclose(got.double(), want, rtol=2**-8, atol=1e-12)  # the error of 1 + tanh
 
 
 def test_denormals_are_zeros(linear: Linear) -> None:
@@ -250,8 +250,10 @@ def test_denormals_are_zeros(linear: Linear) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", INTEGERS, ids=str)
-def test_codes_have_the_bits_of_other_sets(linear: Linear, dtype: torch.dtype, case: Case) -> None:
-    """Of more rows than vectors multiply, whole tiles of them or not, on any threads."""
+def test_quantized_weights_have_the_bits_of_other_instruction_sets(
+    linear: Linear, dtype: torch.dtype, case: Case
+) -> None:
+    """Covers more rows than vectors multiply, whole and partial tiles, and several threads."""
     for rows, num_inputs, num_outputs in [
         (9, 7, 17),
         (16, 129, 64),
@@ -272,8 +274,8 @@ def test_codes_have_the_bits_of_other_sets(linear: Linear, dtype: torch.dtype, c
 
 
 @pytest.mark.parametrize("activations", ["int16", "int8"])
-def test_the_largest_codes_and_rows(linear: Linear, activations: str) -> None:
-    """Bytes of either sign at their ends; infinities and NaN are their rows' own."""
+def test_extreme_quantized_values_and_rows(linear: Linear, activations: str) -> None:
+    """Bytes of either sign are extreme; infinities and NaN change only their own rows."""
     q = QuantizedWeight("int8", torch.full((40, 256), 127, dtype=torch.int8), torch.ones(40, 1))
     q.codes[1::3], q.codes[2::3, ::2] = -128, -1
     x = torch.full((20, 256), 127.0 if activations == "int8" else 32767.0)
@@ -283,19 +285,19 @@ def test_the_largest_codes_and_rows(linear: Linear, activations: str) -> None:
     want = reference.quantized_linear(x, q, None, torch.float32, activations=activations)
     assert torch.equal(linear(x, packed), want)
     x[7, 3], x[9, 200] = torch.inf, torch.nan
-    spoilt = linear(x, packed)
+    spoiled = linear(x, packed)
     rows = torch.tensor([r not in (7, 9) for r in range(20)])
-    assert torch.equal(spoilt[rows], want[rows]) and spoilt[~rows].isnan().all()
+    assert torch.equal(spoiled[rows], want[rows]) and spoiled[~rows].isnan().all()
 
 
-def test_the_kernels_are_compiled_with_the_instructions_themselves() -> None:
-    """The same files without the model: every tile instruction is in them."""
+def test_compiled_kernels_have_the_tile_instructions() -> None:
+    """Compiles the same files without the model."""
     compiler, objdump = shutil.which(os.environ.get("CXX", "c++")), shutil.which("objdump")
     if compiler is None or objdump is None or os.uname().machine != "x86_64":
         pytest.skip("needs a compiler for x86-64, and objdump")
     flags = "-std=c++20 -O1 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c"
     sets = "-mamx-tile -mamx-bf16 -mamx-int8 -DSPECOPS_ISA=amx -DSPECOPS_ISA_amx=1 -Icsrc"
-    # Sums last, inputs before, weights first, in the order of AT&T's syntax.
+    # In AT&T's syntax: weights, inputs, sums.
     products = (
         ("tdpbf16ps %tmm6, %tmm4, %tmm0", "tdpbf16ps %tmm7, %tmm5, %tmm3"),
         ("tdpbssd %tmm6, %tmm4, %tmm0", "tdpbusd %tmm7, %tmm5, %tmm3"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops of linear attention against their references; and no row sees how its text was cut."""
+"""Linear attention ops equal their references, however a text is split into steps."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import pytest
 import specops
 import torch
-from conftest import assert_close, expect_fault
+from shared_fixtures import assert_close, expect_fault
 from specops import linear_attention, reference
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-NUM_SLOTS, TAPS, WINDOW = 7, 4, 6  # positions that a slot keeps of states; of inputs, TAPS more
+NUM_SLOTS, TAPS, WINDOW = 7, 4, 6  # positions per slot: WINDOW of states, TAPS more of inputs
 CHANNELS = 70
 
 
@@ -24,9 +24,9 @@ class Rows(NamedTuple):
     count: int
 
 
-# Ragged, without rows, without a slot, from the beginning of a text and from within.
+# Ragged requests: without rows, without a slot, from the beginning of a text and from within.
 STEP = [Rows(3, 0, 1), Rows(1, 5, 0), Rows(6, 2, 9), Rows(-1, 4, 2), Rows(0, 0, 12), Rows(2, 30, 3)]
-SPARE = 3  # rows of nobody
+SPARE = 3  # rows without a request
 
 
 def indices(step: Sequence[Rows], device: str) -> dict[str, Tensor]:
@@ -40,7 +40,7 @@ def indices(step: Sequence[Rows], device: str) -> dict[str, Tensor]:
 
 
 def poisoned(step: Sequence[Rows], shape: tuple[int, ...], back: int, dtype: torch.dtype) -> Tensor:
-    """States of all slots, with numbers where a step may look: at the `back` positions before."""
+    """Return states of NaN, except at the `back` positions before the rows of each request."""
     states = torch.full(shape, torch.nan, dtype=dtype)
     for slot, begin, _ in step:
         for position in range(max(begin - back, 0), begin) if slot >= 0 else ():
@@ -61,7 +61,7 @@ HEADS = [Heads(1, 1, 16, 16), Heads(2, 6, 48, 80), Heads(2, 2, 128, 32)]
 
 
 def delta_inputs(heads: Heads, rows: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """q, k, v, a and b, of rows that have poison between them, a_log and dt_bias."""
+    """Return q, k, v, a and b with poison between their rows, and a_log and dt_bias."""
     keys, values = (heads.keys, heads.key_dim), (heads.values, heads.value_dim)
     made = []
     for shape in (keys, keys, values, (heads.values,), (heads.values,)):
@@ -78,11 +78,11 @@ def delta_states(heads: Heads) -> tuple[int, ...]:
 
 
 def check_states(got: Tensor, want: Tensor, before: Tensor) -> None:
-    """What a step has not written is as it was, bit for bit; the rest is there."""
+    """Check that a step wrote the elements that the reference writes, and no other bit."""
     untouched = torch.equal(want.nan_to_num(9), before.nan_to_num(9))
     assert not untouched and torch.equal(got.isnan(), want.isnan())
-    kept = want.nan_to_num(9) == before.nan_to_num(9)
-    assert torch.equal(got.nan_to_num(9)[kept], before.nan_to_num(9)[kept])
+    unchanged = want.nan_to_num(9) == before.nan_to_num(9)
+    assert torch.equal(got.nan_to_num(9)[unchanged], before.nan_to_num(9)[unchanged])
 
 
 @pytest.mark.no_bf16
@@ -95,18 +95,18 @@ def test_causal_conv1d(device: str, isa: str, dtype: torch.dtype, taps: int, cha
     wide[:, 3:-3] = torch.randn(rows, channels).to(dtype)
     weight = torch.randn(taps, channels).to(dtype)
     before = poisoned(STEP, (NUM_SLOTS, WINDOW + taps, channels), taps - 1, dtype)
-    given = indices(STEP, "cpu")
-    want, want_states = reference.causal_conv1d(wide[:, 3:-3], weight, before, *given.values())
+    arguments = indices(STEP, "cpu")
+    want, want_states = reference.causal_conv1d(wide[:, 3:-3], weight, before, *arguments.values())
     states = before.clone().to(device)
     got = linear_attention.causal_conv1d(
         wide.to(device)[:, 3:-3], weight.to(device), states, **indices(STEP, device)
     )
     assert torch.equal(states.cpu().nan_to_num(9), want_states.nan_to_num(9))
-    nobody = [*range(10, 12), *range(rows - SPARE, rows)]
-    assert (got[nobody] == 0).all() and (want[nobody] == 0).all()
+    unowned = [*range(10, 12), *range(rows - SPARE, rows)]
+    assert (got[unowned] == 0).all() and (want[unowned] == 0).all()
 
     def op(x: Tensor, weight: Tensor, states: Tensor) -> Tensor:
-        return reference.causal_conv1d(x, weight, states, *given.values())[0]
+        return reference.causal_conv1d(x, weight, states, *arguments.values())[0]
 
     assert_close(op, got.cpu(), wide[:, 3:-3], weight, before)
 
@@ -119,31 +119,31 @@ def test_gated_delta_rule(device: str, isa: str, dtype: torch.dtype, heads: Head
     rows = sum(one.count for one in STEP) + SPARE
     inputs = delta_inputs(heads, rows, dtype, "cpu")
     before = poisoned(STEP, delta_states(heads), 1, torch.float32)
-    given = indices(STEP, "cpu")
-    want, want_states = reference.gated_delta_rule(*inputs, before, *given.values())
+    arguments = indices(STEP, "cpu")
+    want, want_states = reference.gated_delta_rule(*inputs, before, *arguments.values())
     states = before.clone().to(device)
     moved = [one.to(device) for one in inputs]
     got = linear_attention.gated_delta_rule(*moved, states, **indices(STEP, device))
     check_states(states.cpu(), want_states, before)
-    nobody = [*range(10, 12), *range(rows - SPARE, rows)]
-    assert (got[nobody] == 0).all() and (want[nobody] == 0).all()
+    unowned = [*range(10, 12), *range(rows - SPARE, rows)]
+    assert (got[unowned] == 0).all() and (want[unowned] == 0).all()
 
     def outs(*args: Tensor) -> Tensor:
-        return reference.gated_delta_rule(*args, *given.values())[0]
+        return reference.gated_delta_rule(*args, *arguments.values())[0]
 
-    def kept(*args: Tensor) -> Tensor:
-        return reference.gated_delta_rule(*args, *given.values())[1].nan_to_num(0)
+    def new_states(*args: Tensor) -> Tensor:
+        return reference.gated_delta_rule(*args, *arguments.values())[1].nan_to_num(0)
 
     assert_close(outs, got.cpu(), *inputs, before)
-    assert_close(kept, states.cpu().nan_to_num(0), *inputs, before)
+    assert_close(new_states, states.cpu().nan_to_num(0), *inputs, before)
 
 
-# How a text of 24 positions is cut into steps: accepted rows, and rejected ones behind them.
+# Ways to split a text of 24 positions into steps: accepted rows, and rejected ones behind them.
 LENGTH = 24
-CUTS: dict[str, list[tuple[int, int]]] = {
+SPLITS: dict[str, list[tuple[int, int]]] = {
     "one by one": [(1, 0)] * LENGTH,
     "chunks": [(7, 0), (1, 0), (13, 0), (3, 0)],
-    # Of 5 drafts every number is accepted, and no drafts follow where some were rejected or not.
+    # Every number of 5 drafts is accepted; steps without drafts follow rejections and acceptances.
     "drafts": [
         (4, 0),
         (1, 5),
@@ -163,13 +163,13 @@ CUTS: dict[str, list[tuple[int, int]]] = {
 Op = Callable[[list[Tensor], dict[str, Tensor]], Tensor]
 
 
-def play(op: Op, text: list[Tensor], junk: list[Tensor], cut: str, other: int) -> Tensor:
-    """The rows of a text, step by step, beside another request; every step checked to be all."""
+def run_in_steps(op: Op, text: list[Tensor], junk: list[Tensor], split: str, other: int) -> Tensor:
+    """Compute the rows of a text step by step, beside another request if `other` is above 0."""
     parts, begin = [], 0
-    for accepted, rejected in CUTS[cut]:
+    for accepted, rejected in SPLITS[split]:
         end = begin + accepted
-        neighbours = [Rows(5, other, 2)] * (other > 0)
-        step = [*neighbours, Rows(2, begin, accepted + rejected)]
+        neighbors = [Rows(5, other, 2)] * (other > 0)
+        step = [*neighbors, Rows(2, begin, accepted + rejected)]
         rows = [
             torch.cat([own[:2]] * (other > 0) + [one[begin:end], own[:rejected]])
             for one, own in zip(text, junk, strict=True)
@@ -182,15 +182,15 @@ def play(op: Op, text: list[Tensor], junk: list[Tensor], cut: str, other: int) -
     return torch.cat(parts)
 
 
-def keeps_bits(
+def check_bits(
     make: Callable[[], Op], text: list[Tensor], junk: list[Tensor], on_cuda: bool
 ) -> None:
     want = make()(text, indices([Rows(2, 0, LENGTH)], str(text[0].device)))
     for threads in (1,) if on_cuda else (1, 2, 3):
         specops.set_num_threads(threads)
-        for cut in CUTS:
-            assert torch.equal(play(make(), text, junk, cut, 0), want)
-    assert torch.equal(play(make(), text, junk, "drafts", 9), want)
+        for split in SPLITS:
+            assert torch.equal(run_in_steps(make(), text, junk, split, 0), want)
+    assert torch.equal(run_in_steps(make(), text, junk, "drafts", 9), want)
 
 
 @pytest.mark.no_bf16
@@ -198,102 +198,104 @@ def keeps_bits(
 def test_convolved_rows_keep_their_bits(
     device: str, isa: str, on_cuda: bool, dtype: torch.dtype
 ) -> None:
-    """In chunks and one by one, behind drafts of which some were rejected, beside others."""
+    """Rows are equal in any split into steps, behind rejected drafts and beside other requests."""
     weight = torch.randn(TAPS, CHANNELS).to(dtype).to(device)
 
     def make() -> Op:
         shape = (NUM_SLOTS, WINDOW - 1 + TAPS - 1, CHANNELS)
         states = torch.full(shape, 3.0, dtype=dtype, device=device)
 
-        def op(rows: list[Tensor], given: dict[str, Tensor]) -> Tensor:
-            return linear_attention.causal_conv1d(rows[0], weight, states, **given)
+        def op(rows: list[Tensor], arguments: dict[str, Tensor]) -> Tensor:
+            return linear_attention.causal_conv1d(rows[0], weight, states, **arguments)
 
         return op
 
     text, junk = ([torch.randn(rows, CHANNELS).to(dtype).to(device)] for rows in (LENGTH, WINDOW))
-    keeps_bits(make, text, junk, on_cuda)
+    check_bits(make, text, junk, on_cuda)
 
 
 @pytest.mark.no_bf16
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", HEADS[:2])
 @pytest.mark.pairwise
-def test_rows_of_states_keep_their_bits(
+def test_delta_rule_rows_keep_their_bits(
     device: str, isa: str, on_cuda: bool, dtype: torch.dtype, heads: Heads
 ) -> None:
-    """In chunks and one by one, behind drafts of which some were rejected, beside others."""
+    """Rows are equal in any split into steps, behind rejected drafts and beside other requests."""
     *text, a_log, dt_bias = delta_inputs(heads, LENGTH, dtype, device)
     junk = delta_inputs(heads, WINDOW, dtype, device)[:5]
 
     def make() -> Op:
         states = torch.full(delta_states(heads), 3.0, device=device)
 
-        def op(rows: list[Tensor], given: dict[str, Tensor]) -> Tensor:
-            return linear_attention.gated_delta_rule(*rows, a_log, dt_bias, states, **given)
+        def op(rows: list[Tensor], arguments: dict[str, Tensor]) -> Tensor:
+            return linear_attention.gated_delta_rule(*rows, a_log, dt_bias, states, **arguments)
 
         return op
 
-    keeps_bits(make, text, junk, on_cuda)
+    check_bits(make, text, junk, on_cuda)
 
 
 @pytest.mark.no_bf16
-def test_the_zeros_before_a_text_are_no_memory(device: str, isa: str) -> None:
-    """A request that begins takes nothing from whoever had its slot, not even NaN."""
+def test_new_request_ignores_the_states_of_its_slot(device: str, isa: str) -> None:
+    """Even NaN of an earlier request has no effect."""
     heads = HEADS[0]
     inputs = delta_inputs(heads, 3, torch.float32, device)
-    given = indices([Rows(1, 0, 3)], device)
+    arguments = indices([Rows(1, 0, 3)], device)
     outs = []
     for value in (0.0, torch.nan):
         states = torch.full(delta_states(heads), value, device=device)
         conv = torch.full((NUM_SLOTS, 3, 16), value, device=device)
         mixed = linear_attention.causal_conv1d(
-            inputs[2].flatten(1), torch.ones(TAPS, 16, device=device), conv, **given
+            inputs[2].flatten(1), torch.ones(TAPS, 16, device=device), conv, **arguments
         )
-        outs += [mixed, linear_attention.gated_delta_rule(*inputs, states, **given)]
+        outs += [mixed, linear_attention.gated_delta_rule(*inputs, states, **arguments)]
     assert torch.equal(outs[0], outs[2]) and torch.equal(outs[1], outs[3])
 
 
 @pytest.mark.no_bf16
 @pytest.mark.parametrize("step,rows", [([], 0), ([], 2), ([Rows(0, 3, 0), Rows(1, 0, 0)], 0)])
-def test_no_rows(device: str, isa: str, step: list[Rows], rows: int) -> None:
+def test_steps_without_rows_change_nothing(
+    device: str, isa: str, step: list[Rows], rows: int
+) -> None:
     heads = HEADS[0]
     states = torch.ones(delta_states(heads), device=device)
     conv = torch.ones(NUM_SLOTS, WINDOW, 16, device=device)
-    inputs, given = delta_inputs(heads, rows, torch.float32, device), indices(step, device)
-    out = linear_attention.gated_delta_rule(*inputs, states, **given)
+    inputs, arguments = delta_inputs(heads, rows, torch.float32, device), indices(step, device)
+    out = linear_attention.gated_delta_rule(*inputs, states, **arguments)
     x, weight = torch.ones(rows, 16, device=device), torch.ones(TAPS, 16, device=device)
-    mixed = linear_attention.causal_conv1d(x, weight, conv, **given)
+    mixed = linear_attention.causal_conv1d(x, weight, conv, **arguments)
     assert out.shape == (rows, 1, 16) and mixed.shape == (rows, 16)
     assert not out.any() and not mixed.any() and (states == 1).all() and (conv == 1).all()
 
 
 FAULTS: dict[str, tuple[str, list[int], str]] = {
-    "a slot outside": ("slots", [NUM_SLOTS, 1], r"slots.* must be -1 or a slot of states"),
-    "no slot is -2": ("slots", [-2, 1], r"slots.* must be -1 or a slot of states"),
-    "a negative entry": ("qo_indptr", [-1, 2, 4], r"qo_indptr.* must be non-decreasing from 0"),
-    "a falling entry": ("qo_indptr", [0, 3, 2], r"qo_indptr.* must be non-decreasing from 0"),
-    "rows that are not there": ("qo_indptr", [0, 2, 5], r"qo_indptr.* at most the rows"),
-    "less than the rows": ("kv_lens", [2, 1], r"kv_lens.* must be at least the request's"),
+    "slot above the range": ("slots", [NUM_SLOTS, 1], r"slots.* must be -1 or a slot of states"),
+    "slot below -1": ("slots", [-2, 1], r"slots.* must be -1 or a slot of states"),
+    "negative entry": ("qo_indptr", [-1, 2, 4], r"qo_indptr.* must be non-decreasing from 0"),
+    "falling entry": ("qo_indptr", [0, 3, 2], r"qo_indptr.* must be non-decreasing from 0"),
+    "missing rows": ("qo_indptr", [0, 2, 5], r"qo_indptr.* at most the rows"),
+    "fewer tokens than rows": ("kv_lens", [2, 1], r"kv_lens.* must be at least the request's"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_wrong_requests(device: str, on_cuda: bool, fault: str) -> None:
-    """A wrong one is told; on CUDA the states of the others are what they would be."""
+def test_invalid_requests_are_reported(device: str, on_cuda: bool, fault: str) -> None:
+    """On a CPU, no state changes."""
     name, values, words = FAULTS[fault]
     heads = HEADS[0]
     inputs = delta_inputs(heads, 4, torch.float32, device)
     x, weight = torch.ones(4, 16, device=device), torch.ones(TAPS, 16, device=device)
-    given = indices([Rows(0, 1, 2), Rows(1, 4, 2)], device)
-    given[name] = torch.tensor(values, dtype=torch.int32, device=device)
+    arguments = indices([Rows(0, 1, 2), Rows(1, 4, 2)], device)
+    arguments[name] = torch.tensor(values, dtype=torch.int32, device=device)
     states = torch.ones(delta_states(heads), device=device)
     conv = torch.ones(NUM_SLOTS, WINDOW, 16, device=device)
     calls: list[tuple[str, Callable[..., Any], list[Tensor], Tensor]] = [
         ("causal_conv1d", linear_attention.causal_conv1d, [x, weight], conv),
         ("gated_delta_rule", linear_attention.gated_delta_rule, inputs, states),
     ]
-    for op, call, args, kept in calls:
+    for op, call, args, own in calls:
         with expect_fault(on_cuda, f"{op}: {words}"):
-            call(*args, kept, **given)
+            call(*args, own, **arguments)
         if not on_cuda:
-            assert (kept == 1).all()
+            assert (own == 1).all()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processed logits: an op given processors is the op on logits that were edited in place."""
+"""Logits processors: an op with processors equals the op on logits that were edited in place."""
 
 import itertools
 import math
@@ -9,9 +9,9 @@ import pytest
 import simt
 import specops
 import torch
-from conftest import expect_fault
 from processor_cases import RULES, only, random_processors, to_device
 from sampling_cases import by_field, mixed_params, on_device, positions_from, row_params
+from shared_fixtures import expect_fault
 from specops import reference, sampling
 from specops.sampling import LogitsProcessors, Purpose
 from torch import Tensor
@@ -34,7 +34,7 @@ def run(
     processors: LogitsProcessors | None = None,
     **more: Any,
 ) -> list[Tensor]:
-    """Tokens, logprobs, ranks and target probabilities of `sample`, on cpu."""
+    """Return tokens, logprobs, ranks and target probabilities of `sample`, on the CPU."""
     rows, vocab = logits.shape
     device = logits.device
     logprobs = torch.full((rows,), 7.0, device=device)
@@ -56,7 +56,7 @@ def run(
 def check_as_if_edited(
     logits: Tensor, positions: Tensor, params: dict[str, Tensor], processors: LogitsProcessors
 ) -> None:
-    """Bit for bit `sample` of the edited logits; raw scores are of the untouched ones."""
+    """Check that `sample` equals that of the edited logits bit for bit; raw scores are unedited."""
     edited = reference.process_logits(logits.cpu(), processors, positions).to(logits.device)
     want = run(edited, positions, params, processed_logprobs=True)
     got = run(logits, positions, params, processors, processed_logprobs=True)
@@ -75,7 +75,7 @@ def check_as_if_edited(
 )
 @pytest.mark.fast("cpu-*", "simt-*-dtype0", "simt-7-*")
 @pytest.mark.pairwise
-def test_processors_are_edits_in_place(
+def test_processors_equal_edits_in_place(
     device: str, isa: str, dtype: torch.dtype, rows: int, vocab: int
 ) -> None:
     logits = (3 * torch.randn(rows, vocab)).to(dtype).to(device)
@@ -84,7 +84,9 @@ def test_processors_are_edits_in_place(
     check_as_if_edited(logits, positions, with_typical(mixed_params(rows)), processors)
 
 
-def test_every_combination_of_processors(device: str, isa: str, on_cuda: bool) -> None:
+def test_every_combination_of_processors_equals_edited_logits(
+    device: str, isa: str, on_cuda: bool
+) -> None:
     rows, vocab = 8, 67
     for count in range(0, len(RULES) + 1, 3 if on_cuda else 1):
         for rules in itertools.combinations(RULES, count):
@@ -94,7 +96,7 @@ def test_every_combination_of_processors(device: str, isa: str, on_cuda: bool) -
             check_as_if_edited(logits.to(device), positions, mixed_params(rows), processors)
 
 
-def test_processed_against_the_reference(device: str, isa: str) -> None:
+def test_processed_sample_equals_the_reference(device: str, isa: str) -> None:
     rows, vocab = 90, 70
     logits = 3 * torch.randn(rows, vocab)
     positions = torch.randint(0, 20, (rows,), dtype=torch.int32)
@@ -120,7 +122,7 @@ def test_processed_against_the_reference(device: str, isa: str) -> None:
         torch.testing.assert_close(got[3].sum(1), torch.ones(rows))
 
 
-def test_a_row_alone_has_the_bits_it_has_in_a_batch(device: str, isa: str, on_cuda: bool) -> None:
+def test_processed_rows_keep_their_bits(device: str, isa: str, on_cuda: bool) -> None:
     rows, vocab = 13, 9001
     logits = torch.randn(rows, vocab, device=device)
     positions = torch.randint(0, 20, (rows,), dtype=torch.int32)
@@ -148,9 +150,7 @@ def test_a_row_alone_has_the_bits_it_has_in_a_batch(device: str, isa: str, on_cu
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_processed_strided_rows_with_poisoned_slack(
-    device: str, isa: str, dtype: torch.dtype
-) -> None:
+def test_processed_rows_may_be_strided(device: str, isa: str, dtype: torch.dtype) -> None:
     wide = torch.full((9, 2300), 1e30, device=device, dtype=dtype)
     wide[:, 101:2134] = torch.randn(9, 2033)
     view = wide[:, 101:2134]
@@ -165,10 +165,10 @@ def test_processed_strided_rows_with_poisoned_slack(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [511, 513, 8201, 1023, 3072, 1025])
 @pytest.mark.pairwise
-def test_named_tokens_at_the_ends_of_words_and_leaves(
+def test_processed_tokens_at_the_ends_of_words_and_leaves(
     device: str, isa: str, dtype: torch.dtype, vocab: int
 ) -> None:
-    """Also in rows that begin on every boundary, and beside an element that is another row's."""
+    """Rows begin at every alignment, beside elements of other rows."""
     logits = (3 * torch.randn(9, vocab + 11)).to(dtype).to(device)[:, 1 : vocab + 1]
     ends = [end + i for end in range(0, vocab, 512) for i in (-1, 0, 1, 7, 8, 31, 32)] + [vocab - 1]
     ids = torch.tensor(sorted({i for i in ends if 0 <= i < vocab}), dtype=torch.int32)
@@ -186,8 +186,8 @@ def test_named_tokens_at_the_ends_of_words_and_leaves(
     check_as_if_edited(logits, positions_from(3, 9), params, processors)
 
 
-def test_nothing_allowed_and_odd_logits(device: str, isa: str) -> None:
-    """A row whose every token is disallowed; NaN and infinities under every rule."""
+def test_rows_without_allowed_tokens_or_finite_logits(device: str, isa: str) -> None:
+    """One row disallows every token; others have NaN and infinities under every rule."""
     vocab = 70
     logits = torch.randn(6, vocab)
     logits[1] = math.nan
@@ -209,8 +209,8 @@ def test_nothing_allowed_and_odd_logits(device: str, isa: str) -> None:
             assert got[3][row].tolist() == [1.0] + [0.0] * (vocab - 1)
 
 
-def test_ties_after_processing(device: str, isa: str) -> None:
-    """Biases that make logits equal: the lower id first, and one rank for all of them."""
+def test_ties_after_processing_go_to_the_lower_id(device: str, isa: str) -> None:
+    """Biases make logits equal, and equal logits have one rank."""
     logits = torch.zeros(1, 3000, device=device)
     processors = LogitsProcessors(
         slots=torch.zeros(1, dtype=torch.int32),
@@ -226,17 +226,17 @@ def test_ties_after_processing(device: str, isa: str) -> None:
         assert int(got[2]) == (2 if int(got[0]) == 7 else 1)
 
 
-def test_typical_p_keeps_the_smallest_typical_set(device: str, isa: str) -> None:
-    """Two-sided: the most probable token may go while less probable ones stay."""
+def test_typical_p_retains_the_smallest_typical_set(device: str, isa: str) -> None:
+    """The most probable token may be removed while less probable ones stay."""
     probs = torch.tensor([0.5, 0.2, 0.2, 0.1])
     row = probs.log()
     surprise = -row
     entropy = float((probs * surprise).sum())
     assert (surprise - entropy).abs().argsort(stable=True).tolist() == [1, 2, 0, 3]
-    for typical_p, kept in ((0.1, [1]), (0.3, [1, 2]), (0.5, [0, 1, 2]), (0.95, [0, 1, 2, 3])):
+    for typical_p, retained in ((0.1, [1]), (0.3, [1, 2]), (0.5, [0, 1, 2]), (0.95, [0, 1, 2, 3])):
         params = {**row_params(1), "typical_p": torch.tensor([typical_p])}
         got = run(row[None].to(device), positions_from(0, 1), params)[3][0]
-        assert got.nonzero().flatten().tolist() == kept
+        assert got.nonzero().flatten().tolist() == retained
         want = reference.target_probs(row, 1.0, typical_p=typical_p).float()
         torch.testing.assert_close(got, want)
 
@@ -244,7 +244,7 @@ def test_typical_p_keeps_the_smallest_typical_set(device: str, isa: str) -> None
 @pytest.mark.parametrize("vocab", [7_003, 151_936, 40_003])
 @pytest.mark.fast("cpu-*", "simt-7003", "simt-40003")
 def test_typical_p_of_large_rows(device: str, isa: str, on_cuda: bool, vocab: int) -> None:
-    """More kept tokens than a list holds, ties among them, and whatever else narrows the row."""
+    """Covers more tokens than a list holds, ties among them, and other filters."""
     cases: list[dict[str, Any]] = [
         {"typical_p": 0.3},
         {"typical_p": 0.9, "temperature": 1e3},
@@ -271,7 +271,7 @@ def test_typical_p_of_large_rows(device: str, isa: str, on_cuda: bool, vocab: in
 
 
 def typical_row(kind: str, vocab: int) -> Tensor:
-    """Logits that typical-p cuts through few tokens of, many, or more ties than a list holds."""
+    """Return logits of which typical-p retains few tokens, many, or more ties than a list holds."""
     row = torch.randn(vocab)
     if kind == "flat":
         return 0.2 * row
@@ -291,14 +291,16 @@ def typical_row(kind: str, vocab: int) -> Tensor:
 @pytest.mark.parametrize("kind", ["flat", "spread", "peaked", "tied", "rounded", "tail"])
 @pytest.mark.fast("cpu-*", "simt-*-dtype1", "simt-tied-dtype0")
 @pytest.mark.pairwise
-def test_typical_p_cuts_by_distance(device: str, isa: str, kind: str, dtype: torch.dtype) -> None:
-    """What is kept are the nearest tokens to the mean surprise, as many as typical_p asks for."""
-    vocab, shares = 20_011, [0.02, 0.3, 0.8, 0.995]
-    logits = torch.stack([typical_row(kind, vocab)] * len(shares)).to(dtype)
-    params = row_params(len(shares), temperature=0.75, top_k=[0, 0, 9000, 0])
-    params["typical_p"] = torch.tensor(shares)
-    probs = run(logits.to(device), positions_from(3, len(shares)), params)[3]
-    for i, share in enumerate(shares):
+def test_typical_p_retains_the_tokens_nearest_to_the_mean_surprise(
+    device: str, isa: str, kind: str, dtype: torch.dtype
+) -> None:
+    """It retains as many tokens as have a mass of typical_p."""
+    vocab, masses = 20_011, [0.02, 0.3, 0.8, 0.995]
+    logits = torch.stack([typical_row(kind, vocab)] * len(masses)).to(dtype)
+    params = row_params(len(masses), temperature=0.75, top_k=[0, 0, 9000, 0])
+    params["typical_p"] = torch.tensor(masses)
+    probs = run(logits.to(device), positions_from(3, len(masses)), params)[3]
+    for i, required in enumerate(masses):
         x = logits[i].float().nan_to_num(-INF, neginf=-INF)
         if params["top_k"][i] > 0:  # ties to the lower id
             x[x.argsort(descending=True, stable=True)[9000:]] = -INF
@@ -306,21 +308,24 @@ def test_typical_p_cuts_by_distance(device: str, isa: str, kind: str, dtype: tor
         weights = (-surprise.double()).exp()
         weights /= weights.sum()
         mean = (weights * surprise.double()).nan_to_num(0.0).sum().float()
-        kept = probs[i] > 0
+        retained = probs[i] > 0
         assert abs(float(probs[i].double().sum()) - 1.0) < 1e-5
         distance = (surprise - mean).abs().double()
-        furthest, nearest = distance[kept].max(), distance[~kept & (weights > 0)].min()
+        furthest, nearest = distance[retained].max(), distance[~retained & (weights > 0)].min()
         assert furthest <= nearest + 1e-5
-        mass, last = weights[kept].sum(), weights[kept & (distance >= furthest - 1e-5)].max()
-        assert share - 1e-5 <= mass < share + last + 1e-5
-        # of those whose logits are equal the lower ids stay
-        for value in x[kept & (distance >= furthest - 1e-5)].unique():
+        mass, last = (
+            weights[retained].sum(),
+            weights[retained & (distance >= furthest - 1e-5)].max(),
+        )
+        assert required - 1e-5 <= mass < required + last + 1e-5
+        # of equal logits, the lower ids stay
+        for value in x[retained & (distance >= furthest - 1e-5)].unique():
             tied = (x == value).nonzero().flatten()
-            stays = kept[tied]
+            stays = retained[tied]
             assert not (stays[1:] & ~stays[:-1]).any()
 
 
-def test_drafts_are_drawn_apart_and_anchors_count(device: str, isa: str) -> None:
+def test_drafts_and_anchored_tokens_have_their_own_uniforms(device: str, isa: str) -> None:
     logits = torch.zeros(64, 4096, device=device)
     positions, params = positions_from(0, 64), row_params(64, seeds=9)
     drafts = run(logits, positions, params, purpose=Purpose.DRAFT)[0]
@@ -337,7 +342,7 @@ def test_drafts_are_drawn_apart_and_anchors_count(device: str, isa: str) -> None
 
 
 def chains_of(batch: int, k: int, vocab: int) -> dict[str, Tensor]:
-    """Requests with up to k drafts, some idle; what no row owns is out of range."""
+    """Return requests with up to k drafts, some idle; drafts without a row are out of range."""
     drafts = torch.randint(vocab, (batch, k), dtype=torch.int32)
     lens = torch.randint(0, k + 2, (batch,))
     indptr = torch.cat([torch.zeros(1), lens.cumsum(0)]).int()
@@ -351,7 +356,7 @@ def chains_of(batch: int, k: int, vocab: int) -> dict[str, Tensor]:
 def test_processed_top_logprobs(
     device: str, isa: str, tree: bool, batch: int, k: int, vocab: int, n: int
 ) -> None:
-    """A row of a request in the op is the row alone, edited, and scored as `sample` scores it."""
+    """A row has the scores that `sample` gives the edited row alone."""
     step = chains_of(batch, k, vocab)
     if tree:
         step["parents"] = (
@@ -359,7 +364,7 @@ def test_processed_top_logprobs(
             .int()
             .view(batch, k)
         )
-    rows = int(step["output_indptr"][-1]) + 2  # the last two are nobody's
+    rows = int(step["output_indptr"][-1]) + 2  # the last two belong to no request
     logits = 3 * torch.randn(rows, vocab)
     positions = torch.randint(0, 20, (batch,), dtype=torch.int32)
     processors = random_processors(batch, rows, vocab, positions, step["draft_token_ids"])
@@ -396,7 +401,7 @@ def test_processed_top_logprobs(
     torch.testing.assert_close(got[1].cpu(), want[1], rtol=0, atol=1e-5)
     torch.testing.assert_close(got[2].cpu(), want[2], rtol=0, atol=4e-6)
     assert torch.equal(got[2], sampling.top_logprobs(logits.to(device), 0)[2])
-    # the bits of sample, where it chooses one of them
+    # the bits of `sample` where it chooses one of these tokens
     params = {**own, "seeds": torch.arange(rows)}
     choice = run(edited.to(device), torch.zeros(rows).int(), params, processed_logprobs=True)
     found = got[0].cpu() == choice[0][:, None]
@@ -414,7 +419,7 @@ def test_top_logprobs_ranks_of_raw_logits(device: str, isa: str) -> None:
     assert torch.equal(ranks.cpu(), want)
 
 
-# ---- refusals ----
+# ---- invalid values ----
 
 
 @pytest.mark.parametrize(
@@ -432,10 +437,10 @@ def test_top_logprobs_ranks_of_raw_logits(device: str, isa: str) -> None:
         ("typical_p", math.nan, r"sample: sampling.typical_p.* must be within \(0, 1\], got"),
     ],
 )
-def test_processors_refuse_values(
+def test_invalid_values_are_reported(
     device: str, on_cuda: bool, field: str, value: float, message: str
 ) -> None:
-    """Of the request at fault; what other requests' slots hold is not looked at."""
+    """Slots that no request uses may hold any values."""
     logits, positions = torch.zeros(2, 40, device=device), torch.tensor([3, 5]).int()
     processors = random_processors(2, 2, 40, positions)
     params = {**row_params(2), "typical_p": torch.ones(2)}
@@ -453,7 +458,7 @@ def test_processors_refuse_values(
         run(logits, positions, params, processors, token_ids=out)
 
 
-def test_bad_words_need_the_tokens_so_far(device: str, on_cuda: bool) -> None:
+def test_bad_words_require_the_earlier_tokens(device: str, on_cuda: bool) -> None:
     positions = torch.tensor([3, 12]).int()
     processors = random_processors(2, 2, 40, positions)
     processors = processors._replace(token_ids=processors.token_ids[:, :11].contiguous())
@@ -461,7 +466,7 @@ def test_bad_words_need_the_tokens_so_far(device: str, on_cuda: bool) -> None:
         run(torch.zeros(2, 40, device=device), positions, row_params(2), processors)
 
 
-def test_purposes_that_choose_no_token_are_refused(device: str) -> None:
+def test_purposes_without_a_token_are_refused(device: str) -> None:
     logits, positions = torch.zeros(2, 5, device=device), positions_from(0, 2).to(device)
     with pytest.raises(
         ValueError, match=r"sample: purpose must be 0 \(DRAFT\) or 3 \(TARGET\), got"
@@ -470,8 +475,10 @@ def test_purposes_that_choose_no_token_are_refused(device: str) -> None:
 
 
 @pytest.mark.parametrize("rules", [{"repetition", "frequency"}, {"bad_words", "min_tokens"}])
-def test_drafts_past_the_vocabulary(device: str, isa: str, rules: set[str]) -> None:
-    """Rows behind such a draft are computed as if it were a token that no table names."""
+def test_drafts_past_the_vocabulary_count_as_unlisted_tokens(
+    device: str, isa: str, rules: set[str]
+) -> None:
+    """Rows behind such a draft are computed as if no table lists it."""
     batch, k, vocab, n = 4, 3, 70, 5
     drafts = torch.randint(vocab, (batch, k), dtype=torch.int32)
     drafts[1, 1], drafts[2, 0], drafts[3, 2] = vocab, 2**31 - 1, 1024
@@ -502,8 +509,10 @@ def test_drafts_past_the_vocabulary(device: str, isa: str, rules: set[str]) -> N
 
 @pytest.mark.parametrize("change", ["slots", "mask_indices", "repetition_penalty", "token_ids"])
 @pytest.mark.parametrize("op", ["verify", "verify of trees", "top_logprobs"])
-def test_a_request_at_fault_is_alone(device: str, on_cuda: bool, op: str, change: str) -> None:
-    """The third of four requests has a wrong value; on CUDA it yields nothing, the others all."""
+def test_request_at_fault_does_not_affect_others(
+    device: str, on_cuda: bool, op: str, change: str
+) -> None:
+    """The third of four requests is invalid. On CUDA, only this request gets no tokens."""
     batch, k, vocab, n = 4, 3, 70, 5
     step = {
         "output_indptr": torch.arange(batch + 1, dtype=torch.int32) * (k + 1),
@@ -553,11 +562,11 @@ def test_a_request_at_fault_is_alone(device: str, on_cuda: bool, op: str, change
         assert torch.equal(got[others], want[others]) and (got[others, 0] >= 0).all()
 
 
-# ---- bits of the overlay that find no room in a block ----
+# ---- overlay bits that do not fit into the memory of a block ----
 
 
 def overlay_in_workspace(device: str, logits: Tensor, kib: int, batch: int = 0) -> None:
-    """In the interpreter: that in blocks of so little memory every row's bits are in it."""
+    """Check in the interpreter that blocks this small keep the bits of rows in the workspace."""
     if device != "simt":
         return
 
@@ -583,7 +592,7 @@ def test_sample_with_the_overlay_in_the_workspace(
     vocab: int,
     kib: int,
 ) -> None:
-    """As where every block has the bits in its own memory; rows of one block and of several."""
+    """Results equal those with the bits in block memory, for one block per row and for several."""
     logits = (3 * torch.randn(rows, vocab)).to(dtype).to(device)
     positions = torch.randint(0, 20, (rows,), dtype=torch.int32)
     processors = random_processors(rows, rows, vocab, positions)
@@ -628,8 +637,8 @@ def test_top_logprobs_with_the_overlay_in_the_workspace(
 
 
 @pytest.mark.fast("cpu*", ci=("simt",))
-def test_no_row_is_too_wide_for_processors(device: str, isa: str) -> None:
-    """Wider than any block's memory could say what becomes of each token."""
+def test_processors_support_rows_of_any_width(device: str, isa: str) -> None:
+    """No block has enough memory for the bits of so many tokens."""
     vocab = 448 * 1024 + 1
     logits = torch.randn(1, vocab).bfloat16().to(device)
     positions = torch.full((1,), 9, dtype=torch.int32)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reason to exist: with speculation on, every token and every logprob bit is plain decoding's.
+"""With speculation on, every token and every logprob bit is that of plain decoding.
 
-Fifty prompts on the bundled bf16 model, in several arrival orders, batch and chunk sizes, with and
-without preemption; and a hundred requests with all sampling parameters mixed at random. Each
-comparison also asserts that drafts were accepted and rejected.
+Fifty prompts run on the bundled bf16 model in several arrival orders, batch and chunk sizes, with
+and without preemption. A hundred requests mix all sampling parameters at random. Each comparison
+also asserts that drafts were accepted and rejected.
 """
 
 import dataclasses
@@ -18,10 +18,10 @@ from unittest import mock
 
 import pytest
 from draft_lengths import RandomLengths
+from specops.api.tokenizer import Tokenizer
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.drafters.base import Drafter, StepResults, stage_limit
 from specops.ngram import NgramIndex
-from specops.tokenizer import Tokenizer
 
 PROMPTS = Path(__file__).resolve().parent.parent / "bench" / "prompts"
 NUM_PROMPTS, NUM_TOKENS = 50, 96
@@ -51,7 +51,7 @@ def params(index: int, temperature: float) -> SamplingParams:
 def run(
     method: str, temperature: float, order: list[int], **config: Any
 ) -> tuple[dict[int, Completion], Engine]:
-    # Greedy text repeats itself: there, more and bolder drafts, so that plenty of them are wrong.
+    # Greedy text repeats itself: more and bolder drafts make sure that many are wrong.
     drafting = (
         {"num_speculative_tokens": 4, "adaptive_verification": False} if method != "naive" else {}
     )
@@ -64,7 +64,7 @@ def run(
     engine = Engine(
         EngineConfig(
             device="cpu",
-            speculative_config=SpeculativeConfig(method=method, **drafting),
+            speculative_config=SpeculativeConfig.from_dict({"method": method, **drafting}),
             **config,
         )
     )
@@ -87,7 +87,7 @@ def bits(completion: Completion) -> list[Any]:
 
 @lru_cache
 def plain(temperature: float) -> dict[int, Completion]:
-    """One prompt at a time, no speculation, the whole prompt in one chunk."""
+    """Decode one prompt at a time without speculation, each prompt in one chunk."""
     done, _ = run(
         "naive",
         temperature,
@@ -99,8 +99,8 @@ def plain(temperature: float) -> dict[int, Completion]:
     return done
 
 
-def test_on_every_instruction_set(isa: str) -> None:
-    """A few short texts; also what `make test-arm` runs of the engine."""
+def test_speculation_changes_no_bit_on_any_instruction_set(isa: str) -> None:
+    """`make -C tools test-arm` runs this test, too."""
     done = {}
     for method in ("naive", "ngram"):
         engine = Engine(
@@ -111,8 +111,8 @@ def test_on_every_instruction_set(isa: str) -> None:
             )
         )
         texts = [text[:120] for text in prompts()[:3]]
-        given = [dataclasses.replace(params(i, 0.8 * (i % 2)), max_tokens=24) for i in range(3)]
-        done[method] = [(one.text, bits(one)) for one in engine.generate(texts, given)]
+        each = [dataclasses.replace(params(i, 0.8 * (i % 2)), max_tokens=24) for i in range(3)]
+        done[method] = [(one.text, bits(one)) for one in engine.generate(texts, each)]
     assert done["ngram"] == done["naive"]
     spec = engine.stats.speculative
     assert 0 < spec.num_accepted_tokens < spec.num_draft_tokens
@@ -142,9 +142,7 @@ CONFIGS: list[dict[str, Any]] = [
     "suffix-0.0-preempted",
     ci=("ngram-0.0-chunks of 16", "suffix-0.8-32 at once"),
 )
-def test_drafting_gives_what_naive_gives(
-    method: str, temperature: float, config: dict[str, Any]
-) -> None:
+def test_drafting_changes_no_bit(method: str, temperature: float, config: dict[str, Any]) -> None:
     expected = plain(temperature)
     got, engine = run(method, temperature, shuffled(len(CONFIGS)), **config)
     different = [i for i in expected if got[i].token_ids != expected[i].token_ids]
@@ -152,7 +150,7 @@ def test_drafting_gives_what_naive_gives(
     different = [i for i in expected if bits(got[i]) != bits(expected[i])]
     assert different == []
     assert all(got[i].text == expected[i].text for i in expected)
-    # An equality that nothing exercised proves nothing.
+    # The comparison needs both accepted and rejected drafts.
     spec = engine.stats.speculative
     accepted = spec.num_accepted_tokens / spec.num_draft_tokens
     assert 0.2 <= accepted <= 0.8, f"acceptance {accepted:.2f}"
@@ -170,15 +168,17 @@ def test_drafting_gives_what_naive_gives(
     ids=["leftmost, preempted", "seven drafts a step", "none"],
 )
 @pytest.mark.fast("leftmost, preempted", "none")
-def test_choices_of_drafts_change_nothing(own: dict[str, Any], config: dict[str, Any]) -> None:
-    """Rows are indexed from their first token on here, and again after a preemption."""
+def test_ngram_options_change_nothing(own: dict[str, Any], config: dict[str, Any]) -> None:
+    """Rows are indexed from their first token on, and again after a preemption."""
     order = shuffled(5)[:24]
-    speculative = SpeculativeConfig(
-        method="ngram",
-        num_speculative_tokens=6,
-        min_ngram_size=1,
-        adaptive_verification=False,
-        **own,
+    speculative = SpeculativeConfig.from_dict(
+        {
+            "method": "ngram",
+            "num_speculative_tokens": 6,
+            "min_ngram_size": 1,
+            "adaptive_verification": False,
+            **own,
+        }
     )
     engine = Engine(EngineConfig(device="cpu", speculative_config=speculative, **config))
     steps: list[int] = []
@@ -201,8 +201,13 @@ def test_choices_of_drafts_change_nothing(own: dict[str, Any], config: dict[str,
 
 
 def test_rejecting_everything_changes_nothing() -> None:
-    speculative = SpeculativeConfig(
-        method="ngram", num_speculative_tokens=7, accept_policy="reject_all", min_ngram_size=1
+    speculative = SpeculativeConfig.from_dict(
+        {
+            "method": "ngram",
+            "num_speculative_tokens": 7,
+            "accept_policy": "reject_all",
+            "min_ngram_size": 1,
+        }
     )
     engine = Engine(EngineConfig(device="cpu", speculative_config=speculative))
     order = shuffled(3)[:10]
@@ -214,8 +219,8 @@ def test_rejecting_everything_changes_nothing() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.fast("0.8")
-def test_what_others_said_changes_nothing(temperature: float, tmp_path: Path) -> None:
-    """A cold cache, a warm one, one read from a file, and a corpus with the very answers in it."""
+def test_earlier_texts_change_nothing(temperature: float, tmp_path: Path) -> None:
+    """Covers a cold cache, a warm one, one from a file, and a corpus with the answers in it."""
     order = list(range(0, NUM_PROMPTS, 5))
     texts, each = [prompts()[i] for i in order], [params(i, temperature) for i in order]
     expected = [bits(plain(temperature)[i]) for i in order]
@@ -231,7 +236,7 @@ def test_what_others_said_changes_nothing(temperature: float, tmp_path: Path) ->
         enable_prefix_caching=False,
     )
     engine = Engine(config)
-    steps, known = [], []  # of all, and of the requests whose answers the corpus has
+    steps, known = [], []  # of all requests, and of those with answers in the corpus
 
     def decode() -> None:
         before = engine.stats.num_steps
@@ -247,13 +252,13 @@ def test_what_others_said_changes_nothing(temperature: float, tmp_path: Path) ->
     decode()
     engine = Engine(dataclasses.replace(config, suffix_cache=None, suffix_corpus=str(corpus)))
     decode()
-    # The second and the third time, everything has been seen; the corpus knows some of it.
+    # The second and third runs know every answer, and the corpus knows some.
     assert steps[2] == steps[1] < 0.6 * steps[0]
     assert known[3] < 0.6 * known[0]
 
 
-def test_aborts_and_arrivals_in_the_middle_change_nothing() -> None:
-    """Requests that come and go among others, with drafts from those that were aborted."""
+def test_aborts_and_arrivals_change_nothing() -> None:
+    """Drafts come from aborted requests, too."""
     rng = random.Random(5)
     speculative = SpeculativeConfig(
         method="suffix", num_speculative_tokens=7, adaptive_verification=False
@@ -261,25 +266,25 @@ def test_aborts_and_arrivals_in_the_middle_change_nothing() -> None:
     engine = Engine(
         EngineConfig(device="cpu", speculative_config=speculative, max_num_seqs=5, num_pages=96)
     )
-    left, alive, kept = shuffled(6)[:24], [], []
+    left, alive, remaining = shuffled(6)[:24], [], []
     while left or engine.has_unfinished():
         if left and rng.random() < 0.3:
             index = left.pop()
             alive.append((engine.add_request(prompts()[index], params(index, 0.8)), index))
             if rng.random() < 0.5:
-                kept.append(alive.pop())
+                remaining.append(alive.pop())
         if alive and rng.random() < 0.1:
             engine.abort(alive.pop(rng.randrange(len(alive)))[0])
         engine.step()
-    assert len(kept) > 5
-    for name, index in kept:
+    assert len(remaining) > 5
+    for name, index in remaining:
         assert bits(engine.completion(name)) == bits(plain(0.8)[index])
     assert engine.stats.speculative.num_accepted_tokens > 100
     assert engine.drafters["suffix"].cache.running_requests == []
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
-def test_a_request_may_choose_its_own_method_and_greedy_strategy(method: str) -> None:
+def test_request_chooses_its_own_method_and_greedy_strategy(method: str) -> None:
     speculative = SpeculativeConfig(method="naive")
     engine = Engine(EngineConfig(device="cpu", speculative_config=speculative))
     order = list(range(8))
@@ -300,8 +305,9 @@ def test_a_request_may_choose_its_own_method_and_greedy_strategy(method: str) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_every_instruction_set_and_thread_count(isa: str, temperature: float, dtype: str) -> None:
-    """The promise holds on each instruction set, not only on the best one of this machine."""
+def test_every_instruction_set_and_thread_count_gives_the_same_bits(
+    isa: str, temperature: float, dtype: str
+) -> None:
     order = list(range(0, NUM_PROMPTS, 5))
     texts, each = [prompts()[i] for i in order], [params(i, temperature) for i in order]
     outputs = []
@@ -315,7 +321,7 @@ def test_every_instruction_set_and_thread_count(isa: str, temperature: float, dt
             if method != "naive"
             else {}
         )
-        speculative = SpeculativeConfig(method=method, **drafting)
+        speculative = SpeculativeConfig.from_dict({"method": method, **drafting})
         engine = Engine(
             EngineConfig(device="cpu", speculative_config=speculative, dtype=dtype, **config)
         )
@@ -340,12 +346,12 @@ def ids(text: str) -> tuple[int, ...]:
 
 @lru_cache
 def mixed(index: int) -> SamplingParams:
-    """A request's parameters: each is asked for, or not, by a coin of its own."""
+    """Return the parameters of a request, each of which is set at random."""
     rng = random.Random(index)
 
-    def maybe(value: Any, share: float = 0.25) -> dict[str, Any]:
-        (name, given), *_ = value.items()
-        return {name: given} if rng.random() < share else {}
+    def maybe(value: Any, probability: float = 0.25) -> dict[str, Any]:
+        (name, setting), *_ = value.items()
+        return {name: setting} if rng.random() < probability else {}
 
     size = vocabulary().vocab_size
     thinking = {
@@ -382,13 +388,13 @@ def mixed(index: int) -> SamplingParams:
 
 
 class ScriptedDrafter(Drafter):
-    """Knows what comes. Half of its drafts say so to their end, the others only up to some place.
+    """A drafter that knows the outputs; half of its proposals are right only up to some token.
 
     Args:
-        truth: what each request will say, by its seed.
+        truth: Completion of each request, by its seed.
     """
 
-    name = "ngram"  # in whose place it is put
+    name = "ngram"  # the method that it replaces
 
     def __init__(self, truth: dict[int, Completion]) -> None:
         self._truth = truth
@@ -409,7 +415,7 @@ class ScriptedDrafter(Drafter):
 
 
 def scripted_for(expected: Sequence[Completion], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the next engine draft with a script in the place of n-grams."""
+    """Make later engines draft from the expected completions instead of n-grams."""
     truth = {one.seed % 2**64: one for one in expected}
     monkeypatch.setattr(
         "specops.engine.drafters.ngram.load", lambda context: ScriptedDrafter(truth)
@@ -425,7 +431,7 @@ def run_mixed(engine: Engine, count: int = NUM_MIXED) -> list[Completion]:
 
 @lru_cache
 def mixed_plain(logprobs_mode: str = "raw_logprobs") -> list[Completion]:
-    """One request at a time, without speculation."""
+    """Run the mixed requests one at a time, without speculation."""
     return run_mixed(
         Engine(
             EngineConfig(
@@ -440,7 +446,7 @@ def mixed_plain(logprobs_mode: str = "raw_logprobs") -> list[Completion]:
     )
 
 
-def agree(got: list[Completion], expected: list[Completion]) -> None:
+def check_equal(got: list[Completion], expected: list[Completion]) -> None:
     for index, (one, other) in enumerate(zip(got, expected, strict=True)):
         assert one.token_ids == other.token_ids, (index, mixed(index))
         assert bits(one) == bits(other), (index, mixed(index))
@@ -452,8 +458,8 @@ def agree(got: list[Completion], expected: list[Completion]) -> None:
 
 
 @pytest.mark.ci
-def test_the_mixture_has_everything_in_it() -> None:
-    """Nothing below proves anything about a parameter that no request has, or that does nothing."""
+def test_mixed_parameters_cover_every_field() -> None:
+    """The tests below need requests on which every parameter has an effect."""
     each = [mixed(i) for i in range(NUM_MIXED)]
     default = SamplingParams()
     for field in dataclasses.fields(SamplingParams):
@@ -466,7 +472,7 @@ def test_the_mixture_has_everything_in_it() -> None:
         assert sum(isinstance(reason, kind) for reason in reasons) >= 2, kind
     lengths = [len(one.token_ids) for one in done if one.finish_reason == "length"]
     assert lengths.count(NUM_MIXED_TOKENS) >= 20
-    assert len(lengths) > lengths.count(NUM_MIXED_TOKENS), "a reply was cut"
+    assert len(lengths) > lengths.count(NUM_MIXED_TOKENS), "no response was ended by its limit"
 
 
 @pytest.mark.parametrize("k", [1, 3, 7])
@@ -491,7 +497,7 @@ def test_all_parameters_mixed_change_nothing(
     engine = Engine(
         EngineConfig(device="cpu", speculative_config=speculative, logprobs_mode=mode, **limits)
     )
-    agree(run_mixed(engine), expected)
+    check_equal(run_mixed(engine), expected)
     spec = engine.stats.speculative
     accepted = spec.num_accepted_tokens / spec.num_draft_tokens
     print(f"{drafter}, k = {k}: {accepted:.3f} of {spec.num_draft_tokens} drafts accepted")
@@ -501,17 +507,19 @@ def test_all_parameters_mixed_change_nothing(
 
 @pytest.mark.parametrize("drafter", ["ngram", "scripted"])
 @pytest.mark.fast("ngram", ci=("scripted",))
-def test_lengths_at_random_change_nothing(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_draft_lengths_change_nothing(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = mixed_plain()
     if drafter == "scripted":
         scripted_for(expected, monkeypatch)
-    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=6, min_ngram_size=1)
+    speculative = SpeculativeConfig.from_dict(
+        {"method": "ngram", "num_speculative_tokens": 6, "min_ngram_size": 1}
+    )
     limits = {"max_num_seqs": 12, "num_pages": 72, "max_model_len": 1024}
     lengths = RandomLengths()
     engine = lengths.decide_for(
         Engine(EngineConfig(device="cpu", speculative_config=speculative, **limits))
     )
-    agree(run_mixed(engine), expected)
+    check_equal(run_mixed(engine), expected)
     spec = engine.stats.speculative
     assert 0.1 <= spec.num_accepted_tokens / spec.num_draft_tokens <= 0.9
     assert min(lengths.verified[count] for count in range(7)) > 0
@@ -528,11 +536,11 @@ def test_all_parameters_on_every_instruction_set(isa: str, monkeypatch: pytest.M
     speculative = SpeculativeConfig(
         method="ngram", num_speculative_tokens=5, adaptive_verification=False
     )
-    agree(run_mixed(engine(speculative, max_num_seqs=10, num_threads=3), 40), expected)
+    check_equal(run_mixed(engine(speculative, max_num_seqs=10, num_threads=3), 40), expected)
     by_suffix = SpeculativeConfig(method="suffix", num_speculative_tokens=6)
-    agree(run_mixed(engine(by_suffix, max_num_seqs=12, num_threads=2), 40), expected)
+    check_equal(run_mixed(engine(by_suffix, max_num_seqs=12, num_threads=2), 40), expected)
     scripted_for(expected, monkeypatch)
     scripted = engine(speculative, max_num_seqs=16, num_threads=2, max_num_batched_tokens=64)
-    agree(run_mixed(scripted, 40), expected)
+    check_equal(run_mixed(scripted, 40), expected)
     spec = scripted.stats.speculative
     assert 0.2 <= spec.num_accepted_tokens / spec.num_draft_tokens <= 0.8

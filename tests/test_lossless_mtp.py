@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MTP modules draft, and every token and logprob bit stays plain decoding's.
+"""With drafts of MTP modules, every token and every logprob bit is that of plain decoding.
 
-Tiny models with one module to three, and the bundled one, with every way to draft; and what they
-draft: after the same text always the same, whatever came before.
+Tiny models with one to three modules and the bundled model use every strategy. The drafts
+themselves depend on the text alone.
 """
 
 import json
@@ -19,29 +19,29 @@ from checkpoints import write_tokenizer
 from draft_lengths import Lengths, NothingVerified, RandomRests
 from mtp_checkpoints import Tiny, make_mtp_checkpoint, save_checkpoint
 from pages import check_pages
+from specops.api.outputs import RequestOutput
 from specops.cli.exactness import PROMPTS as SHORT_PROMPTS
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.drafters.recurrent import RecurrentDrafter
-from specops.engine.outputs import RequestOutput
 from specops.engine.plan import Plan
 from specops.engine.request import Request
 from test_lossless import (
     PROMPTS,
-    agree,
     bits,
+    check_equal,
     mixed_plain,
     run_mixed,
 )
 
 VOCAB = 160
-proved = partial(pytest.param, marks=pytest.mark.slow)
-STRATEGIES = ("default", "with_ngram", "with_suffix")
+slow_param = partial(pytest.param, marks=pytest.mark.slow)
+HYBRIDS = ("mtp", "mtp+ngram", "mtp+suffix")
 
 
 def make_tiny(directory: Path, modules: int, **changes: Any) -> Tiny:
-    """A target that mostly goes by its last token, and modules that mostly do the same.
+    """Write a target that mostly depends on its last token, and modules that mostly do the same.
 
-    What layers and states add makes the difference between a right and a wrong draft.
+    The layers and states make the difference between a right and a wrong draft.
     """
     changes = {"tie_word_embeddings": False, "num_hidden_layers": 2, **changes}
     tiny = make_mtp_checkpoint(directory, "deepseek_v3", modules, base=("Qwen3", changes))
@@ -65,7 +65,7 @@ def make_tiny(directory: Path, modules: int, **changes: Any) -> Tiny:
 
 @pytest.fixture(scope="module")
 def tinies(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Tiny]:
-    """By the number of modules; the target is the same."""
+    """Return models with the same target by their number of modules."""
     return {n: make_tiny(tmp_path_factory.mktemp(f"modules{n}"), n) for n in (1, 2, 3)}
 
 
@@ -88,7 +88,7 @@ def make_engine(tiny: Tiny, speculative: SpeculativeConfig | None = None, **conf
 
 @lru_cache
 def prompt(index: int) -> list[int]:
-    """Every third is alone; the others share the beginning of a few texts, up to any place."""
+    """Return a prompt: every third is unique, the others begin like one of two texts."""
     rng = random.Random(index)
     own = [rng.randrange(1, VOCAB) for _ in range(rng.randrange(1, 40))]
     if index % 3 == 0:
@@ -117,7 +117,7 @@ _plain: dict[int, list[Any]] = {}
 
 
 def plain(tiny: Tiny, index: int) -> list[Any]:
-    """Alone, without drafts, the whole prompt in one chunk. The same for any number of modules."""
+    """Decode alone, without drafts, in one chunk. The result is the same for any modules."""
     if not _plain:
         engine = make_engine(
             tiny, max_num_seqs=1, max_num_batched_tokens=512, enable_prefix_caching=False
@@ -133,16 +133,16 @@ def plain(tiny: Tiny, index: int) -> list[Any]:
 
 @dataclass
 class Record:
-    """All drafts of modules, by what they may depend on: the text, and the key of their draws."""
+    """All drafts of modules, by what they may depend on: the text and the key of their draws."""
 
     drafts: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict)
-    # The bits of the logits that the last of a number of drafts was chosen from.
+    # Bits of the logits from which the last of a number of drafts was chosen.
     logits: dict[tuple[Any, ...], bytes] = field(default_factory=dict)
     num_seen_again: int = 0
     num_logits_seen_again: int = 0
 
     def watch(self, engine: Engine) -> Engine:
-        """Notes the drafts of each of the engine's steps from now on."""
+        """Record the drafts of all further steps of an engine."""
         launch, step = engine._runner.launch, engine.step
         executed: list[tuple[int, Request]] = []
 
@@ -170,26 +170,26 @@ class Record:
             return
         assert isinstance(drafter, RecurrentDrafter)
         count, text = int(proposals.counts[request.slot]), tuple(request.token_ids)
-        if config.mtp_strategy == "with_suffix":  # what it adds depends on other texts
+        if config.method == "mtp+suffix":  # suffix drafts depend on other texts
             count = min(count, config.num_model_steps)
         drafts = tuple(proposals.token_ids[request.slot, :count].tolist())
-        # After a long rest modules begin anew, and do not see all of the text.
+        # After a long pause, modules start anew and do not see the whole text.
         key: tuple[Any, ...] = (text, drafter._progress[request.slot].begin)
         params = request.params
         if (config.draws_drafts or config.drafts_with_target_numbers) and params.temperature > 0:
             key = (*key, request.seed, params.temperature, params.top_p)
-        if config.mtp_strategy == "with_ngram":  # it continues what the modules drafted
+        if config.method == "mtp+ngram":  # n-grams continue the modules' drafts
             key = (*key, config.num_model_steps)
             if config.num_model_steps > drafter.num_passes:
-                return  # which may be less, where there is no page for it
+                return  # fewer passes than configured, for lack of a page
         known = self.drafts.get(key, ())
-        # The end of the text or of the pages may have cut one of them short.
+        # The end of the text or of the pages may have shortened one of them.
         short = min(len(known), count)
         assert known[:short] == drafts[:short], f"{request.request_id}: {len(text)} tokens"
         self.num_seen_again += short > 0
         if count > len(known):
             self.drafts[key] = drafts
-        if config.mtp_strategy != "default" or count < drafter.num_steps:
+        if config.method != "mtp" or count < drafter.num_steps:
             return
         logits = drafter.arrays.choices.logits[row].numpy().tobytes()
         known_logits = self.logits.setdefault((*key, count), logits)
@@ -198,7 +198,7 @@ class Record:
 
 
 def run(engine: Engine, indices: Sequence[int], own: Any = None) -> dict[int, Completion]:
-    """Requests that come while others run."""
+    """Run requests that arrive while others run."""
     rng = random.Random(len(indices))
     left, names = list(indices), {}
     while left or engine.has_unfinished():
@@ -234,22 +234,23 @@ LIMITS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("k", [1, proved(2), 3, proved(4), 5])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("k", [1, slow_param(2), 3, slow_param(4), 5])
+@pytest.mark.parametrize("method", HYBRIDS)
 @pytest.mark.parametrize("modules", [1, 2, 3])
 @pytest.mark.fast("1-*-5", "2-*-3", "3-*-1")
-def test_modules_change_nothing(
-    tinies: dict[int, Tiny], modules: int, strategy: str, k: int
+def test_mtp_drafts_change_nothing(
+    tinies: dict[int, Tiny], modules: int, method: str, k: int
 ) -> None:
     tiny = tinies[modules]
-    case = (modules + STRATEGIES.index(strategy) + k) % len(LIMITS)
-    steps = k if strategy == "default" else 1 + (k + modules) % k
-    speculative = SpeculativeConfig(
-        method="mtp",
-        mtp_strategy=strategy,
-        num_speculative_tokens=k,
-        num_model_steps=steps,
-        min_ngram_size=1,
+    case = (modules + HYBRIDS.index(method) + k) % len(LIMITS)
+    steps = k if method == "mtp" else 1 + (k + modules) % k
+    speculative = SpeculativeConfig.from_dict(
+        {
+            "method": method,
+            "num_speculative_tokens": k,
+            "num_model_steps": steps,
+            "min_ngram_size": 1,
+        }
     )
     engine = Record().watch(make_engine(tiny, speculative, **LIMITS[case]))
     order = shuffled(k)[:40]
@@ -266,12 +267,12 @@ def test_modules_change_nothing(
 @pytest.mark.parametrize("modules", [1, 2, 3])
 @pytest.mark.fast("2-3", ci=("1-5", "3-5"))
 def test_drafts_depend_on_the_text_alone(tinies: dict[int, Tiny], modules: int, k: int) -> None:
-    """Not on chunks, pages, prefixes found, preemptions, rests, or who else is there.
+    """Chunks, pages, cached prefixes, preemptions, pauses and other requests change no draft.
 
-    Nor do the bits that they are chosen by.
+    They change no bit of the logits from which drafts are chosen, either.
     """
     case = (modules + k) % len(LIMITS)
-    drafts_stay(tinies[modules], k, LIMITS[case : case + 1])
+    check_drafts(tinies[modules], k, LIMITS[case : case + 1])
 
 
 @pytest.mark.slow
@@ -280,11 +281,11 @@ def test_drafts_depend_on_the_text_alone(tinies: dict[int, Tiny], modules: int, 
 def test_drafts_depend_on_the_text_alone_under_all_limits(
     tinies: dict[int, Tiny], modules: int, k: int
 ) -> None:
-    drafts_stay(tinies[modules], k, LIMITS)
+    check_drafts(tinies[modules], k, LIMITS)
 
 
-class RestsOfSome(RandomRests):
-    """Of every other request."""
+class PausesOfSome(RandomRests):
+    """Random pauses of every other request."""
 
     def limit(self, request: Request) -> int:
         return super().limit(request) if request.arrival % 2 else Lengths.limit(self, request)
@@ -293,15 +294,15 @@ class RestsOfSome(RandomRests):
         return super().verify(request) if request.arrival % 2 else Lengths.verify(self, request)
 
 
-class LongRests(Lengths):
-    """Of so many tokens that modules begin anew."""
+class LongPauses(Lengths):
+    """Pauses of so many tokens that modules start anew."""
 
     def limit(self, request: Request) -> int:
         rests = (len(request.token_ids) - request.prompt_len) // 24 % 2 == 0
         return 0 if rests else super().limit(request)
 
 
-def drafts_stay(tiny: Tiny, k: int, each: list[dict[str, Any]]) -> None:
+def check_drafts(tiny: Tiny, k: int, each: list[dict[str, Any]]) -> None:
     record, order = Record(), shuffled(k)[:24]
 
     def decode(lengths: Lengths, limits: dict[str, Any]) -> None:
@@ -309,7 +310,7 @@ def drafts_stay(tiny: Tiny, k: int, each: list[dict[str, Any]]) -> None:
         engine = lengths.decide_for(record.watch(make_engine(tiny, speculative, **limits)))
         got = run(engine, order)
         assert [i for i in order if bits(got[i]) != plain(tiny, i)] == []
-        # Then they go on where the others have stopped, with what these have left behind.
+        # Later requests continue these texts, with the pages that they left.
         more = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
         engine.generate([[*text_of(got[i]), 7] for i in order[:12]], more)
 
@@ -322,16 +323,16 @@ def drafts_stay(tiny: Tiny, k: int, each: list[dict[str, Any]]) -> None:
         assert record.num_seen_again > 200 and record.num_logits_seen_again > 150
         lengths = RandomRests()
         decode(lengths, limits)
-        # As many as there is room for while all slots are taken.
-        room = limits.get("max_num_batched_tokens", 512) - limits["max_num_seqs"]
-        assert min(lengths.verified[count] for count in range(min(k, room) + 1)) > 0
+        # As many as a step has rows for while all slots are used.
+        spare = limits.get("max_num_batched_tokens", 512) - limits["max_num_seqs"]
+        assert min(lengths.verified[count] for count in range(min(k, spare) + 1)) > 0
         assert lengths.num_suspended > 100
         assert record.num_seen_again > 500 and record.num_logits_seen_again > 200
-    with pytest.MonkeyPatch.context() as patch:  # pauses are long sooner, as texts are short
+    with pytest.MonkeyPatch.context() as patch:  # texts are too short for long pauses
         patch.setattr("specops.engine.drafters.recurrent.CATCH_UP", 16)
         patch.setattr("specops.engine.drafters.recurrent.BEGIN_ANEW", 8)
-        decode(LongRests(), {"max_num_seqs": 5})
-    # All texts are of plain decoding; at their ends it is asked for fewer drafts.
+        decode(LongPauses(), {"max_num_seqs": 5})
+    # All texts are those of plain decoding, with fewer drafts at their ends.
     num_begun_anew = sum(begin > 0 for _, begin, *_ in record.drafts)
     assert len(record.drafts) - num_begun_anew <= num_texts + 36
     assert num_begun_anew > 10
@@ -362,27 +363,24 @@ METHODS: list[dict[str, Any]] = [
     {"method": "mtp", "num_speculative_tokens": 3},
     {"method": "mtp", "num_speculative_tokens": 6, "num_model_steps": 2},
     {
-        "method": "mtp",
-        "mtp_strategy": "with_ngram",
+        "method": "mtp+ngram",
         "num_speculative_tokens": 5,
         "num_model_steps": 3,
     },
-    {"method": "mtp", "mtp_strategy": "with_suffix", "num_speculative_tokens": 6},
+    {"method": "mtp+suffix", "num_speculative_tokens": 6},
     {
-        "method": "mtp",
-        "mtp_strategy": "with_ngram",
+        "method": "mtp+ngram",
         "num_speculative_tokens": 4,
     },
     {
-        "method": "mtp",
-        "mtp_strategy": "with_suffix",
+        "method": "mtp+suffix",
         "num_speculative_tokens": 5,
         "num_model_steps": 2,
     },
 ]
 
 
-def test_rows_that_several_modules_always_run_again_keep_no_request_from_drafting(
+def test_rows_that_modules_recompute_prevent_no_drafts(
     tinies: dict[int, Tiny],
 ) -> None:
     engine = make_engine(
@@ -393,7 +391,7 @@ def test_rows_that_several_modules_always_run_again_keep_no_request_from_draftin
     )
     for index in range(100):
         engine.add_request([1 + index], SamplingParams(max_tokens=40, ignore_eos=True, seed=1))
-    engine.step()  # after which no text is as long as that
+    engine.step()  # no text is long enough for these rows yet
     for _ in range(6):
         engine.step()
         running = engine._scheduler.running
@@ -404,10 +402,10 @@ def test_rows_that_several_modules_always_run_again_keep_no_request_from_draftin
 @pytest.mark.parametrize("max_model_len", [9, 50])
 @pytest.mark.parametrize("modules", [1, 2, 3])
 @pytest.mark.fast("1-9", "2-50", "3-9")
-def test_drafts_behind_the_end_of_the_context_change_nothing(
+def test_drafts_past_the_end_of_the_context_change_nothing(
     tinies: dict[int, Tiny], modules: int, max_model_len: int
 ) -> None:
-    """A last page goes on behind it, and so do modules that draft from their own drafts."""
+    """The last page extends past the end, and so do modules that continue their own drafts."""
     limits: dict[str, Any] = {"max_model_len": max_model_len, "max_num_seqs": 4}
     prompts = [prompt(i)[: (max_model_len - 1) * i // 12 + 1] for i in range(12)]
     to_the_end = SamplingParams(max_tokens=None, temperature=0, ignore_eos=True, logprobs=1)
@@ -415,7 +413,7 @@ def test_drafts_behind_the_end_of_the_context_change_nothing(
     for config in METHODS[3:]:
         for k in (3, 16):
             own = {**config, "num_speculative_tokens": k, "num_model_steps": k}
-            engine = make_engine(tinies[modules], SpeculativeConfig(**own), **limits)
+            engine = make_engine(tinies[modules], SpeculativeConfig.from_dict(own), **limits)
             got = engine.generate(prompts, to_the_end)
             assert list(map(bits, got)) == list(map(bits, naive)), own
             assert engine.stats.speculative.num_accepted_tokens > 0
@@ -424,34 +422,34 @@ def test_drafts_behind_the_end_of_the_context_change_nothing(
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
 @pytest.mark.parametrize("modules", [1, 2, 3])
 @pytest.mark.fast("2-*", ci=("[13]-{'max_num_seqs': 1}",))
-def test_all_methods_together_change_nothing(
+def test_mixed_methods_change_nothing(
     tinies: dict[int, Tiny],
     modules: int,
     limits: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Side by side, one after another in the same slots, and with requests that are aborted."""
+    """Methods run side by side and one after another in the same slots; requests are aborted."""
     rng = random.Random(modules)
     engine = Record().watch(
-        make_engine(tinies[modules], SpeculativeConfig(min_ngram_size=1), **limits)
+        make_engine(tinies[modules], SpeculativeConfig.from_dict({"min_ngram_size": 1}), **limits)
     )
-    RestsOfSome().decide_for(engine)
+    PausesOfSome().decide_for(engine)
     left = shuffled(modules)
     alive: list[tuple[str, int]] = []
-    kept: list[tuple[str, int]] = []
+    remaining: list[tuple[str, int]] = []
     while left or engine.has_unfinished():
         if left and rng.random() < 0.4:
             index, own = left.pop(), rng.choice(METHODS)
             name = engine.add_request(prompt(index), params(index), speculative_config=own)
-            (kept if rng.random() < 0.7 else alive).append((name, index))
+            (remaining if rng.random() < 0.7 else alive).append((name, index))
         if alive and rng.random() < 0.1:
             engine.abort(alive.pop(rng.randrange(len(alive)))[0])
         engine.step()
         check_pages(engine._pool)
     assert engine.num_free_pages == engine.num_pages
-    assert len(kept) > 30
+    assert len(remaining) > 30
     different = [
-        i for name, i in kept if bits(engine.completion(name)) != plain(tinies[modules], i)
+        i for name, i in remaining if bits(engine.completion(name)) != plain(tinies[modules], i)
     ]
     assert different == []
     assert engine.stats.speculative.num_accepted_tokens > 150
@@ -463,41 +461,39 @@ def test_all_methods_together_change_nothing(
 WITH_MODULES: dict[str, dict[str, Any]] = {
     "mtp": {"num_speculative_tokens": 3},
     "mtp+ngram": {
-        "mtp_strategy": "with_ngram",
         "num_speculative_tokens": 6,
         "num_model_steps": 2,
         "min_ngram_size": 1,
     },
     "mtp+suffix": {
-        "mtp_strategy": "with_suffix",
         "num_speculative_tokens": 6,
         "num_model_steps": 2,
     },
 }
 
 
-@pytest.mark.parametrize("strategy,k", [("default", 7), ("with_ngram", 3), ("with_suffix", 7)])
-@pytest.mark.fast("with_ngram-3")
-def test_all_parameters_mixed_change_nothing(strategy: str, k: int) -> None:
-    """A hundred requests with every sampling parameter, as test_lossless has them."""
+@pytest.mark.parametrize("method,k", [("mtp", 7), ("mtp+ngram", 3), ("mtp+suffix", 7)])
+@pytest.mark.fast("mtp+ngram-3")
+def test_all_parameters_mixed_change_nothing(method: str, k: int) -> None:
+    """The requests are those of test_lossless.py."""
     mode = "processed_logprobs" if k == 3 else "raw_logprobs"
     limits: dict[str, Any] = {
         1: {"max_num_seqs": 32},
         3: {"max_num_seqs": 8, "max_num_batched_tokens": 40, "page_size": 32},
         7: {"max_num_seqs": 12, "num_pages": 72, "max_model_len": 1024},
     }[k]
-    speculative = SpeculativeConfig(method="mtp", mtp_strategy=strategy, num_speculative_tokens=k)
+    speculative = SpeculativeConfig(method=method, num_speculative_tokens=k)
     engine = Engine(
         EngineConfig(device="cpu", speculative_config=speculative, logprobs_mode=mode, **limits)
     )
-    agree(run_mixed(engine), mixed_plain(mode))
+    check_equal(run_mixed(engine), mixed_plain(mode))
     spec = engine.stats.speculative
     assert 0.15 <= spec.num_accepted_tokens / spec.num_draft_tokens <= 0.8
     assert (engine.stats.num_preemptions > 0) == ("num_pages" in limits)
 
 
 @lru_cache
-def hundred() -> list[str]:
+def hundred_prompts() -> list[str]:
     texts = []
     for name in ("edits", "completions"):
         texts += [entry["text"] for entry in json.loads((PROMPTS / f"{name}.json").read_text())]
@@ -505,7 +501,7 @@ def hundred() -> list[str]:
     return [*texts, *(text[: len(text) // 2] for text in texts)][:100]
 
 
-def of_hundred(index: int, temperature: float) -> SamplingParams:
+def hundred_params(index: int, temperature: float) -> SamplingParams:
     return SamplingParams(
         max_tokens=96,
         temperature=temperature,
@@ -518,14 +514,14 @@ def of_hundred(index: int, temperature: float) -> SamplingParams:
 
 def decode_hundred(temperature: float, **config: Any) -> tuple[list[Any], Engine]:
     engine = Engine(EngineConfig(device="cpu", num_threads=2, **config))
-    each = [of_hundred(index, temperature) for index in range(100)]
-    return [bits(done) for done in engine.generate(hundred(), each)], engine
+    each = [hundred_params(index, temperature) for index in range(100)]
+    return [bits(done) for done in engine.generate(hundred_prompts(), each)], engine
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_hundred_prompts(temperature: float, dtype: str) -> None:
+def test_a_hundred_prompts_keep_their_bits(temperature: float, dtype: str) -> None:
     expected, _ = decode_hundred(
         temperature,
         dtype=dtype,
@@ -533,7 +529,7 @@ def test_a_hundred_prompts(temperature: float, dtype: str) -> None:
         max_num_batched_tokens=1024,
         enable_prefix_caching=False,
     )
-    assert len(set(hundred())) == 100
+    assert len(set(hundred_prompts())) == 100
     each_limits: list[dict[str, Any]] = [
         {"max_num_seqs": 1},
         {"max_num_seqs": 32, "page_size": 64},
@@ -541,7 +537,7 @@ def test_a_hundred_prompts(temperature: float, dtype: str) -> None:
     ]
     for method, own in WITH_MODULES.items():
         for limits in each_limits:
-            speculative = SpeculativeConfig(method="mtp", **own)
+            speculative = SpeculativeConfig.from_dict({"method": "mtp", **own})
             got, engine = decode_hundred(
                 temperature, dtype=dtype, speculative_config=speculative, **limits
             )

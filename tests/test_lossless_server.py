@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specops verify-exactness --url`: every flaw is noticed, and what cannot be compared is named."""
+"""`specops verify-exactness --url` notices every flaw, and names what it cannot compare."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ NO_CARD = {"id": "m"}
 def verify(
     capsys: pytest.CaptureFixture[str], lossy: Lossy, *options: str, code: int
 ) -> dict[str, Any]:
-    """What the command finds, of four prompts of eight tokens."""
+    """Return the findings of the command on four prompts of eight tokens."""
     with lossy_server(lossy):
         arguments = ["--url", lossy.url, "--prompts", "4", "--max-tokens", "8", "--json", "-"]
         assert main(["verify-exactness", *arguments, *options]) == code
@@ -36,27 +36,30 @@ def verify(
 
 
 def different(found: dict[str, Any], kind: str) -> list[int]:
-    """Outputs that differ so, by comparison."""
+    """Return the number of outputs with such a difference, by comparison."""
     return [one["counts"][kind] for one in found["comparisons"]]
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_one_file_runs_where_nothing_is_installed() -> None:
-    """As `make pyz` makes it, with Python's own modules alone."""
-    made = ["make", "--silent", "--no-print-directory", "-C", str(ROOT), "pyz"]
+def test_pyz_runs_without_installed_packages() -> None:
+    """`make build/specops.pyz` writes one file that needs the standard library only."""
+    made = ["make", "--silent", "--no-print-directory", "-C", str(ROOT), "build/specops.pyz"]
     subprocess.run([*made, f"PYTHON={sys.executable}"], check=True, timeout=300)
     command = [sys.executable, "-S", "-I", str(ROOT / "build" / "specops.pyz"), "verify-exactness"]
     with lossy_server(Lossy()) as lossy, lossy_server(Lossy(flaw="text")) as wrong:
-        for url, code, said in ((lossy.url, 0, "Lossless with ngram: "), (wrong.url, 1, "Differs")):
+        for url, code, start in (
+            (lossy.url, 0, "Lossless with ngram: "),
+            (wrong.url, 1, "Differs"),
+        ):
             done = subprocess.run(
                 [*command, "--url", url, "--prompts", "1"], capture_output=True, text=True
             )
-            assert done.returncode == code and done.stdout.startswith(said), done.stderr
+            assert done.returncode == code and done.stdout.startswith(start), done.stderr
 
 
 @pytest.mark.parametrize("shape", ["completions", "chat"])
 @pytest.mark.parametrize("has_ids", [False, True])
-def test_a_server_without_flaw_is_lossless(
+def test_server_without_flaw_is_lossless(
     shape: str, has_ids: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = verify(capsys, Lossy(shape=shape, has_ids=has_ids), code=0)
@@ -95,7 +98,7 @@ def test_every_flaw_is_noticed(flaw: str, capsys: pytest.CaptureFixture[str]) ->
     assert one["difference"]["unit"] == ("character" if flaw == "text" else "token")
     assert one["difference"]["place"] == place
     plain, other = one["difference"]["plain"], one["difference"]["other"]
-    if flaw == "token":  # each side has its token, and how likely the other one is there
+    if flaw == "token":  # each side reports its token, and the other one's logprob
         assert plain["next"] != other["next"] and plain["logprob"] == other["others_logprob"]
     if FLAWS[flaw] == ("logprob",):
         assert one["difference"]["logprob_gap"] == 2.0**-24
@@ -103,8 +106,8 @@ def test_every_flaw_is_noticed(flaw: str, capsys: pytest.CaptureFixture[str]) ->
         assert (plain["ending"], other["ending"]) == ("length", "stop")
 
 
-def test_a_flaw_in_a_batch_or_with_a_seed_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a batch, eight requests are under way at a time."""
+def test_flaws_in_batches_or_with_seeds_are_noticed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Eight requests of a batch run at a time."""
     in_batch = verify(capsys, Lossy(flaw="token", in_batch=True), code=1)
     assert different(in_batch, "token")[:6] == [0] * 6 and min(different(in_batch, "token")[6:]) > 0
     assert "Without speculation, all repeat." in in_batch["sentence"]
@@ -113,26 +116,26 @@ def test_a_flaw_in_a_batch_or_with_a_seed_alone(capsys: pytest.CaptureFixture[st
     assert "0 of 8 greedy and 8 of 8 seeded outputs" in seeded["sentence"]
 
 
-def test_a_batch_that_changes_plain_decoding_too_is_told_apart(
+def test_batch_that_changes_plain_decoding_is_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     lossy = Lossy(flaw="token", in_batch=True, plain=True)
-    said = verify(capsys, lossy, code=1)["sentence"]
-    assert "Alone, all are; it is the batch that changes them. Without speculation, " in said
+    sentence = verify(capsys, lossy, code=1)["sentence"]
+    assert "Alone, all are; it is the batch that changes them. Without speculation, " in sentence
     one = Lossy(flaw="token", in_batch=True, plain=True, card=NO_CARD)
-    said = verify(capsys, one, code=1)["sentence"]
-    assert said.startswith("Differs without speculation: of the outputs, ")
-    assert said.endswith(" of 8 beside others are not what they are alone the first time.")
+    sentence = verify(capsys, one, code=1)["sentence"]
+    assert sentence.startswith("Differs without speculation: of the outputs, ")
+    assert sentence.endswith(" of 8 beside others are not what they are alone the first time.")
 
 
-def test_a_second_server_is_the_plain_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_baseline_server_is_the_plain_one(capsys: pytest.CaptureFixture[str]) -> None:
     with lossy_server(Lossy(card=NO_CARD, speculates=False)) as plain:
         baseline = ("--baseline-url", plain.url, "--baseline-model", "plain-m")
         found = verify(capsys, Lossy(card=NO_CARD, flaw="logprob"), *baseline, code=1)
         assert {body["model"] for body in plain.bodies} == {"plain-m"}
         assert not any("speculative_config" in body for body in plain.bodies)
         assert [mode["name"] for mode in found["modes"]] == ["plain", "drafts"]
-        # Where drafts are counted makes no difference.
+        # Counts of drafts are found in any of these places.
         for counts in ("metrics", "usage", "timings", "counters"):
             found = verify(capsys, Lossy(card=NO_CARD, counts=counts), *baseline, code=0)
             assert found["modes"][1]["drafts"]["num_accepted_tokens"] == 32
@@ -148,7 +151,7 @@ def test_fields_turn_speculation_off_and_on(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(
-    "lossy,options,said",
+    "lossy,options,reason",
     [
         (Lossy(card=NO_CARD), (), "no request of its turns speculation off"),
         (Lossy(card=NO_CARD), ("--plain-body", '{"x": 1}'), "without speculation had drafts, too"),
@@ -159,25 +162,25 @@ def test_fields_turn_speculation_off_and_on(capsys: pytest.CaptureFixture[str]) 
         (Lossy(failing=6), (), "32 requests failed"),
     ],
 )
-def test_what_cannot_be_said(
-    lossy: Lossy, options: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+def test_inconclusive_comparisons_name_the_reason(
+    lossy: Lossy, options: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = verify(capsys, lossy, *options, code=2)
-    assert found["status"] == "cannot say" and said in found["sentence"]
+    assert found["status"] == "cannot say" and reason in found["sentence"]
 
 
-def test_a_server_without_counts_may_be_trusted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_server_without_counts_may_be_trusted(capsys: pytest.CaptureFixture[str]) -> None:
     verify(capsys, Lossy(counts=None), "--trust-speculation", code=0)
     verify(capsys, Lossy(accepts=0), "--trust-speculation", code=2)
 
 
-def test_what_a_server_lacks_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_features_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     found = verify(capsys, Lossy(shape=None), code=0)
     assert "no text differs from plain decoding's in" in found["sentence"]
     assert "tokens are not reported (400: logprobs are not for you)" in found["notes"][0]
     verify(capsys, Lossy(shape=None, flaw="text"), code=1)
     verify(capsys, Lossy(shape=None, flaw="logprob"), code=0)
-    # Ids alone tell tokens apart.
+    # Ids alone distinguish tokens.
     found = verify(capsys, Lossy(shape=None, has_ids=True), code=0)
     assert "no text or token differs" in found["sentence"]
     for lacking, instead in (
@@ -190,42 +193,46 @@ def test_what_a_server_lacks_is_named(capsys: pytest.CaptureFixture[str]) -> Non
         assert {"messages" in body for body in lossy.bodies[8:]} == {lacking == "/v1/completions"}
 
 
-def test_requests_are_as_they_should_be(capsys: pytest.CaptureFixture[str]) -> None:
+def test_requests_have_the_expected_bodies(capsys: pytest.CaptureFixture[str]) -> None:
     lossy = Lossy(has_ids=True)
     verify(capsys, lossy, "--seed", "7", "--api-key", "secret", "--temperature", "0.5", code=0)
     assert set(lossy.keys) == {"Bearer secret"}
-    probes, asks = lossy.bodies[:2], lossy.bodies[2:10]
+    probes, outputs = lossy.bodies[:2], lossy.bodies[2:10]
     assert [body["max_tokens"] for body in probes] == [1, 1]
-    assert [body["temperature"] for body in asks] == [0, 0.5] * 4
-    assert [body.get("seed") for body in asks] == [None, 7, None, 8, None, 9, None, 10]
-    assert ["messages" in body for body in asks] == [False] * 4 + [True] * 2 + [False] * 2
+    assert [body["temperature"] for body in outputs] == [0, 0.5] * 4
+    assert [body.get("seed") for body in outputs] == [None, 7, None, 8, None, 9, None, 10]
+    assert ["messages" in body for body in outputs] == [False] * 4 + [True] * 2 + [False] * 2
     configs = [body["speculative_config"]["method"] for body in lossy.bodies[2:]]
     assert configs == ["naive"] * 24 + ["ngram"] * 16
     assert [text.kind for text in TEXTS[:4]] == ["prose", "code", "chat", "copy"]
 
 
-def test_no_prompt_twice_and_copies_share_their_beginning() -> None:
+def test_prompts_are_distinct_and_copies_share_their_beginning() -> None:
     assert len({text.prompt for text in TEXTS}) == len(TEXTS) == 20
     copies = [text.prompt for text in TEXTS if text.kind == "copy"]
     assert len({prompt[:150] for prompt in copies}) == 1
 
 
-def test_card_and_json_are_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_card_and_json_are_written_to_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with lossy_server(Lossy(flaw="token", seeded=True)) as lossy:
         files = ["--card", str(tmp_path / "card.svg"), "--json", str(tmp_path / "all.json")]
         command = ["verify-exactness", "--url", f"{lossy.url}/v1/", "--prompts", "2"]
         assert main([*command, *files, "--quiet", "--api-key", "secret"]) == 1
-    said = capsys.readouterr().out
-    assert said.count("\n") == 1 and said.startswith("Differs: with speculation, 0 of 4 greedy")
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == 1 and printed.startswith(
+        "Differs: with speculation, 0 of 4 greedy"
+    )
     found = json.loads((tmp_path / "all.json").read_text())
-    assert found["sentence"] == said.strip() and "secret" not in json.dumps(found)
+    assert found["sentence"] == printed.strip() and "secret" not in json.dumps(found)
     picture = ET.parse(tmp_path / "card.svg").getroot()
     words = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
     assert "✗ differs" in words and words.count("2 of 2") == 2 and words.count("0 of 2") == 6
     assert "ngram" in words and "plain" in words
 
 
-def test_lines_show_both_sides_in_context(capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_lines_show_both_sides_in_context(capsys: pytest.CaptureFixture[str]) -> None:
     with lossy_server(Lossy(flaw="token")) as lossy:
         command = ["verify-exactness", "--url", lossy.url, "--prompts", "1", "--max-tokens", "8"]
         assert main(command) == 1
@@ -252,7 +259,7 @@ def test_lines_show_both_sides_in_context(capsys: pytest.CaptureFixture[str]) ->
         (("--url", "http://127.0.0.1:1"), "no OpenAI-compatible server at http://127.0.0.1:1: "),
     ],
 )
-def test_mistakes(
+def test_invalid_options_are_refused(
     options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with lossy_server(Lossy()) as lossy:
@@ -261,7 +268,7 @@ def test_mistakes(
     assert error.startswith("specops: ") and message in error and error.count("\n") == 1
 
 
-def test_a_server_that_refuses_everything(capsys: pytest.CaptureFixture[str]) -> None:
+def test_server_that_refuses_everything_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     refused = ("/v1/completions", "/v1/chat/completions")
     with lossy_server(Lossy(refused=refused)) as lossy, lossy_server(Lossy()) as other:
         assert main(["verify-exactness", "--url", lossy.url]) == 2
@@ -278,7 +285,7 @@ def test_a_server_that_refuses_everything(capsys: pytest.CaptureFixture[str]) ->
         assert f"{a.url} and {b.url} have no endpoint in common" in capsys.readouterr().err
 
 
-def test_what_is_compared_of_two_answers() -> None:
+def test_difference_of_two_answers() -> None:
     def answer(*tokens: Token, text: str = "ab", ending: str = "stop") -> Answer:
         return Answer(text, ending, tokens)
 
@@ -290,34 +297,34 @@ def test_what_is_compared_of_two_answers() -> None:
     assert difference(one, answer(Token("a", None, -0.5), Token("b", None, -0.25))) is None
     found = difference(one, answer(Token("a", 1, -0.5), Token("b", 9, -0.25)))
     assert found is not None and (found.kinds, found.place) == (("token",), 1)
-    # The other token is the place, though a logprob differs before it.
+    # The token counts as the place, though a logprob differs before it.
     found = difference(one, answer(Token("a", 1, -0.75), Token("c", 3, -0.25)))
     assert found is not None and (found.kinds, found.place) == (("token", "logprob"), 1)
     assert (found.logprob_place, found.logprob_gap) == (0, 0.25)
-    # Zeros have two signs; a logprob that one side lacks differs, unless it lacks them all.
+    # Zeros of two signs differ; so does a missing logprob, unless one side has none at all.
     zero, minus = answer(Token("ab", 1, 0.0)), answer(Token("ab", 1, -0.0))
     found = difference(zero, minus)
     assert found is not None and found.kinds == ("logprob",)
     found = difference(one, answer(Token("a", 1), Token("b", 2, -0.25)))
     assert found is not None and (found.kinds, found.place) == (("logprob",), 0)
     assert difference(one, answer(Token("a", 1), Token("b", 2))) is None
-    # After another token, logprobs are another text's.
+    # Logprobs after a different token are not compared.
     later = answer(Token("x", 5, -0.5), Token("b", 2, -9.0), text="xb")
     found = difference(one, later)
     assert found is not None and found.kinds == ("text", "token")
-    # A text that ends early, and then its ending is no further difference.
+    # If a text ends early, its ending is not a further difference.
     found = difference(one, answer(Token("a", 1, -0.5), text="a", ending="length"))
     assert found is not None and (found.kinds, found.place) == (("text", "token"), 1)
     assert found.plain.next == "b" and found.other.next is None and found.other.ending == "length"
 
 
-def test_a_chat_with_thinking_and_calls_is_text_too() -> None:
+def test_thinking_and_tool_calls_are_compared_as_text() -> None:
     message = {"content": None, "reasoning_content": "hm", "tool_calls": [{"id": 1}]}
     reply = {"choices": [{"message": message, "finish_reason": "tool_calls"}]}
     assert read_answer(reply) == Answer("hm[{'id': 1}]", "tool_calls")
 
 
-def test_an_answer_without_text_lacks_nothing() -> None:
+def test_answer_without_text_lacks_nothing() -> None:
     one = Comparison("m", True, "alone", "greedy")
     one.add(TEXTS[0], Answer(ending="stop"), Answer(ending="stop"))
     assert one.num_compared == 1 and not one.lacks

@@ -30,7 +30,7 @@ def serving_engine() -> Engine:
 
 
 def expected(made: list[Request]) -> list[tuple[list[int], list[float]]]:
-    """Return what plain decoding in the serving engine gives: tokens, and their logprobs."""
+    """Return the tokens and logprobs of plain decoding in the serving engine."""
     parameters = [
         SamplingParams(
             max_tokens=one.max_tokens, temperature=one.temperature, seed=one.seed, logprobs=0
@@ -61,8 +61,8 @@ def test_tokens_and_logprob_bits_are_those_of_the_serving_engine(
         assert engine.num_steps < plain.num_steps and num_tokens, "drafts are accepted"
 
 
-def test_mtp_drafts_as_the_serving_engine_does() -> None:
-    """Both accept as many drafts of the same module."""
+def test_mtp_drafts_are_those_of_the_serving_engine() -> None:
+    """Both engines accept as many drafts."""
     prompt = [300, 12, 77, 5, 300, 12]
     minimal = MinimalEngine(method="mtp", num_drafts=3)
     list(minimal.generate([Request(prompt, 60)]))
@@ -84,19 +84,21 @@ def test_mtp_drafts_as_the_serving_engine_does() -> None:
         ({"max_len": 8}, "at most 8 tokens with its output, got 4 and 64"),
     ],
 )
-def test_what_does_not_fit_is_refused(options: dict[str, object], message: str) -> None:
+def test_invalid_options_and_long_requests_are_refused(
+    options: dict[str, object], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         MinimalEngine(**options).add(Request([1, 2, 3, 4]))  # type: ignore[arg-type]
 
 
-def test_other_models_are_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_models_are_refused(tmp_path: Path) -> None:
     config = (BUNDLED / "config.json").read_text().replace("Qwen3ForCausalLM", "GPT2LMHeadModel")
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(ValueError, match="got GPT2LMHeadModel"):
         MinimalEngine(tmp_path)
 
 
-def test_the_command_streams_a_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_streams_a_text(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--max-tokens", "12", "def add(a, b):"])
     printed = capsys.readouterr().out
     assert "12 tokens in" in printed and len(printed) > 30

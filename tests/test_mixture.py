@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bundled model as a mixture of experts: the same in transformers, and with speculation."""
+"""The bundled model as a mixture of experts: equal in transformers and with speculation."""
 
 import json
 import math
@@ -51,7 +51,7 @@ def metrics() -> dict[str, Any]:
 
 
 def tiny(**changes: int) -> tuple[Model, MixtureConfig]:
-    """A dense model, and a mixture of the same neurons."""
+    """Return a dense model, and the configuration of a mixture of the same neurons."""
     shape = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 32}
     model = Model(ModelConfig(**shape))
     model.reset(3)
@@ -79,24 +79,24 @@ def test_neurons_that_are_strong_together_share_an_expert() -> None:
     }
 
 
-def test_with_all_experts_it_is_the_dense_model() -> None:
+def test_mixture_of_all_experts_is_the_dense_model() -> None:
     model, config = tiny(num_experts_per_tok=4)
     tokens = torch.randint(0, 97, (4, 24), generator=torch.Generator().manual_seed(4))
     parts = fit(model, tokens, config)
     for router in (name for name in parts if name.endswith("router")):
-        parts[router] = parts[router] * 0  # all weigh a quarter
+        parts[router] = parts[router] * 0  # so that all experts have the same weight
     mixed = split(model, parts, config)
     torch.testing.assert_close(logits_of(mixed, tokens), logits_of(model, tokens))
 
 
-def test_routers_choose_experts_that_give_much() -> None:
-    """More than experts that are drawn at random would."""
+def test_routers_choose_the_experts_with_large_outputs() -> None:
+    """The opposite choice has larger errors."""
     model, config = tiny()
     tokens = torch.randint(0, 97, (8, 64), generator=torch.Generator().manual_seed(4))
     parts = fit(model, tokens, config)
     dense = logits_of(model, tokens)
     errors = []
-    for change in (1, -1):  # of what they give, and of what they do not
+    for change in (1, -1):  # the routers' choice, and the opposite one
         changed = {
             name: value * (change if name.endswith("router") else 1)
             for name, value in parts.items()
@@ -105,8 +105,8 @@ def test_routers_choose_experts_that_give_much() -> None:
     assert errors[0] < 0.8 * errors[1]
 
 
-def test_training_goes_on_from_a_mixture(tmp_path: Path) -> None:
-    """Routers and all experts that rows have learn."""
+def test_mixture_can_be_trained_further(tmp_path: Path) -> None:
+    """Routers learn, and so do all experts."""
     model, config = tiny()
     rng = np.random.default_rng(0)
     documents = [rng.integers(0, 97, 400).astype(np.uint16) for _ in range(4)]
@@ -122,7 +122,9 @@ def test_training_goes_on_from_a_mixture(tmp_path: Path) -> None:
         assert value.isfinite().all() and (value != before[name]).any(), name
 
 
-def test_another_model_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_mixture_of_another_model_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(mixture, "_digest", lambda: "another")
     with pytest.raises(ValueError, match="was made for another model"):
         write_mixture(tmp_path)
@@ -142,7 +144,7 @@ def test_transformers_gives_the_same_logits(directory: Path) -> None:
     mine = logits_of(model, tokens)
     torch.testing.assert_close(mine, theirs, atol=2e-3, rtol=1e-3)
     loss = torch.nn.functional.cross_entropy(mine[0, :-1], tokens[0, 1:]).item()
-    assert loss < 3.5  # far from chance, 8.3
+    assert loss < 3.5  # chance would be 8.3
 
 
 CASES: list[dict[str, Any]] = [
@@ -178,7 +180,7 @@ def generate(directory: Path, speculative: dict[str, Any], temperature: float) -
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_speculation_changes_no_bit(directory: Path, temperature: float) -> None:
-    """Token ids and logprobs, of every method, with some drafts right and some wrong."""
+    """Token ids and logprobs are equal for every method, with some drafts right and some wrong."""
     run = partial(generate, directory, temperature=temperature)
     plain = [(one.token_ids, one.logprobs) for one in run({"method": "naive"})]
     for case in CASES:
@@ -189,8 +191,8 @@ def test_speculation_changes_no_bit(directory: Path, temperature: float) -> None
         assert 0 < accepted < sum(one.num_draft_tokens for one in stats), case
 
 
-def test_acceptance_is_that_of_the_card(directory: Path, metrics: dict[str, Any]) -> None:
-    """Of fewer prompts; that texts are plain decoding's is checked as well."""
+def test_acceptance_is_that_of_the_model_card(directory: Path, metrics: dict[str, Any]) -> None:
+    """Uses fewer prompts. `measure` also checks that texts are those of plain decoding."""
     runs = measure(directory, {"edits": prompts("edits", 4)}, 128)
     card = {one["method"]: one for one in metrics["mixture"]["runs"] if one["text"] == "edits"}
     assert [one["method"] for one in runs] == ["mtp", "ngram", "suffix"]
@@ -202,7 +204,7 @@ def test_acceptance_is_that_of_the_card(directory: Path, metrics: dict[str, Any]
         )
 
 
-def test_the_card_gives_the_measured_figures(metrics: dict[str, Any]) -> None:
+def test_model_card_has_the_measured_figures(metrics: dict[str, Any]) -> None:
     card = (ASSETS / "README.md").read_text(encoding="utf-8")
     for name in ("dense", "mixture"):
         assert f"{metrics[name]['library']['nats_per_token']:.3f}" in card
@@ -210,18 +212,15 @@ def test_the_card_gives_the_measured_figures(metrics: dict[str, Any]) -> None:
             row = " | ".join(f"{value:.3f}" for value in run["accepted_by_position"])
             assert f"{row} | {run['tokens_per_step']:.2f} |" in card
     assert f"{metrics['routing']['distinct'][-1]:.2f}" in card
-    # Worse than the model it is made of, far better than without its routers' choice.
+    # Worse than the dense model, but not by much.
     loss = [metrics[name]["library"]["nats_per_token"] for name in ("dense", "mixture")]
     assert loss[0] < loss[1] < loss[0] + 0.6
 
 
-def test_a_step_that_is_measured_reads_the_experts_of_different_rows(
+def test_measured_steps_read_the_experts_of_different_rows(
     directory: Path, metrics: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that the costs of drafts are those of the experts that they read.
-
-    Rows of one token would read those of one row.
-    """
+    """Otherwise the costs of drafts would not include the experts that drafts read."""
     monkeypatch.setattr(step_costs, "_FACTOR", math.inf)  # no step is too long
     engine = Engine(
         EngineConfig(
@@ -242,7 +241,7 @@ def test_a_step_that_is_measured_reads_the_experts_of_different_rows(
     model = engine._runner.parts.model
     with mock.patch.object(moe, "moe_sort", counted):
         engine._measure_steps(model.bytes_read, model.ranks)
-    of_texts = dict(zip(metrics["routing"]["rows"], metrics["routing"]["distinct"], strict=True))
+    expected = dict(zip(metrics["routing"]["rows"], metrics["routing"]["distinct"], strict=True))
     for rows in (1, 2, 4, 8):
         found = sum(distinct[rows]) / len(distinct[rows])
-        assert found == pytest.approx(of_texts[rows], rel=0.15), rows
+        assert found == pytest.approx(expected[rows], rel=0.15), rows

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transformer against Hugging Face's own code, and its rows against themselves."""
+"""Models equal those of Hugging Face, and rows keep their bits."""
 
 import json
 from pathlib import Path
@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from conftest import every_isa
 from rounding import assert_error_at_most, distance, rounding_errors
 from safetensors.torch import load_file, save_file
+from shared_fixtures import every_isa
 from specops import attention, batching
+from specops.api.errors import ModelError
 from specops.batching import OutputMode
-from specops.engine.errors import ModelError
 from specops.engine.models import KvCache, StepBatch, Transformer, load_model
 from specops.engine.models.dry_run import dry_run
 from specops.engine.models.families import FAMILIES as FAMILY_REGISTRY
@@ -85,7 +85,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
 
 
 class Runner:
-    """Feeds one or more sequences to a model in given pieces and collects every row's logits."""
+    """A model that is fed sequences in pieces, with the logits of every row."""
 
     def __init__(self, model: Transformer, page_size: int = 16, shuffle: bool = False) -> None:
         self.model = model
@@ -95,7 +95,7 @@ class Runner:
         self.cache: KvCache | None = None
 
     def run(self, sequences: list[list[int]], steps: list[list[int]]) -> list[Tensor]:
-        """`steps[s][i]` rows of sequence i go into step s. Returns the logits of each sequence."""
+        """Return the logits of each sequence; `steps[s][i]` rows of sequence i go into step s."""
         count = len(sequences)
         cache = self.model.new_kv_cache(self.pages_each * count + 3, self.page_size, count)
         for tensor in cache.tensors:
@@ -147,7 +147,7 @@ def random_ids(length: int, vocab: int = 160) -> list[int]:
 @pytest.mark.parametrize("family,changes", FAMILIES)
 def test_logits_equal_transformers(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     theirs = make_checkpoint(tmp_path, family, **changes)
-    theirs.set_attn_implementation("eager")  # sums that `RandomRounding` sees
+    theirs.set_attn_implementation("eager")  # uses ops that `RandomRounding` intercepts
     ours = load_model(tmp_path)
     ids = random_ids(120)
 
@@ -159,8 +159,8 @@ def test_logits_equal_transformers(tmp_path: Path, family: str, changes: dict[st
     for _ in every_isa():
         for steps in ([[120]], [[50], [1], [1], [5], [63]]):
             assert_error_at_most(distance(Runner(ours).run([ids], steps)[0], exact), allowed)
-    assert exact.std().item() > 0.5  # the comparison is about something
-    # A fault as small as these: one weight of a layer, or attention that is 0.1 % too sharp.
+    assert exact.std().item() > 0.5  # the logits are not all alike
+    # Small faults are noticed: one weight of a layer, or attention that is 0.1 % too sharp.
     for fault in ("weight", "scale"):
         with torch.no_grad():
             layer = theirs.model.layers[-1]
@@ -210,7 +210,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
 @pytest.mark.parametrize(
     "family,changes,sentence",
     [
-        # what the ops do not run
+        # unsupported by the ops
         (
             "Qwen3",
             {"head_dim": 80},
@@ -252,7 +252,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
             {"rope_parameters": YARN},
             "rope_type 'yarn' needs the key 'original_max_position_embeddings' (rope_cos_sin)",
         ),
-        # what no model has
+        # invalid for any model
         ("Qwen3", {"head_dim": "64"}, "head_dim must be an integer of at least 1, got '64'"),
         ("Qwen3", {"num_attention_heads": 0}, "num_attention_heads must be an integer of at"),
         ("Qwen3", {"num_key_value_heads": 0}, "num_key_value_heads must be an integer of at"),
@@ -278,7 +278,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
         ),
     ],
 )
-def test_what_cannot_run_is_refused_before_it_is_read(
+def test_unsupported_configs_are_refused_before_weights_are_read(
     tmp_path: Path, family: str, changes: dict[str, Any], sentence: str
 ) -> None:
     make_checkpoint(tmp_path, family)
@@ -293,10 +293,10 @@ def test_what_cannot_run_is_refused_before_it_is_read(
 
 
 @pytest.mark.parametrize("head_dim,sizes", [(64, (50, 33)), (96, (96, 80)), (128, (17, 16))])
-def test_what_is_not_refused_runs(
+def test_models_of_any_width_run(
     tmp_path: Path, device: str, head_dim: int, sizes: tuple[int, int]
 ) -> None:
-    """Widths that no kernel was made for: the dry run does not try them, since all may be had."""
+    """The dry run does not try widths, because kernels support all of them."""
     hidden, inner = sizes
     changes = {"head_dim": head_dim, "hidden_size": hidden, "intermediate_size": inner}
     theirs = make_checkpoint(tmp_path, "Qwen3", **changes)
@@ -308,7 +308,9 @@ def test_what_is_not_refused_runs(
     assert dry_run(load_model(tmp_path, dtype="bfloat16", device=device)).isfinite().all()
 
 
-def test_every_window_of_a_model_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_run_tries_every_window_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from specops import attention
 
     make_checkpoint(
@@ -325,7 +327,7 @@ def test_every_window_of_a_model_is_tried(tmp_path: Path, monkeypatch: pytest.Mo
     assert windows == [None, 20]
 
 
-def test_refusals(tmp_path: Path) -> None:
+def test_invalid_checkpoints_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no such directory"):
         load_model(tmp_path / "nowhere")
     with pytest.raises(ModelError, match=r"config\.json is missing"):
@@ -368,7 +370,7 @@ def test_refusals(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.embed_tokens", "model.norm", "model.layers.0.mlp.up_proj"])
-def test_weights_of_integers_are_refused(tmp_path: Path, name: str) -> None:
+def test_integer_weights_are_refused(tmp_path: Path, name: str) -> None:
     make_checkpoint(tmp_path, "Qwen3")
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -378,7 +380,7 @@ def test_weights_of_integers_are_refused(tmp_path: Path, name: str) -> None:
         load_model(tmp_path)
 
 
-def test_positions_that_do_not_fit_the_memory_are_refused(
+def test_positions_that_exceed_the_memory_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = attention.rope_cos_sin
@@ -395,8 +397,8 @@ def test_positions_that_do_not_fit_the_memory_are_refused(
         load_model(tmp_path)
 
 
-def changed(directory: Path, **fields: Any) -> Path:
-    """A directory whose config.json has other fields; None: without them."""
+def edit_config(directory: Path, **fields: Any) -> Path:
+    """Change fields of config.json; None removes a field."""
     file = directory / "config.json"
     config = {**json.loads(file.read_text()), **fields}
     file.write_text(json.dumps({key: one for key, one in config.items() if one is not None}))
@@ -404,9 +406,9 @@ def changed(directory: Path, **fields: Any) -> Path:
 
 
 @pytest.mark.parametrize("family", ["Qwen3", "Gemma3"])
-def test_without_a_dtype_the_tensors_have_it(tmp_path: Path, family: str) -> None:
+def test_dtype_defaults_to_that_of_the_tensors(tmp_path: Path, family: str) -> None:
     make_checkpoint(tmp_path, family)
-    changed(tmp_path, dtype=None)
+    edit_config(tmp_path, dtype=None)
     assert load_model(tmp_path).dtype == torch.float32
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -428,13 +430,13 @@ def test_without_a_dtype_the_tensors_have_it(tmp_path: Path, family: str) -> Non
         ("GptOss", {"num_local_experts": 2, "num_experts_per_tok": 1}),
     ],
 )
-def test_a_head_in_the_file_counts_though_it_is_tied(
+def test_lm_head_in_the_file_is_used_though_it_is_tied(
     tmp_path: Path, family: str, changes: dict[str, Any]
 ) -> None:
-    """As in transformers, which ties nothing that the file has with other numbers."""
+    """Transformers does the same with different numbers in the file."""
     transformers = pytest.importorskip("transformers")
     make_checkpoint(tmp_path, family, **{**changes, "tie_word_embeddings": False})
-    changed(tmp_path, tie_word_embeddings=True)
+    edit_config(tmp_path, tie_word_embeddings=True)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     ids = random_ids(20)
     ours = Runner(load_model(tmp_path, dtype="float32")).run([ids], [[20]])[0]
@@ -446,7 +448,7 @@ def test_a_head_in_the_file_counts_though_it_is_tied(
 # ---- fields that files leave out ----
 
 COMPUTED = ("layer_types", "qk_head_dim")
-# Fields of which the classes tell null from absence.
+# Fields for which transformers distinguishes null from absence.
 NULL_IS_A_VALUE = ("sliding_window", "q_lora_rank", "head_dim", "num_key_value_heads")
 SMALL = {
     "vocab_size": 160,
@@ -461,7 +463,7 @@ CONFIGS = {
     "MistralForCausalLM": "MistralConfig",
     "Qwen2ForCausalLM": "Qwen2Config",
     "Qwen3ForCausalLM": "Qwen3Config",
-    "MiMoForCausalLM": "Qwen2Config",  # its own is code of the checkpoint, derived from this one
+    "MiMoForCausalLM": "Qwen2Config",  # the class in the checkpoint derives from this one
     "Qwen3MoeForCausalLM": "Qwen3MoeConfig",
     "DeepseekV3ForCausalLM": "DeepseekV3Config",
     "Glm4MoeForCausalLM": "Glm4MoeConfig",
@@ -483,23 +485,23 @@ def test_every_architecture_is_compared() -> None:
 @pytest.mark.parametrize("architecture", CONFIGS)
 @pytest.mark.parametrize("as_null", [False, True])
 @pytest.mark.fast("False-*", ci=("True-*",))
-def test_fields_that_are_left_out_are_as_transformers_has_them(
+def test_missing_fields_default_as_in_transformers(
     tmp_path: Path, architecture: str, as_null: bool
 ) -> None:
-    """Each field by itself, and all at once. A field without a default is missing by its name."""
+    """Each field is left out by itself. A field without a default is reported as missing."""
     transformers = pytest.importorskip("transformers")
     from huggingface_hub.errors import StrictDataclassError
 
     kind = getattr(transformers, CONFIGS[architecture])
 
     def whole(fields: dict[str, Any]) -> dict[str, Any]:
-        """All fields, as the class fills them in."""
+        """Return all fields, as the class fills them in."""
         found: dict[str, Any] = kind(**fields).to_dict()
         return {key: one for key, one in found.items() if key not in ("dtype", "architectures")}
 
     def read(fields: dict[str, Any]) -> Any:
-        said = {**fields, "architectures": [architecture]}
-        (tmp_path / "config.json").write_text(json.dumps(said))
+        config = {**fields, "architectures": [architecture]}
+        (tmp_path / "config.json").write_text(json.dumps(config))
         try:
             return read_model_config(tmp_path)
         except ModelError as error:
@@ -509,19 +511,19 @@ def test_fields_that_are_left_out_are_as_transformers_has_them(
     num_compared = 0
     for more in ({}, WINDOWS, {"use_sliding_window": True}):
         fields = {**SMALL, **more}
-        # What the class computes from other fields is left to the reader.
-        given = {key: one for key, one in whole(fields).items() if key not in COMPUTED}
-        given |= {key: one for key, one in fields.items() if key in given}
+        # Without the fields that the class computes from others.
+        complete = {key: one for key, one in whole(fields).items() if key not in COMPUTED}
+        complete |= {key: one for key, one in fields.items() if key in complete}
         if more and "sliding_window" not in more:
-            given.pop("sliding_window", None)
-        assert read(given) is not None
-        for field in given:
-            left = {key: one for key, one in given.items() if key != field}
+            complete.pop("sliding_window", None)
+        assert read(complete) is not None
+        for field in complete:
+            left = {key: one for key, one in complete.items() if key != field}
             found = read({**left, field: None} if as_null else left)
             null = {field: None} if as_null and field in NULL_IS_A_VALUE else {}
             try:
                 expected = read(whole({**left, **null}))
-            except StrictDataclassError:  # null is refused there
+            except StrictDataclassError:  # transformers refuses null
                 continue
             if found is not None:
                 assert found == expected, field

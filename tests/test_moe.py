@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops of mixtures of experts against their references, and row identity."""
+"""Ops of mixtures of experts: equal to their references, and row identity."""
 
 from typing import Any
 
 import pytest
 import specops
 import torch
-from conftest import assert_close, expect_fault
+from shared_fixtures import assert_close, expect_fault
 from specops import dense, moe, reference
 from specops.dense import PackedWeight
 from specops.quantization import quantize_weight
@@ -14,7 +14,7 @@ from test_quantized import FP8, INTEGERS, Case, make_weight
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# By family; the last is one with everything.
+# Routing options by model family.
 ROUTES: dict[str, dict[str, Any]] = {
     "qwen3": {"min_sum": 0.0},
     "qwen3_plain": {},
@@ -75,14 +75,14 @@ def test_equal_scores_go_to_the_lowest_expert(device: str, isa: str, scoring: st
     assert chosen(grouped, 3, num_groups=4, top_k_groups=2) == [2, 3, 6]
     bias = torch.tensor([0.0, 0, 0, 0, 0, 9, 0, 9], device=device)
     assert chosen(grouped, 2, bias=bias) == [5, 7]
-    # Not an expert of another group, however bad those of the chosen one are.
+    # No expert of another group, however low the scores in the chosen one.
     low = torch.tensor([-8.0, -8.0, -20.0, 20.0], device=device)
     assert chosen([1, 1, 1, -9], 2, num_groups=2, top_k_groups=1, bias=low) == [2, 3]
 
 
 @pytest.mark.no_bf16
-def test_rows_of_the_router_that_are_no_numbers(device: str, isa: str) -> None:
-    """A NaN is chosen last and stays in its row; its softmax is NaN altogether."""
+def test_nonfinite_router_logits_stay_in_their_rows(device: str, isa: str) -> None:
+    """A NaN is chosen last; the whole softmax of its row is NaN."""
     logits = torch.randn(6, 50, device=device)
     logits[1, 7] = torch.nan
     logits[3] = torch.nan
@@ -100,7 +100,7 @@ def test_rows_of_the_router_that_are_no_numbers(device: str, isa: str) -> None:
 
 @pytest.mark.no_bf16
 @pytest.mark.parametrize("family", ["ernie4_5", "deepseek_v3"])
-def test_rows_of_the_router_keep_their_bits(device: str, isa: str, family: str) -> None:
+def test_router_rows_keep_their_bits(device: str, isa: str, family: str) -> None:
     options = route_options(family, 64, device)
     logits = torch.randn(40, 64, device=device)
     alone = [moe.moe_route(row[None], 6, **options) for row in logits]
@@ -135,7 +135,7 @@ def test_moe_sort(device: str, isa: str, rows: int, top_k: int, experts: int) ->
     assert torch.equal(got.places.cpu(), want[2])
 
 
-def test_experts_that_are_none(device: str, on_cuda: bool) -> None:
+def test_expert_ids_out_of_range_are_reported(device: str, on_cuda: bool) -> None:
     ids = torch.tensor([[0, 3], [-1, 2]], dtype=torch.int32, device=device)
     ids[0, 1] = 4
     words = "moe_sort: expert_ids.* must be -1 or below num_experts"
@@ -160,7 +160,7 @@ def test_moe_combine(
     top_k: int,
     width: int,
 ) -> None:
-    """Equal to the reference, bit for bit, a row alone or among others."""
+    """Results equal the reference bit for bit, also for a row alone."""
     pairs = rows * top_k
     out, weights = torch.randn(pairs, width), torch.rand(rows, top_k)
     places = torch.randperm(pairs).view(rows, top_k).int()
@@ -179,7 +179,7 @@ def test_moe_combine(
         )
 
 
-def test_places_that_are_none(device: str, on_cuda: bool) -> None:
+def test_places_out_of_range_are_reported(device: str, on_cuda: bool) -> None:
     out, weights = torch.ones(3, 40, device=device), torch.ones(2, 2, device=device)
     places = torch.tensor([[0, 3], [1, -2]], dtype=torch.int32, device=device)
     with expect_fault(on_cuda, "moe_combine: places.* must be -1 or a row of expert_out"):
@@ -204,7 +204,7 @@ KINDS = [PLAIN, *(case._replace(order=False) for case in [*INTEGERS, *FP8])]
 
 
 def own_kernels(isa: str, dtype: torch.dtype) -> bool:
-    """Whether `linear` has kernels here that `moe_linear` has not."""
+    """Return whether `linear` has kernels that `moe_linear` lacks."""
     return isa == "amx" and dtype == torch.bfloat16
 
 
@@ -231,7 +231,7 @@ def test_rows_have_the_bits_of_their_expert_alone(
     activation: str | None,
     use_bias: bool,
 ) -> None:
-    """At any number of rows an expert has, none among them, in any order, on any threads."""
+    """Experts have any number of rows, including none, in any order and on any threads."""
     if dtype == torch.float16 and not on_cuda:
         pytest.skip("float16 is for CUDA")
     counts = [0, 1, 3, 0, 20, 8, 9, 0] if on_cuda else [0, 1, 3, 0, 70, 8, 17, 0]
@@ -254,9 +254,9 @@ def test_rows_have_the_bits_of_their_expert_alone(
     x = wide[:, 2:-3]
     indptr = torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32, device=device)
     indices = torch.randint(0, rows, (sum(counts) + 4,), dtype=torch.int32, device=device)
-    indices[-4:] = 99  # nobody's
-    for wanted in (None, torch.float32):
-        if activation is not None and wanted is not None:
+    indices[-4:] = 99  # without an expert
+    for out_dtype in (None, torch.float32):
+        if activation is not None and out_dtype is not None:
             continue
         want = torch.cat(
             [
@@ -264,7 +264,7 @@ def test_rows_have_the_bits_of_their_expert_alone(
                     x[indices[i].long()][None],
                     each[e],
                     None if bias is None else bias[e],
-                    out_dtype=wanted,
+                    out_dtype=out_dtype,
                 )
                 for e in range(8)
                 for i in range(int(indptr[e]), int(indptr[e + 1]))
@@ -278,7 +278,7 @@ def test_rows_have_the_bits_of_their_expert_alone(
             if case != PLAIN or not own_kernels(isa, dtype):
                 assert torch.equal(out[:-4], want)
         again = moe.moe_linear(
-            x[indices[:-4].long()], stacked, indptr, None, bias, out_dtype=wanted
+            x[indices[:-4].long()], stacked, indptr, None, bias, out_dtype=out_dtype
         )
         assert torch.equal(again, out[:-4])
 
@@ -299,7 +299,7 @@ def test_moe_linear(device: str, isa: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("rows,top_k", [(0, 2), (4, 0)])
-def test_no_pairs(device: str, isa: str, rows: int, top_k: int) -> None:
+def test_rows_without_experts(device: str, isa: str, rows: int, top_k: int) -> None:
     stacked = moe.stack_experts(packed(torch.randn(3, 6, 8).to(device)), 3)
     order = moe.moe_sort(torch.zeros(rows, top_k, dtype=torch.int32, device=device), 3)
     out = moe.moe_linear(torch.randn(rows, 8, device=device), stacked, *order[:2])
@@ -308,7 +308,7 @@ def test_no_pairs(device: str, isa: str, rows: int, top_k: int) -> None:
     assert torch.equal(sums, torch.zeros(rows, 6, device=device))
 
 
-def test_indices_that_are_none(device: str, on_cuda: bool) -> None:
+def test_indices_out_of_range_are_reported(device: str, on_cuda: bool) -> None:
     stacked = moe.stack_experts(packed(torch.ones(3, 4, 8).to(device)), 3)
     x = torch.ones(2, 8, device=device)
 
@@ -325,7 +325,7 @@ def test_indices_that_are_none(device: str, on_cuda: bool) -> None:
             moe.moe_linear(x, stacked, indptr, ints(0, 1, 1))
 
 
-def test_experts_that_are_not_alike() -> None:
+def test_stacked_experts_must_be_alike() -> None:
     weights = packed(torch.ones(2, 4, 8))
     for others, words in [
         ([*weights, dense.pack_weight(torch.ones(4, 9))], "num_inputs 9 of expert 2|data"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every step's drafts against those of docs/mtp.md from scratch; every known mistake is noticed."""
+"""Drafts of every step equal those of the oracle, and every known mistake is noticed."""
 
 from pathlib import Path
 from typing import Any
@@ -9,15 +9,13 @@ import torch
 from mtp_checkpoints import BASES, GLM, SlowModules, Tiny, make_mtp_checkpoint
 from mtp_oracle import oracle_drafts
 from specops.engine.models import MtpModules, Transformer, load_model, load_mtp
+from test_models import random_ids
 
-from bench import bench_mtp_mistakes, common
-from bench.mtp_decoding import Drafting, Mistake, Text, decode, drafts_along
+from bench import common
+from tools.benches import bench_mtp_mistakes
+from tools.benches.mtp_decoding import Drafting, Mistake, Text, decode, drafts_along
 
 PROMPT, DRAFTS = 41, 4
-
-
-def random_ids(length: int) -> list[int]:
-    return torch.randint(0, 160, (length,)).tolist()
 
 
 def models(tmp_path: Path, count: int, **changes: Any) -> tuple[Tiny, Transformer, MtpModules]:
@@ -28,7 +26,7 @@ def models(tmp_path: Path, count: int, **changes: Any) -> tuple[Tiny, Transforme
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("naming,base", [*BASES.items(), ("deepseek_v3", GLM)])
-def test_the_oracle_is_the_slow_reference(
+def test_oracle_equals_the_slow_reference(
     tmp_path: Path, naming: str, base: tuple[str, dict[str, Any]], count: int
 ) -> None:
     tiny = make_mtp_checkpoint(tmp_path, naming, count, base=base)
@@ -40,21 +38,21 @@ def test_the_oracle_is_the_slow_reference(
         exact_ids, exact = SlowModules(tiny).drafts(prefix, 5, count)
         assert ours.token_ids == exact_ids
         assert (ours.logits.double() - torch.stack(exact)).abs().max().item() < 1e-2
-        few = oracle_drafts(model, modules, prefix, 1)  # of more modules
+        few = oracle_drafts(model, modules, prefix, 1)  # fewer drafts than modules
         assert few.token_ids == exact_ids[:1] and torch.equal(few.logits, ours.logits[:1])
 
 
-def text_with_kept_drafts(model: Transformer, modules: MtpModules) -> Text:
-    """A text of which all drafts, some, or none are right, as the modules of tiny models are not.
+def text_with_accepted_drafts(model: Transformer, modules: MtpModules) -> Text:
+    """Return a text of which all drafts, some, or none are right.
 
-    Each step's drafts are the oracle's, kept up to a number that goes around.
+    Modules of tiny models are always wrong, so the text follows the oracle's drafts.
     """
     token_ids, step = random_ids(PROMPT + 1), 0
     while len(token_ids) < PROMPT + 45:
-        kept = step % (DRAFTS + 1)
+        accepted = step % (DRAFTS + 1)
         drafts = oracle_drafts(model, modules, token_ids, DRAFTS).token_ids
-        wrong = 1 if kept == DRAFTS else (drafts[kept] + 1) % 160
-        token_ids += [*drafts[:kept], wrong]
+        wrong = 1 if accepted == DRAFTS else (drafts[accepted] + 1) % 160
+        token_ids += [*drafts[:accepted], wrong]
         step += 1
     return Text.read(model, token_ids)
 
@@ -62,7 +60,7 @@ def text_with_kept_drafts(model: Transformer, modules: MtpModules) -> Text:
 def wrong_steps(
     model: Transformer, modules: MtpModules, text: Text, mistake: Mistake | None, **how: int
 ) -> list[bool]:
-    """Of every step along a text, whether its drafts differ from the oracle's."""
+    """Return for every step along a text whether its drafts differ from the oracle's."""
     steps = list(decode(Drafting(modules, text, mistake), text, PROMPT, DRAFTS, **how))
     return [
         one.drafts != oracle_drafts(model, modules, text.token_ids[: one.known], DRAFTS).token_ids
@@ -71,9 +69,9 @@ def wrong_steps(
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_steps_draft_as_the_oracle(tmp_path: Path, count: int) -> None:
+def test_steps_draft_like_the_oracle(tmp_path: Path, count: int) -> None:
     _, model, modules = models(tmp_path, count)
-    text = text_with_kept_drafts(model, modules)
+    text = text_with_accepted_drafts(model, modules)
     for how in ({"chunk": 64}, {"chunk": 7}, {"chunk": 1}, {"chunk": 5, "shared": 32}):
         steps = list(decode(Drafting(modules, text), text, PROMPT, DRAFTS, **how))
         assert {one.kept for one in steps} == set(range(DRAFTS + 1))
@@ -85,19 +83,19 @@ def test_steps_draft_as_the_oracle(tmp_path: Path, count: int) -> None:
         assert found == expected.token_ids
 
 
-# Rotary embeddings know distances alone: what is shifted everywhere is not shifted.
+# Rotary embeddings depend on distances only, so a shift of all positions changes nothing.
 HARMLESS = {Mistake.POSITIONS_SHIFTED}
 
 
 @pytest.mark.parametrize("mistake", list(Mistake), ids=lambda one: one.name.lower())
 def test_every_mistake_is_noticed(tmp_path: Path, mistake: Mistake) -> None:
     _, model, modules = models(tmp_path, 3 if mistake is Mistake.UNCHAINED else 1)
-    text = text_with_kept_drafts(model, modules)
+    text = text_with_accepted_drafts(model, modules)
     wrong = wrong_steps(model, modules, text, mistake, chunk=5, shared=16)
     assert any(wrong) == (mistake not in HARMLESS)
 
 
-def test_the_bench_finds_what_is_right_and_what_is_not() -> None:
+def test_bench_distinguishes_right_and_wrong_drafting() -> None:
     figures: list[common.Figure] = []
 
     class Recorder:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
-"""What a user says about MTP, at the start or in a request, is done or refused in one sentence."""
+"""MTP options of a server or a request take effect, or are refused in one sentence."""
 
 import json
 import shutil
@@ -18,18 +18,18 @@ from checkpoints import write_tokenizer
 from mtp_checkpoints import Tiny, make_mtp_checkpoint, save_checkpoint
 from safetensors.torch import load_file, save_file
 from serving import serving
+from specops.api.config import BUNDLED_MODEL
+from specops.api.errors import ModelError
 from specops.cli.serve import main
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.config import BUNDLED_MODEL
 from specops.engine.drafters import mtp as drafters_mtp
-from specops.engine.errors import ModelError
 
 LAYERS = 3  # of the target
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """A target with one module."""
+    """Return a target with one module."""
     tiny = make_mtp_checkpoint(tmp_path_factory.mktemp("whole"), "deepseek_v3")
     write_tokenizer(tiny.directory)
     return tiny
@@ -37,7 +37,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 @pytest.fixture(scope="module")
 def bare(whole: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same target without it."""
+    """Return the same target without its module."""
     directory = tmp_path_factory.mktemp("bare")
     config = {k: v for k, v in whole.config.items() if k != "num_nextn_predict_layers"}
     own = f"model.layers.{LAYERS}."
@@ -49,7 +49,7 @@ def bare(whole: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def draft_directory(whole: Tiny, directory: Path, **changes: Any) -> Path:
-    """The module alone, with a config.json of its own."""
+    """Write the module alone, with a config.json of its own."""
     directory.mkdir()
     own = f"model.layers.{LAYERS}."
     tensors = {k: v for k, v in whole.tensors.items() if k.startswith(own)}
@@ -57,13 +57,13 @@ def draft_directory(whole: Tiny, directory: Path, **changes: Any) -> Path:
     return directory
 
 
-def refused(capsys: pytest.CaptureFixture[str], target: Path, **config: Any) -> str:
-    """What the command says about a configuration, having checked how."""
+def error_of(capsys: pytest.CaptureFixture[str], target: Path, **config: Any) -> str:
+    """Return the error of the command about a configuration, after checking its form."""
     arguments = ["--model", str(target), "--device", "cpu", "--in-process"]
     assert main([*arguments, "--speculative-config", json.dumps(config)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("specops: ") and said.count("\n") == 1, said
-    return said.removeprefix("specops: ").removesuffix("\n")
+    message = capsys.readouterr().err
+    assert message.startswith("specops: ") and message.count("\n") == 1, message
+    return message.removeprefix("specops: ").removesuffix("\n")
 
 
 PROMPTS = ["def read_lines(path):\n", "import os\nimport "]
@@ -71,14 +71,14 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 
 
 def outcome(engine: Engine, **own: Any) -> list[tuple[list[int], int, int]]:
-    """Tokens, drafts and accepted drafts of each prompt."""
+    """Return tokens, number of drafts and number of accepted drafts of each prompt."""
     done = engine.generate(PROMPTS, GREEDY, speculative_config=own)
     stats = [(one.stats.num_draft_tokens, one.stats.num_accepted_tokens) for one in done]
     return [(one.token_ids, *counts) for one, counts in zip(done, stats, strict=True)]
 
 
-def test_where_modules_come_from_and_who_asks_for_them(tmp_path: Path) -> None:
-    """The checkpoint or a directory; the server's configuration or a request: the same drafts."""
+def test_drafts_do_not_depend_on_where_modules_and_options_come_from(tmp_path: Path) -> None:
+    """Modules of the checkpoint or a directory; options of the server or a request."""
     config = json.loads((BUNDLED_MODEL / "config.json").read_text())
     tensors = load_file(BUNDLED_MODEL / "model.safetensors")
     module = f"model.layers.{config['num_hidden_layers']}."
@@ -103,8 +103,8 @@ def test_where_modules_come_from_and_who_asks_for_them(tmp_path: Path) -> None:
         assert outcome(engine, **own) == expected
 
 
-def test_a_draft_vocabulary(tmp_path: Path) -> None:
-    """Fewer tokens to draft, no other text."""
+def test_draft_vocabulary_changes_no_text(tmp_path: Path) -> None:
+    """It only restricts the drafts."""
     path = tmp_path / "vocab.safetensors"
     save_file({"d2t": torch.zeros(500, dtype=torch.int64)}, path)
     own = {"method": "mtp", "num_speculative_tokens": 3}
@@ -117,7 +117,7 @@ def test_a_draft_vocabulary(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["mtp", "suffix"])
-def test_a_total_of_drafts(whole: Tiny, method: str) -> None:
+def test_max_total_draft_tokens_limits_the_drafts_of_a_step(whole: Tiny, method: str) -> None:
     engine = tiny_engine(
         whole.directory, method=method, num_speculative_tokens=4, max_total_draft_tokens=3
     )
@@ -131,24 +131,26 @@ def test_a_total_of_drafts(whole: Tiny, method: str) -> None:
     assert most == 3
 
 
-def test_a_model_without_modules(capsys: pytest.CaptureFixture[str], bare: Path) -> None:
-    said = refused(capsys, bare, method="mtp", num_speculative_tokens=3)
-    assert said.startswith(f"{bare}: the checkpoint holds no MTP weights; looked for tensors named")
+def test_model_without_modules_is_refused(capsys: pytest.CaptureFixture[str], bare: Path) -> None:
+    message = error_of(capsys, bare, method="mtp", num_speculative_tokens=3)
+    assert message.startswith(
+        f"{bare}: the checkpoint holds no MTP weights; looked for tensors named"
+    )
 
 
 @pytest.mark.parametrize("method", ["mtp", "MTP"])
-def test_more_steps_than_tokens(
+def test_more_model_steps_than_drafts_are_refused(
     capsys: pytest.CaptureFixture[str], whole: Tiny, method: str
 ) -> None:
-    said = refused(
+    message = error_of(
         capsys, whole.directory, method=method, num_speculative_tokens=2, num_model_steps=3
     )
-    assert said == "num_model_steps must be at most num_speculative_tokens = 2, got 3"
+    assert message == "num_model_steps must be at most num_speculative_tokens = 2, got 3"
 
 
 @pytest.mark.parametrize("method", ["mtp", "ngram"])
 @pytest.mark.parametrize("field,value", [("hidden_size", 128), ("vocab_size", 200)])
-def test_a_draft_directory_of_another_model(
+def test_draft_directory_of_another_model_is_refused(
     capsys: pytest.CaptureFixture[str],
     whole: Tiny,
     bare: Path,
@@ -158,30 +160,30 @@ def test_a_draft_directory_of_another_model(
     value: int,
 ) -> None:
     drafts = draft_directory(whole, tmp_path / "drafts", **{field: value})
-    assert refused(capsys, bare, method=method, model=str(drafts)) == (
+    assert error_of(capsys, bare, method=method, model=str(drafts)) == (
         f"{drafts / 'config.json'}: {field} is {value}, but the target in {bare} has "
         f"{whole.config[field]}"
     )
 
 
-def test_a_draft_directory_of_other_shapes(
+def test_draft_directory_of_other_shapes_is_refused(
     capsys: pytest.CaptureFixture[str], whole: Tiny, bare: Path, tmp_path: Path
 ) -> None:
-    """Its config.json says nothing wrong, its tensors do."""
+    """Its config.json is right, but its tensors are not."""
     drafts = draft_directory(whole, tmp_path / "drafts")
     own = f"model.layers.{LAYERS}."
     halved = {k: v[..., :64] for k, v in whole.tensors.items() if k.startswith(own)}
     save_checkpoint(drafts, whole.config, halved)
-    said = refused(capsys, bare, method="mtp", model=str(drafts))
-    assert said == f"{drafts}: tensor {own}eh_proj.weight must be [64, 128], got [64, 64]"
+    message = error_of(capsys, bare, method="mtp", model=str(drafts))
+    assert message == f"{drafts}: tensor {own}eh_proj.weight must be [64, 128], got [64, 64]"
 
 
 @pytest.mark.parametrize("method", ["mtp", "naive"])
-def test_a_draft_directory_that_is_not_there(
+def test_missing_draft_directory_is_refused(
     capsys: pytest.CaptureFixture[str], bare: Path, tmp_path: Path, method: str
 ) -> None:
     nowhere = tmp_path / "nowhere"
-    assert refused(capsys, bare, method=method, model=str(nowhere)) == (
+    assert error_of(capsys, bare, method=method, model=str(nowhere)) == (
         f"{nowhere}: no such directory"
     )
 
@@ -195,7 +197,7 @@ def test_a_draft_directory_that_is_not_there(
         ("model.safetensors", b"no tensors", "safetensors"),
     ],
 )
-def test_a_damaged_draft_directory(
+def test_damaged_draft_directory_is_refused(
     capsys: pytest.CaptureFixture[str],
     whole: Tiny,
     bare: Path,
@@ -209,26 +211,26 @@ def test_a_damaged_draft_directory(
         (drafts / file).unlink()
     else:
         (drafts / file).write_bytes(content)
-    said = refused(capsys, bare, method="mtp", model=str(drafts))
-    assert said.startswith(str(drafts)) and words in said
+    message = error_of(capsys, bare, method="mtp", model=str(drafts))
+    assert message.startswith(str(drafts)) and words in message
 
 
 @pytest.mark.parametrize("method", ["mtp", "suffix"])
-def test_draft_vocabularies(
+def test_invalid_draft_vocabularies_are_refused(
     capsys: pytest.CaptureFixture[str], whole: Tiny, tmp_path: Path, method: str
 ) -> None:
     path = tmp_path / "vocab.safetensors"
 
-    def said() -> str:
-        said = refused(capsys, whole.directory, method=method, draft_vocab=str(path))
-        assert said.startswith(f"{path}: ")
-        return said.removeprefix(f"{path}: ")
+    def vocabulary_error() -> str:
+        message = error_of(capsys, whole.directory, method=method, draft_vocab=str(path))
+        assert message.startswith(f"{path}: ")
+        return message.removeprefix(f"{path}: ")
 
-    assert said() == "no such file; expected a safetensors file with the tensor d2t"
+    assert vocabulary_error() == "no such file; expected a safetensors file with the tensor d2t"
     path.write_bytes(b"d2t")
-    assert said().startswith("not a safetensors file")
+    assert vocabulary_error().startswith("not a safetensors file")
     save_file({"t2d": torch.zeros(4, dtype=torch.int64)}, path)
-    assert said() == "tensor d2t is missing"
+    assert vocabulary_error() == "tensor d2t is missing"
     for d2t, words in (
         (torch.zeros(4), "d2t must be int64"),
         (torch.zeros(0, dtype=torch.int64), "d2t must be int64"),
@@ -238,30 +240,30 @@ def test_draft_vocabularies(
         (torch.tensor([-1, 0]), "ascending order, each in [0, 160)"),
     ):
         save_file({"d2t": d2t}, path)
-        assert words in said()
+        assert words in vocabulary_error()
     path.unlink()
     path.mkdir()
-    assert said() == "no such file; expected a safetensors file with the tensor d2t"
+    assert vocabulary_error() == "no such file; expected a safetensors file with the tensor d2t"
 
 
-def test_a_draft_vocabulary_for_no_modules(
+def test_draft_vocabulary_without_modules_is_refused(
     capsys: pytest.CaptureFixture[str], bare: Path, tmp_path: Path
 ) -> None:
-    """It is named, so it is meant to be used."""
+    """Even if the server's own method needs no modules."""
     path = tmp_path / "vocab.safetensors"
     save_file({"d2t": torch.zeros(8, dtype=torch.int64)}, path)
-    said = refused(capsys, bare, method="ngram", draft_vocab=str(path))
-    assert said.startswith(f"{bare}: the checkpoint holds no MTP weights")
+    message = error_of(capsys, bare, method="ngram", draft_vocab=str(path))
+    assert message.startswith(f"{bare}: the checkpoint holds no MTP weights")
 
 
-def test_a_request_for_modules_that_are_not_there(bare: Path) -> None:
-    """Refused with the reason, which names no path of the server's."""
+def test_request_for_missing_modules_is_refused(bare: Path) -> None:
+    """The error gives the reason, but no path of the server."""
     engine = tiny_engine(bare, methods=("all",))
     assert engine.runnable_methods == ("naive", "ngram", "suffix", "prediction")
     with pytest.raises(ValueError, match="the checkpoint holds no MTP weights"):
         engine.add_request([1], SamplingParams(), speculative_config={"method": "mtp"})
     with serving(engine) as served:
-        for own in ({"method": "mtp"}, {"method": "mtp", "mtp_strategy": "with_suffix"}):
+        for own in ({"method": "mtp"}, {"method": "mtp+suffix"}):
             for stream in (False, True):
                 body = {"prompt": "a", "max_tokens": 2, "speculative_config": own, "stream": stream}
                 answer = httpx.post(f"{served.url}/v1/completions", json=body)
@@ -277,8 +279,8 @@ def test_a_request_for_modules_that_are_not_there(bare: Path) -> None:
         assert card["methods"] == ["naive", "ngram", "suffix", "prediction"]
 
 
-def test_modules_of_a_kind_that_does_not_run(whole: Tiny, tmp_path: Path) -> None:
-    """The target runs without them; whoever asks for them is told why."""
+def test_unsupported_modules_are_refused_on_request(whole: Tiny, tmp_path: Path) -> None:
+    """The target runs without them."""
     expert = f"model.layers.{LAYERS}.mlp.experts.0.up_proj.weight"
     save_checkpoint(tmp_path, whole.config, whole.tensors | {expert: torch.zeros(2)})
     write_tokenizer(tmp_path)
@@ -291,17 +293,19 @@ def test_modules_of_a_kind_that_does_not_run(whole: Tiny, tmp_path: Path) -> Non
         tiny_engine(tmp_path, method="mtp")
 
 
-def test_verify_exactness(
+def test_verify_exactness_compares_the_methods_of_the_model(
     capsys: pytest.CaptureFixture[str], whole: Tiny, bare: Path, tmp_path: Path
 ) -> None:
-    """It compares what the model runs, and says so where it is asked for more."""
+    """Another method is refused."""
     command = ["verify-exactness", "--model", str(bare), "--device", "cpu", "--max-tokens", "4"]
     command += ["--prompts", "2", "--temperature", "0"]
     assert main(command) == 0
     assert "mtp" not in capsys.readouterr().out
     assert main([*command, "--method", "mtp"]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith('specops: method "mtp" cannot run in this engine')
+    message = capsys.readouterr()
+    assert message.out == "" and message.err.startswith(
+        'specops: method "mtp" cannot run in this engine'
+    )
     drafts = draft_directory(whole, tmp_path / "drafts")
     assert main([*command, "--speculative-config", json.dumps({"model": str(drafts)})]) == 0
     assert "mtp+suffix" in capsys.readouterr().out
@@ -320,11 +324,13 @@ def test_verify_exactness(
             {"num_speculative_tokens": 17, "num_model_steps": 17},
             "num_model_steps must be at most 16 on this server, got 17",
         ),
-        ({"model": "/etc"}, "speculative_config.model is the server's alone"),
-        ({"draft_vocab": "/etc/passwd"}, "speculative_config.draft_vocab is the server's alone"),
+        ({"model": "/etc"}, "speculative_config.model can only be set by the server"),
+        ({"draft_vocab": "/etc/passwd"}, "draft_vocab can only be set by the server"),
     ],
 )
-def test_requests_to_an_engine_with_modules(whole: Tiny, own: dict[str, Any], message: str) -> None:
+def test_invalid_requests_to_an_engine_with_modules_are_refused(
+    whole: Tiny, own: dict[str, Any], message: str
+) -> None:
     with serving(tiny_engine(whole.directory, method="mtp", num_speculative_tokens=3)) as served:
         body = {"prompt": "a", "max_tokens": 2, "speculative_config": own}
         answer = httpx.post(f"{served.url}/v1/completions", json=body)
@@ -344,14 +350,14 @@ def test_requests_to_an_engine_with_modules(whole: Tiny, own: dict[str, Any], me
         (None, {"method": "mtp+ngram"}, True),
     ],
 )
-def test_only_what_is_named_is_loaded_and_paid_for(
+def test_modules_are_loaded_only_for_named_methods(
     whole: Tiny,
     monkeypatch: pytest.MonkeyPatch,
     methods: tuple[str, ...] | None,
     own: dict[str, Any],
     is_loaded: bool,
 ) -> None:
-    """Weights and pages of modules; and who asks for them elsewhere is told how to get them."""
+    """Other engines have no weights or pages of modules, and their error says how to get them."""
     loaded: list[object] = []
     load = drafters_mtp.load_mtp
     monkeypatch.setattr(drafters_mtp, "load_mtp", lambda *a, **b: loaded.append(a) or load(*a, **b))
@@ -359,16 +365,16 @@ def test_only_what_is_named_is_loaded_and_paid_for(
     assert len(loaded) == is_loaded
     assert ("mtp" in engine.runnable_methods) == is_loaded == ("mtp" in engine.drafters)
     assert (engine._drafting.kv_bytes.per_token > 0) == is_loaded
-    asked = {"method": "mtp", "num_speculative_tokens": 2}
+    requested = {"method": "mtp", "num_speculative_tokens": 2}
     if is_loaded:
-        assert len(outcome(engine, **asked)) == len(PROMPTS)
+        assert len(outcome(engine, **requested)) == len(PROMPTS)
         return
     with pytest.raises(ValueError, match=r'method "mtp" cannot run .* methods$'):
-        engine.add_request([1], SamplingParams(), speculative_config=asked)
+        engine.add_request([1], SamplingParams(), speculative_config=requested)
 
 
-def test_methods_that_there_are_not(bare: Path) -> None:
-    """What is named must run; what is named by nothing but "all" need not."""
+def test_named_methods_must_run(bare: Path) -> None:
+    """A method that only "all" includes need not run."""
     with pytest.raises(ModelError, match="the checkpoint holds no MTP weights"):
         tiny_engine(bare, methods=("mtp",))
     assert "mtp" not in tiny_engine(bare, methods=("all",)).runnable_methods
@@ -379,7 +385,7 @@ def test_methods_that_there_are_not(bare: Path) -> None:
 
 
 def tiny_engine(target: Path, methods: tuple[str, ...] | None = None, **speculative: Any) -> Engine:
-    config = SpeculativeConfig(**speculative)
+    config = SpeculativeConfig.from_dict(speculative)
     return Engine(
         EngineConfig(model=str(target), device="cpu", speculative_config=config, methods=methods)
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MTP modules in every family's naming: loading, their forward pass, and what is refused."""
+"""MTP modules in every family's naming: loading, the forward pass and refused checkpoints."""
 
 import copy
 import dataclasses
@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import every_isa
 from mtp_checkpoints import (
     BASES,
     GLM,
@@ -21,9 +20,10 @@ from mtp_checkpoints import (
 )
 from rounding import assert_error_at_most, distance, rounding_errors
 from safetensors.torch import save_file
+from shared_fixtures import every_isa
 from specops import batching
+from specops.api.errors import ModelError
 from specops.batching import OutputMode
-from specops.engine.errors import ModelError
 from specops.engine.models import (
     CONVENTIONS,
     KvCache,
@@ -35,6 +35,7 @@ from specops.engine.models import (
     load_model,
     load_mtp,
 )
+from test_models import random_ids
 from torch import Tensor
 
 PAGE_SIZE = 16
@@ -45,12 +46,8 @@ CASES: list[tuple[str, tuple[str, dict[str, Any]], bool]] = [
 ]
 
 
-def random_ids(length: int) -> list[int]:
-    return torch.randint(0, 160, (length,)).tolist()
-
-
 def step_of(token_ids: list[int], begin: int) -> StepBatch:
-    """One request's rows `begin`.. on pages 3, 4, ..; the cache holds the rows before them."""
+    """Return a step of one request's rows from `begin` on, on pages 3, 4, ..; others are cached."""
     rows, end = len(token_ids), begin + len(token_ids)
     kv_lens = torch.tensor([end], dtype=torch.int32)
     kv_indices = torch.arange(3, 3 - -end // PAGE_SIZE, dtype=torch.int32)
@@ -78,7 +75,7 @@ def step_of(token_ids: list[int], begin: int) -> StepBatch:
 
 
 def pass_of(text: list[int], drafts: list[int], begin: int, end: int) -> MtpBatch:
-    """One request's rows `begin` to `end` of a module; tokens behind the text are drafts."""
+    """Return one request's rows `begin` to `end` of a module; tokens behind the text are drafts."""
     step = step_of([0] * (end - begin), begin)
     return MtpBatch(
         **{one.name: getattr(step, one.name) for one in dataclasses.fields(LayerBatch)},
@@ -113,7 +110,7 @@ def pieces(rows: int, sizes: list[int]) -> Iterator[tuple[int, int]]:
 def text_states(
     modules: MtpModules, hidden: Tensor, token_ids: list[int], sizes: list[int]
 ) -> list[Tensor]:
-    """What the head reads of each module along a text, computed in pieces of `sizes` rows."""
+    """Return each module's input of the head along a text, computed in pieces of `sizes` rows."""
     cache = poisoned(modules.new_kv_cache(20, PAGE_SIZE))
     target = previous = hidden
     states = []
@@ -132,7 +129,7 @@ def text_states(
 def drafts(
     model: Transformer, modules: MtpModules, prefix: list[int], count: int
 ) -> tuple[list[int], list[Tensor]]:
-    """Greedy drafts of the first module, each step's rows and keys appended to the cache."""
+    """Return greedy drafts of the first module; every step appends its rows to the cache."""
     cache = poisoned(modules.new_kv_cache(20, PAGE_SIZE))
     rows = len(prefix) - 1
     hidden = target_states(model, prefix)[:rows]
@@ -170,7 +167,7 @@ def test_states_equal_the_slow_reference(
         whole = text_states(modules, hidden, ids, [60])
         for ours, truth, error in zip(whole, exact, allowed, strict=True):
             assert_error_at_most(distance(modules.logits(ours), truth), error)
-            assert truth.std().item() > 0.5  # the comparison is about something
+            assert truth.std().item() > 0.5  # the logits are not all alike
         chunked = text_states(modules, hidden, ids, [17, 1, 1, 5, 36])
         assert all(torch.equal(one, other) for one, other in zip(whole, chunked, strict=True))
 
@@ -191,7 +188,7 @@ def test_recycled_drafts_equal_the_slow_reference(
 
     def rounded() -> list[Tensor]:
         token_ids, logits = float32.drafts(prefix, 5)
-        assert token_ids == exact_ids  # no margin is so small that the comparison would go astray
+        assert token_ids == exact_ids  # rounding changes no draft
         return logits
 
     allowed = rounding_errors(rounded, exact)
@@ -222,7 +219,7 @@ def test_other_conventions_equal_the_slow_reference(tmp_path: Path, change: str)
 
 
 class Faulty(SlowModules):
-    """The slow reference in float32, with one fault."""
+    """The slow reference in float32 with one fault."""
 
     def __init__(self, tiny: Tiny, fault: str) -> None:
         super().__init__(tiny, dtype=torch.float32)
@@ -253,7 +250,7 @@ class Faulty(SlowModules):
 
     def _rotate(self, x: Tensor) -> Tensor:
         self.rotated += 1
-        if self.rotated % 2 == 0:  # keys: right, so that the queries' fault is not a common shift
+        if self.rotated % 2 == 0:  # keys stay right, because a common shift changes nothing
             return super()._rotate(x)
         if self.fault == "query_one_ahead":
             return super()._rotate(torch.cat((x[:1], x)))[1:]
@@ -275,10 +272,10 @@ FAULTS = (
 
 @pytest.mark.parametrize("naming,base,bias", CASES)
 @pytest.mark.ci
-def test_the_comparison_catches_faults(
+def test_comparison_notices_planted_faults(
     tmp_path: Path, naming: str, base: tuple[str, dict[str, Any]], bias: bool
 ) -> None:
-    """What these tests allow for rounding is far from what a planted fault makes."""
+    """The error allowed for rounding is far below that of a planted fault."""
     tiny = make_mtp_checkpoint(tmp_path, naming, base=base, projection_bias=bias)
     ids = random_ids(40)
     exact, float32 = SlowModules(tiny).text(ids, 1), SlowModules(tiny, dtype=torch.float32)
@@ -312,7 +309,7 @@ def test_a_row_has_the_same_bits_however_it_is_computed(
 
 
 def test_deepseek_naming_equals_transformers(tmp_path: Path) -> None:
-    """The module of transformers, around the decoder layer of the tiny checkpoint's own base."""
+    """The module of transformers runs around the decoder layer of the tiny checkpoint's base."""
     pytest.importorskip("transformers")
     from transformers.modeling_layers import MtpLayer
 
@@ -330,7 +327,7 @@ def test_deepseek_naming_equals_transformers(tmp_path: Path) -> None:
     theirs.load_state_dict(renamed)
     ids = random_ids(50)
     positions = torch.arange(49)[None]
-    base.set_attn_implementation("eager")  # sums that `RandomRounding` sees
+    base.set_attn_implementation("eager")  # uses ops that `RandomRounding` intercepts
 
     def logits(dtype: torch.dtype) -> Tensor:
         model, layer, head = (
@@ -355,20 +352,20 @@ def test_deepseek_naming_equals_transformers(tmp_path: Path) -> None:
 
 
 def test_glm_equals_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`MtpModel`, what `generate(use_mtp=True)` drafts with, on a GLM-4.5 of dense layers alone."""
+    """`MtpModel`, which `generate(use_mtp=True)` uses, runs on a GLM-4.5 of dense layers only."""
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_layers import MtpModel
 
     make_mtp_checkpoint(tmp_path, "deepseek_v3", 2, base=GLM)
     kind = transformers.Glm4MoeForCausalLM
-    # The class knows the layer numbers of the released checkpoints alone.
+    # The class knows the layer numbers of the released checkpoints only.
     monkeypatch.setattr(kind, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.[34]\."])
     config_kind = transformers.Glm4MoeConfig
     original = config_kind.get_mtp_config
 
     def all_dense(self: Any) -> Any:
         config = original(self)
-        config.first_k_dense_replace = 9  # modules are mixtures of experts in the family's own
+        config.first_k_dense_replace = 9  # the family's own modules are mixtures of experts
         return config
 
     monkeypatch.setattr(config_kind, "get_mtp_config", all_dense)
@@ -405,8 +402,8 @@ def test_glm_equals_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             assert truth.std().item() > 0.5
 
 
-def test_modules_of_a_draft_directory(tmp_path: Path) -> None:
-    """The modules alone, in a directory of their own, numbered on or from 0."""
+def test_modules_load_from_a_draft_directory(tmp_path: Path) -> None:
+    """The directory has the modules alone, numbered behind the target's layers or from 0."""
     tiny = make_mtp_checkpoint(tmp_path / "whole", "deepseek_v3", 2)
     model = load_model(tmp_path / "whole")
     ids = random_ids(20)
@@ -436,27 +433,27 @@ def test_modules_of_a_draft_directory(tmp_path: Path) -> None:
 def test_reduced_draft_vocabulary(tmp_path: Path, naming: str) -> None:
     make_mtp_checkpoint(tmp_path, naming)
     model = load_model(tmp_path)
-    kept = torch.tensor([0, 1, 5, 17, 40, 41, 42, 99, 120, 159])
+    retained = torch.tensor([0, 1, 5, 17, 40, 41, 42, 99, 120, 159])
     path = tmp_path / "draft_vocab.safetensors"
-    save_file({"d2t": kept - torch.arange(len(kept))}, path)
+    save_file({"d2t": retained - torch.arange(len(retained))}, path)
     whole = load_mtp(model, tmp_path)
     modules = load_mtp(model, tmp_path, draft_vocab=path)
     assert whole.token_map is None
     assert modules.token_map is not None and modules.token_map.dtype == torch.int32
-    assert modules.token_map.tolist() == kept.tolist()
+    assert modules.token_map.tolist() == retained.tolist()
     ids = random_ids(20)
     state = text_states(modules, target_states(model, ids), ids, [20])[0]
-    assert torch.equal(modules.logits(state), whole.logits(state)[:, kept])
+    assert torch.equal(modules.logits(state), whole.logits(state)[:, retained])
     assert modules.sums_size(8, 8) <= whole.sums_size(8, 8)
     for wrong, words in [
-        (kept, "ascending order"),  # token ids where offsets are meant
-        (kept.flip(0) - torch.arange(len(kept)), "ascending order"),
-        (kept.int(), "int64"),
+        (retained, "ascending order"),  # token ids where offsets are meant
+        (retained.flip(0) - torch.arange(len(retained)), "ascending order"),
+        (retained.int(), "int64"),
     ]:
         save_file({"d2t": wrong}, path)
         with pytest.raises(ModelError, match=words):
             load_mtp(model, tmp_path, draft_vocab=path)
-    save_file({"t2d": kept}, path)
+    save_file({"t2d": retained}, path)
     with pytest.raises(ModelError, match=r"draft_vocab\.safetensors: tensor d2t is missing"):
         load_mtp(model, tmp_path, draft_vocab=path)
     path.write_bytes(b"not a map")
@@ -466,8 +463,7 @@ def test_reduced_draft_vocabulary(tmp_path: Path, naming: str) -> None:
         load_mtp(model, tmp_path, draft_vocab=tmp_path / "nowhere.safetensors")
 
 
-def test_the_bundled_model_drafts_as_it_was_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loaded module and the training code's are one, along a text."""
+def test_bundled_module_equals_the_training_code(monkeypatch: pytest.MonkeyPatch) -> None:
     import specops
 
     root = Path(__file__).resolve().parents[1]
@@ -492,35 +488,35 @@ def test_the_bundled_model_drafts_as_it_was_trained(monkeypatch: pytest.MonkeyPa
     assert (ours.argmax(-1) == expected.argmax(-1)).float().mean().item() > 0.98
 
 
-def test_random_weights_need_no_file_but_the_configuration(tmp_path: Path) -> None:
+def test_random_weights_require_only_the_configuration(tmp_path: Path) -> None:
     make_mtp_checkpoint(tmp_path, "deepseek_v3", 2)
     (tmp_path / "model.safetensors").unlink()
     model = load_model(tmp_path, load_format="dummy")
     assert load_mtp(model, tmp_path).num_modules == 2
 
 
-def test_random_weights_are_the_same_whenever_they_are_read(tmp_path: Path) -> None:
-    """Each by its name: a reduced head, which is read on its own, has rows of the target's."""
+def test_random_weights_depend_on_their_name_only(tmp_path: Path) -> None:
+    """A reduced head, which is read separately, has rows of the target's head."""
     make_mtp_checkpoint(tmp_path, "mimo")  # its head is not its embedding
     (tmp_path / "model.safetensors").unlink()
-    kept = torch.tensor([0, 1, 5, 17, 99])
+    retained = torch.tensor([0, 1, 5, 17, 99])
     path = tmp_path / "draft_vocab.safetensors"
-    save_file({"d2t": kept - torch.arange(len(kept))}, path)
+    save_file({"d2t": retained - torch.arange(len(retained))}, path)
     model = load_model(tmp_path, load_format="dummy")
     modules = load_mtp(model, tmp_path, draft_vocab=path)
     states = torch.randn(3, 64)
-    assert torch.equal(modules.logits(states), model.logits(states)[:, kept])
+    assert torch.equal(modules.logits(states), model.logits(states)[:, retained])
     first, other = model.layers[0].mlp.weights[0], modules.layers[0].mlp.weights[0]
-    assert not torch.equal(first.data, other.data)  # nor does a module repeat its target's
+    assert not torch.equal(first.data, other.data)  # a module has other weights than its target
 
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Tiny:
-    """A checkpoint with two modules in DeepSeek-V3's naming, to be damaged."""
+    """Return a checkpoint with two modules in DeepSeek-V3's naming, for a test to damage."""
     return make_mtp_checkpoint(tmp_path, "deepseek_v3", 2)
 
 
-def refused(tiny: Tiny, model: Transformer, match: str) -> None:
+def check_refused(tiny: Tiny, model: Transformer, match: str) -> None:
     save_checkpoint(tiny.directory, tiny.config, tiny.tensors)
     with pytest.raises(ModelError, match=match):
         load_mtp(model, tiny.directory)
@@ -534,25 +530,25 @@ def test_a_checkpoint_without_modules_is_refused(tiny: Tiny) -> None:
         for name, tensor in tiny.tensors.items()
         if not name.startswith((f"model.layers.{layers}.", f"model.layers.{layers + 1}."))
     }
-    refused(tiny, model, "holds no MTP weights, though num_nextn_predict_layers is 2")
+    check_refused(tiny, model, "holds no MTP weights, though num_nextn_predict_layers is 2")
     del tiny.config["num_nextn_predict_layers"]
-    refused(tiny, model, r"holds no MTP weights; looked for .*mtp\.fc\.weight")
+    check_refused(tiny, model, r"holds no MTP weights; looked for .*mtp\.fc\.weight")
     with pytest.raises(ModelError, match="no such directory"):
         load_mtp(model, tiny.directory, draft_directory=tiny.directory / "nowhere")
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_a_count_that_differs_from_the_tensors_is_refused(tiny: Tiny, count: int) -> None:
+def test_wrong_number_of_modules_is_refused(tiny: Tiny, count: int) -> None:
     model = load_model(tiny.directory)
     tiny.config["num_nextn_predict_layers"] = count
-    refused(
+    check_refused(
         tiny,
         model,
         rf"config\.json: num_nextn_predict_layers is {count}, but .* of 2 MTP modules",
     )
 
 
-def test_a_count_that_is_missing_is_that_of_the_tensors(tiny: Tiny) -> None:
+def test_number_of_modules_defaults_to_that_of_the_tensors(tiny: Tiny) -> None:
     model = load_model(tiny.directory)
     del tiny.config["num_nextn_predict_layers"]
     save_checkpoint(tiny.directory, tiny.config, tiny.tensors)
@@ -564,42 +560,47 @@ def test_tensors_that_do_not_fit_are_refused(tiny: Tiny) -> None:
     where = str(tiny.directory)
     eh_proj = tiny.tensors["model.layers.3.eh_proj.weight"]
     tiny.tensors["model.layers.3.eh_proj.weight"] = eh_proj[:, :64]
-    refused(tiny, model, rf"{where}: tensor .*3\.eh_proj\.weight must be \[64, 128\], got \[64, 64")
+    check_refused(
+        tiny, model, rf"{where}: tensor .*3\.eh_proj\.weight must be \[64, 128\], got \[64, 64"
+    )
     tiny.tensors["model.layers.3.eh_proj.weight"] = eh_proj
     norm = tiny.tensors.pop("model.layers.4.enorm.weight")
-    refused(tiny, model, rf"{where}: tensor model\.layers\.4\.enorm\.weight is missing")
+    check_refused(tiny, model, rf"{where}: tensor model\.layers\.4\.enorm\.weight is missing")
     tiny.tensors["model.layers.4.enorm.weight"] = norm
     tiny.tensors["model.layers.4.mlp.up_proj.bias"] = norm
-    refused(tiny, model, r"4\.mlp\.up_proj\.bias has no place in the MTP module")
+    check_refused(tiny, model, r"4\.mlp\.up_proj\.bias has no place in the MTP module")
     tiny.tensors["model.layers.4.mlp.experts.0.up_proj.weight"] = norm
-    refused(tiny, model, r"is a mixture of experts \(tensor .*mlp\.experts\.0")
+    check_refused(tiny, model, r"is a mixture of experts \(tensor .*mlp\.experts\.0")
     tiny.tensors["model.layers.3.self_attn.kv_a_proj_with_mqa.weight"] = norm
-    refused(tiny, model, "is multi-head latent attention")
+    check_refused(tiny, model, "is multi-head latent attention")
 
 
 def test_modules_for_another_target_are_refused(tiny: Tiny, tmp_path: Path) -> None:
     model = load_model(tiny.directory)
     for field, value in (("hidden_size", 128), ("vocab_size", 200)):
         changed = Tiny(tiny.directory, tiny.naming, {**tiny.config, field: value}, tiny.tensors, 0)
-        refused(changed, model, rf"config\.json: {field} is {value}, but the target in .* has ")
+        check_refused(
+            changed, model, rf"config\.json: {field} is {value}, but the target in .* has "
+        )
     tiny.config["num_hidden_layers"] = 2
-    refused(tiny, model, r"num_hidden_layers is 2, but the first MTP module.*layer 3")
+    check_refused(tiny, model, r"num_hidden_layers is 2, but the first MTP module.*layer 3")
     tiny.config["num_hidden_layers"] = 3
     moved = {
         name.replace("model.layers.4.", "model.layers.5."): tensor
         for name, tensor in tiny.tensors.items()
     }
-    refused(Tiny(tiny.directory, "", tiny.config, moved, 0), model, r"without gaps, got \[3, 5\]")
+    check_refused(
+        Tiny(tiny.directory, "", tiny.config, moved, 0), model, r"without gaps, got \[3, 5\]"
+    )
 
 
-def test_the_table_names_what_the_checkpoints_of_this_test_hold() -> None:
-    """The engine's table and the names written out here are of the same families."""
+def test_tiny_checkpoints_cover_every_convention() -> None:
     assert set(CONVENTIONS) == set(NAMES)
     for one in CONVENTIONS.values():
         assert one.recycle_normed and one.chained and not one.masks_position_0
 
 
-def test_the_document_says_what_the_table_says() -> None:
+def test_docs_list_the_conventions() -> None:
     document = (Path(__file__).resolve().parents[1] / "docs" / "mtp.md").read_text()
     rows = {}
     for line in document.splitlines():
@@ -607,19 +608,21 @@ def test_the_document_says_what_the_table_says() -> None:
             title, *cells = (cell.strip() for cell in line.strip("|").split("|"))
             rows.setdefault(title, cells)
     for column, (naming, one) in enumerate(CONVENTIONS.items()):
-        told = {title: cells[column] for title, cells in rows.items() if len(cells) == 4}
-        assert told[""] == f"`{naming}`"
-        assert told["families"] == ", ".join(one.families)
-        assert all(f"`{field}`" in told["number of modules"] for field in one.count_fields)
+        listed = {title: cells[column] for title, cells in rows.items() if len(cells) == 4}
+        assert listed[""] == f"`{naming}`"
+        assert listed["families"] == ", ".join(one.families)
+        assert all(f"`{field}`" in listed["number of modules"] for field in one.count_fields)
         for title, name in (
             ("embedding's norm", one.embed_norm),
             ("hidden state's norm", one.hidden_norm),
             ("projection", one.projection),
             ("decoder layer", one.block),
         ):
-            assert told[title].startswith(f"`{name}`")
-        assert told["head's norm"] == (
+            assert listed[title].startswith(f"`{name}`")
+        assert listed["head's norm"] == (
             f"`{one.head_norm}`" if one.head_norm else "the target's final norm"
         )
-        assert told["halves of the projection"].strip("*").startswith("hidden") == one.hidden_first
-        assert told["norm weights"].strip("*") == ("1 + w" if one.norm_offset else "w")
+        assert (
+            listed["halves of the projection"].strip("*").startswith("hidden") == one.hidden_first
+        )
+        assert listed["norm weights"].strip("*") == ("1 + w" if one.norm_offset else "w")

@@ -28,12 +28,14 @@ class Mutation:
     old: str  # stands in the file once
     new: str
     tests: str  # file of tests, and what to select there
-    build: str = "plain"  # or race: in which the bug shows; or scripted: for the laws; or program
+    build: str = (
+        "plain"  # or race: in which the bug shows; or scripted: exact distributions; or program
+    )
 
 
 LINEAR = "test_dense.py linear and not wide_output"
 LINEAR_RACE = "test_dense.py test_linear_rows_keep_their_bits or test_linear_kernels_keep"
-CODES = "test_quantized.py bits or gates or wild"
+CODES = "test_quantized.py bits or extreme"
 FP8 = "test_quantized.py fp8"
 RMS_NORM = "test_dense.py rms_norm"
 DRAFT_ROWS = "test_draft_batch.py prepare or advance or keep"
@@ -54,17 +56,17 @@ SAMPLE = "test_sampling.py sample or row_identity"
 SAMPLE_RACE = "test_sampling.py row_identity"
 DRAFT_PROB_ROWS = "test_verify.py rows_of_draft_probs"
 TOP_LOGPROBS = "test_sampling.py top_logprobs"
-PROCESSORS = "test_logits_processors.py edits or ends_of_words or keeps_the_smallest or reference"
+PROCESSORS = "test_logits_processors.py edits or ends_of_words or retains_the_smallest or reference"
 TREES = "test_trees.py copy_kv or node_is_a_row or compaction or states_of"
 OVERLAYS = "test_logits_processors.py in_the_workspace"
 CONV = "test_linear_attention.py conv"
-STATES = "test_linear_attention.py delta or states or zeros"
+STATES = "test_linear_attention.py delta or states"
 GATE = "test_dense.py output_gate"
 ROUTE = "test_moe.py route or lowest or router"
-EXPERTS = "test_moe.py sort or combine or alone or none"
+EXPERTS = "test_moe.py sort or combine or alone or out_of_range"
 TYPICAL = "test_logits_processors.py typical and not large and not spread"
-TYPICAL_RACE = "test_logits_processors.py keeps_the_smallest"
-NGRAM = "test_ngram.py not distance and not refusals"
+TYPICAL_RACE = "test_logits_processors.py retains_the_smallest"
+NGRAM = "test_ngram.py not distance and not invalid"
 
 MUTATIONS = [
     Mutation(
@@ -1081,7 +1083,7 @@ LAWS = [
         "sampling/row/cpu/drafted_row.h",
         "uniform(Purpose::kAccept, i)",
         "uniform(Purpose::kDraft, i)",
-        "test_laws.py rejection and dense",
+        "test_distribution.py rejection and dense",
         "scripted",
     ),
     Mutation(
@@ -1089,7 +1091,7 @@ LAWS = [
         "sampling/row/cpu/drafted_row.h",
         "uniform(Purpose::kAccept, i)",
         "uniform(Purpose::kAccept, 0)",
-        "test_laws.py tree and REJECTION",
+        "test_distribution.py tree and REJECTION",
         "scripted",
     ),
     Mutation(
@@ -1097,7 +1099,7 @@ LAWS = [
         "sampling/row/row_rule.h",
         "return uniform * draft_prob * residual.mass < left;",
         "return uniform * draft_prob * residual.mass <= left;",
-        "test_laws.py edges",
+        "test_distribution.py edges",
         "scripted",
     ),
     Mutation(
@@ -1105,7 +1107,7 @@ LAWS = [
         "sampling/row/row_rule.h",
         "return uniform * draft_prob * residual.mass < left;",
         "return uniform * draft_prob < left;",
-        "test_laws.py tree and REJECTION",
+        "test_distribution.py tree and REJECTION",
         "scripted",
     ),
     Mutation(
@@ -1113,7 +1115,7 @@ LAWS = [
         "sampling/row/row_rule.h",
         "return {1.0, residual.taken + residual.mass, 0.0};",
         "return {1.0, residual.taken, 0.0};",
-        "test_laws.py rejection and dense",
+        "test_distribution.py rejection and dense",
         "scripted",
     ),
     Mutation(
@@ -1121,7 +1123,7 @@ LAWS = [
         "sampling/verify/accept_walk.h",
         "for (int32_t i = num_rows > 0 ? depth + 1 : 0; i < capacity; ++i) {",
         "for (int32_t i = num_rows > 0 ? depth + (depth + 1 < num_rows) : 0; i < capacity; ++i) {",
-        "test_laws.py rejection or target_match",
+        "test_distribution.py rejection or target_match",
         "scripted",
     ),
     Mutation(
@@ -1129,7 +1131,7 @@ LAWS = [
         "sampling/verify/verify_cpu.cpp",
         "TargetRow<T> row = target_row(request, accepted);",
         "TargetRow<T> row = target_row(request, accepted + 1);",
-        "test_laws.py block and dense",
+        "test_distribution.py block and dense",
         "scripted",
     ),
     Mutation(
@@ -1137,7 +1139,7 @@ LAWS = [
         "sampling/verify/verify.h",
         "(source * params.draft_probs.max_drafts + row) * params.draft_probs.width;",
         "(source * params.draft_probs.max_drafts + 0 * row) * params.draft_probs.width;",
-        "test_laws.py rejection and dense",
+        "test_distribution.py rejection and dense",
         "scripted",
     ),
     Mutation(
@@ -1145,7 +1147,7 @@ LAWS = [
         "sampling/verify/verify.h",
         "params.draft_probs.rows ? params.draft_probs.rows[batch_idx] : batch_idx;",
         "batch_idx;",
-        "test_laws.py rejection and rows",
+        "test_distribution.py rejection and rows",
         "scripted",
     ),
     Mutation(
@@ -1174,7 +1176,7 @@ LAWS = [
         "sampling/row/logits_processors.h",
         "outputs += row.path.draft_token_ids[node] == id;",
         "outputs += 0 * (row.path.draft_token_ids[node] == id);",
-        "test_laws.py processors",
+        "test_distribution.py processors",
         "scripted",
     ),
     Mutation(
@@ -1182,7 +1184,7 @@ LAWS = [
         "sampling/verify/verify_cpu.cpp",
         "start + row_depth(drafts, row), anchor)",
         "start + 1 + row_depth(drafts, row), anchor)",
-        "test_laws.py sample and equality",
+        "test_distribution.py sample and equality",
         "scripted",
     ),
     Mutation(
@@ -1190,7 +1192,7 @@ LAWS = [
         "sampling/verify/verify_cpu.cpp",
         "start + row_depth(drafts, row), anchor)",
         "start + 0 * row_depth(drafts, row), anchor)",
-        "test_laws.py rejection and dense",
+        "test_distribution.py rejection and dense",
         "scripted",
     ),
     Mutation(
@@ -1199,7 +1201,7 @@ LAWS = [
         "      while (logit(id) != max) ++id;\n      return id;",
         "      id = vocab_size - 1 < id + kLeaf ? vocab_size - 1 : id + kLeaf - 1;\n"
         "      while (logit(id) != max) --id;\n      return id;",
-        "test_laws.py ties",
+        "test_distribution.py ties",
         "scripted",
     ),
     Mutation(
@@ -1207,7 +1209,7 @@ LAWS = [
         "sampling/row/row_rule.h",
         "return static_cast<uint32_t>(first_position) + 1u;",
         "return 0u * static_cast<uint32_t>(first_position);",
-        "test_laws.py two and steps",
+        "test_distribution.py two and steps",
         "scripted",
     ),
     Mutation(
@@ -1215,7 +1217,7 @@ LAWS = [
         "sampling/verify/accept_walk.h",
         "return all > 0.0 ? mass / all : 1.0;",
         "return all > 0.0 ? weight : 1.0;",
-        "test_laws.py block and dense",
+        "test_distribution.py block and dense",
         "scripted",
     ),
     Mutation(
@@ -1223,7 +1225,7 @@ LAWS = [
         "sampling/row/cpu/drafted_row.h",
         "weight_of(row, drafts.token_ids[child]) > 0.0) {",
         "weight_of(row, drafts.token_ids[child]) >= 0.0) {",
-        "test_laws.py topp",
+        "test_distribution.py topp",
         "scripted",
     ),
 ]

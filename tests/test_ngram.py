@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import specops
 import torch
-from conftest import expect_fault
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from shared_fixtures import expect_fault
 from specops import ngram, reference
 from specops.ngram import NgramIndex
 from torch import Tensor
@@ -35,7 +35,7 @@ def propose(
     total: int | None = None,
     index: NgramIndex | None = None,
 ) -> tuple[list[list[int]], list[int]]:
-    """Runs the op on poisoned, strided rows, checks the canaries, and checks the reference too."""
+    """Run the op on poisoned, strided rows; check the canaries, and compare with the reference."""
     width = max_len or max([len(row) for row in rows], default=0) + 3
     wide = torch.full((len(rows), width + 4), POISON, dtype=torch.int32)
     for b, row in enumerate(rows):
@@ -63,7 +63,7 @@ def propose(
         match_lens=want_lens,
         **options,
     )
-    if given:  # the number there is, and the number there will be, in one
+    if given:  # one tensor for the number of given drafts and the number of drafts
         options["num_draft_tokens"] = options["num_given_drafts"]
     drafts, counts = ngram.ngram_propose(
         token_ids,
@@ -81,7 +81,7 @@ def propose(
 
 
 def poisoned_index(batch: int, entries: int, device: str, **options: Any) -> NgramIndex:
-    """Through which everything goes that it has room for; what it holds at first is anything."""
+    """Return an index over a poisoned table that indexes everything it has entries for."""
     table = torch.full((batch, entries), POISON, dtype=torch.int32, device=device)
     state = torch.zeros(batch, 2, dtype=torch.int32, device=device)
     return NgramIndex(table, state, **{"scan_tokens": 0, "index_tokens": 1 << 20, **options})
@@ -92,9 +92,9 @@ def poisoned_index(batch: int, entries: int, device: str, **options: Any) -> Ngr
     [
         ([1, 2, 3, 9, 1, 2, 4, 9, 1, 2], (1, 3), [4, 9, 1, 2]),  # most recent of two bigrams
         ([5, 1, 2, 3, 9, 7, 1, 2, 4, 5, 1, 2], (1, 3), [3, 9, 7, 1]),  # longer beats more recent
-        ([5, 1, 2, 3, 9, 7, 1, 2, 4, 5, 1, 2], (1, 2), [4, 5, 1, 2]),  # unless it is not looked for
+        ([5, 1, 2, 3, 9, 7, 1, 2, 4, 5, 1, 2], (1, 2), [4, 5, 1, 2]),  # within the maximal size
         ([1, 2, 3, 4], (1, 3), []),  # nothing repeats
-        ([1, 2, 3, 2], (2, 3), []),  # the minimum holds
+        ([1, 2, 3, 2], (2, 3), []),  # shorter than the minimum
         ([1, 2, 3, 2], (1, 3), [3, 2]),  # clipped at the end of the row
         ([8, 8, 8, 8], (1, 3), [8]),  # an occurrence overlapping the tail, one token earlier
         ([3, 1, 3, 1, 3], (1, 9), [1, 3]),  # sizes beyond the row are skipped
@@ -103,7 +103,9 @@ def poisoned_index(batch: int, entries: int, device: str, **options: Any) -> Ngr
         ([], (1, 5), []),
     ],
 )
-def test_examples(device: str, isa: str, row: list[int], sizes: tuple[int, int], want: list[int]):
+def test_examples_of_matches(
+    device: str, isa: str, row: list[int], sizes: tuple[int, int], want: list[int]
+):
     drafts, counts = propose([row], [10], 4, sizes, device)
     assert drafts == [want + [-1] * (4 - len(want))]
     assert counts == [len(want)]
@@ -118,7 +120,7 @@ def test_limits_and_capacity(device: str, isa: str) -> None:
     assert propose([], [], 3, (1, 2), device) == ([], [])
 
 
-def test_sizes_per_request(device: str, isa: str) -> None:
+def test_ngram_sizes_per_request(device: str, isa: str) -> None:
     row = [5, 1, 2, 3, 9, 7, 1, 2, 4, 5, 1, 2]
     low = torch.tensor([1, 1, 3, 3], dtype=torch.int32, device=device)
     high = torch.tensor([3, 2, 3, 8], dtype=torch.int32, device=device)
@@ -137,7 +139,7 @@ def test_sizes_per_request(device: str, isa: str) -> None:
         ([7], (1, 5), []),
     ],
 )
-def test_examples_of_leftmost(
+def test_examples_of_leftmost_matches(
     device: str, isa: str, row: list[int], sizes: tuple[int, int], want: list[int]
 ) -> None:
     drafts, counts = propose([row], [10], 4, sizes, device, leftmost=True)
@@ -147,7 +149,7 @@ def test_examples_of_leftmost(
     assert both[0][1] == propose([row], [10], 4, sizes, device)[0][0]
 
 
-def test_given_drafts_are_the_last_tokens(device: str, isa: str) -> None:
+def test_given_drafts_count_as_the_last_tokens(device: str, isa: str) -> None:
     row = [1, 2, 3, 4, 5, 6, 1]
     drafts, counts = propose(
         [row] * 6,
@@ -166,8 +168,8 @@ def test_given_drafts_are_the_last_tokens(device: str, isa: str) -> None:
     )
 
 
-def test_match_lens(device: str, isa: str) -> None:
-    """Of the longest match, whatever is left of its drafts; 0 where nothing was added."""
+def test_match_lens_are_those_of_the_longest_match(device: str, isa: str) -> None:
+    """The limit on drafts does not shorten the match; 0 means that no draft was added."""
     row = [1, 2, 3, 4, 5, 9, 2, 3, 4]
     lens = ints([9, 9, 9, 9, 3], device)
     token_ids = torch.tensor([row] * 5, dtype=torch.int32, device=device)
@@ -192,7 +194,7 @@ def test_match_lens(device: str, isa: str) -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_drafters_in_a_row_share_a_buffer(device: str, isa: str, shared: bool) -> None:
-    """One number of drafts, read and written; a request that is left out stays as it is."""
+    """One tensor of draft counts is read and written; skipped requests keep their drafts."""
     row = [1, 2, 3, 4, 5, 6, 1]
     drafts = torch.tensor([[2, 3, 77, 77]] * 3 + [[77] * 4], dtype=torch.int32, device=device)
     counts = ints([2, 2, 2, 0], device)
@@ -226,14 +228,16 @@ def test_drafters_in_a_row_share_a_buffer(device: str, isa: str, shared: bool) -
         (0, [0, 0, 0, 0, 0]),
     ],
 )
-def test_shares_of_a_total(device: str, isa: str, total: int | None, want: list[int]) -> None:
+def test_total_of_drafts_is_divided_fairly(
+    device: str, isa: str, total: int | None, want: list[int]
+) -> None:
     row = [1, 2, 3, 4, 5, 6, 1, 2]
     rows = [row, row, row, [1, 2, 3], row]
     _, counts = propose(rows, [6, 1, 4, 6, 6], 6, (1, 2), device, total=total)
     assert counts == want
 
 
-def test_shares_never_cut_given_drafts(device: str, isa: str) -> None:
+def test_total_of_drafts_never_removes_given_drafts(device: str, isa: str) -> None:
     row = [1, 2, 3, 4, 5, 6, 1]
     given = [[2, 3, 4], [], [2], []]
     for total, want in [(20, [6, 6, 6, 0]), (12, [4, 4, 4, 0]), (9, [3, 3, 3, 0])]:
@@ -247,8 +251,8 @@ def test_shares_never_cut_given_drafts(device: str, isa: str) -> None:
 @pytest.mark.parametrize(
     "batch", [40, pytest.param(1500, marks=pytest.mark.slow, id="more than threads")]
 )
-def test_shares_among_many(device: str, batch: int) -> None:
-    """What is left over goes one each to the first that were cut."""
+def test_total_of_drafts_is_divided_among_many_requests(device: str, batch: int) -> None:
+    """The remainder goes to the first limited requests, one draft each."""
     rows = [[1, 2, 3, 4, 5, 1] if b % 3 else [1, 2] for b in range(batch)]
     wanting = sum(b % 3 > 0 for b in range(batch))
     total = 2 * wanting + wanting // 3
@@ -260,7 +264,9 @@ def test_shares_among_many(device: str, batch: int) -> None:
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_any_history(device: str, on_cuda: bool, data: st.DataObject) -> None:
+def test_drafts_of_any_history_equal_the_reference(
+    device: str, on_cuda: bool, data: st.DataObject
+) -> None:
     alphabet = data.draw(st.integers(1, 5))
     tokens = st.lists(st.integers(0, alphabet), max_size=data.draw(st.sampled_from([8, 40, 300])))
     rows = data.draw(st.lists(tokens, max_size=5))
@@ -279,7 +285,7 @@ def test_any_history(device: str, on_cuda: bool, data: st.DataObject) -> None:
         specops.set_isa(isa)
         index = None if entries is None else poisoned_index(len(rows), entries, device)
         propose(rows, limits, k, (low, high), device, index=index, **options)
-        if index is not None:  # now with what it has noted
+        if index is not None:  # now with a filled index
             propose(rows, limits, k, (low, high), device, index=index, **options)
 
 
@@ -288,7 +294,7 @@ def test_any_history(device: str, on_cuda: bool, data: st.DataObject) -> None:
 def test_an_index_changes_no_draft_of_a_growing_history(
     device: str, on_cuda: bool, data: st.DataObject
 ) -> None:
-    """Step by step, rows of their own pace, some given to others, cut or left out for a while."""
+    """Rows grow at their own pace, and are replaced, shortened or skipped for some steps."""
     alphabet = data.draw(st.sampled_from([1, 3, 20]))
     token = st.integers(0, alphabet)
     rows = [data.draw(st.lists(token, max_size=60)) for _ in range(data.draw(st.integers(1, 3)))]
@@ -304,12 +310,12 @@ def test_an_index_changes_no_draft_of_a_growing_history(
     )
     isa = specops.get_isa()
     for _ in range(data.draw(st.integers(1, 4 if on_cuda else 12))):
-        event = data.draw(st.sampled_from(["grow", "grow", "grow", "replace", "cut", "sizes"]))
+        event = data.draw(st.sampled_from(["grow", "grow", "grow", "replace", "shorten", "sizes"]))
         b = data.draw(st.integers(0, len(rows) - 1))
         if event == "replace":  # the slot of another request
             rows[b] = data.draw(st.lists(token, max_size=60))
             index.reset(b)
-        elif event == "cut":  # noticed by itself, as long as nothing is put in its place
+        elif event == "shorten":
             rows[b] = rows[b][: data.draw(st.integers(0, len(rows[b])))]
             index.reset(b)
         elif event == "sizes":
@@ -323,7 +329,7 @@ def test_an_index_changes_no_draft_of_a_growing_history(
 
 @pytest.mark.parametrize("leftmost", [False, True])
 def test_every_prefix_has_the_drafts_of_a_scan(device: str, isa: str, leftmost: bool) -> None:
-    """One token a step from nothing on, and from any number of tokens at once."""
+    """One index grows by one token per step; others start with any number of tokens."""
     row = torch.randint(0, 4, (90,)).tolist()
     options: dict[str, Any] = {"leftmost": leftmost}
     from_nothing = poisoned_index(1, 800, device)
@@ -336,14 +342,14 @@ def test_every_prefix_has_the_drafts_of_a_scan(device: str, isa: str, leftmost: 
     assert from_nothing.state.tolist()[0][0] == len(row) - 1  # nothing was left to scan
 
 
-def test_a_row_that_became_shorter_is_noticed(device: str, isa: str) -> None:
+def test_index_notices_a_shorter_row(device: str, isa: str) -> None:
     index = poisoned_index(1, 400, device)
     propose([[1, 2, 3, 1, 2, 4, 1, 2]], [3], 3, (1, 2), device, 40, index=index)
     assert propose([[9, 2, 9]], [3], 3, (1, 2), device, 40, index=index) == ([[2, 9, -1]], [2])
 
 
-def test_a_reset_forgets(device: str, isa: str) -> None:
-    """What the table still holds of another text is neither found nor in the way."""
+def test_reset_index_ignores_the_old_text(device: str, isa: str) -> None:
+    """Old entries of the table are neither found nor in the way."""
     index = poisoned_index(2, 400, device)
     old = [1, 2, 3, 4, 5, 6, 7, 8] * 4
     propose([old, old], [3, 3], 3, (2, 4), device, 40, index=index)
@@ -354,8 +360,8 @@ def test_a_reset_forgets(device: str, isa: str) -> None:
         propose(rows, [3, 3], 3, (2, 4), device, 40, index=index)
 
 
-def test_a_full_table_goes_on_scanning(device: str, isa: str) -> None:
-    """Of 300 different tokens a table of 64 entries knows a few; the rest is scanned for ever."""
+def test_full_index_scans_the_remaining_tokens(device: str, isa: str) -> None:
+    """A table of 64 entries holds a few of 300 different tokens; the others are always scanned."""
     index = poisoned_index(1, 64, device)
     row = list(range(300))
     for extra in ([0, 1], [299, 0, 1, 2], [7, 7, 3]):
@@ -371,7 +377,7 @@ def test_a_full_table_goes_on_scanning(device: str, isa: str) -> None:
 
 
 def colliding(token: int, before: int, other: int) -> int:
-    """What must stand before `other` for the hash of the two to be that of (before, token)."""
+    """Return the token in front of `other` that gives both the hash of (before, token)."""
 
     def mixed(value: int) -> int:
         value = value * 0x9E3779B1 % 2**32
@@ -383,32 +389,34 @@ def colliding(token: int, before: int, other: int) -> int:
 
 @pytest.mark.parametrize("leftmost", [False, True])
 def test_equal_hashes_change_no_draft(device: str, isa: str, leftmost: bool) -> None:
-    """Bigrams of one hash all over the row: each has its own entry, and the text decides."""
-    twins = [(colliding(5, 4, other), other) for other in range(100, 140)]
+    """Many bigrams of the row have one hash: each has its own entry, and the text decides."""
+    clashes = [(colliding(5, 4, other), other) for other in range(100, 140)]
     filler = iter(range(1000, 4000))
     row: list[int] = []
-    for pair in [(4, 5), *twins[:30]]:
+    for pair in [(4, 5), *clashes[:30]]:
         row += [*pair, next(filler), next(filler)]
     index = poisoned_index(1, 4000, device)
     options: dict[str, Any] = {"leftmost": leftmost, "index": index}
-    for pair in [(4, 5), twins[29], twins[33], twins[0], twins[0], (4, 5), twins[33]]:
+    for pair in [(4, 5), clashes[29], clashes[33], clashes[0], clashes[0], (4, 5), clashes[33]]:
         row += [*pair]
         counts = propose([row], [2], 2, (2, 2), device, 400, **options)[1]
-        assert counts == [0 if pair == twins[33] and row.count(pair[1]) == 1 else 2]
+        assert counts == [0 if pair == clashes[33] and row.count(pair[1]) == 1 else 2]
         row += [next(filler), next(filler)]
     assert index.state.tolist()[0][0] > 100
-    # More of them than may stand behind one another: the table is full, the drafts are the same.
-    twins = [(colliding(5, 4, other), other) for other in range(5000, 5100)]
-    row = [token for pair in twins for token in (*pair, next(filler))]
+    # Too many clashes in a row: the index counts as full, and the drafts are the same.
+    clashes = [(colliding(5, 4, other), other) for other in range(5000, 5100)]
+    row = [token for pair in clashes for token in (*pair, next(filler))]
     index = poisoned_index(1, 4000, device)
-    for pair in (twins[70], twins[3], twins[99]):
+    for pair in (clashes[70], clashes[3], clashes[99]):
         for _ in range(2):
             propose([[*row, *pair]], [2], 2, (2, 2), device, 400, leftmost=leftmost, index=index)
     assert index.state.tolist()[0][0] < 0
 
 
 @pytest.mark.parametrize("vocab", [3, 30, 3000])
-def test_long_rows_of_many_requests(device: str, on_cuda: bool, isa: str, vocab: int) -> None:
+def test_long_rows_have_the_same_drafts_alone_and_in_a_batch(
+    device: str, on_cuda: bool, isa: str, vocab: int
+) -> None:
     rows = [torch.randint(0, vocab, (int(n),)).tolist() for n in torch.randint(0, 3000, (60,))]
     limits = torch.randint(0, 7, (60,)).tolist()
     results = []
@@ -417,10 +425,10 @@ def test_long_rows_of_many_requests(device: str, on_cuda: bool, isa: str, vocab:
         results.append(propose(rows, limits, 5, (1, 4), device))
         assert results[0] == results[-1]
     index = NgramIndex.empty(60, 3003, device=device, scan_tokens=100)
-    for _ in range(2 if on_cuda else 14):  # until all is known
+    for _ in range(2 if on_cuda else 14):  # until everything is indexed
         assert propose(rows, limits, 5, (1, 4), device, 3003, index=index) == results[0]
     assert sum(results[0][1]) > 0
-    for b in (0, 17, 59):  # alone as in the batch, whatever the width of the buffer
+    for b in (0, 17, 59):  # alone, with another width of the buffer
         alone = propose([rows[b]], [limits[b]], 5, (1, 4), device, max_len=4000)
         assert alone == ([results[0][0][b]], [results[0][1][b]])
 
@@ -429,10 +437,10 @@ def test_long_rows_of_many_requests(device: str, on_cuda: bool, isa: str, vocab:
     "distance", [1, 2, 63, 64, 65, 127, 129, 1000, 1024, 4095, 4097, 8193, 20000]
 )
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_a_match_at_every_distance_from_a_block(
+def test_matches_are_found_at_every_distance(
     device: str, isa: str, distance: int, size: int
 ) -> None:
-    """One planted occurrence, at the very start of the row and in its middle."""
+    """The only occurrence is at the start of the row or in its middle."""
     for lead in (0, 1, 70):
         filler = list(range(10, 10 + lead + distance))
         tail = list(range(-size - 10, -10))
@@ -474,10 +482,10 @@ def test_a_match_at_every_distance_from_a_block(
         ({"index": 3}, "index must be a NgramIndex, or None, got 3"),
     ],
 )
-def test_refusals_leave_out_untouched(
+def test_invalid_arguments_leave_out_untouched(
     device: str, on_cuda: bool, change: dict[str, object], message: str
 ) -> None:
-    """On CUDA a fault in the data is told afterwards, and its request has no drafts."""
+    """On CUDA, a fault in the data is reported afterwards, and its request gets no drafts."""
     arguments: dict[str, object] = {
         "lens": [4, 8],
         "max_draft_tokens": [2, 2],
@@ -497,7 +505,7 @@ def test_refusals_leave_out_untouched(
     if isinstance(change.get("index"), dict):
         tensors["index"] = ngram.NgramIndex.empty(2, 8, device=device, **change["index"])
     reported = on_cuda and "\\[" in message.split()[0]
-    if reported:  # the sentence of a code: the argument without its index
+    if reported:  # the message of a reported code lacks the index
         message = message.split()[0].partition("\\[")[0] + " must be "
     with expect_fault(reported, "^ngram_propose: " + message):
         ngram.ngram_propose(token_ids, **tensors, draft_token_ids=out, num_draft_tokens=counts)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  (where a package is missing, nothing else is imported)
-"""Pages by NIXL, where it is installed: a pair's answers are one server's, bit for bit."""
+"""KV transfer by NIXL, where it is installed: a pair of servers answers like one, bit for bit."""
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +27,7 @@ from server_pairs import (
 )
 from serving import Served
 from specops.disaggregated.nixl import NixlTransport, Place
-from specops.disaggregated.pages import HandoffError, Header, Layout, Pages, cut
+from specops.disaggregated.pages import Header, KvTransferError, Layout, Pages, cut
 from specops.disaggregated.transport import (
     Address,
     DamagedError,
@@ -48,13 +48,13 @@ def transport(kind: type[TcpTransport]) -> TcpTransport:
     return kind("127.0.0.1", 0, Leases(60, 1 << 30), [Peer("127.0.0.1", 1, 65535)])
 
 
-def test_a_pair_answers_as_one_server(mtp_model: Path, together: Served) -> None:
+def test_pair_of_servers_answers_like_one(mtp_model: Path, reference_server: Served) -> None:
     roles = pair_options(mtp_model, "--kv-transport", "nixl")
-    asked = bodies(20, seed=37)
+    requests = bodies(20, seed=37)
     with servers(*roles) as (prefill, decode):
         router = Router(prefill.url, decode.url)
-        assert router.run(asked) == choices_of(together, asked)
-        pages = sum((len(body["prompt"]) - 1) // 16 for body in asked)
+        assert router.run(requests) == choices_of(reference_server, requests)
+        pages = sum((len(body["prompt"]) - 1) // 16 for body in requests)
         assert decode.gauge("prefix_cache_hits_total") >= 16 * pages
         wait_until_idle(prefill)
         wait_until_idle(decode)
@@ -62,17 +62,17 @@ def test_a_pair_answers_as_one_server(mtp_model: Path, together: Served) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 1), (1, 2)], ids=str)
-def test_ranks_hand_over_their_shares(mtp_model: Path, sizes: tuple[int, int]) -> None:
+def test_ranks_transfer_their_shards(mtp_model: Path, sizes: tuple[int, int]) -> None:
     roles = [(*one, "--kv-transport", "nixl") for one in of_ranks(mtp_model, sizes)]
-    asked = bodies(20, seed=38)
+    requests = bodies(20, seed=38)
     with servers(*roles) as both, one_server(mtp_model, exact_across_tp=2) as one:
-        assert Router(both[0].url, both[1].url).run(asked) == choices_of(one, asked)
-        pages = sum((len(body["prompt"]) - 1) // 16 for body in asked)
+        assert Router(both[0].url, both[1].url).run(requests) == choices_of(one, requests)
+        pages = sum((len(body["prompt"]) - 1) // 16 for body in requests)
         assert both[1].gauge("prefix_cache_hits_total") >= 16 * pages
 
 
 @pytest.mark.parametrize("num_pages", [0, 1, 300])
-def test_every_byte_comes_and_the_lease_ends(num_pages: int) -> None:
+def test_every_byte_is_transferred(num_pages: int) -> None:
     header = replace(HEADER, num_pages=num_pages)
     data = bytearray(n * n % 251 for n in range(header.num_bytes))
     here, there = transport(NixlTransport), transport(NixlTransport)
@@ -84,24 +84,24 @@ def test_every_byte_comes_and_the_lease_ends(num_pages: int) -> None:
 
 @pytest.mark.parametrize("num_heads", [1, 2])
 def test_several_ranks_read_one_lease(num_heads: int) -> None:
-    """At once: the same bytes, or each its own."""
+    """They read the same bytes, or each rank its own, at the same time."""
     layout = replace(TWO_HEADS, shape=(16, num_heads, 999))
     header = replace(HEADER, num_pages=300, model=[layout])
     pages = Pages(header, bytearray(n * n % 251 for n in range(header.num_bytes)))
     here, there = transport(NixlTransport), transport(NixlTransport)
-    wanted = [replace(header, num_readers=4, reader=reader) for reader in range(4)]
+    headers = [replace(header, num_readers=4, reader=reader) for reader in range(4)]
     for name in "abcdefgh":
         there.lease(name, pages)
         address = Address(name, there.host, there.port)
         with ThreadPoolExecutor(4) as pool:
-            got = list(pool.map(here.fetch, [address] * 4, wanted))
+            got = list(pool.map(here.fetch, [address] * 4, headers))
         assert [part.data for part in got] == [cut(pages, 4, reader).data for reader in range(4)]
     here.close()
     there.close()
 
 
-def test_pages_that_cannot_be_read_are_an_error() -> None:
-    """Outside of what is offered; then by an engine that has ended; then by none."""
+def test_unreadable_pages_raise_an_error() -> None:
+    """Covers memory that was not offered, an engine that has ended, and no engine."""
     here, one = transport(NixlTransport), torch.zeros(1 << 16, dtype=torch.uint8)
     there = nixl_agent("there")
     offered = there.register_memory([one])
@@ -117,13 +117,13 @@ def test_pages_that_cannot_be_read_are_an_error() -> None:
 
 
 def test_pages_that_change_while_they_are_read_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By their checksums, which are those of the bytes that were offered."""
+    """Their checksums are those of the offered bytes."""
     here, there = transport(NixlTransport), transport(NixlTransport)
     there.lease("a", Pages(HEADER, bytearray(HEADER.num_bytes)))
     taken = here.taken
 
-    def damaged(*given: Any) -> bytearray:
-        data = taken(*given)
+    def damaged(*args: Any) -> bytearray:
+        data = taken(*args)
         data[-1] ^= 1
         return data
 
@@ -139,7 +139,7 @@ def test_another_transport_is_refused(kinds: tuple[type[TcpTransport], type[TcpT
     here, there = (transport(kind) for kind in kinds)
     there.lease("a", Pages(HEADER, bytearray(HEADER.num_bytes)))
     message = f"kv_transport must be {there.name} as the other engine's, got {here.name}"
-    with pytest.raises(HandoffError, match=message):
+    with pytest.raises(KvTransferError, match=message):
         here.fetch(Address("a", there.host, there.port), HEADER)
     here.close()
     there.close()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
-"""/openapi.json, and the server held to it: by schemathesis, and by answers of every kind."""
+"""The server conforms to /openapi.json: schemathesis, and answers of every kind."""
 
 import re
 import subprocess
@@ -66,12 +66,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     ids=["some", "all"],
 )
 @pytest.mark.fast("some")
-def test_the_server_does_what_it_says(
+def test_server_conforms_to_its_description(
     tiny: Served, tmp_path: Path, phases: str, examples: int, least: int
 ) -> None:
-    """No failure of the server, and every answer is of a status and a shape that is told.
+    """The server never fails, and every answer has a described status and shape.
 
-    A body of the right shape may still ask for what this model cannot do, and get 400.
+    A body of the right shape may still request what this model cannot do, and get 400.
     """
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{tiny.url}/openapi.json"]
     command += ["--exclude-checks", "positive_data_acceptance", "--no-color", "--no-shrink"]
@@ -96,7 +96,7 @@ def test_the_server_does_what_it_says(
 
 
 def answers_by_status(served: Served) -> Counter[int]:
-    """How many requests the server has answered with each status, by its own count."""
+    """Return the number of answers of each status, by the server's own count."""
     statuses: Counter[int] = Counter()
     for family in text_string_to_metric_families(httpx.get(f"{served.url}/metrics").text):
         for sample in family.samples:
@@ -145,7 +145,7 @@ def test_every_route_is_described(description: dict[str, Any]) -> None:
         ("chat/completions", "ErrorReply", {"temperature": -1}),
     ],
 )
-def test_answers_of_every_kind(
+def test_answers_of_every_kind_match_their_schema(
     tiny: Served, description: dict[str, Any], path: str, schema: str, body: dict[str, Any]
 ) -> None:
     if path.startswith("chat"):
@@ -160,18 +160,18 @@ def test_answers_of_every_kind(
         check(description, body_schema, body)
 
 
-def test_the_page_of_requests_has_every_range_and_default(description: dict[str, Any]) -> None:
-    """Of a single number, as the description has them; a description says what it does."""
+def test_docs_list_every_range_and_default(description: dict[str, Any]) -> None:
+    """Compares the fields of a single number. Every field needs a description."""
     text = (Path(__file__).parent.parent / "docs/requests.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (above )?([-\d,]+),? to ([\d,]+).*? \| (\S+) \|", text, re.M)
     fields = description["components"]["schemas"]["CompletionRequest"]["properties"]
-    told = {}
+    documented = {}
     for name, above, low, high, default in rows:
         least = "exclusiveMinimum" if above else "minimum"
         numbers = [float(one.replace(",", "")) for one in (low, high)]
-        told[name] = least, *numbers, {"none": {}}.get(default, default)
-    written = {}
-    for name in told:
+        documented[name] = least, *numbers, {"none": {}}.get(default, default)
+    described = {}
+    for name in documented:
         field = fields[name]
         one = field["anyOf"][0]
         assert field["description"]
@@ -180,8 +180,8 @@ def test_the_page_of_requests_has_every_range_and_default(description: dict[str,
         low = 0 if name == "top_k" else one[least]  # -1 is off, too
         default = field["default"]
         shown = f"{default:g}" if isinstance(default, (int, float)) else default
-        written[name] = least, low, one["maximum"], shown
-    assert told == written and len(told) == 10
+        described[name] = least, low, one["maximum"], shown
+    assert documented == described and len(documented) == 10
 
 
 @pytest.mark.parametrize("name,value", [("top_a", False), ("store", 0), ("parallel_tool_calls", 1)])
@@ -190,7 +190,7 @@ def test_false_is_not_zero(tiny: Served, name: str, value: Any) -> None:
     assert answer.status_code == 400 and answer.json()["error"]["param"] == name
 
 
-def test_with_keys() -> None:
+def test_description_names_the_routes_that_require_a_key() -> None:
     with serving(FakeEngine(), api_keys=["k"]) as served:
         described = httpx.get(f"{served.url}/openapi.json").json()
         api = schemathesis.openapi.from_url(f"{served.url}/openapi.json")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of many values: refused as if all of them were made, with none of them made."""
+"""Bodies with long lists are refused without building the lists."""
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
 
 import json
@@ -23,7 +23,7 @@ MOST = {name: 3 for name in MAX_LISTS}
 
 
 def outcome(body: bytes) -> Any:
-    """What becomes of a body: the refusal, or the request and its prompts."""
+    """Return the error of a body, or the request and its prompts."""
     engine: Any = SimpleNamespace(_capabilities=SimpleNamespace(max_model_len=MAX_IDS))
     try:
         request = parse(CompletionRequest, body, MAX_IDS)
@@ -34,7 +34,7 @@ def outcome(body: bytes) -> Any:
 
 
 def both(monkeypatch: pytest.MonkeyPatch, body: bytes) -> tuple[Any, Any]:
-    """The outcome with the outline read first, and without."""
+    """Return the outcomes with and without reading the outline first."""
     found = []
     for many in (0, 1 << 60):
         monkeypatch.setattr(outline, "_MANY", many)
@@ -96,7 +96,7 @@ SPELLINGS = [
 ]
 
 
-def test_outcomes_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outline_changes_no_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "MAX_LISTS", MOST)
     draw = random.Random(0)
     texts = [json.dumps(body).encode() for body in BODIES] + SPELLINGS
@@ -131,7 +131,7 @@ LONG_LISTS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", LONG_LISTS)
-def test_long_lists_are_not_made(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_long_lists_are_not_built(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     body = {"prompt": "a", name.replace("prompts", "prompt"): LONG_LISTS[name]()}
     lengths = []
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/own_loop.md: its code prints what its comments say."""
+"""The code in docs/own_loop.md prints what its comments say."""
 
 import contextlib
 import io
@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "own_loop.md"
 
 
-def test_the_loop_prints_what_its_comments_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_prints_what_its_comments_say(monkeypatch: pytest.MonkeyPatch) -> None:
     copied = []
 
     def copy_kv(k_cache: Any, v_cache: Any, from_slots: torch.Tensor, to_slots: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The source distribution builds the package; its dependencies are those of the ops."""
+"""The source distribution builds the package, and the ops require only torch."""
 
 import os
 import re
@@ -46,7 +46,7 @@ OPTIONAL = (
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What the source distribution of a copy of the tree unpacks to."""
+    """Yield the unpacked source distribution of a copy of the tree."""
     pytest.importorskip("setuptools")
     folder = tmp_path_factory.mktemp("sdist")
     tree = folder / "tree"
@@ -77,9 +77,9 @@ def files(folder: Path, *suffixes: str) -> set[str]:
     }
 
 
-def test_everything_that_builds_is_there_and_nothing_else(source: Path) -> None:
-    wanted = {name for name in files(ROOT / "csrc") if not name.startswith("simt/")}
-    assert files(source / "csrc") == wanted and len(wanted) > 200
+def test_source_distribution_has_exactly_the_files_of_the_build(source: Path) -> None:
+    expected = {name for name in files(ROOT / "csrc") if not name.startswith("simt/")}
+    assert files(source / "csrc") == expected and len(expected) > 200
     tools = {"best_isa.cpp", "cuda_toolkit.py"}
     assert files(source / "tools") == tools
     for build_file in ("CMakeLists.txt", "setup.py"):
@@ -97,8 +97,8 @@ def test_everything_that_builds_is_there_and_nothing_else(source: Path) -> None:
     }
 
 
-def test_every_header_that_is_included_is_there(source: Path) -> None:
-    """Those of the interpreter and of a model of tiles stand behind macros that only tests set."""
+def test_source_distribution_has_every_included_header(source: Path) -> None:
+    """Only tests set the macros that include the interpreter and the model of tiles."""
     for name in files(source / "csrc", ".h", ".cpp", ".cu", ".cuh"):
         text = (source / "csrc" / name).read_text()
         for included in re.findall(r'^\s*#include "([^"]+)"', text, re.MULTILINE):
@@ -106,15 +106,15 @@ def test_every_header_that_is_included_is_there(source: Path) -> None:
             assert (source / "csrc" / included).is_file() or of_tests, included
 
 
-def test_the_package_and_its_data_are_whole(source: Path) -> None:
-    """Python files, types, the bundled model and the page; compiled modules are built."""
+def test_source_distribution_has_the_whole_package(source: Path) -> None:
+    """This includes types, the bundled model and the page, but no compiled module."""
     package = ROOT / "python" / "specops"
     built = {name for name in files(package) if name.endswith(".so") or "__pycache__" in name}
     assert files(source / "python" / "specops") == files(package) - built
 
 
-def test_it_can_be_configured(source: Path, tmp_path: Path) -> None:
-    """CMake looks for each source that it lists."""
+def test_source_distribution_can_be_configured(source: Path, tmp_path: Path) -> None:
+    """CMake checks that each listed source exists."""
     done = configure(tmp_path, "native", source)
     assert done.returncode == 0, done.stderr
     built = (tmp_path / "build.ninja").read_text()
@@ -122,17 +122,17 @@ def test_it_can_be_configured(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place,strict", [("--inplace", "ON"), ("--build-lib=lib", "OFF")])
-def test_warnings_are_errors_in_place_alone(
+def test_warnings_are_errors_only_in_place(
     source: Path, tmp_path: Path, place: str, strict: str
 ) -> None:
-    """As `make` builds; whoever installs has a compiler with other warnings."""
+    """`make` builds in place. The compiler of a user may have other warnings."""
     (tmp_path / "cmake").write_text('#!/bin/sh\necho "$@"\n')
     (tmp_path / "cmake").chmod(0o755)
-    told = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SPECOPS_ISAS": "native"}
+    variables = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SPECOPS_ISAS": "native"}
     done = subprocess.run(
         [sys.executable, "setup.py", "--quiet", "build_ext", place],
         cwd=source,
-        env={**os.environ, **told, "SPECOPS_CUDA": "OFF"},
+        env={**os.environ, **variables, "SPECOPS_CUDA": "OFF"},
         capture_output=True,
         text=True,
         check=False,  # nothing has been built, so that nothing can be copied into place
@@ -148,7 +148,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_ops_need_torch_alone() -> None:
+def test_ops_require_only_torch() -> None:
     done = python("""
 import torch, specops
 from specops import attention, batching, dense, linear_attention, moe, ngram, runtime
@@ -160,7 +160,7 @@ print(specops.SuffixCache().num_cached_requests)
     assert done.stdout == "[0, 1, 2]\n0\n"
 
 
-def test_commands_name_the_extra_that_they_need() -> None:
+def test_commands_name_the_extra_that_they_require() -> None:
     extras = {
         "serve": "server",
         "complete": "engine",
@@ -174,6 +174,6 @@ for command in {list(extras)}:
     assert main([command]) == 2
 """)
     assert done.returncode == 0, done.stderr
-    for said, (command, extra) in zip(done.stderr.splitlines(), extras.items(), strict=True):
+    for line, (command, extra) in zip(done.stderr.splitlines(), extras.items(), strict=True):
         sentence = rf"specops: {command} needs \w+, which is not installed: "
-        assert re.fullmatch(sentence + rf"pip install 'specops\[{extra}\]'", said)
+        assert re.fullmatch(sentence + rf"pip install 'specops\[{extra}\]'", line)

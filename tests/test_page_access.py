@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  (where a package is missing, nothing else is imported)
-"""Who can use the page at `/`: by keyboard, on a phone, in the dark, with a screen reader."""
+"""Accessibility of the page at `/`: keyboard, phones, dark mode and screen readers."""
 
 import re
 from collections.abc import Iterator
@@ -46,12 +46,12 @@ def served() -> Iterator[Served]:
 
 
 def focused(page: Page) -> str:
-    """The id of what has the focus, or its class."""
+    """Return the id of the focused element, or its class."""
     return str(page.evaluate("document.activeElement.id || document.activeElement.className"))
 
 
 def tab_to(page: Page, name: str) -> None:
-    """Presses Tab until something has the focus."""
+    """Press Tab until an element has the focus."""
     for _ in range(40):
         if focused(page) == name:
             return
@@ -63,11 +63,11 @@ def tab_to(page: Page, name: str) -> None:
 
 
 @needs_chromium
-def test_a_race_by_keyboard_alone(served: Served, browser: Browser) -> None:
+def test_race_works_by_keyboard_alone(served: Served, browser: Browser) -> None:
     with opened(browser, served) as page:
         connected(page)
         page.keyboard.press("Tab")
-        assert page.evaluate("document.activeElement.value") == "race", "the first stop"
+        assert page.evaluate("document.activeElement.value") == "race", "the first tab stop"
         page.keyboard.press("ArrowRight")
         expect(page.locator("#results")).to_have_attribute("data-mode", "write")
         page.keyboard.press("ArrowLeft")
@@ -110,7 +110,7 @@ def test_a_race_by_keyboard_alone(served: Served, browser: Browser) -> None:
 
 
 @needs_chromium
-def test_escape_stops_and_the_focus_stays(served: Served, browser: Browser) -> None:
+def test_escape_stops_and_keeps_the_focus(served: Served, browser: Browser) -> None:
     with opened(browser, served) as page, served.holding(5):
         connected(page)
         page.locator("#method").select_option("naive")
@@ -131,7 +131,7 @@ def test_escape_stops_and_the_focus_stays(served: Served, browser: Browser) -> N
 
 
 @needs_chromium
-def test_the_card_comes_with_the_mouse_too(served: Served, browser: Browser) -> None:
+def test_card_is_shown_on_hover(served: Served, browser: Browser) -> None:
     with opened(browser, served) as page:
         connected(page)
         choose(page, "write")
@@ -152,7 +152,7 @@ def test_the_card_comes_with_the_mouse_too(served: Served, browser: Browser) -> 
 
 @needs_chromium
 @pytest.mark.parametrize("mode", ["race", "compare", "chat"])
-def test_nothing_is_wider_than_a_phone(served: Served, browser: Browser, mode: str) -> None:
+def test_page_fits_on_a_phone(served: Served, browser: Browser, mode: str) -> None:
     with opened(browser, served, **PHONE) as page:
         connected(page)
         choose(page, mode)
@@ -167,10 +167,10 @@ def test_nothing_is_wider_than_a_phone(served: Served, browser: Browser, mode: s
             box = table.bounding_box()
             assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= 390
         small = page.evaluate(TOO_SMALL)
-        assert small == [], "what is touched is at least 44 pixels high and wide"
+        assert small == [], "touch targets are at least 44 pixels high and wide"
 
 
-# A check box and a mode are touched by their labels.
+# Check boxes and modes are touched at their labels.
 TOO_SMALL = """() => [...document.querySelectorAll("button, select, input, textarea, summary")]
   .map(one => one.closest("label.check, .modes label") ?? one)
   .filter(one => one.offsetParent !== null)
@@ -179,7 +179,7 @@ TOO_SMALL = """() => [...document.querySelectorAll("button, select, input, texta
 
 
 @needs_chromium
-def test_a_phone_shows_the_race_and_can_stop_it(served: Served, browser: Browser) -> None:
+def test_phone_shows_the_race_and_can_stop_it(served: Served, browser: Browser) -> None:
     with opened(browser, served, **PHONE) as page, served.holding(5):
         connected(page)
         page.locator("#method").select_option("naive")
@@ -195,21 +195,21 @@ def test_a_phone_shows_the_race_and_can_stop_it(served: Served, browser: Browser
         expect(page.locator("#card")).to_be_in_viewport(ratio=1)
 
 
-# ---- the dark, and screen readers ----
+# ---- dark mode and screen readers ----
 
 
 @needs_chromium
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_scheme_is_the_system_s(served: Served, browser: Browser, scheme: str) -> None:
+def test_color_scheme_is_that_of_the_system(served: Served, browser: Browser, scheme: str) -> None:
     with opened(browser, served, color_scheme=scheme) as page:
         connected(page)
-        colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        levels = [int(level) for level in re.findall(r"\d+", colour)]
+        color = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        levels = [int(level) for level in re.findall(r"\d+", color)]
         assert max(levels) < 60 if scheme == "dark" else min(levels) > 200
 
 
 def findings(page: Page) -> list[str]:
-    """What axe-core finds, of every rule that it has by default."""
+    """Return the findings of axe-core under its default rules."""
     violations = Axe().run(page).response["violations"]
     return [
         f"{one['id']}: {node['html'][:120]} {node.get('failureSummary', '')[:300]}"
@@ -225,7 +225,7 @@ def findings(page: Page) -> list[str]:
     ids=["light", "dark", "phone"],
 )
 def test_axe_finds_nothing(served: Served, browser: Browser, options: dict[str, object]) -> None:
-    calm = {"reduced_motion": "reduce"}  # colours in the middle of a movement are nobody's
+    calm = {"reduced_motion": "reduce"}  # colors change during animations
     with opened(browser, served, expects=("400",), **calm, **options) as page:
         connected(page)
         page.locator(".more summary").click()
@@ -239,7 +239,7 @@ def test_axe_finds_nothing(served: Served, browser: Browser, options: dict[str, 
         page.locator(".lane").nth(1).locator(".token").nth(3).focus()
         expect(page.locator("#card")).to_be_visible()
         assert findings(page) == [], "after a race, with a token's card"
-        if options:  # the colours, and the sizes, of these: the rest is the same
+        if options:  # only colors and sizes differ under these options
             return
         page.locator("#tint").select_option("probability")
         assert findings(page) == [], "tinted by probability"
@@ -258,7 +258,7 @@ def test_axe_finds_nothing(served: Served, browser: Browser, options: dict[str, 
 
 @needs_chromium
 @pytest.mark.parametrize("options", [{"color_scheme": "dark"}, PHONE], ids=["dark", "phone"])
-def test_the_api_s_page_has_every_route_and_field(
+def test_api_page_has_every_route_and_field(
     served: Served, browser: Browser, options: dict[str, object]
 ) -> None:
     described = httpx.get(f"{served.url}/openapi.json").json()
@@ -273,8 +273,10 @@ def test_the_api_s_page_has_every_route_and_field(
         assert set(page.locator(".route h2").all_inner_texts()) == routes
         assert page.locator("#contents a").count() == len(routes)
         row = here.locator("tr", has=page.get_by_text("temperature", exact=True))
-        told = [one.strip() for one in row.locator("td").all_inner_texts()]
-        assert told[:4] == ["temperature", "number", "0 to 1,000,000", "1"] and "greedy" in told[4]
+        cells = [one.strip() for one in row.locator("td").all_inner_texts()]
+        assert (
+            cells[:4] == ["temperature", "number", "0 to 1,000,000", "1"] and "greedy" in cells[4]
+        )
         names = set(here.locator("td:first-child").all_inner_texts())
         fields = described["components"]["schemas"]["CompletionRequest"]["properties"]
         neutral = here.get_by_text("Refused, unless").inner_text()
@@ -284,16 +286,16 @@ def test_the_api_s_page_has_every_route_and_field(
 
 
 @needs_chromium
-def test_landmarks_and_live_regions(served: Served, browser: Browser) -> None:
+def test_page_has_landmarks_and_live_regions(served: Served, browser: Browser) -> None:
     with opened(browser, served) as page:
         connected(page)
         for role in ("banner", "main", "contentinfo", "form", "alert", "status"):
             assert page.get_by_role(role).count() == 1, role  # type: ignore[arg-type]
-        unlabelled = page.evaluate(
+        unlabeled = page.evaluate(
             "[...document.querySelectorAll('input, select, textarea')]"
             ".filter(one => !one.labels.length).map(one => one.id)"
         )
-        assert unlabelled == []
+        assert unlabeled == []
         fill(page, prompt="abc", tokens="12")
         run(page)
         expect(page.get_by_role("status")).to_have_text(
@@ -301,10 +303,10 @@ def test_landmarks_and_live_regions(served: Served, browser: Browser) -> None:
         )
 
 
-# ---- what the browser may do ----
+# ---- the content security policy ----
 
 
-def test_the_policy_allows_the_page_s_own_files_alone(served: Served) -> None:
+def test_policy_allows_own_files_only(served: Served) -> None:
     for path in ("/", "/docs", "/page/main.js", "/page/style.css"):
         response = httpx.get(f"{served.url}{path}")
         assert response.status_code == 200
@@ -330,8 +332,8 @@ def test_the_policy_allows_the_page_s_own_files_alone(served: Served) -> None:
 
 
 @needs_chromium
-def test_the_browser_keeps_to_the_policy(served: Served, browser: Browser) -> None:
-    """The other tests fail where the page itself breaks it: here something else tries to."""
+def test_browser_enforces_the_policy(served: Served, browser: Browser) -> None:
+    """The other tests fail if the page itself violates the policy; here, other code tries to."""
     expected = ("Content Security Policy", "TrustedHTML", "Trusted", "trusted")
     with opened(browser, served, expects=expected) as page:
         connected(page)

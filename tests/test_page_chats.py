@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  (where a package is missing, nothing else is imported)
-"""Chats on the page at `/`, with Markdown; requests as code; errors in the words of the form."""
+"""Chats on the page at `/`: Markdown, requests as code, and errors with labels of the form."""
 
 import contextlib
 import io
@@ -71,16 +71,16 @@ def test_markdown_becomes_elements(page: Page) -> None:
 
 
 @needs_chromium
-def test_long_texts_of_marks_are_rendered_at_once(page: Page) -> None:
+def test_long_texts_of_marks_are_rendered_quickly(page: Page) -> None:
     marks = ("*", "`", "x`", "*a ", "[", "**a", "[a](", "> ", "- ", "- a ", "# ")
     texts = [f"{begin}{mark * 4000}" for mark in marks for begin in ("", "x")]
     session = page.context.new_cdp_session(page)
-    # The time that the page's thread computes: a machine that stands still adds nothing to it.
+    # CPU time of the page's thread, which other load on the machine does not change.
     session.send("Performance.enable", {"timeDomain": "threadTicks"})
 
     def spent() -> float:
-        told = session.send("Performance.getMetrics")["metrics"]
-        return next(float(one["value"]) for one in told if one["name"] == "ThreadTime")
+        metrics = session.send("Performance.getMetrics")["metrics"]
+        return next(float(one["value"]) for one in metrics if one["name"] == "ThreadTime")
 
     begin = spent()
     page.evaluate(RENDER, texts)
@@ -90,26 +90,26 @@ def test_long_texts_of_marks_are_rendered_at_once(page: Page) -> None:
 # ---- chats ----
 
 
-def said(page: Page) -> list[str]:
+def messages(page: Page) -> list[str]:
     return page.locator(".message").all_inner_texts()
 
 
 @needs_chromium
-def test_a_message_is_edited_and_an_answer_written_again(page: Page) -> None:
+def test_message_is_edited_and_answer_regenerated(page: Page) -> None:
     sent: list[Any] = []
-    page.on("request", lambda asked: sent.extend([asked.post_data_json] * bool(asked.post_data)))
+    page.on("request", lambda one: sent.extend([one.post_data_json] * bool(one.post_data)))
     choose(page, "chat")
     fill(page, prompt="*one*<|end|>", tokens="20")
     run(page)
     expect(page.locator("article .prose em")).to_have_text("one")
-    assert text_of(page) == "*one*", "its tokens are there, too"
+    assert text_of(page) == "*one*", "its tokens are shown, too"
     fill(page, prompt="two")
     run(page)
     page.get_by_role("button", name="Regenerate").click()
     expect(page.locator("body")).to_have_attribute("data-state", "done")
     assert [one["content"] for one in sent[-1]["messages"]] == ["*one*<|end|>", "*one*", "two"]
     assert sent[-1]["seed"] != sent[-2]["seed"]
-    assert len(said(page)) == page.locator("article").count() == 2
+    assert len(messages(page)) == page.locator("article").count() == 2
     edit = page.locator(".asked").first.get_by_role("button", name="Edit")
     edit.click()
     expect(page.locator("#prompt")).to_have_value("*one*<|end|>")
@@ -121,25 +121,25 @@ def test_a_message_is_edited_and_an_answer_written_again(page: Page) -> None:
     fill(page, prompt="other<|end|>")
     run(page)
     assert [one["content"] for one in sent[-1]["messages"]] == ["other<|end|>"]
-    assert len(said(page)) == page.locator("article").count() == 1
+    assert len(messages(page)) == page.locator("article").count() == 1
     expect(page.locator("#replaces")).to_be_hidden()
 
 
 @needs_chromium
-def test_an_answer_is_copied(served: Served, browser: Browser) -> None:
+def test_answer_is_copied(served: Served, browser: Browser) -> None:
     with opened(browser, served, permissions=["clipboard-read", "clipboard-write"]) as page:
         connected(page)
         choose(page, "chat")
         fill(page, prompt="# a<|end|>", tokens="20")
         run(page)
-        page.evaluate("setTimeout = () => 0")  # what a button says for two seconds stays
+        page.evaluate("setTimeout = () => 0")  # or the label changes back after two seconds
         page.locator("article").get_by_role("button", name="Copy").click()
         expect(page.locator("article").get_by_role("button", name="Copied")).to_be_visible()
         assert page.evaluate("navigator.clipboard.readText()") == "# a"
 
 
 @needs_chromium
-def test_chats_are_kept_in_a_list(page: Page) -> None:
+def test_chats_are_listed(page: Page) -> None:
     choose(page, "chat")
     for text in ("first", "second"):
         page.locator("#new-chat").click()
@@ -173,7 +173,7 @@ def code(page: Page, language: str) -> str:
 
 @needs_chromium
 @pytest.mark.parametrize("mode", ["write", "chat"])
-def test_a_request_is_shown_as_code_that_runs(page: Page, mode: str) -> None:
+def test_request_is_shown_as_code_that_runs(page: Page, mode: str) -> None:
     pytest.importorskip("openai")
     choose(page, mode)
     page.locator("#as-code").click()
@@ -191,13 +191,13 @@ def test_a_request_is_shown_as_code_that_runs(page: Page, mode: str) -> None:
     assert printed.getvalue() == text + "\n" and text.startswith('it\'s "a" $')
     assert all("9007199254740993" in code(page, language) for language in ("curl", "python"))
     run(page)
-    assert text_of(page) == text, "what the page itself asks"
+    assert text_of(page) == text, "the page sends the same request"
     page.locator("#as-code").click()
     expect(page.locator("#code")).to_be_hidden()
 
 
 @needs_chromium
-def test_the_code_never_has_the_key(browser: Browser) -> None:
+def test_code_never_contains_the_api_key(browser: Browser) -> None:
     with (
         serving(FakeEngine(), api_keys=["geheim"]) as served,
         opened(browser, served, expects=("401",)) as page,
@@ -212,7 +212,7 @@ def test_the_code_never_has_the_key(browser: Browser) -> None:
             assert "API_KEY" in text and "geheim" not in text
 
 
-# ---- errors, and where to look ----
+# ---- errors and links ----
 
 
 @needs_chromium
@@ -236,7 +236,7 @@ def test_errors_name_the_fields_by_their_labels(browser: Browser) -> None:
 
 
 @needs_chromium
-def test_the_foot_leads_to_what_the_server_says_of_itself(page: Page, served: Served) -> None:
+def test_footer_links_work(page: Page, served: Served) -> None:
     links = page.locator("footer a").evaluate_all("links => links.map(link => link.href)")
     assert len(links) == 3
     for link in links:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  (where a package is missing, nothing else is imported)
-"""The page in Debian's Firefox, by WebDriver BiDi: what Playwright has no way to drive."""
+"""The page in Debian's Firefox, by WebDriver BiDi, because Playwright cannot drive it."""
 
 import asyncio
 import re
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.ci
 
 FIREFOX = shutil.which("firefox-esr") or shutil.which("firefox")
 
-# What Firefox asks its maker's hosts for.
-_ASKS = (
+# Without these preferences, Firefox contacts its maker's hosts.
+_PREFERENCES = (
     "app.normandy.enabled",
     "network.captive-portal-service.enabled",
     "network.connectivity-service.enabled",
@@ -34,7 +34,7 @@ _ASKS = (
 
 
 class Page:
-    """A page, and what its console has said of errors."""
+    """A page, and the errors in its console."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket, self._number = socket, 0
@@ -42,37 +42,37 @@ class Page:
         self.errors: list[str] = []
 
     async def begin(self) -> None:
-        """Begins a session, with the one page that is open."""
+        """Begin a session with the one open page."""
         await self.send("session.new", capabilities={})
         await self.send("session.subscribe", events=["log.entryAdded"])
         tree = await self.send("browsingContext.getTree")
         self._context = tree["contexts"][0]["context"]
 
     async def send(self, method: str, **params: Any) -> Any:
-        """A command's result; what is logged meanwhile is noted."""
+        """Return a command's result, and record errors that are logged meanwhile."""
         self._number += 1
         await self._socket.send_json({"id": self._number, "method": method, "params": params})
         while True:
-            told = await self._socket.receive_json()
-            if told.get("method") == "log.entryAdded" and told["params"]["level"] == "error":
-                self.errors.append(told["params"]["text"])
-            if told.get("id") == self._number:
-                assert told["type"] == "success", told
-                return told["result"]
+            reply = await self._socket.receive_json()
+            if reply.get("method") == "log.entryAdded" and reply["params"]["level"] == "error":
+                self.errors.append(reply["params"]["text"])
+            if reply.get("id") == self._number:
+                assert reply["type"] == "success", reply
+                return reply["result"]
 
     async def open(self, url: str) -> None:
         await self.send("browsingContext.navigate", context=self._context, url=url, wait="complete")
 
     async def evaluate(self, expression: str) -> Any:
         target = {"context": self._context}
-        told = await self.send(
+        reply = await self.send(
             "script.evaluate", expression=expression, target=target, awaitPromise=True
         )
-        assert told["type"] == "success", told
-        return told["result"].get("value")
+        assert reply["type"] == "success", reply
+        return reply["result"].get("value")
 
     async def until(self, expression: str) -> None:
-        """Waits until an expression is true, for two minutes."""
+        """Wait until an expression is true, for at most two minutes."""
         for _ in range(2400):
             if await self.evaluate(f"Boolean({expression})"):
                 return
@@ -85,9 +85,11 @@ class Page:
 
 @asynccontextmanager
 async def firefox(profile: Path) -> AsyncIterator[Page]:
-    """A Firefox without a window, until the block ends."""
+    """Run a Firefox without a window until the block ends."""
     assert FIREFOX is not None
-    (profile / "user.js").write_text("".join(f'user_pref("{one}", false);\n' for one in _ASKS))
+    (profile / "user.js").write_text(
+        "".join(f'user_pref("{one}", false);\n' for one in _PREFERENCES)
+    )
     command = [FIREFOX, "--headless", "--no-remote", "--profile", str(profile)]
     process = subprocess.Popen(
         [*command, "--remote-debugging-port=0"], stderr=subprocess.PIPE, text=True
@@ -113,26 +115,26 @@ def text(name: str) -> str:
 
 
 async def use(url: str, profile: Path) -> None:
-    """A first visit, a race, every method, and the page of the API."""
+    """Visit the page for the first time, run a race and every method, and open the API page."""
     async with firefox(profile) as page:
         await page.open(url)
         await page.until(f'{text("model")}.includes("context of")')
         await page.until(f'{text("verdict-note")}.startsWith("A recorded race")')
         await page.until(f'{text("moment")} !== "0 ms"')
-        for mode, there in (("race", "#identical.same"), ("compare", "#table tbody tr td")):
+        for mode, result in (("race", "#identical.same"), ("compare", "#table tbody tr td")):
             await page.evaluate(f"document.querySelector('input[value={mode}]').click()")
             for field, value in (("prompt", "abcdefgh"), ("tokens", "12")):
                 await page.evaluate(f'document.getElementById("{field}").value = "{value}"')
             await page.evaluate('document.getElementById("run").click()')
             await page.until('document.body.dataset.state === "done"')
-            await page.until(f'document.querySelector("{there}")')
+            await page.until(f'document.querySelector("{result}")')
         await page.open(f"{url}/docs")
         await page.until('document.querySelectorAll(".route").length > 10')
         assert page.errors == []
 
 
 @pytest.mark.skipif(FIREFOX is None, reason="Firefox is not installed (apt install firefox-esr)")
-def test_the_page_works_in_firefox(tmp_path: Path) -> None:
+def test_page_works_in_firefox(tmp_path: Path) -> None:
     with serving(FakeEngine(step_seconds=0.002, most_accepted=2)) as served:
         run: Coroutine[Any, Any, None] = use(served.url, tmp_path)
         asyncio.run(asyncio.wait_for(run, 300))

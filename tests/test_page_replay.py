@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  (where a package is missing, nothing else is imported)
-"""Replays on the page at `/`: the recorded race, slow motion, step by step, and what is clicked."""
+"""Replays on the page at `/`: the recorded race, slow motion, single steps and clicks."""
 
 import itertools
 import json
@@ -29,13 +29,13 @@ def served() -> Iterator[Served]:
 
 
 def shown(page: Page) -> list[int]:
-    """How many tokens each lane shows."""
+    """Return the number of tokens that each lane shows."""
     lanes = page.locator(".lane").all()
     return [lane.locator(".token:not([hidden])").count() for lane in lanes]
 
 
-def in_time(route: Route) -> None:
-    """An answer in which the server's clock tells 20 ms for each step, however long one took."""
+def in_even_steps(route: Route) -> None:
+    """Answer as the server does, but with 20 ms for each step by its clock."""
     response, ends = route.fetch(), itertools.count(1)
     text = re.sub(
         r'"seconds":[\d.e-]+', lambda _: f'"seconds":{0.02 * next(ends):.2f}', response.text()
@@ -44,8 +44,8 @@ def in_time(route: Route) -> None:
 
 
 def race(page: Page) -> None:
-    """Of 12 tokens: the first, and four steps of three, three, three and two."""
-    page.route("**/v1/completions", in_time)
+    """Run a race of 12 tokens: the first, and four steps of three, three, three and two."""
+    page.route("**/v1/completions", in_even_steps)
     page.locator("#alone").evaluate("box => { box.checked = false; }")
     fill(page, prompt="abcdefgh", tokens="12")
     run(page)
@@ -58,7 +58,7 @@ def recorded() -> Any:
     return json.loads((FOLDER / "recorded.json").read_text(encoding="utf-8"))
 
 
-def test_the_recorded_race_has_the_same_bits_in_fewer_steps() -> None:
+def test_recorded_race_has_the_same_bits_in_fewer_steps() -> None:
     plain, fast = (
         [one for event in run["events"] for one in event["choices"]] for run in recorded()["runs"]
     )
@@ -76,7 +76,7 @@ def test_the_recorded_race_has_the_same_bits_in_fewer_steps() -> None:
 
 
 @needs_chromium
-def test_the_first_visit_plays_a_recorded_race(served: Served, browser: Browser) -> None:
+def test_first_visit_plays_a_recorded_race(served: Served, browser: Browser) -> None:
     with opened(browser, served, script=HELD_CLOCK) as page:
         connected(page)
         note = page.locator("#verdict-note")
@@ -99,7 +99,7 @@ def test_the_first_visit_plays_a_recorded_race(served: Served, browser: Browser)
 
 
 @needs_chromium
-def test_nothing_moves_for_who_wants_calm(served: Served, browser: Browser) -> None:
+def test_reduced_motion_stops_animations(served: Served, browser: Browser) -> None:
     with opened(browser, served, reduced_motion="reduce") as page:
         connected(page)
         expect(page.locator("#play")).to_have_text("Replay")
@@ -133,7 +133,7 @@ def test_results_are_above_the_fold(served: Served, browser: Browser) -> None:
 
 
 @needs_chromium
-def test_a_race_is_replayed_step_by_step(page: Page) -> None:
+def test_race_is_replayed_step_by_step(page: Page) -> None:
     page.evaluate(HELD_CLOCK)
     race(page)
     assert shown(page) == [12, 12]
@@ -154,8 +154,8 @@ def test_a_race_is_replayed_step_by_step(page: Page) -> None:
     assert seen == [1, 4]
     expect(page.locator("del.flying").first).to_be_visible()
     assert page.locator("#drafts .unfolds").count() >= 2, "drafts come by depth"
-    told = page.locator("#time").get_attribute("aria-valuetext")
-    assert told == page.locator("#moment").inner_text() and re.fullmatch(r"\d+ ms", told)
+    label = page.locator("#time").get_attribute("aria-valuetext")
+    assert label == page.locator("#moment").inner_text() and re.fullmatch(r"\d+ ms", label)
     page.locator("#back").click()
     assert shown(page) == [1, 1]
     page.locator("#slower").select_option("1")
@@ -173,7 +173,7 @@ def test_a_race_is_replayed_step_by_step(page: Page) -> None:
 
 
 @needs_chromium
-def test_a_click_in_the_timeline_goes_to_its_step(page: Page) -> None:
+def test_click_in_the_timeline_goes_to_its_step(page: Page) -> None:
     race(page)
     box = page.locator("#timeline svg").bounding_box()
     assert box is not None
@@ -182,14 +182,14 @@ def test_a_click_in_the_timeline_goes_to_its_step(page: Page) -> None:
     expect(token).to_be_focused()
     expect(page.locator("#card")).to_contain_text("Step 1")
     expect(page.locator("#tree-caption")).to_have_text("Drafts of step 1")
-    assert shown(page) == [1, 1], "the replay is there, too"
+    assert shown(page) == [1, 1], "the replay shows this step, too"
 
 
 # ---- the table of all methods ----
 
 
 @needs_chromium
-def test_a_row_opens_its_text(page: Page) -> None:
+def test_row_opens_its_text(page: Page) -> None:
     choose(page, "compare")
     fill(page, prompt="abcd", tokens="9")
     run(page)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models shared out among ranks: the bits of one rank, with and without speculation."""
+"""Tensor-parallel models: the bits of one rank, with and without speculation."""
 
 import json
-import struct
 import subprocess
 import sys
 import threading
@@ -16,8 +15,8 @@ import torch
 from checkpoints import make_checkpoint, write_tokenizer
 from mtp_checkpoints import make_mtp_model
 from ranks import on_ranks
+from specops.api.errors import ModelError
 from specops.engine import (
-    Completion,
     Engine,
     EngineConfig,
     SamplingParams,
@@ -25,20 +24,20 @@ from specops.engine import (
     StructuredOutput,
     step_costs,
 )
-from specops.engine.errors import ModelError
 from specops.engine.parallel.ranks import Ranks
 from test_experts import make_experts
+from test_lossless import bits
 
-# Dense ones by name: the family, and what is changed of its tiny checkpoint.
+# Dense models: the family, and changes of its tiny checkpoint.
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"mlp_bias": True, "attention_bias": True}),
     "one_kv_head": ("Qwen2", {"num_key_value_heads": 1}),
     "odd_vocabulary": ("Qwen3", {"vocab_size": 159}),
 }
-# Of `test_experts.py`.
+# Models of test_experts.py.
 WITH_EXPERTS = ("qwen3", "glm4", "deepseek_v3", "gpt_oss", "qwen3_next")
 MODELS = (*DENSE, *WITH_EXPERTS, "qwen3_5")
-WIDE = {"intermediate_size": 256, "moe_intermediate_size": 64}  # for groups of codes
+WIDE = {"intermediate_size": 256, "moe_intermediate_size": 64}  # multiples of a quantization group
 DRAFTS = {"num_speculative_tokens": 4, "adaptive_verification": False}
 
 
@@ -65,7 +64,7 @@ def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def config(model: Path, method: str = "naive", **changes: Any) -> EngineConfig:
     drafts = {} if method == "naive" else DRAFTS
     settings = {
-        "speculative_config": SpeculativeConfig(method=method, **drafts),
+        "speculative_config": SpeculativeConfig.from_dict({"method": method, **drafts}),
         "device": "cpu",
         "num_threads": 1,
         "seed": 3,
@@ -91,32 +90,19 @@ def requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
     ]
 
 
-def bits(done: list[Completion]) -> list[Any]:
-    def pack(value: float) -> bytes:
-        return struct.pack("<f", value)
-
-    return [
-        [
-            (o.token_id, pack(o.logprob), [(i, pack(p)) for i, p in o.alternatives])
-            for o in one.logprobs
-        ]
-        for one in done
-    ]
-
-
 def generate(engine: Engine, count: int) -> list[Any]:
     done = engine.generate(*requests(count))
     assert engine.num_free_pages == engine.num_pages
-    return bits(done)
+    return list(map(bits, done))
 
 
-def shared_out(size: int, count: int, model: Path, method: str, **changes: Any) -> list[Any]:
-    """What all of so many ranks say."""
+def on_all_ranks(size: int, count: int, model: Path, method: str, **changes: Any) -> list[Any]:
+    """Return the result of `size` ranks, which must be the same on each."""
     settings = config(model, method, tensor_parallel_size=size, **changes)
     kind = settings.num_slices, settings.enable_expert_parallel
-    said = on_ranks(size, lambda ranks: generate(Engine(settings, ranks), count), *kind)
-    assert said == [said[0]] * size
-    return said[0]
+    results = on_ranks(size, lambda ranks: generate(Engine(settings, ranks), count), *kind)
+    assert results == [results[0]] * size
+    return results[0]
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -127,76 +113,78 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def check(model: Path, count: int, size: int = 2, **changes: Any) -> None:
-    """Speculation and batches change no bit, and neither does the number of ranks."""
+    """Check that speculation, batches and the number of ranks change no bit."""
     one = generate(Engine(config(model, exact_across_tp=size, **changes)), count)
-    assert one == shared_out(size, count, model, "naive", **changes)
+    assert one == on_all_ranks(size, count, model, "naive", **changes)
     for method in ("ngram", "suffix"):
         for way in WAYS.values():
-            assert one == shared_out(size, count, model, method, **{**changes, **way})
+            assert one == on_all_ranks(size, count, model, method, **{**changes, **way})
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.fast("one_kv_head", "deepseek_v3", "qwen3_5", ci=("*",))
-def test_ranks_speak_as_one_does(name: str, directory_of: Any) -> None:
+def test_ranks_have_the_bits_of_one(name: str, directory_of: Any) -> None:
     check(directory_of(name), 7)
 
 
 @pytest.mark.parametrize("name", WITH_EXPERTS)
 @pytest.mark.fast("qwen3", ci=("*",))
-def test_whole_experts_on_ranks(name: str, directory_of: Any) -> None:
-    """Other sums than those of parts of each expert, of the same bits on any number of ranks."""
+def test_expert_parallelism_has_the_same_bits_on_any_ranks(name: str, directory_of: Any) -> None:
+    """Its sums differ from those of sharded experts."""
     model, apart = directory_of(name), {"enable_expert_parallel": True}
     check(model, 5, **apart)
-    if name != "qwen3_next":  # which has two heads of linear attention
-        four = shared_out(4, 3, model, "ngram", **apart)
-        assert four == shared_out(2, 3, model, "naive", exact_across_tp=4, **apart)
+    if name != "qwen3_next":  # it has two heads of linear attention
+        four = on_all_ranks(4, 3, model, "ngram", **apart)
+        assert four == on_all_ranks(2, 3, model, "naive", exact_across_tp=4, **apart)
     parts = generate(Engine(config(model, exact_across_tp=2)), 5)
     assert parts != generate(Engine(config(model, exact_across_tp=2, **apart)), 5)
 
 
-def test_quantized_experts_that_cannot_be_cut(directory_of: Any) -> None:
-    """Whole ones need no border of a group where a rank's share ends."""
+def test_quantized_experts_run_whole_if_they_cannot_be_sharded(directory_of: Any) -> None:
+    """Shards must end at the border of a quantization group, whole experts need not."""
     model = directory_of("qwen3")
     kinds: dict[str, Any] = {"quantization": "mix_quant", "exact_across_tp": 2}
     with pytest.raises(ModelError, match="cannot be shared out: 64 of its 48 inputs"):
         Engine(config(model, **kinds))
     kinds["enable_expert_parallel"] = True
     one = generate(Engine(config(model, **kinds)), 3)
-    assert one == shared_out(2, 3, model, "ngram", **kinds)
+    assert one == on_all_ranks(2, 3, model, "ngram", **kinds)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_five_hundred_requests(name: str, directory_of: Any) -> None:
+def test_five_hundred_requests_keep_their_bits(name: str, directory_of: Any) -> None:
     check(directory_of(name), 500, max_waiting=500)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_EXPERTS)
-def test_five_hundred_requests_of_whole_experts(name: str, directory_of: Any) -> None:
+def test_five_hundred_requests_keep_their_bits_in_expert_parallelism(
+    name: str, directory_of: Any
+) -> None:
     check(directory_of(name), 500, max_waiting=500, enable_expert_parallel=True)
 
 
 @pytest.mark.parametrize("quantization", ["wint8", "wint4", "mix_quant"])
-def test_quantized(quantization: str, directory_of: Any) -> None:
-    """A rank's codes are cut out of those of the whole weight."""
+def test_quantized_weights_are_sharded(quantization: str, directory_of: Any) -> None:
+    """A shard has the quantized values of the whole weight."""
     model = directory_of("wide_experts")
     kinds = {"quantization": quantization, "quantize_head": "wint8"}
     one = generate(Engine(config(model, exact_across_tp=2, **kinds)), 4)
-    assert one == shared_out(2, 4, model, "ngram", **kinds)
+    assert one == on_all_ranks(2, 4, model, "ngram", **kinds)
 
 
-def test_four_ranks_and_two_that_add_as_four_do(directory_of: Any) -> None:
-    """Heads of keys are too few for four: neighbours have the same one."""
+def test_two_ranks_can_have_the_bits_of_four(directory_of: Any) -> None:
+    """There are too few KV heads for four ranks: neighbors have the same one."""
     model = directory_of("llama")
-    four = shared_out(4, 5, model, "ngram")
-    assert four == shared_out(2, 5, model, "ngram", exact_across_tp=4)
+    four = on_all_ranks(4, 5, model, "ngram")
+    assert four == on_all_ranks(2, 5, model, "ngram", exact_across_tp=4)
     assert four == generate(Engine(config(model, exact_across_tp=4)), 5)
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "qwen3_next", "qwen3_5"])
-def test_one_rank_is_close(name: str, directory_of: Any) -> None:
-    """Sums over inputs are rounded elsewhere; all else has the same bits."""
+def test_virtual_tp_ranks_change_only_the_rounding(name: str, directory_of: Any) -> None:
+    """Sums over inputs are rounded elsewhere."""
     model = directory_of(name)
     prompts, params = requests(6)
     ours = Engine(config(model, exact_across_tp=2)).generate(prompts, params)
@@ -206,29 +194,28 @@ def test_one_rank_is_close(name: str, directory_of: Any) -> None:
         for one, two in zip(ours, other, strict=True)
         for a, b in zip(one.logprobs[:1], two.logprobs[:1], strict=True)
     ]
-    assert bits(ours) != bits(other)
+    assert list(map(bits, ours)) != list(map(bits, other))
     for a, b in pairs:
         assert a == pytest.approx(b, abs=2e-4)
 
 
-def test_mtp(directory_of: Any) -> None:
-    """Every rank has the whole of a drafter, head and all."""
+def test_every_rank_has_the_whole_mtp_drafter(directory_of: Any) -> None:
     model = directory_of("mtp")
     one = generate(Engine(config(model, exact_across_tp=2)), 6)
-    assert one == shared_out(2, 6, model, "mtp")
-    assert one == shared_out(2, 6, model, "mtp", quantization="none", max_num_seqs=2)
+    assert one == on_all_ranks(2, 6, model, "mtp")
+    assert one == on_all_ranks(2, 6, model, "mtp", quantization="none", max_num_seqs=2)
 
 
-def test_a_draft_model_with_states(directory_of: Any) -> None:
-    """Likewise; every rank has all of its states."""
+def test_every_rank_has_the_whole_draft_model(directory_of: Any) -> None:
+    """This includes the states of its linear attention."""
     model = directory_of("qwen3_next")
-    own = SpeculativeConfig(method="draft_model", model=str(model), **DRAFTS)
+    own = SpeculativeConfig.from_dict({"method": "draft_model", "model": str(model), **DRAFTS})
     one = generate(Engine(config(model, exact_across_tp=2)), 6)
-    assert one == shared_out(2, 6, model, "draft_model", speculative_config=own)
+    assert one == on_all_ranks(2, 6, model, "draft_model", speculative_config=own)
 
 
 def test_clocks_of_ranks_may_differ(directory_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was measured on the first rank is what all go by, and grammars are not timed at all."""
+    """All ranks use the measurements of the first rank, and grammars are not timed."""
     times = threading.local()
 
     def now() -> float:
@@ -249,27 +236,45 @@ def test_clocks_of_ranks_may_differ(directory_of: Any, monkeypatch: pytest.Monke
     assert on_ranks(2, lambda ranks: answers(Engine(settings, ranks))) == [one, one]
 
 
-# ---- what is refused ----
+# ---- refused configurations ----
 
 
-def test_an_engine_by_itself_is_no_rank(directory_of: Any) -> None:
+def test_single_engine_refuses_tensor_parallelism(directory_of: Any) -> None:
     with pytest.raises(ValueError, match="tensor_parallel_size=2 needs as many processes"):
         Engine(config(directory_of("llama"), tensor_parallel_size=2))
 
 
 @pytest.mark.parametrize("slices", [3, 6, 2])
-def test_slices_that_are_no_tree(slices: int) -> None:
+def test_exact_across_tp_must_fit_the_ranks(slices: int) -> None:
     with pytest.raises(ValueError, match=f"a multiple of tensor_parallel_size=4, got {slices}"):
         EngineConfig(tensor_parallel_size=4, exact_across_tp=slices)
 
 
 @pytest.mark.parametrize(
-    ("size", "changes", "said"),
+    ("name", "size", "changes", "message"),
     [
-        (3, {}, "tensor_parallel_size must divide the 4 heads of queries, got 3"),
-        (8, {}, "tensor_parallel_size must divide the 4 heads of queries, got 8"),
-        (1, {"exact_across_tp": 8}, "exact_across_tp must divide the 4 heads of queries, got 8"),
+        ("llama", 3, {}, "tensor_parallel_size must divide the 4 heads of queries, got 3"),
+        ("llama", 8, {}, "tensor_parallel_size must divide the 4 heads of queries, got 8"),
         (
+            "llama",
+            1,
+            {"exact_across_tp": 8},
+            "exact_across_tp must divide the 4 heads of queries, got 8",
+        ),
+        (
+            "llama",
+            2,
+            {"enable_expert_parallel": True},
+            "enable_expert_parallel must be off for a model without experts, got on",
+        ),
+        (
+            "qwen3_steps",
+            4,
+            {"enable_expert_parallel": True},
+            "tensor_parallel_size must divide the 6 experts, got 4",
+        ),
+        (
+            "llama",
             4,
             {"quantization": "wint4"},
             "model.layers.0.mlp.down_proj.weight cannot be shared out: 64 of its 96 inputs have a "
@@ -277,30 +282,16 @@ def test_slices_that_are_no_tree(slices: int) -> None:
         ),
     ],
 )
-def test_what_cannot_be_shared_out(
-    size: int, changes: dict[str, Any], said: str, directory_of: Any
+def test_models_that_cannot_be_sharded_are_refused(
+    name: str, size: int, changes: dict[str, Any], message: str, directory_of: Any
 ) -> None:
-    settings = config(directory_of("llama"), tensor_parallel_size=size, **changes)
-    with pytest.raises(ModelError, match=said):
-        on_ranks(size, lambda ranks: Engine(settings, ranks), settings.num_slices)
+    settings = config(directory_of(name), tensor_parallel_size=size, **changes)
+    kind = settings.num_slices, settings.enable_expert_parallel
+    with pytest.raises(ModelError, match=message):
+        on_ranks(size, lambda ranks: Engine(settings, ranks), *kind)
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "said"),
-    [
-        ("llama", 2, "enable_expert_parallel must be off for a model without experts, got on"),
-        ("qwen3_steps", 4, "tensor_parallel_size must divide the 6 experts, got 4"),
-    ],
-)
-def test_experts_that_cannot_be_shared_out(
-    name: str, size: int, said: str, directory_of: Any
-) -> None:
-    settings = config(directory_of(name), tensor_parallel_size=size, enable_expert_parallel=True)
-    with pytest.raises(ModelError, match=said):
-        on_ranks(size, lambda ranks: Engine(settings, ranks), size, has_whole_experts=True)
-
-
-def test_whole_experts_of_one_summand() -> None:
+def test_expert_parallelism_requires_several_ranks() -> None:
     with pytest.raises(ValueError, match="enable_expert_parallel needs tensor_parallel_size or"):
         EngineConfig(enable_expert_parallel=True)
 
@@ -327,7 +318,7 @@ def test_sums_are_one_tree_on_any_number_of_ranks(size: int) -> None:
 
 
 @pytest.mark.parametrize("columns", [1, 2, 7, 9, 10])
-def test_columns_of_the_last_ranks_may_be_fewer(columns: int) -> None:
+def test_last_ranks_may_have_fewer_columns(columns: int) -> None:
     whole = torch.arange(2.0 * columns).view(2, columns)
     most = -(-columns // 3)
 
@@ -361,8 +352,8 @@ except RanksApart as error:
 """
 
 
-def test_ranks_that_are_processes(tmp_path: Path) -> None:
-    """By gloo: 1e8 + 1 is rounded to 1e8 before the other rank's -1e8 + 2 comes to it."""
+def test_ranks_may_be_processes(tmp_path: Path) -> None:
+    """With gloo, 1e8 + 1 is rounded to 1e8 before the other rank's -1e8 + 2 is added."""
     both = [
         subprocess.Popen(
             [sys.executable, "-c", MEETING, str(rank), str(tmp_path / "meeting")],
@@ -371,6 +362,6 @@ def test_ranks_that_are_processes(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    told = [one.communicate(timeout=300)[0] for one in both]
+    outputs = [one.communicate(timeout=300)[0] for one in both]
     row, columns = [1.0, 1.0, 1.0], [0.0, 0.0, 1.0]
-    assert told == [f"7 0.25 {[row, row]} {[columns, columns]}\nTrue\n"] * 2
+    assert outputs == [f"7 0.25 {[row, row]} {[columns, columns]}\nTrue\n"] * 2

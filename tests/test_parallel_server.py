@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
-"""Ranks behind one door, a process each: the answers of one engine, and what happens to a death."""
+"""A server over ranks in processes: the answers of one engine, and recovery from deaths."""
 
 import fcntl
 import json
@@ -21,13 +21,13 @@ for name in ("fastapi", "uvicorn", "pydantic", "msgspec", "prometheus_client", "
 from mtp_checkpoints import make_mtp_model
 from server_pairs import children_of
 from serving import Served, serving, wait_for
+from specops.api.messages import Abort, Overdue, Stop
 from specops.engine import Engine, EngineConfig
 from specops.service import lockstep
 from specops.service.lockstep import FollowInbox
-from specops.service.messages import Abort, Overdue, Stop
 from specops.service.process import ENGINE_TIMEOUT, EngineProcess
 from specops.service.wire import Frames, Setup, Taken, encoded
-from test_server_process import BODIES, STRUCTURED, Apart, is_running, serving_apart, told
+from test_server_process import BODIES, STRUCTURED, Apart, answer_of, is_running, serving_apart
 
 pytestmark = pytest.mark.ci
 
@@ -59,21 +59,21 @@ def together(settings: dict[str, Any]) -> Iterator[Served]:
 
 
 def test_answers_are_those_of_one_engine(apart: Apart, together: Served) -> None:
-    """Those without a seed as well: both were given the seed of their seeds."""
+    """This includes requests without a seed, because both servers draw seeds from the same seed."""
     for body in BODIES + [{"seed": None}] * 3:
-        assert told(apart.url, body) == told(together.url, body), body
+        assert answer_of(apart.url, body) == answer_of(together.url, body), body
     apart.wait_until_idle()
 
 
 def test_constrained_answers_are_the_same(apart: Apart, together: Served) -> None:
-    """Each rank compiles the grammar; the job is added where all have it."""
+    """Each rank compiles the grammar, and the job is added when all ranks have it."""
     pytest.importorskip("llguidance")
     for body in STRUCTURED:
-        assert told(apart.url, body) == told(together.url, body), body
+        assert answer_of(apart.url, body) == answer_of(together.url, body), body
 
 
-def test_the_first_rank_alone_decides_that_a_grammar_takes_too_long() -> None:
-    """Ranks compile at different speeds, and have to refuse the same jobs before the same step."""
+def test_first_rank_decides_that_a_grammar_takes_too_long() -> None:
+    """Ranks compile at different speeds, but must refuse the same jobs before the same step."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         inbox = FollowInbox(theirs, Frames())
@@ -82,16 +82,14 @@ def test_the_first_rank_alone_decides_that_a_grammar_takes_too_long() -> None:
         assert list(inbox.take(None)) == [Overdue(2), Abort(3)]
 
 
-def test_a_rank_that_is_killed_ends_all_and_all_are_started_again(
-    apart: Apart, together: Served
-) -> None:
-    _, expected = told(together.url, BODIES[0])
+def test_killed_rank_restarts_all_ranks(apart: Apart, together: Served) -> None:
+    _, expected = answer_of(together.url, BODIES[0])
     first = apart.client.pid
     (follower,) = children_of(first)
     os.kill(follower, signal.SIGKILL)
     wait_for(lambda: not is_running(first) and not is_alive(follower))
-    wait_for(lambda: apart.health() == (200, "ok"), 60)
-    assert told(apart.url, BODIES[0])[1]["choices"] == expected["choices"]
+    wait_for(lambda: apart.health() == (200, "ok"))
+    assert answer_of(apart.url, BODIES[0])[1]["choices"] == expected["choices"]
     second = apart.client.pid
     (follower,) = children_of(second)
     assert second is not None
@@ -100,13 +98,13 @@ def test_a_rank_that_is_killed_ends_all_and_all_are_started_again(
     assert not list(Path(tempfile.gettempdir()).glob(f"specops-ranks-{second}-*"))
 
 
-def test_folders_of_ranks_that_were_killed_are_removed(
+def test_folders_of_killed_ranks_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not those of living ranks, which have a lock, of ranks that begin, or files and links."""
+    """Folders of living ranks, which hold a lock, and of starting ranks stay, and so do links."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     hour, week = 3600.0, 7 * 86400.0
-    folders = {  # the age of each, and whether it has the file on which the first rank has a lock
+    folders = {  # age, and whether there is the file that the first rank locks
         "left": (hour, True),
         "locked": (hour, True),
         "new": (0.0, True),
@@ -130,10 +128,10 @@ def test_folders_of_ranks_that_were_killed_are_removed(
     assert left == {"locked", "new", "without", "elsewhere", "link", "file"}
 
 
-def test_a_rank_that_ends_as_it_was_told_is_not_lost(
+def test_rank_that_ends_on_request_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though it ends before the first one does."""
+    """It may end before the first rank does."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     settings = {"tensor_parallel_size": 2, "device": "cpu"}
     ends, lost = [], list[str]()
@@ -155,9 +153,9 @@ def test_a_rank_that_ends_as_it_was_told_is_not_lost(
     assert lost == ["rank 1 has ended (exit status 0)"]
 
 
-def test_a_rank_that_hangs_is_noticed_without_any_request(apart: Apart, together: Served) -> None:
-    """The others wait for it, and so give no sign of life either."""
-    wait_for(lambda: apart.health() == (200, "ok"), 60)
+def test_hanging_rank_is_noticed_without_requests(apart: Apart, together: Served) -> None:
+    """The other ranks wait for it, so they give no sign of life either."""
+    wait_for(lambda: apart.health() == (200, "ok"))
     first, apart.client._num_deaths = apart.client.pid, 0
     (follower,) = children_of(first)
     os.kill(follower, signal.SIGSTOP)
@@ -165,21 +163,21 @@ def test_a_rank_that_hangs_is_noticed_without_any_request(apart: Apart, together
     apart.client._timeout = 0.1
     wait_for(lambda: not is_running(first) and not is_alive(follower))
     apart.client._timeout = ENGINE_TIMEOUT
-    wait_for(lambda: apart.health() == (200, "ok"), 60)
-    _, expected = told(together.url, BODIES[0])
-    assert told(apart.url, BODIES[0])[1]["choices"] == expected["choices"]
+    wait_for(lambda: apart.health() == (200, "ok"))
+    _, expected = answer_of(together.url, BODIES[0])
+    assert answer_of(apart.url, BODIES[0])[1]["choices"] == expected["choices"]
 
 
 def is_alive(pid: int) -> bool:
-    """Whether it runs: whoever has adopted it may not have waited for its end."""
+    """Return whether a process runs, and is not a zombie that its parent has not reaped."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
 
-def test_why_ranks_cannot_be_made_is_told(settings: dict[str, Any]) -> None:
-    """Both find it, and one of them says it."""
+def test_errors_of_starting_ranks_are_reported(settings: dict[str, Any]) -> None:
+    """Both ranks find the error, and one reports it."""
     sizes = {"tensor_parallel_size": 2, "exact_across_tp": 8}
     started = EngineProcess(Setup(settings | sizes, "error"))
     with pytest.raises(ValueError, match="exact_across_tp must divide the 4 heads of queries"):

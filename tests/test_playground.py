@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  (where a package is missing, nothing else is imported)
-"""What the page at `/` does, in a real browser; test_page_access.py has who can use it."""
+"""The page at `/` in a real browser; test_page_access.py tests its accessibility."""
 
 import json
 import re
@@ -48,10 +48,17 @@ def served() -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def bundled() -> Iterator[Served]:
-    """The bundled model."""
+    """Serve the bundled model."""
     config = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
     with serving(Engine(EngineConfig(speculative_config=config, max_num_seqs=4))) as served:
         yield served
+
+
+def sent_by(page: Page) -> list[Any]:
+    """Return a list that receives the bodies of the page's further requests."""
+    sent: list[Any] = []
+    page.on("request", lambda one: sent.extend([one.post_data_json] * bool(one.post_data)))
+    return sent
 
 
 # ---- the race ----
@@ -59,7 +66,7 @@ def bundled() -> Iterator[Served]:
 
 @needs_chromium
 @pytest.mark.parametrize("method", ["ngram", "mtp"])
-def test_a_race_of_the_bundled_model_ends_in_the_same_bits(
+def test_race_of_the_bundled_model_ends_in_the_same_bits(
     bundled: Served, browser: Browser, method: str
 ) -> None:
     with opened(browser, bundled) as page:
@@ -94,7 +101,7 @@ def test_a_race_of_the_bundled_model_ends_in_the_same_bits(
 
 
 @needs_chromium
-def test_a_race_notices_what_differs(browser: Browser) -> None:
+def test_race_reports_different_tokens(browser: Browser) -> None:
     with serving(FakeEngine(flaw=5)) as served, opened(browser, served) as page:
         connected(page)
         fill(page, prompt="abcdefgh", tokens="9")
@@ -102,14 +109,12 @@ def test_a_race_notices_what_differs(browser: Browser) -> None:
         expect(page.locator("#identical")).to_have_text("DIFFERENT: 8 of 9 tokens, 9 of 9 logprobs")
         expect(page.locator("#identical")).to_have_class("identical differs")
         marked = page.locator(".token.differs")
-        assert marked.all_text_contents() == ["f", "g"], "in both, at the same place"
+        assert marked.all_text_contents() == ["f", "g"], "in both texts, at the same place"
         expect(page.locator("#status")).to_contain_text("DIFFERENT")
 
 
 @needs_chromium
-def test_a_race_notices_a_logprob_that_differs_in_its_last_bit(
-    served: Served, browser: Browser
-) -> None:
+def test_race_reports_a_logprob_with_another_last_bit(served: Served, browser: Browser) -> None:
     with opened(browser, served) as page:
         connected(page)
 
@@ -131,7 +136,7 @@ def test_a_race_notices_a_logprob_that_differs_in_its_last_bit(
 
 
 @needs_chromium
-def test_a_race_without_logprobs_compares_tokens(page: Page) -> None:
+def test_race_without_logprobs_compares_tokens(page: Page) -> None:
     page.locator(".more summary").click()
     page.locator("#alternatives").select_option("")
     page.locator("#alone").uncheck()
@@ -143,7 +148,7 @@ def test_a_race_without_logprobs_compares_tokens(page: Page) -> None:
 
 
 class Watched(FakeEngine):
-    """Knows how many requests it ever had at once."""
+    """A fake engine that records the most requests it had at once."""
 
     most = 0
 
@@ -153,14 +158,11 @@ class Watched(FakeEngine):
 
 
 @needs_chromium
-def test_both_run_at_once_with_one_seed(browser: Browser) -> None:
+def test_both_runs_of_a_race_share_time_and_seed(browser: Browser) -> None:
     engine = Watched(step_seconds=0.003)
     with serving(engine) as served, opened(browser, served) as page:
         connected(page)
-        sent: list[Any] = []
-        page.on(
-            "request", lambda asked: sent.extend([asked.post_data_json] * bool(asked.post_data))
-        )
+        sent = sent_by(page)
         fill(page, prompt="abc", tokens="40")
         page.locator("#alone").evaluate("box => { box.checked = false; }")
         with served.holding(20):
@@ -173,32 +175,32 @@ def test_both_run_at_once_with_one_seed(browser: Browser) -> None:
         stop_the_clock(page)
         run(page)
         methods = [one["speculative_config"]["method"] for one in sent[2:]]
-        turns = [["ngram", "naive"], ["naive", "ngram"]]
-        alone = [method for number in range(7) for method in turns[number % 2]]
+        orders = [["ngram", "naive"], ["naive", "ngram"]]
+        alone = [method for number in range(7) for method in orders[number % 2]]
         assert methods == ["naive", "ngram", *alone], "then each alone, in seven pairs"
 
 
 def timed(page: Page, **speeds: list[float]) -> None:
-    """Has the server's clock tell these speeds: of each method's first run, the next, and so on.
+    """Make the server report these speeds: of each method's first run, its next one, and so on.
 
-    For all that is repeated there is time.
+    The page's clock stands still, so there is time for all repetitions.
     """
     stop_the_clock(page)
 
-    def tell(route: Route) -> None:
+    def report(route: Route) -> None:
         method = route.request.post_data_json["speculative_config"]["method"]
         response = route.fetch()
         speed = speeds[method].pop(0) if len(speeds[method]) > 1 else speeds[method][0]
-        told = f'"tokens_per_second":{speed}'
-        text = re.sub(r'"tokens_per_second":[\d.e-]+', told, response.text())
+        reported = f'"tokens_per_second":{speed}'
+        text = re.sub(r'"tokens_per_second":[\d.e-]+', reported, response.text())
         route.fulfill(response=response, body=text)
 
-    page.route("**/v1/completions", tell)
+    page.route("**/v1/completions", report)
 
 
 @needs_chromium
-def test_a_speed_up_is_the_median_of_pairs(page: Page) -> None:
-    """The race itself is not among them."""
+def test_speed_up_is_the_median_of_pairs(page: Page) -> None:
+    """The race itself is not one of the pairs."""
     timed(page, naive=[100.0], ngram=[9000.0, 170.0, 120.0, 180.0, 200.0, 190.0, 160.0, 819.0])
     fill(page, prompt="abc", tokens="25")
     run(page)
@@ -210,7 +212,7 @@ def test_a_speed_up_is_the_median_of_pairs(page: Page) -> None:
 
 
 @needs_chromium
-def test_no_speed_up_is_above_the_tokens_of_a_step(page: Page) -> None:
+def test_speed_up_is_at_most_the_tokens_of_a_step(page: Page) -> None:
     timed(page, naive=[100.0], ngram=[650.0])
     fill(page, prompt="abc", tokens="25")
     run(page)
@@ -225,7 +227,7 @@ def test_no_speed_up_is_above_the_tokens_of_a_step(page: Page) -> None:
 
 
 @needs_chromium
-def test_a_method_that_learns_is_not_timed_alone(browser: Browser) -> None:
+def test_learning_method_is_not_timed_alone(browser: Browser) -> None:
     engine = FakeEngine(methods=("naive", "ngram", "suffix"))
     with serving(engine) as served, opened(browser, served) as page:
         connected(page)
@@ -236,8 +238,8 @@ def test_a_method_that_learns_is_not_timed_alone(browser: Browser) -> None:
 
 
 @needs_chromium
-def test_speeds_are_the_server_s(page: Page) -> None:
-    """What the server measured counts, however tokens arrive: here all at once."""
+def test_speeds_are_measured_by_the_server(page: Page) -> None:
+    """All tokens arrive at once here, which does not matter."""
 
     def slow(route: Route) -> None:
         response = route.fetch()
@@ -255,7 +257,7 @@ def test_speeds_are_the_server_s(page: Page) -> None:
 
 
 @needs_chromium
-def test_completes_and_counts(page: Page) -> None:
+def test_completion_shows_text_and_counts(page: Page) -> None:
     assert page.locator("#method").input_value() == "ngram", "the server's own method"
     assert page.locator("#k").input_value() == "3"
     choose(page, "write")
@@ -282,7 +284,7 @@ def test_completes_and_counts(page: Page) -> None:
 
 @needs_chromium
 @pytest.mark.parametrize("tint", ["source", "probability", ""])
-def test_the_end_token_does_not_show(page: Page, tint: str) -> None:
+def test_end_token_is_not_shown(page: Page, tint: str) -> None:
     choose(page, "write")
     page.locator("#tint").select_option(tint)
     fill(page, prompt="ab<|end|>", tokens="30")
@@ -293,7 +295,7 @@ def test_the_end_token_does_not_show(page: Page, tint: str) -> None:
 
 
 @needs_chromium
-def test_markup_of_the_model_is_text(page: Page) -> None:
+def test_markup_of_the_model_is_shown_as_text(page: Page) -> None:
     choose(page, "write")
     prompt = "<img src=x onerror=alert(1)><script>alert(2)</script>"
     fill(page, prompt=prompt, tokens=str(len(prompt)))
@@ -303,7 +305,7 @@ def test_markup_of_the_model_is_text(page: Page) -> None:
 
 
 @needs_chromium
-def test_the_end_of_the_prompt_is_seen(page: Page) -> None:
+def test_end_of_the_prompt_is_visible(page: Page) -> None:
     lines = "\n".join(f"l {i}" for i in range(40))
     fill(page, prompt=lines, tokens="8")
     at = "field => field.scrollHeight - field.clientHeight - field.scrollTop"
@@ -370,7 +372,7 @@ TREE_STEP = {
 
 
 @needs_chromium
-def test_a_card_names_what_stood_in_a_token_s_place(page: Page) -> None:
+def test_card_names_the_draft_that_a_token_replaces(page: Page) -> None:
     choice = {"index": 0, "text": "cx", "finish_reason": "length", "step": TREE_STEP}
     body = f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
     page.route("**/v1/completions", lambda route: route.fulfill(status=200, body=body))
@@ -391,15 +393,15 @@ def test_a_card_names_what_stood_in_a_token_s_place(page: Page) -> None:
 
 
 @needs_chromium
-def test_compares_methods(page: Page) -> None:
+def test_table_compares_methods(page: Page) -> None:
     choose(page, "compare")
     fill(page, prompt="abc", tokens="24", temperature="0.8")
     stop_the_clock(page)
     run(page)
     rows = [row.split("\t") for row in page.locator("#table tbody tr").all_inner_texts()]
     assert [row[0] for row in rows] == ["naive", "ngram"]
-    told = [row[1:3] + row[5:] for row in rows]
-    assert told == [["1.00", NONE, NONE], ["3.83", "100 %", "identical"]]
+    cells = [row[1:3] + row[5:] for row in rows]
+    assert cells == [["1.00", NONE, NONE], ["3.83", "100 %", "identical"]]
     assert rows[0][4] == NONE
     spread = r"(at most )?[\d.]+\u00d7\s+[\d.]+ to [\d.]+ in half of 7 pairs.*\s*"
     assert re.fullmatch(spread, rows[1][4])
@@ -407,8 +409,8 @@ def test_compares_methods(page: Page) -> None:
 
 
 @needs_chromium
-def test_a_table_has_medians_of_rounds(page: Page) -> None:
-    # One to warm up, the one that is drawn, and seven.
+def test_table_has_medians_of_rounds(page: Page) -> None:
+    # A warm-up, the run that is drawn, and seven timed runs.
     timed(
         page, naive=[1.0, 9.0, 100.0], ngram=[5.0, 110.0, 120.0, 130.0, 140.0, 150.0, 160.0, 170.0]
     )
@@ -422,7 +424,7 @@ def test_a_table_has_medians_of_rounds(page: Page) -> None:
 
 
 @needs_chromium
-def test_a_table_times_a_method_that_learns_once(browser: Browser) -> None:
+def test_table_times_a_learning_method_once(browser: Browser) -> None:
     engine = FakeEngine(methods=("naive", "suffix"))
     with serving(engine) as served, opened(browser, served) as page:
         connected(page)
@@ -436,12 +438,12 @@ def test_a_table_times_a_method_that_learns_once(browser: Browser) -> None:
 
 
 @needs_chromium
-def test_mtp_and_what_continues_it(browser: Browser) -> None:
+def test_mtp_and_its_hybrids_can_be_chosen(browser: Browser) -> None:
     config = EngineConfig(
         served_model_name="fake",
         max_model_len=256,
         speculative_config=SpeculativeConfig(
-            method="mtp", mtp_strategy="with_ngram", num_speculative_tokens=5, num_model_steps=2
+            method="mtp+ngram", num_speculative_tokens=5, num_model_steps=2
         ),
     )
     every = ["naive", "suffix", "mtp", "mtp + ngram", "mtp + suffix"]
@@ -450,10 +452,7 @@ def test_mtp_and_what_continues_it(browser: Browser) -> None:
         opened(browser, served, expects=("400",)) as page,
     ):
         connected(page)
-        sent: list[Any] = []
-        page.on(
-            "request", lambda asked: sent.extend([asked.post_data_json] * bool(asked.post_data))
-        )
+        sent = sent_by(page)
         assert page.locator("#method option").all_inner_texts() == every
         own = [page.locator(f"#{name}").input_value() for name in ("method", "k", "steps")]
         assert own == ["mtp + ngram", "5", "2"], "the server's own"
@@ -461,9 +460,9 @@ def test_mtp_and_what_continues_it(browser: Browser) -> None:
         fill(page, prompt="abc", tokens="9")
         mtp = {"method": "mtp", "num_speculative_tokens": 5, "tree": False}
         for choice, steps, expected in (
-            ("mtp + ngram", "2", mtp | {"mtp_strategy": "with_ngram", "num_model_steps": 2}),
-            ("mtp + suffix", "", mtp | {"mtp_strategy": "with_suffix", "num_model_steps": None}),
-            ("mtp", "4", mtp | {"mtp_strategy": "default", "num_model_steps": 4}),
+            ("mtp + ngram", "2", mtp | {"method": "mtp+ngram", "num_model_steps": 2}),
+            ("mtp + suffix", "", mtp | {"method": "mtp+suffix", "num_model_steps": None}),
+            ("mtp", "4", mtp | {"num_model_steps": 4}),
         ):
             page.locator("#method").select_option(choice)
             placeholder = page.locator("#steps").get_attribute("placeholder")
@@ -488,9 +487,8 @@ def test_mtp_and_what_continues_it(browser: Browser) -> None:
 
 
 @needs_chromium
-def test_a_chat_goes_on_and_is_kept(page: Page) -> None:
-    sent: list[Any] = []
-    page.on("request", lambda asked: sent.extend([asked.post_data_json] * bool(asked.post_data)))
+def test_chat_continues_and_is_stored(page: Page) -> None:
+    sent = sent_by(page)
     choose(page, "chat")
     fill(page, tokens="20")
     page.locator(".more summary").click()
@@ -500,9 +498,9 @@ def test_a_chat_goes_on_and_is_kept(page: Page) -> None:
     assert text_of(page) == "be kind", "the fake engine repeats the prompt"
     fill(page, prompt="<b>more</b>")
     run(page)
-    said = sent[-1]["messages"]
-    assert [one["role"] for one in said] == ["system", "user", "assistant", "user"]
-    assert said[2]["content"] == "be kind" and said[3]["content"] == "<b>more</b>"
+    messages = sent[-1]["messages"]
+    assert [one["role"] for one in messages] == ["system", "user", "assistant", "user"]
+    assert messages[2]["content"] == "be kind" and messages[3]["content"] == "<b>more</b>"
     page.reload()
     connected(page)
     expect(page.locator(".message")).to_have_text(["You: héllo<|end|>", "You: <b>more</b>"])
@@ -511,7 +509,7 @@ def test_a_chat_goes_on_and_is_kept(page: Page) -> None:
 
 
 @needs_chromium
-def test_tabs_have_one_chat(browser: Browser) -> None:
+def test_tabs_share_one_chat(browser: Browser) -> None:
     with serving(FakeEngine()) as served, opened(browser, served) as page:
         connected(page)
         other = page.context.new_page()
@@ -526,7 +524,7 @@ def test_tabs_have_one_chat(browser: Browser) -> None:
         fill(other, prompt="two")
         run(other)
         expect(page.locator(".message")).to_have_text(["You: one", "You: two"])
-        # What the other says while this one writes is not lost.
+        # Messages of the other tab during an answer are not lost.
         fill(other, prompt="three")
         page.locator(".more summary").click()
         page.locator("#method").select_option("naive")
@@ -537,13 +535,13 @@ def test_tabs_have_one_chat(browser: Browser) -> None:
             run(other)
             wait_for(lambda: "three" in page.evaluate("localStorage.getItem('specops-chats')"))
         done(page)
-        said = ["You: one", "You: two", "You: three", "You: four"]
+        messages = ["You: one", "You: two", "You: three", "You: four"]
         for tab in (page, other):
-            expect(tab.locator(".message")).to_have_text(said)
+            expect(tab.locator(".message")).to_have_text(messages)
             expect(tab.locator("article")).to_have_count(4)
-        (kept,) = json.loads(page.evaluate("localStorage.getItem('specops-chats')"))
-        messages = [one["content"] for one in kept["messages"]]
-        assert messages[::2] == ["one", "two", "three", "four"]
+        (stored,) = json.loads(page.evaluate("localStorage.getItem('specops-chats')"))
+        contents = [one["content"] for one in stored["messages"]]
+        assert contents[::2] == ["one", "two", "three", "four"]
         other.locator("#new-chat").click()
         expect(other.locator(".message")).to_have_count(0)
         expect(page.locator(".message")).to_have_count(4)
@@ -559,11 +557,11 @@ def test_no_chat_without_a_template(browser: Browser) -> None:
         expect(page.get_by_text("Chat", exact=True)).to_be_hidden()
 
 
-# ---- what is kept ----
+# ---- stored settings ----
 
 
 @needs_chromium
-def test_settings_history_and_links_lead_back(browser: Browser) -> None:
+def test_settings_history_and_links_restore_a_run(browser: Browser) -> None:
     with (
         serving(FakeEngine(), api_keys=["geheim"]) as served,
         opened(browser, served, expects=("401",)) as page,
@@ -586,8 +584,8 @@ def test_settings_history_and_links_lead_back(browser: Browser) -> None:
         assert page.locator("#prompt").input_value() == "abc"
         assert page.locator("#seed").input_value() != "", "the seed that was drawn"
         assert page.locator("input[name=mode]:checked").input_value() == "race"
-        kept = page.evaluate("JSON.stringify(localStorage)")
-        assert "abc" in kept and "geheim" not in kept + link
+        stored = page.evaluate("JSON.stringify(localStorage)")
+        assert "abc" in stored and "geheim" not in stored + link
         with opened(browser, served, fragment=link.split("/")[-1], expects=("401",)) as other:
             fill(other, key="geheim", k="2")
             other.locator("#run").click()
@@ -603,9 +601,8 @@ def test_settings_history_and_links_lead_back(browser: Browser) -> None:
 
 @needs_chromium
 @pytest.mark.parametrize("mode", ["race", "write", "compare"])
-def test_a_link_carries_the_seed_that_was_drawn(page: Page, mode: str) -> None:
-    sent: list[Any] = []
-    page.on("request", lambda asked: sent.extend([asked.post_data_json] * bool(asked.post_data)))
+def test_link_carries_the_drawn_seed(page: Page, mode: str) -> None:
+    sent = sent_by(page)
     choose(page, mode)
     fill(page, prompt="abc", tokens="5")
     run(page)
@@ -616,14 +613,14 @@ def test_a_link_carries_the_seed_that_was_drawn(page: Page, mode: str) -> None:
     first = {one["seed"] for one in sent}
     run(page)
     assert len(first) == 1 and {one["seed"] for one in sent} > first
-    choose(page, "write" if mode == "race" else "race")  # nothing is on the screen any more
+    choose(page, "write" if mode == "race" else "race")  # which clears the screen
     page.locator("#share").click()
     expect(page.locator("#status")).to_contain_text("link")
     assert "seed=" not in page.url
 
 
 @needs_chromium
-def test_a_seed_is_told_where_it_matters(page: Page) -> None:
+def test_seed_is_shown_where_it_matters(page: Page) -> None:
     fill(page, prompt="abc", tokens="5", temperature="0")
     run(page)
     expect(page.locator("#verdict-note")).to_have_text("")
@@ -635,11 +632,11 @@ def test_a_seed_is_told_where_it_matters(page: Page) -> None:
     expect(page.locator(".facts")).to_contain_text("seed")
 
 
-# ---- what goes wrong ----
+# ---- failures ----
 
 
 @needs_chromium
-def test_a_failed_start_leaves_nothing_behind(served: Served, browser: Browser) -> None:
+def test_failed_start_clears_earlier_results(served: Served, browser: Browser) -> None:
     with opened(browser, served, expects=("400", "Failed to load")) as page:
         connected(page)
         for mode in ("race", "write", "compare"):
@@ -655,7 +652,7 @@ def test_a_failed_start_leaves_nothing_behind(served: Served, browser: Browser) 
 
 
 @needs_chromium
-def test_bars_are_as_long_as_texts(page: Page, served: Served) -> None:
+def test_bars_are_proportional_to_texts(page: Page, served: Served) -> None:
     page.locator("#method").select_option("naive")
     fill(page, prompt="abc", tokens="250")
     with served.holding(5):
@@ -664,12 +661,12 @@ def test_bars_are_as_long_as_texts(page: Page, served: Served) -> None:
         page.locator("#stop").click()
         done(page, "stopped")
     served.wait_until_idle()
-    share = page.locator(".lane progress").first.evaluate("bar => bar.value / bar.max")
-    assert share == pytest.approx(int(fact(page, "tokens")) / 250) and share < 1
+    fraction = page.locator(".lane progress").first.evaluate("bar => bar.value / bar.max")
+    assert fraction == pytest.approx(int(fact(page, "tokens")) / 250) and fraction < 1
     fill(page, prompt="ab<|end|>")
     run(page)
-    shares = "bars => bars.map(bar => bar.value / bar.max)"
-    assert page.locator(".lane progress").evaluate_all(shares) == [1, 1], "complete, if short"
+    fractions = "bars => bars.map(bar => bar.value / bar.max)"
+    assert page.locator(".lane progress").evaluate_all(fractions) == [1, 1], "complete, if short"
 
 
 STOP_AT = """words => new MutationObserver((_, observer) => {
@@ -680,7 +677,7 @@ STOP_AT = """words => new MutationObserver((_, observer) => {
 
 
 @needs_chromium
-def test_who_stops_the_timing_has_what_was_timed(page: Page, served: Served) -> None:
+def test_stopped_timing_shows_what_was_timed(page: Page, served: Served) -> None:
     timed(page, naive=[90.0, 100.0], ngram=[80.0, 70.0, 300.0])
     fill(page, prompt="abc", tokens="60", seed="7")
     page.evaluate(STOP_AT, "Timing each alone, pair 1.")
@@ -701,9 +698,8 @@ def test_who_stops_the_timing_has_what_was_timed(page: Page, served: Served) -> 
 
 
 @needs_chromium
-def test_empty_fields_mean_what_they_show(page: Page) -> None:
-    sent: list[Any] = []
-    page.on("request", lambda asked: sent.extend([asked.post_data_json] * bool(asked.post_data)))
+def test_empty_fields_mean_their_placeholders(page: Page) -> None:
+    sent = sent_by(page)
     choose(page, "write")
     page.locator(".more summary").click()
     shown = {"k": "3", "tokens": "160", "temperature": "0.5", "top_p": "1"}
@@ -715,12 +711,12 @@ def test_empty_fields_mean_what_they_show(page: Page) -> None:
     assert body["speculative_config"]["num_speculative_tokens"] == 3
     assert (body["max_tokens"], body["temperature"], body["top_p"]) == (160, 0.5, 1)
     for name, value in shown.items():
-        assert page.locator(f"#{name}").input_value() == value, "what was run stands there"
+        assert page.locator(f"#{name}").input_value() == value, "filled in by the run"
 
 
 @needs_chromium
 @pytest.mark.parametrize("mode", ["chat", "write", "compare"])
-def test_another_mode_ends_what_runs(page: Page, served: Served, mode: str) -> None:
+def test_changing_the_mode_stops_the_run(page: Page, served: Served, mode: str) -> None:
     page.locator("#method").select_option("naive")
     fill(page, prompt="abc", tokens="250")
     with served.holding(5):
@@ -738,7 +734,7 @@ def test_another_mode_ends_what_runs(page: Page, served: Served, mode: str) -> N
 
 
 @needs_chromium
-def test_an_earlier_run_does_not_rearrange_the_results(page: Page) -> None:
+def test_opening_an_earlier_run_keeps_the_results(page: Page) -> None:
     choose(page, "chat")
     fill(page, prompt="abc", tokens="4")
     run(page)
@@ -768,12 +764,12 @@ def test_stop_frees_the_engine(page: Page, served: Served) -> None:
         served.wait_until_idle()
     expect(page.locator("#status")).to_have_text("Stopped.")
     assert 0 < int(fact(page, "tokens")) < 250
-    run(page)  # and it can begin again
+    run(page)  # another run can begin
     assert fact(page, "tokens") == "250"
 
 
 @needs_chromium
-def test_errors_are_sentences(served: Served, browser: Browser) -> None:
+def test_errors_are_shown_as_sentences(served: Served, browser: Browser) -> None:
     with opened(browser, served, expects=("400", "Failed to load")) as page:
         connected(page)
         fill(page, prompt="abc", tokens="100000")
@@ -810,7 +806,7 @@ def test_errors_are_sentences(served: Served, browser: Browser) -> None:
 
 
 @needs_chromium
-def test_a_failing_engine_is_told(browser: Browser) -> None:
+def test_failing_engine_is_reported(browser: Browser) -> None:
     engine = FakeEngine()
     with serving(engine) as served, opened(browser, served) as page:
         connected(page)
@@ -826,7 +822,7 @@ def test_a_failing_engine_is_told(browser: Browser) -> None:
 # ---- the files ----
 
 
-def test_the_page_needs_nothing_else() -> None:
+def test_page_loads_only_its_own_files() -> None:
     for path in FILES:
         text = path.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
         assert not re.search(r"https?://|@import|url\(", text), path.name
@@ -837,7 +833,7 @@ def test_the_page_needs_nothing_else() -> None:
                 assert (FOLDER / name.removeprefix("page/").removeprefix("./")).is_file(), name
 
 
-def test_no_text_becomes_markup() -> None:
+def test_page_turns_no_text_into_markup() -> None:
     forbidden = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(|srcdoc"
     for path in FILES:
         assert not re.search(forbidden, path.read_text(encoding="utf-8")), path.name
@@ -846,5 +842,5 @@ def test_no_text_becomes_markup() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.name))
-def test_files_are_of_one_idea(path: Path) -> None:
+def test_page_files_are_short(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 300

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specops plot`: a bar for every run and figure, as long as the figure is large."""
+"""`specops plot`: a bar for every run and figure, with a length proportional to the figure."""
 
 import json
 import re
@@ -19,7 +19,7 @@ def spread(value: float) -> dict[str, float]:
 
 
 def run(name: str, scale: float, *, accepted: float | None) -> dict[str, Any]:
-    """What `specops bench` writes, with figures that tell it apart."""
+    """Return results of `specops bench` with figures of their own."""
     return {
         "kind": "specops bench",
         "version": 1,
@@ -44,7 +44,7 @@ def files(tmp_path: Path) -> list[str]:
     return [str(path) for path in paths]
 
 
-def test_runs_side_by_side(files: list[str], tmp_path: Path) -> None:
+def test_runs_are_drawn_side_by_side(files: list[str], tmp_path: Path) -> None:
     out = tmp_path / "runs.svg"
     assert main(["plot", *files, "--out", str(out), "--highlight", "drafts <4>"]) == 0
     svg = out.read_text()
@@ -59,9 +59,9 @@ def test_runs_side_by_side(files: list[str], tmp_path: Path) -> None:
     ]
     assert len(titles) == 10
     assert svg.count("drafts &lt;4&gt;</text>") == svg.count(">plain</text>") == 10, (
-        "nothing but the name is known of these runs"
+        "only the names of these runs are known"
     )
-    # Both runs in five panels and more, one in that of drafts, none in those of whole answers.
+    # Both runs are in six panels, one is in that of drafts, and none in those of whole answers.
     bars = re.findall(r'width="([\d.]+)" height="18" rx="2" fill="(#\w+)"/>', svg)
     assert len(bars) == 2 * 6 + 1
     (ours, green), (theirs, grey) = bars[:2]
@@ -70,7 +70,7 @@ def test_runs_side_by_side(files: list[str], tmp_path: Path) -> None:
         assert f">{shown}</text>" in svg, shown
 
 
-def test_it_says_what_was_measured_and_how_it_spreads(tmp_path: Path) -> None:
+def test_plot_shows_the_conditions_and_the_spread(tmp_path: Path) -> None:
     closed, open_ = run("drafts", 2.0, accepted=0.75), run("plain", 1.0, accepted=None)
     common = {"url": "http://127.0.0.1:8000", "requests": 200, "max_tokens": 64}
     closed |= {"model": "m", "started": "2026-11-24T10:05:00+00:00"}
@@ -103,7 +103,7 @@ def test_it_says_what_was_measured_and_how_it_spreads(tmp_path: Path) -> None:
     assert float(line[1]) - left == pytest.approx(3 * width, abs=0.5)
 
 
-def test_a_picture_grows_with_its_names_and_panels() -> None:
+def test_picture_grows_with_its_names_and_panels() -> None:
     def size(names: list[str], panels: int) -> tuple[int, int]:
         panel = Panel("t", ("a", "b"), {name: 1.0 for name in names})
         found = re.search(r'viewBox="0 0 (\d+) (\d+)"', picture([panel] * panels, "p", ours=()))
@@ -116,7 +116,9 @@ def test_a_picture_grows_with_its_names_and_panels() -> None:
     assert size(["a" * 30], 1)[0] == 308 + 7 * 30 + 8 - 94
 
 
-def test_mistakes(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_refused(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other, newer = tmp_path / "other.json", tmp_path / "newer.json"
     other.write_text("[1]")
     newer.write_text(json.dumps({"kind": "specops bench", "version": 2}))

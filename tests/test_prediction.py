@@ -8,8 +8,8 @@ from functools import cache
 from typing import Any
 
 import pytest
+from specops.api.methods import METHODS
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.drafters.methods import METHODS
 from test_lossless import bits, params, prompts
 
 COUNT = 12
@@ -19,7 +19,7 @@ def make(method: str, **config: Any) -> Engine:
     limits = {
         name: config.pop(name) for name in list(config) if name in EngineConfig.__annotations__
     }
-    speculative = SpeculativeConfig(method=method, **config)
+    speculative = SpeculativeConfig.from_dict({"method": method, **config})
     return Engine(EngineConfig(device="cpu", speculative_config=speculative, **limits))
 
 
@@ -121,7 +121,7 @@ def test_who_chooses_it() -> None:
     assert naive.asked_for_by(given, None, ("naive",)) is None
     again = SpeculativeConfig(method="ngram+prediction")
     assert again.asked_for_by(given, None, METHODS) is None
-    assert SpeculativeConfig(method="mtp", mtp_strategy="with_prediction").stages == (
+    assert SpeculativeConfig(method="mtp+prediction").stages == (
         "mtp",
         "prediction",
     )

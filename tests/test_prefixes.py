@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharing that is found in page lists: what it claims, what it costs to go on, that bits stay."""
+"""Shared prefixes found in page lists: groups, saved bytes, and unchanged bits."""
 
 import random
-import struct
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,12 +14,13 @@ import simt
 import specops
 import torch
 from checkpoints import BASE, write_config
-from fake_gpu import OP_MODULES, FakeGpu
+from fake_gpu import FakeGpu
 from specops import attention, batching, reference
-from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.plan import Part, Plan
 from specops.engine.sharing.prefixes import PrefixFinder
+from test_lossless import bits
 from torch import Tensor
 
 Lists = list[list[int]]
@@ -36,15 +36,17 @@ def random_lists(seed: int, size: int, most_pages: int) -> Lists:
     lists: Lists = [[]]
     for _ in range(size):
         like = draw.choice(lists)
-        kept = like[: draw.randint(0, len(like))]
-        lists.append([*kept, *(next(ids) for _ in range(draw.randint(0, most_pages)))][:most_pages])
+        common = like[: draw.randint(0, len(like))]
+        lists.append(
+            [*common, *(next(ids) for _ in range(draw.randint(0, most_pages)))][:most_pages]
+        )
     lists = lists[1:]
     draw.shuffle(lists)
     return lists
 
 
 def find(lists: Lists, page_size: int, leaf: int, **limits: int) -> batching.SharedPrefixes:
-    """What the lists share, which is what the reference finds."""
+    """Return the shared prefixes of the lists, after comparing them with the reference."""
     lengths = [len(pages) for pages in lists]
     kv_indptr = torch.tensor([0, *np.cumsum(lengths, dtype=int)], dtype=torch.int32)
     kv_indices = torch.tensor([*(page for pages in lists for page in pages), -7], dtype=torch.int32)
@@ -65,7 +67,7 @@ def find(lists: Lists, page_size: int, leaf: int, **limits: int) -> batching.Sha
 
 
 def shared_leaves(found: batching.SharedPrefixes, a: int, b: int, leaf: int) -> int:
-    """What two requests share, as the groups say."""
+    """Return the number of leaves that two requests share according to the groups."""
     shared = 0
     for leaders, lens in zip(found.prefix_leaders, found.prefix_lens, strict=True):
         if leaders[a] == leaders[b]:
@@ -75,7 +77,7 @@ def shared_leaves(found: batching.SharedPrefixes, a: int, b: int, leaf: int) -> 
 
 
 @pytest.mark.parametrize("page_size,leaf", [(16, 64), (64, 64), (32, 256)])
-def test_the_groups_are_what_lists_have_in_common(page_size: int, leaf: int) -> None:
+def test_groups_are_the_common_prefixes_of_page_lists(page_size: int, leaf: int) -> None:
     depths = set()
     for seed in range(60):
         lists = random_lists(seed, size=1 + seed % 14, most_pages=40)
@@ -100,8 +102,8 @@ def test_the_groups_are_what_lists_have_in_common(page_size: int, leaf: int) -> 
     assert depths >= {0, 1, 2, 3}
 
 
-def test_levels_are_bounded() -> None:
-    """Ten groups, each within the one before: the innermost two share what the eighth does."""
+def test_number_of_levels_is_limited() -> None:
+    """Ten groups are nested: with eight levels, deeper groups share what the eighth does."""
     ids = iter(range(1000))
     spine = [next(ids) for _ in range(11)]
     lists = [[*spine[: depth + 1], next(ids)] for depth in range(11)]
@@ -115,14 +117,14 @@ def test_levels_are_bounded() -> None:
                 assert got == min(b + 1, most)
 
 
-def test_few_requests_and_empty_lists() -> None:
+def test_few_requests_and_empty_lists_equal_the_reference() -> None:
     cases: list[Lists] = [[], [[]], [[], []], [[3], []], [[3, 4]] * 3, [[5], [2], [5], [2]]]
     for lists in cases:
         find(lists, page_size=64, leaf=64)
         find(lists, page_size=64, leaf=128)
 
 
-def test_find_shared_prefixes_example_of_the_docstring() -> None:
+def test_docstring_example_of_find_shared_prefixes() -> None:
     found = find([[7, 8, 1], [7, 9], [7, 8, 2]], page_size=16, leaf=16)
     assert found.order.tolist() == [0, 2, 1]
     assert found.prefix_leaders.tolist() == [[0, 0, 0], [0, 0, 2]]
@@ -140,14 +142,16 @@ def test_find_shared_prefixes_example_of_the_docstring() -> None:
         ({"max_levels": -1}, "max_levels must be an int32 of at least 0, got -1"),
     ],
 )
-def test_find_shared_prefixes_faults(change: dict[str, Any], message: str) -> None:
+def test_find_shared_prefixes_refuses_invalid_arguments(
+    change: dict[str, Any], message: str
+) -> None:
     case: dict[str, Any] = {"kv_indptr": [0, 2, 3], "page_size": 16, "leaf_tokens": 64, **change}
     kv_indptr = torch.tensor(case.pop("kv_indptr"), dtype=torch.int32)
     with pytest.raises(ValueError, match=f"^find_shared_prefixes: {message}"):
         batching.find_shared_prefixes(kv_indptr, torch.tensor([4, 5, 6]).int(), **case)
 
 
-def test_find_shared_prefixes_writes_into_what_is_given() -> None:
+def test_find_shared_prefixes_writes_into_out() -> None:
     kv_indptr, kv_indices = torch.tensor([0, 2, 4]).int(), torch.tensor([5, 1, 5, 2]).int()
     sizes: dict[str, Any] = {"page_size": 16, "leaf_tokens": 16}
     out = batching.SharedPrefixes.empty(2, max_levels=3)
@@ -167,7 +171,7 @@ def test_find_shared_prefixes_writes_into_what_is_given() -> None:
 
 
 def found_for(lists: Lists, page_size: int, leaf: int) -> tuple[Lists, dict[str, Any]]:
-    """The lists in the order of the groups, and the groups."""
+    """Return the lists in the order of the groups, and the groups."""
     found = find(lists, page_size, leaf)
     groups = {"prefix_leaders": found.prefix_leaders, "prefix_lens": found.prefix_lens}
     return [lists[index] for index in found.order], groups
@@ -175,10 +179,10 @@ def found_for(lists: Lists, page_size: int, leaf: int) -> tuple[Lists, dict[str,
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("page_size", [16, 32, 64])
-def test_append_attention_found_prefixes_change_nothing(
+def test_shared_prefixes_change_no_bit_of_append_attention(
     device: str, isa: str, on_cuda: bool, page_size: int, seed: int
 ) -> None:
-    """Found = flat, and a request alone; single rows, verification and chunks in one call."""
+    """One call has single rows, verification and chunks; it equals each request alone."""
     if on_cuda and seed % 3:
         pytest.skip("one seed in three is enough for the interpreter")
     draw = random.Random(seed)
@@ -187,7 +191,7 @@ def test_append_attention_found_prefixes_change_nothing(
     dtype = (torch.bfloat16, torch.float32, torch.float16)[seed % 3]
     qo_lens = [draw.choice([0, 1, 1, 1, 5, 12]) for _ in lists]
     kv_lens = [len(pages) * page_size + count for pages, count in zip(lists, qo_lens, strict=True)]
-    # Each has a page of its own behind those that are complete; ids become dense.
+    # Every request has its own page behind the complete ones; ids become dense.
     lists = [[*pages, -1 - b] for b, pages in enumerate(lists)]
     ids = {page: place for place, page in enumerate({page for pages in lists for page in pages})}
     lists = [[ids[page] for page in pages] for pages in lists]
@@ -210,12 +214,12 @@ def test_append_attention_found_prefixes_change_nothing(
         )
         return tuple(one.to(device) for one in batch)
 
-    everybody = tensors(range(len(lists)))
+    whole_batch = tensors(range(len(lists)))
     prefixes = {name: one.to(device) for name, one in prefixes.items()}
-    flat = attention.append_attention(*everybody, return_lse=True)
+    flat = attention.append_attention(*whole_batch, return_lse=True)
     for threads in (1, 3):
         specops.set_num_threads(threads)
-        got = attention.append_attention(*everybody, return_lse=True, **prefixes)
+        got = attention.append_attention(*whole_batch, return_lse=True, **prefixes)
         for one, other in zip(got, flat, strict=True):
             assert torch.equal(one, other)
     alone = [attention.append_attention(*tensors([b])) for b in range(len(lists)) if qo_lens[b]]
@@ -233,8 +237,8 @@ PROMPTS = [
 ]
 
 
-def test_pages_after_others_are_not_shared() -> None:
-    """One text may lie on pages with draft KV and on some without, and go on on the same pages."""
+def test_equal_pages_after_different_ones_are_not_shared() -> None:
+    """A text may begin on pages with and without draft KV, and continue on the same pages."""
     pool = PagePool(16, 16, enable_prefix_caching=True)
     held: list[Any] = []
     for first in (None, b"draft"):
@@ -271,12 +275,8 @@ def params(index: int, max_tokens: int = 24) -> SamplingParams:
     )
 
 
-def bits(done: list[Completion]) -> list[Any]:
-    return [(one.token_ids, [struct.pack("<f", p.logprob) for p in one.logprobs]) for one in done]
-
-
 class Watched:
-    """An engine, and what its plans said."""
+    """An engine and its plans."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -290,12 +290,12 @@ class Watched:
         engine._runner.launch = watch  # type: ignore[method-assign]
 
     def run(self) -> list[Any]:
-        """Everybody once, so that the cache has the prompts, and again."""
+        """Run all prompts twice; the second run finds them in the cache."""
         engine = self.engine
         many = [params(index) for index in range(len(PROMPTS))]
         done = engine.generate(PROMPTS, many) + engine.generate(PROMPTS, many)
         assert engine.num_free_pages == engine.num_pages
-        return bits(done)
+        return list(map(bits, done))
 
     @property
     def shared(self) -> list[Plan]:
@@ -305,7 +305,9 @@ class Watched:
 NAIVE = SpeculativeConfig(method="naive")
 METHODS = {
     "naive": NAIVE,
-    "ngram": SpeculativeConfig(method="ngram", num_speculative_tokens=4, min_ngram_size=1),
+    "ngram": SpeculativeConfig.from_dict(
+        {"method": "ngram", "num_speculative_tokens": 4, "min_ngram_size": 1}
+    ),
     "suffix": SpeculativeConfig(method="suffix", num_speculative_tokens=6),
     "mtp": SpeculativeConfig(method="mtp", num_speculative_tokens=3),
 }
@@ -334,7 +336,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model_dir: Path) -> list[Any]:
-    """Plain decoding without sharing."""
+    """Return the results of plain decoding without sharing."""
     watched = make(model_dir, enable_cascade_attention=False)
     got = watched.run()
     assert not watched.shared and watched.engine.stats.cascade_saved_bytes == 0
@@ -370,10 +372,10 @@ def test_sharing_changes_no_bit(
         assert any(len(counts) > 1 for counts in rows), "verification beside plain rows"
 
 
-def test_what_does_not_pay_is_not_said(
+def test_small_savings_are_not_shared(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, expected: list[Any]
 ) -> None:
-    """As on a GPU, where saying so costs launches."""
+    """On a GPU, sharing costs launches."""
     found = make(model_dir, max_num_seqs=32)
     assert found.run() == expected
     saved = [plan.prefixes.num_saved_tokens for plan in found.shared if plan.prefixes]
@@ -382,21 +384,21 @@ def test_what_does_not_pay_is_not_said(
     monkeypatch.setattr("specops.engine.machine._LEAST_SAVED_BYTES", {"cpu": least * layer_bytes})
     watched = make(model_dir, max_num_seqs=32)
     assert watched.run() == expected
-    kept = [plan.prefixes.num_saved_tokens for plan in watched.shared if plan.prefixes]
-    assert kept == [one for one in saved if one >= least] and len(kept) < len(saved)
+    retained = [plan.prefixes.num_saved_tokens for plan in watched.shared if plan.prefixes]
+    assert retained == [one for one in saved if one >= least] and len(retained) < len(saved)
 
 
-def test_bytes_are_those_of_layers_that_see_all(tmp_path: Path) -> None:
-    """What lies behind a window is not read; and the metric has what the engine counts."""
+def test_saved_bytes_are_those_of_layers_with_full_attention(tmp_path: Path) -> None:
+    """Pages behind a window are not read. The metric equals the engine's count."""
     metrics = pytest.importorskip("specops.server.metrics")
     results = []
-    for shares in (True, False):
-        (tmp_path / str(shares)).mkdir()
+    for cascade in (True, False):
+        (tmp_path / str(cascade)).mkdir()
         changes = {"architectures": ["MistralForCausalLM"], "sliding_window": 90}
-        model_dir = write_config(tmp_path / str(shares), max_position_embeddings=384, **changes)
-        watched = make(model_dir, enable_cascade_attention=shares)
+        model_dir = write_config(tmp_path / str(cascade), max_position_embeddings=384, **changes)
+        watched = make(model_dir, enable_cascade_attention=cascade)
         results.append(watched.run())
-        assert bool(watched.shared) == shares and watched.engine.stats.cascade_saved_bytes == 0
+        assert bool(watched.shared) == cascade and watched.engine.stats.cascade_saved_bytes == 0
     assert results[0] == results[1]
     watched = make(write_config(tmp_path, max_position_embeddings=384))
     watched.run()
@@ -410,27 +412,15 @@ def test_bytes_are_those_of_layers_that_see_all(tmp_path: Path) -> None:
     assert float(line.split()[-1]) == num_bytes
 
 
-@pytest.fixture
-def twin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeGpu]:
-    """Makes the device of the next engine a twin."""
-
-    def make(**arguments: Any) -> FakeGpu:
-        device = FakeGpu(**arguments)
-        monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
-        return device
-
-    return make
-
-
 @pytest.mark.parametrize("method", METHODS)
-def test_captured_steps_share(
-    model_dir: Path, expected: list[Any], twin: Callable[..., FakeGpu], method: str
+def test_captured_steps_share_prefixes(
+    model_dir: Path, expected: list[Any], use_fake_gpu: Callable[..., FakeGpu], method: str
 ) -> None:
-    """Groups come and go, and levels with them: what is replayed has them from its input."""
+    """Groups and the number of levels change; a replay reads them from its input."""
     for limits in ({"max_num_seqs": 16}, {"max_num_seqs": 12, "num_pages": 48}):
-        device = twin()
+        device = use_fake_gpu()
         watched = make(model_dir, METHODS[method], **limits)
-        for _ in range(2):  # of drafts of many lengths, shapes come back late
+        for _ in range(2):  # with drafts of many lengths, shapes repeat late
             assert watched.run() == expected
         assert "replay" in device.log
         steps = watched.engine._runner.memory._steps.items()
@@ -441,10 +431,10 @@ def test_captured_steps_share(
         assert (watched.engine.stats.num_preemptions > 0) == ("num_pages" in limits)
 
 
-def test_sharing_in_the_interpreter(
-    tmp_path: Path, twin: Callable[..., FakeGpu], monkeypatch: pytest.MonkeyPatch
+def test_cuda_kernels_share_prefixes(
+    tmp_path: Path, use_fake_gpu: Callable[..., FakeGpu], interpreter: None
 ) -> None:
-    """The CUDA kernels, which share leaves of 256 tokens."""
+    """They share leaves of 256 tokens."""
     model_dir = write_config(
         tmp_path,
         num_hidden_layers=1,
@@ -453,15 +443,10 @@ def test_sharing_in_the_interpreter(
         num_key_value_heads=1,
         max_position_embeddings=320,
     )
-    module = simt.load()
-    module.set_schedule("in_order", 0)
-    module.set_landing("late")
-    for op_module in OP_MODULES:
-        monkeypatch.setattr(op_module, "_C", module)
-    results = []
-    for shares in (True, False):
-        twin()
-        watched = make(model_dir, METHODS["ngram"], enable_cascade_attention=shares)
+    module, results = simt.load(), []
+    for cascade in (True, False):
+        use_fake_gpu()
+        watched = make(model_dir, METHODS["ngram"], enable_cascade_attention=cascade)
         engine = watched.engine
         long = [7, 8, 9, 10] * 66
         engine.generate([long], params(0, max_tokens=1))
@@ -469,7 +454,7 @@ def test_sharing_in_the_interpreter(
         prompts = [[*long, 5, 6], [*long, 11, 12, 13]]
         done = engine.generate(prompts, [params(1), params(2)])
         read = module.counters()["copied_bytes"]
-        assert engine.num_captures > 0 and bool(watched.shared) == shares
-        results.append((bits(done), read))
+        assert engine.num_captures > 0 and bool(watched.shared) == cascade
+        results.append((list(map(bits, done)), read))
     assert results[0][0] == results[1][0]
     assert results[0][1] < 0.9 * results[1][1]  # weights are read in both

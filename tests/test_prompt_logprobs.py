@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 
-"""Log-probabilities of prompts: plain decoding's bits, whatever the steps."""
+"""Log-probabilities of prompts: the bits of plain decoding in any steps."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,12 @@ from specops.engine import (
 )
 
 NAIVE = SpeculativeConfig(method="naive")
-NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4, min_ngram_size=1)
-TREES = SpeculativeConfig(method="ngram", num_speculative_tokens=4, min_ngram_size=1, tree=True)
+NGRAM = SpeculativeConfig.from_dict(
+    {"method": "ngram", "num_speculative_tokens": 4, "min_ngram_size": 1}
+)
+TREES = SpeculativeConfig.from_dict(
+    {"method": "ngram", "num_speculative_tokens": 4, "min_ngram_size": 1, "tree": True}
+)
 MTP = SpeculativeConfig(method="mtp", num_speculative_tokens=3)
 PROMPTS = [[7, 8, 9] * 6, [5, 6, 7, 5, 6, 7, 5], list(range(1, 50)), [3, 4], [11, 12] * 20]
 
@@ -56,7 +60,7 @@ def bits(logprobs: Sequence[TokenLogprob | None]) -> list[Any]:
 
 
 def texts(engine: Engine, **params: Any) -> list[Completion]:
-    """Prompts and what plain decoding makes of them, with every token's logprob."""
+    """Return the completions of the prompts, with the logprob of every token."""
     each = [
         SamplingParams(max_tokens=30, seed=i, logprobs=i, ignore_eos=True, **params)
         for i in range(len(PROMPTS))
@@ -65,7 +69,7 @@ def texts(engine: Engine, **params: Any) -> list[Completion]:
 
 
 def scores(engine: Engine, done: list[Completion], **params: Any) -> list[Completion]:
-    """The same texts as prompts."""
+    """Score the same texts as prompts."""
     each = [
         SamplingParams(prompt_logprobs=i, **{"max_tokens": 0, **params}) for i in range(len(done))
     ]
@@ -77,21 +81,21 @@ def found(completion: Completion) -> Sequence[TokenLogprob | None]:
     return completion.prompt_logprobs
 
 
-def test_they_are_those_of_generated_tokens(model_dir: Path) -> None:
+def test_prompt_logprobs_equal_those_of_generated_tokens(model_dir: Path) -> None:
     engine = make(model_dir)
     done = texts(engine, temperature=0)
     for one, scored in zip(done, scores(engine, done), strict=True):
         assert (scored.token_ids, scored.text, scored.finish_reason) == ([], "", "length")
-        told = found(scored)
-        assert len(told) == len(scored.prompt_token_ids) and told[0] is None
-        assert bits(told)[len(one.prompt_token_ids) :] == bits(one.logprobs)
+        logprobs = found(scored)
+        assert len(logprobs) == len(scored.prompt_token_ids) and logprobs[0] is None
+        assert bits(logprobs)[len(one.prompt_token_ids) :] == bits(one.logprobs)
     assert engine.num_free_pages == engine.num_pages
 
 
 @pytest.mark.parametrize(
     "filters", [{}, {"top_k": 20, "top_p": 0.8, "min_p": 0.01}, {"typical_p": 0.7}]
 )
-def test_processed_ones_are_of_what_tokens_are_drawn_from(
+def test_processed_prompt_logprobs_equal_those_of_generated_tokens(
     model_dir: Path, filters: dict[str, Any]
 ) -> None:
     engine = make(model_dir, logprobs_mode="processed_logprobs")
@@ -101,7 +105,7 @@ def test_processed_ones_are_of_what_tokens_are_drawn_from(
         assert bits(found(scored))[len(one.prompt_token_ids) :] == bits(one.logprobs)
 
 
-def test_what_constrains_an_output_is_no_prompt_s_affair(model_dir: Path) -> None:
+def test_output_constraints_do_not_affect_prompt_logprobs(model_dir: Path) -> None:
     engine = make(model_dir, logprobs_mode="processed_logprobs")
     (plain,) = engine.generate([PROMPTS[2]], SamplingParams(max_tokens=0, prompt_logprobs=2))
     own = {"allowed_token_ids": (5,), "logit_bias": {7: 5.0}, "repetition_penalty": 1.5}
@@ -121,10 +125,10 @@ def test_what_constrains_an_output_is_no_prompt_s_affair(model_dir: Path) -> Non
         (MTP, {"max_num_seqs": 5, "enable_prefix_caching": False}),
     ],
 )
-def test_no_step_changes_a_bit(
+def test_prompt_logprobs_have_the_same_bits_in_any_steps(
     model_dir: Path, speculative: SpeculativeConfig, options: dict[str, Any]
 ) -> None:
-    """Chunks, batches, drafts of others in the same steps, preemption, pages that are there."""
+    """Covers chunks, batches, drafts of other requests, preemption and cached pages."""
     plain = make(model_dir)
     done = texts(plain, temperature=0)
     expected = [bits(found(one)) for one in scores(plain, done)]
@@ -141,7 +145,7 @@ def test_no_step_changes_a_bit(
         again = scores(engine, done, max_tokens=generated, ignore_eos=True)
         assert [bits(found(one)) for one in again] == expected
         assert all(one.num_cached_tokens == 0 for one in again)
-        assert engine.stats.prefix_cache_hits - hits <= 32  # of the others alone
+        assert engine.stats.prefix_cache_hits - hits <= 32  # only of the other requests
         for name in others:
             engine.abort(name)
     assert engine.num_free_pages == engine.num_pages
@@ -171,14 +175,13 @@ def test_few_rows_at_a_time_change_no_bit(model_dir: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("captures", [False, True])
-def test_where_host_and_device_are_two(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch, captures: bool
+def test_prompt_logprobs_are_the_same_on_a_fake_gpu(
+    model_dir: Path, use_fake_gpu: Callable[..., FakeGpu], captures: bool
 ) -> None:
     plain = make(model_dir)
     done = texts(plain, temperature=0)
     expected = [bits(found(one)) for one in scores(plain, done)]
-    device = FakeGpu(captures=captures)
-    monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
+    use_fake_gpu(captures=captures)
     engine = make(model_dir, NGRAM, max_num_seqs=3, max_num_batched_tokens=32)
     texts(engine, temperature=0)
     again = scores(engine, done, max_tokens=9, ignore_eos=True)
@@ -186,7 +189,7 @@ def test_where_host_and_device_are_two(
     assert (engine.num_captures > 0) == captures
 
 
-def test_they_are_transformers_own(tmp_path: Path) -> None:
+def test_prompt_logprobs_equal_those_of_transformers(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, "Llama", num_hidden_layers=2)
     write_tokenizer(tmp_path)
     engine = make(tmp_path, dtype="float32")
@@ -207,8 +210,8 @@ def test_they_are_transformers_own(tmp_path: Path) -> None:
             assert 1 + better <= one.rank <= most
 
 
-def test_a_prompt_alone(model_dir: Path) -> None:
-    """Without output: it may fill the context, its pages are found, nobody drafts."""
+def test_prompt_may_have_no_output(model_dir: Path) -> None:
+    """Such a prompt may fill the context; it has no drafts, and its pages are cached."""
     engine = make(model_dir, MTP, max_model_len=64)
     prompt = [*range(1, 65)]
     (full,) = engine.generate([prompt], SamplingParams(max_tokens=0, prompt_logprobs=0))
@@ -224,7 +227,7 @@ def test_a_prompt_alone(model_dir: Path) -> None:
     assert engine.stats.generation_tokens == 0 and engine.num_free_pages == engine.num_pages
 
 
-def test_the_first_output_has_them(model_dir: Path) -> None:
+def test_first_output_has_the_prompt_logprobs(model_dir: Path) -> None:
     engine = make(model_dir, NGRAM)
     name = engine.add_request(
         PROMPTS[0], SamplingParams(max_tokens=20, prompt_logprobs=1, ignore_eos=True)
@@ -232,18 +235,18 @@ def test_the_first_output_has_them(model_dir: Path) -> None:
     outputs = []
     while engine.has_unfinished():
         outputs += engine.step()
-    told = [one.prompt_logprobs is not None for one in outputs]
-    assert told == [True] + [False] * (len(outputs) - 1) and len(outputs) > 1
+    has_logprobs = [one.prompt_logprobs is not None for one in outputs]
+    assert has_logprobs == [True] + [False] * (len(outputs) - 1) and len(outputs) > 1
     assert outputs[0].prompt_logprobs == engine.completion(name).prompt_logprobs
 
 
-def test_refusals(model_dir: Path) -> None:
+def test_invalid_prompt_logprobs_are_refused(model_dir: Path) -> None:
     for count in (-1, 101, 1.5, True):
         with pytest.raises(ValueError, match=r"^prompt_logprobs must be "):
             SamplingParams(prompt_logprobs=count)  # type: ignore[arg-type]
 
 
-def test_no_more_than_tokens(tmp_path: Path) -> None:
+def test_prompt_logprobs_are_at_most_the_vocabulary(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "Llama", num_hidden_layers=1, vocab_size=40)
     write_tokenizer(tmp_path, 40)
     engine = make(tmp_path, dtype="float32")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
-"""Log-probabilities of prompts over HTTP: OpenAI's echo, vLLM's field, lm-eval's request."""
+"""Log-probabilities of prompts over HTTP: OpenAI's echo, vLLM's field and lm-eval's request."""
 
 import json
 from collections.abc import Iterator
@@ -28,7 +28,9 @@ PROMPT = "for i in range(3): for i in range"
 
 
 def make(model_dir: Path, **options: Any) -> Engine:
-    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=4, min_ngram_size=1)
+    speculative = SpeculativeConfig.from_dict(
+        {"method": "ngram", "num_speculative_tokens": 4, "min_ngram_size": 1}
+    )
     return Engine(
         EngineConfig(
             model=str(model_dir),
@@ -61,45 +63,45 @@ def post(served: Served, body: dict[str, Any], path: str = "completions") -> Any
     return response.json()
 
 
-def test_an_echo_with_logprobs(served: Served) -> None:
-    """OpenAI's: first the prompt's tokens, null for the first; offsets count through both."""
+def test_echo_has_prompt_logprobs(served: Served) -> None:
+    """As in OpenAI's API, the first token has null, and offsets count through prompt and output."""
     tokenizer = served.engine.tokenizer
     base = {"prompt": PROMPT, "temperature": 0, "max_tokens": 12, "logprobs": 2, "ignore_eos": True}
     (plain,) = post(served, base)["choices"]
     (choice,) = post(served, base | {"echo": True})["choices"]
     assert choice["text"] == PROMPT + plain["text"]
     ids = tokenizer.encode(PROMPT)
-    told, own = choice["logprobs"], plain["logprobs"]
+    logprobs, own = choice["logprobs"], plain["logprobs"]
     for name in ("tokens", "token_logprobs", "top_logprobs", "bytes"):
-        assert told[name][len(ids) :] == own[name] and len(told[name]) == len(ids) + 12
-    assert told["text_offset"][: len(ids)] == [*range(len(PROMPT))]
-    assert told["text_offset"][len(ids) :] == [len(PROMPT) + one for one in own["text_offset"]]
-    assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
-    assert "".join(told["tokens"][: len(ids)]) == PROMPT
+        assert logprobs[name][len(ids) :] == own[name] and len(logprobs[name]) == len(ids) + 12
+    assert logprobs["text_offset"][: len(ids)] == [*range(len(PROMPT))]
+    assert logprobs["text_offset"][len(ids) :] == [len(PROMPT) + one for one in own["text_offset"]]
+    assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+    assert "".join(logprobs["tokens"][: len(ids)]) == PROMPT
 
 
-def test_offsets_count_the_special_tokens_that_a_prompt_spells(served: Served) -> None:
+def test_offsets_count_special_tokens_in_the_text_of_a_prompt(served: Served) -> None:
     tokenizer = served.engine.tokenizer
     end = tokenizer.decode([0], skip_special_tokens=False)
     assert tokenizer.is_special(0)
     base = {"temperature": 0, "max_tokens": 4, "logprobs": 0, "echo": True, "ignore_eos": True}
     for prompt in (f"x = 1{end}def f{end}", f"{end}{end}a", f"{end}x{end}y"):
         ids = tokenizer.encode(prompt)
-        (spelt,) = post(served, base | {"prompt": prompt})["choices"]
-        (counted,) = post(served, base | {"prompt": ids})["choices"]
-        assert spelt["text"].startswith(prompt)
-        assert counted["text"].startswith(prompt.replace(end, ""))
+        (by_text,) = post(served, base | {"prompt": prompt})["choices"]
+        (by_ids,) = post(served, base | {"prompt": ids})["choices"]
+        assert by_text["text"].startswith(prompt)
+        assert by_ids["text"].startswith(prompt.replace(end, ""))
         for index in range(len(ids)):
-            token, at = (spelt["logprobs"][name][index] for name in ("tokens", "text_offset"))
-            assert spelt["text"].startswith(token, at)
+            token, at = (by_text["logprobs"][name][index] for name in ("tokens", "text_offset"))
+            assert by_text["text"].startswith(token, at)
             if token != end:
-                at = counted["logprobs"]["text_offset"][index]
-                assert counted["text"].startswith(token, at)
-        assert spelt["logprobs"]["text_offset"][len(ids)] == len(prompt)
+                at = by_ids["logprobs"]["text_offset"][index]
+                assert by_ids["text"].startswith(token, at)
+        assert by_text["logprobs"]["text_offset"][len(ids)] == len(prompt)
 
 
-def test_a_token_before_a_text_is_not_in_it() -> None:
-    """Such as the beginning that a tokenizer adds, even if the text spells it, too."""
+def test_token_before_the_text_of_a_prompt_has_offset_0() -> None:
+    """A tokenizer may add such a token, even if the text contains it, too."""
     tokenizer = byte_tokenizer()
     end = "<|end|>"
     for ids, text, offsets in (
@@ -108,12 +110,12 @@ def test_a_token_before_a_text_is_not_in_it() -> None:
         ([0, 98], f"{end}a", [0, 7]),
         ([98, 0], "a", [0, 1]),
     ):
-        told = LegacyLogprobs(tokenizer).build_prompt(ids, [None] * len(ids), 0, text)
-        assert told["text_offset"] == offsets
+        logprobs = LegacyLogprobs(tokenizer).build_prompt(ids, [None] * len(ids), 0, text)
+        assert logprobs["text_offset"] == offsets
 
 
-def test_an_echo_alone(served: Served, model_dir: Path) -> None:
-    """What was generated, told as a prompt: the same numbers, and nothing more."""
+def test_echo_without_output_scores_the_prompt(served: Served, model_dir: Path) -> None:
+    """A generated text has the same logprobs as a prompt."""
     params = SamplingParams(max_tokens=12, temperature=0, logprobs=1, ignore_eos=True)
     (done,) = make(model_dir).generate([PROMPT], params)
     prompt = done.prompt_token_ids + done.token_ids
@@ -121,14 +123,14 @@ def test_an_echo_alone(served: Served, model_dir: Path) -> None:
     answer = post(served, body)
     (choice,) = answer["choices"]
     assert choice["text"] == PROMPT + done.text and choice["finish_reason"] == "length"
-    told = choice["logprobs"]["token_logprobs"]
-    assert told[-12:] == [one.logprob for one in done.logprobs] and len(told) == len(prompt)
+    logprobs = choice["logprobs"]["token_logprobs"]
+    assert logprobs[-12:] == [one.logprob for one in done.logprobs] and len(logprobs) == len(prompt)
     assert answer["usage"]["completion_tokens"] == 0
 
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("max_tokens", [0, 6])
-def test_an_echo_is_streamed_with_its_logprobs(served: Served, n: int, max_tokens: int) -> None:
+def test_echo_is_streamed_with_its_logprobs(served: Served, n: int, max_tokens: int) -> None:
     prompts = [PROMPT, "ab", "a much longer prompt than the others, for pages of sixteen"]
     body = {"prompt": prompts, "max_tokens": max_tokens, "logprobs": 1, "echo": True}
     body |= {"n": n, "seed": 4, "ignore_eos": True}
@@ -148,17 +150,17 @@ def test_an_echo_is_streamed_with_its_logprobs(served: Served, n: int, max_token
     served.wait_until_idle()
 
 
-def test_vllm_s_field(served: Served, model_dir: Path) -> None:
+def test_prompt_logprobs_field_of_vllm(served: Served, model_dir: Path) -> None:
     ids = served.engine.tokenizer.encode(PROMPT)
     body = {"prompt": [ids, [70, 71, 72]], "max_tokens": 1, "prompt_logprobs": 2, "n": 2}
     choices = post(served, body)["choices"]
     assert choices[0]["prompt_logprobs"] == choices[1]["prompt_logprobs"]
     assert choices[0]["logprobs"] is None
-    told = choices[2]["prompt_logprobs"]
-    assert told[0] is None and len(told) == 3
+    logprobs = choices[2]["prompt_logprobs"]
+    assert logprobs[0] is None and len(logprobs) == 3
     (scored,) = make(model_dir).generate([[70, 71, 72]], SamplingParams(prompt_logprobs=2))
     assert scored.prompt_logprobs is not None
-    for entry, one in zip(told[1:], scored.prompt_logprobs[1:], strict=True):
+    for entry, one in zip(logprobs[1:], scored.prompt_logprobs[1:], strict=True):
         assert one is not None and next(iter(entry)) == str(one.token_id)
         token = entry[str(one.token_id)]
         text = served.engine.tokenizer.decode([one.token_id])
@@ -173,7 +175,7 @@ def test_vllm_s_field(served: Served, model_dir: Path) -> None:
     assert "prompt_logprobs" not in post(served, {"prompt": "a"})["choices"][0]
 
 
-def test_both_fields_at_once(served: Served) -> None:
+def test_echo_and_prompt_logprobs_work_together(served: Served) -> None:
     body = {"prompt": PROMPT, "max_tokens": 0, "logprobs": 1, "echo": True}
     echoed = post(served, body)["choices"][0]["logprobs"]
     for count in (0, 3):
@@ -182,7 +184,7 @@ def test_both_fields_at_once(served: Served) -> None:
         assert all(count <= len(one) <= count + 1 for one in choice["prompt_logprobs"][1:])
 
 
-def test_a_stream_has_no_such_field(served: Served) -> None:
+def test_prompt_logprobs_are_refused_in_streams(served: Served) -> None:
     body = {"prompt": "a", "prompt_logprobs": 1, "stream": True}
     response = HTTP.post(f"{served.url}/v1/completions", json=body)
     assert response.status_code == 400
@@ -190,20 +192,20 @@ def test_a_stream_has_no_such_field(served: Served) -> None:
     assert response.json()["error"]["message"] == message
 
 
-def lm_eval_s_loglikelihoods(answer: Any, context_lens: list[int]) -> list[tuple[float, bool]]:
-    """What lm-eval's `local-completions` reads of an answer, in its `parse_logprobs`."""
+def lm_eval_loglikelihoods(answer: Any, context_lens: list[int]) -> list[tuple[float, bool]]:
+    """Read an answer as `parse_logprobs` of lm-eval's `local-completions` does."""
     results = []
     choices = sorted(answer["choices"], key=itemgetter("index"))
     for choice, begin in zip(choices, context_lens, strict=True):
-        told = choice["logprobs"]
-        values, tops = told["token_logprobs"][begin:-1], told["top_logprobs"][begin:-1]
+        logprobs = choice["logprobs"]
+        values, tops = logprobs["token_logprobs"][begin:-1], logprobs["top_logprobs"][begin:-1]
         greedy = all(one == max(top.values()) for one, top in zip(values, tops, strict=True))
         results.append((sum(values), greedy))
     return results
 
 
-def test_lm_eval_s_request(tmp_path: Path) -> None:
-    """Its body for loglikelihood: token ids, several prompts, one token generated and dropped."""
+def test_request_of_lm_eval(tmp_path: Path) -> None:
+    """Its request for log-likelihoods has token ids of several prompts and one output token."""
     model = make_checkpoint(tmp_path, "Qwen3", num_hidden_layers=2)
     write_tokenizer(tmp_path)
     contexts = [[5, 6, 7, 8], [9], [*range(20, 60)]]
@@ -223,7 +225,7 @@ def test_lm_eval_s_request(tmp_path: Path) -> None:
     }
     with serving(engine, chat_format=CHAT) as served:
         answers = [post(served, body) for _ in range(2)]
-    results = [lm_eval_s_loglikelihoods(one, [*map(len, contexts)]) for one in answers]
+    results = [lm_eval_loglikelihoods(one, [*map(len, contexts)]) for one in answers]
     assert results[0] == results[1]
     for (value, greedy), context, rest in zip(results[0], contexts, rests, strict=True):
         with torch.no_grad():

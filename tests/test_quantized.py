@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights as codes: how they are made, and `linear` of them, which has its reference's bits."""
+"""Quantized weights: quantization, dequantization and the exact bits of `linear`."""
 
 import re
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import every_isa, expect_fault
+from shared_fixtures import every_isa, expect_fault
 from specops import dense, quantization, reference
 from specops.quantization import QuantizedWeight, dequantize_weight, quantize_weight
 from test_dense import GATED
@@ -18,7 +18,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 class Case(NamedTuple):
-    """A kind of weight, and how rows are rounded for it."""
+    """Kind of weight, and rounding of the rows that multiply it."""
 
     kind: str = "int8"
     group: int = 0
@@ -47,7 +47,7 @@ FP8 = [Case("fp8", 0, "float"), Case("fp8", 128, "float", order=True)]
 
 @pytest.fixture
 def row_dtype(request: pytest.FixtureRequest, on_cuda: bool) -> torch.dtype:
-    """The dtype of a case's rows; the kernels of the cpu have no float16."""
+    """Return the dtype of the rows. Skip float16 on the CPU, which has no kernels for it."""
     dtype: torch.dtype = request.node.callspec.params["dtype"]
     if dtype == torch.float16 and not on_cuda:
         pytest.skip("float16 rows are for CUDA")
@@ -60,7 +60,7 @@ def make_rows(device: str, rows: int, num_inputs: int, dtype: torch.dtype) -> Te
 
 
 def make_weight(case: Case, device: str, num_outputs: int, num_inputs: int) -> QuantizedWeight:
-    """Codes of the full range."""
+    """Return random quantized values of the full range."""
     shape, groups = (num_outputs, num_inputs), quantization.num_groups(num_inputs, case.group)
     if case.kind == "fp8":
         codes = (torch.randn(shape) * 20).to(torch.float8_e4m3fn)
@@ -87,22 +87,22 @@ def make_weight(case: Case, device: str, num_outputs: int, num_inputs: int) -> Q
 def make(
     case: Case, device: str, rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype
 ) -> tuple[Tensor, QuantizedWeight, Tensor]:
-    """Rows, a weight and a bias."""
+    """Return rows, a weight and a bias."""
     x = make_rows(device, rows, num_inputs, dtype)
     bias = torch.randn(num_outputs).to(dtype).to(device)
     return x, make_weight(case, device, num_outputs, num_inputs), bias
 
 
-# codes and scales
+# Quantized values and scales
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind,group", [("int8", 0), ("int8", 32), ("int4", 0), ("int4", 64)])
 @pytest.mark.parametrize("num_outputs,num_inputs", [(0, 5), (3, 0), (1, 1), (40, 77), (16, 256)])
-def test_codes(
+def test_quantized_values_and_scales_equal_the_reference(
     dtype: torch.dtype, kind: str, group: int, num_outputs: int, num_inputs: int
 ) -> None:
-    """Of strided rows, too."""
+    """The rows of the weight are strided."""
     wide = torch.full((num_outputs, num_inputs + 3), torch.nan, dtype=dtype)
     weight = wide[:, 1:-2]
     weight.copy_(torch.randn(num_outputs, num_inputs))
@@ -119,7 +119,9 @@ def test_codes(
     assert num_outputs == 0 or most - 1 <= values.abs().amax() <= most
 
 
-def test_a_large_weight_is_worked_on_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_weight_is_quantized_in_parts_with_the_same_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     weight = torch.randn(300, 60)
     whole = quantize_weight(weight, kind="int4", group=32)
     values = dequantize_weight(whole)
@@ -129,12 +131,13 @@ def test_a_large_weight_is_worked_on_in_parts(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(dequantize_weight(parts), values)
 
 
-def test_codes_by_hand() -> None:
-    """Ties go away from zero; scales are rounded, and codes made of the scale before that."""
+def test_rounding_per_output_by_hand() -> None:
+    """Ties round away from zero. Values are computed with the scale before its own rounding."""
     weight = torch.tensor([[127.0, 0.5, -0.5, 2.5, -126.5, 126.49, 0.4999, -1.0]])
     q = quantize_weight(weight)
     assert q.scales.tolist() == [[1.0]] and q.codes.tolist() == [[127, 1, -1, 3, -127, 126, 0, -1]]
-    peak = torch.tensor([[1.0078125, 0.50390625]]).bfloat16()  # its 127th is no bfloat16
+    # a 127th of it is not representable in bfloat16
+    peak = torch.tensor([[1.0078125, 0.50390625]]).bfloat16()
     q = quantize_weight(peak)
     scale = (peak[0, 0].float() / 127).bfloat16().float()
     assert q.scales.item() == scale != peak[0, 0].float() / 127
@@ -143,8 +146,8 @@ def test_codes_by_hand() -> None:
     assert q.scales.item() == 1 and (q.codes.int() - 8).tolist() == [[7, 1, -7, 1, 0]]
 
 
-def test_codes_of_groups_by_hand() -> None:
-    """Ties go to even, and -8 is a code; a group's scale is made of its own weights alone."""
+def test_rounding_per_group_by_hand() -> None:
+    """Ties round to even, and -8 is used. A group's scale depends on its own weights alone."""
     weight = torch.zeros(1, 36)
     weight[0, :6] = torch.tensor([-8.0, 6.5, 0.5, 1.5, -2.5, 7.4])
     weight[0, 32:] = torch.tensor([14.0, -15.0, 3.0, 0.0])
@@ -158,8 +161,8 @@ def test_codes_of_groups_by_hand() -> None:
 
 
 @pytest.mark.parametrize("kind,group", [("int8", 0), ("int4", 32)])
-def test_outputs_without_a_scale(kind: str, group: int) -> None:
-    """All zeros are zeros; what has no largest number makes NaN of its output alone."""
+def test_zero_and_non_finite_outputs_affect_no_other_output(kind: str, group: int) -> None:
+    """An all-zero output stays zero. An infinity or NaN makes its own output NaN."""
     weight = torch.randn(5, 20)
     weight[1], weight[2, 3], weight[3, 7] = 0, torch.inf, torch.nan
     q = quantize_weight(weight, kind=kind, group=group)
@@ -169,8 +172,8 @@ def test_outputs_without_a_scale(kind: str, group: int) -> None:
 
 
 @pytest.mark.parametrize("case", [*INTEGERS, *FP8], ids=str)
-def test_what_codes_stand_for(case: Case) -> None:
-    """As the reference has it, and, but for the rounding of rows, as `linear` does."""
+def test_dequantized_weight_equals_the_reference_and_linear(case: Case) -> None:
+    """`linear` may differ from the reference only by the rounding of the rows."""
     q = make_weight(case, "cpu", 150, 200)
     weight = dequantize_weight(q)
     assert torch.equal(weight, reference.dequantize_weight(q))
@@ -182,16 +185,16 @@ def test_what_codes_stand_for(case: Case) -> None:
     assert ((got.T - weight[:, ::7]).abs() <= 4 * 2.0**-24 * sizes[:, ::7]).all()
 
 
-# linear: the reference's bits on every device and instruction set
+# `linear`: the bits of the reference on every device and instruction set
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", INTEGERS, ids=str)
 @pytest.mark.pairwise("cpu-*-dtype2")
-def test_bits_are_the_references(
+def test_linear_has_the_bits_of_the_reference(
     device: str, isa: str, row_dtype: torch.dtype, dtype: torch.dtype, case: Case
 ) -> None:
-    """From strided rows between NaN, into memory of which nothing else is written."""
+    """Rows are strided with NaN between them. Memory after the output stays unchanged."""
     for rows, num_inputs, num_outputs in [
         (0, 8, 8),
         (2, 0, 5),
@@ -221,7 +224,10 @@ def test_bits_are_the_references(
 def test_rows_keep_their_bits(
     device: str, isa: str, on_cuda: bool, place: Callable[[int, int], None], case: Case
 ) -> None:
-    """Alone and in every batch, on 1 to 3 threads, for two layers whose work is cut differently."""
+    """Compare rows alone, in every batch and on 1 to 3 threads.
+
+    The two layers split work differently.
+    """
     for num_outputs, num_inputs in [(72, 300)] if on_cuda else [(1500, 130), (40, 1030)]:
         many = 20 if on_cuda else 70
         x, q, bias = make(case, device, many, num_inputs, num_outputs, torch.bfloat16)
@@ -239,11 +245,11 @@ def test_rows_keep_their_bits(
 
 
 @pytest.mark.parametrize("case", [one for one in INTEGERS if not one.order], ids=str)
-def test_shards_give_the_sums_of_the_whole(isa: str, case: Case) -> None:
-    """Of outputs anywhere, of inputs at a border of groups.
+def test_products_of_shards_equal_the_product_of_the_whole(isa: str, case: Case) -> None:
+    """Split the outputs anywhere and the inputs at a group boundary.
 
-    Rows and scales are such that float32 holds every sum exactly: no order of additions can show,
-    but what a shard's pieces lack would.
+    Rows and scales are chosen so that float32 holds every sum exactly. The order of additions
+    cannot show, but anything missing from a shard would.
     """
     q = make_weight(case, "cpu", 150, 768)
     x = torch.randint(-8, 9, (6, 768)).bfloat16()
@@ -283,8 +289,9 @@ def test_large_layers_have_the_same_bits_on_every_instruction_set(case: Case) ->
 @pytest.mark.parametrize("activation", GATED)
 @pytest.mark.parametrize("case", [*INTEGERS[::3], *FP8], ids=str)
 @pytest.mark.pairwise
-def test_gates(device: str, isa: str, dtype: torch.dtype, activation: str, case: Case) -> None:
-    """The bits of the activation's op after `linear`."""
+def test_fused_gate_has_the_bits_of_the_separate_op(
+    device: str, isa: str, dtype: torch.dtype, activation: str, case: Case
+) -> None:
     gated = GATED[activation]
     for rows, num_inputs, width in [(1, 5, 1), (5, 300, 40), (21, 140, 17)]:
         x, q, bias = make(case, device, rows, num_inputs, 2 * width, dtype)
@@ -295,16 +302,20 @@ def test_gates(device: str, isa: str, dtype: torch.dtype, activation: str, case:
 
 
 @pytest.mark.parametrize("case", [BY_OUTPUT, *INTEGERS[3:6]], ids=str)
-def test_wild_inputs(device: str, isa: str, case: Case) -> None:
-    """An infinity or NaN is its row's own; zeros, subnormals, the largest numbers, and ties."""
+def test_extreme_inputs_equal_the_reference(device: str, isa: str, case: Case) -> None:
+    """Zeros, subnormals, the largest numbers and ties.
+
+    Infinity and NaN affect only their own row.
+    """
     x, q, _ = make(case, device, 12, 300, 40, torch.float32)
     packed = dense.pack_weight(q, activations=case.activations)
     x[0], x[1, :128], x[2, 130:] = 0, 0, 0
-    x[3] *= 1e-42  # subnormal, all of it
+    x[3] *= 1e-42  # entirely subnormal
     x[4, ::3] *= 1e-42
     x[5] *= 2.0**-110
     x[6] = torch.randn(300).sign().to(device) * 1e33
-    below = torch.nextafter(torch.tensor(2.0), torch.tensor(0.0))  # rounds to 2^15, which is kept
+    # rounds to 2^15, which is not clamped
+    below = torch.nextafter(torch.tensor(2.0), torch.tensor(0.0))
     x[7] = below * (1 - 2 * (torch.arange(300) % 2))
     x[8] = torch.arange(300).to(device) * 0.5 + 2.0**14  # ties
     want = reference.quantized_linear(x, q, activations=case.activations)
@@ -318,10 +329,10 @@ def test_wild_inputs(device: str, isa: str, case: Case) -> None:
 
 @pytest.mark.parametrize("activations", ["int16", "int8"])
 @pytest.mark.parametrize("kind,values", [("int8", None), ("int4", None), ("int4", [-128, 127] * 8)])
-def test_the_largest_sums_are_exact(
+def test_largest_sums_are_exact(
     device: str, isa: str, kind: str, activations: str, values: list[int] | None
 ) -> None:
-    """Every product of a group at its largest: 128 * 32768 * 128 is no float32."""
+    """Every product of a group has its largest magnitude. float32 cannot hold all such sums."""
     codes = torch.full((20, 128), 127, dtype=torch.int8, device=device)
     codes[1::2], codes[3] = -128, 126
     table = None if values is None else torch.tensor(values, dtype=torch.int8, device=device)
@@ -336,11 +347,11 @@ def test_the_largest_sums_are_exact(
     assert torch.equal(got, (x.double() @ dequantize_weight(q).double().T).float())
 
 
-# how far from the weight's own numbers
+# Error bounds
 
 
 def error_and_bounds(x: Tensor, weight: Tensor, out: Tensor) -> list[Tensor]:
-    """The error of out, and its bounds by the sums' rounding and by the inputs'."""
+    """Return the error of `out` and its bounds from rounding of the sums and of the inputs."""
     weight = weight.double()
     exact = x.double() @ weight.T
     groups = x.shape[1] // 128
@@ -351,14 +362,14 @@ def error_and_bounds(x: Tensor, weight: Tensor, out: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_errors_are_within_what_is_documented(device: str, dtype: torch.dtype) -> None:
+def test_errors_stay_within_the_documented_bounds(device: str, dtype: torch.dtype) -> None:
     x, q, _ = make(BY_OUTPUT, device, 30, 640, 50, dtype)
     packed, weight = dense.pack_weight(q), q.codes.double() * q.scales.double()
     out = dense.linear(x, packed, out_dtype=torch.float32)
     error, sums, inputs = error_and_bounds(x, weight, out)
     assert (error <= sums + inputs).all()
     assert (error > sums).any()  # inputs far below the largest are rounded
-    # Near the largest only float32 is.
+    # Inputs near the largest are exact in bfloat16. Only float32 inputs are rounded.
     x = (x.sign() * (1 + 100 * x.abs() / (1 + x.abs()))).to(dtype)
     out = dense.linear(x, packed, out_dtype=torch.float32)
     error, sums, inputs = error_and_bounds(x, weight, out)
@@ -367,10 +378,10 @@ def test_errors_are_within_what_is_documented(device: str, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", FP8, ids=str)
-def test_fp8_is_near_its_numbers(
+def test_fp8_linear_rounds_only_its_sums(
     device: str, isa: str, row_dtype: torch.dtype, dtype: torch.dtype, case: Case
 ) -> None:
-    """Rounding of the sums, nothing else: 128 inputs, then a block each. Every code is met."""
+    """Allow the rounding of sums over 128 inputs and over blocks. Test every fp8 value."""
     for rows, num_inputs, num_outputs in [(1, 1, 1), (3, 77, 130), (9, 300, 40), (20, 600, 70)]:
         x, q, bias = make(case, device, rows, num_inputs, num_outputs, dtype)
         given = bias if rows == 9 else None
@@ -387,24 +398,24 @@ def test_fp8_is_near_its_numbers(
     assert torch.equal(got[0], every[:, 0].float() * 0.5)
 
 
-def test_quantized_weights_are_near_their_own(device: str) -> None:
-    """Half a code each: the error of rounding, not of a wrong code."""
+def test_quantization_error_is_rounding_error(device: str) -> None:
+    """Each quantized value is off by at most half a step."""
     weight = (torch.randn(60, 512) / 20).bfloat16().to(device)
     x = torch.randn(9, 512, device=device).bfloat16()
     q = quantize_weight(weight)
     error = dense.linear(x, dense.pack_weight(q), out_dtype=torch.float32)
     error -= x.float() @ weight.float().T
-    one = q.scales[:, 0] * 0.3 * 512**0.5  # the standard deviation of the codes' rounding
+    one = q.scales[:, 0] * 0.3 * 512**0.5  # the standard deviation of the rounding errors
     assert (error.abs() < 6 * one).all() and error.std() > 0.3 * one.mean()
 
 
-def test_the_example_of_the_documents() -> None:
+def test_documented_example_runs() -> None:
     text = (Path(__file__).resolve().parent.parent / "docs" / "weights.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(compile(code, "docs/weights.md", "exec"), {})
 
 
-# what is refused
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -436,7 +447,7 @@ def test_the_example_of_the_documents() -> None:
         ),
     ],
 )
-def test_fields_that_do_not_agree(field: str, value: object, words: str) -> None:
+def test_inconsistent_fields_are_refused(field: str, value: object, words: str) -> None:
     q = make_weight(Case("int4", 32, offsets=True), "cpu", 6, 8)._replace(**{field: value})
     for name, call in (
         ("pack_weight", dense.pack_weight),
@@ -446,7 +457,7 @@ def test_fields_that_do_not_agree(field: str, value: object, words: str) -> None
             call(q)
 
 
-def test_fields_that_a_kind_has_not() -> None:
+def test_fields_that_a_kind_does_not_support_are_refused() -> None:
     fp8, int8 = make_weight(FP8[1], "cpu", 6, 8), make_weight(BY_OUTPUT, "cpu", 6, 8)
     nan = torch.full((6, 8), torch.nan).to(torch.float8_e4m3fn)
     for q, words in (
@@ -471,7 +482,7 @@ def test_fields_that_a_kind_has_not() -> None:
             dense.pack_weight(q, activations=given)
 
 
-def test_quantized_weights_refuse(device: str, on_cuda: bool) -> None:
+def test_invalid_arguments_are_refused(device: str, on_cuda: bool) -> None:
     x, q, bias = make(BY_OUTPUT, device, 3, 8, 6, torch.bfloat16)
     packed = dense.pack_weight(q)
     assert packed.scales is not None
@@ -505,7 +516,7 @@ def test_quantized_weights_refuse(device: str, on_cuda: bool) -> None:
 
 
 def test_weights_packed_for_another_device_are_refused(device: str, on_cuda: bool) -> None:
-    """Layouts differ. Of 6 outputs and 8 inputs each, in groups of 32."""
+    """Layouts differ between devices. Each weight has 6 outputs and 8 inputs in groups of 32."""
     blocks = {"int8": 1024, "int4": 512} if on_cuda else {"int8": 4096, "int4": 2048}
     x = torch.zeros(3, 8, device=device)
     for case in (INTEGERS[4], INTEGERS[6]):
@@ -518,7 +529,7 @@ def test_weights_packed_for_another_device_are_refused(device: str, on_cuda: boo
 
 
 @pytest.mark.parametrize("input", [-1, 8])
-def test_inputs_that_are_none(device: str, on_cuda: bool, input: int) -> None:
+def test_out_of_range_input_order_is_refused(device: str, on_cuda: bool, input: int) -> None:
     case = INTEGERS[6]
     packed = dense.pack_weight(make_weight(case, device, 6, 8), activations=case.activations)
     order = torch.tensor([0, 1, 2, input, 4, 5, 6, 7], dtype=torch.int32, device=device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine on quantized checkpoints: speculation changes no bit, whatever their format."""
+"""Quantized checkpoints in the engine: speculation changes no bit in any format."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +10,8 @@ import torch
 from checkpoints import make_checkpoint, write_tokenizer
 from mtp_checkpoints import make_mtp_checkpoint
 from safetensors.torch import load_file, save_file
+from specops.api.errors import ModelError
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.errors import ModelError
 from specops.engine.models import load_model
 from specops.quantization import quantize_weight
 from torch import Tensor
@@ -24,43 +24,43 @@ PARAMS = [
 ]
 
 
-def words_of(codes: Tensor) -> Tensor:
-    """Eight codes of 4 bits in a word, along the last dimension."""
-    shifted = codes.view(len(codes), -1, 8).to(torch.int64) << torch.arange(0, 32, 4)
+def words_of(quantized: Tensor) -> Tensor:
+    """Pack eight 4-bit values into each int32 word along the last dimension."""
+    shifted = quantized.view(len(quantized), -1, 8).to(torch.int64) << torch.arange(0, 32, 4)
     return shifted.sum(-1).to(torch.uint32).view(torch.int32)
 
 
 def packed(weight: Tensor) -> dict[str, Tensor]:
-    """compressed-tensors' pack-quantized."""
-    codes = quantize_weight(weight, kind="int4", group=32)
+    """Return tensors in the pack-quantized format of compressed-tensors."""
+    quantized = quantize_weight(weight, kind="int4", group=32)
     return {
-        "weight_packed": words_of(codes.codes),
-        "weight_scale": codes.scales,
+        "weight_packed": words_of(quantized.codes),
+        "weight_scale": quantized.scales,
         "weight_shape": torch.tensor(weight.shape),
     }
 
 
 def gptq(weight: Tensor) -> dict[str, Tensor]:
-    """With desc_act: inputs are in groups of an order of their own."""
+    """Return tensors in GPTQ format with desc_act: groups have their own input order."""
     order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(3))
-    codes = quantize_weight(weight[:, order], kind="int4", group=32)
-    stored, index = torch.empty_like(codes.codes), torch.empty_like(order)
-    stored[:, order] = codes.codes
+    quantized = quantize_weight(weight[:, order], kind="int4", group=32)
+    stored, index = torch.empty_like(quantized.codes), torch.empty_like(order)
+    stored[:, order] = quantized.codes
     index[order] = torch.arange(len(order)) // 32
-    zeros = torch.full((codes.scales.shape[1], len(weight)), 7, dtype=torch.uint8)
+    zeros = torch.full((quantized.scales.shape[1], len(weight)), 7, dtype=torch.uint8)
     return {
         "qweight": words_of(stored).T.contiguous(),
         "qzeros": words_of(zeros),
-        "scales": codes.scales.T.half(),
+        "scales": quantized.scales.T.half(),
         "g_idx": index.to(torch.int32),
     }
 
 
 def fp8(weight: Tensor) -> dict[str, Tensor]:
-    """Blocks of 128 by 128, all of one scale."""
-    codes = (weight * 64).to(torch.float8_e4m3fn)
+    """Return an fp8 weight in blocks of 128 by 128, all with the same scale."""
+    quantized = (weight * 64).to(torch.float8_e4m3fn)
     scales = torch.full([-(-size // 128) for size in weight.shape], 1 / 64)
-    return {"weight": codes, "weight_scale_inv": scales}
+    return {"weight": quantized, "weight_scale_inv": scales}
 
 
 FORMATS: dict[str, tuple[Callable[[Tensor], dict[str, Tensor]], dict[str, Any]]] = {
@@ -71,7 +71,7 @@ FORMATS: dict[str, tuple[Callable[[Tensor], dict[str, Tensor]], dict[str, Any]]]
 
 
 def quantize(directory: Path, kind: str) -> None:
-    """Puts a format's tensors in the place of every projection of every layer."""
+    """Replace every projection of every layer with a format's tensors."""
     pack, _ = FORMATS[kind]
     found = {}
     for name, one in load_file(directory / "model.safetensors").items():
@@ -110,7 +110,7 @@ def test_speculation_changes_no_bit(tmp_path: Path, kind: str) -> None:
     assert same(plain, completions(tmp_path, "ngram"))
 
 
-def test_what_is_not_quantized_in_the_file_is_quantized_as_it_is_loaded(tmp_path: Path) -> None:
+def test_head_that_the_file_leaves_unquantized_is_quantized_at_load(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "Qwen3", **SIZES)
     quantize(tmp_path, "pack-quantized")
     model = load_model(tmp_path, quantization="wint8", quantize_head="wint8")
@@ -118,16 +118,16 @@ def test_what_is_not_quantized_in_the_file_is_quantized_as_it_is_loaded(tmp_path
     assert model.lm_head.kind == "int8"
 
 
-def test_mtp_modules_are_what_their_file_says(tmp_path: Path) -> None:
-    """Their layers are quantized, their projection is not, and no list says so."""
+def test_quantized_mtp_layers_may_have_an_unquantized_projection(tmp_path: Path) -> None:
+    """The config lists neither of them."""
     make_mtp_checkpoint(tmp_path, "deepseek_v3", base=("Qwen3", SIZES))
     write_tokenizer(tmp_path)
     quantize(tmp_path, "pack-quantized")
     assert same(completions(tmp_path, "naive"), completions(tmp_path, "mtp"))
 
 
-def test_scales_of_8_bit_caches_and_activations_may_stand_anywhere(tmp_path: Path) -> None:
-    """ModelOpt has them beside k_proj and v_proj, others beside these, quantized or not."""
+def test_cache_and_activation_scales_are_accepted_under_any_module(tmp_path: Path) -> None:
+    """ModelOpt stores cache scales under k_proj and v_proj, other tools beside them."""
     make_checkpoint(tmp_path, "Qwen3", **SIZES)
     file = tmp_path / "model.safetensors"
     name = "model.layers.1.self_attn."
@@ -142,7 +142,7 @@ def test_scales_of_8_bit_caches_and_activations_may_stand_anywhere(tmp_path: Pat
         load_model(tmp_path)
 
 
-def test_experts_with_desc_act_are_refused_by_name(tmp_path: Path) -> None:
+def test_experts_with_desc_act_are_refused(tmp_path: Path) -> None:
     experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 128}
     make_checkpoint(
         tmp_path, "Qwen3Moe", **SIZES, **experts, quantization_config=FORMATS["gptq"][1]
@@ -155,8 +155,8 @@ def test_experts_with_desc_act_are_refused_by_name(tmp_path: Path) -> None:
     assert "GPTQ with desc_act is not supported for experts" in str(refusal.value)
 
 
-def test_every_tensor_of_a_layer_has_its_place(tmp_path: Path) -> None:
-    """But for biases of zeros, which old tools wrote for every module."""
+def test_unknown_layer_tensors_are_refused_except_zero_biases(tmp_path: Path) -> None:
+    """Old tools wrote a bias of zeros for every module."""
     make_checkpoint(tmp_path, "Qwen3", **SIZES)
     file = tmp_path / "model.safetensors"
     tensors, name = load_file(file), "model.layers.1.mlp.down_proj.bias"

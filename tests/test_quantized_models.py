@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of 8 and 4 bits, made as they are loaded: which they are, how near, and their bits."""
+"""Quantization at load time: choice of kinds, accuracy and exactness."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -11,19 +11,19 @@ import torch
 from checkpoints import lasting_directory, make_checkpoint
 from mtp_checkpoints import make_mtp_model
 from safetensors.torch import load_file, save_file
+from specops.api.errors import ModelError
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.errors import ModelError
 from specops.engine.models import load_model, load_mtp, loader
 from specops.service.contract import contract_of
 from test_models import Runner, random_ids
 from torch import Tensor
 
-# Of what kind the weights of a dense model are then.
+# Weight kind in a dense model for each `quantization`.
 KINDS = {"none": "plain", "wint8": "int8", "wint4": "int4", "mix_quant": "int8"}
 
 
 def rounded(weight: Tensor, kind: str) -> Tensor:
-    """What a kind makes of a matrix: the nearest multiples of each output's or group's scale."""
+    """Round a matrix to multiples of the scale of each output or group."""
     if kind == "wint8":
         scale = weight.abs().amax(1, keepdim=True) / 127
         return (weight / scale).round() * scale
@@ -36,10 +36,10 @@ def rounded(weight: Tensor, kind: str) -> Tensor:
 
 
 @pytest.mark.parametrize(("kind", "ratio"), [("wint8", 50), ("wint4", 8)])
-def test_logits_are_those_of_weights_that_were_rounded_before(
+def test_quantized_logits_are_close_to_those_of_rounded_weights(
     tmp_path: Path, kind: str, ratio: int
 ) -> None:
-    """Beside what rounding the weights does, rounding activations does little."""
+    """Rounding activations changes logits far less than rounding weights."""
     make_checkpoint(tmp_path, "Gemma3", sliding_window=24)
     ids = random_ids(60)
     whole = Runner(load_model(tmp_path)).run([ids], [[60]])[0]
@@ -58,8 +58,8 @@ def test_logits_are_those_of_weights_that_were_rounded_before(
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_is_quantized(tmp_path: Path, name: str) -> None:
-    """The projections of all layers, a module's too; nothing else."""
+def test_only_layer_projections_are_quantized(tmp_path: Path, name: str) -> None:
+    """MTP layers included."""
     make_mtp_model(tmp_path)
     model = load_model(tmp_path, quantization=name)
     modules = load_mtp(model, tmp_path)
@@ -69,16 +69,16 @@ def test_what_is_quantized(tmp_path: Path, name: str) -> None:
     assert modules.lm_head is model.lm_head
 
 
-def test_what_quantizations_there_are() -> None:
-    told = "must be none, wint8, wint4 or mix_quant, got"
+def test_unknown_quantizations_are_refused() -> None:
+    expected = "must be none, wint8, wint4 or mix_quant, got"
     for field in ("quantization", "quantize_head"):
-        with pytest.raises(ModelError, match=f"{field} {told} int8"):
+        with pytest.raises(ModelError, match=f"{field} {expected} int8"):
             load_model(model_dir(), **{field: "int8"})
-        with pytest.raises(ValueError, match=f"{field} {told} 'int8'"):
+        with pytest.raises(ValueError, match=f"{field} {expected} 'int8'"):
             EngineConfig(**{field: "int8"})
 
 
-def test_a_family_may_mean_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_family_may_turn_wint4_into_mix_quant(monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(loader.read_model_config(Path(model_dir())), wint4_is_mixed=True)
     monkeypatch.setattr(loader, "read_model_config", lambda _: config)
     for name, meant in (("wint4", "mix_quant"), ("wint8", "wint8"), ("none", "none")):
@@ -86,7 +86,7 @@ def test_a_family_may_mean_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kinds_of_drafter(target: str, head: str, own: str | None, **more: Any) -> list[str]:
-    """Of a module's projection, its layer and its head, which may be the target's."""
+    """Return the weight kinds of a module's projection, layer and head ("target's" if shared)."""
     directory = model_dir()
     model = load_model(directory, quantization=target, quantize_head=head)
     assert model.lm_head.kind == KINDS[head]
@@ -96,7 +96,7 @@ def kinds_of_drafter(target: str, head: str, own: str | None, **more: Any) -> li
     return [modules.modules[0].projection.kind, layer, head]
 
 
-def test_target_head_and_drafter_are_quantized_apart(tmp_path: Path) -> None:
+def test_target_head_and_drafter_are_quantized_independently(tmp_path: Path) -> None:
     assert kinds_of_drafter("none", "wint8", None) == ["plain", "plain", "target's"]
     assert kinds_of_drafter("wint8", "none", None) == ["plain", "int8", "target's"]
     assert kinds_of_drafter("none", "none", "wint8") == ["int8", "int8", "int8"]
@@ -104,30 +104,30 @@ def test_target_head_and_drafter_are_quantized_apart(tmp_path: Path) -> None:
     assert kinds_of_drafter("wint8", "wint8", "wint4") == ["int4", "int4", "int4"]
     assert kinds_of_drafter("wint4", "wint8", None) == ["plain", "int4", "target's"]
     assert kinds_of_drafter("wint8", "wint8", "none") == ["plain", "plain", "plain"]
-    kept = tmp_path / "d2t.safetensors"
-    save_file({"d2t": torch.arange(0, 60, 3)}, kept)
+    map_file = tmp_path / "d2t.safetensors"
+    save_file({"d2t": torch.arange(0, 60, 3)}, map_file)
     for own, kind in ((None, "plain"), ("wint8", "int8"), ("wint4", "int4")):
-        assert kinds_of_drafter("none", "none", own, draft_vocab=kept)[2] == kind
+        assert kinds_of_drafter("none", "none", own, draft_vocab=map_file)[2] == kind
 
 
-def test_a_reduced_head_has_the_rows_of_the_whole_one(tmp_path: Path) -> None:
-    kept = tmp_path / "d2t.safetensors"
-    save_file({"d2t": torch.arange(0, 60, 3)}, kept)
+def test_reduced_head_has_rows_of_the_whole_head(tmp_path: Path) -> None:
+    map_file = tmp_path / "d2t.safetensors"
+    save_file({"d2t": torch.arange(0, 60, 3)}, map_file)
     model = load_model(model_dir(), dtype="float32")
     whole = load_mtp(model, model_dir(), quantization="wint4")
-    reduced = load_mtp(model, model_dir(), quantization="wint4", draft_vocab=kept)
+    reduced = load_mtp(model, model_dir(), quantization="wint4", draft_vocab=map_file)
     states = torch.randn(3, model.hidden_size)
     tokens = torch.arange(0, 80, 4)
     assert reduced.token_map is not None and reduced.token_map.tolist() == tokens.tolist()
     assert torch.equal(reduced.logits(states), whole.logits(states)[:, tokens])
 
 
-def test_a_drafters_quantization_is_the_servers() -> None:
+def test_drafter_quantization_cannot_be_overridden_per_request() -> None:
     with pytest.raises(ValueError, match="quantization must be one of none, wint8, wint4"):
-        SpeculativeConfig(method="mtp", quantization="int8")
-    config = SpeculativeConfig(method="mtp", quantization="wint8")
-    assert config.quantization == "wint8"
-    with pytest.raises(ValueError, match=r"speculative_config.quantization is the server's alone"):
+        SpeculativeConfig.from_dict({"method": "mtp", "quantization": "int8"})
+    config = SpeculativeConfig.from_dict({"method": "mtp", "quantization": "wint8"})
+    assert config.options["mtp"].quantization == "wint8"
+    with pytest.raises(ValueError, match="quantization can only be set by the server"):
         config.override({"quantization": "none"})
 
 
@@ -144,7 +144,7 @@ def completions(
     engine = Engine(
         EngineConfig(
             model=model_dir(),
-            speculative_config=SpeculativeConfig(method=method, **drafting),
+            speculative_config=SpeculativeConfig.from_dict({"method": method, **drafting}),
             num_pages=100,
             **options,
         )
@@ -172,7 +172,7 @@ def completions(
 @pytest.mark.parametrize("head", ["none", "wint8", "wint4"])
 @pytest.mark.parametrize("kind", ["none", "wint8", "wint4"])
 def test_speculation_changes_no_bit(kind: str, head: str, kv_cache_dtype: str, dtype: str) -> None:
-    """Chains and trees, whatever the drafter's weights are."""
+    """Compare chains and trees for each kind of drafter weights."""
     target = {"quantization": kind, "quantize_head": head}
     options = {**target, "kv_cache_dtype": kv_cache_dtype, "dtype": dtype}
     plain = completions("naive", **options)
@@ -188,13 +188,13 @@ def test_speculation_changes_no_bit(kind: str, head: str, kv_cache_dtype: str, d
             assert one.logprobs == other.logprobs
 
 
-def test_the_contract_says_so() -> None:
-    """Of the target and its head; a drafter's weights change no bit."""
+def test_contract_reports_quantization_of_target_and_head() -> None:
+    """The drafter's weights change no bit, so the contract omits them."""
 
     def made(**options: Any) -> dict[str, Any]:
         return contract_of(Engine(EngineConfig(model=model_dir(), num_pages=50, **options)))
 
-    drafts = SpeculativeConfig(method="mtp", quantization="wint8")
+    drafts = SpeculativeConfig.from_dict({"method": "mtp", "quantization": "wint8"})
     found = [made(), made(quantization="wint8"), made(quantize_head="wint8")]
     assert [one["model"]["quantization"] for one in found] == ["none", "wint8", "none"]
     assert [one["model"]["quantize_head"] for one in found] == ["none", "none", "wint8"]

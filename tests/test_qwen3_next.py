@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear attention in the engine: states need no rollback, and speculation changes no bit.
 
-Drafts are rejected at every place, steps without drafts follow steps that accepted some, requests
-lose their slots and prompts come in chunks; and each mistake that this could hide is planted.
+Drafts are rejected at every position, steps without drafts follow partly accepted ones, requests
+lose their slots, and prompts come in chunks. Each bug that these cases could hide is planted.
 """
 
 import json
@@ -22,8 +22,8 @@ from draft_lengths import Lengths, RandomLengths
 from mtp_checkpoints import make_mtp_checkpoint, save_checkpoint
 from safetensors.torch import load_file
 from specops import linear_attention
+from specops.api.errors import ModelError
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.errors import ModelError
 from specops.engine.machine import room_of
 from specops.engine.models import KvBytes, load_model
 from specops.engine.models.kv import CacheRoom, KvCache, StateSpec
@@ -38,13 +38,13 @@ DRAFTS, TOKENS = 4, 24
 
 @cache
 def directory() -> str:
-    """A tiny Qwen3-Next with an MTP module and a tokenizer."""
+    """Return the directory of a tiny Qwen3-Next with an MTP module and a tokenizer."""
     return engine_directory("Qwen3Next")
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_next_dense", "qwen3_5", "qwen3_5_experts"])
 def test_logits_equal_transformers(tmp_path: Path, family: str) -> None:
-    """Also their rule by chunks of 64 rows; `tests/test_experts.py` has it row by row."""
+    """150 rows also reach the rule in chunks of 64. `tests/test_experts.py` compares row by row."""
     theirs, ids = make_experts(tmp_path, family), random_ids(150)
     with torch.no_grad():
         expected = theirs(torch.tensor([ids])).logits[0]
@@ -54,7 +54,7 @@ def test_logits_equal_transformers(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_experts"])
-def test_the_text_part_of_a_multimodal_file_is_read(tmp_path: Path, family: str) -> None:
+def test_text_part_of_a_multimodal_checkpoint_is_loaded(tmp_path: Path, family: str) -> None:
     make_experts(tmp_path, family)
     ids = random_ids(20)
     alone = Runner(load_model(tmp_path)).run([ids], [[20]])[0]
@@ -70,12 +70,12 @@ def test_the_text_part_of_a_multimodal_file_is_read(tmp_path: Path, family: str)
 
 
 def texts(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts that repeat themselves, and their parameters."""
-    chance = random.Random(7)
+    """Return repetitive prompts and their parameters."""
+    rng = random.Random(7)
     prompts = []
     for _ in range(count):
-        period = [chance.randrange(1, 257) for _ in range(chance.randrange(1, 9))]
-        prompts.append((period * 20)[: chance.randrange(1, 50)])
+        period = [rng.randrange(1, 257) for _ in range(rng.randrange(1, 9))]
+        prompts.append((period * 20)[: rng.randrange(1, 50)])
     params = [
         SamplingParams(
             max_tokens=TOKENS,
@@ -91,7 +91,9 @@ def texts(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
 
 def make(method: str, **options: Any) -> Engine:
     drafts = {"num_speculative_tokens": DRAFTS, "min_ngram_size": 1} if method != "naive" else {}
-    speculative = SpeculativeConfig(method=method, adaptive_verification=False, **drafts)
+    speculative = SpeculativeConfig.from_dict(
+        {"method": method, "adaptive_verification": False, **drafts}
+    )
     return Engine(
         EngineConfig(
             model=directory(),
@@ -103,38 +105,39 @@ def make(method: str, **options: Any) -> Engine:
 
 @cache
 def alone() -> Engine:
-    """One request at a time, without drafts, each computed from its first token on."""
+    """Return an engine for one request at a time, without drafts or prefix cache."""
     return make("naive", max_num_seqs=1, enable_prefix_caching=False)
 
 
 @cache
 def plain(count: int) -> list[Completion]:
-    """The texts as they are."""
+    """Return the completions of plain decoding."""
     return alone().generate(*texts(count))
 
 
 def expected_texts(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """The same; most say what they expect, and are right but for a token every now and then.
+    """Return the texts with predictions for most, wrong at a token every now and then.
 
-    Random models hardly repeat more than a token: so drafts are accepted, and rejected anywhere.
+    Random models hardly repeat more than one token. Predictions make drafts accepted, and rejected
+    at any position.
     """
     prompts, params = texts(count)
     for index, (one, done) in enumerate(zip(params, plain(count), strict=True)):
-        told = [
+        predicted = [
             (token + (place % (index % 6 + 2) == index % 3)) % 257
             for place, token in enumerate(done.token_ids)
         ]
         if index % 4:
-            params[index] = replace(one, prediction=tuple(told))
+            params[index] = replace(one, prediction=tuple(predicted))
     return prompts, params
 
 
 class Steps:
-    """What steps of an engine did with drafts.
+    """Record of the drafts in an engine's steps.
 
     Attributes:
-        rejected_at: how often the first rejected draft of a step was which, from 0.
-        num_bare: steps without drafts right behind one that accepted some and rejected others.
+        rejected_at: number of steps by the index of their first rejected draft.
+        num_bare: number of steps without drafts right after a partly accepted one.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -163,7 +166,7 @@ LIMITS: dict[str, dict[str, Any]] = {
 }
 
 
-def same_bits(method: str, limits: str, count: int, **options: Any) -> Steps:
+def check_speculation(method: str, limits: str, count: int, **options: Any) -> Steps:
     engine = RandomLengths().decide_for(make(method, **LIMITS[limits], **options))
     steps = Steps(engine)
     done = engine.generate(*expected_texts(count))
@@ -180,17 +183,17 @@ def same_bits(method: str, limits: str, count: int, **options: Any) -> Steps:
 @pytest.mark.parametrize("method", ["ngram", "suffix", "mtp", "mtp+ngram"])
 @pytest.mark.fast("ngram-chunks", "suffix-together", "mtp-preempted")
 def test_speculation_changes_no_bit(method: str, limits: str) -> None:
-    same_bits(method, limits, 20)
+    check_speculation(method, limits, 20)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ngram", "suffix", "mtp"])
 def test_speculation_changes_no_bit_of_300_requests(method: str) -> None:
-    same_bits(method, "preempted", 300)
+    check_speculation(method, "preempted", 300)
 
 
-def test_drafts_are_rejected_at_every_place() -> None:
-    """Also right before steps without any."""
+def test_drafts_are_rejected_at_every_position() -> None:
+    """Some rejections come right before a step without drafts."""
     rejected_at: set[int] = set()
     for lengths in (Lengths, RandomLengths):
         engine = lengths().decide_for(make("ngram"))
@@ -202,7 +205,7 @@ def test_drafts_are_rejected_at_every_place() -> None:
 
 
 def with_last_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step without drafts goes on behind the last row of the step before, accepted or not."""
+    """Plant: a step without drafts continues from the last row before, accepted or not."""
     real, ends = linear_attention.gated_delta_rule, dict[tuple[int, int], int]()
 
     def wrong(*args: Tensor, **options: Any) -> Tensor:
@@ -220,7 +223,7 @@ def with_last_states(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_small_windows(part: int) -> Callable[[pytest.MonkeyPatch], None]:
-    """A slot keeps one position too few, of states (1) or of what is convolved (0)."""
+    """Return a plant: a slot keeps one state too few (1) or one convolution input too few (0)."""
 
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
         real = StateSpec._shapes
@@ -236,7 +239,7 @@ def with_small_windows(part: int) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def with_old_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is convolved is kept of the last rows of a step, as if all had been accepted."""
+    """Plant: keep the convolution inputs of a step's last rows, as if all had been accepted."""
     real = linear_attention.causal_conv1d
 
     def wrong(x: Tensor, weight: Tensor, states: Tensor, *requests: Tensor, **options: Any) -> Any:
@@ -254,7 +257,7 @@ def with_old_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_attention, "causal_conv1d", wrong)
 
 
-TRAPS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a step without drafts reads the last state": with_last_states,
     "too few states": with_small_windows(1),
     "too few inputs": with_small_windows(0),
@@ -262,21 +265,21 @@ TRAPS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
-@pytest.mark.parametrize("trap", TRAPS)
-def test_traps_are_noticed(trap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [bits(one) for one in plain(20)]
-    TRAPS[trap](monkeypatch)
+    BUGS[bug](monkeypatch)
     engine = RandomLengths().decide_for(make("ngram"))
     assert [bits(one) for one in engine.generate(*expected_texts(20))] != expected
 
 
 def follow_up(prompt: list[int], done: Completion) -> list[int]:
-    """The next turn of a conversation."""
+    """Return the prompt of a conversation's next turn."""
     return [*prompt, *done.token_ids, 3, 1, 4, 1, 5]
 
 
-def test_a_request_goes_on_from_the_states_of_a_prefix() -> None:
-    """The same prompt; one that begins as two before it did; the next turn of a conversation."""
+def test_request_continues_from_the_states_of_a_cached_prefix() -> None:
+    """Send the same prompt twice, prompts that begin alike, and a conversation's next turn."""
     system, (params,) = list(range(1, 41)), texts(1)[1]
     prompts = [[*system, *[100 + index] * 13] for index in range(3)]
     prompts = [prompts[0], prompts[0], *prompts[1:]]
@@ -287,13 +290,15 @@ def test_a_request_goes_on_from_the_states_of_a_prefix() -> None:
             (done,), (want,) = engine.generate([prompt], params), alone().generate([prompt], params)
             assert bits(done) == bits(want)
             cached.append(done.num_cached_tokens)
-        # 53 tokens; 40 in common, and 53 + 24 in the first turn: of pages of 16.
+        # Prompts have 53 tokens, 40 of them in common, and the first answer has 24. Pages hold 16.
         assert cached == [0, 48, 0, 32, 64]
         assert engine.stats.prefix_cache_hits == sum(cached)
         assert engine.stats.prefix_cache_queries == sum(map(len, prompts))
 
 
-def test_the_states_of_another_prefix_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_states_of_another_prefix_changes_the_output(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     prompt, (params,) = list(range(1, 60)), texts(1)[1]
     engine = make("naive")
     first, _ = engine.generate([prompt, [7] * 50], params)
@@ -305,7 +310,7 @@ def test_the_states_of_another_prefix_are_noticed(monkeypatch: pytest.MonkeyPatc
     assert again.num_cached_tokens == 48 and bits(again) != bits(first)
 
 
-def test_without_a_prefix_cache_nothing_is_looked_up() -> None:
+def test_disabled_prefix_cache_is_not_queried() -> None:
     prompt, params = list(range(1, 60)), texts(1)[1]
     engine = make("naive", enable_prefix_caching=False)
     for _ in range(2):
@@ -314,7 +319,7 @@ def test_without_a_prefix_cache_nothing_is_looked_up() -> None:
 
 
 class Conversations(NamedTuple):
-    """Requests that begin alike, and what each gives by itself."""
+    """Requests that begin alike, with the completion of each alone."""
 
     prompts: list[list[int]]
     params: list[SamplingParams]
@@ -323,16 +328,16 @@ class Conversations(NamedTuple):
 
 @cache
 def conversations(count: int) -> Conversations:
-    """Each is new, goes on from an earlier one, or has some of its tokens and then others."""
-    chance = random.Random(11)
+    """Make requests that are new, continue an earlier one or share only its first tokens."""
+    rng = random.Random(11)
     made = Conversations([], [], [])
     for index in range(count):
-        period = [chance.randrange(1, 257) for _ in range(chance.randrange(1, 9))]
-        prompt = (period * 20)[: chance.randrange(1, 60)]
-        if index and chance.random() < 0.8:
-            before = chance.randrange(max(index - 12, 0), index)
+        period = [rng.randrange(1, 257) for _ in range(rng.randrange(1, 9))]
+        prompt = (period * 20)[: rng.randrange(1, 60)]
+        if index and rng.random() < 0.8:
+            before = rng.randrange(max(index - 12, 0), index)
             whole = follow_up(made.prompts[before], made.done[before])
-            prompt = whole[: chance.randrange(1, len(whole) + 1)] + prompt[:8]
+            prompt = whole[: rng.randrange(1, len(whole) + 1)] + prompt[:8]
         prompt = prompt[: 127 - TOKENS]
         params = SamplingParams(
             max_tokens=TOKENS,
@@ -342,28 +347,28 @@ def conversations(count: int) -> Conversations:
             logprobs=1,
         )
         (done,) = alone().generate([prompt], params)
-        told = [
+        predicted = [
             (token + (place % (index % 6 + 2) == index % 3)) % 257
             for place, token in enumerate(done.token_ids)
         ]
         if index % 4:
-            params = replace(params, prediction=tuple(told))
+            params = replace(params, prediction=tuple(predicted))
         made.prompts.append(prompt)
         made.params.append(params)
         made.done.append(done)
     return made
 
 
-def live(engine: Engine, talk: Conversations) -> list[Completion]:
-    """All requests, a few at a time; some are aborted and come again."""
-    chance, count = random.Random(3), len(talk.prompts)
+def run_all(engine: Engine, talk: Conversations) -> list[Completion]:
+    """Run all requests, a few at a time. Abort some and submit them again."""
+    rng, count = random.Random(3), len(talk.prompts)
     coming, names, done = list(range(count))[::-1], dict[str, int](), dict[int, Completion]()
     while len(done) < count:
         while coming and len(names) < 8:
             index = coming.pop()
             names[engine.add_request(talk.prompts[index], talk.params[index])] = index
-        if chance.random() < 0.05:
-            name = chance.choice(list(names))
+        if rng.random() < 0.05:
+            name = rng.choice(list(names))
             assert engine.abort(name)
             coming.append(names.pop(name))
             continue
@@ -390,7 +395,7 @@ def check_conversations(method: str, cache: str, count: int) -> None:
         engine = RandomLengths().decide_for(engine)
     else:
         talk = talk._replace(params=[replace(one, prediction=()) for one in talk.params])
-    done = live(engine, talk)
+    done = run_all(engine, talk)
     assert list(map(bits, done)) == list(map(bits, talk.done))
     stats, states = engine.stats, engine._scheduler.states
     assert stats.prefix_cache_hits > 0.05 * stats.prefix_cache_queries > 0
@@ -402,20 +407,20 @@ def check_conversations(method: str, cache: str, count: int) -> None:
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("method", ["naive", "ngram", "suffix", "mtp"])
 @pytest.mark.fast("naive-few kept", "ngram-few pages", "mtp-all kept", "mtp-few kept")
-def test_prefixes_change_no_bit(method: str, cache: str) -> None:
-    """Beside drafts across borders, evictions, preemptions and aborts."""
+def test_cached_prefixes_change_no_bit(method: str, cache: str) -> None:
+    """Runs include drafts across page boundaries, evictions, preemptions and aborts."""
     check_conversations(method, cache, 30)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("method", ["naive", "ngram", "suffix", "mtp"])
-def test_prefixes_change_no_bit_of_300_requests(method: str, cache: str) -> None:
+def test_cached_prefixes_change_no_bit_of_300_requests(method: str, cache: str) -> None:
     check_conversations(method, cache, 300)
 
 
-def test_a_slot_has_nothing_of_who_had_it_before() -> None:
-    """Whatever is in memory, a request begins without it, also after it was aborted."""
+def test_new_request_ignores_the_old_contents_of_its_slot() -> None:
+    """Memory starts as NaN, and an aborted request used the slot."""
     engine = make("ngram", max_num_seqs=1)
     for tensor in engine._runner.parts.cache.tensors:
         tensor.fill_(torch.nan)
@@ -427,7 +432,7 @@ def test_a_slot_has_nothing_of_who_had_it_before() -> None:
     assert list(map(bits, engine.generate(prompts, params))) == list(map(bits, plain(20)[:3]))
 
 
-def test_what_has_no_states_is_refused_by_name(tmp_path: Path) -> None:
+def test_trees_and_too_many_drafts_are_refused(tmp_path: Path) -> None:
     engine = make("ngram")
     prompts, params = texts(1)
     for own, words in [
@@ -450,23 +455,21 @@ def test_what_has_no_states_is_refused_by_name(tmp_path: Path) -> None:
         )
 
 
-def test_a_prediction_that_has_no_room_is_dropped() -> None:
+def test_prediction_without_state_memory_is_dropped() -> None:
     engine = make("naive")
     prompts, each = texts(2)
-    asked = [replace(one, prediction=tuple(prompts[0])) for one in each]
-    done = engine.generate(prompts, asked)
+    predicting = [replace(one, prediction=tuple(prompts[0])) for one in each]
+    done = engine.generate(prompts, predicting)
     assert list(map(bits, done)) == list(map(bits, engine.generate(prompts, each)))
     assert engine.runnable_methods == ("naive",)
     with pytest.raises(ValueError, match=r'"prediction" cannot run .* have room for the drafts'):
-        engine.add_request([1], asked[0], speculative_config={"method": "prediction"})
+        engine.add_request([1], predicting[0], speculative_config={"method": "prediction"})
 
 
 @pytest.mark.parametrize(
     "layers", [{"layer_types": ["linear_attention"] * 2}, {"full_attention_interval": 3}]
 )
-def test_layers_that_keep_nothing_on_pages_are_refused(
-    tmp_path: Path, layers: dict[str, Any]
-) -> None:
+def test_model_without_full_attention_is_refused(tmp_path: Path, layers: dict[str, Any]) -> None:
     changes = {"architectures": ["Qwen3_5ForCausalLM"], "num_hidden_layers": 2, **layers}
     heads = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 16}
     heads |= {"linear_value_head_dim": 16, "linear_conv_kernel_dim": 4}
@@ -475,14 +478,13 @@ def test_layers_that_keep_nothing_on_pages_are_refused(
         load_model(tmp_path, load_format="dummy")
 
 
-def test_memory_has_room_for_states() -> None:
-    """They are paid for before pages are."""
+def test_memory_is_reserved_for_states_before_pages() -> None:
     model = load_model(directory(), max_model_len=128)
     each = model.kv_bytes_per_slot(DRAFTS)
     cache = model.new_kv_cache(10, 16, 3, DRAFTS)
     on_pages = 10 * 16 * model.kv_bytes_per_token()
     assert sum(one.nbytes for one in cache.tensors) == on_pages + 3 * each
-    # 4 value heads of 32 by 16, and 192 channels of 4 + 3 inputs, of two layers.
+    # Each of two layers has 4 value heads of 32 by 16, and 192 channels of 4 + 3 inputs.
     assert each == 2 * 4 * ((DRAFTS + 1) * 4 * 32 * 16 + (DRAFTS + 3) * 192)
     config = replace(make("ngram").config, num_pages=None)
 
@@ -493,7 +495,7 @@ def test_memory_has_room_for_states() -> None:
     page, kept = 16 * model.kv_bytes_per_token(), model.kv_bytes_per_slot(0)
     assert room(8 * each + 20 * page, enable_prefix_caching=False) == (20, 16, 8, DRAFTS, 0)
     assert room(8 * each + 4 * kept + 20 * page, state_cache_bytes=4 * kept)[::4] == (20, 4)
-    # A quarter, of the whole cache or what is free, and no more than pages.
+    # The state cache gets a quarter of the cache or of free memory, and at most one entry per page.
     assert room(1 << 30, kv_cache_bytes=40 * kept) == (30 * kept // page, 16, 8, DRAFTS, 10)
     assert room(1 << 30, num_pages=9).num_kept == 9
     cache = model.new_kv_cache(*room(1 << 30, num_pages=9))
@@ -507,8 +509,7 @@ def test_memory_has_room_for_states() -> None:
             room(free, **options)
 
 
-def test_tensors_that_have_no_place_are_refused(tmp_path: Path) -> None:
-    """As those of another projection: every tensor of a layer is read."""
+def test_unknown_and_missing_tensors_are_refused(tmp_path: Path) -> None:
     naming, base = "qwen3_next", FAMILIES["qwen3_next"]
     tiny = make_mtp_checkpoint(tmp_path, naming, base=base)
     name = "model.layers.1.linear_attn.in_proj_z.weight"

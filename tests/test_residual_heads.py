@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Medusa and Hydra heads: their layouts against a slow reference, and plain decoding's bits."""
+"""Medusa and Hydra heads: drafts equal a slow reference, outputs have plain decoding's bits."""
 
 import json
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ import pytest
 import torch
 from checkpoints import BASE, make_checkpoint, write_tokenizer
 from safetensors.torch import save_file
+from specops.api.errors import ModelError
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.drafters.trees import joint_tree, static_tree
-from specops.engine.errors import ModelError
 from test_draft_model import reported
 from test_lossless import bits, params
 from torch import Tensor
@@ -34,16 +34,16 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 @dataclass
 class Heads:
-    """Heads as they are published, and what they compute.
+    """Published heads, and a reference of what they compute.
 
     Attributes:
         method: "medusa" or "hydra".
-        count: of heads.
-        blocks: of each.
-        reads_tokens: Hydra's, but for those that are not grounded.
+        count: number of heads.
+        blocks: number of residual blocks per head.
+        reads_tokens: grounded Hydra heads, which also read the drafted tokens.
         layout: "authors" or "vllm".
-        file: that they are in.
-        has_prefix: Hydra++'s, which read the states of a decoder layer on the target's.
+        file: name of the file with the weights.
+        has_prefix: Hydra++ heads, which read a decoder layer's output for the target's states.
     """
 
     method: str
@@ -74,7 +74,7 @@ class Heads:
 
     @cached_property
     def prefix(self) -> Any:
-        """The layer, in transformers."""
+        """Decoder layer of Hydra++ in transformers."""
         transformers = pytest.importorskip("transformers")
         config = transformers.LlamaConfig(**{**BASE, "vocab_size": VOCAB, "num_hidden_layers": 1})
         layer = transformers.LlamaModel(config).requires_grad_(False)
@@ -91,7 +91,7 @@ class Heads:
             return f"{head}.{block}.{part}"
         if block == self.blocks:
             return f"hydra_lm_head.{head}.{'1.' if self.has_prefix else ''}{part}"
-        place = 2 * block + 1 if self.has_prefix else block  # behind its dropout
+        place = 2 * block + 1 if self.has_prefix else block  # after its dropout
         return f"hydra_mlp.{head}.{place}.{part}"
 
     def write(self, directory: Path, **config: Any) -> None:
@@ -110,13 +110,13 @@ class Heads:
             torch.save(tensors, directory / self.file)
 
     def drafts(self, base: Any, text: Sequence[int], count: int, mistake: str = "") -> list[int]:
-        """The likeliest drafts behind a text, in float64; or with a mistake of Hydra++'s layer."""
+        """Return the likeliest drafts after a text in float64, with an optional planted bug."""
         return [tokens[0] for tokens in self.ranked(base, text, count, mistake)]
 
     def ranked(
         self, base: Any, text: Sequence[int], count: int, mistake: str = ""
     ) -> list[list[int]]:
-        """All tokens in the place of each draft, the likeliest first."""
+        """Return all tokens for each draft position, the likeliest first."""
         with torch.no_grad():
             found = base.model(torch.tensor([list(text)]), output_hidden_states=True)
             un_normed, found = found.hidden_states[-2], found.last_hidden_state
@@ -168,13 +168,13 @@ def make(target: tuple[Path, Any], heads: Heads | None, folder: Path, **config: 
     speculative = SpeculativeConfig()
     if heads is not None:
         own = {"method": heads.method, "num_speculative_tokens": 3, "model": str(folder)}
-        speculative = SpeculativeConfig(**{**own, **config})
+        speculative = SpeculativeConfig.from_dict({**own, **config})
     return Engine(
         EngineConfig(device="cpu", model=str(target[0]), speculative_config=speculative, **limits)
     )
 
 
-def told(count: int, temperature: float = 0.0) -> list[SamplingParams]:
+def reporting(count: int, temperature: float = 0.0) -> list[SamplingParams]:
     return [
         replace(params(i, temperature), max_tokens=12, report_drafts=True, logprobs=None)
         for i in range(count)
@@ -182,38 +182,37 @@ def told(count: int, temperature: float = 0.0) -> list[SamplingParams]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_drafts_are_the_reference_s(target: tuple[Path, Any], tmp_path: Path, kind: str) -> None:
-    """As many as there are heads, in a batch and in chunks, and behind cached pages."""
+def test_drafts_equal_the_reference(target: tuple[Path, Any], tmp_path: Path, kind: str) -> None:
+    """Use every head, in a batch, in chunks and behind cached pages."""
     heads = KINDS[kind]
     heads.write(tmp_path)
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 24}
     engine = make(target, heads, tmp_path, num_speculative_tokens=heads.count, **limits)
-    found = reported(engine, TEXTS[:3], told(3))
+    found = reported(engine, TEXTS[:3], reporting(3))
     compared = 0
     for text, drafts in [one for of_request in found for one in of_request[:5]]:
         assert list(drafts) == heads.drafts(target[1], text, len(drafts))
         compared += len(drafts) == heads.count
     assert compared > 8
-    assert reported(engine, TEXTS[:3], told(3)) == found and engine.stats.prefix_cache_hits > 0
+    assert reported(engine, TEXTS[:3], reporting(3)) == found and engine.stats.prefix_cache_hits > 0
 
 
 def test_more_drafts_than_heads_are_refused(target: tuple[Path, Any], tmp_path: Path) -> None:
     heads = KINDS["medusa"]
     heads.write(tmp_path)
-    wanted = heads.count + 1
+    num_drafts = heads.count + 1
     message = f'at most {heads.count}, the drafts of a step that the weights of "medusa" make'
-    with pytest.raises(ValueError, match=f"num_model_steps must be {message}.*, got {wanted};"):
-        make(target, heads, tmp_path, num_speculative_tokens=wanted)
+    with pytest.raises(ValueError, match=f"num_model_steps must be {message}.*, got {num_drafts};"):
+        make(target, heads, tmp_path, num_speculative_tokens=num_drafts)
 
 
 @pytest.mark.parametrize("mistake", ["no layer", "another state", "another place"])
-def test_the_prefix_layer_reads_what_it_should(
+def test_mistakes_in_the_prefix_layer_change_the_drafts(
     target: tuple[Path, Any], tmp_path: Path, mistake: str
 ) -> None:
-    """Mistakes give other drafts."""
     heads = KINDS["hydra++"]
     heads.write(tmp_path)
-    found = reported(make(target, heads, tmp_path, max_num_seqs=4), TEXTS[:3], told(3))
+    found = reported(make(target, heads, tmp_path, max_num_seqs=4), TEXTS[:3], reporting(3))
     pairs = [one for of_request in found for one in of_request if one[1]]
     others = [heads.drafts(target[1], text, len(drafts), mistake) for text, drafts in pairs]
     assert sum(list(drafts) != other for (_, drafts), other in zip(pairs, others, strict=True)) > 3
@@ -231,7 +230,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "hydra++"])
 @pytest.mark.fast("medusa-tree", "hydra-preempted", "hydra-hybrid", "hydra++-int8")
-def test_every_bit_is_plain_decoding_s(
+def test_outputs_have_the_bits_of_plain_decoding(
     target: tuple[Path, Any], tmp_path: Path, kind: str, case: str
 ) -> None:
     heads, own = KINDS[kind], dict(CASES[case])
@@ -251,7 +250,7 @@ def test_every_bit_is_plain_decoding_s(
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "hydra++"])
-def test_drawn_drafts_are_the_same_in_any_batch(
+def test_sampled_drafts_are_the_same_in_any_batch(
     target: tuple[Path, Any], tmp_path: Path, kind: str
 ) -> None:
     heads = KINDS[kind]
@@ -266,13 +265,13 @@ def test_drawn_drafts_are_the_same_in_any_batch(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_drafts_of_a_layer_are_the_same_in_any_batch(
+def test_drafts_of_a_prefix_layer_are_the_same_in_any_batch(
     target: tuple[Path, Any], tmp_path: Path, temperature: float
 ) -> None:
-    """Alone, in chunks, and behind cached pages."""
+    """Compare batches, chunks and runs behind cached pages."""
     heads = KINDS["hydra++"]
     heads.write(tmp_path)
-    each = told(6, temperature)
+    each = reporting(6, temperature)
     engine = make(target, heads, tmp_path, max_num_seqs=6)
     drafts = reported(engine, TEXTS, each)
     assert reported(engine, TEXTS[::-1], each[::-1])[::-1] == drafts
@@ -281,17 +280,17 @@ def test_drafts_of_a_layer_are_the_same_in_any_batch(
     assert reported(other, TEXTS, each) == drafts
 
 
-def test_trees_are_the_best_paths() -> None:
+def test_joint_tree_holds_the_best_paths() -> None:
     places = [[(1, 0.6), (2, 0.3), (3, 0.1)], [(4, 0.9), (5, 0.1)], [(6, 0.55), (7, 0.45)]]
     tree = joint_tree(places, 7)
     assert tree.token_ids == [1, 4, 2, 6, 4, 7, 6]
     assert tree.parents == [-1, 0, -1, 1, 2, 1, 4]
     assert tree.acceptance_probs == [0.6, 0.9, 0.3, 0.55, 0.9, 0.45, 0.55]
-    # Every path, by its product of acceptance probabilities.
+    # All paths are sorted by the product of their acceptance probabilities.
     whole = joint_tree(places, 100)
     products: list[float] = []
-    for parent, chance in zip(whole.parents, whole.acceptance_probs, strict=True):
-        products.append(chance * (products[parent] if parent >= 0 else 1.0))
+    for parent, prob in zip(whole.parents, whole.acceptance_probs, strict=True):
+        products.append(prob * (products[parent] if parent >= 0 else 1.0))
     assert len(products) == 3 + 6 + 12
     assert all(a >= b - 1e-12 for a, b in pairwise(products))
     assert joint_tree([], 3) == ([], [], [])
@@ -300,19 +299,19 @@ def test_trees_are_the_best_paths() -> None:
 PATHS = [[0], [0, 0], [1], [0, 1], [2], [0, 0, 0], [1, 0], [0, 2], [9]]
 
 
-def test_a_static_tree_is_the_file_s() -> None:
+def test_static_tree_follows_the_file() -> None:
     places = [[(10 * place + rank, 1 / (rank + 2)) for rank in range(10)] for place in range(3)]
     tree = static_tree(PATHS, places, 64)
     assert tree.token_ids == [0, 10, 1, 11, 2, 20, 10, 12, 9]
     assert tree.parents == [-1, 0, -1, 0, -1, 1, 2, 0, -1]
     assert tree.acceptance_probs[:3] == [1 / 2, 1 / 2, 1 / 3]
     assert static_tree(PATHS, places, 4) == tuple(part[:4] for part in tree)
-    # Where there are fewer drafts, nodes that lie deeper are left out.
+    # With shallower drafts, deeper nodes are left out.
     assert static_tree(PATHS, places[:2], 6).token_ids == [0, 10, 1, 11, 2, 10]
 
 
 def test_every_step_verifies_the_tree_of_the_file(target: tuple[Path, Any], tmp_path: Path) -> None:
-    """Its nodes are the reference's likeliest tokens; every bit is plain decoding's."""
+    """Nodes are the reference's likeliest tokens. Outputs have the bits of plain decoding."""
     heads, file = KINDS["medusa"], tmp_path / "tree.json"
     heads.write(tmp_path)
     file.write_text(json.dumps(PATHS))
@@ -324,8 +323,8 @@ def test_every_step_verifies_the_tree_of_the_file(target: tuple[Path, Any], tmp_
     expected = make(target, None, tmp_path, max_num_seqs=1).generate(TEXTS[:4], each)
     assert list(map(bits, done)) == list(map(bits, expected))
     compared = 0
-    for text, drafts in [one for each in reported(engine, TEXTS[:3], told(3)) for one in each]:
-        if len(drafts) == len(PATHS):  # not at a text's end
+    for text, drafts in [one for each in reported(engine, TEXTS[:3], reporting(3)) for one in each]:
+        if len(drafts) == len(PATHS):  # not at the end of a text
             ranked = heads.ranked(target[1], text, 3)
             preorder = sorted(PATHS)  # ranks rise among siblings
             assert list(drafts) == [ranked[len(path) - 1][path[-1]] for path in preorder]
@@ -347,7 +346,7 @@ def test_every_step_verifies_the_tree_of_the_file(target: tuple[Path, Any], tmp_
         (None, "not a file of a tree"),
     ],
 )
-def test_what_is_no_tree(
+def test_invalid_tree_files_are_refused(
     target: tuple[Path, Any], tmp_path: Path, text: str | None, message: str
 ) -> None:
     heads, file = KINDS["medusa"], tmp_path / "tree.json"
@@ -400,7 +399,7 @@ def test_what_is_no_tree(
         ),
     ],
 )
-def test_what_does_not_fit(
+def test_mismatched_checkpoints_are_refused(
     target: tuple[Path, Any],
     tmp_path: Path,
     kind: str,
@@ -422,14 +421,16 @@ def test_what_does_not_fit(
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
-def test_null_is_no_value(target: tuple[Path, Any], tmp_path: Path, kind: str) -> None:
+def test_null_config_fields_are_ignored(
+    target: tuple[Path, Any], tmp_path: Path, kind: str
+) -> None:
     fields = ("truncated_vocab_size", "hydra_head_arch", "grounded_heads", "hidden_state_offset")
     KINDS[kind].write(tmp_path, **dict.fromkeys(fields))
     assert make(target, KINDS[kind], tmp_path) is not None
 
 
 @pytest.mark.parametrize("method", ["medusa", "hydra"])
-def test_what_is_named_by_nobody(target: tuple[Path, Any], tmp_path: Path, method: str) -> None:
+def test_missing_heads_are_refused(target: tuple[Path, Any], tmp_path: Path, method: str) -> None:
     with pytest.raises(ModelError, match="heads are named: the directory belongs into model"):
         Engine(
             EngineConfig(model=str(target[0]), speculative_config=SpeculativeConfig(method=method))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sample, top_logprobs and commit_tokens against their references."""
+"""`sample` and `top_logprobs` against their references."""
 
 import math
 from functools import cache
@@ -9,8 +9,8 @@ import pytest
 import simt
 import specops
 import torch
-from conftest import expect_fault
 from sampling_cases import by_field, mixed_params, on_device, positions_from, row_params
+from shared_fixtures import expect_fault
 from specops import _C, reference, sampling
 from specops.sampling import Purpose
 from torch import Tensor
@@ -21,7 +21,7 @@ INF = math.inf
 
 
 def sample(logits: Tensor, positions: Tensor, params: dict[str, Tensor], **more: Any) -> Tensor:
-    """`sampling.sample` on the device of the logits; the tokens on cpu."""
+    """Call `sampling.sample` on the device of the logits and return the tokens on the CPU."""
     device = logits.device
     params = on_device(params, device)
     return by_field(sampling.sample)(logits, positions.to(device), **params, **more).cpu()
@@ -55,7 +55,9 @@ def test_philox_known_answers(seed: int, counter: list[int], expected: list[int]
     "rows,vocab", [(0, 32), (1, 1), (1, 4096), (60, 77), (1500, 40), (24, 5000)]
 )
 @pytest.mark.pairwise
-def test_sample(device: str, isa: str, dtype: torch.dtype, rows: int, vocab: int) -> None:
+def test_sample_equals_the_reference(
+    device: str, isa: str, dtype: torch.dtype, rows: int, vocab: int
+) -> None:
     logits = (3 * torch.randn(rows, vocab)).to(dtype).to(device)
     positions = positions_from(5, rows)
     params = mixed_params(rows)
@@ -70,10 +72,10 @@ def test_sample(device: str, isa: str, dtype: torch.dtype, rows: int, vocab: int
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("begin", [100, 101])
-def test_sample_strided_rows_with_poisoned_slack(
+def test_sample_does_not_read_between_strided_rows(
     device: str, isa: str, dtype: torch.dtype, begin: int
 ) -> None:
-    """Rows that begin on any boundary have the same bits."""
+    """Rows have the same bits at any alignment."""
     wide = torch.full((9, 3001), 1e30, device=device, dtype=dtype)
     wide[:, begin : begin + 2033] = torch.randn(9, 2033)
     view = wide[:, begin : begin + 2033]
@@ -85,7 +87,7 @@ def test_sample_strided_rows_with_poisoned_slack(
 
 @pytest.mark.parametrize("start,step", [(0, 1), (9000, 1), (7, 40_000)])
 def test_row_identity(device: str, isa: str, on_cuda: bool, start: int, step: int) -> None:
-    """A row alone, in another slot, in a batch, and on one to three threads: the same bits."""
+    """A row has the same bits alone, in another slot, in a batch and on one to three threads."""
     rows, vocab = 13, 9001
     logits = torch.randn(rows, vocab, device=device)
     positions = torch.arange(rows, dtype=torch.int32) * step + start
@@ -125,7 +127,10 @@ LARGE_CASES = [
 
 @cache
 def large_case(kind: str) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """Rows too long for a list of candidates, each kind straining the selection its own way."""
+    """Return rows too long for a list of candidates.
+
+    Each kind strains the selection differently.
+    """
     cases, vocab = LARGE_CASES, 40_003
     if kind == "huge":
         cases, vocab = LARGE_CASES[4:12], 600_001
@@ -134,9 +139,9 @@ def large_case(kind: str) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     logits = torch.randn(len(cases), vocab)
     if kind == "peaked":
         logits *= 4
-    elif kind == "tied":  # more tokens than a list holds share a logit, wherever the cut falls
+    elif kind == "tied":  # more tokens share a logit than a list holds
         logits = logits.sign()
-    elif kind == "tail":  # one leaf full of mass, the rest -inf, NaN or far below
+    elif kind == "tail":  # one leaf holds most of the mass; the rest is -inf, NaN or far below
         logits[:, :39_000] = -30.0
         logits[:, :20_000] = math.nan
         logits[:, :10_000] = -INF
@@ -147,14 +152,16 @@ def large_case(kind: str) -> tuple[Tensor, dict[str, Tensor], Tensor]:
 
 @pytest.mark.parametrize("kind", ["flat", "peaked", "tied", "tail", "wide"])
 @pytest.mark.fast("cpu-*", "simt-t*", ci=("simt-*",))
-def test_sample_large_vocabulary(device: str, isa: str, on_cuda: bool, kind: str) -> None:
-    """At a huge temperature kept tokens weigh the same: one token more or less would show."""
+def test_sample_from_a_large_vocabulary(device: str, isa: str, on_cuda: bool, kind: str) -> None:
+    """At a huge temperature all retained tokens weigh the same, so one token more or less shows."""
     check_large_case(device, on_cuda, kind, slice(0, None, 3 if on_cuda else 1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["flat", "peaked", "tied", "tail", "huge"])
-def test_sample_every_large_vocabulary(device: str, isa: str, on_cuda: bool, kind: str) -> None:
+def test_sample_from_every_large_vocabulary(
+    device: str, isa: str, on_cuda: bool, kind: str
+) -> None:
     check_large_case(device, on_cuda, kind, slice(None))
 
 
@@ -171,10 +178,10 @@ def check_large_case(device: str, on_cuda: bool, kind: str, rows: slice) -> None
         assert torch.equal(torch.stack(again), torch.stack(got))
 
 
-def test_sample_beyond_32_bit_offsets(
+def test_sample_supports_offsets_beyond_32_bits(
     device: str, on_cuda: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows so far apart that their offsets pass 2^32 elements: memory that is never touched."""
+    """Offsets between rows pass 2^32 elements. The memory between them is never touched."""
     if on_cuda and device == "cpu":  # the interpreter: each schedule would copy that memory
         simt.load().set_regions([])
         monkeypatch.setattr(sampling, "_C", simt.load())
@@ -192,7 +199,7 @@ def test_sample_beyond_32_bit_offsets(
 
 
 def kept_by_sampling(row: Tensor, draws: int = 800, **filters: Any) -> set[int]:
-    """The tokens that sampling one row at many positions ever yields."""
+    """Return the tokens that sampling one row at many positions ever yields."""
     logits = row.expand(draws, -1).contiguous()
     params = row_params(draws, seeds=5, **filters)
     return set(sample(logits, positions_from(0, draws), params).tolist())
@@ -217,7 +224,7 @@ def test_top_p_keeps_the_smallest_prefix(device: str, isa: str) -> None:
     assert kept_by_sampling(row, top_p=0.8) == {1, 2, 4, 5}
     assert kept_by_sampling(row, top_p=0.92) == {0, 1, 2, 4, 5}
     assert kept_by_sampling(row, top_p=1.0) == set(range(6))
-    # a quarter of a flat row, rounded up, and across leaves
+    # half of a flat row, rounded up, and across leaves
     flat = torch.zeros(2100, device=device)
     assert max(kept_by_sampling(flat, top_p=1050.5 / 2100)) <= 1050
 
@@ -241,7 +248,7 @@ def test_zeros_of_both_signs_are_tied(device: str, isa: str, filters: dict[str, 
     assert (logprobs <= 0).all()
 
 
-def test_min_p(device: str, isa: str) -> None:
+def test_min_p_is_relative_to_the_likeliest_token(device: str, isa: str) -> None:
     row = torch.tensor([0.1, 0.5, 0.3, 0.1], device=device).log()
     assert kept_by_sampling(row, min_p=0.5) == {1, 2}
     assert kept_by_sampling(row, min_p=1.0) == {1}
@@ -256,7 +263,7 @@ def test_greedy_ties_go_to_the_lowest_id(device: str, isa: str) -> None:
     assert sample(logits, positions_from(0, 3), params).tolist() == [70, 1029, 0]
 
 
-def test_temperature_extremes(device: str, isa: str) -> None:
+def test_extreme_temperatures_select_the_best_or_any_token(device: str, isa: str) -> None:
     row = torch.linspace(-3, 3, 64, device=device)
     for temperature in (1e-45, 1e-30, 1e-4):
         assert kept_by_sampling(row, draws=50, temperature=temperature) == {63}
@@ -264,7 +271,7 @@ def test_temperature_extremes(device: str, isa: str) -> None:
     assert hot == set(range(64))
 
 
-def test_nan_and_infinite_logits(device: str, isa: str) -> None:
+def test_nan_and_infinite_logits_follow_the_reference(device: str, isa: str) -> None:
     nan = math.nan
     logits = torch.tensor(
         [
@@ -304,7 +311,7 @@ def test_seeds_are_unsigned_bit_patterns(device: str) -> None:
     assert int(token) == int(reference.philox_uniform(seed, 17, 3) * 4096)
 
 
-def test_choices_and_positions_draw_apart(device: str) -> None:
+def test_choices_and_positions_draw_independently(device: str) -> None:
     logits = torch.zeros(64, 4096, device=device)
     same = torch.zeros(64, dtype=torch.int32)
     params = row_params(64, seeds=3, choice_index=list(range(64)))
@@ -344,8 +351,10 @@ def test_sampled_tokens_follow_the_distribution(
 
 
 @pytest.mark.parametrize("rows,vocab", [(9, 300), (1, 300), (5, 4100)])
-def test_sample_strided_probs(device: str, isa: str, on_cuda: bool, rows: int, vocab: int) -> None:
-    """A step of a table of drafts is written where it lies, with the bits of one without gaps."""
+def test_sample_writes_strided_probs(
+    device: str, isa: str, on_cuda: bool, rows: int, vocab: int
+) -> None:
+    """A step of a draft table is written in place, with the bits of a contiguous one."""
     logits, positions = torch.randn(rows, vocab).to(device), positions_from(5, rows)
     params = mixed_params(rows)
     want = torch.full((rows, vocab), 7.0, device=device)
@@ -358,7 +367,7 @@ def test_sample_strided_probs(device: str, isa: str, on_cuda: bool, rows: int, v
     table = torch.full((rows + 2, 3, vocab), 7.0, device=device)
     got = sample(logits, positions, params, probs=table[:rows, 1], purpose=Purpose.DRAFT)
     assert torch.equal(got, tokens) and torch.equal(table[:rows, 1], want)
-    params["top_p"][0] = 2.0  # on cuda the row is cleared, and no other
+    params["top_p"][0] = 2.0  # on CUDA only this row is cleared
     with expect_fault(on_cuda, r"sample: sampling.top_p.* must be within"):
         sample(logits, positions, params, probs=table[:rows, 1], purpose=Purpose.DRAFT)
     if on_cuda:
@@ -377,7 +386,7 @@ def test_sample_strided_probs(device: str, isa: str, on_cuda: bool, rows: int, v
     [(0, 9, 2), (3, 9, 0), (3, 9, 9), (7, 5000, 20), (2, 50_000, 20_000), (1500, 70, 5)],
 )
 @pytest.mark.pairwise
-def test_top_logprobs(
+def test_top_logprobs_equal_the_reference(
     device: str, isa: str, dtype: torch.dtype, rows: int, vocab: int, n: int
 ) -> None:
     logits = (3 * torch.randn(rows, vocab)).to(dtype).to(device)
@@ -388,7 +397,7 @@ def test_top_logprobs(
     torch.testing.assert_close(lse, expected[2], rtol=0, atol=4e-6)
 
 
-def test_top_logprobs_ties_and_odd_rows(device: str, isa: str) -> None:
+def test_top_logprobs_of_ties_nan_and_infinity(device: str, isa: str) -> None:
     logits = torch.zeros(4, 3000, device=device)
     logits[1, [2999, 40, 1700]] = 1.0
     logits[2] = math.nan
@@ -419,17 +428,22 @@ def test_sample_without_parameters_is_greedy(device: str, isa: str) -> None:
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
-@pytest.mark.parametrize("given", [{}, {"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.2}])
-def test_sample_without_filters(device: str, isa: str, given: dict[str, Any]) -> None:
+@pytest.mark.parametrize("filters", [{}, {"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.2}])
+def test_sample_treats_absent_filters_as_off(
+    device: str, isa: str, filters: dict[str, Any]
+) -> None:
     logits = torch.randn(40, 700, device=device)
-    params = row_params(40, temperature=0.8, choice_index=0, **given)
+    params = row_params(40, temperature=0.8, choice_index=0, **filters)
     want = sample(logits, positions_from(0, 40), params)
-    params = {name: params[name] for name in ("temperature", "seeds", *given)}
+    params = {name: params[name] for name in ("temperature", "seeds", *filters)}
     assert torch.equal(sample(logits, positions_from(0, 40), params), want)
 
 
 def test_workspace_of_many_rows_serves_few(device: str, on_cuda: bool) -> None:
-    """Many rows have a block each, few of them are shared by blocks and need more for it."""
+    """Many rows get a block each.
+
+    Few rows are each split over blocks, which needs more workspace.
+    """
     logits = torch.randn(40, 20_000).to(device)
     workspace = sampling.sampling_workspace(logits, 3)
     for rows in (40, 1, 40, 3):
@@ -438,8 +452,8 @@ def test_workspace_of_many_rows_serves_few(device: str, on_cuda: bool) -> None:
         assert torch.equal(got.long(), logits[:rows].argmax(-1))
 
 
-def test_min_p_at_the_highest_temperature(device: str) -> None:
-    """Where min-p keeps every finite logit and nothing else narrows the choice."""
+def test_min_p_works_at_the_highest_temperature(device: str) -> None:
+    """min-p keeps every finite logit, and nothing else narrows the choice."""
     logits = torch.randn(3, 9001)
     logits[0, 9000], logits[1, :] = 100.0, -3e38
     step = {"temperature": 3e38, "top_p": 1.0, "min_p": 1e-6}
@@ -451,7 +465,7 @@ def test_min_p_at_the_highest_temperature(device: str) -> None:
     assert torch.equal(got, by_field(reference.sample)(logits.to(device), positions, **args))
 
 
-# ---- refusals ----
+# ---- errors ----
 
 
 @pytest.mark.parametrize(
@@ -485,7 +499,7 @@ def test_sample_refuses_shapes_and_dtypes(device: str) -> None:
         by_field(sampling.sample)(logits[:, :0], positions, **params)
 
 
-def test_parameters_that_would_change_nothing_are_refused(device: str) -> None:
+def test_parameters_without_effect_are_refused(device: str) -> None:
     logits, positions = torch.zeros(2, 5, device=device), positions_from(0, 2).to(device)
     params = on_device(row_params(2), device)
     for top_p in (params["top_p"], 0.5):
@@ -493,7 +507,7 @@ def test_parameters_that_would_change_nothing_are_refused(device: str) -> None:
             sampling.sample(logits, positions, sampling=sampling.SamplingTensors(top_p=top_p))
 
 
-def test_seeds_are_needed_where_something_is_drawn(device: str, on_cuda: bool) -> None:
+def test_seeds_are_required_above_temperature_zero(device: str, on_cuda: bool) -> None:
     logits, positions = torch.randn(3, 5, device=device), positions_from(0, 3).to(device)
     best = logits.argmax(-1).int()
     temperature = torch.zeros(3, device=device)
@@ -520,7 +534,7 @@ def test_seeds_are_needed_where_something_is_drawn(device: str, on_cuda: bool) -
             assert tokens.tolist()[1] == -1 and (given is not temperature or tokens[0] == best[0])
 
 
-def test_one_number_for_all_rows(device: str, isa: str) -> None:
+def test_one_number_applies_to_all_rows(device: str, isa: str) -> None:
     logits, positions = torch.randn(20, 900, device=device), positions_from(3, 20).to(device)
     seeds = torch.arange(20, device=device)
     numbers = {"temperature": 0.75, "top_k": 300, "top_p": 0.875, "min_p": 0.0625}

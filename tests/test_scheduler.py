@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler without a model: steps are made up, and memory says what a row came from."""
+"""The scheduler without a model: steps are simulated, and each cache row records its source."""
 
 import random
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 from pages import check_pages
+from specops.api.config import EngineConfig
 from specops.engine import SamplingParams, SpeculativeConfig
-from specops.engine.config import EngineConfig
 from specops.engine.machine import free_rows_of
 from specops.engine.memory.kv_cache import DraftKv, PagePool
 from specops.engine.models import CacheRoom, KeptStates
@@ -25,10 +25,10 @@ Tokens = tuple[int, ...]
 
 @dataclass
 class Row:
-    """A slot of a page: what its keys and values were computed from."""
+    """Page slot: the tokens that its keys and values were computed from."""
 
-    model: Tokens | None = None  # all tokens up to and with its own
-    drafts: Tokens | None = None  # the tokens behind it that modules drafted from
+    model: Tokens | None = None  # all tokens up to and including its own
+    drafts: Tokens | None = None  # the tokens after it that modules drafted from
 
 
 def make_request(
@@ -44,7 +44,7 @@ def make_request(
         request_id=f"r{arrival}",
         arrival=arrival,
         params=SamplingParams(max_tokens=max_tokens),
-        speculative=SpeculativeConfig(method=method, **own),
+        speculative=SpeculativeConfig.from_dict({"method": method, **own}),
         seed=0,
         choice_index=0,
         prompt_len=len(tokens),
@@ -58,14 +58,14 @@ def make_request(
 
 
 def check_entries(states: KeptStates, num_kept: int) -> None:
-    """Fails if an entry is lost, or two things at once."""
+    """Fail if an entry is lost or has two owners."""
     waiting = [own.waiting[1] for own in states._running.values() if own.waiting is not None]
     entries = [*states._free, *states._entry_of.values(), *waiting]
     assert sorted(entries) == list(range(num_kept)), "an entry is lost, or has two owners"
 
 
 class States:
-    """States as a model keeps them: of a position, the text up to it."""
+    """States of a model: each position holds the text up to it."""
 
     def __init__(self, room: CacheRoom) -> None:
         self.room = room
@@ -79,7 +79,7 @@ class States:
 
     def keep_states(self, slot: int, num_tokens: int, entry: int) -> None:
         self.kept[entry] = text = self.of_slot(slot, num_tokens)
-        assert text is not None and len(text) == num_tokens, "it is another position's"
+        assert text is not None and len(text) == num_tokens, "states of another position"
         self.num_kept += 1
 
     def load_states(self, entry: int, num_tokens: int, slot: int) -> None:
@@ -89,8 +89,8 @@ class States:
         self.num_loads += 1
 
 
-class World:
-    """An engine's loop with random drafts, acceptance, rests of drafters, endings and aborts."""
+class Simulation:
+    """Engine loop with random drafts, acceptance, drafter pauses, completions and aborts."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class World:
         self.leaf = 2 * self.size
         self.room = room = CacheRoom(num_pages, 4, 6, k, num_kept)
         self.states = States(room) if num_kept and has_states else None
-        # Of its window, what the drafter makes up takes the last places.
+        # The drafter's own drafts take the last places of its window.
         self.drafter_states = None
         if drafter_has_states:
             self.drafter_states = States(room._replace(num_drafts=2 * k))
@@ -134,7 +134,7 @@ class World:
         method = self.rng.choice(["naive", "mtp"]) if has_drafter else "naive"
         own = {"num_speculative_tokens": self.k, "lookahead": self.lookahead}
         own = own if method == "mtp" else {}
-        # Prompts that share beginnings, some of them longer than what a request may still write.
+        # Prompts share beginnings. Some are longer than what a request may still write.
         tokens = [1] * self.rng.randrange(1, 20) + [self.rng.randrange(2) for _ in range(3)]
         request = make_request(
             self._arrivals, tokens, method, self.rng.randrange(1, 96 - len(tokens)), **own
@@ -161,7 +161,7 @@ class World:
         check_entries(self.scheduler.states, self.room.num_kept)
 
     def live(self, num_steps: int) -> None:
-        """So many steps in which requests come and go, and those that the last ones need."""
+        """Run steps in which requests come and go, then drain the rest."""
         for _ in range(num_steps):
             if len(self.scheduler.waiting) < 4 and self.rng.random() < 0.5:
                 self.arrive()
@@ -178,12 +178,12 @@ class World:
 
     def _choose_drafts(self, requests: Sequence[Request], room: int) -> None:
         for request in requests:
-            wanted = self.rng.randrange(self.k + 1) if request.draft_kv else 0
-            request.num_drafts = max(min(wanted, request.draft_room, room), 0)
+            expected = self.rng.randrange(self.k + 1) if request.draft_kv else 0
+            request.num_drafts = max(min(expected, request.draft_room, room), 0)
             room -= request.num_drafts
 
     def _check_slots(self, plan: Plan) -> None:
-        """Who lost and who got a slot, told in order, leaves each slot with one request."""
+        """Check that stops and then starts leave each slot with one request."""
         for request_id, slot in plan.stopped:
             assert self.slots.pop(slot).request_id == request_id
         for request_id, slot in plan.started:
@@ -199,7 +199,7 @@ class World:
         assert self.scheduler.at == self.slots
 
     def _check_prefixes(self, plan: Plan) -> None:
-        """What is said to be shared is there, in the same pages; and nothing else is shared."""
+        """Check that reported shared prefixes are in the same pages and that none is missing."""
         requests = [self.slots[part.slot] for part in plan.parts]
         claimed: set[tuple[int, ...]] = set()
         if plan.prefixes is not None:
@@ -227,7 +227,7 @@ class World:
         return self.memory[request.pages[position // self.size]][position % self.size]
 
     def _check(self, part: Part) -> None:
-        """All that the request's step reads is there, and there is room for what it writes."""
+        """Check that all that the step reads is present and that its writes fit."""
         request = self.slots[part.slot]
         tokens = tuple(request.token_ids)
         assert part.pages is request.pages and part.num_tokens == len(tokens)
@@ -251,7 +251,7 @@ class World:
 
     def _write(self, request: Request, position: int) -> Row:
         page = request.pages[position // self.size]
-        assert self.pool._refs[page] == 1 and page not in self.pool._place_of, "it is shared"
+        assert self.pool._refs[page] == 1 and page not in self.pool._place_of, "the page is shared"
         return self.memory[page][position % self.size]
 
     def _execute(self, part: Part) -> None:
@@ -261,7 +261,7 @@ class World:
         tokens = tuple(request.token_ids[: begin + known])
         drafts = tuple(rng.randrange(2) for _ in range(part.num_drafts))
         if begin and self.states is not None:
-            assert self.states.of_slot(part.slot, begin) == tokens[:begin], "states are others'"
+            assert self.states.of_slot(part.slot, begin) == tokens[:begin], "states of another text"
         for row in range(part.num_rows):
             text = (tokens + drafts)[: begin + row + 1]
             self._write(request, begin + row).model = text
@@ -270,14 +270,14 @@ class World:
         request.num_computed += known + accepted
         if part.emits:
             request.token_ids += [*drafts[:accepted], rng.randrange(2)]
-        if request.draft_kv is not None and rng.random() < 0.7:  # else the drafter has a rest
+        if request.draft_kv is not None and rng.random() < 0.7:  # otherwise the drafter pauses
             self._draft(request)
         self.scheduler.register_full_pages(request, part)
         if len(request.token_ids) >= request.max_len or rng.random() < 0.02:
             self._finish(request)
 
     def _draft(self, request: Request) -> None:
-        """Writes what the modules know, and behind it what they make up."""
+        """Write what the modules know, then what they draft."""
         tokens = tuple(request.token_ids)
         final = min(request.num_computed, len(tokens) - self.lookahead)
         for position in range(request.num_final_draft_kv, len(request.pages) * self.size):
@@ -289,98 +289,98 @@ class World:
         request.num_final_draft_kv = max(final, request.num_final_draft_kv)
 
     def _draft_states(self, request: Request, tokens: Tokens, final: int) -> None:
-        """Goes on from the state of what was final; so many rows behind that are made up."""
+        """Continue from the last final state, then make up k rows."""
         if self.drafter_states is None:
             return
         begin, window = request.num_final_draft_kv, self.drafter_states.slots[request.slot]
         if begin:
             found = self.drafter_states.of_slot(request.slot, begin)
-            assert found == tokens[:begin], "states are others'"
+            assert found == tokens[:begin], "states of another text"
         for position in range(begin, final + self.k):
             is_final = position < final
             window[position % len(window)] = tokens[: position + 1] if is_final else None
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2, 3])
-def test_rows_are_those_of_the_tokens(lookahead: int) -> None:
+def test_cache_rows_match_the_tokens(lookahead: int) -> None:
     hits, preemptions, spare, saved = {"naive": 0, "mtp": 0}, 0, 0, 0
     for seed in range(8):
-        world = World(seed, lookahead)
-        world.live(400)
-        preemptions += world.num_preemptions
-        spare += world.num_spare
-        saved += world.num_saved_tokens
-        hits = {method: count + world.num_hits[method] for method, count in hits.items()}
+        sim = Simulation(seed, lookahead)
+        sim.live(400)
+        preemptions += sim.num_preemptions
+        spare += sim.num_spare
+        saved += sim.num_saved_tokens
+        hits = {method: count + sim.num_hits[method] for method, count in hits.items()}
     assert preemptions > 100 and hits["naive"] > 1000 and saved > 1000
     assert (hits["mtp"] > 1000) == (spare > 1000) == bool(lookahead)
 
 
 @pytest.mark.parametrize("num_kept", [1, 4, 24])
 @pytest.mark.parametrize("lookahead", [0, 1, 3])
-def test_states_are_those_of_the_tokens(lookahead: int, num_kept: int) -> None:
-    """Kept, evicted and found, whoever is preempted, ends or rejects drafts in between."""
+def test_states_match_the_tokens(lookahead: int, num_kept: int) -> None:
+    """States are kept, evicted and found while requests are preempted, end and reject drafts."""
     num_hits = num_preemptions = num_loads = 0
     for seed in range(3):
-        world = World(seed, lookahead, num_kept=num_kept, k=5 + 2 * seed)
-        world.live(300)
-        assert world.states is not None and world.states.num_kept > 2 * num_kept
-        num_loads += world.states.num_loads
-        num_preemptions += world.num_preemptions
-        num_hits += sum(world.num_hits.values())
+        sim = Simulation(seed, lookahead, num_kept=num_kept, k=5 + 2 * seed)
+        sim.live(300)
+        assert sim.states is not None and sim.states.num_kept > 2 * num_kept
+        num_loads += sim.states.num_loads
+        num_preemptions += sim.num_preemptions
+        num_hits += sum(sim.num_hits.values())
     assert num_preemptions > 30 and num_loads > 30 * (num_kept > 1) and num_hits >= 4 * num_loads
 
 
-@pytest.mark.parametrize("has_states", [True, False], ids=["of both", "of the drafter"])
+@pytest.mark.parametrize("has_states", [True, False], ids=["both", "drafter only"])
 @pytest.mark.parametrize("num_kept", [1, 4, 24])
-def test_states_of_drafters_are_those_of_the_tokens(num_kept: int, has_states: bool) -> None:
-    """Beside the target's or without, and of requests with drafts alone; also behind rests."""
+def test_drafter_states_match_the_tokens(num_kept: int, has_states: bool) -> None:
+    """With and without states of the target, only for requests with drafts, and after pauses."""
     num_kepts = num_preemptions = num_loads = 0
     for seed in range(3):
         settings = {"num_kept": num_kept, "has_states": has_states, "k": 3 + 2 * seed}
-        world = World(seed, 0, drafter_has_states=True, **settings)
-        world.live(300)
-        assert world.drafter_states is not None
-        num_kepts += world.drafter_states.num_kept
-        num_loads += world.drafter_states.num_loads
-        num_preemptions += world.num_preemptions
+        sim = Simulation(seed, 0, drafter_has_states=True, **settings)
+        sim.live(300)
+        assert sim.drafter_states is not None
+        num_kepts += sim.drafter_states.num_kept
+        num_loads += sim.drafter_states.num_loads
+        num_preemptions += sim.num_preemptions
     assert num_kepts > 6 * num_kept and num_preemptions > 30
     assert num_loads > 10 * (num_kept > 1)
 
 
 @pytest.mark.parametrize("lookahead", [1, 3])
-def test_nobody_is_preempted_for_rows_behind_the_text(lookahead: int) -> None:
-    """The plans are those of a world in which no module drafts on from its own drafts."""
+def test_no_request_is_preempted_for_spare_draft_rows(lookahead: int) -> None:
+    """Plans equal those of a simulation whose modules do not draft from their own drafts."""
     plans, spare = [], []
     for seed in range(4):
         for reserves in (True, False):
-            world = World(seed, lookahead, caching=False, k=9)
+            sim = Simulation(seed, lookahead, caching=False, k=9)
             if not reserves:
-                world.scheduler.reserve_behind = lambda *_: None  # type: ignore[method-assign]
-                world._check = lambda part: None  # type: ignore[method-assign]
+                sim.scheduler.reserve_behind = lambda *_: None  # type: ignore[method-assign]
+                sim._check = lambda part: None  # type: ignore[method-assign]
             for _ in range(300):
-                if len(world.scheduler.waiting) < 4 and world.rng.random() < 0.5:
-                    world.arrive()
-                world.step()
-            assert world.num_preemptions > 20
-            plans.append(world.plans)
-            spare.append(world.num_spare)
+                if len(sim.scheduler.waiting) < 4 and sim.rng.random() < 0.5:
+                    sim.arrive()
+                sim.step()
+            assert sim.num_preemptions > 20
+            plans.append(sim.plans)
+            spare.append(sim.num_spare)
         assert plans[-1] == plans[-2] and spare[-2] > spare[-1] == 0
 
 
-def test_a_request_alone_may_fill_the_pool() -> None:
-    """Its spare pages end with its text: there is room for all of it, and for no more."""
-    world = World(0, 1, num_pages=6, k=12)
+def test_single_request_may_fill_the_pool() -> None:
+    """Its spare pages end with its text: all of the text fits, and nothing more is reserved."""
+    sim = Simulation(0, 1, num_pages=6, k=12)
     request = make_request(0, [1] * 5, "mtp", 19, lookahead=1, num_speculative_tokens=12)
-    world.scheduler.waiting.append(request)
-    world.rng.random = lambda: 0.5  # type: ignore[method-assign]
-    while world.scheduler.running or world.scheduler.waiting:
-        world.step()
+    sim.scheduler.waiting.append(request)
+    sim.rng.random = lambda: 0.5  # type: ignore[method-assign]
+    while sim.scheduler.running or sim.scheduler.waiting:
+        sim.step()
         assert len(request.pages) <= 6
-    assert len(request.token_ids) == 24 and world.num_preemptions == 0
+    assert len(request.token_ids) == 24 and sim.num_preemptions == 0
 
 
 @pytest.mark.parametrize("lookahead", [1, 2, 3])
-def test_pages_are_registered_when_what_follows_them_is_known(lookahead: int) -> None:
+def test_pages_are_registered_once_the_tokens_after_them_are_known(lookahead: int) -> None:
     pool = PagePool(16, 4, enable_prefix_caching=True)
     scheduler = Scheduler(pool, EngineConfig(max_num_seqs=2, max_num_batched_tokens=64))
     own = {"num_speculative_tokens": 2, "lookahead": lookahead}
@@ -396,11 +396,11 @@ def test_pages_are_registered_when_what_follows_them_is_known(lookahead: int) ->
         first.token_ids.append(length)
         first.num_computed = length - 1
         scheduler.register_full_pages(first, scheduler.part(first, 1, emits=True))
-        assert first.num_registered_pages == 0  # the drafter had a rest
+        assert first.num_registered_pages == 0  # the drafter paused
     first.num_final_draft_kv = min(first.num_computed, len(first.token_ids) - lookahead)
     scheduler.register_full_pages(first, scheduler.part(first, 1, emits=True))
     assert first.num_registered_pages == 2
-    # With all that follows, with less, and by a request that does not care.
+    # With all tokens that follow, with fewer, and by a request without drafts.
     for count, hits in ((lookahead, 8), (lookahead - 1, 4)):
         second = make_request(1, first.token_ids[: 8 + count], "mtp", 8, **own)
         start(second)
@@ -412,7 +412,7 @@ def test_pages_are_registered_when_what_follows_them_is_known(lookahead: int) ->
     scheduler.finish(plain)
 
 
-# ---- shares ----
+# ---- fair scheduling ----
 
 
 def owned(arrival: int, *owners: str, tokens: int = 3, max_tokens: int = 12) -> Request:
@@ -427,7 +427,7 @@ def slots(num_slots: int, num_pages: int = 200) -> Scheduler:
 
 
 def run(scheduler: Scheduler, steps: int) -> int:
-    """Steps in which every planned request emits a token; returns how many lost their slots."""
+    """Run steps in which every planned request emits a token. Return the number of preemptions."""
     num_preemptions = 0
     for _ in range(steps):
         plan = scheduler.schedule()
@@ -446,37 +446,37 @@ def owners_of(scheduler: Scheduler) -> list[tuple[str, ...]]:
     return sorted(request.owners for request in scheduler.running)
 
 
-def test_calls_get_equal_shares() -> None:
+def test_calls_get_equal_numbers_of_slots() -> None:
     scheduler = slots(6)
     scheduler.waiting += [owned(i, "", "many") for i in range(20)]
     run(scheduler, 1)
     assert owners_of(scheduler) == [("", "many")] * 6
     scheduler.waiting += [owned(20 + i, "", f"one {i}") for i in range(3)]
-    run(scheduler, 1)  # at once, and not when one of the many is done
+    run(scheduler, 1)  # at once, not when one of the many ends
     assert owners_of(scheduler) == [("", "many")] * 3 + [("", f"one {i}") for i in range(3)]
     scheduler.waiting += [owned(23 + i, "", "few") for i in range(4)]
     run(scheduler, 1)
-    assert owners_of(scheduler).count(("", "few")) == 1  # 2, 1, 1, 1 and 1
-    assert run(scheduler, 5) == 0, "nobody takes turns"
+    assert owners_of(scheduler).count(("", "few")) == 1  # slots: 2, 1, 1, 1 and 1
+    assert run(scheduler, 5) == 0, "a request lost its slot although slots are equally divided"
     run(scheduler, 200)
     assert not scheduler.running and not scheduler.waiting
 
 
-def test_clients_get_equal_shares_whatever_their_calls() -> None:
+def test_clients_get_equal_numbers_of_slots_whatever_their_calls() -> None:
     scheduler = slots(8)
     scheduler.waiting += [owned(i, "a", f"call {i}") for i in range(20)]
     run(scheduler, 1)
     scheduler.waiting += [owned(20 + i, "b", "call") for i in range(20)]
     run(scheduler, 1)
     assert [owners[0] for owners in owners_of(scheduler)] == ["a"] * 4 + ["b"] * 4
-    # Within a client its calls are equal, too, though another client has as much.
+    # The calls of one client are equal, too, although another client holds as many slots.
     scheduler.waiting.append(owned(40, "b", "another"))
     run(scheduler, 1)
     assert owners_of(scheduler)[4:] == [("b", "another"), *[("b", "call")] * 3]
 
 
-def test_who_has_most_gives_pages() -> None:
-    """One call holds the pages; another one's only request is neither starved nor driven out."""
+def test_call_with_most_pages_releases_them() -> None:
+    """One call holds the pages. Another call's only request is neither starved nor preempted."""
     scheduler = slots(32, num_pages=16)
     scheduler.waiting += [owned(i, "", "many", tokens=7, max_tokens=20) for i in range(8)]
     run(scheduler, 2)
@@ -490,7 +490,7 @@ def test_who_has_most_gives_pages() -> None:
     assert not scheduler.running and not scheduler.waiting
 
 
-def test_without_owners_the_first_to_come_is_the_first_served() -> None:
+def test_without_owners_requests_run_in_order_of_arrival() -> None:
     scheduler = slots(2)
     requests = [owned(i) for i in range(6)]
     scheduler.waiting += requests
@@ -502,14 +502,14 @@ def test_without_owners_the_first_to_come_is_the_first_served() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows", "told"), [("cpu", 512, ""), ("cpu", 1024, "128"), ("cuda", 1024, "")]
+    ("kind", "rows", "limit"), [("cpu", 512, ""), ("cpu", 1024, "128"), ("cuda", 1024, "")]
 )
-def test_the_log_says_where_prompts_get_fewer_rows(
-    kind: str, rows: int, told: str, caplog: pytest.LogCaptureFixture
+def test_log_reports_reduced_prompt_rows(
+    kind: str, rows: int, limit: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The default asks for nothing by name."""
+    """The default configuration logs nothing."""
     device: Any = SimpleNamespace(device=torch.device(kind))
     with caplog.at_level("INFO"):
         free_rows_of(EngineConfig(max_num_batched_tokens=rows), device)
-    wanted = f"of the {rows} rows of a step (max_num_batched_tokens) prompts get {told}"
-    assert caplog.messages == [wanted] * bool(told)
+    expected = f"of the {rows} rows of a step (max_num_batched_tokens) prompts get {limit}"
+    assert caplog.messages == [expected] * bool(limit)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
-"""`make attacks` in small: every attack runs, and nothing breaks. Its times mean nothing."""
+"""Small runs of `make -C tools attacks`: every attack runs and breaks nothing."""
 
 import pytest
 
@@ -9,7 +9,7 @@ for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2"):
 
 import server_attacks
 from attackers import ATTACKS, Sizes
-from specops.engine.config import BUNDLED_MODEL
+from specops.api.config import BUNDLED_MODEL
 
 pytestmark = pytest.mark.ci
 
@@ -26,16 +26,17 @@ SMALL = Sizes(
     prompt=100,
     one_prompt=90,
 )
-# What attackers are told, or do.
+# Expected outcomes of each attack
 EXPECTED = {
     "bad_words": {"400"},
     "long_ids": {"400"},
     "many_choices": {"200"},
     "trickling": {"open"},
     "half_open": {"closed", "open"},
-    "big_heads": {"400", "closed"},  # it is lost where the system ends it for what is not read
+    # lost if the system resets the connection because of unread data
+    "big_heads": {"400", "closed"},
     "broken_uploads": {"left"},
-    "huge_bodies": {"413", "closed"},  # as with heads
+    "huge_bodies": {"413", "closed"},  # as with big_heads
     "announced_bodies": {"413"},
     "connect_send_close": {"left"},
     "fresh_prompts": {"200"},
@@ -57,7 +58,7 @@ EXPECTED = {
 @pytest.mark.skipif(
     not (BUNDLED_MODEL / "model.safetensors").is_file(), reason="the bundled model is not there"
 )
-def test_nothing_breaks(names: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_attacks_break_nothing(names: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     wrong = server_attacks.run(
         seconds=0.5,
         stream_seconds=1.0,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
-"""Who may ask, under which name, from whose pages, and on whose behalf."""
+"""Access to the server: host names, origins of pages, and addresses from proxies."""
 
 import logging
 
@@ -18,8 +18,8 @@ HTTP = httpx.Client(timeout=120)
 BODY = {"prompt": "abc", "max_tokens": 1}
 
 
-def test_only_names_of_this_machine_where_everybody_on_it_may_ask() -> None:
-    """A page whose own name leads here (DNS rebinding) is not answered."""
+def test_only_local_host_names_are_accepted_without_keys() -> None:
+    """This stops DNS rebinding: a page whose own name leads to this machine gets no answer."""
     assert default_hosts("0.0.0.0", has_keys=False) is None
     assert default_hosts("127.0.0.1", has_keys=True) is None
     hosts = default_hosts("127.0.0.3", has_keys=False)
@@ -41,14 +41,14 @@ def test_only_names_of_this_machine_where_everybody_on_it_may_ask() -> None:
             assert answer.status_code == status, host
 
 
-def test_pages_of_other_origins() -> None:
+def test_pages_of_other_origins_are_answered_if_allowed() -> None:
     page = {"Origin": "https://page.example"}
     asks = page | {
         "Access-Control-Request-Method": "POST",
         "Access-Control-Request-Headers": "authorization, content-type",
     }
     stream = BODY | {"stream": True}
-    for allowed, told in (
+    for allowed, expected in (
         ([], None),
         (["https://other.example"], None),
         (["https://page.example", "https://b.example"], "https://page.example"),
@@ -58,18 +58,18 @@ def test_pages_of_other_origins() -> None:
             FakeEngine(), api_keys=["key"], access=Access(allowed_origins=allowed)
         ) as served:
             url = f"{served.url}/v1/completions"
-            before = HTTP.options(url, headers=asks)  # comes without the key
-            assert (before.status_code == 200) == (told is not None)
+            before = HTTP.options(url, headers=asks)  # sent without the key
+            assert (before.status_code == 200) == (expected is not None)
             for body in (BODY, stream):
                 answer = HTTP.post(url, json=body, headers=page | {"Authorization": "Bearer key"})
                 assert answer.status_code == 200
-                assert answer.headers.get("access-control-allow-origin") == told
+                assert answer.headers.get("access-control-allow-origin") == expected
             refused = HTTP.post(url, json=BODY, headers=page)
             assert refused.status_code == 401
-            assert refused.headers.get("access-control-allow-origin") == told
+            assert refused.headers.get("access-control-allow-origin") == expected
 
 
-def test_only_trusted_proxies_say_where_a_request_comes_from(
+def test_only_trusted_proxies_may_report_client_addresses(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     claims = ("203.0.113.7", 'a b" INFO:0', "2001:db8::1")

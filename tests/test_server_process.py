@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
-"""The engine in a process of its own: the same answers, and what happens when a process dies."""
+"""The engine in a process of its own: unchanged answers, and recovery when a process dies."""
 
 import asyncio
 import concurrent.futures
@@ -31,16 +31,8 @@ from fake_engine import FakeEngine
 from mtp_checkpoints import make_mtp_model
 from server_pairs import children_of
 from serving import Served, serving, serving_app, wait_for
-from specops.engine import Engine, EngineConfig, SamplingParams, StructuredOutput
-from specops.engine.errors import QueueFull
-from specops.engine.outputs import EngineStats, PromptLogprobs
-from specops.server import make_app
-from specops.server.dispatch import Dispatch
-from specops.server.jobs import Job
-from specops.server.metrics import Metrics
-from specops.service import child, loop, process
-from specops.service.loop import Compiled, EngineLoop
-from specops.service.messages import (
+from specops.api.errors import QueueFull
+from specops.api.messages import (
     Abort,
     Batch,
     Begin,
@@ -51,16 +43,24 @@ from specops.service.messages import (
     Stop,
     Submit,
 )
+from specops.api.outputs import EngineStats, PromptLogprobs
+from specops.api.tokenizer import Tokenizer
+from specops.engine import Engine, EngineConfig, SamplingParams, StructuredOutput
+from specops.server import make_app
+from specops.server.dispatch import Dispatch
+from specops.server.jobs import Job
+from specops.server.metrics import Metrics
+from specops.service import child, loop, process
+from specops.service.loop import Compiled, EngineLoop
 from specops.service.process import EngineProcess, ProcessClient
 from specops.service.wire import Frames, Setup, encoded, from_process, to_process
-from specops.tokenizer import Tokenizer
 
 HTTP = httpx.Client(timeout=120)
 TEXT = "for i in range(3): for i in range"
 
 
 class Apart:
-    """A server whose engine is in a process of its own."""
+    """Server whose engine runs in a process of its own."""
 
     def __init__(self, client: ProcessClient, url: str) -> None:
         self.client, self.url = client, url
@@ -102,7 +102,7 @@ def serving_apart(settings: dict[str, Any]) -> Iterator[Apart]:
     client = ProcessClient(started)
     with serving_app(make_app(client, tokenizer)) as url:
         yield Apart(client, url)
-    assert not is_running(client.pid), "it ends with the server"
+    assert not is_running(client.pid), "the engine's process outlives the server"
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def together(settings: dict[str, Any]) -> Iterator[Served]:
 
 
 def is_running(pid: int | None) -> bool:
-    """Whether there is such a process; one that nobody has waited for counts."""
+    """Return whether a process exists. A zombie counts."""
     return pid is not None and Path(f"/proc/{pid}").exists()
 
 
@@ -135,7 +135,7 @@ BODIES: list[dict[str, Any]] = [
     {"stream": True, "logprobs": 2, "echo": True, "n": 2},
     {"seed": 2**64 - 1},
     {"seed": -(2**63), "temperature": 1},
-    # refused, by the server and by the engine
+    # refused by the server or by the engine
     {"max_tokens": 10**6},
     {"max_tokens": 10**400},
     {"prompt": [10**30]},
@@ -157,10 +157,10 @@ STRUCTURED: list[dict[str, Any]] = [
 ]
 
 
-def told(url: str, body: dict[str, Any]) -> Any:
-    """What is answered, without what is different each time."""
-    asked = {"prompt": TEXT, "max_tokens": 20, "temperature": 0.8, "seed": 3, **body}
-    data = json.dumps(asked)
+def answer_of(url: str, body: dict[str, Any]) -> Any:
+    """Return an answer without the fields that differ each time."""
+    requested = {"prompt": TEXT, "max_tokens": 20, "temperature": 0.8, "seed": 3, **body}
+    data = json.dumps(requested)
     headers = {"Content-Type": "application/json"}
     answer = HTTP.post(f"{url}/v1/completions", content=data, headers=headers)
     if not answer.headers["content-type"].startswith("text/event-stream"):
@@ -178,22 +178,24 @@ def without_times(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("body", BODIES, ids=str)
-def test_answers_are_those_of_an_engine_in_a_thread(
+def test_answers_equal_those_of_an_engine_in_a_thread(
     apart: Apart, together: Served, body: dict[str, Any]
 ) -> None:
-    for _ in range(2):  # with a warm prefix cache, too
-        assert told(apart.url, body) == told(together.url, body)
+    for _ in range(2):  # the second time with a warm prefix cache
+        assert answer_of(apart.url, body) == answer_of(together.url, body)
 
 
 @pytest.mark.parametrize("body", STRUCTURED, ids=str)
-def test_constrained_answers_are_the_same(
+def test_constrained_answers_equal_those_of_an_engine_in_a_thread(
     apart: Apart, together: Served, body: dict[str, Any]
 ) -> None:
     pytest.importorskip("llguidance")
-    assert told(apart.url, body) == told(together.url, body)
+    assert answer_of(apart.url, body) == answer_of(together.url, body)
 
 
-def test_what_is_told_of_the_engine_is_the_same(apart: Apart, together: Served) -> None:
+def test_engine_metadata_equals_that_of_an_engine_in_a_thread(
+    apart: Apart, together: Served
+) -> None:
     for path in ("v1/models", "v1/contract", "health"):
         ours, theirs = (HTTP.get(f"{url}/{path}").json() for url in (apart.url, together.url))
         for one in (ours, theirs):
@@ -218,8 +220,7 @@ def test_what_is_told_of_the_engine_is_the_same(apart: Apart, together: Served) 
     assert not names[1] - names[0]
 
 
-def test_many_streams_some_of_which_leave(apart: Apart) -> None:
-    """Those that leave are dropped by the engine, and no page stays taken."""
+def test_disconnected_streams_free_their_pages(apart: Apart) -> None:
     host, port = apart.url.removeprefix("http://").split(":")
 
     def stream(number: int) -> str:
@@ -246,7 +247,7 @@ def test_many_streams_some_of_which_leave(apart: Apart) -> None:
     assert apart.health() == (200, "ok")
 
 
-def test_an_engine_that_is_killed_is_started_again(
+def test_killed_engine_is_restarted(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = {"prompt": TEXT, "max_tokens": 200, "ignore_eos": True, "temperature": 0}
@@ -254,10 +255,10 @@ def test_an_engine_that_is_killed_is_started_again(
         expected = apart.post(long | {"max_tokens": 9}).json()["choices"]
         started, first = apart.client._process, apart.client.pid
         assert first is not None
-        os.kill(first, signal.SIGSTOP)  # so that nothing ends before
+        os.kill(first, signal.SIGSTOP)  # so that no request ends before
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            asked = [pool.submit(apart.post, long | {"stream": True}) for _ in range(2)]
-            asked += [pool.submit(apart.post, long | {"n": 2}) for _ in range(2)]
+            requested = [pool.submit(apart.post, long | {"stream": True}) for _ in range(2)]
+            requested += [pool.submit(apart.post, long | {"n": 2}) for _ in range(2)]
             wait_for(lambda: len(apart.client._receive.__self__._jobs) == 4)  # type: ignore[attr-defined]
             may_start = threading.Event()
             again = EngineProcess.again
@@ -265,7 +266,7 @@ def test_an_engine_that_is_killed_is_started_again(
                 EngineProcess, "again", lambda self: may_start.wait(120) and again(self)
             )
             os.kill(first, signal.SIGKILL)
-            answers = [one.result() for one in asked]
+            answers = [one.result() for one in requested]
         message = "the engine's process has ended; the server's log says more"
         for answer in answers:  # the engine had accepted none of them
             assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
@@ -280,9 +281,9 @@ def test_an_engine_that_is_killed_is_started_again(
         assert second != first and not is_running(first)
         assert apart.post(long | {"max_tokens": 9}).json()["choices"] == expected
         apart.wait_until_idle()
-        assert started.connection.fileno() == -1, "its socket is closed"
-        # In the middle of a stream, of more steps than it has time for; and one that does not come
-        # back.
+        assert started.connection.fileno() == -1, "the socket of the old process is open"
+        # Kill the engine in the middle of a stream of more steps than it has time for. This time it
+        # does not come back.
         many = long | {"stream": True, "n": 64}
         with HTTP.stream("POST", f"{apart.url}/v1/completions", json=many) as answer:
             lines = answer.iter_lines()
@@ -300,10 +301,10 @@ def test_an_engine_that_is_killed_is_started_again(
         assert not is_running(apart.client.pid)
 
 
-def test_what_a_hung_engine_is_sent_is_bounded(
+def test_bytes_sent_to_a_hung_engine_are_bounded(
     apart: Apart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Further jobs are refused until it goes on."""
+    """Further jobs are refused until the engine reads again."""
     monkeypatch.setattr(process, "_MOST_UNREAD", 100_000)
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
@@ -341,8 +342,8 @@ def test_what_a_hung_engine_is_sent_is_bounded(
         asyncio.run(run())
 
 
-def test_an_engine_with_another_model_does_not_take_over(apart: Apart) -> None:
-    """Its bits would be others: that is for whoever runs the server to decide."""
+def test_engine_with_another_model_does_not_take_over(apart: Apart) -> None:
+    """Its bits would differ, so the operator must decide."""
     was = apart.client.capabilities
     hello = Hello(was, apart.client.status)
     other = msgspec.structs.replace(was, contract=was.contract | {"digest": "of another model"})
@@ -363,7 +364,7 @@ def test_an_engine_with_another_model_does_not_take_over(apart: Apart) -> None:
 
 
 @pytest.mark.ci
-def test_a_hung_engine_is_noticed_and_started_again(
+def test_hung_engine_is_noticed_and_restarted(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = {"prompt": TEXT, "max_tokens": 9, "temperature": 0}
@@ -394,27 +395,27 @@ def test_a_hung_engine_is_noticed_and_started_again(
         assert apart.post(body).json()["choices"] == expected
 
 
-def test_an_engine_counts_as_hung_by_the_ticks_of_its_watcher(
+def test_hang_timeout_counts_ticks_of_the_watcher(
     apart: Apart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each sleep counts as one tick, however long it was: the machine may have slept, too."""
+    """Each sleep counts as one tick however long it took: the machine may have been suspended."""
     killed: list[float] = []
-    told: list[tuple[float, str]] = []
+    ticks: list[tuple[float, str]] = []
     hello = Hello(apart.client.capabilities, apart.client.status)
 
     async def run() -> None:
         started: Any = SimpleNamespace(
-            hello=lambda: hello, pid=1, send_kill=lambda: killed.append(len(told))
+            hello=lambda: hello, pid=1, send_kill=lambda: killed.append(len(ticks))
         )
         client = ProcessClient(started, 20.0)
         client._transport = SimpleNamespace(abort=lambda: None)  # type: ignore[assignment]
         link = process._Link(client)
 
         async def sleep(seconds: float) -> None:
-            told.append((client.silent_seconds, client.health))
-            if len(told) == 5:
-                client._begun_at = 0.0  # it has been loaded
-            if len(told) == 10:
+            ticks.append((client.silent_seconds, client.health))
+            if len(ticks) == 5:
+                client._begun_at = 0.0  # the engine has loaded
+            if len(ticks) == 10:
                 batch = Batch(0.0, "ok", hello.status, None, {}, [])
                 link.data_received(encoded(batch))
             if killed:
@@ -427,9 +428,9 @@ def test_an_engine_counts_as_hung_by_the_ticks_of_its_watcher(
 
     asyncio.run(run())
     tick = 20.0 / process._TICKS
-    assert told[:5] == [(0.0, "ok")] * 5, "it was loading"
-    assert [one for one, _ in told[5:10]] == pytest.approx([tick * i for i in range(1, 6)])
-    healths = [health for _, health in told]
+    assert ticks[:5] == [(0.0, "ok")] * 5, "loading counted as silence"
+    assert [one for one, _ in ticks[5:10]] == pytest.approx([tick * i for i in range(1, 6)])
+    healths = [health for _, health in ticks]
     assert healths[:20] == ["ok"] * 20 and healths[22:] == ["stalled"] * len(healths[22:])
     assert killed == [pytest.approx(process._TICKS + 10, abs=2)]
 
@@ -438,7 +439,7 @@ def test_an_engine_counts_as_hung_by_the_ticks_of_its_watcher(
 def command(
     settings: dict[str, Any], *more: str, before: str = "pass"
 ) -> Iterator[tuple[Any, str]]:
-    """The command, and where it serves; `before` is code that its process runs first."""
+    """Run the command; yield its process and URL. The process runs the code `before` first."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     options = ["--model", settings["model"], "--device", "cpu", "--port", str(port), *more]
@@ -464,8 +465,10 @@ def child_of(pid: int) -> int:
     return child
 
 
-def test_sigterm_drains_and_saves(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Sent to both processes, as a supervisor may."""
+def test_sigterm_drains_requests_and_saves_the_suffix_cache(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """The signal goes to both processes, as a supervisor may send it."""
     cache = tmp_path / "cache.suffix"
     with command(settings, "--suffix-cache", str(cache)) as (server, url):
         engine = child_of(server.pid)
@@ -485,7 +488,7 @@ def test_sigterm_drains_and_saves(settings: dict[str, Any], tmp_path: Path) -> N
 
 @contextlib.contextmanager
 def long_stream(url: str, path: str = "completions") -> Iterator[Iterator[str]]:
-    """Lines of a stream that has begun, of more steps than any test takes."""
+    """Yield the lines of a stream that has begun and has more steps than any test takes."""
     body = {"prompt": TEXT, "max_tokens": 200, "n": 64, "stream": True, "ignore_eos": True}
     with HTTP.stream("POST", f"{url}/v1/{path}", json=body) as answer:
         lines = (line for line in answer.iter_lines() if line)
@@ -495,7 +498,7 @@ def long_stream(url: str, path: str = "completions") -> Iterator[Iterator[str]]:
 
 @contextlib.contextmanager
 def begun_request(url: str, body: bytes, sent: int) -> Iterator[socket.socket]:
-    """A request that the server has begun to read, and of whose body it gets so many bytes."""
+    """Begin a request, send `sent` bytes of its body, and yield the connection."""
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(
@@ -509,8 +512,8 @@ def begun_request(url: str, body: bytes, sent: int) -> Iterator[socket.socket]:
 
 
 @pytest.mark.ci
-def test_sigterm_ends_a_server_whose_engine_hangs(settings: dict[str, Any]) -> None:
-    """All clients are told so: streams, requests that wait, and bodies that are not complete."""
+def test_sigterm_ends_a_server_with_a_hung_engine(settings: dict[str, Any]) -> None:
+    """Streams, waiting requests and incomplete bodies all get an error."""
     body = json.dumps({"prompt": TEXT}).encode()
     with command(settings, "--drain-timeout", "1") as (server, url), long_stream(url) as lines:
         engine = child_of(server.pid)
@@ -522,9 +525,9 @@ def test_sigterm_ends_a_server_whose_engine_hangs(settings: dict[str, Any]) -> N
             server.terminate()
             for connection in (waiting, incomplete):
                 with connection.makefile("rb") as answer:
-                    told = answer.read()
-                assert b" 503 " in told and b"shutting_down" in told, told
-                assert b"\r\nretry-after: 1\r\n" in told.lower()
+                    text = answer.read()
+                assert b" 503 " in text and b"shutting_down" in text, text
+                assert b"\r\nretry-after: 1\r\n" in text.lower()
         *_, event, done = lines
         assert done == "data: [DONE]"
         assert json.loads(event[6:])["error"]["code"] == "shutting_down"
@@ -534,7 +537,7 @@ def test_sigterm_ends_a_server_whose_engine_hangs(settings: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.ci
-def test_a_server_ends_when_its_engines_have_failed_for_good(
+def test_server_exits_when_all_its_engines_have_failed(
     settings: dict[str, Any], count: int
 ) -> None:
     never = "from specops.service import process; process._PAUSES = ()"
@@ -553,7 +556,7 @@ def test_a_server_ends_when_its_engines_have_failed_for_good(
 
 
 @pytest.mark.ci
-def test_an_engine_does_not_outlive_its_server(settings: dict[str, Any]) -> None:
+def test_engine_does_not_outlive_its_server(settings: dict[str, Any]) -> None:
     with command(settings) as (server, _):
         engine = child_of(server.pid)
         server.kill()
@@ -565,7 +568,7 @@ def test_an_engine_does_not_outlive_its_server(settings: dict[str, Any]) -> None
 
 
 class FailingInbox:
-    """An inbox that fails for ever, after it has given some commands."""
+    """Inbox that returns some commands and then always fails."""
 
     def __init__(self, *commands: Any) -> None:
         self._commands, self.num_failures = list(commands), 0
@@ -580,10 +583,10 @@ class FailingInbox:
         raise AssertionError("no grammar is compiled here")
 
 
-def test_a_loop_that_cannot_take_commands_ends(
+def test_loop_that_cannot_read_commands_ends(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With an error for every job and a bounded log; then the server starts another process."""
+    """Every job gets an error and the log is bounded. The server then starts another process."""
     monkeypatch.setattr(loop, "_FAILURE_SECONDS", 0.0)
     job = Submit(7, "", [[3, 4]], SamplingParams(max_tokens=100), None, True)
     inbox, batches = FailingInbox(Begin(1), job), list[Batch]()
@@ -599,7 +602,7 @@ def test_a_loop_that_cannot_take_commands_ends(
 # ---- messages ----
 
 
-def test_everything_of_a_job_crosses() -> None:
+def test_job_is_unchanged_by_encoding() -> None:
     params = SamplingParams(
         max_tokens=None,
         temperature=0.25,
@@ -624,7 +627,7 @@ def test_everything_of_a_job_crosses() -> None:
 
 
 @pytest.mark.parametrize("is_scored", [True, False])
-def test_prompt_logprobs_cross_whole(is_scored: bool) -> None:
+def test_prompt_logprobs_are_unchanged_by_encoding(is_scored: bool) -> None:
     found = PromptLogprobs([4, 5, 6], 2)
     if is_scored:
         ids = np.array([[1, 2, 3], [4, 5, 6]], np.int32)
@@ -640,13 +643,13 @@ def test_prompt_logprobs_cross_whole(is_scored: bool) -> None:
     assert there is not None and list(there) == list(found) and there[0] is None
 
 
-def test_an_engine_that_loads_does_not_outlive_its_server() -> None:
+def test_loading_engine_does_not_outlive_its_server() -> None:
     code = """
 import sys, time
 sys.path[:] = {path!r}
 import socket
 from specops.service import child
-child.run(socket.socket(fileno=int(sys.argv[-1])), lambda setup: time.sleep(60))
+child.run(socket.socket(fileno=int(sys.argv[-1])), lambda setup, on_prefix: time.sleep(60))
 """
     started = EngineProcess(Setup({}, "warning"), code.format(path=sys.path))
     assert is_running(started.pid)
@@ -654,8 +657,8 @@ child.run(socket.socket(fileno=int(sys.argv[-1])), lambda setup: time.sleep(60))
     assert started.end() == "exit status 1" and time.monotonic() - begun < 30
 
 
-def test_a_failure_to_read_loses_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next call reads the same messages, though no further ones have come."""
+def test_failed_read_loses_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next call reads the same messages although no others have arrived."""
     sent = [Abort(number) for number in range(5)]
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -668,13 +671,13 @@ def test_a_failure_to_read_loses_no_command(monkeypatch: pytest.MonkeyPatch) -> 
                     inbox.take(None)
         assert inbox.take(None) == [Begin(1), *sent]
         ours.sendall(b"\1\0\0\0\xc1")
-        for _ in range(3):  # what can never be read fails at once, not with the next message
+        for _ in range(3):  # an unreadable message fails at once, not with the next one
             with pytest.raises(msgspec.DecodeError):
                 inbox.take(None)
 
 
 def failing_at(number: int) -> Callable[[memoryview], Any]:
-    """Reads messages up to one that finds no memory."""
+    """Return a decoder that fails with MemoryError at one message."""
 
     def read(body: memoryview) -> Any:
         message = to_process(body)
@@ -685,7 +688,7 @@ def failing_at(number: int) -> Callable[[memoryview], Any]:
     return read
 
 
-def test_a_busy_loop_is_told_of_any_number_of_grammars() -> None:
+def test_inbox_accepts_any_number_of_compiled_grammars() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         inbox = child.SocketInbox(theirs, Frames(), [Stop()])

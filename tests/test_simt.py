@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interpreter itself: what its instructions compute, and that it finds planted bugs."""
+"""The CUDA interpreter: results of its instructions, and detection of planted bugs."""
 
 import math
 import os
@@ -18,7 +18,7 @@ SCHEDULE_NAMES = ["in_order", "reverse", "warp_at_a_time", "last_warp_first", "r
 
 @pytest.fixture
 def machine() -> ModuleType:
-    """The module of tests/simt_kernels, with its settings as they are at the start."""
+    """Return the module of tests/simt_kernels with default settings."""
     module = simt.load("_simt_test")
     module.set_schedule("in_order", 0)
     module.set_landing("late")
@@ -31,7 +31,7 @@ def machine() -> ModuleType:
 
 
 def pack_fragments(a: Tensor, b: Tensor, d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The registers of 32 lanes for a [16, k], b [k, 8], d [16, 8], as the PTX manual has them."""
+    """Return the registers of 32 lanes for a [16, k], b [k, 8], d [16, 8] per the PTX manual."""
     per_word = 4 // a.element_size()
     half = a.shape[1] // 2
     a_regs = torch.zeros(32, 4, per_word, dtype=a.dtype)
@@ -73,8 +73,8 @@ def run_mma(machine: ModuleType, dtype: str, a: Tensor, b: Tensor, d: Tensor) ->
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model", simt.ACCUMULATIONS)
-def test_mma_layout(machine: ModuleType, dtype: str, model: str) -> None:
-    """Small integers, exact under every rounding rule, and different in every place."""
+def test_mma_follows_the_documented_layout(machine: ModuleType, dtype: str, model: str) -> None:
+    """Small integers are exact under every rounding rule and differ in every position."""
     k = 32 if dtype == "e4m3" else 16
     a = torch.randint(-8, 9, (16, k)).to(DTYPES[dtype])
     b = torch.randint(-8, 9, (k, 8)).to(DTYPES[dtype])
@@ -84,8 +84,8 @@ def test_mma_layout(machine: ModuleType, dtype: str, model: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
-def test_mma_of_integers(machine: ModuleType, dtype: str) -> None:
-    """Of any bytes, exactly: a is signed; sums are int32."""
+def test_integer_mma_is_exact(machine: ModuleType, dtype: str) -> None:
+    """`a` is signed, and sums are int32."""
     a = torch.randint(-128, 128, (16, 32)).to(torch.int8)
     b = torch.randint(0, 256, (32, 8)).to(torch.uint8).view(getattr(torch, dtype))
     d = torch.randint(-(2**25), 2**25, (16, 8), dtype=torch.int32)
@@ -97,7 +97,9 @@ def test_mma_of_integers(machine: ModuleType, dtype: str) -> None:
 
 @pytest.mark.parametrize("tiles", [2, 4])
 @pytest.mark.parametrize("trans", [False, True])
-def test_ldmatrix_layout(machine: ModuleType, tiles: int, trans: bool) -> None:
+def test_ldmatrix_follows_the_documented_layout(
+    machine: ModuleType, tiles: int, trans: bool
+) -> None:
     rows = torch.arange(32 * 8, dtype=torch.int16).view(32, 8)
     out = torch.zeros(32, tiles, 2, dtype=torch.int16)
     machine.ldmatrix(tiles, trans, rows.data_ptr(), out.data_ptr())
@@ -113,12 +115,12 @@ def test_ldmatrix_layout(machine: ModuleType, tiles: int, trans: bool) -> None:
 
 
 def floor_to(x: Fraction, unit: Fraction) -> Fraction:
-    """Cut toward zero to a multiple of `unit`."""
+    """Truncate toward zero to a multiple of `unit`."""
     return (abs(x) // unit) * unit * (-1 if x < 0 else 1)
 
 
 def exponent(x: Fraction) -> int:
-    """E with 2^e <= |x| < 2^(e + 1)."""
+    """Return e with 2^e <= |x| < 2^(e + 1)."""
     guess = abs(x).numerator.bit_length() - abs(x).denominator.bit_length()
     return guess if abs(x) >= Fraction(2) ** guess else guess - 1
 
@@ -160,7 +162,9 @@ def truncating_rule(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("model", simt.ACCUMULATIONS)
 @pytest.mark.parametrize("spread", [0, 12])
-def test_accumulation_models(machine: ModuleType, dtype: str, model: str, spread: int) -> None:
+def test_accumulation_follows_its_rounding_rule(
+    machine: ModuleType, dtype: str, model: str, spread: int
+) -> None:
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape) * torch.exp2(torch.randint(-spread, spread + 1, shape) / 2)
 
@@ -194,8 +198,8 @@ def test_accumulation_models_differ(machine: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("model", simt.ACCUMULATIONS)
-def test_mma_special_values(machine: ModuleType, model: str) -> None:
-    """A zero row of A returns the addend; infinities and NaN arrive."""
+def test_mma_propagates_infinities_and_nan(machine: ModuleType, model: str) -> None:
+    """A zero row of A returns the addend."""
     a, b, d = torch.randn(16, 16).bfloat16(), torch.randn(16, 8).bfloat16(), torch.randn(16, 8)
     a[3] = 0.0
     a[4, 2] = float("inf")
@@ -214,7 +218,7 @@ def test_mma_special_values(machine: ModuleType, model: str) -> None:
 
 @pytest.mark.parametrize("kind", ["index", "xor", "up", "down"])
 @pytest.mark.parametrize("width", [32, 16, 4])
-def test_shuffles(machine: ModuleType, kind: str, width: int) -> None:
+def test_shuffles_read_the_right_lanes(machine: ModuleType, kind: str, width: int) -> None:
     values = torch.randint(0, 1000, (32,), dtype=torch.int32)
     count = {"index": 32, "xor": width, "up": width, "down": width}[kind]
     amounts = torch.randint(0, count, (32,), dtype=torch.int32)
@@ -232,7 +236,7 @@ def test_shuffles(machine: ModuleType, kind: str, width: int) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
-def test_votes(machine: ModuleType, schedule: str) -> None:
+def test_votes_and_reductions_cover_their_lanes(machine: ModuleType, schedule: str) -> None:
     machine.set_schedule(schedule, 3)
     values = torch.randint(-5, 6, (64,), dtype=torch.int32)
     out = torch.zeros(8, 64, dtype=torch.int32)
@@ -258,14 +262,14 @@ def test_votes(machine: ModuleType, schedule: str) -> None:
         ]
 
 
-def test_atomics(machine: ModuleType) -> None:
+def test_atomics_apply_every_operation(machine: ModuleType) -> None:
     out = torch.tensor([0, 0, 0, 0, -1, 0], dtype=torch.int32)
     machine.atomics(out.data_ptr(), 4)
     assert out.tolist() == [127 * 64, 127, -127, 2**31 - 1, 7, 128 % 10]
 
 
 @pytest.mark.parametrize("kind", ["exp2", "log2", "rcp"])
-def test_approximate_functions(machine: ModuleType, kind: str) -> None:
+def test_approximate_functions_stay_within_their_error(machine: ModuleType, kind: str) -> None:
     given = torch.cat([torch.rand(900) * 60 + 0.01, -torch.rand(100) * 60])
     if kind == "log2":
         given = given.abs()
@@ -281,7 +285,7 @@ def test_approximate_functions(machine: ModuleType, kind: str) -> None:
     assert not torch.equal(exact, fuzzed) and torch.equal(fuzzed, again)
 
 
-def test_approximate_functions_keep_their_fixed_points(machine: ModuleType) -> None:
+def test_approximate_functions_are_exact_at_special_values(machine: ModuleType) -> None:
     machine.set_fuzz(1)
     inf = math.inf
     for kind, given, want in [
@@ -297,7 +301,7 @@ def test_approximate_functions_keep_their_fixed_points(machine: ModuleType) -> N
 # Schedules
 
 
-def test_schedules_differ(machine: ModuleType) -> None:
+def test_schedules_differ_and_repeat_themselves(machine: ModuleType) -> None:
     orders = []
     for schedule, seed in [*((name, 1) for name in SCHEDULE_NAMES), ("random", 2)]:
         machine.set_schedule(schedule, seed)
@@ -313,12 +317,12 @@ def test_schedules_differ(machine: ModuleType) -> None:
     assert len(set(orders)) == len(orders)
 
 
-# Planted bugs. Every kernel has a twin without the bug, on which every build must be silent.
+# Planted bugs. Every kernel has a variant without the bug, on which every build must be silent.
 
 BUILDS = ["asan"] if simt.BUILD == "asan" else ["plain", "race"]
 
-# What each build says of the bug; None: nothing. "differs": the schedules disagree on the result,
-# "poison": the result is the pattern that fills shared memory.
+# Report of each build, or None. "differs": the schedules disagree on the result. "poison": the
+# result is the pattern that fills shared memory.
 PLANTED: dict[str, dict[str, str | None]] = {
     "missing_barrier": {"plain": "differs", "race": "no thread of the block has written"},
     "missing_second_barrier": {"plain": "differs", "race": "race: .* with no barrier between"},
@@ -365,7 +369,7 @@ def run_planted(module: ModuleType, name: str, fixed: bool) -> Tensor:
     try:
         module.planted(name, fixed, out.data_ptr())
     finally:
-        module.set_regions([])  # other tests' memory is none of these
+        module.set_regions([])  # memory of other tests is outside these regions
     return out[:64].clone()
 
 
@@ -382,7 +386,7 @@ def run_under_schedules(module: ModuleType, name: str, fixed: bool) -> list[Tens
     ("name", "build"),
     [(name, b) for name in PLANTED for b in BUILDS if b != "asan" or name not in UNDEFINED],
 )
-def test_planted_bugs(name: str, build: str) -> None:
+def test_planted_bugs_are_reported(name: str, build: str) -> None:
     module = simt.load("_simt_test", build)
     module.set_accumulation("fma")
     for schedule in SCHEDULE_NAMES:
@@ -403,16 +407,16 @@ def test_planted_bugs(name: str, build: str) -> None:
         return
     module.set_schedule("in_order", 0)
     module.set_landing("late")
-    with pytest.raises(RuntimeError, match=says) as told:
+    with pytest.raises(RuntimeError, match=says) as raised:
         run_planted(module, name, fixed=False)
     if build != "asan":
-        assert str(told.value).startswith("kernel(int*), block (")
-    run_planted(module, name, fixed=True)  # an error leaves nothing behind
+        assert str(raised.value).startswith("kernel(int*), block (")
+    run_planted(module, name, fixed=True)  # an error leaves no state behind
 
 
 @pytest.mark.ci
-def test_planted_bugs_under_address_sanitizer() -> None:
-    """In a process of its own: the sanitizer's library must be the first to be loaded."""
+def test_address_sanitizer_reports_planted_bugs() -> None:
+    """The sanitizer's library must be loaded first, so this needs a process of its own."""
     env = {**os.environ, "SPECOPS_SIMT_BUILD": "asan", **simt.asan_environment()}
     command = [sys.executable, "-m", "pytest", "-rp", "-k", "planted_bugs and asan", __file__]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
@@ -432,7 +436,7 @@ def test_bank_conflicts_are_counted_on_request(machine: ModuleType) -> None:
         assert "kernels.cu:" in counters["bank_conflict_site"]
 
 
-def test_counters(machine: ModuleType) -> None:
+def test_counters_count_instructions_and_bytes(machine: ModuleType) -> None:
     machine.reset_counters()
     out = torch.zeros(64, dtype=torch.int32)
     machine.cost("mma", 64, 3, out.data_ptr())
@@ -446,7 +450,7 @@ def test_counters(machine: ModuleType) -> None:
     assert machine.counters()["copied_bytes"] == 16 * threads * copies
 
 
-def test_settings_are_checked(machine: ModuleType) -> None:
+def test_invalid_settings_are_refused(machine: ModuleType) -> None:
     with pytest.raises(ValueError, match=r"schedule must be one of in_order, .* got 'fifo'"):
         machine.set_schedule("fifo", 0)
     with pytest.raises(ValueError, match="landing must be one of late, early, random"):

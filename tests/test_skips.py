@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run says at its end why tests were skipped, and what to install."""
+"""The end of a run reports why tests were skipped, and what to install."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ def report(reason: str) -> SimpleNamespace:
     return SimpleNamespace(longrepr=("file", 1, f"Skipped: {reason}"))
 
 
-def test_reasons_are_counted_in_ten_lines() -> None:
+def test_skip_reasons_are_summarized_in_ten_lines() -> None:
     skipped = [report(f"reason {i}") for i in range(12) for _ in range(20 - i)]
     lines = skips.summary(skipped)
     assert lines[0] == "SKIPPED 20: reason 0" and len(lines) == 10
@@ -31,13 +31,13 @@ def test_reasons_are_counted_in_ten_lines() -> None:
 
 
 def test_skipped_tests_of_the_page_name_the_package(tmp_path: Path) -> None:
-    """Of a run with workers, as `make test` is one."""
+    """The run has workers, like `make test`."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "1"]
     command += [str(TESTS / "test_page_access.py")]
     done = subprocess.run(
         command,
         cwd=TESTS.parent,
-        env={**os.environ, "PATH": str(tmp_path)},  # where no browser is
+        env={**os.environ, "PATH": str(tmp_path)},  # a directory without a browser
         capture_output=True,
         text=True,
         timeout=120,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SpeculativeConfig: its defaults and their table, every refusal, and what a request may change."""
+"""SpeculativeConfig: defaults, documented tables, validation and overrides by requests."""
 
 import dataclasses
 import json
@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from specops.engine.drafters.methods import method_names
-from specops.engine.speculative_config import (
-    REFUSED_FIELDS,
-    SpeculativeConfig,
-    request_fields,
-)
+from specops.api.methods import method_names, methods
+from specops.api.methods.mtp import MtpOptions
+from specops.api.methods.ngram import NgramOptions
+from specops.api.speculative_config import SpeculativeConfig, request_fields
+from specops.api.speculative_spellings import REFUSED_FIELDS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "drafters.md"
 FASTDEPLOY_FIELDS = {
@@ -32,8 +31,18 @@ def make(**values: Any) -> SpeculativeConfig:
     return SpeculativeConfig.from_dict(values)
 
 
+def default_of_every_field() -> dict[str, Any]:
+    """Return the defaults of all fields that a command line accepts, by name."""
+    found = {one.name: one.default for one in dataclasses.fields(SpeculativeConfig)}
+    del found["options"]
+    for method in methods():
+        for one in dataclasses.fields(method.options):
+            found.setdefault(one.name, one.default)
+    return {**found, "mtp_strategy": "default"}
+
+
 def table(first_column: str) -> list[list[str]]:
-    """The cells of the table in docs/drafters.md whose header starts with `first_column`."""
+    """Return the cells of the table in docs/drafters.md whose header starts with `first_column`."""
     lines = DOCS.read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(f"| {first_column} |"))
     rows = []
@@ -44,24 +53,24 @@ def table(first_column: str) -> list[list[str]]:
     return rows
 
 
-def test_the_table_in_the_docs_has_every_field_and_its_default() -> None:
+def test_documented_table_has_every_field_and_its_default() -> None:
     written = {row[0].strip("`"): json.loads(row[1].strip("`")) for row in table("field")}
-    assert written == SpeculativeConfig.field_defaults()
+    assert written == default_of_every_field()
 
 
-def test_the_refused_names_in_the_docs() -> None:
+def test_documented_refused_fields_are_complete() -> None:
     assert {row[0].strip("`") for row in table("refused field")} == set(REFUSED_FIELDS)
 
 
-def test_the_request_fields_in_the_docs() -> None:
+def test_documented_request_fields_are_complete() -> None:
     section = DOCS.read_text().split("### In a request")[1]
     first = section.split(";")[0]
     names = re.findall(r"`(\w+)`", first)
     assert sorted(names) == sorted(["speculative_config", *request_fields()])
 
 
-def test_every_field_of_fastdeploy_is_accepted_or_refused_by_name() -> None:
-    accepted = set(SpeculativeConfig.field_defaults())
+def test_every_field_of_fastdeploy_is_accepted_or_refused() -> None:
+    accepted = set(default_of_every_field())
     own = {"synthetic_acceptance_rates", "ngram_match", "max_total_draft_tokens"}
     own |= {"adaptive_verification", "tree", "suffix_decoding_read_on", "draft_vocab"}
     own |= {"medusa_choices", "suffix_decoding_earlier_answers"}
@@ -85,14 +94,14 @@ def test_every_field_of_fastdeploy_is_accepted_or_refused_by_name() -> None:
         ({"method": "suffix", "num_speculative_tokens": None}, 1, 1),
     ],
 )
-def test_lengths(values: dict[str, Any], tokens: int, steps: int) -> None:
+def test_draft_lengths_have_defaults(values: dict[str, Any], tokens: int, steps: int) -> None:
     config = make(**values)
     assert (config.num_speculative_tokens, config.num_model_steps) == (tokens, steps)
-    assert make(**dataclasses.asdict(config)) == config
+    assert make(**config.as_dict()) == config
 
 
 @pytest.mark.parametrize("name", ["ngram", "NGRAM", "Ngram", "ngram_match", "NGram_Match"])
-def test_method_names(name: str) -> None:
+def test_method_names_ignore_case(name: str) -> None:
     assert make(method=name).method == "ngram"
 
 
@@ -182,7 +191,7 @@ def test_method_names(name: str) -> None:
         ({"method": "mtp", "draft_vocab": 1}, r"draft_vocab must be a path or null, got 1"),
     ],
 )
-def test_invalid_values(values: dict[str, Any], message: str) -> None:
+def test_invalid_values_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(**values)
 
@@ -205,7 +214,7 @@ def test_invalid_values(values: dict[str, Any], message: str) -> None:
         *((name, rf"speculative_config\.{name} is refused: ") for name in REFUSED_FIELDS),
     ],
 )
-def test_unknown_and_refused_keys(key: Any, message: str) -> None:
+def test_unknown_and_refused_keys_are_explained(key: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SpeculativeConfig.from_dict({"method": "ngram", key: 2})
     with pytest.raises(ValueError, match=message):
@@ -217,7 +226,7 @@ def test_unknown_and_refused_keys(key: Any, message: str) -> None:
     [
         (
             '{"method": "mtp", "num_speculative_tokens": 1, "model": "/path/to/mtp"}',
-            {"method": "mtp", "num_speculative_tokens": 1, "num_model_steps": 1},
+            {"method": "mtp", "options": {"mtp": {"model": "/path/to/mtp"}}},
         ),
         (
             '{"method": "mtp", "verify_strategy": "greedy", "num_speculative_tokens": 1, '
@@ -231,7 +240,12 @@ def test_unknown_and_refused_keys(key: Any, message: str) -> None:
         (
             '{"method": "mtp", "num_model_steps": 2, "mtp_strategy": "with_ngram", '
             '"num_speculative_tokens": 5, "model": "/path/to/mtp"}',
-            {"mtp_strategy": "with_ngram", "num_model_steps": 2, "num_speculative_tokens": 5},
+            {
+                "method": "mtp+ngram",
+                "num_model_steps": 2,
+                "num_speculative_tokens": 5,
+                "model": "/path/to/mtp",
+            },
         ),
         (
             '{"method": "ngram_match", "num_speculative_tokens": 5, "max_ngram_size": 5}',
@@ -241,27 +255,31 @@ def test_unknown_and_refused_keys(key: Any, message: str) -> None:
             '{"method": "mtp", "num_speculative_tokens": 4, "suffix_decoding_max_tree_depth": 64, '
             '"suffix_decoding_max_cached_requests": 10000, "suffix_decoding_max_spec_factor": 1.0, '
             '"suffix_decoding_min_token_prob": 0.1}',
-            {"method": "mtp", "suffix_decoding_max_cached_requests": 10000},
+            {
+                "method": "mtp",
+                "num_speculative_tokens": 4,
+                "options": {"suffix": {"suffix_decoding_max_cached_requests": 10000}},
+            },
         ),
     ],
 )
-def test_what_fastdeploys_documents_show(text: str, expected: dict[str, Any]) -> None:
+def test_examples_of_fastdeploy_are_accepted(text: str, expected: dict[str, Any]) -> None:
     config = SpeculativeConfig.from_json(text)
-    assert {name: getattr(config, name) for name in expected} == expected
+    assert config == SpeculativeConfig.from_dict(expected)
 
 
-def test_options_of_one_method() -> None:
-    """By method, in JSON too; what stands beside them comes first, and all can be read flat."""
+def test_options_may_be_nested_by_method() -> None:
+    """Flat fields override nested ones, and every option can be read flat."""
     nested = make(method="ngram", options={"ngram": {"max_ngram_size": 7}, "mtp": {"model": "/m"}})
     assert nested == make(method="ngram", max_ngram_size=7, model="/m")
-    assert (nested.max_ngram_size, nested.min_ngram_size, nested.model) == (7, 2, "/m")
-    assert make(options={"ngram": {"max_ngram_size": 7}}, max_ngram_size=8).max_ngram_size == 8
+    assert nested.options["ngram"] == NgramOptions(max_ngram_size=7)
+    assert nested.options["mtp"] == MtpOptions(model="/m")
     assert make(**nested.as_dict()) == nested
-    assert nested.as_dict().keys() - nested.as_dict(without_files=True).keys() == {
-        "model",
-        "draft_vocab",
-        "medusa_choices",
-    }
+    shown = nested.as_dict(without_files=True)["options"]
+    assert shown["ngram"]["max_ngram_size"] == 7
+    assert (shown["mtp"], shown["medusa"]) == ({"quantization": None}, {"quantization": None})
+    with pytest.raises(ValueError, match=r"max_ngram_size twice: also in options\.ngram"):
+        make(options={"ngram": {"max_ngram_size": 7}}, max_ngram_size=8)
     for options, message in (
         ({"falcon": {}}, r"options must be one of ngram, suffix, mtp, .*; got 'falcon'"),
         ({"ngram": 3}, "options.ngram must be an object, got 3"),
@@ -273,7 +291,7 @@ def test_options_of_one_method() -> None:
             make(method="ngram", options=options)
 
 
-def test_json() -> None:
+def test_json_is_parsed_and_validated() -> None:
     text = '{"method": "ngram", "num_speculative_tokens": 5}'
     assert SpeculativeConfig.from_json(text) == make(method="ngram", num_speculative_tokens=5)
     for bad, message in (
@@ -288,7 +306,7 @@ def test_json() -> None:
         SpeculativeConfig.from_dict([1])  # type: ignore[arg-type]
 
 
-def test_it_cannot_change_once_made() -> None:
+def test_config_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         make(method="ngram").method = "mtp"  # type: ignore[misc]
 
@@ -314,46 +332,56 @@ def test_it_cannot_change_once_made() -> None:
         ({"ngram_match": "leftmost"}, {"ngram_match": "leftmost", "max_ngram_size": 7}),
     ],
 )
-def test_a_request_may_choose(request_values: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_request_may_override_fields(
+    request_values: dict[str, Any], expected: dict[str, Any]
+) -> None:
     server = make(method="ngram", num_speculative_tokens=5, max_ngram_size=7)
     config = server.override(request_values)
-    assert {name: getattr(config, name) for name in expected} == expected
+    shown = config.as_dict()
+    shown |= shown["options"]["ngram"]
+    assert {name: shown[name] for name in expected} == expected
 
 
-def test_a_request_of_a_server_without_speculation() -> None:
+def test_request_may_speculate_on_a_server_without_speculation() -> None:
     config = SpeculativeConfig().override({"method": "ngram"})
     assert (config.method, config.num_speculative_tokens) == ("ngram", 1)
     with pytest.raises(ValueError, match='with method "naive"'):
         SpeculativeConfig().override({"num_speculative_tokens": 3})
 
 
-def test_a_request_keeps_a_tree_where_its_method_has_one() -> None:
+def test_request_keeps_a_tree_if_its_method_supports_one() -> None:
     server = SpeculativeConfig(method="mtp", num_speculative_tokens=6, tree=True)
     assert server.override({"method": "mtp+suffix"}).tree
     assert not server.override({"method": "naive"}).tree
     assert not server.override({"method": "prediction"}).tree
 
 
-def test_a_request_leaves_a_hybrid() -> None:
+def test_request_may_leave_a_hybrid() -> None:
     server = make(
         method="mtp", mtp_strategy="with_ngram", num_speculative_tokens=4, num_model_steps=2
     )
     config = server.override({"method": "ngram"})
-    assert (config.mtp_strategy, config.num_speculative_tokens) == ("default", 4)
+    assert (config.method, config.num_speculative_tokens) == ("ngram", 4)
     assert server.override({"num_speculative_tokens": 2}).num_model_steps == 1
-    config = server.override({"mtp_strategy": "default"})
-    assert (config.method, config.num_speculative_tokens, config.num_model_steps) == ("mtp", 4, 4)
-    for same in ({"method": "mtp"}, {"mtp_strategy": "with_ngram"}, {"mtp_strategy": None}):
+    for own in ({"method": "mtp"}, {"method": "mtp", "mtp_strategy": "default"}):
+        config = server.override(own)
+        assert (config.method, config.num_speculative_tokens, config.num_model_steps) == (
+            "mtp",
+            4,
+            4,
+        )
+    for same in ({"method": "mtp+ngram"}, {"mtp_strategy": "with_ngram"}, {"mtp_strategy": None}):
         assert server.override(same) == server
-    config = server.override({"mtp_strategy": "with_suffix", "num_model_steps": 3})
-    assert (config.mtp_strategy, config.num_model_steps) == ("with_suffix", 3)
+    own = {"method": "mtp+suffix", "num_model_steps": 3}
+    config = server.override(own)
+    assert (config.method, config.num_model_steps) == ("mtp+suffix", 3)
 
 
-def test_a_request_chooses_a_hybrid() -> None:
+def test_request_may_choose_a_hybrid() -> None:
     server = make(method="ngram", num_speculative_tokens=5, model="/mtp", draft_vocab="/d2t")
-    config = server.override({"method": "mtp", "mtp_strategy": "with_suffix"})
-    assert (config.mtp_strategy, config.num_speculative_tokens) == ("with_suffix", 5)
-    assert (config.num_model_steps, config.model, config.draft_vocab) == (1, "/mtp", "/d2t")
+    config = server.override({"method": "mtp+suffix"})
+    assert (config.num_speculative_tokens, config.num_model_steps) == (5, 1)
+    assert config.options["mtp"] == MtpOptions(model="/mtp", draft_vocab="/d2t")
     with pytest.raises(ValueError, match=r"needs method .mtp., got 'ngram'"):
         server.override({"mtp_strategy": "with_ngram"})
     with pytest.raises(ValueError, match=r"mtp_strategy must be one of .* got 'both'"):
@@ -366,14 +394,14 @@ def test_a_request_chooses_a_hybrid() -> None:
 
 @pytest.mark.parametrize(
     "key",
-    sorted({"options", *SpeculativeConfig.field_defaults()} - set(request_fields())),
+    ("max_total_draft_tokens", "model", "draft_vocab", "suffix_decoding_read_on"),
 )
-def test_the_rest_is_the_servers_alone(key: str) -> None:
-    with pytest.raises(ValueError, match=rf"speculative_config\.{key} is the server's alone"):
+def test_other_fields_cannot_be_overridden_by_requests(key: str) -> None:
+    with pytest.raises(ValueError, match=rf"\.{key} can only be set by the server"):
         make(method="ngram").override({key: "/etc/passwd"})
 
 
-def test_a_request_cannot_outgrow_the_server() -> None:
+def test_request_cannot_exceed_the_draft_limit_of_the_server() -> None:
     server = make(method="ngram", num_speculative_tokens=5)
     assert server.override({"num_speculative_tokens": 8}, max_num_speculative_tokens=8)
     with pytest.raises(ValueError, match=r"must be at most 8 on this server, got 9"):
@@ -382,8 +410,8 @@ def test_a_request_cannot_outgrow_the_server() -> None:
         server.override({"num_speculative_tokens": "9"}, max_num_speculative_tokens=8)
 
 
-def test_a_request_cannot_keep_a_step_waiting() -> None:
-    """Every draft of a module is a pass; what is left open is cut, what is asked for refused."""
+def test_request_cannot_exceed_the_model_step_limit_of_the_server() -> None:
+    """Each draft of an MTP module is a model pass. A default is lowered to the limit."""
     server = make(method="ngram", num_speculative_tokens=20)
 
     def steps(**request: Any) -> int:
@@ -393,14 +421,16 @@ def test_a_request_cannot_keep_a_step_waiting() -> None:
     assert steps() == 16
     assert steps(num_speculative_tokens=9) == 9
     assert steps(num_model_steps=16) == 16
-    assert steps(mtp_strategy="with_suffix", num_speculative_tokens=400) == 1
+    assert steps(method="mtp+suffix", num_speculative_tokens=400) == 1
     with pytest.raises(ValueError, match=r"num_model_steps must be at most 16 on this server"):
         steps(num_model_steps=17)
-    assert server.override({}, max_num_model_steps=16) == server, "n-grams are no passes"
+    assert server.override({}, max_num_model_steps=16) == server, (
+        "n-gram drafts need no model passes"
+    )
 
 
 @pytest.mark.parametrize("method", method_names())
-def test_what_this_version_runs(method: str) -> None:
+def test_methods_that_cannot_run_are_refused(method: str) -> None:
     config = make(method=method)
     if method in ("naive", "ngram"):
         config.require_runnable(("naive", "ngram"))
@@ -411,15 +441,15 @@ def test_what_this_version_runs(method: str) -> None:
             config.require_runnable(("naive",), missing={method: "not installed"})
 
 
-def test_strategies_an_engine_does_not_run() -> None:
+def test_strategies_that_cannot_run_are_refused() -> None:
     config = make(method="ngram", verify_strategy="topp")
     config.require_runnable(("naive", "ngram"))
     with pytest.raises(ValueError, match=r'"topp" cannot run .* target_match, greedy$'):
         config.require_runnable(("naive", "ngram"), ("target_match", "greedy"))
 
 
-def test_synthetic_rates() -> None:
-    """Of a draft alone, from those of all drafts up to it."""
+def test_synthetic_rates_become_conditional() -> None:
+    """The config has the probability that all drafts up to one are accepted."""
     config = make(**SYNTHETIC, synthetic_acceptance_rates=[0.8, 0.4, 0.1])
     assert config.conditional_acceptance_rates() == pytest.approx([0.8, 0.5, 0.25])
     zeros = make(**SYNTHETIC, synthetic_acceptance_rates=[0.8, 0.0, 0.0])

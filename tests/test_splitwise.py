@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
-"""Servers that share a queue in Redis: every answer is one server's, whoever dies."""
+"""Servers that share a queue in Redis: answers equal those of one server, whichever node dies."""
 
 import asyncio
 import contextlib
@@ -43,20 +43,7 @@ from server_pairs import (
     servers,
 )
 from serving import Served, wait_for
-from specops.cli import main
-from specops.cli.roles import check_scheduler
-from specops.cli.serve import _parser, _read
-from specops.disaggregated import splitwise
-from specops.disaggregated.splitwise import Drop, SplitwiseClient, Ticket
-from specops.disaggregated.waiting import Told, Waiting
-from specops.engine import SamplingParams
-from specops.engine.outputs import SpeculativeStats, TokenLogprob
-from specops.engine.sampling_params import POSITIVE, REAL_RANGES, WHOLE_RANGES
-from specops.engine.structured import StructuredOutput
-from specops.server import listen, serve
-from specops.server.protocol import CompletionRequest
-from specops.service.client import EngineClient
-from specops.service.messages import (
+from specops.api.messages import (
     Abort,
     Accepted,
     Batch,
@@ -72,6 +59,19 @@ from specops.service.messages import (
     Stop,
     Submit,
 )
+from specops.api.outputs import SpeculativeStats, TokenLogprob
+from specops.api.sampling_params import POSITIVE, REAL_RANGES, WHOLE_RANGES
+from specops.api.structured import StructuredOutput
+from specops.cli import main
+from specops.cli.roles import check_scheduler
+from specops.cli.serve import _parser, _read
+from specops.disaggregated import splitwise
+from specops.disaggregated.splitwise import Drop, SplitwiseClient, Ticket
+from specops.disaggregated.waiting import Told, Waiting
+from specops.engine import SamplingParams
+from specops.server import listen, serve
+from specops.server.protocol import CompletionRequest
+from specops.service.client import EngineClient
 from specops.service.wire import encoded
 from test_data_parallel import FakeClient
 
@@ -90,7 +90,7 @@ def redis() -> Iterator[Redis]:
 
 @pytest.fixture(scope="module")
 def nodes(mtp_model: Path, redis: Redis) -> Iterator[list[ServerProcess]]:
-    """A prefill and a decode node, and one that does both; requests go to the last one's door."""
+    """Start a prefill, a decode and a mixed node. Requests go to the mixed one."""
     shared = ["--scheduler-name", "splitwise", "--scheduler-port", str(redis.port)]
     shared += ["--scheduler-password", PASSWORD, "--scheduler-topic", "test"]
     roles = ("prefill", "decode", "mixed")
@@ -101,52 +101,55 @@ def nodes(mtp_model: Path, redis: Redis) -> Iterator[list[ServerProcess]]:
 
 
 @pytest.mark.slow
-def test_nodes_of_other_numbers_of_ranks(mtp_model: Path, redis: Redis) -> None:
-    """Two ranks compute prompts, one goes on, and the other way round."""
-    asked = bodies(20, seed=2)
+def test_nodes_may_have_different_numbers_of_ranks(mtp_model: Path, redis: Redis) -> None:
+    """Two ranks compute prompts and one continues, and the other way round."""
+    requests = bodies(20, seed=2)
     with one_server(mtp_model, exact_across_tp=2) as one:
-        expected = choices_of(one, asked)
+        expected = choices_of(one, requests)
     for sizes in ((2, 1), (1, 2)):
         shared = ["--scheduler-name", "splitwise", "--scheduler-port", str(redis.port)]
         shared += ["--scheduler-password", PASSWORD, "--scheduler-topic", f"ranks{sizes}"]
         with servers(*([*own, *shared] for own in of_ranks(mtp_model, sizes))) as both:
-            assert answers_of(both[0], asked) == expected
-            assert both[1].gauge("prefix_cache_hits_total") > 0, "no prompt was handed over"
+            assert answers_of(both[0], requests) == expected
+            assert both[1].gauge("prefix_cache_hits_total") > 0, "no KV was transferred"
 
 
-def answers_of(door: ServerProcess, asked: list[dict[str, Any]], then: Any = None) -> list[Any]:
-    """Return the choices of all, eight at a time; call `then` when a quarter is there.
+def answers_of(
+    frontend: ServerProcess, requests: list[dict[str, Any]], then: Any = None
+) -> list[Any]:
+    """Send the requests, eight at a time, and return their choices.
 
-    A request that is refused while Redis is away is sent again, as clients do.
+    Call `then` once a quarter of the answers have arrived. A request that is refused while Redis is
+    away is sent again, as clients do.
     """
     lock, count = threading.Lock(), 0
 
     def one(body: dict[str, Any]) -> Any:
         nonlocal count
-        answer = httpx.post(f"{door.url}/v1/completions", json=body, timeout=300)
+        answer = httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=300)
         while "queue_unavailable" in answer.text and answer.status_code == 503:
             time.sleep(int(answer.headers["retry-after"]))
-            answer = httpx.post(f"{door.url}/v1/completions", json=body, timeout=300)
+            answer = httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=300)
         assert answer.status_code == 200, answer.text
         with lock:
             count += 1
-            is_due = then is not None and count == len(asked) // 4
+            is_due = then is not None and count == len(requests) // 4
         if is_due:
             then()
         return answer.json()["choices"]
 
     with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(one, asked))
+        return list(pool.map(one, requests))
 
 
 @pytest.mark.fast("20")
 @pytest.mark.parametrize("count", [20, 500])
-def test_nodes_answer_as_one_server(
-    nodes: list[ServerProcess], together: Served, redis: Redis, count: int
+def test_nodes_answer_like_one_server(
+    nodes: list[ServerProcess], reference_server: Served, redis: Redis, count: int
 ) -> None:
-    asked = bodies(count, seed=count)
-    assert answers_of(nodes[2], asked) == choices_of(together, asked)
-    # Streams are empty again, and nothing is read but not done.
+    requests = bodies(count, seed=count)
+    assert answers_of(nodes[2], requests) == choices_of(reference_server, requests)
+    # Streams are empty again, and no job is read but unfinished.
     names = [name for name in redis.client().keys("*") if b":prefill" in name or b":decode" in name]
     end = time.monotonic() + 10
     while any(redis.client().xlen(name) for name in names):
@@ -156,7 +159,7 @@ def test_nodes_answer_as_one_server(
 
 
 def events_of(url: str, body: dict[str, Any]) -> list[Any]:
-    """The pieces of a stream, put together by choice."""
+    """Return the texts and logprobs of a stream by choice."""
     texts: dict[int, str] = {}
     tokens: dict[int, list[Any]] = {}
     with httpx.stream(
@@ -168,33 +171,35 @@ def events_of(url: str, body: dict[str, Any]) -> list[Any]:
             for choice in json.loads(line[6:])["choices"]:
                 index = choice["index"]
                 texts[index] = texts.get(index, "") + choice["text"]
-                told = choice.get("logprobs") or {}
-                tokens.setdefault(index, []).extend(told.get("token_logprobs") or ())
+                logprobs = choice.get("logprobs") or {}
+                tokens.setdefault(index, []).extend(logprobs.get("token_logprobs") or ())
     return sorted((index, text, tokens[index]) for index, text in texts.items())
 
 
-def test_streams_are_those_of_one_server(nodes: list[ServerProcess], together: Served) -> None:
+def test_streams_equal_those_of_one_server(
+    nodes: list[ServerProcess], reference_server: Served
+) -> None:
     for body in bodies(6, seed=3):
-        assert events_of(nodes[2].url, body) == events_of(together.url, body)
+        assert events_of(nodes[2].url, body) == events_of(reference_server.url, body)
 
 
-def test_requests_are_refused_in_the_same_words(
-    nodes: list[ServerProcess], together: Served
+def test_requests_are_refused_with_the_same_errors(
+    nodes: list[ServerProcess], reference_server: Served
 ) -> None:
     for body in (
         {"prompt": "a", "max_tokens": 10**6},
         {"prompt": "a", "speculative_config": {"method": "magic"}},
         {"prompt": "a", "kv_transfer_params": {"do_remote_decode": True}},
     ):
-        told = [
+        answers = [
             httpx.post(f"{url}/v1/completions", json=body, timeout=30)
-            for url in (nodes[2].url, together.url)
+            for url in (nodes[2].url, reference_server.url)
         ]
-        assert told[0].status_code == told[1].status_code == 400
-        assert told[0].json() == told[1].json()
+        assert answers[0].status_code == answers[1].status_code == 400
+        assert answers[0].json() == answers[1].json()
 
 
-# Unusual values of each field of a request, beside a prompt, a seed and 8 tokens.
+# Unusual values of each field, combined with a prompt, a seed and 8 tokens.
 UNUSUAL: dict[str, list[Any]] = {
     "prompt": ["", "a" * 3000, [[5, 6], [7]], [5] * 40, [10**30], 5],
     "max_tokens": [0, 1, None, 10**6, 10**400, -1],
@@ -240,7 +245,7 @@ UNUSUAL: dict[str, list[Any]] = {
     "prompt_cache_key": ["x"],
     "cache_salt": ["a", "", "x" * 5000, 1],
 }
-# Values that need others.
+# Values that need other fields.
 TOGETHER: list[dict[str, Any]] = [
     {"min_tokens": 2, "n": 2, "stop": ["a"], "structured_outputs": {"regex": "a{3}"}},
     {"min_tokens": 8, "reasoning_max_tokens": 2, "think_end_token_id": 5},
@@ -250,12 +255,12 @@ TOGETHER: list[dict[str, Any]] = [
 ]
 
 
-def test_requests_of_unusual_values_are_answered_as_by_one_server(
-    nodes: list[ServerProcess], together: Served
+def test_unusual_requests_get_the_answers_of_one_server(
+    nodes: list[ServerProcess], reference_server: Served
 ) -> None:
-    """None of them stops the queue, whose next ordinary request is answered, too."""
+    """None of them stops the queue: an ordinary request after them is answered, too."""
     assert not CompletionRequest.model_fields.keys() - UNUSUAL.keys(), "fields without values here"
-    asked = [{name: value} for name, values in UNUSUAL.items() for value in values] + TOGETHER
+    requests = [{name: value} for name, values in UNUSUAL.items() for value in values] + TOGETHER
     plain = {"prompt": "def f(x):", "max_tokens": 8, "seed": 3, "temperature": 0.7}
     http = httpx.Client(timeout=60)
 
@@ -263,48 +268,50 @@ def test_requests_of_unusual_values_are_answered_as_by_one_server(
         found = http.post(f"{url}/v1/completions", json=plain | body)
         if "text/event-stream" in found.headers["content-type"]:
             return found.status_code, "data: [DONE]" in found.text
-        told = found.json()
-        return found.status_code, told.get("error", told.get("choices"))
+        content = found.json()
+        return found.status_code, content.get("error", content.get("choices"))
 
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda body: answer(nodes[2].url, body), asked))
-        expected = list(pool.map(lambda body: answer(together.url, body), asked))
-    for body, one, right in zip(asked, found, expected, strict=True):
+        found = list(pool.map(lambda body: answer(nodes[2].url, body), requests))
+        expected = list(pool.map(lambda body: answer(reference_server.url, body), requests))
+    for body, one, right in zip(requests, found, expected, strict=True):
         if "seed" in body and body["seed"] is None:
             assert one[0] == right[0] == 200
         else:
             assert one == right, body
-    assert answer(nodes[2].url, {}) == answer(together.url, {})
+    assert answer(nodes[2].url, {}) == answer(reference_server.url, {})
     http.close()
 
 
 @pytest.mark.fast("20-redis")
 @pytest.mark.parametrize("victim", ["0", "1", "redis"])
 @pytest.mark.parametrize("count", [20, 200])
-def test_nothing_that_is_killed_loses_a_request(
-    nodes: list[ServerProcess], together: Served, redis: Redis, victim: str, count: int
+def test_killing_a_node_or_redis_loses_no_request(
+    nodes: list[ServerProcess], reference_server: Served, redis: Redis, victim: str, count: int
 ) -> None:
-    """A node, or Redis with all that it knows, in the middle: all answers, each of them once."""
+    """Kill a node, or Redis with all its data, in the middle. Every answer arrives once."""
     one: Any = redis if victim == "redis" else nodes[int(victim)]
 
     def kill() -> None:
         one.kill()
         one.start()
 
-    asked = bodies(count, seed=count + 7)
-    assert answers_of(nodes[2], asked, kill) == choices_of(together, asked)
+    requests = bodies(count, seed=count + 7)
+    assert answers_of(nodes[2], requests, kill) == choices_of(reference_server, requests)
     if victim != "redis":
         one.wait()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_node_that_is_terminated_loses_no_request(
-    nodes: list[ServerProcess], together: Served, victim: int
+def test_terminating_a_node_loses_no_request(
+    nodes: list[ServerProcess], reference_server: Served, victim: int
 ) -> None:
-    asked = bodies(100, seed=12)
+    requests = bodies(100, seed=12)
     try:
-        assert answers_of(nodes[2], asked, nodes[victim].stop) == choices_of(together, asked)
+        assert answers_of(nodes[2], requests, nodes[victim].stop) == choices_of(
+            reference_server, requests
+        )
     finally:
         nodes[victim].start()
         nodes[victim].wait()
@@ -313,15 +320,15 @@ def test_a_node_that_is_terminated_loses_no_request(
 @pytest.mark.fast("20-4-1")
 @pytest.mark.parametrize("victim", ["0", "1", "2", "redis", "all"])
 @pytest.mark.parametrize("count,seconds", [(20, 4), (200, 12)])
-def test_nothing_that_is_stopped_loses_a_request(
+def test_pausing_a_process_loses_no_request(
     nodes: list[ServerProcess],
-    together: Served,
+    reference_server: Served,
     redis: Redis,
     victim: str,
     count: int,
     seconds: float,
 ) -> None:
-    """For longer than a node may be silent, or than pages are waited for: it then goes on."""
+    """It is paused for longer than a node may be silent or pages are waited for, then continues."""
     stopped: list[Any] = [redis] if victim == "redis" else nodes
     if victim.isdigit():
         stopped = [nodes[int(victim)]]
@@ -330,22 +337,22 @@ def test_nothing_that_is_stopped_loses_a_request(
         with ThreadPoolExecutor(len(stopped)) as pool:
             list(pool.map(lambda one: one.stall(seconds), stopped))
 
-    asked = bodies(count, seed=count + 8)
-    assert answers_of(nodes[2], asked, stall) == choices_of(together, asked)
+    requests = bodies(count, seed=count + 8)
+    assert answers_of(nodes[2], requests, stall) == choices_of(reference_server, requests)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("left", [0, 1])
 def test_one_node_is_enough(
-    nodes: list[ServerProcess], together: Served, redis: Redis, left: int
+    nodes: list[ServerProcess], reference_server: Served, redis: Redis, left: int
 ) -> None:
-    """What was meant for nodes that are dead is done by one of another role."""
+    """It also does the work of dead nodes of other roles."""
     dead = [one for one in nodes if one is not nodes[left]]
-    asked = bodies(8, seed=11)
+    requests = bodies(8, seed=11)
     for one in dead:
         one.kill()
     try:
-        assert answers_of(nodes[left], asked) == choices_of(together, asked)
+        assert answers_of(nodes[left], requests) == choices_of(reference_server, requests)
     finally:
         for one in dead:
             one.start()
@@ -357,7 +364,7 @@ def test_one_node_is_enough(
 
 
 def node(role: str, redis: Redis | None = None, ttl: float = 60.0) -> SplitwiseClient:
-    """A node that does not work, with an engine that does nothing."""
+    """Return a node that is not started, with an engine that does nothing."""
 
     def connect() -> Any:
         assert redis is not None
@@ -377,14 +384,16 @@ def node(role: str, redis: Redis | None = None, ttl: float = 60.0) -> SplitwiseC
         ("decode", ["decode"], ["prefill", "decode"]),
     ],
 )
-def test_what_nobody_else_reads_is_read(role: str, others: list[str], streams: list[str]) -> None:
+def test_node_reads_streams_that_no_other_node_reads(
+    role: str, others: list[str], streams: list[str]
+) -> None:
     one = node(role)
     one._roles = {role, *others}
     assert one._readable() == [one._streams[name] for name in streams]
 
 
-def test_a_consumer_that_reads_again_keeps_its_jobs(redis: Redis) -> None:
-    """It was silent, is taken for dead, has nothing to do, and reads before it is forgotten."""
+def test_consumer_that_reads_again_keeps_its_jobs(redis: Redis) -> None:
+    """It was silent, is declared dead, and reads again before it is removed."""
 
     async def run() -> tuple[list[int], float]:
         one = node("decode", redis)
@@ -408,11 +417,11 @@ def test_a_consumer_that_reads_again_keeps_its_jobs(redis: Redis) -> None:
 
     consumers, left = asyncio.run(run())
     assert consumers == [0, 1]
-    assert 0 < left <= 60, "what is told to a dead node goes away"
+    assert 0 < left <= 60, "messages to a dead node must expire"
 
 
-def test_what_cannot_be_read_stops_nobody(redis: Redis) -> None:
-    """A job and a heartbeat of another version of specops, say: both are dropped."""
+def test_unreadable_entries_are_dropped(redis: Redis) -> None:
+    """For example, a job and a heartbeat of another version of specops."""
 
     async def run() -> None:
         one = node("decode", redis)
@@ -427,9 +436,11 @@ def test_what_cannot_be_read_stops_nobody(redis: Redis) -> None:
         engine: Any = one._engine
         end = time.monotonic() + 20
         while not engine.jobs or await client.hlen(f"{one._prefix}:alive") > 1:
-            assert time.monotonic() < end, "the node does not go on"
+            assert time.monotonic() < end, "the node is stuck"
             await asyncio.sleep(0.05)
-        assert await client.xlen(one._streams["decode"]) == 1, "that of this node's door"
+        assert await client.xlen(one._streams["decode"]) == 1, (
+            "expected the job of this node's frontend"
+        )
         assert one._task is not None
         await splitwise._ended([one._task])
         await client.aclose()
@@ -438,7 +449,7 @@ def test_what_cannot_be_read_stops_nobody(redis: Redis) -> None:
 
 
 class AnsweringClient(FakeClient):
-    """An engine that accepts every job and answers each choice with one token."""
+    """Engine that accepts every job and answers each choice with one token."""
 
     def _send(self, command: Command) -> None:
         super()._send(command)
@@ -460,7 +471,7 @@ class AnsweringClient(FakeClient):
 async def working(
     redis: Redis, engine: EngineClient | None = None, role: str = "mixed"
 ) -> AsyncIterator[tuple[SplitwiseClient, AsyncRedis, "asyncio.Queue[Event]"]]:
-    """A node that works, in a Redis that was empty; a connection; and what its frontend gets."""
+    """Start a node on an empty Redis. Yield the node, a connection and the queue of its events."""
     one = node(role, redis)
     one._engine = engine or AnsweringClient()
     client, found = one._connect(), asyncio.Queue[Event]()
@@ -490,7 +501,7 @@ async def ends(found: "asyncio.Queue[Event]", job: int) -> str:
 
 
 async def eventually(holds: Callable[[], Awaitable[bool]]) -> None:
-    """Wait for a state that stays."""
+    """Wait for a condition that stays true once it holds."""
     end = time.monotonic() + 60
     while not await holds():
         assert time.monotonic() < end, "it did not happen in time"
@@ -502,7 +513,7 @@ def job_of(number: int, **params: Any) -> Submit:
 
 
 def mutated(message: bytes, draw: random.Random) -> bytes:
-    """The message with some bytes changed, cut off or repeated."""
+    """Return the message with some bytes changed, cut off or repeated."""
     data = bytearray(message)
     for _ in range(draw.randint(1, 3)):
         at = draw.randrange(len(data))
@@ -516,7 +527,7 @@ def mutated(message: bytes, draw: random.Random) -> bytes:
 
 
 def forged_tickets() -> list[dict[str, Any]]:
-    """Entries of a stream of jobs that no node has written."""
+    """Return entries of a job stream that no node would write."""
     valid = job_of(1, structured_output=StructuredOutput(regex="a"))
     jobs: list[Any] = [Stop(), Abort(1), Begin(1)]
     jobs += [structs.replace(valid, prompts=prompts) for prompts in ([], [[]])]
@@ -540,7 +551,7 @@ def forged_tickets() -> list[dict[str, Any]]:
 
 
 def forged_messages(node: str) -> list[dict[str, Any]]:
-    """Messages to a node that has job 3, of which each may end that job and no other."""
+    """Return messages to a node with job 3. Each may end that job and no other."""
     good = Told(3, "other", "run", 0, [Accepted(3, 4), output("ab", 0)])
     end = End("no such reason", None, 1, -5, -5, float("nan"), SpeculativeStats())
     messages: list[Any] = [
@@ -561,8 +572,8 @@ def forged_messages(node: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("role", ["mixed", "prefill"])
-def test_forged_entries_end_no_other_job(redis: Redis, role: str) -> None:
-    """Entries of wrong types, with missing fields or of other bytes; also as a dead node's."""
+def test_forged_jobs_end_no_other_job(redis: Redis, role: str) -> None:
+    """Entries have wrong types, missing fields or changed bytes."""
 
     async def run() -> None:
         async with working(redis, role=role) as (one, client, found):
@@ -580,7 +591,7 @@ def test_forged_entries_end_no_other_job(redis: Redis, role: str) -> None:
     asyncio.run(run())
 
 
-def test_forged_entries_of_a_dead_node_are_inherited_or_dropped(
+def test_forged_jobs_of_a_dead_node_are_inherited_or_dropped(
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(splitwise, "_DEAD_SECONDS", 0.0)
@@ -594,7 +605,7 @@ def test_forged_entries_of_a_dead_node_are_inherited_or_dropped(
         for entry in entries:
             await client.xadd(stream, entry)
         await client.xreadgroup(splitwise._GROUP, "dead", {stream: ">"})
-        for _ in range(0, len(entries), 1000):  # at most so many at a time
+        for _ in range(0, len(entries), 1000):  # at most 1000 at a time
             await one._inherit(client, stream, b"dead")
         done = [command for mail in one._outbox for command in mail.commands]
         assert sum(command[0] == "XACK" for command in done) == len(entries)
@@ -618,8 +629,8 @@ def test_forged_messages_end_no_other_job(redis: Redis) -> None:
 
 
 @pytest.mark.parametrize("name", [one.name for one in fields(SamplingParams)])
-def test_a_prefill_engine_takes_every_parameter(name: str) -> None:
-    """At the ends of its range, or with some other value of its type."""
+def test_prefill_engine_accepts_every_parameter(name: str) -> None:
+    """Use both ends of its range, or another value of its type."""
     others: dict[str, Any] = {
         "logit_bias": {5: 100.0},
         "bad_words": ("a",),
@@ -656,7 +667,7 @@ def test_a_prefill_engine_takes_every_parameter(name: str) -> None:
 def test_work_that_always_fails_ends_the_server(
     redis: Redis, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """A supervisor can start another one, by the exit code; the log stays small."""
+    """A supervisor can restart it, by the exit code. The log stays small."""
     raised, lost = list[int](), list[str]()
     monkeypatch.setattr(splitwise.signal, "raise_signal", raised.append)
     monkeypatch.setattr(splitwise, "_AWAY_SECONDS", 0.001)
@@ -681,16 +692,16 @@ def test_work_that_always_fails_ends_the_server(
         assert serve(app, listener, drain_timeout=1, log_level="error") == 1
 
 
-# ---- what Redis loses or refuses ----
+# ---- Redis loses or refuses something ----
 
 
 @pytest.mark.fast("20-all keys", "20-messages")
 @pytest.mark.parametrize("lost", ["all keys", "jobs", "messages", "heartbeats"])
 @pytest.mark.parametrize("count", [20, 200])
-def test_keys_that_are_lost_lose_no_request(
-    nodes: list[ServerProcess], together: Served, redis: Redis, lost: str, count: int
+def test_lost_keys_lose_no_request(
+    nodes: list[ServerProcess], reference_server: Served, redis: Redis, lost: str, count: int
 ) -> None:
-    """Redis lives on: the keys were flushed, evicted or deleted."""
+    """Redis stays up, but keys were flushed, evicted or deleted."""
 
     def lose() -> None:
         client = redis.client()
@@ -701,12 +712,12 @@ def test_keys_that_are_lost_lose_no_request(
             for key in client.keys(pattern):
                 client.delete(key)
 
-    asked = bodies(count, seed=count + 9)
-    assert answers_of(nodes[2], asked, lose) == choices_of(together, asked)
+    requests = bodies(count, seed=count + 9)
+    assert answers_of(nodes[2], requests, lose) == choices_of(reference_server, requests)
 
 
 @pytest.mark.parametrize("lost", ["all keys", "jobs", "messages"])
-def test_a_stream_goes_on_where_it_was_when_keys_are_lost(redis: Redis, lost: str) -> None:
+def test_stream_continues_after_keys_are_lost(redis: Redis, lost: str) -> None:
     async def run() -> None:
         engine = FakeClient()
         async with working(redis, engine) as (one, client, found):
@@ -740,20 +751,22 @@ def test_a_stream_goes_on_where_it_was_when_keys_are_lost(redis: Redis, lost: st
     asyncio.run(run())
 
 
-def test_a_job_whose_messages_are_lost_is_submitted_again() -> None:
-    """But not for ever."""
+def test_job_with_lost_messages_is_submitted_again() -> None:
+    """The number of attempts is limited."""
     one, found = node("decode"), list[Event]()
     one._receive = lambda batch: found.extend(batch.events)
     one.submit(Submit(4, "", [[1]], SamplingParams(seed=1), None, True))
-    one._take_told(told("0", 0, output("ab", 0)))
+    one._take_told(message_of("0", 0, output("ab", 0)))
     for run in range(splitwise._MOST_ATTEMPTS):
         one._outbox.clear()
-        one._take_told(told(str(run), 2, output("ef", 4)))
+        one._take_told(message_of(str(run), 2, output("ef", 4)))
         names = [command[0] for mail in one._outbox for command in mail.commands]
         if run + 1 < splitwise._MOST_ATTEMPTS:
-            assert names == ["XADD", "EXPIRE", "XADD"], "the run is dropped, and the job is there"
-            one._take_told(told(str(run), 3, output("gh", 6)))
-            one._take_told(told(str(run + 1), 0, output("abc"[: run + 2], 0)))
+            assert names == ["XADD", "EXPIRE", "XADD"], (
+                "the run must be dropped and the job queued again"
+            )
+            one._take_told(message_of(str(run), 3, output("gh", 6)))
+            one._take_told(message_of(str(run + 1), 0, output("abc"[: run + 2], 0)))
     assert [one.text for one in found if isinstance(one, Output)] == ["ab", "c"]
     assert isinstance(found[-1], Failed) and not one._waiting
 
@@ -769,13 +782,13 @@ def test_a_job_whose_messages_are_lost_is_submitted_again() -> None:
         ("BUSY Redis is busy running a script", False),
     ],
 )
-def test_refusals_that_pass_are_told_from_those_that_do_not(message: str, is_final: bool) -> None:
+def test_temporary_refusals_are_distinguished_from_final_ones(message: str, is_final: bool) -> None:
     assert splitwise._is_final(ResponseError(message)) is is_final
     assert not splitwise._is_final(OutOfMemoryError(message))
     assert splitwise._is_final(DataError(message))
 
 
-def test_a_command_that_redis_refuses_is_dropped(
+def test_command_that_redis_refuses_is_dropped(
     redis: Redis, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> None:
@@ -793,10 +806,10 @@ def test_a_command_that_redis_refuses_is_dropped(
 
 
 @pytest.mark.parametrize("trouble", ["memory", "away"])
-def test_redis_that_is_away_or_full_shows_in_health(
+def test_redis_outage_or_full_memory_shows_in_health(
     redis: Redis, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
-    """A job that waited meanwhile is answered when Redis is back."""
+    """A job that waits meanwhile is answered when Redis is back."""
     monkeypatch.setattr(splitwise, "_BRIDGED_SECONDS", 0.1)
 
     async def run() -> None:
@@ -828,9 +841,7 @@ def test_redis_that_is_away_or_full_shows_in_health(
     asyncio.run(run())
 
 
-def test_jobs_that_wait_for_redis_for_long_end(
-    redis: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_fail_after_a_long_redis_outage(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splitwise, "_OUTAGE_SECONDS", 0.1)
 
     async def run() -> None:
@@ -846,7 +857,7 @@ def test_jobs_that_wait_for_redis_for_long_end(
 
 
 def test_requests_are_refused_while_redis_is_away(
-    nodes: list[ServerProcess], together: Served, redis: Redis
+    nodes: list[ServerProcess], reference_server: Served, redis: Redis
 ) -> None:
     def health() -> tuple[int, str]:
         answer = httpx.get(f"{nodes[2].url}/health", timeout=30)
@@ -862,10 +873,10 @@ def test_requests_are_refused_while_redis_is_away(
     finally:
         redis.start()
     wait_for(lambda: health() == (200, "ok"))
-    assert answers_of(nodes[2], [body]) == choices_of(together, [body])
+    assert answers_of(nodes[2], [body]) == choices_of(reference_server, [body])
 
 
-def test_a_redis_that_does_not_answer_is_a_mistake_in_the_arguments(
+def test_unreachable_redis_is_an_error_in_the_arguments(
     mtp_model: Path, redis: Redis, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["serve", *options(mtp_model, "--role", "mixed", "--scheduler-name", "splitwise")]
@@ -883,8 +894,8 @@ def test_a_redis_that_does_not_answer_is_a_mistake_in_the_arguments(
     assert "scheduler_password must be" in capsys.readouterr().err
 
 
-def test_a_node_that_stops_hands_its_jobs_back(redis: Redis) -> None:
-    """At once, and as they were: the next node need not wait for a heartbeat to stop."""
+def test_stopping_node_returns_its_jobs(redis: Redis) -> None:
+    """It does so at once and unchanged: the next node need not wait for a missing heartbeat."""
 
     class Held(FakeClient):
         async def stop(self) -> None:
@@ -912,7 +923,7 @@ def test_a_node_that_stops_hands_its_jobs_back(redis: Redis) -> None:
     asyncio.run(run())
 
 
-def test_a_prompt_that_exceeds_the_context_is_not_computed_first() -> None:
+def test_prompt_beyond_the_context_is_not_prefilled() -> None:
     one = node("decode")
     one._roles = {"prefill", "decode"}
     most = one.capabilities.max_model_len
@@ -928,7 +939,7 @@ def test_a_prompt_that_exceeds_the_context_is_not_computed_first() -> None:
 
 
 @pytest.mark.parametrize("health", ["failed", "restarting"])
-def test_a_node_whose_engine_takes_no_jobs_has_no_heartbeat(redis: Redis, health: Health) -> None:
+def test_node_without_a_working_engine_sends_no_heartbeat(redis: Redis, health: Health) -> None:
     async def run() -> None:
         one = node("decode", redis)
         client = one._connect()
@@ -942,7 +953,7 @@ def test_a_node_whose_engine_takes_no_jobs_has_no_heartbeat(redis: Redis, health
     asyncio.run(run())
 
 
-def test_keys_that_are_lost_often_do_not_end_the_server(
+def test_repeated_loss_of_keys_does_not_end_the_server(
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("_AWAY_SECONDS", "_BEAT_SECONDS"):
@@ -959,8 +970,8 @@ def test_keys_that_are_lost_often_do_not_end_the_server(
     asyncio.run(run())
 
 
-def test_a_task_that_swallows_a_cancellation_ends() -> None:
-    """As calls of redis-py do when their time is over, too; the node would wait for it forever."""
+def test_task_that_swallows_a_cancellation_ends() -> None:
+    """Calls of redis-py swallow one when they time out, and the node would wait forever."""
 
     async def swallow(seen: list[int]) -> None:
         while True:
@@ -982,15 +993,15 @@ def test_a_task_that_swallows_a_cancellation_ends() -> None:
 
 
 @pytest.mark.parametrize("was_stopped", [False, True])
-def test_who_was_stopped_takes_nobody_for_dead(
+def test_resumed_node_declares_no_node_dead(
     monkeypatch: pytest.MonkeyPatch, was_stopped: bool
 ) -> None:
-    """All may have been: then nobody's heartbeat is new, and nobody is dead."""
+    """All nodes may have been paused. Then no heartbeat is recent although no node is dead."""
     monkeypatch.setattr(splitwise, "_DEAD_SECONDS", 0.1)
     one, judged = node("decode"), asyncio.Event()
 
     class Silent:
-        """A Redis in which nobody has a heartbeat."""
+        """Redis without any heartbeat."""
 
         async def time(self) -> tuple[int, int]:
             await asyncio.sleep(0.2 * was_stopped)
@@ -1015,8 +1026,8 @@ def test_who_was_stopped_takes_nobody_for_dead(
     assert judged.is_set() is not was_stopped
 
 
-def test_a_job_that_is_being_answered_does_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time of a job without an answer begins anew with each that comes."""
+def test_job_that_is_being_answered_does_not_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The timeout starts anew with each output."""
     now, found = 0.0, list[Batch]()
     clock = SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter)
     monkeypatch.setattr(splitwise, "time", clock)
@@ -1027,7 +1038,7 @@ def test_a_job_that_is_being_answered_does_not_fail(monkeypatch: pytest.MonkeyPa
     one.submit(Submit(4, "", [[1]], params, None, True))
     for place in range(4):
         now += 8.0
-        one._take_told(told("run", place, output("a", place)))
+        one._take_told(message_of("run", place, output("a", place)))
         one._fail_old()
     now += 11.0
     one._fail_old()
@@ -1036,7 +1047,7 @@ def test_a_job_that_is_being_answered_does_not_fail(monkeypatch: pytest.MonkeyPa
     assert gone in {command[1] for mail in one._outbox for command in mail.commands}
 
 
-# ---- what the door passes on ----
+# ---- events that the frontend forwards ----
 
 
 def output(text: str, first: int, end: Any = None) -> Output:
@@ -1050,18 +1061,18 @@ def waiting(streaming: bool = True) -> Waiting:
     return Waiting(Submit(4, "", [[1]], params, None, streaming), 0.0)
 
 
-def told(run: str, place: int, *events: Event) -> Told:
+def message_of(run: str, place: int, *events: Event) -> Told:
     return Told(4, "node", run, place, list(events))
 
 
-def test_a_run_that_begins_anew_is_passed_on_from_where_the_last_one_was() -> None:
-    """Its steps are others: whatever the pieces are, each token and letter is passed on once."""
+def test_new_run_continues_where_the_last_one_was() -> None:
+    """Its steps may differ, yet each token and character is forwarded once."""
     one = waiting()
-    found = one.news(told("a", 0, Accepted(9, 4), output("abc", 0)))
-    found += one.news(told("b", 0, Accepted(9, 4), output("ab", 0)))
-    found += one.news(told("b", 1, output("cdef", 2)))
-    found += one.news(told("a", 1, output("de", 3)))
-    found += one.news(told("b", 2, output("g", 6)))
+    found = one.news(message_of("a", 0, Accepted(9, 4), output("abc", 0)))
+    found += one.news(message_of("b", 0, Accepted(9, 4), output("ab", 0)))
+    found += one.news(message_of("b", 1, output("cdef", 2)))
+    found += one.news(message_of("a", 1, output("de", 3)))
+    found += one.news(message_of("b", 2, output("g", 6)))
     outputs = [event for event in found if isinstance(event, Output)]
     assert len(found) == len(outputs) + 1 and {event.job for event in found} == {4}
     assert "".join(event.text for event in outputs) == "abcdefg"
@@ -1069,24 +1080,24 @@ def test_a_run_that_begins_anew_is_passed_on_from_where_the_last_one_was() -> No
     assert [one.token_id for event in outputs for one in event.logprobs] == list(range(7))
 
 
-def test_what_comes_twice_or_after_a_gap_is_not_passed_on() -> None:
+def test_repeated_messages_and_those_after_a_gap_are_not_forwarded() -> None:
     one = waiting()
-    first = told("a", 0, output("ab", 0))
+    first = message_of("a", 0, output("ab", 0))
     assert one.news(first) and not one.news(first)
-    assert not one.news(told("a", 2, output("ef", 4))), "what was between is lost"
-    assert one.news(told("b", 0, output("abcd", 0)))[0].text == "cd"  # type: ignore[union-attr]
+    assert not one.news(message_of("a", 2, output("ef", 4))), "a message in between is missing"
+    assert one.news(message_of("b", 0, output("abcd", 0)))[0].text == "cd"  # type: ignore[union-attr]
 
 
-def test_progress_counts_once_and_refusals_after_acceptance_are_failures() -> None:
+def test_progress_counts_once_and_late_refusals_become_failures() -> None:
     one = waiting(streaming=False)
     counts = [
         event.num_tokens
         for run, place, number in (("a", 0, 3), ("b", 0, 2), ("b", 1, 4), ("a", 1, 1))
-        for event in one.news(told(run, place, Progress(9, 0, number)))
+        for event in one.news(message_of(run, place, Progress(9, 0, number)))
         if isinstance(event, Progress)
     ]
     assert counts == [3, 3]
     refused: Callable[[], Event] = lambda: Refused(9, "full", "no room")  # noqa: E731
-    assert isinstance(waiting().news(told("a", 0, refused()))[0], Refused)
-    one.news(told("c", 0, Accepted(9, 4)))
-    assert isinstance(one.news(told("d", 0, refused()))[0], Failed)
+    assert isinstance(waiting().news(message_of("a", 0, refused()))[0], Refused)
+    one.news(message_of("c", 0, Accepted(9, 4)))
+    assert isinstance(one.news(message_of("d", 0, refused()))[0], Failed)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Structural tags with a `format`: what each kind lets through, and what is refused."""
+"""Structural tags with a `format`: accepted texts of each kind, and refused formats."""
 
 import json
 from typing import Any
@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("llguidance")
 
+from specops.api.structured.tags import grammar_of_tags
 from specops.engine import StructuredOutput
-from specops.engine.structured.tags import grammar_of_tags
 from test_structured import state_of, tokens_of
 
 
@@ -39,7 +39,7 @@ CALLS = [tag("<f=a>", NUMBER, "</f>"), tag("<f=b>", regex("[xy]*"), ["</f>", "</
 CALLED = form("triggered_tags", triggers=["<f="], tags=CALLS)
 LISTED = form("tags_with_separator", tags=CALLS, separator=", ")
 
-# A format, the texts that are whole, those that are not yet, and those that cannot come.
+# Each format with complete, incomplete and impossible texts.
 FORMATS: dict[str, tuple[dict[str, Any], list[str], list[str], list[str]]] = {
     "const_string": (text('é"\\/'), ['é"\\/'], ["", "é"], ["e", 'é"\\/é']),
     "json_schema": (NUMBER, ["3", "-12"], ["-"], ["x", '"3"']),
@@ -58,7 +58,7 @@ FORMATS: dict[str, tuple[dict[str, Any], list[str], list[str], list[str]]] = {
         ["<t>a<b</t>", "<t>."], ["<t>a</", "<t>\n"], ["<t>no", "<t></t>a", "<t>a. "],
     ),
     "tag with an end, or none": (tag("a", NUMBER, ["", ";"]), ["a3", "a3;"], ["a"], ["a;", "a3;;"]),
-    # The expression goes on into the end of its tag.
+    # The expression may extend into the end of its tag.
     "tag of a regex": (tag("<", regex("[a-z>]+"), ">e"), ["<abc>e", "<a>e>e"], ["<a>"], ["<A"]),
     "sequence": (
         sequence(tag("<t>", ANY, "</t>"), text("="), NUMBER, CALLED),
@@ -125,8 +125,8 @@ FORMATS: dict[str, tuple[dict[str, Any], list[str], list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_texts_of_a_format(name: str) -> None:
-    """A whole text in one step, and in as many as it has characters."""
+def test_format_accepts_its_texts(name: str) -> None:
+    """Take each text in one step and character by character."""
     value, *texts = FORMATS[name]
     tags = {"type": "structural_tag", "format": value}
     for expected, some in zip((True, False, None), texts, strict=True):
@@ -174,7 +174,7 @@ def test_texts_of_a_format(name: str) -> None:
         ({**LISTED, "tags": [tag("", ANY, "")]}, r"format.tags\[0\].content of type 'any_text'"),
     ],
 )  # fmt: skip
-def test_what_is_no_format_is_refused_by_its_field(value: Any, message: str) -> None:
+def test_invalid_formats_are_refused_with_their_field(value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StructuredOutput(structural_tag={"format": value})
 
@@ -189,13 +189,13 @@ def test_what_is_no_format_is_refused_by_its_field(value: Any, message: str) -> 
         form("json_schema", json_schema={"maximum": 10**20}),
     ],
 )
-def test_what_llguidance_refuses_is_refused(value: Any) -> None:
+def test_formats_that_llguidance_refuses_are_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="structured_output: structural_tag cannot be used: "):
         state_of(structural_tag={"format": tag("a", value, "b")})
 
 
-def test_the_grammar_of_a_nested_format_is_not_much_longer() -> None:
-    """Whatever a format says twice, its parts are written once."""
+def test_grammar_of_a_nested_format_stays_short() -> None:
+    """Parts that a format repeats are written once."""
     for inner in (NUMBER, regex("[0-9]")):
         for depth in range(15):
             outer = {**CALLED, "at_least_one": True} if depth % 2 else LISTED

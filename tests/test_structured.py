@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Constrained output: what may be asked for, masks, and the tokens that a grammar forces.
+"""Constrained output: refused constraints, token masks and forced tokens.
 
-Masks are compared with what a grammar means, and those behind drafts with those of a matcher that
-never drafted. test_structured_engine.py has whole texts.
+Masks are compared with the meaning of a grammar, and masks after drafts with those of a matcher
+that never drafted. test_structured_engine.py covers whole texts.
 """
 
 import json
@@ -19,18 +19,12 @@ pytest.importorskip("llguidance")
 pytest.importorskip("jsonschema")
 
 from schemas import BY_HAND, record
-from specops.engine.config import BUNDLED_MODEL
-from specops.engine.structured import (
-    Grammar,
-    GrammarCompiler,
-    GrammarState,
-    MaskFiller,
-    MaskRows,
-    StructuredOutput,
-)
+from specops.api.config import BUNDLED_MODEL
+from specops.api.structured import StructuredOutput
+from specops.api.structured.output import MAX_CHOICES, MAX_DEPTH, MAX_REGEX, MAX_TEXT
+from specops.api.tokenizer import Tokenizer
+from specops.engine.structured import Grammar, GrammarCompiler, GrammarState, MaskFiller, MaskRows
 from specops.engine.structured.forcing import complete
-from specops.engine.structured.wanted import MAX_CHOICES, MAX_DEPTH, MAX_REGEX, MAX_TEXT
-from specops.tokenizer import Tokenizer
 from test_tokenizer import byte_fallback
 
 VOCAB, EOS = 4096, 0
@@ -46,14 +40,14 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler(tokenizer(), VOCAB)
 
 
-def compiled(**wanted: Any) -> Grammar:
-    return compiler().compile(StructuredOutput(**wanted))
+def compiled(**constraints: Any) -> Grammar:
+    return compiler().compile(StructuredOutput(**constraints))
 
 
 def state_of(
-    *, taken: Sequence[int] = (), ends: Sequence[int] = (EOS,), **wanted: Any
+    *, taken: Sequence[int] = (), ends: Sequence[int] = (EOS,), **constraints: Any
 ) -> GrammarState:
-    state = GrammarState(compiled(**wanted), ends)
+    state = GrammarState(compiled(**constraints), ends)
     assert all(map(state.take, taken))
     return state
 
@@ -63,7 +57,7 @@ def tokens_of(text: str) -> list[int]:
 
 
 def allowed(masks: np.ndarray[Any, Any]) -> list[set[int]]:
-    """The tokens that each row allows."""
+    """Return the tokens that each row allows."""
     return [set(np.unpackbits(row.view(np.uint8), bitorder="little").nonzero()[0]) for row in masks]
 
 
@@ -78,7 +72,7 @@ def masks_of(
     return allowed(out)
 
 
-# ---- what may be asked for ----
+# ---- invalid constraints ----
 
 TAGS: dict[str, Any] = {
     "structures": [
@@ -115,7 +109,7 @@ FORMAT: dict[str, Any] = {
 
 
 def tagged(**changes: Any) -> dict[str, Any]:
-    """One tag, and its trigger."""
+    """Return a structural tag of one structure with its trigger."""
     return {"structures": [{"begin": "<t>", "schema": {}, "end": "", **changes}], "triggers": ["<"]}
 
 
@@ -169,7 +163,7 @@ def tagged(**changes: Any) -> dict[str, Any]:
         ({"structural_tag": tagged(schema={"a": "b" * MAX_TEXT})}, "structural_tag must have at"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_asked_for(fields: dict[str, Any], message: str) -> None:
+def test_invalid_constraints_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StructuredOutput(**fields)
 
@@ -204,12 +198,14 @@ def test_what_cannot_be_asked_for(fields: dict[str, Any], message: str) -> None:
         ({"structural_tag": tagged(schema=False)}, "structural_tag cannot be used"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_compiled(fields: dict[str, Any], message: str) -> None:
+def test_constraints_that_cannot_be_compiled_are_refused(
+    fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=f"^structured_output: {message}|{message}"):
         compiled(**fields)
 
 
-# llama.cpp's own example: a line end is white space, and ends a line, too.
+# An example of llama.cpp: a line end may be white space or end a line.
 ARITHMETIC = """
 root  ::= (expr "=" ws term "\\n")+  # equations
 expr  ::= term ([-+*/] term)*
@@ -228,7 +224,7 @@ SPELT = 'root ::= A-b | c{2,3}\nA-b ::= "\\u00e9\\x41" "."\nc ::= [^\\u00e9"\\]]
         (ARITHMETIC, "a=b\n\nc= 1\n", True),
         (ARITHMETIC, "(a+b*3= c\n", False),
         (ARITHMETIC, "a=b", False),
-        ('root ::= ("a" | "ab") "bc"', "abc", True),  # no longest match takes the "b" away
+        ('root ::= ("a" | "ab") "bc"', "abc", True),  # the first match is not the longest
         ('root ::= ("a" | "ab") "bc"', "abbc", True),
         ('root ::= ("a" | "ab") "bc"', "abb", False),
         ('root ::= "a" . "b"', "a\nb", True),
@@ -240,13 +236,13 @@ SPELT = 'root ::= A-b | c{2,3}\nA-b ::= "\\u00e9\\x41" "."\nc ::= [^\\u00e9"\\]]
         ('root ::= "#\\"" # a comment of "\nroot2 ::= "x"', '#"', True),
     ],
 )  # fmt: skip
-def test_grammars_of_llama_cpp(grammar: str, text: str, fits: bool) -> None:
+def test_grammars_of_llama_cpp_are_supported(grammar: str, text: str, fits: bool) -> None:
     state = state_of(grammar=grammar)
     taken = [state.take(token) for token in tokenizer().encode_as_text(text)]
     assert (all(taken) and state.may_end) == fits
 
 
-def test_grammars_are_kept_while_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammars_in_use_stay_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specops.engine.structured.compiler._MAX_KEPT", 2)
     own = GrammarCompiler(tokenizer(), VOCAB)
     held = own.compile(StructuredOutput(regex="a+"))
@@ -254,12 +250,12 @@ def test_grammars_are_kept_while_they_are_used(monkeypatch: pytest.MonkeyPatch) 
         own.compile(StructuredOutput(regex=other))
     assert own.compile(StructuredOutput(regex="a+")) is held
     assert len(own._kept) == 2
-    # A schema given as an object and as text is one.
+    # A schema is the same constraint as an object and as a text.
     schema = {"type": "integer"}
     assert StructuredOutput(json_schema=schema) == StructuredOutput(json_schema=json.dumps(schema))
 
 
-def test_without_llguidance_a_request_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_llguidance_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(ValueError, match=r"needs the package llguidance.*specops\[structured\]"):
         GrammarCompiler(tokenizer(), VOCAB).compile(StructuredOutput(regex="a"))
@@ -292,8 +288,8 @@ _PARTS: dict[str, Any] = {
          [_COMPACT, _LINE, _PRETTY, _WIDE, _SPACED]),
     ],
 )  # fmt: skip
-def test_white_space(options: dict[str, Any], fits: list[str]) -> None:
-    """Of a schema, of tags and behind `%json` of a grammar alike; one's own options come first."""
+def test_white_space_options_apply_to_all_json(options: dict[str, Any], fits: list[str]) -> None:
+    """Schemas, tags and `%json` of a grammar follow the same options. Options of a schema win."""
     options = dict(options)
     own = GrammarCompiler(tokenizer(), VOCAB, whitespace=options.pop("whitespace", "bounded"))
     schema = record(**_PARTS)
@@ -337,11 +333,11 @@ _BIG = 2**53
         ({"anyOf": [{"items": {"maximum": _BIG + 1}}]}, "maximum must be at most 2^53"),
         ({"$defs": {"maximum": {"maximum": _BIG + 1}}}, "maximum must be at most 2^53"),
         ({"properties": {"default": {"maximum": _BIG + 1}}}, "maximum must be at most 2^53"),
-        # llguidance says so itself.
+        # llguidance reports this one.
         ({"type": "number", "multipleOf": 1e-12}, "'multipleOf' has too many digits"),
     ],
 )  # fmt: skip
-def test_numbers_that_would_be_taken_for_others_are_refused(schema: Any, message: str) -> None:
+def test_numbers_beyond_double_precision_are_refused(schema: Any, message: str) -> None:
     tags = {"structures": [{"begin": "<", "schema": schema, "end": ""}], "triggers": ["<"]}
     for form in (
         {"json_schema": schema},
@@ -361,13 +357,13 @@ def test_numbers_that_would_be_taken_for_others_are_refused(schema: Any, message
         ({"const": _BIG}, [_BIG], [_BIG + 1]),
         ({"type": "number", "minimum": 0.1, "maximum": 0.3}, ["0.1", "0.3"], ["0.09", "0.31"]),
         ({"type": "number", "multipleOf": 0.3}, ["0.9", "1.2"], ["0.1", "1"]),
-        # What constrains nothing, and what only looks like a bound.
+        # Fields that constrain nothing, and names that only look like bounds.
         ({"const": 1, "default": 10**20, "examples": [{"maximum": 10**20}]}, [1], [2]),
         ({"enum": [{"maximum": "x"}, 3]}, [3], [4]),
         ({**record(maximum={"const": 1})}, ['{"maximum": 1}'], ["{}"]),
     ],
 )  # fmt: skip
-def test_other_numbers_are_exact(schema: Any, fits: list[Any], others: list[Any]) -> None:
+def test_supported_numbers_are_exact(schema: Any, fits: list[Any], others: list[Any]) -> None:
     for text in map(str, [*fits, *others]):
         state = state_of(json_schema=schema)
         taken = all(map(state.take, tokens_of(text))) and state.may_end
@@ -401,15 +397,15 @@ def test_forced_texts_are_encoded_without_special_tokens(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["ab ab", "a", " b", "日é", "xyz ab", "<s>ab"])
-def test_a_tokenizer_with_bytes_and_a_space_before_texts(text: str) -> None:
-    """Forced texts have no space more, and characters their own tokens where there are some."""
+def test_forced_texts_of_a_byte_fallback_tokenizer_have_no_extra_space(text: str) -> None:
+    """Characters use tokens of their own where the vocabulary has them."""
     of_bytes = Tokenizer(byte_fallback())
-    own = GrammarCompiler(of_bytes, of_bytes.vocab_size + 5)  # the model has more than that
+    own = GrammarCompiler(of_bytes, of_bytes.vocab_size + 5)  # the model's vocabulary is larger
     ids = own.compile(StructuredOutput(regex="a")).vocabulary.matcher_tokenizer.tokenize_str(text)
     assert b"".join(map(of_bytes.token_bytes, ids)) == text.encode()
-    expected = of_bytes.encode_as_text("\x02" + text)[2:]  # behind a space and the mark's byte
+    expected = of_bytes.encode_as_text("\x02" + text)[2:]  # after a space and the byte of the mark
     assert ids == expected
-    # Both tokens of a character may stand for it where a choice is left.
+    # Where a choice remains, both tokens of a character may stand for it.
     state = GrammarState(own.compile(StructuredOutput(regex="[ab]+")), [])
     out = np.zeros((1, -(-(of_bytes.vocab_size + 5) // 32)), dtype=np.int32)
     MaskFiller(1).fill([MaskRows(state, 0, [])], out)
@@ -422,8 +418,8 @@ def test_a_tokenizer_with_bytes_and_a_space_before_texts(text: str) -> None:
 CHOICES = ("cat", "car", "dog", "do", "Köln")
 
 
-def test_masks_are_what_the_grammar_means() -> None:
-    """Of a choice the tokens are known: those that begin what is left of one of its texts."""
+def test_masks_match_the_meaning_of_a_choice() -> None:
+    """A choice allows the tokens that begin the rest of one of its texts."""
     spelt = {token: tokenizer().token_bytes(token) for token in range(1, VOCAB)}
     state = state_of(choice=CHOICES)
     left = [text.encode() for text in CHOICES]
@@ -439,7 +435,7 @@ def test_masks_are_what_the_grammar_means() -> None:
         got = masks_of(state)[0]
         if len(got) > 1 or len(expected) == 1:
             assert got == expected
-        else:  # all that is left is one text, in its own tokens
+        else:  # one text is left, in its own tokens
             assert got <= expected and len(set(left)) == 1
         following = sorted(got - {EOS})
         if not following:
@@ -453,7 +449,7 @@ def test_masks_are_what_the_grammar_means() -> None:
 
 
 def walk(draw: random.Random, state: GrammarState, length: int) -> list[int]:
-    """Tokens that fit, one after the other, chosen at random; fewer where the text ends."""
+    """Take up to `length` random tokens that fit and return them; fewer if the text ends."""
     path: list[int] = []
     while len(path) < length and not state.is_complete:
         found = sorted(masks_of(state)[0] - {EOS})
@@ -472,7 +468,7 @@ FORMS: list[dict[str, Any]] = [
     {"regex": "[a-z]{2,5}(-[0-9]+)*"},
     {"choice": CHOICES},
     {"grammar": 'start: item ("," item)*\nitem: /[a-z]+/ | "(" start ")"'},
-    # Text up to a mark, whatever may come; and text that ends at a word.
+    # Text up to a mark, and text that ends at a word.
     {"grammar": 'start: called* TEXT\nTEXT: /(.|\\n)*/\ncalled[lazy]: TEXT "<t>" /[0-9]{2}/ "."'},
     {"grammar": 'start: a /[0-9]+/\na[suffix="end"]: /[a-z ]+/'},
     {"structural_tag": TAGS},
@@ -494,8 +490,8 @@ FORMS: list[dict[str, Any]] = [
         ("[[1]?", None),
     ],
 )  # fmt: skip
-def test_behind_a_trigger_is_a_tag(text: str, is_whole: bool | None) -> None:
-    """None: such a text cannot come. In one step, and in as many as it has characters."""
+def test_trigger_must_be_followed_by_its_tag(text: str, is_whole: bool | None) -> None:
+    """None: the text is impossible. Take each text in one step and character by character."""
     for tokens in (tokens_of(text), [one for char in text for one in tokens_of(char)]):
         state = state_of(structural_tag=TAGS)
         fits = all(map(state.take, tokens))
@@ -506,7 +502,7 @@ def test_behind_a_trigger_is_a_tag(text: str, is_whole: bool | None) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(form))
-def test_masks_behind_drafts_are_those_of_a_matcher_that_took_them(form: dict[str, Any]) -> None:
+def test_masks_after_drafts_equal_those_of_a_matcher_that_took_them(form: dict[str, Any]) -> None:
     draw = random.Random(repr(form))
     num_illegal = num_deep = 0
     for round_ in range(12):
@@ -518,7 +514,7 @@ def test_masks_behind_drafts_are_those_of_a_matcher_that_took_them(form: dict[st
         if round_ % 2:
             parents = list(range(-1, count - 1))
         drafts: list[int] = []
-        paths: list[list[int] | None] = [[]]  # of each row; None: a draft on it does not fit
+        paths: list[list[int] | None] = [[]]  # path of each row; None if a draft on it does not fit
         for node in range(count):
             before = paths[parents[node] + 1]
             options = {draw.randrange(VOCAB), EOS, VOCAB + 5, -1}
@@ -545,7 +541,7 @@ def test_masks_behind_drafts_are_those_of_a_matcher_that_took_them(form: dict[st
             num_deep += len(path) > 1
             expected = state_of(taken=taken + path, **form)
             assert mask == ({EOS} if expected.is_complete else masks_of(expected)[0])
-        # The state is where it was.
+        # The state is unchanged.
         assert masks_of(state) == masks_of(state_of(taken=taken, **form))
     assert num_illegal > 5 and num_deep > 5
 
@@ -558,30 +554,30 @@ def _preorder(parents: Sequence[int], node: int) -> list[int]:
     return path
 
 
-def test_requests_of_one_step_do_not_touch_each_other() -> None:
-    """Chains, trees and single rows in one call, on several threads."""
+def test_requests_of_one_step_do_not_affect_each_other() -> None:
+    """Mix chains, trees and single rows in one call on several threads."""
     draw = random.Random(3)
     states = [state_of(**form) for form in FORMS * 6]
-    wanted, expected, first = [], [], 0
+    constraints, expected, first = [], [], 0
     for index, state in enumerate(states):
         path = walk(draw, state_of(**FORMS[index % len(FORMS)]), index % 5)
         tree = [-1] * len(path) if index % 7 == 3 and path else None
-        wanted.append(MaskRows(state, first, path, tree))
+        constraints.append(MaskRows(state, first, path, tree))
         expected += masks_of(state, path, tree)
         first += 1 + len(path)
     out = np.zeros((first, VOCAB // 32), dtype=np.int32)
-    MaskFiller(3).fill(wanted, out)
+    MaskFiller(3).fill(constraints, out)
     assert allowed(out) == expected
 
 
-def test_end_tokens_and_allowed_tokens() -> None:
+def test_masks_follow_end_tokens_and_allowed_tokens() -> None:
     x, y = tokens_of("x")[0], tokens_of("y")[0]
     grammar = compiled(regex="[xy]*")
     assert {EOS, 5} & masks_of(GrammarState(grammar, [EOS, 5]))[0] == {EOS, 5}
     assert EOS not in masks_of(GrammarState(grammar, []))[0]
     assert masks_of(GrammarState(grammar, [EOS], [x, EOS]))[0] == {x, EOS}
     assert masks_of(GrammarState(grammar, [EOS], [y]))[0] == {y}
-    # Behind a thinking the grammar begins; before, only allowed tokens count.
+    # The grammar begins after the thinking. Before that, only allowed tokens count.
     state = GrammarState(grammar, [EOS], [x, y, 9])
     assert masks_of(state, [y, 9, x], opening=9) == [{x, y, 9}, {x, y, 9}, {x, y}, {x, y}]
     assert masks_of(state, [9, y], [-1, -1], opening=9) == [{x, y, 9}, {x, y}, {x, y, 9}]
@@ -590,14 +586,14 @@ def test_end_tokens_and_allowed_tokens() -> None:
     assert everything[2] == masks_of(GrammarState(grammar, [EOS]))[0]
 
 
-def test_a_matcher_is_fed_nothing_past_its_end() -> None:
+def test_complete_matcher_takes_no_more_tokens() -> None:
     state = state_of(choice=("ab",), taken=tokens_of("ab"))
     assert state.is_complete and state.may_end
     assert masks_of(state, [5, EOS, 7])[0] == {EOS}
     assert masks_of(state, [5, EOS], [-1, -1])[0] == {EOS}
     assert not state.take(EOS) and not state.take(5) and state.forced() == []
-    assert state.is_complete, "what was refused has not broken it"
-    # Nor is one whose drafts reach the end, and go on.
+    assert state.is_complete, "refused tokens must not break the state"
+    # The same holds for drafts that reach the end and continue.
     state = state_of(choice=("ab",))
     drafts = [*tokens_of("ab"), 5, EOS]
     got = masks_of(state, drafts)
@@ -628,26 +624,26 @@ def chain(drafts: Sequence[int]) -> list[int]:
     return list(range(-1, len(drafts) - 1))
 
 
-def test_forced_tokens_come_first_and_behind_what_fits() -> None:
+def test_forced_tokens_replace_drafts_that_disagree() -> None:
     forced = state_of(**forced_form()).forced()
     count = len(forced)
 
     def completed(drafts: list[int], limit: int, parents: list[int] | None = None) -> Any:
         state = state_of(**forced_form())
         got = complete(state, drafts, parents, limit)
-        assert masks_of(state) == masks_of(state_of(**forced_form())), "it is where it was"
+        assert masks_of(state) == masks_of(state_of(**forced_form())), "the state must not change"
         return None if got is None else (got.token_ids, got.parents, got.sources)
 
     assert completed([], 0) is None
     assert completed([], 99) == (forced, chain(forced), [-1] * count)
     assert completed([], 2) == (forced[:2], [-1, 0], [-1, -1])
-    # What is forced stands in the place of what was drafted instead; what agrees stays.
+    # Forced tokens replace drafts that disagree. Drafts that agree stay.
     assert completed([5, 6, 7], 99) == (forced, chain(forced), [-1] * count)
     assert completed(forced, count) is None
     assert completed(forced[:2], 2) is None
     three = tokens_of("3")
     assert completed([*forced, *three], 99) is None
-    # A tree keeps what hangs on the forced path.
+    # A tree retains what hangs on the forced path.
     tree = [forced[0], 5, forced[1], *three, 6]
     if count == 2:
         assert completed(tree, 99, [-1, -1, 0, 2, 2]) is not None
@@ -662,7 +658,7 @@ def test_forced_tokens_come_first_and_behind_what_fits() -> None:
     )  # fmt: skip
 
 
-def test_forced_tokens_stand_behind_drafts_that_fit() -> None:
+def test_forced_tokens_follow_drafts_that_fit() -> None:
     schema = {**FIXED, "properties": {"alpha": {"enum": ["x", "yy"]}, "n": {"const": 12}}}
     form = {"json_schema": schema, "disable_any_whitespace": True}
     start = state_of(**form).forced()
@@ -673,7 +669,7 @@ def test_forced_tokens_stand_behind_drafts_that_fit() -> None:
     assert behind
     got = complete(state, [draft], None, 20)
     assert got is not None and got.token_ids == [draft, *behind] and got.sources[:2] == [0, -1]
-    # A draft that does not fit stays where a choice is left: the verifier rejects it.
+    # Where a choice remains, a draft that does not fit stays: the verifier rejects it.
     illegal = next(token for token in range(1, VOCAB) if token not in masks_of(state)[0])
     assert complete(state, [illegal, 5], None, 20) is None
     got = complete(state, [draft, illegal, 5], None, 20)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Constrained texts of the bundled model: valid, and plain decoding's to the bit."""
+"""Constrained texts of the bundled model are valid and have the bits of plain decoding."""
 
 import json
 import math
@@ -21,6 +21,7 @@ pytest.importorskip("jsonschema")
 import jsonschema
 from fake_gpu import FakeGpu
 from schemas import BY_HAND, bounded, generated, record
+from specops.api.structured import StructuredOutput
 from specops.engine import (
     Completion,
     Engine,
@@ -29,15 +30,15 @@ from specops.engine import (
     SpeculativeConfig,
 )
 from specops.engine.sharing import grammar_turns
-from specops.engine.structured import GrammarCompiler, GrammarState, StructuredOutput
+from specops.engine.structured import GrammarCompiler, GrammarState
 
 NAIVE: dict[str, Any] = {"method": "naive"}
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "min_ngram_size": 1},
     "suffix": {"method": "suffix"},
     "mtp": {"method": "mtp"},
-    "mtp+ngram": {"method": "mtp", "mtp_strategy": "with_ngram"},
-    "mtp+suffix": {"method": "mtp", "mtp_strategy": "with_suffix"},
+    "mtp+ngram": {"method": "mtp+ngram"},
+    "mtp+suffix": {"method": "mtp+suffix"},
     "suffix tree": {"method": "suffix", "tree": True},
     "mtp tree": {"method": "mtp", "tree": True},
     "merged tree": {"method": "mtp+suffix", "tree": True},
@@ -52,8 +53,8 @@ def with_k(method: str, k: int) -> dict[str, Any]:
 
 @lru_cache
 def engine_of(**config: Any) -> Engine:
-    speculative = SpeculativeConfig(
-        suffix_decoding_max_spec_factor=4.0, suffix_decoding_min_token_prob=0.02
+    speculative = SpeculativeConfig.from_dict(
+        {"suffix_decoding_max_spec_factor": 4.0, "suffix_decoding_min_token_prob": 0.02}
     )
     defaults = {"device": "cpu", "max_num_seqs": 16}
     return Engine(EngineConfig(**{**defaults, **config}, speculative_config=speculative))
@@ -85,7 +86,7 @@ def jobs_of(cases: list[tuple[Any, Any]], temperature: float, **more: Any) -> li
 
 
 def run(engine: Engine, jobs: list[Job], configs: list[dict[str, Any]]) -> list[Completion]:
-    """All at once, each with its own way to speculate."""
+    """Run all jobs at once, each with its own speculation method."""
     names = [
         engine.add_request(prompt, params, speculative_config=configs[index % len(configs)])
         for index, (prompt, params) in enumerate(jobs)
@@ -114,17 +115,17 @@ def bits(done: list[Completion]) -> list[Any]:
 
 
 def check(engine: Engine, jobs: list[Job], done: list[Completion]) -> int:
-    """Each text that ended is of its form, any other the beginning of one; how many ended."""
+    """Check that each text follows its grammar. Return how many texts ended."""
     compiler = GrammarCompiler(engine.tokenizer, engine.vocab_size)
     for (_, params), one in zip(jobs, done, strict=True):
-        wanted = params.structured_output
-        assert wanted is not None and one.finish_reason in ("stop", "length")
-        if one.finish_reason == "stop" and isinstance(wanted.json_schema, str):
-            validate = jsonschema.Draft202012Validator(json.loads(wanted.json_schema)).validate
+        constraint = params.structured_output
+        assert constraint is not None and one.finish_reason in ("stop", "length")
+        if one.finish_reason == "stop" and isinstance(constraint.json_schema, str):
+            validate = jsonschema.Draft202012Validator(json.loads(constraint.json_schema)).validate
             validate(json.loads(one.text))
         text = [token for token in one.token_ids if not engine.tokenizer.is_special(token)]
         assert len(text) >= len(one.token_ids) - (one.finish_reason == "stop")
-        state = GrammarState(compiler.compile(wanted), [])
+        state = GrammarState(compiler.compile(constraint), [])
         assert all(map(state.take, text)), "the text left its grammar"
         assert one.finish_reason == "length" or state.may_end
     return sum(one.finish_reason == "stop" for one in done)
@@ -132,7 +133,7 @@ def check(engine: Engine, jobs: list[Job], done: list[Completion]) -> int:
 
 @lru_cache
 def plain(temperature: float) -> tuple[list[Any], int]:
-    """Plain decoding of the schemas written by hand, one at a time, and how many texts ended."""
+    """Decode the handwritten schemas plainly. Return the bits and how many texts ended."""
     engine = engine_of(max_num_seqs=1, enable_prefix_caching=False)
     jobs = jobs_of(BY_HAND, temperature)
     done = run(engine, jobs, [NAIVE])
@@ -145,10 +146,10 @@ def plain(temperature: float) -> tuple[list[Any], int]:
 @pytest.mark.fast(
     "ngram-0.8", "mtp+suffix-0.0", "mtp tree-0.8", ci=("suffix-0.0", "mtp-0.8", "*tree-*")
 )
-def test_constrained_texts_are_valid_and_those_of_plain_decoding(
+def test_constrained_texts_are_valid_and_equal_plain_decoding(
     method: str, temperature: float
 ) -> None:
-    """Forty schemas, k from 1 to 8, all in one batch."""
+    """Forty schemas run in one batch, with k from 1 to 8."""
     expected, num_ended = plain(temperature)
     assert len(BY_HAND) == 40 and num_ended > 15
     engine = engine_of()
@@ -166,7 +167,7 @@ def test_constrained_texts_are_valid_and_those_of_plain_decoding(
     assert 0.2 * drafts < after.num_accepted_tokens - before.num_accepted_tokens < drafts
 
 
-# A trigger that the bundled model writes by itself, and often.
+# A trigger that the bundled model often writes by itself.
 TAGS = {
     "structures": [
         {"begin": "return ", "schema": {"enum": [["one", 1], {"two": 2}]}, "end": "  # tag\n"},
@@ -186,13 +187,13 @@ _TAGGED = (
 
 @lru_cache
 def tag_jobs() -> list[Job]:
-    wanted = StructuredOutput(structural_tag=TAGS)
+    constraint = StructuredOutput(structural_tag=TAGS)
     return [
         (
             f"def f{i}(a):\n    return a\n\ndef g{i}(a):\n    ",
             SamplingParams(
                 max_tokens=64, min_tokens=64, temperature=0.8 if i % 3 else 0.0, seed=i, logprobs=2,
-                structured_output=wanted,
+                structured_output=constraint,
             ),
         )
         for i in range(16)
@@ -215,8 +216,8 @@ def plain_tags() -> list[Any]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_structural_tags_are_those_of_plain_decoding(method: str) -> None:
-    """Drafts reach over triggers and ends of tags, and those that do not fit are rolled back."""
+def test_texts_with_structural_tags_equal_plain_decoding(method: str) -> None:
+    """Drafts cross triggers and ends of tags. Drafts that do not fit are rolled back."""
     engine = engine_of()
     before = replace(engine.stats.speculative)
     done = run(engine, tag_jobs(), [with_k(method, 1 + i % 8) for i in range(8)])
@@ -230,8 +231,10 @@ def test_structural_tags_are_those_of_plain_decoding(method: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("part", range(4))
-def test_generated_schemas(part: int, temperature: float) -> None:
-    """Two hundred of them, each with every method."""
+def test_generated_schemas_equal_plain_decoding_with_every_method(
+    part: int, temperature: float
+) -> None:
+    """Generate two hundred schemas in four parts."""
     draw = random.Random(part)
     cases = [(generated(draw), None) for _ in range(50)]
     engine = engine_of()
@@ -256,12 +259,12 @@ def bounded_schemas() -> list[Any]:
     draw = random.Random(7)
     schemas = [schema for schema, _ in BY_HAND] + [generated(draw) for _ in range(60)]
     found = [one for one in map(bounded, schemas) if one is not None]
-    assert len(found) == 96, "of four by hand the texts have no longest one"
+    assert len(found) == 96, "four handwritten schemas allow texts of any length"
     return found
 
 
 def bounded_jobs(temperature: float) -> list[Job]:
-    """Prompts that say nothing of JSON: the bundled model likes spaces there."""
+    """Return jobs whose prompts do not suggest JSON: the bundled model likes spaces there."""
     return [
         (
             "value = ",
@@ -276,7 +279,7 @@ def bounded_jobs(temperature: float) -> list[Job]:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.ci
-def test_a_text_whose_strings_and_numbers_are_bounded_ends(temperature: float) -> None:
+def test_text_of_a_bounded_schema_ends(temperature: float) -> None:
     jobs = bounded_jobs(temperature)
     expected = run(engine_of(), jobs, [NAIVE])
     assert check(engine_of(), jobs, expected) == len(jobs)
@@ -286,22 +289,22 @@ def test_a_text_whose_strings_and_numbers_are_bounded_ends(temperature: float) -
 
 
 @pytest.mark.ci
-def test_with_any_white_space_such_texts_need_not_end() -> None:
-    """As vLLM has it: by the engine's option, and where a request says so itself."""
+def test_text_may_not_end_if_any_white_space_is_allowed() -> None:
+    """Allow it by the engine's option, as vLLM does, and by each request."""
     jobs = bounded_jobs(0.0)[:40]
     by_engine = run(engine_of(json_whitespace="any"), jobs, [NAIVE])
     endless = [one.text for one in by_engine if one.finish_reason == "length"]
     assert endless and all(text.endswith(" " * 100) for text in endless)
-    wanted = [job[1].structured_output for job in jobs]
+    constraint = [job[1].structured_output for job in jobs]
     said = [
         (prompt, replace(params, structured_output=replace(form, disable_any_whitespace=False)))
-        for (prompt, params), form in zip(jobs, wanted, strict=True)
+        for (prompt, params), form in zip(jobs, constraint, strict=True)
         if form is not None
     ]
     assert bits(run(engine_of(), said, [NAIVE])) == bits(by_engine)
 
 
-# ---- with everything else that a request may ask for ----
+# ---- combined with other parameters ----
 
 
 def mixed(index: int, draw: random.Random) -> SamplingParams:
@@ -348,7 +351,7 @@ LIMITS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.fast("preempted", ci=("chunks*", "processed"))
-def test_all_parameters_beside_a_grammar_change_nothing(limits: str) -> None:
+def test_drafts_change_no_bit_with_all_parameters_beside_a_grammar(limits: str) -> None:
     draw = random.Random(5)
     prompts = [prompt_of(*BY_HAND[i % 40])[-300:] for i in range(56)]
     jobs = [(prompt, mixed(i, draw)) for i, prompt in enumerate(prompts)]
@@ -364,9 +367,10 @@ def test_all_parameters_beside_a_grammar_change_nothing(limits: str) -> None:
     assert reasons["stop"] > 5 and reasons["length"] > 5
 
 
-def test_selection_of_drafts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where rows hardly ever pay; then where they cost nothing."""
-    monkeypatch.setattr(grammar_turns, "_SLOW_SECONDS", math.inf)  # who is slow has no drafts
+def test_selection_of_drafts_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are expensive first, then free."""
+    # slow grammars would get no drafts
+    monkeypatch.setattr(grammar_turns, "_SLOW_SECONDS", math.inf)
     expected, _ = plain(0.8)
     engine = engine_of(max_num_seqs=12)
     own = [{**with_k(name, 6), "adaptive_verification": True} for name in METHODS]
@@ -380,7 +384,7 @@ def test_selection_of_drafts_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
     assert 0 < counts[0] < counts[1]
 
 
-def test_choices_share_a_prompt_and_each_has_its_own_state() -> None:
+def test_choices_share_a_prompt_but_not_their_states() -> None:
     schema = record(a={"type": "integer"}, b={"type": "string", "maxLength": 8})
     params = SamplingParams(
         n=12, max_tokens=40, temperature=1.2, seed=3, logprobs=0,
@@ -392,19 +396,19 @@ def test_choices_share_a_prompt_and_each_has_its_own_state() -> None:
         done = engine_of().generate([prompt], params, speculative_config=with_k(method, 6))
         assert bits(done) == bits(naive)
     assert len({one.text for one in naive}) > 6
-    assert any(one.num_cached_tokens for one in naive), "the prefix cache was used"
+    assert any(one.num_cached_tokens for one in naive), "the prefix cache must be used"
 
 
-# ---- where a text ends ----
+# ---- ends of texts ----
 
 
 def one(form: dict[str, Any], method: str = "", **params: Any) -> Completion:
-    """A text of plain decoding; with a method, the same of that."""
-    wanted = StructuredOutput(**form)
+    """Return a text of plain decoding, or of `method`."""
+    constraint = StructuredOutput(**form)
     defaults = {"max_tokens": 40, "temperature": 0.0, "logprobs": 1}
-    asked = SamplingParams(**{**defaults, **params}, structured_output=wanted)
+    requested = SamplingParams(**{**defaults, **params}, structured_output=constraint)
     config = with_k(method, 6) if method else NAIVE
-    (done,) = engine_of().generate(["value = "], asked, speculative_config=config)
+    (done,) = engine_of().generate(["value = "], requested, speculative_config=config)
     return done
 
 
@@ -412,26 +416,26 @@ def one(form: dict[str, Any], method: str = "", **params: Any) -> Completion:
 @pytest.mark.parametrize(
     "form,params,reason,text",
     [
-        # Complete, and nothing can follow: no end of sequence is needed, whatever min_tokens says.
+        # Complete, and nothing can follow: no end of sequence is needed, whatever min_tokens is.
         ({"choice": ("None",)}, {}, "stop", "None"),
         ({"choice": ("None",)}, {"min_tokens": 30}, "stop", "None"),
         ({"choice": ("None",)}, {"ignore_eos": True}, "stop", "None"),
-        # Complete at the last token that there may be.
+        # Complete at the last token allowed.
         ({"choice": ("None",)}, {"max_tokens": 1}, "stop", "None"),
         ({"choice": ("None, None, None, None",)}, {"max_tokens": 3}, "length", None),
-        # A stop string in the middle, and at the very end of the text.
+        # A stop string in the middle and at the end of the text.
         ({"choice": ("(None, None)",)}, {"stop": (", ",)}, "stop", "(None"),
         ({"choice": ("(None, None)",)}, {"stop": (")",)}, "stop", "(None, None"),
-        # Only an end of sequence ends it, or nothing does.
+        # Only an end of sequence can end it, or nothing does.
         ({"regex": "[ab]*"}, {"max_tokens": 4, "ignore_eos": True}, "length", None),
         ({"regex": ""}, {}, "stop", ""),
         ({"regex": "x?"}, {"logit_bias": {0: 100.0}}, "stop", ""),
-        # Nothing is left that the other parameters allow: whole, or in the middle.
+        # The other parameters allow no token, after a whole text or in its middle.
         ({"regex": "(ab)?"}, {"bad_words": ("ab", "a"), "ignore_eos": True}, "stop", ""),
         ({"choice": ("ab",)}, {"allowed_token_ids": (5, 6)}, "abort", ""),
     ],
 )  # fmt: skip
-def test_ends(
+def test_constrained_text_ends_for_the_right_reason(
     method: str, form: dict[str, Any], params: dict[str, Any], reason: str, text: str | None
 ) -> None:
     done = one(form, method, **params)
@@ -447,16 +451,16 @@ def test_ends(
 @pytest.mark.parametrize(
     "regex,stop,text,is_cut",
     [
-        # A stop token that is text may be the next of a text that is not whole: it cuts it.
+        # A stop token that is also text may continue an incomplete text: it then cuts the text.
         ("[ab][xy]{3}", "x", "[ab]", True),
         ("[ab]{2}[xy]{3}", "x", "[ab]{2}", True),
-        # Where the text is whole, a stop token is its end, whether it could go on with it or not.
+        # After a whole text, a stop token ends it even if the text could continue with that token.
         ("[ab]([xy]{3})?", "x", "[ab]", False),
         ("[ab]{3}", "x", "[ab]{3}", False),
         ("[ab]{3}(\n\n)?", "<|endoftext|>", "[ab]{3}", False),
     ],
 )
-def test_a_stop_token_that_cuts_a_text_is_told(
+def test_stop_token_that_cuts_a_text_is_reported(
     method: str, regex: str, stop: str, text: str, is_cut: bool
 ) -> None:
     (token,) = engine_of().tokenizer.encode(stop)
@@ -468,7 +472,7 @@ def test_a_stop_token_that_cuts_a_text_is_told(
     assert bits([done]) == bits([one({"regex": regex}, **params)])
 
 
-def test_no_special_token_is_ever_part_of_a_text() -> None:
+def test_special_tokens_are_never_part_of_a_text() -> None:
     params = {"logit_bias": {0: 100.0}, "max_tokens": 30}
     done = one(
         {"json_schema": {"type": "array", "minItems": 2, "items": {"type": "string"}}}, **params
@@ -478,22 +482,22 @@ def test_no_special_token_is_ever_part_of_a_text() -> None:
         assert len(json.loads(done.text)) >= 2
 
 
-# ---- behind a thinking ----
+# ---- after thinking ----
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_grammar_begins_behind_the_thinking(method: str) -> None:
-    """At the token that ends it, wherever among the drafts, or where it is ended by force."""
+def test_grammar_begins_after_the_thinking(method: str) -> None:
+    """The thinking ends at its end token, anywhere among the drafts, or by force."""
     engine = engine_of()
     newline, comma = (engine.tokenizer.encode(text)[0] for text in ("\n", ","))
-    wanted = StructuredOutput(
+    constraint = StructuredOutput(
         json_schema={"type": "array", "items": {"type": "integer"}, "minItems": 2}
     )
     jobs, ended = [], []
     for index in range(24):
         params = SamplingParams(
             max_tokens=40, temperature=(0.0, 0.8)[index % 2], seed=index, logprobs=1,
-            structured_output=wanted,
+            structured_output=constraint,
             think_end_token_id=newline,
             think_inject_token_ids=[None, (comma, newline), (newline, comma)][index % 3],
             reasoning_max_tokens=(3, 12, 30)[index // 8],
@@ -515,19 +519,19 @@ def test_the_grammar_begins_behind_the_thinking(method: str) -> None:
             assert tuple(got.token_ids[budget:begin]) == inject
         ended.append(newline in thinking)
         reply = [token for token in got.token_ids[begin:] if token]
-        assert all(map(GrammarState(compiler.compile(wanted), []).take, reply))
-        assert reply, "there is a reply to look at"
+        assert all(map(GrammarState(compiler.compile(constraint), []).take, reply))
+        assert reply, "the reply must not be empty"
     assert 0 < sum(ended) < len(ended)
 
 
-# ---- laws ----
+# ---- output distribution ----
 
 
 @pytest.mark.parametrize("strategy", ["rejection", "block"])
 @pytest.mark.parametrize("method", ["mtp", "ngram"])
 @pytest.mark.fast("ngram-rejection", ci=("mtp-block",))
-def test_texts_follow_the_law_of_constrained_sampling(method: str, strategy: str) -> None:
-    """Chi-square of the texts of plain sampling and of those verified by other uniforms."""
+def test_texts_follow_the_distribution_of_constrained_sampling(method: str, strategy: str) -> None:
+    """Compare the texts of plain and speculative sampling by a chi-square test."""
     choices = ("a + b", "a - b", "b + a", "a", "None", "a.b", "b")
     size = 750
 
@@ -536,9 +540,11 @@ def test_texts_follow_the_law_of_constrained_sampling(method: str, strategy: str
             n=125, max_tokens=8, temperature=1.5, seed=seed,
             structured_output=StructuredOutput(choice=choices),
         )  # fmt: skip
-        asked = [replace(params, seed=seed + i) for i in range(size // 125)]
-        prompts = ["def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return "] * len(asked)
-        done = engine_of().generate(prompts, asked, speculative_config=config)
+        requested = [replace(params, seed=seed + i) for i in range(size // 125)]
+        prompts = ["def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return "] * len(
+            requested
+        )
+        done = engine_of().generate(prompts, requested, speculative_config=config)
         assert all(one.finish_reason == "stop" for one in done)
         return Counter(one.text for one in done)
 
@@ -551,17 +557,17 @@ def test_texts_follow_the_law_of_constrained_sampling(method: str, strategy: str
         (plain_texts[text] - got[text]) ** 2 / (plain_texts[text] + got[text])
         for text in set(plain_texts) | set(got)
     )
-    assert statistic < 30, "of 6 degrees of freedom: one in 20,000"
+    assert statistic < 30, "at 6 degrees of freedom, chance is 1 in 20,000"
 
 
-def test_policies_that_emit_drafts_unseen_are_refused() -> None:
-    wanted = SamplingParams(structured_output=StructuredOutput(regex="a+"))
+def test_policies_that_emit_unverified_drafts_are_refused() -> None:
+    constraint = SamplingParams(structured_output=StructuredOutput(regex="a+"))
     for policy in ("accept_all", "synthetic"):
         own: dict[str, Any] = {**with_k("ngram", 2), "accept_policy": policy}
         if policy == "synthetic":
             own["synthetic_acceptance_rates"] = [0.5]
         with pytest.raises(ValueError, match="structured_output needs accept_policy"):
-            engine_of().add_request("x", wanted, speculative_config=own)
+            engine_of().add_request("x", constraint, speculative_config=own)
     own = {**with_k("ngram", 2), "accept_policy": "reject_all"}
     assert bits([one({"choice": ("abc",)})]) == bits(
         engine_of().generate(
@@ -583,8 +589,8 @@ def test_policies_that_emit_drafts_unseen_are_refused() -> None:
 # ---- forced tokens ----
 
 
-def test_forced_tokens_are_drafted_for_nothing() -> None:
-    """With every method, and more than without; never for a request that does not speculate."""
+def test_forced_tokens_are_drafted_at_no_cost() -> None:
+    """Every method drafts them; a request without speculation does not."""
     fixed = record(**{f"a long name {i}": {"const": f"value {i}"} for i in range(4)})
     form = {"json_schema": fixed, "disable_any_whitespace": True}
     plain_text = one(form, max_tokens=200)
@@ -597,10 +603,10 @@ def test_forced_tokens_are_drafted_for_nothing() -> None:
         assert len(done.token_ids) > 5.5 * stats.num_steps, method
 
 
-def test_a_limit_in_the_middle_of_a_text_ends_that_text_alone(
+def test_grammar_limit_ends_only_the_text_that_meets_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One met behind a draft is none: only where the text itself meets it does the request end."""
+    """A limit met after a draft does not count. The request ends if the text itself meets one."""
     import llguidance
 
     def limited(**given: Any) -> Any:
@@ -612,7 +618,7 @@ def test_a_limit_in_the_middle_of_a_text_ends_that_text_alone(
         EngineConfig(device="cpu", speculative_config=SpeculativeConfig(method="naive"))
     )
     forms: list[dict[str, Any]] = [
-        {"grammar": 'start: s\ns: s s | "a" | "b" | "(" s ")"'},  # longer is more ambiguous
+        {"grammar": 'start: s\ns: s s | "a" | "b" | "(" s ")"'},  # ambiguity grows with length
         {"choice": ("abc", "abd")},
         {"json_schema": BY_HAND[25][0]},
     ]
@@ -631,8 +637,8 @@ def test_a_limit_in_the_middle_of_a_text_ends_that_text_alone(
 AMBIGUOUS = {"grammar": 'start: a\na: "x" | a a | a a a'}
 
 
-def test_a_limit_is_told_even_where_the_text_is_whole() -> None:
-    """Its text could end anywhere; that it did not end for that reason must be seen."""
+def test_grammar_limit_is_reported_even_for_a_whole_text() -> None:
+    """The text could end anywhere, so the stop reason must tell that a limit ended it."""
     params = {"max_tokens": 200, "logit_bias": {0: -100.0}, "temperature": 0.8, "seed": 1}
     done = one(AMBIGUOUS, **params)
     assert set(done.text) == {"x"} and done.finish_reason == "abort"
@@ -644,10 +650,10 @@ def test_a_limit_is_told_even_where_the_text_is_whole() -> None:
 
 @pytest.mark.parametrize("row", [1e-4, 1e-3, 1.0], ids=["many drafts", "few drafts", "copies"])
 @pytest.mark.fast("few drafts", ci=("*",))
-def test_slow_grammars_sit_out_and_change_nothing(
+def test_slow_grammars_skip_steps_and_change_no_bit(
     row: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if each mask took a second: computed beside the steps, for whoever waits longest."""
+    """Each mask seems to take a second and is computed beside the steps."""
     expected, _ = plain(0.8)
 
     def slowly(self: GrammarState, num_rows: int) -> None:
@@ -677,7 +683,7 @@ def test_slow_grammars_sit_out_and_change_nothing(
     assert len(prepared) > 100 and all(prepared)
 
 
-def test_a_request_may_leave_while_its_mask_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_may_be_aborted_while_its_mask_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, may_end = threading.Event(), threading.Event()
 
     def prepare(self: GrammarState) -> None:
@@ -690,23 +696,23 @@ def test_a_request_may_leave_while_its_mask_is_computed(monkeypatch: pytest.Monk
     monkeypatch.setattr(GrammarState, "note_step", slowly)
     monkeypatch.setattr(GrammarState, "prepare", prepare)
     engine = Engine(EngineConfig(device="cpu", speculative_config=SpeculativeConfig()))
-    wanted = SamplingParams(max_tokens=9, structured_output=StructuredOutput(regex="[ab]{20}"))
-    name = engine.add_request("x", wanted)
+    constraint = SamplingParams(max_tokens=9, structured_output=StructuredOutput(regex="[ab]{20}"))
+    name = engine.add_request("x", constraint)
     while not begun.is_set():
         engine.step()
     assert engine.abort(name) and engine.num_free_pages == engine.num_pages
     try:
         (free,) = run(engine, [("x", SamplingParams(max_tokens=9, ignore_eos=True))], [NAIVE])
-        assert len(free.token_ids) == 9, "nobody waits for a mask of somebody who is gone"
+        assert len(free.token_ids) == 9, "a request waited for the mask of an aborted one"
     finally:
         may_end.set()
 
 
-# ---- on a device with a memory of its own ----
+# ---- fake GPU ----
 
 
 @pytest.fixture
-def twin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeGpu]:
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeGpu]:
     def make(**arguments: Any) -> FakeGpu:
         device = FakeGpu(**arguments)
         monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
@@ -716,15 +722,17 @@ def twin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeGpu]:
 
 
 @pytest.mark.parametrize("captures", [True, False], ids=["graphs", "eager"])
-def test_masks_travel_with_a_steps_inputs(twin: Callable[..., FakeGpu], captures: bool) -> None:
-    """Padding, poisoned memory and replays; beside requests without a grammar."""
+def test_masks_are_copied_with_the_inputs_of_a_step(
+    fake_gpu: Callable[..., FakeGpu], captures: bool
+) -> None:
+    """Cover padding, poisoned memory and replays, beside requests without a grammar."""
     jobs = jobs_of(BY_HAND[20:36], 0.8)
     for index in (3, 7):
         prompt, params = jobs[index]
         allowed_ids = tuple(range(1, 4096, 2)) if index == 3 else None
         jobs[index] = prompt, replace(params, structured_output=None, allowed_token_ids=allowed_ids)
     expected = bits(run(engine_of(max_num_seqs=1), jobs, [NAIVE]))
-    device = twin(captures=captures)
+    device = fake_gpu(captures=captures)
     engine = Engine(
         EngineConfig(device="cpu", max_num_seqs=8, speculative_config=SpeculativeConfig())
     )
@@ -733,8 +741,8 @@ def test_masks_travel_with_a_steps_inputs(twin: Callable[..., FakeGpu], captures
     assert (engine.num_captures > 0) == captures == ("replay" in device.log)
 
 
-def test_masks_are_for_those_who_may_not_choose_freely() -> None:
-    """None for others, one where the allowed tokens are always the same, one a row of a grammar."""
+def test_masks_are_made_only_for_restricted_requests() -> None:
+    """A grammar needs a mask per row, constant allowed tokens one, other requests none."""
     engine = engine_of()
     shapes: list[int] = []
     shape_of = engine._runner._shape_of

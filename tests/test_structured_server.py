@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
-"""Constrained output over HTTP: OpenAI's field and vLLM's, refusals, and who waits for whom."""
+"""Constrained output over HTTP: the fields of OpenAI and vLLM, errors, and slow grammars."""
 
 import concurrent.futures
 import json
@@ -26,7 +26,7 @@ from specops.server.dispatch import Dispatch
 from specops.server.jobs import Job
 from specops.service import loop
 
-# What the prompt asks for begins with the trigger.
+# The model continues the prompt with the trigger.
 TAGS = {
     "type": "structural_tag",
     "structures": [{"begin": "{", "schema": {"const": [7]}, "end": "}"}],
@@ -59,8 +59,8 @@ def served() -> Iterator[Served]:
 
 
 def complete(served: Served, **body: Any) -> httpx.Response:
-    asked = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, **body}
-    return HTTP.post(f"{served.url}/v1/completions", json=asked)
+    requested = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, **body}
+    return HTTP.post(f"{served.url}/v1/completions", json=requested)
 
 
 def client(served: Served) -> openai.OpenAI:
@@ -75,7 +75,7 @@ def wrapped(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, "strict": True}}
 
 
-def test_a_schema_as_openai_sends_it(served: Served) -> None:
+def test_schema_in_openai_format_constrains_the_text(served: Served) -> None:
     texts = set()
     for method in ("naive", "ngram", "suffix", "mtp"):
         done = client(served).chat.completions.create(
@@ -111,7 +111,9 @@ def test_a_schema_as_openai_sends_it(served: Served) -> None:
          lambda text: " " not in re.sub('"[^"]*"', "", text)),
     ],
 )  # fmt: skip
-def test_every_form(served: Served, field: str, value: Any, allows: Any) -> None:
+def test_every_kind_of_constraint_is_supported(
+    served: Served, field: str, value: Any, allows: Any
+) -> None:
     body: dict[str, Any] = {"max_tokens": 200, "logit_bias": {}, field: value}
     if "json_object" in str(value):
         body |= {"temperature": 0.9, "seed": 3, "prompt": 'd = {"a": 1}\ne = '}
@@ -132,7 +134,7 @@ def test_every_form(served: Served, field: str, value: Any, allows: Any) -> None
     ],
     ids=["OpenAI's field", "a format", "vLLM's", "vLLM's, as a text"],
 )
-def test_structural_tags(served: Served, body: dict[str, Any]) -> None:
+def test_structural_tags_constrain_the_text(served: Served, body: dict[str, Any]) -> None:
     text = complete(served, **body).json()["choices"][0]["text"]
     tags = re.findall(r"\{\[\s*7\s*\]\}", text)
     assert tags and text.count("{") - len(tags) in (0, 1), text  # the last one may be cut
@@ -142,11 +144,11 @@ def test_structural_tags(served: Served, body: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_texts_of_bounded_schemas_end(served: Served, temperature: float) -> None:
-    """Of completions and chats, whatever the model would rather write between values."""
+    """Check completions and chats. The model would rather write other text between values."""
     schemas = [one for one in (bounded(schema) for schema, _ in BY_HAND) if one is not None]
-    asked = {"max_tokens": 700, "temperature": temperature, "seed": 2}
+    requested = {"max_tokens": 700, "temperature": temperature, "seed": 2}
     for schema in schemas:
-        form = {**asked, "response_format": wrapped(schema)}
+        form = {**requested, "response_format": wrapped(schema)}
         messages = {"messages": [{"role": "user", "content": "value = "}]}
         for path, prompt in (("", {"prompt": "value = "}), ("chat/", messages)):
             answer = HTTP.post(f"{served.url}/v1/{path}completions", json={**form, **prompt})
@@ -156,8 +158,8 @@ def test_texts_of_bounded_schemas_end(served: Served, temperature: float) -> Non
             jsonschema.Draft202012Validator(schema).validate(json.loads(text))
 
 
-def test_a_stop_token_that_cuts_a_text_is_the_stop_reason(served: Served) -> None:
-    """Of both routes, in a stream and as a whole; where the text is whole, there is none."""
+def test_stop_token_that_cuts_a_text_is_the_stop_reason(served: Served) -> None:
+    """Check both routes, streamed and whole. A whole text has no stop reason."""
     (token,) = served.engine.tokenizer.encode("x")
     for regex, reason in (("[ab][xy]{3}", token), ("[ab]([xy]{3})?", None)):
         body = {"structured_outputs": {"regex": regex}, "stop_token_ids": [token]}
@@ -174,14 +176,14 @@ def test_a_stop_token_that_cuts_a_text_is_the_stop_reason(served: Served) -> Non
             assert (last["finish_reason"], last["stop_reason"]) == ("stop", reason)
 
 
-def test_null_and_text_ask_for_nothing(served: Served) -> None:
+def test_null_and_text_formats_constrain_nothing(served: Served) -> None:
     bare = complete(served, max_tokens=8).json()["choices"][0]["text"]
     for field in ({"response_format": {"type": "text"}}, {"response_format": None},
                   {"structured_outputs": None}):  # fmt: skip
         assert complete(served, max_tokens=8, **field).json()["choices"][0]["text"] == bare
 
 
-def test_a_stream_is_the_same_text(served: Served) -> None:
+def test_streamed_text_equals_the_whole_text(served: Served) -> None:
     whole = complete(served, response_format=wrapped(PERSON), n=3, temperature=1.0, seed=5).json()
     parts = ["", "", ""]
     reasons = {}
@@ -252,18 +254,20 @@ def test_a_stream_is_the_same_text(served: Served) -> None:
         ({"guided_grammar": "a"}, "guided_grammar", "structured_outputs.grammar is"),
     ],
 )  # fmt: skip
-def test_refusals(served: Served, body: dict[str, Any], param: str | None, message: str) -> None:
+def test_invalid_constraints_are_refused(
+    served: Served, body: dict[str, Any], param: str | None, message: str
+) -> None:
     answer = complete(served, **body)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["param"] == param and message in error["message"], error
-    # Nobody is worse off for it.
+    # The server continues.
     assert HTTP.get(f"{served.url}/health").status_code == 200
     served.wait_until_idle()
 
 
-def test_rules_that_refer_to_rules_do_not_end_the_server(served: Served) -> None:
-    """A chain of thousands: each is a call of llguidance's inside another."""
+def test_long_chains_of_rules_do_not_crash_the_server(served: Served) -> None:
+    """A recursion of llguidance is thousands of rules deep."""
     count = 5000
     rules = [f'r{i}: "a" r{i + 1} | "b"' for i in range(count)]
     grammar = "\n".join(["start: r0", *rules, f'r{count}: "z"'])
@@ -279,22 +283,22 @@ def test_rules_that_refer_to_rules_do_not_end_the_server(served: Served) -> None
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
-    """Compilation of the regex `slow`: set when it has begun, and to be set so that it ends."""
+    """Hold the compilation of the regex `slow`. Yield an event for its begin and one to end it."""
     begun, may_end = threading.Event(), threading.Event()
     compile_it = compiler._grammar
 
-    def slowly(vocabulary: Any, wanted: StructuredOutput, whitespace: str) -> Any:
-        if wanted.regex == "slow":
+    def slowly(vocabulary: Any, constraint: StructuredOutput, whitespace: str) -> Any:
+        if constraint.regex == "slow":
             begun.set()
             assert may_end.wait(HANG_SECONDS)
-        return compile_it(vocabulary, wanted, whitespace)
+        return compile_it(vocabulary, constraint, whitespace)
 
     monkeypatch.setattr(compiler, "_grammar", slowly)
     yield begun, may_end
     may_end.set()
 
 
-def test_a_grammar_that_takes_long_is_refused_and_holds_up_no_other(
+def test_slow_grammar_is_refused_and_delays_no_other_request(
     served: Served,
     held: tuple[threading.Event, threading.Event],
     monkeypatch: pytest.MonkeyPatch,
@@ -303,7 +307,7 @@ def test_a_grammar_that_takes_long_is_refused_and_holds_up_no_other(
     slow = {"regex": "slow"}
     with monkeypatch.context() as patch:
         patch.setattr(compiler, "_COMPILE_SECONDS", 0.0)
-        answer = complete(served, structured_outputs=slow)  # its compilation goes on
+        answer = complete(served, structured_outputs=slow)  # its compilation continues
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == "structured_outputs"
     assert error["message"] == "structured_outputs: regex takes longer than 10 seconds to compile"
@@ -314,12 +318,12 @@ def test_a_grammar_that_takes_long_is_refused_and_holds_up_no_other(
     assert complete(served, structured_outputs=slow).status_code == 200
 
 
-def test_only_the_time_of_compilation_itself_counts(
+def test_compilation_time_excludes_waiting_for_a_processor(
     served: Served,
     held: tuple[threading.Event, threading.Event],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A thread that gets no processor, such as on a busy machine, is not late."""
+    """A thread without a processor, such as on a busy machine, is not late."""
     _, may_end = held
     looks: list[float] = []
     seconds_of = compiler._seconds_of
@@ -340,14 +344,14 @@ def test_only_the_time_of_compilation_itself_counts(
     assert len(looks) >= 3 and not overdue
 
 
-def test_too_many_grammars_that_wait_are_refused(
+def test_too_many_waiting_grammars_are_refused(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compile_it, may_end = served.engine.compile_structured_output, threading.Event()
 
-    def slowly(wanted: StructuredOutput, overdue: Any) -> Any:
+    def slowly(constraint: StructuredOutput, overdue: Any) -> Any:
         assert may_end.wait(HANG_SECONDS)
-        return compile_it(wanted)
+        return compile_it(constraint)
 
     def ask(number: int) -> int:
         form = {"regex": f"a{{{number + 1}}}"}
@@ -356,19 +360,19 @@ def test_too_many_grammars_that_wait_are_refused(
     monkeypatch.setattr(served.engine, "compile_structured_output", slowly)
     monkeypatch.setattr(loop, "_MAX_COMPILING", 3)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(ask, number) for number in range(4)]
+        requested = [pool.submit(ask, number) for number in range(4)]
         done, waiting = concurrent.futures.wait(
-            asked, HANG_SECONDS, return_when=concurrent.futures.FIRST_COMPLETED
+            requested, HANG_SECONDS, return_when=concurrent.futures.FIRST_COMPLETED
         )
         assert [one.result() for one in done] == [429] and len(waiting) == 3
-        assert complete(served, max_tokens=4).status_code == 200, "it is nobody else's affair"
+        assert complete(served, max_tokens=4).status_code == 200, "other requests must be served"
         may_end.set()
         assert [one.result() for one in waiting] == [200] * 3
     assert ask(9) == 200
 
 
-def test_many_schemas_at_once(served: Served) -> None:
-    """Clients that come together, with the same schema and with others."""
+def test_many_schemas_may_be_compiled_at_once(served: Served) -> None:
+    """Clients send the same schema and others at the same time."""
     schemas = [BY_HAND[i % 20 + 20][0] for i in range(30)]
     answers: list[Any] = [None] * len(schemas)
 
@@ -393,13 +397,13 @@ def test_many_schemas_at_once(served: Served) -> None:
     served.wait_until_idle()
 
 
-def test_a_client_that_leaves_while_its_grammar_is_compiled(
+def test_client_may_disconnect_while_its_grammar_is_compiled(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, has_left, may_end = threading.Event(), threading.Event(), threading.Event()
     abort = Dispatch.abort
 
-    def slowly(wanted: StructuredOutput, overdue: Any) -> Any:
+    def slowly(constraint: StructuredOutput, overdue: Any) -> Any:
         begun.set()
         assert may_end.wait(HANG_SECONDS)
 
@@ -416,4 +420,4 @@ def test_a_client_that_leaves_while_its_grammar_is_compiled(
     assert has_left.wait(HANG_SECONDS)
     may_end.set()
     served.wait_until_idle()
-    assert served.engine._admission._arrivals == requests, "it never reached the engine"
+    assert served.engine._admission._arrivals == requests, "the request must not reach the engine"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SuffixCache: its calls, every wrong argument, its file, its threads.
+"""SuffixCache: its calls, argument errors, files and threads.
 
-What a tree counts and drafts is proven in test_suffix_tree.py.
+test_suffix_tree.py tests what a tree counts and drafts.
 """
 
 import array
@@ -45,7 +45,7 @@ def contents(cache: SuffixCache) -> tuple[Any, ...]:
 # ---- calls ----
 
 
-def test_a_draft_is_what_followed_before() -> None:
+def test_draft_is_what_followed_before() -> None:
     cache = SuffixCache()
     cache.start("a", [1, 2, 3, 4, 5, 9, 1, 2, 3])
     draft = cache.speculate("a", 10)
@@ -57,7 +57,7 @@ def test_a_draft_is_what_followed_before() -> None:
     assert cache.speculate("a", 10) == SuffixDraft([], [], [], 0.0, 0)
 
 
-def test_another_requests_response_is_drafted_from_and_its_prompt_is_not() -> None:
+def test_drafts_come_from_responses_of_other_requests_but_not_their_prompts() -> None:
     cache = SuffixCache()
     cache.start("a", [1, 2, 3])
     cache.extend("a", [4, 5, 6])
@@ -71,7 +71,7 @@ def test_another_requests_response_is_drafted_from_and_its_prompt_is_not() -> No
     assert cache.count([4, 5], "b") == 1 and cache.count([9, 4], "b") == 1
 
 
-def test_the_own_tree_wins_where_scores_are_equal() -> None:
+def test_own_tree_wins_if_scores_are_equal() -> None:
     cache = SuffixCache(max_spec_factor=1.0)
     cache.start("other", [])
     cache.extend("other", [1, 2, 8, 8, 1, 2])
@@ -83,7 +83,7 @@ def test_the_own_tree_wins_where_scores_are_equal() -> None:
     assert cache.speculate("b", 2).token_ids == [5]
 
 
-def test_a_tree_has_the_likeliest_first() -> None:
+def test_draft_tree_lists_the_likeliest_first() -> None:
     cache = SuffixCache(max_spec_factor=4.0)
     cache.start("a", [1, 2, 3, 1, 2, 4, 1, 2, 3, 5, 1, 2])
     draft = cache.speculate("a", 8, use_tree=True, min_token_prob=0.2, max_spec_factor=1.5)
@@ -95,7 +95,7 @@ def test_a_tree_has_the_likeliest_first() -> None:
     assert path.parents == list(range(-1, len(path.parents) - 1))
 
 
-def test_the_parameters_of_a_call_take_the_place_of_the_caches() -> None:
+def test_parameters_of_a_call_override_those_of_the_cache() -> None:
     cache = SuffixCache(max_spec_factor=1.0, min_token_prob=0.6)
     cache.start("a", [1, 2, 3, 4, 5, 1, 9, 1])
     assert cache.speculate("a", 4).token_ids == []  # 2 and 9 have a probability of a third
@@ -104,7 +104,7 @@ def test_the_parameters_of_a_call_take_the_place_of_the_caches() -> None:
     assert cache.speculate("a", 4, min_token_prob=0.3, max_spec_factor=0).token_ids == []
 
 
-def test_a_context_of_the_callers() -> None:
+def test_caller_may_pass_a_context() -> None:
     cache = SuffixCache(max_tree_depth=4)
     cache.start("a", [1, 2, 3, 4, 5, 6])
     assert cache.speculate("a", 2, context=[2, 3]).token_ids == [4, 5]
@@ -114,7 +114,7 @@ def test_a_context_of_the_callers() -> None:
     assert cache.speculate("a", 2, context=ints(6, 1, 2, 3)) == cache.speculate("a", 2)
 
 
-def test_reading_on() -> None:
+def test_reading_on_extends_drafts_beyond_the_tree() -> None:
     prompt = [*range(20), 0, 1, 2, 3]
     for read_on, want in ((True, [4, 5, 6, 7]), (False, [4, 5])):
         cache = SuffixCache(max_tree_depth=4, max_spec_factor=2.0, read_on=read_on)
@@ -137,7 +137,7 @@ def test_reading_on() -> None:
     ],
 )
 @pytest.mark.parametrize("size", [0, 1, 2, 300])
-def test_tokens_come_in_many_forms(kind: Any, size: int) -> None:
+def test_tokens_may_be_lists_arrays_or_tensors(kind: Any, size: int) -> None:
     ids = [i % 7 for i in range(size)]
     cache = SuffixCache()
     cache.start("a", kind(ids))
@@ -152,7 +152,7 @@ def test_tokens_come_in_many_forms(kind: Any, size: int) -> None:
 
 
 @pytest.mark.parametrize("request_id", ["a", 7, (1, "x"), b"b", 2.5, frozenset({1})])
-def test_ids_are_anything_hashable(request_id: Any) -> None:
+def test_request_ids_may_be_any_hashable(request_id: Any) -> None:
     cache = SuffixCache()
     cache.start(request_id, [1, 2])
     cache.extend(request_id, [3])
@@ -163,7 +163,7 @@ def test_ids_are_anything_hashable(request_id: Any) -> None:
     assert cache.cached_requests == [] and cache.num_cached_tokens == 0
 
 
-def test_numbers_are_never_used_again() -> None:
+def test_request_numbers_are_never_reused() -> None:
     cache = SuffixCache(max_cached_requests=0)
     seen = set()
     for _ in range(50):
@@ -173,7 +173,7 @@ def test_numbers_are_never_used_again() -> None:
         cache.stop("a")
 
 
-def test_an_id_that_is_used_again_gives_up_its_old_response() -> None:
+def test_reused_id_drops_its_old_response() -> None:
     cache = SuffixCache()
     for tokens in ([1, 2, 3], [4, 5], [6]):
         cache.start("a", [])
@@ -188,7 +188,7 @@ def test_an_id_that_is_used_again_gives_up_its_old_response() -> None:
     sound(cache)
 
 
-def test_evicting_a_running_request() -> None:
+def test_evicted_running_request_keeps_its_own_tree() -> None:
     cache = SuffixCache()
     cache.start("a", [1, 2, 3, 1])
     cache.extend("a", [2])
@@ -204,12 +204,12 @@ def test_evicting_a_running_request() -> None:
     assert cache.running_requests == []
 
 
-def test_a_response_is_discarded_once() -> None:
+def test_response_is_discarded_once() -> None:
     cache = SuffixCache(max_cached_requests=2)
     cache.start("a", [1, 2])
     cache.stop("a")
     assert cache.discard("a") and not cache.discard("a")
-    for name in ("b", "c", "d"):  # the budget takes the first
+    for name in ("b", "c", "d"):  # the budget evicts the first
         cache.start(name, [1])
         cache.extend(name, [5])
         cache.stop(name)
@@ -219,7 +219,7 @@ def test_a_response_is_discarded_once() -> None:
     sound(cache)
 
 
-def test_memory_of_ids_is_bounded() -> None:
+def test_memory_for_ids_is_bounded() -> None:
     cache = SuffixCache(max_cached_requests=4)
     for i in range(1000):
         cache.start(i, [1])
@@ -229,7 +229,7 @@ def test_memory_of_ids_is_bounded() -> None:
         cache.extend(5, [1])
 
 
-def test_the_documents_example() -> None:
+def test_documented_example_runs() -> None:
     text = (Path(__file__).resolve().parent.parent / "docs" / "ops.md").read_text()
     section = text.split("## Drafts from a suffix cache")[1]
     code = "".join(re.findall(r"```python\n(.*?)```", section, re.DOTALL))
@@ -240,13 +240,13 @@ def test_the_documents_example() -> None:
 # ---- budgets ----
 
 
-def test_requests_leave_in_the_order_they_were_started() -> None:
+def test_requests_are_evicted_in_the_order_they_started() -> None:
     cache = SuffixCache(max_cached_requests=2)
     for name in "abc":
         cache.start(name, [])
         cache.extend(name, [ord(name)])
     assert cache.cached_requests == ["b", "c"] and cache.running_requests == ["a", "b", "c"]
-    cache.extend("a", [1, 2])  # goes on, in its own tree alone
+    cache.extend("a", [1, 2])  # continues in its own tree only
     assert cache.num_cached_tokens == 2
     cache.stop("b")
     cache.add([1], None)
@@ -254,7 +254,7 @@ def test_requests_leave_in_the_order_they_were_started() -> None:
     sound(cache)
 
 
-def test_a_budget_of_tokens() -> None:
+def test_budget_of_tokens_is_respected() -> None:
     cache = SuffixCache(max_cached_tokens=10)
     for name in "abcd":
         cache.start(name, [0] * 50)
@@ -262,7 +262,7 @@ def test_a_budget_of_tokens() -> None:
         assert cache.num_cached_tokens <= 10
     assert cache.cached_requests == ["c", "d"]
     cache.start("long", [])
-    cache.extend("long", [1] * 11)  # longer than the budget: gone with all before it
+    cache.extend("long", [1] * 11)  # longer than the budget: evicted with all before it
     assert cache.cached_requests == [] and cache.num_cached_tokens == 0
     assert cache.speculate("long", 4).token_ids == [1] * 4
     cache.start("e", [])
@@ -272,7 +272,7 @@ def test_a_budget_of_tokens() -> None:
     sound(cache)
 
 
-def test_a_budget_of_bytes() -> None:
+def test_budget_of_bytes_is_respected() -> None:
     rng = random.Random(1)
     cache = SuffixCache(max_cached_bytes=1 << 20, background_tokens=-1)
     most = 0
@@ -288,7 +288,7 @@ def test_a_budget_of_bytes() -> None:
 
 
 @pytest.mark.parametrize("budget", ["max_cached_requests", "max_cached_tokens", "max_cached_bytes"])
-def test_a_budget_of_0_is_no_shared_tree(budget: str, tmp_path: Path) -> None:
+def test_budget_of_0_disables_the_shared_tree(budget: str, tmp_path: Path) -> None:
     cache = SuffixCache(**{budget: 0})
     cache.start("a", [1, 2, 1])
     cache.extend("a", [2])
@@ -304,7 +304,7 @@ def test_a_budget_of_0_is_no_shared_tree(budget: str, tmp_path: Path) -> None:
     sound(cache)
 
 
-def test_what_is_evicted_is_given_back_little_by_little() -> None:
+def test_evicted_tokens_are_freed_little_by_little() -> None:
     rng = random.Random(2)
     cache = SuffixCache(max_cached_requests=1)
     cache.start("a", [])
@@ -332,7 +332,7 @@ def run_step(
     k: int,
     **more: Any,
 ) -> dict[str, Any]:
-    """The step over poisoned, strided rows with canaries around them."""
+    """Run a step over poisoned, strided rows with canaries around them."""
     batch, width = len(numbers), max([len(row) for row in new], default=0) + 1
     tokens = torch.full((batch + 1, width + 3), -1, dtype=torch.int32)
     for b, row in enumerate(new):
@@ -368,7 +368,7 @@ def run_step(
 
 @pytest.mark.parametrize("use_tree", [False, True])
 @pytest.mark.parametrize("threads", [1, 2, 4])
-def test_step_is_extend_and_speculate_row_by_row(use_tree: bool, threads: int) -> None:
+def test_step_equals_extend_and_speculate_row_by_row(use_tree: bool, threads: int) -> None:
     specops.set_num_threads(threads)
     rng = random.Random(5)
     k = 6
@@ -399,7 +399,7 @@ def test_step_is_extend_and_speculate_row_by_row(use_tree: bool, threads: int) -
             k,
             use_tree=use_tree,
         )
-        # The batch appends all rows before it evicts, so tokens go in one piece here, too.
+        # A batch appends all rows before it evicts, so each row is appended in one piece here, too.
         for name, tokens in zip(names, new, strict=True):
             if name is not None:
                 apart.extend(name, tokens)
@@ -433,19 +433,19 @@ def test_step_is_extend_and_speculate_row_by_row(use_tree: bool, threads: int) -
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_drafts_of_a_step_see_all_that_it_appends(threads: int) -> None:
+def test_drafts_of_a_step_see_all_rows_it_appends(threads: int) -> None:
     specops.set_num_threads(threads)
     cache = SuffixCache(min_token_prob=0.0)
     numbers = [cache.start(i, [100 + i]) for i in range(40)]
     cache.start("seen", [])
     cache.extend("seen", [1, 2, 3])
-    # The last row alone brings the second occurrence, which decides for all rows.
+    # The last row alone has the second occurrence, which decides for all rows.
     new = [[5, 1] for _ in numbers[:-2]] + [[1, 4, 1, 4, 1], [1]]
     rows = run_step(cache, numbers, new, [1] * 40, 1)
     assert rows["draft_token_ids"] == [[4]] * 40
 
 
-def test_given_drafts() -> None:
+def test_step_continues_given_drafts() -> None:
     cache = SuffixCache(max_spec_factor=4.0)
     cache.start("other", [])
     cache.extend("other", [1, 2, 3, 4, 5, 6])
@@ -473,14 +473,14 @@ def test_given_drafts() -> None:
         1,
         2,
         3,
-    ]  # what stands at the given is not touched
+    ]  # those of given drafts are not touched
     assert rows["parents"][1] == [-1, 0, 1, 2, -2]
     assert rows["parents"][3] == [POISON, POISON, -2, -2, -2]
     assert rows["match_lens"] == [3, 1, 0, 0, 0]
     assert rows["probs"][0] == [7.0, 7.0, 1.0, 1.0, 1.0]
 
 
-def test_a_step_with_what_must_be_there_alone() -> None:
+def test_step_works_with_required_arguments_only() -> None:
     cache = SuffixCache()
     number = cache.start("a", [1, 2, 3, 1])
     drafts = torch.empty(1, 4, dtype=torch.int32)
@@ -491,7 +491,7 @@ def test_a_step_with_what_must_be_there_alone() -> None:
 
 
 @pytest.mark.parametrize("batch,w,k", [(0, 0, 0), (0, 3, 3), (2, 0, 3), (2, 3, 0)])
-def test_empty_steps(batch: int, w: int, k: int) -> None:
+def test_empty_steps_are_supported(batch: int, w: int, k: int) -> None:
     cache = SuffixCache()
     numbers = [cache.start(i, [1, 2, 1]) for i in range(batch)]
     drafts, counts = cache.step(
@@ -506,7 +506,7 @@ def test_empty_steps(batch: int, w: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("threads", [2, 4])
-def test_the_number_of_threads_changes_no_draft(threads: int) -> None:
+def test_thread_count_changes_no_draft(threads: int) -> None:
     def run(count: int) -> list[Any]:
         specops.set_num_threads(count)
         rng = random.Random(11)
@@ -522,7 +522,7 @@ def test_the_number_of_threads_changes_no_draft(threads: int) -> None:
     assert run(1) == run(threads)
 
 
-# ---- wrong arguments ----
+# ---- invalid arguments ----
 
 
 def filled() -> SuffixCache:
@@ -565,7 +565,7 @@ WRONG_OPTIONS = [
 
 
 @pytest.mark.parametrize("options,message", WRONG_OPTIONS, ids=str)
-def test_wrong_options(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"SuffixCache: {message}")):
         SuffixCache(**options)
 
@@ -605,7 +605,7 @@ def as_pattern(message: str) -> str:
 
 
 @pytest.mark.parametrize("tokens,message", WRONG_TOKENS, ids=str)
-def test_wrong_tokens(tokens: Any, message: str) -> None:
+def test_invalid_tokens_are_refused(tokens: Any, message: str) -> None:
     cache = filled()
     before = contents(cache)
     message = as_pattern(message)
@@ -625,7 +625,7 @@ def test_wrong_tokens(tokens: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("request_id", ["no", "old", 3, ("a", "b")])
-def test_unknown_ids(request_id: Any) -> None:
+def test_unknown_ids_are_refused(request_id: Any) -> None:
     cache = filled()
     before = contents(cache)
     running = "that of a running request"
@@ -647,7 +647,7 @@ def test_unknown_ids(request_id: Any) -> None:
 
 
 @pytest.mark.parametrize("request_id", [[1], {}, ([],)])
-def test_ids_that_cannot_be_hashed(request_id: Any) -> None:
+def test_unhashable_ids_are_refused(request_id: Any) -> None:
     cache = filled()
     for call in (
         lambda: cache.start(request_id, [1]),
@@ -662,7 +662,7 @@ def test_ids_that_cannot_be_hashed(request_id: Any) -> None:
             call()
 
 
-def test_a_running_id_cannot_be_started_again() -> None:
+def test_running_id_cannot_be_started_again() -> None:
     cache = filled()
     before = contents(cache)
     for call in (lambda: cache.start("run", [9]), lambda: cache.add([9], "run")):
@@ -685,7 +685,9 @@ def test_a_running_id_cannot_be_started_again() -> None:
         ({"min_token_prob": "x"}, "min_token_prob must be a number in 0 .. 1, got 'x'"),
     ],
 )
-def test_wrong_arguments_of_speculate(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_of_speculate_are_refused(
+    arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(f"SuffixCache.speculate: {message}")):
         filled().speculate("run", **{"max_draft_tokens": 4, **arguments})
 
@@ -712,15 +714,16 @@ NEEDED = ("requests", "new_token_ids", "num_new_tokens", "max_draft_tokens", "dr
 
 @pytest.mark.parametrize("argument", good_step(SuffixCache()))
 @pytest.mark.parametrize("fault", ["dtype", "shape", "ndim", "layout", "list", "none"])
-def test_wrong_tensors_of_step(argument: str, fault: str) -> None:
+def test_invalid_tensors_of_step_are_refused(argument: str, fault: str) -> None:
     cache = filled()
     arguments = good_step(cache)
     good = arguments[argument]
     if fault == "dtype":
         arguments[argument] = good.to(torch.float64)
     elif fault == "shape":
-        if argument == "requests":  # sets the batch: the next argument is the one that differs
-            pytest.skip("the batch is whatever it says")
+        # it sets the batch, so the next argument is the one that differs
+        if argument == "requests":
+            pytest.skip("`requests` sets the batch")
         arguments[argument] = torch.cat([good, good])
     elif fault == "ndim":
         arguments[argument] = good.unsqueeze(0)
@@ -758,7 +761,7 @@ def test_wrong_tensors_of_step(argument: str, fault: str) -> None:
         ),
     ],
 )
-def test_wrong_values_of_step(argument: str, value: Tensor, message: str) -> None:
+def test_invalid_values_of_step_are_refused(argument: str, value: Tensor, message: str) -> None:
     cache = filled()
     arguments = {**good_step(cache), argument: value}
     before = contents(cache)
@@ -768,7 +771,7 @@ def test_wrong_values_of_step(argument: str, value: Tensor, message: str) -> Non
     assert bool((arguments["draft_token_ids"] == POISON).all())
 
 
-def test_wrong_requests_of_step() -> None:
+def test_invalid_requests_of_step_are_refused() -> None:
     cache = filled()
     arguments = good_step(cache)
     number = int(arguments["requests"][0])
@@ -786,7 +789,7 @@ def test_wrong_requests_of_step() -> None:
         cache.step(**arguments)
 
 
-def test_a_step_may_be_made_again_after_a_fault() -> None:
+def test_step_may_be_repeated_after_an_error() -> None:
     cache = filled()
     arguments = good_step(cache)
     number = int(arguments["requests"][0])
@@ -796,7 +799,7 @@ def test_a_step_may_be_made_again_after_a_fault() -> None:
     assert cache.count([1, 2], "step") == 2
 
 
-def test_given_drafts_are_tokens() -> None:
+def test_given_drafts_must_be_tokens() -> None:
     cache = filled()
     arguments = good_step(cache)
     arguments["draft_token_ids"][0, 0] = -1
@@ -805,7 +808,7 @@ def test_given_drafts_are_tokens() -> None:
         cache.step(**arguments)
 
 
-def test_the_compiled_class_guards_itself() -> None:
+def test_compiled_class_checks_its_arguments() -> None:
     empty = _C.SuffixCache.__new__(_C.SuffixCache)
     with pytest.raises((TypeError, ValueError)):
         empty.extend("a", [1])
@@ -844,7 +847,7 @@ def drafts_of(cache: SuffixCache) -> list[Any]:
     return out
 
 
-def test_a_file_brings_everything_back(tmp_path: Path) -> None:
+def test_loaded_cache_drafts_like_the_saved_one(tmp_path: Path) -> None:
     cache = corpus()
     path = tmp_path / "cache"
     cache.save(path)
@@ -858,7 +861,7 @@ def test_a_file_brings_everything_back(tmp_path: Path) -> None:
         assert drafts_of(again) == drafts_of(cache)
         sound(again)
         again.reclaim()
-    # It goes on as any other: new requests are younger, budgets take the oldest.
+    # The loaded cache is like any other: new requests are younger, and budgets evict the oldest.
     again.start("new", [])
     again.extend("new", [0, 1, 2])
     again.save(path)
@@ -868,7 +871,7 @@ def test_a_file_brings_everything_back(tmp_path: Path) -> None:
     sound(third)
 
 
-def test_saving_changes_nothing(tmp_path: Path) -> None:
+def test_saving_does_not_change_the_cache(tmp_path: Path) -> None:
     cache = corpus()
     before = contents(cache), drafts_of(cache)
     cache.save(tmp_path / "one")
@@ -878,7 +881,7 @@ def test_saving_changes_nothing(tmp_path: Path) -> None:
     sound(cache)
 
 
-def test_a_file_s_label(tmp_path: Path) -> None:
+def test_label_of_a_file_is_readable(tmp_path: Path) -> None:
     path = tmp_path / "x"
     for label in ("", "a vocabulary: größer\n" * 1000):
         corpus().save(path, label=label)
@@ -893,7 +896,7 @@ def test_a_file_s_label(tmp_path: Path) -> None:
         SuffixCache.read_label(path)
 
 
-def test_an_empty_cache_is_saved_too(tmp_path: Path) -> None:
+def test_empty_cache_can_be_saved(tmp_path: Path) -> None:
     SuffixCache().save(tmp_path / "x")
     cache = SuffixCache()
     cache.load(tmp_path / "x")
@@ -901,7 +904,7 @@ def test_an_empty_cache_is_saved_too(tmp_path: Path) -> None:
     sound(cache)
 
 
-def test_loading_below_a_budget_drops_the_oldest(tmp_path: Path) -> None:
+def test_loading_into_a_smaller_budget_drops_the_oldest(tmp_path: Path) -> None:
     cache = SuffixCache(max_tree_depth=12)
     for i in range(10):
         cache.add([i] * 10)
@@ -923,7 +926,7 @@ def refused(path: Path, match: str, **options: Any) -> None:
     assert cache.count([1, 2]) == 1
 
 
-def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
+def test_truncated_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x"
     corpus().save(path)
     whole = path.read_bytes()
@@ -936,7 +939,7 @@ def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
     refused(path, "is damaged: something follows its end")
 
 
-def test_a_file_with_any_bit_changed(tmp_path: Path) -> None:
+def test_files_with_any_changed_bit_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x"
     corpus().save(path)
     whole = path.read_bytes()
@@ -949,7 +952,7 @@ def test_a_file_with_any_bit_changed(tmp_path: Path) -> None:
         refused(path, r"(is damaged|is cut short|was not written by|has format|holds a tree|was)")
 
 
-def test_two_pieces_exchanged(tmp_path: Path) -> None:
+def test_files_with_exchanged_pieces_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x"
     cache = SuffixCache(max_tree_depth=12)
     rng = random.Random(4)
@@ -964,7 +967,7 @@ def test_two_pieces_exchanged(tmp_path: Path) -> None:
     refused(path, "is damaged: a checksum does not hold")
 
 
-def test_other_files(tmp_path: Path) -> None:
+def test_foreign_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"")
     refused(path, r"was not written by SuffixCache\.save")
@@ -983,7 +986,7 @@ def test_other_files(tmp_path: Path) -> None:
     refused(path, "holds a tree of depth 12, and this cache's is 13", max_tree_depth=13)
 
 
-def test_what_the_system_refuses(tmp_path: Path) -> None:
+def test_errors_of_the_system_are_passed_on(tmp_path: Path) -> None:
     cache = corpus()
     with pytest.raises(FileNotFoundError) as caught:
         SuffixCache().load(tmp_path / "nothing")
@@ -1002,7 +1005,7 @@ def test_what_the_system_refuses(tmp_path: Path) -> None:
     sound(cache)
 
 
-# A file of format 1, of `add([1, 2, 3])` and `add([1, 2, 4])` with max_tree_depth 4.
+# A file of format 1 with `add([1, 2, 3])` and `add([1, 2, 4])`, of max_tree_depth 4.
 FIRST_FORMAT = (
     b"c-rk&U1%It6h1RMGrK$czq3j9FZ&;pCQ&1{>Pk@(MQy1fn2KGfir(336%!1i#Awq}@vUw^)Ic8grM7R$gVnr9ON$"
     b"^BRD5yzB7N~i5w1cgHQ0LYojc=XOky5<Q1A@reBZtIoO93IJ3n`3+I)U$dZse-TD$$?8vqgjC;?dtfGvlfc;LCY%"
@@ -1022,7 +1025,7 @@ FIRST_FORMAT = (
 )
 
 
-def test_a_file_of_format_1_is_of_no_named_scope(tmp_path: Path) -> None:
+def test_file_of_format_1_has_no_named_scope(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(zlib.decompress(base64.b85decode(FIRST_FORMAT)))
     assert SuffixCache.read_label(path) == "old"
@@ -1036,7 +1039,7 @@ def test_a_file_of_format_1_is_of_no_named_scope(tmp_path: Path) -> None:
     sound(cache)
 
 
-def test_only_their_owner_may_read_files(tmp_path: Path) -> None:
+def test_saved_files_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.touch(mode=0o644)
     before = os.umask(0)
@@ -1069,9 +1072,11 @@ def test_no_draft_comes_from_another_scope(tmp_path: Path) -> None:
             one.start(("second", scope), [2, 3], scope=scope)
             own = said.get(scope)
             tree = one.speculate(("second", scope), 4, use_tree=True).token_ids
-            assert set(tree) == ({40, 41} if own is None else {own, own + 1}), "of its scope first"
+            assert set(tree) == ({40, 41} if own is None else {own, own + 1}), (
+                "its own scope must come first"
+            )
             longer = one.speculate(("second", scope), 4, context=[2, 3, 40]).token_ids
-            assert longer == [41], "all scopes have the common tree"
+            assert longer == [41], "all scopes must share the common tree"
             found = one.speculate(("second", scope), 4, context=[7, 8]).token_ids
             assert found == ([50] if scope == "a" else [])
         rows = [one.start(("row", scope), [1, 2], scope=scope) for scope in said]
@@ -1087,8 +1092,8 @@ def test_no_draft_comes_from_another_scope(tmp_path: Path) -> None:
         sound(one)
 
 
-def test_budgets_are_those_of_all_scopes_together() -> None:
-    """The oldest response leaves, of whatever scope, and an unused scope leaves nothing behind."""
+def test_budgets_apply_to_all_scopes_together() -> None:
+    """The oldest response of any scope is evicted, and scopes without responses are removed."""
     cache = SuffixCache(max_tree_depth=4, max_cached_requests=3)
     for number in range(40):
         cache.start(number, [1], scope=f"scope {number}")
@@ -1128,7 +1133,7 @@ def test_memory_of_many_scopes_is_bounded() -> None:
     sound(cache)
 
 
-def test_scopes_are_texts() -> None:
+def test_scopes_must_be_strings() -> None:
     cache = SuffixCache()
     with pytest.raises(ValueError, match=r"^SuffixCache\.start: scope must be a str, got 3"):
         cache.start(1, [1], scope=3)  # type: ignore[arg-type]
@@ -1137,7 +1142,7 @@ def test_scopes_are_texts() -> None:
     assert cache.running_requests == cache.cached_requests == []
 
 
-def test_loading_wants_an_empty_cache(tmp_path: Path) -> None:
+def test_loading_requires_an_empty_cache(tmp_path: Path) -> None:
     cache = corpus()
     cache.save(tmp_path / "x")
     before = contents(cache)
@@ -1149,7 +1154,7 @@ def test_loading_wants_an_empty_cache(tmp_path: Path) -> None:
 # ---- prompts built in the background, threads ----
 
 
-def test_prompts_are_built_in_the_background() -> None:
+def test_prompts_built_in_the_background_give_the_same_drafts() -> None:
     rng = random.Random(6)
     plain, cache = SuffixCache(background_tokens=-1), SuffixCache(background_tokens=1)
     prompts = [text(rng, size) for size in (5000, 20_000, 1, 300)]
@@ -1158,7 +1163,7 @@ def test_prompts_are_built_in_the_background() -> None:
             c.start(i, prompt)
             c.extend(i, [1, 2, 3])
     for i in range(len(prompts)):
-        cache.speculate(i, 8)  # whatever is there already
+        cache.speculate(i, 8)  # uses the part that is built already
         cache.extend(i, [0])
         plain.extend(i, [0])
     cache.wait()
@@ -1168,7 +1173,7 @@ def test_prompts_are_built_in_the_background() -> None:
     sound(cache)
 
 
-def test_a_request_may_stop_while_its_prompt_is_built() -> None:
+def test_request_may_stop_while_its_prompt_is_built() -> None:
     prompt = np.arange(300_000, dtype=np.int32) % 977
     cache = SuffixCache(background_tokens=1)
     for i in range(6):
@@ -1184,13 +1189,13 @@ def test_a_request_may_stop_while_its_prompt_is_built() -> None:
     sound(cache)
 
 
-def test_a_count_waits_for_its_prompt() -> None:
+def test_count_waits_for_its_prompt() -> None:
     cache = SuffixCache(background_tokens=1)
     cache.start("a", np.full(100_000, 3, np.int32))
     assert cache.count([3], "a") == 100_000
 
 
-def test_a_cache_may_go_while_a_prompt_is_built() -> None:
+def test_cache_may_be_deleted_while_a_prompt_is_built() -> None:
     for size in (10, 100_000, 400_000):
         cache = SuffixCache(background_tokens=1)
         for i in range(3):
@@ -1198,7 +1203,7 @@ def test_a_cache_may_go_while_a_prompt_is_built() -> None:
         del cache
 
 
-def test_a_step_while_prompts_are_built() -> None:
+def test_steps_may_run_while_prompts_are_built() -> None:
     cache = SuffixCache(background_tokens=1)
     numbers = [cache.start(i, np.arange(50_000, dtype=np.int32)) for i in range(3)]
     for _ in range(5):
@@ -1208,7 +1213,7 @@ def test_a_step_while_prompts_are_built() -> None:
     sound(cache)
 
 
-def test_many_threads() -> None:
+def test_many_threads_may_use_a_cache() -> None:
     cache = SuffixCache(max_tree_depth=8, max_cached_tokens=3000, background_tokens=500)
     faults: list[BaseException] = []
 
@@ -1238,8 +1243,8 @@ def test_many_threads() -> None:
     assert cache.running_requests == []
 
 
-def test_threads_that_want_the_same_id_or_slot() -> None:
-    """Slots change hands while the interpreter's lock is away."""
+def test_threads_may_compete_for_an_id_or_slot() -> None:
+    """Slots change owners while the interpreter's lock is released."""
     cache = SuffixCache(max_tree_depth=4, max_cached_requests=3)
     tokens = np.arange(300, dtype=np.int32) % 11
     faults: list[BaseException] = []
@@ -1290,7 +1295,7 @@ def compatible() -> Iterator[SuffixDecodingCache]:
     yield cache
 
 
-def test_as_vllm_drives_it(compatible: SuffixDecodingCache) -> None:
+def test_compatible_class_supports_the_calls_of_vllm(compatible: SuffixDecodingCache) -> None:
     cache = compatible
     history = np.array([1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 0, 0], np.int32)
     cache.start_request("a", history[:7])
@@ -1317,8 +1322,7 @@ def test_as_vllm_drives_it(compatible: SuffixDecodingCache) -> None:
     assert cache.cached_requests == ["c", "d", "e"]
 
 
-def test_the_compatible_class_refuses_as_the_other(compatible: SuffixDecodingCache) -> None:
-    """In words of its own names alone."""
+def test_errors_of_the_compatible_class_use_its_own_names(compatible: SuffixDecodingCache) -> None:
     compatible.start_request("a", [1])
     wide = np.zeros((2, 2), np.int32)
     for message, call in {

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The suffix tree, its cache and its arrays without Python.
+"""C++ programs that test the suffix tree, its cache and its arrays without Python.
 
-They are fuzzed and called from several threads, and both again under sanitizers
-(`make test-sanitize`).
+They fuzz the tree and call it from several threads, also under sanitizers
+(`make -C tools test-sanitize`).
 """
 
 import os
@@ -38,7 +38,7 @@ THREAD = "-O1 -fno-omit-frame-pointer -fsanitize=thread"
 
 
 def objects() -> list[Path]:
-    """What the package has of SOURCES, compiled; nothing if that is not up to date."""
+    """Return the package's object files of SOURCES, or an empty list if one is out of date."""
     folder = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}" / "CMakeFiles"
     found = [folder / "specops_host.dir" / f"{path.relative_to(ROOT)}.o" for path in SOURCES]
     if not all(path.is_file() for path in found):
@@ -64,7 +64,7 @@ def build(folder: Path, program: str, flags: str, units: list[Path] = SOURCES) -
 
 
 def run(program: Path, *args: object) -> str:
-    """What it prints, and that it ends well."""
+    """Run a program, check that it succeeds, and return its output."""
     env = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1", "LD_PRELOAD": ""}
     done = subprocess.run(
         [str(program), *map(str, args)], capture_output=True, text=True, timeout=600, env=env
@@ -74,7 +74,7 @@ def run(program: Path, *args: object) -> str:
 
 
 def fuzz(program: Path, seconds: float) -> None:
-    """The program prints its seed, which a failure can be repeated with."""
+    """Fuzz for some seconds. The program prints its seed, which repeats a failure."""
     seconds = float(os.environ.get("FUZZ_SECONDS", seconds))
     out = run(program, seconds)
     found = re.search(r"(\d+) inputs, nothing wrong", out)
@@ -82,28 +82,23 @@ def fuzz(program: Path, seconds: float) -> None:
 
 
 @pytest.mark.slow
-def test_fuzz(tmp_path: Path) -> None:
+def test_fuzzing_finds_no_error(tmp_path: Path) -> None:
     fuzz(build(tmp_path, "fuzz_suffix_tree", "-O1", objects() or SOURCES), seconds=3)
 
 
 @pytest.mark.parametrize("system", ["-O1", "-O1 -U__linux__"], ids=["linux", "others"])
-def test_arrays_that_grow_keep_what_they_hold(tmp_path: Path, system: str) -> None:
+def test_growing_arrays_keep_their_contents(tmp_path: Path, system: str) -> None:
     assert run(build(tmp_path, "grow_array_check", system, [])).endswith(" bytes\n")
 
 
 @pytest.mark.slow
 @pytest.mark.sanitize
-def test_fuzz_under_address_sanitizer(tmp_path: Path) -> None:
+def test_fuzzing_under_address_sanitizer_finds_no_error(tmp_path: Path) -> None:
     fuzz(build(tmp_path, "fuzz_suffix_tree", ADDRESS), seconds=60)
 
 
 @pytest.mark.slow
 @pytest.mark.sanitize
-def test_threads_under_address_sanitizer(tmp_path: Path) -> None:
-    run(build(tmp_path, "suffix_threads", ADDRESS), 15)
-
-
-@pytest.mark.slow
-@pytest.mark.sanitize
-def test_threads_under_thread_sanitizer(tmp_path: Path) -> None:
-    run(build(tmp_path, "suffix_threads", THREAD), 30)
+@pytest.mark.parametrize("flags,seconds", [(ADDRESS, 15), (THREAD, 30)], ids=["address", "thread"])
+def test_threads_pass_sanitizers(tmp_path: Path, flags: str, seconds: int) -> None:
+    run(build(tmp_path, "suffix_threads", flags), seconds)

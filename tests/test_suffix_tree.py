@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SuffixCache against brute force, after every operation of random histories."""
+"""SuffixCache against a brute-force reference, after every operation of random histories."""
 
 import os
 from pathlib import Path
@@ -33,11 +33,11 @@ def int32(rows: Any) -> torch.Tensor:
 
 
 def has_shared(machine: "Histories") -> bool:
-    return 0 not in (machine.twin.max_cached_requests, machine.twin.max_cached_tokens)
+    return 0 not in (machine.model.max_cached_requests, machine.model.max_cached_tokens)
 
 
 class Histories(RuleBasedStateMachine):
-    """Requests that start, write the same and other things, stop and are evicted, in any order."""
+    """Requests that start, write equal and different texts, stop and are evicted, in any order."""
 
     @initialize(data=st.data())
     def create(self, data: st.DataObject) -> None:
@@ -51,56 +51,56 @@ class Histories(RuleBasedStateMachine):
         }
         self.background_tokens = data.draw(st.sampled_from([-1, 5]))
         self.cache = SuffixCache(**self.options, background_tokens=self.background_tokens)
-        self.twin = reference.SuffixCache(**self.options)
+        self.model = reference.SuffixCache(**self.options)
         self.numbers: dict[str, int] = {}  # of running requests, for step
 
     # ---- operations ----
 
     def some_request(self, data: st.DataObject) -> str:
-        return data.draw(st.sampled_from(sorted(self.twin.running)))
+        return data.draw(st.sampled_from(sorted(self.model.running)))
 
     def new_id(self, data: st.DataObject) -> str:
-        """One that is not running; it may be cached."""
-        unused = sorted(set("abcdefghijkl") - set(self.twin.running))
+        """Return an id that is not running. It may be cached."""
+        unused = sorted(set("abcdefghijkl") - set(self.model.running))
         return data.draw(st.sampled_from(unused))
 
     def some_text(self, data: st.DataObject, size: int) -> list[int]:
-        """New tokens, or the ones that follow in some other text after `size` tokens."""
-        texts = [s.tokens for s in [*self.twin.running.values(), *self.twin.shared]]
+        """Return new tokens, or those that follow in another text after `size` tokens."""
+        texts = [s.tokens for s in [*self.model.running.values(), *self.model.shared]]
         texts = [text for text in texts if len(text) > size]
         if not texts or data.draw(st.booleans()):
             return data.draw(tokens)
         return data.draw(st.sampled_from(texts))[size:][: data.draw(st.integers(1, 12))]
 
-    @precondition(lambda self: len(self.twin.running) < 8)
+    @precondition(lambda self: len(self.model.running) < 8)
     @rule(data=st.data())
     def start(self, data: st.DataObject) -> None:
         request = self.new_id(data)
         prompt = self.some_text(data, 0)
         self.numbers[request] = self.cache.start(request, int32(prompt))
         self.cache.wait()
-        self.twin.start(request, prompt)
+        self.model.start(request, prompt)
 
-    @precondition(lambda self: self.twin.running)
+    @precondition(lambda self: self.model.running)
     @rule(data=st.data())
     def extend(self, data: st.DataObject) -> None:
         request = self.some_request(data)
-        new = self.some_text(data, len(self.twin.running[request].tokens))
+        new = self.some_text(data, len(self.model.running[request].tokens))
         self.cache.extend(request, new)
-        self.twin.extend(request, new)
+        self.model.extend(request, new)
 
-    @precondition(lambda self: self.twin.running)
+    @precondition(lambda self: self.model.running)
     @rule(data=st.data(), new=tokens)
     def extend_several(self, data: st.DataObject, new: list[int]) -> None:
-        """Lock step: requests that write the same text."""
-        for request in sorted(self.twin.running):
+        """Extend all running requests by the same text."""
+        for request in sorted(self.model.running):
             self.cache.extend(request, new)
-            self.twin.extend(request, new)
+            self.model.extend(request, new)
 
     @rule(data=st.data(), use_tree=st.booleans(), num_threads=st.sampled_from([1, 2, 4]))
     def step(self, data: st.DataObject, use_tree: bool, num_threads: int) -> None:
         specops.set_num_threads(num_threads)
-        requests = data.draw(st.lists(st.sampled_from([*sorted(self.twin.running), None])))
+        requests = data.draw(st.lists(st.sampled_from([*sorted(self.model.running), None])))
         rows, seen = [], set()
         capacity = data.draw(st.integers(0, 12))
         for request in requests:
@@ -108,7 +108,7 @@ class Histories(RuleBasedStateMachine):
                 rows.append((None, [], 0, []))
                 continue
             seen.add(request)
-            new = self.some_text(data, len(self.twin.running[request].tokens))
+            new = self.some_text(data, len(self.model.running[request].tokens))
             given = data.draw(tokens)[:capacity]
             rows.append((request, new, data.draw(st.integers(0, 12)), given))
         width = max([len(new) for _, new, _, _ in rows], default=0) + 1
@@ -139,7 +139,7 @@ class Histories(RuleBasedStateMachine):
             for request, new, limit, given in rows
             if request is not None
         ]
-        found = iter(self.twin.step(work, use_tree=use_tree))
+        found = iter(self.model.step(work, use_tree=use_tree))
         for b, (request, _, _, given) in enumerate(rows):
             want = ([], [], [], 0.0, 0) if request is None else next(found)
             first, size = len(given), len(want[0])
@@ -151,20 +151,22 @@ class Histories(RuleBasedStateMachine):
             assert int(match_lens[b]) == want[4]
         assert bool((drafts[batch] == 77).all() and (parents[:, capacity:] == 77).all())
 
-    @precondition(lambda self: self.twin.running)
+    @precondition(lambda self: self.model.running)
     @rule(data=st.data())
     def stop(self, data: st.DataObject) -> None:
         request = self.some_request(data)
         self.cache.stop(request)
-        self.twin.stop(request)
+        self.model.stop(request)
 
-    @precondition(lambda self: any(len(name) == 1 for name in self.twin.cached))
+    @precondition(lambda self: any(len(name) == 1 for name in self.model.cached))
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
-        known = [name for name in self.twin.cached if len(name) == 1]  # what was loaded has no id
+        known = [
+            name for name in self.model.cached if len(name) == 1
+        ]  # loaded responses have no id
         request = data.draw(st.sampled_from(sorted(known)))
         self.cache.evict(request)
-        self.twin.evict(request)
+        self.model.evict(request)
 
     @precondition(has_shared)
     @rule(data=st.data())
@@ -172,58 +174,58 @@ class Histories(RuleBasedStateMachine):
         request = self.new_id(data)
         response = self.some_text(data, 0)
         self.cache.add(response, request)
-        self.twin.add(response, request)
+        self.model.add(response, request)
 
     @rule()
     def reclaim(self) -> None:
-        assert self.cache.reclaim() == self.twin.reclaim()
+        assert self.cache.reclaim() == self.model.reclaim()
 
     @rule()
     def thin_out(self) -> None:
-        """Ends what has grown too long for brute force."""
-        while sum(len(s.tokens) for s in self.twin.running.values()) > MAX_TOKENS:
-            request = next(iter(self.twin.running))
+        """Stop and evict requests that have grown too long for brute force."""
+        while sum(len(s.tokens) for s in self.model.running.values()) > MAX_TOKENS:
+            request = next(iter(self.model.running))
             self.cache.stop(request)
-            self.twin.stop(request)
-        for request in [name for name in self.twin.cached if len(name) == 1]:
-            if sum(len(s.tokens) for s in self.twin.cached.values()) > MAX_TOKENS:
+            self.model.stop(request)
+        for request in [name for name in self.model.cached if len(name) == 1]:
+            if sum(len(s.tokens) for s in self.model.cached.values()) > MAX_TOKENS:
                 self.cache.evict(request)
-                self.twin.evict(request)
-        assert self.cache.reclaim() == self.twin.reclaim()
+                self.model.evict(request)
+        assert self.cache.reclaim() == self.model.reclaim()
 
     @precondition(has_shared)
     @rule()
     def save_and_load(self) -> None:
-        """The responses come back, in their order and finished; nothing runs."""
+        """Save and load the cache: responses come back finished and in order, without requests."""
         path = Path(os.environ["SUFFIX_TREE_FILE"])
         self.cache.save(path)
         self.cache = SuffixCache(**self.options, background_tokens=self.background_tokens)
         self.cache.load(path)
         path.unlink()
-        cached = self.twin.cached
-        self.twin = reference.SuffixCache(**self.options)
+        cached = self.model.cached
+        self.model = reference.SuffixCache(**self.options)
         for number, sequence in enumerate(cached.values()):
-            self.twin.add(sequence.tokens, f"loaded {number}")
+            self.model.add(sequence.tokens, f"loaded {number}")
 
-    # ---- what holds after every operation ----
+    # ---- invariants ----
 
     @invariant()
     def integrity(self) -> None:
         assert self.cache.check_integrity() == ""
-        assert sorted(self.cache.running_requests) == sorted(self.twin.running)
-        cached = [None if len(name) > 1 else name for name in self.twin.cached]
+        assert sorted(self.cache.running_requests) == sorted(self.model.running)
+        cached = [None if len(name) > 1 else name for name in self.model.cached]
         assert self.cache.cached_requests == cached
-        tokens = sum(len(s.tokens) for s in self.twin.cached.values())
+        tokens = sum(len(s.tokens) for s in self.model.cached.values())
         assert self.cache.num_cached_tokens == tokens
 
     @invariant()
     def drafts(self) -> None:
-        for i, request in enumerate(self.twin.running):
+        for i, request in enumerate(self.model.running):
             limit, use_tree = (12, i % 2 == 1)
             got = self.cache.speculate(request, limit, use_tree=use_tree)
-            assert tuple(got) == self.twin.speculate(request, limit, use_tree=use_tree)
+            assert tuple(got) == self.model.speculate(request, limit, use_tree=use_tree)
 
-    @precondition(lambda self: self.twin.running)
+    @precondition(lambda self: self.model.running)
     @rule(
         data=st.data(),
         limit=st.sampled_from([0, 1, 3, 30]),
@@ -239,13 +241,13 @@ class Histories(RuleBasedStateMachine):
         names = {"factor": "max_spec_factor", "min_prob": "min_token_prob"}
         options = {names.get(name, name): value for name, value in how.items()}
         got = self.cache.speculate(request, limit, context=context, **options)
-        assert tuple(got) == self.twin.speculate(request, limit, context=context, **options)
+        assert tuple(got) == self.model.speculate(request, limit, context=context, **options)
 
     def teardown(self) -> None:
-        """Every string that occurs or did occur; also after all that waits was given back."""
-        if not hasattr(self, "twin"):
+        """Count every string that occurs or has occurred, before and after `reclaim`."""
+        if not hasattr(self, "model"):
             return
-        texts = [s.tokens for s in [*self.twin.running.values(), *self.twin.shared]]
+        texts = [s.tokens for s in [*self.model.running.values(), *self.model.shared]]
         depth = self.options["max_tree_depth"]
         strings = {
             tuple(text[i:j])
@@ -255,15 +257,18 @@ class Histories(RuleBasedStateMachine):
         }
         for _ in range(2):
             for string in map(list, sorted(strings)):
-                assert self.cache.count(string) == self.twin.count(string)
-                for request in self.twin.running:
-                    assert self.cache.count(string, request) == self.twin.count(string, request)
-            assert self.cache.reclaim() == self.twin.reclaim()
+                assert self.cache.count(string) == self.model.count(string)
+                for request in self.model.running:
+                    assert self.cache.count(string, request) == self.model.count(string, request)
+            assert self.cache.reclaim() == self.model.reclaim()
         assert self.cache.check_integrity() == ""
 
 
-def run_histories(path: Path, examples: int, steps: int) -> None:
-    os.environ["SUFFIX_TREE_FILE"] = str(path / "cache")
+@pytest.mark.parametrize(
+    "examples,steps", [(120, 30), pytest.param(1000, 50, marks=pytest.mark.slow)]
+)
+def test_random_histories_match_the_reference(tmp_path: Path, examples: int, steps: int) -> None:
+    os.environ["SUFFIX_TREE_FILE"] = str(tmp_path / "cache")
     run_state_machine_as_test(
         Histories,
         settings=settings(
@@ -273,12 +278,3 @@ def run_histories(path: Path, examples: int, steps: int) -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
-
-
-def test_any_history(tmp_path: Path) -> None:
-    run_histories(tmp_path, examples=120, steps=30)
-
-
-@pytest.mark.slow
-def test_many_histories(tmp_path: Path) -> None:
-    run_histories(tmp_path, examples=1000, steps=50)

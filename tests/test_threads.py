@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread pool: every chunk runs once, whoever calls, however many threads, and after fork()."""
+"""The thread pool runs every chunk once, with any caller, any thread count, and after fork()."""
 
 import os
 import re
@@ -22,7 +22,7 @@ THREADS = (1, 2, 3, 7, 16, 64)
 
 
 def build(folder: Path, program: str, flags: str, sources: list[str]) -> Path:
-    """A program of its own: tests/`program`.cpp and what it tests."""
+    """Compile tests/`program`.cpp with the sources that it tests."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         pytest.skip("no C++ compiler here")
@@ -37,7 +37,7 @@ def build(folder: Path, program: str, flags: str, sources: list[str]) -> Path:
 
 
 def run(*command: object) -> str:
-    """What it prints; it ends well and says nothing else."""
+    """Run a command, check that it succeeds without a message, and return its output."""
     done = subprocess.run(
         [str(word) for word in command],
         capture_output=True,
@@ -51,25 +51,25 @@ def run(*command: object) -> str:
 
 @pytest.fixture(scope="module")
 def parallel_check(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The pool and its driver."""
+    """Build the driver of the pool."""
     return build(tmp_path_factory.mktemp("parallel"), "parallel_check", "-O2", SOURCES)
 
 
 @pytest.mark.parametrize("num_threads", THREADS)
 @pytest.mark.fast("3", ci=("*",))
-def test_the_pool_alone(parallel_check: Path, num_threads: int) -> None:
+def test_pool_runs_every_chunk_once(parallel_check: Path, num_threads: int) -> None:
     assert run(parallel_check, num_threads, "fork") == ""
 
 
 @pytest.mark.slow
 @pytest.mark.sanitize
-def test_the_pool_under_thread_sanitizer(tmp_path: Path) -> None:
+def test_pool_passes_the_thread_sanitizer(tmp_path: Path) -> None:
     program = build(tmp_path, "parallel_check", "-O1 -g -fsanitize=thread", SOURCES)
     for num_threads in (2, 7, 64):
         assert run(program, num_threads) == ""
 
 
-def test_claims_of_large_machines(tmp_path: Path) -> None:
+def test_claims_cover_every_chunk_once_on_large_machines(tmp_path: Path) -> None:
     assert run(build(tmp_path, "claims_check", "-O2", [])) == ""
 
 
@@ -90,7 +90,7 @@ GROUP = "sys/fs/cgroup"
         (V2, "0::/\n", {f"{GROUP}/cpu.max": "50000 100000"}, 1),
         (V2, "0::/\n", {f"{GROUP}/cpu.max": "words"}, 0),
         (V2, "0::/\n", {f"{GROUP}/cpu.max": "99999999999 1"}, 1024),
-        # A parent's limit holds for its children, and a child's may be less.
+        # A limit of a parent holds for its children, whose own limit may be lower.
         (V2, "0::/a/b\n", {f"{GROUP}/a/cpu.max": "200000 100000"}, 2),
         (
             V2,
@@ -114,7 +114,7 @@ GROUP = "sys/fs/cgroup"
             {f"{GROUP}/cpu/cpu.cfs_quota_us": "-1", f"{GROUP}/cpu/cpu.cfs_period_us": "100000"},
             0,
         ),
-        # Inside a container the group's folder is the root of the mount, its name the outer one.
+        # Inside a container the group's folder is the root of the mount; its name is the outer one.
         (
             SUB,
             "2:cpu,cpuacct:/docker/ab\n",
@@ -136,7 +136,7 @@ GROUP = "sys/fs/cgroup"
         ),
     ],
 )
-def test_quotas_of_control_groups(
+def test_quotas_of_control_groups_are_read(
     cpus_check: Path, tmp_path: Path, mounts: str, groups: str, files: dict[str, str], quota: int
 ) -> None:
     files = {"proc/self/mountinfo": mounts, "proc/self/cgroup": groups, **files}
@@ -158,7 +158,7 @@ NODES = "sys/devices/system/node"
             },
             [0, 0, 0, 1, 1, 1, 0, 1],
         ),
-        # Numbers have gaps.
+        # Node numbers may have gaps.
         (
             {
                 f"{NODES}/has_cpu": "0,8\n",
@@ -169,7 +169,7 @@ NODES = "sys/devices/system/node"
         ),
     ],
 )
-def test_memory_nodes(
+def test_memory_nodes_of_cpus_are_read(
     cpus_check: Path, tmp_path: Path, files: dict[str, str], nodes: list[int]
 ) -> None:
     assert ask(cpus_check, tmp_path, files) == (0, nodes)
@@ -177,12 +177,12 @@ def test_memory_nodes(
 
 @pytest.fixture(scope="module")
 def cpus_check(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prints what cpus.h finds in a folder."""
+    """Build the program that prints what cpus.h finds in a folder."""
     return build(tmp_path_factory.mktemp("cpus"), "cpus_check", "-O1", SOURCES)
 
 
 def ask(program: Path, root: Path, files: dict[str, str]) -> tuple[int, list[int]]:
-    """The quota and the nodes of CPUs, were the root of the file system there."""
+    """Return the quota and the nodes of CPUs for a file system rooted at `root`."""
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
@@ -201,13 +201,13 @@ def in_a_process(program: str, **environment: str) -> subprocess.CompletedProces
 
 
 @pytest.mark.parametrize("count", ["1", "3", "64", "1024"])
-def test_the_environment_says_how_many(count: str) -> None:
+def test_environment_sets_the_thread_count(count: str) -> None:
     program = "import specops; print(specops.get_num_threads())"
     done = in_a_process(program, SPECOPS_NUM_THREADS=count)
     assert (done.stdout, done.returncode) == (f"{count}\n", 0), done.stderr
 
 
-def test_without_the_variable_there_are_as_many_as_cpus_at_most() -> None:
+def test_default_thread_count_is_at_most_the_number_of_cpus() -> None:
     program = "import specops; print(specops.get_num_threads())"
     cpus = len(os.sched_getaffinity(0))
     assert 1 <= int(in_a_process(program, SPECOPS_NUM_THREADS="").stdout) <= cpus
@@ -215,7 +215,7 @@ def test_without_the_variable_there_are_as_many_as_cpus_at_most() -> None:
     assert in_a_process(pinned, SPECOPS_NUM_THREADS="").stdout == "1\n"
 
 
-def test_wrong_counts_in_the_environment_are_refused() -> None:
+def test_invalid_counts_in_the_environment_are_refused() -> None:
     wrong = ["0", "-1", "1025", "two", "2.5", " 2", "2 ", "99999999999999"]
     program = f"""
 import os, torch, specops
@@ -239,7 +239,7 @@ print(specops.get_num_threads())
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no masks on this platform")
-def test_no_more_run_than_there_are_cpus() -> None:
+def test_no_more_threads_run_than_there_are_cpus() -> None:
     program = """
 import os, threading, torch, specops
 from specops import dense
@@ -253,7 +253,7 @@ print(specops.get_num_threads(), len(os.listdir("/proc/self/task")))
 
 
 def attention_job(generator: torch.Generator) -> list[Tensor]:
-    """Verification of three requests: keys appended, attention over caches, paths compacted."""
+    """Verify three requests: append keys, attend over caches and compact paths."""
     num_pages, kv_lens = 150, torch.tensor([1500, 700, 40], dtype=torch.int32)
     pages = (kv_lens + 15) // 16
     kv_indptr = torch.cat([torch.zeros(1), pages.cumsum(0)]).int()
@@ -292,7 +292,7 @@ def attention_job(generator: torch.Generator) -> list[Tensor]:
 
 
 def latent_job(generator: torch.Generator) -> list[Tensor]:
-    """Verification of one request over latents."""
+    """Verify one request over latents."""
     rows, num_pages = 300, 40
     cache = torch.randn(num_pages, 16, 1, 576, generator=generator).bfloat16()
     q = attention.rope_append_latent(
@@ -315,7 +315,7 @@ def latent_job(generator: torch.Generator) -> list[Tensor]:
 
 
 def sampling_job(generator: torch.Generator) -> list[Tensor]:
-    """Tokens of rows, of drafts, and the likeliest."""
+    """Verify and sample tokens, and list the likeliest."""
     indptr = torch.tensor([0, 6, 8, 14], dtype=torch.int32)
     logits = 4 * torch.randn(14, 9000, generator=generator)
     logprobs = torch.empty(3, 6)
@@ -346,7 +346,7 @@ def sampling_job(generator: torch.Generator) -> list[Tensor]:
 
 
 def batching_job(generator: torch.Generator) -> list[Tensor]:
-    """Ids of many rows, rows of hidden states, and trees."""
+    """Gather ids and hidden states of many rows, and build trees."""
     hidden = torch.randn(700, 512, generator=generator)
     output_rows = torch.randint(-1, 700, (500,), generator=generator).int()
     rows, batch = 9000, 96
@@ -369,7 +369,7 @@ def batching_job(generator: torch.Generator) -> list[Tensor]:
 
 
 def dense_job(generator: torch.Generator) -> list[Tensor]:
-    """Layers of a few rows and of many."""
+    """Run layers over few and many rows."""
     gate_up = torch.randn(64, 4096, generator=generator)
     out = [dense.rms_norm(gate_up, torch.ones(4096), 1e-6)]
     out += [dense.silu_mul(gate_up), dense.silu_mul(gate_up[:1])]
@@ -405,7 +405,7 @@ def dense_job(generator: torch.Generator) -> list[Tensor]:
 
 
 def drafting_job(generator: torch.Generator) -> list[Tensor]:
-    """N-grams of many requests, and a step of suffix decoding."""
+    """Draft by n-grams and by suffixes for many requests."""
     token_ids = torch.randint(0, 50, (96, 2048), generator=generator).int()
     drafts, counts = ngram.ngram_propose(
         token_ids,
@@ -433,7 +433,7 @@ def experts_job(generator: torch.Generator) -> list[Tensor]:
 
 
 def states_job(generator: torch.Generator) -> list[Tensor]:
-    """Linear attention of requests that begin, over many heads and channels."""
+    """Run linear attention of new requests over many heads and channels."""
     x = torch.randn(60, 1024, generator=generator)
     given = [torch.tensor(one, dtype=torch.int32) for one in ([1, 0], [0, 20, 60], [20, 40])]
     weight, conv = torch.randn(4, 1024, generator=generator), torch.zeros(2, 6, 1024)
@@ -448,14 +448,14 @@ def states_job(generator: torch.Generator) -> list[Tensor]:
 
 
 def big_job() -> list[Tensor]:
-    """All ops that several threads work on, with enough work for them; and small ones."""
+    """Run all ops that use several threads, with enough work for them, and small ones."""
     generator = torch.Generator().manual_seed(7)
     jobs = [attention_job, latent_job, sampling_job, batching_job, dense_job, experts_job]
     jobs += [states_job, drafting_job]
     return [tensor for job in jobs for tensor in job(generator)]
 
 
-def test_the_big_job_has_every_op_that_threads_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_big_job_covers_every_op_that_uses_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     called: set[str] = set()
 
     class Noted:
@@ -467,7 +467,7 @@ def test_the_big_job_has_every_op_that_threads_share(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(module, "_C", Noted())
     big_job()
     shared = {
-        # linear has another kernel, silu_mul its file with the other gated ones
+        # linear has another kernel, and silu_mul shares its file with the other gated ops
         path.name.removesuffix("_cpu.cpp").removesuffix("_amx").replace("gated_mul", "silu_mul")
         for path in ROOT.glob("csrc/**/*_cpu.cpp")
         if re.search(r"parallel_for\(|common/parallel.h|attention_split", path.read_text())
@@ -479,7 +479,7 @@ def equal(left: list[Tensor], right: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-def test_the_thread_count_changes_no_bit(isa: str) -> None:
+def test_thread_count_changes_no_bit(isa: str) -> None:
     specops.set_num_threads(1)
     want = big_job()
     for num_threads in (*THREADS[1:], 1):
@@ -489,7 +489,7 @@ def test_the_thread_count_changes_no_bit(isa: str) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 64])
-def test_host_threads_calling_at_once(num_threads: int) -> None:
+def test_host_threads_may_call_at_once(num_threads: int) -> None:
     specops.set_num_threads(num_threads)
     want = big_job()
     results: list[bool] = []
@@ -507,9 +507,9 @@ def test_host_threads_calling_at_once(num_threads: int) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
-def test_ops_in_a_forked_child() -> None:
+def test_ops_work_in_a_forked_child() -> None:
     specops.set_num_threads(3)
-    dense.silu_mul(torch.randn(64, 4096))  # the parent's workers exist before the fork
+    dense.silu_mul(torch.randn(64, 4096))  # starts the parent's workers before the fork
     gate_up = torch.randn(8, 256)
     want = dense.silu_mul(gate_up)
     child = os.fork()
@@ -526,7 +526,7 @@ def test_ops_in_a_forked_child() -> None:
 
 
 @pytest.mark.parametrize("bad", [0, -1, -(2**31), 1025, 2**31 - 1])
-def test_thread_counts_that_are_refused(bad: int) -> None:
+def test_thread_counts_out_of_range_are_refused(bad: int) -> None:
     before = specops.get_num_threads()
     with pytest.raises(ValueError, match=rf"set_num_threads: num_threads must be .* got {bad}"):
         specops.set_num_threads(bad)
@@ -534,11 +534,11 @@ def test_thread_counts_that_are_refused(bad: int) -> None:
 
 
 @pytest.mark.parametrize("bad", ["2", None, 2.5])
-def test_thread_counts_that_are_no_integers(bad: object) -> None:
+def test_thread_counts_must_be_integers(bad: object) -> None:
     with pytest.raises(ValueError, match=r"^set_num_threads: num_threads must be an int .*, got "):
         specops.set_num_threads(bad)  # type: ignore[arg-type]
 
 
-def test_an_unknown_instruction_set_is_refused() -> None:
+def test_unknown_instruction_set_is_refused() -> None:
     with pytest.raises(ValueError, match=r"set_isa: isa must be one of \['portable'.*'sse9'"):
         specops.set_isa("sse9")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens to text, exactly: however a text is cut into tokens, streaming gives one decode's text."""
+"""Tokens to text, exactly: streaming gives the text of a single decode, however text is split."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from specops.tokenizer import TextStream, Tokenizer
+from specops.api.tokenizer import TextStream, Tokenizer
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HfTokenizer
 
@@ -72,7 +72,7 @@ IDS = st.lists(st.integers(0, 300), max_size=40)
 def stream(
     tokenizer: Tokenizer, token_ids: Sequence[int], stop: Sequence[str], takes: Sequence[bool] = ()
 ) -> tuple[str, int]:
-    """Text taken piece by piece, and the number of tokens it took to stop."""
+    """Return the text taken piece by piece, and the number of tokens used until a stop."""
     text_stream = TextStream(tokenizer, tuple(stop))
     pieces, used = [], len(token_ids)
     for i, token in enumerate(token_ids):
@@ -84,12 +84,12 @@ def stream(
             break
     pieces.append(text_stream.finish())
     assert text_stream.text == "".join(pieces)
-    assert text_stream.take() == "" == text_stream.finish(), "everything has been taken"
+    assert text_stream.take() == "" == text_stream.finish(), "text remained after the end"
     return text_stream.text, used
 
 
-def cut(text: str, stop: Sequence[str]) -> str:
-    """The specification: the stop string that ends first, the longest of those that end there."""
+def before_stop(text: str, stop: Sequence[str]) -> str:
+    """Cut a text before the stop string that ends first, the longest of those that end there."""
     for end in range(len(text) + 1):
         matched = [s for s in stop if text[:end].endswith(s)]
         if matched:
@@ -105,7 +105,7 @@ def test_stream_equals_one_decode(
 ) -> None:
     whole = tokenizer.decode(token_ids)
     assert stream(tokenizer, token_ids, (), takes)[0] == whole
-    assert stream(tokenizer, token_ids, stop, takes)[0] == cut(whole, stop)
+    assert stream(tokenizer, token_ids, stop, takes)[0] == before_stop(whole, stop)
 
 
 @EACH
@@ -114,13 +114,13 @@ def test_stream_equals_one_decode(
 def test_any_split_gives_the_same_text(
     tokenizer: Tokenizer, text: str, stop: tuple[str, ...], data: st.DataObject
 ) -> None:
-    # One token per byte, and the tokenizer's own tokens: two splits of one text.
+    # Two splits of one text: single bytes, and the tokenizer's own tokens.
     own = tokenizer.encode(text, add_special_tokens=False)
     spelt = b"".join(map(tokenizer.token_bytes, own))
     of_byte = {tokenizer.token_bytes(i): i for i in reversed(range(tokenizer.vocab_size))}
     single = [of_byte[bytes([byte])] for byte in spelt]
     assert single == [] or stream(tokenizer, single, stop)[0] == stream(tokenizer, own, stop)[0]
-    # The text that decides a stop does not depend on what follows it.
+    # Text after a stop does not affect the stop.
     cut_at = data.draw(st.integers(0, len(single)))
     _, used = stream(tokenizer, single, stop)
     if cut_at >= used:
@@ -129,7 +129,7 @@ def test_any_split_gives_the_same_text(
 
 @settings(max_examples=200, deadline=None)
 @given(token_ids=st.lists(st.integers(0, 322), max_size=40))
-def test_decode_is_the_library_s(token_ids: list[int]) -> None:
+def test_decode_equals_the_library(token_ids: list[int]) -> None:
     ours = TOKENIZERS["byte level"]
     assert ours.vocab_size == BYTE_LEVEL.get_vocab_size()
     for skip in (True, False):
@@ -140,7 +140,7 @@ def test_decode_is_the_library_s(token_ids: list[int]) -> None:
 @EACH
 @settings(max_examples=100, deadline=None)
 @given(text=TEXTS)
-def test_round_trip(tokenizer: Tokenizer, text: str) -> None:
+def test_encoding_and_decoding_round_trip(tokenizer: Tokenizer, text: str) -> None:
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     prefix = " " if tokenizer is TOKENIZERS["byte fallback"] and text else ""
     assert tokenizer.decode(token_ids, skip_special_tokens=False) == prefix + text
@@ -158,7 +158,7 @@ def test_incomplete_characters_are_held_back() -> None:
     assert released == ["", "", "", "🙂"]
     text_stream.push(smile[0])
     assert text_stream.take() == ""
-    assert text_stream.finish() == "\ufffd", "half a character at the end is shown as broken"
+    assert text_stream.finish() == "\ufffd", "half a character at the end must be shown as broken"
 
 
 def characters(text: str) -> list[int]:
@@ -179,13 +179,13 @@ def characters(text: str) -> list[int]:
         (("é",), "café au", "caf"),
     ],
 )
-def test_stop_strings(stop: tuple[str, ...], text: str, expected: str) -> None:
+def test_text_ends_before_a_stop_string(stop: tuple[str, ...], text: str, expected: str) -> None:
     tokenizer = TOKENIZERS["byte level"]
     for token_ids in (characters(text), tokenizer.encode(text)):
-        assert stream(tokenizer, token_ids, stop)[0] == expected == cut(text, stop)
+        assert stream(tokenizer, token_ids, stop)[0] == expected == before_stop(text, stop)
 
 
-def test_a_possible_stop_is_held_back_and_released() -> None:
+def test_possible_stop_is_held_back_until_it_is_decided() -> None:
     tokenizer = TOKENIZERS["byte level"]
     text_stream = TextStream(tokenizer, ("STOP",))
     taken = []
@@ -206,12 +206,12 @@ def test_a_possible_stop_is_held_back_and_released() -> None:
         ("abcabc", ("bc",), 0, "a", "bc"),
         ("abcabc", ("bc",), 3, "abca", "bc"),
         ("abcabc", ("bc",), 6, "abcabc", None),
-        ("aaaaaa", ("aa",), 3, "aa", "aa"),  # begun before it counts
+        ("aaaaaa", ("aa",), 3, "aa", "aa"),  # a stop may begin earlier
         ("ababab", ("abab", "b"), 4, "ab", "abab"),
         ("xababx", ("bab", "ab"), 4, "xa", "bab"),
     ],
 )
-def test_stops_count_only_from_some_token_on(
+def test_stops_count_only_from_a_given_token_on(
     text: str, stop: tuple[str, ...], first: int, expected: str, by: str | None
 ) -> None:
     text_stream = TextStream(TOKENIZERS["byte level"], stop)
@@ -222,7 +222,7 @@ def test_stops_count_only_from_some_token_on(
     assert (text_stream.text, text_stream.stopped_by) == (expected, by)
 
 
-def test_special_tokens_do_not_show_but_have_bytes() -> None:
+def test_special_tokens_have_bytes_but_no_text() -> None:
     tokenizer = TOKENIZERS["byte level"]
     token_ids = tokenizer.encode("ab<|im_end|>ab")
     assert tokenizer.decode(token_ids) == "abab"
@@ -239,7 +239,7 @@ def test_half_a_surrogate_pair_is_refused() -> None:
 
 
 @EACH
-def test_long_texts_are_encoded_alike(tokenizer: Tokenizer) -> None:
+def test_long_texts_are_encoded_as_by_the_library(tokenizer: Tokenizer) -> None:
     text = "ab 日é " * 1000
     assert tokenizer.encode(text) == tokenizer._tokenizer.encode(text).ids
     assert tokenizer.decode(tokenizer.encode(text)).removeprefix(" ") == text
@@ -266,7 +266,7 @@ def model_dir(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-def test_from_dir(model_dir: Callable[..., Path]) -> None:
+def test_special_tokens_are_read_from_the_directory(model_dir: Callable[..., Path]) -> None:
     path = model_dir(
         tokenizer_config={
             "eos_token": {"content": "<|im_end|>"},
@@ -282,7 +282,7 @@ def test_from_dir(model_dir: Callable[..., Path]) -> None:
     assert tokenizer.special_tokens == {"eos_token": "<|im_end|>", "pad_token": "<|end|>"}
 
 
-def test_special_tokens_may_stand_in_a_map_of_their_own(model_dir: Callable[..., Path]) -> None:
+def test_special_tokens_may_be_in_a_map_of_their_own(model_dir: Callable[..., Path]) -> None:
     tokens = {"eos_token": {"content": "<|end|>"}, "pad_token": "<|end|>", "unk_token": None}
     path = model_dir(special_tokens_map=tokens, tokenizer_config={"pad_token": "<|im_end|>"})
     tokenizer = Tokenizer.from_dir(path)
@@ -298,7 +298,7 @@ def test_special_tokens_may_stand_in_a_map_of_their_own(model_dir: Callable[...,
         ("tiktoken.model", "only tiktoken.model, which is not read: take a tokenizer.json from"),
     ],
 )
-def test_other_formats_are_named(tmp_path: Path, file: str, sentence: str) -> None:
+def test_unsupported_formats_are_named(tmp_path: Path, file: str, sentence: str) -> None:
     (tmp_path / file).touch()
     with pytest.raises(ValueError) as refusal:
         Tokenizer.from_dir(tmp_path)
@@ -308,7 +308,7 @@ def test_other_formats_are_named(tmp_path: Path, file: str, sentence: str) -> No
 
 
 @pytest.mark.parametrize("value", ["<|end|>", [0, "a"], True, {"id": 0}, 1.5])
-def test_ids_that_are_none_are_refused_by_name(model_dir: Callable[..., Path], value: Any) -> None:
+def test_invalid_token_ids_are_refused(model_dir: Callable[..., Path], value: Any) -> None:
     path = model_dir(generation_config={"eos_token_id": value})
     with pytest.raises(
         ValueError, match=r"generation_config\.json: eos_token_id must be a token id"
@@ -316,12 +316,12 @@ def test_ids_that_are_none_are_refused_by_name(model_dir: Callable[..., Path], v
         Tokenizer.from_dir(path)
 
 
-def test_generation_config_goes_before_config(model_dir: Callable[..., Path]) -> None:
+def test_generation_config_overrides_config(model_dir: Callable[..., Path]) -> None:
     path = model_dir(generation_config={"eos_token_id": 1}, config={"eos_token_id": 0})
     assert Tokenizer.from_dir(path).eos_token_ids == {1}
 
 
-def test_refusals(tmp_path: Path, model_dir: Callable[..., Path]) -> None:
+def test_invalid_tokenizers_are_refused(tmp_path: Path, model_dir: Callable[..., Path]) -> None:
     with pytest.raises(ValueError, match=r"tokenizer\.json does not exist"):
         Tokenizer.from_dir(tmp_path / "nowhere")
     path = model_dir()

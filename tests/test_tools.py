@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
-"""Tools of a chat: the grammar of calls, calls read from a text however it arrives, and HTTP."""
+"""Tools of a chat: the grammar of calls, reading calls from any pieces of text, and HTTP."""
 
 import json
 import random
@@ -20,10 +20,12 @@ import openai
 from fake_engine import FakeEngine, byte_tokenizer
 from schemas import BY_HAND, record
 from serving import Served, serving
+from specops.api.config import BUNDLED_MODEL
+from specops.api.structured import StructuredOutput
+from specops.api.tokenizer import Tokenizer
 from specops.cli.serve import _parser
 from specops.engine import Engine, EngineConfig, SpeculativeConfig
-from specops.engine.config import BUNDLED_MODEL
-from specops.engine.structured import GrammarCompiler, GrammarState, StructuredOutput
+from specops.engine.structured import GrammarCompiler, GrammarState
 from specops.server import make_app
 from specops.server.call_forms import (
     CALL_FORMS,
@@ -37,10 +39,9 @@ from specops.server.call_forms import (
 from specops.server.chat import ChatFormat
 from specops.server.tools import Tool, calls_wanted
 from specops.service.thread import ThreadClient
-from specops.tokenizer import Tokenizer
 from tokenizers import AddedToken
 
-# As Qwen's: tools in the system's message, calls between tags, answers as the user's.
+# Like Qwen's: tools in the system message, calls between tags, results as user messages.
 TEMPLATE = """
 {%- if tools %}{{ "Call a function as <tool_call>{name, arguments}</tool_call>:\\n" }}
 {%- for tool in tools %}{{ tool | tojson }}{{ "\\n" }}{% endfor %}{% endif %}
@@ -66,39 +67,15 @@ BY_NAME = {tool["function"]["name"]: tool["function"].get("parameters", {}) for 
 
 def state_of(choice: Any, parallel: bool = True, form: CallForm = HERMES) -> GrammarState:
     tools = [Tool(**tool) for tool in TOOLS]
-    wanted = calls_wanted(tools, choice, parallel, form)
-    assert wanted is not None
-    return GrammarState(GrammarCompiler(TOKENIZER, 4096).compile(wanted), [0])
+    constraint = calls_wanted(tools, choice, parallel, form)
+    assert constraint is not None
+    return GrammarState(GrammarCompiler(TOKENIZER, 4096).compile(constraint), [0])
 
 
 TOKENIZER = Tokenizer.from_dir(BUNDLED_MODEL)
 NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 RAIN = '<tool_call>\n{"name": "weather", "arguments": {"place": "Bonn", "days": 3}}\n</tool_call>'
 TREE = '<tool_call>\n{"name": "tree", "arguments": {"v": 1, "next": {"v": 2}}}\n</tool_call>'
-
-
-@pytest.mark.parametrize(
-    "choice,parallel,text,fits",
-    [
-        ("auto", True, "hello", True),
-        ("auto", True, f"hello\n{NOW}\n{RAIN}", True),
-        ("auto", True, f"{TREE}{NOW} bye", True),
-        ("auto", True, "a < b, <tool", True),
-        ("auto", True, "<tool_call>x", False),
-        ("auto", True, '<tool_call>\n{"name": "other"', False),
-        ("auto", True, '<tool_call>\n{"name": "weather", "arguments": {"place": "Paris"', False),
-        ("auto", False, f"hello {NOW}", True),
-        ("auto", False, f"{NOW}\n{NOW}", False),
-        ("required", True, f"{NOW}\n{TREE}", True),
-        ("required", True, "hello", False),
-        ("required", False, NOW, True),
-        ("required", False, f"{NOW}\n", False),
-    ],
-)
-def test_the_grammar_of_calls(choice: Any, parallel: bool, text: str, fits: bool) -> None:
-    state = state_of(choice, parallel)
-    taken = [state.take(token) for token in TOKENIZER.encode_as_text(text)]
-    assert (all(taken) and state.may_end) == fits
 
 
 L_NOW = '{"name": "now", "parameters": {}}'
@@ -110,6 +87,25 @@ M_RAIN = '{"name": "weather", "arguments": {"place": "Bonn", "days": 3}}'
 @pytest.mark.parametrize(
     "form,choice,parallel,text,fits",
     [
+        (HERMES, "auto", True, "hello", True),
+        (HERMES, "auto", True, f"hello\n{NOW}\n{RAIN}", True),
+        (HERMES, "auto", True, f"{TREE}{NOW} bye", True),
+        (HERMES, "auto", True, "a < b, <tool", True),
+        (HERMES, "auto", True, "<tool_call>x", False),
+        (HERMES, "auto", True, '<tool_call>\n{"name": "other"', False),
+        (
+            HERMES,
+            "auto",
+            True,
+            '<tool_call>\n{"name": "weather", "arguments": {"place": "Paris"',
+            False,
+        ),
+        (HERMES, "auto", False, f"hello {NOW}", True),
+        (HERMES, "auto", False, f"{NOW}\n{NOW}", False),
+        (HERMES, "required", True, f"{NOW}\n{TREE}", True),
+        (HERMES, "required", True, "hello", False),
+        (HERMES, "required", False, NOW, True),
+        (HERMES, "required", False, f"{NOW}\n", False),
         (LLAMA, "auto", True, "hello {x}", True),
         (LLAMA, "auto", True, L_RAIN, True),
         (LLAMA, "auto", True, f"{L_RAIN}; {L_NOW}", True),
@@ -128,7 +124,7 @@ M_RAIN = '{"name": "weather", "arguments": {"place": "Bonn", "days": 3}}'
         (MISTRAL, "required", True, f"[{M_NOW}]", False),
     ],
 )
-def test_the_grammars_of_other_forms(
+def test_grammar_admits_valid_calls_only(
     form: CallForm, choice: Any, parallel: bool, text: str, fits: bool
 ) -> None:
     state = state_of(choice, parallel, form)
@@ -136,7 +132,7 @@ def test_the_grammars_of_other_forms(
     assert (all(taken) and state.may_end) == fits
 
 
-def test_a_special_token_may_begin_calls() -> None:
+def test_special_token_may_begin_calls() -> None:
     tokenizer = byte_tokenizer()
     inner = tokenizer._tokenizer
     inner.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True)])
@@ -144,9 +140,9 @@ def test_a_special_token_may_begin_calls() -> None:
     (token,) = tokenizer.encode("[TOOL_CALLS]")
     assert tokenizer.decode([token]) == "[TOOL_CALLS]" and not tokenizer.is_special(token)
     for choice in ("auto", "required"):
-        wanted = calls_wanted([Tool(**TOOLS[1])], choice, True, MISTRAL)
-        assert wanted is not None
-        state = GrammarState(GrammarCompiler(tokenizer, 258).compile(wanted), [0])
+        constraint = calls_wanted([Tool(**TOOLS[1])], choice, True, MISTRAL)
+        assert constraint is not None
+        state = GrammarState(GrammarCompiler(tokenizer, 258).compile(constraint), [0])
         assert all(map(state.take, [token, *tokenizer.encode(f"[{M_NOW}]")])) and state.may_end
 
 
@@ -162,12 +158,12 @@ def test_a_special_token_may_begin_calls() -> None:
         ("{{ tools }}name arguments", None),
     ],
 )  # fmt: skip
-def test_templates_tell_how_calls_are_written(source: str, form: CallForm | None) -> None:
+def test_template_determines_the_format_of_calls(source: str, form: CallForm | None) -> None:
     assert form_of_template(source) is ChatFormat(source).call_form is form
     assert ChatFormat(source, call_form=LLAMA).call_form is LLAMA
 
 
-def test_the_flag_goes_before_the_template(tmp_path: Path) -> None:
+def test_flag_for_the_format_overrides_the_template(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="tool_call_parser must be one of hermes, llama3_json, mi"):
         engine = FakeEngine()
         make_app(ThreadClient(engine), engine.tokenizer, tool_call_parser="pythonic")  # type: ignore[arg-type]
@@ -179,13 +175,13 @@ def test_the_flag_goes_before_the_template(tmp_path: Path) -> None:
     assert flag.choices is not None and tuple(flag.choices) == tuple(CALL_FORMS)
 
 
-def test_nobody_calls_what_is_not_offered() -> None:
+def test_no_grammar_is_made_without_callable_tools() -> None:
     assert calls_wanted([], None, True) is None
     assert calls_wanted([Tool(**TOOLS[0])], "none", True) is None
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_calls_are_read_however_the_text_arrives(seed: int) -> None:
+def test_calls_are_read_from_any_pieces_of_text(seed: int) -> None:
     draw = random.Random(seed)
     cases: list[tuple[str, str, int]] = [
         (f"hello\n{NOW}\n{RAIN}", "hello", 2),
@@ -223,8 +219,7 @@ def test_calls_are_read_however_the_text_arrives(seed: int) -> None:
         assert all(len(call["id"]) == (form.id_length or 29) for call in calls)
 
 
-def test_a_template_with_tools_comes_with_the_server() -> None:
-    """What it writes of calls is what is read as calls."""
+def test_bundled_template_writes_calls_that_are_read_back() -> None:
     call = {"name": "weather", "arguments": {"place": "Bonn", "days": 3}}
     with serving(FakeEngine(), chat_format=None, chat_template="tools") as served:
         body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
@@ -246,7 +241,7 @@ def test_a_template_with_tools_comes_with_the_server() -> None:
     assert json.loads(calls[1]["function"]["arguments"]) == call["arguments"]
 
 
-def test_a_closing_inside_of_an_argument_is_no_end() -> None:
+def test_closing_tag_inside_an_argument_does_not_end_a_call() -> None:
     text = '<tool_call>\n{"name": "now", "arguments": {"a": "</tool_call>}"}}\n</tool_call>'
     for cut in range(len(text)):
         reader = CallReader()
@@ -254,7 +249,7 @@ def test_a_closing_inside_of_an_argument_is_no_end() -> None:
         assert [call["function"]["arguments"] for call in calls] == ['{"a": "</tool_call>}"}']
 
 
-# Arguments that a grammar admits and a value of Python, or of JavaScript, does not keep.
+# Arguments that a grammar admits but values of Python or JavaScript do not preserve.
 EXACT = [
     '{"x": 1e999}',
     '{"x": -1e999, "y": [1E5, 1e5, 1.0, 1.50, -0, -0.0]}',
@@ -284,14 +279,14 @@ def read(form: CallForm, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]
 
 
 @pytest.mark.parametrize("form", ROUND, ids=lambda form: form.name)
-def test_arguments_are_the_text_that_the_model_wrote(form: CallForm) -> None:
+def test_arguments_are_the_exact_text_of_the_model(form: CallForm) -> None:
     for arguments in EXACT:
         text = ROUND[form] % arguments
         assert read(form, [text]) == read(form, list(text)) == ("", [("f", arguments)])
 
 
 @pytest.mark.parametrize("form", ROUND, ids=lambda form: form.name)
-def test_a_call_that_cannot_be_parsed_stays_text(form: CallForm) -> None:
+def test_invalid_call_stays_text(form: CallForm) -> None:
     whole = ROUND[form]
     wrong = [
         *(whole % one for one in ('{"x": NaN}', '{"x": -Infinity}', "{'x': 1}", '{"x": 01}')),
@@ -307,14 +302,14 @@ def test_a_call_that_cannot_be_parsed_stays_text(form: CallForm) -> None:
         wrong += [f"a {form.opening}", f"{form.opening} 12 {form.opening[:3]}"]
     for text in wrong:
         assert read(form, [text]) == read(form, list(text)) == (text, [])
-    # It does not hide the next one.
+    # It does not hide the next call.
     if form is HERMES:
         good = whole % "{}"
         assert read(form, [f"{wrong[0]} {good}"]) == (wrong[0], [("f", "{}")])
 
 
 def mutated(draw: random.Random, text: str) -> str:
-    """A text with some characters replaced, added, taken out, or repeated elsewhere."""
+    """Return a text with some characters replaced, inserted, removed or repeated elsewhere."""
     marks = ['"', "\\", "{", "}", "[", "]", ",", ":", ";", " ", "\n", "e", "1", "é", "<", ">"]
     marks += ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "NaN", "1e999", "\\u", "null"]
     for _ in range(draw.randrange(4)):
@@ -342,7 +337,7 @@ def mutations(count: int, seed: int) -> Iterator[tuple[CallForm, str]]:
 
 
 def strictly(text: str) -> Any:
-    """The value of a JSON text as a strict parser reads it."""
+    """Return the value of a JSON text as a strict parser reads it."""
 
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is not JSON")
@@ -350,7 +345,7 @@ def strictly(text: str) -> Any:
     return json.loads(text, parse_constant=refuse, parse_int=str)
 
 
-def test_mutated_calls_are_read_the_same_however_they_arrive() -> None:
+def test_mutated_calls_are_read_the_same_from_any_pieces() -> None:
     draw, num_calls, num_texts = random.Random(1), 0, 0
     for form, text in mutations(1000, 0):
         content, calls = read(form, [text])
@@ -366,13 +361,13 @@ def test_mutated_calls_are_read_the_same_however_they_arrive() -> None:
 
 
 def data_of(answer: httpx.Response) -> list[Any]:
-    """The events of a stream."""
+    """Return the events of a stream."""
     lines = [one[6:] for one in answer.text.split("\n") if one.startswith("data: {")]
     return [strictly(line) for line in lines]
 
 
 def calls_everywhere(client: httpx.Client, text: str) -> list[tuple[str, list[str]]]:
-    """Text and arguments of a model's answer by each API, whole and streamed."""
+    """Return the text and arguments of a model's answer by each API, whole and streamed."""
 
     def post(path: str, **body: Any) -> httpx.Response:
         answer = client.post(f"/v1/{path}", json=body)
@@ -382,8 +377,8 @@ def calls_everywhere(client: httpx.Client, text: str) -> list[tuple[str, list[st
     found = []
     size = len(text.encode())
     function = {"name": "f", "parameters": {"type": "object"}}
-    asked = {"messages": [{"role": "user", "content": text}], "max_tokens": size}
-    ask = {**asked, "tools": [{"type": "function", "function": function}]}
+    request = {"messages": [{"role": "user", "content": text}], "max_tokens": size}
+    ask = {**request, "tools": [{"type": "function", "function": function}]}
     message = strictly(post("chat/completions", **ask).text)["choices"][0]["message"]
     calls = [one["function"]["arguments"] for one in message.get("tool_calls") or []]
     found.append((message["content"] or "", calls))
@@ -405,9 +400,9 @@ def calls_everywhere(client: httpx.Client, text: str) -> list[tuple[str, list[st
         calls = [one["arguments"] for one in output if one["type"] == "function_call"]
         found.append(("".join(texts), calls))
 
-    ask = {**asked, "tools": [{"name": "f", "input_schema": {"type": "object"}}]}
+    ask = {**request, "tools": [{"name": "f", "input_schema": {"type": "object"}}]}
     whole = post("messages", **ask).text
-    json.loads(whole)  # as any client reads it
+    json.loads(whole)  # as an ordinary client reads it
     texts = [one["text"] for one in strictly(whole)["content"] if one["type"] == "text"]
     inputs = [one["input"] for one in strictly(whole)["content"] if one["type"] == "tool_use"]
     deltas = [
@@ -427,13 +422,13 @@ def calls_everywhere(client: httpx.Client, text: str) -> list[tuple[str, list[st
 
 
 class Unconstrained(FakeEngine):
-    """Engine that repeats its prompt whatever the grammar says: any text is an answer."""
+    """Engine that repeats its prompt despite the grammar, so that any text is an answer."""
 
-    def compile_structured_output(self, wanted: StructuredOutput, overdue: object) -> None:
+    def compile_structured_output(self, constraint: StructuredOutput, overdue: object) -> None:
         pass
 
 
-def test_every_api_hands_out_the_same_calls() -> None:
+def test_every_api_returns_the_same_calls() -> None:
     engine = Unconstrained(
         EngineConfig(
             speculative_config=SpeculativeConfig(method="ngram", num_speculative_tokens=6),
@@ -456,7 +451,7 @@ def test_every_api_hands_out_the_same_calls() -> None:
 
 @pytest.fixture(scope="module")
 def repeating() -> Iterator[httpx.Client]:
-    """Client of a server whose template shows tools, calls and variables."""
+    """Serve a template that shows tools, calls and variables; yield a client."""
     engine = Unconstrained(EngineConfig(served_model_name="fake", max_model_len=40_000))
     chat = ChatFormat(TEMPLATE + "{{ shown | default(0) | tojson }}")
     with serving(engine, chat_format=chat) as one, httpx.Client(base_url=one.url) as http:
@@ -465,7 +460,7 @@ def repeating() -> Iterator[httpx.Client]:
 
 
 def with_arguments(arguments: str) -> dict[str, dict[str, Any]]:
-    """Bodies by path, of a conversation with a call."""
+    """Return request bodies of a conversation with a call, by path."""
     function = {"name": "now", "arguments": arguments}
     call = {"role": "assistant", "tool_calls": [{"id": "1", "function": function}]}
     ask = {"role": "user", "content": "x"}
@@ -477,10 +472,10 @@ def with_arguments(arguments: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def test_a_prompt_has_the_arguments_that_a_call_had(repeating: httpx.Client) -> None:
+def test_prompt_has_the_exact_arguments_of_a_call(repeating: httpx.Client) -> None:
     for arguments in EXACT:
         if "\t" in arguments or "ud800" in arguments or '"x": 2' in arguments:
-            continue  # a template writes space and strings in its own way
+            continue  # templates write white space and strings in their own way
         body = with_arguments(arguments)["/tokenize"]
         shown = "".join(repeating.post("/tokenize", json=body).json()["token_strs"])
         assert f'"arguments": {arguments}}}' in shown
@@ -498,7 +493,7 @@ def test_a_prompt_has_the_arguments_that_a_call_had(repeating: httpx.Client) -> 
         ("[" * 100_000, "nested more than 100 levels deep"),
     ],
 )
-def test_arguments_that_are_refused(repeating: httpx.Client, arguments: str, why: str) -> None:
+def test_invalid_arguments_are_refused(repeating: httpx.Client, arguments: str, why: str) -> None:
     for path, body in with_arguments(arguments).items():
         answer = repeating.post(path, json=body)
         assert answer.status_code == 400 and why in answer.json()["error"]["message"], path
@@ -576,7 +571,7 @@ def check_calls(message: Any) -> int:
     return len(message.tool_calls or [])
 
 
-def test_required_and_named_calls(served: Served) -> None:
+def test_required_and_named_calls_are_made(served: Served) -> None:
     seen = set()
     for seed in range(6):
         texts = set()
@@ -601,7 +596,7 @@ def test_required_and_named_calls(served: Served) -> None:
     assert done.choices[0].message.tool_calls[0].function.name == "weather"
 
 
-def test_a_stream_has_the_same_calls(served: Served) -> None:
+def test_streamed_calls_equal_those_of_the_whole_answer(served: Served) -> None:
     for choice in ("auto", "required"):
         body = {**ASK, "temperature": 0.7, "seed": 5, "tool_choice": choice, "tools": TOOLS[:2]}
         body["parallel_tool_calls"] = choice == "auto"
@@ -621,7 +616,7 @@ def test_a_stream_has_the_same_calls(served: Served) -> None:
 
 
 @pytest.mark.parametrize("form", [LLAMA, MISTRAL], ids=lambda form: form.name)
-def test_other_forms_over_http(form: CallForm) -> None:
+def test_other_formats_of_calls_work_over_http(form: CallForm) -> None:
     speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
     engine = Engine(EngineConfig(device="cpu", speculative_config=speculative))
     with serving(engine, chat_format=ChatFormat(TEMPLATE, call_form=form)) as one:
@@ -648,7 +643,7 @@ def test_other_forms_over_http(form: CallForm) -> None:
             ]
 
 
-def test_a_conversation_with_calls(served: Served) -> None:
+def test_conversation_may_contain_calls(served: Served) -> None:
     call = {
         "id": "1",
         "type": "function",
@@ -690,7 +685,9 @@ def test_a_conversation_with_calls(served: Served) -> None:
             {"id": "1", "function": {"name": "a", "arguments": "["}}]}]}, "messages", "no JSON"),
     ],
 )  # fmt: skip
-def test_refusals(served: Served, change: dict[str, Any], param: str, message: str) -> None:
+def test_invalid_tools_are_refused(
+    served: Served, change: dict[str, Any], param: str, message: str
+) -> None:
     body = {**ASK, **change}
     answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=300)
     error = answer.json()["error"]
@@ -706,7 +703,7 @@ def test_refusals(served: Served, change: dict[str, Any], param: str, message: s
         ("{{ tools }}name arguments", "--tool-call-parser says"),
     ],
 )
-def test_templates_without_tools_or_with_others(template: str, message: str) -> None:
+def test_templates_without_a_known_format_of_calls_are_refused(template: str, message: str) -> None:
     chat = ChatFormat(template)
     with pytest.raises(ValueError, match=message):
         chat.require_tools()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops under torch's dispatcher and compiler: all are there, and compiling changes no bit."""
+"""Ops under torch's dispatcher and compiler: all are registered, and compiling changes no bit."""
 
 import re
 import subprocess
@@ -23,7 +23,7 @@ from torch import Tensor
 
 pytestmark = pytest.mark.ci
 
-# Not an op of a graph: torch_ops.py says why.
+# take_error is not an op of a graph; torch_ops.py says why.
 NAMES = sorted(set(TENSOR_OPS) - {"take_error"})
 ASSETS = Path(specops.__file__).with_name("assets")
 
@@ -33,7 +33,7 @@ def overloads(name: str) -> list[Any]:
 
 
 def good_arguments(op: Any) -> list[Any]:
-    """The good call of the op, one whose types are those of this overload."""
+    """Return arguments of a valid call of the op, with the types of this overload."""
     arguments = fields_apart(GOOD_CALLS[op._schema.name.split("::")[1]]())
     for argument in op._schema.arguments:
         kind = {"int": int, "bool": bool}.get(str(argument.type))
@@ -42,13 +42,13 @@ def good_arguments(op: Any) -> list[Any]:
     return list(arguments.values())
 
 
-# What of their tables these write depends on the numbers there.
+# Values in the tables of these ops decide which parts of them are written.
 KEEPERS = ("specops::commit", "specops::advance_draft_batch", "specops::ngram_propose")
 EVERY_OVERLOAD = [op for name in NAMES for op in overloads(name)]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_op_has_a_schema_of_its_own_arguments(name: str) -> None:
+def test_every_op_has_a_schema_of_its_arguments(name: str) -> None:
     assert overloads(name), f"torch_ops.py has made no schema of {name}"
     kinds = {argument.replace(".", "_"): kind for argument, kind in OPS[name].items()}
     for op in overloads(name):
@@ -58,43 +58,43 @@ def test_every_op_has_a_schema_of_its_own_arguments(name: str) -> None:
         for argument in arguments:
             if argument.name not in kinds:  # a field of a packed weight
                 continue
-            # Of `int | Tensor`, each overload is one side.
+            # Each overload of `int | Tensor` is one side of it.
             wanted = kinds[argument.name]
             if wanted not in ("int | Tensor", "bool | Tensor"):
                 kind = str(argument.type).replace("Optional[Tensor]", "Tensor | None")
-                # A number for all rows is made a tensor on the way.
+                # A number for all rows becomes a tensor on the way.
                 wanted = wanted.replace("Tensor | float |", "Tensor |")
                 wanted = wanted.replace("Tensor | int |", "Tensor |")
                 assert kind == wanted or "Tensor" not in kind, argument.name
 
 
-def test_a_missing_schema_would_be_noticed() -> None:
+def test_missing_schema_is_noticed() -> None:
     with pytest.raises(AssertionError, match="has made no schema of no_such_op"):
-        test_every_op_has_a_schema_of_its_own_arguments("no_such_op")
+        test_every_op_has_a_schema_of_its_arguments("no_such_op")
 
 
 @pytest.mark.parametrize("op", EVERY_OVERLOAD, ids=str)
-def test_both_devices_have_a_kernel(op: Any) -> None:
+def test_every_overload_has_kernels_for_both_devices(op: Any) -> None:
     for key in ("CPU", "CUDA"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
 
 
 @pytest.mark.parametrize("op", EVERY_OVERLOAD, ids=str)
-def test_what_an_op_writes_is_what_its_schema_says(op: Any) -> None:
-    """Written arguments hold their old contents where, and only where, the schema has no mark."""
+def test_op_writes_what_its_schema_declares(op: Any) -> None:
+    """Arguments keep their old contents exactly if the schema does not mark them as written."""
     poisoned = good_arguments(op)
     for argument, value in zip(op._schema.arguments, poisoned, strict=True):
         mark = argument.alias_info is not None and argument.alias_info.is_write
-        kept = argument.name.endswith(("cache", "scales"))
-        kept |= argument.name in ("residual", "workspace", "kept", "states")
-        if mark and not kept and op._schema.name not in KEEPERS:
+        keeps_contents = argument.name.endswith(("cache", "scales"))
+        keeps_contents |= argument.name in ("residual", "workspace", "kept", "states")
+        if mark and not keeps_contents and op._schema.name not in KEEPERS:
             value.fill_(77)
     before = [v.clone() if isinstance(v, Tensor) else v for v in poisoned]
     op(*poisoned)
     direct = good_arguments(op)
     name = op._schema.name.split("::")[1]
     whole = direct
-    if len(OPS[name]) < len(direct):  # takes a packed weight, which is the op's second argument
+    if len(OPS[name]) < len(direct):  # takes a packed weight, the op's second argument
         whole = [direct[0], dense.PackedWeight(*direct[1:12]), *direct[12:]]
     call(name, dict(zip(OPS[name], whole, strict=True)))
     for argument, old, got, want in zip(
@@ -110,17 +110,17 @@ def test_what_an_op_writes_is_what_its_schema_says(op: Any) -> None:
 
 
 @pytest.mark.parametrize("op", EVERY_OVERLOAD, ids=str)
-def test_opcheck(op: Any) -> None:
+def test_ops_pass_opcheck(op: Any) -> None:
     results = torch.library.opcheck(op, tuple(good_arguments(op)))
     assert set(results.values()) == {"SUCCESS"}, results
 
 
-def test_faults_speak_as_they_do_without_torch() -> None:
+def test_errors_are_the_same_under_torch() -> None:
     with pytest.raises(ValueError, match=r"^silu_mul: out must be .*got float32 \[4, 4\]"):
         torch.ops.specops.silu_mul(torch.zeros(3, 8), torch.zeros(4, 4))
 
 
-def test_nobody_pays_who_does_not_import_it() -> None:
+def test_torch_ops_are_not_imported_by_default() -> None:
     code = (
         "import sys, specops.engine, specops.attention, specops.batching, specops.dense\n"
         "import specops.ngram, specops.sampling\n"
@@ -136,14 +136,14 @@ def calls_in(graph: torch.fx.Graph) -> list[str]:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled in one graph and functionalized; `inductor` costs seconds, and has its own tests."""
+    """Compile in one functionalized graph. `inductor` takes seconds and has its own tests."""
     torch._dynamo.reset()
     return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_compiled_module_traces_as_the_op(name: str) -> None:
-    """Every tensor argument, written or not, ends as it does without the compiler."""
+def test_compiled_op_equals_the_eager_op(name: str) -> None:
+    """Every tensor argument, written or not, ends with the same contents."""
     arguments, want, again = (WHOLE_CALLS[name]() for _ in range(3))
     graphs: list[list[str]] = []
 
@@ -169,7 +169,7 @@ def test_the_compiled_module_traces_as_the_op(name: str) -> None:
 @pytest.mark.parametrize("low", [1, "tensor"])
 @pytest.mark.parametrize("high", [3, "tensor"])
 @pytest.mark.parametrize("leftmost", [True, "tensor"])
-def test_ngram_sizes_of_either_kind(low: Any, high: Any, leftmost: Any) -> None:
+def test_ngram_sizes_may_be_numbers_or_tensors(low: Any, high: Any, leftmost: Any) -> None:
     tokens = torch.randint(0, 4, (3, 40), dtype=torch.int32)
     options = {
         "min_ngram_size": ints(1, 2, 1) if low == "tensor" else low,
@@ -190,8 +190,8 @@ def test_ngram_sizes_of_either_kind(low: Any, high: Any, leftmost: Any) -> None:
 
 
 @pytest.mark.parametrize("traced", [False, True])
-def test_one_number_for_all_rows(traced: bool) -> None:
-    """In eager code and in a graph as a tensor of that number."""
+def test_one_number_applies_to_all_rows(traced: bool) -> None:
+    """It equals a tensor of that number, in eager code and in a graph."""
     logits = 3 * torch.randn(6, 50)
     drafts = logits.argmax(-1).int().view(2, 3)[:, :2].contiguous()
     positions, starts, indptr = ints(*range(6)), ints(4, 9), ints(0, 3, 6)
@@ -240,7 +240,7 @@ def test_one_number_for_all_rows(traced: bool) -> None:
         assert torch.equal(got, want)
 
 
-def test_an_output_may_be_an_input() -> None:
+def test_output_may_be_an_input() -> None:
     x, weight = torch.randn(5, 16), torch.randn(16)
 
     def function(x: Tensor) -> Tensor:
@@ -251,8 +251,8 @@ def test_an_output_may_be_an_input() -> None:
     assert torch.equal(compiled(function)(x), function(x))
 
 
-def test_open_shapes_are_compiled_once() -> None:
-    """Batch and rows differ from call to call, and one graph serves them all."""
+def test_dynamic_shapes_are_compiled_once() -> None:
+    """One graph serves all sizes of batches and rows."""
     embedding, norm = torch.randn(30, 64), torch.randn(64)
     weight = dense.pack_weight(torch.randn(48, 64))
     graphs = 0
@@ -267,11 +267,11 @@ def test_open_shapes_are_compiled_once() -> None:
         return dense.silu_mul(dense.linear(x, weight))
 
     torch._dynamo.reset()
-    open_shapes = torch.compile(function, fullgraph=True, backend=backend)
+    dynamic = torch.compile(function, fullgraph=True, backend=backend)
     for rows in (3, 2, 7, 40, 1500):
         token_ids = torch.randint(0, 30, (rows,), dtype=torch.int32)
         torch._dynamo.mark_dynamic(token_ids, 0)
-        assert torch.equal(open_shapes(token_ids), function(token_ids))
+        assert torch.equal(dynamic(token_ids), function(token_ids))
     assert graphs == 1
 
 
@@ -284,7 +284,7 @@ class Block(torch.nn.Module):
         return dense.silu_mul(dense.linear(x, self.weight))
 
 
-def test_export() -> None:
+def test_ops_can_be_exported() -> None:
     block, rows = Block(), torch.export.Dim("rows")
     exported = torch.export.export(
         block, (torch.randn(3, 16),), dynamic_shapes={"x": {0: rows}}, strict=True
@@ -295,7 +295,7 @@ def test_export() -> None:
 
 
 class Step:
-    """One engine-like step: indices, the bundled model, verification, logprobs and new drafts."""
+    """Step like an engine's: indices, the bundled model, verification, logprobs and new drafts."""
 
     def __init__(self, model: Transformer) -> None:
         self.model = model
@@ -363,7 +363,7 @@ class Step:
 
 
 def run_steps(step: Callable[..., tuple[Tensor, ...]], model: Transformer) -> list[Tensor]:
-    """Two steps of three requests: a prefill chunk beside drafts, then drafts again."""
+    """Run two steps of three requests: a prefill chunk beside drafts, then drafts again."""
     torch.manual_seed(1)
     cache = model.new_kv_cache(12, 16)
     pages = torch.randperm(12).int()
@@ -382,9 +382,9 @@ def run_steps(step: Callable[..., tuple[Tensor, ...]], model: Transformer) -> li
 
 @pytest.fixture(scope="module", params=["tiny", pytest.param("bundled", marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Transformer:
-    """With the buffers that its first step makes: a compiled one would be compiled twice."""
+    """Load a model and run it once to make its buffers. Otherwise a step is compiled twice."""
     directory = ASSETS
-    if request.param == "tiny":  # inductor's time is a matter of layers
+    if request.param == "tiny":  # the time of inductor grows with layers
         directory = tmp_path_factory.mktemp("tiny")
         make_checkpoint(directory, "Qwen3", num_hidden_layers=2)
     model = load_model(directory, dtype="bfloat16")
@@ -393,8 +393,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_compiled_step_changes_no_bit(model: Transformer, backend: str) -> None:
-    """A model's step in one graph: logits, tokens, logprobs and caches are equal."""
+def test_compiled_step_changes_no_bit(model: Transformer, backend: str) -> None:
+    """Logits, tokens, logprobs and caches of a step in one graph are equal."""
     step = Step(model)
     torch._dynamo.reset()
     got = run_steps(torch.compile(step, fullgraph=True, backend=backend), model)
@@ -404,8 +404,8 @@ def test_a_compiled_step_changes_no_bit(model: Transformer, backend: str) -> Non
         assert torch.equal(tensor, expected), index
 
 
-def test_the_compiler_copies_no_cache(model: Transformer) -> None:
-    """Functionalization turns writes into new tensors; inductor must turn them back in place."""
+def test_compiler_copies_no_cache(model: Transformer) -> None:
+    """Functionalization turns writes into new tensors, and inductor must turn them back."""
     from torch._inductor.utils import run_and_get_code
 
     torch._dynamo.reset()
@@ -418,7 +418,7 @@ def test_the_compiler_copies_no_cache(model: Transformer) -> None:
     assert f"empty_strided_cpu({cache_shape}" not in code
 
 
-def test_prepare_batch_fills_a_given_out() -> None:
+def test_prepare_batch_fills_a_provided_output() -> None:
     arguments = GOOD_CALLS["prepare_batch"]()
     inputs = {name: arguments[name] for name in ("qo_lens", "kv_lens", "output_modes")}
     inputs |= {name: arguments[name] for name in ("kv_indptr", "kv_indices")}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training of draft heads: an engine runs what was trained, and a break changes nothing."""
+"""Training of draft heads: an engine runs trained heads, and a break in training changes no bit."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,17 +41,17 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Model]:
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_an_engine_drafts_what_was_trained(
+def test_engine_drafts_what_was_trained(
     target: tuple[Path, Model], tmp_path: Path, name: str
 ) -> None:
     directory, model = target
     torch.manual_seed(7)
     head = new_head(name, model)
-    with torch.no_grad():  # so that no part is as it begins
+    with torch.no_grad():  # so that no part has its initial value
         for one in head.parameters():
             one.copy_((one + 0.1 * torch.randn(one.shape)).bfloat16().float())
     save_head(tmp_path, head, 0)
-    write_tokenizer(tmp_path)  # a draft model has one
+    write_tokenizer(tmp_path)  # a draft model needs a tokenizer
     drafting = {"method": name, "model": str(tmp_path), "num_speculative_tokens": head.depth}
     engine = Engine(
         EngineConfig(
@@ -62,9 +62,9 @@ def test_an_engine_drafts_what_was_trained(
             speculative_config=SpeculativeConfig.from_dict(drafting),
         )
     )
-    told = replace(greedy(8), report_drafts=True)
+    params = replace(greedy(8), report_drafts=True)
     compared = 0
-    for of_request in reported(engine, TEXTS, [told] * len(TEXTS)):
+    for of_request in reported(engine, TEXTS, [params] * len(TEXTS)):
         for text, drafts in of_request:
             assert drafts == _chain(model, head, [*text, *drafts], len(drafts))
             compared += len(drafts)
@@ -73,7 +73,7 @@ def test_an_engine_drafts_what_was_trained(
 
 @torch.no_grad()
 def _chain(model: Model, head: Any, text: Sequence[int], count: int) -> tuple[int, ...]:
-    """The likeliest drafts at the end of a text, each behind those before it."""
+    """Return the likeliest drafts at the end of a text, each after those before it."""
     tokens = torch.tensor([[*text, 0, 0, 0, 0, 0, 0]])
     target = run_target(model, tokens, *rope_cos_sin(tokens.shape[1], model.config, tokens.device))
     logits = head.chains(target, torch.tensor([len(text) - count - 2]))
@@ -81,10 +81,10 @@ def _chain(model: Model, head: Any, text: Sequence[int], count: int) -> tuple[in
 
 
 @pytest.mark.parametrize("name", ["eagle3", "dflash"])
-def test_training_goes_on_where_it_has_stopped(
+def test_interrupted_training_changes_no_bit(
     target: tuple[Path, Model], tmp_path: Path, name: str
 ) -> None:
-    """A break changes no bit; the target stays as it is, and no part of the head does."""
+    """The target stays unchanged, and every part of the head changes."""
     model = target[1]
     before = [one.clone() for one in model.parameters()]
     texts = torch.randint(0, 160, (56, 24), generator=torch.Generator().manual_seed(2))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers with our attention: the tokens of its own, and rows that keep their bits."""
+"""Attention of specops in transformers: the tokens of its own, and rows that keep their bits."""
 
 import re
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
-from specops import transformers as adapter  # noqa: E402
+from specops.integrations import transformers as adapter  # noqa: E402
 from transformers.masking_utils import (  # noqa: E402
     and_masks,
     bidirectional_mask_function,
@@ -74,7 +74,7 @@ def generated(model: Any, attention: str, inputs: dict[str, Tensor], **options: 
 
 
 def padded(lens: list[int]) -> dict[str, Tensor]:
-    """Prompts with padding on the left."""
+    """Return prompts with padding on the left."""
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(1, 128, (len(lens), max(lens)), generator=draw)
     mask = torch.arange(max(lens)) >= max(lens) - torch.tensor(lens)[:, None]
@@ -84,7 +84,7 @@ def padded(lens: list[int]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("cache", ["paged", "dynamic", "static"])
 @pytest.mark.parametrize("lens", [[30], [50, 50], [7, 70, 33]], ids=str)
 @pytest.mark.pairwise
-def test_generates_what_eager_attention_does(model: Any, lens: list[int], cache: str) -> None:
+def test_generates_the_tokens_of_eager_attention(model: Any, lens: list[int], cache: str) -> None:
     inputs = padded(lens)
     want = generated(model, "eager", inputs)
     options: dict[str, Any] = {"cache_implementation": cache}
@@ -101,8 +101,10 @@ def test_generates_what_eager_attention_does(model: Any, lens: list[int], cache:
 )
 @pytest.mark.parametrize("paged", [True, False], ids=["paged", "dynamic"])
 @pytest.mark.pairwise
-def test_beams_and_drafts(model: Any, options: dict[str, Any], paged: bool) -> None:
-    """Caches are reordered and cropped."""
+def test_beams_and_drafts_give_the_tokens_of_eager_attention(
+    model: Any, options: dict[str, Any], paged: bool
+) -> None:
+    """Beams reorder caches, and drafts crop them."""
     inputs = padded([40])
     inputs["input_ids"][:, 20:] = inputs["input_ids"][:, :20]
     options = dict(options)
@@ -117,8 +119,8 @@ def test_beams_and_drafts(model: Any, options: dict[str, Any], paged: bool) -> N
     assert torch.equal(got.sequences, want.sequences)
 
 
-def test_the_cache_is_read_where_it_lies(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page of the cache given to the op is memory of the cache."""
+def test_cache_is_read_in_place(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The op reads the memory of the cache, not a copy."""
     cache, read = adapter.PagedCache(), []
 
     def recorded(q: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any, **options: Any) -> Any:
@@ -133,7 +135,7 @@ def test_the_cache_is_read_where_it_lies(model: Any, monkeypatch: pytest.MonkeyP
 
 
 class NoWaiting(TorchDispatchMode):
-    """Fails where a GPU would have to answer before the host goes on."""
+    """Dispatch mode that fails where the host would wait for a GPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__.partition(".")[0]
@@ -147,7 +149,7 @@ class NoWaiting(TorchDispatchMode):
 @pytest.mark.parametrize("lens", [[30, 30], [7, 30]], ids=["whole", "padded"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.pairwise
-def test_layers_share_indices_and_wait_for_nothing(
+def test_layers_share_indices_without_synchronization(
     model: Any, monkeypatch: pytest.MonkeyPatch, lens: list[int], cache: str
 ) -> None:
     indices: list[tuple[Tensor, ...]] = []
@@ -176,7 +178,7 @@ def test_layers_share_indices_and_wait_for_nothing(
             assert len({tuple(map(id, args)) for args in of_kind}) <= 1
 
 
-def test_a_static_cache_is_read_as_far_as_it_goes(model: Any) -> None:
+def test_static_cache_is_read_up_to_its_length(model: Any) -> None:
     ids = padded([10])["input_ids"]
     logits = {}
     for attention in ("eager", "specops"):
@@ -188,8 +190,8 @@ def test_a_static_cache_is_read_as_far_as_it_goes(model: Any) -> None:
 
 
 @pytest.mark.ci
-def test_a_compiled_model_with_a_static_cache() -> None:
-    """What `generate` does by itself on a GPU."""
+def test_compiled_model_may_use_a_static_cache() -> None:
+    """On a GPU, `generate` compiles the model by itself."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 2})
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -204,7 +206,7 @@ def test_a_compiled_model_with_a_static_cache() -> None:
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_packed_sequences_do_not_see_each_other(model: Any, batch: int) -> None:
-    """Where transformers keeps them apart: without a cache and without a mask."""
+    """Sequences may be packed only without a cache and without a mask."""
     lens = [[40, 3, 30], [1, 70, 2]][:batch]
     ids = torch.randint(1, 128, (batch, 73), generator=torch.Generator().manual_seed(3))
     position_ids = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lens])
@@ -214,7 +216,7 @@ def test_packed_sequences_do_not_see_each_other(model: Any, batch: int) -> None:
         logits[attention] = model(ids, position_ids=position_ids, use_cache=False).logits
     torch.testing.assert_close(logits["specops"], logits["eager"], atol=1e-4, rtol=1e-4)
     if model.config.model_type == "gpt_oss":
-        return  # its own code makes no packed mask
+        return  # transformers makes no packed mask for it
     alone = [
         torch.cat([model(part[None], use_cache=False).logits[0] for part in row.split(parts)])
         for row, parts in zip(ids, lens, strict=True)
@@ -223,8 +225,8 @@ def test_packed_sequences_do_not_see_each_other(model: Any, batch: int) -> None:
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_padding_anywhere(model: Any, cached: bool) -> None:
-    """On the right, and between two turns; rows of text are compared."""
+def test_padding_is_ignored_anywhere(model: Any, cached: bool) -> None:
+    """Padding is on the right and between two turns. Only rows of text are compared."""
     if model.config.model_type in ("mistral", "gpt_oss"):
         pytest.skip("a window counts the padding between turns, which is refused")
     mask = torch.ones(3, 30, dtype=torch.long)
@@ -241,7 +243,7 @@ def test_padding_anywhere(model: Any, cached: bool) -> None:
     torch.testing.assert_close(logits["specops"], logits["eager"], atol=1e-4, rtol=1e-4)
 
 
-def test_a_sequence_of_padding_alone(model: Any) -> None:
+def test_sequence_of_padding_alone_affects_no_other(model: Any) -> None:
     inputs = padded([10, 10])
     inputs["attention_mask"][1] = 0
     model.set_attn_implementation("specops")
@@ -269,7 +271,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **option
 @pytest.mark.parametrize("window", [None, 24])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rows_keep_their_bits(dtype: torch.dtype, window: int | None) -> None:
-    """Whatever the other rows, the batch, the padding and the cache."""
+    """Vary the other rows, the batch, the padding and the cache."""
     draw = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(1, n, 200, 64, generator=draw).to(dtype) for n in (4, 2, 2))
     whole = attend(q, k, v, sliding_window=window)
@@ -291,7 +293,7 @@ def test_rows_keep_their_bits(dtype: torch.dtype, window: int | None) -> None:
 
 
 def test_chunks_are_packed_sequences_until_one_is_continued() -> None:
-    """Layers are not told of chunks, and see them in the mask alone."""
+    """Layers do not know the chunk size and see chunks in the mask only."""
     chunked = chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64))
     mask = adapter.make_mask(1, 10, 10, mask_function=chunked)
     assert mask.qo_indptr.tolist() == [0, 4, 8, 10] and mask.kv_lens.tolist() == [4, 4, 2]
@@ -302,7 +304,7 @@ def test_chunks_are_packed_sequences_until_one_is_continued() -> None:
         adapter.attention(causal(), x[:, :, :1], x, x, later)
 
 
-OF_ANOTHER_KIND = {
+UNSUPPORTED = {
     "later rows": or_masks(causal_mask_function, lambda b, h, q, kv: kv < 12),
     "all rows": bidirectional_mask_function,
     "every second": and_masks(causal_mask_function, lambda b, h, q, kv: (q - kv) % 2 == 0),
@@ -311,15 +313,15 @@ OF_ANOTHER_KIND = {
 }
 
 
-@pytest.mark.parametrize("name", OF_ANOTHER_KIND)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 @pytest.mark.parametrize("offset", [0, 7])
-def test_masks_of_another_kind_are_refused(name: str, offset: int) -> None:
+def test_unsupported_masks_are_refused(name: str, offset: int) -> None:
     with pytest.raises(ValueError, match="packed sequences, got a mask of another kind"):
-        adapter.make_mask(1, 9, 9 + offset, q_offset=offset, mask_function=OF_ANOTHER_KIND[name])
+        adapter.make_mask(1, 9, 9 + offset, q_offset=offset, mask_function=UNSUPPORTED[name])
 
 
-def test_a_window_over_padding_between_turns_is_refused() -> None:
-    """It counts the padding, too; `append_attention` has no padding to count."""
+def test_window_over_padding_between_turns_is_refused() -> None:
+    """The window counts the padding, but `append_attention` has none to count."""
     mask = torch.ones(1, 30, dtype=torch.bool)
     mask[0, 12:15] = False
     window = sliding_window_causal_mask_function(8)
@@ -334,7 +336,7 @@ def causal() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize(
-    "options,said",
+    "options,message",
     [
         ({"dropout": 0.1}, "has no dropout, got 0.1"),
         ({"softcap": 50.0}, "has no softcap, got 50.0"),
@@ -348,16 +350,16 @@ def causal() -> torch.nn.Module:
         ({"is_causal": False}, "has no rows that see later ones"),
     ],
 )
-def test_refusals(options: dict[str, Any], said: str) -> None:
+def test_unsupported_options_are_refused(options: dict[str, Any], message: str) -> None:
     x = torch.zeros(1, 1, 4, 64)
-    with pytest.raises(ValueError, match="^attn_implementation 'specops' " + said):
+    with pytest.raises(ValueError, match="^attn_implementation 'specops' " + message):
         attend(x, x, x, **options)
     nothing = dict.fromkeys(options, None) | {"dropout": 0.0}
     assert attend(x, x, x, **nothing).shape == (1, 4, 1, 64)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-def test_a_mask_of_four_dimensions_is_refused(model: Any, dtype: torch.dtype) -> None:
+def test_masks_of_four_dimensions_are_refused(model: Any, dtype: torch.dtype) -> None:
     model.set_attn_implementation("specops")
     mask = torch.ones(1, 1, 5, 5).tril().to(dtype)
     with pytest.raises(ValueError, match=r"an attention_mask \[batch, tokens\].*\[1, 1, 5, 5\]"):
@@ -365,7 +367,7 @@ def test_a_mask_of_four_dimensions_is_refused(model: Any, dtype: torch.dtype) ->
 
 
 def test_gradients_are_refused(model: Any) -> None:
-    """They would be missing behind attention, silently."""
+    """They would be missing silently for all that comes before attention."""
     model.set_attn_implementation("specops")
     ids = torch.ones(1, 5, dtype=torch.int64)
     with torch.enable_grad():
@@ -374,24 +376,26 @@ def test_gradients_are_refused(model: Any) -> None:
         with torch.inference_mode():
             model(ids)
         model.requires_grad_(False)
-        assert model(ids, labels=ids).loss > 0  # nothing needs them
+        assert model(ids, labels=ids).loss > 0  # nothing needs gradients
 
 
 @pytest.mark.parametrize(
-    "name,more,said",
+    "name,more,message",
     [
         ("Gemma2Config", {}, "has no softcap, got 50.0"),
         ("LlamaConfig", {"head_dim": 80}, "head_dim must be 64, 96, 128 or 256, got 80"),
     ],
 )
-def test_models_that_need_more_are_refused(name: str, more: dict[str, int], said: str) -> None:
+def test_models_with_unsupported_attention_are_refused(
+    name: str, more: dict[str, int], message: str
+) -> None:
     config = getattr(transformers, name)(**{**SIZES, **more})
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="specops")
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         model.eval()(torch.ones(1, 5, dtype=torch.int64))
 
 
-def test_the_example_of_the_documentation() -> None:
+def test_documented_example_runs() -> None:
     text = (Path(__file__).resolve().parent.parent / "docs" / "ops.md").read_text()
     section = text.split("## In transformers")[1].split("\n## ")[0]
     (code,) = re.findall(r"```python\n(.*?)```", section, re.S)

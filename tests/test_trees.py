@@ -13,9 +13,9 @@ import simt
 import specops
 import torch
 from checkpoints import write_config
-from conftest import expect_fault
 from fake_gpu import OP_MODULES, FakeGpu
 from pages import check_pages
+from shared_fixtures import expect_fault
 from specops import attention, batching, reference
 from specops.batching import BatchIndices, TreeChains, num_spare_pages
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
@@ -470,12 +470,21 @@ class TreeStep:
         chains = {name: one.to(self.device) for name, one in vars(self.chains).items()}
         attention.copy_kv(*self.cache, chains["from_slots"], chains["to_slots"])
         indices = batching.prepare_batch(
-            chains["qo_lens"], chains["kv_lens"], torch.zeros_like(chains["qo_lens"]),
-            chains["kv_indptr"], chains["kv_indices"], page_size=self.page_size,
-            total_rows=len(self.q), num_output_rows=0,
-            out=BatchIndices.empty(len(chains["qo_lens"]), total_rows=len(self.q),
-                                   num_output_rows=0, device=self.device),
-        )  # fmt: skip
+            chains["qo_lens"],
+            chains["kv_lens"],
+            torch.zeros_like(chains["qo_lens"]),
+            chains["kv_indptr"],
+            chains["kv_indices"],
+            page_size=self.page_size,
+            total_rows=len(self.q),
+            num_output_rows=0,
+            out=BatchIndices.empty(
+                len(chains["qo_lens"]),
+                total_rows=len(self.q),
+                num_output_rows=0,
+                device=self.device,
+            ),
+        )
         self.check_positions(indices)
         prefixes: dict[str, Tensor] = {}
         if shared:
@@ -490,10 +499,16 @@ class TreeStep:
                 "prefix_lens": ints(lens.tolist(), self.device)[None],
             }
         got = attention.append_attention(
-            self.q.to(self.device), *self.cache, indices.qo_indptr, chains["kv_indptr"],
-            chains["kv_indices"], chains["kv_lens"], sliding_window=window, return_lse=True,
+            self.q.to(self.device),
+            *self.cache,
+            indices.qo_indptr,
+            chains["kv_indptr"],
+            chains["kv_indices"],
+            chains["kv_lens"],
+            sliding_window=window,
+            return_lse=True,
             **prefixes,
-        )  # fmt: skip
+        )
         return tuple(one.cpu() for one in got)
 
     def check_positions(self, indices: BatchIndices) -> None:
@@ -517,11 +532,15 @@ class TreeStep:
                 cache[:, : len(tokens)] = kv[:, tokens]
                 cache = cache.view(2, pages, self.page_size, *kv.shape[2:])
                 got = attention.append_attention(
-                    self.q[row : row + 1].to(self.device), *cache.to(self.device),
-                    ints([0, 1], self.device), ints([0, pages], self.device),
-                    ints([*range(pages)], self.device), ints([len(tokens)], self.device),
-                    sliding_window=window, return_lse=True,
-                )  # fmt: skip
+                    self.q[row : row + 1].to(self.device),
+                    *cache.to(self.device),
+                    ints([0, 1], self.device),
+                    ints([0, pages], self.device),
+                    ints([*range(pages)], self.device),
+                    ints([len(tokens)], self.device),
+                    sliding_window=window,
+                    return_lse=True,
+                )
                 outs.append([one.cpu() for one in got])
                 row += 1
         return tuple(torch.cat(parts) for parts in zip(*outs, strict=True))
@@ -746,7 +765,9 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Scripted:
             if name in config
         }
         options.setdefault("adaptive_verification", False)
-        speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=k, **options)
+        speculative = SpeculativeConfig.from_dict(
+            {"method": "ngram", "num_speculative_tokens": k, **options}
+        )
         return make(model_dir, speculative, **config), drafter
 
     return make_scripted
@@ -791,9 +812,13 @@ def expected(model_dir: Path) -> dict[tuple[bool, str], list[Any]]:
 @pytest.mark.parametrize("everything", [False, True], ids=["plain", "everything"])
 @pytest.mark.pairwise
 def test_trees_change_no_bit(
-    model_dir: Path, expected: dict[tuple[bool, str], list[Any]], scripted: Scripted,
-    everything: bool, mode: str, limits: dict[str, Any],
-) -> None:  # fmt: skip
+    model_dir: Path,
+    expected: dict[tuple[bool, str], list[Any]],
+    scripted: Scripted,
+    everything: bool,
+    mode: str,
+    limits: dict[str, Any],
+) -> None:
     want = expected[everything, mode]
     for seed in range(2):
         engine, drafter = scripted(model_dir, want, seed=seed, logprobs_mode=mode, **limits)
@@ -820,9 +845,12 @@ def test_deep_and_wide_trees_change_no_bit(
 @pytest.mark.parametrize("strategy", ["target_match", "greedy", "rejection"])
 @pytest.mark.parametrize("policy", ["normal", "reject_all"])
 def test_trees_under_every_strategy_that_takes_them(
-    model_dir: Path, scripted: Scripted, expected: dict[tuple[bool, str], list[Any]],
-    strategy: str, policy: str,
-) -> None:  # fmt: skip
+    model_dir: Path,
+    scripted: Scripted,
+    expected: dict[tuple[bool, str], list[Any]],
+    strategy: str,
+    policy: str,
+) -> None:
     """`rejection` draws the same distribution, and greedy requests have the same tokens."""
     want = expected[False, "raw_logprobs"]
     engine, _ = scripted(
@@ -945,27 +973,47 @@ def test_requests_of_every_method_beside_trees(
     assert max(branches) > 0
 
 
-SUFFIX_TREE = SpeculativeConfig(
-    method="suffix", num_speculative_tokens=8, tree=True, adaptive_verification=False,
-    suffix_decoding_max_spec_factor=4.0, suffix_decoding_min_token_prob=0.02,
-)  # fmt: skip
+SUFFIX_TREE = SpeculativeConfig.from_dict(
+    {
+        "method": "suffix",
+        "num_speculative_tokens": 8,
+        "tree": True,
+        "adaptive_verification": False,
+        "suffix_decoding_max_spec_factor": 4.0,
+        "suffix_decoding_min_token_prob": 0.02,
+    }
+)
 
 
 MTP_TREE = SpeculativeConfig(
-    method="mtp", num_speculative_tokens=5, num_model_steps=4, tree=True,
+    method="mtp",
+    num_speculative_tokens=5,
+    num_model_steps=4,
+    tree=True,
     adaptive_verification=False,
-)  # fmt: skip
+)
 
 
-NGRAM_TREE = SpeculativeConfig(
-    method="ngram", num_speculative_tokens=6, tree=True, min_ngram_size=1,
-    adaptive_verification=False,
-)  # fmt: skip
+NGRAM_TREE = SpeculativeConfig.from_dict(
+    {
+        "method": "ngram",
+        "num_speculative_tokens": 6,
+        "tree": True,
+        "min_ngram_size": 1,
+        "adaptive_verification": False,
+    }
+)
 
-MERGED_TREE = SpeculativeConfig(
-    method="mtp+suffix", num_speculative_tokens=7, num_model_steps=3, tree=True,
-    adaptive_verification=False, suffix_decoding_min_token_prob=0.02,
-)  # fmt: skip
+MERGED_TREE = SpeculativeConfig.from_dict(
+    {
+        "method": "mtp+suffix",
+        "num_speculative_tokens": 7,
+        "num_model_steps": 3,
+        "tree": True,
+        "adaptive_verification": False,
+        "suffix_decoding_min_token_prob": 0.02,
+    }
+)
 
 DRAFTERS = pytest.mark.parametrize(
     "speculative",
@@ -1076,9 +1124,12 @@ def twin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeGpu]:
 
 @pytest.mark.parametrize("captures", [True, False], ids=["graphs", "eager"])
 def test_trees_on_a_device_with_memory_of_its_own(
-    model_dir: Path, expected: dict[tuple[bool, str], list[Any]], scripted: Scripted,
-    twin: Callable[..., FakeGpu], captures: bool,
-) -> None:  # fmt: skip
+    model_dir: Path,
+    expected: dict[tuple[bool, str], list[Any]],
+    scripted: Scripted,
+    twin: Callable[..., FakeGpu],
+    captures: bool,
+) -> None:
     """Padded shapes, poisoned memory, replayed graphs."""
     for everything in (False, True):
         want = expected[everything, "raw_logprobs"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verify against its reference, over chains and trees; its rows are sample rows, bit for bit."""
+"""`verify` against its reference for chains and trees; its rows equal `sample` rows bit for bit."""
 
 import math
 from typing import Any
@@ -8,9 +8,9 @@ import pytest
 import simt
 import specops
 import torch
-from conftest import expect_fault
 from processor_cases import RULES, only, random_processors, to_device
 from sampling_cases import by_field, mixed_params, on_device, row_params
+from shared_fixtures import expect_fault
 from specops import reference, sampling
 from specops.sampling import AcceptPolicy, Purpose, VerifyStrategy
 from torch import Tensor
@@ -32,7 +32,7 @@ def pick(values: list[Any], count: int) -> Tensor:
 
 
 def filters_of(step: dict[str, Tensor], b: int) -> dict[str, Tensor]:
-    """What `sample` is told to choose the tokens of request b."""
+    """Return the parameters with which `sample` chooses the tokens of request b."""
     own = {name: step[name][b : b + 1] for name in FILTERS if name in step}
     if "strategy" in step and step["strategy"][b] == GREEDY:
         own["temperature"] = own["temperature"] * 0
@@ -40,7 +40,7 @@ def filters_of(step: dict[str, Tensor], b: int) -> dict[str, Tensor]:
 
 
 def random_parents(nodes: int) -> Tensor:
-    """Some branch at the root, some far from it, some are chains."""
+    """Return random parents: some branch at the root, some far from it, some are chains."""
     reach = int(torch.randint(1, nodes + 2, ()))
     return ints(*(max(-1, j - int(torch.randint(1, reach + 1, ()))) for j in range(nodes)))
 
@@ -55,9 +55,10 @@ def ragged_step(
     given: str = "none",
     tree: bool = False,
 ) -> dict[str, Tensor]:
-    """Requests with 0 (idle) to k + 1 rows; most drafts are right, so that walks end anywhere.
+    """Make requests with 0 (idle) to k + 1 rows. Most drafts are right, so walks end anywhere.
 
-    `given`: whether draft_probs are (dense or sparse). What the op must not read is poisoned.
+    `given` says whether draft_probs are dense, sparse or absent. Values that the op must not read
+    are poisoned.
     """
     num_rows = torch.randint(0, k + 2, (batch,))
     output_indptr = torch.zeros(batch + 1, dtype=torch.int32)
@@ -122,7 +123,7 @@ def ragged_step(
 
 
 def run_verify(step: dict[str, Any], device: str, **more: Any) -> dict[str, Tensor]:
-    """verify, with every output poisoned before."""
+    """Call `verify` with every output poisoned before."""
     batch, k = step["draft_token_ids"].shape
     out = {
         "output_token_ids": torch.full((batch, k + 1), 7, dtype=torch.int32, device=device),
@@ -139,7 +140,7 @@ def run_verify(step: dict[str, Any], device: str, **more: Any) -> dict[str, Tens
 
 
 def check_step(step: dict[str, Any], device: str, **more: Any) -> dict[str, Tensor]:
-    """Runs a step on a device and compares everything with the reference."""
+    """Run a step on a device and compare everything with the reference."""
     got = run_verify(step, device, **more)
     want: dict[str, Any] = {
         "logprobs": torch.zeros(got["logprobs"].shape, dtype=torch.float64),
@@ -163,7 +164,7 @@ def same(got: dict[str, Tensor], want: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("batch,k,vocab", [(0, 3, 50), (5, 0, 50), (300, 4, 50), (12, 6, 3000)])
-def test_verify(device: str, isa: str, batch: int, k: int, vocab: int) -> None:
+def test_verify_equals_the_reference(device: str, isa: str, batch: int, k: int, vocab: int) -> None:
     step = ragged_step(batch, k, vocab)
     got = check_step(step, device)
     if batch == 300:
@@ -177,10 +178,9 @@ def test_verify(device: str, isa: str, batch: int, k: int, vocab: int) -> None:
 @pytest.mark.parametrize("processed", [False, True])
 @pytest.mark.parametrize("batch,k,vocab", [(120, 4, 50), (10, 15, 2100)])
 @pytest.mark.pairwise
-def test_verify_strategies(
+def test_verify_runs_all_strategies_in_one_batch(
     device: str, isa: str, batch: int, k: int, vocab: int, given: str, processed: bool
 ) -> None:
-    """All of them in one batch."""
     step = ragged_step(batch, k, vocab, given=given, strategies=[*VerifyStrategy], policies=[0])
     got = check_step(step, device, processed_logprobs=processed)
     live = step["output_indptr"].diff() > 1
@@ -193,7 +193,7 @@ def test_verify_strategies(
 
 
 @pytest.mark.parametrize("given", ["none", "dense"])
-def test_verify_policies_of_every_strategy(device: str, isa: str, given: str) -> None:
+def test_verify_combines_policies_with_every_strategy(device: str, isa: str, given: str) -> None:
     step = ragged_step(
         100, 3, 40, given=given, strategies=[*VerifyStrategy], policies=[*AcceptPolicy]
     )
@@ -204,7 +204,7 @@ def test_verify_policies_of_every_strategy(device: str, isa: str, given: str) ->
 @pytest.mark.parametrize("processed", [False, True])
 @pytest.mark.parametrize("batch,n,vocab", [(60, 9, 20), (8, 20, 2100), (2, 64, 9)])
 @pytest.mark.pairwise
-def test_verify_trees(
+def test_verify_of_trees_equals_the_reference(
     device: str, isa: str, batch: int, n: int, vocab: int, given: str, processed: bool
 ) -> None:
     strategies = [GREEDY, TARGET_MATCH, REJECTION, REJECTION]
@@ -227,8 +227,10 @@ def test_verify_trees(
 
 @pytest.mark.parametrize("given", ["none", "dense", "sparse"])
 @pytest.mark.parametrize("vocab", [8193, pytest.param(151_936, marks=pytest.mark.slow)])
-def test_verify_large_vocabularies(device: str, isa: str, vocab: int, given: str) -> None:
-    """Every way in which the filters leave a row; with nothing in the last leaf of some."""
+def test_verify_of_large_vocabularies_equals_the_reference(
+    device: str, isa: str, vocab: int, given: str
+) -> None:
+    """Cover every way in which filters reduce a row. Some rows have nothing in their last leaf."""
     batch, k = 7, 2
     step = ragged_step(batch, k, vocab, given=given, strategies=[REJECTION], policies=[NORMAL])
     rows = batch * (k + 1)
@@ -236,8 +238,8 @@ def test_verify_large_vocabularies(device: str, isa: str, vocab: int, given: str
     step["logits"] = torch.randn(rows, vocab)
     step["logits"][::2, vocab - vocab % 1024 :] = -math.inf
     best = step["logits"].argmax(-1).view(batch, k + 1)[:, :k]
-    wanted = torch.rand(batch, k) < 0.5
-    step["draft_token_ids"] = torch.where(wanted, best, torch.randint(vocab, (batch, k))).int()
+    is_best = torch.rand(batch, k) < 0.5
+    step["draft_token_ids"] = torch.where(is_best, best, torch.randint(vocab, (batch, k))).int()
     if given != "none":
         width = step["draft_probs"].shape[2]
         step["draft_probs"] = (2 * torch.randn(batch, k, width)).softmax(-1)
@@ -261,7 +263,7 @@ def test_verify_large_vocabularies(device: str, isa: str, vocab: int, given: str
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_verify_strided_logits(device: str, isa: str, dtype: torch.dtype) -> None:
+def test_verify_reads_strided_logits(device: str, isa: str, dtype: torch.dtype) -> None:
     step = ragged_step(20, 3, 77, given="dense", strategies=[*VerifyStrategy])
     wide = torch.full((len(step["logits"]), 99), math.nan, dtype=dtype)
     wide[:, 11:88] = step["logits"].to(dtype)
@@ -280,10 +282,10 @@ def test_verify_strided_logits(device: str, isa: str, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("given", ["none", "sparse"])
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.pairwise
-def test_verify_with_processors(
+def test_verify_with_processors_equals_edited_logits(
     device: str, isa: str, on_cuda: bool, rules: set[str], given: str, tree: bool
 ) -> None:
-    """A row counts the drafts before it: the bits of verification on logits edited in place."""
+    """A row counts the drafts before it. Bits equal those of logits edited in place."""
     batch, vocab = (16, 40) if on_cuda else (30, 40)
     step = ragged_step(
         batch,
@@ -320,10 +322,10 @@ def test_verify_with_processors(
 @pytest.mark.parametrize("given", ["none", "sparse"])
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.pairwise
-def test_verify_with_the_overlay_in_the_workspace(
+def test_verify_keeps_its_bits_with_the_overlay_in_the_workspace(
     device: str, isa: str, given: str, tree: bool
 ) -> None:
-    """As where a block has the bits in its own memory; of rows that are looked at again, too."""
+    """The overlay may also be in the memory of a block. Some rows are read again."""
     batch, vocab = 5, 9001
     step = ragged_step(
         batch,
@@ -350,10 +352,10 @@ def test_verify_with_the_overlay_in_the_workspace(
 def with_rows(
     batch: int, k: int, vocab: int, *, given: str, drawn: int, **more: Any
 ) -> dict[str, Any]:
-    """A step whose requests came from rows of a table, some from the same; others from none.
+    """Return a step whose requests refer to rows of a table, several to one row, or to none.
 
-    The table has drafts of `drawn` rows each; the rows that nobody came from are poisoned, as are
-    those of idle requests. Logits and probabilities are coarse, so that there are ties.
+    The table has probabilities of `drawn` drafts per row. Unused rows and the rows of idle requests
+    are poisoned. Logits and probabilities are coarse, so that ties occur.
     """
     step: dict[str, Any] = ragged_step(batch, k, vocab, given=given, policies=[NORMAL], **more)
     step["logits"] = step["logits"].mul(2).round() / 2
@@ -377,10 +379,10 @@ def with_rows(
 @pytest.mark.parametrize("given", ["dense", "sparse"])
 @pytest.mark.parametrize("batch,k,vocab", [(120, 4, 50), (9, 3, 2100), (0, 2, 9), (5, 0, 9)])
 @pytest.mark.pairwise
-def test_rows_of_draft_probs(
+def test_rows_of_draft_probs_equal_gathered_probs(
     device: str, isa: str, batch: int, k: int, vocab: int, given: str
 ) -> None:
-    """The bits of gathered draft_probs; and where there is no row, of none at all."""
+    """Requests without a row get the bits of a step without draft_probs."""
     step = with_rows(batch, k, vocab, given=given, drawn=k, strategies=[*VerifyStrategy])
     got = check_step(step, device, processed_logprobs=True)
     rows = step.pop("draft_prob_rows")
@@ -400,8 +402,8 @@ def test_rows_of_draft_probs(
 @pytest.mark.parametrize("given", ["dense", "sparse"])
 @pytest.mark.parametrize("drawn", [2, 5])
 @pytest.mark.pairwise
-def test_rows_of_draft_probs_for_trees(device: str, isa: str, given: str, drawn: int) -> None:
-    """Those of the children of each row, from a row of the table."""
+def test_rows_of_draft_probs_work_for_trees(device: str, isa: str, given: str, drawn: int) -> None:
+    """A row of the table has the probabilities of the children of each node."""
     strategies = [TARGET_MATCH, REJECTION, REJECTION]
     step = with_rows(60, 5, 20, given=given, drawn=drawn, strategies=strategies, tree=True)
     got = check_step(step, device, processed_logprobs=True)
@@ -412,10 +414,10 @@ def test_rows_of_draft_probs_for_trees(device: str, isa: str, given: str, drawn:
 @pytest.mark.parametrize("given", ["dense", "sparse"])
 @pytest.mark.parametrize("drawn", [0, 1, 3])
 @pytest.mark.pairwise
-def test_rows_of_draft_probs_for_the_first_drafts(
+def test_rows_of_draft_probs_may_cover_the_first_drafts_only(
     device: str, isa: str, on_cuda: bool, given: str, drawn: int
 ) -> None:
-    """Drafts behind those that were drawn are certain; so each is one where none was drawn."""
+    """Drafts after those that were sampled count as certain."""
     batch, k = (60, 4) if on_cuda else (120, 4)
     strategies = [TARGET_MATCH, REJECTION, BLOCK, BLOCK]
     step = with_rows(batch, k, 50, given=given, drawn=drawn, strategies=strategies)
@@ -436,7 +438,7 @@ def test_rows_of_draft_probs_for_the_first_drafts(
     assert same(got, run_verify(far, device, processed_logprobs=True))
 
 
-def test_no_rows_of_draft_probs_at_all(device: str, isa: str) -> None:
+def test_all_rows_of_draft_probs_may_be_absent(device: str, isa: str) -> None:
     step = ragged_step(20, 3, 30, strategies=[*VerifyStrategy], policies=[NORMAL])
     none = {"draft_probs": torch.zeros(0, 3, 30), "draft_prob_rows": torch.full((20,), -1).int()}
     assert same(run_verify({**step, **none}, device), run_verify(step, device))
@@ -445,8 +447,8 @@ def test_no_rows_of_draft_probs_at_all(device: str, isa: str) -> None:
 # ---- exactness ----
 
 
-def test_verify_rows_are_sample_rows(device: str, isa: str, on_cuda: bool) -> None:
-    """The bits that plain decoding, one row at a time, would give."""
+def test_verify_rows_equal_sample_rows(device: str, isa: str, on_cuda: bool) -> None:
+    """The bits equal plain decoding of one row at a time."""
     batch = 16 if on_cuda else 40
     step = ragged_step(batch, 5, 5000)
     step["policy"].zero_()
@@ -470,7 +472,7 @@ def test_verify_rows_are_sample_rows(device: str, isa: str, on_cuda: bool) -> No
 
 
 def request(step: dict[str, Any], b: int) -> dict[str, Any]:
-    """One request of a step as a step of its own, without its neighbours' columns."""
+    """Return one request of a step as a step of its own, without its neighbors' columns."""
     begin, end = step["output_indptr"][b : b + 2].tolist()
     nodes = max(end - begin - 1, 0)
     alone = {name: t[b : b + 1] for name, t in step.items() if len(t) == len(step["positions"])}
@@ -485,7 +487,7 @@ def request(step: dict[str, Any], b: int) -> dict[str, Any]:
 @pytest.mark.parametrize("given", ["none", "dense", "sparse"])
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.pairwise
-def test_requests_alone_have_the_same_bits(
+def test_single_requests_have_the_bits_of_a_batch(
     device: str, isa: str, on_cuda: bool, tree: bool, given: str
 ) -> None:
     batch = 8 if on_cuda else 24
@@ -504,7 +506,7 @@ def test_requests_alone_have_the_same_bits(
 
 
 @pytest.mark.parametrize("given", ["none", "dense", "sparse"])
-def test_a_tree_without_branches_is_a_chain(device: str, isa: str, given: str) -> None:
+def test_tree_without_branches_equals_a_chain(device: str, isa: str, given: str) -> None:
     k = 5
     step = ragged_step(
         40,
@@ -530,21 +532,21 @@ def test_a_tree_without_branches_is_a_chain(device: str, isa: str, given: str) -
 @pytest.mark.parametrize(
     "drafts,best,emitted",
     [
-        ([1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4]),  # all right, and the bonus
-        ([1, 2, 3], [1, 5, 3, 4], [1, 5, -1, -1]),  # the first that is wrong ends it
+        ([1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4]),  # all accepted, plus the bonus
+        ([1, 2, 3], [1, 5, 3, 4], [1, 5, -1, -1]),  # the first wrong draft ends the walk
         ([1, 2], [1, 2, 7], [1, 2, 7, -1]),
         ([3], [2, 4], [2, -1, -1, -1]),
-        ([], [6], [6, -1, -1, -1]),  # no draft: the bonus alone
-        ([-1, 2, 3], [1, 2, 3, 4], [1, -1, -1, -1]),  # no token is no draft
+        ([], [6], [6, -1, -1, -1]),  # only the bonus
+        ([-1, 2, 3], [1, 2, 3, 4], [1, -1, -1, -1]),  # -1 is not a draft
         ([1, -1, 3], [1, 0, 3, 4], [1, 0, -1, -1]),
         ([5, 5, 5], [5, 5, 0, 1], [5, 5, 0, -1]),
     ],
 )
 @pytest.mark.parametrize("strategy", [*VerifyStrategy])
-def test_verify_by_hand(
+def test_verify_of_chains_by_hand(
     device: str, drafts: list[int], best: list[int], emitted: list[int], strategy: int
 ) -> None:
-    """At temperature 0 every strategy is greedy, whatever the drafter says of itself."""
+    """At temperature 0 every strategy is greedy, whatever draft_probs are."""
     logits = torch.zeros(len(best), 9)
     logits[torch.arange(len(best)), best] = 1.0
     step = {
@@ -564,8 +566,8 @@ def test_verify_by_hand(
 
 
 @pytest.mark.parametrize("strategy", [REJECTION, BLOCK])
-def test_no_draft_probs_at_all_are_zero(device: str, strategy: int) -> None:
-    """A list of no probabilities is not an absent one: the draft came with probability 0."""
+def test_empty_list_of_draft_probs_means_zero(device: str, strategy: int) -> None:
+    """An empty list differs from an absent one: the draft has probability 0."""
     step = {
         "logits": torch.tensor([[5.0, 0.0], [5.0, 0.0]]),
         "output_indptr": ints(0, 2),
@@ -595,13 +597,13 @@ TOKENS = [4, 5, 5, 2, 2, 3, -1, 8, 1]
     [
         ({0: 5, 2: 3, 6: 8, 8: 0}, [5, 3, 8, 0], [1, 5, 7]),  # the first of two equal siblings
         ({0: 4, 1: 2, 4: 6}, [4, 2, 6], [0, 3]),
-        ({0: 4, 1: 3}, [4, 3], [0]),  # the other branch's child is not its own
-        ({0: 1}, [1], []),  # nobody's child, though a token of the tree
+        ({0: 4, 1: 3}, [4, 3], [0]),  # a child of another branch does not count
+        ({0: 1}, [1], []),  # a token of the tree, but not a child of the root
         ({0: 5, 2: 2, 5: 2}, [5, 2, 2], [1, 4]),
     ],
 )
 @pytest.mark.parametrize("strategy", [GREEDY, TARGET_MATCH, REJECTION])
-def test_verify_trees_by_hand(
+def test_verify_of_trees_by_hand(
     device: str, choices: dict[int, int], emitted: list[int], nodes: list[int], strategy: int
 ) -> None:
     n = len(TOKENS)
@@ -623,8 +625,8 @@ def test_verify_trees_by_hand(
     assert got["num_accepted_tokens"].tolist() == [len(nodes)]
 
 
-def test_a_sibling_that_is_no_token_ends_its_siblings(device: str, isa: str) -> None:
-    """As no draft of a chain behind one that is no token is accepted."""
+def test_sibling_without_a_token_ends_its_siblings(device: str, isa: str) -> None:
+    """A chain also accepts no draft after one without a token."""
     logits = torch.zeros(4, 5)
     logits[0, 3] = 9.0
     step = {
@@ -640,17 +642,17 @@ def test_a_sibling_that_is_no_token_ends_its_siblings(device: str, isa: str) -> 
         assert got["num_accepted_tokens"].tolist() == [0]
 
 
-# One behind the last token, in its leaf and far away.
+# Ids past the last token, in its leaf and far away.
 PAST = [50, 51, 1023, 1024, 2**31 - 1]
 
 
 @pytest.mark.parametrize("given", ["none", "dense", "sparse"])
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.pairwise
-def test_a_draft_past_the_vocabulary_is_rejected(
+def test_draft_past_the_vocabulary_is_rejected(
     device: str, isa: str, tree: bool, given: str
 ) -> None:
-    """To the bit as a token that no row gives a chance; the other drafts are verified as ever."""
+    """The bits equal those of a draft with probability 0. Other drafts are verified as usual."""
     vocab, impossible = 50, 7
     strategies = [GREEDY, TARGET_MATCH, REJECTION] + [BLOCK, TOPP] * (not tree)
     step = ragged_step(
@@ -666,7 +668,7 @@ def test_a_draft_past_the_vocabulary_is_rejected(
     step["draft_token_ids"] = torch.where(changed, past, drafts)
     got = check_step(step, device, processed_logprobs=True)
     assert same(got, want)
-    assert got["num_accepted_tokens"][changed.any(1)].any(), "drafts before one are accepted"
+    assert got["num_accepted_tokens"][changed.any(1)].any(), "no draft before one was accepted"
 
 
 @pytest.mark.parametrize("given", ["none", "dense"])
@@ -684,8 +686,8 @@ def test_no_policy_emits_a_draft_past_the_vocabulary(device: str, isa: str, give
     assert accepted[(step["policy"] == ACCEPT_ALL) & changed.any(1)].any()
 
 
-def test_verify_policies(device: str, isa: str) -> None:
-    """One request each: normal, accept all, reject all, accept all with a hole in its drafts."""
+def test_verify_follows_each_policy(device: str, isa: str) -> None:
+    """One request each: normal, accept all, reject all, and accept all with a missing draft."""
     k, vocab = 3, 20
     logits = torch.randn(16, vocab)
     best = logits.argmax(dim=-1).int().view(4, 4)
@@ -716,8 +718,8 @@ def test_verify_policies(device: str, isa: str) -> None:
     torch.testing.assert_close(got["logprobs"], expected)
 
 
-def test_synthetic_rates(device: str, isa: str) -> None:
-    """Drafts are taken unseen; where one is not, the row's own token ends it, even if equal."""
+def test_synthetic_rates_decide_acceptance(device: str, isa: str) -> None:
+    """Drafts are accepted unseen. At a rejected one, the row's own token ends it, even if equal."""
     best = torch.randint(0, 9, (4,))
     logits = torch.nn.functional.one_hot(best, 9).float()
     step = {
@@ -760,8 +762,9 @@ def test_synthetic_rates_are_met(device: str, isa: str, on_cuda: bool) -> None:
 
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("strategy", [REJECTION, BLOCK])
-def test_a_draft_said_to_be_impossible(device: str, isa: str, strategy: int, sparse: bool) -> None:
-    """draft_probs of 0 at the draft: accepted where the target has it at all."""
+def test_draft_of_probability_zero_is_accepted_if_the_target_allows_it(
+    device: str, isa: str, strategy: int, sparse: bool
+) -> None:
     batch, vocab = 60, 12
     logits = torch.randn(2 * batch, vocab)
     drafts = torch.randint(0, vocab, (batch, 1), dtype=torch.int32)
@@ -788,7 +791,7 @@ def test_a_draft_said_to_be_impossible(device: str, isa: str, strategy: int, spa
 @pytest.mark.parametrize("strategy", [REJECTION, BLOCK, TOPP])
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}, {"top_k": 5, "temperature": 0.7}])
 @pytest.mark.pairwise
-def test_a_drafter_that_is_the_target_is_always_accepted(
+def test_drafts_sampled_from_the_target_are_always_accepted(
     device: str, isa: str, strategy: int, filters: dict[str, float]
 ) -> None:
     batch, k, vocab = 40, 3, 1500
@@ -821,8 +824,8 @@ def test_a_drafter_that_is_the_target_is_always_accepted(
 
 @pytest.mark.parametrize("value", [-math.inf, math.nan])
 @pytest.mark.parametrize("strategy", [*VerifyStrategy])
-def test_rows_without_a_finite_logit(device: str, value: float, strategy: int) -> None:
-    """Token 0 is all there is; a draft of it agrees."""
+def test_rows_without_a_finite_logit_emit_token_0(device: str, value: float, strategy: int) -> None:
+    """A draft of token 0 is accepted."""
     probs = torch.full((3, 2, 700), 1 / 700)
     step = {
         "logits": torch.full((9, 700), value),
@@ -838,8 +841,8 @@ def test_rows_without_a_finite_logit(device: str, value: float, strategy: int) -
         assert (got["logprobs"][got["output_token_ids"] >= 0] == -math.inf).all()
 
 
-def test_block_ends_at_a_draft_that_is_none(device: str, isa: str) -> None:
-    """A chain with a hole is the shorter chain: the same coins, the same token after it."""
+def test_block_strategy_ends_at_a_missing_draft(device: str, isa: str) -> None:
+    """The chain equals a shorter one: it uses the same random numbers and emits the same token."""
     step = ragged_step(40, 4, 30, given="dense", strategies=[BLOCK], policies=[NORMAL])
     step["output_indptr"] = torch.arange(0, 201, 5, dtype=torch.int32)
     step["logits"] = torch.randn(200, 30)
@@ -860,8 +863,7 @@ def test_block_ends_at_a_draft_that_is_none(device: str, isa: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", [*VerifyStrategy])
-def test_verify_without_drafts_is_sample(device: str, isa: str, strategy: int) -> None:
-    """Nothing is looked at that sampling would not look at."""
+def test_verify_without_drafts_equals_sample(device: str, isa: str, strategy: int) -> None:
     rows = 50
     logits, positions = torch.randn(rows, 300).to(device), torch.arange(rows, dtype=torch.int32)
     params = mixed_params(rows)
@@ -880,8 +882,8 @@ def test_verify_without_drafts_is_sample(device: str, isa: str, strategy: int) -
     assert torch.equal(got, want.cpu())
 
 
-def test_residuals_of_siblings(device: str, isa: str) -> None:
-    """Rejected siblings never come back, and what is left is drawn from."""
+def test_rejected_siblings_are_never_emitted(device: str, isa: str) -> None:
+    """The token after rejected siblings is sampled from the rest."""
     batch, vocab, n = 200, 6, 4
     row = torch.randn(vocab)
     step = {
@@ -904,7 +906,7 @@ def test_residuals_of_siblings(device: str, isa: str) -> None:
 
 
 def test_verify_does_not_read_the_drafts_of_other_rows(device: str) -> None:
-    """A request with two rows has one draft, whatever stands behind it."""
+    """A request with two rows has one draft, whatever follows it."""
     logits = torch.zeros(2, 10)
     logits[:, 4] = 1.0
     got = run_verify(
@@ -924,15 +926,17 @@ def test_verify_does_not_read_the_drafts_of_other_rows(device: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", [VerifyStrategy.GREEDY, VerifyStrategy.REJECTION])
-def test_verify_phase_stamps(device: str, on_cuda: bool, strategy: VerifyStrategy) -> None:
-    """The kernel that keeps time gives the same bits; its blocks account for all of their time."""
+def test_verify_phase_stamps_change_no_bit(
+    device: str, on_cuda: bool, strategy: VerifyStrategy
+) -> None:
+    """The stamps cover every phase of the blocks."""
     stamps = torch.zeros(1024, 6, dtype=torch.int64, device=device)
     if not on_cuda:
         with pytest.raises(ValueError, match="set_verify_stamps: stamps must be on cuda"):
             sampling.set_verify_stamps(stamps)
         return
     if simt.BUILD == "race":
-        pytest.skip("the detector knows the tensors of the call, and stamps are none")
+        pytest.skip("the detector does not know the memory of the stamps")
     step = ragged_step(3, 2, 3000)
     step["logits"] = step["logits"].bfloat16()
     step["strategy"] = strategy
@@ -969,8 +973,8 @@ def test_verify_without_parameters_is_greedy(device: str, isa: str) -> None:
     assert same(run_verify(step, device), run_verify({**step, **defaults}, device))
 
 
-def test_workspace_of_the_caller(device: str, on_cuda: bool) -> None:
-    """One made for the largest call serves smaller ones, in any order."""
+def test_one_workspace_serves_calls_of_any_size(device: str, on_cuda: bool) -> None:
+    """It was made for the largest call."""
     steps = [ragged_step(batch, 3, 20_000) for batch in (2, 5, 1)]
     largest = on_device(steps[1], device)["logits"]
     workspace = sampling.sampling_workspace(largest, 5)
@@ -993,7 +997,9 @@ def test_workspace_of_the_caller(device: str, on_cuda: bool) -> None:
 @pytest.mark.parametrize("strategy", VerifyStrategy)
 @pytest.mark.parametrize("policy", AcceptPolicy)
 @pytest.mark.fast("cpu-*", "simt-0-[03]", "simt-[123]-2")
-def test_one_number_for_all_requests(device: str, isa: str, strategy: int, policy: int) -> None:
+def test_one_number_applies_to_all_requests(
+    device: str, isa: str, strategy: int, policy: int
+) -> None:
     step = ragged_step(40, 3, 50, given="dense", strategies=[strategy], policies=[policy])
     numbers = {"temperature": 0.75, "top_k": 30, "top_p": 0.875, "min_p": 0.0625}
     numbers |= {"typical_p": 0.96875, "choice_index": 3}
@@ -1006,8 +1012,8 @@ def test_one_number_for_all_requests(device: str, isa: str, strategy: int, polic
         assert same(run_verify({**step, name: number}, device), want), name
 
 
-def test_nothing_is_drawn_without_seeds(device: str, isa: str) -> None:
-    """Requests at temperature 0 or under GREEDY need none, whatever the others' parameters."""
+def test_seeds_are_optional_if_nothing_is_sampled(device: str, isa: str) -> None:
+    """Requests at temperature 0 or under GREEDY need no seeds, whatever their other parameters."""
     step = ragged_step(40, 3, 50, strategies=[GREEDY], policies=[NORMAL, ACCEPT_ALL, REJECT_ALL])
     want = check_step(step, device)
     unseeded = {name: x for name, x in step.items() if name != "seeds"}
@@ -1054,8 +1060,10 @@ def test_nothing_is_drawn_without_seeds(device: str, isa: str) -> None:
         ),
     ],
 )
-def test_numbers_are_refused_at_once(device: str, change: dict[str, Any], message: str) -> None:
-    """On CUDA, too: the host knows them."""
+def test_invalid_numbers_are_refused_at_once(
+    device: str, change: dict[str, Any], message: str
+) -> None:
+    """This holds on CUDA, too: the host knows the numbers."""
     step: dict[str, Any] = {
         "logits": torch.zeros(2, 5),
         "output_indptr": ints(0, 2),
@@ -1069,7 +1077,7 @@ def test_numbers_are_refused_at_once(device: str, change: dict[str, Any], messag
         by_field(sampling.verify)(**on_device(step, device))
 
 
-# ---- refusals ----
+# ---- errors ----
 
 
 @pytest.mark.parametrize(
@@ -1124,7 +1132,7 @@ def test_numbers_are_refused_at_once(device: str, change: dict[str, Any], messag
 def test_verify_refuses_values(
     device: str, on_cuda: bool, change: dict[str, Any], message: str
 ) -> None:
-    """On CUDA the request at fault emits nothing, and its neighbours what they would."""
+    """On CUDA the invalid request emits nothing, and its neighbors are unaffected."""
     step: dict[str, Any] = {
         "output_indptr": [0, 3],
         "draft_token_ids": [[0, 0]],
@@ -1170,7 +1178,7 @@ def test_verify_refuses_rows_without_probabilities(device: str) -> None:
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_verify_refuses_draft_probs_of_another_size(device: str, sparse: bool) -> None:
-    """Other than [batch, k, ..] only with draft_prob_rows, and never of more drafts than k."""
+    """Only with draft_prob_rows may they differ from [batch, k, ..], with at most k drafts."""
     step = ragged_step(2, 3, 9)
     for shape, rows, message in (
         ((3, 3, 9), None, r"draft_probs.probs must be float32 \[batch=2, k=3, "),

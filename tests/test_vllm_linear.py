@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The product that the plug-in gives vLLM's linear layers: packing, packing again, refusing."""
+"""The product that the plug-in gives vLLM's linear layers: packing, repacking and faults."""
 
 from typing import Any
 
 import pytest
 import torch
 from specops import dense
-from specops.vllm.packed_linear import pack_again, use_packed_linear
+from specops.integrations.vllm.packed_linear import pack_again, use_packed_linear
 from torch import Tensor, nn
 
 
 def made(weight: Tensor, remove_weight: bool) -> Any:
-    """A layer of vLLM's, after its weight was loaded."""
+    """Return a layer of vLLM after its weight was loaded."""
     layer: Any = nn.Module()
     layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
     use_packed_linear(layer, remove_weight)
@@ -26,14 +26,14 @@ def product(weight: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("remove_weight", [True, False])
-def test_a_weight_is_packed_and_removed_or_kept(remove_weight: bool) -> None:
+def test_weight_is_packed_and_then_removed_or_kept(remove_weight: bool) -> None:
     layer = made(OLD, remove_weight)
     assert (layer.weight.numel() == 0) == remove_weight
     assert torch.equal(layer.cpu_linear(X, layer.weight), product(OLD))
 
 
-def test_a_removed_weight_that_is_loaded_again_is_packed_where_it_was() -> None:
-    """A compiled graph may hold the packed one."""
+def test_reloaded_weight_is_packed_in_place() -> None:
+    """A compiled graph may hold the packed weight."""
     layer = made(OLD, True)
     held = layer.cpu_linear._packed.data
     layer.weight = nn.Parameter(NEW.clone(), requires_grad=False)
@@ -43,7 +43,7 @@ def test_a_removed_weight_that_is_loaded_again_is_packed_where_it_was() -> None:
     assert layer.cpu_linear._packed.data is held
 
 
-def test_a_kept_weight_that_was_written_to_is_packed_again() -> None:
+def test_kept_weight_is_repacked_after_a_write() -> None:
     layer, unused = made(OLD, False), made(OLD, False)
     with torch.inference_mode():
         layer.cpu_linear(X, layer.weight)
@@ -61,7 +61,7 @@ def test_a_kept_weight_that_was_written_to_is_packed_again() -> None:
         (torch.zeros(4, 4, device="meta"), "2 dimensions of torch.float32 on meta"),
     ],
 )
-def test_a_weight_that_cannot_be_multiplied_with_is_a_fault(weight: Tensor, what: str) -> None:
+def test_unsupported_weight_is_reported_as_a_fault(weight: Tensor, what: str) -> None:
     layer = made(weight, True)
     assert layer.weight.shape == weight.shape
     assert layer.cpu_linear.specops_faults == [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which torch ops the plug-in for vLLM lets a model call, and that those are row-identical."""
+"""Torch ops that the plug-in for vLLM lets a model call, and their row identity."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from specops.vllm.op_check import OpCheck, look_at
+from specops.integrations.vllm.op_check import OpCheck, look_at
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -51,7 +51,7 @@ COMPUTED: dict[str, tuple[Callable[[Tensor, Tensor], Any], list[str]]] = {
 
 
 class Gate(nn.Module):
-    """A layer of a model's own."""
+    """Layer of a model's own."""
 
     def __init__(self, function: Callable[[Tensor, Tensor], Any]) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Gate(nn.Module):
 
 
 def found(function: Callable[[Tensor, Tensor], Any]) -> dict[type | None, list[str]]:
-    """What the check notes of a layer."""
+    """Return what the check notes for a layer."""
     x, y = torch.randn(2, 3, 8).unbind()
     gate = Gate(function)
     with torch.inference_mode(), OpCheck() as check:
@@ -71,7 +71,7 @@ def found(function: Callable[[Tensor, Tensor], Any]) -> dict[type | None, list[s
 
 
 @pytest.mark.parametrize("function", [*ROUNDED.values(), *MOVES.values()], ids=[*ROUNDED, *MOVES])
-def test_what_is_let_through(function: Callable[[Tensor, Tensor], Any]) -> None:
+def test_ops_that_move_or_round_once_are_allowed(function: Callable[[Tensor, Tensor], Any]) -> None:
     assert found(function) == {}
 
 
@@ -79,9 +79,7 @@ def test_what_is_let_through(function: Callable[[Tensor, Tensor], Any]) -> None:
 @pytest.mark.parametrize("width", [1, 8, 100, 513])
 @pytest.mark.parametrize("name", ROUNDED)
 @pytest.mark.pairwise
-def test_what_is_rounded_once_is_the_same_anywhere(
-    name: str, width: int, dtype: torch.dtype
-) -> None:
+def test_ops_that_round_once_are_row_identical(name: str, width: int, dtype: torch.dtype) -> None:
     """Each element of many rows has the bits that it has alone."""
     x, y = torch.randn(2, 9, width, generator=torch.Generator().manual_seed(1)).to(dtype).unbind()
     whole = ROUNDED[name](x, y)
@@ -91,21 +89,21 @@ def test_what_is_rounded_once_is_the_same_anywhere(
 
 
 @pytest.mark.parametrize("name", COMPUTED)
-def test_what_computes_is_named_with_its_layer(name: str) -> None:
+def test_computing_ops_are_reported_with_their_layer(name: str) -> None:
     function, ops = COMPUTED[name]
     noted = found(function)
     assert list(noted) == [Gate]
     assert [got.endswith(op) for got, op in zip(noted[Gate], ops, strict=True)] == [True] * len(ops)
 
 
-def test_a_function_outside_of_any_layer_is_noted() -> None:
+def test_function_outside_any_layer_is_reported() -> None:
     with OpCheck() as check:
         torch.randn(2).exp()
     assert check.found == {None: ["aten::randn", "aten::exp"]}
 
 
 class Model(nn.Module):
-    """A model that vLLM would compile, and whose head has a soft cap."""
+    """Model that vLLM would compile, and whose head has a soft cap."""
 
     do_not_compile = False
 
@@ -123,18 +121,18 @@ class Model(nn.Module):
         return x.tanh()
 
 
-def test_a_model_is_looked_at_and_its_drafter_is_not() -> None:
-    model, asked = Model(), []
+def test_check_covers_the_model_but_not_its_drafter() -> None:
+    model, sizes = Model(), []
 
     def dummy_run(num_tokens: int, is_profile: bool) -> tuple[Tensor, Tensor]:
-        asked.append(num_tokens)
+        sizes.append(num_tokens)
         hidden = model(torch.ones(num_tokens, 3))
-        hidden.erf()  # of a drafter
+        hidden.erf()  # by a drafter
         return hidden, hidden[-1:]
 
     runner = SimpleNamespace(get_model=lambda: model, _dummy_run=dummy_run, max_num_tokens=2)
     check = OpCheck()
     look_at(runner, check)
     assert check.found == {Gate: ["aten::sigmoid"], Model: ["aten::tanh"]}
-    assert asked == [2] and not model.was_compiled
+    assert sizes == [2] and not model.was_compiled
     assert not model.do_not_compile and "forward" not in vars(model)

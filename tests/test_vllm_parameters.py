@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plug-in for vLLM reads from the environment and from vLLM's sampling parameters.
+"""Settings that the plug-in for vLLM reads from the environment and from sampling parameters.
 
-Without vLLM: `Params` has the fields and defaults of its SamplingParams. The ops that are called
-are compared with plain torch edits of the logits, in vLLM's order.
+vLLM is not needed: `Params` has the fields and defaults of its SamplingParams. Results of the ops
+are compared with plain torch edits of the logits in vLLM's order.
 """
 
 import copy
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from specops import sampling
-from specops.vllm.request_parameters import BatchParameters, refused, seed_of
-from specops.vllm.settings import PARTS, parts_of, strategy_of
-from specops.vllm.step_requests import Row
+from specops.integrations.vllm.request_parameters import BatchParameters, refused, seed_of
+from specops.integrations.vllm.settings import PARTS, parts_of, strategy_of
+from specops.integrations.vllm.step_requests import Row
 
 msgspec = pytest.importorskip("msgspec")
 
@@ -21,7 +21,7 @@ VOCAB = 50
 
 
 class Params(msgspec.Struct):
-    """vLLM's SamplingParams, as far as sampling reads them, and more."""
+    """Stand-in for vLLM's SamplingParams, with the fields that sampling reads and others."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -43,12 +43,12 @@ class Params(msgspec.Struct):
 
     @property
     def bad_words_token_ids(self) -> list[list[int]] | None:
-        """As vLLM calls it."""
+        """Name of the field in vLLM."""
         return self._bad_words_token_ids
 
     @property
     def all_stop_token_ids(self) -> set[int]:
-        """As vLLM calls it."""
+        """Name of the field in vLLM."""
         return self._all_stop_token_ids
 
 
@@ -76,18 +76,18 @@ def rows_of(*every: Params) -> list[Row]:
         ("exact,linear", set(PARTS)),
     ],
 )
-def test_parts(text: str | None, parts: set[str]) -> None:
+def test_parts_are_read_from_the_environment(text: str | None, parts: set[str]) -> None:
     assert parts_of({} if text is None else {"SPECOPS_VLLM": text}) == parts
 
 
 @pytest.mark.parametrize("text", ["1", "Exact", "attention;linear", "attention,norms"])
-def test_an_unknown_part_is_an_error(text: str) -> None:
+def test_unknown_parts_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="SPECOPS_VLLM must be exact or a list of norm, "):
         parts_of({"SPECOPS_VLLM": text})
 
 
 @pytest.mark.parametrize("text", [None, "", "target_match", "rejection", " block "])
-def test_strategies(text: str | None) -> None:
+def test_strategy_is_read_from_the_environment(text: str | None) -> None:
     environment = {"SPECOPS_VLLM": "exact"} | (
         {} if text is None else {"SPECOPS_VLLM_VERIFY": text}
     )
@@ -107,12 +107,12 @@ def test_strategies(text: str | None) -> None:
         ),
     ],
 )
-def test_a_strategy_that_cannot_be(environment: dict[str, str], sentence: str) -> None:
+def test_unsupported_strategies_are_refused(environment: dict[str, str], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         strategy_of(environment)
 
 
-def test_seeds_are_the_request_s_or_made_of_its_name() -> None:
+def test_seed_is_that_of_the_request_or_derived_from_its_name() -> None:
     assert seed_of("a", Params(seed=5), 0) == 5
     made = {seed_of(name, Params(), engine) for name in "abc" for engine in (0, 1)}
     assert len(made) == 6
@@ -121,7 +121,7 @@ def test_seeds_are_the_request_s_or_made_of_its_name() -> None:
     assert of(Params(seed=(1 << 64) - 1)).seeds.tolist() == [-1]
 
 
-def test_filters_that_nobody_has_are_left_out() -> None:
+def test_unused_filters_are_left_out() -> None:
     assert of(Params(temperature=0.0), Params(temperature=1e-6)).sampling() is None
     one = of(Params(), Params(top_k=-1))
     assert one.top_k is None and one.top_p is None and one.min_p is None
@@ -146,8 +146,9 @@ def test_filters_that_nobody_has_are_left_out() -> None:
         (Params(logprob_token_ids=[], new_in_vllm=0.0), "logprob_token_ids, new_in_vllm"),
     ],
 )
-def test_what_nobody_knows_is_refused_by_name(params: Params, names: str | None) -> None:
-    """Unless it has its default."""
+def test_unknown_parameters_are_refused_unless_they_have_defaults(
+    params: Params, names: str | None
+) -> None:
     assert refused(params) == names
     if names is None:
         of(params)
@@ -157,7 +158,7 @@ def test_what_nobody_knows_is_refused_by_name(params: Params, names: str | None)
 
 
 def edited(logits: torch.Tensor, row: int, params: Params) -> torch.Tensor:
-    """One row of logits as vLLM edits it: mask, bad words, minimum, bias, then penalties."""
+    """Return one row of logits as vLLM edits it: mask, bad words, minimum, bias, then penalties."""
     text = TEXTS[row, : int(POSITIONS[row])].tolist()
     x = logits.clone()
     if params.allowed_token_ids:
@@ -208,8 +209,8 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_sampling_sees_what_vllm_would_edit(name: str, temperature: float) -> None:
-    """Over many logits, since one draw need not show an edit."""
+def test_sampling_applies_the_edits_of_vllm(name: str, temperature: float) -> None:
+    """A single draw need not show an edit, so many logits are sampled."""
     every = [copy.copy(params) for params in CASES[name]]
     for params in every:
         params.temperature = temperature
@@ -220,7 +221,7 @@ def test_sampling_sees_what_vllm_would_edit(name: str, temperature: float) -> No
     changed = 0
     for _ in range(60):
         logits = 3 * torch.randn(3, VOCAB, generator=generator)
-        logits[:, :12] += 4  # what the cases speak of
+        logits[:, :12] += 4  # the tokens that the cases edit
         expected = torch.stack(
             [edited(logits[row], row, params) for row, params in enumerate(every)]
         )
@@ -233,8 +234,8 @@ def test_sampling_sees_what_vllm_would_edit(name: str, temperature: float) -> No
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_drafts_change_nothing(name: str) -> None:
-    """Rows of one call of `verify` are those that `sample` has after as many steps."""
+def test_drafts_change_no_token(name: str) -> None:
+    """Rows of one call of `verify` equal those of `sample` after as many steps."""
     every = CASES[name]
     rows, batch = rows_of(*every), of(*every)
     logits = 3 * torch.randn(9, VOCAB, generator=torch.Generator().manual_seed(1))

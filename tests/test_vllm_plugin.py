@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plug-in for vLLM as far as it can be tested without vLLM: checks, threads, comparisons."""
+"""The plug-in for vLLM, as far as it works without vLLM: checks, threads and comparisons."""
 
 import os
 import subprocess
@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from specops.vllm import compiled, exactness, plugin, support, threads
-from specops.vllm.decoding import Decoded, Job
-from specops.vllm.exactness import compare
-from specops.vllm.graph_check import GraphCheck
-from specops.vllm.hooks import HOOKS, Hook, HookError, check, fault_of, of_parts
-from specops.vllm.settings import PARTS
-from specops.vllm.threads import bound_cpus
+from specops.integrations.vllm import compiled, exactness, plugin, support, threads
+from specops.integrations.vllm.decoding import Decoded, Job
+from specops.integrations.vllm.exactness import compare
+from specops.integrations.vllm.graph_check import GraphCheck
+from specops.integrations.vllm.hooks import HOOKS, Hook, HookError, check, fault_of, of_parts
+from specops.integrations.vllm.settings import PARTS
+from specops.integrations.vllm.threads import bound_cpus
 from torch.fx.experimental.proxy_tensor import make_fx
 
 
 def config(**changed: Any) -> Any:
-    """A configuration of vLLM's that can be exact, but for what is changed."""
+    """Return a configuration of vLLM that can be exact, with these changes."""
     fields: dict[str, Any] = {
         "compilation_config": SimpleNamespace(
             mode=0, backend="inductor", custom_ops=["none"], inductor_compile_config={}
@@ -71,7 +71,9 @@ def config(**changed: Any) -> Any:
         ),
     ],
 )
-def test_configurations(changed: dict[str, Any], fault: str | None) -> None:
+def test_unsupported_configurations_are_reported(
+    changed: dict[str, Any], fault: str | None
+) -> None:
     assert support.faults_of_config(config(**changed), PARTS) == ([] if fault is None else [fault])
 
 
@@ -85,7 +87,9 @@ def test_configurations(changed: dict[str, Any], fault: str | None) -> None:
         (3, "module", False),
     ],
 )
-def test_ranks(ranks: int, module: str | None, is_exact: bool) -> None:
+def test_inexact_communication_of_ranks_is_reported(
+    ranks: int, module: str | None, is_exact: bool
+) -> None:
     communicator = SimpleNamespace(dist_module=method(module)) if module else None
     group = SimpleNamespace(world_size=ranks, device_communicator=communicator)
     expected = f"tensor_parallel_size {ranks} over gloo (shared memory or 2 ranks are)"
@@ -120,11 +124,11 @@ COMPILED = {"compilation_config__mode": 2}
         ),
     ],
 )
-def test_compilers(changed: dict[str, Any], fault: str | None) -> None:
+def test_unsupported_compilation_is_reported(changed: dict[str, Any], fault: str | None) -> None:
     assert compiled.faults_of(config(**changed)) == ([] if fault is None else [fault])
 
 
-def test_a_compiled_model_is_prepared() -> None:
+def test_compilation_is_configured_for_the_parts() -> None:
     eager = config()
     compiled.prepare(eager, PARTS)
     assert eager.compilation_config.custom_ops == ["none"]
@@ -139,11 +143,11 @@ def test_a_compiled_model_is_prepared() -> None:
 
 
 def look_at(function: Callable[..., Any], *inputs: torch.Tensor) -> None:
-    """Hands the function's graph to the check."""
+    """Run the check on a function's graph."""
     GraphCheck()(make_fx(function, tracing_mode="symbolic")(*inputs).graph)
 
 
-def test_a_graph_may_move_numbers_and_call_specops() -> None:
+def test_graph_may_move_numbers_and_call_specops() -> None:
     import specops.torch_ops  # noqa: F401  torch.ops.specops
 
     def good(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -163,7 +167,7 @@ def test_a_graph_may_move_numbers_and_call_specops() -> None:
         (lambda x: x @ x.T, "aten::mm"),
     ],
 )
-def test_a_graph_that_computes_is_refused(function: Callable[..., Any], name: str) -> None:
+def test_graph_that_computes_is_refused(function: Callable[..., Any], name: str) -> None:
     with pytest.raises(support.NotExactError, match=f"a model that computes {name} itself"):
         look_at(function, torch.randn(4, 4))
 
@@ -173,7 +177,7 @@ LINEAR, EMBEDDING = f"{LAYERS}.linear", f"{LAYERS}.vocab_parallel_embedding"
 
 
 def layer(name: str, module: str, **fields: Any) -> Any:
-    """An object of a class of that name."""
+    """Return an object of a class with this name."""
     made = type(name, (), {"__module__": module})()
     for field, value in fields.items():
         setattr(made, field, value)
@@ -188,7 +192,7 @@ def linear(
     name: str = "RowParallelLinear",
     module: str = LINEAR,
     quant_method: str = "UnquantizedLinearMethod",
-    product: str = "specops.vllm.packed_linear:PackedLinear",
+    product: str = "specops.integrations.vllm.packed_linear:PackedLinear",
 ) -> Any:
     of_product, _, product = product.partition(":")
     return layer(
@@ -201,7 +205,9 @@ def linear(
 
 def attention(impl: str) -> Any:
     return layer(
-        "Attention", f"{LAYERS}.attention.attention", impl=layer(impl, "specops.vllm.attention")
+        "Attention",
+        f"{LAYERS}.attention.attention",
+        impl=layer(impl, "specops.integrations.vllm.attention"),
     )
 
 
@@ -211,7 +217,7 @@ def attention(impl: str) -> Any:
         (layer("Qwen3MLP", "vllm.model_executor.models.qwen3"), None),
         (layer("ModuleList", "torch.nn.modules.container"), None),
         (layer("LayerNorm", "torch.nn.modules.normalization"), "torch.nn.LayerNorm, which"),
-        (layer("SpecopsRMSNorm", "specops.vllm.layers"), None),
+        (layer("SpecopsRMSNorm", "specops.integrations.vllm.layers"), None),
         (layer("RMSNorm", f"{LAYERS}.layernorm"), "RMSNorm of vLLM in place of specops'"),
         (layer("GeluAndMul", f"{LAYERS}.activation"), "GeluAndMul, which is not known to be row"),
         (layer("FusedMoE", f"{LAYERS}.fused_moe.layer"), "FusedMoE, which is not known"),
@@ -227,7 +233,7 @@ def attention(impl: str) -> Any:
     ],
     ids=lambda one: type(one).__name__ if not isinstance(one, str) else "",
 )
-def test_layers(one: Any, fault: str | None) -> None:
+def test_layers_that_are_not_row_identical_are_reported(one: Any, fault: str | None) -> None:
     model = SimpleNamespace(named_modules=lambda: [("a.b", one), ("a.c", one)])
     found = support.faults_of_layers(model, PARTS, {})
     assert len(found) == (fault is not None)
@@ -235,7 +241,7 @@ def test_layers(one: Any, fault: str | None) -> None:
         assert found[0].startswith(fault) and "(first: a.b)" in found[0]
 
 
-def test_what_layers_compute_themselves_is_said_beside_what_they_are() -> None:
+def test_ops_of_layers_are_reported_beside_their_kinds() -> None:
     of_model = layer("Gate", "vllm.model_executor.models.own")
     gelu, helper = layer("GeluAndMul", f"{LAYERS}.activation"), layer("Helper", "own")
     model = SimpleNamespace(named_modules=lambda: [("", of_model), ("act", gelu), ("b", of_model)])
@@ -249,7 +255,7 @@ def test_what_layers_compute_themselves_is_said_beside_what_they_are() -> None:
     ]
 
 
-def test_what_the_ops_cannot_compute_is_said_once() -> None:
+def test_unsupported_ops_are_reported_once() -> None:
     impl = SimpleNamespace(specops_faults=["attention with sinks", "attention with ALiBi slopes"])
     product = SimpleNamespace(specops_faults=["a weight"])
     modules = [SimpleNamespace(impl=impl), SimpleNamespace(impl=impl), SimpleNamespace()]
@@ -263,7 +269,7 @@ def test_what_the_ops_cannot_compute_is_said_once() -> None:
 
 
 @pytest.mark.parametrize("parts", ["exact", "norm"])
-def test_where_vllm_does_not_compute_on_a_cpu_nothing_is_switched_on(
+def test_plugin_stays_off_unless_vllm_computes_on_a_cpu(
     parts: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     platform = layer("CudaPlatform", "vllm.platforms.cuda", is_cpu=lambda: False)
@@ -289,7 +295,7 @@ def stub(monkeypatch: pytest.MonkeyPatch, **contents: Any) -> None:
     monkeypatch.setitem(sys.modules, "stub_of_vllm", module)
 
 
-def test_hooks_that_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moved_hooks_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def good(self: Any, x: int) -> None: ...
 
     class Kept:
@@ -299,7 +305,7 @@ def test_hooks_that_moved(monkeypatch: pytest.MonkeyPatch) -> None:
             self.made = 1
 
         @property
-        def asked(self) -> int:
+        def calls(self) -> int:
             return 1
 
     stub(monkeypatch, good=good, Kept=Kept)
@@ -309,15 +315,15 @@ def test_hooks_that_moved(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert fault("good", "self", "x") is None
     assert fault("good", "self", "y") == (
-        "specops.vllm: stub_of_vllm:good must take (self, y), got (self, x)"
+        "specops: stub_of_vllm:good must take (self, y), got (self, x)"
     )
-    assert fault("Kept", "a", "made", "asked") is None
-    assert fault("Kept", "a", "b", "c") == "specops.vllm: stub_of_vllm:Kept has no b, c"
+    assert fault("Kept", "a", "made", "calls") is None
+    assert fault("Kept", "a", "b", "c") == "specops: stub_of_vllm:Kept has no b, c"
     assert "vLLM has no stub_of_vllm:gone" in str(fault("gone"))
     called = Hook("linear", "stub_of_vllm:good", "called", ("x",))
     assert fault_of(called) is None
     assert fault_of(replace(called, names=("x", "y"))) == (
-        "specops.vllm: stub_of_vllm:good does not take y"
+        "specops: stub_of_vllm:good does not take y"
     )
     with pytest.raises(HookError, match="no_such_module_of_vllm"):
         check([Hook("", "no_such_module_of_vllm:a", "read", ())])
@@ -339,23 +345,23 @@ def test_every_part_has_hooks() -> None:
         ({"OMP_PLACES": "cores"}, set()),
     ],
 )
-def test_the_cpus_that_vllm_binds(environment: dict[str, str], cpus: set[int]) -> None:
+def test_cpus_bound_by_vllm_are_read(environment: dict[str, str], cpus: set[int]) -> None:
     assert bound_cpus(environment) == cpus
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one CPU")
 @pytest.mark.ci
 def test_threads_do_not_inherit_a_narrow_mask() -> None:
-    """As in a process of vLLM, whose main thread has one CPU when the pool starts.
+    """The main thread has one CPU when the pool starts, as in a process of vLLM.
 
-    A worker leaves its caller's CPU, so it may have one CPU less than the process; never the
+    A worker leaves its caller's CPU, so it may have one CPU fewer than the process, but never the
     caller's alone.
     """
     code = """
 import os, time
 import torch
 from specops import dense
-from specops.vllm import threads
+from specops.integrations.vllm import threads
 threads.remember_mask()
 whole = os.sched_getaffinity(0)
 os.sched_setaffinity(0, {min(whole)})
@@ -375,25 +381,25 @@ assert os.sched_getaffinity(0) == {min(whole)}
 
 
 class FakeNumba(types.ModuleType):
-    """numba before or after it has started its threads."""
+    """Stand-in for numba before or after it has started its threads."""
 
     def __init__(self, is_launched: bool) -> None:
         super().__init__("numba")
         self.is_launched = is_launched
-        self.asked: list[str] = []
+        self.calls: list[str] = []
         self.config = SimpleNamespace(reload_config=self.reload_config)
 
     def reload_config(self) -> None:
-        self.asked.append(f"reload {os.environ['NUMBA_NUM_THREADS']}")
+        self.calls.append(f"reload {os.environ['NUMBA_NUM_THREADS']}")
         if self.is_launched:
             raise RuntimeError("Cannot set NUMBA_NUM_THREADS to a different value")
 
     def set_num_threads(self, count: int) -> None:
-        self.asked.append(f"set {count}")
+        self.calls.append(f"set {count}")
 
 
 @pytest.mark.parametrize(
-    "of_user, numba, variable, asked",
+    "of_user, numba, variable, calls",
     [
         (None, None, "1", []),
         ("3", FakeNumba(False), "3", []),
@@ -406,7 +412,7 @@ def test_numba_starts_no_threads(
     of_user: str | None,
     numba: FakeNumba | None,
     variable: str | None,
-    asked: list[str],
+    calls: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("NUMBA_NUM_THREADS", "to be put back")
@@ -420,7 +426,7 @@ def test_numba_starts_no_threads(
         monkeypatch.setitem(sys.modules, "numba", numba)
     threads.rest_numba()
     assert os.environ.get("NUMBA_NUM_THREADS") == variable
-    assert (numba.asked if numba else []) == asked
+    assert (numba.calls if numba else []) == calls
 
 
 def test_runs_are_compared_token_by_token_and_bit_by_bit() -> None:
@@ -435,7 +441,7 @@ def test_runs_are_compared_token_by_token_and_bit_by_bit() -> None:
     assert found.row()[:6] == ["vllm", "ngram", "8", "0.8", "3", "7"]
 
 
-def test_where_texts_part_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_first_difference_of_texts_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     left, right = Decoded([[1, 2, 3]], [["a", "b", "c"]]), Decoded([[1, 2, 4]], [["a", "b", "d"]])
     exactness.print_table([compare(left, right, "vllm", "ngram", 8, 0.0)])
     shown = capsys.readouterr().out.splitlines()
@@ -445,7 +451,7 @@ def test_where_texts_part_is_printed(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def fake_decode(guilty: str, jobs: list[Job]) -> Any:
-    """Engines whose texts depend on the batch where a part is left to vLLM."""
+    """Return a decoder whose texts depend on the batch where a part is left to vLLM."""
 
     def decode(job: Job) -> list[Decoded]:
         jobs.append(job)
@@ -460,14 +466,14 @@ def fake_decode(guilty: str, jobs: list[Job]) -> Any:
     return decode
 
 
-def test_the_engines_caches_can_be_told_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_size_of_the_engines_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[Job] = []
     monkeypatch.setattr(exactness, "decode", fake_decode("linear", jobs))
     assert exactness.main(["--model", "m", "--kv-cache-gib", "0.5", "--kernels", "specops"]) == 0
     assert {job.engine["kv_cache_memory_bytes"] for job in jobs} == {1 << 29}
 
 
-def test_verify_exactness_tells_specops_from_vllm(
+def test_exactness_is_compared_between_specops_and_vllm(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     jobs: list[Job] = []
@@ -502,10 +508,10 @@ def test_verify_exactness_tells_specops_from_vllm(
     ]
 
 
-def test_what_is_drawn_under_rejection_may_differ(
+def test_sampled_outputs_may_differ_under_rejection(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Greedy runs and plain ones count all the same."""
+    """Greedy runs and runs without drafts must still be equal."""
     jobs: list[Job] = []
 
     def decode(job: Job) -> list[Decoded]:
@@ -535,7 +541,7 @@ def test_bisecting_names_the_part(
     assert f"The first that is not row-identical: vllm's {guilty}. All: vllm's {guilty}." in shown
 
 
-def test_mistakes_are_told(
+def test_invalid_arguments_are_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(exactness, "decode", fake_decode("", []))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafters for vLLM, without vLLM: rows that move, requests that come back, and the drafts."""
+"""The drafters for vLLM without vLLM: rows that move, requests that return, and the drafts."""
 
 import random
 from pathlib import Path
@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 from specops import SuffixCache
+from specops.integrations.vllm import NgramProposer, PredictedOutputs, SuffixProposer, step_requests
+from specops.integrations.vllm.followed_texts import FollowedTexts
+from specops.integrations.vllm.proposers import SUFFIX_FILE, Proposer
 from specops.predicted_text import PredictedText
-from specops.vllm import NgramProposer, PredictedOutputs, SuffixProposer, step_requests
-from specops.vllm.followed_texts import FollowedTexts
-from specops.vllm.proposers import SUFFIX_FILE, Proposer
 
 MAX_LEN = 64
 
 
 def config(k: int = 4, **fields: Any) -> Any:
-    """What the drafters read of vLLM's configuration, with vLLM's defaults."""
+    """Return what the drafters read of vLLM's configuration, with its defaults."""
     speculative = {
         "num_speculative_tokens": k,
         "prompt_lookup_min": None,
@@ -38,7 +38,7 @@ def config(k: int = 4, **fields: Any) -> Any:
 def propose(
     proposer: Any, rows: list[tuple[list[int], int]], as_tensor: bool = False
 ) -> list[list[int]]:
-    """One call, with a row per (text, how many of its tokens are new)."""
+    """Make one call with a row per (text, number of its new tokens)."""
     token_ids = np.full((8, MAX_LEN), 7_777, dtype=np.int32)
     lens = np.zeros(8, dtype=np.int32)
     for row, (text, _) in enumerate(rows):
@@ -58,7 +58,7 @@ def encode(*texts: list[int]) -> list[bytes]:
     return [np.array(text, dtype=np.int32).tobytes() for text in texts]
 
 
-def test_a_request_is_found_where_it_was_and_where_it_moved() -> None:
+def test_request_is_found_in_its_row_and_after_a_move() -> None:
     texts = FollowedTexts()
     first = texts.follow(encode([1, 2, 3], [4, 5, 6]), [1, 1])
     assert first.numbers == [0, 1] and first.started == {0, 1}
@@ -68,14 +68,14 @@ def test_a_request_is_found_where_it_was_and_where_it_moved() -> None:
     assert swapped.numbers == [1, 0] and not swapped.started
 
 
-def test_a_row_that_is_used_again_is_another_request() -> None:
+def test_reused_row_is_another_request() -> None:
     texts = FollowedTexts()
     texts.follow(encode([1, 2, 3]), [1])
     other = texts.follow(encode([1, 5, 6]), [1])
     assert other.numbers == [1] and other.started == {0}
 
 
-def test_a_preempted_request_comes_back() -> None:
+def test_preempted_request_is_recognized_when_it_returns() -> None:
     texts = FollowedTexts()
     texts.follow(encode([1, 2, 3], [4, 5, 6]), [1, 1])
     texts.follow(encode([4, 5, 6, 7]), [1])
@@ -83,14 +83,14 @@ def test_a_preempted_request_comes_back() -> None:
     assert again.numbers == [1, 0] and not again.started
 
 
-def test_a_prompt_in_chunks_is_not_looked_at_until_it_is_there() -> None:
+def test_chunked_prompt_is_followed_once_it_is_complete() -> None:
     texts = FollowedTexts()
     chunk = texts.follow(encode([1, 2, 3]), [0])
     assert chunk.numbers == [None] and not chunk.started and len(texts) == 0
     assert texts.follow(encode([1, 2, 3, 4]), [1]).started == {0}
 
 
-def test_the_next_turn_of_a_conversation_is_another_request() -> None:
+def test_next_turn_of_a_conversation_is_another_request() -> None:
     texts = FollowedTexts()
     texts.follow(encode([1, 2, 3]), [1])
     turn = texts.follow(encode([1, 2, 3, 50, 51, 4]), [1])
@@ -106,7 +106,7 @@ def test_equal_texts_are_two_requests() -> None:
     assert set(apart.numbers) == {0, 1} and not apart.started
 
 
-def test_what_has_no_row_for_long_is_forgotten() -> None:
+def test_requests_without_a_row_are_forgotten() -> None:
     texts = FollowedTexts(forget_after=3)
     texts.follow(encode([1, 2]), [1])
     forgotten = [texts.follow(encode([9, step]), [1]).forgotten for step in range(6)]
@@ -115,20 +115,20 @@ def test_what_has_no_row_for_long_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_requests_at_random_are_never_mistaken(seed: int) -> None:
-    """Rows move, requests wait, finish and come back; each number stays with one text."""
-    chance = random.Random(seed)
+def test_random_requests_are_never_confused(seed: int) -> None:
+    """Rows move, and requests wait, finish and return. Each number stays with one text."""
+    rng = random.Random(seed)
     texts = FollowedTexts(forget_after=10)
-    running = [[chance.randrange(3)] for _ in range(6)]
+    running = [[rng.randrange(3)] for _ in range(6)]
     owner: dict[int, list[int]] = {}
     recognised = 0
     for _ in range(400):
-        if chance.random() < 0.1:
-            running[chance.randrange(6)] = [chance.randrange(3)]
-        rows = chance.sample(running, chance.randrange(1, 6))
-        new = [chance.choice([0, 1, 1, 2]) for _ in rows]
+        if rng.random() < 0.1:
+            running[rng.randrange(6)] = [rng.randrange(3)]
+        rows = rng.sample(running, rng.randrange(1, 6))
+        new = [rng.choice([0, 1, 1, 2]) for _ in rows]
         for text, count in zip(rows, new, strict=True):
-            text.extend(chance.randrange(3) for _ in range(count))
+            text.extend(rng.randrange(3) for _ in range(count))
         step = texts.follow(encode(*rows), new)
         assert len({n for n in step.numbers if n is not None}) == sum(count > 0 for count in new)
         for row, (number, count) in enumerate(zip(step.numbers, new, strict=True)):
@@ -158,18 +158,18 @@ def test_suffix_drafts_what_followed_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_suffix_drafts_are_those_of_a_cache_that_knows_its_requests(seed: int) -> None:
-    """Against SuffixCache driven by the requests' names, with rows that move and wait."""
-    chance = random.Random(seed)
+def test_suffix_drafts_equal_those_of_a_cache_with_request_names(seed: int) -> None:
+    """Rows move and wait. The other SuffixCache is driven by the names of the requests."""
+    rng = random.Random(seed)
     proposer, known = SuffixProposer(config()), SuffixCache(max_tree_depth=24)
     texts = {name: [name, 100 + name] for name in range(5)}
     started: set[int] = set()
     drafted = 0
     for _ in range(50):
-        names = chance.sample(sorted(texts), chance.randrange(1, 6))
+        names = rng.sample(sorted(texts), rng.randrange(1, 6))
         rows = []
         for name in names:
-            new = [chance.randrange(3)]
+            new = [rng.randrange(3)]
             if name not in started:
                 known.start(name, texts[name])
                 started.add(name)
@@ -186,7 +186,7 @@ def test_suffix_drafts_are_those_of_a_cache_that_knows_its_requests(seed: int) -
     assert len(proposer.cache.running_requests) == len(started)
 
 
-def test_suffix_lets_go_of_finished_requests_and_keeps_what_they_said() -> None:
+def test_suffix_drops_finished_requests_and_keeps_their_texts() -> None:
     proposer = SuffixProposer(config())
     propose(proposer, [([1, 21, 22], 2)])
     for step in range(70):
@@ -215,20 +215,20 @@ def test_suffix_keeps_its_tree_in_a_file(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("as_tensor", [False, True])
 @pytest.mark.parametrize("kind", [SuffixProposer, NgramProposer])
-def test_rows_of_arrays_and_tensors(kind: type[Proposer], as_tensor: bool) -> None:
+def test_rows_may_be_arrays_or_tensors(kind: type[Proposer], as_tensor: bool) -> None:
     text = [1, 2, 3, 4, 5, 6, 1, 2, 3]
     drafts = propose(kind(config()), [(text, 1), (text, 0), ([1, 2], 1)], as_tensor)
     assert drafts[0][:3] == [4, 5, 6] and drafts[1:] == [[], []]
 
 
 @pytest.mark.parametrize("kind", [SuffixProposer, NgramProposer])
-def test_no_draft_reaches_past_the_longest_text(kind: type[Proposer]) -> None:
+def test_no_draft_exceeds_the_maximum_length(kind: type[Proposer]) -> None:
     text = [1, 2, 3, 4, 5, 6, 7, 8] * 8
     for length, most in ((MAX_LEN - 5, 4), (MAX_LEN - 2, 2), (MAX_LEN - 1, 1), (MAX_LEN, 0)):
         assert len(propose(kind(config()), [(text[:length], 1)])[0]) == most
 
 
-def test_ngram_sizes_are_the_configuration_s() -> None:
+def test_ngram_sizes_follow_the_configuration() -> None:
     text = [1, 2, 3, 4, 9, 3, 4]
     assert propose(NgramProposer(config()), [(text, 1)]) == [[9, 3, 4]]
     proposer = NgramProposer(config(prompt_lookup_min=3, prompt_lookup_max=3))
@@ -242,7 +242,7 @@ def test_load_model_does_nothing() -> None:
 
 
 def note(*predictions: Any) -> None:
-    """The step's rows as the plug-in notes them, each with a prompt of two tokens."""
+    """Note the rows of a step as the plug-in does, each with a prompt of two tokens."""
     step_requests.note(
         [
             step_requests.Row(
@@ -266,44 +266,44 @@ def test_predicted_outputs_follow_their_prediction() -> None:
     assert propose(proposer, [([1, 2, 10, 11, 12], 2), ([1, 2, 10, 11], 1)]) == [[13, 14, 15], []]
 
 
-def test_predicted_outputs_need_the_plug_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predicted_outputs_need_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_requests, "_rows", None)
     with pytest.raises(RuntimeError, match="needs the part sampling in SPECOPS_VLLM"):
         propose(PredictedOutputs(config()), [([1, 2, 10], 1)])
 
 
-def test_a_prediction_is_a_list_of_token_ids() -> None:
+def test_prediction_must_be_a_list_of_token_ids() -> None:
     note("text")
     with pytest.raises(ValueError, match="prediction_token_ids must be a list of token ids"):
         propose(PredictedOutputs(config()), [([1, 2, 10], 1)])
 
 
-def test_a_prediction_is_found_again_behind_other_tokens() -> None:
+def test_prediction_is_found_again_after_other_tokens() -> None:
     text = PredictedText([10, 11, 12, 13, 14, 15], 1)
     assert text.draft([0], 2) == [10, 11]
     assert text.draft([0, 10, 11], 9) == [12, 13, 14, 15]
     assert text.draft([0, 10, 11, 50], 9) == []
-    assert text.draft([0, 10, 11, 50, 13], 9) == []  # one token is no match
+    assert text.draft([0, 10, 11, 50, 13], 9) == []  # one token does not match
     assert text.draft([0, 10, 11, 50, 13, 14], 9) == [15]
     assert text.draft([0, 10, 11, 50, 13, 14, 15], 9) == []
     assert text.draft([0, 10, 11, 50, 13, 14, 15, 11, 12], 1) == [13]
 
 
-def test_the_longest_match_then_the_next_place() -> None:
+def test_longest_match_comes_before_the_next_place() -> None:
     prediction = [1, 2, 3, 4, 2, 3, 5, 9, 2, 3, 6]
     output = [7, 2, 3]
-    assert PredictedText(prediction, 0).draft(output, 1) == [4]  # the first behind the start
+    assert PredictedText(prediction, 0).draft(output, 1) == [4]  # the first after the start
     later = PredictedText(prediction, 0)
-    assert later.draft([1, 2, 3, 4, 7, 2, 3], 1) == [5]  # the first behind the last place
+    assert later.draft([1, 2, 3, 4, 7, 2, 3], 1) == [5]  # the first after the last place
     longest = PredictedText(prediction, 0)
     assert longest.draft([7, 9, 2, 3], 1) == [6]
 
 
-def test_a_prediction_is_followed_alike_in_any_steps() -> None:
-    chance = random.Random(5)
+def test_prediction_gives_the_same_drafts_in_any_steps() -> None:
+    rng = random.Random(5)
     for _ in range(100):
-        prediction = [chance.randrange(4) for _ in range(20)]
-        text = [chance.randrange(4) for _ in range(20)]
+        prediction = [rng.randrange(4) for _ in range(20)]
+        text = [rng.randrange(4) for _ in range(20)]
         steps = PredictedText(prediction, 3)
         for end in range(3, 21):
             at_once = PredictedText(prediction, 3)

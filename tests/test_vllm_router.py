@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
-"""vLLM's router drives a prefill and a decode server: its answers are one server's, bit for bit.
+"""vLLM's router drives a prefill and a decode server with the bits of one server.
 
-`pip install vllm-router` installs it. It is started as its own help says, and knows nothing of us.
-It reads the numbers of an answer and writes them again, sometimes with another last digit. Logprobs
-are float32, and as such they are compared, bit for bit.
+`pip install vllm-router` installs it, and the tests start it as its help says. It reads the numbers
+of an answer and writes them again, sometimes with another last digit. So logprobs, which are
+float32, are compared as float32.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ def pair(
 
 @contextlib.contextmanager
 def routing(*given: str) -> Iterator[str]:
-    """The router with such options, when it answers."""
+    """Start the router with these options. Yield its URL once it answers."""
     port = free_port()
     command = [str(ROUTER), *given, "--port", str(port), "--prometheus-port", str(free_port())]
     command += ["--worker-startup-check-interval", "1"]
@@ -90,8 +90,8 @@ def router(pair: list[ServerProcess]) -> Iterator[str]:
         yield url
 
 
-def choices_at(url: str, path: str, asked: list[dict[str, Any]]) -> list[Any]:
-    """The choices of all answers, eight requests at a time, with numbers as float32."""
+def choices_at(url: str, path: str, requests: list[dict[str, Any]]) -> list[Any]:
+    """Return the choices of all answers, eight requests at a time, with numbers as float32."""
 
     def one(body: dict[str, Any]) -> Any:
         answer = httpx.post(f"{url}{path}", json=body, timeout=300)
@@ -99,27 +99,27 @@ def choices_at(url: str, path: str, asked: list[dict[str, Any]]) -> list[Any]:
         return json.loads(answer.text, parse_float=np.float32)["choices"]
 
     with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(one, asked))
+        return list(pool.map(one, requests))
 
 
 @pytest.mark.parametrize("count", [20, 200])
-def test_the_router_gives_the_answers_of_one_server(
-    router: str, pair: list[ServerProcess], together: Served, count: int
+def test_router_gives_the_answers_of_one_server(
+    router: str, pair: list[ServerProcess], reference_server: Served, count: int
 ) -> None:
-    asked = bodies(count, seed=count + 2)
+    requests = bodies(count, seed=count + 2)
     hits = pair[1].gauge("prefix_cache_hits_total")
-    told = choices_at(router, "/v1/completions", asked)
-    assert told == choices_at(together.url, "/v1/completions", asked)
-    # Of each prompt all full pages came: nobody had sent it to the decode server before.
-    pages = sum((len(body["prompt"]) - 1) // 16 for body in asked)
+    found = choices_at(router, "/v1/completions", requests)
+    assert found == choices_at(reference_server.url, "/v1/completions", requests)
+    # All full pages of the prompts were transferred, since the decode server had none of them.
+    pages = sum((len(body["prompt"]) - 1) // 16 for body in requests)
     assert pair[1].gauge("prefix_cache_hits_total") - hits >= 16 * pages > 0
     for one in pair:
         wait_until_idle(one)
 
 
-def test_the_router_drives_ranks(mtp_model: Path) -> None:
-    """Two compute prompts, one goes on: the router passes on where all of them are."""
-    asked = bodies(20, seed=5)
+def test_router_supports_several_ranks(mtp_model: Path) -> None:
+    """Two ranks compute prompts and one continues. The router forwards the addresses of all."""
+    requests = bodies(20, seed=5)
     with (
         servers(*of_ranks(mtp_model, (2, 1))) as (prefill, decode),
         one_server(mtp_model, exact_across_tp=2) as one,
@@ -127,9 +127,9 @@ def test_the_router_drives_ranks(mtp_model: Path) -> None:
             "--vllm-pd-disaggregation", "--prefill", prefill.url, "--decode", decode.url
         ) as url,
     ):
-        told = choices_at(url, "/v1/completions", asked)
-        assert told == choices_at(one.url, "/v1/completions", asked)
-        pages = sum((len(body["prompt"]) - 1) // 16 for body in asked)
+        found = choices_at(url, "/v1/completions", requests)
+        assert found == choices_at(one.url, "/v1/completions", requests)
+        pages = sum((len(body["prompt"]) - 1) // 16 for body in requests)
         assert decode.gauge("prefix_cache_hits_total") >= 16 * pages > 0
 
 
@@ -146,31 +146,31 @@ CHATS: list[dict[str, Any]] = [
 ]
 
 
-def test_chats_and_streams_come_through(router: str, pair: list[ServerProcess]) -> None:
+def test_router_supports_chats_and_streams(router: str, pair: list[ServerProcess]) -> None:
     path = "/v1/chat/completions"
     expected = choices_at(pair[1].url, path, CHATS)
     assert choices_at(router, path, CHATS) == expected
     for body, (choice,) in zip(CHATS, expected, strict=True):
         with httpx.stream(
             "POST", router + path, json={**body, "stream": True}, timeout=300
-        ) as told:
-            lines = [line[6:] for line in told.iter_lines() if line.startswith("data: {")]
+        ) as found:
+            lines = [line[6:] for line in found.iter_lines() if line.startswith("data: {")]
         deltas = [one["choices"][0]["delta"] for one in map(json.loads, lines)]
         assert "".join(one.get("content") or "" for one in deltas) == choice["message"]["content"]
 
 
-def test_the_router_sends_a_prompt_where_its_pages_are(mtp_model: Path) -> None:
-    """It knows from events alone: nobody has sent this prompt by way of the router before."""
+def test_router_sends_a_prompt_to_the_server_with_its_pages(mtp_model: Path) -> None:
+    """It knows this from events only: no request with these prompts went through the router."""
     pytest.importorskip("zmq")
     ports = [[free_port(), free_port()] for _ in range(2)]
     endpoints = [[f"tcp://127.0.0.1:{port}" for port in own] for own in ports]
-    told = [
+    own = [
         ["--kv-events-endpoint", live, "--kv-events-replay", replay] for live, replay in endpoints
     ]
-    with servers(*(options(mtp_model, *one) for one in told)) as both:
+    with servers(*(options(mtp_model, *one) for one in own)) as both:
         urls = [one.url for one in both]
         prompts = [[5 + number] * 90 for number in range(6)]
-        for number, prompt in enumerate(prompts):  # before the router has heard of either
+        for number, prompt in enumerate(prompts):  # before the router knows of either server
             body = {"prompt": prompt, "max_tokens": 1}
             httpx.post(f"{urls[number % 2]}/v1/completions", json=body, timeout=300)
         sources = [
@@ -185,7 +185,7 @@ def test_the_router_sends_a_prompt_where_its_pages_are(mtp_model: Path) -> None:
         ]
         model = ["--kv-event-model", mtp_model.name, "--kv-event-block-size", "16"]
         with routing("--policy", "kv_aware", "--worker-urls", *urls, *sources, *model) as url:
-            # An event after the router's beginning has it ask for those before.
+            # An event after its start makes the router request those before.
             for one in urls:
                 httpx.post(f"{one}/v1/completions", json={"prompt": [3] * 40}, timeout=300)
             time.sleep(2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed weights on disk: made once, mapped from then on, and made anew when they are damaged."""
+"""Packed weights on disk: made once, then mapped, and made anew when they are damaged."""
 
 import errno
 import json
@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import every_isa
 from mtp_checkpoints import make_mtp_model
 from safetensors.torch import save_file
-from specops import dense, tokenizer
+from shared_fixtures import every_isa
+from specops import dense
+from specops.api import tokenizer
 from specops.checkpoints import safetensors
 from specops.dense import PackedWeight
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
@@ -25,7 +26,7 @@ from specops.engine.models.weights import WeightSettings, WeightSource
 from torch import Tensor
 
 ROOMY = 1 << 40
-SIZES = {"q_proj": 64, "k_proj": 16, "v_proj": 20}  # outputs: no multiple of 16, of 52 inputs
+SIZES = {"q_proj": 64, "k_proj": 16, "v_proj": 20}  # outputs, not multiples of 16, of 52 inputs
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def packed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """What was packed."""
+    """Return the list of weights that are packed."""
     found: list[Tensor] = []
     pack = dense._C.pack_weight
 
@@ -82,7 +83,7 @@ def files(root: Path, pattern: str = "*/*") -> list[Path]:
     return sorted(one for one in root.glob(pattern) if one.parent.name != "digests")
 
 
-ASKED: list[dict[str, Any]] = [
+VARIANTS: list[dict[str, Any]] = [
     {},
     {"quantization": "wint8"},
     {"quantization": "wint4"},
@@ -93,24 +94,22 @@ ASKED: list[dict[str, Any]] = [
 ]
 
 
-def test_the_second_time_nothing_is_packed(
-    model_dir: Path, root: Path, packed: list[Tensor]
-) -> None:
-    wanted = [read(source(model_dir, None), **asked) for asked in ASKED]
-    wanted.append(read(source(model_dir, None, dtype=torch.float32)))
-    for times in (2, 2, 1):  # the third source is of another checkpoint of the same bytes
+def test_second_load_packs_nothing(model_dir: Path, root: Path, packed: list[Tensor]) -> None:
+    expected = [read(source(model_dir, None), **variant) for variant in VARIANTS]
+    expected.append(read(source(model_dir, None, dtype=torch.float32)))
+    for times in (2, 2, 1):  # the third source is another checkpoint of the same bytes
         del packed[:]
         again = source(model_dir, root)
-        found = [read(again, **asked) for asked in ASKED]
+        found = [read(again, **variant) for variant in VARIANTS]
         assert again.read == {f"{name}.weight" for name in SIZES}
         found.append(read(source(model_dir, root, dtype=torch.float32)))
-        for one, want in zip(found, wanted, strict=True):
+        for one, want in zip(found, expected, strict=True):
             assert_equal(one, want)
-        assert len(files(root)) == len(wanted)
+        assert len(files(root)) == len(expected)
         if times == 1 or not packed:
             assert not packed
             continue
-        assert len(packed) == len(wanted)
+        assert len(packed) == len(expected)
         shutil.copytree(model_dir, model_dir.parent / "copy")
         model_dir = model_dir.parent / "copy"
         os.rename(model_dir / "model.safetensors", model_dir / "other.safetensors")
@@ -119,7 +118,7 @@ def test_the_second_time_nothing_is_packed(
 
 
 @pytest.mark.parametrize(("quantization", "kind"), [("none", "plain"), ("mix_quant", "int4")])
-def test_experts_are_one_file(
+def test_experts_share_one_file(
     model_dir: Path, root: Path, packed: list[Tensor], quantization: str, kind: str
 ) -> None:
     tensors = {
@@ -141,7 +140,7 @@ def test_experts_are_one_file(
         assert len(packed) == 6 and len(files(root)) == 1
 
 
-def test_what_decides_bits_has_folders_of_its_own(
+def test_instruction_set_build_and_config_have_folders_of_their_own(
     model_dir: Path, root: Path, packed: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     isas = 0
@@ -151,7 +150,7 @@ def test_what_decides_bits_has_folders_of_its_own(
     monkeypatch.setattr(weight_cache, "_code_digest", lambda: "another build")
     read(source(model_dir, root))
     assert len(packed) == isas + 1
-    for number in (4, 8):  # what this says, readers of files go by
+    for number in (4, 8):  # readers of files depend on this
         config = {"quantization_config": {"bits": number}, "rope_theta": number}
         (model_dir / "config.json").write_text(json.dumps(config))
         read(source(model_dir, root))
@@ -161,17 +160,17 @@ def test_what_decides_bits_has_folders_of_its_own(
     assert len(packed) == isas + 3
 
 
-def test_the_code_of_a_build_is_what_reads_and_packs() -> None:
+def test_digest_of_a_build_covers_the_code_that_reads_and_packs() -> None:
     code = weight_cache._code_files()
     for module in (dense, safetensors, weight_cache):
         assert Path(module.__file__) in code
     assert Path(tokenizer.__file__) not in code
 
 
-def test_a_changed_file_is_read_again(
+def test_changed_file_is_read_again(
     model_dir: Path, root: Path, packed: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even if its size and the time that it shows are as before."""
+    """Its size and modification time stay the same."""
     monkeypatch.setattr(weight_cache, "_SETTLED_SECONDS", -1.0)
     file = model_dir / "model.safetensors"
     before = read(source(model_dir, root))
@@ -185,7 +184,7 @@ def test_a_changed_file_is_read_again(
     after = read(source(model_dir, root))
     assert_equal(after, read(source(model_dir, None)))
     assert not torch.equal(before.data, after.data)
-    # What is remembered of this file is believed, and nothing else.
+    # A valid digest of this very file is trusted, and no other.
     (other,) = set((root / "digests").iterdir()) - {known}
     (digest, _), whole = known.read_text().split(" "), other.read_bytes()
     check = weight_cache._check([*weight_cache._facts(file), digest])
@@ -199,7 +198,7 @@ def test_a_changed_file_is_read_again(
         assert other.read_bytes() == whole
 
 
-def test_numbers_are_measured_once_and_again_when_damaged(tmp_path: Path) -> None:
+def test_numbers_are_measured_once_and_again_if_damaged(tmp_path: Path) -> None:
     cached = CachedWeights(WeightCache(tmp_path, ROOMY), tmp_path)
     measured: list[int] = []
 
@@ -249,13 +248,13 @@ def test_numbers_are_measured_once_and_again_when_damaged(tmp_path: Path) -> Non
     assert numbers() == [0.5, 1.0, 2.25] and len(measured) == number
 
 
-def test_what_was_just_written_is_not_remembered(model_dir: Path, root: Path) -> None:
+def test_digest_of_a_file_just_written_is_not_stored(model_dir: Path, root: Path) -> None:
     os.utime(model_dir / "model.safetensors")
     read(source(model_dir, root))
     assert list((root / "digests").iterdir()) == []
 
 
-def cut(file: Path) -> None:
+def truncate(file: Path) -> None:
     os.truncate(file, file.stat().st_size - 8)
 
 
@@ -266,7 +265,7 @@ def flip(file: Path, at: int) -> None:
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
-    "cut": cut,
+    "truncated": truncate,
     "empty": lambda file: file.write_bytes(b""),
     "a bit of the data": lambda file: flip(file, -1000),
     "a bit of the header": lambda file: flip(file, file.read_bytes().index(b"num_inputs") + 14),
@@ -278,7 +277,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_what_is_damaged_is_made_anew(
+def test_damaged_file_is_made_anew(
     model_dir: Path,
     root: Path,
     packed: list[Tensor],
@@ -300,10 +299,12 @@ def test_what_is_damaged_is_made_anew(
         assert len(packed) == 1 and not caplog.text
 
 
-def test_the_longest_unused_makes_room(tmp_path: Path, root: Path, packed: list[Tensor]) -> None:
-    somebodys = root / "photos"  # was there before the folder became a cache
-    somebodys.mkdir(parents=True)
-    os.utime(somebodys, (0, 0))
+def test_least_recently_used_folders_are_evicted(
+    tmp_path: Path, root: Path, packed: list[Tensor]
+) -> None:
+    foreign_folder = root / "photos"  # existed before the folder became a cache
+    foreign_folder.mkdir(parents=True)
+    os.utime(foreign_folder, (0, 0))
     folders = []
     for number in range(3):
         (tmp_path / str(number)).mkdir()
@@ -317,11 +318,11 @@ def test_the_longest_unused_makes_room(tmp_path: Path, root: Path, packed: list[
     assert len(files(root)) == 2
     for number, one in enumerate((file, *set(files(root)) - {file}), 1):
         os.utime(one.parent, (number, number))
-    read(source(folders[0], root, limit))  # now the second is the longest unused
+    read(source(folders[0], root, limit))  # now the second is the least recently used
     read(source(folders[2], root, limit))
     assert len(files(root)) == 2 and file in files(root) and len(packed) == 3
-    assert somebodys.exists()
-    # Its own folder stays, and what has no room is used all the same.
+    assert foreign_folder.exists()
+    # The folder in use stays, and weights that do not fit are used without the cache.
     tight = source(folders[2], root, limit)
     read(tight, activation="silu")
     assert_equal(
@@ -330,7 +331,7 @@ def test_the_longest_unused_makes_room(tmp_path: Path, root: Path, packed: list[
     )
 
 
-def test_a_full_disk_is_a_warning(
+def test_full_disk_is_a_warning(
     model_dir: Path, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: Any) -> None:
@@ -354,7 +355,7 @@ def test_a_full_disk_is_a_warning(
     assert "it would be larger than 0 MiB" in caplog.text and files(root) == []
 
 
-def test_a_folder_that_cannot_be_is_a_warning(
+def test_unusable_folder_is_a_warning(
     model_dir: Path, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root.write_text("a file")
@@ -362,7 +363,7 @@ def test_a_folder_that_cannot_be_is_a_warning(
     assert f"{root} cannot keep packed weights: " in caplog.text
 
 
-def test_a_filled_folder_that_cannot_be_written_to_is_read(
+def test_read_only_folder_is_read(
     model_dir: Path,
     root: Path,
     packed: list[Tensor],
@@ -381,7 +382,7 @@ def test_a_filled_folder_that_cannot_be_written_to_is_read(
     assert len(packed) == 1 and not caplog.text
 
 
-def test_several_make_the_same_at_once(model_dir: Path, root: Path) -> None:
+def test_several_threads_may_make_the_same_file(model_dir: Path, root: Path) -> None:
     want = read(source(model_dir, None))
     with ThreadPoolExecutor(8) as pool:
         for found in pool.map(lambda _: read(source(model_dir, root)), range(24)):
@@ -389,7 +390,7 @@ def test_several_make_the_same_at_once(model_dir: Path, root: Path) -> None:
     assert len(files(root)) == 1
 
 
-def test_what_was_left_unfinished_is_removed(model_dir: Path, root: Path) -> None:
+def test_old_unfinished_files_are_removed(model_dir: Path, root: Path) -> None:
     read(source(model_dir, root))
     (file,) = files(root)
     old, young = (file.parent / f"unfinished-{name}" for name in ("old", "young"))
@@ -400,7 +401,7 @@ def test_what_was_left_unfinished_is_removed(model_dir: Path, root: Path) -> Non
     assert young.exists() and not old.exists()
 
 
-def test_what_a_setting_means(
+def test_setting_selects_the_cache_folder(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = [model_dir / "model.safetensors"]
@@ -423,7 +424,7 @@ def test_what_a_setting_means(
 
 
 def mappings(name: str) -> list[dict[str, int]]:
-    """The facts of this process's mappings of files with such a name, in KiB."""
+    """Return the fields of this process's mappings of files with such a name, in KiB."""
     found: list[dict[str, int]] = []
     for line in Path("/proc/self/smaps").read_text().splitlines():
         field, *values = line.split()
@@ -435,7 +436,7 @@ def mappings(name: str) -> list[dict[str, int]]:
     return found
 
 
-def test_what_was_read_of_a_checkpoint_is_given_back(
+def test_memory_of_a_checkpoint_is_released(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(safetensors, "_COPIED_BYTES", 0)
@@ -443,7 +444,7 @@ def test_what_was_read_of_a_checkpoint_is_given_back(
     one = source(model_dir, None, dtype=torch.float32)
     weight = read(one)
     assert weight.data.numel() and not mappings(path)
-    tensor = one.tensor("q_proj.weight", 64, 52)  # is not copied, but has a mapping of its own
+    tensor = one.tensor("q_proj.weight", 64, 52)  # it is not copied and has a mapping of its own
     assert len(mappings(path)) == 1
     del tensor
     assert not mappings(path)
@@ -459,7 +460,7 @@ def run(model: Path, method: str, cache: str) -> list[Completion]:
         EngineConfig(
             model=str(model),
             quantize_head="wint8",
-            speculative_config=SpeculativeConfig(**speculative),
+            speculative_config=SpeculativeConfig.from_dict(speculative),
             weight_cache=cache,
             num_pages=50,
         )
@@ -469,13 +470,13 @@ def run(model: Path, method: str, cache: str) -> list[Completion]:
     if cache != "none":
         maps = mappings(cache)
         assert sum(one["Rss:"] for one in maps) > 0
-        # Memory of a file that is written to becomes a process's own.
+        # Pages of a file that are written to would become the process's own.
         assert sum(one["Anonymous:"] for one in maps) == 0
     return found
 
 
 @pytest.mark.parametrize("method", ["ngram", "mtp"])
-def test_an_engine_starts_from_it(tmp_path: Path, packed: list[Tensor], method: str) -> None:
+def test_engine_starts_from_the_cache(tmp_path: Path, packed: list[Tensor], method: str) -> None:
     model = make_mtp_model(tmp_path / "model")
     plain = run(model, "naive", "none")
     root = tmp_path / "cache"
@@ -484,7 +485,7 @@ def test_an_engine_starts_from_it(tmp_path: Path, packed: list[Tensor], method: 
         found = run(model, method, str(root))
         for one, other in zip(found, plain, strict=True):
             assert one.token_ids == other.token_ids and one.logprobs == other.logprobs
-    # A dry run has narrow weights of its own.
+    # A dry run packs narrow weights of its own.
     assert not {weight.shape[1] for weight in packed} & {64, 96, 128}
     assert len(files(root, "*/*.json")) == (method == "ngram")
     again = load_model(model, weight_cache=WeightCache(root, ROOMY))

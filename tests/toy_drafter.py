@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from specops.api.errors import ModelError
+from specops.api.methods import Method, Options, checks
 from specops.engine.drafters.base import Drafter, DrafterContext, MethodUnavailable, TargetStep
 from specops.engine.drafters.head import DraftRows
-from specops.engine.drafters.methods import Method, Options, checks
 from specops.engine.drafters.recurrent import RecurrentDrafter
-from specops.engine.errors import ModelError
 from specops.engine.models import CacheRoom
 from torch import Tensor
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Toolchain file: specops for 64-bit ARM Linux, built and tried on a machine of another kind
-# (make test-arm). SPECOPS_ARM_SYSROOT holds the ARM system that the module is to run on.
+# (make -C tools test-arm). SPECOPS_ARM_SYSROOT holds the ARM system that the module is to run on.
 set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR aarch64)
 set(CMAKE_CXX_COMPILER aarch64-linux-gnu-g++ CACHE STRING "The cross compiler")

@@ -57,8 +57,8 @@ tests/test_sampling.py tests/test_verify.py
 tests/test_trees.py::test_a_node_is_a_row_of_plain_decoding
 tests/test_trees.py::test_after_compaction_the_cache_is_plain_decodings
 tests/test_suffix_cache.py tests/test_suffix_tree.py tests/test_ngram.py
-tests/test_threads.py::test_the_thread_count_changes_no_bit
-tests/test_lossless.py::test_on_every_instruction_set
+tests/test_threads.py::test_thread_count_changes_no_bit
+tests/test_lossless.py::test_speculation_changes_no_bit_on_any_instruction_set
 """
 # Excluded: the interpreter is not built here (one CPU test needs it, too), and the portable set is
 # tested on every machine.

@@ -12,6 +12,7 @@
 #include "attention/copy_kv/copy_kv.h"
 #include "attention/merge_states/merge_states.h"
 #include "attention/rope_append_kv/rope_append_kv.h"
+#include "attention/rope_append_latent/rope_append_latent.h"
 #include "common/stamps_checks.h"
 
 namespace specops {
@@ -138,7 +139,7 @@ void rope_append_kv(const TensorView& q,
   if (check.on_cuda()) return rope_append_kv_cuda(params, check.stream());
 
   // Validate every index before anything is written.
-  for (int64_t row = 0; row < rows; ++row) check.refuse(fault_of(params, row));
+  for (int64_t row = 0; row < rows; ++row) check.refuse(find_fault(params, row));
   launch(rows * (qo_heads + 2 * kv_heads) * head_dim, [&] { rope_append_kv_cpu(params); });
 }
 
@@ -185,7 +186,7 @@ int64_t check_paged_batch(Checker& check, const AppendAttentionParams& params) {
   int64_t work = 0;
   check.that(params.qo_indptr[0] == 0, "qo_indptr[0]", "0", params.qo_indptr[0]);
   for (int64_t batch_idx = 0; batch_idx < params.batch; ++batch_idx) {
-    check.refuse(fault_of(params, batch_idx));
+    check.refuse(find_fault(params, batch_idx));
     int64_t qo_len = params.qo_indptr[batch_idx + 1] - params.qo_indptr[batch_idx];
     if (qo_len == 0) continue;
     // Pages before every row's window are never read and may already have been released.
@@ -195,7 +196,7 @@ int64_t check_paged_batch(Checker& check, const AppendAttentionParams& params) {
     int64_t place = first_place + (first > 0 ? first / params.page_size : 0);
     int64_t last_place = first_place + (kv_len - 1) / params.page_size;
     for (; place <= last_place; ++place) {
-      check.refuse(fault_of_page(params, place, params.kv_indices[place]));
+      check.refuse(find_page_fault(params, place, params.kv_indices[place]));
     }
     work += qo_len * kv_len;
   }
@@ -508,15 +509,15 @@ void merge_states(const TensorView& outs,
 int64_t check_moves(const Checker& check, const CompactKvParams& params) {
   int64_t moves = 0;
   for (int64_t b = 0; b < params.batch; ++b) {
-    check.refuse(fault_of(params, b));
+    check.refuse(find_fault(params, b));
     int64_t first = params.kv_lens[b] - num_rows(params, b) + 1;
     const int32_t* nodes = params.accepted_nodes + b * params.nodes;
     for (int64_t i = 0; i < params.num_accepted_tokens[b]; ++i) {
-      check.refuse(fault_of_node(params, b, i));
+      check.refuse(find_node_fault(params, b, i));
       if (nodes[i] == i) continue;
       ++moves;
       for (int64_t token : {first + i, first + nodes[i]}) {
-        check.refuse(fault_of_page(params, params.kv_indptr[b] + token / params.page_size));
+        check.refuse(find_page_fault(params, params.kv_indptr[b] + token / params.page_size));
       }
     }
   }
@@ -593,13 +594,14 @@ void copy_kv(const TensorView& k_cache,
   check.that(params.slot_bytes <= kMaxInt32, "k_cache", "of slots below 2 GiB", params.slot_bytes);
   if (copies == 0 || params.slot_bytes == 0) return;
   if (check.on_cuda()) return copy_kv_cuda(params, check.stream());
-  for (int64_t i = 0; i < copies; ++i) check.refuse(fault_of(params, i));
+  for (int64_t i = 0; i < copies; ++i) check.refuse(find_fault(params, i));
   launch(copies * heads * head_dim, [&] { copy_kv_cpu(params); });
 }
 
 }  // namespace
 
 void register_attention(pybind11::module_& m) {
+  register_faults<2000>();
   m.def("rope_append_kv", &rope_append_kv);
   register_rope_append_latent(m);
   m.def("append_attention", &append_attention);

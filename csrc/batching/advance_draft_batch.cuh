@@ -20,7 +20,7 @@ struct AdvancedRow {
 __device__ inline AdvancedRow next_row(const AdvanceDraftBatchParams& params,
                                        int64_t request,
                                        int32_t slot) {
-  Fault fault = fault_of_row(params, request);
+  Fault fault = find_row_fault(params, request);
   if (fault.found()) {
     report_error(params.error, fault.code);
     return {};
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kAdvanceDraftThreads)
     int64_t request = first + thread;
     bool real = request < params.batch;
     int32_t slot = real ? params.slots[request] : -1;
-    Fault fault = real ? fault_of(params, request) : Fault{};
+    Fault fault = real ? find_fault(params, request) : Fault{};
     if (fault.found()) {
       report_error(params.error, fault.code);
       slot = -1;

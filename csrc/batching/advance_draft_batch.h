@@ -55,26 +55,34 @@ SPECOPS_HOST_DEVICE int64_t next_position(const AdvanceDraftBatchParams& params,
   return int64_t{params.lens[slot]} + params.step - params.ahead;
 }
 
-SPECOPS_HOST_DEVICE Fault fault_of(const AdvanceDraftBatchParams& params, int64_t request) {
-  ErrorCode code = ErrorCode::kAdvanceDraftBatchSlots;
-  return fault_of_slot(code, params.slots[request], request, params.num_slots);
+SPECOPS_FAULT(3029, kAdvanceDraftBatchSlots) =
+    "advance_draft_batch: slots must be -1 or a row of lens{, below #}";
+SPECOPS_FAULT(3030, kAdvanceDraftBatchLens) =
+    "advance_draft_batch: lens must be at least ahead - step{ = #}";
+SPECOPS_FAULT(3031, kAdvanceDraftBatchKvIndptr) =
+    "advance_draft_batch: kv_indptr must be non-decreasing from 0, at least the entry before it{ = "
+    "#} and at most the size of kv_indices{ = #}";
+SPECOPS_FAULT(3032, kAdvanceDraftBatchKvIndices) =
+    "advance_draft_batch: kv_indices must be a page id, at least 0";
+
+SPECOPS_HOST_DEVICE Fault find_fault(const AdvanceDraftBatchParams& params, int64_t request) {
+  return find_slot_fault(kAdvanceDraftBatchSlots, params.slots[request], request, params.num_slots);
 }
 
 // Checks a request that needs a row.
-SPECOPS_HOST_DEVICE Fault fault_of_row(const AdvanceDraftBatchParams& params, int64_t request) {
+SPECOPS_HOST_DEVICE Fault find_row_fault(const AdvanceDraftBatchParams& params, int64_t request) {
   int32_t slot = params.slots[request];
   int64_t position = next_position(params, slot);
   if (position < 0) {
-    ErrorCode code = ErrorCode::kAdvanceDraftBatchLens;
-    return fault_at(code, params.lens[slot], slot).with(params.ahead - params.step);
+    return fault_at(kAdvanceDraftBatchLens, params.lens[slot], slot)
+        .with(params.ahead - params.step);
   }
   int32_t first_page = params.kv_indptr[request], end_page = params.kv_indptr[request + 1];
-  ErrorCode code = ErrorCode::kAdvanceDraftBatchKvIndptr;
-  Fault fault = fault_of_range(code, first_page, end_page, request, params.num_indices);
+  Fault fault = find_range_fault(
+      kAdvanceDraftBatchKvIndptr, first_page, end_page, request, params.num_indices);
   int64_t place = first_page + position / params.page_size;
   if (fault.found() || place >= end_page) return fault;
-  code = ErrorCode::kAdvanceDraftBatchKvIndices;
-  return fault_of_page_id(code, params.kv_indices[place], place);
+  return find_page_id_fault(kAdvanceDraftBatchKvIndices, params.kv_indices[place], place);
 }
 
 SPECOPS_DECLARE_CPU(advance_draft_batch_cpu, AdvanceDraftBatchParams);

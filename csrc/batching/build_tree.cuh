@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kBuildTreeThreads) build_tree_kernel(BuildTree
   int nodes = static_cast<int>(params.nodes), words = static_cast<int>(params.words);
   int count = params.num_draft_tokens[batch_idx];
   int32_t position = params.positions[batch_idx];
-  ErrorCode code = fault_of(params, batch_idx).code;
+  ErrorCode code = find_fault(params, batch_idx).code;
   if (code != ErrorCode::kNone) count = 0;
   int wrong = 0;
   for (int node = thread; node < count; node += kBuildTreeThreads) {
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kBuildTreeThreads) build_tree_kernel(BuildTree
     wrong |= !is_parent(parent, node);
   }
   if (__syncthreads_or(wrong)) {
-    code = ErrorCode::kBuildTreeParents;
+    code = kBuildTreeParents;
     count = 0;
   }
   if (thread == 0 && code != ErrorCode::kNone) report_error(params.error, code);

@@ -30,24 +30,31 @@ struct BuildTreeParams {
   ErrorFlag error;
 };
 
+SPECOPS_FAULT(3017, kBuildTreeNumDraftTokens) =
+    "build_tree: num_draft_tokens must be at least 0 and at most the width of parents{, #}";
+SPECOPS_FAULT(3018, kBuildTreePositions) =
+    "build_tree: positions must be at least 0, and an int32 with the depth of every node";
+SPECOPS_FAULT(3019, kBuildTreeParents) =
+    "build_tree: parents must be -1 or a node before the node itself";
+
 // Checks a request's values; its nodes are checked with is_parent.
-SPECOPS_HOST_DEVICE Fault fault_of(const BuildTreeParams& params, int64_t batch_idx) {
+SPECOPS_HOST_DEVICE Fault find_fault(const BuildTreeParams& params, int64_t batch_idx) {
   int32_t count = params.num_draft_tokens[batch_idx], position = params.positions[batch_idx];
   if (count < 0 || count > params.nodes) {
-    return fault_at(ErrorCode::kBuildTreeNumDraftTokens, count, batch_idx).with(params.nodes);
+    return fault_at(kBuildTreeNumDraftTokens, count, batch_idx).with(params.nodes);
   }
   if (position < 0 || position > INT32_MAX - params.nodes) {
-    return fault_at(ErrorCode::kBuildTreePositions, position, batch_idx);
+    return fault_at(kBuildTreePositions, position, batch_idx);
   }
   return {};
 }
 
-SPECOPS_HOST_DEVICE Fault fault_of_parent(const BuildTreeParams& params,
-                                          int64_t batch_idx,
-                                          int32_t node) {
+SPECOPS_HOST_DEVICE Fault find_parent_fault(const BuildTreeParams& params,
+                                            int64_t batch_idx,
+                                            int32_t node) {
   int32_t parent = params.parents[batch_idx * params.nodes + node];
   if (is_parent(parent, node)) return {};
-  return fault_at(ErrorCode::kBuildTreeParents, parent, batch_idx, node);
+  return fault_at(kBuildTreeParents, parent, batch_idx, node);
 }
 
 SPECOPS_DECLARE_CPU(build_tree_cpu, BuildTreeParams);

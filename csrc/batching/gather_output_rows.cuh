@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kGatherThreads)
   if (output >= params.num_output_rows) return;
   int64_t first_word = piece % pieces_per_row * kPieceWords + lane;
   int64_t row = params.output_rows[output];
-  Fault fault = fault_of(params, output);
+  Fault fault = find_fault(params, output);
   if (fault.found()) report_error(params.error, fault.code);
   bool valid = row >= 0 && !fault.found();
   const auto* hidden = reinterpret_cast<const Word*>(

@@ -21,10 +21,13 @@ struct GatherOutputRowsParams {
   ErrorFlag error;
 };
 
-SPECOPS_HOST_DEVICE Fault fault_of(const GatherOutputRowsParams& params, int64_t output) {
+SPECOPS_FAULT(3016, kGatherOutputRowsRow) =
+    "gather_output_rows: output_rows must be -1 or a row of hidden{, below #}";
+
+SPECOPS_HOST_DEVICE Fault find_fault(const GatherOutputRowsParams& params, int64_t output) {
   int32_t row = params.output_rows[output];
   if (row >= -1 && row < params.rows) return {};
-  return fault_at(ErrorCode::kGatherOutputRowsRow, row, output).with(params.rows);
+  return fault_at(kGatherOutputRowsRow, row, output).with(params.rows);
 }
 
 SPECOPS_DECLARE_CPU(gather_output_rows_cpu, GatherOutputRowsParams);

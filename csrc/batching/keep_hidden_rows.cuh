@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kKeepHiddenThreads)
   int64_t back = blockIdx.x % params.window;  // distance from the last kept position
   int64_t slot = params.slots[request];
   if (slot == -1) return;
-  Fault fault = fault_of(params, request);
+  Fault fault = find_fault(params, request);
   if (fault.found()) {
     if (threadIdx.x == 0) report_error(params.error, fault.code);
     return;

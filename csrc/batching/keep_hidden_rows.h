@@ -28,17 +28,24 @@ struct KeepHiddenRowsParams {
   ErrorFlag error;
 };
 
-SPECOPS_HOST_DEVICE Fault fault_of(const KeepHiddenRowsParams& params, int64_t request) {
+SPECOPS_FAULT(3033, kKeepHiddenRowsSlots) =
+    "keep_hidden_rows: slots must be -1 or a row of lens{, below #}";
+SPECOPS_FAULT(3034, kKeepHiddenRowsQoIndptr) =
+    "keep_hidden_rows: qo_indptr must be non-decreasing from 0, at least the entry before it{ = #} "
+    "and at most the rows of hidden{, #}";
+SPECOPS_FAULT(3035, kKeepHiddenRowsKvLens) =
+    "keep_hidden_rows: kv_lens must be at least the request's {# }rows by qo_indptr";
+
+SPECOPS_HOST_DEVICE Fault find_fault(const KeepHiddenRowsParams& params, int64_t request) {
   int32_t slot = params.slots[request];
   if (slot == -1) return {};
   int32_t first_row = params.qo_indptr[request], end_row = params.qo_indptr[request + 1];
   int32_t kv_len = params.kv_lens[request];
-  Fault fault = fault_of_slot(ErrorCode::kKeepHiddenRowsSlots, slot, request, params.num_slots);
+  Fault fault = find_slot_fault(kKeepHiddenRowsSlots, slot, request, params.num_slots);
   if (fault.found()) return fault;
-  ErrorCode code = ErrorCode::kKeepHiddenRowsQoIndptr;
-  fault = fault_of_range(code, first_row, end_row, request, params.rows);
+  fault = find_range_fault(kKeepHiddenRowsQoIndptr, first_row, end_row, request, params.rows);
   if (fault.found() || kv_len >= end_row - first_row) return fault;
-  return fault_at(ErrorCode::kKeepHiddenRowsKvLens, kv_len, request).with(end_row - first_row);
+  return fault_at(kKeepHiddenRowsKvLens, kv_len, request).with(end_row - first_row);
 }
 
 SPECOPS_DECLARE_CPU(keep_hidden_rows_cpu, KeepHiddenRowsParams);

@@ -26,7 +26,7 @@ void check_page_ids(
   for (int64_t place = begin; place < end; ++place) all |= kv_indices[place];
   if (is_page_id(all)) return;
   for (int64_t place = begin; place < end; ++place) {
-    check.refuse(fault_of_page_id(code, kv_indices[place], place));
+    check.refuse(find_page_id_fault(code, kv_indices[place], place));
   }
 }
 
@@ -35,13 +35,13 @@ void check_values(const Checker& check, const PrepareBatchParams& params) {
   int64_t rows = 0;
   int64_t outputs = 0;
   for (int64_t b = 0; b < params.batch; ++b) {
-    check.refuse(fault_of(params, b));
+    check.refuse(find_fault(params, b));
     int32_t qo_len = params.qo_lens[b];
     if (qo_len > 0 && params.kv_indptr) {
       // Pages before this step's rows may have been released.
       int64_t kv_len = params.kv_lens[b], first_page = params.kv_indptr[b];
       check_page_ids(check,
-                     ErrorCode::kPrepareBatchKvIndices,
+                     kPrepareBatchKvIndices,
                      params.kv_indices,
                      first_page + (kv_len - qo_len) / params.page_size,
                      first_page + (kv_len + params.page_size - 1) / params.page_size);
@@ -49,7 +49,7 @@ void check_values(const Checker& check, const PrepareBatchParams& params) {
     rows += qo_len;
     outputs += num_outputs(static_cast<OutputMode>(params.output_modes[b]), qo_len);
   }
-  check.refuse(fault_of_capacity(params, rows, outputs));
+  check.refuse(find_capacity_fault(params, rows, outputs));
 }
 
 void prepare_batch(const TensorView& qo_lens,
@@ -202,7 +202,7 @@ void gather_output_rows(const TensorView& hidden,
       .error = check.error_flag(),
   };
   if (check.on_cuda()) return gather_output_rows_cuda(params, check.stream());
-  for (int64_t i = 0; i < outputs; ++i) check.refuse(fault_of(params, i));
+  for (int64_t i = 0; i < outputs; ++i) check.refuse(find_fault(params, i));
   if (outputs == 0 || width == 0) return;
   gather_output_rows_cpu(params);
 }
@@ -251,9 +251,9 @@ void build_tree(const TensorView& parents,
   };
   if (check.on_cuda()) return build_tree_cuda(params, check.stream());
   for (int64_t b = 0; b < batch; ++b) {
-    check.refuse(fault_of(params, b));
+    check.refuse(find_fault(params, b));
     for (int32_t node = 0; node < params.num_draft_tokens[b]; ++node) {
-      check.refuse(fault_of_parent(params, b, node));
+      check.refuse(find_parent_fault(params, b, node));
     }
   }
   build_tree_cpu(params);
@@ -263,19 +263,19 @@ void build_tree(const TensorView& parents,
 void check_values(const Checker& check, const PrepareDraftBatchParams& params) {
   int64_t total = 0;
   for (int64_t b = 0; b < params.batch; ++b) {
-    check.refuse(fault_of(params, b));
+    check.refuse(find_fault(params, b));
     if (params.slots[b] < 0) continue;
     DraftRows rows = draft_rows(params, b);
     if (rows.end == rows.first) continue;
     int64_t first_page = params.kv_indptr[b];
     check_page_ids(check,
-                   ErrorCode::kPrepareDraftBatchKvIndices,
+                   kPrepareDraftBatchKvIndices,
                    params.kv_indices,
                    first_page + rows.first / params.page_size,
                    first_page + (rows.end + params.page_size - 1) / params.page_size);
     total += rows.end - rows.first;
   }
-  check.refuse(fault_of_capacity(params, total));
+  check.refuse(find_capacity_fault(params, total));
 }
 
 void prepare_draft_batch(const TensorView& slots,
@@ -440,10 +440,10 @@ void advance_draft_batch(const TensorView& sampled_token_ids,
   };
   if (check.on_cuda()) return advance_draft_batch_cuda(params, check.stream());
   for (int64_t b = 0; b < batch; ++b) {
-    check.refuse(fault_of(params, b));
+    check.refuse(find_fault(params, b));
     int32_t slot = params.slots[b];
     if (slot < 0 || !wants_row(params, slot, params.last_rows[b])) continue;
-    check.refuse(fault_of_row(params, b));
+    check.refuse(find_row_fault(params, b));
   }
   advance_draft_batch_cpu(params);
 }
@@ -485,13 +485,14 @@ void keep_hidden_rows(const TensorView& hidden,
   };
   if (batch == 0 || window == 0 || width == 0) return;
   if (check.on_cuda()) return keep_hidden_rows_cuda(params, check.stream());
-  for (int64_t b = 0; b < batch; ++b) check.refuse(fault_of(params, b));
+  for (int64_t b = 0; b < batch; ++b) check.refuse(find_fault(params, b));
   keep_hidden_rows_cpu(params);
 }
 
 }  // namespace
 
 void register_batching(pybind11::module_& m) {
+  register_faults<3000>();
   register_tree_chains(m);
   register_shared_prefixes(m);
   m.def("prepare_batch", &prepare_batch);

@@ -37,7 +37,7 @@ __device__ inline PrepareBatchRequest load_request(const PrepareBatchParams& par
                                                    int64_t request) {
   PrepareBatchRequest out;
   int32_t qo_len = params.qo_lens[request];
-  Fault fault = fault_of(params, request);
+  Fault fault = find_fault(params, request);
   out.qo_len = qo_len < 0 ? 0 : qo_len;
   if (fault.found()) {
     report_error(params.error, fault.code);
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kPrepareBatchThreads, kPrepareBatchBlocksPerSm
         if (is_page_id(page_id)) {
           slot = page_id * params.page_size + offset;
         } else {
-          report_error(params.error, ErrorCode::kPrepareBatchKvIndices);
+          report_error(params.error, kPrepareBatchKvIndices);
         }
       }
       params.row_to_request[row] = padding ? -1 : static_cast<int32_t>(first + i);
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kPrepareBatchThreads, kPrepareBatchBlocksPerSm
     if (params.output_padding_offset) params.output_padding_offset[output] = -1;
   }
   if (first_block && thread == 0) {
-    Fault fault = fault_of_capacity(params, rows, outputs);
+    Fault fault = find_capacity_fault(params, rows, outputs);
     if (fault.found()) report_error(params.error, fault.code);
   }
 }

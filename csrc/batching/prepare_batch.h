@@ -48,43 +48,61 @@ SPECOPS_HOST_DEVICE int32_t num_outputs(OutputMode mode, int32_t qo_len) {
   return mode == OutputMode::kLast ? 1 : qo_len;
 }
 
+SPECOPS_FAULT(3001, kPrepareBatchQoLens) = "prepare_batch: qo_lens must be at least 0";
+SPECOPS_FAULT(3002, kPrepareBatchKvLens) =
+    "prepare_batch: kv_lens must be at least qo_lens{[#]}{ = #} (it includes this step's rows)";
+SPECOPS_FAULT(3003, kPrepareBatchOutputModes) =
+    "prepare_batch: output_modes must be 0 (none), 1 (last) or 2 (all)";
+SPECOPS_FAULT(3004, kPrepareBatchKvIndptr) =
+    "prepare_batch: kv_indptr must be non-decreasing from 0, at least the entry before it{ = #} "
+    "and at most the size of kv_indices{ = #}";
+SPECOPS_FAULT(3005, kPrepareBatchPages) =
+    "prepare_batch: kv_indptr must be wide enough for the pages of kv_lens{ = #}{, which end at #}";
+SPECOPS_FAULT(3006,
+              kPrepareBatchKvIndices) = "prepare_batch: kv_indices must be a page id, at least 0";
+SPECOPS_FAULT(3007, kPrepareBatchTotalRows) =
+    "prepare_batch: total_rows must be at least {#, }the sum of qo_lens";
+SPECOPS_FAULT(3008, kPrepareBatchNumOutputRows) =
+    "prepare_batch: num_output_rows must be at least {#, }the output rows asked for";
+SPECOPS_FAULT(3009, kPrepareBatchMaxSeqLen) =
+    "prepare_batch: max_seq_len must be at least the {# }output rows of each request{, as of "
+    "request #}";
+
 // Checks a request's lengths, mode and range of kv_indices. The page ids of its rows are checked
 // with is_page_id.
-SPECOPS_HOST_DEVICE Fault fault_of(const PrepareBatchParams& params, int64_t request) {
+SPECOPS_HOST_DEVICE Fault find_fault(const PrepareBatchParams& params, int64_t request) {
   int32_t qo_len = params.qo_lens[request];
   int32_t kv_len = params.kv_lens[request];
   int32_t mode = params.output_modes[request];
-  if (qo_len < 0) return fault_at(ErrorCode::kPrepareBatchQoLens, qo_len, request);
+  if (qo_len < 0) return fault_at(kPrepareBatchQoLens, qo_len, request);
   if (kv_len < qo_len) {
-    return fault_at(ErrorCode::kPrepareBatchKvLens, kv_len, request).with(request, qo_len);
+    return fault_at(kPrepareBatchKvLens, kv_len, request).with(request, qo_len);
   }
-  if (mode < 0 || mode > 2) return fault_at(ErrorCode::kPrepareBatchOutputModes, mode, request);
+  if (mode < 0 || mode > 2) return fault_at(kPrepareBatchOutputModes, mode, request);
   if (params.kv_indptr) {
     int32_t begin = params.kv_indptr[request], end = params.kv_indptr[request + 1];
-    ErrorCode code = ErrorCode::kPrepareBatchKvIndptr;
-    Fault fault = fault_of_range(code, begin, end, request, params.num_indices);
+    Fault fault = find_range_fault(kPrepareBatchKvIndptr, begin, end, request, params.num_indices);
     if (!fault.found() && qo_len > 0) {
-      code = ErrorCode::kPrepareBatchPages;
-      fault = fault_of_pages(code, begin, end, request, params.page_size, kv_len);
+      fault = find_pages_fault(kPrepareBatchPages, begin, end, request, params.page_size, kv_len);
     }
     if (fault.found()) return fault;
   }
   int32_t outputs = num_outputs(static_cast<OutputMode>(mode), qo_len);
   if (params.output_cum_offsets && outputs > params.max_seq_len) {
-    return fault_at(ErrorCode::kPrepareBatchMaxSeqLen, params.max_seq_len).with(outputs, request);
+    return fault_at(kPrepareBatchMaxSeqLen, params.max_seq_len).with(outputs, request);
   }
   return {};
 }
 
 // Checks the capacities, given the rows of all requests.
-SPECOPS_HOST_DEVICE Fault fault_of_capacity(const PrepareBatchParams& params,
-                                            int64_t rows,
-                                            int64_t outputs) {
+SPECOPS_HOST_DEVICE Fault find_capacity_fault(const PrepareBatchParams& params,
+                                              int64_t rows,
+                                              int64_t outputs) {
   if (rows > params.total_rows) {
-    return fault_at(ErrorCode::kPrepareBatchTotalRows, params.total_rows).with(rows);
+    return fault_at(kPrepareBatchTotalRows, params.total_rows).with(rows);
   }
   if (outputs > params.num_output_rows) {
-    return fault_at(ErrorCode::kPrepareBatchNumOutputRows, params.num_output_rows).with(outputs);
+    return fault_at(kPrepareBatchNumOutputRows, params.num_output_rows).with(outputs);
   }
   return {};
 }

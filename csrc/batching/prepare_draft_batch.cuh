@@ -37,7 +37,7 @@ __device__ inline PrepareDraftRequest load_request(const PrepareDraftBatchParams
   PrepareDraftRequest out;
   int32_t slot = params.slots[request];
   if (slot == -1) return out;
-  ErrorCode code = fault_of(params, request).code;
+  ErrorCode code = find_fault(params, request).code;
   if (code == ErrorCode::kNone) {
     DraftRows rows = draft_rows(params, request);
     int32_t first_page = params.kv_indptr[request];
@@ -54,7 +54,7 @@ __device__ inline PrepareDraftRequest load_request(const PrepareDraftBatchParams
       out.first_page = first_page;
       out.drafts = any && rows.end == params.lens[slot] - 1 && params.max_draft_tokens[slot] > 0;
     } else {
-      code = ErrorCode::kPrepareDraftBatchKvIndices;
+      code = kPrepareDraftBatchKvIndices;
     }
   }
   if (code != ErrorCode::kNone) report_error(params.error, code);
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kPrepareDraftThreads)
     params.source_rows[row] = -1;
   }
   if (first_block && thread == 0) {
-    Fault fault = fault_of_capacity(params, rows);
+    Fault fault = find_capacity_fault(params, rows);
     if (fault.found()) report_error(params.error, fault.code);
   }
 }

@@ -62,42 +62,64 @@ SPECOPS_HOST_DEVICE DraftRows draft_rows(const PrepareDraftBatchParams& params, 
                     params.lens[params.slots[request]]);
 }
 
+SPECOPS_FAULT(3020, kPrepareDraftBatchSlots) =
+    "prepare_draft_batch: slots must be -1 or a row of lens{, below #}";
+SPECOPS_FAULT(3021, kPrepareDraftBatchQoIndptr) =
+    "prepare_draft_batch: qo_indptr must be non-decreasing from 0, at least the entry before it{ = "
+    "#}";
+SPECOPS_FAULT(3022, kPrepareDraftBatchKvLens) =
+    "prepare_draft_batch: kv_lens must be at least the request's {# }rows by qo_indptr";
+SPECOPS_FAULT(3023, kPrepareDraftBatchLens) =
+    "prepare_draft_batch: lens must be more than the {# }positions before the step's";
+SPECOPS_FAULT(3024, kPrepareDraftBatchRedraftLens) =
+    "prepare_draft_batch: redraft_lens must be at least 0, at most window{ = #} and the {# "
+    "}positions before the step's";
+SPECOPS_FAULT(3025, kPrepareDraftBatchKvIndptr) =
+    "prepare_draft_batch: kv_indptr must be non-decreasing from 0, at least the entry before it{ = "
+    "#} and at most the size of kv_indices{ = #}";
+SPECOPS_FAULT(3026, kPrepareDraftBatchPages) =
+    "prepare_draft_batch: kv_indptr must be wide enough for the pages of the {# }positions up to "
+    "the last row's{, which end at #}";
+SPECOPS_FAULT(3027, kPrepareDraftBatchKvIndices) =
+    "prepare_draft_batch: kv_indices must be a page id, at least 0";
+SPECOPS_FAULT(3028, kPrepareDraftBatchTotalRows) =
+    "prepare_draft_batch: total_rows must be at least {#, }the rows of all requests";
+
 // Checks a request's slot, lengths and range of kv_indices. The page ids of its rows are checked
 // with is_page_id.
-SPECOPS_HOST_DEVICE Fault fault_of(const PrepareDraftBatchParams& params, int64_t request) {
+SPECOPS_HOST_DEVICE Fault find_fault(const PrepareDraftBatchParams& params, int64_t request) {
   int32_t slot = params.slots[request];
   if (slot == -1) return {};
-  Fault fault = fault_of_slot(ErrorCode::kPrepareDraftBatchSlots, slot, request, params.num_slots);
+  Fault fault = find_slot_fault(kPrepareDraftBatchSlots, slot, request, params.num_slots);
   if (fault.found()) return fault;
   int32_t first_row = params.qo_indptr[request], end_row = params.qo_indptr[request + 1];
   int32_t kv_len = params.kv_lens[request], redraft = params.redraft_lens[request];
   int32_t len = params.lens[slot];
   int32_t first_page = params.kv_indptr[request], end_page = params.kv_indptr[request + 1];
-  fault = fault_of_range(ErrorCode::kPrepareDraftBatchQoIndptr, first_row, end_row, request);
+  fault = find_range_fault(kPrepareDraftBatchQoIndptr, first_row, end_row, request);
   if (fault.found()) return fault;
   int32_t qo_len = end_row - first_row;
   if (kv_len < qo_len) {
-    return fault_at(ErrorCode::kPrepareDraftBatchKvLens, kv_len, request).with(qo_len);
+    return fault_at(kPrepareDraftBatchKvLens, kv_len, request).with(qo_len);
   }
   int32_t begin = kv_len - qo_len;
-  if (len <= begin) return fault_at(ErrorCode::kPrepareDraftBatchLens, len, slot).with(begin);
+  if (len <= begin) return fault_at(kPrepareDraftBatchLens, len, slot).with(begin);
   if (redraft < 0 || redraft > params.window || redraft > begin) {
-    ErrorCode code = ErrorCode::kPrepareDraftBatchRedraftLens;
-    return fault_at(code, redraft, request).with(params.window, begin);
+    return fault_at(kPrepareDraftBatchRedraftLens, redraft, request).with(params.window, begin);
   }
   DraftRows rows = draft_rows(qo_len, kv_len, redraft, len);
   if (rows.end == rows.first) return {};
-  ErrorCode code = ErrorCode::kPrepareDraftBatchKvIndptr;
-  fault = fault_of_range(code, first_page, end_page, request, params.num_indices);
+  fault = find_range_fault(
+      kPrepareDraftBatchKvIndptr, first_page, end_page, request, params.num_indices);
   if (fault.found()) return fault;
-  code = ErrorCode::kPrepareDraftBatchPages;
-  return fault_of_pages(code, first_page, end_page, request, params.page_size, rows.end);
+  return find_pages_fault(
+      kPrepareDraftBatchPages, first_page, end_page, request, params.page_size, rows.end);
 }
 
 // Checks the row capacity, given the rows of all requests.
-SPECOPS_HOST_DEVICE Fault fault_of_capacity(const PrepareDraftBatchParams& params, int64_t rows) {
+SPECOPS_HOST_DEVICE Fault find_capacity_fault(const PrepareDraftBatchParams& params, int64_t rows) {
   if (rows <= params.total_rows) return {};
-  return fault_at(ErrorCode::kPrepareDraftBatchTotalRows, params.total_rows).with(rows);
+  return fault_at(kPrepareDraftBatchTotalRows, params.total_rows).with(rows);
 }
 
 // Returns the source of the target's state of a position: a row of this step, or -2 - its kept row.

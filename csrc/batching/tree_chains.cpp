@@ -90,7 +90,7 @@ class TreeWalk {
   std::vector<int32_t> path_;  // nodes from below the root to the last one
 };
 
-TreeFault fault_of(const TreeChainsParams& params, int64_t b) {
+TreeFault find_fault(const TreeChainsParams& params, int64_t b) {
   int64_t nodes = params.num_draft_tokens[b], rows = params.qo_lens[b], kv_len = params.kv_lens[b];
   if (nodes < 0 || nodes > params.nodes) {
     return {element("num_draft_tokens", b),
@@ -132,7 +132,7 @@ TreeFault find_tree_chains(const TreeChainsParams& params, TreeChains& chains) {
   chains.kv_indptr.assign(1, 0);
   int64_t used_pages = 0;
   for (int64_t b = 0; b < params.batch; ++b) {
-    TreeFault fault = fault_of(params, b);
+    TreeFault fault = find_fault(params, b);
     if (!fault.argument.empty()) return fault;
     if (params.qo_lens[b] > 0) {
       int64_t node = TreeWalk(params, b, used_pages).write(chains);

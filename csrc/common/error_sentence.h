@@ -1,13 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
 // Error codes and faults as sentences. Not for kernel files.
+//
+// A sentence of SPECOPS_FAULT is complete when only the code is known; "got another value" follows
+// unless it has a "got" of its own. For a fault with a known value, the element is inserted after
+// the argument, the value replaces the text after "got", and the limits replace the # signs in
+// order. Text in braces appears only if its limit is known.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include "common/error_flag.h"
 
 namespace specops {
+
+constexpr int32_t kMostFaults = 100;  // codes of a block: first .. first + 99
+
+// Registers the sentences of kMostFaults codes, counted from `first`. Each follows `op`.
+void add_sentences(int32_t first, const char* const* sentences, const char* op);
+
+// Registers the sentences of SPECOPS_FAULT that this file includes. Ops that share sentences each
+// register them, with their own codes and their name: "op: ".
+template <int32_t block>
+void register_faults(int32_t first = block, const char* op = "") {
+  static const auto sentences = []<int32_t... i>(std::integer_sequence<int32_t, i...>) {
+    return std::array{kSentence<block + i>...};
+  }(std::make_integer_sequence<int32_t, kMostFaults>());
+  add_sentences(first, sentences.data(), op);
+}
 
 // Returns "op: argument must be ..., got something else"; empty for kNone and unknown codes.
 std::string error_sentence(int32_t code);

@@ -12,15 +12,15 @@ namespace specops {
 
 // Checks entries idx and idx + 1 of an indptr: both in 0 .. size and in order. The entries are
 // compared, not subtracted, because the difference of invalid values may overflow an int.
-SPECOPS_HOST_DEVICE Fault
-fault_of_range(ErrorCode code, int32_t begin, int32_t end, int64_t idx, int64_t size = INT32_MAX) {
+SPECOPS_HOST_DEVICE Fault find_range_fault(
+    ErrorCode code, int32_t begin, int32_t end, int64_t idx, int64_t size = INT32_MAX) {
   if (begin < 0) return fault_at(code, begin, idx).with(-1, size);
   if (end < begin || end > size) return fault_at(code, end, idx + 1).with(begin, size);
   return {};
 }
 
 // Checks that a request's pages [begin, end) hold its first `tokens` tokens.
-SPECOPS_HOST_DEVICE Fault fault_of_pages(
+SPECOPS_HOST_DEVICE Fault find_pages_fault(
     ErrorCode code, int64_t begin, int64_t end, int64_t idx, int64_t page_size, int64_t tokens) {
   if ((end - begin) * page_size >= tokens) return {};
   return fault_at(code, end, idx + 1).with(tokens, begin + (tokens + page_size - 1) / page_size);
@@ -28,7 +28,7 @@ SPECOPS_HOST_DEVICE Fault fault_of_pages(
 
 // Checks the length of a request with `rows` rows in this step against the slots of its pages.
 SPECOPS_HOST_DEVICE Fault
-fault_of_kv_len(ErrorCode code, int32_t kv_len, int64_t idx, int64_t rows, int64_t slots) {
+find_kv_len_fault(ErrorCode code, int32_t kv_len, int64_t idx, int64_t rows, int64_t slots) {
   if (kv_len >= rows && kv_len <= slots) return {};
   return fault_at(code, kv_len, idx).with(rows, slots);
 }
@@ -36,7 +36,7 @@ fault_of_kv_len(ErrorCode code, int32_t kv_len, int64_t idx, int64_t rows, int64
 // Works for an OR of page ids too: it is valid exactly if all of them are.
 SPECOPS_HOST_DEVICE bool is_page_id(int32_t page_id) { return page_id >= 0; }
 
-SPECOPS_HOST_DEVICE Fault fault_of_page_id(ErrorCode code, int32_t page_id, int64_t place) {
+SPECOPS_HOST_DEVICE Fault find_page_id_fault(ErrorCode code, int32_t page_id, int64_t place) {
   if (is_page_id(page_id)) return {};
   return fault_at(code, page_id, place);
 }
@@ -47,10 +47,10 @@ SPECOPS_HOST_DEVICE bool is_page_of(int64_t num_pages, int32_t page_id) {
 }
 
 // Checks a row index of per-slot arrays; -1 means no slot.
-SPECOPS_HOST_DEVICE Fault fault_of_slot(ErrorCode code,
-                                        int32_t slot,
-                                        int64_t idx,
-                                        int64_t num_slots) {
+SPECOPS_HOST_DEVICE Fault find_slot_fault(ErrorCode code,
+                                          int32_t slot,
+                                          int64_t idx,
+                                          int64_t num_slots) {
   if (slot >= -1 && slot < num_slots) return {};
   return fault_at(code, slot, idx).with(num_slots);
 }

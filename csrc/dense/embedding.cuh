@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kEmbeddingThreads) embedding_kernel(EmbeddingP
   int64_t words = params.row_bytes / static_cast<int64_t>(sizeof(Word));
   if (word >= words) return;
   int64_t id = params.token_ids[row];
-  Fault fault = fault_of(params, row);
+  Fault fault = find_fault(params, row);
   if (fault.found() && word == 0) report_error(params.error, fault.code);
   Word value{};
   if (!fault.found()) value = static_cast<const Word*>(params.weight)[id * words + word];

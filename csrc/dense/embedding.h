@@ -20,10 +20,12 @@ struct EmbeddingParams {
   ErrorFlag error;    // CUDA: set to kEmbeddingTokenId for an invalid id
 };
 
-SPECOPS_HOST_DEVICE Fault fault_of(const EmbeddingParams& params, int64_t row) {
+SPECOPS_FAULT(1001, kEmbeddingTokenId) = "embedding: token_ids must be in [0, vocab{=#})";
+
+SPECOPS_HOST_DEVICE Fault find_fault(const EmbeddingParams& params, int64_t row) {
   int32_t id = params.token_ids[row];
   if (id >= 0 && id < params.vocab) return {};
-  return fault_at(ErrorCode::kEmbeddingTokenId, id, row).with(params.vocab);
+  return fault_at(kEmbeddingTokenId, id, row).with(params.vocab);
 }
 
 SPECOPS_DECLARE_CPU(embedding_cpu, EmbeddingParams);

@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(2 * kRows)
       LeafWorkspace workspace{reinterpret_cast<int32_t*>(params.workspace),
                               params.workspace + kLinearCounters,
                               params.error,
-                              ErrorCode::kLinearWorkspace};
+                              kLinearWorkspace};
       return meet_leaves(items, params, plan, place, workspace, finish_item);
     }
   }

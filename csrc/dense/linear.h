@@ -13,6 +13,10 @@
 
 namespace specops {
 
+SPECOPS_FAULT(1009, kLinearWorkspace) =
+    "linear: workspace must begin with 128 zeros, which every call leaves there, and serve one "
+    "stream at a time, got a counter with too many arrivals";
+
 // Up to this many rows, a warp multiplies its weights with all rows as they stream by. Above,
 // blocks multiply tiles of 128 outputs with tiles of rows. The results have the same bits.
 constexpr int64_t kLinearStreamRows = 16;

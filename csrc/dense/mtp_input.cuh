@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kRmsNormMaxThreads)
   T* out = static_cast<T*>(params.out) + int64_t{blockIdx.x} * params.width;
   const T* x = nullptr;
   int64_t request = params.row_to_request[row];
-  Fault fault = fault_of(params, row);
+  Fault fault = find_fault(params, row);
   if (request != -1 && !fault.found()) {
     int64_t slot = params.slots[request];
     int64_t position = params.positions[row];

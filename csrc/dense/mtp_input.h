@@ -58,33 +58,45 @@ SPECOPS_HOST_DEVICE int32_t token_ahead(const MtpInputParams& params,
                   index);
 }
 
+SPECOPS_FAULT(1002, kMtpInputRequest) = "mtp_input: row_to_request must be -1 or below batch{ = #}";
+SPECOPS_FAULT(1003, kMtpInputSlot) =
+    "mtp_input: slots must be a row of lens{, below #}, where the request has rows";
+SPECOPS_FAULT(1004,
+              kMtpInputLength) = "mtp_input: lens must be at least 0 and at most max_len{ = #}";
+SPECOPS_FAULT(1005, kMtpInputPosition) = "mtp_input: positions must be at least 0";
+SPECOPS_FAULT(1006, kMtpInputSourceRow) =
+    "mtp_input: source_rows must be a row of hidden{, below #}, or -2 - a row of kept{, of #}";
+SPECOPS_FAULT(1007, kMtpInputTokenId) =
+    "mtp_input: token_ids must be -1 or in [0, vocab{ = #}) where a row takes them";
+SPECOPS_FAULT(1008, kMtpInputDraftTokenId) =
+    "mtp_input: draft_token_ids must be -1 or in [0, vocab{ = #}) where a row takes them";
+
 // Checks a row. A padding row is valid, and so is a token that is not known yet.
-SPECOPS_HOST_DEVICE Fault fault_of(const MtpInputParams& params, int64_t row) {
+SPECOPS_HOST_DEVICE Fault find_fault(const MtpInputParams& params, int64_t row) {
   int64_t request = params.row_to_request[row];
   if (request == -1) return {};
   if (request < 0 || request >= params.batch) {
-    return fault_at(ErrorCode::kMtpInputRequest, request, row).with(params.batch);
+    return fault_at(kMtpInputRequest, request, row).with(params.batch);
   }
   int64_t slot = params.slots[request];
   if (slot < 0 || slot >= params.num_slots) {
-    return fault_at(ErrorCode::kMtpInputSlot, slot, request).with(params.num_slots);
+    return fault_at(kMtpInputSlot, slot, request).with(params.num_slots);
   }
   int64_t len = params.lens[slot];
   if (len < 0 || len > params.max_len) {
-    return fault_at(ErrorCode::kMtpInputLength, len, slot).with(params.max_len);
+    return fault_at(kMtpInputLength, len, slot).with(params.max_len);
   }
   int64_t position = params.positions[row];
-  if (position < 0) return fault_at(ErrorCode::kMtpInputPosition, position, row);
+  if (position < 0) return fault_at(kMtpInputPosition, position, row);
   int64_t source = params.source_rows[row];
   if (source == -1 || source >= params.hidden_rows || -2 - source >= params.kept_rows) {
-    return fault_at(ErrorCode::kMtpInputSourceRow, source, row)
-        .with(params.hidden_rows, params.kept_rows);
+    return fault_at(kMtpInputSourceRow, source, row).with(params.hidden_rows, params.kept_rows);
   }
   int64_t token = token_ahead(params, slot, position);
   if (token >= -1 && token < params.vocab) return {};
   int64_t place = position + params.ahead;
-  Fault fault = place < len ? fault_at(ErrorCode::kMtpInputTokenId, token, slot, place)
-                            : fault_at(ErrorCode::kMtpInputDraftTokenId, token, slot, place - len);
+  Fault fault = place < len ? fault_at(kMtpInputTokenId, token, slot, place)
+                            : fault_at(kMtpInputDraftTokenId, token, slot, place - len);
   return fault.with(params.vocab);
 }
 

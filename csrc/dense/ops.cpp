@@ -320,7 +320,7 @@ void embedding(const TensorView& token_ids, const TensorView& weight, const Tens
       .error = check.error_flag(),
   };
   if (check.on_cuda()) return embedding_cuda(params, check.stream());
-  for (int64_t row = 0; row < rows; ++row) check.refuse(fault_of(params, row));
+  for (int64_t row = 0; row < rows; ++row) check.refuse(find_fault(params, row));
   ReleaseGil release(rows * params.row_bytes > (512 << 10));
   embedding_cpu(params);
 }
@@ -402,7 +402,7 @@ void mtp_input(const TensorView& row_to_request,
   };
   if (rows == 0 || width == 0) return;
   if (check.on_cuda()) return mtp_input_cuda(params, check.stream());
-  for (int64_t row = 0; row < rows; ++row) check.refuse(fault_of(params, row));
+  for (int64_t row = 0; row < rows; ++row) check.refuse(find_fault(params, row));
   ReleaseGil release(rows * width > (128 << 10));
   mtp_input_cpu(params);
 }
@@ -410,6 +410,7 @@ void mtp_input(const TensorView& row_to_request,
 }  // namespace
 
 void register_dense(pybind11::module_& m) {
+  register_faults<1000>();
   m.def("silu_mul", &gated_mul<Activation::kSilu>);
   m.def("gelu_tanh_mul", &gated_mul<Activation::kGeluTanh>);
   m.def("swiglu_oai_mul", &gated_mul<Activation::kSwigluOai>);

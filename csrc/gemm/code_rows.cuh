@@ -40,7 +40,7 @@ __device__ inline void gather_row(
     if (row == nullptr || first + i >= num_inputs) continue;
     int input = weight.input_order[first + i];
     if (input < 0 || input >= num_inputs) {
-      report_error(error, ErrorCode::kLinearInputOrder);
+      report_error(error, kLinearInputOrder);
       continue;
     }
     if constexpr (sizeof(T) == 4) {

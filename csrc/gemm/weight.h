@@ -42,10 +42,14 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/error_flag.h"
 #include "common/host_device.h"
 #include "gemm/gated.h"
 
 namespace specops {
+
+SPECOPS_FAULT(1010,
+              kLinearInputOrder) = "linear: weight.input_order must be an input of x{, below #}";
 
 enum class WeightKind : int32_t { kPlain, kInt8, kInt4, kFp8 };
 

@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kConvThreads) causal_conv1d_kernel(CausalConv1
   int64_t request = blockIdx.x / pieces;
   int64_t channel = blockIdx.x % pieces * kConvThreads + threadIdx.x;
   if (channel >= channels) return;
-  Fault fault = fault_of(params, request);
+  Fault fault = find_fault(params, request);
   if (fault.found()) {
     if (channel == 0) report_error(params.error, fault.code);
     return;

@@ -25,8 +25,17 @@ struct CausalConv1dParams {
   ErrorFlag error;
 };
 
-SPECOPS_HOST_DEVICE Fault fault_of(const CausalConv1dParams& params, int64_t request) {
-  return fault_of(params.of, request, ErrorCode::kCausalConv1dSlots);
+SPECOPS_FAULT(7001, kCausalConv1dSlots) =
+    "causal_conv1d: slots must be -1 or a slot of states{, below #}";
+SPECOPS_FAULT(7002, kCausalConv1dQoIndptr) =
+    "causal_conv1d: qo_indptr must be non-decreasing from 0, at least the entry before it{ = #} "
+    "and at most the rows of x{, #}";
+SPECOPS_FAULT(7003, kCausalConv1dKvLens) =
+    "causal_conv1d: kv_lens must be at least the request's {# }rows by qo_indptr";
+
+SPECOPS_HOST_DEVICE Fault find_fault(const CausalConv1dParams& params, int64_t request) {
+  return find_fault(
+      params.of, request, kCausalConv1dSlots, kCausalConv1dQoIndptr, kCausalConv1dKvLens);
 }
 
 SPECOPS_DECLARE_CPU(causal_conv1d_cpu, CausalConv1dParams);

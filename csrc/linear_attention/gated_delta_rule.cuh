@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kDeltaThreads)
   int64_t col = blockIdx.x % pieces * kDeltaColumns + thread / kDeltaLanes;
   int lane = thread % kDeltaLanes;
   bool has_column = col < value_dim;
-  Fault fault = fault_of(params, request);
+  Fault fault = find_fault(params, request);
   if (fault.found()) {
     if (head == 0 && col == 0 && lane == 0) report_error(params.error, fault.code);
     return;

@@ -43,8 +43,17 @@ struct GatedDeltaRuleParams {
   ErrorFlag error;
 };
 
-SPECOPS_HOST_DEVICE Fault fault_of(const GatedDeltaRuleParams& params, int64_t request) {
-  return fault_of(params.of, request, ErrorCode::kGatedDeltaRuleSlots);
+SPECOPS_FAULT(7004, kGatedDeltaRuleSlots) =
+    "gated_delta_rule: slots must be -1 or a slot of states{, below #}";
+SPECOPS_FAULT(7005, kGatedDeltaRuleQoIndptr) =
+    "gated_delta_rule: qo_indptr must be non-decreasing from 0, at least the entry before it{ = #} "
+    "and at most the rows of q{, #}";
+SPECOPS_FAULT(7006, kGatedDeltaRuleKvLens) =
+    "gated_delta_rule: kv_lens must be at least the request's {# }rows by qo_indptr";
+
+SPECOPS_HOST_DEVICE Fault find_fault(const GatedDeltaRuleParams& params, int64_t request) {
+  return find_fault(
+      params.of, request, kGatedDeltaRuleSlots, kGatedDeltaRuleQoIndptr, kGatedDeltaRuleKvLens);
 }
 
 // Returns a row's decay factor of the state: exp(-exp(a_log) * softplus(a + dt_bias)).

@@ -90,7 +90,7 @@ void causal_conv1d(const TensorView& x,
       .error = check.error_flag(),
   };
   if (check.on_cuda()) return causal_conv1d_cuda(params, check.stream());
-  for (int64_t b = 0; b <= of.batch; ++b) check.refuse(fault_of(params, b));
+  for (int64_t b = 0; b <= of.batch; ++b) check.refuse(find_fault(params, b));
   ReleaseGil release(rows * channels * taps > kGilOperations);
   causal_conv1d_cpu(params);
 }
@@ -168,7 +168,7 @@ void gated_delta_rule(const TensorView& q,
       .error = check.error_flag(),
   };
   if (check.on_cuda()) return gated_delta_rule_cuda(params, check.stream());
-  for (int64_t i = 0; i <= of.batch; ++i) check.refuse(fault_of(params, i));
+  for (int64_t i = 0; i <= of.batch; ++i) check.refuse(find_fault(params, i));
   ReleaseGil release(rows * value_heads * key_dim * value_dim > kGilOperations);
   gated_delta_rule_cpu(params);
 }
@@ -176,6 +176,7 @@ void gated_delta_rule(const TensorView& q,
 }  // namespace
 
 void register_linear_attention(pybind11::module_& m) {
+  register_faults<7000>();
   m.def("causal_conv1d", &causal_conv1d);
   m.def("gated_delta_rule", &gated_delta_rule);
 }

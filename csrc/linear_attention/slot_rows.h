@@ -39,23 +39,23 @@ SPECOPS_HOST_DEVICE SlotRange range_of(const SlotRows& rows, int64_t request) {
   return {rows.slots[request], first, end, rows.kv_lens[request] - (end - first)};
 }
 
-// Checks `request`, which may be `batch`; codes are those of slots, qo_indptr and kv_lens, in this
-// order.
-SPECOPS_HOST_DEVICE Fault fault_of(const SlotRows& rows, int64_t request, ErrorCode first_code) {
-  auto code = [&](int32_t rule) {
-    return static_cast<ErrorCode>(static_cast<int32_t>(first_code) + rule);
-  };
+// Checks `request`, which may be `batch`, and returns one of the three codes for a fault.
+SPECOPS_HOST_DEVICE Fault find_fault(const SlotRows& rows,
+                                     int64_t request,
+                                     ErrorCode slots,
+                                     ErrorCode qo_indptr,
+                                     ErrorCode kv_lens) {
   int32_t first = rows.qo_indptr[request];
   if (request == rows.batch) {
     int32_t before = request > 0 ? rows.qo_indptr[request - 1] : 0;
-    return fault_of_range(code(1), before, first, request - 1, rows.rows);
+    return find_range_fault(qo_indptr, before, first, request - 1, rows.rows);
   }
-  Fault fault = fault_of_slot(first_code, rows.slots[request], request, rows.num_slots);
+  Fault fault = find_slot_fault(slots, rows.slots[request], request, rows.num_slots);
   if (fault.found()) return fault;
   int32_t end = rows.qo_indptr[request + 1], kv_len = rows.kv_lens[request];
-  fault = fault_of_range(code(1), first, end, request, rows.rows);
+  fault = find_range_fault(qo_indptr, first, end, request, rows.rows);
   if (fault.found() || kv_len >= end - first) return fault;
-  return fault_at(code(2), kv_len, request).with(end - first);
+  return fault_at(kv_lens, kv_len, request).with(end - first);
 }
 
 }  // namespace specops

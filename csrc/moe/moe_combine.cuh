@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kCombineThreads) moe_combine_kernel(MoeCombine
   if (col >= params.width) return;
   float total = 0.0f;
   for (int64_t pair = row * params.top_k; pair < (row + 1) * params.top_k; ++pair) {
-    Fault fault = fault_of(params, pair);
+    Fault fault = find_fault(params, pair);
     if (fault.found() && col == 0) report_error(params.error, fault.code);
     int64_t place = params.places[pair];
     if (fault.found() || place < 0) continue;

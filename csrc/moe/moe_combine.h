@@ -25,10 +25,13 @@ struct MoeCombineParams {
   ErrorFlag error;
 };
 
-SPECOPS_HOST_DEVICE Fault fault_of(const MoeCombineParams& params, int64_t pair) {
+SPECOPS_FAULT(6004, kMoeCombinePlaces) =
+    "moe_combine: places must be -1 or a row of expert_out{, below #}";
+
+SPECOPS_HOST_DEVICE Fault find_fault(const MoeCombineParams& params, int64_t pair) {
   int32_t place = params.places[pair];
   if (place >= -1 && place < params.pairs) return {};
-  return fault_at(ErrorCode::kMoeCombinePlaces, place, pair / params.top_k, pair % params.top_k)
+  return fault_at(kMoeCombinePlaces, place, pair / params.top_k, pair % params.top_k)
       .with(params.pairs);
 }
 

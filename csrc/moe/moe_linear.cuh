@@ -34,7 +34,7 @@ __device__ inline ExpertTile expert_tile(const MoeLinearParams& params, int64_t 
     int expert = first + lane, begin = 0, end = 0;
     bool is_wrong = false;
     if (expert < experts) {
-      Fault fault = expert_fault(params, expert);
+      Fault fault = find_expert_fault(params, expert);
       is_wrong = fault.found();
       if (is_wrong) {
         report_error(params.error, fault.code);
@@ -72,7 +72,7 @@ __device__ inline const T* expert_row(const MoeLinearParams& params,
                                       int64_t row) {
   int64_t from = tile.first + row;
   if (params.row_indices != nullptr) {
-    Fault fault = row_fault(params, from);
+    Fault fault = find_row_fault(params, from);
     if (fault.found()) {
       report_error(params.error, fault.code);
       return nullptr;

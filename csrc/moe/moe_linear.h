@@ -26,21 +26,27 @@ struct MoeLinearParams : GemmParams {
   ErrorFlag error;
 };
 
+SPECOPS_FAULT(6002, kMoeLinearExpertIndptr) =
+    "moe_linear: expert_indptr must be non-decreasing from 0, at least the entry before it{ = #} "
+    "and at most the rows of out{ = #}";
+SPECOPS_FAULT(6003, kMoeLinearRowIndices) =
+    "moe_linear: row_indices must be a row of x{, below #}, where an expert has it";
+
 // Checks the range of pairs of expert e.
-SPECOPS_HOST_DEVICE Fault expert_fault(const MoeLinearParams& params, int64_t e) {
+SPECOPS_HOST_DEVICE Fault find_expert_fault(const MoeLinearParams& params, int64_t e) {
   int32_t begin = params.expert_indptr[e], end = params.expert_indptr[e + 1];
   if (begin < 0 || (e == 0 && begin != 0)) {
-    return fault_at(ErrorCode::kMoeLinearExpertIndptr, begin, e).with(0, params.rows);
+    return fault_at(kMoeLinearExpertIndptr, begin, e).with(0, params.rows);
   }
   if (begin <= end && end <= params.rows) return {};
-  return fault_at(ErrorCode::kMoeLinearExpertIndptr, end, e + 1).with(begin, params.rows);
+  return fault_at(kMoeLinearExpertIndptr, end, e + 1).with(begin, params.rows);
 }
 
 // Checks an entry of row_indices that belongs to an expert.
-SPECOPS_HOST_DEVICE Fault row_fault(const MoeLinearParams& params, int64_t pair) {
+SPECOPS_HOST_DEVICE Fault find_row_fault(const MoeLinearParams& params, int64_t pair) {
   int32_t row = params.row_indices[pair];
   if (row >= 0 && row < params.x_rows) return {};
-  return fault_at(ErrorCode::kMoeLinearRowIndices, row, pair).with(params.x_rows);
+  return fault_at(kMoeLinearRowIndices, row, pair).with(params.x_rows);
 }
 
 // Returns the bytes of float32, bfloat16 or float16, the dtypes of x, bias and out. Device code

@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kSortThreads) moe_sort_kernel(MoeSortParams pa
     below += id >= 0 && id < expert;
     equal += id == expert;
     if (expert != 0 || (id >= 0 && id < params.num_experts)) continue;
-    Fault fault = fault_of(params, pair);
+    Fault fault = find_fault(params, pair);
     if (fault.found()) report_error(params.error, fault.code);
     params.places[pair] = -1;
   }

@@ -21,10 +21,13 @@ struct MoeSortParams {
   ErrorFlag error;
 };
 
-SPECOPS_HOST_DEVICE Fault fault_of(const MoeSortParams& params, int64_t pair) {
+SPECOPS_FAULT(6001,
+              kMoeSortExpertIds) = "moe_sort: expert_ids must be -1 or below num_experts{ = #}";
+
+SPECOPS_HOST_DEVICE Fault find_fault(const MoeSortParams& params, int64_t pair) {
   int32_t id = params.expert_ids[pair];
   if (id >= -1 && id < params.num_experts) return {};
-  return fault_at(ErrorCode::kMoeSortExpertIds, id, pair / params.top_k, pair % params.top_k)
+  return fault_at(kMoeSortExpertIds, id, pair / params.top_k, pair % params.top_k)
       .with(params.num_experts);
 }
 

@@ -108,7 +108,7 @@ void moe_sort(const TensorView& expert_ids,
       .error = check.error_flag(),
   };
   if (check.on_cuda()) return moe_sort_cuda(params, check.stream());
-  for (int64_t pair = 0; pair < pairs; ++pair) check.refuse(fault_of(params, pair));
+  for (int64_t pair = 0; pair < pairs; ++pair) check.refuse(find_fault(params, pair));
   ReleaseGil release(pairs > (16 << 10));
   moe_sort_cpu(params);
 }
@@ -200,12 +200,12 @@ void moe_linear(const TensorView& x,
   if (check.on_cuda()) return moe_linear_cuda(params, check.stream());
   int64_t busy = 0;
   for (int64_t e = 0; e < experts; ++e) {
-    check.refuse(expert_fault(params, e));
+    check.refuse(find_expert_fault(params, e));
     busy += params.expert_indptr[e + 1] > params.expert_indptr[e];
   }
   if (row_indices.defined()) {
     for (int64_t pair = 0; pair < params.expert_indptr[experts]; ++pair) {
-      check.refuse(row_fault(params, pair));
+      check.refuse(find_row_fault(params, pair));
     }
   }
   ReleaseGil release(packed.bytes * busy > (1536 << 10));
@@ -239,7 +239,7 @@ void moe_combine(const TensorView& expert_out,
   };
   if (rows == 0 || width == 0) return;
   if (check.on_cuda()) return moe_combine_cuda(params, check.stream());
-  for (int64_t pair = 0; pair < rows * top_k; ++pair) check.refuse(fault_of(params, pair));
+  for (int64_t pair = 0; pair < rows * top_k; ++pair) check.refuse(find_fault(params, pair));
   ReleaseGil release(rows * (top_k + 1) * width > (256 << 10));
   moe_combine_cpu(params);
 }
@@ -247,6 +247,7 @@ void moe_combine(const TensorView& expert_out,
 }  // namespace
 
 void register_moe(pybind11::module_& m) {
+  register_faults<6000>();
   m.def("moe_route", &moe_route);
   m.def("moe_sort", &moe_sort);
   m.def("moe_linear", &moe_linear);

@@ -5,9 +5,8 @@
 #include <optional>
 
 #include "common/tensor_view.h"
-#include "sampling/row/filters.h"
-#include "sampling/row/logits_processors.h"
 #include "sampling/row/row_rule.h"
+#include "sampling/row/value_rule.h"
 
 namespace specops {
 

@@ -6,8 +6,9 @@
 
 #include "common/philox.h"
 #include "sampling/checks.h"
-#include "sampling/row/value_rule.h"
+#include "sampling/commit/commit.h"
 #include "sampling/sample/sample.h"
+#include "sampling/verify/verify.h"
 
 namespace specops {
 
@@ -62,7 +63,7 @@ SamplingTensors check_sampling(Checker& check, SamplingOp op, Argument sampling,
   take("sampling.top_p", top_p, &SamplingTensors::top_p);
   take("sampling.min_p", min_p, &SamplingTensors::min_p);
   take("sampling.typical_p", typical_p, &SamplingTensors::typical_p);
-  check.refuse(fault_of_filters(op, numbers, filters_of(numbers, 0), 0));
+  check.refuse(find_filters_fault(op, numbers, filters_of(numbers, 0), 0));
   check.optional("sampling.seeds", seeds, {DType::kInt64}, {&count});
   out.seeds = seeds.data<int64_t>();
   out.choice_index = check.per_row("sampling.choice_index", choice_index, count, int32_t{0});
@@ -203,6 +204,11 @@ std::array<uint32_t, 4> philox(uint64_t seed, const std::array<uint32_t, 4>& cou
 }  // namespace
 
 void register_sampling(pybind11::module_& m) {
+  register_faults<4000>();
+  register_faults<4400>();
+  register_faults<0>(static_cast<int32_t>(SamplingOp::kSample), "sample: ");
+  register_faults<0>(static_cast<int32_t>(SamplingOp::kVerify), "verify: ");
+  register_faults<0>(static_cast<int32_t>(SamplingOp::kTopLogprobs), "top_logprobs: ");
   register_sample(m);
   register_verify(m);
   register_top_logprobs(m);

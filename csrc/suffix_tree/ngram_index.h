@@ -70,7 +70,7 @@ SPECOPS_HOST_DEVICE NgramRequest load_request(const NgramProposeParams& params,
       .max_size = params.max_sizes[batch_idx],
       .is_leftmost = params.leftmost[batch_idx] != 0,
   };
-  *fault = fault_of(params, batch_idx).code;
+  *fault = find_fault(params, batch_idx).code;
   if (*fault != ErrorCode::kNone) out.len = out.num_given = out.room = 0;
   return out;
 }

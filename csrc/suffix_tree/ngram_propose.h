@@ -35,33 +35,42 @@ struct NgramProposeParams {
   ErrorFlag error;
 };
 
-SPECOPS_HOST_DEVICE Fault fault_of_sizes(const PerRow<int32_t>& min_sizes,
-                                         const PerRow<int32_t>& max_sizes,
-                                         int64_t batch_idx) {
+SPECOPS_FAULT(5001, kNgramLens) = "ngram_propose: lens must be in 0 .. max_len{ = #}";
+SPECOPS_FAULT(5002, kNgramMaxDraftTokens) = "ngram_propose: max_draft_tokens must be at least 0";
+SPECOPS_FAULT(5003, kNgramMinSize) = "ngram_propose: min_ngram_size must be at least 1";
+SPECOPS_FAULT(5004, kNgramMaxSize) =
+    "ngram_propose: max_ngram_size must be at least min_ngram_size{ = #}";
+SPECOPS_FAULT(5005, kNgramLeftmost) = "ngram_propose: leftmost must be 0 or 1";
+SPECOPS_FAULT(5006,
+              kNgramNumGivenDrafts) = "ngram_propose: num_given_drafts must be in 0 .. k{ = #}";
+
+SPECOPS_HOST_DEVICE Fault find_sizes_fault(const PerRow<int32_t>& min_sizes,
+                                           const PerRow<int32_t>& max_sizes,
+                                           int64_t batch_idx) {
   int32_t low = min_sizes[batch_idx], high = max_sizes[batch_idx];
-  if (low < 1) return fault_at(ErrorCode::kNgramMinSize, min_sizes, batch_idx, low);
+  if (low < 1) return fault_at(kNgramMinSize, min_sizes, batch_idx, low);
   if (high >= low) return {};
-  return fault_at(ErrorCode::kNgramMaxSize, max_sizes, batch_idx, high).with(low);
+  return fault_at(kNgramMaxSize, max_sizes, batch_idx, high).with(low);
 }
 
-SPECOPS_HOST_DEVICE Fault fault_of_leftmost(const PerRow<int32_t>& leftmost, int64_t batch_idx) {
+SPECOPS_HOST_DEVICE Fault find_leftmost_fault(const PerRow<int32_t>& leftmost, int64_t batch_idx) {
   int32_t value = leftmost[batch_idx];
   if (value == 0 || value == 1) return {};
-  return fault_at(ErrorCode::kNgramLeftmost, leftmost, batch_idx, value);
+  return fault_at(kNgramLeftmost, leftmost, batch_idx, value);
 }
 
-SPECOPS_HOST_DEVICE Fault fault_of(const NgramProposeParams& params, int64_t batch_idx) {
+SPECOPS_HOST_DEVICE Fault find_fault(const NgramProposeParams& params, int64_t batch_idx) {
   int32_t len = params.lens[batch_idx], limit = params.max_draft_tokens[batch_idx];
   int32_t num_given = params.num_given_drafts ? params.num_given_drafts[batch_idx] : 0;
   if (len < 0 || len > params.max_len) {
-    return fault_at(ErrorCode::kNgramLens, len, batch_idx).with(params.max_len);
+    return fault_at(kNgramLens, len, batch_idx).with(params.max_len);
   }
-  if (limit < 0) return fault_at(ErrorCode::kNgramMaxDraftTokens, limit, batch_idx);
+  if (limit < 0) return fault_at(kNgramMaxDraftTokens, limit, batch_idx);
   if (num_given < 0 || num_given > params.capacity) {
-    return fault_at(ErrorCode::kNgramNumGivenDrafts, num_given, batch_idx).with(params.capacity);
+    return fault_at(kNgramNumGivenDrafts, num_given, batch_idx).with(params.capacity);
   }
-  Fault fault = fault_of_sizes(params.min_sizes, params.max_sizes, batch_idx);
-  return fault.found() ? fault : fault_of_leftmost(params.leftmost, batch_idx);
+  Fault fault = find_sizes_fault(params.min_sizes, params.max_sizes, batch_idx);
+  return fault.found() ? fault : find_leftmost_fault(params.leftmost, batch_idx);
 }
 
 // Defaults: a scan length that costs little more than an empty scan, and the tokens to index beside

@@ -120,10 +120,10 @@ void ngram_propose(const TensorView& token_ids,
   };
   // Only plain numbers are known on the host.
   bool sizes_in_tensors = min_sizes.values || max_sizes.values;
-  if (!sizes_in_tensors) check.refuse(fault_of_sizes(min_sizes, max_sizes, 0));
-  if (!are_leftmost.values) check.refuse(fault_of_leftmost(are_leftmost, 0));
+  if (!sizes_in_tensors) check.refuse(find_sizes_fault(min_sizes, max_sizes, 0));
+  if (!are_leftmost.values) check.refuse(find_leftmost_fault(are_leftmost, 0));
   if (on_cuda) return ngram_propose_cuda(params, check.stream());
-  for (int64_t b = 0; b < batch; ++b) check.refuse(fault_of(params, b));
+  for (int64_t b = 0; b < batch; ++b) check.refuse(find_fault(params, b));
   if (batch == 0) return;
   params.work = work_of(params);
   // A scan reads about twenty tokens per nanosecond: half a million justify releasing the GIL.
@@ -135,6 +135,7 @@ void ngram_propose(const TensorView& token_ids,
 }  // namespace
 
 void register_suffix_tree(pybind11::module_& m) {
+  register_faults<5000>();
   m.def("ngram_propose", &ngram_propose);
   register_suffix_cache(m);
 }

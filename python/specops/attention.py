@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specops import _C
-from specops._wrong import check_int, describe, empty, unless_wrong
+from specops._checks import check_int, describe, empty, try_or_none
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -576,7 +576,7 @@ def append_attention(
     if lse is None and return_lse:
         lse = empty(lambda: (q.shape[:2], torch.float32, q))
     if workspace is None:
-        sizes = unless_wrong(
+        sizes = try_or_none(
             lambda: _workspace_size(
                 q.shape, k_cache.shape, kv_indices.shape[0], kv_lens.shape[0], q.device
             )
@@ -634,11 +634,11 @@ def attention_workspace_size(
         ValueError: a size is out of range.
     """
     for name, shape, count in (("q_shape", q_shape, 3), ("cache_shape", cache_shape, 4)):
-        if unless_wrong(lambda shape=shape: len(shape)) != count:  # type: ignore[misc]
+        if try_or_none(lambda shape=shape: len(shape)) != count:  # type: ignore[misc]
             raise ValueError(
                 f"attention_workspace_size: {name} must be {count} sizes, got {describe(shape)}"
             )
-    place = unless_wrong(lambda: torch.device(device))
+    place = try_or_none(lambda: torch.device(device))
     if place is None:
         raise ValueError(
             f"attention_workspace_size: device must be a torch.device, got {describe(device)}"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specops import _C
-from specops._wrong import check_int, check_kind, describe, empty, unless_wrong
+from specops._checks import check_int, check_kind, describe, empty, try_or_none
 
 _CPU = torch.device("cpu")
 
@@ -364,7 +364,7 @@ def prepare_batch(
     if out is None:
         check_int("prepare_batch", "total_rows", total_rows)
         check_int("prepare_batch", "num_output_rows", num_output_rows)
-        batch, device = unless_wrong(lambda: (qo_lens.numel(), qo_lens.device)) or (0, _CPU)
+        batch, device = try_or_none(lambda: (qo_lens.numel(), qo_lens.device)) or (0, _CPU)
         out = BatchIndices.empty(
             batch,
             total_rows=total_rows,
@@ -484,7 +484,7 @@ def find_shared_prefixes(
     found = out
     if found is None:
         check_int("find_shared_prefixes", "max_levels", max_levels)
-        batch = unless_wrong(lambda: kv_indptr.numel() - 1) or 0
+        batch = try_or_none(lambda: kv_indptr.numel() - 1) or 0
         # There are never more levels than requests.
         found = SharedPrefixes.empty(max(batch, 0), max_levels=max_levels)
     check_kind("find_shared_prefixes", "out", found, SharedPrefixes)
@@ -625,7 +625,7 @@ def build_tree(
     """
     if out is None:
         look = lambda: (parents.shape[0], parents.shape[1], parents.device)  # noqa: E731
-        batch, nodes, device = unless_wrong(look) or (0, 0, _CPU)
+        batch, nodes, device = try_or_none(look) or (0, 0, _CPU)
         out = DraftTree.empty(batch, nodes, device=device)
     check_kind("build_tree", "out", out, DraftTree)
     _C.build_tree(
@@ -791,7 +791,7 @@ def tree_chains(
     """
     if out is None:
         check_int("tree_chains", "page_size", page_size, least=1)
-        batch, chains, pages, copies = unless_wrong(
+        batch, chains, pages, copies = try_or_none(
             lambda: _room_for_chains(
                 parents, num_draft_tokens, kv_lens, kv_indptr, kv_indices, page_size
             )
@@ -904,7 +904,7 @@ def prepare_draft_batch(
     """
     if out is None:
         check_int("prepare_draft_batch", "total_rows", total_rows)
-        batch, device = unless_wrong(lambda: (slots.numel(), slots.device)) or (0, _CPU)
+        batch, device = try_or_none(lambda: (slots.numel(), slots.device)) or (0, _CPU)
         out = DraftIndices.empty(batch, total_rows=total_rows, device=device)
     check_kind("prepare_draft_batch", "out", out, DraftIndices)
     _C.prepare_draft_batch(

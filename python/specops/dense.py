@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from specops import _C
+from specops._checks import check_int, check_kind, describe, empty, try_or_none
 from specops._huge_pages import ask_for_huge_pages
-from specops._wrong import check_int, check_kind, describe, empty, unless_wrong
 from specops.quantization import (
     CODES,
     FP8_BLOCK,
@@ -267,7 +267,7 @@ def linear(
         # The op rejects negative sizes itself.
         out = empty(lambda: ((x.shape[0], max(width, 0)), out_dtype, x))
     if workspace is None and weight.max_split_rows > 0:
-        floats = unless_wrong(lambda: linear_workspace_size(x.shape[0], weight))
+        floats = try_or_none(lambda: linear_workspace_size(x.shape[0], weight))
         if floats:
             workspace = torch.empty(floats, dtype=torch.float32, device=x.device)
             workspace[:_WORKSPACE_COUNTERS] = 0
@@ -281,7 +281,7 @@ def _check_out_dtype(
     if isinstance(out, Tensor):
         allowed = {out.dtype}
     else:
-        own = unless_wrong(lambda: x.dtype) or torch.float32
+        own = try_or_none(lambda: x.dtype) or torch.float32
         allowed = {own} if weight.activation else {own, torch.float32}
     if not isinstance(out_dtype, torch.dtype) or out_dtype not in allowed:
         names = " or ".join(sorted(map(describe, allowed)))

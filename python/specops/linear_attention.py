@@ -16,7 +16,7 @@ starts from zeros, independent of its slot's content.
 from torch import Tensor
 
 from specops import _C
-from specops._wrong import empty
+from specops._checks import empty
 
 
 def causal_conv1d(

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from specops import _C
+from specops._checks import check_int, check_kind, describe, empty, try_or_none
 from specops._huge_pages import ask_for_huge_pages
-from specops._wrong import check_int, check_kind, describe, empty, unless_wrong
 from specops.dense import PackedWeight
 
 
@@ -151,7 +151,7 @@ def moe_sort(
     """
     check_int("moe_sort", "num_experts", num_experts, 1)
     if order is None:
-        sizes = unless_wrong(lambda: (*expert_ids.shape, expert_ids.device))
+        sizes = try_or_none(lambda: (*expert_ids.shape, expert_ids.device))
         if sizes is None or len(sizes) != 3:  # the op reports the wrong argument
             order = ExpertOrder.empty(0, 0, num_experts)
         else:
@@ -260,7 +260,7 @@ def moe_linear(
         width = weight.num_outputs // 2 if weight.activation else weight.num_outputs
         pairs = x if row_indices is None else row_indices
         out = empty(lambda: ((pairs.shape[0], max(width, 0)), out_dtype, x))
-    elif out_dtype is not None and unless_wrong(lambda: out.dtype) != out_dtype:
+    elif out_dtype is not None and try_or_none(lambda: out.dtype) != out_dtype:
         raise ValueError(f"moe_linear: out must be {describe(out_dtype)}, got {describe(out)}")
     _C.moe_linear(x, weight, bias, expert_indptr, row_indices, out)
     return out

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specops import _C
-from specops._wrong import check_kind, empty
+from specops._checks import check_kind, empty
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specops._wrong import check_kind, describe
+from specops._checks import check_kind, describe
 
 CODES = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}
 FP8_BLOCK = 128  # a block of 128 outputs by 128 inputs shares a scale

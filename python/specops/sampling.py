@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specops import _C
-from specops._wrong import check_int, describe, empty, unless_wrong
+from specops._checks import check_int, describe, empty, try_or_none
 from specops.argument_groups import (
     DraftProbs as DraftProbs,
 )
@@ -441,7 +441,7 @@ def _workspace_bytes(logits: Tensor, batch: int) -> int:
 
 def _workspace(logits: Tensor, drafts: Drafts | None = None) -> Tensor | None:
     """Allocate a `sampling_workspace` for arguments that the op has not checked yet."""
-    num_bytes = unless_wrong(
+    num_bytes = try_or_none(
         lambda: _workspace_bytes(logits, 0 if drafts is None else len(drafts.token_ids))
     )
     return torch.zeros(num_bytes, dtype=torch.uint8, device=logits.device) if num_bytes else None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specops import _C
-from specops._wrong import empty
+from specops._checks import empty
 
 
 class Array(Protocol):

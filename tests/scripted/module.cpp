@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sampling ops as they are, with scripted uniforms (common/philox.h beside this file).
+// The sampling ops, unchanged, with scripted uniforms (common/philox.h beside this file).
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -21,7 +21,7 @@ namespace {
 // position, purpose, choice_index, sub_index, anchor
 using Key = std::array<uint32_t, 5>;
 
-const float* uniforms = nullptr;  // [rows, columns], the caller's
+const float* uniforms = nullptr;  // [rows, columns], owned by the caller
 size_t rows = 0;
 size_t columns = 0;
 std::vector<Key> keys;  // the first `columns` have uniforms
@@ -54,7 +54,7 @@ PYBIND11_MODULE(SPECOPS_MODULE, m) {
     columns = keys.size();
     rows = num_rows;
   });
-  // The keys asked for so far: those given, then those that had no uniform.
+  // The keys requested so far: those that were passed, then those that had no uniform.
   m.def("asked_keys", [] { return keys; });
   register_runtime(m);
   register_sampling(m);

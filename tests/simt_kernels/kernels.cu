@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Small kernels for tests/test_simt.py: what the interpreter must compute, and the bugs it must find.
+// Small kernels for tests/test_simt.py: instructions that the interpreter must compute, and bugs
+// that it must find.
 #include <stdexcept>
 
 #include "common/launch.cuh"
@@ -12,7 +13,7 @@ struct e4m3 {
   uint8_t bits;
 };
 
-// What one instruction does with the registers of 32 lanes
+// Effects of one instruction on the registers of 32 lanes
 
 template <typename T>
 __global__ void mma_kernel(const uint4* a, const uint2* b, float4* d) {
@@ -77,7 +78,7 @@ __global__ void shuffle_kernel(int kind, int width, const int* in, int* out) {
   out[threadIdx.x] = result;
 }
 
-// in: [64], two warps; the even and the odd lanes meet apart. out: [8][64].
+// in: [64], two warps; even and odd lanes use separate collectives. out: [8][64].
 __global__ void votes_kernel(const int* in, unsigned* out) {
   int value = in[threadIdx.x];
   unsigned mask = threadIdx.x % 2 == 0 ? 0x55555555u : 0xaaaaaaaau;
@@ -93,7 +94,7 @@ __global__ void votes_kernel(const int* in, unsigned* out) {
       static_cast<unsigned>(__syncthreads_or(value > 4) + 2 * __syncthreads_and(value > -4));
 }
 
-// out: [6] of which [5] starts at 0 and the rest as the test says.
+// out: [6]; out[5] starts at 0, the others as the test sets them.
 __global__ void atomics_kernel(int* out) {
   int number = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
   atomicAdd(out, number);
@@ -104,7 +105,7 @@ __global__ void atomics_kernel(int* out) {
   atomicInc(reinterpret_cast<unsigned*>(out) + 5, 9);
 }
 
-// The order in which blocks and threads reach a counter: what a schedule is.
+// Records the order in which blocks and threads reach a counter. The schedule decides it.
 __global__ void order_kernel(int* out) {
   int number = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
   out[1 + atomicAdd(out, 1)] = number;
@@ -120,7 +121,7 @@ __global__ void approximate_kernel(int kind, const float* in, float* out, int co
   if (kind == 2) out[i] = ptx::rcp_approx(in[i]);
 }
 
-// Planted bugs: 64 threads each; kFixed is the twin without the bug. out: [64].
+// Planted bugs with 64 threads each. kFixed selects the variant without the bug. out: [64].
 
 template <bool kFixed>
 __global__ void missing_barrier_kernel(int* out) {
@@ -186,7 +187,7 @@ __global__ void wrong_wait_count_kernel(int* out) {
   ptx::cp_async_wait<0>();
 }
 
-// Waited for, but another thread's copy is seen after a barrier only.
+// Waited for, but another thread's copy is visible only after a barrier.
 template <bool kFixed>
 __global__ void wait_without_barrier_kernel(int* out) {
   auto* smem = reinterpret_cast<int4*>(shared_memory());
@@ -214,14 +215,14 @@ __global__ void out_of_bounds_kernel(int* out) {
   out[threadIdx.x] = 1;
 }
 
-// One byte past a size that is no multiple of the arena's alignment.
+// One byte past a size that is not a multiple of the arena's alignment.
 template <bool kFixed>
 __global__ void small_overrun_kernel(int* out) {
   if (threadIdx.x == 0) shared_memory()[kFixed ? 1299 : 1300] = 1;
   out[threadIdx.x] = 1;
 }
 
-// Reads past the end of the tensor; the value goes nowhere.
+// Reads past the end of the tensor; the value is not used.
 template <bool kFixed>
 __global__ void global_out_of_bounds_kernel(int* out) {
   out[threadIdx.x] = out[64 + 8 * threadIdx.x + (kFixed ? 7 : 8)] == 12345;
@@ -340,7 +341,7 @@ __global__ void register_array_kernel(int* out) {
   out[threadIdx.x] = values[threadIdx.x % 4];
 }
 
-// Two blocks write one element without saying in what order.
+// Two blocks write one element in no defined order.
 template <bool kFixed>
 __global__ void blocks_write_kernel(int* out) {
   out[kFixed ? threadIdx.x + 64 * blockIdx.x : threadIdx.x] = static_cast<int>(blockIdx.x);
@@ -362,7 +363,7 @@ __global__ void last_block_kernel(int* out) {
   out[threadIdx.x] = parts[threadIdx.x] + parts[64 + threadIdx.x];
 }
 
-// What things cost
+// Costs of operations
 
 __global__ void cost_kernel(int what, int repeats, int* out) {
   int value = static_cast<int>(threadIdx.x);

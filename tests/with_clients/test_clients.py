@@ -2,8 +2,8 @@
 # ruff: noqa: E402  (where a library is missing, nothing else is imported)
 """Libraries over the official clients, against the server: texts, streams, tools and schemas.
 
-`make test-clients` runs it in an environment of its own. What each library gets is compared with
-what a plain request for the same gets.
+`make -C tools test-clients` runs the tests in an environment of their own. Answers through a
+library are compared with those of a plain request.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pytest
 
 for name in ("langchain_openai", "langchain_anthropic", "litellm", "instructor"):
-    pytest.importorskip(name, reason=f"{name} is not installed: make test-clients")
+    pytest.importorskip(name, reason=f"{name} is not installed: make -C tools test-clients")
 
 import httpx
 import instructor
@@ -27,7 +27,7 @@ from specops.engine import Engine, EngineConfig, SpeculativeConfig
 from specops.server.chat import ChatFormat
 
 
-class Weather(BaseModel, extra="forbid"):  # so that so small a model comes to an end
+class Weather(BaseModel, extra="forbid"):  # makes even a small model come to an end
     """The weather of a place."""
 
     place: Literal["Bonn", "Rome"]
@@ -35,7 +35,9 @@ class Weather(BaseModel, extra="forbid"):  # so that so small a model comes to a
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=4, min_ngram_size=1)
+    speculative = SpeculativeConfig.from_dict(
+        {"method": "ngram", "num_speculative_tokens": 4, "min_ngram_size": 1}
+    )
     config = EngineConfig(device="cpu", num_threads=1, speculative_config=speculative)
     with serving(Engine(config), chat_format=ChatFormat(TEMPLATE)) as one:
         yield one
@@ -44,7 +46,7 @@ def served() -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def plain(served: Served) -> str:
-    """What a plain request gets."""
+    """Return the text of a plain request."""
     body = {"messages": [ASK], "max_tokens": 24, "temperature": 0}
     answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=300)
     text: str = answer.json()["choices"][0]["message"]["content"]
@@ -69,7 +71,9 @@ def text_of(message: Any) -> str:
 
 
 @pytest.mark.parametrize("api", ["chat", "responses", "messages"])
-def test_langchain(served: Served, plain: str, api: str) -> None:
+def test_langchain_gets_the_plain_text_and_valid_tool_calls(
+    served: Served, plain: str, api: str
+) -> None:
     def model(**more: Any) -> Any:
         if api == "messages":
             return of_anthropic(served, **more)
@@ -80,11 +84,11 @@ def test_langchain(served: Served, plain: str, api: str) -> None:
     called = model(max_tokens=200).bind_tools([Weather], tool_choice="Weather").invoke("x")
     assert called.tool_calls[0]["name"] == "Weather"
     assert called.tool_calls[0]["args"]["place"] in ("Bonn", "Rome")
-    asked = model(max_tokens=200).with_structured_output(Weather)
-    assert asked.invoke("x").place in ("Bonn", "Rome")
+    request = model(max_tokens=200).with_structured_output(Weather)
+    assert request.invoke("x").place in ("Bonn", "Rome")
 
 
-def test_langchain_completes(served: Served) -> None:
+def test_langchain_completion_equals_a_plain_request(served: Served) -> None:
     model = OpenAI(
         model=MODEL, base_url=f"{served.url}/v1", api_key="none", temperature=0, max_tokens=12
     )
@@ -94,17 +98,17 @@ def test_langchain_completes(served: Served) -> None:
 
 
 @pytest.mark.parametrize("provider", ["openai", "hosted_vllm", "anthropic"])
-def test_litellm(served: Served, plain: str, provider: str) -> None:
+def test_litellm_gets_the_plain_text(served: Served, plain: str, provider: str) -> None:
     url = served.url if provider == "anthropic" else f"{served.url}/v1"
-    asked = {"model": f"{provider}/{MODEL}", "api_base": url, "api_key": "none"}
-    asked |= {"messages": [ASK], "max_tokens": 24, "temperature": 0}
-    assert litellm.completion(**asked).choices[0].message.content == plain
-    chunks = litellm.completion(**asked, stream=True)
+    request = {"model": f"{provider}/{MODEL}", "api_base": url, "api_key": "none"}
+    request |= {"messages": [ASK], "max_tokens": 24, "temperature": 0}
+    assert litellm.completion(**request).choices[0].message.content == plain
+    chunks = litellm.completion(**request, stream=True)
     assert "".join(one.choices[0].delta.content or "" for one in chunks) == plain
 
 
 @pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA", "TOOLS_STRICT"])
-def test_instructor(served: Served, mode: str) -> None:
+def test_instructor_gets_an_object_of_the_schema(served: Served, mode: str) -> None:
     client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none")
     patched = instructor.from_openai(client, mode=instructor.Mode[mode])
     found = patched.chat.completions.create(

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines behind NVIDIA Dynamo's frontend: tokens and logprob bits are those of one engine alone.
+"""Engines behind NVIDIA Dynamo's frontend: tokens and logprob bits equal those of one engine.
 
-`make test-dynamo` runs it in an environment of its own. Frontend and workers meet in a directory:
-neither etcd nor NATS is there. The frontend's numbers have the digits of a float32, so logprobs are
-compared as such, bit for bit; the engine's ops take temperatures as such, too.
+`make -C tools test-dynamo` runs the tests in an environment of their own. Frontend and workers find
+each other through a directory, without etcd or NATS. The frontend writes numbers with the digits
+of a float32, so logprobs are compared as float32. The engine's ops take temperatures as float32,
+too.
 """
 
 import asyncio
@@ -22,17 +23,17 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("dynamo", reason="ai-dynamo is not installed: make test-dynamo")
+pytest.importorskip("dynamo", reason="ai-dynamo is not installed: make -C tools test-dynamo")
 
 import httpx
 import numpy as np
 import specops.engine.engine
 from dynamo._core import Context
 from server_pairs import MTP, children_of, free_port
-from specops.dynamo import SpecopsBackend, main, params_of
+from specops.api.structured import StructuredOutput
+from specops.api.tokenizer import Tokenizer
 from specops.engine import Engine, EngineConfig, SamplingParams
-from specops.engine.structured import StructuredOutput
-from specops.tokenizer import Tokenizer
+from specops.integrations.dynamo import SpecopsBackend, main, params_of
 
 ENVIRONMENT = {
     "DYN_TCP_RPC_HOST": "127.0.0.1",
@@ -44,25 +45,25 @@ ENVIRONMENT = {
 
 
 SETTINGS = {"device": "cpu", "num_threads": 1, "num_pages": 512, "seed": 5, "page_size": 16}
-# Text as the bundled model knows it: the frontend (ai-dynamo 1.4.2) breaks off a choice of bytes
-# that are no characters, as a model with random weights makes them.
+# Text that the bundled model knows. The frontend (ai-dynamo 1.4.2) breaks off an answer at bytes
+# that are no characters, as a model with random weights emits them.
 TEXT = Path(specops.engine.engine.__file__).read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    """Of one process, without drafts."""
+    """Return an engine of one process without drafts."""
     return Engine(EngineConfig.from_plain(SETTINGS))
 
 
 def options(*more: str) -> list[str]:
-    given = {"speculative_config": MTP, "served_model_name": "tiny", **SETTINGS}
-    pairs = [("--" + name.replace("_", "-"), str(value)) for name, value in given.items()]
+    arguments = {"speculative_config": MTP, "served_model_name": "tiny", **SETTINGS}
+    pairs = [("--" + name.replace("_", "-"), str(value)) for name, value in arguments.items()]
     return [text for pair in pairs for text in pair] + list(more)
 
 
 def low_port() -> int:
-    """A free port below 2**15: Dynamo reads DYN_SYSTEM_PORT as a number of 16 bits with a sign."""
+    """Return a free port below 2**15: Dynamo reads DYN_SYSTEM_PORT as a signed 16-bit number."""
     for port in range(21000, 1 << 15):
         with contextlib.suppress(OSError), socket.socket() as one:
             one.bind(("127.0.0.1", port))
@@ -71,12 +72,12 @@ def low_port() -> int:
 
 
 class Deployment:
-    """A frontend and workers, as processes; they end with the block.
+    """Frontend and workers as processes, which end with the block.
 
     Args:
-        folder: where they meet.
-        workers: the options of each.
-        router: of the frontend.
+        folder: directory through which they find each other.
+        workers: options of each worker.
+        router: options of the frontend.
     """
 
     def __init__(self, folder: Path, workers: Sequence[list[str]], router: Sequence[str]) -> None:
@@ -84,7 +85,7 @@ class Deployment:
         first = low_port()
         self.ports = [first + number for number in range(len(workers))]
         self.workers = [
-            self._start({"DYN_SYSTEM_PORT": str(port)}, "specops.dynamo", *one)
+            self._start({"DYN_SYSTEM_PORT": str(port)}, "specops.integrations.dynamo", *one)
             for port, one in zip(self.ports, workers, strict=True)
         ]
         port = free_port()
@@ -93,8 +94,10 @@ class Deployment:
         where += ["--discovery-backend", "file", "--event-plane", "zmq", *router]
         self._frontend = self._start({}, "dynamo.frontend", *where)
 
-    def _start(self, more: dict[str, str], module: str, *given: str) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", module, *given]
+    def _start(
+        self, more: dict[str, str], module: str, *arguments: str
+    ) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-m", module, *arguments]
         return subprocess.Popen(
             command,
             env={**self._environment, **more},
@@ -103,7 +106,7 @@ class Deployment:
         )
 
     def wait(self) -> None:
-        """Until a request is answered, and every worker says that it is well."""
+        """Wait until a request is answered and every worker is healthy."""
         for port in self.ports:
             until(lambda url=f"http://127.0.0.1:{port}/health": self._is_well(url))
         until(lambda: self.ask({"prompt": [3], "max_tokens": 1}).status_code == 200)
@@ -114,8 +117,8 @@ class Deployment:
 
     def ask(self, body: dict[str, Any], path: str = "completions") -> httpx.Response:
         with contextlib.suppress(httpx.TransportError):
-            asked = {"model": "tiny", **body}
-            return httpx.post(f"{self.url}/v1/{path}", json=asked, timeout=300)
+            request = {"model": "tiny", **body}
+            return httpx.post(f"{self.url}/v1/{path}", json=request, timeout=300)
         return httpx.Response(503)
 
     def gauge(self, worker: int, name: str) -> float:
@@ -170,37 +173,37 @@ def bodies(count: int, seed: int) -> list[dict[str, Any]]:
     ]
 
 
-def alone(engine: Engine, asked: dict[str, Any]) -> dict[str, Any]:
-    """What one engine makes of a request, in the frontend's words."""
+def alone(engine: Engine, request: dict[str, Any]) -> dict[str, Any]:
+    """Return one engine's result for a request, in the format of the frontend."""
     names = ("max_tokens", "temperature", "seed", "ignore_eos", "logprobs")
-    params = SamplingParams(**{name: asked[name] for name in names})
-    (told,) = engine.generate([asked["prompt"]], params)
+    params = SamplingParams(**{name: request[name] for name in names})
+    (result,) = engine.generate([request["prompt"]], params)
     return {
-        "tokens": [f"token_id:{one}" for one in told.token_ids],
-        "token_logprobs": [np.float32(one.logprob) for one in told.logprobs],
-        "top_logprobs": [  # with the token itself, wherever it is
+        "tokens": [f"token_id:{one}" for one in result.token_ids],
+        "token_logprobs": [np.float32(one.logprob) for one in result.logprobs],
+        "top_logprobs": [  # includes the token itself, whatever its rank
             {
                 f"token_id:{token}": np.float32(logprob)
                 for token, logprob in (*one.alternatives, (one.token_id, one.logprob))
             }
-            for one in told.logprobs
+            for one in result.logprobs
         ],
-        "finish_reason": told.finish_reason,
+        "finish_reason": result.finish_reason,
         "cached": 0,
     }
 
 
-def through(made: Deployment, asked: dict[str, Any]) -> dict[str, Any]:
-    answer = made.ask(asked)
+def through(made: Deployment, request: dict[str, Any]) -> dict[str, Any]:
+    answer = made.ask(request)
     assert answer.status_code == 200, answer.text
     body = json.loads(answer.text, parse_float=np.float32)
     (choice,) = body["choices"]
-    told = choice["logprobs"]
+    result = choice["logprobs"]
     return {
-        "tokens": told["tokens"],
-        "token_logprobs": told["token_logprobs"],
+        "tokens": result["tokens"],
+        "token_logprobs": result["token_logprobs"],
         "top_logprobs": [
-            {one["token"]: one["logprob"] for one in top} for top in told["top_logprobs"]
+            {one["token"]: one["logprob"] for one in top} for top in result["top_logprobs"]
         ],
         "finish_reason": choice["finish_reason"],
         "cached": body["usage"]["prompt_tokens_details"]["cached_tokens"],
@@ -209,8 +212,8 @@ def through(made: Deployment, asked: dict[str, Any]) -> dict[str, Any]:
 
 def test_one_worker_gives_the_bits_of_an_engine(engine: Engine, tmp_path: Path) -> None:
     with deployed(tmp_path, options()) as made:
-        for asked in bodies(20, seed=1):
-            assert through(made, asked) == alone(engine, asked)
+        for request in bodies(20, seed=1):
+            assert through(made, request) == alone(engine, request)
         wrong = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5000}
         answer = made.ask(wrong, "chat/completions")
         assert answer.status_code == 400 and "exceed the context of 1024" in answer.text
@@ -221,26 +224,26 @@ def test_one_worker_gives_the_bits_of_an_engine(engine: Engine, tmp_path: Path) 
 def test_prefill_and_decode_give_the_bits_of_an_engine(engine: Engine, tmp_path: Path) -> None:
     roles = [options("--role", role) for role in ("prefill", "decode")]
     with deployed(tmp_path, *roles) as made:
-        for asked in bodies(20, seed=2):
-            expected = {**alone(engine, asked), "cached": (len(asked["prompt"]) - 1) // 16 * 16}
-            assert through(made, asked) == expected
+        for request in bodies(20, seed=2):
+            expected = {**alone(engine, request), "cached": (len(request["prompt"]) - 1) // 16 * 16}
+            assert through(made, request) == expected
 
 
-def test_the_router_follows_events(engine: Engine, tmp_path: Path) -> None:
-    """Of two workers, each prompt finds the one that has computed it."""
+def test_router_follows_kv_events(engine: Engine, tmp_path: Path) -> None:
+    """Each prompt goes to the one of two workers that has computed it."""
     workers = [options("--kv-events-endpoint", f"tcp://127.0.0.1:{free_port()}") for _ in range(2)]
     router = ["--router-mode", "kv", "--kv-cache-block-size", "16"]
     with deployed(tmp_path, *workers, router=router) as made:
         first = bodies(20, seed=4)
-        for asked in first:
-            assert through(made, asked)["tokens"] == alone(engine, asked)["tokens"]
+        for request in first:
+            assert through(made, request)["tokens"] == alone(engine, request)["tokens"]
         time.sleep(1)
-        for asked in first:
-            told = through(made, asked)
-            assert told["cached"] == (len(asked["prompt"]) - 1) // 16 * 16
+        for request in first:
+            result = through(made, request)
+            assert result["cached"] == (len(request["prompt"]) - 1) // 16 * 16
 
 
-def test_an_engine_that_dies_is_started_again(tmp_path: Path) -> None:
+def test_killed_engine_is_restarted(tmp_path: Path) -> None:
     with deployed(tmp_path, options()) as made:
         body = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0.0}
         before = made.ask(body).json()["choices"]
@@ -251,8 +254,8 @@ def test_an_engine_that_dies_is_started_again(tmp_path: Path) -> None:
         assert made.workers[0].poll() is None
 
 
-def test_a_client_that_leaves() -> None:
-    """Its request ends, whether it has begun or waits, and holds no page."""
+def test_disconnected_client_frees_its_pages() -> None:
+    """Its request ends, whether it runs or waits, and holds no page."""
     context, waiting = Context("runs"), Context("waits")
 
     async def run() -> None:
@@ -288,8 +291,8 @@ def test_a_client_that_leaves() -> None:
 NOTHING = dict.fromkeys(["n", "best_of", "temperature", "top_k", "seed", "guided_decoding"])
 
 
-def test_what_requests_ask_for() -> None:
-    asked = {
+def test_fields_of_requests_become_sampling_params() -> None:
+    request = {
         "sampling_options": {
             **NOTHING,
             **{"temperature": 0.5, "top_k": -1, "repetition_penalty": 2.0, "n": 1},
@@ -301,7 +304,7 @@ def test_what_requests_ask_for() -> None:
         },
         "output_options": {"logprobs": 2, "skip_special_tokens": True},
     }
-    assert params_of(asked) == SamplingParams(
+    assert params_of(request) == SamplingParams(
         temperature=0.5,
         repetition_penalty=2.0,
         max_tokens=7,
@@ -315,7 +318,7 @@ def test_what_requests_ask_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("request", "message"),
     [
         ({"sampling_options": {"best_of": 2}}, "best_of must be absent, got 2"),
         ({"sampling_options": {"n": 2}}, "n must be 1 with Dynamo, got 2"),
@@ -324,19 +327,21 @@ def test_what_requests_ask_for() -> None:
         ({"sampling_options": {"guided_decoding": {"backend": "x"}}}, "guided_decoding: .*backend"),
     ],
 )
-def test_what_does_not_exist_is_refused(asked: dict[str, Any], message: str) -> None:
+def test_unsupported_fields_are_refused(request: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        params_of(asked)
+        params_of(request)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         (["--role", "mixed"], "role must be prefill or decode with Dynamo, got mixed"),
         (["--kv-events-topic", "x"], "kv_events_topic needs kv_events_endpoint"),
         (["--model", "nowhere"], "model must be a directory with a tokenizer.json"),
     ],
 )
-def test_wrong_options(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(given) == 2
+def test_invalid_options_are_reported(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
     assert message in capsys.readouterr().err

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lm-eval itself, run twice: against this server, and against transformers with the same weights.
+"""lm-eval run twice: against this server, and against transformers with the same weights.
 
-`make test-lm-eval` runs it in an environment of its own. Both compute in fp32; they differ by the
-order of their sums alone, so texts and `is_greedy` are the same, and log-likelihoods nearly so.
+`make -C tools test-lm-eval` runs the tests in an environment of their own. Both models compute in
+fp32 and differ only in the order of their sums. So texts and `is_greedy` are equal, and
+log-likelihoods nearly so.
 """
 
 import json
@@ -15,20 +16,20 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("lm_eval", reason="lm-eval is not installed: make test-lm-eval")
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: make -C tools test-lm-eval")
 
 from serving import serving
+from specops.api.config import BUNDLED_MODEL
 from specops.engine import Engine, EngineConfig, SpeculativeConfig
-from specops.engine.config import BUNDLED_MODEL
 
 HERE = Path(__file__).resolve().parent
 TASKS = ("code_generate", "code_choose", "code_perplexity")
-# What the order of sums in fp32 may do; close to 0, which is a sure token, the absolute one counts.
+# Allowance for the order of sums in fp32. Near 0, which is a certain token, ABSOLUTE counts.
 RELATIVE, ABSOLUTE = 1e-5, 1e-5
 
 
 def run(folder: Path, model: str, arguments: dict[str, Any], batch_size: int) -> dict[str, Any]:
-    """Runs the command line over all tasks: the samples of each, by document."""
+    """Run the command line over all tasks; return the samples of each, by document."""
     command = [sys.executable, "-m", "lm_eval", "--model", model, "--include_path", str(HERE)]
     command += ["--model_args", ",".join(f"{name}={one}" for name, one in arguments.items())]
     command += ["--tasks", ",".join(TASKS), "--batch_size", str(batch_size), "--device", "cpu"]
@@ -53,7 +54,7 @@ def of_transformers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def of_method(method: str, folder: Path) -> dict[str, Any]:
-    """The samples of a server that drafts so."""
+    """Return the samples of a server that drafts with this method."""
     num_drafts = 0 if method == "naive" else 4
     speculative = SpeculativeConfig(method=method, num_speculative_tokens=num_drafts)
     sizes = {"device": "cpu", "dtype": "float32", "max_num_seqs": 8}
@@ -91,18 +92,20 @@ def _num_documents(kind: str) -> int:
     return sum(1 for _ in (HERE / f"{kind}.jsonl").open())
 
 
-def test_texts_are_the_same(of_server: dict[str, Any], of_transformers: dict[str, Any]) -> None:
+def test_texts_equal_those_of_transformers(
+    of_server: dict[str, Any], of_transformers: dict[str, Any]
+) -> None:
     ours, theirs = (one["code_generate"] for one in (of_server, of_transformers))
     assert len(ours) == len(theirs) == _num_documents("generate")
     for mine, other in zip(ours, theirs, strict=True):
         assert mine["resps"] == other["resps"], mine["doc"]
-    assert sum(len(one["resps"][0][0]) > 20 for one in theirs) > 6, "there are texts to compare"
+    assert sum(len(one["resps"][0][0]) > 20 for one in theirs) > 6, "there must be texts to compare"
 
 
-def test_log_likelihoods_are_the_same(
+def test_log_likelihoods_equal_those_of_transformers(
     of_server: dict[str, Any], of_transformers: dict[str, Any]
 ) -> None:
-    told, apart = [], 0.0
+    are_greedy, apart = [], 0.0
     ours, theirs = (one["code_choose"] for one in (of_server, of_transformers))
     assert len(ours) == len(theirs) == _num_documents("choose")
     for mine, other in zip(ours, theirs, strict=True):
@@ -111,14 +114,17 @@ def test_log_likelihoods_are_the_same(
         ):
             assert value == pytest.approx(want, rel=RELATIVE, abs=ABSOLUTE), mine["doc"]
             assert greedy == want_greedy, mine["doc"]
-            told.append(greedy)
+            are_greedy.append(greedy)
             apart = max(apart, abs(value - want))
         assert mine["acc"] == other["acc"]
-    assert 0 < sum(told) < len(told), "some ends are greedy, some are not"
-    print(f"{len(told)} log-likelihoods, at most {apart:.1e} apart, {sum(told)} of them greedy")
+    assert 0 < sum(are_greedy) < len(are_greedy), "some ends must be greedy, and some not"
+    print(
+        f"{len(are_greedy)} log-likelihoods, at most {apart:.1e} apart, "
+        f"{sum(are_greedy)} of them greedy"
+    )
 
 
-def test_whole_texts_are_as_likely(
+def test_whole_texts_are_as_likely_as_in_transformers(
     of_server: dict[str, Any], of_transformers: dict[str, Any]
 ) -> None:
     ours, theirs = (one["code_perplexity"] for one in (of_server, of_transformers))
@@ -130,14 +136,14 @@ def test_whole_texts_are_as_likely(
 
 
 def test_speculation_changes_no_answer(of_server: dict[str, Any], plain: dict[str, Any]) -> None:
-    """Every text and every number, to the last digit."""
+    """Compare every text and every number to the last digit."""
     for task in TASKS:
         for mine, other in zip(of_server[task], plain[task], strict=True):
             assert mine["resps"] == other["resps"], mine["doc"]
 
 
 def _pair(response: Any) -> tuple[float, bool]:
-    """A log-likelihood as lm-eval writes it: numbers, or texts of them."""
+    """Return a log-likelihood and whether it is greedy; lm-eval writes numbers or texts of them."""
     ((value, greedy),) = response
     return float(value), str(greedy) == "True"
 

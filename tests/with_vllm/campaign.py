@@ -23,49 +23,50 @@ from pathlib import Path
 from typing import Any
 
 from models import VOCAB, write_bundled, write_random
-from specops.vllm.decoding import Decoded, Job, Run, decode
-from specops.vllm.exactness import Difference, compare
-from specops.vllm.settings import EXACT
+from specops.integrations.vllm.decoding import Decoded, Job, Run, decode
+from specops.integrations.vllm.exactness import Difference, compare
+from specops.integrations.vllm.settings import EXACT
 
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {},
     "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4},
     "suffix": {"method": "suffix"},
-    "specops-suffix": {"method": "custom_class", "model": "specops.vllm.SuffixProposer"},
+    "specops-suffix": {
+        "method": "custom_class",
+        "model": "specops.integrations.vllm.SuffixProposer",
+    },
     "junk": {"method": "custom_class", "model": "junk.JunkProposer"},
 }
-# vLLM's own suffix decoding needs a package that `make test-vllm` does not install.
+# vLLM's own suffix decoding needs a package that `make -C tools test-vllm` does not install.
 if importlib.util.find_spec("arctic_inference") is None:
     del METHODS["suffix"]
 BATCHES = (1, 2, 3, 5, 8, 13, 21, 32)
 
 
-def prompts_of(count: int, chance: random.Random) -> list[list[int]]:
+def prompts_of(count: int, rng: random.Random) -> list[list[int]]:
     """Return prompts of token ids: a shared beginning, and a random rest that repeats itself."""
-    beginnings = [[chance.randrange(1, VOCAB) for _ in range(length)] for length in (0, 40, 200)]
+    beginnings = [[rng.randrange(1, VOCAB) for _ in range(length)] for length in (0, 40, 200)]
     prompts = []
     for _ in range(count):
-        words = [
-            [chance.randrange(1, VOCAB) for _ in range(chance.randint(1, 6))] for _ in range(4)
-        ]
-        rest = [token for _ in range(chance.randint(1, 25)) for token in chance.choice(words)]
-        prompts.append(chance.choice(beginnings) + rest)
+        words = [[rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 6))] for _ in range(4)]
+        rest = [token for _ in range(rng.randint(1, 25)) for token in rng.choice(words)]
+        prompts.append(rng.choice(beginnings) + rest)
     return prompts
 
 
-def params_of(index: int, max_tokens: int, chance: random.Random) -> dict[str, Any]:
+def params_of(index: int, max_tokens: int, rng: random.Random) -> dict[str, Any]:
     """Return greedy or seeded parameters; some with filters and penalties, some with logprobs."""
     params: dict[str, Any] = {
-        "max_tokens": chance.randint(max_tokens // 4, max_tokens),
-        "temperature": chance.choice([0.0, 0.0, 0.7, 1.0]),
+        "max_tokens": rng.randint(max_tokens // 4, max_tokens),
+        "temperature": rng.choice([0.0, 0.0, 0.7, 1.0]),
         "seed": index,
-        "logprobs": chance.choice([0, 1, 3]),
+        "logprobs": rng.choice([0, 1, 3]),
     }
-    if chance.random() < 0.3:
-        params |= {"top_p": 0.9, "top_k": chance.choice([5, 50])}
-    if chance.random() < 0.2:
+    if rng.random() < 0.3:
+        params |= {"top_p": 0.9, "top_k": rng.choice([5, 50])}
+    if rng.random() < 0.2:
         params |= {"repetition_penalty": 1.1, "presence_penalty": 0.3}
-    if chance.random() < 0.1:
+    if rng.random() < 0.1:
         params |= {"frequency_penalty": 0.4, "min_tokens": min(8, params["max_tokens"])}
     return params
 
@@ -89,7 +90,7 @@ def joined(parts: list[Decoded]) -> Decoded:
     return whole
 
 
-def kept(job: Job, name: str, keep: Path | None) -> list[Decoded]:
+def stored(job: Job, name: str, keep: Path | None) -> list[Decoded]:
     """Decode, or read the stored result of the same job.
 
     Args:
@@ -118,9 +119,9 @@ def campaign(
     keep: Path | None = None,
 ) -> list[Difference]:
     """Decode plainly and alone, then with every method."""
-    chance = random.Random(seed)
-    prompts = prompts_of(count, chance)
-    params = [params_of(index, max_tokens, chance) for index in range(count)]
+    rng = random.Random(seed)
+    prompts = prompts_of(count, rng)
+    params = [params_of(index, max_tokens, rng) for index in range(count)]
     if not parts:
         # vLLM's own sampler fails on a CPU: for seeded requests whose prompt is cut, and for top-k
         # with drafts.
@@ -129,7 +130,7 @@ def campaign(
     alone = Job(engine | {"enable_prefix_caching": False}, [Run(prompts, params, 1)], parts)
     kernels = "specops" if parts else "vllm"
     name = f"{Path(model).name}-{kernels}"
-    base = kept(alone, f"{name}-alone", keep)[0]
+    base = stored(alone, f"{name}-alone", keep)[0]
     found = []
     for method in methods:
         config = METHODS[method]
@@ -137,7 +138,7 @@ def campaign(
         if config:
             crowded["speculative_config"] = config | {"num_speculative_tokens": 5}
         job = Job(crowded, runs_of(prompts, params, seed), parts)
-        whole = joined(kept(job, f"{name}-{method}", keep))
+        whole = joined(stored(job, f"{name}-{method}", keep))
         one = compare(base, whole, kernels, method, max(BATCHES), 0.0)
         print(
             f"{Path(model).name:8} {kernels:8} {method:15} {one.num_prompts} prompts, "
@@ -151,12 +152,14 @@ def campaign(
 def main() -> int:
     """Run the campaign on the bundled model and two random ones."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompts", type=int, default=1000, help="of all models together")
+    parser.add_argument("--prompts", type=int, default=1000, help="number for all models together")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kernels", nargs="+", choices=["specops", "vllm"], default=["specops"])
     parser.add_argument("--method", nargs="+", choices=list(METHODS), default=list(METHODS))
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="what was decoded, to go on from")
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="folder of results, to resume from"
+    )
     args = parser.parse_args()
     here = str(Path(__file__).resolve().parent)  # to find junk.JunkProposer
     os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of the tests that need vLLM: `make test-vllm` runs them in its own environment."""
+"""Fixtures of the tests inside vLLM, which `make -C tools test-vllm` installs and runs."""
 
 import importlib.util
 import os
@@ -17,20 +17,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in items:
         if item.path.is_relative_to(HERE):
-            item.add_marker(pytest.mark.skip(reason="vLLM is not installed: make test-vllm"))
+            reason = "vLLM is not installed: make -C tools test-vllm"
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def environment() -> Iterator[None]:
     """Set up the environment as the documentation recommends, plus the drafters of this folder."""
-    wanted = {
+    settings = {
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
     yield
     for name, value in before.items():
         if value is None:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter for vLLM whose drafts are partly right, so that steps accept some and reject others."""
+"""A drafter for vLLM with partly right drafts, so that steps accept some and reject others."""
 
 import random
 from collections.abc import Sequence
 from typing import Any
 
-from specops.vllm.proposers import NgramProposer
+from specops.integrations.vllm.proposers import NgramProposer
 
 
 class JunkProposer(NgramProposer):
@@ -13,7 +13,7 @@ class JunkProposer(NgramProposer):
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
-        self._chance = random.Random(7)
+        self._rng = random.Random(7)
         self._vocab_size = vllm_config.model_config.get_vocab_size()
 
     def propose(
@@ -28,11 +28,11 @@ class JunkProposer(NgramProposer):
         for row, drafts in enumerate(found):
             most = self.max_drafts(sampled_token_ids[row], int(num_tokens_no_spec[row]))
             if not drafts:
-                drafts.extend(self._token() for _ in range(self._chance.randint(0, most)))
-            elif self._chance.random() < 0.5:
-                drafts[self._chance.randrange(len(drafts))] = self._token()
-            del drafts[self._chance.randint(0, most) :]
+                drafts.extend(self._token() for _ in range(self._rng.randint(0, most)))
+            elif self._rng.random() < 0.5:
+                drafts[self._rng.randrange(len(drafts))] = self._token()
+            del drafts[self._rng.randint(0, most) :]
         return found
 
     def _token(self) -> int:
-        return self._chance.randrange(self._vocab_size)
+        return self._rng.randrange(self._vocab_size)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 ASSETS = Path(__file__).resolve().parents[2] / "python" / "specops" / "assets"
 VOCAB = 4096
-# Wide enough that vLLM's own kernels give one row other bits alone than among many.
+# Wide enough for vLLM's own kernels to give a row other bits alone than in a batch.
 _HIDDEN, _INTERMEDIATE = 512, 3072
 _LAYERS, _HEADS, _KV_HEADS, _HEAD_DIM = 3, 8, 2, 64
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole engines: what specops keeps equal, what vLLM's own kernels do not, and what is refused."""
+"""Whole engines in vLLM: outputs that specops keeps equal, vLLM's own kernels, and refusals."""
 
 import json
 import os
@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from campaign import METHODS, joined, params_of, prompts_of, runs_of
 from models import write_config, write_random
-from specops.vllm.decoding import Decoded, DecodingError, Job, Run, decode
-from specops.vllm.exactness import compare
-from specops.vllm.settings import EXACT, PARTS
+from specops.integrations.vllm.decoding import Decoded, DecodingError, Job, Run, decode
+from specops.integrations.vllm.exactness import compare
+from specops.integrations.vllm.settings import EXACT, PARTS
 
 ENGINE = {"enforce_eager": True, "max_model_len": 512, "max_num_seqs": 32}
 
@@ -24,15 +24,15 @@ def engine(model: str, **more: Any) -> dict[str, Any]:
 
 
 def small(count: int = 24, max_tokens: int = 24) -> tuple[list[list[int]], list[dict[str, Any]]]:
-    """Prompts and parameters, every kind of them."""
-    chance = random.Random(3)
-    prompts = prompts_of(count, chance)
-    return prompts, [params_of(index, max_tokens, chance) for index in range(count)]
+    """Return prompts and parameters of every kind."""
+    rng = random.Random(3)
+    prompts = prompts_of(count, rng)
+    return prompts, [params_of(index, max_tokens, rng) for index in range(count)]
 
 
 @pytest.fixture(scope="module")
 def alone(llama: str) -> Decoded:
-    """Every prompt, plainly and alone."""
+    """Decode every prompt alone and without drafts."""
     return decode(Job(engine(llama), [Run(*small(), 1)], EXACT))[0]
 
 
@@ -49,7 +49,7 @@ def test_no_method_and_no_batch_changes_a_bit(llama: str, alone: Decoded, method
 
 
 @pytest.mark.parametrize("method", ["plain", "junk"])
-def test_compiled_is_eager_bit_for_bit(
+def test_compiled_model_has_the_bits_of_eager(
     llama: str, alone: Decoded, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
@@ -63,14 +63,14 @@ def test_compiled_is_eager_bit_for_bit(
 
 
 def kept_in(folder: Path) -> list[Path]:
-    """VLLM's compiled graphs."""
+    """Return vLLM's compiled graphs."""
     return list(folder.glob("cache/**/rank_0_0/model"))
 
 
-def test_what_vllm_keeps_of_a_compilation_is_not_mixed_up(
+def test_stored_compilations_of_vllm_are_not_mixed_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No run finds the graph of other parts, nor the weights of an earlier one."""
+    """No run uses the graph of other parts, or the weights of an earlier model."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
     model = write_random(tmp_path / "model", "qwen2")
     compiled = {"enforce_eager": False, "compilation_config": {"custom_ops": ["all"]}}
@@ -86,7 +86,7 @@ def test_what_vllm_keeps_of_a_compilation_is_not_mixed_up(
     assert again.logprobs == eager.logprobs
 
 
-def test_a_model_that_computes_itself_is_refused_where_it_is_compiled(
+def test_compiled_model_that_computes_itself_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
@@ -105,12 +105,12 @@ def test_no_strategy_changes_a_greedy_bit(llama: str, strategy: str) -> None:
     plain = decode(Job(engine(llama), [Run(prompts, greedy, 24)], EXACT))[0]
     config = METHODS["junk"] | {"num_speculative_tokens": 5}
     runs = [Run(prompts, greedy, 8, 2), Run(prompts, params, 8, 2)]
-    drafted, drawn = decode(Job(engine(llama, speculative_config=config), runs, EXACT, strategy))
+    drafted, sampled = decode(Job(engine(llama, speculative_config=config), runs, EXACT, strategy))
     assert drafted.token_ids == plain.token_ids
     assert drafted.logprobs == plain.logprobs
     for index, one in enumerate(params):
         if one["temperature"] == 0:
-            assert drawn.logprobs[index] == plain.logprobs[index]
+            assert sampled.logprobs[index] == plain.logprobs[index]
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one CPU")
@@ -118,7 +118,7 @@ def test_no_strategy_changes_a_greedy_bit(llama: str, strategy: str) -> None:
 def test_two_ranks_are_as_exact_as_one(
     llama: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tensor parallelism: its bits are its own, and the same alone, in a batch, and with drafts."""
+    """Two ranks have bits of their own, which are the same alone, in a batch and with drafts."""
     one, other, *_ = sorted(os.sched_getaffinity(0))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{one}|{other}")
     parallel = engine(llama, tensor_parallel_size=2)
@@ -132,8 +132,8 @@ def test_two_ranks_are_as_exact_as_one(
     assert plain[1].logprobs == plain[0].logprobs
 
 
-def test_vllm_s_own_kernels_do(llama: str) -> None:
-    """The control: the same comparison notices a difference where there is one."""
+def test_comparison_notices_differences_of_vllms_own_kernels(llama: str) -> None:
+    """This is the control experiment."""
     prompts, params = small()
     greedy = [one | {"temperature": 0.0} for one in params]
     runs = [Run(prompts, greedy, 1), Run(prompts, greedy, 24)]
@@ -142,7 +142,7 @@ def test_vllm_s_own_kernels_do(llama: str) -> None:
 
 
 def test_preemption_changes_no_bit(llama: str, alone: Decoded) -> None:
-    """A cache with room for a few requests only."""
+    """The cache has memory for a few requests only."""
     config = METHODS["junk"] | {"num_speculative_tokens": 5}
     tight = engine(
         llama, num_gpu_blocks_override=7, speculative_config=config, disable_log_stats=False
@@ -153,10 +153,10 @@ def test_preemption_changes_no_bit(llama: str, alone: Decoded) -> None:
     assert whole.logprobs == alone.logprobs
 
 
-def test_every_parameter_rides_on_speculation(bundled: str) -> None:
-    """Bad words, allowed tokens, minimum lengths and processed logprobs, plain and with drafts."""
-    chance = random.Random(9)
-    prompts = prompts_of(8, chance)
+def test_every_parameter_works_with_speculation(bundled: str) -> None:
+    """Cover bad words, allowed tokens, minimum lengths and processed logprobs."""
+    rng = random.Random(9)
+    prompts = prompts_of(8, rng)
     more: list[dict[str, Any]] = [
         {"allowed_token_ids": list(range(5, 400))},
         {"min_tokens": 20, "stop_token_ids": list(range(100, 300))},
@@ -183,7 +183,7 @@ def test_every_parameter_rides_on_speculation(bundled: str) -> None:
 
 
 def test_predictions_are_accepted(bundled: str) -> None:
-    """An output that was said before is said again in far fewer steps, and in the same tokens."""
+    """A predicted output takes far fewer steps and has the same tokens."""
     prompts, _ = small(4)
     params: list[dict[str, Any]] = [{"temperature": 0.0, "max_tokens": 48}] * 4
     plain = decode(Job(engine(bundled), [Run(prompts, params, 4)], EXACT))[0]
@@ -193,7 +193,7 @@ def test_predictions_are_accepted(bundled: str) -> None:
     ]
     config = {
         "method": "custom_class",
-        "model": "specops.vllm.PredictedOutputs",
+        "model": "specops.integrations.vllm.PredictedOutputs",
         "num_speculative_tokens": 8,
     }
     drafted = engine(bundled, speculative_config=config)
@@ -202,15 +202,15 @@ def test_predictions_are_accepted(bundled: str) -> None:
     assert whole.steps < plain.steps / 3
 
 
-def test_a_request_without_a_seed_gets_one_of_its_id_and_the_engine_s(bundled: str) -> None:
-    """The same in every engine, though vLLM makes ids of its own of them."""
+def test_missing_seed_is_derived_from_the_ids_of_request_and_engine(bundled: str) -> None:
+    """It is the same in every engine, although vLLM makes other ids of them."""
     prompts, _ = small(6)
     params: list[dict[str, Any]] = [{"temperature": 1.0, "max_tokens": 16}] * 6
     runs = [Run([prompts[0]] * 6, params, 6)]
     first, again, other = (
         decode(Job(engine(bundled, seed=seed), runs, EXACT))[0].token_ids for seed in (3, 3, 4)
     )
-    assert len({tuple(text) for text in first}) > 1  # one of their own each
+    assert len({tuple(text) for text in first}) > 1  # each request has its own seed
     assert again == first != other
 
 
@@ -239,7 +239,7 @@ except ValueError as error:
 
 
 def reloaded(how: dict[str, Any], path: str) -> tuple[Any, Any, str]:
-    """What an engine says, what it says with the weights of another model, and then a refusal."""
+    """Return outputs before and after an engine loads another model's weights, and an error."""
     prompts, _ = small(4)
     command = [sys.executable, "-c", RELOADED, json.dumps([how, path, prompts])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
@@ -250,10 +250,10 @@ def reloaded(how: dict[str, Any], path: str) -> tuple[Any, Any, str]:
 
 
 @pytest.mark.parametrize("family, is_eager", [("qwen2", True), ("llama", False)])
-def test_weights_that_are_loaded_again_are_those_that_compute(
+def test_reloaded_weights_are_used(
     family: str, is_eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tied head, of which the checkpoint says nothing; and a compiled graph, which holds them."""
+    """Cover a tied head, which the checkpoint lacks, and a compiled graph, which holds weights."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
     monkeypatch.setenv("SPECOPS_VLLM", EXACT)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -288,7 +288,7 @@ def test_weights_that_are_loaded_again_are_those_that_compute(
         ("mamba", {}, ["MambaMixer, a state-space layer", "with a weight of 3 dimensions"]),
     ],
 )
-def test_what_a_model_computes_itself_is_refused_by_name(
+def test_layers_that_compute_themselves_are_refused_by_name(
     family: str, more: dict[str, Any], faults: list[str], tmp_path: Path
 ) -> None:
     model = write_config(tmp_path / family, family)
@@ -296,7 +296,7 @@ def test_what_a_model_computes_itself_is_refused_by_name(
     with pytest.raises(DecodingError) as error:
         decode(Job(engine(model, load_format="dummy", **more), runs, EXACT))
     refusals = [
-        line for line in str(error.value).splitlines() if "specops.vllm: cannot be exact" in line
+        line for line in str(error.value).splitlines() if "specops: cannot be exact" in line
     ]
     for fault in faults:
         assert any(fault in line for line in refusals), str(error.value)
@@ -320,20 +320,21 @@ def test_what_a_model_computes_itself_is_refused_by_name(
         ({"enable_lora": True}, "LoRA"),
     ],
 )
-def test_what_cannot_be_exact_is_refused(bundled: str, more: dict[str, Any], sentence: str) -> None:
+def test_inexact_configurations_are_refused(
+    bundled: str, more: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(DecodingError) as error:
         decode(Job(engine(bundled, **more), [Run([[1, 2]], [{"max_tokens": 2}], 1)], EXACT))
     assert sentence in str(error.value)
 
 
-def test_parameters_that_cannot_be_carried_out_are_refused(bundled: str) -> None:
+def test_unsupported_parameters_are_refused(bundled: str) -> None:
     params = {"max_tokens": 2, "thinking_token_budget": 5}
     with pytest.raises(DecodingError, match="sampling cannot carry out thinking_token_budget"):
         decode(Job(engine(bundled), [Run([[1, 2]], [params], 1)], EXACT))
 
 
-def test_parts_alone_are_not_refused(bundled: str) -> None:
-    """Each part of SPECOPS_VLLM runs by itself."""
+def test_each_part_runs_alone(bundled: str) -> None:
     prompts, params = small(4, 8)
     for part in PARTS:
         whole = decode(Job(engine(bundled), [Run(prompts, params, 4)], part))[0]

@@ -8,28 +8,28 @@ from typing import Any
 import pytest
 from campaign import joined, params_of, prompts_of, runs_of
 from heads import NUM_HEADS, write_head
-from specops.vllm.decoding import Decoded, DecodingError, Job, Run, decode
-from specops.vllm.settings import EXACT
+from specops.integrations.vllm.decoding import Decoded, DecodingError, Job, Run, decode
+from specops.integrations.vllm.settings import EXACT
 
 ENGINE = {"enforce_eager": True, "max_model_len": 512, "max_num_seqs": 32}
 
 
 def small(count: int = 24, max_tokens: int = 24) -> tuple[list[list[int]], list[dict[str, Any]]]:
-    """Prompts and parameters, every kind of them."""
-    chance = random.Random(3)
-    prompts = prompts_of(count, chance)
-    return prompts, [params_of(index, max_tokens, chance) for index in range(count)]
+    """Return prompts and parameters of every kind."""
+    rng = random.Random(3)
+    prompts = prompts_of(count, rng)
+    return prompts, [params_of(index, max_tokens, rng) for index in range(count)]
 
 
 @pytest.fixture(scope="module")
 def alone(bundled: str) -> Decoded:
-    """Every prompt, plainly and alone."""
+    """Decode every prompt alone and without drafts."""
     engine = ENGINE | {"model": bundled, "enable_prefix_caching": False}
     return decode(Job(engine, [Run(*small(), 1)], EXACT))[0]
 
 
 def drafting(bundled: str, folder: Path, method: str, **more: Any) -> dict[str, Any]:
-    """An engine with a drafter."""
+    """Return the settings of an engine with a drafter."""
     if method == "draft_model":  # the model itself, whose likeliest tokens are often right
         config: dict[str, Any] = {"method": method, "model": bundled}
     elif method == "peagle":
@@ -42,8 +42,8 @@ def drafting(bundled: str, folder: Path, method: str, **more: Any) -> dict[str, 
     return engine | more
 
 
-# The drafts that are right, at least, of 100: heads were trained on other texts than these random
-# ones; what is random is never right.
+# Minimum number of accepted drafts per 100. Heads were trained on other texts than these random
+# ones, and random heads are never right.
 RIGHT = {"draft_model": 40, "eagle3": 3, "dflash": 1, "eagle": 0, "peagle": 1, "medusa": 0}
 
 
@@ -62,10 +62,10 @@ def test_no_drafter_with_weights_changes_a_bit(
     assert 100 * accepted >= RIGHT[method] * drafts, (drafts, accepted)
 
 
-def test_preemption_of_what_is_drafted_changes_no_bit(
+def test_preemption_of_requests_with_drafts_changes_no_bit(
     bundled: str, alone: Decoded, tmp_path: Path
 ) -> None:
-    """A cache with room for a few requests only."""
+    """The cache has memory for a few requests only."""
     engine = drafting(bundled, tmp_path, "eagle3", num_gpu_blocks_override=9)
     whole = decode(Job(engine, [Run(*small(), 24, 1)], EXACT))[0]
     assert whole.num_preemptions > 0
@@ -73,7 +73,7 @@ def test_preemption_of_what_is_drafted_changes_no_bit(
     assert whole.logprobs == alone.logprobs
 
 
-def test_dspark_is_not_of_the_runner_that_is_exact(bundled: str, tmp_path: Path) -> None:
+def test_dspark_is_refused(bundled: str, tmp_path: Path) -> None:
     engine = drafting(bundled, tmp_path, "dspark")
     with pytest.raises(DecodingError, match="dspark speculative decoding"):
         decode(Job(engine, [Run([[1, 2]], [{"max_tokens": 2}], 1)], EXACT))

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plug-in touches in vLLM is where it was; if something moves, it says so and stops."""
+"""The plug-in finds all that it changes in vLLM, and stops with an error if something has moved."""
 
 import subprocess
 import sys
 from typing import Any
 
 import pytest
-from specops.vllm import hooks
-from specops.vllm.hooks import HOOKS, Hook, HookError
+from specops.integrations.vllm import hooks
+from specops.integrations.vllm.hooks import HOOKS, Hook, HookError
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: f"{hook.part or 'all'}-{hook.target}")
-def test_every_hook_is_where_it_was(hook: Hook) -> None:
+def test_every_hook_matches_vllm(hook: Hook) -> None:
     assert hooks.fault_of(hook) is None
 
 
-def test_what_has_moved_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moved_hook_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     def _sample(self: Any, logits: Any, spec_decode_metadata: Any, more: Any) -> None: ...
@@ -29,7 +29,7 @@ def test_what_has_moved_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def in_vllm(
     code: str, parts: str, *, before: str = "", **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs code in a process in which vLLM has loaded its plug-ins."""
+    """Run code in a process in which vLLM has loaded its plug-ins."""
     code = f"{before}from vllm.plugins import load_general_plugins\nload_general_plugins()\n{code}"
     environment["SPECOPS_VLLM"] = parts
     command = ["env", *(f"{name}={value}" for name, value in environment.items())]
@@ -37,7 +37,7 @@ def in_vllm(
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
-WHO = """
+REPORT = """
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers import utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -47,8 +47,8 @@ print(AttentionBackendEnum.CPU_ATTN.get_class().__module__, sorted(op_registry_o
 """
 
 
-def test_without_the_setting_nothing_is_touched() -> None:
-    done = in_vllm(WHO, "")
+def test_nothing_is_changed_without_the_setting() -> None:
+    done = in_vllm(REPORT, "")
     assert done.stdout.split() == [
         "vllm.v1.attention.backends.cpu_attn",
         "[]",
@@ -57,22 +57,22 @@ def test_without_the_setting_nothing_is_touched() -> None:
     ], done.stderr
 
 
-def test_with_it_all_parts_are_specops() -> None:
-    done = in_vllm(WHO, "exact")
+def test_exact_switches_on_all_parts() -> None:
+    done = in_vllm(REPORT, "exact")
     assert done.stdout.split() == [
-        "specops.vllm.attention",
+        "specops.integrations.vllm.attention",
         "['RMSNorm',",
         "'SiluAndMul']",
-        "specops.vllm.packed_linear",
-        "specops.vllm.sample_step",
+        "specops.integrations.vllm.packed_linear",
+        "specops.integrations.vllm.sample_step",
     ], done.stderr
 
 
-def test_a_list_switches_on_what_it_names() -> None:
-    assert in_vllm(WHO, "linear,norm").stdout.split() == [
+def test_list_switches_on_the_parts_that_it_names() -> None:
+    assert in_vllm(REPORT, "linear,norm").stdout.split() == [
         "vllm.v1.attention.backends.cpu_attn",
         "['RMSNorm']",
-        "specops.vllm.packed_linear",
+        "specops.integrations.vllm.packed_linear",
         "vllm.v1.worker.gpu_model_runner",
     ]
 
@@ -84,14 +84,14 @@ vllm.platforms._current_platform = UnspecifiedPlatform()
 """
 
 
-def test_where_vllm_does_not_compute_on_a_cpu_exact_is_refused() -> None:
-    done = in_vllm(WHO, "exact", before=ELSEWHERE)
+def test_exact_is_refused_unless_vllm_computes_on_a_cpu() -> None:
+    done = in_vllm(REPORT, "exact", before=ELSEWHERE)
     assert done.returncode != 0
     assert "works where vLLM computes on a CPU, got UnspecifiedPlatform" in done.stderr
 
 
-def test_an_unknown_part_stops_vllm() -> None:
-    done = in_vllm(WHO, "exactly")
+def test_unknown_part_stops_vllm() -> None:
+    done = in_vllm(REPORT, "exactly")
     assert done.returncode != 0
     assert "SPECOPS_VLLM must be exact or a list of norm" in done.stderr
 
@@ -104,14 +104,14 @@ def test_numba_of_the_drafter_starts_no_threads() -> None:
     assert in_vllm(NUMBA, "exact", NUMBA_NUM_THREADS="2").stdout.split() == ["2"]
 
 
-def test_numba_that_runs_already_is_told() -> None:
+def test_running_numba_is_limited_to_one_thread() -> None:
     code = "import numba\nnumba.get_num_threads()\n"
     assert in_vllm(NUMBA, "exact", before=code).stdout.split() == ["1"]
     compiled = "\nimport numpy\nprint(numba.njit(lambda x: x + 1)(numpy.zeros(1))[0])"
     assert in_vllm(NUMBA + compiled, "exact", before=code).stdout.split() == ["1", "1.0"]
 
 
-def test_the_second_model_runner_is_refused() -> None:
+def test_second_model_runner_is_refused() -> None:
     code = """
 from types import SimpleNamespace
 from vllm import envs

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A row of every layer has the same bits alone and among others; specops' layers compute vLLM's."""
+"""Rows of every layer have the same bits alone and in a batch; layers of specops equal vLLM's."""
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @pytest.fixture(autouse=True)
 def config() -> Iterator[None]:
-    """VLLM's layers ask for a configuration."""
+    """Set the configuration that vLLM's layers require."""
     from vllm.config import VllmConfig, set_current_vllm_config
 
     made = VllmConfig()
@@ -22,7 +22,7 @@ def config() -> Iterator[None]:
 
 
 def rows_that_differ(layer: Callable[..., Any], *inputs: Tensor) -> int:
-    """Rows of a call whose bits are others when they are computed alone."""
+    """Return how many rows of a call have other bits when they are computed alone."""
 
     def call(*given: Tensor) -> tuple[Tensor, ...]:
         out = layer(*[one.clone() for one in given])
@@ -41,9 +41,9 @@ def rows_that_differ(layer: Callable[..., Any], *inputs: Tensor) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("width", [64, 1000, 40_000])
-@torch.inference_mode()  # as vLLM computes: elsewhere an op refuses weights that want gradients
-def test_norm(dtype: torch.dtype, width: int) -> None:
-    from specops.vllm.layers import SpecopsRMSNorm
+@torch.inference_mode()  # as in vLLM; otherwise an op refuses weights that require gradients
+def test_norm_is_row_identical_and_close_to_vllm(dtype: torch.dtype, width: int) -> None:
+    from specops.integrations.vllm.layers import SpecopsRMSNorm
     from vllm.model_executor.layers.layernorm import RMSNorm
 
     ours, theirs = SpecopsRMSNorm(width, dtype=dtype), RMSNorm(width, dtype=dtype)
@@ -63,8 +63,8 @@ def test_norm(dtype: torch.dtype, width: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_activation(dtype: torch.dtype) -> None:
-    from specops.vllm.layers import SpecopsSiluAndMul
+def test_activation_is_row_identical_and_close_to_vllm(dtype: torch.dtype) -> None:
+    from specops.integrations.vllm.layers import SpecopsSiluAndMul
     from vllm.model_executor.layers.activation import SiluAndMul
 
     x = torch.randn(33, 2 * 1000).to(dtype)
@@ -74,8 +74,8 @@ def test_activation(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("is_neox", [True, False])
-def test_vllm_s_rotary_embedding_is_row_identical(dtype: torch.dtype, is_neox: bool) -> None:
-    """So it is no part of SPECOPS_VLLM."""
+def test_rotary_embedding_of_vllm_is_row_identical(dtype: torch.dtype, is_neox: bool) -> None:
+    """So SPECOPS_VLLM does not replace it."""
     from vllm.model_executor.layers.rotary_embedding import get_rope
 
     rope = get_rope(64, 4096, is_neox, {"rope_theta": 1e4, "rope_type": "default"}, dtype=dtype)
@@ -84,8 +84,8 @@ def test_vllm_s_rotary_embedding_is_row_identical(dtype: torch.dtype, is_neox: b
 
 
 @pytest.mark.parametrize("remove_weight", [True, False])
-def test_linear(remove_weight: bool) -> None:
-    from specops.vllm.packed_linear import use_packed_linear
+def test_linear_is_row_identical_and_close_to_torch(remove_weight: bool) -> None:
+    from specops.integrations.vllm.packed_linear import use_packed_linear
 
     weight, bias = torch.randn(96, 3072).bfloat16(), torch.randn(96).bfloat16()
     layer = torch.nn.Module()
@@ -108,7 +108,7 @@ HEADS, KV_HEADS, HEAD_DIM, PAGE = 4, 2, 64, 16
 
 
 def batch_of(begin: int, end: int, blocks: list[int], causal: bool = True) -> Any:
-    """VLLM's description of a step with a request's rows `begin` to `end`, as far as it is read."""
+    """Return vLLM's description of a step with the rows `begin` to `end` of a request."""
     places = torch.arange(begin, end)
     return SimpleNamespace(
         num_reqs=1,
@@ -123,8 +123,8 @@ def batch_of(begin: int, end: int, blocks: list[int], causal: bool = True) -> An
 
 
 def backend(dtype: torch.dtype) -> tuple[Any, Any, Tensor]:
-    """What builds metadata, a layer's implementation, and an empty cache."""
-    from specops.vllm.attention import SpecopsAttentionImpl, SpecopsMetadataBuilder
+    """Return a builder of metadata, a layer's implementation and an empty cache."""
+    from specops.integrations.vllm.attention import SpecopsAttentionImpl, SpecopsMetadataBuilder
 
     spec = SimpleNamespace(block_size=PAGE)
     builder = SpecopsMetadataBuilder(spec, [], None, torch.device("cpu"))
@@ -133,7 +133,7 @@ def backend(dtype: torch.dtype) -> tuple[Any, Any, Tensor]:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, cuts: list[int], blocks: list[int]) -> Tensor:
-    """One request's attention through the backend, in chunks that end at `cuts`."""
+    """Return the attention of one request by the backend, in chunks that end at `cuts`."""
     builder, impl, cache = backend(q.dtype)
     outs = []
     for begin, end in zip([0, *cuts], cuts, strict=False):
@@ -144,14 +144,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, cuts: list[int], blocks: list[int]) 
     return torch.cat(outs)
 
 
-def test_a_drafter_s_block_sees_all_of_itself() -> None:
-    """Behind a context that was written alone; a model's own rows must be causal."""
+def test_block_of_a_drafter_attends_to_all_of_itself() -> None:
+    """The context before it was written by itself. A model's own rows must be causal."""
     text, length, blocks = 37, 43, [4, 0, 2]
     q = torch.randn(length, HEADS, HEAD_DIM).bfloat16()
     k, v = torch.randn(2, length, KV_HEADS, HEAD_DIM).bfloat16().unbind()
     builder, impl, cache = backend(q.dtype)
     slots = batch_of(0, text, blocks).slot_mapping
-    # One row more than is to be written.
+    # One row more than must be written.
     slots = torch.cat((slots, torch.tensor([-1])))
     impl.do_kv_cache_update(None, k[: text + 1], v[: text + 1], cache, slots)
     given = batch_of(text, length, blocks, causal=False)
@@ -166,7 +166,7 @@ def test_a_drafter_s_block_sees_all_of_itself() -> None:
         builder.build(0, given)
 
 
-def test_attention_in_any_chunks_and_blocks() -> None:
+def test_attention_has_the_same_bits_in_any_chunks_and_blocks() -> None:
     length = 70
     q = torch.randn(length, HEADS, HEAD_DIM).bfloat16()
     k, v = torch.randn(2, length, KV_HEADS, HEAD_DIM).bfloat16().unbind()
@@ -180,8 +180,8 @@ def test_attention_in_any_chunks_and_blocks() -> None:
     torch.testing.assert_close(at_once.float(), want.transpose(0, 1), rtol=2e-2, atol=2e-2)
 
 
-def test_attention_names_all_that_it_has_not() -> None:
-    from specops.vllm.attention import SpecopsAttentionImpl
+def test_attention_reports_all_unsupported_options() -> None:
+    from specops.integrations.vllm.attention import SpecopsAttentionImpl
 
     good = {"num_heads": 4, "head_size": 64, "scale": 1.0, "num_kv_heads": 2}
     assert SpecopsAttentionImpl(**good, logits_soft_cap=0.0).specops_faults == []
@@ -211,7 +211,7 @@ def test_attention_names_all_that_it_has_not() -> None:
         ({"has_weight": False}, ["an RMSNorm without a weight"]),
     ],
 )
-def test_a_norm_names_what_it_has_not(more: dict[str, Any], faults: list[str]) -> None:
-    from specops.vllm.layers import SpecopsRMSNorm
+def test_norm_reports_unsupported_options(more: dict[str, Any], faults: list[str]) -> None:
+    from specops.integrations.vllm.layers import SpecopsRMSNorm
 
     assert SpecopsRMSNorm(64, **more).specops_faults == faults

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampling step alone, on a runner made of what it reads: drafts change no token and no bit."""
+"""The sampling step alone, on a stand-in for the runner: drafts change no token and no bit."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from specops.vllm.hooks import HOOKS
+from specops.integrations.vllm.hooks import HOOKS
 from torch import Tensor
 
 VOCAB, LENGTH = 60, 12
 
 
-def runner(texts: list[list[int]], every: list[Any], mode: str, wanted: int | None) -> Any:
-    """A runner between two steps, whose requests have said these texts behind two prompt tokens."""
+def runner(texts: list[list[int]], every: list[Any], mode: str, num_logprobs: int | None) -> Any:
+    """Return a runner between two steps. Its requests have these texts after two prompt tokens."""
     token_ids = torch.zeros(len(texts), LENGTH, dtype=torch.int32)
     for row, text in enumerate(texts):
         token_ids[row, : len(text)] = torch.tensor(text, dtype=torch.int32)
@@ -24,7 +24,7 @@ def runner(texts: list[list[int]], every: list[Any], mode: str, wanted: int | No
             generators={0: "one that vLLM made"},
             num_tokens_no_spec_cpu_tensor=torch.tensor([len(text) for text in texts]),
             token_ids_cpu_tensor=token_ids,
-            sampling_metadata=SimpleNamespace(max_num_logprobs=wanted),
+            sampling_metadata=SimpleNamespace(max_num_logprobs=num_logprobs),
         ),
         requests={
             name: SimpleNamespace(num_prompt_tokens=2, sampling_params=params)
@@ -35,8 +35,8 @@ def runner(texts: list[list[int]], every: list[Any], mode: str, wanted: int | No
     )
 
 
-def test_every_field_that_is_read_is_one_of_the_hooks() -> None:
-    """The runner here has what the step reads, and no more."""
+def test_every_field_that_is_read_is_checked_by_a_hook() -> None:
+    """The stand-in has what the step reads and nothing more."""
     given = runner([[1]], [None], "raw_logprobs", None)
     names = {hook.target.partition(":")[2]: set(hook.names) for hook in HOOKS}
     assert vars(given).keys() <= names["GPUModelRunner"]
@@ -65,7 +65,7 @@ def metadata(drafts: list[list[int]]) -> Any:
 
 
 def chosen(output: Any) -> tuple[list[list[int]], list[list[Any]]]:
-    """Tokens of each request as vLLM reads them, and their logprobs, ids and ranks."""
+    """Return the tokens of each request as vLLM reads them, with logprobs, ids and ranks."""
     from vllm.v1.sample.rejection_sampler import RejectionSampler
 
     tokens, lists = RejectionSampler.parse_output(
@@ -85,8 +85,8 @@ def chosen(output: Any) -> tuple[list[list[int]], list[list[Any]]]:
 
 
 def plain_steps(texts: list[list[int]], logits: Tensor, mode: str) -> tuple[Any, Any]:
-    """Three steps without drafts: tokens and logprobs of each request."""
-    from specops.vllm.sample_step import sample_step
+    """Run three steps without drafts; return the tokens and logprobs of each request."""
+    from specops.integrations.vllm.sample_step import sample_step
 
     texts, every = [list(text) for text in texts], params()
     tokens: list[list[int]] = [[] for _ in texts]
@@ -109,7 +109,7 @@ TEXTS = [[5, 6, 7], [8, 9], [7, 7, 7, 3, 3], [1, 2, 3]]
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_drafts_change_no_token_and_no_bit(mode: str, dtype: torch.dtype) -> None:
-    from specops.vllm.sample_step import sample_step
+    from specops.integrations.vllm.sample_step import sample_step
 
     generator = torch.Generator().manual_seed(8)
     logits = (3 * torch.randn(12, VOCAB, generator=generator)).to(dtype)
@@ -124,8 +124,8 @@ def test_drafts_change_no_token_and_no_bit(mode: str, dtype: torch.dtype) -> Non
         assert given.input_batch.generators == {}
 
 
-def test_requests_without_drafts_ride_along() -> None:
-    from specops.vllm.sample_step import sample_step
+def test_requests_without_drafts_run_beside_others() -> None:
+    from specops.integrations.vllm.sample_step import sample_step
 
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(2))
     alone = sample_step(runner(TEXTS, params(), "raw_logprobs", None), logits[[0, 1, 4, 5]], None)
@@ -137,7 +137,7 @@ def test_requests_without_drafts_ride_along() -> None:
 
 
 def excess(counts: Tensor, expected: Tensor) -> float:
-    """Standard deviations of chi-square above what chance gives, over cells that are expected."""
+    """Return by how many standard deviations chi-square exceeds its mean, over frequent cells."""
     kept = expected > 5
     chi_square = float((((counts - expected) ** 2) / expected)[kept].sum())
     freedom = int(kept.sum()) - 1
@@ -145,14 +145,15 @@ def excess(counts: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("strategy", ["target_match", "rejection", "block"])
-def test_drafts_do_not_change_what_is_drawn_on_average(
+def test_drafts_do_not_change_the_sampled_distribution(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two tokens of many seeds, the second behind an accepted draft or drawn in a step of its own.
+    """Sample two tokens for many seeds.
 
-    The law of both tokens together is the model's, filters and all.
+    The second one follows an accepted draft or is sampled in a step of its own. Both tokens
+    together have the distribution of the model, filters included.
     """
-    from specops.vllm.sample_step import sample_step
+    from specops.integrations.vllm.sample_step import sample_step
     from vllm import SamplingParams
 
     monkeypatch.setenv("SPECOPS_VLLM_VERIFY", strategy)
@@ -177,10 +178,10 @@ def test_drafts_do_not_change_what_is_drawn_on_average(
 
 
 @pytest.mark.parametrize("strategy", ["rejection", "block"])
-def test_a_strategy_is_plain_decoding_where_nothing_is_drawn(
+def test_greedy_requests_equal_plain_decoding_under_every_strategy(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specops.vllm.sample_step import sample_step
+    from specops.integrations.vllm.sample_step import sample_step
     from vllm import SamplingParams
 
     monkeypatch.setenv("SPECOPS_VLLM_VERIFY", strategy)
@@ -193,9 +194,9 @@ def test_a_strategy_is_plain_decoding_where_nothing_is_drawn(
     assert tokens[0] == best[:2] and len(tokens[1]) == 1
 
 
-def test_a_batch_is_read_again_when_it_changes() -> None:
-    from specops.vllm import step_requests
-    from specops.vllm.sample_step import sample_step
+def test_batch_is_read_again_when_it_changes() -> None:
+    from specops.integrations.vllm import step_requests
+    from specops.integrations.vllm.sample_step import sample_step
 
     every, logits = params(), torch.randn(4, VOCAB)
     one = runner(TEXTS, every, "raw_logprobs", None)

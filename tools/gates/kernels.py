@@ -7,6 +7,7 @@ the last run (with headers, flags and compiler) are not compiled again.
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -51,6 +52,28 @@ def cmake_list(name: str) -> list[str]:
     match = re.search(rf"\bset\({name}\b([^)]*)\)", text)
     assert match, f"CMakeLists.txt does not set {name}"
     return match[1].split()
+
+
+def compile_error(nvcc: Path, source: Path, arch: str) -> str | None:
+    """Return the errors and warnings of a compilation to PTX without optimization, or None."""
+    command = [
+        str(nvcc),
+        *cmake_list("SPECOPS_NVCC_FLAGS"),
+        "-Werror",
+        "all-warnings",
+        f"-I{ROOT / 'csrc'}",
+        f"-arch=compute_{arch}",
+        "-Xcicc",
+        "-O0",
+        "-ptx",
+        "-o",
+        os.devnull,
+        str(source),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return None
+    return f"{source.name} sm_{arch} does not compile:\n{(done.stdout + done.stderr).strip()}"
 
 
 def compile_source(nvcc: Path, source: Path, arch: str, work: Path) -> Compiled:

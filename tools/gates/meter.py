@@ -3,8 +3,8 @@
 
 There are two caps: by the busiest pipe, as if it never waited, and by a replay of the loop with its
 own stall counts and barriers and as many warps as fit (replay.py). Memory is free in both, so they
-bound what the instructions allow and do not predict what a kernel reaches. docs/meter.md has the
-conclusions.
+bound what the instructions allow and do not predict what a kernel reaches. The README
+of this folder has the conclusions.
 """
 
 import hashlib

@@ -8,8 +8,8 @@ from typing import Any
 from bench.common import write_whole
 from tools.gpu_check import held_back, results
 from tools.gpu_check.goals import GOALS, Figures, Verdict, verdict
+from tools.gpu_check.predictions import Prediction, read_predictions
 from tools.gpu_check.runner import Outcome
-from tools.predictions import Prediction, read_predictions
 
 Predicted = Sequence[tuple[Prediction, float]]  # values for the GPU that produced the results
 
@@ -91,7 +91,7 @@ def _predicted(figures: Figures, predicted: Predicted) -> Iterator[str]:
         cells = ("", "") if measured is None else (f"{measured:.3g}", f"{measured / value:.2f}")
         rows.append((said.goal, said.figure, said.unit, f"{value:.3g}", *cells))
     heads = ("goal", "figure", "unit", "predicted", "measured", "measured / predicted")
-    yield from _table("Predictions (docs/predictions.md)", heads, rows)
+    yield from _table("Predictions (tools/gpu_check/predictions.md)", heads, rows)
 
 
 def _facts(figures: Figures) -> Iterator[str]:

@@ -180,7 +180,9 @@ def _test_steps(plan: Plan) -> list[Step]:
     steps = [Step("op tests", (*pytest, *OP_TESTS), 420, tests=True)]
     rest = [f"--ignore={path}" for path in OP_TESTS]
     if not plan.rehearsal:
-        steps.append(Step("engine tests", (*pytest, *rest, "tests"), 240, tests=True))
+        steps.append(
+            Step("engine tests", (*pytest, *rest, "tests", "tools/tests"), 240, tests=True)
+        )
     return steps
 
 

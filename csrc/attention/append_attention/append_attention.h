@@ -103,31 +103,43 @@ SPECOPS_HOST_DEVICE bool mask_allows(const AppendAttentionParams& params,
   return word >> place % 32 & 1;
 }
 
+SPECOPS_FAULT(2003, kAttentionQoIndptr) =
+    "append_attention: qo_indptr must be non-decreasing from 0, at least the entry before it{ = #} "
+    "and at most the rows of q{ = #}";
+SPECOPS_FAULT(2004, kAttentionKvIndptr) =
+    "append_attention: kv_indptr must be non-decreasing from 0, at least the entry before it{ = #} "
+    "and at most the size of kv_indices{ = #}";
+SPECOPS_FAULT(2005, kAttentionKvLens) =
+    "append_attention: kv_lens must be at least the request's rows{=#} and at most the slots of "
+    "its pages{=#}";
+SPECOPS_FAULT(2006, kAttentionPage) =
+    "append_attention: kv_indices must be in [0, num_pages{=#}) where a row sees the page";
+SPECOPS_FAULT(2012, kAttentionWorkspace) =
+    "append_attention: workspace must begin with zeros, which every call leaves there, and serve "
+    "one stream at a time, got a counter with too many arrivals";
+
 // Returns the first fault in a request's rows and lengths. An idle request may hold any values.
 // CUDA skips rows that do not exist (kAttentionQoIndptr) and writes zeros for rows whose KV is
 // invalid.
-SPECOPS_HOST_DEVICE Fault fault_of(const AppendAttentionParams& params, int64_t batch_idx) {
+SPECOPS_HOST_DEVICE Fault find_fault(const AppendAttentionParams& params, int64_t batch_idx) {
   int32_t first_row = params.qo_indptr[batch_idx], end_row = params.qo_indptr[batch_idx + 1];
   int32_t first_page = params.kv_indptr[batch_idx], end_page = params.kv_indptr[batch_idx + 1];
   int32_t kv_len = params.kv_lens[batch_idx];
   if (first_row == end_row) return {};
-  ErrorCode code = ErrorCode::kAttentionQoIndptr;
-  Fault fault = fault_of_range(code, first_row, end_row, batch_idx, params.rows);
+  Fault fault = find_range_fault(kAttentionQoIndptr, first_row, end_row, batch_idx, params.rows);
   if (fault.found()) return fault;
-  code = ErrorCode::kAttentionKvIndptr;
-  fault = fault_of_range(code, first_page, end_page, batch_idx, params.num_indices);
+  fault = find_range_fault(kAttentionKvIndptr, first_page, end_page, batch_idx, params.num_indices);
   if (fault.found()) return fault;
-  code = ErrorCode::kAttentionKvLens;
   int64_t slots = int64_t{end_page - first_page} * params.page_size;
-  return fault_of_kv_len(code, kv_len, batch_idx, end_row - first_row, slots);
+  return find_kv_len_fault(kAttentionKvLens, kv_len, batch_idx, end_row - first_row, slots);
 }
 
 // Returns the fault of the page id at kv_indices[place], for a page that a row sees.
-SPECOPS_HOST_DEVICE Fault fault_of_page(const AppendAttentionParams& params,
-                                        int64_t place,
-                                        int32_t page) {
+SPECOPS_HOST_DEVICE Fault find_page_fault(const AppendAttentionParams& params,
+                                          int64_t place,
+                                          int32_t page) {
   if (is_page_of(params.num_pages, page)) return {};
-  return fault_at(ErrorCode::kAttentionPage, page, place).with(params.num_pages);
+  return fault_at(kAttentionPage, page, place).with(params.num_pages);
 }
 
 // One function per dtype of q, so that an instruction set only compiles the dtypes it speeds up.

@@ -28,7 +28,7 @@ struct CompactKvRequest {
       : count(params.num_accepted_tokens[batch_idx]),
         path(params.accepted_nodes + batch_idx * params.nodes),
         pages(params.kv_indices + params.kv_indptr[batch_idx]),
-        fault(fault_of(params, batch_idx).code) {
+        fault(find_fault(params, batch_idx).code) {
     int64_t rows = num_rows(params, batch_idx);
     first = params.kv_lens[batch_idx] - rows + 1;
     num_nodes = static_cast<int32_t>(rows) - 1;
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kCompactKvThreads) compact_kv_kernel(CompactKv
     wrong |= !is_next_node(before, node, request.num_nodes);
   }
   if (__syncthreads_or(wrong)) {
-    if (reports && thread == 0) report_error(params.error, ErrorCode::kCompactKvAcceptedNodes);
+    if (reports && thread == 0) report_error(params.error, kCompactKvAcceptedNodes);
     return;
   }
   for (int i = thread; i < request.count; i += kCompactKvThreads) {
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kCompactKvThreads) compact_kv_kernel(CompactKv
     wrong |= !is_page_of(params.num_pages, from) || !is_page_of(params.num_pages, to);
   }
   if (__syncthreads_or(wrong)) {
-    if (reports && thread == 0) report_error(params.error, ErrorCode::kCompactKvPage);
+    if (reports && thread == 0) report_error(params.error, kCompactKvPage);
     return;
   }
 

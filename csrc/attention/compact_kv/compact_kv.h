@@ -37,24 +37,36 @@ SPECOPS_HOST_DEVICE int64_t num_rows(const CompactKvParams& params, int64_t batc
   return int64_t{params.qo_indptr[batch_idx + 1]} - params.qo_indptr[batch_idx];
 }
 
+SPECOPS_FAULT(2007, kCompactKvNumAcceptedTokens) =
+    "compact_kv: num_accepted_tokens must be at least 0, below the request's rows{=#} and at most "
+    "the width of accepted_nodes{=#}";
+SPECOPS_FAULT(2008, kCompactKvKvIndptr) =
+    "compact_kv: kv_indptr must be non-decreasing from 0, at least the entry before it{ = #} and "
+    "at most the size of kv_indices{=#}";
+SPECOPS_FAULT(2009, kCompactKvKvLens) =
+    "compact_kv: kv_lens must be at least the request's rows{=#} and at most the slots of its "
+    "pages{=#}";
+SPECOPS_FAULT(2010, kCompactKvAcceptedNodes) =
+    "compact_kv: accepted_nodes must be ascending in [0, rows - 1){, here in [#}{, #)}";
+SPECOPS_FAULT(2011, kCompactKvPage) =
+    "compact_kv: kv_indices must be in [0, num_pages{=#}) where a token moves";
+
 // Returns the first fault in a request's counts and lengths. An idle request may hold any values.
 // is_next_node checks the nodes of its path and is_page_of the pages of its moves.
-SPECOPS_HOST_DEVICE Fault fault_of(const CompactKvParams& params, int64_t batch_idx) {
+SPECOPS_HOST_DEVICE Fault find_fault(const CompactKvParams& params, int64_t batch_idx) {
   int32_t count = params.num_accepted_tokens[batch_idx];
   int64_t rows = num_rows(params, batch_idx);
   int32_t kv_len = params.kv_lens[batch_idx];
   int32_t first_page = params.kv_indptr[batch_idx], end_page = params.kv_indptr[batch_idx + 1];
   if (count == 0) return {};
   if (count < 0 || count > params.nodes || count >= rows) {
-    ErrorCode code = ErrorCode::kCompactKvNumAcceptedTokens;
-    return fault_at(code, count, batch_idx).with(rows, params.nodes);
+    return fault_at(kCompactKvNumAcceptedTokens, count, batch_idx).with(rows, params.nodes);
   }
-  ErrorCode code = ErrorCode::kCompactKvKvIndptr;
-  Fault fault = fault_of_range(code, first_page, end_page, batch_idx, params.num_indices);
+  Fault fault =
+      find_range_fault(kCompactKvKvIndptr, first_page, end_page, batch_idx, params.num_indices);
   if (fault.found()) return fault;
-  code = ErrorCode::kCompactKvKvLens;
   int64_t slots = int64_t{end_page - first_page} * params.page_size;
-  return fault_of_kv_len(code, kv_len, batch_idx, rows, slots);
+  return find_kv_len_fault(kCompactKvKvLens, kv_len, batch_idx, rows, slots);
 }
 
 // Returns whether `node` may follow `before` on a path; `before` is -1 for the first node.
@@ -62,22 +74,22 @@ SPECOPS_HOST_DEVICE bool is_next_node(int32_t before, int32_t node, int64_t num_
   return node > before && node < num_nodes;
 }
 
-SPECOPS_HOST_DEVICE Fault fault_of_node(const CompactKvParams& params,
-                                        int64_t batch_idx,
-                                        int64_t i) {
+SPECOPS_HOST_DEVICE Fault find_node_fault(const CompactKvParams& params,
+                                          int64_t batch_idx,
+                                          int64_t i) {
   const int32_t* path = params.accepted_nodes + batch_idx * params.nodes;
   int32_t before = i == 0 ? -1 : path[i - 1];
   int64_t num_nodes = num_rows(params, batch_idx) - 1;
   if (is_next_node(before, path[i], num_nodes)) return {};
-  return fault_at(ErrorCode::kCompactKvAcceptedNodes, path[i], batch_idx, i)
+  return fault_at(kCompactKvAcceptedNodes, path[i], batch_idx, i)
       .with(int64_t{before} + 1, num_nodes);
 }
 
 // Returns the fault of the page id at kv_indices[place], which a move reads or writes.
-SPECOPS_HOST_DEVICE Fault fault_of_page(const CompactKvParams& params, int64_t place) {
+SPECOPS_HOST_DEVICE Fault find_page_fault(const CompactKvParams& params, int64_t place) {
   int32_t page = params.kv_indices[place];
   if (is_page_of(params.num_pages, page)) return {};
-  return fault_at(ErrorCode::kCompactKvPage, page, place).with(params.num_pages);
+  return fault_at(kCompactKvPage, page, place).with(params.num_pages);
 }
 
 SPECOPS_DECLARE_CPU(compact_kv_cpu, CompactKvParams);

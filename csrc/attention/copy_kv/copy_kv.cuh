@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kCopyKvThreads) copy_kv_kernel(CopyKvParams pa
   uint32_t copy_idx = blockIdx.x / parts, part = blockIdx.x % parts;
   int64_t to = params.to_slots[copy_idx];
   if (to == -1) return;
-  ErrorCode code = fault_of(params, copy_idx).code;
+  ErrorCode code = find_fault(params, copy_idx).code;
   if (code != ErrorCode::kNone) {
     if (part == 0 && threadIdx.x == 0) report_error(params.error, code);
     return;

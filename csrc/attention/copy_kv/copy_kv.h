@@ -25,14 +25,19 @@ SPECOPS_HOST_DEVICE int num_caches(const CopyKvParams& params) {
   return params.v_cache == nullptr ? 1 : 2;
 }
 
-SPECOPS_HOST_DEVICE Fault fault_of(const CopyKvParams& params, int64_t copy_idx) {
+SPECOPS_FAULT(2013, kCopyKvFromSlots) =
+    "copy_kv: from_slots must be in [0, num_pages * page_size{ = #}) where a token is copied";
+SPECOPS_FAULT(2014,
+              kCopyKvToSlots) = "copy_kv: to_slots must be -1 or below num_pages * page_size{ = #}";
+
+SPECOPS_HOST_DEVICE Fault find_fault(const CopyKvParams& params, int64_t copy_idx) {
   int64_t from = params.from_slots[copy_idx], to = params.to_slots[copy_idx];
   if (to == -1) return {};
   if (to < 0 || to >= params.num_slots) {
-    return fault_at(ErrorCode::kCopyKvToSlots, to, copy_idx).with(params.num_slots);
+    return fault_at(kCopyKvToSlots, to, copy_idx).with(params.num_slots);
   }
   if (from < 0 || from >= params.num_slots) {
-    return fault_at(ErrorCode::kCopyKvFromSlots, from, copy_idx).with(params.num_slots);
+    return fault_at(kCopyKvFromSlots, from, copy_idx).with(params.num_slots);
   }
   return {};
 }

@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(kRopeThreads,
 
   int64_t slot = params.cache_slots[row];
   int32_t position = params.positions[row];
-  Fault fault = fault_of(params, row);
+  Fault fault = find_fault(params, row);
   if (fault.found() && head == 0 && chunk_idx == 0) report_error(params.error, fault.code);
   int head_dim = static_cast<int>(params.head_dim);
   int begin = chunk_idx * kRopeChunk;

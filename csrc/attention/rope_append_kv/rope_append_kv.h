@@ -43,14 +43,19 @@ struct RopeAppendKvParams {
   float* v_scales;    // same shape as k_scales
 };
 
-SPECOPS_HOST_DEVICE Fault fault_of(const RopeAppendKvParams& params, int64_t row) {
+SPECOPS_FAULT(2001, kRopeSlot) =
+    "rope_append_kv: cache_slots must be -1 or in [0, num_pages * page_size{=#})";
+SPECOPS_FAULT(2002, kRopePosition) =
+    "rope_append_kv: positions must be in [0, max_positions{=#}), or -1 where cache_slots is -1";
+
+SPECOPS_HOST_DEVICE Fault find_fault(const RopeAppendKvParams& params, int64_t row) {
   int64_t slot = params.cache_slots[row];
   int32_t position = params.positions[row];
   if (slot < -1 || slot >= params.num_slots) {
-    return fault_at(ErrorCode::kRopeSlot, slot, row).with(params.num_slots);
+    return fault_at(kRopeSlot, slot, row).with(params.num_slots);
   }
   if (position < (slot == -1 ? -1 : 0) || position >= params.max_positions) {
-    return fault_at(ErrorCode::kRopePosition, position, row).with(params.max_positions);
+    return fault_at(kRopePosition, position, row).with(params.max_positions);
   }
   return {};
 }

@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kLatentThreads)
   bool is_token = head == params.num_qo_heads;
   int64_t slot = params.cache_slots[row];
   int32_t position = params.positions[row];
-  Fault fault = fault_of(params, row);
+  Fault fault = find_fault(params, row);
   if (fault.found() && is_token && lane == 0) report_error(params.error, fault.code);
   bool is_nothing = fault.found() || position < 0;
   if (is_token && (is_nothing || slot < 0)) return;

@@ -35,14 +35,20 @@ struct RopeAppendLatentParams {
   ErrorFlag error;   // CUDA: reports slots and positions out of range
 };
 
-SPECOPS_HOST_DEVICE Fault fault_of(const RopeAppendLatentParams& params, int64_t row) {
+SPECOPS_FAULT(2015, kLatentSlot) =
+    "rope_append_latent: cache_slots must be -1 or in [0, num_pages * page_size{=#})";
+SPECOPS_FAULT(2016, kLatentPosition) =
+    "rope_append_latent: positions must be in [0, max_positions{=#}), or -1 where cache_slots is "
+    "-1";
+
+SPECOPS_HOST_DEVICE Fault find_fault(const RopeAppendLatentParams& params, int64_t row) {
   int64_t slot = params.cache_slots[row];
   int32_t position = params.positions[row];
   if (slot < -1 || slot >= params.num_slots) {
-    return fault_at(ErrorCode::kLatentSlot, slot, row).with(params.num_slots);
+    return fault_at(kLatentSlot, slot, row).with(params.num_slots);
   }
   if (position < (slot == -1 ? -1 : 0) || position >= params.max_positions) {
-    return fault_at(ErrorCode::kLatentPosition, position, row).with(params.max_positions);
+    return fault_at(kLatentPosition, position, row).with(params.max_positions);
   }
   return {};
 }

@@ -64,7 +64,7 @@ void rope_append_latent(const TensorView& q,
   }
 
   // Validate every index before anything is written.
-  for (int64_t row = 0; row < rows; ++row) check.refuse(fault_of(params, row));
+  for (int64_t row = 0; row < rows; ++row) check.refuse(find_fault(params, row));
   if (rows * (heads + 1) * kLatentKeyDim < kGilElements) return rope_append_latent_cpu(params);
   pybind11::gil_scoped_release release;
   rope_append_latent_cpu(params);

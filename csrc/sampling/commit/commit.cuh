@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kCommitThreads, 1) commit_kernel(CommitParams 
     params.num_committed_tokens[batch_idx] = 0;
   }
   if (slot == -1) return;
-  if (Fault fault = fault_of(params, batch_idx); fault.found()) {
+  if (Fault fault = find_fault(params, batch_idx); fault.found()) {
     if (thread_idx == 0) report_error(params.error, fault.code);
     return;
   }
@@ -103,11 +103,11 @@ __global__ void __launch_bounds__(kCommitThreads, 1) commit_kernel(CommitParams 
   }
 
   if (thread_idx == 0) {
-    Fault fault = fault_of_room(params, slot, 0);
+    Fault fault = find_room_fault(params, slot, 0);
     if (!fault.found()) {
       shared->walk = commit_walk(params, batch_idx, slot);
       shared->tokens = committed_tokens(params, batch_idx, slot, shared->walk);
-      fault = fault_of_room(params, slot, shared->walk.count);
+      fault = find_room_fault(params, slot, shared->walk.count);
     }
     shared->is_fault = fault.found();
     if (fault.found()) report_error(params.error, fault.code);
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kCommitThreads, 1) commit_kernel(CommitParams 
       num_new += __syncthreads_count(idx < tokens.count &&
                                      is_new_token(ids, params.counts.num_counted, tokens, idx));
     }
-    if (Fault fault = fault_of_counted(params, slot, used, num_new); fault.found()) {
+    if (Fault fault = find_counted_fault(params, slot, used, num_new); fault.found()) {
       if (thread_idx == 0) report_error(params.error, fault.code);
       return;
     }

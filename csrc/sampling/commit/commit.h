@@ -72,26 +72,34 @@ struct CommitParams {
   ErrorFlag error;
 };
 
-SPECOPS_HOST_DEVICE Fault fault_of(const CommitParams& params, int64_t batch_idx) {
+SPECOPS_FAULT(4001, kCommitSlot) = "commit: slots must be -1 or below num_slots{ = #}";
+SPECOPS_FAULT(4002, kCommitSlotTaken) = "commit: slots must be of no other request, got one again";
+SPECOPS_FAULT(4003, kCommitRoom) =
+    "commit: lens must be at least 0, with room for the {# }new tokens below max_len{ = #}, got "
+    "more than fit";
+SPECOPS_FAULT(4004, kCommitCountedTokens) =
+    "commit: counts.counted_token_ids must be few enough to leave room for the {# }new ones{ in a "
+    "width of #}, got a row too full";
+
+SPECOPS_HOST_DEVICE Fault find_fault(const CommitParams& params, int64_t batch_idx) {
   int32_t slot = params.slots[batch_idx];
-  return fault_of_slot(ErrorCode::kCommitSlot, slot, batch_idx, params.num_slots);
+  return find_slot_fault(kCommitSlot, slot, batch_idx, params.num_slots);
 }
 
 // Checks that a slot has capacity for `count` more tokens.
-SPECOPS_HOST_DEVICE Fault fault_of_room(const CommitParams& params, int32_t slot, int64_t count) {
+SPECOPS_HOST_DEVICE Fault find_room_fault(const CommitParams& params, int32_t slot, int64_t count) {
   int64_t len = params.lens[slot];
   if (len >= 0 && len + count <= params.max_len) return {};
-  return fault_at(ErrorCode::kCommitRoom, len, slot).with(count, params.max_len);
+  return fault_at(kCommitRoom, len, slot).with(count, params.max_len);
 }
 
 // Checks that a row of counted_token_ids with `used` ids has capacity for num_new more.
-SPECOPS_HOST_DEVICE Fault fault_of_counted(const CommitParams& params,
-                                           int32_t slot,
-                                           int64_t used,
-                                           int64_t num_new) {
+SPECOPS_HOST_DEVICE Fault find_counted_fault(const CommitParams& params,
+                                             int32_t slot,
+                                             int64_t used,
+                                             int64_t num_new) {
   if (used + num_new <= params.counts.num_counted) return {};
-  return fault_at(ErrorCode::kCommitCountedTokens, used, slot)
-      .with(num_new, params.counts.num_counted);
+  return fault_at(kCommitCountedTokens, used, slot).with(num_new, params.counts.num_counted);
 }
 
 SPECOPS_DECLARE_CPU(commit_cpu, CommitParams);

@@ -11,29 +11,29 @@ namespace {
 void check_commit_values(Checker& check, const CommitParams& params) {
   std::vector<bool> is_taken(params.num_slots);
   for (int64_t i = 0; i < params.batch; ++i) {
-    check.refuse(fault_of(params, i));
+    check.refuse(find_fault(params, i));
     int32_t slot = params.slots[i];
     if (slot < 0) continue;
-    if (is_taken[slot]) check.refuse(fault_at(ErrorCode::kCommitSlotTaken, slot, i));
+    if (is_taken[slot]) check.refuse(fault_at(kCommitSlotTaken, slot, i));
     is_taken[slot] = true;
     const int32_t* ids = params.counts.counted_token_ids;
     if (ids != nullptr) ids += slot * params.counts.num_counted;
     int64_t used = ids != nullptr ? counted_place(ids, params.counts.num_counted, -1) : 0;
     auto has_room = [&](int64_t count) {
-      return !fault_of_room(params, slot, count).found() &&
-             (ids == nullptr || !fault_of_counted(params, slot, used, count).found());
+      return !find_room_fault(params, slot, count).found() &&
+             (ids == nullptr || !find_counted_fault(params, slot, used, count).found());
     };
     if (has_room(params.max_tokens)) continue;  // enough for any outcome of the walk
-    check.refuse(fault_of_room(params, slot, 0));
+    check.refuse(find_room_fault(params, slot, 0));
     CommitWalk walk = commit_walk(params, i, slot);
-    check.refuse(fault_of_room(params, slot, walk.count));
+    check.refuse(find_room_fault(params, slot, walk.count));
     if (ids == nullptr) continue;
     CommitTokens tokens = committed_tokens(params, i, slot, walk);
     int64_t num_new = 0;
     for (int64_t j = 0; j < walk.count; ++j) {
       num_new += is_new_token(ids, params.counts.num_counted, tokens, j);
     }
-    check.refuse(fault_of_counted(params, slot, used, num_new));
+    check.refuse(find_counted_fault(params, slot, used, num_new));
   }
 }
 

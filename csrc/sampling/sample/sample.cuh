@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   int64_t idx = static_cast<int32_t>(blockIdx.x) / plan.splits;
   RowLogits<T, kProcessed> row(params.logits, idx, params.logits_stride, params.vocab_size);
   SamplingParams filters = filters_of(params.sampling, idx);
-  ErrorCode fault = fault_of<kProcessed>(params, idx).code;
+  ErrorCode fault = find_fault<kProcessed>(params, idx).code;
   bool writes = threadIdx.x == 0;
   if (fault != ErrorCode::kNone) {
     if (static_cast<int32_t>(blockIdx.x) % plan.splits != 0) return;

@@ -43,18 +43,18 @@ struct SampleParams {
 
 // Checks one row's values. kProcessed: there may be processors.
 template <bool kProcessed>
-SPECOPS_HOST_DEVICE Fault fault_of(const SampleParams& params, int64_t row) {
+SPECOPS_HOST_DEVICE Fault find_fault(const SampleParams& params, int64_t row) {
   constexpr SamplingOp kOp = SamplingOp::kSample;
   SamplingParams filters = filters_of(params.sampling, row);
-  Fault fault = fault_of_filters(kOp, params.sampling, filters, row);
+  Fault fault = find_filters_fault(kOp, params.sampling, filters, row);
   if (!fault.found() && filters.temperature > 0.0f && params.sampling.seeds == nullptr) {
-    fault.code = code_of(kOp, SamplingRule::kSeeds);
+    fault.code = code_of(kOp, kSeedsRule);
   }
   if (!kProcessed) return fault;
   if (!fault.found()) {
-    fault = fault_of_processors(kOp, params.processors, row, params.positions[row]);
+    fault = find_processors_fault(kOp, params.processors, row, params.positions[row]);
   }
-  return fault.found() ? fault : fault_of_mask(kOp, params.processors, row);
+  return fault.found() ? fault : find_mask_fault(kOp, params.processors, row);
 }
 
 SPECOPS_DECLARE_CPU(sample_cpu, SampleParams);

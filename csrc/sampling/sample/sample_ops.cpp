@@ -65,7 +65,7 @@ void sample(const TensorView& logits,
       .error = check.error_flag(),
   };
   if (check.on_cuda()) return sample_cuda(params, check.stream());
-  for (int64_t row = 0; row < rows; ++row) check.refuse(fault_of<true>(params, row));
+  for (int64_t row = 0; row < rows; ++row) check.refuse(find_fault<true>(params, row));
   run_on_cpu<SampleParams>(sample_cpu, params, rows * vocab_size);
 }
 

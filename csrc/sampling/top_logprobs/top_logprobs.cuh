@@ -64,17 +64,17 @@ struct RowOwner {
 };
 
 // Checks the request that owns a row of processed logprobs.
-__device__ inline ErrorCode fault_of(const TopLogprobsParams& params, RowOwner owner) {
+__device__ inline ErrorCode find_fault(const TopLogprobsParams& params, RowOwner owner) {
   constexpr SamplingOp kOp = SamplingOp::kTopLogprobs;
   int64_t batch_idx = owner.batch_idx;
   // A row before its request's first row is the result of a fault in output_indptr.
-  if (owner.idx < 0) return code_of(kOp, SamplingRule::kOutputIndptr);
+  if (owner.idx < 0) return code_of(kOp, kOutputIndptrRule);
   TopLogprobsValues values = values_of(params, batch_idx, owner.first);
-  Fault fault = fault_of(params, values, batch_idx);
+  Fault fault = find_fault(params, values, batch_idx);
 #pragma unroll 1
   for (int32_t i = 0; has_processors(params.processors) && i < values.end - values.begin; ++i) {
     if (fault.found()) break;
-    fault = fault_of_row(params, values, batch_idx, i);
+    fault = find_row_fault(params, values, batch_idx, i);
   }
   return fault.code;
 }
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   if (processed) {
     RowOwner owner(params, idx);
     bool owned = owner.batch_idx >= 0;
-    ErrorCode fault = owned ? fault_of(params, owner) : ErrorCode::kNone;
+    ErrorCode fault = owned ? find_fault(params, owner) : ErrorCode::kNone;
     if (fault != ErrorCode::kNone) {
       if (static_cast<int32_t>(blockIdx.x) % plan.splits != 0) return;
       for (int64_t i = threadIdx.x; i < params.n; i += blockDim.x) {

@@ -58,30 +58,31 @@ SPECOPS_HOST_DEVICE TopLogprobsValues values_of(const TopLogprobsParams& params,
 }
 
 // Checks the values of one request; one without rows has no fault.
-SPECOPS_HOST_DEVICE Fault fault_of(const TopLogprobsParams& params,
-                                   const TopLogprobsValues& values,
-                                   int64_t batch_idx) {
+SPECOPS_HOST_DEVICE Fault find_fault(const TopLogprobsParams& params,
+                                     const TopLogprobsValues& values,
+                                     int64_t batch_idx) {
   constexpr SamplingOp kOp = SamplingOp::kTopLogprobs;
   Fault fault;
   if (params.drafts.output_indptr != nullptr) {
-    fault = fault_of_indptr(
+    fault = find_indptr_fault(
         kOp, values.begin, values.end, batch_idx, params.drafts.max_draft_tokens + 1, params.rows);
   }
   if (fault.found() || values.begin == values.end) return fault;
-  fault = fault_of_filters(kOp, params.sampling, values.filters, batch_idx);
+  fault = find_filters_fault(kOp, params.sampling, values.filters, batch_idx);
   if (fault.found() || !has_processors(params.processors)) return fault;
-  return fault_of_processors(kOp, params.processors, batch_idx, params.positions[batch_idx]);
+  return find_processors_fault(kOp, params.processors, batch_idx, params.positions[batch_idx]);
 }
 
 // Checks row i of a request with processors, and the draft after it.
-SPECOPS_HOST_DEVICE Fault fault_of_row(const TopLogprobsParams& params,
-                                       const TopLogprobsValues& values,
-                                       int64_t batch_idx,
-                                       int32_t i) {
+SPECOPS_HOST_DEVICE Fault find_row_fault(const TopLogprobsParams& params,
+                                         const TopLogprobsValues& values,
+                                         int64_t batch_idx,
+                                         int32_t i) {
   constexpr SamplingOp kOp = SamplingOp::kTopLogprobs;
-  Fault fault = fault_of_mask(kOp, params.processors, int64_t{values.begin} + i);
+  Fault fault = find_mask_fault(kOp, params.processors, int64_t{values.begin} + i);
   if (fault.found() || i + 1 == values.end - values.begin) return fault;
-  return fault_of_parent(kOp, params.drafts.parents, params.drafts.max_draft_tokens, batch_idx, i);
+  return find_parent_fault(
+      kOp, params.drafts.parents, params.drafts.max_draft_tokens, batch_idx, i);
 }
 
 SPECOPS_DECLARE_CPU(top_logprobs_cpu, TopLogprobsParams);

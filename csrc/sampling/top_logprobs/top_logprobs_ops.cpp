@@ -72,9 +72,9 @@ void top_logprobs(const TensorView& logits,
   if (check.on_cuda()) return top_logprobs_cuda(params, check.stream());
   for (int64_t b = 0; processed_logprobs && b < batch; ++b) {
     TopLogprobsValues values = values_of(params, b, static_cast<int32_t>(b));
-    check.refuse(fault_of(params, values, b));
+    check.refuse(find_fault(params, values, b));
     for (int32_t i = 0; i < values.end - values.begin; ++i) {
-      check.refuse(fault_of_row(params, values, b, i));
+      check.refuse(find_row_fault(params, values, b, i));
     }
   }
   run_on_cpu<TopLogprobsParams>(top_logprobs_cpu, params, rows * vocab_size);

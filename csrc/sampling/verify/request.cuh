@@ -27,7 +27,7 @@ struct VerifyRequest {
     strategy = static_cast<VerifyStrategy>(values.strategy);
     policy = static_cast<AcceptPolicy>(values.policy);
     filters = values.filters;
-    fault = fault_of(params, values, batch_idx).code;
+    fault = find_fault(params, values, batch_idx).code;
     num_rows = fault == ErrorCode::kNone ? values.end - values.begin : 0;
     num_read = policy == AcceptPolicy::kRejectAll && num_rows > 0 ? 1 : num_rows;
     num_together = 0;

@@ -135,7 +135,7 @@ __device__ __forceinline__ void verify_row(const VerifyParams& params, const Row
     if (!shared.again) {
       accepted = weigh_drafts(params, shared, batch_idx, shared.num_together);
       if (accepted < 0) {
-        if (threadIdx.x == 0) report_error(params.error, kListedFault);
+        if (threadIdx.x == 0) report_error(params.error, kVerifyDraftProbTokenIds);
         return emit_nothing(params, batch_idx);
       }
       if (accepted < shared.num_together) {

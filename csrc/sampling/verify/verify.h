@@ -107,65 +107,82 @@ SPECOPS_HOST_DEVICE VerifyValues values_of(const VerifyParams& params, int64_t b
           filters_of(params.sampling, batch_idx)};
 }
 
-SPECOPS_HOST_DEVICE Fault fault_of_rules(const VerifyParams& params,
-                                         int32_t strategy,
-                                         int32_t policy,
-                                         int64_t batch_idx) {
+SPECOPS_FAULT(4401, kVerifyStrategy) =
+    "verify: strategy must be 0 (GREEDY), 1 (TARGET_MATCH), 2 (REJECTION), 3 (BLOCK) or 4 (TOPP)";
+SPECOPS_FAULT(4402, kVerifyTreeStrategy) =
+    "verify: strategy must be 0 (GREEDY), 1 (TARGET_MATCH) or 2 (REJECTION) where parents are "
+    "given";
+SPECOPS_FAULT(4403, kVerifyPolicy) =
+    "verify: policy must be 0 (NORMAL), 1 (ACCEPT_ALL), 2 (REJECT_ALL) or 3 (SYNTHETIC)";
+SPECOPS_FAULT(4404, kVerifyTreePolicy) =
+    "verify: policy must be 0 (NORMAL) or 2 (REJECT_ALL) where parents are given";
+SPECOPS_FAULT(4405, kVerifyNoAcceptRates) =
+    "verify: accept_rates must be given where a policy is 3 (SYNTHETIC), got None";
+SPECOPS_FAULT(4406, kVerifyAcceptRates) =
+    "verify: accept_rates must be within [0, 1] where the policy is 3 (SYNTHETIC)";
+SPECOPS_FAULT(4407, kVerifyDraftProbRows) =
+    "verify: draft_probs.rows must be -1 or below the rows of draft_probs.probs{ = #}";
+SPECOPS_FAULT(4408, kVerifyDraftProbTokenIds) =
+    "verify: draft_probs.token_ids must be -1 or below vocab_size{ = #}";
+
+SPECOPS_HOST_DEVICE Fault find_rules_fault(const VerifyParams& params,
+                                           int32_t strategy,
+                                           int32_t policy,
+                                           int64_t batch_idx) {
   bool tree = params.drafts.parents != nullptr;
   if (!is_strategy(strategy, tree)) {
-    auto rule = tree ? SamplingRule::kTreeStrategy : SamplingRule::kStrategy;
-    return fault_at(code_of(SamplingOp::kVerify, rule), params.strategy, batch_idx, strategy);
+    ErrorCode code = tree ? kVerifyTreeStrategy : kVerifyStrategy;
+    return fault_at(code, params.strategy, batch_idx, strategy);
   }
   if (!is_policy(policy, tree)) {
-    auto rule = tree ? SamplingRule::kTreePolicy : SamplingRule::kPolicy;
-    return fault_at(code_of(SamplingOp::kVerify, rule), params.policy, batch_idx, policy);
+    ErrorCode code = tree ? kVerifyTreePolicy : kVerifyPolicy;
+    return fault_at(code, params.policy, batch_idx, policy);
   }
   return {};
 }
 
 // Checks the request's acceptance rates, under kSynthetic.
-SPECOPS_HOST_DEVICE Fault fault_of_rates(const VerifyParams& params,
-                                         int64_t batch_idx,
-                                         int64_t num_drafts) {
-  constexpr SamplingOp kOp = SamplingOp::kVerify;
+SPECOPS_HOST_DEVICE Fault find_rates_fault(const VerifyParams& params,
+                                           int64_t batch_idx,
+                                           int64_t num_drafts) {
   if (params.drafts.max_draft_tokens == 0) return {};
-  if (params.accept_rates == nullptr) return {code_of(kOp, SamplingRule::kNoAcceptRates)};
+  if (params.accept_rates == nullptr) return {kVerifyNoAcceptRates};
   const float* rates = params.accept_rates + batch_idx * params.drafts.max_draft_tokens;
   for (int64_t i = 0; i < num_drafts; ++i) {
     if (rates[i] >= 0.0f && rates[i] <= 1.0f) continue;
-    return fault_at(code_of(kOp, SamplingRule::kAcceptRates), rates[i], batch_idx, i);
+    return fault_at(kVerifyAcceptRates, rates[i], batch_idx, i);
   }
   return {};
 }
 
 // Checks a request's values; an idle request may hold anything. Rows and drafts have checks of
-// their own: fault_of_mask, fault_of_parent, fault_of_listed.
-SPECOPS_HOST_DEVICE Fault fault_of(const VerifyParams& params,
-                                   const VerifyValues& values,
-                                   int64_t batch_idx) {
+// their own: find_mask_fault, find_parent_fault, find_listed_fault.
+SPECOPS_HOST_DEVICE Fault find_fault(const VerifyParams& params,
+                                     const VerifyValues& values,
+                                     int64_t batch_idx) {
   constexpr SamplingOp kOp = SamplingOp::kVerify;
-  Fault fault = fault_of_indptr(
+  Fault fault = find_indptr_fault(
       kOp, values.begin, values.end, batch_idx, params.drafts.max_draft_tokens + 1, params.rows);
   if (fault.found() || values.begin == values.end) return fault;
-  fault = fault_of_rules(params, values.strategy, values.policy, batch_idx);
+  fault = find_rules_fault(params, values.strategy, values.policy, batch_idx);
   if (fault.found()) return fault;
   if (values.draft_prob_row < -1 || values.draft_prob_row >= params.draft_probs.num_rows) {
-    ErrorCode code = code_of(kOp, SamplingRule::kDraftProbRows);
-    return fault_at(code, values.draft_prob_row, batch_idx).with(params.draft_probs.num_rows);
+    return fault_at(kVerifyDraftProbRows, values.draft_prob_row, batch_idx)
+        .with(params.draft_probs.num_rows);
   }
-  fault = fault_of_filters(kOp, params.sampling, values.filters, batch_idx);
+  fault = find_filters_fault(kOp, params.sampling, values.filters, batch_idx);
   if (fault.found()) return fault;
   auto policy = static_cast<AcceptPolicy>(values.policy);
   if (params.sampling.seeds == nullptr &&
       draws(static_cast<VerifyStrategy>(values.strategy), policy, values.filters.temperature)) {
-    return {code_of(kOp, SamplingRule::kSeeds)};
+    return {code_of(kOp, kSeedsRule)};
   }
   if (has_processors(params.processors)) {
-    fault = fault_of_processors(kOp, params.processors, batch_idx, params.positions[batch_idx]);
+    fault = find_processors_fault(kOp, params.processors, batch_idx, params.positions[batch_idx]);
     if (fault.found()) return fault;
   }
   if (policy != AcceptPolicy::kSynthetic) return {};
-  return fault_of_rates(params, batch_idx, int64_t{values.end} - values.begin - 1);
+  return find_rates_fault(params, batch_idx, int64_t{values.end} - values.begin - 1);
 }
 
 // Returns whether an entry of draft_probs.token_ids is valid.
@@ -173,13 +190,12 @@ SPECOPS_HOST_DEVICE bool is_listed_token(int32_t token_id, int64_t vocab_size) {
   return token_id >= -1 && token_id < vocab_size;
 }
 
-SPECOPS_HOST_DEVICE Fault fault_of_listed(const VerifyParams& params,
-                                          int64_t batch_idx,
-                                          int64_t row,
-                                          int32_t token_id) {
+SPECOPS_HOST_DEVICE Fault find_listed_fault(const VerifyParams& params,
+                                            int64_t batch_idx,
+                                            int64_t row,
+                                            int32_t token_id) {
   if (is_listed_token(token_id, params.vocab_size)) return {};
-  ErrorCode code = code_of(SamplingOp::kVerify, SamplingRule::kDraftProbTokenIds);
-  return fault_at(code, token_id, batch_idx, row).with(params.vocab_size);
+  return fault_at(kVerifyDraftProbTokenIds, token_id, batch_idx, row).with(params.vocab_size);
 }
 
 SPECOPS_DECLARE_CPU(verify_cpu, VerifyParams);

@@ -20,16 +20,16 @@ void check_verify_values(const Checker& check, const VerifyParams& params) {
   constexpr SamplingOp kOp = SamplingOp::kVerify;
   for (int64_t b = 0; b < params.batch; ++b) {
     VerifyValues values = values_of(params, b);
-    check.refuse(fault_of(params, values, b));
+    check.refuse(find_fault(params, values, b));
     int32_t num_rows = values.end - values.begin;
     for (int32_t i = 0; i < num_rows; ++i) {
-      check.refuse(fault_of_mask(kOp, params.processors, int64_t{values.begin} + i));
+      check.refuse(find_mask_fault(kOp, params.processors, int64_t{values.begin} + i));
       if (i + 1 == num_rows) break;
       check.refuse(
-          fault_of_parent(kOp, params.drafts.parents, params.drafts.max_draft_tokens, b, i));
+          find_parent_fault(kOp, params.drafts.parents, params.drafts.max_draft_tokens, b, i));
       int64_t begin = params.draft_probs.token_ids ? draft_probs_begin(params, b, i) : -1;
       for (int64_t n = 0; begin >= 0 && n < params.draft_probs.width; ++n) {
-        check.refuse(fault_of_listed(params, b, i, params.draft_probs.token_ids[begin + n]));
+        check.refuse(find_listed_fault(params, b, i, params.draft_probs.token_ids[begin + n]));
       }
     }
   }
@@ -121,7 +121,7 @@ void verify(const TensorView& logits,
   numbers.drafts = drafts;
   numbers.strategy.value = strategies.value;
   numbers.policy.value = policies.value;
-  check.refuse(fault_of_rules(numbers, strategies.value, policies.value, 0));
+  check.refuse(find_rules_fault(numbers, strategies.value, policies.value, 0));
   if (batch == 0) return;
   check_vocab(check, vocab_size);
 

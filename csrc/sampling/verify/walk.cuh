@@ -23,8 +23,6 @@ __device__ inline void emit_nothing(const VerifyParams& params, int64_t batch_id
   if (threadIdx.x == 0) params.outputs.num_accepted_tokens[batch_idx] = 0;
 }
 
-constexpr ErrorCode kListedFault = code_of(SamplingOp::kVerify, SamplingRule::kDraftProbTokenIds);
-
 // Returns whether drafts, parents, masks and the rows' results are valid; otherwise the request
 // emits nothing. With several errors, the same one is always reported.
 __device__ inline bool drafts_in_order(const VerifyParams& params,
@@ -35,11 +33,11 @@ __device__ inline bool drafts_in_order(const VerifyParams& params,
   const int32_t* choices = slots_of(params, batch_idx);
   ErrorCode fault = ErrorCode::kNone;
   for (int i = static_cast<int>(threadIdx.x); i < num_rows; i += blockDim.x) {
-    if (i < num_read && choices[i] == kNoChoice) fault = kListedFault;
-    Fault mask = fault_of_mask(SamplingOp::kVerify, params.processors, shared.first_row + i);
+    if (i < num_read && choices[i] == kNoChoice) fault = kVerifyDraftProbTokenIds;
+    Fault mask = find_mask_fault(SamplingOp::kVerify, params.processors, shared.first_row + i);
     if (mask.found()) fault = mask.code;
     if (i == drafts.num_nodes) continue;
-    Fault parent = fault_of_parent(
+    Fault parent = find_parent_fault(
         SamplingOp::kVerify, params.drafts.parents, params.drafts.max_draft_tokens, batch_idx, i);
     if (parent.found()) fault = parent.code;
   }

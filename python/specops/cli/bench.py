@@ -23,8 +23,8 @@ from specops.cli.load.arrivals import due_times, keep_busy, send_at
 from specops.cli.load.figures import PERCENTILES, figures, request_records
 from specops.cli.load.server import draft_counts, first_model
 from specops.cli.load.turns import compare
+from specops.cli.prompts import PROMPTS, read_prompts
 from specops.cli.results import KIND, VERSION
-from specops.prompts import PROMPTS, read_prompts
 
 _LATE_MS = 10.0  # report the generator's own lateness only if p99 exceeds this
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from specops.api.errors import EngineError
 from specops.cli.exactness import first_difference, forget_responses
 from specops.cli.speed_up import SpeedUp, speed_up
 from specops.engine import Completion, Engine, RequestOutput, SamplingParams
-from specops.engine.errors import EngineError
 
 _PLAIN = {"method": "naive"}
 _MOST_PAIRS = 7  # upper bound on the timed pairs of runs

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from specops.api.methods import METHODS, method_names
+from specops.api.outputs import TARGET
+from specops.api.tokenizer import TextStream
 from specops.cli import Parser, fail, finite, require_writable, write_file
 from specops.cli.comparison import Comparison, Decoder, Run, compare
 from specops.cli.exactness import lost_drafts, num_failures
@@ -23,9 +26,6 @@ from specops.engine import (
     SpeculativeConfig,
     TokenLogprob,
 )
-from specops.engine.drafters.methods import METHODS, method_names
-from specops.engine.outputs import TARGET
-from specops.tokenizer import TextStream
 
 
 def main(arguments: Sequence[str], program: str) -> int:

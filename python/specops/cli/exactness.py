@@ -15,17 +15,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from specops.api.config import ALL_METHODS, EngineConfig
+from specops.api.errors import EngineError
+from specops.api.methods import method_choices, method_of
+from specops.api.outputs import Completion, TokenLogprob
+from specops.api.sampling_params import SamplingParams
+from specops.api.speculative_config import SpeculativeConfig
 from specops.cli import Parser, fail, finite, require_writable
 from specops.cli.options import add_draft_lengths, add_model_options, engine_settings
 from specops.cli.progress import progress
-from specops.engine.config import ALL_METHODS, EngineConfig
-from specops.engine.drafters.methods import method_choices, method_of
+from specops.cli.prompts import PROMPTS, read_prompts
 from specops.engine.engine import Engine
-from specops.engine.errors import EngineError
-from specops.engine.outputs import Completion, TokenLogprob
-from specops.engine.sampling_params import SamplingParams
-from specops.engine.speculative_config import SpeculativeConfig
-from specops.prompts import PROMPTS, read_prompts
 from specops.service.contract import contract_of
 
 _SHOWN = 40  # characters of a prompt that are printed
@@ -298,16 +298,12 @@ def _to_compare(
     steps = lengths.pop("num_model_steps", None)
     compared = []
     for method in args.method or METHODS:
-        name, _, second = method.partition("+")
-        first = method_of(name) if name in METHODS else None
-        if first is None or not (method in METHODS or first.continued_by):
+        if method not in METHODS:
             raise ValueError(f"--method must be of {', '.join(METHODS)}, got {method}")
+        first = method_of(method.partition("+")[0])
         if args.method is None and first.name not in runnable:
             continue
         own: dict[str, Any] = {"method": method, **lengths, **fixed}
-        if first.continued_by:  # explicit, or the server's configuration would choose it
-            own["method"] = first.name
-            own[first.continued_by] = f"with_{second}" if second else "default"
         if first.needs_weights:
             own["num_model_steps"] = steps
         compared.append((method, own))

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from specops.api.config import BUNDLED_MODEL, BUNDLED_MODEL_NAME
+from specops.api.errors import ModelError
 from specops.cli import Parser
-from specops.engine.config import BUNDLED_MODEL, BUNDLED_MODEL_NAME
-from specops.engine.errors import ModelError
 from specops.engine.models.families import read_model_config
 
 _GEMMA = "gemma-3-270m-q4_k_m.gguf"

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from specops.api.config import ALL_METHODS, EngineConfig
+from specops.api.methods import METHODS
+from specops.api.methods.checks import QUANTIZATIONS
+from specops.api.speculative_config import SpeculativeConfig
 from specops.cli.fastdeploy import translated
 from specops.cli.hub import directory_of, is_name, resolved
-from specops.engine.config import ALL_METHODS, EngineConfig
-from specops.engine.drafters.methods import METHODS
-from specops.engine.drafters.methods.checks import QUANTIZATIONS
-from specops.engine.speculative_config import SpeculativeConfig
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:

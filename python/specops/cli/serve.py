@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specops.api.config import EngineConfig
+from specops.api.tokenizer import Tokenizer
 from specops.cli import Parser, finite
 from specops.cli.config_file import arguments_of
 from specops.cli.fastdeploy import require_known
@@ -35,9 +37,7 @@ from specops.cli.roles import (
     scheduled,
     setups,
 )
-from specops.engine.config import EngineConfig
 from specops.service.file_lock import FileLock
-from specops.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -26,16 +26,14 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import zmq
 from msgspec import Struct
 from zmq.utils.monitor import parse_monitor_message
 
-from specops.engine.engine import Engine
-from specops.engine.memory.kv_cache import PagePool
-from specops.service.messages import Batch
+from specops.api.messages import Batch
+from specops.engine.memory.kv_cache import Prefix
 from specops.service.wire import KvEventSettings
 
 logger = logging.getLogger(__name__)
@@ -111,42 +109,27 @@ class EventBatch(Struct, array_like=True, omit_defaults=True):
     data_parallel_rank: int | None = None
 
 
-class TellingPool(PagePool):
-    """A page pool that records which prefixes are added and removed.
+class PrefixEvents:
+    """Listener of a page pool that records which prefixes are stored and removed.
 
     Attributes:
         events: changes since the list was last taken.
     """
 
-    def __init__(self, num_pages: int, page_size: int, *, enable_prefix_caching: bool) -> None:
-        super().__init__(num_pages, page_size, enable_prefix_caching=enable_prefix_caching)
+    def __init__(self) -> None:
         self.events: list[CacheEvent] = [AllBlocksCleared()]
-        self._hash_of: dict[object, int] = {}  # by prefix
+        self._hash_of: dict[Prefix, int] = {}
 
-    def register(
-        self,
-        page: int,
-        parent: int | None,
-        token_ids: Sequence[int],
-        draft_key: bytes | None = None,
-        salt: str | None = None,
-    ) -> int:
-        """Register a page as `PagePool.register` does; record a prefix that had no page before."""
-        known = super().register(page, parent, token_ids, draft_key, salt)
-        found = self._place_of.get(known)
-        if found is not None and found[0] not in self._hash_of:
-            prefix = found[0]
-            before = self._hash_of.get(prefix.parent)
-            own = self._hash_of[prefix] = _hash_of(before, token_ids, salt)
-            told = list(token_ids)
-            self.events.append(BlockStored([own], before, told, self.page_size, None, "GPU", None))
-        return known
+    def stored(self, prefix: Prefix, token_ids: Sequence[int], salt: str | None) -> None:
+        """Record a new prefix."""
+        before = None if prefix.parent is None else self._hash_of.get(prefix.parent)
+        own = self._hash_of[prefix] = _hash_of(before, token_ids, salt)
+        tokens = list(token_ids)
+        self.events.append(BlockStored([own], before, tokens, len(tokens), None, "GPU", None))
 
-    def _forget(self, page: int) -> None:
-        prefix, _ = self._place_of[page]
-        super()._forget(page)
-        if not prefix.pages:
-            self.events.append(BlockRemoved([self._hash_of.pop(prefix)], "GPU"))
+    def removed(self, prefix: Prefix) -> None:
+        """Record the end of a prefix."""
+        self.events.append(BlockRemoved([self._hash_of.pop(prefix)], "GPU"))
 
 
 def _hash_of(before: int | None, token_ids: Sequence[int], salt: str | None) -> int:
@@ -160,16 +143,11 @@ def _hash_of(before: int | None, token_ids: Sequence[int], salt: str | None) -> 
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
-def telling(kind: type[Engine]) -> type[Any]:
-    """Return a subclass of an engine class with a pool that records changes of prefixes."""
-    return type(kind.__name__, (kind,), {"_pool_type": TellingPool})
-
-
 class KvEvents:
     """Publisher of the prefix cache's changes, after each batch of the engine's loop.
 
     Args:
-        engine: engine of a class made by `telling`.
+        prefixes: listener of the engine's page pool.
         settings: endpoints and topic.
         data_parallel_rank: rank of the engine among those behind one frontend; None: the only one.
         deliver: called with every batch.
@@ -180,13 +158,12 @@ class KvEvents:
 
     def __init__(
         self,
-        engine: Engine,
+        prefixes: PrefixEvents,
         settings: KvEventSettings,
         data_parallel_rank: int | None,
         deliver: Callable[[Batch], None],
     ) -> None:
-        assert isinstance(engine._pool, TellingPool)
-        self._pool, self._deliver = engine._pool, deliver
+        self._prefixes, self._deliver = prefixes, deliver
         self._topic = settings.topic.encode()
         self._data_parallel_rank = data_parallel_rank
         self._context = zmq.Context()
@@ -231,7 +208,7 @@ class KvEvents:
     def send(self, batch: Batch) -> None:
         """Deliver the batch of a step, and queue its changes of the cache."""
         self._deliver(batch)
-        events, self._pool.events = self._pool.events, []
+        events, self._prefixes.events = self._prefixes.events, []
         if self._has_failed:
             return
         now = time.time()

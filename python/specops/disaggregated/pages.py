@@ -36,7 +36,7 @@ _CHECKED = [
 ]
 
 
-class HandoffError(ValueError):
+class KvTransferError(ValueError):
     """These pages are of no use to this engine."""
 
 
@@ -150,17 +150,19 @@ def check(header: Header, expected: Header) -> None:
     """Refuse pages that would not have the bits of the engine that reads them.
 
     Raises:
-        HandoffError: a field of the header does not match; the message names it.
+        KvTransferError: a field of the header does not match; the message names it.
     """
     for name in _CHECKED:
         got, wanted = getattr(header, name), getattr(expected, name)
         if got != wanted:
             if name == "token_ids":
-                raise HandoffError("handoff: token_ids must be the request's prompt, got others")
-            raise HandoffError(f"handoff: {name} must be {wanted!r}, got {got!r}")
+                raise KvTransferError(
+                    "KV transfer: token_ids must be the request's prompt, got others"
+                )
+            raise KvTransferError(f"KV transfer: {name} must be {wanted!r}, got {got!r}")
     if not 0 <= header.num_pages <= expected.num_pages:
-        raise HandoffError(
-            f"handoff: num_pages must be in [0, {expected.num_pages}], got {header.num_pages}"
+        raise KvTransferError(
+            f"KV transfer: num_pages must be in [0, {expected.num_pages}], got {header.num_pages}"
         )
 
 
@@ -168,11 +170,11 @@ def sources(num_ranks: int, num_readers: int, reader: int) -> range:
     """Return the ranks of an engine from which one of `num_readers` readers gets its heads.
 
     Raises:
-        HandoffError: neither number of ranks divides the other.
+        KvTransferError: neither number of ranks divides the other.
     """
     if num_ranks < 1 or (num_ranks % num_readers and num_readers % num_ranks):
-        raise HandoffError(
-            "handoff: tensor_parallel_size of one engine must divide the other's, got "
+        raise KvTransferError(
+            "KV transfer: tensor_parallel_size of one engine must divide the other's, got "
             f"{num_ranks} and {num_readers}"
         )
     return dealt(num_ranks, num_readers, reader)
@@ -187,14 +189,14 @@ def cut(pages: Pages, num_readers: int, reader: int) -> Pages:
         reader: one of them.
 
     Raises:
-        HandoffError: the reader gets nothing from this rank.
+        KvTransferError: the reader gets nothing from this rank.
     """
     header = pages.header
     is_one = 0 <= reader < num_readers
     if not is_one or header.rank not in sources(header.num_ranks, num_readers, reader):
-        raise HandoffError(
-            f"handoff: rank {reader} of {num_readers} has nothing to read of rank {header.rank} of "
-            f"{header.num_ranks}"
+        raise KvTransferError(
+            f"KV transfer: rank {reader} of {num_readers} has nothing to read of rank "
+            f"{header.rank} of {header.num_ranks}"
         )
     part = Pages(replace(header, num_readers=num_readers, reader=reader), pages.data)
     if part.header.num_bytes < header.num_bytes:
@@ -211,11 +213,11 @@ def joined(parts: Sequence[Pages], expected: Header) -> Pages:
         expected: header of the reader's own shard.
 
     Raises:
-        HandoffError: the parts have different numbers of pages.
+        KvTransferError: the parts have different numbers of pages.
     """
     counts = [part.header.num_pages for part in parts]
     if counts != counts[:1] * len(parts):
-        raise HandoffError(f"handoff: num_pages must be the same of all ranks, got {counts}")
+        raise KvTransferError(f"KV transfer: num_pages must be the same of all ranks, got {counts}")
     header = replace(expected, num_pages=counts[0])
     if len(parts) == 1:
         return Pages(header, parts[0].data)

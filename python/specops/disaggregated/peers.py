@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from specops.disaggregated.pages import HandoffError
+from specops.disaggregated.pages import KvTransferError
 from specops.service.wire import Peer
 
 _FIRST_PAUSE = 1.0  # seconds after the first failure; each further failure doubles the pause
@@ -56,12 +56,12 @@ class Peers:
         """Refuse an address that is not configured.
 
         Raises:
-            HandoffError: the address is not configured.
+            KvTransferError: the address is not configured.
         """
         if not any(one.host == host and one.first <= port <= one.last for one in self._allowed):
-            raise HandoffError(
-                f"handoff: remote_host and remote_port must be one of kv_peers, got {host!r} and "
-                f"{port}"
+            raise KvTransferError(
+                "KV transfer: remote_host and remote_port must be one of kv_peers, got "
+                f"{host!r} and {port}"
             )
 
     @contextlib.contextmanager
@@ -69,7 +69,7 @@ class Peers:
         """Run a block that connects to a peer; an OSError of the block marks the peer as away.
 
         Raises:
-            HandoffError: the peer is not configured, or did not answer recently.
+            KvTransferError: the peer is not configured, or did not answer recently.
         """
         self.require(host, port)
         begin = self._begin(host, port)
@@ -78,19 +78,19 @@ class Peers:
         except OSError:
             self._note_failure(host, port, begin)
             raise
-        except HandoffError:  # the peer did answer
+        except KvTransferError:  # the peer did answer
             self._note_answer(host, port)
             raise
         self._note_answer(host, port)
 
     def _begin(self, host: str, port: int) -> float:
-        """Return the current time, or raise HandoffError if the peer must not be tried yet."""
+        """Return the current time, or raise KvTransferError if the peer must not be tried yet."""
         with self._lock:
             now, outage = self._clock(), self._outages.get((host, port))
             if outage is not None:
                 if now < outage.next_at:
-                    raise HandoffError(
-                        f"handoff: {host}:{port} did not answer lately, and is tried again in "
+                    raise KvTransferError(
+                        f"KV transfer: {host}:{port} did not answer lately, and is tried again in "
                         f"{outage.next_at - now:.1f} s"
                     )
                 outage.next_at = now + self._attempt_seconds

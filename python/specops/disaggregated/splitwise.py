@@ -36,9 +36,7 @@ import msgspec
 from msgspec import Struct, structs
 from redis.exceptions import DataError, RedisError, ResponseError
 
-from specops.disaggregated.waiting import Told, Waiting
-from specops.service.client import EngineClient
-from specops.service.messages import (
+from specops.api.messages import (
     Abort,
     Batch,
     Command,
@@ -50,6 +48,8 @@ from specops.service.messages import (
     Refused,
     Submit,
 )
+from specops.disaggregated.waiting import Told, Waiting
+from specops.service.client import EngineClient
 from specops.service.wire import encoded, packed, to_process, unpacked
 
 logger = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import Struct
 
-from specops.disaggregated.pages import HandoffError, Header, Pages, check, cut
+from specops.disaggregated.pages import Header, KvTransferError, Pages, check, cut
 from specops.disaggregated.peers import Peers
 from specops.service.wire import Peer
 
@@ -50,7 +50,7 @@ _MOST_CONNECTIONS = 256  # to the port, each with a thread and a file descriptor
 _PAUSE_SECONDS = 0.1  # before the next connection if no file descriptor is left
 
 
-class DamagedError(HandoffError):
+class DamagedError(KvTransferError):
     """A message or pages were damaged on the way: a checksum does not match."""
 
 
@@ -153,7 +153,7 @@ class Transport(Protocol):
         """Refuse an address that is not configured.
 
         Raises:
-            HandoffError: the address is not configured.
+            KvTransferError: the address is not configured.
         """
 
     def fetch(self, address: Address, expected: Header) -> Pages:
@@ -165,8 +165,8 @@ class Transport(Protocol):
 
         Raises:
             DamagedError: the pages were damaged on the way.
-            HandoffError: the pages do not match, the lease is over, or the peer is not configured
-                or did not answer recently.
+            KvTransferError: the pages do not match, the lease is over, or the peer is not
+                configured or did not answer recently.
             OSError: the other engine cannot be reached, or disconnected.
         """
 
@@ -290,7 +290,7 @@ class TcpTransport:
         """Refuse an address that is not configured.
 
         Raises:
-            HandoffError: the address is not configured.
+            KvTransferError: the address is not configured.
         """
         self._peers.require(address.host, address.port)
 
@@ -299,8 +299,8 @@ class TcpTransport:
 
         Raises:
             DamagedError: the pages were damaged on the way.
-            HandoffError: the pages do not match, the lease is over, or the peer is not configured
-                or did not answer recently.
+            KvTransferError: the pages do not match, the lease is over, or the peer is not
+                configured or did not answer recently.
             OSError: the other engine cannot be reached, or disconnected.
         """
         with self._peers.attempt(address.host, address.port):
@@ -314,9 +314,9 @@ class TcpTransport:
             send(connection, asked, deadline)
             answer = received(connection, Offer | Gone | Refused, deadline)
             if isinstance(answer, Gone):
-                raise HandoffError("handoff: the lease is over")
+                raise KvTransferError("KV transfer: the lease is over")
             if isinstance(answer, Refused):
-                raise HandoffError(answer.sentence)
+                raise KvTransferError(answer.sentence)
             header = answer.header
             check(header, expected)  # also bounds the number of bytes
             deadline = Deadline(seconds_for(header.num_bytes))
@@ -324,7 +324,9 @@ class TcpTransport:
             with contextlib.suppress(OSError):  # the lease then ends by its time limit
                 send(connection, Release(), Deadline(SECONDS))
         if checksums_of(data) != answer.checksums:
-            raise DamagedError("handoff: the pages were damaged on the way: a checksum is wrong")
+            raise DamagedError(
+                "KV transfer: the pages were damaged on the way: a checksum is wrong"
+            )
         return Pages(header, data)
 
     @contextlib.contextmanager
@@ -451,7 +453,7 @@ def _reader_of(transport: TcpTransport) -> type[socketserver.BaseRequestHandler]
             asked = received(connection, Fetch, deadline, _MOST_ASKED)
             if asked.transport != transport.name:
                 sentence = (
-                    f"handoff: kv_transport must be {transport.name} as the other engine's, "
+                    f"KV transfer: kv_transport must be {transport.name} as the other engine's, "
                     f"got {asked.transport}"
                 )
                 return send(connection, Refused(sentence), deadline)
@@ -461,7 +463,7 @@ def _reader_of(transport: TcpTransport) -> type[socketserver.BaseRequestHandler]
             self.server.connections.know(connection)
             try:
                 part = cut(pages, asked.num_readers, asked.reader)
-            except HandoffError as error:
+            except KvTransferError as error:
                 return send(connection, Refused(str(error)), deadline)
             deadline = Deadline(SECONDS + seconds_for(len(part.data)))  # the reader gives up first
             send(connection, Offer(part.header, checksums_of(part.data)), deadline)
@@ -499,22 +501,24 @@ def received(
 
     Raises:
         DamagedError: its checksum does not match.
-        HandoffError: it is of another kind, or longer.
+        KvTransferError: it is of another kind, or longer.
         OSError: the peer has disconnected, or takes too long.
     """
     length, checksum = _PREFIX.unpack(_exactly(connection, _PREFIX.size, deadline))
     if length > most:
-        raise HandoffError(f"handoff: a message must have at most {most} bytes, got {length}")
+        raise KvTransferError(
+            f"KV transfer: a message must have at most {most} bytes, got {length}"
+        )
     body = _exactly(connection, length, deadline)
     if zlib.crc32(body) != checksum:
         raise DamagedError(
-            "handoff: a message was damaged on the way, or the peer is of another version: its "
+            "KV transfer: a message was damaged on the way, or the peer is of another version: its "
             "checksum is wrong"
         )
     try:
         return msgspec.msgpack.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise HandoffError(f"handoff: a peer's message cannot be read: {error}") from None
+        raise KvTransferError(f"KV transfer: a peer's message cannot be read: {error}") from None
 
 
 def _exactly(connection: socket.socket, count: int, deadline: Deadline) -> bytearray:

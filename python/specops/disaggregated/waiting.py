@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from specops.service.messages import (
+from specops.api.messages import (
     Accepted,
     Event,
     Failed,

@@ -3,18 +3,18 @@
 
 from typing import TYPE_CHECKING, Any
 
-from specops.engine.config import EngineConfig
-from specops.engine.errors import ContextOverflow, EngineError, ModelError, QueueFull
-from specops.engine.outputs import (
+from specops.api.config import EngineConfig
+from specops.api.errors import ContextOverflow, EngineError, ModelError, QueueFull
+from specops.api.outputs import (
     Completion,
     RequestOutput,
     SpeculativeStats,
     StepDrafts,
     TokenLogprob,
 )
-from specops.engine.sampling_params import SamplingParams
-from specops.engine.speculative_config import SpeculativeConfig
-from specops.engine.structured import StructuredOutput
+from specops.api.sampling_params import SamplingParams
+from specops.api.speculative_config import SpeculativeConfig
+from specops.api.structured import StructuredOutput
 
 if TYPE_CHECKING:
     from specops.engine.engine import Engine

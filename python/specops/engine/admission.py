@@ -5,15 +5,16 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from specops.engine.config import EngineConfig
+from specops.api.config import EngineConfig
+from specops.api.errors import ContextOverflow
+from specops.api.sampling_params import SamplingParams, check_sequences
+from specops.api.speculative_config import SpeculativeConfig
+from specops.api.structured import StructuredOutput
+from specops.api.tokenizer import TextStream, Tokenizer
 from specops.engine.drafters.drafting import Drafting
-from specops.engine.errors import ContextOverflow
 from specops.engine.features import features_of
 from specops.engine.request import Request
-from specops.engine.sampling_params import SamplingParams, check_sequences
-from specops.engine.speculative_config import SpeculativeConfig
-from specops.engine.structured import Grammar, GrammarCompiler, GrammarState, StructuredOutput
-from specops.tokenizer import TextStream, Tokenizer
+from specops.engine.structured import Grammar, GrammarCompiler, GrammarState
 
 
 class Admission:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import specops
-from specops.engine.errors import EngineError
+from specops.api.errors import EngineError
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specops.engine.outputs import StepDrafts, TokenLogprob
+from specops.api.outputs import StepDrafts, TokenLogprob
 from specops.sampling import FinishReason
 
 

@@ -4,20 +4,24 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import NoReturn
 
 import torch
 
 import specops
+from specops.api.config import EngineConfig
+from specops.api.errors import EngineError, QueueFull, described
+from specops.api.outputs import Completion, EngineStats, RequestOutput
+from specops.api.sampling_params import SamplingParams
+from specops.api.speculative_config import SpeculativeConfig
+from specops.api.structured import StructuredOutput
 from specops.engine.admission import Admission
-from specops.engine.config import EngineConfig
 from specops.engine.device import open_device
 from specops.engine.drafters.base import Drafter, DrafterContext
 from specops.engine.drafters.drafting import Drafting
 from specops.engine.emitted import Emitted
-from specops.engine.errors import EngineError, QueueFull, described
 from specops.engine.machine import (
     FREE_ROWS,
     ROW_COSTS,
@@ -27,20 +31,18 @@ from specops.engine.machine import (
     room_of,
     tokenizer_of,
 )
-from specops.engine.memory.kv_cache import PagePool
+from specops.engine.memory.kv_cache import DraftKv, PagePool, PrefixListener
 from specops.engine.models import KeptStates, WeightCache, load_model
-from specops.engine.outputs import Completion, EngineStats, RequestOutput
 from specops.engine.parallel.ranks import Ranks
 from specops.engine.plan import Part, Plan
+from specops.engine.prompt_pages import PromptPages
 from specops.engine.request import Request
-from specops.engine.sampling_params import SamplingParams
 from specops.engine.scheduling.prompt_rows import PROMPT_ROWS_BESIDE
 from specops.engine.scheduling.scheduler import Scheduler
 from specops.engine.sharing.row_costs import RowCosts
-from specops.engine.speculative_config import SpeculativeConfig
 from specops.engine.step_costs import known_steps, measure_row_costs, measure_steps
 from specops.engine.steps.runner import Runner
-from specops.engine.structured import Grammar, StructuredOutput
+from specops.engine.structured import Grammar
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +55,11 @@ class Engine:
     Args:
         config: the configuration; the default serves the bundled model.
         ranks: tensor-parallel group of this engine; None for a single rank.
+        on_prefix: receiver of the changes of the prefix cache; None: there is none.
 
     Attributes:
+        ranks: this rank and the others.
+        pages: pages of prompts in the prefix cache, to copy from and to other engines.
         device: device of the model: "cpu" or "cuda:N".
         drafters: drafters by method; some have public state of their own, such as a cache.
         runnable_methods: methods that a request's own speculative_config may name.
@@ -67,10 +72,14 @@ class Engine:
             cannot be used.
     """
 
-    _pool_type = PagePool
-
-    def __init__(self, config: EngineConfig | None = None, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        ranks: Ranks | None = None,
+        on_prefix: PrefixListener | None = None,
+    ) -> None:
         self.config = config = config or EngineConfig()
+        self.ranks = ranks = ranks or one_rank(config)
         # This rejects an invalid SPECOPS_NUM_THREADS before any file is read.
         specops.set_num_threads(config.num_threads or specops.get_num_threads())
         self._device = device = open_device(config.device, graphs=not config.enforce_eager)
@@ -84,7 +93,7 @@ class Engine:
             quantization=config.quantization,
             quantize_head=config.quantize_head,
             weight_cache=WeightCache.of_setting(config.weight_cache, config.weight_cache_bytes),
-            ranks=ranks or one_rank(config),
+            ranks=ranks,
         )
         self.config = config = config.decided_for(model.device.type)
         self.model_name = config.model_name
@@ -98,8 +107,12 @@ class Engine:
         room = room_of(config, device, model, self._drafting.kv_bytes)
         self.num_pages = room.num_pages
         self._drafting.allocate(room)
-        pool_type, caching = self._pool_type, config.enable_prefix_caching
-        self._pool = pool_type(self.num_pages, config.page_size, enable_prefix_caching=caching)
+        self._pool = PagePool(
+            self.num_pages,
+            config.page_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            listener=on_prefix,
+        )
         self._cascade_bytes_per_token = model.bytes_of_whole_layers()
         finder, costs = prefix_finder_of(config, model, self._pool), ROW_COSTS[model.device.type]
         sharing = free_rows_of(config, device), finder, costs
@@ -108,12 +121,13 @@ class Engine:
         self._scheduler = Scheduler(self._pool, config, states, *sharing)
         shared = self.tokenizer, self._drafting, self.max_model_len
         if config.speculative_config.adaptive_verification:  # without it, no request can enable it
-            measure = partial(self._measure_steps, model.bytes_read, model.ranks)
+            measure = partial(self._measure_steps, model.bytes_read)
             count = config.max_num_batched_tokens + 1
             self._drafting.select_by(known_steps(model.cached, config, measure, count))
-        self._cached, self._ranks = model.cached, model.ranks
+        self._cached = model.cached
         self._admission = Admission(config, *shared, self.vocab_size)
         self._requests: dict[str, Request] = {}
+        self.pages = PromptPages(self._pool, states, self._runner.parts.cache, self.drafters)
         self._plan: Plan | None = None  # of the step in flight
         # On a CPU, this thread's processor time; with a GPU, the wall clock.
         self._timer = time.perf_counter if self._device.is_async else time.thread_time
@@ -121,7 +135,7 @@ class Engine:
         self._aborted: list[Request] = []  # while a step that may hold their rows is in flight
         self.stats = EngineStats(drafter_failures=self._drafting.failures)
 
-    def _measure_steps(self, bytes_read: Callable[[int], float], ranks: Ranks) -> list[float]:
+    def _measure_steps(self, bytes_read: Callable[[int], float]) -> list[float]:
         return measure_steps(
             self.tokenizer,
             self._runner,
@@ -129,7 +143,7 @@ class Engine:
             self._pool,
             self._device,
             bytes_read,
-            ranks=ranks,
+            ranks=self.ranks,
             vocab_size=self.vocab_size,
             max_rows=self.config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
@@ -154,7 +168,7 @@ class Engine:
                 self._pool,
                 num_rows=num_rows,
                 num_before=num_before,
-                ranks=self._ranks,
+                ranks=self.ranks,
             )
 
         count = len(fields(RowCosts))
@@ -171,8 +185,11 @@ class Engine:
 
     @property
     def has_unsaved_drafters(self) -> bool:
-        """True if drafters hold data that `save_drafters` has not written yet."""
-        return self._drafting.has_unsaved
+        """True if drafters hold data that `save_drafters` has not written yet.
+
+        All ranks hold the same data, which only the first one saves.
+        """
+        return self.ranks.rank == 0 and self._drafting.has_unsaved
 
     def save_drafters(self) -> None:
         """Write what drafters have learned to the files that the configuration names for it.
@@ -286,6 +303,29 @@ class Engine:
             ValueError: the constraint is not valid, too large or not supported.
         """
         return self._admission.compile(wanted, overdue)
+
+    def draft_kv_of(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        speculative_config: Mapping[str, object] | SpeculativeConfig | None = None,
+    ) -> DraftKv | None:
+        """Return the draft KV that a request's drafters would keep on the pages of its prompt.
+
+        Raises:
+            ValueError: no request could have this prompt or these arguments.
+        """
+        plain = replace(params, n=1, seed=0, structured_output=None, prompt_logprobs=None)
+        request = self._admission.make(
+            token_ids,
+            plain,
+            request_id=None,
+            choice_index=0,
+            speculative_config=speculative_config,
+            owners=(),
+            taken=self._requests.keys(),
+        )
+        return request.draft_kv
 
     def draw_seed(self, bits: int = 64) -> int:
         """Draw a seed of `bits` bits, as `add_request` does for a request without a seed."""

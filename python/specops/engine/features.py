@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optional features of a step, and which parameters of a request need them."""
 
-from specops.engine.sampling_params import SamplingParams
-from specops.engine.speculative_config import SpeculativeConfig
+from specops.api.sampling_params import SamplingParams
+from specops.api.speculative_config import SpeculativeConfig
 
 
 class Feature:

@@ -3,16 +3,16 @@
 
 import logging
 
-from specops.engine.config import EngineConfig
+from specops.api.config import EngineConfig
+from specops.api.errors import ModelError
+from specops.api.tokenizer import Tokenizer
 from specops.engine.device import Device
-from specops.engine.errors import ModelError
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.models import CacheRoom, KvBytes, Transformer
 from specops.engine.parallel.ranks import Ranks
 from specops.engine.scheduling.prompt_rows import MAX_PROMPT_ROWS
 from specops.engine.sharing.prefixes import PrefixFinder
 from specops.engine.sharing.row_costs import RowCosts
-from specops.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

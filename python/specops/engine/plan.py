@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from specops.api.errors import described
 from specops.engine.drafters.trees import num_chains
-from specops.engine.errors import described
 from specops.engine.prompt_logprobs import PromptRows
 
 logger = logging.getLogger(__name__)

@@ -19,9 +19,9 @@ from torch import Tensor
 
 import specops
 from specops import batching, sampling
+from specops.api.outputs import PromptLogprobs, PromptScores
 from specops.engine.device import Device, raise_reported
 from specops.engine.models import Transformer
-from specops.engine.outputs import PromptLogprobs, PromptScores
 from specops.sampling import (
     AcceptPolicy,
     Drafts,

@@ -5,20 +5,20 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from specops.engine.emitted import Emitted
-from specops.engine.memory.kv_cache import DraftKv
-from specops.engine.outputs import (
+from specops.api.outputs import (
     Completion,
     PromptLogprobs,
     RequestOutput,
     SpeculativeStats,
     TokenLogprob,
 )
-from specops.engine.sampling_params import SamplingParams
-from specops.engine.speculative_config import SpeculativeConfig
+from specops.api.sampling_params import SamplingParams
+from specops.api.speculative_config import SpeculativeConfig
+from specops.api.tokenizer import TextStream
+from specops.engine.emitted import Emitted
+from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.structured import GrammarState, num_unconstrained
 from specops.sampling import FinishReason
-from specops.tokenizer import TextStream
 
 
 @dataclass(eq=False)

@@ -11,21 +11,21 @@ import numpy as np
 import torch
 
 import specops
-from specops.engine.config import EngineConfig
+from specops.api.config import EngineConfig
+from specops.api.methods import default_method
+from specops.api.outputs import PromptLogprobs
+from specops.api.sampling_params import WHOLE_RANGES, SamplingParams
+from specops.api.speculative_config import SpeculativeConfig
+from specops.api.tokenizer import TextStream, Tokenizer
 from specops.engine.device import Device
 from specops.engine.drafters.drafting import Drafting
-from specops.engine.drafters.methods import default_method
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.models import CachedWeights
-from specops.engine.outputs import PromptLogprobs
 from specops.engine.parallel.ranks import ALONE, Ranks
 from specops.engine.plan import Part, Plan
 from specops.engine.prompt_logprobs import PromptRows
 from specops.engine.request import Request
-from specops.engine.sampling_params import WHOLE_RANGES, SamplingParams
-from specops.engine.speculative_config import SpeculativeConfig
 from specops.engine.steps.runner import Runner
-from specops.tokenizer import TextStream, Tokenizer
 
 _ROUNDS = 4  # at most; exactly on a GPU: one round builds a step, the next captures it
 _ROW_ROUNDS = 20  # at most; rounds are short, and other work of the machine disturbs some of them

@@ -10,7 +10,9 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from specops.engine.outputs import SpeculativeStats, TokenLogprob
+from specops.api.messages import End, Output
+from specops.api.outputs import SpeculativeStats, TokenLogprob
+from specops.api.tokenizer import Tokenizer
 from specops.server.api_error import ApiError
 from specops.server.call_forms import CallForm, CallReader
 from specops.server.intake import Turn
@@ -32,8 +34,6 @@ from specops.server.steps import step_report
 from specops.server.streaming import dumped, event, with_members
 from specops.server.tools import NamedTool
 from specops.server.usage import add_stats, metrics, timings, usage
-from specops.service.messages import End, Output
-from specops.tokenizer import Tokenizer
 
 R = TypeVar("R", CompletionRequest, ChatCompletionRequest)
 

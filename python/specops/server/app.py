@@ -27,6 +27,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
 import specops
+from specops.api.tokenizer import Tokenizer
 from specops.server.answers import ChatAnswer, TextAnswer
 from specops.server.anthropic_messages import (
     CountTokensRequest,
@@ -78,7 +79,6 @@ from specops.server.tokens import DetokenizeRequest, TokenizeRequest
 from specops.server.unread import Unread
 from specops.service.client import EngineClient
 from specops.service.garbage import search_seldom
-from specops.tokenizer import Tokenizer
 
 R = TypeVar("R", CompletionRequest, ChatCompletionRequest)
 A = TypeVar("A", TextAnswer, ChatAnswer)

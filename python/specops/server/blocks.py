@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from specops.api.messages import Output
 from specops.server.answers import ChatAnswer
 from specops.server.jobs import ChoiceOutput, JobFailed
 from specops.server.logprobs import chat_logprobs
 from specops.server.streaming import dumped
-from specops.service.messages import Output
 
 
 @dataclass

@@ -13,9 +13,9 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from specops.api.tokenizer import read_json_object
 from specops.server.call_forms import CALL_FORMS, CallForm, form_of_template
 from specops.server.json_text import dumps
-from specops.tokenizer import read_json_object
 
 
 class ChatFormat:

@@ -7,7 +7,8 @@ All code in this module runs on the event loop.
 import asyncio
 import logging
 
-from specops.engine.errors import ContextOverflow, QueueFull
+from specops.api.errors import ContextOverflow, QueueFull
+from specops.api.messages import Accepted, Batch, Failed, Output, Progress, Refused, Submit
 from specops.server.jobs import (
     BadSpeculation,
     ChoiceOutput,
@@ -23,7 +24,6 @@ from specops.server.metrics import Metrics
 from specops.server.outbox import Event, Outbox
 from specops.server.unread import Stream, Unread
 from specops.service.client import EngineClient
-from specops.service.messages import Accepted, Batch, Failed, Output, Progress, Refused, Submit
 
 logger = logging.getLogger(__name__)
 

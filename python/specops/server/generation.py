@@ -17,8 +17,10 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
-from specops.engine.errors import ContextOverflow, QueueFull
-from specops.engine.sampling_params import SamplingParams
+from specops.api.errors import ContextOverflow, QueueFull
+from specops.api.messages import Capabilities
+from specops.api.sampling_params import SamplingParams
+from specops.api.tokenizer import Tokenizer
 from specops.server.answers import Answer
 from specops.server.api_error import (
     ApiError,
@@ -53,8 +55,6 @@ from specops.server.tokens import (
     detokenized,
     tokenized,
 )
-from specops.service.messages import Capabilities
-from specops.tokenizer import Tokenizer
 
 R = TypeVar("R", CompletionRequest, ChatCompletionRequest)
 B = TypeVar("B", bound=Body)

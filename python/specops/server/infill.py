@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Infilling: completion between a prompt and a suffix, for models that have tokens for it."""
 
-from specops.tokenizer import Tokenizer
+from specops.api.tokenizer import Tokenizer
 
 # Marks before the prompt, before the suffix and after it, as several families of models are
 # trained.

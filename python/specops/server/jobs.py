@@ -9,10 +9,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from specops.engine.sampling_params import SamplingParams
+from specops.api.messages import Accepted, KvTransfer, Output
+from specops.api.sampling_params import SamplingParams
 from specops.server.api_error import ApiError, not_read, server_error
 from specops.server.unread import Unread, size_of
-from specops.service.messages import Accepted, KvTransfer, Output
 
 _numbers = itertools.count()
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from msgspec import structs
 
+from specops.api.messages import End, KvTransfer
 from specops.server.api_error import ApiError
 from specops.server.protocol import ChatCompletionRequest, CompletionRequest
-from specops.service.messages import End, KvTransfer
 
 _FIELD = "kv_transfer_params"
 _LEASE_NAME = re.compile(r"[0-9a-f]{32}")

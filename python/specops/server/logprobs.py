@@ -5,11 +5,11 @@ import codecs
 from collections.abc import Sequence
 from typing import Any
 
-from specops.engine.outputs import TokenLogprob
-from specops.engine.sampling_params import SamplingParams
+from specops.api.outputs import TokenLogprob
+from specops.api.sampling_params import SamplingParams
+from specops.api.tokenizer import Tokenizer
 from specops.server.api_error import ApiError
 from specops.server.streaming import dumped
-from specops.tokenizer import Tokenizer
 
 # Maximum number of prompts' log-probabilities in one answer, including alternatives: some 20 MB of
 # JSON.

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 import specops
-from specops.engine.sampling_params import (
+from specops.api.sampling_params import (
     MAX_BIAS,
     POSITIVE,
     REAL_RANGES,

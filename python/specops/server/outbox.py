@@ -9,8 +9,8 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable
 
+from specops.api.messages import Accepted
 from specops.server.jobs import ChoiceOutput, Job
-from specops.service.messages import Accepted
 
 Event = tuple[Job, ChoiceOutput | Accepted | Exception]
 

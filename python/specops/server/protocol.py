@@ -12,13 +12,14 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import Field, ValidationError
 from pydantic.config import JsonDict
 
-from specops.engine.sampling_params import (
+from specops.api.messages import KvTransfer
+from specops.api.sampling_params import (
     MAX_BIASES,
     MAX_SEQUENCES,
     SamplingParams,
     check_cache_salt,
 )
-from specops.engine.structured import StructuredOutput
+from specops.api.structured import StructuredOutput
 from specops.server.api_error import ApiError, bad_value
 from specops.server.call_forms import HERMES, CallForm
 from specops.server.clients import scoped_salt
@@ -27,7 +28,6 @@ from specops.server.outline import without_long_lists
 from specops.server.strict import Strict
 from specops.server.structured import ResponseFormat, StructuredOutputs, wanted_output
 from specops.server.tools import Tool, ToolCall, ToolChoice, calls_wanted, check_tools
-from specops.service.messages import KvTransfer
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from specops.engine.errors import ModelError
-from specops.engine.sampling_params import SamplingParams
+from specops.api.errors import ModelError
+from specops.api.sampling_params import SamplingParams
+from specops.api.tokenizer import read_json_object
 from specops.server.protocol import Sampling
-from specops.tokenizer import read_json_object
 
 AUTO, NONE = "auto", "none"
 _FILE = "generation_config.json"

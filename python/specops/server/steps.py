@@ -4,9 +4,9 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from specops.engine.outputs import HIDDEN, sources_of, without_rejected
+from specops.api.outputs import HIDDEN, sources_of, without_rejected
+from specops.api.tokenizer import Tokenizer
 from specops.server.jobs import ChoiceOutput
-from specops.tokenizer import Tokenizer
 
 
 def step_report(

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from specops.engine.structured import StructuredOutput
+from specops.api.structured import StructuredOutput
 from specops.server.api_error import ApiError
 from specops.server.strict import Strict
 

@@ -3,8 +3,8 @@
 
 from typing import Any
 
+from specops.api.tokenizer import Tokenizer
 from specops.server.protocol import AnyMessage, Body
-from specops.tokenizer import Tokenizer
 
 
 class TokenizeRequest(Body):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from specops.engine.structured import StructuredOutput
+from specops.api.structured import StructuredOutput
 from specops.server.api_error import ApiError
 from specops.server.call_forms import HERMES, CallForm
 from specops.server.json_text import loads

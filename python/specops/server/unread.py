@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Protocol
 
-from specops.service.messages import Output
+from specops.api.messages import Output
 
 # Estimated memory of the objects that an output consists of: the output, a token with its
 # log-probability, an alternative of a token, and a draft.

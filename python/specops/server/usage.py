@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from specops.engine.outputs import SpeculativeStats
+from specops.api.outputs import SpeculativeStats
 from specops.server.jobs import Span
 
 

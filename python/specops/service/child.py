@@ -18,13 +18,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from specops.api.messages import Batch, Command, Fetched, Hello, NoEngine, Overdue, Stop
 from specops.service.garbage import search_seldom
-from specops.service.messages import Batch, Command, Fetched, Hello, NoEngine, Overdue, Stop
 from specops.service.wire import Frames, Setup, encoded, receive, to_process
 
 if TYPE_CHECKING:
     from specops.engine.engine import Engine
+    from specops.engine.memory.kv_cache import PrefixListener
     from specops.service.loop import Compiled, EngineLoop, Inbox
+
+    MakeEngine = Callable[[Setup, PrefixListener | None], Engine]
 
 # Time after which a thread that holds Python's lock yields it: threads that compile grammars must
 # not delay the loop.
@@ -87,12 +90,13 @@ class SocketInbox:
         return commands
 
 
-def run(connection: socket.socket, make: "Callable[[Setup], Engine]") -> int:
+def run(connection: socket.socket, make: "MakeEngine") -> int:
     """Make the engine that the first message describes, and run it until it ends.
 
     Args:
         connection: socket to the parent process.
-        make: makes the engine; it raises ValueError with the reason if that is impossible.
+        make: makes the engine, given the receiver of its cache's changes; it raises ValueError with
+            the reason if that is impossible.
 
     Returns:
         The exit code.
@@ -149,9 +153,7 @@ class _Parent:
         os._exit(1)
 
 
-def _serve(
-    parent: _Parent, setup: Setup, inbox: SocketInbox, make: "Callable[[Setup], Engine]"
-) -> int:
+def _serve(parent: _Parent, setup: Setup, inbox: SocketInbox, make: "MakeEngine") -> int:
     """Make the engine, or that of the first rank, and run it; return the exit code."""
     from specops.service.snapshot import capabilities_of, status_of
 
@@ -163,20 +165,24 @@ def _serve(
                 from specops.service.lockstep import Followers, LeadInbox
 
                 commands = LeadInbox(inbox, stack.enter_context(Followers(setup, parent.end)))
-            engine = make(setup)
+            events = None
+            if setup.kv_events is not None:
+                from specops.disaggregated.kv_events import KvEvents, PrefixEvents
+
+                events = PrefixEvents()
+            engine = make(setup, events)
             role, contract = "", None
             if setup.role is not None:
-                from specops.disaggregated.exchange import exchange_of
+                from specops.disaggregated.transfer_inbox import transfer_inbox_of
 
-                exchange = stack.enter_context(exchange_of(engine, setup.role, commands, send))
-                commands, send = exchange, exchange.send
-                role, contract = setup.role.role, exchange.contract
-            if setup.kv_events is not None:
-                from specops.disaggregated.kv_events import KvEvents
-
-                send = stack.enter_context(
-                    KvEvents(engine, setup.kv_events, setup.data_parallel_rank, send)
-                ).send
+                transfers = stack.enter_context(
+                    transfer_inbox_of(engine, setup.role, commands, send)
+                )
+                commands, send = transfers, transfers.send
+                role, contract = setup.role.role, transfers.contract
+            if events is not None and setup.kv_events is not None:
+                rank = setup.data_parallel_rank
+                send = stack.enter_context(KvEvents(events, setup.kv_events, rank, send)).send
             hello = Hello(capabilities_of(engine, role, contract), status_of(engine))
         except ValueError as error:
             parent.refuse(str(error))
@@ -190,9 +196,7 @@ def _serve(
     return 0
 
 
-def _follow(
-    connection: socket.socket, frames: Frames, setup: Setup, make: "Callable[[Setup], Engine]"
-) -> int:
+def _follow(connection: socket.socket, frames: Frames, setup: Setup, make: "MakeEngine") -> int:
     """Run a follower rank's engine; `connection` leads to the first rank. Return the exit code."""
     from specops.service.lockstep import FollowInbox, end_with_the_first
 
@@ -201,12 +205,14 @@ def _follow(
     send: Callable[[Batch], None] = lambda batch: None  # noqa: E731
     with contextlib.ExitStack() as stack:
         try:
-            engine = make(setup)
+            engine = make(setup, None)
             if setup.role is not None:
-                from specops.disaggregated.exchange import exchange_of
+                from specops.disaggregated.transfer_inbox import transfer_inbox_of
 
-                exchange = stack.enter_context(exchange_of(engine, setup.role, commands, send))
-                commands, send = exchange, exchange.send
+                transfers = stack.enter_context(
+                    transfer_inbox_of(engine, setup.role, commands, send)
+                )
+                commands, send = transfers, transfers.send
         except ValueError as error:
             connection.sendall(encoded(NoEngine(str(error))))
             return 1
@@ -216,12 +222,13 @@ def _follow(
 
 def _loop_of(engine: "Engine", commands: "Inbox", send: Callable[[Batch], None]) -> "EngineLoop":
     """Return the loop of an engine, or of one rank."""
-    from specops.service.lockstep import RankEngine
+    from specops.service.lockstep import Lockstep
     from specops.service.loop import EngineLoop
 
-    if isinstance(engine, RankEngine):
-        return EngineLoop(engine, commands, send, engine.meet)
-    return EngineLoop(engine, commands, send)
+    if engine.ranks.size == 1:
+        return EngineLoop(engine, commands, send)
+    lockstep = Lockstep(engine)
+    return EngineLoop(engine, commands, send, lockstep.step, lockstep.meet)
 
 
 def _watch(connection: socket.socket, loaded: threading.Event) -> None:
@@ -238,38 +245,22 @@ def _watch(connection: socket.socket, loaded: threading.Event) -> None:
     os._exit(1)
 
 
-def _kind_of(setup: Setup) -> "tuple[type[Any], bool]":
-    """Return the class of a process's engine, and whether it is one of several ranks."""
-    is_rank = setup.settings.get("tensor_parallel_size", 1) > 1
-    kind: type[Engine]
-    if setup.role is not None and is_rank:
-        from specops.disaggregated.exchange import PagesRankEngine as kind
-    elif setup.role is not None:
-        from specops.disaggregated.handoff import PagesEngine as kind
-    elif is_rank:
-        from specops.service.lockstep import RankEngine as kind
-    else:
-        from specops.engine.engine import Engine as kind
-    if setup.kv_events is not None:
-        from specops.disaggregated.kv_events import telling
-
-        kind = telling(kind)
-    return kind, is_rank
-
-
 def main() -> None:
     """Run an engine behind the socket with the last argument's file descriptor; never return."""
 
-    def make(setup: Setup) -> "Engine":
+    def make(setup: Setup, on_prefix: "PrefixListener | None") -> "Engine":
         import torch
 
-        from specops.engine.config import EngineConfig
-        from specops.service.lockstep import of_rank
+        from specops.api.config import EngineConfig
+        from specops.engine.engine import Engine
+        from specops.service.lockstep import group_of, of_rank
 
-        kind, is_rank = _kind_of(setup)
-        if setup.data_parallel_rank is not None and not is_rank:
+        ranks = None
+        if setup.settings.get("tensor_parallel_size", 1) > 1:
+            ranks = group_of(setup)
+        elif setup.data_parallel_rank is not None:
             setup.settings = of_rank(setup.settings, setup.data_parallel_rank)
-        engine: Engine = kind(setup if is_rank else EngineConfig.from_plain(setup.settings))
+        engine = Engine(EngineConfig.from_plain(setup.settings), ranks, on_prefix)
         # From now on the kernels' own threads use the cores; torch's threads would spin beside
         # them.
         torch.set_num_threads(1)

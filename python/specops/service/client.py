@@ -7,7 +7,7 @@ own (`process.ProcessClient`); both have this interface.
 
 from collections.abc import Callable
 
-from specops.service.messages import Abort, Batch, Capabilities, Command, Health, Status, Submit
+from specops.api.messages import Abort, Batch, Capabilities, Command, Health, Status, Submit
 
 
 class EngineClient:

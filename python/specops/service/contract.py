@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import specops
+from specops.api.config import EngineConfig
 from specops.checkpoints.directory import weight_files
-from specops.engine.config import EngineConfig
 from specops.engine.engine import Engine
 from specops.engine.machine import LEAF_TOKENS
 from specops.engine.models.weight_cache import WeightCache, digest_of_bytes

@@ -20,9 +20,7 @@ from typing import Any
 
 from msgspec import structs
 
-from specops.engine.outputs import EngineStats
-from specops.service.client import EngineClient
-from specops.service.messages import (
+from specops.api.messages import (
     Abort,
     Batch,
     Command,
@@ -34,6 +32,8 @@ from specops.service.messages import (
     Status,
     Submit,
 )
+from specops.api.outputs import EngineStats
+from specops.service.client import EngineClient
 
 _SEED_BITS = 53  # as in loop.py, where an engine draws seeds
 _MOST_PREFIXES = 1 << 18  # maximum number of pages in the record of prefixes

@@ -28,13 +28,13 @@ from pathlib import Path
 from msgspec import structs
 
 import specops
-from specops.engine.config import EngineConfig
+from specops.api.config import EngineConfig
+from specops.api.messages import Command, Fetched, NoEngine, Overdue, Stop
+from specops.api.outputs import RequestOutput
 from specops.engine.device import open_device
 from specops.engine.engine import Engine
-from specops.engine.outputs import RequestOutput
 from specops.engine.parallel.group import Group
 from specops.service.loop import Compiled, Inbox
-from specops.service.messages import Command, Fetched, NoEngine, Overdue, Stop
 from specops.service.process import EngineProcess
 from specops.service.wire import (
     Frames,
@@ -63,41 +63,39 @@ class RankLost(BaseException):
     """Failure of a step or a meeting on this rank. A BaseException, so that the loop must end."""
 
 
-class RankEngine(Engine):
-    """Engine of one tensor-parallel rank.
+def group_of(setup: Setup) -> Group:
+    """Join the tensor-parallel group of a rank's process; wait until all ranks have joined."""
+    config = EngineConfig.from_plain(setup.settings)
+    return Group(
+        Path(setup.store),
+        setup.rank,
+        config.tensor_parallel_size,
+        config.num_slices,
+        open_device(config.device).device.type,
+        config.enable_expert_parallel,
+    )
+
+
+class Lockstep:
+    """Steps and meetings of one rank's engine. After a failure this rank cannot continue alone.
 
     Args:
-        setup: setup of the rank's process.
-
-    Raises:
-        ValueError: the engine cannot be made.
+        engine: the engine of the rank.
     """
 
-    def __init__(self, setup: Setup) -> None:
-        config = EngineConfig.from_plain(setup.settings)
-        kind = open_device(config.device).device.type
-        size = config.tensor_parallel_size
-        self._rank = setup.rank
-        whole = config.enable_expert_parallel
-        store = Path(setup.store)
-        self._group = Group(store, setup.rank, size, config.num_slices, kind, whole)
-        super().__init__(config, self._group)
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._ranks = engine, engine.ranks
 
-    @property
-    def has_unsaved_drafters(self) -> bool:
-        """True if this rank must save what drafters learnt; only the first rank does."""
-        return self._rank == 0 and super().has_unsaved_drafters
-
-    def step(self, *, even_if_idle: bool = False) -> list[RequestOutput]:
-        """Run a step as `Engine.step` does.
+    def step(self) -> list[RequestOutput]:
+        """Run a step of the engine.
 
         Raises:
             RankLost: the step failed. It may have succeeded on other ranks.
         """
         try:
-            return super().step(even_if_idle=even_if_idle)
+            return self._engine.step()
         except Exception as error:
-            raise RankLost(f"a step failed on rank {self._rank}") from error
+            raise RankLost(f"a step failed on rank {self._ranks.rank}") from error
 
     def meet(self) -> None:
         """Return when all ranks have called this method.
@@ -106,9 +104,9 @@ class RankEngine(Engine):
             RankLost: another rank has ended.
         """
         try:
-            self._group.least(0)
+            self._ranks.least(0)
         except Exception as error:
-            raise RankLost(f"rank {self._rank} did not meet the others") from error
+            raise RankLost(f"rank {self._ranks.rank} did not meet the others") from error
 
 
 class Followers:

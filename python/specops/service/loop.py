@@ -15,13 +15,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from specops.engine.engine import Engine
-from specops.engine.errors import ContextOverflow, EngineError, QueueFull
-from specops.engine.outputs import RequestOutput, without_rejected
-from specops.engine.sampling_params import SamplingParams
-from specops.engine.speculative_config import SpeculativeConfig
-from specops.engine.structured import Grammar
-from specops.service.messages import (
+from specops.api.errors import ContextOverflow, EngineError, QueueFull
+from specops.api.messages import (
     Abort,
     Accepted,
     Batch,
@@ -39,6 +34,11 @@ from specops.service.messages import (
     Stop,
     Submit,
 )
+from specops.api.outputs import RequestOutput, without_rejected
+from specops.api.sampling_params import SamplingParams
+from specops.api.speculative_config import SpeculativeConfig
+from specops.engine.engine import Engine
+from specops.engine.structured import Grammar
 from specops.service.snapshot import status_of
 
 logger = logging.getLogger(__name__)
@@ -110,6 +110,7 @@ class EngineLoop:
         engine: the engine, which only the loop may use from now on.
         inbox: source of commands, of which `Begin` is the first.
         send: called with every batch.
+        step: runs a step; None: the engine's own `step`.
         meet: called before each batch of an idle loop; it returns when the other ranks' loops have
             called it, too. So if one rank hangs, all ranks become silent.
     """
@@ -119,9 +120,11 @@ class EngineLoop:
         engine: Engine,
         inbox: Inbox,
         send: Callable[[Batch], None],
+        step: Callable[[], Sequence[RequestOutput]] | None = None,
         meet: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine = engine
+        self._step_engine = step or engine.step
         self._inbox = inbox
         self._send = send
         self._meet = meet
@@ -436,7 +439,7 @@ class EngineLoop:
         outputs: Sequence[RequestOutput]
         reason = _REQUEST_FAILED
         try:
-            outputs = self._engine.step()
+            outputs = self._step_engine()
             self._num_failures = 0
         except EngineError as error:
             if not error.outputs:

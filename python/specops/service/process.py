@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
+from specops.api.messages import Batch, Begin, Command, Hello, NoEngine, Stop
 from specops.service.client import EngineClient
-from specops.service.messages import Batch, Begin, Command, Hello, NoEngine, Stop
 from specops.service.wire import Frames, Setup, encoded, from_process, receive
 
 logger = logging.getLogger(__name__)

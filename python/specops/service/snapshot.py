@@ -4,10 +4,10 @@
 import copy
 from typing import Any
 
-from specops.engine.drafters.methods import methods
+from specops.api.messages import Capabilities, Status
+from specops.api.methods import methods
 from specops.engine.engine import Engine
 from specops.service.contract import contract_of
-from specops.service.messages import Capabilities, Status
 
 
 def capabilities_of(

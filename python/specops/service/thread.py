@@ -7,10 +7,10 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
+from specops.api.messages import Batch, Begin, Command, Stop
 from specops.engine.engine import Engine
 from specops.service.client import EngineClient
 from specops.service.loop import Compiled, EngineLoop
-from specops.service.messages import Batch, Begin, Command, Stop
 from specops.service.snapshot import capabilities_of, status_of
 
 logger = logging.getLogger(__name__)

@@ -10,10 +10,7 @@ from typing import Any, TypeVar, get_type_hints
 import msgspec
 from msgspec import Struct
 
-from specops.engine.outputs import PromptLogprobs
-from specops.engine.sampling_params import SamplingParams
-from specops.engine.structured import StructuredOutput
-from specops.service.messages import (
+from specops.api.messages import (
     Abort,
     Batch,
     Begin,
@@ -25,6 +22,9 @@ from specops.service.messages import (
     Stop,
     Submit,
 )
+from specops.api.outputs import PromptLogprobs
+from specops.api.sampling_params import SamplingParams
+from specops.api.structured import StructuredOutput
 
 T = TypeVar("T")
 

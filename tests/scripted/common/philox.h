@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stands in the place of csrc/common/philox.h when the sampling ops are compiled for the law tests:
+// Stands in the place of csrc/common/philox.h when the sampling ops are compiled for tests/exact_distribution.py:
 // every uniform comes from a table, so that a test can integrate over it.
 #pragma once
 

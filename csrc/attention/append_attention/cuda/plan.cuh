@@ -135,9 +135,9 @@ struct Request {
 __device__ __forceinline__ Request load_request(const AppendAttentionParams& params,
                                                 int64_t batch_idx) {
   Request request;
-  ErrorCode code = fault_of(params, batch_idx).code;
+  ErrorCode code = find_fault(params, batch_idx).code;
   request.qo_begin = params.qo_indptr[batch_idx];
-  bool has_rows = code != ErrorCode::kAttentionQoIndptr;
+  bool has_rows = code != kAttentionQoIndptr;
   request.qo_len = has_rows ? params.qo_indptr[batch_idx + 1] - request.qo_begin : 0;
   request.kv_begin = params.kv_indptr[batch_idx];
   request.kv_len = params.kv_lens[batch_idx];
@@ -280,7 +280,7 @@ __device__ __forceinline__ int make_plan(const AttentionLaunch& launch,
   if (plans && batch_idx < params.batch) {
     Request request = load_request(params, batch_idx);
     if (!request.valid && blockIdx.x == 0) {
-      report_error(params.error, fault_of(params, batch_idx).code);
+      report_error(params.error, find_fault(params, batch_idx).code);
     }
     if (request.qo_len > 0) {
       atomicMax(row_end, request.qo_begin + request.qo_len);

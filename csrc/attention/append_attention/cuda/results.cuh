@@ -508,8 +508,7 @@ __device__ __forceinline__ bool is_last_to_arrive(const Block& block,
                                                   int arrivals) {
   __syncthreads();
   if (threadIdx.x == 0) {
-    *block.plan.scan =
-        count_arrival(counter, arrivals, block.params.error, ErrorCode::kAttentionWorkspace);
+    *block.plan.scan = count_arrival(counter, arrivals, block.params.error, kAttentionWorkspace);
   }
   __syncthreads();
   return *block.plan.scan != 0;

@@ -240,7 +240,7 @@ __device__ __forceinline__ void load_table(const Block& block, int chunk) {
       int page_size = static_cast<int>(block.params.page_size);
       int entry = block.item.request.kv_begin + token / page_size;
       int page = block.params.kv_indices[entry];
-      Fault fault = fault_of_page(block.params, entry, page);
+      Fault fault = find_page_fault(block.params, entry, page);
       if (fault.found()) {
         report_error(block.params.error, fault.code);
       } else {

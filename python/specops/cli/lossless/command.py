@@ -21,7 +21,7 @@ from specops.cli.lossless.show import cautions, difference_lines, table
 from specops.cli.lossless.texts import TEXTS, Text
 from specops.cli.lossless.verdict import STATUSES, Comparison, total, verdict
 from specops.cli.progress import progress
-from specops.prompts import read_prompts
+from specops.cli.prompts import read_prompts
 
 _SHOWN = 3  # differences that are printed without --verbose
 

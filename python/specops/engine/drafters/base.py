@@ -21,17 +21,17 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specops.engine.config import EngineConfig
+from specops.api.config import EngineConfig
+from specops.api.errors import ModelError
+from specops.api.tokenizer import Tokenizer
 from specops.engine.device import Device
 from specops.engine.drafters.trees import DraftTree
-from specops.engine.errors import ModelError
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape
 from specops.engine.models import CacheRoom, KvBytes, KvCache, LayerBatch, Transformer
 from specops.engine.request import Request
 from specops.sampling import LogitsProcessors, SamplingTensors
-from specops.tokenizer import Tokenizer
 
 
 class RequestsFailed(Exception):

@@ -5,10 +5,10 @@ from typing import cast
 
 from torch import Tensor
 
+from specops.api.methods.dflash import METHOD, DflashOptions
 from specops.engine.drafters.base import Drafter, DrafterContext, TargetStep
 from specops.engine.drafters.blocks import BlocksDrafter, BlockStackHead
 from specops.engine.drafters.head import DraftRows
-from specops.engine.drafters.methods.dflash import METHOD, DflashOptions
 from specops.engine.drafters.newest import NewestTokens
 from specops.engine.drafters.stack_head import named_weights
 from specops.engine.drafters.trees import joint_tree

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from specops import batching
+from specops.api.errors import ModelError
+from specops.api.methods.draft_model import METHOD, DraftModelOptions
+from specops.api.tokenizer import Tokenizer
 from specops.engine.drafters.base import Drafter, DrafterContext
 from specops.engine.drafters.head import DraftRows
-from specops.engine.drafters.methods.draft_model import METHOD, DraftModelOptions
 from specops.engine.drafters.recurrent import RecurrentDrafter
 from specops.engine.drafters.stack_head import StackHead, named_weights
-from specops.engine.errors import ModelError
 from specops.engine.models import CacheRoom, KvBytes, StepBatch, Transformer, load_model
-from specops.tokenizer import Tokenizer
 
 
 def load(context: DrafterContext) -> Drafter:

@@ -13,6 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from specops.api.methods import (
+    COMPANIONS,
+    METHODS,
+    NAIVE,
+    companion,
+    drafting_order,
+    method_of,
+)
+from specops.api.speculative_config import SpeculativeConfig
 from specops.batching import Preorder, preorder
 from specops.engine.drafters.acceptance import RequestAcceptance
 from specops.engine.drafters.base import (
@@ -25,14 +34,6 @@ from specops.engine.drafters.base import (
     StepResults,
 )
 from specops.engine.drafters.draft_probs import DraftProbTable
-from specops.engine.drafters.methods import (
-    COMPANIONS,
-    METHODS,
-    NAIVE,
-    companion,
-    drafting_order,
-    method_of,
-)
 from specops.engine.drafters.selection import DraftSelector
 from specops.engine.drafters.trees import num_chains
 from specops.engine.drafters.watched_step import WatchedStep
@@ -43,7 +44,6 @@ from specops.engine.memory.step_shape import StepShape
 from specops.engine.models import CacheRoom, KvBytes, KvCache
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
-from specops.engine.speculative_config import SpeculativeConfig
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from typing import cast
 
 from torch import Tensor
 
+from specops.api.methods.eagle import METHOD, EagleOptions
 from specops.engine.drafters.base import Drafter, DrafterContext
 from specops.engine.drafters.head import DraftRows
-from specops.engine.drafters.methods.eagle import METHOD, EagleOptions
 from specops.engine.drafters.recurrent import RecurrentDrafter
 from specops.engine.drafters.stack_head import StackHead, named_weights
 from specops.engine.models import Eagle, MtpBatch, load_eagle

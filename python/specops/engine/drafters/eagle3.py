@@ -9,10 +9,10 @@ from typing import cast
 
 from torch import Tensor
 
+from specops.api.methods.eagle3 import METHOD, Eagle3Options
 from specops.engine.drafters.base import Drafter, DrafterContext, TargetStep
 from specops.engine.drafters.blocks import BlocksDrafter, BlockStackHead
 from specops.engine.drafters.head import DraftRows
-from specops.engine.drafters.methods.eagle3 import METHOD, Eagle3Options
 from specops.engine.drafters.recurrent import RecurrentDrafter
 from specops.engine.drafters.stack_head import StackHead, named_weights
 from specops.engine.drafters.trees import joint_tree

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hydra heads: each drafts a token from the last state and the drafts before it."""
 
+from specops.api.methods.hydra import METHOD, HydraOptions
 from specops.engine.drafters.base import Drafter, DrafterContext
-from specops.engine.drafters.methods.hydra import METHOD, HydraOptions
 from specops.engine.drafters.residual import load_residual
 from specops.engine.models import load_hydra
 

@@ -4,10 +4,10 @@
 import json
 from pathlib import Path
 
+from specops.api.errors import ModelError
+from specops.api.methods.medusa import METHOD, MedusaOptions
 from specops.engine.drafters.base import Drafter, DrafterContext
-from specops.engine.drafters.methods.medusa import METHOD, MedusaOptions
 from specops.engine.drafters.residual import load_residual
-from specops.engine.errors import ModelError
 from specops.engine.models import load_medusa
 
 

@@ -9,12 +9,12 @@ from typing import cast
 
 from torch import Tensor
 
+from specops.api.errors import ModelError
+from specops.api.methods.mtp import METHOD, MtpOptions
 from specops.engine.drafters.base import Drafter, DrafterContext, MethodUnavailable
 from specops.engine.drafters.head import DraftRows
-from specops.engine.drafters.methods.mtp import METHOD, MtpOptions
 from specops.engine.drafters.recurrent import RecurrentDrafter
 from specops.engine.drafters.stack_head import StackHead
-from specops.engine.errors import ModelError
 from specops.engine.models import MtpBatch, MtpModules, load_mtp
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specops.api.methods.ngram import NgramOptions
 from specops.engine.drafters.base import (
     Drafter,
     DrafterContext,
@@ -21,7 +22,6 @@ from specops.engine.drafters.base import (
     TargetStep,
     stage_limit,
 )
-from specops.engine.drafters.methods.ngram import NgramOptions
 from specops.engine.drafters.trees import join_chains
 from specops.engine.memory.step_memory import Array, Layout
 from specops.engine.memory.step_shape import StepShape

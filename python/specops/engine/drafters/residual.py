@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from specops import batching
+from specops.api.methods.method import Method, WeightOptions
 from specops.engine.drafters.base import Drafter, DrafterContext, TargetStep
 from specops.engine.drafters.head import DraftHead, DraftRows
-from specops.engine.drafters.methods.method import Method, WeightOptions
 from specops.engine.drafters.newest import NewestTokens
 from specops.engine.drafters.recurrent import RecurrentDrafter
 from specops.engine.drafters.stack_head import StackHead, named_weights

@@ -7,8 +7,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from specops.api.methods.method import WeightOptions
 from specops.engine.drafters.base import DrafterContext, MethodUnavailable, TargetStep
-from specops.engine.drafters.methods.method import WeightOptions
 from specops.engine.drafters.trees import TreeMaker
 from specops.engine.models import CacheRoom, KvCache, LayerStack
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from specops.engine.drafters.methods.suffix import SuffixOptions
+from specops.api.methods.suffix import SuffixOptions
 
 _TOKEN_BYTES = 4
 

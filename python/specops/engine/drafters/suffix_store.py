@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from specops.engine.config import EngineConfig
-from specops.engine.drafters.methods.suffix import SuffixOptions
+from specops.api.config import EngineConfig
+from specops.api.methods.suffix import SuffixOptions
+from specops.api.tokenizer import Tokenizer
 from specops.engine.drafters.suffix_answers import EarlierAnswers
 from specops.suffix_tree import SuffixCache
-from specops.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

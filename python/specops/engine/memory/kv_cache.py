@@ -15,6 +15,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -74,15 +75,39 @@ class Prefix:
         return next(reversed(self.pages.values()), None)
 
 
+class PrefixListener(Protocol):
+    """Receiver of the changes of a prefix cache, in the thread that makes them."""
+
+    def stored(self, prefix: Prefix, token_ids: Sequence[int], salt: str | None) -> None:
+        """Handle a new prefix; `token_ids` are those of its last page."""
+
+    def removed(self, prefix: Prefix) -> None:
+        """Handle a prefix that has lost its last page."""
+
+
 class PagePool:
     """Pool that allocates, shares and frees pages of `page_size` tokens.
 
     Each cache salt has its own tree of prefixes, which exists as long as it has a page.
+
+    Args:
+        num_pages: number of pages.
+        page_size: tokens per page.
+        enable_prefix_caching: False: `register` has no effect.
+        listener: receiver of the changes of prefixes; None: there is none.
     """
 
-    def __init__(self, num_pages: int, page_size: int, *, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        enable_prefix_caching: bool,
+        listener: PrefixListener | None = None,
+    ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
+        self._listener = listener
         self.num_shared_pages = 0  # pages that more than one request holds
         self.num_sharing_changes = 0  # how often a shared page gained or lost a holder
         self._caching = enable_prefix_caching
@@ -188,6 +213,8 @@ class PagePool:
         prefix = before.children.get(tokens)
         if prefix is None:
             prefix = before.children[tokens] = Prefix(before, tokens)
+            if self._listener is not None:
+                self._listener.stored(prefix, token_ids, salt)
         known = prefix.youngest if draft_key is None else prefix.pages.get(draft_key)
         if known is None:
             prefix.pages[draft_key] = page
@@ -228,6 +255,8 @@ class PagePool:
             del before.children[prefix.tokens]
             if before.parent is None and not before.children:
                 del self._roots[before.salt]
+            if self._listener is not None:
+                self._listener.removed(prefix)
 
     def _root_of(self, salt: str | None) -> Prefix:
         """Return the empty prefix of a salt, which the caller extends."""

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from specops import dense
+from specops.api.errors import ModelError
 from specops.dense import PackedWeight
-from specops.engine.errors import ModelError
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.activations import Rows
 from specops.engine.models.blocks.attention import AttentionConfig
@@ -59,8 +59,8 @@ from specops.engine.models.state_head import (
 from specops.engine.models.transformer import Transformer
 from specops.engine.models.weights import WeightSource
 
-# Tensors that are not read: t2d duplicates d2t, inv_freq is computed, and the confidence head is
-# not used because a draft's own probability predicts acceptance better (docs/notebook/drafters.md).
+# Tensors that are not read: t2d duplicates d2t, and inv_freq is computed. The confidence head is
+# unused because a draft's own probability predicts acceptance better (tools/notebook/drafters.md).
 _UNREAD = ("t2d", "rotary_emb.inv_freq", "confidence_head.proj.weight", "confidence_head.proj.bias")
 _KINDS = ("dflash", "dspark")
 

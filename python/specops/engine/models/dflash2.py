@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from specops import dense
+from specops.api.errors import ModelError
 from specops.dense import PackedWeight
-from specops.engine.errors import ModelError
 from specops.engine.models.families.fields import count
 from specops.engine.models.weights import WeightSource
 

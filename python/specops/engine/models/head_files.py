@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from specops.api.errors import ModelError
 from specops.checkpoints.gguf import gguf_file
-from specops.engine.errors import ModelError
 from specops.engine.models.weights import WeightSettings, WeightSource
 
 

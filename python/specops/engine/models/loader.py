@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
+from specops.api.errors import ModelError
+from specops.api.methods.checks import QUANTIZATIONS
 from specops.checkpoints.directory import open_checkpoint
-from specops.engine.drafters.methods.checks import QUANTIZATIONS
-from specops.engine.errors import ModelError
 from specops.engine.models.blocks.block import BlockLoader, RopeTables
 from specops.engine.models.blocks.experts import ExpertsConfig
 from specops.engine.models.config import ModelConfig, Place

@@ -15,8 +15,8 @@ from pathlib import Path
 from torch import Tensor
 
 from specops import dense
+from specops.api.errors import ModelError
 from specops.dense import PackedWeight
-from specops.engine.errors import ModelError
 from specops.engine.models.blocks.attention import AttentionConfig
 from specops.engine.models.blocks.block import BlockLoader, Norm
 from specops.engine.models.blocks.layer import Layer, LayerConfig

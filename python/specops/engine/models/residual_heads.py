@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from specops import dense
+from specops.api.errors import ModelError
 from specops.dense import PackedWeight
-from specops.engine.errors import ModelError
 from specops.engine.models.families.fields import read_config
 from specops.engine.models.head_files import open_head, refuse_unread
 from specops.engine.models.prefix_layer import UNREAD, PrefixLayer, load_prefix

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from specops.engine.errors import ModelError
+from specops.api.errors import ModelError
 from specops.engine.parallel.ranks import ALONE, Ranks, dealt
 from specops.quantization import FP8_BLOCK, QuantizedWeight
 

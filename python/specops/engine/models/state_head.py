@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from specops import dense
+from specops.api.errors import ModelError
 from specops.dense import PackedWeight
-from specops.engine.errors import ModelError
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.activations import Rows
 from specops.engine.models.blocks.attention import AttentionConfig

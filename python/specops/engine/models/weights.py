@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from specops import dense, moe
+from specops.api.errors import ModelError
 from specops.checkpoints.directory import open_checkpoint, weight_files
 from specops.checkpoints.fused import fused, rows_of
 from specops.checkpoints.module import ACTIVATION_SCALES
 from specops.dense import PackedWeight
-from specops.engine.errors import ModelError
 from specops.engine.models.shards import WHOLE, Cut, inputs_of, outputs_of
 from specops.engine.models.weight_cache import CachedWeights, WeightCache
 from specops.quantization import QuantizedWeight, dequantize_weight, quantize_weight

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from specops.engine.errors import EngineError
+from specops.api.errors import EngineError
 from specops.engine.parallel.ranks import Ranks
 
 # One rank may finish loading this much later than another; waits within a step are short.

@@ -8,7 +8,7 @@ is computed. It reads requests and pages and returns a plan, and calls no other 
 from collections.abc import Callable, Set
 from itertools import chain
 
-from specops.engine.config import EngineConfig
+from specops.api.config import EngineConfig
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.models import KeptStates
 from specops.engine.plan import Plan

@@ -9,8 +9,9 @@ import torch
 from numpy.typing import NDArray
 
 import specops
+from specops.api.config import EngineConfig
+from specops.api.outputs import StepDrafts, TokenLogprob
 from specops.batching import OutputMode
-from specops.engine.config import EngineConfig
 from specops.engine.device import Device
 from specops.engine.drafters.drafting import Drafting
 from specops.engine.emitted import Emitted
@@ -18,7 +19,6 @@ from specops.engine.features import Feature
 from specops.engine.memory.step_memory import StepMemory
 from specops.engine.memory.step_shape import StepShape, bucket, page_capacity, rounded
 from specops.engine.models import CacheRoom, Transformer
-from specops.engine.outputs import StepDrafts, TokenLogprob
 from specops.engine.plan import Part, Plan, PrefixGroups
 from specops.engine.prompt_logprobs import PromptScorer
 from specops.engine.request import Request

@@ -4,7 +4,6 @@
 from specops.engine.structured.compiler import GrammarCompiler
 from specops.engine.structured.masks import MaskFiller, MaskRows
 from specops.engine.structured.matching import Grammar, GrammarState, has_begun, num_unconstrained
-from specops.engine.structured.wanted import StructuredOutput
 
 __all__ = [
     "Grammar",
@@ -12,7 +11,6 @@ __all__ = [
     "GrammarState",
     "MaskFiller",
     "MaskRows",
-    "StructuredOutput",
     "has_begun",
     "num_unconstrained",
 ]

@@ -14,13 +14,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from specops.engine.structured.gbnf import is_gbnf, lark_of_gbnf
+from specops.api.structured import StructuredOutput
+from specops.api.structured.gbnf import is_gbnf, lark_of_gbnf
+from specops.api.structured.schemas import WHITESPACE, lark_with_options, with_options
+from specops.api.structured.tags import grammar_of_tags
+from specops.api.tokenizer import Tokenizer
 from specops.engine.structured.matching import Grammar
-from specops.engine.structured.schemas import WHITESPACE, lark_with_options, with_options
-from specops.engine.structured.tags import grammar_of_tags
 from specops.engine.structured.vocabulary import Vocabulary
-from specops.engine.structured.wanted import StructuredOutput
-from specops.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

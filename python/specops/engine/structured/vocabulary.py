@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specops.tokenizer import Tokenizer
+from specops.api.tokenizer import Tokenizer
 
 _MARK = "\x02"  # a character that tokenizers never merge with others
 _MARKER = 0xFF  # llguidance treats tokens with this first byte as special; no text has it

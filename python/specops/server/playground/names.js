@@ -49,10 +49,8 @@ export const learns = (choice) => partsOf(choice).find((one) => one.learns)?.tit
 /** The speculative_config of a choice; `steps` is null for what the server takes by itself. */
 export function configOf(choice, {k, steps, tree}) {
   if (choice === "naive") return {method: "naive"};
-  const [first, second] = partsOf(choice);
-  const config = {method: first.name, num_speculative_tokens: k, tree: tree && hasTrees(choice)};
-  if (first.continued_by) config[first.continued_by] = second ? `with_${second.name}` : "default";
-  else config.method = choice.replaceAll(" + ", "+");
+  const method = choice.replaceAll(" + ", "+");
+  const config = {method, num_speculative_tokens: k, tree: tree && hasTrees(choice)};
   return hasModel(choice) ? {...config, num_model_steps: steps} : config;
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The recorded race that plays at the first visit. `make screenshots` records it.
+// The recorded race that plays at the first visit. `make -C tools screenshots` records it.
 
 import {ask} from "./api.js";
 import {board} from "./board.js";

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from specops import attention
+from specops.api.errors import ModelError
 from specops.dense import PackedWeight
-from specops.engine.errors import ModelError
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.kv import KvSpec, LayerKv, StateSpec
 from specops.engine.models.shards import Shares

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from specops import batching, dense
-from specops.engine.errors import ModelError
+from specops.api.errors import ModelError
 from specops.engine.models.blocks.layer import LayerNames
 from specops.engine.models.families.dense_decoder import dense_decoder
 from specops.engine.models.families.fields import count, read_config

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specops.engine.errors import ModelError
+from specops.api.errors import ModelError
 from specops.engine.models.blocks.attention import AttentionConfig
 from specops.engine.models.blocks.layer import LayerConfig
 from specops.engine.models.families.dense_decoder import dense_decoder

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from specops.engine.errors import ModelError
+from specops.api.errors import ModelError
 from specops.engine.models.config import ModelConfig
 from specops.engine.models.families.family import Family, MtpConvention
 from specops.engine.models.families.fields import mapping, read_config

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from specops.engine.errors import ModelError
+from specops.api.errors import ModelError
 from specops.engine.models.blocks.attention import AttentionConfig
 from specops.engine.models.blocks.block import Rope
 from specops.engine.models.blocks.layer import AnyMlpConfig, LayerConfig

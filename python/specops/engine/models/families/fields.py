@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specops.engine.errors import ModelError
+from specops.api.errors import ModelError
 
 # Kinds of layers' attention.
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specops.engine.errors import ModelError
+from specops.api.errors import ModelError
 from specops.engine.models.families.fields import count, mapping, number
 
 # Fields of a config.json, by GGUF keys without the architecture's prefix.

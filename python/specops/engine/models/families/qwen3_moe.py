@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from specops.engine.errors import ModelError
+from specops.api.errors import ModelError
 from specops.engine.models.blocks.experts import ExpertsConfig, Routing
 from specops.engine.models.blocks.layer import AnyMlpConfig
 from specops.engine.models.families.defaults import QWEN3_MOE

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from specops.engine.errors import ModelError
+from specops.api.errors import ModelError
 from specops.engine.models.blocks.experts import ExpertsConfig
 from specops.engine.models.blocks.layer import AnyMlpConfig, LayerNames
 from specops.engine.models.blocks.linear_attention import LinearAttentionConfig

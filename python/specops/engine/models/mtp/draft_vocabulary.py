@@ -7,8 +7,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from specops.api.errors import ModelError
 from specops.dense import PackedWeight
-from specops.engine.errors import ModelError
 from specops.engine.models.loader import head_name
 from specops.engine.models.transformer import Transformer
 from specops.engine.models.weights import WeightSettings

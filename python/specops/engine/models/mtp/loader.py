@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from specops.engine.errors import ModelError
+from specops.api.errors import ModelError
 from specops.engine.models.blocks.block import BlockLoader, Norm
 from specops.engine.models.blocks.layer import LayerConfig
 from specops.engine.models.config import ModelConfig

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prompt's pages with a header that says which requests of which engines may use them.
+
+A prompt found in the prefix cache gives the same bits as a computed one, so only pages need to be
+transferred. The receiving engine computes the rest of the prompt itself (less than a page plus the
+drafters' lookahead), and with it the first token. Random numbers depend only on the seed and the
+position. Pages that arrive too late, or not at all, cost only time.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from specops.api.sampling_params import SamplingParams
+from specops.api.speculative_config import SpeculativeConfig
+from specops.disaggregated.pages import VERSION, Header, KvTransferError, Layout, Pages, check
+from specops.engine.engine import Engine
+from specops.engine.memory.kv_cache import DraftKv
+from specops.engine.models.kv import Share
+from specops.service.contract import contract_of
+
+
+class PageTransfer:
+    """Export and import of the pages of prompts of one engine.
+
+    With several ranks, each has a shard of every page, and all ranks agree on which pages exist.
+
+    Args:
+        engine: an engine with prefix caching.
+
+    Attributes:
+        contract: what the bits of the engine depend on (service/contract.py).
+
+    Raises:
+        ValueError: prefix caching is disabled.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        if not engine.config.enable_prefix_caching:
+            raise ValueError("enable_prefix_caching must be on for a role, got off")
+        self._engine = engine
+        self.contract = contract_of(engine)
+
+    def take(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        speculative_config: Mapping[str, object] | SpeculativeConfig | None = None,
+    ) -> Pages:
+        """Copy the full pages of a prompt in the prefix cache, for another engine.
+
+        Args:
+            token_ids: the prompt.
+            params: sampling parameters of the request that computed it.
+            speculative_config: configuration of that request.
+
+        Returns:
+            A copy of this rank's shard of the pages.
+
+        Raises:
+            ValueError: no request could have this prompt or these arguments.
+        """
+        draft_kv = self._engine.draft_kv_of(token_ids, params, speculative_config)
+        num_pages, data = self._engine.pages.take(token_ids, draft_kv, params.cache_salt)
+        return Pages(self._header(token_ids, draft_kv, num_pages), data)
+
+    def expected(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        speculative_config: Mapping[str, object] | SpeculativeConfig | None = None,
+    ) -> Header:
+        """Return the header that the pages of a request's prompt must match."""
+        draft_kv = self._engine.draft_kv_of(token_ids, params, speculative_config)
+        num_pages = (len(token_ids) - 1) // self._engine.config.page_size
+        return self._header(token_ids, draft_kv, num_pages)
+
+    def give(self, pages: Pages, expected: Header, cache_salt: str | None = None) -> int:
+        """Put pages into the prefix cache for the next request with this prompt.
+
+        If they do not fit, the request computes its prompt (`PromptPages.give`).
+
+        Args:
+            pages: this rank's shard of pages that another engine has computed.
+            expected: header for the request that will use the pages.
+            cache_salt: cache salt of that request.
+
+        Returns:
+            Number of leading pages of the prompt in the cache; computation continues after them.
+
+        Raises:
+            KvTransferError: the pages have another contract, prompt or layout.
+        """
+        header = pages.header
+        check(header, expected)
+        if len(pages.data) != header.num_bytes:
+            raise KvTransferError(
+                f"KV transfer: data must have {header.num_bytes} bytes, got {len(pages.data)}"
+            )
+        draft_kv = None
+        if expected.owner:
+            draft_kv = DraftKv(expected.owner, expected.lookahead, max_drafts=0)
+        return self._engine.pages.give(
+            header.token_ids, header.num_pages, pages.data, draft_kv, cache_salt
+        )
+
+    def _header(self, token_ids: Sequence[int], draft_kv: DraftKv | None, num_pages: int) -> Header:
+        ranks = self._engine.ranks
+        model, draft = self._engine.pages.tensors(draft_kv)
+        return Header(
+            version=VERSION,
+            exact_across_tp=ranks.slices,
+            contract=self.contract["digest"],
+            num_ranks=ranks.size,
+            rank=ranks.rank,
+            num_readers=ranks.size,
+            reader=ranks.rank,
+            page_size=self._engine.config.page_size,
+            token_ids=list(token_ids),
+            num_pages=num_pages,
+            owner="" if draft_kv is None else draft_kv.owner,
+            lookahead=0 if draft_kv is None else draft_kv.lookahead,
+            model=[_layout(share) for share in model],
+            draft=[_layout(share) for share in draft],
+            states=[_layout(share) for share in self._engine.pages.states(draft_kv)],
+        )
+
+
+def _layout(share: Share) -> Layout:
+    dtype = str(share.tensor.dtype).removeprefix("torch.")
+    _, rows, _, *more = share.tensor.shape
+    return Layout(dtype, (rows, share.all_heads * sum(share.widths), *more), share.widths)

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV transfer between an engine's loop and other engines, as jobs' `kv_transfer` requests it.
+
+Incoming: if another engine has computed a job's prompt, the job waits for the pages and then finds
+them in the prefix cache. If they do not arrive, the job continues without them: the engine computes
+the prompt itself, with the same bits. Outgoing: the pages of a prompt that another engine will
+continue are leased as soon as its choice has ended.
+"""
+
+import hashlib
+import json
+import logging
+import re
+import secrets
+import struct
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+from msgspec import structs
+
+from specops.api.messages import (
+    Abort,
+    Batch,
+    Command,
+    Failed,
+    Fetched,
+    KvTransfer,
+    Output,
+    Overdue,
+    Refused,
+    Stop,
+    Submit,
+)
+from specops.disaggregated.fair_threads import FairThreads
+from specops.disaggregated.page_transfer import PageTransfer
+from specops.disaggregated.pages import Header, KvTransferError, Pages, joined, sources
+from specops.disaggregated.transport import (
+    SECONDS,
+    Address,
+    DamagedError,
+    Leases,
+    TcpTransport,
+    Transport,
+)
+from specops.engine.engine import Engine
+from specops.service.loop import Compiled, Inbox
+from specops.service.wire import RoleSettings
+
+logger = logging.getLogger(__name__)
+
+_FETCHING_THREADS = 16  # a single client may use half of them
+_LEASE_NAME = re.compile(r"[0-9a-f]{32}")
+_MOST_REASON = 300  # characters of a peer's or a client's text that a line of the log repeats
+_SECRET_BITS = 53  # width of an integer that ranks can exchange exactly, as a float64
+
+
+@dataclass(frozen=True)
+class _Fetching:
+    """A job that waits for its pages."""
+
+    job: Submit
+    expected: Header
+    pages: "Future[Pages]"
+
+
+class KvTransferInbox(Inbox):
+    """The inbox of the loop of an engine with a role, and the last stage of its batches.
+
+    With several ranks, each has such an inbox, and all receive the same commands. Each rank leases
+    its own shard of a prompt's pages, and fetches its shard from the ranks of the other engine that
+    hold it. If one rank lacks its shard, no rank uses its own.
+
+    Args:
+        engine: engine of the loop.
+        transport: transport of pages.
+        inbox: source of commands, the same for all ranks.
+        deliver: called with every batch.
+
+    Attributes:
+        contract: execution contract of the engine.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        transport: Transport,
+        inbox: Inbox,
+        deliver: Callable[[Batch], None],
+    ) -> None:
+        self._engine, self._transport = engine, transport
+        self._inbox, self._deliver = inbox, deliver
+        self._pages = PageTransfer(engine)
+        self._ranks, self.contract = engine.ranks, self._pages.contract
+        self._threads = FairThreads[Pages](_FETCHING_THREADS, "specops-fetches")
+        self._fetching: dict[int, _Fetching] = {}  # by job
+        self._leasing: dict[int, Submit] = {}  # jobs with pages for another engine
+        self._ports = [
+            self._ranks.least(transport.port if rank == self._ranks.rank else 1 << 16)
+            for rank in range(self._ranks.size)
+        ]
+        # Names of leases are the same on all ranks, and cannot be guessed.
+        secret = [self._ranks.of_first(secrets.randbits(_SECRET_BITS)) for _ in range(4)]
+        self._secret = struct.pack("<4d", *secret)
+        self._num_leases = 0
+
+    def __enter__(self) -> "KvTransferInbox":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Stop the transport and all fetches."""
+        self._threads.shutdown()
+        self._transport.close()
+
+    def put(self, command: Compiled | Fetched | Overdue) -> None:
+        """Add a command, from any thread."""
+        self._inbox.put(command)
+
+    def take(self, seconds: float | None) -> Sequence[Command | Compiled]:
+        """Return commands that need no pages or have them; called between two steps."""
+        ready: list[Command | Compiled] = []
+        for command in self._inbox.take(seconds):
+            if isinstance(command, Submit) and command.kv_transfer is not None:
+                if command.kv_transfer.do_remote_decode:
+                    self._leasing[command.job] = command
+                if self._starts_fetching(command, command.kv_transfer):
+                    continue
+            elif isinstance(command, Fetched):
+                fetching = self._fetching.pop(command.job, None)
+                if fetching is not None:
+                    self._put_in(fetching)
+                    ready.append(fetching.job)
+                continue
+            elif isinstance(command, Abort):
+                fetching = self._fetching.pop(command.job, None)
+                if fetching is not None:
+                    fetching.pages.cancel()  # has no effect if the fetch has begun
+                self._leasing.pop(command.job, None)
+            elif isinstance(command, Stop):
+                self._fetching.clear()
+            ready.append(command)
+        return ready
+
+    def send(self, batch: Batch) -> None:
+        """Deliver the events of a step, with the leases of prompts that it has finished."""
+        for event in batch.events:
+            job = self._leasing.get(event.job)
+            if job is None:
+                continue
+            if not isinstance(event, Output):
+                if isinstance(event, (Refused, Failed)):
+                    del self._leasing[event.job]
+            elif event.end is not None:
+                del self._leasing[event.job]
+                event.end.kv_transfer = self._leased(job)
+        self._deliver(batch)
+
+    def _starts_fetching(self, job: Submit, wanted: KvTransfer) -> bool:
+        """Begin to fetch a job's pages; return False if there is nothing to wait for."""
+        if not wanted.do_remote_prefill:
+            return False
+        try:
+            addresses = self._addresses_of(wanted)
+            expected = self._pages.expected(job.prompts[0], job.params, speculative_of(job))
+        except ValueError as error:  # the request is invalid: the engine refuses it with a message
+            _log_computed(error)
+            return False
+        latest = time.monotonic() + SECONDS
+        pages = self._threads.submit(job.client, partial(self._fetch, addresses, expected, latest))
+        self._fetching[job.job] = _Fetching(job, expected, pages)
+        if self._ranks.rank == 0:  # rank 0 informs the others
+            pages.add_done_callback(lambda _: self._inbox.put(Fetched(job.job)))
+        return True
+
+    def _fetch(self, addresses: Sequence[Address], expected: Header, latest: float) -> Pages:
+        """Fetch pages unless the deadline is over: fetches queued behind a peer that hangs fail."""
+        if time.monotonic() > latest:
+            raise KvTransferError(f"KV transfer: those before it took more than {SECONDS:g} s")
+        parts = []
+        for rank in sources(len(addresses), self._ranks.size, self._ranks.rank):
+            part = structs.replace(expected, num_ranks=len(addresses), rank=rank)
+            parts.append(self._transport.fetch(addresses[rank], part))
+        return joined(parts, expected)
+
+    def _addresses_of(self, wanted: KvTransfer) -> list[Address]:
+        """Return the addresses of the ranks of the other engine.
+
+        All ranks of this engine come to the same decision here.
+
+        Raises:
+            KvTransferError: an address is missing or not configured, the lease's name is malformed,
+                or neither engine's number of ranks divides the other's.
+        """
+        name, host, port = wanted.remote_request_id, wanted.remote_host, wanted.remote_port
+        if name is None or host is None or port is None:
+            raise KvTransferError(
+                "KV transfer: remote_request_id, remote_host and remote_port must be given"
+            )
+        if not _LEASE_NAME.fullmatch(name):
+            raise KvTransferError("KV transfer: remote_request_id must be 32 hexadecimal digits")
+        ports = wanted.remote_ports or [port]
+        sources(len(ports), self._ranks.size, self._ranks.rank)
+        addresses = [Address(name, host, one) for one in ports]
+        for address in addresses:
+            self._transport.require_peer(address)
+        return addresses
+
+    def _put_in(self, fetching: _Fetching) -> None:
+        """Give a job's pages to the engine, if they reached all ranks undamaged."""
+        pages, num_damaged = None, 0
+        why: object = "another rank lacks its share of the pages"
+        try:
+            pages = fetching.pages.result()
+        except DamagedError as error:
+            why, num_damaged = error, max(fetching.expected.num_pages, 1)
+        except (KvTransferError, OSError) as error:
+            why = error
+        except Exception:
+            logger.exception("pages could not be fetched")
+            why = "pages could not be fetched"
+        is_whole = self._ranks.least(int(pages is not None)) == 1
+        if pages is None or not is_whole:
+            self._engine.stats.num_damaged_kv_pages -= self._ranks.least(-num_damaged)
+            return _log_computed(why)
+        self._pages.give(pages, fetching.expected, fetching.job.params.cache_salt)
+
+    def _leased(self, job: Submit) -> KvTransfer | None:
+        """Lease a prompt's pages; return where another engine finds them, or None if it failed."""
+        is_leased, count = True, 0
+        self._num_leases += 1
+        number = str(self._num_leases).encode()
+        name = hashlib.blake2b(number, key=self._secret, digest_size=16).hexdigest()
+        try:
+            pages = self._pages.take(job.prompts[0], job.params, speculative_of(job))
+            count = pages.header.num_pages
+            self._transport.lease(name, pages)
+        except Exception:
+            logger.exception("the pages of a prompt could not be leased")
+            is_leased = False
+        if self._ranks.least(int(is_leased)) == 0:  # also waits until all ranks have leased
+            return None
+        return KvTransfer(
+            do_remote_prefill=True,
+            remote_engine_id=self.contract["digest"],
+            remote_request_id=name,
+            remote_block_ids=list(range(count)),
+            remote_host=self._transport.host,
+            remote_port=self._ports[0],
+            remote_ports=self._ports if self._ranks.size > 1 else None,
+        )
+
+
+def _log_computed(why: object) -> None:
+    """Log that this engine computes a prompt that another engine has computed, and the reason."""
+    reason = str(why)
+    if len(reason) > _MOST_REASON:
+        reason = f"{reason[:_MOST_REASON]} ..."
+    logger.warning("the prompt of a job is computed here: %s", reason)
+
+
+def speculative_of(job: Submit) -> dict[str, object] | None:
+    """Return the speculative configuration of a job, or None."""
+    return None if job.speculative_config is None else json.loads(job.speculative_config)
+
+
+def transfer_inbox_of(
+    engine: Engine, role: RoleSettings, inbox: Inbox, deliver: Callable[[Batch], None]
+) -> KvTransferInbox:
+    """Return the inbox of an engine process, or of one rank, that has a role.
+
+    Raises:
+        ValueError: its transport cannot listen at the configured address.
+    """
+    leases = Leases(role.lease_seconds, role.lease_bytes)
+    make: type[TcpTransport] = TcpTransport
+    if role.transport == "nixl":
+        from specops.disaggregated.nixl import NixlTransport
+
+        make = NixlTransport
+    try:
+        transport = make(role.host, role.port, leases, role.peers)
+    except OSError as error:
+        raise ValueError(
+            f"kv_host and kv_port must be an address to listen on, got {role.host}:{role.port}: "
+            f"{error}"
+        ) from None
+    return KvTransferInbox(engine, transport, inbox, deliver)

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages of prompts in an engine's prefix cache, copied from it and to it as bytes.
+
+For a model with linear attention, the states at the end of the last page follow the pages.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from specops.engine.drafters.base import Drafter
+from specops.engine.memory.kv_cache import DraftKv, PagePool
+from specops.engine.models import KeptStates
+from specops.engine.models.kv import KvCache, Share
+
+
+class PromptPages:
+    """Access to the pages of prompts. Only the thread that owns the engine may use it.
+
+    Args:
+        pool: the engine's page pool.
+        states: states of prefixes, for layers with linear attention.
+        cache: the target's keys, values and states.
+        drafters: the engine's drafters, by method.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        states: KeptStates,
+        cache: KvCache,
+        drafters: Mapping[str, Drafter],
+    ) -> None:
+        self._pool, self._states, self._cache = pool, states, cache
+        self._drafters = drafters
+
+    def take(
+        self, token_ids: Sequence[int], draft_kv: DraftKv | None, salt: str | None
+    ) -> tuple[int, bytearray]:
+        """Copy the cached pages of a prompt.
+
+        The copy ends before the first page that was evicted, or that lacks the draft KV. For a
+        model with linear attention, it ends at a page with retained states.
+
+        Args:
+            token_ids: the prompt.
+            draft_kv: draft KV that the pages must hold; None: they need none.
+            salt: cache salt of the request that computed the pages.
+
+        Returns:
+            The number of pages, and the bytes of this rank's shard: each tensor of `tensors` in
+            turn, then the states.
+        """
+        pages = self._pool.match_prefix(token_ids, len(token_ids) - 1, draft_kv, salt)
+        try:
+            self._states.cut(pages, draft_kv)
+            model, draft = self.tensors(draft_kv)
+            index = torch.tensor(pages, dtype=torch.int64, device=model[0].tensor.device)
+            data = bytearray().join(_rows(share, index) for share in (*model, *draft))
+            entry = self._states.entry_of(pages, draft_kv)
+            if entry is not None:
+                at = index.new_tensor([entry])
+                data += b"".join(_rows(share, at) for share in self.states(draft_kv))
+            return len(pages), data
+        finally:
+            self._pool.release(pages)
+
+    def give(
+        self,
+        token_ids: Sequence[int],
+        num_pages: int,
+        data: bytearray,
+        draft_kv: DraftKv | None,
+        salt: str | None,
+    ) -> int:
+        """Put pages into the prefix cache for the next request with this prompt.
+
+        Pages that the cache already has stay. If not enough pages are free, none are added. The
+        same holds if required states have no free entry, because all entries wait for pages of
+        running requests.
+
+        Args:
+            token_ids: the prompt.
+            num_pages: number of pages in `data`.
+            data: result of `take` of an engine with equal tensors.
+            draft_kv, salt: as in `take`.
+
+        Returns:
+            The number of leading pages of the prompt that are in the cache.
+        """
+        size = self._pool.page_size
+        held = self._pool.match_prefix(token_ids, num_pages * size, draft_kv, salt)
+        try:
+            missing = range(len(held), num_pages)
+            new = self._pool.allocate(len(missing))
+            if new is not None:
+                held += new
+                if new:
+                    self._put(data, num_pages, draft_kv, missing, new)
+                for page in missing:
+                    end = (page + 1) * size
+                    held[page] = self._pool.register(
+                        held[page],
+                        held[page - 1] if page else None,
+                        token_ids[end - size : end],
+                        None if draft_kv is None else draft_kv.key(token_ids, end),
+                        salt,
+                    )
+                self._put_states(data, held, draft_kv)
+            self._states.cut(held, draft_kv)
+            return len(held)
+        finally:
+            self._pool.release(held)
+
+    def tensors(self, draft_kv: DraftKv | None) -> tuple[Sequence[Share], Sequence[Share]]:
+        """Return the page-indexed tensors: the model's, and a drafter's.
+
+        Every rank holds all of a drafter's tensors, which are described as a single head.
+        """
+        draft = () if draft_kv is None else self._drafters[draft_kv.owner].kv_tensors()
+        return self._cache.page_shares, list(map(_whole, draft))
+
+    def states(self, draft_kv: DraftKv | None) -> Sequence[Share]:
+        """Return the tensors indexed by entries of prefix states: the model's, and a drafter's."""
+        states = None if draft_kv is None else self._drafters[draft_kv.owner].states
+        draft = () if states is None else states.prefix_shares
+        return [*self._cache.prefix_shares, *(_whole(one.tensor) for one in draft)]
+
+    def _put(
+        self,
+        data: bytearray,
+        num_pages: int,
+        draft_kv: DraftKv | None,
+        which: range,
+        new: Sequence[int],
+    ) -> None:
+        """Copy the pages with indices `which` to the cache's pages `new`."""
+        begin = 0
+        model, draft = self.tensors(draft_kv)
+        for share in (*model, *draft):
+            own = _bytes_of(share)
+            count = num_pages * own.shape[1]
+            source = torch.frombuffer(data, dtype=torch.uint8, offset=begin, count=count)
+            rows = source.view(num_pages, -1)[which.start :]
+            index = torch.tensor(new, dtype=torch.int64, device=own.device)
+            own.index_copy_(0, index, rows.to(own.device))
+            begin += count
+
+    def _put_states(self, data: bytearray, held: Sequence[int], draft_kv: DraftKv | None) -> None:
+        """Copy the states at the end of the pages to their cache entry, unless it exists."""
+        entry, kept = self._states.new_entry(held, draft_kv), self.states(draft_kv)
+        begin = len(data) - sum(_bytes_of(share).shape[1] for share in kept)
+        for share in kept if entry is not None else ():
+            own = _bytes_of(share)[entry]
+            own.copy_(torch.frombuffer(data, dtype=torch.uint8, offset=begin, count=len(own)))
+            begin += len(own)
+
+
+def _whole(tensor: Tensor) -> Share:
+    return Share(tensor, 1, (tensor.shape[2],))
+
+
+def _bytes_of(share: Share) -> Tensor:
+    """Return a byte view of a tensor: [pages, bytes], or [entries, bytes] for states."""
+    return share.tensor.view(share.tensor.shape[0], -1).view(torch.uint8)
+
+
+def _rows(share: Share, index: Tensor) -> bytes:
+    return _bytes_of(share).index_select(0, index).cpu().numpy().tobytes()

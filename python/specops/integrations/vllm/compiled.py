@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Support for vLLM with torch.compile: specops' ops stay opaque calls, and nothing else computes.
+
+`specops.torch_ops` registers the ops, so that no compiler traces into them or fuses them with
+others. Kernels that Inductor generates may then only move data, which `graph_check` enforces.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+from specops.integrations.vllm.settings import PARTS
+
+_DYNAMO_TRACE_ONCE = 2  # vLLM's only compilation mode on a CPU
+_INDUCTOR = "inductor"
+_ALL, _NONE = "all", "none"
+_PASS = "post_grad_custom_post_pass"
+
+
+def is_on(config: Any) -> bool:
+    """Return whether vLLM's configuration enables compilation."""
+    return config.compilation_config.mode not in (None, 0)
+
+
+def faults_of(config: Any) -> list[str]:
+    """Return the compiler settings of vLLM that cannot be exact or are untested."""
+    if not is_on(config):
+        return []
+    given = config.compilation_config
+    found = []
+    if given.mode != _DYNAMO_TRACE_ONCE or given.backend != _INDUCTOR:
+        found.append(f"compilation by mode {int(given.mode)}, backend {given.backend}")
+    found += [f"compilation with custom op {op}" for op in given.custom_ops if op[0] == "-"]
+    if _PASS in given.inductor_compile_config:
+        found.append(f"compilation with a {_PASS}")
+    if not isinstance(config.additional_config, dict):
+        found.append(f"compilation with an additional_config of {type(config.additional_config)}")
+    return found
+
+
+def prepare(config: Any, parts: Collection[str]) -> None:
+    """Configure later models to compile around specops' ops, and check their graphs.
+
+    Args:
+        config: vLLM's configuration. If it compiles at all, its custom_ops and compiler passes are
+            changed. additional_config records this, so that vLLM does not reuse compiled graphs
+            on disk that were made without these passes.
+        parts: parts of SPECOPS_VLLM. With all of them, a graph that computes is refused.
+    """
+    if not is_on(config):
+        return
+    import specops.torch_ops  # noqa: F401  registers the ops
+
+    given = config.compilation_config
+    config.additional_config = {**config.additional_config, "specops": sorted(parts)}
+    given.custom_ops[:] = [_ALL if op == _NONE else op for op in given.custom_ops]
+    if len(parts) == len(PARTS):
+        from specops.integrations.vllm.graph_check import GraphCheck
+
+        given.inductor_compile_config[_PASS] = GraphCheck()

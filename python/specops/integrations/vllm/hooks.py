@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Table of everything that the plug-in uses in vLLM, and its check.
+
+vLLM's internal functions, fields and classes move between versions. Before the plug-in changes
+anything, it looks each of them up and compares it with the version it was written for. A mismatch
+is an error.
+"""
+
+import dis
+import importlib
+import inspect
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# The vLLM version that the tests run.
+TESTED = "0.32.0"
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A function, class or field of vLLM that the plug-in depends on.
+
+    Attributes:
+        part: part of SPECOPS_VLLM that needs it; "" for all parts.
+        target: module:name.
+        how: "registered" with a function that vLLM offers for it; "subclassed", by a class that is
+            registered; "replaced"; "wrapped": called, with a check before or after it; "called";
+            "read".
+        names: all parameters in order for a function, the passed ones if `how` is "called"; fields
+            and methods for a class.
+    """
+
+    part: str
+    target: str
+    how: str
+    names: tuple[str, ...]
+
+
+def _hook(part: str, how: str, target: str, names: str) -> Hook:
+    return Hook(part, target, how, tuple(names.split()))
+
+
+_BACKEND = "vllm.v1.attention.backend"
+_CPU_ATTN = "vllm.v1.attention.backends.cpu_attn"
+_LAYERS = "vllm.model_executor.layers"
+_RUNNER = "vllm.v1.worker.gpu_model_runner"
+
+
+def _layers(names: str) -> tuple[str, ...]:
+    return tuple(f"{_LAYERS}.{name}" for name in names.split())
+
+
+# Layers that a model may have. They compute nothing, or work on each element of a token on its own,
+# or copy rows, or are row-identical by test (rotary embedding).
+EXACT_LAYERS = _layers(
+    "logits_processor:LogitsProcessor "
+    "rotary_embedding.base:RotaryEmbedding "
+    "rotary_embedding.common:ApplyRotaryEmb "
+    "rotary_embedding.linear_scaling_rope:LinearScalingRotaryEmbedding "
+    "rotary_embedding.llama3_rope:Llama3RotaryEmbedding "
+    "rotary_embedding.yarn_scaling_rope:YaRNScalingRotaryEmbedding"
+)
+LINEAR_LAYERS = _layers(
+    "linear:ColumnParallelLinear "
+    "linear:MergedColumnParallelLinear "
+    "linear:QKVParallelLinear "
+    "linear:ReplicatedLinear "
+    "linear:RowParallelLinear "
+    "vocab_parallel_embedding:ParallelLMHead "
+    "vocab_parallel_embedding:VocabParallelEmbedding"
+)
+QUANT_METHODS = _layers(
+    "linear:UnquantizedLinearMethod vocab_parallel_embedding:UnquantizedEmbeddingMethod"
+)
+(ATTENTION_LAYER,) = _layers("attention.attention:Attention")
+# vLLM layers that specops replaces -> the part of SPECOPS_VLLM that replaces them.
+REPLACED_LAYERS = dict(
+    zip(_layers("layernorm:RMSNorm activation:SiluAndMul"), ("norm", "activation"), strict=True)
+)
+
+HOOKS = (
+    _hook(
+        "attention",
+        "registered",
+        "vllm.v1.attention.backends.registry:register_backend",
+        "backend class_path is_mamba",
+    ),
+    _hook(
+        "attention",
+        "subclassed",
+        f"{_CPU_ATTN}:CPUAttentionBackendImpl.__init__",
+        "self num_heads head_size scale num_kv_heads alibi_slopes sliding_window kv_cache_dtype "
+        "logits_soft_cap attn_type kv_sharing_target_layer_name sinks",
+    ),
+    _hook(
+        "attention",
+        "subclassed",
+        f"{_CPU_ATTN}:CPUAttentionBackendImpl.forward",
+        "self layer query key value kv_cache attn_metadata output output_scale output_block_scale",
+    ),
+    _hook(
+        "attention",
+        "subclassed",
+        f"{_CPU_ATTN}:CPUAttentionBackendImpl.do_kv_cache_update",
+        "self layer key value kv_cache slot_mapping",
+    ),
+    _hook(
+        "attention",
+        "subclassed",
+        f"{_BACKEND}:AttentionMetadataBuilder.__init__",
+        "self kv_cache_spec layer_names vllm_config device",
+    ),
+    _hook(
+        "attention",
+        "subclassed",
+        f"{_BACKEND}:AttentionMetadataBuilder.build",
+        "self common_prefix_len common_attn_metadata fast_build",
+    ),
+    _hook(
+        "attention",
+        "subclassed",
+        f"{_BACKEND}:AttentionMetadataBuilder.build_for_drafting",
+        "self common_attn_metadata draft_index",
+    ),
+    _hook(
+        "attention",
+        "read",
+        f"{_BACKEND}:CommonAttentionMetadata",
+        "query_start_loc seq_lens num_reqs num_actual_tokens max_seq_len block_table_tensor "
+        "slot_mapping causal",
+    ),
+    _hook(
+        "norm",
+        "registered",
+        "vllm.model_executor.custom_op:CustomOp.register_oot",
+        "_decorated_op_cls name",
+    ),
+    _hook("norm", "subclassed", f"{_LAYERS}.layernorm:RMSNorm.forward_native", "self x residual"),
+    _hook(
+        "activation",
+        "registered",
+        "vllm.model_executor.custom_op:CustomOp.register_oot",
+        "_decorated_op_cls name",
+    ),
+    _hook("activation", "subclassed", f"{_LAYERS}.activation:SiluAndMul.forward_cpu", "self x"),
+    _hook("activation", "subclassed", f"{_LAYERS}.activation:SiluAndMul.forward_native", "x"),
+    _hook(
+        "linear",
+        "replaced",
+        f"{_LAYERS}.utils:dispatch_cpu_unquantized_gemm",
+        "layer remove_weight",
+    ),
+    _hook("linear", "read", f"{_LAYERS}.utils:cpu_unquantized_gemm", "layer x weight bias"),
+    _hook(
+        "sampling",
+        "replaced",
+        f"{_RUNNER}:GPUModelRunner._sample",
+        "self logits spec_decode_metadata",
+    ),
+    _hook(
+        "sampling",
+        "read",
+        f"{_RUNNER}:GPUModelRunner",
+        "requests input_batch sampler model_config",
+    ),
+    _hook(
+        "sampling",
+        "read",
+        "vllm.v1.worker.gpu_input_batch:InputBatch",
+        "req_ids generators num_tokens_no_spec_cpu_tensor token_ids_cpu_tensor sampling_metadata",
+    ),
+    _hook(
+        "sampling",
+        "read",
+        "vllm.v1.spec_decode.metadata:SpecDecodeMetadata",
+        "draft_token_ids num_draft_tokens cu_num_sampled_tokens",
+    ),
+    _hook(
+        "sampling",
+        "read",
+        "vllm.v1.worker.gpu_input_batch:CachedRequestState",
+        "num_prompt_tokens sampling_params",
+    ),
+    _hook("sampling", "read", "vllm.v1.sample.sampler:Sampler", "logprobs_mode"),
+    _hook(
+        "sampling",
+        "read",
+        "vllm.v1.sample.metadata:SamplingMetadata",
+        "max_num_logprobs",
+    ),
+    _hook(
+        "sampling",
+        "read",
+        "vllm.v1.outputs:SamplerOutput",
+        "sampled_token_ids logprobs_tensors",
+    ),
+    _hook(
+        "sampling",
+        "read",
+        "vllm.v1.outputs:LogprobsTensors",
+        "logprob_token_ids logprobs selected_token_ranks",
+    ),
+    _hook(
+        "sampling",
+        "read",
+        "vllm.sampling_params:SamplingParams",
+        "temperature top_k top_p min_p seed repetition_penalty presence_penalty frequency_penalty "
+        "logit_bias bad_words_token_ids allowed_token_ids min_tokens all_stop_token_ids extra_args",
+    ),
+    _hook(
+        "sampling",
+        "wrapped",
+        "vllm.sampling_params:SamplingParams.verify",
+        "self model_config speculative_config structured_outputs_config tokenizer",
+    ),
+    _hook(
+        "sampling",
+        "wrapped",
+        "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
+        "self request_id prompt params supported_tasks arrival_time lora_request "
+        "tokenization_kwargs trace_headers priority data_parallel_rank resumable session_id "
+        "kv_hints",
+    ),
+    _hook(
+        "sampling",
+        "read",
+        "vllm.v1.engine.input_processor:InputProcessor",
+        "model_config",
+    ),
+    _hook("sampling", "read", "vllm.v1.engine:EngineCoreRequest", "request_id sampling_params"),
+    _hook("", "read", "vllm.platforms.interface:Platform", "is_cpu"),
+    _hook(
+        "",
+        "read",
+        "vllm.config.compilation:CompilationConfig",
+        "mode backend custom_ops inductor_compile_config",
+    ),
+    _hook(
+        "",
+        "read",
+        "vllm.config.vllm:VllmConfig",
+        "compilation_config additional_config lora_config scheduler_config parallel_config "
+        "model_config watermark_config speculative_config",
+    ),
+    _hook("", "read", "vllm.config.scheduler:SchedulerConfig", "async_scheduling"),
+    _hook(
+        "",
+        "read",
+        "vllm.config.parallel:ParallelConfig",
+        "pipeline_parallel_size decode_context_parallel_size",
+    ),
+    _hook(
+        "",
+        "read",
+        "vllm.config.model:ModelConfig",
+        "runner_type seed logprobs_mode logits_processors enable_prompt_embeds",
+    ),
+    _hook("", "read", "vllm.config.speculative:SpeculativeConfig", "rejection_sample_method"),
+    _hook(
+        "",
+        "read",
+        "vllm.distributed.parallel_state:GroupCoordinator",
+        "world_size device_communicator",
+    ),
+    _hook(
+        "",
+        "read",
+        "vllm.distributed.device_communicators.cpu_communicator:CpuCommunicator",
+        "dist_module",
+    ),
+    _hook(
+        "",
+        "read",
+        "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed.__init__",
+        "self communicator",
+    ),
+    _hook("", "read", "vllm.v1.worker.cpu_worker:CPUWorker", "use_v2_model_runner"),
+    _hook("", "wrapped", "vllm.v1.worker.cpu_worker:CPUWorker.init_device", "self"),
+    _hook(
+        "",
+        "wrapped",
+        "vllm.v1.worker.cpu_model_runner:CPUModelRunner.load_model",
+        "self load_dummy_weights",
+    ),
+    _hook(
+        "",
+        "read",
+        "vllm.v1.worker.cpu_model_runner:CPUModelRunner",
+        "vllm_config get_model max_num_tokens",
+    ),
+    _hook("", "called", f"{_RUNNER}:GPUModelRunner._dummy_run", "self num_tokens is_profile"),
+    _hook(
+        "linear",
+        "wrapped",
+        f"{_RUNNER}:GPUModelRunner.reload_weights",
+        "self weights_iterator weights_path is_checkpoint_format",
+    ),
+    _hook("linear", "wrapped", "vllm.v1.worker.gpu_worker:Worker.finish_weight_update", "self"),
+    *(_hook("", "read", layer, "") for layer in (*EXACT_LAYERS, *QUANT_METHODS)),
+    *(_hook("", "read", layer, "quant_method") for layer in LINEAR_LAYERS),
+    _hook("", "read", ATTENTION_LAYER, "impl"),
+    *(_hook(part, "read", layer, "") for layer, part in REPLACED_LAYERS.items()),
+)
+
+
+class HookError(RuntimeError):
+    """The installed vLLM differs from the version that the plug-in was written for."""
+
+
+def of_parts(parts: Collection[str]) -> list[Hook]:
+    """Return the hooks that these parts of SPECOPS_VLLM need."""
+    return [hook for hook in HOOKS if not hook.part or hook.part in parts]
+
+
+def find(target: str) -> Any:
+    """Return the object that a target names.
+
+    Raises:
+        HookError: it does not exist.
+    """
+    module, _, names = target.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for name in names.split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError) as error:
+        raise HookError(f"specops: vLLM has no {target} ({error})") from None
+    return found
+
+
+def fault_of(hook: Hook) -> str | None:
+    """Return the mismatch of a hook with the installed vLLM; None if there is none."""
+    try:
+        found: Any = find(hook.target)
+    except HookError as error:
+        return str(error)
+    if inspect.isclass(found):
+        fields = _fields_of(found)
+        missing = [name for name in hook.names if name not in fields]
+        return f"specops: {hook.target} has no {', '.join(missing)}" if missing else None
+    got = list(inspect.signature(found).parameters)
+    if hook.how == "called":
+        missing = [name for name in hook.names if name not in got]
+        return f"specops: {hook.target} does not take {', '.join(missing)}" if missing else None
+    if got == list(hook.names):
+        return None
+    expected = ", ".join(hook.names)
+    return f"specops: {hook.target} must take ({expected}), got ({', '.join(got)})"
+
+
+def _fields_of(kind: type) -> set[str]:
+    """Return the fields of a class: declared, defined, or assigned in its constructor."""
+    fields = set(dir(kind))
+    for one in kind.__mro__:
+        fields.update(inspect.get_annotations(one))
+        for name in ("__init__", "__post_init__"):
+            made_by = one.__dict__.get(name)
+            if inspect.isfunction(made_by):
+                steps = dis.get_instructions(inspect.unwrap(made_by))
+                fields.update(step.argval for step in steps if step.opname == "STORE_ATTR")
+    return fields
+
+
+def check(hooks: Sequence[Hook]) -> None:
+    """Compare every hook with the installed vLLM.
+
+    Raises:
+        HookError: some hooks do not match; the message names all of them.
+    """
+    faults = [fault for fault in map(fault_of, hooks) if fault is not None]
+    if faults:
+        raise HookError("; ".join(faults))

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrix product of vLLM's linear layers and LM head by `specops.dense.linear`."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specops import dense
+from specops.integrations.vllm import threads
+
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+class PackedLinear:
+    """Callable that vLLM uses as a layer's `cpu_linear`.
+
+    Attributes:
+        specops_faults: reasons why the layer's weight is not supported. If there are any, the
+            engine is refused and the layer never called.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self._packed: dense.PackedWeight | None = None
+        self.specops_faults: list[str] = []
+        weight = layer.weight
+        if weight.dim() != 2 or weight.dtype not in _DTYPES or weight.is_meta:
+            self.specops_faults.append(
+                f"{type(layer).__name__} with a weight of {weight.dim()} dimensions of "
+                f"{weight.dtype} on {weight.device} (linear takes 2 of bfloat16 or float32 on cpu)"
+            )
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Multiply rows by the layer's weight.
+
+        Args:
+            x: [.., inputs].
+            weight: the layer's weight; ignored in favor of the packed one.
+            bias: [outputs].
+
+        Returns:
+            [.., outputs].
+        """
+        packed = self._packed
+        if packed is None:
+            packed = self.pack()
+        if x.dim() == 2:
+            return dense.linear(x, packed, bias)
+        out = dense.linear(x.reshape(-1, x.shape[-1]), packed, bias)
+        return out.view(*x.shape[:-1], packed.num_outputs)
+
+    def pack(self) -> dense.PackedWeight:
+        """Pack the layer's current weight, IN PLACE if it was packed before.
+
+        A compiled graph may hold the tensor.
+        """
+        packed = dense.pack_weight(self._layer.weight.detach())
+        if self._packed is None:
+            self._packed = packed
+        else:
+            with torch.inference_mode():  # the LM head is packed in a step, in inference mode
+                self._packed.data.copy_(packed.data)
+        return self._packed
+
+    def pack_again(self) -> None:
+        """Pack a weight again that the layer still holds, if it was packed: it may have changed."""
+        if self._packed is not None and self._layer.weight.numel() > 0:
+            self.pack()
+
+
+def use_packed_linear(layer: Any, remove_weight: bool) -> None:
+    """Attach a `PackedLinear` to a layer; replaces vLLM's `dispatch_cpu_unquantized_gemm`.
+
+    vLLM calls it whenever the weight has been loaded or reloaded. A weight that must stay (an
+    embedding, which may be the LM head as well) is packed at its first product, so that a mere
+    embedding costs no extra memory. A weight that cannot be packed also stays: the model is refused
+    after loading.
+
+    Args:
+        layer: layer with `weight`; `cpu_linear` is set.
+        remove_weight: whether only this product uses the weight.
+    """
+    product = getattr(layer, "cpu_linear", None)
+    if not isinstance(product, PackedLinear):
+        product = layer.cpu_linear = PackedLinear(layer)
+    if product.specops_faults:
+        return
+    threads.start()
+    if remove_weight:
+        product.pack()
+        nothing = torch.empty(0, dtype=layer.weight.dtype)
+        layer.weight = nn.Parameter(nothing, requires_grad=False)
+
+
+def pack_again(modules: Iterable[Any]) -> None:
+    """Pack the weights that modules still hold again, after weights were reloaded.
+
+    Weights that were not kept are packed by `use_packed_linear` when they are loaded.
+    """
+    for module in modules:
+        product = getattr(module, "cpu_linear", None)
+        if isinstance(product, PackedLinear):
+            product.pack_again()

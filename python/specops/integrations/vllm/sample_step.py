@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's sampling step and its verification of drafts, by `specops.sampling`.
+
+The strategy is `target_match` unless SPECOPS_VLLM_VERIFY names another: every row samples the token
+that plain decoding would sample there, with a random number of the request's seed and the token's
+position, and drafts are compared with it. Under `rejection` and `block`, drafts count as drawn with
+probability 1. That is correct for any drafter that does not look at the random numbers used for
+verification: texts follow the model's distribution, and equal plain decoding at temperature 0.
+
+This module imports vLLM, so only the plug-in imports it, in a process of vLLM.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+
+from specops import sampling
+from specops.integrations.vllm import step_requests, threads
+from specops.integrations.vllm.request_parameters import BatchParameters
+from specops.integrations.vllm.settings import STRATEGIES, strategy_of
+from specops.integrations.vllm.step_requests import Row
+
+_STATE = "_specops_batch"
+_STRATEGIES = {name: sampling.VerifyStrategy[name.upper()] for name in STRATEGIES}
+
+
+class _Batch:
+    """The requests of a runner's batch and their parameters, until the batch changes."""
+
+    def __init__(self, rows: list[Row], parameters: BatchParameters) -> None:
+        self.request_ids = [row.request_id for row in rows]
+        self.rows = rows
+        self.parameters = parameters
+
+    def is_of(self, runner: Any) -> bool:
+        """Return whether the runner has the same requests, in the same order."""
+        if runner.input_batch.req_ids != self.request_ids:
+            return False
+        states = runner.requests
+        return all(
+            states[row.request_id].sampling_params is row.sampling_params for row in self.rows
+        )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The inputs of sampling for one step.
+
+    Attributes:
+        logits: [rows, vocab_size].
+        positions: [batch], int32. Tokens of each request, and so the position of its next one.
+        parameters: temperature, filters and seeds; None if every row is greedy.
+        processors: changes of the logits, applied first.
+        num_logprobs: number of most probable tokens to report; None: no logprobs are requested.
+        is_processed: whether logprobs are those of the sampled distribution.
+        drafts: drafts, and the rows of logits of each request; None: one row each, no drafts.
+    """
+
+    logits: Tensor
+    positions: Tensor
+    parameters: sampling.SamplingTensors | None
+    processors: sampling.LogitsProcessors | None
+    num_logprobs: int | None
+    is_processed: bool
+    drafts: sampling.Drafts | None = None
+
+    def results(self, *shape: int) -> dict[str, Tensor]:
+        """Return outputs for logprobs and ranks of the chosen tokens, if requested."""
+        if self.num_logprobs is None:
+            return {}
+        return {
+            "logprobs": torch.empty(shape, dtype=torch.float32),
+            "ranks": torch.empty(shape, dtype=torch.int32),
+        }
+
+
+def sample_step(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
+    """Sample a step's tokens; replaces `GPUModelRunner._sample`.
+
+    Args:
+        self: the runner.
+        logits: [rows, vocab_size].
+        spec_decode_metadata: vLLM's description of the drafts; None if there are none.
+
+    Returns:
+        The tokens, [batch, 1] or [batch, most drafts + 1] with -1 after the accepted ones, and the
+        requested logprobs.
+    """
+    assert logits is not None
+    threads.start()
+    batch = _batch_of(self, logits)
+    step_requests.note(batch.rows)
+    # The requests' generators are unused; and when vLLM resets them, that fails on a CPU.
+    self.input_batch.generators.clear()
+    count = len(batch.rows)
+    given = self.input_batch
+    positions = given.num_tokens_no_spec_cpu_tensor[:count].to(torch.int32, copy=True)
+    num_logits, drafts = [1] * count, None
+    if spec_decode_metadata is not None:
+        num_drafts: list[int] = spec_decode_metadata.num_draft_tokens
+        num_logits = [1 + number for number in num_drafts]
+        indptr = torch.zeros(count + 1, dtype=torch.int32)
+        indptr[1:] = spec_decode_metadata.cu_num_sampled_tokens
+        drafts = sampling.Drafts(indptr, _padded(spec_decode_metadata.draft_token_ids, num_drafts))
+    step = _Step(
+        # vLLM edits logits in float32, too.
+        logits if batch.parameters.processors is None else logits.float(),
+        positions,
+        batch.parameters.sampling(),
+        batch.parameters.processors_of(batch.rows, positions, num_logits),
+        given.sampling_metadata.max_num_logprobs,
+        self.sampler.logprobs_mode == "processed_logprobs",
+        drafts,
+    )
+    return _sample(step) if drafts is None else _verify(step)
+
+
+def _batch_of(runner: Any, logits: Tensor) -> _Batch:
+    """Return the parameters of the runner's batch; read them again if the batch has changed."""
+    batch: _Batch | None = getattr(runner, _STATE, None)
+    if batch is None or not batch.is_of(runner):
+        given = runner.input_batch
+        rows = []
+        for request_id in given.req_ids:
+            state = runner.requests[request_id]
+            rows.append(Row(request_id, state.num_prompt_tokens, state.sampling_params))
+        seed = runner.model_config.seed or 0
+        parameters = BatchParameters.of(rows, seed, logits.shape[-1], given.token_ids_cpu_tensor)
+        batch = _Batch(rows, parameters)
+        setattr(runner, _STATE, batch)
+    return batch
+
+
+def _sample(step: _Step) -> SamplerOutput:
+    """Sample one token of each request."""
+    results = step.results(len(step.positions))
+    tokens = sampling.sample(
+        step.logits,
+        step.positions,
+        sampling=step.parameters,
+        processors=step.processors,
+        processed_logprobs=step.is_processed,
+        outputs=sampling.SampleOutputs(**results),
+    )
+    tensors = None
+    if step.num_logprobs is not None:
+        tensors = _beside(tokens, results, *_top(step))
+    return SamplerOutput(sampled_token_ids=tokens[:, None], logprobs_tensors=tensors)
+
+
+def _verify(step: _Step) -> SamplerOutput:
+    """Return the accepted drafts of each request and one more token."""
+    assert step.drafts is not None
+    batch, most = step.drafts.token_ids.shape
+    results = step.results(batch, most + 1)
+    tokens, _ = sampling.verify(
+        step.logits,
+        step.drafts,
+        step.positions,
+        strategy=_STRATEGIES[strategy_of()],
+        sampling=step.parameters,
+        processors=step.processors,
+        processed_logprobs=step.is_processed,
+        outputs=sampling.VerifyOutputs(**results),
+    )
+    tensors = None
+    if step.num_logprobs is not None:
+        # vLLM needs a row for every column of the tokens, and drops those after the accepted ones.
+        rows = step.drafts.output_indptr[:-1, None] + torch.arange(most + 1)
+        rows = rows.clamp(max=len(step.logits) - 1).flatten()
+        ids, values = _top(step)
+        tensors = _beside(tokens.flatten(), results, ids[rows], values[rows])
+    return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=tensors)
+
+
+def _padded(flat: Tensor, counts: list[int]) -> Tensor:
+    """Return the drafts of each request, [batch, most] int32, padded with -1."""
+    most = max(counts)
+    every = flat.tolist()
+    rows, at = [], 0
+    for count in counts:
+        rows.append(every[at : at + count] + [-1] * (most - count))
+        at += count
+    return torch.tensor(rows, dtype=torch.int32).view(len(counts), most)
+
+
+def _top(step: _Step) -> tuple[Tensor, Tensor]:
+    """Return the most probable tokens of every row of logits, and their logprobs."""
+    assert step.num_logprobs is not None
+    if not step.is_processed:
+        ids, values, _ = sampling.top_logprobs(step.logits, step.num_logprobs)
+        return ids, values
+    ids, values, _ = sampling.top_logprobs(
+        step.logits,
+        step.num_logprobs,
+        processed_logprobs=True,
+        drafts=step.drafts,
+        positions=step.positions,
+        sampling=step.parameters,
+        processors=step.processors,
+    )
+    return ids, values
+
+
+def _beside(
+    tokens: Tensor, results: dict[str, Any], ids: Tensor, values: Tensor
+) -> LogprobsTensors:
+    """Combine the outputs in vLLM's order: the chosen token, then the most probable ones."""
+    return LogprobsTensors(
+        torch.cat([tokens[:, None], ids], dim=1),
+        torch.cat([results["logprobs"].flatten()[:, None], values], dim=1),
+        results["ranks"].flatten(),
+    )

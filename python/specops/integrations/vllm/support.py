@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks for parts of a vLLM engine that cannot be exact, which are refused before serving.
+
+A model is checked layer by layer. Layers of vLLM are accepted only if they are known to be
+row-identical. A model's own layers are accepted only if their ops are (`op_check`). Anything else
+is refused by name.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from specops.integrations.vllm.hooks import (
+    ATTENTION_LAYER,
+    EXACT_LAYERS,
+    LINEAR_LAYERS,
+    QUANT_METHODS,
+    REPLACED_LAYERS,
+)
+from specops.integrations.vllm.settings import VERIFY_VARIABLE
+
+_SHARED_MEMORY = "_CPUSHMDistributed"
+_LAYER_PACKAGE = "vllm.model_executor.layers"
+_OUR_ATTENTION = "specops.integrations.vllm.attention:SpecopsAttentionImpl"
+_OUR_LINEAR = "specops.integrations.vllm.packed_linear:PackedLinear"
+_PLAIN_TORCH = frozenset({"Identity", "ModuleList", "ModuleDict", "Sequential"})
+_LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+_STATE_SPACE_PACKAGE = f"{_LAYER_PACKAGE}.mamba"
+
+
+class NotExactError(RuntimeError):
+    """The engine has something that specops cannot make exact."""
+
+
+def faults_of_config(config: Any, parts: Collection[str]) -> list[str]:
+    """Return the settings of an engine that cannot be exact."""
+    found = []
+    if config.lora_config is not None:
+        found.append("LoRA")
+    if config.scheduler_config.async_scheduling:
+        found.append("asynchronous scheduling")
+    parallel = config.parallel_config
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
+        if getattr(parallel, name) > 1:
+            found.append(f"{name} {getattr(parallel, name)}")
+    model = config.model_config
+    if model.runner_type != "generate":
+        found.append(f"the runner {model.runner_type}")
+    if "sampling" in parts:
+        if model.logprobs_mode not in _LOGPROBS_MODES:
+            found.append(f"logprobs_mode {model.logprobs_mode}")
+        if model.logits_processors:
+            found.append("custom logits processors")
+        if config.watermark_config is not None:
+            found.append("watermarking")
+        if model.enable_prompt_embeds:
+            found.append("prompt embeddings")
+        speculative = config.speculative_config
+        if speculative is not None and speculative.rejection_sample_method != "standard":
+            method = speculative.rejection_sample_method
+            found.append(f"rejection_sample_method {method} ({VERIFY_VARIABLE} names ours)")
+    return found
+
+
+def faults_of_ranks(group: Any) -> list[str]:
+    """Return the forms of tensor parallelism that cannot be exact.
+
+    A sum of two numbers has one order. vLLM's shared memory adds more numbers in a fixed order, but
+    gloo's order depends on a number's place in the batch.
+
+    Args:
+        group: vLLM's group of ranks.
+    """
+    kind = type(getattr(group.device_communicator, "dist_module", None)).__name__
+    if group.world_size <= 2 or kind == _SHARED_MEMORY:
+        return []
+    return [f"tensor_parallel_size {group.world_size} over gloo (shared memory or 2 ranks are)"]
+
+
+def faults_of_ops(model: Any) -> list[str]:
+    """Return the features of a model that specops' own layers cannot compute, each once."""
+    found: dict[str, None] = {}
+    for module in model.modules():
+        for one in (module, getattr(module, "impl", None), getattr(module, "cpu_linear", None)):
+            found.update(dict.fromkeys(getattr(one, "specops_faults", ())))
+    return list(found)
+
+
+def faults_of_layers(
+    model: Any, parts: Collection[str], computed: Mapping[type | None, Sequence[str]]
+) -> list[str]:
+    """Return the layers of a model that cannot be exact, each kind once.
+
+    Args:
+        model: the loaded model.
+        parts: parts of SPECOPS_VLLM.
+        computed: forbidden torch ops that a layer calls itself, by the layer's class.
+    """
+    found: dict[str, str] = {}
+    rest = dict(computed)
+    for name, module in model.named_modules():
+        ops = rest.pop(type(module), None)
+        fault = _fault_of_layer(module, parts)
+        if fault is None and ops is not None:
+            fault = _computes(type(module).__name__, ops)
+        if fault is not None:
+            found.setdefault(fault, f"{fault} (first: {name or 'the model'})")
+    others = [_computes(kind.__name__ if kind else "a function", ops) for kind, ops in rest.items()]
+    return [*found.values(), *others]
+
+
+def _computes(name: str, ops: Sequence[str]) -> str:
+    return f"{name}, which computes {', '.join(ops)} itself"
+
+
+def _fault_of_layer(module: Any, parts: Collection[str]) -> str | None:
+    kind = type(module)
+    name, full_name = kind.__name__, _full_name(module)
+    if kind.__module__.startswith("torch.nn"):
+        if name in _PLAIN_TORCH:
+            return None
+        return f"torch.nn.{name}, which is not known to be row-identical"
+    if not kind.__module__.startswith(_LAYER_PACKAGE):
+        return None  # a model's own layer, with ops that are checked elsewhere, or one of specops
+    if full_name in REPLACED_LAYERS:
+        is_wrong = REPLACED_LAYERS[full_name] in parts
+        return f"{name} of vLLM in place of specops'" if is_wrong else None
+    if full_name in LINEAR_LAYERS:
+        return _fault_of_linear(module, parts)
+    if full_name == ATTENTION_LAYER:
+        is_ours = "attention" not in parts or _full_name(module.impl) == _OUR_ATTENTION
+        return None if is_ours else f"attention by {type(module.impl).__name__}"
+    if full_name in EXACT_LAYERS:
+        return None
+    if kind.__module__.startswith(_STATE_SPACE_PACKAGE):
+        return f"{name}, a state-space layer"
+    return f"{name}, which is not known to be row-identical"
+
+
+def _fault_of_linear(module: Any, parts: Collection[str]) -> str | None:
+    name, method = type(module).__name__, getattr(module, "quant_method", None)
+    if _full_name(method) not in QUANT_METHODS:
+        return f"{name} with {type(method).__name__}"
+    product = getattr(module, "cpu_linear", None)
+    if "linear" in parts and _full_name(product) != _OUR_LINEAR:
+        return f"{name} whose product is not specops'"
+    return None
+
+
+def _full_name(value: Any) -> str:
+    return f"{type(value).__module__}:{type(value).__qualname__}"

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+# Longer tests, other packages and pictures, for developers of specops: `make -C tools TARGET`. The
+# Makefile of the root has the environment and the build.
+include Makefile
+
+SOAK_SECONDS ?= 1800
+CAMPAIGN_MINUTES ?= 30
+
+.PHONY: simt-race simt-asan simt-smoke test-race test-asan test-smoke test-arm test-sanitize
+.PHONY: campaign soak attacks test-vllm vllm-campaign test-lm-eval test-clients test-dynamo
+.PHONY: bench-peers screenshots sdist wheel-old wheel-arm test-bare
+
+# The interpreter with every access to memory checked for races, and under AddressSanitizer: test-smoke
+# runs the first case of every op test in one and the last in the other, test-race and test-asan all.
+# simt-smoke builds both at once, so that the compiler is never idle.
+simt-race: VARIANTS := _simt_race
+simt-asan: VARIANTS := _simt_asan
+simt-smoke: VARIANTS := _simt_race _simt_asan
+simt-race simt-asan simt-smoke: $(VENV)/simt
+	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cmake-* --target $(VARIANTS)
+
+RACE := SPECOPS_SIMT_BUILD=race $(PYTEST) "not slow"
+ASAN := SPECOPS_SIMT_BUILD=asan \
+  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
+  ASAN_OPTIONS=detect_leaks=0:halt_on_error=0 $(PYTEST) "not slow"
+
+test-race: simt-race $(VENV)/test-deps
+	$(RACE) -k simt
+
+test-asan: simt-asan $(VENV)/test-deps
+	$(ASAN) -k simt
+
+# The files that have op tests: reading the others takes longer than running these.
+OP_TESTS = $(shell grep -l 'device: str' tests/test_*.py)
+
+test-smoke: simt-smoke $(VENV)/test-deps
+	$(RACE) --smoke simt:first $(OP_TESTS)
+	$(ASAN) --smoke simt:last $(OP_TESTS)
+
+test-arm: $(VENV)/test-deps
+	$(ARM)
+
+# The suffix tree without Python, fuzzed and over threads: under AddressSanitizer with UBSan, and
+# under ThreadSanitizer. Minutes; FUZZ_SECONDS makes it longer.
+test-sanitize: $(VENV)/test-deps
+	$(BIN)/python -m pytest -m sanitize tests/test_suffix_programs.py tests/test_threads.py
+
+# A full suffix cache under churn: flat memory, no long call, nothing broken.
+soak: setup
+	$(BIN)/python tests/suffix_soak.py --seconds $(SOAK_SECONDS)
+
+# Engines at random, with every method, against plain decoding.
+campaign: setup
+	PYTHONPATH=. $(BIN)/python tests/engine_campaign.py --minutes $(CAMPAIGN_MINUTES)
+
+# A normal client's latency while others attack the server, and what its memory does: ten minutes.
+attacks: setup
+	$(BIN)/python tests/server_attacks.py
+
+# Tests with other packages have an environment each, which sees that of the tests.
+define BESIDE_THE_TESTS
+	test -x $(@D)/bin/python || $(BIN)/python -m venv $(@D)
+	site='import site; print(site.getsitepackages()[0])'; \
+	  { $(BIN)/python -c "$$site"; echo "$(abspath python)"; } \
+	  > "$$($(@D)/bin/python -c "$$site")/specops.pth"
+endef
+ITS_PIP = $(@D)/bin/pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS)
+
+# vLLM in an environment of its own: minutes and gigabytes. It sees the package where it stands; the
+# metadata beside it is how vLLM finds the plug-in. The three wheels that leave again are CUDA builds.
+VLLM := .venv-vllm
+VLLM_RUN := LD_PRELOAD="$(abspath $(VLLM))/lib/libiomp5.so" $(VLLM)/bin/python
+
+$(VLLM)/ready: tests/with_vllm/requirements.txt pyproject.toml $(VENV)/built
+	test -x $(@D)/bin/python || $(BIN)/python -m venv $(@D)
+	$(ITS_PIP) -r tests/with_vllm/requirements.txt
+	$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	echo "$(abspath python)" > "$$($(@D)/bin/python -c 'import site; print(site.getsitepackages()[0])')/specops.pth"
+	$(BIN)/python setup.py --quiet egg_info
+	touch $@
+
+# The plug-in inside vLLM: its hooks, rows and engines; and 1,000 random prompts, which takes long.
+test-vllm: setup $(VLLM)/ready
+	$(VLLM_RUN) -m pytest tests/with_vllm
+
+vllm-campaign: setup $(VLLM)/ready
+	$(VLLM_RUN) tests/with_vllm/campaign.py --kernels specops vllm
+
+LM_EVAL := .venv-lm-eval
+
+$(LM_EVAL)/ready: constraints.txt $(VENV)/test-deps
+	$(BESIDE_THE_TESTS)
+	$(ITS_PIP) -c constraints.txt "lm-eval[api]" accelerate datasets
+	touch $@
+
+# lm-eval's command line against the server and against transformers, in fp32: minutes.
+test-lm-eval: setup $(LM_EVAL)/ready
+	$(LM_EVAL)/bin/python -m pytest -s tests/with_lm_eval
+
+# instructor asks for an older openai than the others, and runs with theirs.
+CLIENTS := .venv-clients
+
+$(CLIENTS)/ready: constraints.txt $(VENV)/test-deps
+	$(BESIDE_THE_TESTS)
+	$(ITS_PIP) -c constraints.txt langchain-openai==1.7.4 langchain-anthropic==1.7.10 litellm==1.110.2
+	$(ITS_PIP) --no-deps instructor==1.17.0
+	touch $@
+
+# LangChain, LiteLLM and instructor against the server; `make test` has pydantic-ai.
+test-clients: setup $(CLIENTS)/ready
+	$(CLIENTS)/bin/python -m pytest tests/with_clients
+
+# Dynamo has another pydantic than the tests.
+DYNAMO := .venv-dynamo
+
+$(DYNAMO)/ready: pyproject.toml $(VENV)/test-deps
+	$(BESIDE_THE_TESTS)
+	$(ITS_PIP) ai-dynamo==1.4.2
+	touch $@
+
+# Engines behind Dynamo's frontend, with neither etcd nor NATS.
+test-dynamo: setup $(DYNAMO)/ready
+	$(DYNAMO)/bin/python -m pytest tests/with_dynamo
+
+# The peers' own environment; `make bench` compares with whatever of it is there.
+bench-peers:
+	$(BIN)/python -m bench.peers.setup $(if $(PIP_ARGS),--pip-args "$(PIP_ARGS)")
+
+# The pictures of the page in docs/, of the bundled model; needs Chromium.
+screenshots: setup $(VENV)/test-deps
+	$(BIN)/python -m tools.screenshots
+
+# The source distribution in build/sdist, and beside it the wheel that it makes away from this tree,
+# with build tools of its own.
+sdist: $(VENV)/build-deps
+	rm -rf build/sdist
+	$(BIN)/python -c "from setuptools.build_meta import build_sdist; build_sdist('build/sdist')" > /dev/null
+	SPECOPS_ISAS=all SPECOPS_CUDA=OFF MAKEFLAGS= $(BIN)/pip wheel --quiet --no-deps --wheel-dir build/sdist \
+	  $(PIP_ARGS) build/sdist/*.tar.gz
+
+# The wheel of the source distribution, for any x86-64 Linux with this Python and a C library from 2.31
+# on: this machine's compiler, with headers and libraries of Debian 11, which debootstrap fetches as
+# root. Their links point at that Debian's root, and are led to where it stands. The compiler's own
+# libgcc is linked: an older one does not know the features of newer CPUs, and only portable would run.
+OLD := $(abspath build/debian-11)
+OLD_LIBS := $(OLD)/usr/lib/x86_64-linux-gnu
+OLD_INCLUDES := $(OLD)/usr/include/c++/10 $(OLD)/usr/include/x86_64-linux-gnu/c++/10
+
+$(OLD)/ready:
+	rm -rf $(OLD)
+	debootstrap --variant=minbase --include=libc6-dev,libstdc++-10-dev bullseye $(OLD)
+	find $(OLD)/usr/lib64 $(OLD_LIBS) -type l -lname '/lib*' | while read -r link; do \
+	  ln -sfn "$(OLD)$$(readlink "$$link")" "$$link"; done
+	ln -s libstdc++.so.6 $(OLD_LIBS)/libstdc++.so
+	touch $@
+
+wheel-old: $(OLD)/ready
+	CXXFLAGS="--sysroot=$(OLD) -nostdinc++ $(OLD_INCLUDES:%=-isystem %)" \
+	  LDFLAGS="--sysroot=$(OLD) -B$(OLD_LIBS) -L$(OLD_LIBS)" \
+	  $(MAKE) --no-print-directory -C tools sdist
+	$(REPAIR) build/sdist/*.whl
+
+# A wheel for 64-bit ARM, cross-compiled from the source distribution; it completes a text under qemu.
+wheel-arm: $(VENV)/build-deps
+	$(ARM) --wheel
+
+# The wheel of `make wheel`, and that of the source distribution, on a Debian with Python alone, made
+# by debootstrap: root is needed.
+test-bare: wheel sdist
+	$(BIN)/python -m tools.bare_debian
+	$(BIN)/python -m tools.bare_debian --wheel build/sdist/*.whl
