@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The overhead of a call into specops before any work: binding, checks, Python function."""
 
+from typing import Any
 from unittest import mock
 
 import torch
@@ -16,17 +17,20 @@ def run_binding(bench: Bench) -> None:
     """Time `sample` on no rows: it takes ten tensors, is checked in full, and has no work to do."""
     real, whole = torch.empty(0), torch.empty(0, dtype=torch.int32)
     logits, seeds = torch.empty(0, 16), torch.empty(0, dtype=torch.int64)
-    names = ("temperature", "top_k", "top_p", "min_p", "seeds", "choice_index", "logprobs", "out")
-    tensors = (real, whole, real, real, seeds, whole, real, whole)
-    keywords = dict(zip(names, tensors, strict=True))
+    keywords: dict[str, Any] = {
+        "sampling": sampling.SamplingTensors(real, whole, real, real, None, seeds, whole),
+        "outputs": sampling.SampleOutputs(whole, real),
+    }
     with mock.patch.object(_C, "sample") as seen:
         sampling.sample(logits, whole, **keywords)
     call = seen.call_args.args  # the arguments in the order that the Python function passes
+    logits_positions, processors = call[:2], [None] * len(sampling.LogitsProcessors._fields)
+    apart = (*logits_positions, *call[2], *processors, *call[4:7], *call[7], call[8])
     timing = bench.alternate(
         {
             "binding": lambda: _C.sample(*call),
             "python": lambda: sampling.sample(logits, whole, **keywords),
-            "torch_ops": lambda: torch_ops.OPS["sample"](*call),
+            "torch_ops": lambda: torch_ops.OPS["sample"](*apart),
         }
     )
     for case, what, bar in (
@@ -55,12 +59,15 @@ def run_binding_cuda(bench: CudaBench) -> None:
     q, attended = bench.randn(1, 4, 128), bench.randn(1, 4, 128)
     zero, one, both = bench.ints([0]), bench.ints([1]), bench.ints([0, 1])
     real, logits = torch.ones(1, device=bench.device), bench.randn(1, 512)
-    parameters = {"temperature": real, "top_k": zero, "top_p": real, "min_p": real * 0}
+    seeds = bench.ints([0], torch.int64)
+    parameters: dict[str, Any] = {
+        "sampling": sampling.SamplingTensors(real, zero, real, real * 0, seeds=seeds),
+        "outputs": sampling.SampleOutputs(bench.ints([0])),
+        "workspace": sampling.sampling_workspace(logits),
+    }
     where = (both, both, zero, one)
     floats = attention_workspace_size(q.shape, kv_cache.shape, 1, 1, bench.device)
     buffers = {"out": attended, "workspace": torch.zeros(floats or 1, device=bench.device)}
-    parameters |= {"seeds": bench.ints([0], torch.int64), "out": bench.ints([0])}
-    parameters["workspace"] = sampling.sampling_workspace(logits)
     for name, call in (
         ("silu_mul", lambda: silu_mul(pair, out=out)),
         ("rms_norm", lambda: rms_norm(x, weight, 1e-6, out=out)),

@@ -140,11 +140,10 @@ def forced(scripts: Sequence[Sequence[int]]) -> Iterator[None]:
     """Force requests to emit their scripts: prompt and reply, indexed by the request's seed."""
     verify = sampling.verify
 
-    def forcing(
-        logits: torch.Tensor, output_indptr: torch.Tensor, drafts: torch.Tensor, **others: Any
-    ) -> Any:
+    def forcing(logits: torch.Tensor, **others: Any) -> Any:
         rows, tokens = [], []
-        positions, seeds = others["positions"].tolist(), others["seeds"].tolist()
+        positions, seeds = others["positions"].tolist(), others["sampling"].seeds.tolist()
+        output_indptr = others["drafts"].output_indptr
         for request, (first, end) in enumerate(pairwise(output_indptr.tolist())):
             if first == end:
                 continue
@@ -154,7 +153,7 @@ def forced(scripts: Sequence[Sequence[int]]) -> Iterator[None]:
                 place = positions[request] + row - first
                 tokens.append(script[min(place, len(script) - 1)])
         logits[rows, tokens] = 1e30
-        return verify(logits, output_indptr, drafts, **others)
+        return verify(logits, **others)
 
     with mock.patch.object(sampling, "verify", forcing):
         yield

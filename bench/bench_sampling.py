@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 from specops.sampling import (
+    Drafts,
+    EmittedTokens,
+    EndingRules,
     LogitsProcessors,
+    RequestStatus,
+    SampleOutputs,
+    SamplingTensors,
+    TokenCounts,
+    VerifyOutputs,
     VerifyStrategy,
     commit,
     count_tokens,
@@ -165,27 +173,26 @@ def _sample(logits: list[Tensor], *, temperature: float, top_p: float) -> Callab
     rotated = cycle(logits)
     positions = torch.arange(ROWS, dtype=torch.int32)
     out = torch.empty(ROWS, dtype=torch.int32)
-    parameters = {
-        "temperature": torch.full((ROWS,), temperature),
-        "top_p": torch.full((ROWS,), top_p),
-        "seeds": torch.arange(ROWS),
-    }
-    return lambda: sample(next(rotated), positions, out=out, **parameters)
+    given = SamplingTensors(
+        temperature=torch.full((ROWS,), temperature),
+        top_p=torch.full((ROWS,), top_p),
+        seeds=torch.arange(ROWS),
+    )
+    outputs = SampleOutputs(out)
+    return lambda: sample(next(rotated), positions, sampling=given, outputs=outputs)
 
 
 EVERY_FILTER = {"temperature": 0.8, "top_k": TOP_K, "top_p": TOP_P, "min_p": 0.02}
 HISTORY, BIASES, BAD_WORDS = 2000, 100, 10
 
 
-def request_filters(
-    batch: int, values: dict[str, float], device: torch.device
-) -> dict[str, Tensor]:
+def request_filters(batch: int, values: dict[str, float], device: torch.device) -> SamplingTensors:
     """Return sampling parameters of every request; the temperature is 1 unless given."""
     tensors: dict[str, Tensor] = {"seeds": torch.arange(batch, device=device)}
     for name, value in {"temperature": 1.0, **values}.items():
         dtype = torch.int32 if name == "top_k" else torch.float32
         tensors[name] = torch.full((batch,), value, dtype=dtype, device=device)
-    return tensors
+    return SamplingTensors(**tensors)
 
 
 def every_processor(
@@ -241,15 +248,16 @@ def _verify(
     processors: bool = False,
 ) -> Callable[[], object]:
     """Return calls whose drafts are the rows' most probable tokens."""
-    rotated = cycle([(x, top_drafts(x, BATCH)) for x in logits])
     device, dtype = logits[0].device, torch.int32
     output_indptr = torch.arange(BATCH + 1, dtype=dtype) * (DRAFTS + 1)
+    rotated = cycle([(x, Drafts(output_indptr, top_drafts(x, BATCH))) for x in logits])
     arguments: dict[str, Any] = {
         "positions": torch.zeros(BATCH, dtype=dtype),
         "strategy": torch.full((BATCH,), int(strategy), dtype=dtype),
-        "output_token_ids": torch.empty(BATCH, DRAFTS + 1, dtype=dtype),
-        "num_accepted_tokens": torch.empty(BATCH, dtype=dtype),
-        **({} if values is None else request_filters(BATCH, values, device)),
+        "outputs": VerifyOutputs(
+            torch.empty(BATCH, DRAFTS + 1, dtype=dtype), torch.empty(BATCH, dtype=dtype)
+        ),
+        "sampling": None if values is None else request_filters(BATCH, values, device),
     }
     if processors:
         every, positions = every_processor(BATCH, ROWS, VOCAB, device)
@@ -257,7 +265,7 @@ def _verify(
 
     def call() -> object:
         x, drafts = next(rotated)
-        return verify(x, output_indptr, drafts, **arguments)
+        return verify(x, drafts, **arguments)
 
     return call
 
@@ -321,28 +329,31 @@ def commit_call(batch: int, num_tokens: int, device: torch.device) -> Callable[[
     start, history = ints(batch, fill=HISTORY), ints(batch, width, fill=5)
     counted = torch.arange(width, dtype=torch.int32, device=device).repeat(batch, 1) * 7
     emitted = torch.arange(num_tokens, dtype=torch.int32, device=device).repeat(batch, 1) * 70
-    state: dict[str, Tensor] = {
-        "logprobs": torch.zeros(batch, num_tokens, device=device),
-        "ranks": ints(batch, num_tokens, fill=1),
+    tokens = EmittedTokens(
+        emitted,
+        logprobs=torch.zeros(batch, num_tokens, device=device),
+        ranks=ints(batch, num_tokens, fill=1),
+    )
+    rules = EndingRules(
+        max_lens=ints(batch, fill=width),
+        min_tokens=ints(batch, fill=1),
+        stop_token_ids=ints(batch, 4, fill=3),
+        stop_sequences=ints(batch, 4, 8, fill=280),
+        think_end_token_id=ints(batch, fill=3),
+        thinking_budget=ints(batch, fill=width),
+        inject_token_ids=ints(batch, 16, fill=3),
+    )
+    state: dict[str, Any] = {
         "prompt_lens": ints(batch, fill=HISTORY // 2),
-        "max_lens": ints(batch, fill=width),
-        "min_tokens": ints(batch, fill=1),
-        "stop_token_ids": ints(batch, 4, fill=3),
-        "stop_sequences": ints(batch, 4, 8, fill=280),
-        "counted_token_ids": counted,
-        "token_counts": ints(batch, width, fill=2),
-        "think_end_token_id": ints(batch, fill=3),
-        "thinking_budget": ints(batch, fill=width),
-        "inject_token_ids": ints(batch, 16, fill=3),
-        "thinking_state": ints(batch, fill=0),
-        "finish_reasons": ints(batch, fill=0),
-        "stop_indices": ints(batch),
+        "rules": rules,
+        "counts": TokenCounts(counted, ints(batch, width, fill=2)),
+        "status": RequestStatus(ints(batch, fill=0), ints(batch), ints(batch, fill=0)),
         "num_committed_tokens": ints(batch),
     }
     slots, lens = torch.arange(batch, dtype=torch.int32, device=device), start.clone()
 
     def call() -> object:
         lens.copy_(start)
-        return commit(emitted, slots, history, lens, **state)
+        return commit(tokens, slots, history, lens, **state)
 
     return call

@@ -8,7 +8,16 @@ are FlashInfer's pipelines. Outputs and workspaces are allocated before the call
 from typing import Any
 
 import torch
-from specops.sampling import VerifyStrategy, sample, sampling_workspace, verify
+from specops.sampling import (
+    Drafts,
+    SampleOutputs,
+    SamplingTensors,
+    VerifyOutputs,
+    VerifyStrategy,
+    sample,
+    sampling_workspace,
+    verify,
+)
 from torch import Tensor
 
 from bench.bench_sampling import (
@@ -51,10 +60,11 @@ def verify_calls(
     arguments: dict[str, Any] = {
         "positions": bench.ints([0] * batch),
         "strategy": bench.ints([int(strategy)] * batch),
-        "output_token_ids": bench.ints(torch.zeros(batch, ROWS, dtype=torch.int32)),
-        "num_accepted_tokens": bench.ints([0] * batch),
+        "outputs": VerifyOutputs(
+            bench.ints(torch.zeros(batch, ROWS, dtype=torch.int32)), bench.ints([0] * batch)
+        ),
         "workspace": sampling_workspace(logits[0], batch),
-        **({} if values is None else request_filters(batch, values, bench.device)),
+        "sampling": None if values is None else request_filters(batch, values, bench.device),
     }
     if processors:
         every, positions = every_processor(batch, batch * ROWS, logits[0].shape[1], bench.device)
@@ -62,7 +72,8 @@ def verify_calls(
     output_indptr = bench.ints(torch.arange(batch + 1) * ROWS)
 
     def call(x: Tensor, of_row: Tensor) -> Call:
-        return lambda: verify(x, output_indptr, of_row, **arguments)
+        chains = Drafts(output_indptr, of_row)
+        return lambda: verify(x, chains, **arguments)
 
     return [call(x, of_row) for x, of_row in zip(logits, drafts, strict=True)]
 
@@ -191,13 +202,16 @@ def _accepted(call: Call) -> float:
 def _sample_calls(bench: CudaBench, logits: list[Tensor], top_k: int, top_p: float) -> list[Call]:
     rows = logits[0].shape[0]
     real = torch.ones(rows, device=bench.device)
-    parameters = {
-        "temperature": real,
-        "top_k": bench.ints([top_k] * rows),
-        "top_p": real * top_p,
-        "min_p": real * 0.0,
-        "seeds": bench.ints(torch.arange(rows), torch.int64),
-        "out": bench.ints([0] * rows),
+    given = SamplingTensors(
+        temperature=real,
+        top_k=bench.ints([top_k] * rows),
+        top_p=real * top_p,
+        min_p=real * 0.0,
+        seeds=bench.ints(torch.arange(rows), torch.int64),
+    )
+    parameters: dict[str, Any] = {
+        "sampling": given,
+        "outputs": SampleOutputs(bench.ints([0] * rows)),
         "workspace": sampling_workspace(logits[0]),
     }
     positions = bench.ints(torch.arange(rows))

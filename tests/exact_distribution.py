@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from sampling_cases import by_field
 from specops import reference, sampling
 from specops.sampling import VerifyStrategy
 from torch import Tensor
@@ -417,7 +418,7 @@ def draft_chain(
     for j in range(game.k):
         probs.append(torch.empty(n, vocab))
         drafts.append(
-            ops.sample(
+            by_field(ops.sample)(
                 game.world.draft_logits[visited[-1]],
                 positions + j,
                 temperature=torch.ones(n),
@@ -475,7 +476,7 @@ def verify_chain(
     for name, value in parameters.items():
         dtype = torch.int32 if name == "top_k" else torch.float32
         more[name] = column(value, n, dtype)
-    tokens, accepted = ops.verify(
+    tokens, accepted = by_field(ops.verify)(
         game.world.target_logits[visited[exists]],
         output_indptr,
         drafts,
@@ -507,7 +508,7 @@ def play_tree(ops: Any, game: Game, parents: list[int]) -> Callable[[Coins, int]
         if game.processors_of is not None:
             more["processors"] = game.processors_of(rows[:, 0], rows.flatten())
         walked = torch.empty(n, nodes, dtype=torch.int32)
-        tokens, accepted = ops.verify(
+        tokens, accepted = by_field(ops.verify)(
             game.world.target_logits[rows.flatten()],
             torch.arange(0, n * (nodes + 1) + 1, nodes + 1, dtype=torch.int32),
             torch.stack(drafts, 1).int(),

@@ -26,7 +26,7 @@ import specops
 import torch
 from fake_gpu import OP_MODULES
 from specops import _C, attention, batching, dense, ngram, sampling
-from test_errors import GOOD_CALLS, OPS, public_call
+from test_errors import GOOD_CALLS, OPS, WHOLE_CALLS, call, public_call
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -197,8 +197,7 @@ def compiled_calls(module: Any) -> Iterator[tuple[str, Callable[[], dict[str, An
     for name, good in GOOD_CALLS.items():
         if module is not _C and name in EIGHT_BIT_OPS:
             good = lambda good=good: in_bfloat16(good())  # noqa: E731
-        function = getattr(module, name)
-        yield name, good, lambda args, function=function: function(*args.values())
+        yield name, good, lambda args, name=name: call(name, args, module)
     sizes = dict.fromkeys(OPS["attention_workspace_size"], 16)
     memory = dict.fromkeys(OPS["sampling_workspace_bytes"], 2)
     layout = {
@@ -261,7 +260,7 @@ def public_calls(module: Any) -> Iterator[tuple[str, Callable[[], dict[str, Any]
 
 def public_arguments(name: str) -> dict[str, Any]:
     """Return the arguments of a good call of a documented function, including its numbers."""
-    good = {**GOOD_CALLS[name](), **public_call(name)[1]}
+    good = {**WHOLE_CALLS[name](), **public_call(name)[1]}
     args = public_call(name)[1]
     options = (
         "eps",
@@ -273,7 +272,16 @@ def public_arguments(name: str) -> dict[str, Any]:
         "activation",
     )
     options += ("hidden_first", "mask_first_position", "processed_logprobs", "purpose", "strategy")
-    options += ("policy", "processors", "max_total_draft_tokens", "page_size", "max_seq_len")
+    options += (
+        "policy",
+        "processors",
+        "sampling",
+        "draft_probs",
+        "outputs",
+        "max_total_draft_tokens",
+        "page_size",
+        "max_seq_len",
+    )
     options += ("kv_indptr", "kv_indices")
     parameters = public_call(name)[0].__code__.co_varnames
     args |= {option: good[option] for option in options if option in good and option in parameters}
@@ -286,7 +294,7 @@ def public_arguments(name: str) -> dict[str, Any]:
     if name == "linear":
         args["out_dtype"] = None
     if name == "top_logprobs":
-        del args["processors"], args["processed_logprobs"]
+        del args["sampling"], args["processors"], args["processed_logprobs"]
     return args
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sampling_cases import by_field
 from shared_fixtures import expect_fault
 from specops import reference, sampling
-from specops.sampling import FinishReason
+from specops.sampling import EmittedTokens, FinishReason, RequestStatus, TokenCounts
 from torch import Tensor
 
 pytestmark = pytest.mark.no_bf16
@@ -21,7 +22,7 @@ POISON = 3  # a token id that these rules would act on, in entries that must not
 
 def commit(device: str, arguments: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the op's arguments after the call, after comparing them with the reference's."""
-    want = reference.commit(**arguments)
+    want = by_field(reference.commit)(**arguments)
     wide = torch.full(
         (arguments["token_ids"].shape[0], arguments["token_ids"].shape[1] + 5), -7
     ).int()
@@ -29,7 +30,7 @@ def commit(device: str, arguments: dict[str, Tensor]) -> dict[str, Tensor]:
     got = {name: tensor.clone().to(device) for name, tensor in arguments.items()}
     wide = wide.to(device)
     got["token_ids"] = wide[:, :-5]
-    assert sampling.commit(**got) == (got["token_ids"], got["lens"])
+    assert by_field(sampling.commit)(**got) == (got["token_ids"], got["lens"])
     assert bool((wide[:, -5:] == -7).all())  # the slack of strided rows is unchanged
     for name, tensor in want.items():
         assert torch.equal(got[name].cpu(), tensor), name
@@ -733,7 +734,7 @@ TYPES = (torch.float32, torch.int64, torch.uint8, torch.bool)
 
 SLOTS = "commit: slots.* must be -1 or .*, got"
 ROOM = "commit: lens.* must .*room.*, got"
-COUNTED = "commit: counted_token_ids.* must .*room.*, got"
+COUNTED = r"commit: counts\.counted_token_ids.* must .*room.*, got"
 
 
 @pytest.mark.parametrize(
@@ -764,8 +765,8 @@ def test_invalid_data_is_reported(
     count_tables = {"counted_token_ids": table, "token_counts": torch.zeros_like(table)}
     committed = ints([8, 8]).to(device)
     with expect_fault(on_cuda, message):
-        sampling.commit(
-            emitted,
+        by_field(sampling.commit)(
+            EmittedTokens(emitted),
             ints(slots).to(device),
             token_ids,
             counts,
@@ -786,21 +787,22 @@ def test_duplicate_slots_are_refused_on_cpu() -> None:
     wide = torch.zeros(1, 16, dtype=torch.int32)
     lens = ints([6])
     with pytest.raises(ValueError, match=r"commit: slots\[1\] must be of no other request, got 0"):
-        sampling.commit(ints([[1, 2], [3, 4]]), ints([0, 0]), wide[:, :8], lens)
+        sampling.commit(EmittedTokens(ints([[1, 2], [3, 4]])), ints([0, 0]), wide[:, :8], lens)
     assert not wide.any() and lens.tolist() == [6]
 
 
 def test_empty_count_table_is_reported_as_full(device: str, on_cuda: bool) -> None:
     table = torch.zeros(1, 0, dtype=torch.int32, device=device)
-    rest = [ints(rows).to(device) for rows in ([[5]], [0], [[7, 7]], [1])]
+    tokens, *rest = (ints(rows).to(device) for rows in ([[5]], [0], [[7, 7]], [1]))
     with expect_fault(on_cuda, COUNTED):
-        sampling.commit(*rest, counted_token_ids=table, token_counts=table.clone())
+        counts = TokenCounts(table, table.clone())
+        sampling.commit(EmittedTokens(tokens), *rest, counts=counts)
 
 
 def test_reply_length_does_not_overflow() -> None:
     state = ints([2**31 - 1])
-    rest = ints([[5]]), ints([0]), ints([[7, 7]]), ints([1])
-    sampling.commit(*rest, thinking_state=state)
+    rest = EmittedTokens(ints([[5]])), ints([0]), ints([[7, 7]]), ints([1])
+    sampling.commit(*rest, status=RequestStatus(thinking_state=state))
     assert state.tolist() == [2**31 - 1]
 
 
@@ -827,15 +829,15 @@ def test_tokens_after_the_end_need_no_space(device: str) -> None:
 @pytest.mark.parametrize(
     "absent,present,message",
     [
-        ("token_counts", ["counted_token_ids"], "given with counted_token_ids, got None"),
-        ("counted_token_ids", ["token_counts"], "given with token_counts, got None"),
-        ("prompt_lens", ["min_tokens"], "given with min_tokens, got None"),
-        ("prompt_lens", ["stop_sequences", "finish_reasons"], "given with stop_sequences"),
-        ("prompt_lens", ["thinking_budget", "thinking_state"], "given with thinking_budget"),
-        ("thinking_state", ["think_end_token_id"], "given with any thinking argument"),
-        ("thinking_state", ["inject_token_ids"], "given with any thinking argument"),
-        ("finish_reasons", ["stop_token_ids"], "given with any rule that ends a request"),
-        ("finish_reasons", ["max_lens"], "given with any rule that ends a request"),
+        ("counts.token_counts", ["counted_token_ids"], "int32 .*, got None"),
+        ("counts.counted_token_ids", ["token_counts"], "int32 .*, got None"),
+        ("prompt_lens", ["min_tokens"], "given with rules.min_tokens, got None"),
+        ("prompt_lens", ["stop_sequences", "finish_reasons"], "given with rules.stop_sequences"),
+        ("prompt_lens", ["thinking_budget", "thinking_state"], "given with rules.thinking_budget"),
+        ("status.thinking_state", ["think_end_token_id"], "given with any thinking rule"),
+        ("status.thinking_state", ["inject_token_ids"], "given with any thinking rule"),
+        ("status.finish_reasons", ["stop_token_ids"], "given with any rule that ends a request"),
+        ("status.finish_reasons", ["max_lens"], "given with any rule that ends a request"),
     ],
 )
 def test_rules_require_their_arguments(
@@ -844,7 +846,7 @@ def test_rules_require_their_arguments(
     arguments = random_batch(2, 2)
     names = ["output_token_ids", "slots", "token_ids", "lens", *present]
     with pytest.raises(ValueError, match=f"^commit: {absent} must be {message}"):
-        sampling.commit(**{name: arguments[name].to(device) for name in names})
+        by_field(sampling.commit)(**{name: arguments[name].to(device) for name in names})
 
 
 def test_documented_loop_runs() -> None:

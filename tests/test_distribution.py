@@ -35,6 +35,7 @@ from exact_distribution import (
     tokens_of,
     with_all_coins,
 )
+from sampling_cases import by_field
 from specops import reference, sampling
 from specops.sampling import AcceptPolicy, LogitsProcessors, Purpose, VerifyStrategy
 from torch import Tensor
@@ -231,7 +232,7 @@ def ties(ops: Any) -> None:
             }
             positions, seeds = column(0, n, torch.int32), torch.arange(n)
             rows = row.expand(n, -1).contiguous()
-            return ops.sample(rows, positions, seeds=seeds, **parameters)[:, None].long()
+            return by_field(ops.sample)(rows, positions, seeds=seeds, **parameters)[:, None].long()
 
         distribution = integrate(ops, play)
         got = torch.zeros(len(row), dtype=torch.float64)
@@ -268,7 +269,7 @@ def edges(ops: Any) -> None:
     n = len(EDGES)
     rows = torch.stack([logits, torch.zeros_like(logits)], dim=1).flatten(0, 1)
     call = partial(
-        ops.verify,
+        by_field(ops.verify),
         rows,
         torch.arange(0, 2 * n + 1, 2, dtype=torch.int32),
         drafts,
@@ -311,14 +312,16 @@ def equal_distributions(ops: Any) -> None:
         drafts = torch.empty(n, k, dtype=torch.int32)
         for j in range(k):
             held = torch.empty(n, vocab, dtype=ops.probs_dtype)
-            draw = partial(ops.sample, logits[:, j].contiguous(), positions + j, probs=held)
+            draw = partial(
+                by_field(ops.sample), logits[:, j].contiguous(), positions + j, probs=held
+            )
             # the draft has mass at any coin
             coin = (value + 0.37 * j) % 1
             drafts[:, j] = with_all_coins(ops, coin, n, partial(draw, **parameters))
             probs[:, j] = held
         for strategy in (REJECTION, BLOCK, TOPP):
             run = partial(
-                ops.verify,
+                by_field(ops.verify),
                 logits.flatten(0, 1),
                 torch.arange(0, n * (k + 1) + 1, k + 1, dtype=torch.int32),
                 drafts,
@@ -344,15 +347,15 @@ def sample_equality(ops: Any) -> None:
         with ops.using(coins):
             tokens, accepted = ops.verify(
                 logits.flatten(0, 1),
-                torch.arange(0, n * (k + 1) + 1, k + 1, dtype=torch.int32),
-                drafts,
+                sampling.Drafts(torch.arange(0, n * (k + 1) + 1, k + 1, dtype=torch.int32), drafts),
                 positions=positions,
-                temperature=torch.ones(n),
-                seeds=seeds,
+                sampling=sampling.SamplingTensors(temperature=torch.ones(n), seeds=seeds),
             )
             own = [
                 ops.sample(
-                    logits[:, j].contiguous(), positions + j, temperature=torch.ones(n), seeds=seeds
+                    logits[:, j].contiguous(),
+                    positions + j,
+                    sampling=sampling.SamplingTensors(temperature=torch.ones(n), seeds=seeds),
                 )
                 for j in range(k + 1)
             ]
@@ -466,8 +469,8 @@ BUGS = [
     ),
     Bug(
         "every request has its own row of draft_probs",
-        "source = int(_of(draft_prob_rows, b, b))",
-        "source = b",
+        "else int(_of(draft_probs.rows, b, b))",
+        "else b",
         ["rejection rows", "block rows", "steps of rows REJECTION"],
     ),
     Bug(
@@ -731,11 +734,10 @@ def check_trials(device: str, trials: Trials, count: int) -> None:
             drafts[:, j] = sampling.sample(
                 draft_logits[drafter, j],
                 positions + j,
-                temperature=warm,
-                seeds=seeds,
                 purpose=purpose,
                 anchors=anchors,
-                probs=probs[:, j],
+                sampling=sampling.SamplingTensors(temperature=warm, seeds=seeds),
+                outputs=sampling.SampleOutputs(probs=probs[:, j]),
             )
         if trials.has_wrong_probs:
             probs = probs.roll(1, dims=2)
@@ -744,7 +746,7 @@ def check_trials(device: str, trials: Trials, count: int) -> None:
             rows = torch.randperm(chunk, generator=generator, dtype=torch.int32).to(device)
             probs = probs[rows.argsort()]
             rows[::5] = -1
-        tokens, accepted = sampling.verify(
+        tokens, accepted = by_field(sampling.verify)(
             target_logits.to(device).repeat(chunk, 1),
             torch.arange(0, chunk * (k + 1) + 1, k + 1, dtype=torch.int32, device=device),
             drafts,
@@ -777,8 +779,9 @@ def check_trials(device: str, trials: Trials, count: int) -> None:
                     target_logits[j].expand(j + 1, -1),
                     penalties(1),
                     torch.zeros(1, dtype=torch.int32),
-                    output_indptr=torch.tensor([0, j + 1]),
-                    draft_token_ids=prefix[None],
+                    drafts=sampling.Drafts(
+                        output_indptr=torch.tensor([0, j + 1]), token_ids=prefix[None]
+                    ),
                 )[j:]
             probs_of_row = reference.target_probs(row[0], trials.temperature, **trials.filters)
             expected += weight * probs_of_row

@@ -198,18 +198,15 @@ class Drafts:
     before: list[int] = field(default_factory=list)
     _last: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def note(self, indptr: Tensor, drafts: Tensor, arguments: dict[str, Any]) -> None:
+    def note(self, arguments: dict[str, Any]) -> None:
         """Record a call."""
-        table, listed = arguments["draft_probs"].double(), arguments["draft_prob_token_ids"]
+        indptr, drafts, _ = arguments["drafts"]
+        table, listed, sources = arguments["draft_probs"]
+        table = table.double()
         if listed is not None:  # of a head with a reduced vocabulary
             of_tokens = torch.zeros(*table.shape[:2], VOCAB, dtype=torch.float64)
             table = of_tokens.scatter_add_(2, listed.long().clamp(min=0), table * (listed >= 0))
-        columns = (
-            indptr.diff(),
-            arguments["draft_prob_rows"],
-            arguments["seeds"],
-            arguments["positions"],
-        )
+        columns = (indptr.diff(), sources, arguments["sampling"].seeds, arguments["positions"])
         strategies = arguments["strategy"].tolist()
         for index, (rows, source, seed, position) in enumerate(
             zip(*(column.tolist() for column in columns), strict=True)
@@ -238,10 +235,10 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> Drafts:
     """Record the calls of `verify`."""
     noted, verify = Drafts(), sampling.verify
 
-    def verifying(logits: Tensor, indptr: Tensor, tokens: Tensor, **arguments: Any) -> Any:
+    def verifying(logits: Tensor, **arguments: Any) -> Any:
         if arguments.get("draft_probs") is not None:
-            noted.note(indptr, tokens, arguments)
-        return verify(logits, indptr, tokens, **arguments)
+            noted.note(arguments)
+        return verify(logits, **arguments)
 
     monkeypatch.setattr(sampling, "verify", verifying)
     return noted
@@ -346,10 +343,15 @@ class Fault(NamedTuple):
 
 def of_other_rows(rows: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Any]], None]:
     def change(arguments: dict[str, Any]) -> None:
-        known = arguments["draft_prob_rows"]
-        arguments["draft_prob_rows"] = torch.where(known >= 0, rows(known).int(), known)
+        known = arguments["draft_probs"].rows
+        changed = torch.where(known >= 0, rows(known).int(), known)
+        arguments["draft_probs"] = arguments["draft_probs"]._replace(rows=changed)
 
     return change
+
+
+def with_probs(arguments: dict[str, Any], probs: Tensor) -> None:
+    arguments["draft_probs"] = arguments["draft_probs"]._replace(probs=probs)
 
 
 class Stale:
@@ -359,12 +361,13 @@ class Stale:
         self.last: Tensor | None = None
 
     def __call__(self, arguments: dict[str, Any]) -> None:
-        now = arguments["draft_probs"].clone()
-        arguments["draft_probs"], self.last = now if self.last is None else self.last, now
+        now = arguments["draft_probs"].probs.clone()
+        with_probs(arguments, now if self.last is None else self.last)
+        self.last = now
 
 
 def of_other_places(arguments: dict[str, Any]) -> None:
-    arguments["draft_probs"] = arguments["draft_probs"].roll(1, dims=1)
+    with_probs(arguments, arguments["draft_probs"].probs.roll(1, dims=1))
 
 
 def without_anchors(arguments: dict[str, Any]) -> None:
@@ -376,16 +379,17 @@ def with_target_numbers(arguments: dict[str, Any]) -> None:
 
 
 def taken_as_certain(arguments: dict[str, Any]) -> None:
-    arguments["draft_prob_rows"] = torch.full_like(arguments["draft_prob_rows"], -1)
+    rows = torch.full_like(arguments["draft_probs"].rows, -1)
+    arguments["draft_probs"] = arguments["draft_probs"]._replace(rows=rows)
 
 
 def another_temperature(arguments: dict[str, Any]) -> None:
-    arguments["draft_probs"] = arguments["draft_probs"].sqrt()
-    arguments["draft_probs"] /= arguments["draft_probs"].sum(-1, keepdim=True).clamp(min=1e-30)
+    probs = arguments["draft_probs"].probs.sqrt()
+    with_probs(arguments, probs / probs.sum(-1, keepdim=True).clamp(min=1e-30))
 
 
 def no_probabilities(arguments: dict[str, Any]) -> None:
-    arguments["draft_probs"] = torch.zeros_like(arguments["draft_probs"])
+    with_probs(arguments, torch.zeros_like(arguments["draft_probs"].probs))
 
 
 BOTH = [Trial(1, 3, "rejection", {}, {}), Trial(2, 3, "block", {}, {})]
@@ -410,11 +414,11 @@ def p_values_with(
 ) -> dict[str, float]:
     noted, verify, sample = Drafts(), sampling.verify, sampling.sample
 
-    def verifying(logits: Tensor, indptr: Tensor, tokens: Tensor, **arguments: Any) -> Any:
+    def verifying(logits: Tensor, **arguments: Any) -> Any:
         if arguments.get("draft_probs") is not None:
-            noted.note(indptr, tokens, arguments)
+            noted.note(arguments)
             fault.verify(arguments)
-        return verify(logits, indptr, tokens, **arguments)
+        return verify(logits, **arguments)
 
     def sampling_(*args: Any, **arguments: Any) -> Any:
         if arguments.get("purpose") == Purpose.DRAFT:

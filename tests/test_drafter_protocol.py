@@ -207,21 +207,22 @@ def test_two_drafters_sample_in_the_same_steps(
     verify, batches = sampling.verify, Counter[tuple[str, ...]]()
     method_of_row = {place: name for name, place in engine._drafting.draft_probs._first_row.items()}
 
-    def watched(logits: Any, indptr: Any, drafts: Any, **named: Any) -> Any:
-        rows = named.get("draft_prob_rows")
+    def watched(logits: Any, **named: Any) -> Any:
+        indptr, drafts, _ = named["drafts"]
+        draft_probs = named.get("draft_probs")
         methods_in_step = set()
-        for request, row in enumerate([] if rows is None else rows.tolist()):
+        for request, row in enumerate([] if draft_probs is None else draft_probs.rows.tolist()):
             if row < 0:
                 continue
             methods_in_step.add(method_of_row[row // 32 * 32])
             for place in range(int(indptr[request + 1] - indptr[request]) - 1):
-                probs = named["draft_probs"][row, place]
-                ids = named["draft_prob_token_ids"][row, place]
+                probs = draft_probs.probs[row, place]
+                ids = draft_probs.token_ids[row, place]
                 assert probs[ids == drafts[request, place]].item() > 0
                 assert probs[ids >= 0].sum().item() == pytest.approx(1, abs=1e-4)
                 assert probs[ids < 0].sum().item() == 0
         batches[tuple(sorted(methods_in_step))] += 1
-        return verify(logits, indptr, drafts, **named)
+        return verify(logits, **named)
 
     monkeypatch.setattr(sampling, "verify", watched)
     names = [

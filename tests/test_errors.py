@@ -20,6 +20,7 @@ import specops
 import torch
 from specops import (
     _C,
+    argument_groups,
     attention,
     batching,
     dense,
@@ -38,41 +39,85 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 STUB = Path(specops.__file__).with_name("_C.pyi")
 FAMILIES = (attention, batching, dense, linear_attention, moe, ngram, runtime, sampling)
 DEFS = [node for node in ast.parse(STUB.read_text()).body if isinstance(node, ast.FunctionDef)]
-OPS = {
-    node.name: {
-        arg.arg: ast.unparse(arg.annotation).replace("Written", "Tensor").replace("Size", "int")
-        for arg in node.args.args
-        if arg.annotation
-    }
-    for node in DEFS
+# Named tuples that ops take as one argument.
+GROUPS = {
+    name: kind
+    for name, kind in vars(argument_groups).items()
+    if isinstance(kind, type) and issubclass(kind, tuple)
 }
+
+
+def kinds_of(node: ast.FunctionDef) -> dict[str, str]:
+    """Return the annotation of each argument; fields of named tuples have dotted names."""
+    kinds = {}
+    for arg in node.args.args:
+        assert arg.annotation
+        kind = ast.unparse(arg.annotation).replace("Written", "Tensor").replace("Size", "int")
+        group = GROUPS.get(re.sub(r"^Annotated\[(\w+), Tensor\]", r"\1", kind).split(" | ")[0])
+        if group is None:
+            kinds[arg.arg] = kind
+            continue
+        for field, of_field in group.__annotations__.items():
+            text = inspect.formatannotation(of_field).replace("torch.", "")
+            is_optional = kind.endswith("| None") and not text.endswith("| None")
+            kinds[f"{arg.arg}.{field}"] = f"{text} | None" if is_optional else text
+    return kinds
+
+
+OPS = {node.name: kinds_of(node) for node in DEFS}
 CLASSES = {"SuffixCache"}  # with tests of errors of their own
 TENSOR_OPS = {name: args for name, args in OPS.items() if "Tensor" in str(args.values())}
-# The fields of a LogitsProcessors, which have a test of their own.
-FIELDS = "tuple[Tensor | None, ...]"
 
 OPS_OF_TORCH = torch_ops.OPS
 
 # Arrays of DraftIndices that go by another name than the op's other arguments.
 PUBLIC_DRAFT_NAMES = {"qo_indptr": "draft_qo_indptr", "kv_lens": "draft_kv_lens"}
 # Optional arguments without which others of commit's good call could not be.
-NEEDED_IN_COMMIT = {"prompt_lens", "counted_token_ids", "token_counts", "thinking_state"}
-NEEDED_IN_COMMIT |= {"finish_reasons"}
+NEEDED_IN_COMMIT = {"prompt_lens", "counts.counted_token_ids", "counts.token_counts"}
+NEEDED_IN_COMMIT |= {"status.thinking_state", "status.finish_reasons"}
 
 # Ops that compute nothing a reference could say better.
 NO_REFERENCE = {"pack_weight", "take_error"}
 
 
 def fields_apart(arguments: dict[str, Any]) -> dict[str, Any]:
-    """A good call's arguments as `torch.ops` has them: a packed weight by its fields."""
+    """Return the arguments of a good call in the form that `torch.ops` takes."""
     apart = {}
     for name, value in arguments.items():
         if isinstance(value, dense.PackedWeight):
             fields = list(value._asdict().items())[:11]
             apart |= {f"{name}_{field}": of for field, of in fields}
         else:
+            apart[name.replace(".", "_")] = value
+    return apart
+
+
+def spread(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with each field of a named tuple under its own dotted name."""
+    apart = {}
+    for name, value in arguments.items():
+        if type(value) in GROUPS.values():
+            apart |= {f"{name}.{field}": of for field, of in value._asdict().items()}
+        else:
             apart[name] = value
     return apart
+
+
+def gathered(name: str, apart: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an op: the inverse of `spread`."""
+    whole = {}
+    for argument, good in WHOLE_CALLS[name]().items():
+        if type(good) in GROUPS.values():
+            fields = [apart[f"{argument}.{field}"] for field in good._fields]
+            is_given = any(field is not None for field in fields)
+            whole[argument] = type(good)(*fields) if is_given else None
+        else:
+            whole[argument] = apart[argument]
+    return whole
+
+
+def call(name: str, apart: dict[str, Any], module: Any = _C) -> None:
+    getattr(module, name)(*gathered(name, apart).values())
 
 
 def ints(*values: int) -> Tensor:
@@ -441,16 +486,6 @@ def moe_combine() -> dict[str, Any]:
     }
 
 
-def filters(count: int) -> dict[str, Any]:
-    return {
-        "temperature": torch.ones(count),
-        "top_k": torch.zeros(count, dtype=torch.int32),
-        "top_p": torch.ones(count),
-        "min_p": torch.zeros(count),
-        "typical_p": torch.ones(count),
-    }
-
-
 def processors(rows: int) -> sampling.LogitsProcessors:
     """For two requests, in slots 2 and 0 of three, and logits 9 wide."""
     return sampling.LogitsProcessors(
@@ -472,13 +507,24 @@ def processors(rows: int) -> sampling.LogitsProcessors:
     )
 
 
-def sampling_params(count: int, rows: int) -> dict[str, Any]:
-    return {
-        **filters(count),
-        "seeds": torch.arange(count),
-        "choice_index": torch.zeros(count, dtype=torch.int32),
-        "processors": processors(rows),
-    }
+def sampling_tensors(count: int) -> sampling.SamplingTensors:
+    return sampling.SamplingTensors(
+        temperature=torch.ones(count),
+        top_k=torch.zeros(count, dtype=torch.int32),
+        top_p=torch.ones(count),
+        min_p=torch.zeros(count),
+        typical_p=torch.ones(count),
+        seeds=torch.arange(count),
+        choice_index=torch.zeros(count, dtype=torch.int32),
+    )
+
+
+def drafts() -> sampling.Drafts:
+    return sampling.Drafts(
+        output_indptr=ints(0, 3, 5),
+        token_ids=torch.zeros(2, 3, dtype=torch.int32),
+        parents=ints(-1, -1, 1).repeat(2, 1),
+    )
 
 
 def workspace() -> Tensor:
@@ -489,14 +535,14 @@ def sample() -> dict[str, Any]:
     return {
         "logits": torch.zeros(2, 9),
         "positions": ints(3, 4),
-        **sampling_params(2, rows=2),
+        "sampling": sampling_tensors(2),
+        "processors": processors(rows=2),
         "purpose": 3,
         "anchors": ints(0, 0),
         "processed_logprobs": False,
-        "logprobs": torch.zeros(2),
-        "ranks": ints(0, 0),
-        "probs": torch.zeros(2, 9),
-        "out": ints(0, 0),
+        "outputs": sampling.SampleOutputs(
+            ints(0, 0), logprobs=torch.zeros(2), ranks=ints(0, 0), probs=torch.zeros(2, 9)
+        ),
         "workspace": workspace(),
     }
 
@@ -504,23 +550,24 @@ def sample() -> dict[str, Any]:
 def verify() -> dict[str, Any]:
     return {
         "logits": torch.zeros(5, 9),
-        "output_indptr": ints(0, 3, 5),
-        "draft_token_ids": torch.zeros(2, 3, dtype=torch.int32),
+        "drafts": drafts(),
         "positions": ints(3, 4),
-        "parents": ints(-1, -1, 1).repeat(2, 1),
         "strategy": ints(2, 1),
         "policy": ints(0, 2),
-        **sampling_params(2, rows=5),
-        "draft_probs": torch.full((2, 3, 2), 0.5),
-        "draft_prob_token_ids": ints(0, 1).repeat(2, 3, 1),
-        "draft_prob_rows": ints(1, -1),
         "accept_rates": torch.full((2, 3), 0.5),
+        "sampling": sampling_tensors(2),
+        "processors": processors(rows=5),
+        "draft_probs": sampling.DraftProbs(
+            torch.full((2, 3, 2), 0.5), ints(0, 1).repeat(2, 3, 1), ints(1, -1)
+        ),
         "processed_logprobs": False,
-        "logprobs": torch.zeros(2, 4),
-        "ranks": torch.zeros(2, 4, dtype=torch.int32),
-        "output_token_ids": torch.zeros(2, 4, dtype=torch.int32),
-        "num_accepted_tokens": ints(0, 0),
-        "accepted_nodes": torch.zeros(2, 3, dtype=torch.int32),
+        "outputs": sampling.VerifyOutputs(
+            torch.zeros(2, 4, dtype=torch.int32),
+            ints(0, 0),
+            accepted_nodes=torch.zeros(2, 3, dtype=torch.int32),
+            logprobs=torch.zeros(2, 4),
+            ranks=torch.zeros(2, 4, dtype=torch.int32),
+        ),
         "workspace": workspace(),
     }
 
@@ -530,16 +577,16 @@ def top_logprobs() -> dict[str, Any]:
         "logits": torch.zeros(5, 9),
         "n": 3,
         "processed_logprobs": True,
-        "output_indptr": ints(0, 3, 5),
-        "draft_token_ids": torch.zeros(2, 3, dtype=torch.int32),
-        "parents": ints(-1, -1, 1).repeat(2, 1),
+        "drafts": drafts(),
         "positions": ints(3, 4),
-        **filters(2),
+        "sampling": sampling_tensors(2),
         "processors": processors(rows=5),
-        "token_ids": torch.zeros(5, 3, dtype=torch.int32),
-        "logprobs": torch.zeros(5, 3),
-        "ranks": torch.zeros(5, 3, dtype=torch.int32),
-        "lse": torch.zeros(5),
+        "outputs": sampling.TopLogprobsOutputs(
+            torch.zeros(5, 3, dtype=torch.int32),
+            logprobs=torch.zeros(5, 3),
+            ranks=torch.zeros(5, 3, dtype=torch.int32),
+            lse=torch.zeros(5),
+        ),
         "workspace": workspace(),
     }
 
@@ -547,26 +594,27 @@ def top_logprobs() -> dict[str, Any]:
 def commit() -> dict[str, Any]:
     counted = torch.full((3, 6), -1, dtype=torch.int32)
     return {
-        "output_token_ids": torch.zeros(2, 3, dtype=torch.int32),
+        "emitted": sampling.EmittedTokens(
+            torch.zeros(2, 3, dtype=torch.int32),
+            torch.zeros(2, 3),
+            torch.zeros(2, 3, dtype=torch.int32),
+        ),
         "slots": ints(0, 2),
         "token_ids": torch.zeros(3, 6, dtype=torch.int32),
         "lens": ints(1, 0, 3),
-        "logprobs": torch.zeros(2, 3),
-        "ranks": torch.zeros(2, 3, dtype=torch.int32),
         "prompt_lens": ints(1, 0, 1),
-        "max_lens": ints(6, 6, 5),
-        "min_tokens": ints(0, 0, 1),
-        "stop_token_ids": ints(3, 4, 5).view(3, 1),
-        "stop_sequences": ints(1, -1, 2, 1, 0, 2).view(3, 1, 2),
-        "counted_token_ids": counted,
-        "token_counts": torch.zeros(3, 6, dtype=torch.int32),
-        "think_end_token_id": ints(7, 7, -1),
-        "thinking_budget": ints(2, -1, 5),
-        "reply_budget": ints(2, -1, 5),
-        "inject_token_ids": ints(8, 9, 8, -1, -1, -1).view(3, 2),
-        "thinking_state": ints(0, 0, -1),
-        "finish_reasons": ints(0, 0, 0),
-        "stop_indices": ints(-1, -1, -1),
+        "rules": sampling.EndingRules(
+            max_lens=ints(6, 6, 5),
+            min_tokens=ints(0, 0, 1),
+            stop_token_ids=ints(3, 4, 5).view(3, 1),
+            stop_sequences=ints(1, -1, 2, 1, 0, 2).view(3, 1, 2),
+            think_end_token_id=ints(7, 7, -1),
+            thinking_budget=ints(2, -1, 5),
+            reply_budget=ints(2, -1, 5),
+            inject_token_ids=ints(8, 9, 8, -1, -1, -1).view(3, 2),
+        ),
+        "counts": sampling.TokenCounts(counted, torch.zeros(3, 6, dtype=torch.int32)),
+        "status": sampling.RequestStatus(ints(0, 0, 0), ints(-1, -1, -1), ints(0, 0, -1)),
         "num_committed_tokens": ints(0, 0),
     }
 
@@ -595,9 +643,9 @@ def take_error() -> dict[str, Any]:
     return {"out": ints(0)}
 
 
-GOOD_CALLS: dict[str, Callable[[], dict[str, Any]]] = {
-    call.__name__: call
-    for call in (
+WHOLE_CALLS: dict[str, Callable[[], dict[str, Any]]] = {
+    made.__name__: made
+    for made in (
         prepare_batch,
         gather_input_ids,
         gather_output_rows,
@@ -636,6 +684,11 @@ GOOD_CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         take_error,
     )
 }
+# The same calls, with dotted names for the fields of named tuples.
+GOOD_CALLS: dict[str, Callable[[], dict[str, Any]]] = {
+    name: lambda made=made: spread(made())  # type: ignore[misc]
+    for name, made in WHOLE_CALLS.items()
+}
 
 
 def strided(tensor: Tensor) -> Tensor:
@@ -670,33 +723,33 @@ def test_every_op_is_here_under_one_name() -> None:
 def test_the_good_calls_are_good(name: str) -> None:
     arguments = GOOD_CALLS[name]()
     assert list(arguments) == list(OPS[name])
-    getattr(_C, name)(*arguments.values())
+    call(name, arguments)
     for argument, kind in OPS[name].items():
-        holds_tensor = "Tensor" in kind and kind != FIELDS
-        assert holds_tensor == isinstance(arguments[argument], Tensor)
+        assert ("Tensor" in kind) == isinstance(arguments[argument], Tensor)
         if kind.startswith("Tensor") and kind.endswith("None"):
             without = {**GOOD_CALLS[name](), argument: None}
             # The arrays of max_seq_len go together, those of prefixes and of sampling do, and
             # 8-bit caches with their scales.
             together = name in ("prepare_batch", "advance_draft_batch") or argument.startswith(
-                ("prefix_", "draft_prob", "k_scales", "v_scales")
+                ("prefix_", "processors.", "k_scales", "v_scales")
             )
             together |= name == "ngram_propose" and argument in ("table", "state")
-            needed = {"temperature", "seeds", "accept_rates", "positions", "output_indptr"}
-            needed |= {"draft_token_ids"} if name == "top_logprobs" else set()
+            needed = {"sampling.temperature", "sampling.seeds", "accept_rates", "positions"}
+            needed |= {"draft_probs.token_ids", "outputs.token_ids", "outputs.lse"}
+            needed |= {"outputs.num_accepted_tokens", "draft_probs.probs"}
+            needed |= {"drafts.output_indptr", "drafts.token_ids"}
+            needed |= {"outputs.logprobs"} if name == "top_logprobs" else set()
             needed |= NEEDED_IN_COMMIT if name == "commit" else set()
             # The mask by its starts, values by keys that are no latents.
             needed |= {"mask", "v_cache"} if name == "append_attention" else set()
             if not together and argument not in needed:
-                getattr(_C, name)(*without.values())
-        if kind == FIELDS:
-            getattr(_C, name)(*{**GOOD_CALLS[name](), argument: ()}.values())
+                call(name, without)
 
 
 def told(name: str, arguments: dict[str, Any]) -> str:
     """What a call is refused with."""
     try:
-        getattr(_C, name)(*arguments.values())
+        call(name, arguments)
     except ValueError as error:
         return str(error)
     return "nothing"
@@ -707,7 +760,7 @@ def test_wrong_arguments(name: str) -> None:
     """Every mistake in every tensor."""
     tried = 0
     for argument, kind in TENSOR_OPS[name].items():
-        if "Tensor" not in kind or kind == FIELDS:
+        if "Tensor" not in kind:
             continue
         for wrong, (change, got) in WRONG.items():
             if wrong == "none" and kind.endswith("None"):
@@ -717,24 +770,22 @@ def test_wrong_arguments(name: str) -> None:
             arguments = GOOD_CALLS[name]()
             arguments[argument] = change(arguments[argument])
             message = told(name, arguments)
-            wanted = rf"^{name}: {argument} must be .*{got}"
+            wanted = rf"^{name}: {re.escape(argument)} must be .*{got}"
             assert re.search(wanted, message), f"{argument}, {wrong}: {message}"
             tried += 1
     assert tried
 
 
-@pytest.mark.parametrize("field", sampling.LogitsProcessors._fields)
-@pytest.mark.parametrize("name", ["sample", "verify", "top_logprobs"])
-def test_wrong_field(name: str, field: str) -> None:
-    for wrong, (change, got) in WRONG.items():
-        if wrong == "none":
+@pytest.mark.parametrize("name", sorted(WHOLE_CALLS))
+def test_wrong_groups(name: str) -> None:
+    for argument, good in WHOLE_CALLS[name]().items():
+        if type(good) not in GROUPS.values():
             continue
-        arguments = GOOD_CALLS[name]()
-        fields = arguments["processors"]
-        arguments["processors"] = fields._replace(**{field: change(getattr(fields, field))})
-        message = told(name, arguments)
-        wanted = rf"^{name}: processors\.{field} must be .*{got}"
-        assert re.search(wanted, message), f"{wrong}: {message}"
+        kind = type(good).__name__
+        for wrong in (3, (), (*good, None), list(good), good[0]):
+            arguments = {**WHOLE_CALLS[name](), argument: wrong}
+            with pytest.raises(ValueError, match=f"^{name}: {argument} must be a {kind}, got "):
+                getattr(_C, name)(*arguments.values())
 
 
 @pytest.mark.parametrize("wrong", [wrong for wrong in WRONG if wrong != "none"])
@@ -787,10 +838,8 @@ def test_fields_of_a_weight_agree(kind: str) -> None:
 @pytest.mark.parametrize("field", sampling.LogitsProcessors._fields)
 def test_fields_that_need_each_other(field: str) -> None:
     """Without one field, the others still stand or the message names what is missing."""
-    arguments = verify()
-    arguments["processors"] = arguments["processors"]._replace(**{field: None})
     try:
-        _C.verify(*arguments.values())
+        call("verify", {**GOOD_CALLS["verify"](), f"processors.{field}": None})
     except ValueError as error:
         needed = re.match(r"verify: processors\.(\w+) must be given with .*, got None", str(error))
         assert needed and needed[1] == field, str(error)
@@ -805,7 +854,7 @@ def test_dimensions_must_agree(name: str) -> None:
             arguments = GOOD_CALLS[name]()
             arguments[argument] = torch.cat([good, good.narrow(axis, 0, 1)], dim=axis)
             try:
-                getattr(_C, name)(*arguments.values())
+                call(name, arguments)
             except ValueError as error:
                 assert re.match(rf"{name}: \S.* must be .*, got \S", str(error)), str(error)
                 refused += 1
@@ -830,7 +879,7 @@ def test_empty_tensors_may_have_any_strides(name: str) -> None:
             shape[axis] = 0
             arguments[argument] = empty(shape, dtype=arguments[argument].dtype)
         try:
-            getattr(_C, name)(*arguments.values())
+            call(name, arguments)
         except ValueError as error:
             return str(error)
         return "no error"
@@ -844,13 +893,13 @@ def test_empty_tensors_may_have_any_strides(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(GOOD_CALLS))
 def test_an_argument_too_few(name: str) -> None:
     with pytest.raises(TypeError):
-        getattr(_C, name)(*list(GOOD_CALLS[name]().values())[:-1])
+        getattr(_C, name)(*list(WHOLE_CALLS[name]().values())[:-1])
 
 
 def public_call(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The documented function of an op, and a good call of it that leaves allocation to it."""
     function = next(getattr(family, name) for family in FAMILIES if hasattr(family, name))
-    good = GOOD_CALLS[name]()
+    good = WHOLE_CALLS[name]()
     if name == "top_logprobs":
         good = {"logits": good["logits"], "n": 3}
     given = {"residual", "bias", "k_scales", "v_scales", "scales"}
@@ -880,16 +929,19 @@ def test_wrong_kind_before_allocation(name: str, wrong: str) -> None:
     """A function that allocates for its caller still lets the op say which argument is wrong."""
     function, good = public_call(name)
     function(**good)
-    for argument, value in public_call(name)[1].items():
+    for argument, value in spread(public_call(name)[1]).items():
         if not isinstance(value, Tensor) or (wrong == "flat" and value.dim() == 1):
             continue
         if wrong == "none" and (
             argument in {"residual", "bias"}
+            or ("." in argument and OPS[name][argument].endswith("| None"))
             or (name in ("compact_kv", "copy_kv") and argument == "v_cache")
         ):
             continue
+        given = public_call(name)[1]
+        changed = {**GOOD_CALLS[name](), **spread(given), argument: WRONG_KINDS[wrong](value)}
         with pytest.raises(ValueError) as caught:
-            function(**{**public_call(name)[1], argument: WRONG_KINDS[wrong](value)})
+            function(**{key: gathered(name, changed)[key] for key in given})
         assert re.search(rf"^{name}: {argument} must be .*got ", str(caught.value)), caught.value
 
 
@@ -992,28 +1044,21 @@ def test_a_gradient_is_refused(name: str, argument: str) -> None:
     arguments[argument].requires_grad_()
     by_torch = OPS_OF_TORCH[name]
     apart = fields_apart(arguments)
-    for call, given in ((getattr(_C, name), arguments), (by_torch, apart)):
+    whole = gathered(name, arguments)
+    for function, given in ((getattr(_C, name), whole), (by_torch, apart)):
         with pytest.raises(ValueError, match=f"^{name}: {argument} {NO_GRADIENT}"):
-            call(*given.values())
+            function(*given.values())
         with torch.no_grad():
-            call(*given.values())
+            function(*given.values())
     with FakeTensorMode() as mode:
         fake = {
             key: mode.from_tensor(value) if isinstance(value, Tensor) else value
             for key, value in apart.items()
         }
-        fake.update({key: () for key, kind in OPS[name].items() if kind == FIELDS})
         with pytest.raises(ValueError, match=f"^{name}: {argument} {NO_GRADIENT}"):
             by_torch(*fake.values())
         with torch.no_grad():
             by_torch(*fake.values())
-
-
-def test_a_gradient_of_a_table_is_refused() -> None:
-    arguments = verify()
-    arguments["processors"].logit_bias.requires_grad_()
-    with pytest.raises(ValueError, match=rf"^verify: processors\.logit_bias {NO_GRADIENT}"):
-        _C.verify(*arguments.values())
 
 
 def test_a_compiled_function_refuses_a_gradient() -> None:
@@ -1055,13 +1100,13 @@ def test_the_packing_of_a_parameter() -> None:
 )
 def test_scales_and_epsilons(name: str, argument: str, value: Any) -> None:
     arguments = GOOD_CALLS[name]()
-    getattr(_C, name)(*{**arguments, argument: 0}.values())
+    call(name, {**arguments, argument: 0})
     if value is None and argument == "sm_scale":
         return
     with pytest.raises(
         ValueError, match=f"^{name}: {argument} must be a finite number of at least"
     ):
-        getattr(_C, name)(*{**arguments, argument: value}.values())
+        call(name, {**arguments, argument: value})
 
 
 def test_the_size_that_is_wrong_is_named() -> None:
@@ -1079,9 +1124,9 @@ def test_the_size_that_is_wrong_is_named() -> None:
     refused("out_dtype must be .* got 'x'", "linear", out_dtype="x")
     refused("out_dtype must be .* got float64", "linear", out_dtype=torch.float64)
     refused("n must be an int in 0 .. 9, got 999999", "top_logprobs", n=999999)
-    given = {"token_ids": ints(0, 0).repeat(5, 1), "logprobs": torch.zeros(5, 2)}
+    outputs = sampling.TopLogprobsOutputs(ints(0, 0).repeat(5, 1), torch.zeros(5, 2))
     for n in (7, 999999, 2**70, 1.5, float("nan")):
-        refused(r"(n|token_ids) must be .*, got", "top_logprobs", n=n, **given)
+        refused(r"(n|outputs.token_ids) must be .*, got", "top_logprobs", n=n, outputs=outputs)
     for sizes in ({"num_outputs": -5}, {"num_inputs": -4}, {"num_inputs": 2**70}):
         weight = dense.pack_weight(torch.zeros(5, 4))._replace(**sizes)
         refused(f"weight.{next(iter(sizes))} must be", "linear", weight=weight)

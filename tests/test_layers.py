@@ -284,8 +284,9 @@ def test_import_directions(path: Path) -> None:
     top = {name.split(".")[0] for name in names}
     assert not top & {"tests", "bench", "tools", "shared_fixtures"}
     if inside.parts[0] == "reference":
-        # QuantizedWeight is data that both sides use.
-        assert all(name.startswith(("specops.reference", "specops.quantization")) for name in ours)
+        # QuantizedWeight and the groups of arguments are data that both sides use.
+        shared = ("specops.reference", "specops.quantization", "specops.argument_groups")
+        assert all(name.startswith(shared) for name in ours)
         assert top - set(sys.stdlib_module_names) <= {"torch", "specops"}
         return
     assert not any(name.startswith("specops.reference") for name in ours), "only tests and benches"

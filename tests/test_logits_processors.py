@@ -10,7 +10,7 @@ import simt
 import specops
 import torch
 from processor_cases import RULES, only, random_processors, to_device
-from sampling_cases import mixed_params, on_device, positions_from, row_params
+from sampling_cases import by_field, mixed_params, on_device, positions_from, row_params
 from shared_fixtures import expect_fault
 from specops import reference, sampling
 from specops.sampling import LogitsProcessors, Purpose
@@ -40,7 +40,7 @@ def run(
     logprobs = torch.full((rows,), 7.0, device=device)
     ranks = torch.full((rows,), 7, dtype=torch.int32, device=device)
     probs = torch.full((rows, vocab), 7.0, device=device)
-    tokens = sampling.sample(
+    tokens = by_field(sampling.sample)(
         logits,
         positions.to(device),
         **on_device(params, device),
@@ -104,7 +104,7 @@ def test_processed_sample_equals_the_reference(device: str, isa: str) -> None:
     params = with_typical(mixed_params(rows))
     for processed in (False, True):
         want = [torch.zeros(rows).double(), torch.zeros(rows).int(), torch.zeros(rows, vocab)]
-        tokens = reference.sample(
+        tokens = by_field(reference.sample)(
             logits,
             positions,
             **params,
@@ -371,7 +371,7 @@ def test_processed_top_logprobs(
     params = with_typical(mixed_params(batch))
     del params["seeds"], params["choice_index"]
     ranks = torch.zeros(rows, n, dtype=torch.int32, device=device)
-    got = sampling.top_logprobs(
+    got = by_field(sampling.top_logprobs)(
         logits.to(device),
         n,
         processed_logprobs=True,
@@ -379,7 +379,7 @@ def test_processed_top_logprobs(
         processors=to_device(processors, device),
         ranks=ranks,
     )
-    edited = reference.process_logits(logits, processors, positions, **step)
+    edited = by_field(reference.process_logits)(logits, processors, positions, **step)
     request = torch.repeat_interleave(torch.arange(batch), step["output_indptr"].diff())
     plain = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
     own = {
@@ -387,7 +387,7 @@ def test_processed_top_logprobs(
         for name, column in params.items()
     }
     want_ranks = torch.zeros(rows, n, dtype=torch.int32)
-    want = reference.top_logprobs(
+    want = by_field(reference.top_logprobs)(
         logits,
         n,
         processed_logprobs=True,
@@ -414,8 +414,8 @@ def test_top_logprobs_ranks_of_raw_logits(device: str, isa: str) -> None:
     logits = torch.randn(5, 900).round(decimals=1).to(device)
     ranks = torch.zeros(5, 40, dtype=torch.int32, device=device)
     want = torch.zeros(5, 40, dtype=torch.int32)
-    sampling.top_logprobs(logits, 40, ranks=ranks)
-    reference.top_logprobs(logits.cpu(), 40, ranks=want)
+    sampling.top_logprobs(logits, 40, outputs=sampling.TopLogprobsOutputs(ranks=ranks))
+    reference.top_logprobs(logits.cpu(), 40, outputs=sampling.TopLogprobsOutputs(ranks=want))
     assert torch.equal(ranks.cpu(), want)
 
 
@@ -433,8 +433,8 @@ def test_top_logprobs_ranks_of_raw_logits(device: str, isa: str) -> None:
         ("repetition_penalty", math.nan, r"repetition_penalty.* must be finite and above 0"),
         ("presence_penalty", INF, r"presence_penalty.* finite.*, got"),
         ("frequency_penalty", math.nan, r"frequency_penalty.* finite.*, got"),
-        ("typical_p", 0.0, r"sample: typical_p.* must be within \(0, 1\], got"),
-        ("typical_p", math.nan, r"sample: typical_p.* must be within \(0, 1\], got"),
+        ("typical_p", 0.0, r"sample: sampling.typical_p.* must be within \(0, 1\], got"),
+        ("typical_p", math.nan, r"sample: sampling.typical_p.* must be within \(0, 1\], got"),
     ],
 )
 def test_invalid_values_are_reported(
@@ -451,11 +451,11 @@ def test_invalid_values_are_reported(
         getattr(processors, field)[1 if of_row else processors.slots[1]] = value
     out = torch.full((2,), 7, dtype=torch.int32, device=device)
     with expect_fault(on_cuda, message):
-        run(logits, positions, params, processors, out=out)
+        run(logits, positions, params, processors, token_ids=out)
     assert int(out[1]) == (-1 if on_cuda else 7)
     if field in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
         processors.slots[1] = -1
-        run(logits, positions, params, processors, out=out)
+        run(logits, positions, params, processors, token_ids=out)
 
 
 def test_bad_words_require_the_earlier_tokens(device: str, on_cuda: bool) -> None:
@@ -493,10 +493,10 @@ def test_drafts_past_the_vocabulary_count_as_unlisted_tokens(
         "draft_token_ids": drafts,
         "positions": positions,
     }
-    want_ids, want, _ = reference.top_logprobs(
+    want_ids, want, _ = by_field(reference.top_logprobs)(
         logits, n, processed_logprobs=True, processors=processors, **step
     )
-    ids, logprobs, _ = sampling.top_logprobs(
+    ids, logprobs, _ = by_field(sampling.top_logprobs)(
         logits.to(device),
         n,
         processed_logprobs=True,
@@ -533,10 +533,10 @@ def test_request_at_fault_does_not_affect_others(
         if op == "top_logprobs":
             more["processed_logprobs"] = True
             more["ranks"] = torch.zeros(rows, n, dtype=torch.int32, device=device)
-            out = sampling.top_logprobs(logits.to(device), n, **arguments, **more)[0]
+            out = by_field(sampling.top_logprobs)(logits.to(device), n, **arguments, **more)[0]
             return out.view(batch, -1).cpu()
         more["ranks"] = torch.zeros(batch, k + 1, dtype=torch.int32, device=device)
-        out = sampling.verify(logits.to(device), **arguments, **more)
+        out = by_field(sampling.verify)(logits.to(device), **arguments, **more)
         assert torch.equal(more["ranks"] > 0, out[0] >= 0)
         return out[0].cpu()
 
@@ -619,7 +619,7 @@ def test_top_logprobs_with_the_overlay_in_the_workspace(
     del params["seeds"], params["choice_index"]
 
     def scored() -> list[Tensor]:
-        return sampling.top_logprobs(
+        return by_field(sampling.top_logprobs)(
             logits,
             n,
             processed_logprobs=True,
@@ -628,7 +628,7 @@ def test_top_logprobs_with_the_overlay_in_the_workspace(
         )
 
     want = scored()
-    edited = reference.process_logits(logits.cpu(), processors, positions, **step)
+    edited = by_field(reference.process_logits)(logits.cpu(), processors, positions, **step)
     assert torch.equal(want[0].cpu()[:, 0].long(), edited.argmax(-1))
     overlay_in_workspace(request.node.callspec.params["device"], logits, 42)
     with simt.block_memory(42):

@@ -223,10 +223,11 @@ def drawn(strategy: str, temperature: float, seed: int) -> Choice:
         return sampling.sample(
             logits,
             torch.arange(known, known + count, dtype=torch.int32),
-            temperature=torch.full((count,), temperature),
-            seeds=torch.full((count,), seed),
             purpose=Purpose.DRAFT if has_own_uniforms else Purpose.TARGET,
             anchors=torch.full((count,), (known + 1) * (strategy == "block"), dtype=torch.int32),
+            sampling=sampling.SamplingTensors(
+                temperature=torch.full((count,), temperature), seeds=torch.full((count,), seed)
+            ),
         )
 
     return draw

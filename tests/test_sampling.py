@@ -9,7 +9,7 @@ import pytest
 import simt
 import specops
 import torch
-from sampling_cases import mixed_params, on_device, positions_from, row_params
+from sampling_cases import by_field, mixed_params, on_device, positions_from, row_params
 from shared_fixtures import expect_fault
 from specops import _C, reference, sampling
 from specops.sampling import Purpose
@@ -24,7 +24,7 @@ def sample(logits: Tensor, positions: Tensor, params: dict[str, Tensor], **more:
     """Call `sampling.sample` on the device of the logits and return the tokens on the CPU."""
     device = logits.device
     params = on_device(params, device)
-    return sampling.sample(logits, positions.to(device), **params, **more).cpu()
+    return by_field(sampling.sample)(logits, positions.to(device), **params, **more).cpu()
 
 
 def with_logprobs(logits: Tensor, positions: Tensor, params: dict[str, Tensor]) -> list[Tensor]:
@@ -62,7 +62,9 @@ def test_sample_equals_the_reference(
     positions = positions_from(5, rows)
     params = mixed_params(rows)
     expected_logprobs = torch.zeros(rows, dtype=torch.float64)
-    expected = reference.sample(logits.cpu(), positions, logprobs=expected_logprobs, **params)
+    expected = by_field(reference.sample)(
+        logits.cpu(), positions, logprobs=expected_logprobs, **params
+    )
     token_ids, logprobs = with_logprobs(logits, positions, params)
     assert torch.equal(token_ids, expected)
     assert (logprobs - expected_logprobs).abs().max() < 1e-5 if rows else True
@@ -145,7 +147,7 @@ def large_case(kind: str) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         logits[:, :10_000] = -INF
     params = row_params(len(cases), **{name: [case[name] for case in cases] for name in cases[0]})
     positions = positions_from(3, len(cases))
-    return logits, params, reference.sample(logits, positions, **params)
+    return logits, params, by_field(reference.sample)(logits, positions, **params)
 
 
 @pytest.mark.parametrize("kind", ["flat", "peaked", "tied", "tail", "wide"])
@@ -191,7 +193,7 @@ def test_sample_supports_offsets_beyond_32_bits(
     logits = memory.as_strided((3, 64), (stride, 1))
     logits.copy_(torch.randn(3, 64))
     params = row_params(3, top_k=[0, 5, 1])
-    expected = reference.sample(logits.cpu(), positions_from(0, 3), **params)
+    expected = by_field(reference.sample)(logits.cpu(), positions_from(0, 3), **params)
     assert logits.stride(0) * 2 > 2**32
     assert torch.equal(sample(logits, positions_from(0, 3), params), expected)
 
@@ -242,7 +244,7 @@ def test_zeros_of_both_signs_are_tied(device: str, isa: str, filters: dict[str, 
     params = row_params(rows, **filters)
     positions = positions_from(0, rows)
     got, logprobs = with_logprobs(logits.to(device), positions, params)
-    assert torch.equal(got, reference.sample(logits, positions, **params))
+    assert torch.equal(got, by_field(reference.sample)(logits, positions, **params))
     assert (logprobs <= 0).all()
 
 
@@ -291,7 +293,7 @@ def test_nan_and_infinite_logits_follow_the_reference(device: str, isa: str) -> 
         ):
             params = row_params(5, temperature=temperature, seeds=11, **filters)
             expected_logprobs = torch.zeros(5, dtype=torch.float64)
-            expected = reference.sample(
+            expected = by_field(reference.sample)(
                 logits.cpu(), positions_from(0, 5), logprobs=expected_logprobs, **params
             )
             token_ids, logprobs = with_logprobs(logits, positions_from(0, 5), params)
@@ -358,13 +360,15 @@ def test_sample_writes_strided_probs(
     want = torch.full((rows, vocab), 7.0, device=device)
     tokens = sample(logits, positions, params, probs=want, purpose=Purpose.DRAFT)
     expected = torch.zeros(rows, vocab, dtype=torch.float64)
-    reference.sample(logits.cpu(), positions, probs=expected, purpose=Purpose.DRAFT, **params)
+    by_field(reference.sample)(
+        logits.cpu(), positions, probs=expected, purpose=Purpose.DRAFT, **params
+    )
     torch.testing.assert_close(want.cpu().double(), expected, rtol=1e-5, atol=1e-6)
     table = torch.full((rows + 2, 3, vocab), 7.0, device=device)
     got = sample(logits, positions, params, probs=table[:rows, 1], purpose=Purpose.DRAFT)
     assert torch.equal(got, tokens) and torch.equal(table[:rows, 1], want)
     params["top_p"][0] = 2.0  # on CUDA only this row is cleared
-    with expect_fault(on_cuda, r"sample: top_p.* must be within"):
+    with expect_fault(on_cuda, r"sample: sampling.top_p.* must be within"):
         sample(logits, positions, params, probs=table[:rows, 1], purpose=Purpose.DRAFT)
     if on_cuda:
         want[0] = 0.0
@@ -457,8 +461,8 @@ def test_min_p_works_at_the_highest_temperature(device: str) -> None:
     args["top_k"] = torch.zeros(3, dtype=torch.int32, device=device)
     args["seeds"] = torch.arange(3, device=device)
     positions = torch.zeros(3, dtype=torch.int32, device=device)
-    got = sampling.sample(logits.to(device), positions, **args)
-    assert torch.equal(got, reference.sample(logits.to(device), positions, **args))
+    got = by_field(sampling.sample)(logits.to(device), positions, **args)
+    assert torch.equal(got, by_field(reference.sample)(logits.to(device), positions, **args))
 
 
 # ---- errors ----
@@ -467,7 +471,7 @@ def test_min_p_works_at_the_highest_temperature(device: str) -> None:
 @pytest.mark.parametrize(
     "change,message",
     [
-        ({"temperature": -0.5}, r"sample: temperature.* must be finite and at least 0"),
+        ({"temperature": -0.5}, r"sample: sampling.temperature.* must be finite and at least 0"),
         ({"temperature": math.nan}, r"temperature.* must be finite"),
         ({"top_k": -2}, r"top_k.* must be at least 1, or 0 or -1 for off, got"),
         ({"top_p": 1.5}, r"top_p.* must be within \[0, 1\], got"),
@@ -488,11 +492,11 @@ def test_sample_refuses_shapes_and_dtypes(device: str) -> None:
     params = on_device(row_params(2), device)
     logits, positions = torch.zeros(2, 5, device=device), positions_from(0, 2).to(device)
     with pytest.raises(ValueError, match=r"positions must be int32 \[rows=2\], got int64 \[2\]"):
-        sampling.sample(logits, positions.long(), **params)
+        by_field(sampling.sample)(logits, positions.long(), **params)
     with pytest.raises(ValueError, match=r"logits must be float32\|bfloat16"):
-        sampling.sample(logits.half(), positions, **params)
+        by_field(sampling.sample)(logits.half(), positions, **params)
     with pytest.raises(ValueError, match="between 1 and"):
-        sampling.sample(logits[:, :0], positions, **params)
+        by_field(sampling.sample)(logits[:, :0], positions, **params)
 
 
 def test_parameters_without_effect_are_refused(device: str) -> None:
@@ -500,19 +504,33 @@ def test_parameters_without_effect_are_refused(device: str) -> None:
     params = on_device(row_params(2), device)
     for top_p in (params["top_p"], 0.5):
         with pytest.raises(ValueError, match=r"top_p must be None without temperature .greedy"):
-            sampling.sample(logits, positions, top_p=top_p)
+            sampling.sample(logits, positions, sampling=sampling.SamplingTensors(top_p=top_p))
 
 
 def test_seeds_are_required_above_temperature_zero(device: str, on_cuda: bool) -> None:
     logits, positions = torch.randn(3, 5, device=device), positions_from(0, 3).to(device)
     best = logits.argmax(-1).int()
     temperature = torch.zeros(3, device=device)
-    assert torch.equal(sampling.sample(logits, positions, temperature=temperature), best)
-    assert torch.equal(sampling.sample(logits, positions, temperature=0.0, choice_index=2), best)
+    assert torch.equal(
+        sampling.sample(
+            logits, positions, sampling=sampling.SamplingTensors(temperature=temperature)
+        ),
+        best,
+    )
+    assert torch.equal(
+        sampling.sample(
+            logits, positions, sampling=sampling.SamplingTensors(temperature=0.0, choice_index=2)
+        ),
+        best,
+    )
     temperature[1] = 0.5
     for given in (temperature, 0.5):
-        with expect_fault(on_cuda, "sample: seeds must be given where a temperature is above 0"):
-            tokens = sampling.sample(logits, positions, temperature=given)
+        with expect_fault(
+            on_cuda, "sample: sampling.seeds must be given where a temperature is above 0"
+        ):
+            tokens = sampling.sample(
+                logits, positions, sampling=sampling.SamplingTensors(temperature=given)
+            )
             assert tokens.tolist()[1] == -1 and (given is not temperature or tokens[0] == best[0])
 
 
@@ -524,11 +542,13 @@ def test_one_number_applies_to_all_rows(device: str, isa: str) -> None:
     columns = on_device(row_params(20, **numbers), device)
     del columns["seeds"]
     columns["typical_p"] = torch.full((20,), 0.96875, device=device)
-    want = sampling.sample(logits, positions, seeds=seeds, **columns)
-    assert torch.equal(sampling.sample(logits, positions, seeds=seeds, **numbers), want)
+    want = by_field(sampling.sample)(logits, positions, seeds=seeds, **columns)
+    assert torch.equal(by_field(sampling.sample)(logits, positions, seeds=seeds, **numbers), want)
     for name, number in numbers.items():
         mixed = {**columns, name: number}
-        assert torch.equal(sampling.sample(logits, positions, seeds=seeds, **mixed), want), name
+        assert torch.equal(
+            by_field(sampling.sample)(logits, positions, seeds=seeds, **mixed), want
+        ), name
 
 
 def test_top_logprobs_refuses_more_than_the_vocabulary(device: str) -> None:

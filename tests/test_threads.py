@@ -321,26 +321,25 @@ def sampling_job(generator: torch.Generator) -> list[Tensor]:
     logprobs = torch.empty(3, 6)
     emitted = sampling.verify(
         logits,
-        indptr,
-        torch.randint(0, 9000, (3, 5), generator=generator).int(),
+        sampling.Drafts(indptr, torch.randint(0, 9000, (3, 5), generator=generator).int()),
         positions=torch.tensor([1500, 700, 40], dtype=torch.int32),
         strategy=torch.ones(3, dtype=torch.int32),
         policy=torch.tensor([0, 0, 1], dtype=torch.int32),
-        temperature=torch.tensor([1.0, 0.0, 0.7]),
-        top_k=torch.tensor([0, 0, 50], dtype=torch.int32),
-        top_p=torch.tensor([0.9, 1.0, 1.0]),
-        min_p=torch.zeros(3),
-        seeds=torch.arange(3),
-        logprobs=logprobs,
+        sampling=sampling.SamplingTensors(
+            temperature=torch.tensor([1.0, 0.0, 0.7]),
+            top_k=torch.tensor([0, 0, 50], dtype=torch.int32),
+            top_p=torch.tensor([0.9, 1.0, 1.0]),
+            min_p=torch.zeros(3),
+            seeds=torch.arange(3),
+        ),
+        outputs=sampling.VerifyOutputs(logprobs=logprobs),
     )
     row_logprobs = torch.empty(14)
     token_ids = sampling.sample(
         logits,
         torch.arange(14).int(),
-        temperature=0.9,
-        top_p=0.95,
-        seeds=torch.arange(14),
-        logprobs=row_logprobs,
+        sampling=sampling.SamplingTensors(temperature=0.9, top_p=0.95, seeds=torch.arange(14)),
+        outputs=sampling.SampleOutputs(logprobs=row_logprobs),
     )
     listed = sampling.top_logprobs(logits, 5)
     return [*emitted, logprobs, token_ids, row_logprobs, *listed]

@@ -13,11 +13,12 @@ import pytest
 import specops
 import torch
 from checkpoints import make_checkpoint
+from sampling_cases import by_field
 from specops import _C, batching, dense, ngram, sampling, torch_ops
 from specops.batching import BatchIndices, OutputMode
 from specops.engine.models import KvCache, StepBatch, Transformer, load_model
 from specops.ngram import NgramIndex
-from test_errors import FIELDS, GOOD_CALLS, OPS, TENSOR_OPS, fields_apart, ints
+from test_errors import GOOD_CALLS, OPS, TENSOR_OPS, WHOLE_CALLS, call, fields_apart, ints, spread
 from torch import Tensor
 
 pytestmark = pytest.mark.ci
@@ -49,22 +50,22 @@ EVERY_OVERLOAD = [op for name in NAMES for op in overloads(name)]
 @pytest.mark.parametrize("name", NAMES)
 def test_every_op_has_a_schema_of_its_arguments(name: str) -> None:
     assert overloads(name), f"torch_ops.py has made no schema of {name}"
+    kinds = {argument.replace(".", "_"): kind for argument, kind in OPS[name].items()}
     for op in overloads(name):
         arguments = op._schema.arguments
         assert [argument.name for argument in arguments] == list(fields_apart(GOOD_CALLS[name]()))
         assert not op._schema.returns
         for argument in arguments:
-            if argument.name not in OPS[name]:  # a field of a packed weight
+            if argument.name not in kinds:  # a field of a packed weight
                 continue
             # Each overload of `int | Tensor` is one side of it.
-            kinds = OPS[name][argument.name]
-            if kinds not in ("int | Tensor", "bool | Tensor"):
+            wanted = kinds[argument.name]
+            if wanted not in ("int | Tensor", "bool | Tensor"):
                 kind = str(argument.type).replace("Optional[Tensor]", "Tensor | None")
-                kind = kind.replace("List[Tensor | None]", FIELDS)
                 # A number for all rows becomes a tensor on the way.
-                kinds = kinds.replace("Tensor | float |", "Tensor |")
-                kinds = kinds.replace("Tensor | int |", "Tensor |")
-                assert kind == kinds or "Tensor" not in kind, argument.name
+                wanted = wanted.replace("Tensor | float |", "Tensor |")
+                wanted = wanted.replace("Tensor | int |", "Tensor |")
+                assert kind == wanted or "Tensor" not in kind, argument.name
 
 
 def test_missing_schema_is_noticed() -> None:
@@ -95,7 +96,7 @@ def test_op_writes_what_its_schema_declares(op: Any) -> None:
     whole = direct
     if len(OPS[name]) < len(direct):  # takes a packed weight, the op's second argument
         whole = [direct[0], dense.PackedWeight(*direct[1:12]), *direct[12:]]
-    getattr(_C, name)(*whole)
+    call(name, dict(zip(OPS[name], whole, strict=True)))
     for argument, old, got, want in zip(
         op._schema.arguments, before, poisoned, direct, strict=True
     ):
@@ -143,7 +144,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_op_equals_the_eager_op(name: str) -> None:
     """Every tensor argument, written or not, ends with the same contents."""
-    arguments, want = list(GOOD_CALLS[name]().values()), list(GOOD_CALLS[name]().values())
+    arguments, want, again = (WHOLE_CALLS[name]() for _ in range(3))
     graphs: list[list[str]] = []
 
     def backend(module: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
@@ -152,13 +153,15 @@ def test_compiled_op_equals_the_eager_op(name: str) -> None:
 
     function = getattr(_C, name)
     torch._dynamo.reset()
-    torch.compile(lambda *args: function(*args), fullgraph=True, backend=backend)(*arguments)
-    function(*want)
+    torch.compile(lambda *args: function(*args), fullgraph=True, backend=backend)(
+        *arguments.values()
+    )
+    function(*want.values())
     assert len(graphs) == 1 and len(graphs[0]) == 1
     assert graphs[0][0].startswith(f"specops.{name}.")
-    again = list(GOOD_CALLS[name]().values())
-    compiled(lambda *args: function(*args))(*again)
-    for got, functional, expected in zip(arguments, again, want, strict=True):
+    compiled(lambda *args: function(*args))(*again.values())
+    every = (spread(one).values() for one in (arguments, again, want))
+    for got, functional, expected in zip(*every, strict=True):
         if isinstance(expected, Tensor):
             assert torch.equal(got, expected) and torch.equal(functional, expected)
 
@@ -203,8 +206,8 @@ def test_one_number_applies_to_all_rows(traced: bool) -> None:
         def function() -> list[Tensor]:
             filters = {name: value for name, value in of(2).items() if name != "choice_index"}
             return [
-                sampling.sample(logits, positions, **of(6), seeds=seeds),
-                *sampling.verify(
+                by_field(sampling.sample)(logits, positions, **of(6), seeds=seeds),
+                *by_field(sampling.verify)(
                     logits,
                     indptr,
                     drafts,
@@ -214,7 +217,7 @@ def test_one_number_applies_to_all_rows(traced: bool) -> None:
                     seeds=seeds[:2],
                     **of(2),
                 ),
-                *sampling.top_logprobs(
+                *by_field(sampling.top_logprobs)(
                     logits,
                     3,
                     processed_logprobs=True,
@@ -340,7 +343,7 @@ class Step:
         )
         hidden = batching.gather_output_rows(self.model.forward(batch, cache), indices.output_rows)
         logits = self.model.logits(hidden)
-        emitted, accepted = sampling.verify(
+        emitted, accepted = by_field(sampling.verify)(
             logits,
             indices.output_indptr,
             drafts,

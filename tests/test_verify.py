@@ -9,7 +9,7 @@ import simt
 import specops
 import torch
 from processor_cases import RULES, only, random_processors, to_device
-from sampling_cases import mixed_params, on_device, row_params
+from sampling_cases import by_field, mixed_params, on_device, row_params
 from shared_fixtures import expect_fault
 from specops import reference, sampling
 from specops.sampling import AcceptPolicy, Purpose, VerifyStrategy
@@ -109,7 +109,7 @@ def ragged_step(
             kind = float(torch.rand(()))
             if kind < 0.6 if given == "none" else kind < 0.1:
                 depth = len(reference.distribution._path(row, parents.tolist())) if tree else row
-                token = reference.sample(
+                token = by_field(reference.sample)(
                     step["logits"][first + row][None],
                     step["positions"][b : b + 1] + depth,
                     **filters_of(step, b),
@@ -134,7 +134,7 @@ def run_verify(step: dict[str, Any], device: str, **more: Any) -> dict[str, Tens
     }
     if "processors" in more:
         more["processors"] = to_device(more["processors"], device)
-    tokens, accepted = sampling.verify(**on_device(step, device), **out, **more)
+    tokens, accepted = by_field(sampling.verify)(**on_device(step, device), **out, **more)
     assert tokens is out["output_token_ids"] and accepted is out["num_accepted_tokens"]
     return {name: tensor.cpu() for name, tensor in out.items()}
 
@@ -147,7 +147,7 @@ def check_step(step: dict[str, Any], device: str, **more: Any) -> dict[str, Tens
         "ranks": torch.zeros_like(got["output_token_ids"]),
         "accepted_nodes": torch.zeros_like(got["accepted_nodes"]),
     }
-    emitted = reference.verify(**step, **want, **more)
+    emitted = by_field(reference.verify)(**step, **want, **more)
     for name, tensor in zip(("output_token_ids", "num_accepted_tokens"), emitted, strict=True):
         assert torch.equal(got[name], tensor), name
     assert torch.equal(got["accepted_nodes"], want["accepted_nodes"])
@@ -306,9 +306,11 @@ def test_verify_with_processors_equals_edited_logits(
         step["logits"],
         processors,
         step["positions"],
-        output_indptr=step["output_indptr"],
-        draft_token_ids=step["draft_token_ids"],
-        parents=step.get("parents"),
+        drafts=sampling.Drafts(
+            output_indptr=step["output_indptr"],
+            token_ids=step["draft_token_ids"],
+            parents=step.get("parents"),
+        ),
     )
     assert same(got, run_verify({**step, "logits": edited}, device, processed_logprobs=True))
     raw = check_step(step, device, processors=processors)
@@ -458,7 +460,7 @@ def test_verify_rows_equal_sample_rows(device: str, isa: str, on_cuda: bool) -> 
             for i in range(int(accepted[b]) + 1 if step["output_indptr"].diff()[b] else 0):
                 row = int(step["output_indptr"][b]) + i
                 logprobs = torch.zeros(1, device=device)
-                token = sampling.sample(
+                token = by_field(sampling.sample)(
                     step["logits"][row : row + 1].to(device),
                     (step["positions"][b : b + 1] + i).to(device),
                     logprobs=logprobs,
@@ -807,7 +809,7 @@ def test_drafts_sampled_from_the_target_are_always_accepted(
     anchors = step["positions"] + 1 if strategy == BLOCK else torch.zeros_like(step["positions"])
     for i in range(k):
         probs = torch.zeros(batch, vocab)
-        step["draft_token_ids"][:, i] = reference.sample(
+        step["draft_token_ids"][:, i] = by_field(reference.sample)(
             logits[i :: k + 1],
             step["positions"] + i,
             purpose=Purpose.DRAFT,
@@ -876,7 +878,7 @@ def test_verify_without_drafts_equals_sample(device: str, isa: str, strategy: in
     got = run_verify(step, device)["output_token_ids"][:, 0]
     if strategy == GREEDY:
         params["temperature"] *= 0
-    want = sampling.sample(logits, positions.to(device), **on_device(params, device))
+    want = by_field(sampling.sample)(logits, positions.to(device), **on_device(params, device))
     assert torch.equal(got, want.cpu())
 
 
@@ -978,12 +980,12 @@ def test_one_workspace_serves_calls_of_any_size(device: str, on_cuda: bool) -> N
     workspace = sampling.sampling_workspace(largest, 5)
     assert (workspace is not None) == on_cuda
     for step in [*steps, *reversed(steps)]:
-        got = sampling.verify(**on_device(step, device), workspace=workspace)
-        want = sampling.verify(**on_device(step, device))
+        got = by_field(sampling.verify)(**on_device(step, device), workspace=workspace)
+        want = by_field(sampling.verify)(**on_device(step, device))
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
     if on_cuda:
         with pytest.raises(ValueError, match=r"verify: workspace must be at least \d+ bytes"):
-            sampling.verify(
+            by_field(sampling.verify)(
                 **on_device(steps[1], device),
                 workspace=torch.zeros(16, dtype=torch.uint8, device=device),
             )
@@ -1026,26 +1028,35 @@ def test_seeds_are_optional_if_nothing_is_sampled(device: str, isa: str) -> None
 @pytest.mark.parametrize(
     "change,message",
     [
-        ({"temperature": -1.0}, "temperature must be finite and at least 0, got -1"),
-        ({"temperature": math.inf}, "temperature must be finite and at least 0, got inf"),
-        ({"temperature": "hot"}, r"temperature must be a number or float32 \[batch=1\], got 'hot'"),
-        ({"temperature": True}, r"temperature must be a number or float32 \[batch=1\], got True"),
-        ({"top_k": 2.0}, r"top_k must be an int or int32 \[batch=1\], got 2\.0"),
-        ({"top_k": -2}, "top_k must be at least 1, or 0 or -1 for off, got -2"),
-        ({"top_k": 2**31}, "top_k must be an int32, got 2147483648"),
-        ({"top_p": 2}, r"top_p must be within \[0, 1\], got 2"),
-        ({"min_p": math.nan}, r"min_p must be within \[0, 1\], got nan"),
-        ({"typical_p": 0.0}, r"typical_p must be within \(0, 1\], got 0"),
+        ({"temperature": -1.0}, "sampling.temperature must be finite and at least 0, got -1"),
+        ({"temperature": math.inf}, "sampling.temperature must be finite and at least 0, got inf"),
+        (
+            {"temperature": "hot"},
+            r"sampling.temperature must be a number or float32 \[batch=1\], got 'hot'",
+        ),
+        (
+            {"temperature": True},
+            r"sampling.temperature must be a number or float32 \[batch=1\], got True",
+        ),
+        ({"top_k": 2.0}, r"sampling.top_k must be an int or int32 \[batch=1\], got 2\.0"),
+        ({"top_k": -2}, "sampling.top_k must be at least 1, or 0 or -1 for off, got -2"),
+        ({"top_k": 2**31}, "sampling.top_k must be an int32, got 2147483648"),
+        ({"top_p": 2}, r"sampling.top_p must be within \[0, 1\], got 2"),
+        ({"min_p": math.nan}, r"sampling.min_p must be within \[0, 1\], got nan"),
+        ({"typical_p": 0.0}, r"sampling.typical_p must be within \(0, 1\], got 0"),
         ({"strategy": 5}, r"strategy must be 0 \(GREEDY\), 1 .*, got 5"),
         ({"policy": -1}, r"policy must be 0 \(NORMAL\), 1 .*, got -1"),
         (
             {"strategy": BLOCK, "parents": [[0]]},
             r"strategy must be .* where parents are given, got 3",
         ),
-        ({"choice_index": 0.5}, r"choice_index must be an int or int32 \[batch=1\], got 0\.5"),
+        (
+            {"choice_index": 0.5},
+            r"sampling.choice_index must be an int or int32 \[batch=1\], got 0\.5",
+        ),
         (
             {"temperature": None, "top_p": 0.5},
-            "top_p must be None without temperature .*, got a value",
+            "sampling.top_p must be None without temperature .*, got a value",
         ),
     ],
 )
@@ -1063,7 +1074,7 @@ def test_invalid_numbers_are_refused_at_once(
     }
     step |= {name: ints(*x) if isinstance(x, list) else x for name, x in change.items()}
     with pytest.raises(ValueError, match=f"^verify: {message}"):
-        sampling.verify(**on_device(step, device))
+        by_field(sampling.verify)(**on_device(step, device))
 
 
 # ---- errors ----
@@ -1077,34 +1088,37 @@ def test_invalid_numbers_are_refused_at_once(
         ({"output_indptr": [1, 2]}, r"output_indptr.* must be .*0"),
         ({"strategy": [5]}, r"strategy.* must be 0 \(GREEDY\), 1 \(TARGET_MATCH\), 2 .*, got"),
         ({"policy": [-1]}, r"policy.* must be 0 \(NORMAL\)"),
-        ({"top_p": [7.0]}, r"verify: top_p.* must be within"),
-        ({"typical_p": [0.0]}, r"verify: typical_p.* must be within"),
+        ({"top_p": [7.0]}, r"verify: sampling.top_p.* must be within"),
+        ({"typical_p": [0.0]}, r"verify: sampling.typical_p.* must be within"),
         ({"policy": [3]}, r"verify: accept_rates must be given where a policy is 3"),
         (
             {"policy": [3], "accept_rates": [[0.5, 0.5]], "seeds": None},
-            r"verify: seeds must be given where a temperature is above 0 or a policy is 3",
+            r"verify: sampling.seeds must be given where a temperature is above 0 or a policy is 3",
         ),
-        ({"strategy": [2], "seeds": None}, r"verify: seeds must be given where a temperature is"),
+        (
+            {"strategy": [2], "seeds": None},
+            r"verify: sampling.seeds must be given where a temperature is",
+        ),
         ({"policy": [3], "accept_rates": [[0.5, 1.5]]}, r"accept_rates.* must be within \[0, 1\]"),
         ({"policy": [3], "accept_rates": [[math.nan, 1]]}, r"accept_rates.* must be within"),
         (
             {"draft_probs": [[[0.5]] * 2], "draft_prob_token_ids": [[[4], [5]]], "strategy": [2]},
-            r"verify: draft_prob_token_ids.* must be -1 or below",
+            r"verify: draft_probs.token_ids.* must be -1 or below",
         ),
         (
             {"draft_probs": [[[0.5]] * 2], "draft_prob_token_ids": [[[4], [-2]]], "strategy": [3]},
-            r"verify: draft_prob_token_ids.* must be -1 or below",
+            r"verify: draft_probs.token_ids.* must be -1 or below",
         ),
         (
             {"draft_probs": [[[0.2] * 5] * 2], "draft_prob_rows": [1], "strategy": [2]},
-            r"verify: draft_prob_rows.* must be -1 or .*row.*, got",
+            r"verify: draft_probs.rows.* must be -1 or .*row.*, got",
         ),
         (
             {"draft_probs": [[[0.2] * 5]], "draft_prob_rows": [-2]},
-            r"verify: draft_prob_rows.* must be -1 or .*row.*, got",
+            r"verify: draft_probs.rows.* must be -1 or .*row.*, got",
         ),
-        ({"parents": [[0, 0]]}, r"verify: parents.* must be at least -1 and below the node"),
-        ({"parents": [[-2, 0]]}, r"verify: parents.* must be at least -1"),
+        ({"parents": [[0, 0]]}, r"verify: drafts.parents.* must be at least -1 and below the node"),
+        ({"parents": [[-2, 0]]}, r"verify: drafts.parents.* must be at least -1"),
         (
             {"parents": [[-1, -1]], "strategy": [3]},
             r"strategy.* must be 0.* or 2 \(REJECTION\) where parents are given, got",
@@ -1138,7 +1152,7 @@ def test_verify_refuses_values(
     tokens = torch.full((1, 3), 7, dtype=torch.int32, device=device)
     accepted = torch.full((1,), 7, dtype=torch.int32, device=device)
     with expect_fault(on_cuda, message):
-        sampling.verify(**arrays, output_token_ids=tokens, num_accepted_tokens=accepted)
+        by_field(sampling.verify)(**arrays, output_token_ids=tokens, num_accepted_tokens=accepted)
     assert tokens.tolist() == ([[-1, -1, -1]] if on_cuda else [[7, 7, 7]])
     assert accepted.tolist() == ([0] if on_cuda else [7])
 
@@ -1146,24 +1160,20 @@ def test_verify_refuses_values(
 def test_verify_refuses_too_large_trees(device: str) -> None:
     nodes = torch.zeros(1, 3073, dtype=torch.int32, device=device)
     with pytest.raises(
-        ValueError, match="draft_token_ids must be of at most 3072 drafts a request"
+        ValueError, match=r"drafts\.token_ids must be of at most 3072 drafts a request"
     ):
         sampling.verify(
             torch.zeros(1, 5, device=device),
-            ints(0, 1).to(device),
-            nodes,
+            sampling.Drafts(ints(0, 1).to(device), nodes, parents=nodes),
             positions=ints(0).to(device),
-            parents=nodes,
         )
 
 
 def test_verify_refuses_rows_without_probabilities(device: str) -> None:
     step = ragged_step(2, 3, 9)
     step["draft_prob_rows"] = ints(0, 1)
-    with pytest.raises(
-        ValueError, match="draft_probs must be given with draft_prob_rows, got None"
-    ):
-        sampling.verify(**on_device(step, device))
+    with pytest.raises(ValueError, match=r"draft_probs\.probs must be float32 .*, got None"):
+        by_field(sampling.verify)(**on_device(step, device))
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -1171,10 +1181,10 @@ def test_verify_refuses_draft_probs_of_another_size(device: str, sparse: bool) -
     """Only with draft_prob_rows may they differ from [batch, k, ..], with at most k drafts."""
     step = ragged_step(2, 3, 9)
     for shape, rows, message in (
-        ((3, 3, 9), None, r"draft_probs must be float32 \[batch=2, k=3, "),
-        ((2, 2, 9), None, r"draft_probs must be float32 \[batch=2, k=3, "),
-        ((2, 4, 9), ints(0, 1), "draft_probs must be of at most k = 3 drafts a row, got 4"),
-        ((3, 2, 9), ints(0, 1, 2), r"draft_prob_rows must be int32 \[batch=2\]"),
+        ((3, 3, 9), None, r"draft_probs.probs must be float32 \[batch=2, k=3, "),
+        ((2, 2, 9), None, r"draft_probs.probs must be float32 \[batch=2, k=3, "),
+        ((2, 4, 9), ints(0, 1), "draft_probs.probs must be of at most k = 3 drafts a row, got 4"),
+        ((3, 2, 9), ints(0, 1, 2), r"draft_probs.rows must be int32 \[batch=2\]"),
     ):
         wrong = {**step, "draft_probs": torch.zeros(shape)}
         if sparse:
@@ -1182,17 +1192,15 @@ def test_verify_refuses_draft_probs_of_another_size(device: str, sparse: bool) -
         if rows is not None:
             wrong["draft_prob_rows"] = rows
         with pytest.raises(ValueError, match=message):
-            sampling.verify(**on_device(wrong, device))
+            by_field(sampling.verify)(**on_device(wrong, device))
     wrong = {**step, "draft_probs": torch.zeros(5, 2, 9), "draft_prob_rows": ints(4, -1)}
     wrong["draft_prob_token_ids"] = torch.zeros(5, 1, 9, dtype=torch.int32)
-    with pytest.raises(ValueError, match="draft_prob_token_ids must be int32"):
-        sampling.verify(**on_device(wrong, device))
+    with pytest.raises(ValueError, match=r"draft_probs\.token_ids must be int32"):
+        by_field(sampling.verify)(**on_device(wrong, device))
 
 
 def test_verify_refuses_token_ids_without_probabilities(device: str) -> None:
     step = ragged_step(2, 3, 9, given="sparse")
     del step["draft_probs"]
-    with pytest.raises(
-        ValueError, match="draft_probs must be given with draft_prob_token_ids, got None"
-    ):
-        sampling.verify(**on_device(step, device))
+    with pytest.raises(ValueError, match=r"draft_probs\.probs must be float32 .*, got None"):
+        by_field(sampling.verify)(**on_device(step, device))

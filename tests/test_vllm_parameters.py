@@ -122,11 +122,13 @@ def test_seed_is_that_of_the_request_or_derived_from_its_name() -> None:
 
 
 def test_unused_filters_are_left_out() -> None:
-    assert of(Params(temperature=0.0), Params(temperature=1e-6)).filters() == {}
+    assert of(Params(temperature=0.0), Params(temperature=1e-6)).sampling() is None
     one = of(Params(), Params(top_k=-1))
     assert one.top_k is None and one.top_p is None and one.min_p is None
     mixed = of(Params(top_k=100), Params(top_p=0.5), Params(temperature=0.0, min_p=0.25))
-    assert mixed.filters().keys() == {"temperature", "top_k", "top_p", "min_p", "seeds"}
+    given = mixed.sampling()
+    assert given is not None and given.typical_p is None and given.choice_index is None
+    assert all(getattr(given, name) is getattr(mixed, name) for name in ("top_k", "seeds"))
     assert mixed.temperature.tolist() == [1.0, 1.0, 0.0]
     assert mixed.top_k is not None and mixed.top_k.tolist() == [VOCAB, 0, 0]
     assert mixed.top_p is not None and mixed.top_p.tolist() == [1.0, 0.5, 1.0]
@@ -223,10 +225,11 @@ def test_sampling_applies_the_edits_of_vllm(name: str, temperature: float) -> No
         expected = torch.stack(
             [edited(logits[row], row, params) for row, params in enumerate(every)]
         )
-        got = sampling.sample(logits, POSITIONS, processors=processors, **batch.filters())
-        want = sampling.sample(expected, POSITIONS, **batch.filters())
+        given: dict[str, Any] = {"sampling": batch.sampling()}
+        got = sampling.sample(logits, POSITIONS, processors=processors, **given)
+        want = sampling.sample(expected, POSITIONS, **given)
         assert got.tolist() == want.tolist()
-        changed += got.tolist() != sampling.sample(logits, POSITIONS, **batch.filters()).tolist()
+        changed += got.tolist() != sampling.sample(logits, POSITIONS, **given).tolist()
     assert changed > 5
 
 
@@ -246,7 +249,7 @@ def test_drafts_change_no_token(name: str) -> None:
             logits[step::3].contiguous(),
             positions,
             processors=now.processors_of(rows, positions, [1, 1, 1]),
-            **now.filters(),
+            sampling=now.sampling(),
         )
         plain.append(token)
         if step < 2:
@@ -255,11 +258,10 @@ def test_drafts_change_no_token(name: str) -> None:
         positions = positions + 1
     output, accepted = sampling.verify(
         logits,
-        torch.tensor([0, 3, 6, 9], dtype=torch.int32),
-        drafts,
-        positions=POSITIONS,
+        sampling.Drafts(torch.tensor([0, 3, 6, 9], dtype=torch.int32), drafts),
+        POSITIONS,
+        sampling=batch.sampling(),
         processors=batch.processors_of(rows, POSITIONS, [3, 3, 3]),
-        **batch.filters(),
     )
     assert accepted.tolist() == [2, 2, 2]
     assert torch.equal(output, torch.stack(plain, dim=1))

@@ -5,6 +5,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <array>
 #include <cstring>
 #include <initializer_list>
 #include <limits>
@@ -240,6 +241,22 @@ class Checker {
                              Layout layout = Layout::kContiguous) {
     if (view.defined()) tensor(name, view, dtypes, dims, layout);
     return view;
+  }
+
+  // Reads the fields of a NamedTuple of Python type `type`; those of None are absent.
+  template <size_t kCount>
+  std::array<TensorView, kCount> fields(const char* name, const char* type, Argument got) const {
+    std::array<TensorView, kCount> views;
+    if (!got.defined()) return views;
+    if (!PyTuple_Check(got.object) || PyTuple_GET_SIZE(got.object) != Py_ssize_t{kCount}) {
+      fail(name, std::string("a ") + type, describe_object(got.object));
+    }
+    for (size_t i = 0; i < kCount; ++i) {
+      PyObject* field = PyTuple_GET_ITEM(got.object, static_cast<Py_ssize_t>(i));
+      views[i].object = field;
+      if (field != Py_None) borrow_tensor(field, views[i]);
+    }
+    return views;
   }
 
   // Reads a number for all rows, or a tensor with one per row; None gives `absent`. one_of:

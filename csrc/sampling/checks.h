@@ -2,10 +2,10 @@
 // Argument checks shared by the ops of the sampling family; rules about values are in value_rule.h.
 #pragma once
 
-#include <array>
 #include <optional>
 
 #include "common/tensor_view.h"
+#include "sampling/row/row_rule.h"
 #include "sampling/row/value_rule.h"
 
 namespace specops {
@@ -31,23 +31,17 @@ Workspace check_workspace(Checker& check,
 
 void check_vocab(Checker& check, const Dim& vocab_size);
 
-struct FilterViews {
-  const TensorView &temperature, &top_k, &top_p, &min_p, &typical_p;
-};
+// The following functions convert the named tuples of specops.sampling, or None.
 
 // Checks shapes, and the values of plain numbers. Values in tensors are checked where they are
 // read.
-FilterArrays check_filters(Checker& check, SamplingOp op, const FilterViews& views, Dim& count);
+SamplingTensors check_sampling(Checker& check, SamplingOp op, Argument sampling, Dim& count);
 
-// Checks the seeds and choice indices, which select the uniforms that a row or request consumes.
-void check_streams(Checker& check,
-                   FilterArrays& filters,
-                   const TensorView& seeds,
-                   const TensorView& choice_index,
-                   Dim& count);
+// Checks shapes. Sets `batch` and `max_draft_tokens`.
+Drafts check_drafts(Checker& check, Argument drafts, Dim& batch, Dim& max_draft_tokens);
 
-// Checks shapes, and that fields that depend on each other are set together. `processors` holds the
-// fields of specops.sampling.LogitsProcessors in order, or is empty. `batch` counts requests.
+// Checks shapes, and that fields that depend on each other are set together. `batch` counts
+// requests.
 LogitsProcessors check_processors(
     Checker& check, Argument processors, Dim& batch, Dim& output_rows, const Dim& vocab_size);
 

@@ -46,74 +46,60 @@ void check_vocab(Checker& check, const Dim& vocab_size) {
              vocab_size.value);
 }
 
-FilterArrays check_filters(Checker& check, SamplingOp op, const FilterViews& views, Dim& count) {
-  FilterArrays out, numbers;
+SamplingTensors check_sampling(Checker& check, SamplingOp op, Argument sampling, Dim& count) {
+  auto [temperature, top_k, top_p, min_p, typical_p, seeds, choice_index] =
+      check.fields<7>("sampling", "SamplingTensors", sampling);
+  SamplingTensors out, numbers;
+  bool is_greedy = !temperature.defined();
   auto take = [&](const char* name, const TensorView& view, auto field) {
     out.*field = check.per_row(name, view, count, (out.*field).value);
-    if (view.defined() && !views.temperature.defined()) {
+    if (view.defined() && is_greedy) {
       check.fail(name, "None without temperature (greedy decoding ignores it)", "a value");
     }
     if ((out.*field).values == nullptr) numbers.*field = out.*field;
   };
-  take("temperature", views.temperature, &FilterArrays::temperature);
-  take("top_k", views.top_k, &FilterArrays::top_k);
-  take("top_p", views.top_p, &FilterArrays::top_p);
-  take("min_p", views.min_p, &FilterArrays::min_p);
-  take("typical_p", views.typical_p, &FilterArrays::typical_p);
+  take("sampling.temperature", temperature, &SamplingTensors::temperature);
+  take("sampling.top_k", top_k, &SamplingTensors::top_k);
+  take("sampling.top_p", top_p, &SamplingTensors::top_p);
+  take("sampling.min_p", min_p, &SamplingTensors::min_p);
+  take("sampling.typical_p", typical_p, &SamplingTensors::typical_p);
   check.refuse(find_filters_fault(op, numbers, filters_of(numbers, 0), 0));
+  check.optional("sampling.seeds", seeds, {DType::kInt64}, {&count});
+  out.seeds = seeds.data<int64_t>();
+  out.choice_index = check.per_row("sampling.choice_index", choice_index, count, int32_t{0});
   return out;
 }
 
-void check_streams(Checker& check,
-                   FilterArrays& filters,
-                   const TensorView& seeds,
-                   const TensorView& choice_index,
-                   Dim& count) {
-  check.optional("seeds", seeds, {DType::kInt64}, {&count});
-  filters.seeds = seeds.data<int64_t>();
-  filters.choice_index = check.per_row("choice_index", choice_index, count, int32_t{0});
+Drafts check_drafts(Checker& check, Argument drafts, Dim& batch, Dim& max_draft_tokens) {
+  auto [output_indptr, token_ids, parents] = check.fields<3>("drafts", "Drafts", drafts);
+  check.tensor("drafts.token_ids", token_ids, {DType::kInt32}, {&batch, &max_draft_tokens});
+  Dim batch_plus_one{"batch + 1", batch + 1};
+  check.tensor("drafts.output_indptr", output_indptr, {DType::kInt32}, {&batch_plus_one});
+  check.optional("drafts.parents", parents, {DType::kInt32}, {&batch, &max_draft_tokens});
+  return {.output_indptr = output_indptr.data<int32_t>(),
+          .token_ids = token_ids.data<int32_t>(),
+          .parents = parents.data<int32_t>(),
+          .max_draft_tokens = max_draft_tokens};
 }
-
-namespace {
-
-constexpr size_t kNumProcessorFields = 15;
-
-// Reads the fields of a tuple or list into `views`; returns false if it is empty.
-bool processor_fields(const Checker& check,
-                      Argument processors,
-                      std::array<TensorView, kNumProcessorFields>& views) {
-  PyObject* object = processors.object;
-  bool is_sequence = PyTuple_Check(object) || PyList_Check(object);
-  Py_ssize_t size = is_sequence ? PySequence_Fast_GET_SIZE(object) : -1;
-  if (size == 0) return false;
-  if (size != static_cast<Py_ssize_t>(views.size())) {
-    check.fail("processors",
-               "a LogitsProcessors",
-               is_sequence ? std::to_string(size) + " values" : Checker::describe_object(object));
-  }
-  for (size_t i = 0; i < views.size(); ++i) {
-    PyObject* field = PySequence_Fast_GET_ITEM(object, static_cast<Py_ssize_t>(i));
-    views[i].object = field;
-    if (field != Py_None) borrow_tensor(field, views[i]);
-  }
-  return true;
-}
-
-}  // namespace
 
 LogitsProcessors check_processors(
     Checker& check, Argument processors, Dim& batch, Dim& output_rows, const Dim& vocab_size) {
-  std::array<TensorView, kNumProcessorFields> views;
-  if (!processor_fields(check, processors, views)) return {};
-  size_t field = 0;
-  const TensorView &slots = views[field++], &token_ids = views[field++],
-                   &prompt_lens = views[field++], &counted = views[field++],
-                   &counts = views[field++], &repetition = views[field++],
-                   &presence = views[field++], &frequency = views[field++],
-                   &bias_ids = views[field++], &bias = views[field++], &bad_words = views[field++],
-                   &stop_ids = views[field++], &min_tokens = views[field++], &mask = views[field++],
-                   &mask_indices = views[field++];
-  static_cast<void>(field);
+  if (!processors.defined()) return {};
+  auto [slots,
+        token_ids,
+        prompt_lens,
+        counted,
+        counts,
+        repetition,
+        presence,
+        frequency,
+        bias_ids,
+        bias,
+        bad_words,
+        stop_ids,
+        min_tokens,
+        mask,
+        mask_indices] = check.fields<15>("processors", "LogitsProcessors", processors);
   Dim num_slots{"num_slots"}, max_len{"max_len"}, max_counted{"counted"}, max_biases{"biases"};
   Dim num_words{"bad words"}, word_len{"length"}, num_stop{"stop tokens"}, num_masks{"num_masks"};
   Dim mask_words{"ceil(vocab_size / 32)", (vocab_size + 31) / 32};

@@ -3,9 +3,23 @@
 # are in the family modules. torch_ops.py makes the schemas of torch.ops.specops from this file.
 from collections.abc import Hashable
 from os import PathLike
+from typing import Annotated
 
 from torch import Tensor
 
+from specops.argument_groups import (
+    DraftProbs,
+    Drafts,
+    EmittedTokens,
+    EndingRules,
+    LogitsProcessors,
+    RequestStatus,
+    SampleOutputs,
+    SamplingTensors,
+    TokenCounts,
+    TopLogprobsOutputs,
+    VerifyOutputs,
+)
 from specops.dense import PackedWeight
 from specops.suffix_tree import SuffixDraft, TokenIds
 
@@ -347,69 +361,37 @@ def moe_combine(
 def sample(
     logits: Tensor,
     positions: Tensor,
-    temperature: Tensor | float | None,
-    top_k: Tensor | int | None,
-    top_p: Tensor | float | None,
-    min_p: Tensor | float | None,
-    typical_p: Tensor | float | None,
-    seeds: Tensor | None,
-    choice_index: Tensor | int | None,
-    processors: tuple[Tensor | None, ...],
+    sampling: SamplingTensors | None,
+    processors: LogitsProcessors | None,
     purpose: int,
     anchors: Tensor | None,
     processed_logprobs: bool,
-    logprobs: Written | None,
-    ranks: Written | None,
-    probs: Written | None,
-    out: Written,
+    outputs: Annotated[SampleOutputs, Written],
     workspace: Written | None,
 ) -> None: ...
 def verify(
     logits: Tensor,
-    output_indptr: Tensor,
-    draft_token_ids: Tensor,
+    drafts: Drafts,
     positions: Tensor,
-    parents: Tensor | None,
     strategy: Tensor | int | None,
     policy: Tensor | int | None,
-    temperature: Tensor | float | None,
-    top_k: Tensor | int | None,
-    top_p: Tensor | float | None,
-    min_p: Tensor | float | None,
-    typical_p: Tensor | float | None,
-    seeds: Tensor | None,
-    choice_index: Tensor | int | None,
-    processors: tuple[Tensor | None, ...],
-    draft_probs: Tensor | None,
-    draft_prob_token_ids: Tensor | None,
-    draft_prob_rows: Tensor | None,
     accept_rates: Tensor | None,
+    sampling: SamplingTensors | None,
+    processors: LogitsProcessors | None,
+    draft_probs: DraftProbs | None,
     processed_logprobs: bool,
-    logprobs: Written | None,
-    ranks: Written | None,
-    output_token_ids: Written,
-    num_accepted_tokens: Written,
-    accepted_nodes: Written | None,
+    outputs: Annotated[VerifyOutputs, Written],
     workspace: Written | None,
 ) -> None: ...
 def top_logprobs(
     logits: Tensor,
     n: Size,
     processed_logprobs: bool,
-    output_indptr: Tensor | None,
-    draft_token_ids: Tensor | None,
-    parents: Tensor | None,
+    drafts: Drafts | None,
     positions: Tensor | None,
-    temperature: Tensor | float | None,
-    top_k: Tensor | int | None,
-    top_p: Tensor | float | None,
-    min_p: Tensor | float | None,
-    typical_p: Tensor | float | None,
-    processors: tuple[Tensor | None, ...],
-    token_ids: Written,
-    logprobs: Written,
-    ranks: Written | None,
-    lse: Written,
+    sampling: SamplingTensors | None,
+    processors: LogitsProcessors | None,
+    outputs: Annotated[TopLogprobsOutputs, Written],
     workspace: Written | None,
 ) -> None: ...
 def set_verify_stamps(stamps: object | None) -> None: ...
@@ -417,26 +399,14 @@ def sampling_workspace_bytes(
     rows: int, vocab_size: int, element_bytes: int, batch: int, device_index: int
 ) -> int: ...
 def commit(
-    output_token_ids: Written,
+    emitted: Annotated[EmittedTokens, Written],
     slots: Tensor,
     token_ids: Written,
     lens: Written,
-    logprobs: Written | None,
-    ranks: Written | None,
     prompt_lens: Tensor | None,
-    max_lens: Tensor | None,
-    min_tokens: Tensor | None,
-    stop_token_ids: Tensor | None,
-    stop_sequences: Tensor | None,
-    counted_token_ids: Written | None,
-    token_counts: Written | None,
-    think_end_token_id: Tensor | None,
-    thinking_budget: Tensor | None,
-    reply_budget: Tensor | None,
-    inject_token_ids: Tensor | None,
-    thinking_state: Written | None,
-    finish_reasons: Written | None,
-    stop_indices: Written | None,
+    rules: EndingRules | None,
+    counts: Annotated[TokenCounts, Written] | None,
+    status: Annotated[RequestStatus, Written] | None,
     num_committed_tokens: Written | None,
 ) -> None: ...
 def philox4x32(seed: int, counter: list[int]) -> list[int]: ...

@@ -268,6 +268,7 @@ class MinimalEngine:
         self.token_ids = torch.zeros(num_slots, max_len, dtype=torch.int32)  # prompt and output
         self.drafts = torch.full((num_slots, max(self.num_drafts, 1)), -1, dtype=torch.int32)
         self.temperature, self.seeds = torch.zeros(num_slots), torch.zeros(num_slots).long()
+        self.sampling = sampling.SamplingTensors(self.temperature, seeds=self.seeds)
         self.finish_reasons = torch.full((num_slots,), sampling.FinishReason.RUNNING).int()
         self.slots = torch.arange(num_slots, dtype=torch.int32)
         stops = self.model.config.get("eos_token_id")
@@ -323,25 +324,22 @@ class MinimalEngine:
         logprobs = torch.empty(len(self.lens), self.drafts.shape[1] + 1)
         tokens, _ = sampling.verify(
             logits,
-            rows.output_indptr,
-            self.drafts,
-            positions=self.lens,
-            temperature=self.temperature,
-            seeds=self.seeds,
-            logprobs=logprobs,
+            sampling.Drafts(rows.output_indptr, self.drafts),
+            self.lens,
+            sampling=self.sampling,
+            outputs=sampling.VerifyOutputs(logprobs=logprobs),
         )
 
         # Append them, up to the end of each request.
         committed = torch.empty_like(self.lens)
         sampling.commit(
-            tokens,
+            sampling.EmittedTokens(tokens),
             self.slots,
             self.token_ids,
             self.lens,
             prompt_lens=self.prompt_lens,
-            max_lens=self.max_lens,
-            stop_token_ids=self.stop_token_ids,
-            finish_reasons=self.finish_reasons,
+            rules=sampling.EndingRules(self.max_lens, stop_token_ids=self.stop_token_ids),
+            status=sampling.RequestStatus(self.finish_reasons),
             num_committed_tokens=committed,
         )
         # What is cached for good: not the rows of rejected drafts, nor the new last token.
@@ -424,10 +422,7 @@ class MinimalEngine:
             last = batching.gather_output_rows(hidden, indices.last_rows)
             # With the target's own random number, the draft is the likeliest to be accepted.
             sampled = sampling.sample(
-                self.model.logits(last),
-                indices.draft_positions,
-                temperature=self.temperature,
-                seeds=self.seeds,
+                self.model.logits(last), indices.draft_positions, sampling=self.sampling
             )
             following = batching.DraftIndices.empty(len(self.lens), total_rows=len(self.lens))
             batching.advance_draft_batch(

@@ -6,13 +6,46 @@ the token being chosen. `verify` and `sample` share one row function, so specula
 """
 
 from enum import IntEnum
-from typing import NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from specops import _C
 from specops._checks import check_int, describe, empty, try_or_none
+from specops.argument_groups import (
+    DraftProbs as DraftProbs,
+)
+from specops.argument_groups import (
+    Drafts as Drafts,
+)
+from specops.argument_groups import (
+    EmittedTokens as EmittedTokens,
+)
+from specops.argument_groups import (
+    EndingRules as EndingRules,
+)
+from specops.argument_groups import (
+    LogitsProcessors as LogitsProcessors,
+)
+from specops.argument_groups import (
+    RequestStatus as RequestStatus,
+)
+from specops.argument_groups import (
+    SampleOutputs as SampleOutputs,
+)
+from specops.argument_groups import (
+    SamplingTensors as SamplingTensors,
+)
+from specops.argument_groups import (
+    TokenCounts as TokenCounts,
+)
+from specops.argument_groups import (
+    TopLogprobsOutputs as TopLogprobsOutputs,
+)
+from specops.argument_groups import (
+    VerifyOutputs as VerifyOutputs,
+)
 
 
 class VerifyStrategy(IntEnum):
@@ -55,62 +88,6 @@ class Purpose(IntEnum):
     TARGET = 3
 
 
-class LogitsProcessors(NamedTuple):
-    """Changes of the logits before the filters. Every field may be None: off.
-
-    Tables have one row per slot, and stay in place while requests start and end. For a request in
-    slot s, a row x of logits with `drafts` between the known tokens and the row becomes
-
-        x = -inf                                        where the mask disallows the token
-        x = -inf                                        where it completes a bad word
-        x = -inf                                        where it is a stop token before min_tokens
-        x += logit_bias
-        x = x / repetition_penalty if x > 0 else x * repetition_penalty       where it occurs so far
-        x -= frequency_penalty * (times in the output, drafts included)
-        x -= presence_penalty                                where it is in the output or the drafts
-
-    with each step rounded to float32 and the result to the logits' dtype, like edits in place. A
-    row's drafts count as if they had been emitted, so speculation changes nothing.
-
-    Attributes:
-        slots: [batch], int32. Row of each request in the tables; -1: no row.
-        token_ids: [num_slots, max_len], int32. The tokens so far; a request has the first
-            positions[b] of its row. Required by bad_words. Rows may be strided.
-        prompt_lens: [num_slots], int32. Required by min_tokens.
-        counted_token_ids: [num_slots, n], int32. The distinct tokens so far, ascending, then -1.
-            Required by penalties. `commit` updates this table and `token_counts`.
-        token_counts: [num_slots, n], int32. 2 * (times in the output) + (1 if in the prompt).
-        repetition_penalty: [num_slots], float32, above 0. 1 is off.
-        presence_penalty: [num_slots], float32. 0 is off.
-        frequency_penalty: [num_slots], float32. 0 is off.
-        logit_bias_token_ids: [num_slots, n], int32, ascending, then -1.
-        logit_bias: [num_slots, n], float32.
-        bad_words: [num_slots, n, m], int32. Token sequences, each -1 padded at its end.
-        stop_token_ids: [num_slots, n], int32, -1 padded. Required by min_tokens.
-        min_tokens: [num_slots], int32. Number of output tokens before which stop tokens are
-            forbidden.
-        allowed_token_mask: [num_masks, ceil(vocab_size / 32)], int32. Bit i % 32 of word i / 32 is
-            set where token i is allowed.
-        mask_indices: [rows of logits], int32. Each row's mask; -1 allows every token.
-    """
-
-    slots: Tensor | None = None
-    token_ids: Tensor | None = None
-    prompt_lens: Tensor | None = None
-    counted_token_ids: Tensor | None = None
-    token_counts: Tensor | None = None
-    repetition_penalty: Tensor | None = None
-    presence_penalty: Tensor | None = None
-    frequency_penalty: Tensor | None = None
-    logit_bias_token_ids: Tensor | None = None
-    logit_bias: Tensor | None = None
-    bad_words: Tensor | None = None
-    stop_token_ids: Tensor | None = None
-    min_tokens: Tensor | None = None
-    allowed_token_mask: Tensor | None = None
-    mask_indices: Tensor | None = None
-
-
 class FinishReason(IntEnum):
     """Reason why `commit` ended a request; values of its `finish_reasons` argument."""
 
@@ -128,21 +105,12 @@ def sample(
     logits: Tensor,
     positions: Tensor,
     *,
-    temperature: Tensor | float | None = None,
-    top_k: Tensor | int | None = None,
-    top_p: Tensor | float | None = None,
-    min_p: Tensor | float | None = None,
-    typical_p: Tensor | float | None = None,
-    seeds: Tensor | None = None,
-    choice_index: Tensor | int | None = None,
+    sampling: SamplingTensors | None = None,
     processors: LogitsProcessors | None = None,
     purpose: Purpose = Purpose.TARGET,
     anchors: Tensor | None = None,
     processed_logprobs: bool = False,
-    logprobs: Tensor | None = None,
-    ranks: Tensor | None = None,
-    probs: Tensor | None = None,
-    out: Tensor | None = None,
+    outputs: SampleOutputs | None = None,
     workspace: Tensor | None = None,
 ) -> Tensor:
     """Choose one token per row.
@@ -165,33 +133,20 @@ def sample(
         logits: [rows, vocab_size], float32 or bfloat16; rows may be strided. NaN counts as -inf,
             +inf as the largest finite float.
         positions: [rows], int32. Absolute position of the token being chosen.
-        temperature: [rows], float32, or one number for all rows; the next four arguments also
-            accept one number. 0 is greedy. Absent: every row is greedy, and the next four, which
-            greedy decoding ignores, must be absent too.
-        top_k: [rows], int32. 0 or -1 is off; absent: off.
-        top_p: [rows], float32, within [0, 1]. 1 is off; 0 keeps the first token; absent: off.
-        min_p: [rows], float32, within [0, 1]. 0 is off; absent: off.
-        typical_p: [rows], float32, within (0, 1]. 1 is off; absent: off.
-        seeds: [rows], int64. The bits of an unsigned 64-bit seed. Required if a temperature is
-            above 0; there is no default, since rows must not share a seed by accident.
-        choice_index: [rows], int32, or one number. Index of the row's completion among those of its
-            prompt; absent: 0.
+        sampling: temperature, filters and random numbers; absent: every row is greedy.
         processors: changes of the logits, applied first, with one request per row; absent: none.
         purpose: TARGET, or DRAFT for the tokens of a drafter.
         anchors: [rows], int32. Anchor of BLOCK verification: position + 1 of the step's first
             token; absent: 0.
         processed_logprobs: whether logprobs and ranks come from the distribution that is sampled
             (at temperature 0: from the processed logits) instead of the untouched logits.
-        logprobs: [rows], float32. Receives the log-softmax at the chosen token.
-        ranks: [rows], int32. Receives 1 + the number of logits greater than the chosen token's.
-        probs: [rows, vocab_size], float32. Receives the distribution that is sampled, in the form
-            of `verify`'s draft_probs; rows may be strided.
-        out: [rows], int32. Allocated when absent.
+        outputs: tensors to write; absent: the tokens alone.
         workspace: [bytes], uint8, from `sampling_workspace`. Allocated when absent and needed: only
             on CUDA, and only if many blocks share few rows.
 
     Returns:
-        `out`. A row in which every logit is -inf or NaN yields token 0 with logprob -inf.
+        The tokens, [rows], int32. A row in which every logit is -inf or NaN yields token 0 with
+        logprob -inf.
 
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above, or a parameter is out
@@ -205,70 +160,47 @@ def sample(
     Source: inverse transform sampling; Holtzman et al. 2020 (top-p), Nguyen et al. 2024 (min-p),
         Salmon et al. 2011 (Philox).
     """
-    if out is None:
-        out = empty(lambda: (logits.shape[:1], torch.int32, logits))
+    # An object of another type is left to the op, which refuses it.
+    tokens: Any = getattr(outputs, "token_ids", outputs)
+    if tokens is None:
+        tokens = empty(lambda: (logits.shape[:1], torch.int32, logits))
+        outputs = SampleOutputs(tokens, *(outputs or ())[1:])
     if workspace is None:
         workspace = _workspace(logits)
+    assert outputs is not None
     _C.sample(
         logits,
         positions,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        typical_p,
-        seeds,
-        choice_index,
-        () if processors is None else processors,
+        sampling,
+        processors,
         purpose,
         anchors,
         processed_logprobs,
-        logprobs,
-        ranks,
-        probs,
-        out,
+        outputs,
         workspace,
     )
-    return out
+    return tokens  # type: ignore[no-any-return]
 
 
 def verify(
     logits: Tensor,
-    output_indptr: Tensor,
-    draft_token_ids: Tensor,
-    *,
+    drafts: Drafts,
     positions: Tensor,
-    parents: Tensor | None = None,
+    *,
     strategy: Tensor | VerifyStrategy | None = None,
     policy: Tensor | AcceptPolicy | None = None,
-    temperature: Tensor | float | None = None,
-    top_k: Tensor | int | None = None,
-    top_p: Tensor | float | None = None,
-    min_p: Tensor | float | None = None,
-    typical_p: Tensor | float | None = None,
-    seeds: Tensor | None = None,
-    choice_index: Tensor | int | None = None,
-    processors: LogitsProcessors | None = None,
-    draft_probs: Tensor | None = None,
-    draft_prob_token_ids: Tensor | None = None,
-    draft_prob_rows: Tensor | None = None,
     accept_rates: Tensor | None = None,
+    sampling: SamplingTensors | None = None,
+    processors: LogitsProcessors | None = None,
+    draft_probs: DraftProbs | None = None,
     processed_logprobs: bool = False,
-    logprobs: Tensor | None = None,
-    ranks: Tensor | None = None,
-    output_token_ids: Tensor | None = None,
-    num_accepted_tokens: Tensor | None = None,
-    accepted_nodes: Tensor | None = None,
+    outputs: VerifyOutputs | None = None,
     workspace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Emit the path of drafts that agrees with the target, and one more token.
 
-    Same as `reference.verify`. Request b owns rows output_indptr[b] .. output_indptr[b + 1]. Its
-    first row is the root: it follows the last committed token. Row i + 1 follows draft i, so n rows
-    verify n - 1 drafts, and a request without rows is idle and emits nothing. Drafts form a tree:
-    the parent of draft i is draft parents[b, i], or the root if that is -1. Without `parents` they
-    form a chain: the parent of draft i is draft i - 1. With depth(row) the number of drafts from
-    the root down to the row, for a request:
+    Same as `reference.verify`. An idle request emits nothing. For any other, with depth(row) the
+    number of drafts from the root down to the row:
 
         choice[row] = the strategy's token of the row, at position positions[b] + depth(row)
         row = root
@@ -299,53 +231,25 @@ def verify(
     Args:
         logits: [num_output_rows, vocab_size], float32 or bfloat16; rows may be strided. Rows from
             output_indptr[batch] on are not read.
-        output_indptr: [batch + 1], int32. Starts at 0, ascends by at most k + 1.
-        draft_token_ids: [batch, k], int32. -1 padded; entries past a request's drafts are not read.
-            Siblings may be equal.
+        drafts: drafts of every request; k at most 3,072 with `parents`.
         positions: [batch], int32. Absolute position of the first token chosen for the request.
-        parents: [batch, k], int32, k at most 3,072. Parent of draft i, less than i; -1 is the root.
-            Absent: chains.
         strategy: [batch], int32, or one `VerifyStrategy` for all requests; absent: TARGET_MATCH.
             With `parents` GREEDY, TARGET_MATCH or REJECTION.
         policy: [batch], int32, or one `AcceptPolicy`; absent: NORMAL. With `parents` NORMAL or
             REJECT_ALL.
-        temperature: [batch], float32, or one number. As in `sample`, like the next six arguments.
-            All absent: greedy.
-        top_k: [batch], int32.
-        top_p: [batch], float32.
-        min_p: [batch], float32.
-        typical_p: [batch], float32.
-        seeds: [batch], int64. Required if a request samples: its temperature is above 0 and its
-            strategy is not GREEDY, or its policy is SYNTHETIC.
-        choice_index: [batch], int32.
-        processors: changes of the logits, applied first; a row counts the drafts on its path.
-        draft_probs: [batch, k, vocab_size] or, with draft_prob_token_ids, [batch, k, n], float32.
-            Entry [b, i] is the distribution from which the children of the request's row i were
-            sampled independently of each other: in a chain, that of draft i. NaN and values below 0
-            count as 0, values above 1 as 1. Absent: each draft had probability 1, as with drafters
-            that do not sample.
-        draft_prob_token_ids: [batch, k, n], int32. The token of each entry of draft_probs, each
-            token once; -1 padded.
-        draft_prob_rows: [batch], int32. Row of draft_probs that each request's drafts came from;
-            -1: none, each draft had probability 1. draft_probs and draft_prob_token_ids are then
-            [rows, k', ..] with k' at most k, and children of rows past the first k' had probability
-            1. Absent: row b.
         accept_rates: [batch, k], float32, within [0, 1]. For SYNTHETIC.
+        sampling: temperature, filters and random numbers per request; absent: all are greedy.
+        processors: changes of the logits, applied first; a row counts the drafts on its path.
+        draft_probs: distributions that the drafts were drawn from; absent: each draft had
+            probability 1, as with drafters that do not sample.
         processed_logprobs: whether logprobs and ranks come from target[row] (at temperature 0 and
             under GREEDY: from the processed logits) instead of the untouched logits.
-        logprobs: [batch, k + 1], float32. Receives the log-softmax at every emitted token, and 0
-            elsewhere.
-        ranks: [batch, k + 1], int32. Receives 1 + the number of logits greater than the emitted
-            token's, and 0 elsewhere.
-        output_token_ids: [batch, k + 1], int32. Allocated when absent.
-        num_accepted_tokens: [batch], int32. Allocated when absent.
-        accepted_nodes: [batch, k], int32. Receives the accepted drafts, from the root down, then
-            -1, in the form that `attention.compact_kv` takes.
+        outputs: tensors to write; absent: the two that are returned.
         workspace: [bytes], uint8, from `sampling_workspace`. Allocated when absent and needed.
 
     Returns:
-        (`output_token_ids`, `num_accepted_tokens`): the emitted tokens, then -1; and the number of
-        accepted drafts, which does not count the bonus token.
+        (token_ids, num_accepted_tokens) of the outputs: the emitted tokens, then -1; and the number
+        of accepted drafts, which does not count the bonus token.
 
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above, or a value of a request
@@ -361,49 +265,38 @@ def verify(
         Miao et al. 2024, "SpecInfer" (siblings); Sun et al. 2024, "Block Verification Accelerates
         Speculative Decoding"; FastDeploy's top_p verification (TOPP).
     """
-    if output_token_ids is None:
-        output_token_ids = empty(
-            lambda: (
-                (draft_token_ids.shape[0], draft_token_ids.shape[1] + 1),
-                torch.int32,
-                draft_token_ids,
+    tokens: Any = getattr(outputs, "token_ids", outputs)
+    accepted: Any = getattr(outputs, "num_accepted_tokens", outputs)
+    if tokens is None or accepted is None:
+        if tokens is None:
+            tokens = empty(
+                lambda: (
+                    (drafts.token_ids.shape[0], drafts.token_ids.shape[1] + 1),
+                    torch.int32,
+                    drafts.token_ids,
+                )
             )
-        )
-    if num_accepted_tokens is None:
-        num_accepted_tokens = empty(
-            lambda: (draft_token_ids.shape[:1], torch.int32, draft_token_ids)
-        )
+        if accepted is None:
+            accepted = empty(lambda: (drafts.token_ids.shape[:1], torch.int32, drafts.token_ids))
+        outputs = VerifyOutputs(tokens, accepted, *(outputs or ())[2:])
     if workspace is None:
-        workspace = _workspace(logits, draft_token_ids)
+        workspace = _workspace(logits, drafts)
+    assert outputs is not None
     _C.verify(
         logits,
-        output_indptr,
-        draft_token_ids,
+        drafts,
         positions,
-        parents,
         strategy,
         policy,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        typical_p,
-        seeds,
-        choice_index,
-        () if processors is None else processors,
-        draft_probs,
-        draft_prob_token_ids,
-        draft_prob_rows,
         accept_rates,
+        sampling,
+        processors,
+        draft_probs,
         processed_logprobs,
-        logprobs,
-        ranks,
-        output_token_ids,
-        num_accepted_tokens,
-        accepted_nodes,
+        outputs,
         workspace,
     )
-    return output_token_ids, num_accepted_tokens
+    return tokens, accepted
 
 
 def top_logprobs(
@@ -411,20 +304,11 @@ def top_logprobs(
     n: int,
     *,
     processed_logprobs: bool = False,
-    output_indptr: Tensor | None = None,
-    draft_token_ids: Tensor | None = None,
-    parents: Tensor | None = None,
+    drafts: Drafts | None = None,
     positions: Tensor | None = None,
-    temperature: Tensor | float | None = None,
-    top_k: Tensor | int | None = None,
-    top_p: Tensor | float | None = None,
-    min_p: Tensor | float | None = None,
-    typical_p: Tensor | float | None = None,
+    sampling: SamplingTensors | None = None,
     processors: LogitsProcessors | None = None,
-    token_ids: Tensor | None = None,
-    logprobs: Tensor | None = None,
-    ranks: Tensor | None = None,
-    lse: Tensor | None = None,
+    outputs: TopLogprobsOutputs | None = None,
     workspace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Find the n most probable tokens of every row.
@@ -437,31 +321,22 @@ def top_logprobs(
     Args:
         logits: [rows, vocab_size], float32 or bfloat16; rows may be strided. NaN counts as -inf,
             +inf as the largest finite float.
-        n: 0 to vocab_size; the width of `token_ids`.
+        n: 0 to vocab_size; the width of the outputs.
         processed_logprobs: whether the processors and filters below are applied first. Only then
-            are the next ten arguments used, with the same meaning as in `verify`.
-        output_indptr: [batch + 1], int32. The rows of each request; absent: one row each. Rows from
+            are the next four arguments used, with the same meaning as in `verify`.
+        drafts: drafts and rows of each request; absent: one row each, without drafts. Rows from
             output_indptr[batch] on belong to no request and stay unprocessed.
-        draft_token_ids: [batch, k], int32. Absent: no drafts.
-        parents: [batch, k], int32. Parents in trees; absent: chains.
         positions: [batch], int32. Required by processors.
-        temperature: [batch], float32, or one number; the next four arguments also accept one
-            number. 0 counts as 1 here: the log-softmax of the processed logits.
-        top_k: [batch], int32.
-        top_p: [batch], float32.
-        min_p: [batch], float32.
-        typical_p: [batch], float32.
+        sampling: temperature and filters; seeds and choice_index are not read. Temperature 0 counts
+            as 1 here: the log-softmax of the processed logits.
         processors: changes of the logits, applied first.
-        token_ids: [rows, n], int32. Allocated when absent.
-        logprobs: [rows, n], float32. Allocated when absent.
-        ranks: [rows, n], int32. Receives 1 + the number of logits greater than the token's.
-        lse: [rows], float32. Allocated when absent.
+        outputs: tensors to write; absent: the three that are returned.
         workspace: [bytes], uint8, from `sampling_workspace`. Allocated when absent and needed.
 
     Returns:
-        (`token_ids`, `logprobs`, `lse`): lse is the natural log of the sum of exp of the untouched
-        logits. If every logit of a row is -inf or NaN, ids ascend from 0 and everything else is
-        -inf.
+        (token_ids, logprobs, lse) of the outputs: lse is the natural log of the sum of exp of the
+        untouched logits. If every logit of a row is -inf or NaN, ids ascend from 0 and everything
+        else is -inf.
 
     Raises:
         ValueError: n is out of range, a shape, dtype, layout or device differs from the above, or a
@@ -472,37 +347,37 @@ def top_logprobs(
         Deterministic. A logprob has the same bits as the one that `sample` and `verify` report for
         that token.
     """
+    token_ids: Any = getattr(outputs, "token_ids", outputs)
+    logprobs: Any = getattr(outputs, "logprobs", outputs)
+    lse: Any = getattr(outputs, "lse", outputs)
     if token_ids is None or logprobs is None:
         check_int("top_logprobs", "n", n)
-    # The op rejects an n above vocab_size; min keeps the allocations small until then.
-    if token_ids is None:
-        token_ids = empty(lambda: ((logits.shape[0], min(n, logits.shape[1])), torch.int32, logits))
-    if logprobs is None:
-        logprobs = empty(
-            lambda: ((logits.shape[0], min(n, logits.shape[1])), torch.float32, logits)
-        )
-    if lse is None:
-        lse = empty(lambda: (logits.shape[:1], torch.float32, logits))
+    if token_ids is None or logprobs is None or lse is None:
+        # The op rejects an n above vocab_size; min keeps the allocations small until then.
+        if token_ids is None:
+            token_ids = empty(
+                lambda: ((logits.shape[0], min(n, logits.shape[1])), torch.int32, logits)
+            )
+        if logprobs is None:
+            logprobs = empty(
+                lambda: ((logits.shape[0], min(n, logits.shape[1])), torch.float32, logits)
+            )
+        if lse is None:
+            lse = empty(lambda: (logits.shape[:1], torch.float32, logits))
+        ranks = None if outputs is None else outputs.ranks
+        outputs = TopLogprobsOutputs(token_ids, logprobs, ranks, lse)
     if workspace is None:
         workspace = _workspace(logits)
+    assert outputs is not None
     _C.top_logprobs(
         logits,
         n,
         processed_logprobs,
-        output_indptr,
-        draft_token_ids,
-        parents,
+        drafts,
         positions,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        typical_p,
-        () if processors is None else processors,
-        token_ids,
-        logprobs,
-        ranks,
-        lse,
+        sampling,
+        processors,
+        outputs,
         workspace,
     )
     return token_ids, logprobs, lse
@@ -564,46 +439,34 @@ def _workspace_bytes(logits: Tensor, batch: int) -> int:
     )
 
 
-def _workspace(logits: Tensor, draft_token_ids: Tensor | None = None) -> Tensor | None:
+def _workspace(logits: Tensor, drafts: Drafts | None = None) -> Tensor | None:
     """Allocate a `sampling_workspace` for arguments that the op has not checked yet."""
     num_bytes = try_or_none(
-        lambda: _workspace_bytes(logits, 0 if draft_token_ids is None else draft_token_ids.shape[0])
+        lambda: _workspace_bytes(logits, 0 if drafts is None else len(drafts.token_ids))
     )
     return torch.zeros(num_bytes, dtype=torch.uint8, device=logits.device) if num_bytes else None
 
 
 def commit(
-    output_token_ids: Tensor,
+    emitted: EmittedTokens,
     slots: Tensor,
     token_ids: Tensor,
     lens: Tensor,
     *,
-    logprobs: Tensor | None = None,
-    ranks: Tensor | None = None,
     prompt_lens: Tensor | None = None,
-    max_lens: Tensor | None = None,
-    min_tokens: Tensor | None = None,
-    stop_token_ids: Tensor | None = None,
-    stop_sequences: Tensor | None = None,
-    counted_token_ids: Tensor | None = None,
-    token_counts: Tensor | None = None,
-    think_end_token_id: Tensor | None = None,
-    thinking_budget: Tensor | None = None,
-    reply_budget: Tensor | None = None,
-    inject_token_ids: Tensor | None = None,
-    thinking_state: Tensor | None = None,
-    finish_reasons: Tensor | None = None,
-    stop_indices: Tensor | None = None,
+    rules: EndingRules | None = None,
+    counts: TokenCounts | None = None,
+    status: RequestStatus | None = None,
     num_committed_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Append the tokens that a step emitted, up to the end of each request, IN PLACE.
 
     Same as `reference.commit`. The first four arguments alone append the tokens to the requests'
-    rows; each further argument enables its rule. For request b with s = slots[b], unless
+    rows; each further field enables its rule. For request b with s = slots[b], unless
     finish_reasons[s] says that it has ended:
 
         L = number of ids in inject_token_ids[s]
-        for token in output_token_ids[b] up to its first -1:
+        for token in emitted.token_ids[b] up to its first -1:
             n = lens[s] + 1 - prompt_lens[s]             the output tokens, including this one
             may_stop = n >= min_tokens[s]
 
@@ -626,41 +489,21 @@ def commit(
             elif lens[s] >= max_lens[s] or state > L + reply_budget[s]:      LENGTH
             stop here if the request has ended or the token was injected
 
-    Tokens that were not committed are overwritten in output_token_ids, logprobs and ranks, with -1,
-    0 and 0. An injected token has logprob 0 and rank 1. The division of a request's tokens into
-    steps makes no difference: tokens after an injected one were computed from another token, and
-    are dropped.
+    Tokens that were not committed are overwritten in `emitted`, with -1, logprob 0 and rank 0. An
+    injected token has logprob 0 and rank 1. The division of a request's tokens into steps makes no
+    difference: tokens after an injected one were computed from another token, and are dropped.
 
     Args:
-        output_token_ids: [batch, k + 1], int32. Output of `verify`: the tokens, then -1. Truncated.
+        emitted: tokens of the step. Truncated.
         slots: [batch], int32. Row of each request in all arguments of shape [num_slots, ..]; no two
             requests may share one (checked on cpu). -1: nothing of the request is read or written.
         token_ids: [num_slots, max_len], int32. Prompt and output; rows may be strided. Appended to.
         lens: [num_slots], int32. Number of tokens in each row. Written.
-        logprobs: [batch, k + 1], float32. Truncated.
-        ranks: [batch, k + 1], int32. Truncated.
         prompt_lens: [num_slots], int32. Number of prompt tokens of the row; at least 0.
-        max_lens: [num_slots], int32. The request ends when its row holds this many tokens; -1 is
-            off.
-        min_tokens: [num_slots], int32. Output tokens before which no stop rule applies.
-        stop_token_ids: [num_slots, n], int32. -1 padded.
-        stop_sequences: [num_slots, n, m], int32. Each -1 padded; an empty one is unused. A sequence
-            may have begun in an earlier step, but not in the prompt.
-        counted_token_ids: [num_slots, n], int32. The distinct tokens so far, ascending, then -1;
-            `count_tokens` fills a row. Written.
-        token_counts: [num_slots, n], int32. 2 * (times in the output) + (1 if in the prompt).
-            Written.
-        think_end_token_id: [num_slots], int32. -1: no such token.
-        thinking_budget: [num_slots], int32. Output tokens after which thinking ends: the tokens to
-            inject follow, or without any the reply. -1 is off.
-        reply_budget: [num_slots], int32. The request ends after this many tokens of reply. -1 is
-            off.
-        inject_token_ids: [num_slots, n], int32. -1 padded. Injected when the thinking budget is
-            used up, or in place of a stop token while still thinking.
-        thinking_state: [num_slots], int32. As above; initially 0 or -1. Written.
-        finish_reasons: [num_slots], int32. `FinishReason`; initially RUNNING. Written.
-        stop_indices: [num_slots], int32. Receives the index of the stop token or sequence that
-            ended the request, or -1.
+        rules: rules that end a request or its thinking. `min_tokens`, `stop_sequences` and
+            `thinking_budget` require `prompt_lens`.
+        counts: token counts of every slot. Written.
+        status: finish reasons and thinking states, required by the rules that set them. Written.
         num_committed_tokens: [batch], int32. Receives the number of appended tokens.
 
     Returns:
@@ -668,9 +511,9 @@ def commit(
 
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above; an argument that a rule
-            requires is absent; a slot is out of range, or a row of `token_ids` or
-            `counted_token_ids` is full. Nothing has been written then. On CUDA a request with such
-            a slot or row stays unchanged, and `check_errors` raises.
+            requires is absent; a slot is out of range, or a row of `token_ids` or `counts` is full.
+            Nothing has been written then. On CUDA a request with such a slot or row stays
+            unchanged, and `check_errors` raises.
 
     Note:
         Deterministic; one launch, after which the next step can start without a host read.
@@ -679,26 +522,14 @@ def commit(
         speculate_limit_thinking_content_length, merged into one rule.
     """
     _C.commit(
-        output_token_ids,
+        emitted,
         slots,
         token_ids,
         lens,
-        logprobs,
-        ranks,
         prompt_lens,
-        max_lens,
-        min_tokens,
-        stop_token_ids,
-        stop_sequences,
-        counted_token_ids,
-        token_counts,
-        think_end_token_id,
-        thinking_budget,
-        reply_budget,
-        inject_token_ids,
-        thinking_state,
-        finish_reasons,
-        stop_indices,
+        rules,
+        counts,
+        status,
         num_committed_tokens,
     )
     return token_ids, lens

@@ -9,15 +9,16 @@ unchanged inside `torch.compile(fullgraph=True)`. Eager calls do not use this mo
 """
 
 import ast
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from specops import _C
+from specops import _C, argument_groups
 from specops.dense import PackedWeight
 
 # Schema types for the annotations in _C.pyi. A parameter that may be one number for all rows
@@ -31,22 +32,52 @@ _TYPES = {
     "str": "str",
 }
 _NUMBERS = {"Tensor | float | None": torch.float32, "Tensor | int | None": torch.int32}
-_PROCESSORS = "tuple[Tensor | None, ...]"
-# Fields of a PackedWeight that the ops use. Schemas have no such type: each field is a separate
-# argument, `weight_kind` and so on, and the kernel puts the fields back into a PackedWeight.
-_WEIGHT_FIELDS = {
-    "kind": "str",
-    "data": "Tensor",
-    "scales": "Tensor | None",
-    "num_outputs": "Size",
-    "num_inputs": "Size",
-    "activation": "str | None",
-    "offsets": "Tensor | None",
-    "group": "int",
-    "activations": "str",
-    "input_order": "Tensor | None",
-    "code_values": "Tensor | None",
+
+
+class _Group(NamedTuple):
+    """Type of a named tuple that ops take as one argument.
+
+    Schemas have no such type: each field is a separate argument, `weight_kind` and so on, and the
+    kernel puts the fields back together.
+    """
+
+    make: Callable[..., Any]
+    fields: dict[str, str]  # annotations of the fields that the ops use
+
+
+_GROUPS = {
+    name: _Group(
+        made,
+        {
+            field: inspect.formatannotation(kind).replace("torch.", "")
+            for field, kind in made.__annotations__.items()
+        },
+    )
+    for name, made in vars(argument_groups).items()
+    if isinstance(made, type) and issubclass(made, tuple)
 }
+_GROUPS["PackedWeight"] = _Group(
+    PackedWeight,
+    {
+        "kind": "str",
+        "data": "Tensor",
+        "scales": "Tensor | None",
+        "num_outputs": "Size",
+        "num_inputs": "Size",
+        "activation": "str | None",
+        "offsets": "Tensor | None",
+        "group": "int",
+        "activations": "str",
+        "input_order": "Tensor | None",
+        "code_values": "Tensor | None",
+    },
+)
+
+
+def _group_of(kind: str) -> _Group | None:
+    """Return the type of an argument that is a named tuple; None for any other."""
+    name = kind.removesuffix(" | None").removeprefix("Annotated[").removesuffix(", Written]")
+    return _GROUPS.get(name)
 
 
 def _ops() -> Iterator[tuple[str, dict[str, str]]]:
@@ -63,13 +94,10 @@ def _ops() -> Iterator[tuple[str, dict[str, str]]]:
 
 def _schema(name: str, kinds: dict[str, str], *, per_request: bool = False) -> str:
     """Return the schema of an op. The caller passes outputs and workspaces; nothing is returned."""
-    arguments = []
+    arguments: list[str] = []
     for argument, kind in _apart(kinds).items():
         if kind in _NUMBERS:
             kind = "Tensor | None"
-        if kind == _PROCESSORS:
-            arguments.append(f"Tensor?[] {argument}")
-            continue
         kind, _, optional = kind.partition(" | ")
         if optional == "Tensor":  # one value for all requests, or one per request
             kind, optional = ("Tensor" if per_request else kind), ""
@@ -78,7 +106,7 @@ def _schema(name: str, kinds: dict[str, str], *, per_request: bool = False) -> s
             of_schema = f"Tensor(a{len(arguments)}!){mark}"
         else:
             of_schema = _TYPES[kind] + mark
-        arguments.append(f"{of_schema} {argument}")
+        arguments.append(f"{of_schema} {argument.replace('.', '_')}")
     return f"{name}({', '.join(arguments)}) -> ()"
 
 
@@ -105,25 +133,39 @@ def _fake_of(op: str, kinds: dict[str, str]) -> Callable[..., None]:
 
 
 def _apart(kinds: dict[str, str]) -> dict[str, str]:
-    """Return the arguments of an op with each PackedWeight replaced by its fields."""
+    """Return the arguments of an op with each named tuple replaced by its fields."""
     apart = {}
     for argument, kind in kinds.items():
-        is_weight = kind == PackedWeight.__name__
-        fields = {f"{argument}_{name}": of for name, of in _WEIGHT_FIELDS.items()}
-        apart.update(fields if is_weight else {argument: kind})
+        group = _group_of(kind)
+        if group is None:
+            apart[argument] = kind
+            continue
+        for name, of_field in group.fields.items():
+            if kind.startswith("Annotated"):
+                of_field = of_field.replace("Tensor", "Written")
+            if kind.endswith("| None") and not of_field.endswith("| None"):
+                of_field += " | None"
+            apart[f"{argument}.{name}"] = of_field
     return apart
 
 
 def _kernel(name: str, kinds: dict[str, str]) -> Callable[..., None]:
     """Return the compiled module's function with the arguments of the schema."""
     function = getattr(_C, name)
-    if PackedWeight.__name__ not in kinds.values():
+    groups = [_group_of(kind) for kind in kinds.values()]
+    if not any(groups):
         return function  # type: ignore[no-any-return]
-    place, fields = list(kinds.values()).index(PackedWeight.__name__), len(_WEIGHT_FIELDS)
 
     def kernel(*args: Any) -> None:
-        weight = PackedWeight(*args[place : place + fields])
-        function(*args[:place], weight, *args[place + fields :])
+        given, whole = iter(args), []
+        for group in groups:
+            if group is None:
+                whole.append(next(given))
+                continue
+            fields = [next(given) for _ in group.fields]
+            is_given = any(field is not None for field in fields)
+            whole.append(group.make(*fields) if is_given else None)
+        function(*whole)
 
     return kernel
 
@@ -146,27 +188,33 @@ def _trace_as(function: Callable[..., None]) -> Callable[[Callable[..., None]], 
 
 
 def _trace_as_op(function: Callable[..., None], op: OpOverload, kinds: dict[str, str]) -> None:
-    names = list(kinds)
+    apart = _apart(kinds)
+    names = list(apart)
     numbers = {
-        names.index(name): _NUMBERS[kinds[name]] for name in names if kinds[name] in _NUMBERS
+        names.index(name): _NUMBERS[kind] for name, kind in apart.items() if kind in _NUMBERS
     }
-    requests = [names.index(name) for name in ("positions", "output_indptr") if name in names]
-    weight = next((i for i, kind in enumerate(kinds.values()) if kind == "PackedWeight"), None)
+    requests = [
+        names.index(name) for name in ("positions", "drafts.output_indptr") if name in names
+    ]
+    groups = [_group_of(kind) for kind in kinds.values()]
+    sizes = [None if group is None else len(group.fields) for group in groups]
 
     @_trace_as(function)
-    def call(*args: Any) -> None:
+    def call(*whole: Any) -> None:
+        args: list[Any] = []
+        for value, size in zip(whole, sizes, strict=True):
+            if size is None:
+                args.append(value)
+            else:
+                args += [None] * size if value is None else value[:size]
         if any(isinstance(args[place], int | float) for place in numbers):
             count, device = args[0].shape[0], args[0].device
             for place in requests:
                 if args[place] is not None:
-                    count = args[place].shape[0] - (names[place] == "output_indptr")
-            given = list(args)
+                    count = args[place].shape[0] - (names[place] == "drafts.output_indptr")
             for place, dtype in numbers.items():
-                if isinstance(given[place], int | float):
-                    given[place] = torch.full((count,), given[place], dtype=dtype, device=device)
-            args = tuple(given)
-        if weight is not None:
-            args = (*args[:weight], *args[weight][: len(_WEIGHT_FIELDS)], *args[weight + 1 :])
+                if isinstance(args[place], int | float):
+                    args[place] = torch.full((count,), args[place], dtype=dtype, device=device)
         op(*args)
 
 

@@ -204,9 +204,12 @@ def test_rows_that_depend_on_their_place_are_noticed(monkeypatch: pytest.MonkeyP
         out, lse = append(*args, **keywords)
         return out + out.shape[0], lse
 
-    def ranked(logits: Tensor, *args: Tensor, ranks: Tensor, **keywords: Any) -> Tensor:
-        tokens = sample(logits, *args, ranks=ranks, **keywords)
-        ranks += logits.shape[0] > 1
+    def ranked(
+        logits: Tensor, *args: Tensor, outputs: sampling.SampleOutputs, **keywords: Any
+    ) -> Tensor:
+        tokens = sample(logits, *args, outputs=outputs, **keywords)
+        assert outputs.ranks is not None
+        outputs.ranks.add_(int(logits.shape[0] > 1))
         return tokens
 
     monkeypatch.setattr(dense, "linear", places)
@@ -424,10 +427,11 @@ def test_a_lost_device_leaves_the_rest_to_another_process(
 def test_a_call_that_reports_wrong_data_is_no_result() -> None:
     """Both sides would give what a faulty call gives, and be equal."""
     logits, position = torch.randn(1, 100), torch.zeros(1, dtype=torch.int32)
-    faulty = lambda: [sampling.sample(logits, position, temperature=1.0)]  # noqa: E731
+    warm = sampling.SamplingTensors(temperature=1.0)
+    faulty = lambda: [sampling.sample(logits, position, sampling=warm)]  # noqa: E731
     pairs = lambda: iter([(machine().run(faulty), machine().run(faulty))])  # noqa: E731
     found = Trial("check", "op", pairs).found()
-    assert not found.passed and "ValueError: sample: seeds" in found.remark
+    assert not found.passed and "ValueError: sample: sampling.seeds" in found.remark
 
 
 def test_choices_may_differ_now_and_then() -> None:

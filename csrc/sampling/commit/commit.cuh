@@ -97,9 +97,9 @@ __global__ void __launch_bounds__(kCommitThreads, 1) commit_kernel(CommitParams 
   }
   int32_t* ids = nullptr;
   int32_t* counts = nullptr;
-  if (params.counted_token_ids != nullptr) {
-    ids = params.counted_token_ids + slot * params.num_counted;
-    counts = params.token_counts + slot * params.num_counted;
+  if (params.counts.counted_token_ids != nullptr) {
+    ids = params.counts.counted_token_ids + slot * params.counts.num_counted;
+    counts = params.counts.token_counts + slot * params.counts.num_counted;
   }
 
   if (thread_idx == 0) {
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kCommitThreads, 1) commit_kernel(CommitParams 
     if (fault.found()) report_error(params.error, fault.code);
   }
   if (thread_idx == kWarpSize && ids != nullptr) {
-    shared->num_counted = counted_place(ids, params.num_counted, -1);
+    shared->num_counted = counted_place(ids, params.counts.num_counted, -1);
   }
   __syncthreads();
   if (shared->is_fault) return;
@@ -125,13 +125,13 @@ __global__ void __launch_bounds__(kCommitThreads, 1) commit_kernel(CommitParams 
     for (int64_t begin = 0; begin < tokens.count; begin += kCommitThreads) {
       int64_t idx = begin + thread_idx;
       num_new += __syncthreads_count(idx < tokens.count &&
-                                     is_new_token(ids, params.num_counted, tokens, idx));
+                                     is_new_token(ids, params.counts.num_counted, tokens, idx));
     }
     if (Fault fault = find_counted_fault(params, slot, used, num_new); fault.found()) {
       if (thread_idx == 0) report_error(params.error, fault.code);
       return;
     }
-    count_tokens(tokens, ids, counts, params.num_counted, used, shared->new_ids);
+    count_tokens(tokens, ids, counts, params.counts.num_counted, used, shared->new_ids);
   }
 
   int32_t* end = params.token_ids + slot * params.token_ids_stride + tokens.len;

@@ -13,43 +13,62 @@
 
 namespace specops {
 
-// A slot is a row of token_ids and of every [num_slots] array. "written" marks arrays that are
-// updated.
+// Every array of the following structs but EmittedTokens::token_ids may be nullptr: its rule is then
+// off, or its output not requested.
+
+// The tokens of a step, truncated in place.
+struct EmittedTokens {
+  int32_t* token_ids = nullptr;  // [batch, max_tokens], then -1
+  float* logprobs = nullptr;     // [batch, max_tokens]
+  int32_t* ranks = nullptr;      // [batch, max_tokens]
+};
+
+struct EndingRules {
+  const int32_t* max_lens = nullptr;        // [num_slots], length at which it ends; -1 = none
+  const int32_t* min_tokens = nullptr;      // [num_slots], output tokens before stops apply
+  const int32_t* stop_token_ids = nullptr;  // [num_slots, num_stop_tokens], -1 padded
+  // [num_slots, num_stop_sequences, stop_sequence_len], -1 padded
+  const int32_t* stop_sequences = nullptr;
+  const int32_t* think_end_token_id = nullptr;  // [num_slots], -1 = none
+  const int32_t* thinking_budget = nullptr;     // [num_slots], -1 = none
+  const int32_t* reply_budget = nullptr;        // [num_slots], -1 = none
+  const int32_t* inject_token_ids = nullptr;    // [num_slots, num_inject], -1 padded
+  int64_t num_stop_tokens = 0;
+  int64_t num_stop_sequences = 0;
+  int64_t stop_sequence_len = 0;
+  int64_t num_inject = 0;
+};
+
+// Tables that are updated.
+struct TokenCounts {
+  int32_t* counted_token_ids = nullptr;  // [num_slots, num_counted], ascending, then -1
+  int32_t* token_counts = nullptr;       // [num_slots, num_counted], 2 * in output + in prompt
+  int64_t num_counted = 0;
+};
+
+// Written per slot.
+struct RequestStatus {
+  int32_t* finish_reasons = nullptr;  // [num_slots], FinishReason
+  int32_t* stop_indices = nullptr;    // [num_slots], index of the stop token or sequence, or -1
+  int32_t* thinking_state = nullptr;  // [num_slots]
+};
+
+// A slot is a row of token_ids and of every [num_slots] array.
 struct CommitParams {
-  int32_t* output_token_ids;  // [batch, max_tokens], emitted tokens, then -1; truncated in place
-  const int32_t* slots;       // [batch]; -1 = none
-  int32_t* token_ids;         // [num_slots, max_len], rows token_ids_stride apart; appended to
-  int32_t* lens;              // [num_slots], number of tokens in each row; written
-
-  // Each of these may be nullptr: its rule is then off, or its output not requested.
-  float* logprobs;                // [batch, max_tokens], truncated like output_token_ids
-  int32_t* ranks;                 // [batch, max_tokens], truncated like output_token_ids
-  const int32_t* prompt_lens;     // [num_slots], prompt tokens of the row
-  const int32_t* max_lens;        // [num_slots], row length at which the request ends; -1 = none
-  const int32_t* min_tokens;      // [num_slots], output tokens before stops apply
-  const int32_t* stop_token_ids;  // [num_slots, num_stop_tokens], -1 padded
-  const int32_t* stop_sequences;  // [num_slots, num_stop_sequences, stop_sequence_len], -1 padded
-  int32_t* counted_token_ids;     // [num_slots, num_counted], ascending, then -1; written
-  int32_t* token_counts;          // [num_slots, num_counted], 2 * in output + in prompt; written
-  const int32_t* think_end_token_id;  // [num_slots], -1 = none
-  const int32_t* thinking_budget;     // [num_slots], -1 = none
-  const int32_t* reply_budget;        // [num_slots], -1 = none
-  const int32_t* inject_token_ids;    // [num_slots, num_inject], -1 padded
-  int32_t* thinking_state;            // [num_slots]; written
-  int32_t* finish_reasons;            // [num_slots], FinishReason; written
-  int32_t* stop_indices;  // [num_slots], index of the stop token or sequence, or -1; written
-  int32_t* num_committed_tokens;  // [batch]; written
-
+  EmittedTokens emitted;
+  const int32_t* slots;        // [batch]; -1 = none
+  int32_t* token_ids;          // [num_slots, max_len], rows token_ids_stride apart; appended to
+  int32_t* lens;               // [num_slots], number of tokens in each row; written
+  const int32_t* prompt_lens;  // [num_slots], prompt tokens of the row; may be nullptr
+  EndingRules rules;
+  TokenCounts counts;
+  RequestStatus status;
+  int32_t* num_committed_tokens;  // [batch]; written; may be nullptr
   int64_t batch;
   int64_t max_tokens;
   int64_t num_slots;
   int64_t max_len;
   int64_t token_ids_stride;  // elements between rows
-  int64_t num_stop_tokens;
-  int64_t num_stop_sequences;
-  int64_t stop_sequence_len;
-  int64_t num_counted;
-  int64_t num_inject;
   ErrorFlag error;
 };
 
@@ -59,8 +78,8 @@ SPECOPS_FAULT(4003, kCommitRoom) =
     "commit: lens must be at least 0, with room for the {# }new tokens below max_len{ = #}, got "
     "more than fit";
 SPECOPS_FAULT(4004, kCommitCountedTokens) =
-    "commit: counted_token_ids must be few enough to leave room for the {# }new ones{ in a width "
-    "of #}, got a row too full";
+    "commit: counts.counted_token_ids must be few enough to leave room for the {# }new ones{ in a "
+    "width of #}, got a row too full";
 
 SPECOPS_HOST_DEVICE Fault find_fault(const CommitParams& params, int64_t batch_idx) {
   int32_t slot = params.slots[batch_idx];
@@ -79,8 +98,8 @@ SPECOPS_HOST_DEVICE Fault find_counted_fault(const CommitParams& params,
                                              int32_t slot,
                                              int64_t used,
                                              int64_t num_new) {
-  if (used + num_new <= params.num_counted) return {};
-  return fault_at(kCommitCountedTokens, used, slot).with(num_new, params.num_counted);
+  if (used + num_new <= params.counts.num_counted) return {};
+  return fault_at(kCommitCountedTokens, used, slot).with(num_new, params.counts.num_counted);
 }
 
 SPECOPS_DECLARE_CPU(commit_cpu, CommitParams);

@@ -38,13 +38,13 @@ void commit_cpu(const CommitParams& params) {
     CommitWalk walk = commit_walk(params, batch_idx, slot);
     CommitTokens tokens = committed_tokens(params, batch_idx, slot, walk);
     int32_t* row = params.token_ids + slot * params.token_ids_stride + tokens.len;
-    int64_t table = slot * params.num_counted;
+    int64_t table = slot * params.counts.num_counted;
     for (int64_t i = 0; i < walk.count; ++i) {
       row[i] = taken_token(tokens, i);
-      if (params.counted_token_ids == nullptr) continue;
-      count_token(params.counted_token_ids + table,
-                  params.token_counts + table,
-                  params.num_counted,
+      if (params.counts.counted_token_ids == nullptr) continue;
+      count_token(params.counts.counted_token_ids + table,
+                  params.counts.token_counts + table,
+                  params.counts.num_counted,
                   row[i]);
     }
     for (int64_t i = 0; i < params.max_tokens; ++i) store_output(params, batch_idx, walk, i);

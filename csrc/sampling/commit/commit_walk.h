@@ -68,12 +68,13 @@ SPECOPS_HOST_DEVICE int32_t find_stop_sequence(const CommitParams& params,
                                                int32_t slot,
                                                const CommitTokens& tokens,
                                                int64_t num_output_tokens) {
-  if (params.stop_sequences == nullptr) return -1;
-  const int32_t* sequence =
-      params.stop_sequences + slot * params.num_stop_sequences * params.stop_sequence_len;
+  if (params.rules.stop_sequences == nullptr) return -1;
+  const int32_t* sequence = params.rules.stop_sequences +
+                            slot * params.rules.num_stop_sequences * params.rules.stop_sequence_len;
   int64_t end = tokens.len + tokens.count;
-  for (int64_t i = 0; i < params.num_stop_sequences; ++i, sequence += params.stop_sequence_len) {
-    int64_t length = count_ids(sequence, params.stop_sequence_len);
+  for (int64_t i = 0; i < params.rules.num_stop_sequences;
+       ++i, sequence += params.rules.stop_sequence_len) {
+    int64_t length = count_ids(sequence, params.rules.stop_sequence_len);
     if (length == 0 || length > num_output_tokens) continue;
     int64_t matched = 0;  // matched tokens, counted from the end
     while (matched < length &&
@@ -91,36 +92,37 @@ SPECOPS_HOST_DEVICE CommitWalk commit_walk(const CommitParams& params,
                                            int32_t slot) {
   CommitWalk walk{.count = 0,
                   .last_token_id = -1,
-                  .thinking_state = of_slot(params.thinking_state, slot, -1),
-                  .finish_reason = of_slot(params.finish_reasons, slot, 0),
+                  .thinking_state = of_slot(params.status.thinking_state, slot, -1),
+                  .finish_reason = of_slot(params.status.finish_reasons, slot, 0),
                   .stop_index = -1,
                   .is_injected = false};
   if (walk.finish_reason != 0) {
-    walk.stop_index = of_slot(params.stop_indices, slot, -1);
+    walk.stop_index = of_slot(params.status.stop_indices, slot, -1);
     return walk;
   }
   CommitTokens tokens{.row = params.token_ids + slot * params.token_ids_stride,
-                      .emitted = params.output_token_ids + batch_idx * params.max_tokens,
+                      .emitted = params.emitted.token_ids + batch_idx * params.max_tokens,
                       .len = params.lens[slot],
                       .last_token_id = -1,
                       .count = 0};
   int32_t prompt_len = of_slot(params.prompt_lens, slot, 0);
-  int32_t max_len = of_slot(params.max_lens, slot, -1);
-  int32_t min_tokens = of_slot(params.min_tokens, slot, 0);
-  const int32_t* stop_token_ids = params.stop_token_ids != nullptr
-                                      ? params.stop_token_ids + slot * params.num_stop_tokens
-                                      : nullptr;
-  int64_t num_stop_tokens = stop_token_ids != nullptr ? params.num_stop_tokens : 0;
+  int32_t max_len = of_slot(params.rules.max_lens, slot, -1);
+  int32_t min_tokens = of_slot(params.rules.min_tokens, slot, 0);
+  const int32_t* stop_token_ids =
+      params.rules.stop_token_ids != nullptr
+          ? params.rules.stop_token_ids + slot * params.rules.num_stop_tokens
+          : nullptr;
+  int64_t num_stop_tokens = stop_token_ids != nullptr ? params.rules.num_stop_tokens : 0;
 
   bool thinks = walk.thinking_state >= 0;
-  int32_t think_end = of_slot(params.think_end_token_id, slot, -1);
-  int32_t thinking_budget = thinks ? of_slot(params.thinking_budget, slot, -1) : -1;
-  int32_t reply_budget = thinks ? of_slot(params.reply_budget, slot, -1) : -1;
+  int32_t think_end = of_slot(params.rules.think_end_token_id, slot, -1);
+  int32_t thinking_budget = thinks ? of_slot(params.rules.thinking_budget, slot, -1) : -1;
+  int32_t reply_budget = thinks ? of_slot(params.rules.reply_budget, slot, -1) : -1;
   const int32_t* inject = nullptr;
   int64_t num_inject = 0;
-  if (thinks && params.inject_token_ids != nullptr) {
-    inject = params.inject_token_ids + slot * params.num_inject;
-    num_inject = count_ids(inject, params.num_inject);
+  if (thinks && params.rules.inject_token_ids != nullptr) {
+    inject = params.rules.inject_token_ids + slot * params.rules.num_inject;
+    num_inject = count_ids(inject, params.rules.num_inject);
   }
   int64_t state = walk.thinking_state;
 
@@ -176,7 +178,7 @@ SPECOPS_HOST_DEVICE CommitTokens committed_tokens(const CommitParams& params,
                                                   int32_t slot,
                                                   const CommitWalk& walk) {
   return {.row = params.token_ids + slot * params.token_ids_stride,
-          .emitted = params.output_token_ids + batch_idx * params.max_tokens,
+          .emitted = params.emitted.token_ids + batch_idx * params.max_tokens,
           .len = params.lens[slot],
           .last_token_id = walk.last_token_id,
           .count = walk.count};
@@ -188,9 +190,11 @@ SPECOPS_HOST_DEVICE void store_walk(const CommitParams& params,
                                     int32_t slot,
                                     const CommitWalk& walk) {
   params.lens[slot] += walk.count;
-  if (params.thinking_state != nullptr) params.thinking_state[slot] = walk.thinking_state;
-  if (params.finish_reasons != nullptr) params.finish_reasons[slot] = walk.finish_reason;
-  if (params.stop_indices != nullptr) params.stop_indices[slot] = walk.stop_index;
+  if (params.status.thinking_state != nullptr)
+    params.status.thinking_state[slot] = walk.thinking_state;
+  if (params.status.finish_reasons != nullptr)
+    params.status.finish_reasons[slot] = walk.finish_reason;
+  if (params.status.stop_indices != nullptr) params.status.stop_indices[slot] = walk.stop_index;
   if (params.num_committed_tokens != nullptr) params.num_committed_tokens[batch_idx] = walk.count;
 }
 
@@ -203,9 +207,9 @@ SPECOPS_HOST_DEVICE void store_output(const CommitParams& params,
   bool is_last = idx + 1 == walk.count;
   if (!is_cut && !(is_last && walk.is_injected)) return;
   int64_t place = batch_idx * params.max_tokens + idx;
-  params.output_token_ids[place] = is_cut ? -1 : walk.last_token_id;
-  if (params.logprobs != nullptr) params.logprobs[place] = 0.0f;
-  if (params.ranks != nullptr) params.ranks[place] = is_cut ? 0 : 1;
+  params.emitted.token_ids[place] = is_cut ? -1 : walk.last_token_id;
+  if (params.emitted.logprobs != nullptr) params.emitted.logprobs[place] = 0.0f;
+  if (params.emitted.ranks != nullptr) params.emitted.ranks[place] = is_cut ? 0 : 1;
 }
 
 // Returns the position of an id in a row of counted_token_ids, or where to insert it; -1 sorts

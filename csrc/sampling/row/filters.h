@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sampling parameters as arrays and of one request, and the key of a request's random numbers.
+// Sampling parameters of all rows and of one request, and the key of a request's random numbers.
 // Plain C++ and CUDA.
 #pragma once
 
@@ -11,7 +11,7 @@
 namespace specops {
 
 // Parameters per row (sample) or per request (verify), each an array or one number for all.
-struct FilterArrays {
+struct SamplingTensors {
   PerRow<float> temperature{nullptr, 0.0f};  // 0 = greedy
   PerRow<int32_t> top_k{nullptr, 0};         // 0 or -1 = off
   PerRow<float> top_p{nullptr, 1.0f};        // 1 = off
@@ -35,7 +35,7 @@ SPECOPS_HOST_DEVICE bool is_greedy(const SamplingParams& filters) {
   return filters.temperature == 0.0f || filters.top_k == 1 || filters.top_p == 0.0f;
 }
 
-SPECOPS_HOST_DEVICE SamplingParams filters_of(const FilterArrays& arrays, int64_t idx) {
+SPECOPS_HOST_DEVICE SamplingParams filters_of(const SamplingTensors& arrays, int64_t idx) {
   return {arrays.temperature[idx],
           arrays.top_k[idx],
           arrays.top_p[idx],
@@ -44,7 +44,7 @@ SPECOPS_HOST_DEVICE SamplingParams filters_of(const FilterArrays& arrays, int64_
 }
 
 // Returns the key of the decisions about one token of one request.
-SPECOPS_HOST_DEVICE UniformKey uniform_key_of(const FilterArrays& arrays,
+SPECOPS_HOST_DEVICE UniformKey uniform_key_of(const SamplingTensors& arrays,
                                               int64_t idx,
                                               int32_t position,
                                               uint32_t anchor = 0) {

@@ -43,9 +43,17 @@ SPECOPS_HOST_DEVICE bool draws(VerifyStrategy strategy, AcceptPolicy policy, flo
          policy == AcceptPolicy::kSynthetic;
 }
 
+// The drafts of all requests of a step, with the rows of logits that verify them.
+struct Drafts {
+  const int32_t* output_indptr = nullptr;  // [batch + 1], row offsets of each request
+  const int32_t* token_ids = nullptr;      // [batch, max_draft_tokens], -1 padded
+  const int32_t* parents = nullptr;  // [batch, max_draft_tokens], -1 = the root; nullptr: chains
+  int64_t max_draft_tokens = 0;
+};
+
 // The drafts of one request. Row 0 of its logits follows the last known token; row r > 0 follows
 // node r - 1.
-struct Drafts {
+struct RequestDrafts {
   // Per node. A negative id ends the drafts; an id past the vocabulary has probability 0 in every
   // row.
   const int32_t* token_ids = nullptr;
@@ -53,9 +61,18 @@ struct Drafts {
   int32_t num_nodes = 0;
 };
 
+SPECOPS_HOST_DEVICE RequestDrafts drafts_of(const Drafts& drafts,
+                                            int64_t batch_idx,
+                                            int32_t num_nodes) {
+  int64_t first = batch_idx * drafts.max_draft_tokens;
+  return {drafts.token_ids + first, drafts.parents ? drafts.parents + first : nullptr, num_nodes};
+}
+
 // Returns the next child of a row after node `previous` (-1: the first child), or -1. A child with
 // a negative id ends the children of its row.
-SPECOPS_HOST_DEVICE int32_t next_child(const Drafts& drafts, int32_t row, int32_t previous = -1) {
+SPECOPS_HOST_DEVICE int32_t next_child(const RequestDrafts& drafts,
+                                       int32_t row,
+                                       int32_t previous = -1) {
   int32_t node = previous < row ? row : previous + 1;  // children come after their parent
   if (drafts.parents == nullptr) {
     if (node != row) return -1;
@@ -66,14 +83,14 @@ SPECOPS_HOST_DEVICE int32_t next_child(const Drafts& drafts, int32_t row, int32_
 }
 
 // Returns the number of drafts of a chain before the first negative id.
-SPECOPS_HOST_DEVICE int32_t chain_len(const Drafts& drafts) {
+SPECOPS_HOST_DEVICE int32_t chain_len(const RequestDrafts& drafts) {
   int32_t length = 0;
   while (length < drafts.num_nodes && drafts.token_ids[length] >= 0) ++length;
   return length;
 }
 
 // Returns the number of drafts between the known tokens and a row.
-SPECOPS_HOST_DEVICE int32_t row_depth(const Drafts& drafts, int32_t row) {
+SPECOPS_HOST_DEVICE int32_t row_depth(const RequestDrafts& drafts, int32_t row) {
   if (drafts.parents == nullptr) return row;
   int32_t depth = 0;
   for (; row > 0; row = drafts.parents[row - 1] + 1) ++depth;
@@ -91,7 +108,7 @@ SPECOPS_HOST_DEVICE uint32_t block_anchor(int32_t first_position) {
 // the targets are one-hot, so that every strategy chooses the token that `sample` chooses.
 SPECOPS_HOST_DEVICE bool is_block_step(VerifyStrategy strategy,
                                        AcceptPolicy policy,
-                                       const Drafts& drafts,
+                                       const RequestDrafts& drafts,
                                        bool certain) {
   return strategy == VerifyStrategy::kBlock && policy == AcceptPolicy::kNormal && !certain &&
          chain_len(drafts) > 0;

@@ -21,13 +21,14 @@ SPECOPS_HOST_DEVICE constexpr ErrorCode code_of(SamplingOp op, ErrorCode rule) {
   return static_cast<ErrorCode>(static_cast<int32_t>(op) + static_cast<int32_t>(rule));
 }
 
-SPECOPS_FAULT(1, kTemperatureRule) = "temperature must be finite and at least 0";
-SPECOPS_FAULT(2, kTopKRule) = "top_k must be at least 1, or 0 or -1 for off";
-SPECOPS_FAULT(3, kTopPRule) = "top_p must be within [0, 1]";
-SPECOPS_FAULT(4, kMinPRule) = "min_p must be within [0, 1]";
-SPECOPS_FAULT(5, kTypicalPRule) = "typical_p must be within (0, 1]";
+SPECOPS_FAULT(1, kTemperatureRule) = "sampling.temperature must be finite and at least 0";
+SPECOPS_FAULT(2, kTopKRule) = "sampling.top_k must be at least 1, or 0 or -1 for off";
+SPECOPS_FAULT(3, kTopPRule) = "sampling.top_p must be within [0, 1]";
+SPECOPS_FAULT(4, kMinPRule) = "sampling.min_p must be within [0, 1]";
+SPECOPS_FAULT(5, kTypicalPRule) = "sampling.typical_p must be within (0, 1]";
 SPECOPS_FAULT(6, kSeedsRule) =
-    "seeds must be given where a temperature is above 0 or a policy is 3 (SYNTHETIC), got None";
+    "sampling.seeds must be given where a temperature is above 0 or a policy is 3 (SYNTHETIC), got "
+    "None";
 SPECOPS_FAULT(7, kSlotsRule) = "processors.slots must be -1 or below num_slots{ = #}";
 SPECOPS_FAULT(8, kMaskIndicesRule) = "processors.mask_indices must be -1 or below num_masks{ = #}";
 SPECOPS_FAULT(9,
@@ -37,12 +38,12 @@ SPECOPS_FAULT(11, kFrequencyPenaltyRule) = "processors.frequency_penalty must be
 SPECOPS_FAULT(12, kTokenIdsRule) =
     "processors.token_ids must be as wide as the tokens before each position, got fewer";
 SPECOPS_FAULT(13, kOutputIndptrRule) =
-    "output_indptr must be ascending from 0 by at most k + 1 and at most num_output_rows";
-SPECOPS_FAULT(14, kParentsRule) = "parents must be at least -1 and below the node itself";
+    "drafts.output_indptr must be ascending from 0 by at most k + 1 and at most num_output_rows";
+SPECOPS_FAULT(14, kParentsRule) = "drafts.parents must be at least -1 and below the node itself";
 
 // Checks the parameters `filters` of row or request idx.
 SPECOPS_HOST_DEVICE Fault find_filters_fault(SamplingOp op,
-                                             const FilterArrays& arrays,
+                                             const SamplingTensors& arrays,
                                              const SamplingParams& filters,
                                              int64_t idx) {
   float temperature = filters.temperature, top_p = filters.top_p, min_p = filters.min_p;

@@ -29,20 +29,20 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   RowShared& shared = *reinterpret_cast<RowShared*>(shared_memory());
   int64_t idx = static_cast<int32_t>(blockIdx.x) / plan.splits;
   RowLogits<T, kProcessed> row(params.logits, idx, params.logits_stride, params.vocab_size);
-  SamplingParams filters = filters_of(params.filters, idx);
+  SamplingParams filters = filters_of(params.sampling, idx);
   ErrorCode fault = find_fault<kProcessed>(params, idx).code;
   bool writes = threadIdx.x == 0;
   if (fault != ErrorCode::kNone) {
     if (static_cast<int32_t>(blockIdx.x) % plan.splits != 0) return;
-    if (params.probs) {
-      float* probs = params.probs + idx * params.probs_stride;
+    if (params.outputs.probs) {
+      float* probs = params.outputs.probs + idx * params.outputs.probs_stride;
       for (int64_t id = threadIdx.x; id < params.vocab_size; id += blockDim.x) probs[id] = 0.0f;
     }
     if (!writes) return;
     report_error(params.error, fault);
-    params.token_ids[idx] = -1;
-    if (params.logprobs) params.logprobs[idx] = 0.0f;
-    if (params.ranks) params.ranks[idx] = 0;
+    params.outputs.token_ids[idx] = -1;
+    if (params.outputs.logprobs) params.outputs.logprobs[idx] = 0.0f;
+    if (params.outputs.ranks) params.outputs.ranks[idx] = 0;
     return;
   }
   auto* workspace_end = static_cast<unsigned char*>(params.workspace) + params.workspace_bytes;
@@ -56,7 +56,8 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
                   plan.overlay,
                   overlay_part(plan, workspace_end, idx));
   }
-  WantedSums wanted(filters, row.size, params.logprobs != nullptr, params.processed_logprobs);
+  WantedSums wanted(
+      filters, row.size, params.outputs.logprobs != nullptr, params.processed_logprobs);
   RowSlots slots(plan, shared, workspace_end, idx);
   if (!scan_row(plan,
                 shared,
@@ -70,25 +71,28 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
     return;
   }
   // Read again here, so that it need not be kept during the scan.
-  Row<T, kProcessed> block(shared, row, filters_of(params.filters, idx), slots.stats, slots.masses);
-  block.fold(params.logprobs != nullptr && !params.processed_logprobs);
+  Row<T, kProcessed> block(
+      shared, row, filters_of(params.sampling, idx), slots.stats, slots.masses);
+  block.fold(params.outputs.logprobs != nullptr && !params.processed_logprobs);
   RowToken token = choose(block, [&] {
     uint32_t anchor = params.anchors ? static_cast<uint32_t>(params.anchors[idx]) : 0u;
-    return uniform_source(params.filters, idx, params.positions[idx], anchor)(params.purpose, 0);
+    return uniform_source(params.sampling, idx, params.positions[idx], anchor)(params.purpose, 0);
   });
   if (writes) {
-    params.token_ids[idx] = token.id;
-    if (params.logprobs && !params.processed_logprobs) params.logprobs[idx] = block.logprob(token);
+    params.outputs.token_ids[idx] = token.id;
+    if (params.outputs.logprobs && !params.processed_logprobs)
+      params.outputs.logprobs[idx] = block.logprob(token);
   }
-  if (params.logprobs && params.processed_logprobs) {
+  if (params.outputs.logprobs && params.processed_logprobs) {
     fold_kept(block);
-    if (writes) params.logprobs[idx] = processed_logprob(block, token);
+    if (writes) params.outputs.logprobs[idx] = processed_logprob(block, token);
   }
-  if (params.ranks) {
+  if (params.outputs.ranks) {
     int32_t rank = block.rank(block.broadcast(token), !params.processed_logprobs);
-    if (writes) params.ranks[idx] = rank;
+    if (writes) params.outputs.ranks[idx] = rank;
   }
-  if (params.probs) write_target_probs(block, params.probs + idx * params.probs_stride);
+  if (params.outputs.probs)
+    write_target_probs(block, params.outputs.probs + idx * params.outputs.probs_stride);
 }
 
 }  // namespace specops

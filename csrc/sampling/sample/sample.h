@@ -14,21 +14,26 @@
 
 namespace specops {
 
+struct SampleOutputs {
+  int32_t* token_ids = nullptr;  // [rows]
+  float* logprobs = nullptr;     // [rows]; nullptr if not requested
+  int32_t* ranks = nullptr;      // [rows]; nullptr if not requested
+  float* probs =
+      nullptr;  // [rows, vocab_size], probs_stride apart: the drawn distribution, or null
+  int64_t probs_stride = 0;  // elements between rows
+};
+
 struct SampleParams {
   const void* logits;        // [rows, vocab_size], rows logits_stride apart
   const int32_t* positions;  // [rows], absolute position of the token being chosen
-  const int32_t* anchors;    // [rows], of the random numbers; nullptr = all 0
-  FilterArrays filters;      // [rows]
+  SamplingTensors sampling;  // [rows]
   LogitsProcessors processors;
-  Purpose purpose;     // kTarget, or kDraft for a drafter
-  float* logprobs;     // [rows]; nullptr if not requested
-  int32_t* ranks;      // [rows]; nullptr if not requested
-  float* probs;        // [rows, vocab_size], probs_stride apart: the drawn distribution, or nullptr
-  int32_t* token_ids;  // [rows]
+  Purpose purpose;          // kTarget, or kDraft for a drafter
+  const int32_t* anchors;   // [rows], of the random numbers; nullptr = all 0
   bool processed_logprobs;  // logprobs and ranks are after processors and filters
+  SampleOutputs outputs;
   int64_t rows;
   int64_t vocab_size;
-  int64_t probs_stride;   // elements between rows
   int64_t logits_stride;  // elements between rows
   DType dtype;            // dtype of logits: float32 or bfloat16
   void* workspace;        // CUDA only; its start must be zero, and is left zero
@@ -40,9 +45,9 @@ struct SampleParams {
 template <bool kProcessed>
 SPECOPS_HOST_DEVICE Fault find_fault(const SampleParams& params, int64_t row) {
   constexpr SamplingOp kOp = SamplingOp::kSample;
-  SamplingParams filters = filters_of(params.filters, row);
-  Fault fault = find_filters_fault(kOp, params.filters, filters, row);
-  if (!fault.found() && filters.temperature > 0.0f && params.filters.seeds == nullptr) {
+  SamplingParams filters = filters_of(params.sampling, row);
+  Fault fault = find_filters_fault(kOp, params.sampling, filters, row);
+  if (!fault.found() && filters.temperature > 0.0f && params.sampling.seeds == nullptr) {
     fault.code = code_of(kOp, kSeedsRule);
   }
   if (!kProcessed) return fault;

@@ -18,8 +18,8 @@ template <typename T>
 void run(const SampleParams& params) {
   const T* logits = static_cast<const T*>(params.logits);
   bool any_processors = has_processors(params.processors);
-  RowScores scores{.logprob = params.logprobs != nullptr,
-                   .rank = params.ranks != nullptr,
+  RowScores scores{.logprob = params.outputs.logprobs != nullptr,
+                   .rank = params.outputs.ranks != nullptr,
                    .processed = params.processed_logprobs};
   parallel_for(params.rows, row_grain(params.vocab_size), [&](int64_t begin, int64_t end) {
     for (int64_t idx = begin; idx < end; ++idx) {
@@ -29,16 +29,17 @@ void run(const SampleParams& params) {
       }
       TargetRow<T> row(logits + idx * params.logits_stride,
                        params.vocab_size,
-                       filters_of(params.filters, idx),
+                       filters_of(params.sampling, idx),
                        any_processors ? &processors : nullptr,
                        scores);
       uint32_t anchor = params.anchors ? static_cast<uint32_t>(params.anchors[idx]) : 0u;
-      UniformKey key = uniform_key_of(params.filters, idx, params.positions[idx], anchor);
+      UniformKey key = uniform_key_of(params.sampling, idx, params.positions[idx], anchor);
       int32_t token_id = row.choose(params.purpose, PhiloxSource{key});
-      params.token_ids[idx] = token_id;
-      if (params.logprobs) params.logprobs[idx] = row.logprob(token_id);
-      if (params.ranks) params.ranks[idx] = row.rank(token_id);
-      if (params.probs) write_target_probs(row.kept(), params.probs + idx * params.probs_stride);
+      params.outputs.token_ids[idx] = token_id;
+      if (params.outputs.logprobs) params.outputs.logprobs[idx] = row.logprob(token_id);
+      if (params.outputs.ranks) params.outputs.ranks[idx] = row.rank(token_id);
+      if (params.outputs.probs)
+        write_target_probs(row.kept(), params.outputs.probs + idx * params.outputs.probs_stride);
     }
   });
 }

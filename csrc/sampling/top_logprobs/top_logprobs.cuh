@@ -45,12 +45,12 @@ struct RowOwner {
   // Rows from output_indptr[batch] on belong to no request: batch_idx is -1.
   __device__ RowOwner(const TopLogprobsParams& params, int32_t row)
       : batch_idx(row), idx(0), first(row) {
-    if (params.output_indptr == nullptr) return;
+    if (params.drafts.output_indptr == nullptr) return;
     int32_t low = 0, high = static_cast<int32_t>(params.batch);  // first request ending past row
 #pragma unroll 1
     while (low < high) {
       int32_t middle = (low + high) / 2;
-      if (params.output_indptr[middle + 1] > row) {
+      if (params.drafts.output_indptr[middle + 1] > row) {
         high = middle;
       } else {
         low = middle + 1;
@@ -58,7 +58,7 @@ struct RowOwner {
     }
     batch_idx = low < static_cast<int32_t>(params.batch) ? low : -1;
     if (batch_idx < 0) return;
-    first = params.output_indptr[batch_idx];
+    first = params.drafts.output_indptr[batch_idx];
     idx = row - first;
   }
 };
@@ -99,9 +99,9 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   int32_t idx = static_cast<int32_t>(blockIdx.x) / plan.splits;
   bool processed = params.processed_logprobs;
   SamplingParams filters;
-  int32_t* ids = params.token_ids + idx * params.n;
-  float* values = params.logprobs + idx * params.n;
-  int32_t* ranks = params.ranks ? params.ranks + idx * params.n : nullptr;
+  int32_t* ids = params.outputs.token_ids + idx * params.n;
+  float* values = params.outputs.logprobs + idx * params.n;
+  int32_t* ranks = params.outputs.ranks ? params.outputs.ranks + idx * params.n : nullptr;
   RowLogits<T, kProcessed> row(params.logits, idx, params.logits_stride, params.vocab_size);
   auto* workspace_end = static_cast<unsigned char*>(params.workspace) + params.workspace_bytes;
   if (processed) {
@@ -116,19 +116,19 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
         if (ranks) ranks[i] = 0;
       }
       if (threadIdx.x != 0) return;
-      params.lse[idx] = -INFINITY;
+      params.outputs.lse[idx] = -INFINITY;
       report_error(params.error, fault);
       return;
     }
-    if (owned) filters = filters_of(params.filters, owner.batch_idx);
+    if (owned) filters = filters_of(params.sampling, owner.batch_idx);
     if constexpr (kProcessed) {
-      int64_t first = owned ? owner.batch_idx * params.max_draft_tokens : 0;
+      int64_t first = owned ? owner.batch_idx * params.drafts.max_draft_tokens : 0;
       build_overlay(params.processors,
                     owner.batch_idx,
                     idx,
                     owned ? params.positions[owner.batch_idx] : 0,
-                    {params.draft_token_ids + first,
-                     params.parents ? params.parents + first : nullptr,
+                    {params.drafts.token_ids + first,
+                     params.drafts.parents ? params.drafts.parents + first : nullptr,
                      owner.idx - 1},
                     row.size,
                     plan.overlay,
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   }
   Row<T, kProcessed> block(shared, row, filters, slots.stats, slots.masses);
   block.fold(true);
-  if (threadIdx.x == 0) params.lse[idx] = block.lse();
+  if (threadIdx.x == 0) params.outputs.lse[idx] = block.lse();
   if (params.n == 0) return;
   if (processed) {
     filter(block);

@@ -10,28 +10,29 @@
 #include "common/isa.h"
 #include "sampling/row/filters.h"
 #include "sampling/row/logits_processors.h"
+#include "sampling/row/row_rule.h"
 #include "sampling/row/value_rule.h"
 
 namespace specops {
 
+struct TopLogprobsOutputs {
+  int32_t* token_ids = nullptr;  // [rows, n], most probable first
+  float* logprobs = nullptr;     // [rows, n]
+  int32_t* ranks = nullptr;      // [rows, n]; nullptr if not requested
+  float* lse = nullptr;          // [rows], log-sum-exp (natural log) of the raw logits
+};
+
 struct TopLogprobsParams {
   const void* logits;  // [rows, vocab_size], rows logits_stride apart
-  // The inputs that turn raw into processed logprobs. Requests own rows as in verify, or one row
-  // each if output_indptr is nullptr.
+  // The inputs that turn raw into processed logprobs.
   bool processed_logprobs;
-  const int32_t* output_indptr;    // [batch + 1]
-  const int32_t* draft_token_ids;  // [batch, max_draft_tokens]; nullptr: no drafts
-  const int32_t* parents;          // [batch, max_draft_tokens]; nullptr: chains
-  const int32_t* positions;        // [batch]; nullptr if processors are off
-  FilterArrays filters;            // [batch]
+  Drafts drafts;             // output_indptr nullptr: each request owns one row, without drafts
+  const int32_t* positions;  // [batch]; nullptr if processors are off
+  SamplingTensors sampling;  // [batch]
   LogitsProcessors processors;
-  int32_t* token_ids;  // [rows, n], most probable first
-  float* logprobs;     // [rows, n]
-  int32_t* ranks;      // [rows, n]; nullptr if not requested
-  float* lse;          // [rows], log-sum-exp (natural log) of the raw logits
+  TopLogprobsOutputs outputs;
   int64_t rows;
   int64_t batch;
-  int64_t max_draft_tokens;
   int64_t vocab_size;
   int64_t n;
   int64_t logits_stride;  // elements between rows
@@ -50,10 +51,10 @@ struct TopLogprobsValues {
 SPECOPS_HOST_DEVICE TopLogprobsValues values_of(const TopLogprobsParams& params,
                                                 int64_t batch_idx,
                                                 int32_t first) {
-  bool ragged = params.output_indptr != nullptr;
-  return {ragged ? params.output_indptr[batch_idx] : first,
-          ragged ? params.output_indptr[batch_idx + 1] : first + 1,
-          filters_of(params.filters, batch_idx)};
+  bool ragged = params.drafts.output_indptr != nullptr;
+  return {ragged ? params.drafts.output_indptr[batch_idx] : first,
+          ragged ? params.drafts.output_indptr[batch_idx + 1] : first + 1,
+          filters_of(params.sampling, batch_idx)};
 }
 
 // Checks the values of one request; one without rows has no fault.
@@ -62,12 +63,12 @@ SPECOPS_HOST_DEVICE Fault find_fault(const TopLogprobsParams& params,
                                      int64_t batch_idx) {
   constexpr SamplingOp kOp = SamplingOp::kTopLogprobs;
   Fault fault;
-  if (params.output_indptr != nullptr) {
+  if (params.drafts.output_indptr != nullptr) {
     fault = find_indptr_fault(
-        kOp, values.begin, values.end, batch_idx, params.max_draft_tokens + 1, params.rows);
+        kOp, values.begin, values.end, batch_idx, params.drafts.max_draft_tokens + 1, params.rows);
   }
   if (fault.found() || values.begin == values.end) return fault;
-  fault = find_filters_fault(kOp, params.filters, values.filters, batch_idx);
+  fault = find_filters_fault(kOp, params.sampling, values.filters, batch_idx);
   if (fault.found() || !has_processors(params.processors)) return fault;
   return find_processors_fault(kOp, params.processors, batch_idx, params.positions[batch_idx]);
 }
@@ -80,7 +81,8 @@ SPECOPS_HOST_DEVICE Fault find_row_fault(const TopLogprobsParams& params,
   constexpr SamplingOp kOp = SamplingOp::kTopLogprobs;
   Fault fault = find_mask_fault(kOp, params.processors, int64_t{values.begin} + i);
   if (fault.found() || i + 1 == values.end - values.begin) return fault;
-  return find_parent_fault(kOp, params.parents, params.max_draft_tokens, batch_idx, i);
+  return find_parent_fault(
+      kOp, params.drafts.parents, params.drafts.max_draft_tokens, batch_idx, i);
 }
 
 SPECOPS_DECLARE_CPU(top_logprobs_cpu, TopLogprobsParams);

@@ -48,11 +48,11 @@ void rank_sorted(const float* logits, int64_t count, int32_t* ranks) {
 
 // Returns the request that owns a row, or -1 for a row past the last request's.
 int64_t request_of(const TopLogprobsParams& params, int64_t row_idx) {
-  if (params.output_indptr == nullptr) return row_idx;
+  if (params.drafts.output_indptr == nullptr) return row_idx;
   int64_t low = 0, high = params.batch;  // search the first request that ends past the row
   while (low < high) {
     int64_t middle = low + (high - low) / 2;
-    if (params.output_indptr[middle + 1] <= row_idx) {
+    if (params.drafts.output_indptr[middle + 1] <= row_idx) {
       low = middle + 1;
     } else {
       high = middle;
@@ -62,12 +62,13 @@ int64_t request_of(const TopLogprobsParams& params, int64_t row_idx) {
 }
 
 RowProcessors processors_of(const TopLogprobsParams& params, int64_t batch_idx, int64_t row_idx) {
-  int64_t first = params.output_indptr ? params.output_indptr[batch_idx] : row_idx;
+  int64_t first = params.drafts.output_indptr ? params.drafts.output_indptr[batch_idx] : row_idx;
   DraftPath path{.node = static_cast<int32_t>(row_idx - first - 1)};
-  if (params.draft_token_ids) {
-    path.draft_token_ids = params.draft_token_ids + batch_idx * params.max_draft_tokens;
+  if (params.drafts.token_ids) {
+    path.draft_token_ids = params.drafts.token_ids + batch_idx * params.drafts.max_draft_tokens;
   }
-  if (params.parents) path.parents = params.parents + batch_idx * params.max_draft_tokens;
+  if (params.drafts.parents)
+    path.parents = params.drafts.parents + batch_idx * params.drafts.max_draft_tokens;
   return row_processors(params.processors, batch_idx, row_idx, params.positions[batch_idx], path);
 }
 
@@ -82,7 +83,7 @@ template <typename T>
 void run(const TopLogprobsParams& params) {
   const T* logits = static_cast<const T*>(params.logits);
   RowScores scores{.logprob = true,
-                   .rank = params.ranks != nullptr,
+                   .rank = params.outputs.ranks != nullptr,
                    .processed = params.processed_logprobs,
                    .lse = true};
   parallel_for(params.rows, row_grain(params.vocab_size), [&](int64_t begin, int64_t end) {
@@ -91,17 +92,17 @@ void run(const TopLogprobsParams& params) {
       SamplingParams filters;
       RowProcessors processors;
       if (batch_idx >= 0) {
-        filters = filters_of(params.filters, batch_idx);
+        filters = filters_of(params.sampling, batch_idx);
         if (has_processors(params.processors)) {
           processors = processors_of(params, batch_idx, row_idx);
         }
       }
       TargetRow<T> row(
           logits + row_idx * params.logits_stride, params.vocab_size, filters, &processors, scores);
-      params.lse[row_idx] = row.lse();
+      params.outputs.lse[row_idx] = row.lse();
       if (params.n == 0) continue;
-      int32_t* ids = params.token_ids + row_idx * params.n;
-      float* values = params.logprobs + row_idx * params.n;
+      int32_t* ids = params.outputs.token_ids + row_idx * params.n;
+      float* values = params.outputs.logprobs + row_idx * params.n;
       Cut cut{-INFINITY, static_cast<int32_t>(params.vocab_size - 1)};
       bool listed = false;
       if (params.n < params.vocab_size) cut = select_count(row.processed(), params.n, &listed);
@@ -112,7 +113,8 @@ void run(const TopLogprobsParams& params) {
         ++count;
       });
       sort_descending(values, ids, count);
-      if (params.ranks) rank_sorted(values, count, params.ranks + row_idx * params.n);
+      if (params.outputs.ranks)
+        rank_sorted(values, count, params.outputs.ranks + row_idx * params.n);
       for (int64_t i = 0; i < count; ++i) values[i] = row.logprob(ids[i]);
     }
   });

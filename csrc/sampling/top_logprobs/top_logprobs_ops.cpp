@@ -7,48 +7,46 @@
 namespace specops {
 namespace {
 
+TopLogprobsOutputs check_top_outputs(Checker& check, Argument given, Dim& rows, Dim& n) {
+  auto [token_ids, logprobs, ranks, lse] = check.fields<4>("outputs", "TopLogprobsOutputs", given);
+  check.tensor("outputs.token_ids", token_ids, {DType::kInt32}, {&rows, &n});
+  check.tensor("outputs.logprobs", logprobs, {DType::kFloat32}, {&rows, &n});
+  check.optional("outputs.ranks", ranks, {DType::kInt32}, {&rows, &n});
+  check.tensor("outputs.lse", lse, {DType::kFloat32}, {&rows});
+  return {.token_ids = token_ids.data<int32_t>(),
+          .logprobs = logprobs.data<float>(),
+          .ranks = ranks.data<int32_t>(),
+          .lse = lse.data<float>()};
+}
+
 void top_logprobs(const TensorView& logits,
                   Argument n_given,
                   Argument processed_logprobs_given,
-                  const TensorView& output_indptr,
-                  const TensorView& draft_token_ids,
-                  const TensorView& parents,
+                  Argument drafts_given,
                   const TensorView& positions,
-                  const TensorView& temperature,
-                  const TensorView& top_k,
-                  const TensorView& top_p,
-                  const TensorView& min_p,
-                  const TensorView& typical_p,
-                  Argument processor_fields,
-                  const TensorView& token_ids,
-                  const TensorView& logprobs,
-                  const TensorView& ranks,
-                  const TensorView& lse,
+                  Argument sampling_given,
+                  Argument processors_given,
+                  Argument outputs_given,
                   const TensorView& workspace) {
   Checker check("top_logprobs");
-  Dim rows{"rows"}, vocab_size{"vocab_size"}, n{"n"}, batch{"batch"}, drafts{"k"};
-  Dim batch_plus_one{"batch + 1"};
+  Dim rows{"rows"}, vocab_size{"vocab_size"}, n{"n"}, batch{"batch"}, max_draft_tokens{"k"};
   check.tensor(
       "logits", logits, {DType::kFloat32, DType::kBFloat16}, {&rows, &vocab_size}, Layout::kRows);
   n.value = check.integer("n", n_given, 0, vocab_size);
   bool processed_logprobs = check.flag("processed_logprobs", processed_logprobs_given);
-  check.tensor("token_ids", token_ids, {DType::kInt32}, {&rows, &n});
-  check.tensor("logprobs", logprobs, {DType::kFloat32}, {&rows, &n});
-  check.optional("ranks", ranks, {DType::kInt32}, {&rows, &n});
-  check.tensor("lse", lse, {DType::kFloat32}, {&rows});
-  check.optional("output_indptr", output_indptr, {DType::kInt32}, {&batch_plus_one});
-  batch.value = output_indptr.defined() ? batch_plus_one - 1 : rows.value;
-  check.that(batch >= 0, "output_indptr", "at least 1 long", batch_plus_one.value);
-  drafts.value = draft_token_ids.defined() ? -1 : 0;
-  check.optional("draft_token_ids", draft_token_ids, {DType::kInt32}, {&batch, &drafts});
-  check.optional("parents", parents, {DType::kInt32}, {&batch, &drafts});
+  TopLogprobsOutputs outputs = check_top_outputs(check, outputs_given, rows, n);
+  Drafts drafts;
+  if (drafts_given.defined()) {
+    drafts = check_drafts(check, drafts_given, batch, max_draft_tokens);
+  } else {
+    batch.value = rows;
+  }
   check.optional("positions", positions, {DType::kInt32}, {&batch});
-  FilterArrays filters = check_filters(
-      check, SamplingOp::kTopLogprobs, {temperature, top_k, top_p, min_p, typical_p}, batch);
-  LogitsProcessors processors = check_processors(check, processor_fields, batch, rows, vocab_size);
+  SamplingTensors sampling = check_sampling(check, SamplingOp::kTopLogprobs, sampling_given, batch);
+  LogitsProcessors processors = check_processors(check, processors_given, batch, rows, vocab_size);
   bool placed = positions.defined() || !has_processors(processors);
   check.that(placed, "positions", "given with processors", "None");
-  bool useful = processed_logprobs || (!temperature.defined() && !has_processors(processors));
+  bool useful = processed_logprobs || (!sampling_given.defined() && !has_processors(processors));
   check.that(useful, "processed_logprobs", "True with filters or processors", "False");
   if (rows == 0) return;
   check_vocab(check, vocab_size);
@@ -56,19 +54,13 @@ void top_logprobs(const TensorView& logits,
   TopLogprobsParams params{
       .logits = logits.raw(),
       .processed_logprobs = processed_logprobs,
-      .output_indptr = output_indptr.data<int32_t>(),
-      .draft_token_ids = draft_token_ids.data<int32_t>(),
-      .parents = parents.data<int32_t>(),
+      .drafts = drafts,
       .positions = positions.data<int32_t>(),
-      .filters = filters,
+      .sampling = sampling,
       .processors = processors,
-      .token_ids = token_ids.data<int32_t>(),
-      .logprobs = logprobs.data<float>(),
-      .ranks = ranks.data<int32_t>(),
-      .lse = lse.data<float>(),
+      .outputs = outputs,
       .rows = rows,
       .batch = batch,
-      .max_draft_tokens = drafts,
       .vocab_size = vocab_size,
       .n = n,
       .logits_stride = logits.stride(0),

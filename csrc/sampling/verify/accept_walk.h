@@ -28,7 +28,7 @@ struct Emitted {
 // continues at the first child equal to the row's choice, and ends at a choice without such a
 // child. Returns the number of accepted drafts: one less than the emitted tokens, or 0 for an idle
 // request (num_rows = 0), which emits nothing.
-SPECOPS_HOST_DEVICE int32_t accept_walk(const Drafts& drafts,
+SPECOPS_HOST_DEVICE int32_t accept_walk(const RequestDrafts& drafts,
                                         int32_t num_rows,
                                         int32_t capacity,
                                         const Emitted& emitted) {

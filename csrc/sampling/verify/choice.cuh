@@ -14,7 +14,7 @@ static_assert(kMaxTreeDrafts <= kListCapacity);
 
 // Lists the tokens of a row's children in shared.list_id and returns their number. A child with a
 // negative id ends them.
-__device__ inline int list_children(RowShared& shared, const Drafts& drafts, int32_t row) {
+__device__ inline int list_children(RowShared& shared, const RequestDrafts& drafts, int32_t row) {
   __syncthreads();
   if (warp_id() == 0) {
     int number = 0;
@@ -55,7 +55,7 @@ __device__ inline int32_t weigh_drafts(const VerifyParams& params,
                                        int64_t batch_idx,
                                        int32_t num_drafts) {
   if (warp_id() == 0) {
-    Drafts drafts = VerifyRequest::drafts_of(params, batch_idx, num_drafts + 1);
+    RequestDrafts drafts = drafts_of(params.drafts, batch_idx, num_drafts);
     int32_t* slots = slots_of(params, batch_idx);
     double weight = 1.0;
     bool wrong = false;
@@ -120,7 +120,7 @@ __device__ inline RowDecision decide(const VerifyParams& params, RowShared& shar
   int64_t batch_idx = shared.batch_idx;
   int32_t row = shared.row_of_request;
   bool again = shared.again != 0;
-  Drafts drafts = VerifyRequest::drafts_of(params, batch_idx, shared.num_rows);
+  RequestDrafts drafts = drafts_of(params.drafts, batch_idx, shared.num_rows - 1);
   auto vocab_size = static_cast<int32_t>(params.vocab_size);
   auto rule = static_cast<RowRule>(shared.rule);
   bool one_hot = block.one_hot();

@@ -33,29 +33,20 @@ struct VerifyRequest {
     num_together = 0;
     if (strategy == VerifyStrategy::kGreedy) filters = {};
     if (strategy != VerifyStrategy::kBlock || num_rows == 0) return;
-    Drafts drafts = drafts_of(params, batch_idx, num_rows);
+    RequestDrafts drafts = drafts_of(params.drafts, batch_idx, num_rows - 1);
     if (!is_block_step(strategy, policy, drafts, is_greedy(filters))) return;
     num_together = chain_len(drafts);
     num_read = num_together + 1;
-  }
-
-  __device__ static Drafts drafts_of(const VerifyParams& params,
-                                     int64_t batch_idx,
-                                     int32_t num_rows) {
-    int64_t node = batch_idx * params.max_draft_tokens;
-    return {params.draft_token_ids + node,
-            params.parents ? params.parents + node : nullptr,
-            num_rows - 1};
   }
 };
 
 // Returns the drafts before row `idx` of a request; none if a parent does not come before its node,
 // which the walk reports.
 __device__ inline DraftPath draft_path(const VerifyParams& params, int64_t batch_idx, int32_t idx) {
-  int64_t first = batch_idx * params.max_draft_tokens;
-  DraftPath path{params.draft_token_ids + first, nullptr, idx - 1};
-  if (params.parents == nullptr) return path;
-  path.parents = params.parents + first;
+  int64_t first = batch_idx * params.drafts.max_draft_tokens;
+  DraftPath path{params.drafts.token_ids + first, nullptr, idx - 1};
+  if (params.drafts.parents == nullptr) return path;
+  path.parents = params.drafts.parents + first;
 #pragma unroll 1
   for (int32_t node = idx - 1; node >= 0;) {
     int32_t parent = path.parents[node];
@@ -70,7 +61,7 @@ __device__ inline DraftPath draft_path(const VerifyParams& params, int64_t batch
 
 // Returns the outputs where a request's rows leave their choices.
 __device__ inline int32_t* slots_of(const VerifyParams& params, int64_t batch_idx) {
-  return params.output_token_ids + batch_idx * (params.max_draft_tokens + 1);
+  return params.outputs.token_ids + batch_idx * (params.drafts.max_draft_tokens + 1);
 }
 
 // Returns a coin of a row, `depth` tokens past the request's position. `together`: for block
@@ -81,19 +72,19 @@ __device__ inline float coin_of(const VerifyParams& params,
                                 bool together,
                                 Purpose purpose,
                                 uint32_t sub_index = 0) {
-  if (params.filters.seeds == nullptr) return 0.0f;  // greedy
+  if (params.sampling.seeds == nullptr) return 0.0f;  // greedy
   int32_t position = params.positions[batch_idx];
   uint32_t anchor = together ? block_anchor(position) : 0;
-  return uniform_source(params.filters, batch_idx, position + depth, anchor)(purpose, sub_index);
+  return uniform_source(params.sampling, batch_idx, position + depth, anchor)(purpose, sub_index);
 }
 
 // Returns the distribution that the children of a request's row were drawn from.
 __device__ inline DraftRow draft_row(const VerifyParams& params, int64_t batch_idx, int32_t row) {
   int64_t first = draft_probs_begin(params, batch_idx, row);
   if (first < 0) return {nullptr, nullptr, 0};
-  return {params.draft_probs + first,
-          params.draft_prob_token_ids ? params.draft_prob_token_ids + first : nullptr,
-          static_cast<int32_t>(params.num_draft_probs)};
+  return {params.draft_probs.probs + first,
+          params.draft_probs.token_ids ? params.draft_probs.token_ids + first : nullptr,
+          static_cast<int32_t>(params.draft_probs.width)};
 }
 
 // Stores a request in the shared memory of a row's block; called by one thread.
@@ -102,7 +93,7 @@ __device__ inline void enter_request(const VerifyParams& params,
                                      const VerifyRequest& request,
                                      int64_t batch_idx,
                                      int32_t row) {
-  Drafts drafts = VerifyRequest::drafts_of(params, batch_idx, request.num_rows);
+  RequestDrafts drafts = drafts_of(params.drafts, batch_idx, request.num_rows - 1);
   // Loads nothing if drafts cannot matter; a tree's children are searched once they are needed.
   bool have_say =
       request.policy == AcceptPolicy::kAcceptAll || request.policy == AcceptPolicy::kSynthetic ||
@@ -111,7 +102,7 @@ __device__ inline void enter_request(const VerifyParams& params,
   int32_t draft = child >= 0 && drafts.parents == nullptr ? drafts.token_ids[child] : child;
   float rate = 0.0f;
   if (request.policy == AcceptPolicy::kSynthetic && child >= 0) {
-    rate = params.accept_rates[batch_idx * params.max_draft_tokens + child];
+    rate = params.accept_rates[batch_idx * params.drafts.max_draft_tokens + child];
   }
   RowRule rule = row_rule(
       request.strategy,

@@ -12,7 +12,7 @@ void verify_cuda(const VerifyParams& params, CudaStream stream) {
   bool processed = has_processors(params.processors);
   RowPlan plan = plan_rows(
       params.rows, params.vocab_size, dtype_bytes(params.dtype), processed, device_limits(stream));
-  int64_t items = params.batch * (params.max_draft_tokens + 1);
+  int64_t items = params.batch * (params.drafts.max_draft_tokens + 1);
   dim3 grid(static_cast<unsigned>(items * plan.splits));
   if (params.stamps != nullptr && params.stamped_blocks < grid.x) {
     throw std::invalid_argument("verify: phase stamps must have a row for each of " +
@@ -28,7 +28,7 @@ void verify_cuda(const VerifyParams& params, CudaStream stream) {
     // Only equality with the draft matters, unless a strategy may reject drafts.
     bool rejects = params.strategy.values != nullptr ||
                    params.strategy.value > static_cast<int32_t>(VerifyStrategy::kTargetMatch);
-    bool strategies = rejects || params.accept_rates || params.parents;
+    bool strategies = rejects || params.accept_rates || params.drafts.parents;
     if constexpr (std::is_same_v<T, bfloat16>) {
       if (params.stamps != nullptr) {
         return strategies ? run(verify_stamped_kernel<T, true>)

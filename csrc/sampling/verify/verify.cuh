@@ -17,7 +17,7 @@ namespace specops {
 template <typename T, bool kProcessed, bool kStrategies, bool kStamped>
 __device__ __forceinline__ void verify_row(const VerifyParams& params, const RowPlan& plan) {
   RowShared& shared = *reinterpret_cast<RowShared*>(shared_memory());
-  int32_t capacity = static_cast<int32_t>(params.max_draft_tokens) + 1;
+  int32_t capacity = static_cast<int32_t>(params.drafts.max_draft_tokens) + 1;
   int32_t item = static_cast<int32_t>(blockIdx.x) / plan.splits;
   int32_t batch_idx = item / capacity;
   int32_t row_of_request = item % capacity;  // the row that the block works on
@@ -33,7 +33,7 @@ __device__ __forceinline__ void verify_row(const VerifyParams& params, const Row
 
   if (threadIdx.x == 0) enter_request(params, shared, request, batch_idx, row_of_request);
   __syncthreads();  // from here on all values of the row are in shared memory
-  bool want_logprob = params.logprobs != nullptr;
+  bool want_logprob = params.outputs.logprobs != nullptr;
   bool want_processed = want_logprob && params.processed_logprobs;
 
 #pragma unroll 1
@@ -41,7 +41,7 @@ __device__ __forceinline__ void verify_row(const VerifyParams& params, const Row
     int32_t choice = shared.given_id;
     float logprob = 0.0f;
     int32_t rank = 0;
-    if (choice < 0 || want_logprob || params.ranks != nullptr) {
+    if (choice < 0 || want_logprob || params.outputs.ranks != nullptr) {
       int32_t row_idx = shared.first_row + shared.row_of_request;
       auto* counters = static_cast<int32_t*>(params.workspace);
       auto* workspace = static_cast<unsigned char*>(params.workspace);
@@ -108,16 +108,18 @@ __device__ __forceinline__ void verify_row(const VerifyParams& params, const Row
       } else if (want_logprob && threadIdx.x == 0) {
         logprob = block.logprob(token);
       }
-      if (params.ranks) rank = block.rank(block.broadcast(token), !params.processed_logprobs);
+      if (params.outputs.ranks)
+        rank = block.rank(block.broadcast(token), !params.processed_logprobs);
     } else if (static_cast<int32_t>(blockIdx.x) % plan.splits != 0) {
       return;
     }
     if (threadIdx.x == 0) {
-      int64_t slot = shared.batch_idx * (params.max_draft_tokens + 1) + shared.row_of_request;
+      int64_t slot =
+          shared.batch_idx * (params.drafts.max_draft_tokens + 1) + shared.row_of_request;
       bool ends = shared.again || shared.rule == static_cast<int32_t>(RowRule::kEnd);
-      params.output_token_ids[slot] = ends ? ends_with(choice) : choice;
-      if (want_logprob) params.logprobs[slot] = logprob;
-      if (params.ranks) params.ranks[slot] = rank;
+      params.outputs.token_ids[slot] = ends ? ends_with(choice) : choice;
+      if (want_logprob) params.outputs.logprobs[slot] = logprob;
+      if (params.outputs.ranks) params.outputs.ranks[slot] = rank;
     }
     if constexpr (kStamped) shared.stamps.mark(VerifyPhase::kChoose);
     __syncthreads();
@@ -144,7 +146,7 @@ __device__ __forceinline__ void verify_row(const VerifyParams& params, const Row
     }
     for (int i = static_cast<int>(threadIdx.x); i < accepted; i += blockDim.x) {
       slots_of(params, batch_idx)[i] =
-          params.draft_token_ids[batch_idx * params.max_draft_tokens + i];
+          params.drafts.token_ids[batch_idx * params.drafts.max_draft_tokens + i];
     }
     __syncthreads();
     break;

@@ -32,33 +32,38 @@ constexpr int kVerifyPhases = 3;
 // phase, and the SM's clock at the end.
 constexpr int64_t kVerifyStampWords = 3 + kVerifyPhases;
 
+// The distributions that drafts were drawn from.
+struct DraftProbs {
+  const float* probs = nullptr;        // [num_rows, max_drafts, width]; nullptr: one-hot drafts
+  const int32_t* token_ids = nullptr;  // same shape, -1 padded; nullptr: token id has entry [id]
+  const int32_t* rows = nullptr;       // [batch], -1 = one-hot drafts; nullptr: row b
+  int64_t num_rows = 0;
+  int64_t max_drafts = 0;  // at most max_draft_tokens; later drafts are one-hot
+  int64_t width = 0;
+};
+
+struct VerifyOutputs {
+  int32_t* token_ids = nullptr;            // [batch, max_draft_tokens + 1]
+  int32_t* num_accepted_tokens = nullptr;  // [batch], without the bonus token
+  int32_t* accepted_nodes = nullptr;       // [batch, max_draft_tokens]; nullptr if not requested
+  float* logprobs = nullptr;               // [batch, max_draft_tokens + 1]; nullptr likewise
+  int32_t* ranks = nullptr;                // [batch, max_draft_tokens + 1]; nullptr likewise
+};
+
 struct VerifyParams {
-  const void* logits;              // [num_output_rows, vocab_size], rows logits_stride apart
-  const int32_t* output_indptr;    // [batch + 1], row offsets of each request
-  const int32_t* draft_token_ids;  // [batch, max_draft_tokens], -1 padded
-  const int32_t* parents;          // [batch, max_draft_tokens], -1 = the root; nullptr: chains
-  const int32_t* positions;        // [batch], position of the first token chosen
-  PerRow<int32_t> strategy;        // [batch], VerifyStrategy
-  PerRow<int32_t> policy;          // [batch], AcceptPolicy
-  FilterArrays filters;            // [batch]
+  const void* logits;  // [num_output_rows, vocab_size], rows logits_stride apart
+  Drafts drafts;
+  const int32_t* positions;   // [batch], position of the first token chosen
+  PerRow<int32_t> strategy;   // [batch], VerifyStrategy
+  PerRow<int32_t> policy;     // [batch], AcceptPolicy
+  const float* accept_rates;  // [batch, max_draft_tokens]; nullptr if no policy is kSynthetic
+  SamplingTensors sampling;   // [batch]
   LogitsProcessors processors;
-  // [num_draft_prob_rows, max_drawn_drafts, num_draft_probs]; nullptr: one-hot drafts
-  const float* draft_probs;
-  const int32_t* draft_prob_token_ids;  // same shape, -1 padded; nullptr: token id has entry [id]
-  const int32_t* draft_prob_rows;       // [batch], -1 = one-hot drafts; nullptr: row b
-  const float* accept_rates;     // [batch, max_draft_tokens]; nullptr if no policy is kSynthetic
-  int32_t* output_token_ids;     // [batch, max_draft_tokens + 1]
-  int32_t* num_accepted_tokens;  // [batch], without the bonus token
-  int32_t* accepted_nodes;       // [batch, max_draft_tokens]; nullptr if not requested
-  float* logprobs;               // [batch, max_draft_tokens + 1]; nullptr if not requested
-  int32_t* ranks;                // [batch, max_draft_tokens + 1]; nullptr if not requested
-  bool processed_logprobs;       // logprobs and ranks are after processors and filters
-  int64_t rows;                  // rows of logits
+  DraftProbs draft_probs;
+  bool processed_logprobs;  // logprobs and ranks are after processors and filters
+  VerifyOutputs outputs;
+  int64_t rows;  // rows of logits
   int64_t batch;
-  int64_t max_draft_tokens;
-  int64_t num_draft_prob_rows;
-  int64_t max_drawn_drafts;  // at most max_draft_tokens; later drafts are one-hot
-  int64_t num_draft_probs;
   int64_t vocab_size;
   int64_t logits_stride;  // elements between rows
   DType dtype;            // dtype of logits: float32 or bfloat16
@@ -79,10 +84,10 @@ inline bool has_stamped_kernel(const VerifyParams& params) {
 SPECOPS_HOST_DEVICE int64_t draft_probs_begin(const VerifyParams& params,
                                               int64_t batch_idx,
                                               int64_t row) {
-  if (params.draft_probs == nullptr || row >= params.max_drawn_drafts) return -1;
-  int64_t source = params.draft_prob_rows ? params.draft_prob_rows[batch_idx] : batch_idx;
+  if (params.draft_probs.probs == nullptr || row >= params.draft_probs.max_drafts) return -1;
+  int64_t source = params.draft_probs.rows ? params.draft_probs.rows[batch_idx] : batch_idx;
   if (source < 0) return -1;
-  return (source * params.max_drawn_drafts + row) * params.num_draft_probs;
+  return (source * params.draft_probs.max_drafts + row) * params.draft_probs.width;
 }
 
 // The values of a request that are known before its rows are read.
@@ -94,12 +99,12 @@ struct VerifyValues {
 };
 
 SPECOPS_HOST_DEVICE VerifyValues values_of(const VerifyParams& params, int64_t batch_idx) {
-  return {params.output_indptr[batch_idx],
-          params.output_indptr[batch_idx + 1],
+  return {params.drafts.output_indptr[batch_idx],
+          params.drafts.output_indptr[batch_idx + 1],
           params.strategy[batch_idx],
           params.policy[batch_idx],
-          params.draft_prob_rows ? params.draft_prob_rows[batch_idx] : -1,
-          filters_of(params.filters, batch_idx)};
+          params.draft_probs.rows ? params.draft_probs.rows[batch_idx] : -1,
+          filters_of(params.sampling, batch_idx)};
 }
 
 SPECOPS_FAULT(4401, kVerifyStrategy) =
@@ -116,15 +121,15 @@ SPECOPS_FAULT(4405, kVerifyNoAcceptRates) =
 SPECOPS_FAULT(4406, kVerifyAcceptRates) =
     "verify: accept_rates must be within [0, 1] where the policy is 3 (SYNTHETIC)";
 SPECOPS_FAULT(4407, kVerifyDraftProbRows) =
-    "verify: draft_prob_rows must be -1 or below the rows of draft_probs{ = #}";
+    "verify: draft_probs.rows must be -1 or below the rows of draft_probs.probs{ = #}";
 SPECOPS_FAULT(4408, kVerifyDraftProbTokenIds) =
-    "verify: draft_prob_token_ids must be -1 or below vocab_size{ = #}";
+    "verify: draft_probs.token_ids must be -1 or below vocab_size{ = #}";
 
 SPECOPS_HOST_DEVICE Fault find_rules_fault(const VerifyParams& params,
                                            int32_t strategy,
                                            int32_t policy,
                                            int64_t batch_idx) {
-  bool tree = params.parents != nullptr;
+  bool tree = params.drafts.parents != nullptr;
   if (!is_strategy(strategy, tree)) {
     ErrorCode code = tree ? kVerifyTreeStrategy : kVerifyStrategy;
     return fault_at(code, params.strategy, batch_idx, strategy);
@@ -140,9 +145,9 @@ SPECOPS_HOST_DEVICE Fault find_rules_fault(const VerifyParams& params,
 SPECOPS_HOST_DEVICE Fault find_rates_fault(const VerifyParams& params,
                                            int64_t batch_idx,
                                            int64_t num_drafts) {
-  if (params.max_draft_tokens == 0) return {};
+  if (params.drafts.max_draft_tokens == 0) return {};
   if (params.accept_rates == nullptr) return {kVerifyNoAcceptRates};
-  const float* rates = params.accept_rates + batch_idx * params.max_draft_tokens;
+  const float* rates = params.accept_rates + batch_idx * params.drafts.max_draft_tokens;
   for (int64_t i = 0; i < num_drafts; ++i) {
     if (rates[i] >= 0.0f && rates[i] <= 1.0f) continue;
     return fault_at(kVerifyAcceptRates, rates[i], batch_idx, i);
@@ -157,18 +162,18 @@ SPECOPS_HOST_DEVICE Fault find_fault(const VerifyParams& params,
                                      int64_t batch_idx) {
   constexpr SamplingOp kOp = SamplingOp::kVerify;
   Fault fault = find_indptr_fault(
-      kOp, values.begin, values.end, batch_idx, params.max_draft_tokens + 1, params.rows);
+      kOp, values.begin, values.end, batch_idx, params.drafts.max_draft_tokens + 1, params.rows);
   if (fault.found() || values.begin == values.end) return fault;
   fault = find_rules_fault(params, values.strategy, values.policy, batch_idx);
   if (fault.found()) return fault;
-  if (values.draft_prob_row < -1 || values.draft_prob_row >= params.num_draft_prob_rows) {
+  if (values.draft_prob_row < -1 || values.draft_prob_row >= params.draft_probs.num_rows) {
     return fault_at(kVerifyDraftProbRows, values.draft_prob_row, batch_idx)
-        .with(params.num_draft_prob_rows);
+        .with(params.draft_probs.num_rows);
   }
-  fault = find_filters_fault(kOp, params.filters, values.filters, batch_idx);
+  fault = find_filters_fault(kOp, params.sampling, values.filters, batch_idx);
   if (fault.found()) return fault;
   auto policy = static_cast<AcceptPolicy>(values.policy);
-  if (params.filters.seeds == nullptr &&
+  if (params.sampling.seeds == nullptr &&
       draws(static_cast<VerifyStrategy>(values.strategy), policy, values.filters.temperature)) {
     return {code_of(kOp, kSeedsRule)};
   }
@@ -180,7 +185,7 @@ SPECOPS_HOST_DEVICE Fault find_fault(const VerifyParams& params,
   return find_rates_fault(params, batch_idx, int64_t{values.end} - values.begin - 1);
 }
 
-// Returns whether an entry of draft_prob_token_ids is valid.
+// Returns whether an entry of draft_probs.token_ids is valid.
 SPECOPS_HOST_DEVICE bool is_listed_token(int32_t token_id, int64_t vocab_size) {
   return token_id >= -1 && token_id < vocab_size;
 }

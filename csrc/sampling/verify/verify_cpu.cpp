@@ -15,23 +15,20 @@ struct VerifyRequest {
   int64_t batch_idx;
   int64_t first;     // its first row of logits
   int32_t num_rows;  // 0: idle
-  Drafts drafts;
+  RequestDrafts drafts;
   VerifyStrategy strategy = VerifyStrategy::kTargetMatch;
   AcceptPolicy policy = AcceptPolicy::kNormal;
   SamplingParams filters;    // with temperature 0 under kGreedy
   int32_t num_together = 0;  // drafts that are judged together; 0: each row alone
 
   VerifyRequest(const VerifyParams& params, int64_t index) : batch_idx(index) {
-    first = params.output_indptr[index];
-    num_rows = static_cast<int32_t>(params.output_indptr[index + 1] - first);
+    first = params.drafts.output_indptr[index];
+    num_rows = static_cast<int32_t>(params.drafts.output_indptr[index + 1] - first);
     if (num_rows == 0) return;  // an idle slot may hold anything
-    int64_t node = index * params.max_draft_tokens;
-    drafts = {params.draft_token_ids + node,
-              params.parents ? params.parents + node : nullptr,
-              num_rows - 1};
+    drafts = drafts_of(params.drafts, index, num_rows - 1);
     strategy = static_cast<VerifyStrategy>(params.strategy[index]);
     policy = static_cast<AcceptPolicy>(params.policy[index]);
-    filters = filters_of(params.filters, index);
+    filters = filters_of(params.sampling, index);
     if (strategy == VerifyStrategy::kGreedy) filters.temperature = 0.0f;
     if (is_block_step(strategy, policy, drafts, is_greedy(filters)))
       num_together = chain_len(drafts);
@@ -47,15 +44,15 @@ struct VerifyRequest {
   PhiloxSource uniform(const VerifyParams& params, int32_t row) const {
     int32_t start = params.positions[batch_idx];
     uint32_t anchor = num_together > 0 ? block_anchor(start) : 0u;
-    return {uniform_key_of(params.filters, batch_idx, start + row_depth(drafts, row), anchor)};
+    return {uniform_key_of(params.sampling, batch_idx, start + row_depth(drafts, row), anchor)};
   }
 
-  DraftProbs draft_probs(const VerifyParams& params, int32_t row) const {
+  RowDraftProbs draft_probs(const VerifyParams& params, int32_t row) const {
     int64_t begin = draft_probs_begin(params, batch_idx, row);
     if (begin < 0) return {};
-    return {params.draft_probs + begin,
-            params.draft_prob_token_ids ? params.draft_prob_token_ids + begin : nullptr,
-            static_cast<int32_t>(params.num_draft_probs)};
+    return {params.draft_probs.probs + begin,
+            params.draft_probs.token_ids ? params.draft_probs.token_ids + begin : nullptr,
+            static_cast<int32_t>(params.draft_probs.width)};
   }
 };
 
@@ -82,7 +79,7 @@ class Verifier {
   explicit Verifier(const VerifyParams& params)
       : params_(params),
         logits_(static_cast<const T*>(params.logits)),
-        capacity_(params.max_draft_tokens + 1) {}
+        capacity_(params.drafts.max_draft_tokens + 1) {}
 
   void run() {
     // Until the walk, the output arrays hold the choices: request b's row i is at [b, i].
@@ -131,7 +128,7 @@ class Verifier {
     return request.batch_idx * capacity_ + row;
   }
 
-  bool wants_scores() const { return params_.logprobs || params_.ranks; }
+  bool wants_scores() const { return params_.outputs.logprobs || params_.outputs.ranks; }
 
   TargetRow<T> target_row(const VerifyRequest& request, int32_t row_idx) const {
     int64_t output_row = request.first + row_idx;
@@ -148,8 +145,8 @@ class Verifier {
                         params_.vocab_size,
                         request.filters,
                         any ? &processors : nullptr,
-                        {.logprob = params_.logprobs != nullptr,
-                         .rank = params_.ranks != nullptr,
+                        {.logprob = params_.outputs.logprobs != nullptr,
+                         .rank = params_.outputs.ranks != nullptr,
                          .processed = params_.processed_logprobs});
   }
 
@@ -158,9 +155,9 @@ class Verifier {
                   TargetRow<T>& row,
                   int32_t choice) {
     int64_t at = item(request, row_idx);
-    params_.output_token_ids[at] = choice;
-    if (params_.logprobs) params_.logprobs[at] = row.logprob(token_of(choice));
-    if (params_.ranks) params_.ranks[at] = row.rank(token_of(choice));
+    params_.outputs.token_ids[at] = choice;
+    if (params_.outputs.logprobs) params_.outputs.logprobs[at] = row.logprob(token_of(choice));
+    if (params_.outputs.ranks) params_.outputs.ranks[at] = row.rank(token_of(choice));
   }
 
   void decide(const VerifyRequest& request, int32_t row_idx) {
@@ -172,14 +169,14 @@ class Verifier {
     }
     float rate = 0.0f;
     if (request.policy == AcceptPolicy::kSynthetic && child >= 0) {
-      rate = params_.accept_rates[request.batch_idx * params_.max_draft_tokens + child];
+      rate = params_.accept_rates[request.batch_idx * params_.drafts.max_draft_tokens + child];
     }
     bool certain = is_greedy(request.filters);
     int32_t draft = child >= 0 ? request.drafts.token_ids[child] : -1;
     RowRule rule = row_rule(
         request.strategy, request.policy, draft, params_.vocab_size, rate, certain, uniform);
     if (rule == RowRule::kDraft && !wants_scores()) {
-      params_.output_token_ids[item(request, row_idx)] = draft;
+      params_.outputs.token_ids[item(request, row_idx)] = draft;
       return;
     }
     TargetRow<T> row = target_row(request, row_idx);
@@ -193,7 +190,7 @@ class Verifier {
   void meet_draft(const VerifyRequest& request, int32_t row_idx, TargetRow<T>& row) {
     int64_t at = item(request, row_idx);
     int32_t draft = request.drafts.token_ids[row_idx];
-    DraftProbs draft_probs = request.draft_probs(params_, row_idx);
+    RowDraftProbs draft_probs = request.draft_probs(params_, row_idx);
     DraftedRow<T> drafted(row.kept(), draft_probs, 1);
     target_probs_[at] = drafted.target_prob(draft);
     draft_probs_[at] = draft_probs.of(draft);
@@ -215,7 +212,7 @@ class Verifier {
   void compare(const VerifyRequest& request, int32_t row_idx) {
     if (row_idx == 0 || row_idx >= request.num_together) return;
     int64_t at = item(request, row_idx);
-    DraftProbs draft_probs = request.draft_probs(params_, row_idx);
+    RowDraftProbs draft_probs = request.draft_probs(params_, row_idx);
     if (draft_probs.probs == nullptr) {
       masses_[at] *= weights_[at];
       return;
@@ -242,15 +239,15 @@ class Verifier {
   }
 
   void walk(const VerifyRequest& request) {
-    int64_t first = item(request, 0), node = request.batch_idx * params_.max_draft_tokens;
-    params_.num_accepted_tokens[request.batch_idx] =
-        accept_walk(request.drafts,
-                    request.num_rows,
-                    static_cast<int32_t>(capacity_),
-                    {params_.output_token_ids + first,
-                     params_.logprobs ? params_.logprobs + first : nullptr,
-                     params_.ranks ? params_.ranks + first : nullptr,
-                     params_.accepted_nodes ? params_.accepted_nodes + node : nullptr});
+    int64_t first = item(request, 0), node = request.batch_idx * params_.drafts.max_draft_tokens;
+    params_.outputs.num_accepted_tokens[request.batch_idx] = accept_walk(
+        request.drafts,
+        request.num_rows,
+        static_cast<int32_t>(capacity_),
+        {params_.outputs.token_ids + first,
+         params_.outputs.logprobs ? params_.outputs.logprobs + first : nullptr,
+         params_.outputs.ranks ? params_.outputs.ranks + first : nullptr,
+         params_.outputs.accepted_nodes ? params_.outputs.accepted_nodes + node : nullptr});
   }
 
   VerifyParams params_;

@@ -25,56 +25,83 @@ void check_verify_values(const Checker& check, const VerifyParams& params) {
     for (int32_t i = 0; i < num_rows; ++i) {
       check.refuse(find_mask_fault(kOp, params.processors, int64_t{values.begin} + i));
       if (i + 1 == num_rows) break;
-      check.refuse(find_parent_fault(kOp, params.parents, params.max_draft_tokens, b, i));
-      int64_t begin = params.draft_prob_token_ids ? draft_probs_begin(params, b, i) : -1;
-      for (int64_t n = 0; begin >= 0 && n < params.num_draft_probs; ++n) {
-        check.refuse(find_listed_fault(params, b, i, params.draft_prob_token_ids[begin + n]));
+      check.refuse(
+          find_parent_fault(kOp, params.drafts.parents, params.drafts.max_draft_tokens, b, i));
+      int64_t begin = params.draft_probs.token_ids ? draft_probs_begin(params, b, i) : -1;
+      for (int64_t n = 0; begin >= 0 && n < params.draft_probs.width; ++n) {
+        check.refuse(find_listed_fault(params, b, i, params.draft_probs.token_ids[begin + n]));
       }
     }
   }
 }
 
+DraftProbs check_draft_probs(Checker& check,
+                             Argument given,
+                             Dim& batch,
+                             const Dim& max_draft_tokens,
+                             const Dim& vocab_size) {
+  if (!given.defined()) return {};
+  auto [probs, token_ids, rows] = check.fields<3>("draft_probs", "DraftProbs", given);
+  Dim num_rows{"rows"}, max_drafts{"at most k"}, width{"num_draft_probs"};
+  if (!token_ids.defined()) width.value = vocab_size;
+  if (!rows.defined()) num_rows = batch, max_drafts = max_draft_tokens;
+  check.optional("draft_probs.rows", rows, {DType::kInt32}, {&batch});
+  check.tensor("draft_probs.probs", probs, {DType::kFloat32}, {&num_rows, &max_drafts, &width});
+  check.that(max_drafts <= max_draft_tokens,
+             "draft_probs.probs",
+             "of at most k = " + std::to_string(max_draft_tokens.value) + " drafts a row",
+             max_drafts.value);
+  check.optional(
+      "draft_probs.token_ids", token_ids, {DType::kInt32}, {&num_rows, &max_drafts, &width});
+  return {.probs = probs.data<float>(),
+          .token_ids = token_ids.data<int32_t>(),
+          .rows = rows.data<int32_t>(),
+          .num_rows = num_rows,
+          .max_drafts = max_drafts,
+          .width = width};
+}
+
+VerifyOutputs check_verify_outputs(Checker& check,
+                                   Argument given,
+                                   Dim& batch,
+                                   Dim& max_draft_tokens) {
+  auto [token_ids, num_accepted_tokens, accepted_nodes, logprobs, ranks] =
+      check.fields<5>("outputs", "VerifyOutputs", given);
+  Dim capacity{"k + 1", max_draft_tokens + 1};
+  check.tensor("outputs.token_ids", token_ids, {DType::kInt32}, {&batch, &capacity});
+  check.tensor("outputs.num_accepted_tokens", num_accepted_tokens, {DType::kInt32}, {&batch});
+  check.optional(
+      "outputs.accepted_nodes", accepted_nodes, {DType::kInt32}, {&batch, &max_draft_tokens});
+  check.optional("outputs.logprobs", logprobs, {DType::kFloat32}, {&batch, &capacity});
+  check.optional("outputs.ranks", ranks, {DType::kInt32}, {&batch, &capacity});
+  return {.token_ids = token_ids.data<int32_t>(),
+          .num_accepted_tokens = num_accepted_tokens.data<int32_t>(),
+          .accepted_nodes = accepted_nodes.data<int32_t>(),
+          .logprobs = logprobs.data<float>(),
+          .ranks = ranks.data<int32_t>()};
+}
+
 void verify(const TensorView& logits,
-            const TensorView& output_indptr,
-            const TensorView& draft_token_ids,
+            Argument drafts_given,
             const TensorView& positions,
-            const TensorView& parents,
             const TensorView& strategy,
             const TensorView& policy,
-            const TensorView& temperature,
-            const TensorView& top_k,
-            const TensorView& top_p,
-            const TensorView& min_p,
-            const TensorView& typical_p,
-            const TensorView& seeds,
-            const TensorView& choice_index,
-            Argument processor_fields,
-            const TensorView& draft_probs,
-            const TensorView& draft_prob_token_ids,
-            const TensorView& draft_prob_rows,
             const TensorView& accept_rates,
+            Argument sampling_given,
+            Argument processors_given,
+            Argument draft_probs_given,
             Argument processed_logprobs,
-            const TensorView& logprobs,
-            const TensorView& ranks,
-            const TensorView& output_token_ids,
-            const TensorView& num_accepted_tokens,
-            const TensorView& accepted_nodes,
+            Argument outputs_given,
             const TensorView& workspace) {
   Checker check("verify");
-  Dim rows{"num_output_rows"}, vocab_size{"vocab_size"}, batch{"batch"};
-  Dim drafts{"k"}, batch_plus_one{"batch + 1"}, capacity{"k + 1"};
-  Dim num_draft_probs{"num_draft_probs"};
+  Dim rows{"num_output_rows"}, vocab_size{"vocab_size"}, batch{"batch"}, max_draft_tokens{"k"};
   check.tensor(
       "logits", logits, {DType::kFloat32, DType::kBFloat16}, {&rows, &vocab_size}, Layout::kRows);
-  check.tensor("draft_token_ids", draft_token_ids, {DType::kInt32}, {&batch, &drafts});
-  batch_plus_one.value = batch + 1;
-  capacity.value = drafts + 1;
-  check.tensor("output_indptr", output_indptr, {DType::kInt32}, {&batch_plus_one});
-  check.optional("parents", parents, {DType::kInt32}, {&batch, &drafts});
-  check.that(!parents.defined() || drafts <= kMaxTreeDrafts,
-             "draft_token_ids",
+  Drafts drafts = check_drafts(check, drafts_given, batch, max_draft_tokens);
+  check.that(drafts.parents == nullptr || max_draft_tokens <= kMaxTreeDrafts,
+             "drafts.token_ids",
              "of at most " + std::to_string(kMaxTreeDrafts) + " drafts a request where parents are",
-             drafts.value);
+             max_draft_tokens.value);
   check.tensor("positions", positions, {DType::kInt32}, {&batch});
   auto strategies = check.per_row("strategy",
                                   strategy,
@@ -83,37 +110,15 @@ void verify(const TensorView& logits,
                                   "a VerifyStrategy");
   auto policies = check.per_row(
       "policy", policy, batch, static_cast<int32_t>(AcceptPolicy::kNormal), "an AcceptPolicy");
-  FilterArrays filters = check_filters(
-      check, SamplingOp::kVerify, {temperature, top_k, top_p, min_p, typical_p}, batch);
-  check_streams(check, filters, seeds, choice_index, batch);
-  LogitsProcessors processors = check_processors(check, processor_fields, batch, rows, vocab_size);
-  if (!draft_prob_token_ids.defined()) num_draft_probs.value = vocab_size;
-  Dim source_rows{"rows"}, drawn{"at most k"};
-  check.optional("draft_prob_rows", draft_prob_rows, {DType::kInt32}, {&batch});
-  if (!draft_prob_rows.defined()) source_rows = batch, drawn = drafts;
-  check.optional(
-      "draft_probs", draft_probs, {DType::kFloat32}, {&source_rows, &drawn, &num_draft_probs});
-  check.that(drawn <= drafts,
-             "draft_probs",
-             "of at most k = " + std::to_string(drafts.value) + " drafts a row",
-             drawn.value);
-  check.optional("draft_prob_token_ids",
-                 draft_prob_token_ids,
-                 {DType::kInt32},
-                 {&source_rows, &drawn, &num_draft_probs});
-  bool probs_ok = draft_probs.defined() || !draft_prob_token_ids.defined();
-  check.that(probs_ok, "draft_probs", "given with draft_prob_token_ids", "None");
-  bool rows_ok = draft_probs.defined() || !draft_prob_rows.defined();
-  check.that(rows_ok, "draft_probs", "given with draft_prob_rows", "None");
+  check.optional("accept_rates", accept_rates, {DType::kFloat32}, {&batch, &max_draft_tokens});
+  SamplingTensors sampling = check_sampling(check, SamplingOp::kVerify, sampling_given, batch);
+  LogitsProcessors processors = check_processors(check, processors_given, batch, rows, vocab_size);
+  DraftProbs draft_probs =
+      check_draft_probs(check, draft_probs_given, batch, max_draft_tokens, vocab_size);
   bool of_processed = check.flag("processed_logprobs", processed_logprobs);
-  check.optional("accept_rates", accept_rates, {DType::kFloat32}, {&batch, &drafts});
-  check.tensor("output_token_ids", output_token_ids, {DType::kInt32}, {&batch, &capacity});
-  check.tensor("num_accepted_tokens", num_accepted_tokens, {DType::kInt32}, {&batch});
-  check.optional("accepted_nodes", accepted_nodes, {DType::kInt32}, {&batch, &drafts});
-  check.optional("logprobs", logprobs, {DType::kFloat32}, {&batch, &capacity});
-  check.optional("ranks", ranks, {DType::kInt32}, {&batch, &capacity});
+  VerifyOutputs outputs = check_verify_outputs(check, outputs_given, batch, max_draft_tokens);
   VerifyParams numbers{};
-  numbers.parents = parents.data<int32_t>();
+  numbers.drafts = drafts;
   numbers.strategy.value = strategies.value;
   numbers.policy.value = policies.value;
   check.refuse(find_rules_fault(numbers, strategies.value, policies.value, 0));
@@ -123,30 +128,18 @@ void verify(const TensorView& logits,
   Workspace space = check_workspace(check, workspace, logits, batch);
   VerifyParams params{
       .logits = logits.raw(),
-      .output_indptr = output_indptr.data<int32_t>(),
-      .draft_token_ids = draft_token_ids.data<int32_t>(),
-      .parents = parents.data<int32_t>(),
+      .drafts = drafts,
       .positions = positions.data<int32_t>(),
       .strategy = strategies,
       .policy = policies,
-      .filters = filters,
-      .processors = processors,
-      .draft_probs = draft_probs.data<float>(),
-      .draft_prob_token_ids = draft_prob_token_ids.data<int32_t>(),
-      .draft_prob_rows = draft_prob_rows.data<int32_t>(),
       .accept_rates = accept_rates.data<float>(),
-      .output_token_ids = output_token_ids.data<int32_t>(),
-      .num_accepted_tokens = num_accepted_tokens.data<int32_t>(),
-      .accepted_nodes = accepted_nodes.data<int32_t>(),
-      .logprobs = logprobs.data<float>(),
-      .ranks = ranks.data<int32_t>(),
+      .sampling = sampling,
+      .processors = processors,
+      .draft_probs = draft_probs,
       .processed_logprobs = of_processed,
+      .outputs = outputs,
       .rows = rows,
       .batch = batch,
-      .max_draft_tokens = drafts,
-      .num_draft_prob_rows = source_rows,
-      .max_drawn_drafts = drawn,
-      .num_draft_probs = num_draft_probs,
       .vocab_size = vocab_size,
       .logits_stride = logits.stride(0),
       .dtype = logits.dtype(),
@@ -167,7 +160,7 @@ void verify(const TensorView& logits,
     return verify_cuda(params, check.stream());
   }
   check_verify_values(check, params);
-  run_on_cpu<VerifyParams>(verify_cpu, params, params.output_indptr[batch] * vocab_size);
+  run_on_cpu<VerifyParams>(verify_cpu, params, drafts.output_indptr[batch] * vocab_size);
 }
 
 }  // namespace

@@ -11,16 +11,16 @@ namespace specops {
 
 // Writes the outputs of a request that emits nothing.
 __device__ inline void emit_nothing(const VerifyParams& params, int64_t batch_idx) {
-  int64_t capacity = params.max_draft_tokens + 1;
+  int64_t capacity = params.drafts.max_draft_tokens + 1;
   for (int64_t i = threadIdx.x; i < capacity; i += blockDim.x) {
-    params.output_token_ids[batch_idx * capacity + i] = -1;
-    if (params.logprobs) params.logprobs[batch_idx * capacity + i] = 0.0f;
-    if (params.ranks) params.ranks[batch_idx * capacity + i] = 0;
-    if (params.accepted_nodes && i + 1 < capacity) {
-      params.accepted_nodes[batch_idx * (capacity - 1) + i] = -1;
+    params.outputs.token_ids[batch_idx * capacity + i] = -1;
+    if (params.outputs.logprobs) params.outputs.logprobs[batch_idx * capacity + i] = 0.0f;
+    if (params.outputs.ranks) params.outputs.ranks[batch_idx * capacity + i] = 0;
+    if (params.outputs.accepted_nodes && i + 1 < capacity) {
+      params.outputs.accepted_nodes[batch_idx * (capacity - 1) + i] = -1;
     }
   }
-  if (threadIdx.x == 0) params.num_accepted_tokens[batch_idx] = 0;
+  if (threadIdx.x == 0) params.outputs.num_accepted_tokens[batch_idx] = 0;
 }
 
 // Returns whether drafts, parents, masks and the rows' results are valid; otherwise the request
@@ -29,7 +29,7 @@ __device__ inline bool drafts_in_order(const VerifyParams& params,
                                        RowShared& shared,
                                        int64_t batch_idx) {
   int num_rows = shared.num_rows, num_read = shared.num_read;
-  Drafts drafts = VerifyRequest::drafts_of(params, batch_idx, num_rows);
+  RequestDrafts drafts = drafts_of(params.drafts, batch_idx, num_rows - 1);
   const int32_t* choices = slots_of(params, batch_idx);
   ErrorCode fault = ErrorCode::kNone;
   for (int i = static_cast<int>(threadIdx.x); i < num_rows; i += blockDim.x) {
@@ -38,7 +38,7 @@ __device__ inline bool drafts_in_order(const VerifyParams& params,
     if (mask.found()) fault = mask.code;
     if (i == drafts.num_nodes) continue;
     Fault parent = find_parent_fault(
-        SamplingOp::kVerify, params.parents, params.max_draft_tokens, batch_idx, i);
+        SamplingOp::kVerify, params.drafts.parents, params.drafts.max_draft_tokens, batch_idx, i);
     if (parent.found()) fault = parent.code;
   }
   fault = static_cast<ErrorCode>(block_reduce<Max>(shared, static_cast<int32_t>(fault)));
@@ -54,15 +54,16 @@ __device__ inline void walk_request(const VerifyParams& params,
                                     RowShared& shared,
                                     int64_t batch_idx) {
   int num_rows = shared.num_rows, num_read = shared.num_read;
-  int32_t capacity = static_cast<int32_t>(params.max_draft_tokens) + 1;
+  int32_t capacity = static_cast<int32_t>(params.drafts.max_draft_tokens) + 1;
   int64_t first = batch_idx * capacity, first_node = batch_idx * (capacity - 1);
-  Drafts drafts = VerifyRequest::drafts_of(params, batch_idx, num_rows);
-  Emitted emitted{params.output_token_ids + first,
-                  params.logprobs ? params.logprobs + first : nullptr,
-                  params.ranks ? params.ranks + first : nullptr,
-                  params.accepted_nodes ? params.accepted_nodes + first_node : nullptr};
+  RequestDrafts drafts = drafts_of(params.drafts, batch_idx, num_rows - 1);
+  Emitted emitted{
+      params.outputs.token_ids + first,
+      params.outputs.logprobs ? params.outputs.logprobs + first : nullptr,
+      params.outputs.ranks ? params.outputs.ranks + first : nullptr,
+      params.outputs.accepted_nodes ? params.outputs.accepted_nodes + first_node : nullptr};
   bool staged = 3 * capacity <= kListCapacity;
-  Drafts near_drafts = drafts;
+  RequestDrafts near_drafts = drafts;
   Emitted near = emitted;
   if (staged) {
     int32_t* words = reinterpret_cast<int32_t*>(shared.list_x);
@@ -85,7 +86,8 @@ __device__ inline void walk_request(const VerifyParams& params,
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    params.num_accepted_tokens[batch_idx] = accept_walk(near_drafts, num_rows, capacity, near);
+    params.outputs.num_accepted_tokens[batch_idx] =
+        accept_walk(near_drafts, num_rows, capacity, near);
   }
   if (!staged) return;
   __syncthreads();

@@ -22,7 +22,13 @@ from specops import batching, sampling
 from specops.api.outputs import PromptLogprobs, PromptScores
 from specops.engine.device import Device, raise_reported
 from specops.engine.models import Transformer
-from specops.sampling import AcceptPolicy, VerifyStrategy
+from specops.sampling import (
+    AcceptPolicy,
+    Drafts,
+    SamplingTensors,
+    VerifyOutputs,
+    VerifyStrategy,
+)
 
 # Logits computed at a time. The limit bounds the memory, and changes no bit.
 _MAX_LOGITS_BYTES = 32 << 20
@@ -161,15 +167,17 @@ class PromptScorer:
         states = self._model.states(num_step_rows)
         logits = self._model.logits(batching.gather_output_rows(states, self._tensor(rows)))
         chains: dict[str, Any] = {
-            "output_indptr": self._tensor(ends),
-            "draft_token_ids": self._tensor(drafts),
+            "drafts": Drafts(self._tensor(ends), self._tensor(drafts)),
             "positions": self._tensor([piece.position for piece in tile]),
         }
         parameters = {name: self._tensor(values) for name, values in filters.items()}
-        logprobs, ranks = self._verify(logits, chains, dict(parameters))
-        del parameters["strategy"]
+        strategy = parameters.pop("strategy")
+        if self._processed:
+            seeds = strategy.new_zeros(len(tile), dtype=torch.int64)
+            chains["sampling"] = SamplingTensors(**parameters, seeds=seeds)
+        logprobs, ranks = self._verify(logits, chains, strategy)
         width = max(piece.num_alternatives for piece in tile)
-        more = {"processed_logprobs": True, **chains, **parameters} if self._processed else {}
+        more = {"processed_logprobs": True, **chains} if self._processed else {}
         top_ids, top_logprobs, _ = sampling.top_logprobs(logits, width, **more)
         if self._device.is_async:  # on the CPU, ops raise by themselves
             raise_reported(int(specops.take_error(self._tensor([0])).item()))
@@ -183,25 +191,21 @@ class PromptScorer:
         ]
 
     def _verify(
-        self, logits: Tensor, chains: dict[str, Any], parameters: dict[str, Tensor]
+        self, logits: Tensor, chains: dict[str, Any], strategy: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return logprobs and ranks of the prompts' tokens, both [requests, most tokens + 1]."""
-        drafts = chains["draft_token_ids"]
+        drafts = chains["drafts"].token_ids
         logprobs = drafts.new_empty((len(drafts), drafts.shape[1] + 1), dtype=torch.float32)
         ranks = drafts.new_empty(logprobs.shape)
-        more: dict[str, Any] = {"strategy": VerifyStrategy.GREEDY}
-        if self._processed:
-            greedy, strategy = int(VerifyStrategy.GREEDY), parameters["strategy"]
-            strategy[strategy != greedy] = int(VerifyStrategy.TARGET_MATCH)
-            seeds = drafts.new_zeros(len(drafts), dtype=torch.int64)
-            more = {**parameters, "processed_logprobs": True, "seeds": seeds}
+        greedy = VerifyStrategy.GREEDY
+        strategy[strategy != int(greedy)] = int(VerifyStrategy.TARGET_MATCH)
         sampling.verify(
             logits,
             **chains,
+            strategy=strategy if self._processed else greedy,
             policy=AcceptPolicy.ACCEPT_ALL,
-            logprobs=logprobs,
-            ranks=ranks,
-            **more,
+            processed_logprobs=self._processed,
+            outputs=VerifyOutputs(logprobs=logprobs, ranks=ranks),
         )
         return logprobs, ranks
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specops.argument_groups import Drafts, LogitsProcessors, SamplingTensors
+
 DRAFT, ACCEPT, RESIDUAL, TARGET = range(4)  # purposes of uniforms
 
 # (seed, position, purpose, choice_index, sub_index, anchor) -> [0, 1); tests may replace it.
@@ -140,29 +142,31 @@ def _of(column: Tensor | float | None, i: int, default: float = 0) -> Any:
     return column[i].item() if isinstance(column, Tensor) else column
 
 
+def _filters_of(sampling: SamplingTensors, i: int) -> dict[str, Any]:
+    return {name: _of(getattr(sampling, name), i, off) for name, off in _FILTERS.items()}
+
+
 def process_logits(
     logits: Tensor,
-    processors: Any,
+    processors: LogitsProcessors | None,
     positions: Tensor,
-    *,
-    output_indptr: Tensor | None = None,
-    draft_token_ids: Tensor | None = None,
-    parents: Tensor | None = None,
+    drafts: Drafts | None = None,
 ) -> Tensor:
     """Return the logits after mask, bad words, min tokens, bias and penalties, in the same dtype.
 
-    `processors` has the fields of `sampling.LogitsProcessors`, or is None. Without output_indptr,
-    every row is a request, as in `sample`; with it, rows, drafts and parents are as in `verify`.
-    The drafts on the path to a row count as output tokens.
+    Without drafts, every row is a request, as in `sample`. The drafts on the path to a row count as
+    output tokens.
     """
     out = logits.clone()
     if processors is None:
         return out
-    bounds = range(len(logits) + 1) if output_indptr is None else output_indptr.tolist()
+    bounds = range(len(logits) + 1) if drafts is None else drafts.output_indptr.tolist()
     for b, (begin, end) in enumerate(itertools.pairwise(bounds)):
         for r in range(end - begin):
-            path = _path(r, None if parents is None else parents[b].tolist())
-            in_flight = [] if draft_token_ids is None else draft_token_ids[b, path].tolist()
+            in_flight: list[int] = []
+            if drafts is not None:
+                parents = None if drafts.parents is None else drafts.parents[b].tolist()
+                in_flight = drafts.token_ids[b, _path(r, parents)].tolist()
             out[begin + r] = _process_row(
                 logits[begin + r],
                 processors,

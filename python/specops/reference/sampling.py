@@ -5,11 +5,23 @@ import bisect
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from specops.argument_groups import (
+    DraftProbs,
+    Drafts,
+    EmittedTokens,
+    EndingRules,
+    LogitsProcessors,
+    RequestStatus,
+    SampleOutputs,
+    SamplingTensors,
+    TokenCounts,
+    TopLogprobsOutputs,
+    VerifyOutputs,
+)
 from specops.reference.distribution import (
     _FILTERS,
     ACCEPT,
@@ -18,6 +30,7 @@ from specops.reference.distribution import (
     Uniform,
     _clean_logits,
     _draw,
+    _filters_of,
     _log_probs,
     _log_softmax,
     _of,
@@ -32,42 +45,34 @@ def sample(
     logits: Tensor,
     positions: Tensor,
     *,
-    temperature: Tensor | float | None = None,
-    top_k: Tensor | int | None = None,
-    top_p: Tensor | float | None = None,
-    min_p: Tensor | float | None = None,
-    typical_p: Tensor | float | None = None,
-    seeds: Tensor | None = None,
-    choice_index: Tensor | int | None = None,
+    sampling: SamplingTensors | None = None,
+    processors: LogitsProcessors | None = None,
     purpose: int = TARGET,
     anchors: Tensor | None = None,
-    processors: Any = None,
     processed_logprobs: bool = False,
-    logprobs: Tensor | None = None,
-    ranks: Tensor | None = None,
-    probs: Tensor | None = None,
+    outputs: SampleOutputs | None = None,
     uniform: Uniform = philox_uniform,
 ) -> Tensor:
     """Sample a token per row in float64: filter, then invert the CDF with the row's uniform.
 
-    The CDF runs in token-id order. `logprobs`, `ranks` and `probs` (the sampled distribution) are
-    written if passed.
+    The CDF runs in token-id order. `outputs` are written if passed, all but the token ids.
     """
+    sampling, outputs = sampling or SamplingTensors(), outputs or SampleOutputs()
     out = torch.zeros(logits.shape[0], dtype=torch.int32)
-    columns = dict(zip(_FILTERS, (temperature, top_k, top_p, min_p, typical_p), strict=True))
     for i, row in enumerate(process_logits(logits, processors, positions)):
-        filters = {name: _of(columns[name], i, off) for name, off in _FILTERS.items()}
+        filters = _filters_of(sampling, i)
         distribution = target_probs(row, **filters)
-        seed, choice, anchor = _of(seeds, i), _of(choice_index, i), _of(anchors, i)
+        seed, choice = _of(sampling.seeds, i), _of(sampling.choice_index, i)
+        anchor = _of(anchors, i)
         out[i] = _draw(distribution, uniform(seed, int(positions[i]), purpose, choice, 0, anchor))
         shown = row if processed_logprobs else logits[i]
-        if probs is not None:
-            probs[i] = distribution
-        if logprobs is not None:
+        if outputs.probs is not None:
+            outputs.probs[i] = distribution
+        if outputs.logprobs is not None:
             scores = _log_probs(row, filters) if processed_logprobs else _log_softmax(shown)
-            logprobs[i] = scores[out[i]]
-        if ranks is not None:
-            ranks[i] = _rank(shown, int(out[i]))
+            outputs.logprobs[i] = scores[out[i]]
+        if outputs.ranks is not None:
+            outputs.ranks[i] = _rank(shown, int(out[i]))
     return out
 
 
@@ -133,77 +138,59 @@ def _block_choices(
 
 def verify(
     logits: Tensor,
-    output_indptr: Tensor,
-    draft_token_ids: Tensor,
-    *,
+    drafts: Drafts,
     positions: Tensor,
-    parents: Tensor | None = None,
+    *,
     strategy: Tensor | int | None = None,
     policy: Tensor | int | None = None,
-    temperature: Tensor | float | None = None,
-    top_k: Tensor | int | None = None,
-    top_p: Tensor | float | None = None,
-    min_p: Tensor | float | None = None,
-    typical_p: Tensor | float | None = None,
-    seeds: Tensor | None = None,
-    choice_index: Tensor | int | None = None,
-    processors: Any = None,
-    draft_probs: Tensor | None = None,
-    draft_prob_token_ids: Tensor | None = None,
-    draft_prob_rows: Tensor | None = None,
     accept_rates: Tensor | None = None,
+    sampling: SamplingTensors | None = None,
+    processors: LogitsProcessors | None = None,
+    draft_probs: DraftProbs | None = None,
     processed_logprobs: bool = False,
-    logprobs: Tensor | None = None,
-    ranks: Tensor | None = None,
-    accepted_nodes: Tensor | None = None,
+    outputs: VerifyOutputs | None = None,
     uniform: Uniform = philox_uniform,
 ) -> tuple[Tensor, Tensor]:
     """Verify the drafts of each request by a walk through its tree; return tokens and counts.
 
     The walk starts at the root. It chooses a token for the current row, moves to the first child
     with that token, and ends if no child has it. Without `parents`, the drafts are a chain.
-    `logprobs`, `ranks` and `accepted_nodes` are written if passed. Tokens are [batch, k + 1],
+    `outputs` are written if passed, all but the two that are returned. Tokens are [batch, k + 1],
     padded with -1; counts are the numbers of accepted drafts [batch]; both int32.
     """
-    batch, k = draft_token_ids.shape
+    sampling, outputs = sampling or SamplingTensors(), outputs or VerifyOutputs()
+    logprobs, ranks, accepted_nodes = outputs.logprobs, outputs.ranks, outputs.accepted_nodes
+    batch, k = drafts.token_ids.shape
     output_token_ids = torch.full((batch, k + 1), -1, dtype=torch.int32)
     num_accepted_tokens = torch.zeros(batch, dtype=torch.int32)
     for extra, nothing in ((logprobs, 0), (ranks, 0), (accepted_nodes, -1)):
         if extra is not None:
             extra.fill_(nothing)
-    processed = process_logits(
-        logits,
-        processors,
-        positions,
-        output_indptr=output_indptr,
-        draft_token_ids=draft_token_ids,
-        parents=parents,
-    )
-    columns = dict(zip(_FILTERS, (temperature, top_k, top_p, min_p, typical_p), strict=True))
-    for b, (begin, end) in enumerate(itertools.pairwise(output_indptr.tolist())):
+    processed = process_logits(logits, processors, positions, drafts)
+    for b, (begin, end) in enumerate(itertools.pairwise(drafts.output_indptr.tolist())):
         if begin == end:
             continue
         rule = int(_of(strategy, b, TARGET_MATCH))
-        filters = {name: _of(columns[name], b, off) for name, off in _FILTERS.items()}
-        if rule == GREEDY:
-            filters = dict(_FILTERS)
+        filters = dict(_FILTERS) if rule == GREEDY else _filters_of(sampling, b)
         given: list[Tensor | None] = [None] * k
-        source = int(_of(draft_prob_rows, b, b))
+        source = -1 if draft_probs is None else int(_of(draft_probs.rows, b, b))
         if draft_probs is not None and source >= 0:
-            ids = None if draft_prob_token_ids is None else draft_prob_token_ids[source]
-            for r in range(min(end - begin - 1, draft_probs.shape[1])):
-                sparse = None if ids is None else ids[r]
-                given[r] = _draft_distribution(draft_probs[source, r], sparse, logits.shape[1])
+            probs, ids = draft_probs.probs[source], draft_probs.token_ids
+            for r in range(min(end - begin - 1, len(probs))):
+                sparse = None if ids is None else ids[source, r]
+                given[r] = _draft_distribution(probs[r], sparse, logits.shape[1])
         walk = _walk(
             [target_probs(row, **filters) for row in processed[begin:end]],
-            draft_token_ids[b, : end - begin - 1].tolist(),
-            list(range(-1, k - 1)) if parents is None else parents[b].tolist(),
+            drafts.token_ids[b, : end - begin - 1].tolist(),
+            list(range(-1, k - 1)) if drafts.parents is None else drafts.parents[b].tolist(),
             given,
             rule,
             int(_of(policy, b, NORMAL)),
             [1.0] * k if accept_rates is None else accept_rates[b].tolist(),
             int(positions[b]),
-            functools.partial(_keyed, uniform, _of(seeds, b), _of(choice_index, b)),
+            functools.partial(
+                _keyed, uniform, _of(sampling.seeds, b), _of(sampling.choice_index, b)
+            ),
         )
         num_accepted_tokens[b] = len(walk) - 1
         row = 0
@@ -328,17 +315,11 @@ def top_logprobs(
     n: int,
     *,
     processed_logprobs: bool = False,
-    output_indptr: Tensor | None = None,
-    draft_token_ids: Tensor | None = None,
-    parents: Tensor | None = None,
+    drafts: Drafts | None = None,
     positions: Tensor | None = None,
-    temperature: Tensor | float | None = None,
-    top_k: Tensor | int | None = None,
-    top_p: Tensor | float | None = None,
-    min_p: Tensor | float | None = None,
-    typical_p: Tensor | float | None = None,
-    processors: Any = None,
-    ranks: Tensor | None = None,
+    sampling: SamplingTensors | None = None,
+    processors: LogitsProcessors | None = None,
+    outputs: TopLogprobsOutputs | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the first n tokens by (logit descending, id ascending), their log-softmax and the LSE.
 
@@ -346,26 +327,18 @@ def top_logprobs(
     `sample` samples; a token that the filters drop keeps its place in the order. The LSE, and all
     results of rows that belong to no request, come from the unprocessed logits.
     """
+    sampling = sampling or SamplingTensors()
+    ranks = None if outputs is None else outputs.ranks
     rows = logits
     if processed_logprobs and processors is not None:
         assert positions is not None
-        rows = process_logits(
-            logits,
-            processors,
-            positions,
-            output_indptr=output_indptr,
-            draft_token_ids=draft_token_ids,
-            parents=parents,
-        )
+        rows = process_logits(logits, processors, positions, drafts)
     token_ids = torch.sort(_clean_logits(rows), dim=-1, descending=True, stable=True).indices[:, :n]
     logprobs = torch.zeros(token_ids.shape)
-    columns = dict(zip(_FILTERS, (temperature, top_k, top_p, min_p, typical_p), strict=True))
-    bounds = range(len(logits) + 1) if output_indptr is None else output_indptr.tolist()
+    bounds = range(len(logits) + 1) if drafts is None else drafts.output_indptr.tolist()
     for i, row in enumerate(rows):
         b = bisect.bisect_right(bounds, i) - 1
-        filters = dict(_FILTERS)
-        if b < len(bounds) - 1:
-            filters = {name: _of(columns[name], b, off) for name, off in _FILTERS.items()}
+        filters = _filters_of(sampling, b) if b < len(bounds) - 1 else dict(_FILTERS)
         scores = _log_probs(row, filters) if processed_logprobs else _log_softmax(row)
         logprobs[i] = scores[token_ids[i]]
         if ranks is not None:
@@ -374,16 +347,34 @@ def top_logprobs(
 
 
 def commit(
-    output_token_ids: Tensor, slots: Tensor, token_ids: Tensor, lens: Tensor, **options: Tensor
+    emitted: EmittedTokens,
+    slots: Tensor,
+    token_ids: Tensor,
+    lens: Tensor,
+    *,
+    prompt_lens: Tensor | None = None,
+    rules: EndingRules | None = None,
+    counts: TokenCounts | None = None,
+    status: RequestStatus | None = None,
+    num_committed_tokens: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Commit tokens one at a time; return all arguments by name, as the op would leave them."""
-    after = {
-        "output_token_ids": output_token_ids.clone(),
+    """Commit tokens one at a time; return all tensors by name, as the op would leave them.
+
+    The emitted token ids are returned as "output_token_ids".
+    """
+    given = {
+        "output_token_ids": emitted.token_ids,
+        "logprobs": emitted.logprobs,
+        "ranks": emitted.ranks,
         "slots": slots,
-        "token_ids": token_ids.clone(),
-        "lens": lens.clone(),
-        **{name: tensor.clone() for name, tensor in options.items()},
+        "token_ids": token_ids,
+        "lens": lens,
+        "prompt_lens": prompt_lens,
+        "num_committed_tokens": num_committed_tokens,
     }
+    for group in (rules, counts, status):
+        given |= {} if group is None else group._asdict()
+    after = {name: tensor.clone() for name, tensor in given.items() if tensor is not None}
 
     def of_slot(name: str, slot: int, absent: int) -> int:
         return int(after[name][slot]) if name in after else absent
@@ -399,7 +390,7 @@ def commit(
             prompt_len = of_slot("prompt_lens", s, 0)
             stops, inject = ids_of("stop_token_ids", s), ids_of("inject_token_ids", s)
             state = of_slot("thinking_state", s, -1)
-            for token in _before_padding(output_token_ids[b].tolist()):
+            for token in _before_padding(emitted.token_ids[b].tolist()):
                 n = len(row) + 1 - prompt_len
                 may_stop = n >= of_slot("min_tokens", s, 0)
                 if state == 0 and token == of_slot("think_end_token_id", s, -1):

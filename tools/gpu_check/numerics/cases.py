@@ -295,9 +295,9 @@ def sample(generator: torch.Generator, move: Move) -> Call:
         "top_p": 1 - torch.rand(rows, generator=generator) * 0.9,
         "seeds": torch.randint(0, 1 << 40, (rows,), generator=generator),
     }
-    keywords = {name: move(tensor) for name, tensor in filters.items()}
+    given = sampling.SamplingTensors(**{name: move(tensor) for name, tensor in filters.items()})
     positions = move(torch.randint(0, 9000, (rows,), generator=generator).int())
-    return lambda: [sampling.sample(logits, positions, **keywords)]
+    return lambda: [sampling.sample(logits, positions, sampling=given)]
 
 
 def verify(generator: torch.Generator, move: Move) -> Call:
@@ -307,17 +307,18 @@ def verify(generator: torch.Generator, move: Move) -> Call:
     likely = logits.argmax(-1).view(batch, -1)[:, :drafts].int()
     other = torch.randint(0, logits.shape[1], likely.shape, generator=generator).int()
     given = torch.where(torch.rand(likely.shape, generator=generator) < 0.7, likely, other)
-    filters = {
-        "strategy": torch.randint(0, 3, (batch,), generator=generator).int(),
-        "temperature": torch.full((batch,), 0.9),
-        "top_p": 1 - torch.rand(batch, generator=generator) * 0.5,
-        "seeds": torch.randint(0, 1 << 40, (batch,), generator=generator),
-        "positions": torch.randint(0, 9000, (batch,), generator=generator).int(),
-    }
-    keywords = {name: move(tensor) for name, tensor in filters.items()}
+    strategy = move(torch.randint(0, 3, (batch,), generator=generator).int())
+    filters = sampling.SamplingTensors(
+        temperature=move(torch.full((batch,), 0.9)),
+        top_p=move(1 - torch.rand(batch, generator=generator) * 0.5),
+        seeds=move(torch.randint(0, 1 << 40, (batch,), generator=generator)),
+    )
+    positions = move(torch.randint(0, 9000, (batch,), generator=generator).int())
     indptr = move(torch.arange(batch + 1, dtype=torch.int32) * (drafts + 1))
-    moved, of_request = move(logits), move(given.contiguous())
-    return lambda: list(sampling.verify(moved, indptr, of_request, **keywords))
+    moved, chains = move(logits), sampling.Drafts(indptr, move(given.contiguous()))
+    return lambda: list(
+        sampling.verify(moved, chains, positions, strategy=strategy, sampling=filters)
+    )
 
 
 def top_logprobs(generator: torch.Generator, move: Move) -> Call:

@@ -232,7 +232,10 @@ def _rows_of_sampling(device: Machine, sizes: Sizes, dtype: torch.dtype) -> Iter
             logprobs = torch.empty(x.shape[0], device=x.device)
             ranks = torch.empty(x.shape[0], dtype=torch.int32, device=x.device)
             tokens = sampling.sample(
-                x, numbers[which], seeds=seeds[which], logprobs=logprobs, ranks=ranks, **given
+                x,
+                numbers[which],
+                sampling=sampling.SamplingTensors(seeds=seeds[which], **given),
+                outputs=sampling.SampleOutputs(logprobs=logprobs, ranks=ranks),
             )
             return [tokens, logprobs, ranks]
 
@@ -358,7 +361,8 @@ def _with_processors(
 
     def sampled() -> list[Tensor]:
         logprobs = torch.empty(2, device=logits.device)
-        tokens = sampling.sample(logits, positions, processors=processors, logprobs=logprobs)
+        outputs = sampling.SampleOutputs(logprobs=logprobs)
+        tokens = sampling.sample(logits, positions, processors=processors, outputs=outputs)
         return [tokens, logprobs]
 
     yield f"sample with processors over {vocab} tokens", sampled

@@ -113,10 +113,11 @@ def _sample(device: Machine, repeats: Repeats) -> Meeting:
     def call(x: Tensor) -> Call:
         logprobs = torch.empty(1, device=device.device)
         out, ranks = (torch.empty(1, dtype=torch.int32, device=device.device) for _ in range(2))
-        given = {"temperature": 1.0, "top_p": 0.9, "seeds": seeds, "workspace": workspace}
+        given = sampling.SamplingTensors(temperature=1.0, top_p=0.9, seeds=seeds)
+        outputs = sampling.SampleOutputs(out, logprobs=logprobs, ranks=ranks)
 
         def sampled() -> list[Tensor]:
-            sampling.sample(x, position, out=out, logprobs=logprobs, ranks=ranks, **given)
+            sampling.sample(x, position, sampling=given, outputs=outputs, workspace=workspace)
             return [out, logprobs, ranks]
 
         return sampled

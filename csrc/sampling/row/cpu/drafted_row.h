@@ -18,7 +18,7 @@ namespace specops::SPECOPS_ISA {
 namespace {
 
 // The distribution that the drafts after a row were drawn from.
-struct DraftProbs {
+struct RowDraftProbs {
   const float* probs = nullptr;        // nullptr: drafts were chosen, not drawn
   const int32_t* token_ids = nullptr;  // of probs, -1 = unused; nullptr: token id has probs[id]
   int32_t size = 0;
@@ -47,7 +47,7 @@ template <typename T>
 class DraftedRow {
  public:
   // max_rejections bounds the number of rejected drafts if drafts were chosen.
-  DraftedRow(const Row<T>& row, const DraftProbs& draft_probs, int32_t max_rejections)
+  DraftedRow(const Row<T>& row, const RowDraftProbs& draft_probs, int32_t max_rejections)
       : row_(row), draft_probs_(draft_probs), inverse_mass_(1.0 / row.kept_mass) {
     masses_ = tls_drafted_row.masses.reserve(row.num_leaves);
     if (is_dense()) return;
@@ -195,7 +195,7 @@ class DraftedRow {
   }
 
   const Row<T>& row_;
-  DraftProbs draft_probs_;
+  RowDraftProbs draft_probs_;
   double inverse_mass_;
   Residual residual_;
   double* masses_ = nullptr;
@@ -210,9 +210,9 @@ class DraftedRow {
 template <typename T, typename Source>
 [[maybe_unused]] int32_t choose_by_rule(TargetRow<T>& target,
                                         RowRule rule,
-                                        const Drafts& drafts,
+                                        const RequestDrafts& drafts,
                                         int32_t row_idx,
-                                        const DraftProbs& draft_probs,
+                                        const RowDraftProbs& draft_probs,
                                         const Source& uniform) {
   int32_t child = next_child(drafts, row_idx);
   if (rule == RowRule::kDraft) return drafts.token_ids[child];

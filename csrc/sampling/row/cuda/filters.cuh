@@ -9,7 +9,7 @@
 namespace specops {
 
 // Returns the uniforms for the decisions about one token of one request.
-__device__ inline PhiloxSource uniform_source(const FilterArrays& filters,
+__device__ inline PhiloxSource uniform_source(const SamplingTensors& filters,
                                               int64_t idx,
                                               int32_t position,
                                               uint32_t anchor = 0) {

@@ -30,7 +30,7 @@ from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape
 from specops.engine.models import CacheRoom, KvBytes, KvCache, LayerBatch, Transformer
 from specops.engine.request import Request
-from specops.sampling import LogitsProcessors
+from specops.sampling import LogitsProcessors, SamplingTensors
 
 
 class RequestsFailed(Exception):
@@ -101,13 +101,7 @@ class TargetStep(LayerBatch):
     slots: Tensor  # int32 [batch]; -1: no request
     token_ids: Tensor  # int32 [slots, max_model_len], prompt and output of each request
     lens: Tensor  # int32 [slots], number of tokens of each request
-    # Sampling parameters of the target's tokens, [batch].
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    typical_p: Tensor | None
-    seeds: Tensor
-    choice_index: Tensor
+    sampling: SamplingTensors  # parameters of the target's tokens, [batch]
     # Changes to the logits of the next token, a row per request; None: none. Grammar masks are not
     # included: the host computes them only after it has read this step's tokens.
     processors: LogitsProcessors | None

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from specops.engine.drafters.base import DrawnFrom
+from specops.sampling import DraftProbs
 
 
-class DraftProbs:
+class DraftProbTable:
     """A table of draft distributions with one row per slot for each drafter that draws.
 
     If any drafter has a reduced vocabulary, the table also lists the token id of every entry. This
@@ -61,11 +62,11 @@ class DraftProbs:
             for name, one in self._owners.items()
         }
 
-    def arguments(self, width: int) -> dict[str, Tensor | None]:
-        """Return the arguments of `verify` that hold the table, for steps with `width` drafts."""
+    def of_step(self, width: int, rows: Tensor) -> DraftProbs:
+        """Return the table for steps with `width` drafts, with the row of each request."""
         assert self.probs is not None
         listed = None if self.token_ids is None else self.token_ids[:, :width]
-        return {"draft_probs": self.probs[:, :width], "draft_prob_token_ids": listed}
+        return DraftProbs(self.probs[:, :width], listed, rows)
 
     def row(self, name: str, place: int) -> int:
         """Return the table row that a drafter wrote for request `place` of the step."""

@@ -32,7 +32,7 @@ from specops.engine.drafters.base import (
     Scheduled,
     StepResults,
 )
-from specops.engine.drafters.draft_probs import DraftProbs
+from specops.engine.drafters.draft_probs import DraftProbTable
 from specops.engine.drafters.selection import DraftSelector
 from specops.engine.drafters.watched_step import WatchedStep
 from specops.engine.features import Feature
@@ -120,7 +120,7 @@ class Drafting:
             for name, one in self.drafters.items()
             if one.drawn_from is not None
         }
-        self.draft_probs = DraftProbs(drawing, slots, context.device.device)
+        self.draft_probs = DraftProbTable(drawing, slots, context.device.device)
         self._most_drawn = 0  # most drafts of any request with a drafter that draws
         self._check_lengths(context.config.speculative_config)
         self._check_room(context.config.speculative_config)

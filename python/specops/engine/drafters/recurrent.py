@@ -35,7 +35,7 @@ from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape, bucket
 from specops.engine.models import CacheRoom, KvBytes
 from specops.engine.request import Request
-from specops.sampling import LogitsProcessors, Purpose
+from specops.sampling import LogitsProcessors, Purpose, SampleOutputs, SamplingTensors
 
 # Positions of a request whose states are kept for heads that lag behind. This covers CATCH_UP, and
 # BEGIN_ANEW plus the positions before these on the same page.
@@ -297,7 +297,7 @@ class RecurrentStep(DrafterStep):
             self.workspace_size = drafter.head.workspace_size(shape.rows, batch, step.pages)
         self.rows: _Inputs
         self.max_draft_tokens: Tensor
-        self._choosing: dict[str, Tensor]
+        self._sampling: SamplingTensors | None
         # Changes to the logits of the first draft; None: no changes.
         self._processors: LogitsProcessors | None
         self._target: TargetStep | None = None
@@ -390,18 +390,9 @@ class RecurrentStep(DrafterStep):
         self._kv_indptr_seen = target.kv_indptr
         if self._shape.skips_pages:
             self._kv_indptr_seen = self._kv_indptr.device
-        self._choosing = {}
+        self._sampling = None
         if self._shape.draws:
-            self._choosing = {
-                "temperature": self._temperatures.device,
-                "top_k": target.top_k,
-                "top_p": target.top_p,
-                "min_p": target.min_p,
-                "seeds": target.seeds,
-                "choice_index": target.choice_index,
-            }
-            if target.typical_p is not None:
-                self._choosing["typical_p"] = target.typical_p
+            self._sampling = target.sampling._replace(temperature=self._temperatures.device)
         # Logits processors use the target's vocabulary.
         has_processors = self._drafter.head.token_map is None
         self._processors = target.processors if has_processors else None
@@ -520,20 +511,22 @@ class RecurrentStep(DrafterStep):
         batching.gather_output_rows(hidden, indices.last_rows, out=choices.states)
         head.logits(step, choices.states, out=choices.logits, sums=target.sums)
         positions = indices.draft_positions
-        if 0 < step < drafter.num_passes and (self._choosing or self._processors):
+        if 0 < step < drafter.num_passes and (self._sampling or self._processors):
             # The rows are those of the first pass; each pass drafts one position further on.
             positions = torch.add(positions, step, out=choices.positions)
             positions.clamp_(max=target.token_ids.shape[1])
-        choosing: dict[str, Any] = {**self._choosing, "workspace": drafter.arrays.workspace}
         processors = self._processors
-        if processors is not None:
-            processors = later_processors(processors) if step else processors
-            choosing["processors"] = processors
+        if processors is not None and step:
+            processors = later_processors(processors)
+        choosing: dict[str, Any] = {
+            "sampling": self._sampling,
+            "processors": processors,
+            "workspace": drafter.arrays.workspace,
+        }
         reported = self.reports.logprobs
         logprobs = reported[step].device if reported else None
-        sampling.sample(
-            choices.logits, positions, **choosing, logprobs=logprobs, out=choices.sampled
-        )
+        outputs = SampleOutputs(choices.sampled, logprobs)
+        sampling.sample(choices.logits, positions, **choosing, outputs=outputs)
         if self._shape.has_own_numbers:
             sampling.sample(
                 choices.logits,
@@ -541,8 +534,9 @@ class RecurrentStep(DrafterStep):
                 **choosing,
                 anchors=choices.anchors,
                 purpose=Purpose.DRAFT,
-                probs=target.draft_probs[drafter.name][:size, step],
-                out=choices.drawn,
+                outputs=SampleOutputs(
+                    choices.drawn, probs=target.draft_probs[drafter.name][:size, step]
+                ),
             )
             torch.ne(self.rows.own_numbers, 0, out=choices.is_drawn)
             torch.where(choices.is_drawn, choices.drawn, choices.sampled, out=choices.sampled)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specops.engine.memory.step_shape import bucket
 from specops.engine.request import Request
-from specops.sampling import LogitsProcessors, count_tokens
+from specops.sampling import EndingRules, LogitsProcessors, TokenCounts, count_tokens
 
 # Value of an unused entry, by table: tables that end requests, tables that change logits, and
 # tables in which `commit` counts tokens.
@@ -145,19 +145,16 @@ class SlotTables:
             slots=slots, token_ids=self.token_ids, prompt_lens=prompt_lens, **given
         )
 
-    def endings(self, *, all_rules: bool, counts: bool) -> dict[str, Tensor]:
-        """Return the existing tables that are arguments of `commit`.
+    def endings(self, max_lens: Tensor, *, all_rules: bool) -> EndingRules:
+        """Return the rules of existing tables; all of them, or only the length and stop tokens."""
+        names = ["stop_token_ids", *(("min_tokens", *_ENDINGS) if all_rules else ())]
+        given = {name: self._tables[name] for name in names if name in self._tables}
+        return EndingRules(max_lens=max_lens, **given)
 
-        Args:
-            all_rules: include all rules that end a request, not only stop tokens.
-            counts: include the token counts, which `commit` updates.
-        """
-        names = ["stop_token_ids"]
-        if all_rules:
-            names += [*_ENDINGS, "min_tokens"]
-        if counts:
-            names += _COUNTS
-        return {name: self._tables[name] for name in names if name in self._tables}
+    def counts(self) -> TokenCounts | None:
+        """Return the token counts, if a request has needed them."""
+        has_counts = "token_counts" in self._tables
+        return TokenCounts(*(self._tables[name] for name in _COUNTS)) if has_counts else None
 
     def _write(self, name: str, slot: int, values: NDArray[Any]) -> None:
         """Write a row unless the table holds it already."""

@@ -25,7 +25,15 @@ from specops.engine.memory.step_memory import Block, Layout, StepMemory
 from specops.engine.memory.step_shape import StepShape
 from specops.engine.models import KvCache, StepBatch, Transformer
 from specops.engine.steps.slot_tables import SlotTables
-from specops.sampling import LogitsProcessors
+from specops.sampling import (
+    Drafts,
+    EmittedTokens,
+    LogitsProcessors,
+    RequestStatus,
+    SamplingTensors,
+    TopLogprobsOutputs,
+    VerifyOutputs,
+)
 
 
 class RequestRow(NamedTuple):
@@ -40,7 +48,7 @@ class RequestRow(NamedTuple):
 
 
 class SamplingRow(NamedTuple):
-    """Per-request sampling parameters, as arguments of `sampling.verify`.
+    """Per-request sampling parameters, as fields and arguments of `sampling.verify`.
 
     They are rows of one int32 array; the first `_NUM_FLOATS` rows hold the bits of float32 values.
     """
@@ -244,14 +252,26 @@ class Step:
 
     def _choosing(self) -> dict[str, Any]:
         """Return the arguments that choose a token, besides the logits."""
-        arrays, features, sampled = self.arrays, self.shape.features, self._sampling._asdict()
-        choosing: dict[str, Any] = {name: sampled[name] for name in FILTERS}
-        choosing["positions"] = self._row.positions
-        if not features & Feature.TYPICAL_P:
-            choosing["typical_p"] = None
-        if features & Feature.PROCESSORS:
-            choosing["processors"] = self._processors(arrays.mask_indices.device)
-        return choosing
+        arrays, features = self.arrays, self.shape.features
+        has_processors = features & Feature.PROCESSORS
+        return {
+            "drafts": Drafts(self._indices.output_indptr, arrays.draft_token_ids.device),
+            "positions": self._row.positions,
+            "sampling": self._sampling_tensors(),
+            "processors": self._processors(arrays.mask_indices.device) if has_processors else None,
+        }
+
+    def _sampling_tensors(self) -> SamplingTensors:
+        sampled = self._sampling
+        return SamplingTensors(
+            temperature=sampled.temperature,
+            top_k=sampled.top_k,
+            top_p=sampled.top_p,
+            min_p=sampled.min_p,
+            typical_p=sampled.typical_p if self.shape.features & Feature.TYPICAL_P else None,
+            seeds=self.arrays.seeds.device,
+            choice_index=sampled.choice_index,
+        )
 
     def _processors(self, mask_indices: Tensor) -> LogitsProcessors:
         """Return the logits processors, with the mask index of each row of logits."""
@@ -265,59 +285,57 @@ class Step:
     def _bind_sampling(self, scratch: Scratch) -> None:
         """Collect the arguments of the ops that choose and commit tokens."""
         arrays, features, parts = self.arrays, self.shape.features, self._parts
-        choosing, tables = self._choosing(), parts.tables
+        choosing, tables, state = self._choosing(), parts.tables, self._state
         # It must be zero before every call, and is zero after it, so steps do not share it.
         workspace = sampling.sampling_workspace(self._logits, self.shape.batch)
         if workspace is None:  # an empty tensor, so that no call checks the need again
             workspace = self._logits.new_empty(0, dtype=torch.uint8)
         # Logprobs and ranks are outputs of both ops; None if no request wants them.
         has_logprobs, has_rates = self.shape.logprobs >= 0, features & Feature.ACCEPT_RATES
-        outputs: dict[str, Any] = {
-            "output_token_ids": arrays.output_token_ids.device,
-            "logprobs": arrays.logprobs.device if has_logprobs else None,
-            "ranks": arrays.ranks.device if has_logprobs else None,
-        }
+        outputs = VerifyOutputs(
+            arrays.output_token_ids.device,
+            arrays.num_accepted.device,
+            logprobs=arrays.logprobs.device if has_logprobs else None,
+            ranks=arrays.ranks.device if has_logprobs else None,
+        )
         self._verify_args: dict[str, Any] = {
-            **self._sampling._asdict(),
             **choosing,
-            **outputs,
+            "strategy": self._sampling.strategy,
+            "policy": self._sampling.policy,
             "accept_rates": arrays.accept_rates.device if has_rates else None,
-            "seeds": arrays.seeds.device,
             "processed_logprobs": parts.processed_logprobs,
-            "num_accepted_tokens": arrays.num_accepted.device,
+            "outputs": outputs,
             "workspace": workspace,
         }
         if features & Feature.DRAFT_PROBS:
-            self._verify_args |= parts.drafting.draft_probs.arguments(self.shape.width)
-            self._verify_args["draft_prob_rows"] = arrays.draft_prob_rows.device
+            self._verify_args["draft_probs"] = parts.drafting.draft_probs.of_step(
+                self.shape.width, arrays.draft_prob_rows.device
+            )
         self._tops: dict[str, Any] = {
+            **(choosing if parts.processed_logprobs else {}),
+            "processed_logprobs": parts.processed_logprobs,
+            "outputs": TopLogprobsOutputs(
+                arrays.top_ids.device, arrays.top_logprobs.device, lse=scratch.lse.device
+            ),
             "workspace": workspace,
-            "token_ids": arrays.top_ids.device,
-            "logprobs": arrays.top_logprobs.device,
-            "lse": scratch.lse.device,
         }
-        if parts.processed_logprobs:
-            self._tops |= {
-                **choosing,
-                "processed_logprobs": True,
-                "output_indptr": self._indices.output_indptr,
-                "draft_token_ids": arrays.draft_token_ids.device,
-            }
         self._commit_args: dict[str, Any] = {
-            **self._state._asdict(),
-            **outputs,
-            **tables.endings(
-                all_rules=bool(features & Feature.ENDINGS),
-                counts=bool(features & Feature.PROCESSORS),
+            "emitted": EmittedTokens(
+                arrays.output_token_ids.device, outputs.logprobs, outputs.ranks
             ),
             "slots": self._row.slots,
             "token_ids": tables.token_ids,
+            "lens": state.lens,
+            "prompt_lens": state.prompt_lens,
+            "rules": tables.endings(state.max_lens, all_rules=bool(features & Feature.ENDINGS)),
+            "counts": tables.counts() if features & Feature.PROCESSORS else None,
+            "status": RequestStatus(state.finish_reasons, state.stop_indices, state.thinking_state),
             "num_committed_tokens": arrays.num_committed.device,
         }
 
     def _target_step(self) -> TargetStep:
         """Return the tensors that drafters read."""
-        arrays, sampled = self.arrays, self._sampling
+        arrays = self.arrays
         features, processors = self.shape.features, None
         if features & Feature.PROCESSORS:
             processors = self._processors(arrays.draft_mask_indices.device)
@@ -329,13 +347,8 @@ class Step:
             row_to_request=self._indices.row_to_request,
             token_ids=self._parts.tables.token_ids,
             lens=self._state.lens,
-            top_k=sampled.top_k,
-            top_p=sampled.top_p,
-            min_p=sampled.min_p,
-            typical_p=sampled.typical_p if features & Feature.TYPICAL_P else None,
+            sampling=self._sampling_tensors(),
             processors=processors,
-            seeds=arrays.seeds.device,
-            choice_index=sampled.choice_index,
             draft_probs=self._parts.drafting.draft_probs.views(),
             draft_token_ids=arrays.proposed_token_ids.device,
             num_draft_tokens=arrays.num_proposed.device,
@@ -397,12 +410,7 @@ class Step:
                     hidden, indices.output_rows, out=self._gathered
                 )
             logits = parts.model.logits(hidden, out=self._logits, sums=self._batch.sums)
-            sampling.verify(
-                logits,
-                indices.output_indptr,
-                self.arrays.draft_token_ids.device,
-                **self._verify_args,
-            )
+            sampling.verify(logits, **self._verify_args)
             if shape.logprobs > 0:
                 sampling.top_logprobs(logits, shape.logprobs, **self._tops)
             sampling.commit(**self._commit_args)

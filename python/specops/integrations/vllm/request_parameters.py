@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specops.integrations.vllm.step_requests import Row
-from specops.sampling import LogitsProcessors, count_tokens
+from specops.sampling import LogitsProcessors, SamplingTensors, count_tokens
 
 # vLLM decodes greedily below this temperature.
 _GREEDY_BELOW = 1e-5
@@ -136,17 +136,17 @@ class BatchParameters:
             [index for index, params in enumerate(every) if _is_penalised(params)],
         )
 
-    def filters(self) -> dict[str, Any]:
-        """Return the sampling arguments of `sample` and `verify`; empty if all rows are greedy."""
+    def sampling(self) -> SamplingTensors | None:
+        """Return the sampling parameters as the ops take them; None if all rows are greedy."""
         if self.is_greedy:
-            return {}
-        return {
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "min_p": self.min_p,
-            "seeds": self.seeds,
-        }
+            return None
+        return SamplingTensors(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seeds=self.seeds,
+        )
 
     def processors_of(
         self, rows: Sequence[Row], positions: Tensor, num_logits: Sequence[int]

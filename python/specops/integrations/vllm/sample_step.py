@@ -52,24 +52,22 @@ class _Step:
     Attributes:
         logits: [rows, vocab_size].
         positions: [batch], int32. Tokens of each request, and so the position of its next one.
-        filters: temperature, filters and seeds; empty if every row is greedy.
+        parameters: temperature, filters and seeds; None if every row is greedy.
         processors: changes of the logits, applied first.
         num_logprobs: number of most probable tokens to report; None: no logprobs are requested.
         is_processed: whether logprobs are those of the sampled distribution.
-        indptr: [batch + 1], int32. Each request's rows of logits; None: one row each, no drafts.
-        drafts: [batch, k], int32; None: no drafts.
+        drafts: drafts, and the rows of logits of each request; None: one row each, no drafts.
     """
 
     logits: Tensor
     positions: Tensor
-    filters: dict[str, Any]
+    parameters: sampling.SamplingTensors | None
     processors: sampling.LogitsProcessors | None
     num_logprobs: int | None
     is_processed: bool
-    indptr: Tensor | None = None
-    drafts: Tensor | None = None
+    drafts: sampling.Drafts | None = None
 
-    def results(self, *shape: int) -> dict[str, Any]:
+    def results(self, *shape: int) -> dict[str, Tensor]:
         """Return outputs for logprobs and ranks of the chosen tokens, if requested."""
         if self.num_logprobs is None:
             return {}
@@ -100,24 +98,21 @@ def sample_step(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> 
     count = len(batch.rows)
     input_batch = self.input_batch
     positions = input_batch.num_tokens_no_spec_cpu_tensor[:count].to(torch.int32, copy=True)
-    num_logits = [1] * count
-    indptr = None
-    drafts = None
+    num_logits, drafts = [1] * count, None
     if spec_decode_metadata is not None:
         num_drafts: list[int] = spec_decode_metadata.num_draft_tokens
         num_logits = [1 + number for number in num_drafts]
         indptr = torch.zeros(count + 1, dtype=torch.int32)
         indptr[1:] = spec_decode_metadata.cu_num_sampled_tokens
-        drafts = _padded(spec_decode_metadata.draft_token_ids, num_drafts)
+        drafts = sampling.Drafts(indptr, _padded(spec_decode_metadata.draft_token_ids, num_drafts))
     step = _Step(
         # vLLM edits logits in float32, too.
         logits if batch.parameters.processors is None else logits.float(),
         positions,
-        batch.parameters.filters(),
+        batch.parameters.sampling(),
         batch.parameters.processors_of(batch.rows, positions, num_logits),
         input_batch.sampling_metadata.max_num_logprobs,
         self.sampler.logprobs_mode == "processed_logprobs",
-        indptr,
         drafts,
     )
     return _sample(step) if drafts is None else _verify(step)
@@ -147,10 +142,10 @@ def _sample(step: _Step) -> SamplerOutput:
     tokens = sampling.sample(
         step.logits,
         step.positions,
+        sampling=step.parameters,
         processors=step.processors,
         processed_logprobs=step.is_processed,
-        **step.filters,
-        **results,
+        outputs=sampling.SampleOutputs(**results),
     )
     tensors = None
     if step.num_logprobs is not None:
@@ -160,24 +155,23 @@ def _sample(step: _Step) -> SamplerOutput:
 
 def _verify(step: _Step) -> SamplerOutput:
     """Return the accepted drafts of each request and one more token."""
-    assert step.indptr is not None and step.drafts is not None
-    batch, max_drafts = step.drafts.shape
+    assert step.drafts is not None
+    batch, max_drafts = step.drafts.token_ids.shape
     results = step.results(batch, max_drafts + 1)
     tokens, _ = sampling.verify(
         step.logits,
-        step.indptr,
         step.drafts,
-        positions=step.positions,
+        step.positions,
         strategy=_STRATEGIES[strategy_of()],
+        sampling=step.parameters,
         processors=step.processors,
         processed_logprobs=step.is_processed,
-        **step.filters,
-        **results,
+        outputs=sampling.VerifyOutputs(**results),
     )
     tensors = None
     if step.num_logprobs is not None:
         # vLLM needs a row for every column of the tokens, and drops those after the accepted ones.
-        rows = step.indptr[:-1, None] + torch.arange(max_drafts + 1)
+        rows = step.drafts.output_indptr[:-1, None] + torch.arange(max_drafts + 1)
         rows = rows.clamp(max=len(step.logits) - 1).flatten()
         ids, values = _top(step)
         tensors = _beside(tokens.flatten(), results, ids[rows], values[rows])
@@ -202,16 +196,14 @@ def _top(step: _Step) -> tuple[Tensor, Tensor]:
     if not step.is_processed:
         ids, values, _ = sampling.top_logprobs(step.logits, step.num_logprobs)
         return ids, values
-    filters = {name: value for name, value in step.filters.items() if name != "seeds"}
     ids, values, _ = sampling.top_logprobs(
         step.logits,
         step.num_logprobs,
         processed_logprobs=True,
-        output_indptr=step.indptr,
-        draft_token_ids=step.drafts,
+        drafts=step.drafts,
         positions=step.positions,
+        sampling=step.parameters,
         processors=step.processors,
-        **filters,
     )
     return ids, values
 
