@@ -44,7 +44,7 @@ SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type
 .PHONY: bench-mtp-mistakes bench-head-mistakes
 .PHONY: test-lm-eval test-clients test-dynamo bench-vllm bench-replay bench-replay-whole bench-step-costs bench-peers
 .PHONY: bench-accuracy bench-gemma bench-gemma-greedy bench-gemma-seeded bench-start
-.PHONY: gpu-check screenshots docs pyz wheel sdist wheel-old wheel-arm test-bare lint format clean
+.PHONY: gpu-check screenshots docs pyz wheel wheel-suffix sdist wheel-old wheel-arm test-bare lint format clean
 
 # The package with the kernels of ISAS.
 setup: $(VENV)/built
@@ -369,6 +369,12 @@ wheel: setup
 	  $(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/linked .
 	$(REPAIR) build/linked/*.whl
 
+# The suffix cache without torch, in build/wheels.
+wheel-suffix: $(VENV)/build-deps
+	rm -rf build/linked
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/linked ./suffix
+	$(REPAIR) build/linked/*.whl
+
 # The source distribution in build/sdist, and beside it the wheel that it makes away from this tree,
 # with build tools of its own.
 sdist: $(VENV)/build-deps
@@ -409,17 +415,19 @@ test-bare: wheel sdist
 	$(BIN)/python -m tools.bare_debian
 	$(BIN)/python -m tools.bare_debian --wheel build/sdist/*.whl
 
+CLANG_FORMAT = git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cuh' 'csrc/*.cu' 'suffix/*.cpp' | \
+  grep -v common/dlpack.h | xargs $(BIN)/clang-format
+
 lint: docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cuh' 'csrc/*.cu' | grep -v common/dlpack.h | \
-	  xargs $(BIN)/clang-format --dry-run --Werror
+	$(CLANG_FORMAT) --dry-run --Werror
 
 format: $(VENV)/lint-deps
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cuh' 'csrc/*.cu' | grep -v common/dlpack.h | xargs $(BIN)/clang-format -i
+	$(CLANG_FORMAT) -i
 
 clean:
-	rm -rf $(VENV) build python/*.egg-info python/specops/_C*.so
+	rm -rf $(VENV) build suffix/build */*.egg-info python/specops/_C*.so

@@ -1,0 +1,1 @@
+../../python/specops/suffix_tree.py
