@@ -226,13 +226,12 @@ lint: docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cuh' 'csrc/*.cu' | grep -v common/dlpack.h | \
-	  xargs $(BIN)/clang-format --dry-run --Werror
+	$(CLANG_FORMAT) --dry-run --Werror
 
 format: $(VENV)/lint-deps
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cuh' 'csrc/*.cu' | grep -v common/dlpack.h | xargs $(BIN)/clang-format -i
+	$(CLANG_FORMAT) -i
 
 clean:
-	rm -rf $(VENV) build python/*.egg-info python/specops/_C*.so
+	rm -rf $(VENV) build suffix/build */*.egg-info python/specops/_C*.so

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The source distribution builds the package, and the ops require only torch."""
+"""The source distribution builds the package, the ops require only torch, and the suffix cache nothing."""
 
 import os
 import re
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import specops
 from test_build import configure
 
 pytestmark = pytest.mark.ci
@@ -177,3 +178,69 @@ for command in {list(extras)}:
     for line, (command, extra) in zip(done.stderr.splitlines(), extras.items(), strict=True):
         sentence = rf"specops: {command} needs \w+, which is not installed: "
         assert re.fullmatch(sentence + rf"pip install 'specops\[{extra}\]'", line)
+
+
+SUFFIX_CACHE = """
+import array, sys
+from {module} import SuffixCache, SuffixDecodingCache
+cache = SuffixCache(max_cached_requests=3)
+number = cache.start("a", [10, 11, 12, 13, 14, 11, 12])
+print(number, cache.speculate("a", 4), cache.speculate("a", 4, use_tree=True))
+cache.extend("a", array.array("i", [13, 9] * 40))
+cache.stop("a")
+cache.add((5, 6, 7, 8), "b")
+cache.start("c", memoryview(array.array("i", [12, 13])))
+print(cache.speculate("c", 8), cache.count([13, 9]), cache.cached_requests)
+cache.save("{module}", label="tokens")
+cache.evict("a")
+print(cache.speculate("c", 8), cache.count([13, 9]), cache.cached_requests)
+loaded = SuffixCache()
+loaded.load("specops.suffix_tree")  # the file that the package wrote
+print(SuffixCache.read_label("{module}"), loaded.num_cached_tokens, loaded.count([13, 9]))
+old = SuffixDecodingCache()
+old.start_request(1, [1, 2, 3, 1, 2])
+print(old.speculate(1, [3, 1, 2]), cache.check_integrity() or loaded.check_integrity())
+for wrong in ("a", [1, -1], array.array("d", [1.0])):
+    try:
+        cache.add(wrong)
+    except ValueError as error:
+        print(error)
+print({{"torch", "numpy"}} & set(sys.modules))
+"""
+
+
+def test_suffix_cache_is_a_small_wheel_without_torch(tmp_path: Path) -> None:
+    """Its results equal those of the full package, which can be loaded beside it."""
+    pytest.importorskip("pybind11")
+
+    def run(*command: object, **env: str) -> str:
+        done = subprocess.run(
+            list(map(str, command)),
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, **env},
+            cwd=tmp_path,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    skip = shutil.ignore_patterns("build", "*.egg-info")  # a build in place leaves them
+    shutil.copytree(ROOT / "suffix", tmp_path / "suffix", ignore=skip)
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir=.", "./suffix")
+    (wheel,) = tmp_path.glob("specops_suffix-*.whl")
+    assert wheel.name.startswith(f"specops_suffix-{specops.__version__}-")
+    assert wheel.stat().st_size < 1_000_000
+    run(sys.executable, "-m", "venv", "--without-pip", "alone")
+    alone = tmp_path / "alone" / "bin" / "python"
+    run(*pip, "--python", alone, "install", "--no-deps", "--no-index", wheel)
+
+    of_package = SUFFIX_CACHE.format(module="specops.suffix_tree")
+    of_wheel = SUFFIX_CACHE.format(module="specops_suffix")
+    expected = run(sys.executable, "-c", of_package)
+    assert expected.endswith("set()\n") and "token_ids=[13, 14]" in expected
+    assert run(alone, "-c", of_wheel) == expected
+    (installed,) = (tmp_path / "alone").glob("lib/*/site-packages")
+    places = os.pathsep.join((str(ROOT / "python"), str(installed)))
+    assert run(sys.executable, "-c", of_package + of_wheel, PYTHONPATH=places) == 2 * expected

@@ -8,7 +8,7 @@ CAMPAIGN_MINUTES ?= 30
 
 .PHONY: simt-race simt-asan simt-smoke test-race test-asan test-smoke test-arm test-sanitize
 .PHONY: campaign soak attacks test-vllm vllm-campaign test-lm-eval test-clients test-dynamo
-.PHONY: bench-peers screenshots sdist wheel-old wheel-arm test-bare
+.PHONY: bench-peers screenshots sdist wheel-suffix wheel-old wheel-arm test-bare
 
 # The interpreter with every access to memory checked for races, and under AddressSanitizer: test-smoke
 # runs the first case of every op test in one and the last in the other, test-race and test-asan all.
@@ -129,6 +129,12 @@ bench-peers:
 # The pictures of the page in docs/, of the bundled model; needs Chromium.
 screenshots: setup $(VENV)/test-deps
 	$(BIN)/python -m tools.screenshots
+
+# The suffix cache without torch, in build/wheels.
+wheel-suffix: $(VENV)/build-deps
+	rm -rf build/linked
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/linked ./suffix
+	$(REPAIR) build/linked/*.whl
 
 # The source distribution in build/sdist, and beside it the wheel that it makes away from this tree,
 # with build tools of its own.

@@ -271,18 +271,19 @@ class CacheForPython {
     return to_python(draft);
   }
 
-  void step(const TensorView& requests,
-            const TensorView& new_token_ids,
-            const TensorView& num_new_tokens,
-            const TensorView& max_draft_tokens,
-            const TensorView& draft_token_ids,
-            const TensorView& num_draft_tokens,
-            const TensorView& num_given_drafts,
-            const TensorView& parents,
-            const TensorView& probs,
-            const TensorView& scores,
-            const TensorView& match_lens,
-            Argument use_tree) {
+  // Returns num_draft_tokens, allocated if it is None.
+  py::object step(const TensorView& requests,
+                  const TensorView& new_token_ids,
+                  const TensorView& num_new_tokens,
+                  const TensorView& max_draft_tokens,
+                  const TensorView& draft_token_ids,
+                  TensorView num_draft_tokens,
+                  const TensorView& num_given_drafts,
+                  const TensorView& parents,
+                  const TensorView& probs,
+                  const TensorView& scores,
+                  const TensorView& match_lens,
+                  Argument use_tree) {
     Checker check("SuffixCache.step");
     Dim batch{"batch"}, width{"w"}, capacity{"k"};
     check.tensor("requests", requests, {DType::kInt64}, {&batch});
@@ -294,6 +295,11 @@ class CacheForPython {
     check.tensor("max_draft_tokens", max_draft_tokens, {DType::kInt32}, {&batch});
     check.tensor(
         "draft_token_ids", draft_token_ids, {DType::kInt32}, {&batch, &capacity}, Layout::kRows);
+    auto counts = py::reinterpret_borrow<py::object>(num_draft_tokens.object);
+    if (!num_draft_tokens.defined()) {
+      counts = py::handle(draft_token_ids.object).attr("new_empty")(batch.value);
+      borrow_tensor(counts.ptr(), num_draft_tokens);
+    }
     check.tensor("num_draft_tokens", num_draft_tokens, {DType::kInt32}, {&batch});
     check.optional("num_given_drafts", num_given_drafts, {DType::kInt32}, {&batch});
     check.optional("parents", parents, {DType::kInt32}, {&batch, &capacity}, Layout::kRows);
@@ -322,12 +328,13 @@ class CacheForPython {
     };
     params.options.use_tree = check.flag("use_tree", use_tree);
     check_rows(check, params, width);
-    if (batch == 0) return;
+    if (batch == 0) return counts;
     try {
       run(batch >= kLongStep, [&] { cache_.step(params); });
     } catch (const std::invalid_argument& wrong) {
       throw std::invalid_argument("SuffixCache.step: " + std::string(wrong.what()));
     }
+    return counts;
   }
 
   void stop(const py::object& request_id) {

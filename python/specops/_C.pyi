@@ -463,14 +463,14 @@ class SuffixCache:
         num_new_tokens: Tensor,
         max_draft_tokens: Tensor,
         draft_token_ids: Tensor,
-        num_draft_tokens: Tensor,
+        num_draft_tokens: Tensor | None,
         num_given_drafts: Tensor | None,
         parents: Tensor | None,
         probs: Tensor | None,
         scores: Tensor | None,
         match_lens: Tensor | None,
         use_tree: bool,
-    ) -> None: ...
+    ) -> Tensor: ...
     def stop(self, request_id: Hashable) -> None: ...
     def evict(self, request_id: Hashable) -> None: ...
     def discard(self, request_id: Hashable) -> bool: ...

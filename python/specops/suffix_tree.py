@@ -5,26 +5,27 @@ No model is needed: drafts are the continuations of the longest and likeliest ma
 tokens. Everything runs on the CPU; nothing is random, and the number of threads changes nothing.
 """
 
+from __future__ import annotations
+
 from collections.abc import Hashable
 from os import PathLike
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
-import torch
-from torch import Tensor
+from . import _C  # relative: this file is also the package specops_suffix, which has its own _C
 
-from specops import _C
-from specops._checks import empty
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Array(Protocol):
-    """One-dimensional contiguous int32 array with the buffer protocol, such as numpy's."""
+    """One-dimensional contiguous int32 array or tensor on cpu, such as numpy's or torch's."""
 
     @property
     def nbytes(self) -> int:
         """Size in bytes, as in memoryview."""
 
 
-TokenIds: TypeAlias = list[int] | tuple[int, ...] | Tensor | Array
+TokenIds: TypeAlias = list[int] | tuple[int, ...] | Array
 
 
 class SuffixDraft(NamedTuple):
@@ -243,9 +244,7 @@ class SuffixCache:
         Note:
             Idle rows get no drafts. Uses the threads of the CPU ops; their number changes no draft.
         """
-        if num_draft_tokens is None:
-            num_draft_tokens = empty(lambda: (requests.shape, torch.int32, requests))
-        self._cache.step(
+        num_draft_tokens = self._cache.step(
             requests,
             new_token_ids,
             num_new_tokens,
