@@ -82,6 +82,7 @@ def test_mtp_drafts_are_those_of_the_serving_engine() -> None:
     [
         ({"method": "eagle"}, "method must be naive, ngram or mtp, got 'eagle'"),
         ({"max_len": 8}, "at most 8 tokens with its output, got 4 and 64"),
+        ({"num_pages": 3}, "must fit 3 pages of 16 tokens, got 68 tokens"),
     ],
 )
 def test_invalid_options_and_long_requests_are_refused(

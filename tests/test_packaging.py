@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The source distribution builds the package, the ops require only torch, and the suffix cache nothing."""
+"""The source distribution builds the package; the ops require torch, the suffix cache nothing."""
 
 import os
 import re

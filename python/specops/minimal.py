@@ -13,8 +13,18 @@ the serving engine, which adds what a server needs: more models, methods and par
 a prefix cache, structured output, tensor parallelism.
 
 The vocabulary of a step: a *slot* is a request's row in every table below. A *row* is one position
-of one request in one step. A request whose text is all in the cache but for its last token has a
-row for that token and one for each of its drafts; any other request has a chunk of its prompt.
+of one request in one step. A request with exactly one token that is not cached yet has a row for
+that token and one for each of its drafts; any other request has a chunk of its prompt.
+
+One request of five prompt tokens, three drafts of which the second is rejected, chunks of four:
+
+    step    text     cached    rows                      then
+    1       5        0         tokens 0 to 3             cached 4; no logits
+    2       5        4         token 4                   emits token 5; cached 5
+    3       6        5         token 5, drafts 6, 7, 8   emits draft 6 and a new token 7; cached 7
+
+The row of draft 6 is correct, since token 6 is the draft. The keys and values of drafts 7 and 8 are
+overwritten by the next step, whose rows begin at position 7.
 """
 
 import argparse
@@ -35,7 +45,7 @@ from specops.ngram import ngram_propose
 
 BUNDLED = Path(__file__).parent / "assets"
 PAGE_SIZE = 16  # tokens
-NO_LOGITS, LAST_ROW, ALL_ROWS = batching.OutputMode
+NO_LOGITS, LAST_ROW, ALL_ROWS = batching.OutputMode  # which rows of a request get logits
 
 
 class Sequences(NamedTuple):
@@ -69,7 +79,8 @@ class Layer:
     """A decoder layer: attention with grouped queries, and a gated MLP."""
 
     def __init__(self, checkpoint: Checkpoint, prefix: str, cos_sin: Tensor) -> None:
-        config, tensors, own = checkpoint.config, checkpoint.tensors, f"{prefix}self_attn."
+        config, tensors = checkpoint.config, checkpoint.tensors
+        attention_prefix = f"{prefix}self_attn."
         self.eps = float(config["rms_norm_eps"])
         self.num_heads = int(config["num_attention_heads"])
         self.num_kv_heads = int(config.get("num_key_value_heads") or self.num_heads)
@@ -77,10 +88,12 @@ class Layer:
         self.cos_sin = cos_sin
         self.input_norm = tensors[f"{prefix}input_layernorm.weight"]
         self.mlp_norm = tensors[f"{prefix}post_attention_layernorm.weight"]
-        self.q_norm = tensors.get(f"{own}q_norm.weight")  # Qwen3 has these two, Llama has not
-        self.k_norm = tensors.get(f"{own}k_norm.weight")
-        self.qkv = checkpoint.packed(own, "q_proj", "k_proj", "v_proj")
-        self.o = checkpoint.packed(own, "o_proj")
+        self.q_norm = tensors.get(
+            f"{attention_prefix}q_norm.weight"
+        )  # Qwen3 has these two, Llama has not
+        self.k_norm = tensors.get(f"{attention_prefix}k_norm.weight")
+        self.qkv = checkpoint.packed(attention_prefix, "q_proj", "k_proj", "v_proj")
+        self.o = checkpoint.packed(attention_prefix, "o_proj")
         # `linear` returns silu(gate) * up of a weight that was packed with an activation.
         self.gate_up = checkpoint.packed(f"{prefix}mlp.", "gate_proj", "up_proj", activation="silu")
         self.down = checkpoint.packed(f"{prefix}mlp.", "down_proj")
@@ -194,7 +207,11 @@ class MtpModule:
     def forward(
         self, pairs: Tensor, kv: Tensor, rows: batching.DraftIndices, sequences: Sequences
     ) -> Tensor:
-        """Return the states that the LM head reads, from normed embeddings beside states."""
+        """Return the states that the LM head reads.
+
+        Args:
+            pairs: for each row, the normed embedding of a token, concatenated with a normed state.
+        """
         residual, eps = dense.linear(pairs, self.projection), self.layer.eps
         normed = dense.rms_norm(residual, self.layer.input_norm, eps)
         branch = self.layer.run(residual, normed, kv, rows.cache_slots, rows.positions, sequences)
@@ -250,19 +267,22 @@ class MinimalEngine:
         if method == "mtp" and self.model.mtp is None:
             raise ValueError(f"{directory}: method mtp needs a checkpoint with an MTP module")
         self.method, self.num_drafts = method, 0 if method == "naive" else num_drafts
-        self.max_len, self.chunk = max_len, chunk
+        self.max_len, self.num_pages, self.chunk = max_len, num_pages, chunk
         self.waiting: list[Request] = []
         self.running: dict[int, tuple[Request, list[int]]] = {}  # by slot, with its pages
         self.num_steps = 0
 
-        # Keys and values on pages, and a list of the free ones.
+        # Keys and values on pages, and a list of the free ones. A page has the same number in all
+        # layers and in the MTP module.
         self.kv = self.model.new_kv(num_pages)
         self.mtp_kv = self.model.layers[0].new_kv(num_pages, self.model.embedding.dtype)
         self.free_pages = list(range(num_pages))
         self.block_table = torch.zeros(num_slots, -(-max_len // PAGE_SIZE), dtype=torch.int32)
-        self.pages = batching.pages_of_block_table(self.block_table)  # kv_indptr and kv_indices
+        self.pages = batching.pages_of_block_table(self.block_table)  # kv_indptr, and a view
 
-        # The tables of all slots. On a GPU they stay on the device.
+        # The tables of all slots: views of one tensor. On a GPU they stay on the device. `lens` is
+        # the number of tokens so far, `cached` of those with final keys and values, and `max_lens`
+        # the number at which the request ends.
         ints = torch.zeros(5, num_slots, dtype=torch.int32)
         self.lens, self.cached, self.prompt_lens, self.max_lens, self.num_proposed = ints
         self.token_ids = torch.zeros(num_slots, max_len, dtype=torch.int32)  # prompt and output
@@ -287,17 +307,22 @@ class MinimalEngine:
                 f"a request must have a prompt and at most {self.max_len} tokens with its output, "
                 f"got {len(request.prompt)} and {request.max_tokens}"
             )
+        if -(-total // PAGE_SIZE) > self.num_pages:
+            raise ValueError(
+                f"a request must fit {self.num_pages} pages of {PAGE_SIZE} tokens, got {total} "
+                "tokens"
+            )
         self.waiting.append(request)
 
     def step(self) -> None:
         """Run one step: admit, draft, compute, verify, commit, release."""
         self._admit()
-        limits = self._draft()
+        num_drafts = self._draft()
 
         # Rows: the last token and the drafts where the rest is cached, else a chunk of the prompt.
         left = self.lens - self.cached
         decodes = left == 1
-        qo_lens = torch.where(decodes, 1 + limits, left.clamp(max=self.chunk)).int()
+        qo_lens = torch.where(decodes, 1 + num_drafts, left.clamp(max=self.chunk)).int()
         kv_lens = self.cached + qo_lens
         ends_prompt = torch.where(kv_lens < self.lens, int(NO_LOGITS), int(LAST_ROW))
         modes = torch.where(decodes, int(ALL_ROWS), ends_prompt).int()
@@ -309,8 +334,9 @@ class MinimalEngine:
             *self.pages,
             page_size=PAGE_SIZE,
             total_rows=total_rows,
-            num_output_rows=total_rows,
+            num_output_rows=total_rows,  # an upper bound; the rest is padding
         )
+        # Positions from `lens` on are those of drafts.
         input_ids = batching.gather_input_ids(
             rows.row_to_request, rows.positions, self.slots, self.token_ids, self.lens, self.drafts
         )
@@ -320,12 +346,14 @@ class MinimalEngine:
         hidden = self.model.forward(input_ids, self.kv, rows, sequences)
         logits = self.model.logits(batching.gather_output_rows(hidden, rows.output_rows))
 
-        # Accept the drafts that equal the model's own choices, and choose one token more.
+        # At each row, the model's own choice is the argmax, or a sample that depends only on the
+        # seed and the position. Accept the drafts that equal these choices, and emit the choice
+        # after the last accepted draft.
         logprobs = torch.empty(len(self.lens), self.drafts.shape[1] + 1)
         tokens, _ = sampling.verify(
             logits,
             sampling.Drafts(rows.output_indptr, self.drafts),
-            self.lens,
+            self.lens,  # position of each request's next token
             sampling=self.sampling,
             outputs=sampling.VerifyOutputs(logprobs=logprobs),
         )
@@ -359,9 +387,9 @@ class MinimalEngine:
             num_pages = -(-total // PAGE_SIZE)
             if num_pages > len(self.free_pages):
                 return
-            own = [self.free_pages.pop() for _ in range(num_pages)]
-            self.running[slot] = (self.waiting.pop(0), own)
-            self.block_table[slot, :num_pages] = torch.tensor(own)
+            pages = [self.free_pages.pop() for _ in range(num_pages)]
+            self.running[slot] = (self.waiting.pop(0), pages)
+            self.block_table[slot, :num_pages] = torch.tensor(pages)
             self.token_ids[slot, : len(request.prompt)] = torch.tensor(request.prompt)
             self.lens[slot] = self.prompt_lens[slot] = len(request.prompt)
             self.max_lens[slot], self.cached[slot], self.num_proposed[slot] = total, 0, 0
@@ -370,8 +398,7 @@ class MinimalEngine:
 
     def _draft(self) -> Tensor:
         """Put drafts into `self.drafts`, and return how many each slot has; int32 [slots]."""
-        limits = (self.max_lens - self.lens - 1).clamp(0, self.num_drafts)
-        limits = limits * (self.lens - self.cached == 1)
+        limits = self._draft_limits() * (self.lens - self.cached == 1)
         if self.method == "ngram":
             _, found = ngram_propose(
                 self.token_ids,
@@ -382,27 +409,43 @@ class MinimalEngine:
                 draft_token_ids=self.drafts,
             )
             return found
-        if self.method == "mtp":  # the drafts were made behind the last step
+        if self.method == "mtp":  # made at the end of the previous step
             return torch.minimum(self.num_proposed, limits)
         return torch.zeros_like(limits)
 
+    def _draft_limits(self) -> Tensor:
+        """Return how many drafts each slot may have: verification emits one token more."""
+        limits: Tensor = (self.max_lens - self.lens - 1).clamp(0, self.num_drafts)
+        return limits
+
     def _draft_with_mtp(self, hidden: Tensor, rows: batching.BatchIndices, kv_lens: Tensor) -> None:
-        """Run the MTP module over the rows whose next token is known, then into the drafts."""
+        """Draft for the next step with the MTP module.
+
+        The first pass runs over the rows of this step whose next token is known by now. It replaces
+        keys and values that the module computed from drafts, and its last row gives the first
+        draft. Each further pass has one row per slot: the module's own state and draft.
+
+        Args:
+            hidden: the target's states of this step's rows.
+            rows, kv_lens: indices of this step.
+        """
         module, mtp_kv = self.model.mtp, self.mtp_kv
         assert module is not None
         slots = torch.where(self.lens > 0, self.slots, -1)
+        limits, no_redrafts = self._draft_limits(), torch.zeros_like(self.lens)
+        states = hidden  # of the target in the first pass, of the module after it
         indices = batching.prepare_draft_batch(
             slots,
             rows.qo_indptr,
             kv_lens,
-            torch.zeros_like(self.lens),
+            no_redrafts,
             *self.pages,
             self.lens,
-            limits := torch.full_like(self.lens, self.num_drafts),
+            limits,
             page_size=PAGE_SIZE,
-            total_rows=len(hidden),
+            total_rows=len(hidden),  # an upper bound: rows of rejected drafts are left out
         )
-        for step in range(self.num_drafts):
+        for index in range(self.num_drafts):
             pairs = dense.mtp_input(
                 indices.row_to_request,
                 indices.positions,
@@ -414,13 +457,13 @@ class MinimalEngine:
                 self.model.embedding,
                 module.embed_norm,
                 module.hidden_norm,
-                hidden,
+                states,
                 eps=self.model.eps,
             )
             sequences = Sequences(indices.qo_indptr, *self.pages, indices.kv_lens)
-            hidden = module.forward(pairs, mtp_kv, indices, sequences)
-            last = batching.gather_output_rows(hidden, indices.last_rows)
-            # With the target's own random number, the draft is the likeliest to be accepted.
+            states = module.forward(pairs, mtp_kv, indices, sequences)
+            last = batching.gather_output_rows(states, indices.last_rows)
+            # Drawn with the seed and position of verification: similar distributions then agree.
             sampled = sampling.sample(
                 self.model.logits(last), indices.draft_positions, sampling=self.sampling
             )
@@ -433,8 +476,8 @@ class MinimalEngine:
                 self.lens,
                 limits,
                 page_size=PAGE_SIZE,
-                step=step,
-                ahead=1,
+                step=index,
+                ahead=1,  # the module reads the token after each position
                 draft_token_ids=self.drafts,
                 num_draft_tokens=self.num_proposed,
                 out=following,
@@ -443,13 +486,13 @@ class MinimalEngine:
 
     def _release(self, tokens: Tensor, logprobs: Tensor, committed: Tensor) -> None:
         """Hand out the new tokens, and free the slots and pages of requests that have ended."""
-        for slot, (request, own) in list(self.running.items()):
+        for slot, (request, pages) in list(self.running.items()):
             count = int(committed[slot])
             request.token_ids += tokens[slot, :count].tolist()
             request.logprobs += logprobs[slot, :count].tolist()
             if self.finish_reasons[slot] != sampling.FinishReason.RUNNING:
                 request.finished = True
-                self.free_pages += own
+                self.free_pages += pages
                 del self.running[slot]
                 self.lens[slot] = self.cached[slot] = self.max_lens[slot] = 0
 
