@@ -70,7 +70,7 @@ __device__ inline void count_tokens(const CommitTokens& tokens,
   }
 }
 
-// For each request, truncates and changes output_token_ids by the rules of commit_walk.h, then
+// For each request, truncates and changes emitted.token_ids by the rules of commit_walk.h, then
 // appends them.
 // Grid:    x = request, unbounded.
 // Block:   128 threads; the first walks, all of them copy, truncate and count.

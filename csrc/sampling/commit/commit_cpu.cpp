@@ -22,7 +22,7 @@ void count_token(int32_t* ids, int32_t* counts, int64_t capacity, int32_t token_
 
 }  // namespace
 
-// For each request, truncates and changes output_token_ids by the rules of commit_walk.h, then
+// For each request, truncates and changes emitted.token_ids by the rules of commit_walk.h, then
 // appends them.
 // Cost:    batch * max_tokens ids read and written, the stop tables once per token; per new token
 //          the part of its counted row behind it.

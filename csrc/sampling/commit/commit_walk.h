@@ -47,7 +47,7 @@ SPECOPS_HOST_DEVICE int32_t find_id(const int32_t* ids, int64_t capacity, int32_
 // them.
 struct CommitTokens {
   const int32_t* row;      // the slot's row of token_ids
-  const int32_t* emitted;  // the request's row of output_token_ids
+  const int32_t* emitted;  // the request's row of emitted.token_ids
   int64_t len;
   int32_t last_token_id;
   int64_t count;
