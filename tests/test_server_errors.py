@@ -154,7 +154,7 @@ REFUSALS: list[tuple[dict[str, Any], int, str | None, str]] = [
     (CHAT | {"tool_choice": "required"}, 400, "tool_choice", "requires tools"),
     (TEXT | {"tools": [TOOL]}, 400, "tools", "not supported"),
     (CHAT | {"response_format": {"type": "xml"}}, 400, "response_format.type", "json_schema"),
-    (CHAT | {"reasoning_effort": "low"}, 400, "reasoning_effort", "template has no variable"),
+    (CHAT | {"reasoning_effort": "low"}, 400, "reasoning_effort", "template reads"),
     (TEXT | {"temprature": 1}, 400, "temprature", "unknown field temprature"),
     (CHAT | {"prompt": "a"}, 400, "prompt", "unknown field prompt"),
     (

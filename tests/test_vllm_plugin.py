@@ -496,7 +496,7 @@ def test_exactness_is_compared_between_specops_and_vllm(
     assert rows["vllm", "plain", "8", "0"] == ["0", "3"]
     assert rows["vllm", "ngram", "1", "0.8"] == ["0", "0"]
     assert rows["specops", "ngram", "8", "0"] == ["0", "0"]
-    assert "With specops 0 of 18 outputs differ." in shown
+    assert "With specops, 0 of 18 outputs differ." in shown
     assert [job.parts for job in jobs] == ["", "", "exact", "exact"]
     assert jobs[1].engine["speculative_config"]["num_speculative_tokens"] == 4
     assert [job.engine["kv_cache_memory_bytes"] for job in jobs] == [1 << 30] * 4
@@ -524,7 +524,7 @@ def test_sampled_outputs_may_differ_under_rejection(
     arguments = ["--model", "m", "--prompts", "1", "--method", "ngram", "--batch", "2"]
     assert exactness.main([*arguments, "--kernels", "specops"]) == 1
     assert exactness.main([*arguments, "--kernels", "specops", "--verify", "rejection"]) == 0
-    assert "With specops 0 of 3 outputs differ." in capsys.readouterr().out
+    assert "With specops, 0 of 3 outputs differ." in capsys.readouterr().out
     assert [job.strategy for job in jobs] == ["target_match"] * 2 + ["rejection"] * 2
     assert exactness.main([*arguments, "--kernels", "specops", "--compiled"]) == 1
     assert [job.engine["enforce_eager"] for job in jobs] == [True] * 4 + [False] * 2

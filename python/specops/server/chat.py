@@ -99,8 +99,8 @@ class ChatFormat:
         """
         if "reasoning_effort" not in self._variables:
             raise ValueError(
-                "reasoning_effort is not supported: the model's chat template has no variable of "
-                "that name"
+                "reasoning_effort is not supported: the model's chat template reads no variable "
+                "of that name"
             )
 
     def render(
