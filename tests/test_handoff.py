@@ -607,7 +607,7 @@ def test_ranks_fetch_their_shares(
         (done,) = decode.generate(JOB.prompts, GREEDY)
         return done.token_ids, done.logprobs, decode.stats.prefix_cache_hits
 
-    leased = on_ranks(computing, lambda ranks: offered(engine(ranks)), slices=2)
+    leased = on_ranks(computing, lambda ranks: offered(engine(ranks)), num_virtual_ranks=2)
     told = leased[0][2]
     assert [one for _, _, one in leased] == [told] * computing and told.remote_port is not None
     ports = told.remote_ports or [told.remote_port]
@@ -616,7 +616,7 @@ def test_ranks_fetch_their_shares(
         ports[lacking] = 1
     wanted = structs.replace(JOB, kv_transfer=structs.replace(told, remote_ports=ports))
     hits = 64 if lacking is None else 0
-    said = on_ranks(going_on, go_on, slices=2)
+    said = on_ranks(going_on, go_on, num_virtual_ranks=2)
     assert said == [(alone.token_ids, alone.logprobs, hits)] * going_on
     for leasing, leases, _ in leased:
         with leasing:
@@ -707,9 +707,9 @@ def test_any_numbers_of_ranks_go_on_with_the_bits_of_one(
             assert spec.num_accepted_tokens == spec.num_draft_tokens > 50
         return said
 
-    computed = on_ranks(computing, compute, slices=summands)
+    computed = on_ranks(computing, compute, num_virtual_ranks=summands)
     assert (
-        on_ranks(going_on, go_on, slices=summands)
+        on_ranks(going_on, go_on, num_virtual_ranks=summands)
         == [run(make(NAIVE, **settings), SEEDED)] * going_on
     )
 

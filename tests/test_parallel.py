@@ -113,7 +113,7 @@ def generate(engine: Engine, count: int) -> list[Any]:
 def shared_out(size: int, count: int, model: Path, method: str, **changes: Any) -> list[Any]:
     """What all of so many ranks say."""
     settings = config(model, method, tensor_parallel_size=size, **changes)
-    kind = settings.num_slices, settings.enable_expert_parallel
+    kind = settings.num_virtual_ranks, settings.enable_expert_parallel
     said = on_ranks(size, lambda ranks: generate(Engine(settings, ranks), count), *kind)
     assert said == [said[0]] * size
     return said[0]
@@ -257,10 +257,10 @@ def test_an_engine_by_itself_is_no_rank(directory_of: Any) -> None:
         Engine(config(directory_of("llama"), tensor_parallel_size=2))
 
 
-@pytest.mark.parametrize("slices", [3, 6, 2])
-def test_slices_that_are_no_tree(slices: int) -> None:
-    with pytest.raises(ValueError, match=f"a multiple of tensor_parallel_size=4, got {slices}"):
-        EngineConfig(tensor_parallel_size=4, exact_across_tp=slices)
+@pytest.mark.parametrize("size", [3, 6, 2])
+def test_virtual_ranks_that_form_no_tree_are_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=f"a multiple of tensor_parallel_size=4, got {size}"):
+        EngineConfig(tensor_parallel_size=4, exact_across_tp=size)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_what_cannot_be_shared_out(
 ) -> None:
     settings = config(directory_of("llama"), tensor_parallel_size=size, **changes)
     with pytest.raises(ModelError, match=said):
-        on_ranks(size, lambda ranks: Engine(settings, ranks), settings.num_slices)
+        on_ranks(size, lambda ranks: Engine(settings, ranks), settings.num_virtual_ranks)
 
 
 @pytest.mark.parametrize(
@@ -316,8 +316,8 @@ def test_sums_are_one_tree_on_any_number_of_ranks(size: int) -> None:
 
     def add(ranks: Ranks) -> torch.Tensor:
         own = ranks.summands((5, 33), torch.device("cpu"))
-        begin = ranks.rank * ranks.local_slices
-        own.copy_(summands[begin : begin + ranks.local_slices])
+        begin = ranks.rank * ranks.num_local_virtual_ranks
+        own.copy_(summands[begin : begin + ranks.num_local_virtual_ranks])
         out = torch.full((5, 33), torch.nan, dtype=torch.bfloat16)
         ranks.add(own, bias, out)
         return out

@@ -232,13 +232,13 @@ class EngineConfig:
             )
 
     def _check_ranks(self) -> None:
-        slices = self.exact_across_tp
-        if slices is not None and (slices & (slices - 1) or slices % self.tensor_parallel_size):
+        size, num_ranks = self.exact_across_tp, self.tensor_parallel_size
+        if size is not None and (size & (size - 1) or size % num_ranks):
             raise ValueError(
                 "exact_across_tp must be a power of two and a multiple of tensor_parallel_size="
-                f"{self.tensor_parallel_size}, got {slices}"
+                f"{num_ranks}, got {size}"
             )
-        if self.enable_expert_parallel and self.num_slices == 1:
+        if self.enable_expert_parallel and self.num_virtual_ranks == 1:
             raise ValueError(
                 "enable_expert_parallel needs tensor_parallel_size or exact_across_tp above 1, "
                 "got 1"
@@ -302,8 +302,8 @@ class EngineConfig:
         return chosen
 
     @property
-    def num_slices(self) -> int:
-        """Number of virtual TP ranks: the summands of each all-reduced sum, which fix its bits."""
+    def num_virtual_ranks(self) -> int:
+        """Number of virtual TP ranks: the partial sums of each all-reduce, which fix its bits."""
         return self.exact_across_tp or self.tensor_parallel_size
 
     def decided_for(self, device: str) -> "EngineConfig":

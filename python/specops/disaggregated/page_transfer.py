@@ -107,7 +107,7 @@ class PageTransfer:
         model, draft = self._engine.pages.tensors(draft_kv)
         return Header(
             version=VERSION,
-            exact_across_tp=ranks.slices,
+            exact_across_tp=ranks.num_virtual_ranks,
             contract=self.contract["digest"],
             num_ranks=ranks.size,
             rank=ranks.rank,

@@ -63,7 +63,7 @@ def one_rank(config: EngineConfig) -> Ranks:
             f"tensor_parallel_size={config.tensor_parallel_size} needs as many processes, which a "
             "server starts; an engine in a process of its caller's must have 1"
         )
-    return Ranks(config.num_slices, config.enable_expert_parallel)
+    return Ranks(config.num_virtual_ranks, config.enable_expert_parallel)
 
 
 def tokenizer_of(config: EngineConfig, vocab_size: int) -> Tokenizer:

@@ -28,18 +28,18 @@ class Shares:
             ModelError: the units cannot be divided equally.
         """
         own = self._dealt(total, what)
-        begin = self.ranks.rank * self.ranks.local_slices * own * each
-        return range(begin, begin + self.ranks.local_slices * own * each)
+        begin = self.ranks.rank * self.ranks.num_local_virtual_ranks * own * each
+        return range(begin, begin + self.ranks.num_local_virtual_ranks * own * each)
 
     def summands(self, total: int, what: str, each: int = 1) -> "list[Cut]":
         """Return a Cut of the inputs per local virtual TP rank; [WHOLE] if there is just one."""
         own = self._dealt(total, what) * each
-        if self.ranks.slices == 1:
+        if self.ranks.num_virtual_ranks == 1:
             return [WHOLE]
-        first = self.ranks.rank * self.ranks.local_slices
+        first = self.ranks.rank * self.ranks.num_local_virtual_ranks
         return [
             Cut(inputs=range(i * own, (i + 1) * own))
-            for i in range(first, first + self.ranks.local_slices)
+            for i in range(first, first + self.ranks.num_local_virtual_ranks)
         ]
 
     def of_copies(self, total: int, what: str, each: int = 1) -> range:
@@ -65,11 +65,13 @@ class Shares:
 
     def _dealt(self, total: int, what: str) -> int:
         """Return the number of units per virtual TP rank."""
-        if total % self.ranks.slices:
-            is_plain = self.ranks.slices == self.ranks.size
+        if total % self.ranks.num_virtual_ranks:
+            is_plain = self.ranks.num_virtual_ranks == self.ranks.size
             name = "tensor_parallel_size" if is_plain else "exact_across_tp"
-            raise ModelError(f"{name} must divide the {total} {what}, got {self.ranks.slices}")
-        return total // self.ranks.slices
+            raise ModelError(
+                f"{name} must divide the {total} {what}, got {self.ranks.num_virtual_ranks}"
+            )
+        return total // self.ranks.num_virtual_ranks
 
 
 @dataclass(frozen=True)

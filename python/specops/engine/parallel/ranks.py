@@ -5,10 +5,10 @@ Every rank runs the whole engine on the same commands and makes the same decisio
 verifies and drafts by itself. Only projections, heads and their keys and values are sharded, so
 ranks communicate in two places: all-reducing sums over inputs, and gathering logits.
 
-A sum has one summand per virtual TP rank (`slices` of them), each over the same inputs for any
-number of ranks. Summands are added in pairs of neighbors, then pairs of pairs, and so on. A rank
-with several virtual ranks adds its own summands first, which is a subtree of that tree, so the bits
-depend on `slices` only.
+A sum over inputs has one partial sum per virtual TP rank, over the same inputs for any number of
+ranks. Partial sums are added in pairs of neighbors, then pairs of pairs, and so on. A rank with
+several virtual ranks adds its own partial sums first. They are a subtree of that tree, so the bits
+depend on the number of virtual ranks only.
 """
 
 import math
@@ -21,36 +21,36 @@ class Ranks:
     """A single rank; `group.Group` is one rank of several.
 
     Args:
-        slices: number of virtual TP ranks: summands of a sum over sharded inputs.
+        num_virtual_ranks: number of virtual TP ranks: partial sums of a sum over sharded inputs.
         has_whole_experts: with several virtual ranks, each has whole experts instead of a part of
             each expert.
 
     Attributes:
         rank: index of this rank, from 0.
         size: number of ranks.
-        slices: number of virtual TP ranks.
-        local_slices: number of virtual TP ranks on each rank.
+        num_virtual_ranks: number of virtual TP ranks.
+        num_local_virtual_ranks: number of virtual TP ranks on each rank.
     """
 
     rank = 0
     size = 1
 
-    def __init__(self, slices: int = 1, has_whole_experts: bool = False) -> None:
-        self.slices, self.has_whole_experts = slices, has_whole_experts
-        self.local_slices = slices // self.size
+    def __init__(self, num_virtual_ranks: int = 1, has_whole_experts: bool = False) -> None:
+        self.num_virtual_ranks, self.has_whole_experts = num_virtual_ranks, has_whole_experts
+        self.num_local_virtual_ranks = num_virtual_ranks // self.size
         self._buffers: dict[str, list[Tensor]] = {}
 
     # ---- sums and logits ----
 
     def reserve(self, rows: int, width: int, device: torch.device) -> None:
         """Allocate the buffers for sums of up to `rows` rows, so that they do not move later."""
-        if self.slices > 1:
+        if self.num_virtual_ranks > 1:
             self.summands((rows, width), device)
             self._room("gathered", (self.size, rows, width), device)
 
     def summands(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return a buffer for this rank's summands, float32 [local_slices, *shape]."""
-        return self._room("summands", (self.local_slices, *shape), device)
+        """Return a buffer for this rank's summands, float32 [num_local_virtual_ranks, *shape]."""
+        return self._room("summands", (self.num_local_virtual_ranks, *shape), device)
 
     def add(self, summands: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """Add the summands of all ranks, and round once.

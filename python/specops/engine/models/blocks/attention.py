@@ -81,7 +81,7 @@ class Attention(AttentionBlock):
     @property
     def weights(self) -> Sequence[PackedWeight]:
         """The packed projections of this block."""
-        return (self._qkv, *self._o.slices)
+        return (self._qkv, *self._o.shards)
 
     def workspace_size(self, rows: int, batch: int, pages: int, page_size: int) -> int:
         """Return how many floats of attention workspace steps of up to these sizes need."""

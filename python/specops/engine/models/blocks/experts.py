@@ -124,7 +124,7 @@ class Experts(MlpBlock):
         shared: DenseMlp | None,
     ) -> None:
         shared_width = 0 if shared is None else shared.shape.width
-        width = sum(one.num_inputs for one in down.slices)
+        width = sum(one.num_inputs for one in down.shards)
         self.shape = self._shape = ExpertsShape(
             router.num_inputs,
             config.num_experts,
@@ -150,7 +150,7 @@ class Experts(MlpBlock):
         """Return the expected bytes read if rows choose their experts independently."""
         routing, count = self._routing, self._shape.num_experts
         read = 1.0 - (1.0 - routing.top_k / count) ** rows
-        experts = sum(map(bytes_of, (self.gate_up, *self.down.slices)))
+        experts = sum(map(bytes_of, (self.gate_up, *self.down.shards)))
         return super().bytes_read(rows) + bytes_of(self._router) + read * experts
 
     def run(self, x: Tensor, sums: Tensor | None, views: ExpertsViews, out: Tensor) -> None:
@@ -163,12 +163,12 @@ class Experts(MlpBlock):
         shared, ranks = self._shared, self.down.ranks
         if shared is not None:
             shared.activate(x, sums, views.shared_gated)
-        is_whole = ranks.slices == 1
+        is_whole = ranks.num_virtual_ranks == 1
         summands = out[None] if is_whole else ranks.summands(out.shape, out.device)
         for index, summand in enumerate(summands):
             moe.moe_linear(
                 self.down.inputs_of(index, gated),
-                self.down.slices[index],
+                self.down.shards[index],
                 indptr,
                 bias=self.down.bias if ranks.rank == index == 0 else None,
                 out=views.expert_out,
@@ -253,7 +253,7 @@ class ExpertsApart(Experts):
         )
         self.shape = self._shape = replace(self._shape, width=config.width, is_apart=True)
         self._own = own
-        self._indptr = self._indptr[: config.num_experts // ranks.slices + 1]
+        self._indptr = self._indptr[: config.num_experts // ranks.num_virtual_ranks + 1]
 
     def bytes_read(self, rows: int) -> float:
         """Return the expected bytes read, counting the experts of all local virtual TP ranks."""
@@ -375,7 +375,7 @@ class ExpertsConfig:
         source, hidden, sizes = loader.source, loader.hidden_size, (self.width, self.width)
         source.leave_to_others(prefix)
         whole = loader.shares.of_rank(self.num_experts, "experts")
-        count = len(whole) // loader.ranks.local_slices
+        count = len(whole) // loader.ranks.num_local_virtual_ranks
         found = []
         for begin in whole[::count]:
             which = range(begin, begin + count)

@@ -108,7 +108,7 @@ class LatentAttention(AttentionBlock):
         """The packed projections of this block."""
         own = self._weights
         optional = [] if own.q_low_rank is None else [own.q_low_rank]
-        return (*optional, own.q, own.kv, *own.key_of_head, *own.value_of_head, *own.o.slices)
+        return (*optional, own.q, own.kv, *own.key_of_head, *own.value_of_head, *own.o.shards)
 
     def workspace_size(self, rows: int, batch: int, pages: int, page_size: int) -> int:
         """Return how many floats of attention workspace steps of up to these sizes need."""

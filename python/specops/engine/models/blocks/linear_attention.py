@@ -128,7 +128,7 @@ class LinearAttention(MixingBlock):
     @property
     def weights(self) -> Sequence[PackedWeight]:
         """The packed projections of this block."""
-        return (self._weights.projection, self._weights.ba, *self._weights.o.slices)
+        return (self._weights.projection, self._weights.ba, *self._weights.o.shards)
 
     def workspace_size(self, rows: int, batch: int, pages: int, page_size: int) -> int:
         """Return 0: linear attention needs no attention workspace."""

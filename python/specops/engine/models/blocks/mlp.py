@@ -39,7 +39,7 @@ class DenseMlp(MlpBlock):
     @property
     def weights(self) -> Sequence[PackedWeight]:
         """The packed projections of this block."""
-        return (self.gate_up, *self.down.slices)
+        return (self.gate_up, *self.down.shards)
 
     def run(self, x: Tensor, sums: Tensor | None, views: Tensor, out: Tensor) -> None:
         """Compute the MLP of the rows into `out`."""
