@@ -200,7 +200,7 @@ def pair(models: dict[str, Path]) -> tuple[Engine, Engine, Pages]:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "version": ({"version": 1}, "version must be 5, got 1"),
-    "summands": ({"exact_across_tp": 2}, "exact_across_tp must be 1, got 2"),
+    "virtual ranks": ({"exact_across_tp": 2}, "exact_across_tp must be 1, got 2"),
     "contract": ({"contract": "0" * 16}, "contract must be '.*', got '0000000000000000'"),
     "ranks": ({"num_ranks": 2}, "num_ranks must be 1, got 2"),
     "rank": ({"rank": 1}, "rank must be 0, got 1"),
@@ -678,9 +678,9 @@ WITH_RANKS = [
 def test_any_numbers_of_ranks_go_on_with_the_bits_of_one(
     models: dict[str, Path], kind: str, cache: str, method: str, computing: int, going_on: int
 ) -> None:
-    """Of one that has as many summands, and does not speculate."""
-    summands = max(computing, going_on)
-    settings = {**CACHES[cache], "model": str(models[kind]), "exact_across_tp": summands}
+    """The bits are those of an engine with as many virtual ranks and without speculation."""
+    num_virtual_ranks = max(computing, going_on)
+    settings = {**CACHES[cache], "model": str(models[kind]), "exact_across_tp": num_virtual_ranks}
     lookahead = 1 if method == "mtp" else 0
 
     def engine(ranks: Ranks) -> Engine:
@@ -707,14 +707,14 @@ def test_any_numbers_of_ranks_go_on_with_the_bits_of_one(
             assert spec.num_accepted_tokens == spec.num_draft_tokens > 50
         return said
 
-    computed = on_ranks(computing, compute, num_virtual_ranks=summands)
+    computed = on_ranks(computing, compute, num_virtual_ranks=num_virtual_ranks)
     assert (
-        on_ranks(going_on, go_on, num_virtual_ranks=summands)
+        on_ranks(going_on, go_on, num_virtual_ranks=num_virtual_ranks)
         == [run(make(NAIVE, **settings), SEEDED)] * going_on
     )
 
 
-def test_pages_of_other_summands_are_refused_by_name(models: dict[str, Path]) -> None:
+def test_pages_of_other_virtual_ranks_are_refused_by_name(models: dict[str, Path]) -> None:
     """Their bits are others than those that this engine would compute."""
     settings = {"model": str(models["heads"])}
     prefill, decode = make(NAIVE, **settings, exact_across_tp=2), make(NAIVE, **settings)

@@ -300,7 +300,7 @@ def test_experts_that_cannot_be_shared_out(
         on_ranks(size, lambda ranks: Engine(settings, ranks), size, has_whole_experts=True)
 
 
-def test_whole_experts_of_one_summand() -> None:
+def test_whole_experts_of_one_virtual_rank() -> None:
     with pytest.raises(ValueError, match="enable_expert_parallel needs tensor_parallel_size or"):
         EngineConfig(enable_expert_parallel=True)
 
@@ -310,14 +310,14 @@ def test_whole_experts_of_one_summand() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_sums_are_one_tree_on_any_number_of_ranks(size: int) -> None:
-    summands = torch.randn(4, 5, 33, generator=torch.Generator().manual_seed(1)) * 1e3
+    partial_sums = torch.randn(4, 5, 33, generator=torch.Generator().manual_seed(1)) * 1e3
     bias = torch.arange(33, dtype=torch.bfloat16)
-    expected = (summands[0] + summands[1]) + (summands[2] + summands[3]) + bias
+    expected = (partial_sums[0] + partial_sums[1]) + (partial_sums[2] + partial_sums[3]) + bias
 
     def add(ranks: Ranks) -> torch.Tensor:
-        own = ranks.summands((5, 33), torch.device("cpu"))
+        own = ranks.partial_sums((5, 33), torch.device("cpu"))
         begin = ranks.rank * ranks.num_local_virtual_ranks
-        own.copy_(summands[begin : begin + ranks.num_local_virtual_ranks])
+        own.copy_(partial_sums[begin : begin + ranks.num_local_virtual_ranks])
         out = torch.full((5, 33), torch.nan, dtype=torch.bfloat16)
         ranks.add(own, bias, out)
         return out
@@ -346,7 +346,7 @@ import torch
 from specops.engine.parallel.group import Group, RanksApart
 rank = int(sys.argv[1])
 ranks = Group(Path(sys.argv[2]), rank, 2, 4, "cpu")
-own = ranks.summands((2, 3), torch.device("cpu"))
+own = ranks.partial_sums((2, 3), torch.device("cpu"))
 own[0], own[1] = 1e8 * (1 - 2 * rank), 1.0 + rank
 out = torch.empty(2, 3)
 ranks.add(own, torch.ones(3), out)

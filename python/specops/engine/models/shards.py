@@ -31,7 +31,7 @@ class Shares:
         begin = self.ranks.rank * self.ranks.num_local_virtual_ranks * own * each
         return range(begin, begin + self.ranks.num_local_virtual_ranks * own * each)
 
-    def summands(self, total: int, what: str, each: int = 1) -> "list[Cut]":
+    def of_inputs(self, total: int, what: str, each: int = 1) -> "list[Cut]":
         """Return a Cut of the inputs per local virtual TP rank; [WHOLE] if there is just one."""
         own = self._dealt(total, what) * each
         if self.ranks.num_virtual_ranks == 1:

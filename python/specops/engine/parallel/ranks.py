@@ -45,22 +45,25 @@ class Ranks:
     def reserve(self, rows: int, width: int, device: torch.device) -> None:
         """Allocate the buffers for sums of up to `rows` rows, so that they do not move later."""
         if self.num_virtual_ranks > 1:
-            self.summands((rows, width), device)
+            self.partial_sums((rows, width), device)
             self._room("gathered", (self.size, rows, width), device)
 
-    def summands(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return a buffer for this rank's summands, float32 [num_local_virtual_ranks, *shape]."""
-        return self._room("summands", (self.num_local_virtual_ranks, *shape), device)
+    def partial_sums(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        """Return a buffer for this rank's partial sums, float32.
 
-    def add(self, summands: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """Add the summands of all ranks, and round once.
+        Its shape is [num_local_virtual_ranks, *shape].
+        """
+        return self._room("partial sums", (self.num_local_virtual_ranks, *shape), device)
+
+    def add(self, partial_sums: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """Add the partial sums of all ranks, and round once.
 
         Args:
-            summands: the buffer from `summands`; overwritten.
+            partial_sums: the buffer from `partial_sums`; overwritten.
             bias: [width], added last; or None.
             out: [rows, width], float32 or the dtype of the states; written.
         """
-        own = _folded(summands)
+        own = _folded(partial_sums)
         if self.size > 1:
             everyone = self._room("gathered", (self.size, *own.shape), own.device)
             self._gather(own, everyone)
@@ -122,9 +125,9 @@ class Ranks:
         return kept[-1][:count].view(shape)
 
 
-def _folded(summands: Tensor) -> Tensor:
+def _folded(partial_sums: Tensor) -> Tensor:
     """Add neighbors pairwise until one tensor is left, in the memory of the first."""
-    parts: list[Tensor] = list(summands)
+    parts: list[Tensor] = list(partial_sums)
     while len(parts) > 1:
         pairs = [one.add_(other) for one, other in zip(parts[::2], parts[1::2], strict=False)]
         parts = pairs + parts[2 * len(pairs) :]

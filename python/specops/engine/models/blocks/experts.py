@@ -164,8 +164,8 @@ class Experts(MlpBlock):
         if shared is not None:
             shared.activate(x, sums, views.shared_gated)
         is_whole = ranks.num_virtual_ranks == 1
-        summands = out[None] if is_whole else ranks.summands(out.shape, out.device)
-        for index, summand in enumerate(summands):
+        partial_sums = out[None] if is_whole else ranks.partial_sums(out.shape, out.device)
+        for index, partial_sum in enumerate(partial_sums):
             moe.moe_linear(
                 self.down.inputs_of(index, gated),
                 self.down.shards[index],
@@ -173,16 +173,16 @@ class Experts(MlpBlock):
                 bias=self.down.bias if ranks.rank == index == 0 else None,
                 out=views.expert_out,
             )
-            self._combine(index, sums, views, summand)
+            self._combine(index, sums, views, partial_sum)
         if not is_whole:
-            ranks.add(summands, None, out)
+            ranks.add(partial_sums, None, out)
 
     def _combine(self, index: int, sums: Tensor | None, views: ExpertsViews, out: Tensor) -> None:
         """Combine experts' outputs with virtual TP rank `index` of the shared MLP into `out`."""
         of_shared = None
         if self._shared is not None:
             of_shared = views.shared_out
-            self._shared.down.summand(index, views.shared_gated, of_shared, sums)
+            self._shared.down.partial_sum(index, views.shared_gated, of_shared, sums)
             if views.shared_gate is not None:
                 whole = of_shared[:, None]
                 dense.output_gate(whole, views.shared_gate, out=whole)
@@ -269,15 +269,15 @@ class ExpertsApart(Experts):
             shared.activate(x, sums, views.shared_gated)
         order = moe.ExpertOrder(self._indptr, views.row_indices, views.places)
         indptr, chosen = order.expert_indptr, views.expert_ids.view(-1)
-        summands = ranks.summands(out.shape, out.device)
-        for index, (own, summand) in enumerate(zip(self._own, summands, strict=True)):
+        partial_sums = ranks.partial_sums(out.shape, out.device)
+        for index, (own, partial_sum) in enumerate(zip(self._own, partial_sums, strict=True)):
             torch.index_select(own.places, 0, chosen, out=views.own_ids.view(-1))
             moe.moe_sort(views.own_ids, len(indptr) - 1, order=order)
             rows = order.row_indices
             moe.moe_linear(x, own.gate_up, indptr, rows, own.gate_up_bias, out=views.gated)
             moe.moe_linear(views.gated, own.down, indptr, bias=own.down_bias, out=views.expert_out)
-            self._combine(index, sums, views, summand)
-        ranks.add(summands, None, out)
+            self._combine(index, sums, views, partial_sum)
+        ranks.add(partial_sums, None, out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,7 +355,7 @@ class ExpertsConfig:
             down_bias = source.expert_biases(experts, every, what, (hidden,))
         down = [
             source.experts(experts, every, what, (hidden,), self.width, cut=one)
-            for one in loader.shares.summands(self.width, _WIDTHS)
+            for one in loader.shares.of_inputs(self.width, _WIDTHS)
         ]
         return Experts(
             self,

@@ -38,12 +38,12 @@ class RowParallelLinear:
         if self.ranks.num_virtual_ranks == 1:
             dense.linear(x, self.shards[0], self.bias, out=out, workspace=sums)
             return
-        summands = self.ranks.summands(out.shape, out.device)
-        for index, summand in enumerate(summands):
-            self.summand(index, x, summand, sums)
-        self.ranks.add(summands, self.bias, out)
+        partial_sums = self.ranks.partial_sums(out.shape, out.device)
+        for index, partial_sum in enumerate(partial_sums):
+            self.partial_sum(index, x, partial_sum, sums)
+        self.ranks.add(partial_sums, self.bias, out)
 
-    def summand(self, index: int, x: Tensor, out: Tensor, sums: Tensor | None) -> None:
+    def partial_sum(self, index: int, x: Tensor, out: Tensor, sums: Tensor | None) -> None:
         """Compute the partial sum of one virtual TP rank into `out`; see `run`."""
         weight = self.shards[index]
         dense.linear(self.inputs_of(index, x), weight, out=out, workspace=sums)
@@ -82,7 +82,7 @@ def load_row_parallel(
     """
     shards = [
         source.linear("", (name,), (outputs,), count * each, cut=cut)
-        for cut in Shares(ranks).summands(count, what, each)
+        for cut in Shares(ranks).of_inputs(count, what, each)
     ]
     bias = source.bias("", (name,), (outputs,)) if has_bias else None
     return RowParallelLinear(shards, bias, ranks)
