@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models shared out among ranks: the bits of one rank, with and without speculation."""
+"""Models sharded over ranks: the bits of one rank, with and without speculation."""
 
 import json
 import struct
@@ -110,7 +110,7 @@ def generate(engine: Engine, count: int) -> list[Any]:
     return bits(done)
 
 
-def shared_out(size: int, count: int, model: Path, method: str, **changes: Any) -> list[Any]:
+def sharded(size: int, count: int, model: Path, method: str, **changes: Any) -> list[Any]:
     """What all of so many ranks say."""
     settings = config(model, method, tensor_parallel_size=size, **changes)
     kind = settings.num_virtual_ranks, settings.enable_expert_parallel
@@ -129,10 +129,10 @@ WAYS: dict[str, dict[str, Any]] = {
 def check(model: Path, count: int, size: int = 2, **changes: Any) -> None:
     """Speculation and batches change no bit, and neither does the number of ranks."""
     one = generate(Engine(config(model, exact_across_tp=size, **changes)), count)
-    assert one == shared_out(size, count, model, "naive", **changes)
+    assert one == sharded(size, count, model, "naive", **changes)
     for method in ("ngram", "suffix"):
         for way in WAYS.values():
-            assert one == shared_out(size, count, model, method, **{**changes, **way})
+            assert one == sharded(size, count, model, method, **{**changes, **way})
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -148,21 +148,23 @@ def test_whole_experts_on_ranks(name: str, directory_of: Any) -> None:
     model, apart = directory_of(name), {"enable_expert_parallel": True}
     check(model, 5, **apart)
     if name != "qwen3_next":  # which has two heads of linear attention
-        four = shared_out(4, 3, model, "ngram", **apart)
-        assert four == shared_out(2, 3, model, "naive", exact_across_tp=4, **apart)
+        four = sharded(4, 3, model, "ngram", **apart)
+        assert four == sharded(2, 3, model, "naive", exact_across_tp=4, **apart)
     parts = generate(Engine(config(model, exact_across_tp=2)), 5)
     assert parts != generate(Engine(config(model, exact_across_tp=2, **apart)), 5)
 
 
-def test_quantized_experts_that_cannot_be_cut(directory_of: Any) -> None:
-    """Whole ones need no border of a group where a rank's share ends."""
+def test_quantized_experts_that_cannot_be_sharded(directory_of: Any) -> None:
+    """Whole experts need no border of a group at the end of a shard."""
     model = directory_of("qwen3")
     kinds: dict[str, Any] = {"quantization": "mix_quant", "exact_across_tp": 2}
-    with pytest.raises(ModelError, match="cannot be shared out: 64 of its 48 inputs"):
+    with pytest.raises(
+        ModelError, match="cannot be sharded over ranks: groups of 64 of its 48 inputs"
+    ):
         Engine(config(model, **kinds))
     kinds["enable_expert_parallel"] = True
     one = generate(Engine(config(model, **kinds)), 3)
-    assert one == shared_out(2, 3, model, "ngram", **kinds)
+    assert one == sharded(2, 3, model, "ngram", **kinds)
 
 
 @pytest.mark.slow
@@ -179,18 +181,18 @@ def test_five_hundred_requests_of_whole_experts(name: str, directory_of: Any) ->
 
 @pytest.mark.parametrize("quantization", ["wint8", "wint4", "mix_quant"])
 def test_quantized(quantization: str, directory_of: Any) -> None:
-    """A rank's codes are cut out of those of the whole weight."""
+    """A rank holds a shard of the quantized values of the whole weight."""
     model = directory_of("wide_experts")
     kinds = {"quantization": quantization, "quantize_head": "wint8"}
     one = generate(Engine(config(model, exact_across_tp=2, **kinds)), 4)
-    assert one == shared_out(2, 4, model, "ngram", **kinds)
+    assert one == sharded(2, 4, model, "ngram", **kinds)
 
 
 def test_four_ranks_and_two_that_add_as_four_do(directory_of: Any) -> None:
     """Heads of keys are too few for four: neighbours have the same one."""
     model = directory_of("llama")
-    four = shared_out(4, 5, model, "ngram")
-    assert four == shared_out(2, 5, model, "ngram", exact_across_tp=4)
+    four = sharded(4, 5, model, "ngram")
+    assert four == sharded(2, 5, model, "ngram", exact_across_tp=4)
     assert four == generate(Engine(config(model, exact_across_tp=4)), 5)
 
 
@@ -215,8 +217,8 @@ def test_mtp(directory_of: Any) -> None:
     """Every rank has the whole of a drafter, head and all."""
     model = directory_of("mtp")
     one = generate(Engine(config(model, exact_across_tp=2)), 6)
-    assert one == shared_out(2, 6, model, "mtp")
-    assert one == shared_out(2, 6, model, "mtp", quantization="none", max_num_seqs=2)
+    assert one == sharded(2, 6, model, "mtp")
+    assert one == sharded(2, 6, model, "mtp", quantization="none", max_num_seqs=2)
 
 
 def test_a_draft_model_with_states(directory_of: Any) -> None:
@@ -224,7 +226,7 @@ def test_a_draft_model_with_states(directory_of: Any) -> None:
     model = directory_of("qwen3_next")
     own = SpeculativeConfig(method="draft_model", model=str(model), **DRAFTS)
     one = generate(Engine(config(model, exact_across_tp=2)), 6)
-    assert one == shared_out(2, 6, model, "draft_model", speculative_config=own)
+    assert one == sharded(2, 6, model, "draft_model", speculative_config=own)
 
 
 def test_clocks_of_ranks_may_differ(directory_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,12 +274,12 @@ def test_virtual_ranks_that_form_no_tree_are_refused(size: int) -> None:
         (
             4,
             {"quantization": "wint4"},
-            "model.layers.0.mlp.down_proj.weight cannot be shared out: 64 of its 96 inputs have a "
-            "scale together, and a rank would have 0 to 24",
+            "model.layers.0.mlp.down_proj.weight cannot be sharded over ranks: groups of 64 of its "
+            "96 inputs share a scale, and a rank would hold 0 to 24",
         ),
     ],
 )
-def test_what_cannot_be_shared_out(
+def test_model_that_cannot_be_sharded_is_refused(
     size: int, changes: dict[str, Any], said: str, directory_of: Any
 ) -> None:
     settings = config(directory_of("llama"), tensor_parallel_size=size, **changes)
@@ -292,7 +294,7 @@ def test_what_cannot_be_shared_out(
         ("qwen3_steps", 4, "tensor_parallel_size must divide the 6 experts, got 4"),
     ],
 )
-def test_experts_that_cannot_be_shared_out(
+def test_experts_that_cannot_be_sharded_are_refused(
     name: str, size: int, said: str, directory_of: Any
 ) -> None:
     settings = config(directory_of(name), tensor_parallel_size=size, enable_expert_parallel=True)

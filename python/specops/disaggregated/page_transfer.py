@@ -14,7 +14,7 @@ from specops.api.speculative_config import SpeculativeConfig
 from specops.disaggregated.pages import VERSION, Header, KvTransferError, Layout, Pages, check
 from specops.engine.engine import Engine
 from specops.engine.memory.kv_cache import DraftKv
-from specops.engine.models.kv import Share
+from specops.engine.models.kv import TensorShard
 from specops.service.contract import contract_of
 
 
@@ -118,13 +118,13 @@ class PageTransfer:
             num_pages=num_pages,
             owner="" if draft_kv is None else draft_kv.owner,
             lookahead=0 if draft_kv is None else draft_kv.lookahead,
-            model=[_layout(share) for share in model],
-            draft=[_layout(share) for share in draft],
-            states=[_layout(share) for share in self._engine.pages.states(draft_kv)],
+            model=[_layout(shard) for shard in model],
+            draft=[_layout(shard) for shard in draft],
+            states=[_layout(shard) for shard in self._engine.pages.states(draft_kv)],
         )
 
 
-def _layout(share: Share) -> Layout:
-    dtype = str(share.tensor.dtype).removeprefix("torch.")
-    _, rows, _, *more = share.tensor.shape
-    return Layout(dtype, (rows, share.all_heads * sum(share.widths), *more), share.widths)
+def _layout(shard: TensorShard) -> Layout:
+    dtype = str(shard.tensor.dtype).removeprefix("torch.")
+    _, rows, _, *more = shard.tensor.shape
+    return Layout(dtype, (rows, shard.all_heads * sum(shard.widths), *more), shard.widths)

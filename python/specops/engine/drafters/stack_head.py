@@ -91,7 +91,7 @@ class StackHead:
 
     def kv_tensors(self) -> Sequence[Tensor]:
         """Return its keys and values."""
-        return [share.tensor for share in self.cache.page_shares]
+        return [shard.tensor for shard in self.cache.page_shards]
 
     def workspace_size(self, rows: int, batch: int, pages: int) -> int:
         """Return the floats of workspace that attention uses."""

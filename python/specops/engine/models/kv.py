@@ -44,12 +44,12 @@ class CacheRoom(NamedTuple):
     num_kept: int = 0
 
 
-class Share(NamedTuple):
+class TensorShard(NamedTuple):
     """A rank's shard of a tensor whose third axis has heads.
 
     Attributes:
         tensor: [pages or slots, rows, this rank's heads, ...].
-        all_heads: heads of all ranks; `parallel.ranks.dealt` returns which of them are this rank's.
+        all_heads: heads of all ranks; `parallel.ranks.shard_range` returns this rank's range.
         widths: elements per head on that axis, for each part. The parts, such as q|k|v, follow each
             other, and each has all of the rank's heads.
     """
@@ -196,9 +196,9 @@ class LayerKv:
         return [tensor for tensor in tensors if tensor is not None]
 
     @property
-    def shares(self) -> list[Share]:
+    def shards(self) -> list[TensorShard]:
         """This rank's shard of each tensor."""
-        return [Share(tensor, self.all_heads, (1,)) for tensor in self.tensors]
+        return [TensorShard(tensor, self.all_heads, (1,)) for tensor in self.tensors]
 
 
 @dataclass(frozen=True)
@@ -216,10 +216,10 @@ class LayerStates:
         return [self.conv, self.states]
 
     @property
-    def shares(self) -> list[Share]:
+    def shards(self) -> list[TensorShard]:
         """This rank's shard of both tensors, by key heads."""
         both = zip(self.tensors, self.widths, strict=True)
-        return [Share(tensor, self.all_key_heads, widths) for tensor, widths in both]
+        return [TensorShard(tensor, self.all_key_heads, widths) for tensor, widths in both]
 
     def copy(self, slot: int, to: "LayerStates", to_slot: int, num_tokens: int) -> None:
         """Copy the state of a request after `num_tokens` tokens to a slot of `to`.
@@ -281,14 +281,14 @@ class KvCache:
         return [pair for layer in self._on_pages for pair in layer.pairs]
 
     @property
-    def page_shares(self) -> list[Share]:
+    def page_shards(self) -> list[TensorShard]:
         """Tensors that are indexed by pages."""
-        return [share for layer in self._on_pages for share in layer.shares]
+        return [shard for layer in self._on_pages for shard in layer.shards]
 
     @property
-    def prefix_shares(self) -> list[Share]:
+    def prefix_shards(self) -> list[TensorShard]:
         """Tensors that are indexed by entries of `kept`."""
-        return [share for layer in self.kept for share in layer.shares]
+        return [shard for layer in self.kept for shard in layer.shards]
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -16,7 +16,7 @@ from specops.engine.models.blocks.experts import ExpertsConfig
 from specops.engine.models.config import ModelConfig, Place
 from specops.engine.models.dry_run import dry_run
 from specops.engine.models.families import read_model_config
-from specops.engine.models.shards import Cut, Shares
+from specops.engine.models.shards import Shard, Sharding
 from specops.engine.models.transformer import Transformer
 from specops.engine.models.weight_cache import WeightCache
 from specops.engine.models.weights import Checkpoint, WeightSettings, WeightSource
@@ -200,7 +200,7 @@ def build(
         shape[:1],
         config.hidden_size,
         quantization=source.settings.quantize_head,
-        cut=Cut(outputs=(Shares(ranks).of_vocabulary(config.vocab_size),)),
+        shard=Shard(outputs=(Sharding(ranks).of_vocabulary(config.vocab_size),)),
     )
     if config.embedding_scale != 1.0:  # the same bits as scaling single rows
         embedding = embedding * torch.tensor(config.embedding_scale, dtype=source.dtype)

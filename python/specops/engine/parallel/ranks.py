@@ -138,11 +138,11 @@ def _folded(partial_sums: Tensor) -> Tensor:
 ALONE = Ranks()
 
 
-def dealt(total: int, size: int, rank: int) -> range:
-    """Return the range of things in a rank's shard; neighbors share one if there are too few.
+def shard_range(total: int, size: int, rank: int) -> range:
+    """Return the range of units in a rank's shard; neighbors share one if there are too few.
 
     Args:
-        total: number of things; it divides `size`, or is a multiple of it.
+        total: number of units; it divides `size`, or is a multiple of it.
         size: number of ranks.
         rank: index of the rank.
     """

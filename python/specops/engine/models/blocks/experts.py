@@ -13,7 +13,7 @@ from specops.dense import PackedWeight
 from specops.engine.models.blocks.block import BlockLoader, MlpBlock, NewRows, bytes_of
 from specops.engine.models.blocks.mlp import DenseMlp, DenseMlpConfig
 from specops.engine.models.blocks.row_parallel import RowParallelLinear
-from specops.engine.models.shards import Cut
+from specops.engine.models.shards import Shard
 from specops.engine.parallel.ranks import Ranks
 
 _GATE_UP = ("gate_proj", "up_proj")
@@ -347,15 +347,15 @@ class ExpertsConfig:
                 ranks=loader.ranks,
             )
         every = range(count)
-        own = loader.shares.of_rank(self.width, _WIDTHS)
-        cut = Cut(outputs=(own, own))
+        own = loader.sharding.of_rank(self.width, _WIDTHS)
+        shard = Shard(outputs=(own, own))
         gate_up_bias = down_bias = None
         if self.has_bias:
-            gate_up_bias = source.expert_biases(experts, every, _GATE_UP, sizes, cut=cut)
+            gate_up_bias = source.expert_biases(experts, every, _GATE_UP, sizes, shard=shard)
             down_bias = source.expert_biases(experts, every, what, (hidden,))
         down = [
-            source.experts(experts, every, what, (hidden,), self.width, cut=one)
-            for one in loader.shares.of_inputs(self.width, _WIDTHS)
+            source.experts(experts, every, what, (hidden,), self.width, shard=one)
+            for one in loader.sharding.of_inputs(self.width, _WIDTHS)
         ]
         return Experts(
             self,
@@ -363,7 +363,7 @@ class ExpertsConfig:
             router_bias=router_bias,
             bias=self._load_bias(loader, prefix),
             gate_up=source.experts(
-                experts, every, _GATE_UP, sizes, hidden, activation=self.activation, cut=cut
+                experts, every, _GATE_UP, sizes, hidden, activation=self.activation, shard=shard
             ),
             gate_up_bias=gate_up_bias,
             down=RowParallelLinear(down, down_bias, loader.ranks),
@@ -374,7 +374,7 @@ class ExpertsConfig:
         """Load the experts of this rank, one entry per local virtual TP rank."""
         source, hidden, sizes = loader.source, loader.hidden_size, (self.width, self.width)
         source.leave_to_others(prefix)
-        whole = loader.shares.of_rank(self.num_experts, "experts")
+        whole = loader.sharding.of_rank(self.num_experts, "experts")
         count = len(whole) // loader.ranks.num_local_virtual_ranks
         found = []
         for begin in whole[::count]:

@@ -11,7 +11,7 @@ from specops import dense
 from specops.dense import PackedWeight
 from specops.engine.models.blocks.block import BlockLoader, MlpBlock, NewRows
 from specops.engine.models.blocks.row_parallel import RowParallelLinear, load_row_parallel
-from specops.engine.models.shards import Cut
+from specops.engine.models.shards import Shard
 
 _GATE_UP = ("gate_proj", "up_proj")
 
@@ -78,12 +78,12 @@ class DenseMlpConfig:
             ModelError: a tensor is missing or has the wrong shape.
         """
         source, hidden, sizes = loader.source, loader.hidden_size, (self.width, self.width)
-        own = loader.shares.of_rank(self.width, "inner widths of an MLP")
-        cut = Cut(outputs=(own, own))
+        own = loader.sharding.of_rank(self.width, "inner widths of an MLP")
+        shard = Shard(outputs=(own, own))
         return DenseMlp(
             DenseMlpShape(len(own)),
-            source.linear(prefix, _GATE_UP, sizes, hidden, activation=self.activation, cut=cut),
-            source.bias(prefix, _GATE_UP, sizes, cut=cut) if self.has_bias else None,
+            source.linear(prefix, _GATE_UP, sizes, hidden, activation=self.activation, shard=shard),
+            source.bias(prefix, _GATE_UP, sizes, shard=shard) if self.has_bias else None,
             load_row_parallel(
                 source,
                 f"{prefix}down_proj",

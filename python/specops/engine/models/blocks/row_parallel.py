@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specops import dense
 from specops.dense import PackedWeight
-from specops.engine.models.shards import Shares
+from specops.engine.models.shards import Sharding
 from specops.engine.models.weights import WeightSource
 from specops.engine.parallel.ranks import Ranks
 
@@ -81,8 +81,8 @@ def load_row_parallel(
         ModelError: a tensor is missing, has the wrong shape or cannot be sharded.
     """
     shards = [
-        source.linear("", (name,), (outputs,), count * each, cut=cut)
-        for cut in Shares(ranks).of_inputs(count, what, each)
+        source.linear("", (name,), (outputs,), count * each, shard=shard)
+        for shard in Sharding(ranks).of_inputs(count, what, each)
     ]
     bias = source.bias("", (name,), (outputs,)) if has_bias else None
     return RowParallelLinear(shards, bias, ranks)
