@@ -22,7 +22,7 @@ from specops import linear_attention
 from specops.engine import Engine, EngineConfig, SpeculativeConfig
 from specops.engine.drafters.draft_model import DraftModelDrafter
 from specops.engine.drafters.recurrent import RecurrentStep
-from specops.engine.machine import room_of
+from specops.engine.machine import capacity_of
 from specops.engine.models import KeptStates, KvCache, load_model
 from test_lossless import bits
 from test_models import Runner
@@ -143,7 +143,7 @@ def converse(
     options["state_cache_bytes"] = num_kept * sum(sizes)
     drafts = Drafts(monkeypatch)
     engine = RandomLengths().decide_for(make(similar(), target=target, **options))
-    assert engine._runner.parts.cache.room.num_kept == num_kept
+    assert engine._runner.parts.cache.capacity.num_kept == num_kept
     done = run_all(engine, talk)
     if not target:
         assert list(map(bits, done)) == list(map(bits, talk.done))
@@ -232,7 +232,7 @@ def plant_missing_draft_states(monkeypatch: pytest.MonkeyPatch) -> None:
     real = KvCache.load_states
 
     def wrong(self: KvCache, *place: int) -> None:
-        if self.room.num_drafts == DRAFTS:
+        if self.capacity.num_drafts == DRAFTS:
             real(self, *place)
 
     monkeypatch.setattr(KvCache, "load_states", wrong)
@@ -312,17 +312,17 @@ def test_slots_have_memory_for_the_configured_drafts() -> None:
     model, drafter = load_model(similar()), engine.drafters["draft_model"]
     per_slot, per_prefix = model.kv_bytes_per_slot(2 * DRAFTS), model.kv_bytes_per_slot(0)
     assert drafter.kv_bytes == (model.kv_bytes_per_token(), per_slot, per_prefix)
-    room = engine._runner.parts.cache.room
+    capacity = engine._runner.parts.cache.capacity
     assert drafter.states is not None
-    on_pages = room.num_pages * room.page_size * model.kv_bytes_per_token()
+    on_pages = capacity.num_pages * capacity.page_size * model.kv_bytes_per_token()
     assert sum(one.nbytes for one in drafter.states.tensors) == (
-        on_pages + room.num_slots * per_slot + room.num_kept * per_prefix
+        on_pages + capacity.num_slots * per_slot + capacity.num_kept * per_prefix
     )
     target: Any = load_model(dense(), max_model_len=128)
     config = replace(engine.config, state_cache_bytes=3 * per_prefix, num_pages=None)
     free = 8 * per_slot + 3 * per_prefix
     page = 16 * (target.kv_bytes_per_token() + model.kv_bytes_per_token())
     device: Any = SimpleNamespace(device=torch.device("cpu"), free_bytes=lambda: free + 10 * page)
-    assert room_of(config, device, target, drafter.kv_bytes) == (10, 16, 8, DRAFTS, 3)
+    assert capacity_of(config, device, target, drafter.kv_bytes) == (10, 16, 8, DRAFTS, 3)
     without = make(similar(), enable_prefix_caching=False).drafters["draft_model"]
     assert without.kv_bytes.per_slot == model.kv_bytes_per_slot(DRAFTS)

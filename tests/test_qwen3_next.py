@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 from specops import linear_attention
 from specops.api.errors import ModelError
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.machine import room_of
+from specops.engine.machine import capacity_of
 from specops.engine.models import KvBytes, load_model
-from specops.engine.models.kv import CacheRoom, KvCache, StateSpec
+from specops.engine.models.kv import CacheCapacity, KvCache, StateSpec
 from test_experts import FAMILIES, engine_directory, make_experts
 from test_lossless import bits
 from test_models import Runner, random_ids
@@ -226,9 +226,9 @@ def with_small_windows(part: int) -> Callable[[pytest.MonkeyPatch], None]:
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
         real = StateSpec._shapes
 
-        def wrong(self: StateSpec, room: CacheRoom) -> Any:
-            shapes = [list(one) for one in real(self, room)]
-            shapes[part][1] -= room.num_drafts > 0
+        def wrong(self: StateSpec, capacity: CacheCapacity) -> Any:
+            shapes = [list(one) for one in real(self, capacity)]
+            shapes[part][1] -= capacity.num_drafts > 0
             return tuple(map(tuple, shapes))
 
         monkeypatch.setattr(StateSpec, "_shapes", wrong)
@@ -313,7 +313,9 @@ def test_disabled_prefix_cache_is_not_queried() -> None:
     engine = make("naive", enable_prefix_caching=False)
     for _ in range(2):
         assert engine.generate([prompt], params)[0].num_cached_tokens == 0
-    assert engine.stats.prefix_cache_queries == 0 and not engine._runner.parts.cache.room.num_kept
+    assert (
+        engine.stats.prefix_cache_queries == 0 and not engine._runner.parts.cache.capacity.num_kept
+    )
 
 
 class Conversations(NamedTuple):
@@ -388,7 +390,7 @@ def check_conversations(method: str, cache: str, count: int) -> None:
     num_kept = options.pop("num_kept", 100)
     options["state_cache_bytes"] = num_kept * load_model(directory()).kv_bytes_per_slot(0)
     engine, talk = make(method, **options), conversations(count)
-    assert engine._runner.parts.cache.room.num_kept == num_kept
+    assert engine._runner.parts.cache.capacity.num_kept == num_kept
     if method != "naive":
         engine = RandomLengths().decide_for(engine)
     else:
@@ -486,17 +488,17 @@ def test_memory_is_reserved_for_states_before_pages() -> None:
     assert each == 2 * 4 * ((DRAFTS + 1) * 4 * 32 * 16 + (DRAFTS + 3) * 192)
     config = replace(make("ngram").config, num_pages=None)
 
-    def room(free: int, **options: Any) -> CacheRoom:
+    def capacity(free: int, **options: Any) -> CacheCapacity:
         device: Any = SimpleNamespace(device=torch.device("cpu"), free_bytes=lambda: free)
-        return room_of(replace(config, **options), device, model, KvBytes())
+        return capacity_of(replace(config, **options), device, model, KvBytes())
 
     page, kept = 16 * model.kv_bytes_per_token(), model.kv_bytes_per_slot(0)
-    assert room(8 * each + 20 * page, enable_prefix_caching=False) == (20, 16, 8, DRAFTS, 0)
-    assert room(8 * each + 4 * kept + 20 * page, state_cache_bytes=4 * kept)[::4] == (20, 4)
+    assert capacity(8 * each + 20 * page, enable_prefix_caching=False) == (20, 16, 8, DRAFTS, 0)
+    assert capacity(8 * each + 4 * kept + 20 * page, state_cache_bytes=4 * kept)[::4] == (20, 4)
     # The state cache gets a quarter of the cache or of free memory, and at most one entry per page.
-    assert room(1 << 30, kv_cache_bytes=40 * kept) == (30 * kept // page, 16, 8, DRAFTS, 10)
-    assert room(1 << 30, num_pages=9).num_kept == 9
-    cache = model.new_kv_cache(*room(1 << 30, num_pages=9))
+    assert capacity(1 << 30, kv_cache_bytes=40 * kept) == (30 * kept // page, 16, 8, DRAFTS, 10)
+    assert capacity(1 << 30, num_pages=9).num_kept == 9
+    cache = model.new_kv_cache(*capacity(1 << 30, num_pages=9))
     assert sum(one.nbytes for one in cache.tensors) == 9 * page + 8 * each + 9 * kept
     for free, options, words in [
         (8 * each - 1, {}, "max_num_seqs must fit the memory of cpu: what 8 requests"),
@@ -504,7 +506,7 @@ def test_memory_is_reserved_for_states_before_pages() -> None:
         (8 * each + kept, {"state_cache_bytes": 2 * kept}, f"at most {kept}, what keys, values"),
     ]:
         with pytest.raises(ValueError, match=words):
-            room(free, **options)
+            capacity(free, **options)
 
 
 def test_unknown_and_missing_tensors_are_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from specops.api.config import EngineConfig
 from specops.engine import SamplingParams, SpeculativeConfig
 from specops.engine.machine import free_rows_of
 from specops.engine.memory.kv_cache import DraftKv, PagePool
-from specops.engine.models import CacheRoom, KeptStates
+from specops.engine.models import CacheCapacity, KeptStates
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
 from specops.engine.scheduling.scheduler import Scheduler
@@ -67,11 +67,13 @@ def check_entries(states: KeptStates, num_kept: int) -> None:
 class States:
     """States of a model: each position holds the text up to it."""
 
-    def __init__(self, room: CacheRoom) -> None:
-        self.room = room
+    def __init__(self, capacity: CacheCapacity) -> None:
+        self.capacity = capacity
         Texts = list[tuple[int, ...] | None]
-        self.slots: list[Texts] = [[None] * (room.num_drafts + 1) for _ in range(room.num_slots)]
-        self.kept: Texts = [None] * room.num_kept
+        self.slots: list[Texts] = [
+            [None] * (capacity.num_drafts + 1) for _ in range(capacity.num_slots)
+        ]
+        self.kept: Texts = [None] * capacity.num_kept
         self.num_loads = self.num_kept = 0
 
     def of_slot(self, slot: int, num_tokens: int) -> tuple[int, ...] | None:
@@ -108,17 +110,17 @@ class Simulation:
         self.lookahead, self.size, self.k = lookahead, 4, k
         self.pool = PagePool(num_pages, self.size, enable_prefix_caching=caching)
         self.leaf = 2 * self.size
-        self.room = room = CacheRoom(num_pages, 4, 6, k, num_kept)
-        self.states = States(room) if num_kept and has_states else None
+        self.capacity = capacity = CacheCapacity(num_pages, 4, 6, k, num_kept)
+        self.states = States(capacity) if num_kept and has_states else None
         # The drafter's own drafts take the last places of its window.
         self.drafter_states = None
         if drafter_has_states:
-            self.drafter_states = States(room._replace(num_drafts=2 * k))
+            self.drafter_states = States(capacity._replace(num_drafts=2 * k))
         drafters = {} if self.drafter_states is None else {"mtp": self.drafter_states}
         self.scheduler = Scheduler(
             self.pool,
             EngineConfig(max_num_seqs=6, max_num_batched_tokens=24),
-            KeptStates(self.pool, room, cast(Any, self.states), cast(Any, drafters)),
+            KeptStates(self.pool, capacity, cast(Any, self.states), cast(Any, drafters)),
             prefix_finder=PrefixFinder(self.pool, leaf_tokens=self.leaf),
         )
         self.memory = [[Row() for _ in range(self.size)] for _ in range(num_pages)]
@@ -158,7 +160,7 @@ class Simulation:
         for part in plan:
             self._execute(part)
         check_pages(self.pool)
-        check_entries(self.scheduler.states, self.room.num_kept)
+        check_entries(self.scheduler.states, self.capacity.num_kept)
 
     def live(self, num_steps: int) -> None:
         """Run steps in which requests come and go, then drain the rest."""

@@ -16,7 +16,7 @@ from specops.api.methods import Method, Options, checks
 from specops.engine.drafters.base import Drafter, DrafterContext, MethodUnavailable, TargetStep
 from specops.engine.drafters.head import DraftRows
 from specops.engine.drafters.recurrent import RecurrentDrafter
-from specops.engine.models import CacheRoom
+from specops.engine.models import CacheCapacity
 from torch import Tensor
 
 FILE = "toy.safetensors"
@@ -90,10 +90,10 @@ class ToyHead:
     def reserve(self, rows: int) -> None:
         pass
 
-    def allocate(self, room: CacheRoom) -> None:
-        self.page_size = room.page_size
+    def allocate(self, capacity: CacheCapacity) -> None:
+        self.page_size = capacity.page_size
         # One more entry, for rows of no request.
-        shape = (room.num_pages * room.page_size + 1, self.hidden_size)
+        shape = (capacity.num_pages * capacity.page_size + 1, self.hidden_size)
         self.kept = torch.zeros(shape, device=self.follows.device)
 
     def workspace_size(self, rows: int, batch: int, pages: int) -> int:

@@ -8,7 +8,7 @@ from specops.api.errors import ModelError
 from specops.api.tokenizer import Tokenizer
 from specops.engine.device import Device
 from specops.engine.memory.kv_cache import PagePool
-from specops.engine.models import CacheRoom, KvBytes, Transformer
+from specops.engine.models import CacheCapacity, KvBytes, Transformer
 from specops.engine.parallel.ranks import Ranks
 from specops.engine.scheduling.prompt_rows import MAX_PROMPT_ROWS
 from specops.engine.sharing.prefixes import PrefixFinder
@@ -91,9 +91,9 @@ def tokenizer_of(config: EngineConfig, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def room_of(
+def capacity_of(
     config: EngineConfig, device: Device, model: Transformer, of_drafters: KvBytes
-) -> CacheRoom:
+) -> CacheCapacity:
     """Choose the capacity of an engine's caches.
 
     Memory goes to per-slot data first, then to states of prefixes, then to pages. All ranks get the
@@ -144,7 +144,7 @@ def room_of(
             f"num_pages must be at least {per_request} so that one request of max_model_len="
             f"{model.max_model_len} tokens fits, got {pages}; lower max_model_len or raise it"
         )
-    return CacheRoom(pages, config.page_size, config.max_num_seqs, num_drafts, num_kept)
+    return CacheCapacity(pages, config.page_size, config.max_num_seqs, num_drafts, num_kept)
 
 
 def _num_kept(config: EngineConfig, state_bytes: int, budget: int) -> int:

@@ -29,7 +29,7 @@ from specops.engine.drafters.trees import DraftTree
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape
-from specops.engine.models import CacheRoom, KvBytes, KvCache, LayerBatch, Transformer
+from specops.engine.models import CacheCapacity, KvBytes, KvCache, LayerBatch, Transformer
 from specops.engine.request import Request
 from specops.sampling import LogitsProcessors
 
@@ -250,8 +250,8 @@ class Drafter:
     drawn_from: DrawnFrom | None = None
     max_drafts: int | None = None
 
-    def allocate(self, room: CacheRoom) -> None:
-        """Allocate its caches with the sizes in `room`, which take `kv_bytes` into account."""
+    def allocate(self, capacity: CacheCapacity) -> None:
+        """Allocate its caches with the sizes in `capacity`, which take `kv_bytes` into account."""
 
     def draft_kv(self, request: Request) -> DraftKv | None:
         """Return a request's draft KV on pages, or None; called once per request."""

@@ -41,7 +41,7 @@ from specops.engine.features import Feature
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape
-from specops.engine.models import CacheRoom, KvBytes, KvCache
+from specops.engine.models import CacheCapacity, KvBytes, KvCache
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
 
@@ -262,10 +262,10 @@ class Drafting:
         assert len(found) <= 1, "two drafters of one request keep keys and values on its pages"
         return found[0] if found else None
 
-    def allocate(self, room: CacheRoom) -> None:
+    def allocate(self, capacity: CacheCapacity) -> None:
         """Allocate the caches of all drafters."""
         for drafter in self.drafters.values():
-            drafter.allocate(room)
+            drafter.allocate(capacity)
 
     def start(self, request: Request) -> bool:
         """Start drafting for a request that got its slot.

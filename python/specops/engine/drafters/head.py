@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specops.engine.drafters.base import TargetStep
 from specops.engine.drafters.trees import TreeMaker
-from specops.engine.models import CacheRoom, LayerBatch
+from specops.engine.models import CacheCapacity, LayerBatch
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,7 +111,7 @@ class DraftHead(Protocol):
     def reserve(self, rows: int) -> None:
         """Allocate the buffers of passes with up to `rows` rows; they do not move afterwards."""
 
-    def allocate(self, room: CacheRoom) -> None:
+    def allocate(self, capacity: CacheCapacity) -> None:
         """Allocate keys and values on the target's pages."""
 
     def kv_tensors(self) -> Sequence[Tensor]:

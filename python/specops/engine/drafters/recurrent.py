@@ -33,7 +33,7 @@ from specops.engine.drafters.pass_reports import PassReports, Second
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape, bucket
-from specops.engine.models import CacheRoom, KvBytes
+from specops.engine.models import CacheCapacity, KvBytes
 from specops.engine.request import Request
 from specops.sampling import LogitsProcessors, Purpose
 
@@ -139,9 +139,9 @@ class RecurrentDrafter(Drafter):
         num_kept = WINDOW if self.keeps_states else 0
         self.kept = torch.zeros((slots, num_kept, width), dtype=head.dtype, device=where)
 
-    def allocate(self, room: CacheRoom) -> None:
+    def allocate(self, capacity: CacheCapacity) -> None:
         """Allocate the head's keys and values on the target's pages."""
-        self.head.allocate(room)
+        self.head.allocate(capacity)
 
     def kv_tensors(self) -> Sequence[Tensor]:
         """Return the head's keys and values."""

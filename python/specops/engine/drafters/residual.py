@@ -16,7 +16,7 @@ from specops.engine.drafters.newest import NewestTokens
 from specops.engine.drafters.recurrent import RecurrentDrafter
 from specops.engine.drafters.stack_head import StackHead, named_weights
 from specops.engine.drafters.trees import TreeMaker, joint_tree, static_tree
-from specops.engine.models import CacheRoom, MtpBatch, PrefixLayer, ResidualHeads, Transformer
+from specops.engine.models import CacheCapacity, MtpBatch, PrefixLayer, ResidualHeads, Transformer
 
 
 class Loader(Protocol):
@@ -123,7 +123,7 @@ class ResidualDraftHead:
         """Allocate a buffer for the states of `rows` rows."""
         self._gathered = self._gathered.new_empty(rows, self.hidden_size)
 
-    def allocate(self, room: CacheRoom) -> None:
+    def allocate(self, capacity: CacheCapacity) -> None:
         """Do nothing: the heads keep nothing on pages."""
 
     def kv_tensors(self) -> Sequence[Tensor]:

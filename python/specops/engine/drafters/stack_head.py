@@ -10,7 +10,7 @@ from torch import Tensor
 from specops.api.methods.method import WeightOptions
 from specops.engine.drafters.base import DrafterContext, MethodUnavailable, TargetStep
 from specops.engine.drafters.trees import TreeMaker
-from specops.engine.models import CacheRoom, KvCache, LayerStack
+from specops.engine.models import CacheCapacity, KvCache, LayerStack
 
 Options = TypeVar("Options", bound=WeightOptions)
 
@@ -85,9 +85,9 @@ class StackHead:
         """Allocate the buffers of passes with up to `rows` rows."""
         self.stack.reserve(rows)
 
-    def allocate(self, room: CacheRoom) -> None:
+    def allocate(self, capacity: CacheCapacity) -> None:
         """Allocate its keys and values on the target's pages."""
-        self.cache = self.stack.new_kv_cache(*room)
+        self.cache = self.stack.new_kv_cache(*capacity)
 
     def kv_tensors(self) -> Sequence[Tensor]:
         """Return its keys and values."""

@@ -11,7 +11,7 @@ from specops.engine.models.eagle.modules import Eagle3
 from specops.engine.models.families import CONVENTIONS
 from specops.engine.models.families.family import MtpConvention
 from specops.engine.models.kept_states import KeptStates
-from specops.engine.models.kv import CacheRoom, KvBytes, KvCache, KvSpec, LayerKv
+from specops.engine.models.kv import CacheCapacity, KvBytes, KvCache, KvSpec, LayerKv
 from specops.engine.models.loader import load_model
 from specops.engine.models.mtp.loader import load_mtp
 from specops.engine.models.mtp.modules import MtpBatch, MtpModule, MtpModules, MtpOutput
@@ -23,7 +23,7 @@ from specops.engine.models.weight_cache import CachedWeights, WeightCache
 __all__ = [
     "CONVENTIONS",
     "BlockDrafter",
-    "CacheRoom",
+    "CacheCapacity",
     "CachedWeights",
     "Eagle",
     "Eagle3",

@@ -27,9 +27,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from specops.engine.memory.kv_cache import DraftKv, PagePool, Prefix
-from specops.engine.models.kv import CacheRoom, KvCache
+from specops.engine.models.kv import CacheCapacity, KvCache
 
-_NO_ROOM = CacheRoom(0, 0)
+_NO_CAPACITY = CacheCapacity(0, 0)
 
 _Key = tuple[Prefix, str]  # the name is of the drafter with its own states; empty: none
 
@@ -56,7 +56,7 @@ class KeptStates:
 
     Args:
         pool: of pages.
-        room: of every cache.
+        capacity: of every cache.
         target: cache with the target's states; None: it has none.
         drafters: caches with states of drafters, by name; None: there are none.
     """
@@ -64,21 +64,21 @@ class KeptStates:
     def __init__(
         self,
         pool: PagePool,
-        room: CacheRoom = _NO_ROOM,
+        capacity: CacheCapacity = _NO_CAPACITY,
         target: KvCache | None = None,
         drafters: Mapping[str, KvCache] | None = None,
     ) -> None:
         self._pool = pool
         # Caches with states of a request, by its drafter with its own states.
         self._caches: dict[str, Sequence[KvCache]] = {"": ()}
-        if room.num_kept:
+        if capacity.num_kept:
             own = (target,) if target is not None and target.kept else ()
             self._caches = {"": own} | {name: (*own, one) for name, one in (drafters or {}).items()}
         # Slots hold the states of this many positions before the last row.
-        self._num_drafts = room.num_drafts
+        self._num_drafts = capacity.num_drafts
         # A chunk may end this many tokens after its last border.
-        self._slack = min(room.num_drafts, pool.page_size - 1)
-        self._free = list(range(room.num_kept - 1, -1, -1))
+        self._slack = min(capacity.num_drafts, pool.page_size - 1)
+        self._free = list(range(capacity.num_kept - 1, -1, -1))
         self._entry_of: OrderedDict[_Key, int] = OrderedDict()  # least recently used first
         self._running: dict[int, _Running] = {}  # by slot
 

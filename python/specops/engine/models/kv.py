@@ -26,7 +26,7 @@ class KvBytes(NamedTuple):
     per_prefix: int = 0
 
 
-class CacheRoom(NamedTuple):
+class CacheCapacity(NamedTuple):
     """Capacity of a cache.
 
     Attributes:
@@ -94,9 +94,9 @@ class KvSpec:
         """Return 0: the layer keeps nothing per slot."""
         return 0
 
-    def new(self, room: CacheRoom, device: torch.device) -> "LayerKv":
+    def new(self, capacity: CacheCapacity, device: torch.device) -> "LayerKv":
         """Allocate the pages of one layer."""
-        slots = (room.num_pages, room.page_size, self.num_heads)
+        slots = (capacity.num_pages, capacity.page_size, self.num_heads)
 
         def cache() -> Tensor:
             return _zeros((*slots, self.head_dim), self.dtype, device)
@@ -138,12 +138,12 @@ class StateSpec:
 
     def bytes_per_slot(self, num_drafts: int) -> int:
         """Return the bytes of a request in steps with up to `num_drafts` drafts."""
-        conv, states = self._shapes(CacheRoom(0, 0, 1, num_drafts))
+        conv, states = self._shapes(CacheCapacity(0, 0, 1, num_drafts))
         return math.prod(conv) * self.dtype.itemsize + math.prod(states) * torch.float32.itemsize
 
-    def new(self, room: CacheRoom, device: torch.device) -> "LayerStates":
+    def new(self, capacity: CacheCapacity, device: torch.device) -> "LayerStates":
         """Allocate the slots of one layer."""
-        conv, states = self._shapes(room)
+        conv, states = self._shapes(capacity)
         of_key = self.num_heads // self.num_key_heads
         return LayerStates(
             _zeros(conv, self.dtype, device),
@@ -152,12 +152,12 @@ class StateSpec:
             ((self.key_dim, self.key_dim, of_key * self.value_dim), (of_key,)),
         )
 
-    def _shapes(self, room: CacheRoom) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        window = max(room.num_drafts + self.taps - 1, 1)
+    def _shapes(self, capacity: CacheCapacity) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        window = max(capacity.num_drafts + self.taps - 1, 1)
         heads = (self.num_heads, self.key_dim, self.value_dim)
-        slots = room.num_slots
+        slots = capacity.num_slots
         channels = 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
-        return (slots, window, channels), (slots, room.num_drafts + 1, *heads)
+        return (slots, window, channels), (slots, capacity.num_drafts + 1, *heads)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -238,24 +238,24 @@ class KvCache:
     """Caches of all layers. The layers may differ in all but the page size."""
 
     layers: list[Any]  # a LayerKv or LayerStates each
-    room: CacheRoom
+    capacity: CacheCapacity
     # For each layer with LayerStates, in order: states of prefixes, with windows for no drafts.
     kept: list[LayerStates]
 
     @classmethod
     def new(
-        cls, specs: Iterable[KvSpec | StateSpec], room: CacheRoom, device: torch.device
+        cls, specs: Iterable[KvSpec | StateSpec], capacity: CacheCapacity, device: torch.device
     ) -> "KvCache":
         """Allocate the caches of every layer."""
         specs = list(specs)
-        of_prefixes = room._replace(num_slots=room.num_kept, num_drafts=0)
+        of_prefixes = capacity._replace(num_slots=capacity.num_kept, num_drafts=0)
         kept = [spec.new(of_prefixes, device) for spec in specs if isinstance(spec, StateSpec)]
-        return cls([spec.new(room, device) for spec in specs], room, kept)
+        return cls([spec.new(capacity, device) for spec in specs], capacity, kept)
 
     @property
     def page_size(self) -> int:
         """Tokens of a page."""
-        return self.room.page_size
+        return self.capacity.page_size
 
     @property
     def _on_pages(self) -> list[LayerKv]:

@@ -46,14 +46,14 @@ class Ranks:
         """Allocate the buffers for sums of up to `rows` rows, so that they do not move later."""
         if self.num_virtual_ranks > 1:
             self.partial_sums((rows, width), device)
-            self._room("gathered", (self.size, rows, width), device)
+            self._buffer("gathered", (self.size, rows, width), device)
 
     def partial_sums(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
         """Return a buffer for this rank's partial sums, float32.
 
         Its shape is [num_local_virtual_ranks, *shape].
         """
-        return self._room("partial sums", (self.num_local_virtual_ranks, *shape), device)
+        return self._buffer("partial sums", (self.num_local_virtual_ranks, *shape), device)
 
     def add(self, partial_sums: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """Add the partial sums of all ranks, and round once.
@@ -65,7 +65,7 @@ class Ranks:
         """
         own = _folded(partial_sums)
         if self.size > 1:
-            everyone = self._room("gathered", (self.size, *own.shape), own.device)
+            everyone = self._buffer("gathered", (self.size, *own.shape), own.device)
             self._gather(own, everyone)
             own = _folded(everyone)
         out.copy_(own if bias is None else own.add_(bias))
@@ -80,9 +80,9 @@ class Ranks:
         """
         rows, total = out.shape
         most = -(-total // self.size)
-        padded = self._room("columns", (rows, most), own.device)
+        padded = self._buffer("columns", (rows, most), own.device)
         padded[:, : own.shape[1]] = own
-        everyone = self._room("all columns", (self.size, rows, most), own.device)
+        everyone = self._buffer("all columns", (self.size, rows, most), own.device)
         self._gather(padded, everyone)
         for rank, columns in enumerate(everyone):
             begin = min(rank * most, total)
@@ -113,16 +113,16 @@ class Ranks:
         """Fill `everyone`, [size, *own.shape], with each rank's tensor in rank order."""
         raise NotImplementedError
 
-    def _room(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    def _buffer(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
         """Return uninitialized memory. Earlier buffers stay alive: a captured step may use them."""
         count = math.prod(shape)
-        kept = self._buffers.setdefault(name, [])
-        if not kept or kept[-1].numel() < count:
-            least = 2 * kept[-1].numel() if kept else 0
-            kept.append(torch.empty(max(count, least), dtype=torch.float32, device=device))
+        buffers = self._buffers.setdefault(name, [])
+        if not buffers or buffers[-1].numel() < count:
+            least = 2 * buffers[-1].numel() if buffers else 0
+            buffers.append(torch.empty(max(count, least), dtype=torch.float32, device=device))
             if device.type == "cpu":
-                del kept[:-1]
-        return kept[-1][:count].view(shape)
+                del buffers[:-1]
+        return buffers[-1][:count].view(shape)
 
 
 def _folded(partial_sums: Tensor) -> Tensor:

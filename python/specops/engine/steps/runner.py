@@ -18,7 +18,7 @@ from specops.engine.emitted import Emitted
 from specops.engine.features import Feature
 from specops.engine.memory.step_memory import StepMemory
 from specops.engine.memory.step_shape import StepShape, bucket, page_capacity, rounded
-from specops.engine.models import CacheRoom, Transformer
+from specops.engine.models import CacheCapacity, Transformer
 from specops.engine.plan import Part, Plan, PrefixGroups
 from specops.engine.prompt_logprobs import PromptScorer
 from specops.engine.request import Request
@@ -56,7 +56,7 @@ class Runner:
         drafting: the drafters, with their pages allocated.
         config: the engine's configuration: `max_num_seqs` slots, `max_num_batched_tokens` rows per
             step.
-        room: capacity of the cache.
+        capacity: capacity of the cache.
 
     Attributes:
         memory: memory of the steps.
@@ -69,7 +69,7 @@ class Runner:
         device: Device,
         drafting: Drafting,
         config: EngineConfig,
-        room: CacheRoom,
+        capacity: CacheCapacity,
     ) -> None:
         self._device = device
         self._drafting = drafting
@@ -97,7 +97,7 @@ class Runner:
         }
         self.parts = RunnerParts(
             model=model,
-            cache=model.new_kv_cache(*room),
+            cache=model.new_kv_cache(*capacity),
             taps=taps,
             slots=slots,
             tables=self._tables,
