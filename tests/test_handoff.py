@@ -255,7 +255,7 @@ def test_states_that_find_no_room_are_computed(models: dict[str, Path]) -> None:
     settings = {"model": str(models["states"]), "max_model_len": 128}
     prefill, decode = make(NAIVE, **settings), make(NAIVE, **settings, state_cache_bytes=10_000)
     states = decode._scheduler.states
-    assert decode._runner.parts.cache.capacity.num_kept == 1
+    assert decode._runner.parts.cache.capacity.num_prefix_states == 1
     for has_room, prompt in zip((True, True, False), PROMPTS[3:], strict=True):
         (want,) = prefill.generate([prompt], GREEDY)
         pages, expected = (

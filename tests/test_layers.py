@@ -493,7 +493,7 @@ def test_models_import_in_one_direction(path: Path) -> None:
     """Blocks know no model, models no family, families no loader."""
     floors = (
         {"batch", "head_files", "kv", "shards", "weight_cache", "weights"},
-        {"blocks", "kept_states"},
+        {"blocks", "prefix_states"},
         {"config"},
         {"families", "transformer"},
         {"dry_run"},

@@ -314,7 +314,8 @@ def test_disabled_prefix_cache_is_not_queried() -> None:
     for _ in range(2):
         assert engine.generate([prompt], params)[0].num_cached_tokens == 0
     assert (
-        engine.stats.prefix_cache_queries == 0 and not engine._runner.parts.cache.capacity.num_kept
+        engine.stats.prefix_cache_queries == 0
+        and not engine._runner.parts.cache.capacity.num_prefix_states
     )
 
 
@@ -380,17 +381,17 @@ def run_all(engine: Engine, talk: Conversations) -> list[Completion]:
 
 CACHES: dict[str, dict[str, Any]] = {
     "all kept": {},
-    "few kept": {"num_kept": 3, "max_num_batched_tokens": 24, "max_num_seqs": 5},
-    "few pages": {"num_kept": 12, "num_pages": 12, "max_num_seqs": 6},
+    "few kept": {"num_prefix_states": 3, "max_num_batched_tokens": 24, "max_num_seqs": 5},
+    "few pages": {"num_prefix_states": 12, "num_pages": 12, "max_num_seqs": 6},
 }
 
 
 def check_conversations(method: str, cache: str, count: int) -> None:
     options = dict(CACHES[cache])
-    num_kept = options.pop("num_kept", 100)
-    options["state_cache_bytes"] = num_kept * load_model(directory()).kv_bytes_per_slot(0)
+    num_prefix_states = options.pop("num_prefix_states", 100)
+    options["state_cache_bytes"] = num_prefix_states * load_model(directory()).kv_bytes_per_slot(0)
     engine, talk = make(method, **options), conversations(count)
-    assert engine._runner.parts.cache.capacity.num_kept == num_kept
+    assert engine._runner.parts.cache.capacity.num_prefix_states == num_prefix_states
     if method != "naive":
         engine = RandomLengths().decide_for(engine)
     else:
@@ -401,7 +402,7 @@ def check_conversations(method: str, cache: str, count: int) -> None:
     assert stats.prefix_cache_hits > 0.05 * stats.prefix_cache_queries > 0
     assert (stats.num_preemptions > 0) == (cache == "few pages")
     assert engine.num_free_pages == engine.num_pages
-    check_entries(states, num_kept)
+    check_entries(states, num_prefix_states)
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -497,7 +498,7 @@ def test_memory_is_reserved_for_states_before_pages() -> None:
     assert capacity(8 * each + 4 * kept + 20 * page, state_cache_bytes=4 * kept)[::4] == (20, 4)
     # The state cache gets a quarter of the cache or of free memory, and at most one entry per page.
     assert capacity(1 << 30, kv_cache_bytes=40 * kept) == (30 * kept // page, 16, 8, DRAFTS, 10)
-    assert capacity(1 << 30, num_pages=9).num_kept == 9
+    assert capacity(1 << 30, num_pages=9).num_prefix_states == 9
     cache = model.new_kv_cache(*capacity(1 << 30, num_pages=9))
     assert sum(one.nbytes for one in cache.tensors) == 9 * page + 8 * each + 9 * kept
     for free, options, words in [

@@ -32,7 +32,7 @@ from specops.engine.machine import (
     tokenizer_of,
 )
 from specops.engine.memory.kv_cache import DraftKv, PagePool, PrefixListener
-from specops.engine.models import KeptStates, WeightCache, load_model
+from specops.engine.models import PrefixStates, WeightCache, load_model
 from specops.engine.parallel.ranks import Ranks
 from specops.engine.plan import Part, Plan
 from specops.engine.prompt_pages import PromptPages
@@ -117,7 +117,7 @@ class Engine:
         finder, costs = prefix_finder_of(config, model, self._pool), ROW_COSTS[model.device.type]
         sharing = free_rows_of(config, device), finder, costs
         self._runner = Runner(model, device, self._drafting, config, capacity)
-        states = KeptStates(self._pool, capacity, self._runner.parts.cache, self._drafting.states)
+        states = PrefixStates(self._pool, capacity, self._runner.parts.cache, self._drafting.states)
         self._scheduler = Scheduler(self._pool, config, states, *sharing)
         shared = self.tokenizer, self._drafting, self.max_model_len
         if config.speculative_config.adaptive_verification:  # without it, no request can enable it

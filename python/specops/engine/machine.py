@@ -124,12 +124,17 @@ def capacity_of(
         budget = _CPU_BYTES if device.device.type == "cpu" else int(free * _GPU_SHARE)
     per_request = -(-model.max_model_len // config.page_size)
     most_pages = config.num_pages or per_request * config.max_num_seqs
-    num_kept, state_bytes = 0, model.kv_bytes_per_slot(0) + of_drafters.per_prefix
+    num_prefix_states, state_bytes = 0, model.kv_bytes_per_slot(0) + of_drafters.per_prefix
     if state_bytes and config.enable_prefix_caching:
         # States are kept at ends of pages, so there are at most as many as pages.
-        num_kept = min(_num_kept(config, state_bytes, min(budget, free)), most_pages)
-        free, budget = free - num_kept * state_bytes, budget - num_kept * state_bytes
-        logger.info("states of %d prefixes are kept, %d bytes each", num_kept, state_bytes)
+        num_prefix_states = min(
+            _num_prefix_states(config, state_bytes, min(budget, free)), most_pages
+        )
+        free, budget = (
+            free - num_prefix_states * state_bytes,
+            budget - num_prefix_states * state_bytes,
+        )
+        logger.info("states of %d prefixes are kept, %d bytes each", num_prefix_states, state_bytes)
     page_bytes = (model.kv_bytes_per_token() + of_drafters.per_token) * config.page_size
     pages = most_pages
     if config.num_pages is None:
@@ -144,10 +149,12 @@ def capacity_of(
             f"num_pages must be at least {per_request} so that one request of max_model_len="
             f"{model.max_model_len} tokens fits, got {pages}; lower max_model_len or raise it"
         )
-    return CacheCapacity(pages, config.page_size, config.max_num_seqs, num_drafts, num_kept)
+    return CacheCapacity(
+        pages, config.page_size, config.max_num_seqs, num_drafts, num_prefix_states
+    )
 
 
-def _num_kept(config: EngineConfig, state_bytes: int, budget: int) -> int:
+def _num_prefix_states(config: EngineConfig, state_bytes: int, budget: int) -> int:
     """Return the number of prefixes whose states are kept, at least one."""
     asked = config.state_cache_bytes
     if asked is None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specops.engine.drafters.base import Drafter
 from specops.engine.memory.kv_cache import DraftKv, PagePool
-from specops.engine.models import KeptStates
+from specops.engine.models import PrefixStates
 from specops.engine.models.kv import KvCache, TensorShard
 
 
@@ -28,7 +28,7 @@ class PromptPages:
     def __init__(
         self,
         pool: PagePool,
-        states: KeptStates,
+        states: PrefixStates,
         cache: KvCache,
         drafters: Mapping[str, Drafter],
     ) -> None:
@@ -54,7 +54,7 @@ class PromptPages:
         """
         pages = self._pool.match_prefix(token_ids, len(token_ids) - 1, draft_kv, salt)
         try:
-            self._states.cut(pages, draft_kv)
+            self._states.release_unusable(pages, draft_kv)
             model, draft = self.tensors(draft_kv)
             index = torch.tensor(pages, dtype=torch.int64, device=model[0].tensor.device)
             data = bytearray().join(_rows(shard, index) for shard in (*model, *draft))
@@ -108,7 +108,7 @@ class PromptPages:
                         salt,
                     )
                 self._put_states(data, held, draft_kv)
-            self._states.cut(held, draft_kv)
+            self._states.release_unusable(held, draft_kv)
             return len(held)
         finally:
             self._pool.release(held)

@@ -34,14 +34,14 @@ class CacheCapacity(NamedTuple):
         page_size: tokens of a page.
         num_slots: requests that run at once.
         num_drafts: most drafts that a step verifies for one of them.
-        num_kept: prefixes whose states are kept, for layers with linear attention.
+        num_prefix_states: most prefixes with states, for layers with linear attention.
     """
 
     num_pages: int
     page_size: int
     num_slots: int = 1
     num_drafts: int = 0
-    num_kept: int = 0
+    num_prefix_states: int = 0
 
 
 class TensorShard(NamedTuple):
@@ -240,7 +240,7 @@ class KvCache:
     layers: list[Any]  # a LayerKv or LayerStates each
     capacity: CacheCapacity
     # For each layer with LayerStates, in order: states of prefixes, with windows for no drafts.
-    kept: list[LayerStates]
+    prefix_states: list[LayerStates]
 
     @classmethod
     def new(
@@ -248,9 +248,11 @@ class KvCache:
     ) -> "KvCache":
         """Allocate the caches of every layer."""
         specs = list(specs)
-        of_prefixes = capacity._replace(num_slots=capacity.num_kept, num_drafts=0)
-        kept = [spec.new(of_prefixes, device) for spec in specs if isinstance(spec, StateSpec)]
-        return cls([spec.new(capacity, device) for spec in specs], capacity, kept)
+        of_prefixes = capacity._replace(num_slots=capacity.num_prefix_states, num_drafts=0)
+        prefix_states = [
+            spec.new(of_prefixes, device) for spec in specs if isinstance(spec, StateSpec)
+        ]
+        return cls([spec.new(capacity, device) for spec in specs], capacity, prefix_states)
 
     @property
     def page_size(self) -> int:
@@ -266,14 +268,14 @@ class KvCache:
         return [layer for layer in self.layers if isinstance(layer, LayerStates)]
 
     def keep_states(self, slot: int, num_tokens: int, entry: int) -> None:
-        """Copy the states after `num_tokens` tokens of a slot's request to an entry of `kept`."""
-        for own, kept in zip(self._states, self.kept, strict=True):
-            own.copy(slot, kept, entry, num_tokens)
+        """Copy the states after `num_tokens` tokens of a slot to an entry of `prefix_states`."""
+        for own, of_prefixes in zip(self._states, self.prefix_states, strict=True):
+            own.copy(slot, of_prefixes, entry, num_tokens)
 
     def load_states(self, entry: int, num_tokens: int, slot: int) -> None:
         """Copy the states after `num_tokens` tokens to the slot of a request with this prefix."""
-        for own, kept in zip(self._states, self.kept, strict=True):
-            kept.copy(entry, own, slot, num_tokens)
+        for own, of_prefixes in zip(self._states, self.prefix_states, strict=True):
+            of_prefixes.copy(entry, own, slot, num_tokens)
 
     @property
     def pairs(self) -> list[tuple[Tensor, Tensor | None]]:
@@ -287,10 +289,10 @@ class KvCache:
 
     @property
     def prefix_shards(self) -> list[TensorShard]:
-        """Tensors that are indexed by entries of `kept`."""
-        return [shard for layer in self.kept for shard in layer.shards]
+        """Tensors that are indexed by entries of `prefix_states`."""
+        return [shard for layer in self.prefix_states for shard in layer.shards]
 
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors of the cache."""
-        return [tensor for layer in (*self.layers, *self.kept) for tensor in layer.tensors]
+        return [tensor for layer in (*self.layers, *self.prefix_states) for tensor in layer.tensors]

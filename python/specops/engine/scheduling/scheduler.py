@@ -10,7 +10,7 @@ from itertools import chain
 
 from specops.api.config import EngineConfig
 from specops.engine.memory.kv_cache import PagePool
-from specops.engine.models import KeptStates
+from specops.engine.models import PrefixStates
 from specops.engine.plan import Plan
 from specops.engine.request import Request
 from specops.engine.scheduling.decode_rows import plan_decode_rows
@@ -43,7 +43,7 @@ class Scheduler(Slots):
         self,
         pool: PagePool,
         config: EngineConfig,
-        states: KeptStates | None = None,
+        states: PrefixStates | None = None,
         free_rows: int | None = None,
         prefix_finder: PrefixFinder | None = None,
         costs: RowCosts | None = None,

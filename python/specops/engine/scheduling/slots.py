@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from specops.engine.memory.kv_cache import PagePool
-from specops.engine.models import KeptStates
+from specops.engine.models import PrefixStates
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
 from specops.engine.sharing.fairness import Shares
@@ -29,8 +29,10 @@ class Slots:
         states: states of cached prefixes.
     """
 
-    def __init__(self, pool: PagePool, max_num_seqs: int, states: KeptStates | None = None) -> None:
-        self.pool, self.states = pool, states or KeptStates(pool)
+    def __init__(
+        self, pool: PagePool, max_num_seqs: int, states: PrefixStates | None = None
+    ) -> None:
+        self.pool, self.states = pool, states or PrefixStates(pool)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.at: dict[int, Request] = {}
@@ -88,7 +90,7 @@ class Slots:
         hits = self.pool.match_prefix(
             request.token_ids, request.num_reusable, request.draft_kv, request.params.cache_salt
         )
-        num_cached = self.states.cut(hits, request.draft_kv)
+        num_cached = self.states.release_unusable(hits, request.draft_kv)
         needed = self.num_pages_for(len(request.token_ids)) - len(hits)
         if needed > self.pool.num_available:
             self.pool.release(hits)

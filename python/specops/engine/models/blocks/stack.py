@@ -58,11 +58,11 @@ class LayerStack:
         page_size: int,
         num_slots: int = 1,
         num_drafts: int = 0,
-        num_kept: int = 0,
+        num_prefix_states: int = 0,
     ) -> KvCache:
         """Allocate the KV cache and states of all layers; see `CacheCapacity`."""
         specs = [layer.attention.kv for layer in self.layers]
-        capacity = CacheCapacity(num_pages, page_size, num_slots, num_drafts, num_kept)
+        capacity = CacheCapacity(num_pages, page_size, num_slots, num_drafts, num_prefix_states)
         return KvCache.new(specs, capacity, self.device)
 
     def kv_bytes_per_token(self) -> int:
