@@ -290,7 +290,7 @@ def test_default_layers_apply_if_the_file_names_none(
     eagle_oracle.write(tmp_path, head, "modelopt", eagle_config=config, **nothing)
     with caplog.at_level("INFO"):
         make(target, tmp_path)
-    assert "leave layers (1, 2, 2) (no field, so by the method's default)" in caplog.text
+    assert "outputs of layers (1, 2, 2) of its target (the default of the method)" in caplog.text
 
 
 def test_unsupported_head_dim_is_refused(

@@ -76,7 +76,7 @@ class ToyHead:
     reads_states = True
     max_drafts = None
     new_tree = None
-    taps = (0, 2)
+    aux_layers = (0, 2)
     dtype = torch.float32
 
     def __init__(self, context: DrafterContext, tables: dict[str, Tensor], weight: float) -> None:
@@ -103,7 +103,10 @@ class ToyHead:
         return 0
 
     def target_states(self, target: TargetStep) -> Tensor:
-        first, second = (target.taps[layer][:, : self.hidden_size].float() for layer in self.taps)
+        first, second = (
+            target.aux_hidden_states[layer][:, : self.hidden_size].float()
+            for layer in self.aux_layers
+        )
         return (first + second) / 2
 
     def forward(self, index: int, rows: DraftRows, states: Tensor) -> tuple[Tensor, Tensor]:

@@ -97,7 +97,7 @@ class TargetStep(LayerBatch):
 
     shape: StepShape
     hidden: Tensor  # [rows, hidden_size], the states after the final norm
-    taps: Mapping[int, Tensor]  # auxiliary hidden states: by layer, its output [rows, hidden_size]
+    aux_hidden_states: Mapping[int, Tensor]  # by layer, its output [rows, hidden_size]
     row_to_request: Tensor  # int32 [rows]
     slots: Tensor  # int32 [batch]; -1: no request
     token_ids: Tensor  # int32 [slots, max_model_len], prompt and output of each request
@@ -233,8 +233,8 @@ class Drafter:
 
     Attributes:
         name: of the method, as in the registry.
-        taps: layers of the target that it reads auxiliary hidden states from, besides the output of
-            the final norm. Steps provide them if the drafter has planned work for the step.
+        aux_layers: layers of the target whose output it reads, besides the output of the final
+            norm. Steps provide them if the drafter has planned work for the step.
         kv_bytes: memory of its caches: on pages, and in slots if its layers keep states.
         states: the cache that holds these states, after `allocate`; None: there are no states.
         drawn_from: vocabulary of the drafts that it draws with its own random numbers; None: it
@@ -244,7 +244,7 @@ class Drafter:
     """
 
     name: str
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     kv_bytes = KvBytes()
     states: KvCache | None = None
     drawn_from: DrawnFrom | None = None

@@ -178,9 +178,9 @@ class Drafting:
         return (NAIVE, *(name for name in METHODS if name in self.drafters))
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def aux_layers(self) -> tuple[int, ...]:
         """Layers of the target that drafters read auxiliary hidden states from, ascending."""
-        return tuple(sorted({tap for one in self.drafters.values() for tap in one.taps}))
+        return tuple(sorted({layer for one in self.drafters.values() for layer in one.aux_layers}))
 
     @property
     def width(self) -> int:
@@ -199,10 +199,12 @@ class Drafting:
         found = {name: one.states for name, one in self.drafters.items()}
         return {name: cache for name, cache in found.items() if cache is not None}
 
-    def taps_of(self, shape: StepShape) -> tuple[int, ...]:
+    def aux_layers_of(self, shape: StepShape) -> tuple[int, ...]:
         """Return the auxiliary layers read by the drafters that have work in steps of a shape."""
         return tuple(
-            sorted({tap for name, _ in shape.drafters for tap in self.drafters[name].taps})
+            sorted(
+                {layer for name, _ in shape.drafters for layer in self.drafters[name].aux_layers}
+            )
         )
 
     def draft_prob_row(self, slot: int) -> int:

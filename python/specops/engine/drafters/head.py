@@ -82,7 +82,7 @@ class DraftHead(Protocol):
         """
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def aux_layers(self) -> tuple[int, ...]:
         """Layers of the target whose auxiliary hidden states `target_states` reads."""
 
     @property

@@ -109,7 +109,7 @@ class RecurrentDrafter(Drafter):
 
     def __init__(self, name: str, context: DrafterContext, head: DraftHead, *, draws: bool) -> None:
         slots, max_rows = context.config.max_num_seqs, context.config.max_num_batched_tokens
-        self.name, self.taps = name, head.taps
+        self.name, self.aux_layers = name, head.aux_layers
         self.head, self.num_passes = head, head.num_passes
         self.reads_own_tokens = not head.reads_states
         self.kv_bytes, self.max_drafts = KvBytes(head.kv_bytes_per_token), head.max_drafts

@@ -81,7 +81,7 @@ class ResidualDraftHead:
     is_chained = False
     lookahead = 1
     reads_states = True
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     token_map: Tensor | None = None
     kv_bytes_per_token = 0
 

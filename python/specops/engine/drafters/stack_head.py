@@ -54,7 +54,7 @@ class StackHead:
     max_drafts: int | None = None
     new_tree: TreeMaker | None = None
     lookahead = 1
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     token_map: Tensor | None = None
 
     def __init__(self, stack: LayerStack) -> None:

@@ -36,9 +36,9 @@ from specops.engine.models.dflash2 import (
     read_dflash2,
 )
 from specops.engine.models.eagle.layout import (
+    aux_layers_of,
     flag_of,
     mapping_of,
-    taps_of,
     token_of,
 )
 from specops.engine.models.families.dense_decoder import Windows, dense_decoder
@@ -133,9 +133,9 @@ class BlockDrafter(StateHead):
         if len(self._given) < rows:
             self._given = self._new(rows, self.hidden_size)
 
-    def states_of(self, taps: Mapping[int, Tensor], sums: Tensor | None) -> Tensor:
+    def states_of(self, aux_hidden_states: Mapping[int, Tensor], sums: Tensor | None) -> Tensor:
         """Return the states that keys and values are computed from; see `StateHead.states_of`."""
-        states = super().states_of(taps, sums)
+        states = super().states_of(aux_hidden_states, sums)
         return dense.rms_norm(states, *self.weights.hidden_norm, out=states)
 
     def append(self, batch: MtpBatch, states: Tensor, cache: KvCache) -> Tensor:
@@ -266,7 +266,7 @@ def load_dflash(
         config = _read(raw, directory, source.names(), target)
     loader = StateHeadLoader(source, config, directory, target, where)
     mask = _mask_embedding(directory / "mask_embedding.pt", config)
-    weights = _load(source, config, loader, len(config.taps) * target.hidden_size, mask)
+    weights = _load(source, config, loader, len(config.aux_layers) * target.hidden_size, mask)
     refuse_unread(source, directory, "a head of DFlash or DSpark", _UNREAD)
     head = BlockDrafter(config, weights, target.hidden_size)
 
@@ -355,7 +355,7 @@ def _read(
         hidden_size=decoder.hidden_size,
         layers=tuple(layers),
         norm_eps=decoder.rms_norm_eps,
-        taps=taps_of(own, directory, num_layers, None),
+        aux_layers=aux_layers_of(own, directory, num_layers, None),
         num_rows=num_rows,
         samples_anchor=samples_anchor,
         mask_token_id=mask,

@@ -38,14 +38,14 @@ class StateHeadConfig:
         hidden_size: width of its states.
         layers: in order.
         norm_eps: of every norm.
-        taps: the target's layers whose output it reads.
+        aux_layers: the target's layers whose output it reads.
         draft_vocab_size: rows of its LM head.
     """
 
     hidden_size: int
     layers: tuple[LayerConfig, ...]
     norm_eps: float
-    taps: tuple[int, ...]
+    aux_layers: tuple[int, ...]
     draft_vocab_size: int
 
 
@@ -97,10 +97,10 @@ class StateHead(LayerStack):
             device=weights.embedding.device,
             projections=[weights.fc, *projections],
         )
-        self.taps, self.token_map = config.taps, weights.token_map
+        self.aux_layers, self.token_map = config.aux_layers, weights.token_map
         self._weights_of_head = weights
         self._next_norms = [*(one.input_norm for one in weights.layers[1:]), weights.final_norm]
-        self._joined = self._new(0, len(config.taps) * target_size)
+        self._joined = self._new(0, len(config.aux_layers) * target_size)
         self._states = self._new(0, self.hidden_size)
 
     def _new(self, rows: int, width: int) -> Tensor:
@@ -113,17 +113,17 @@ class StateHead(LayerStack):
             self._joined = self._new(rows, self._joined.shape[1])
             self._states = self._new(rows, self.hidden_size)
 
-    def states_of(self, taps: Mapping[int, Tensor], sums: Tensor | None) -> Tensor:
+    def states_of(self, aux_hidden_states: Mapping[int, Tensor], sums: Tensor | None) -> Tensor:
         """Return the target's auxiliary hidden states, projected to the head's width.
 
         Args:
-            taps: by layer, its output [rows, target's hidden_size].
+            aux_hidden_states: by layer, its output [rows, target's hidden_size].
             sums: linear workspace; None: allocated.
 
         Returns:
             [rows, hidden_size], in the head's own buffer, which the next call overwrites.
         """
-        given = [taps[tap] for tap in self.taps]
+        given = [aux_hidden_states[layer] for layer in self.aux_layers]
         num_rows, weights = given[0].shape[0], self._weights_of_head
         joined = torch.cat(given, dim=1, out=self._joined[:num_rows])
         self._norm_joined(joined)

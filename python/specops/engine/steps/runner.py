@@ -91,14 +91,14 @@ class Runner:
         self._tables = SlotTables(slots, model.max_model_len, model.config.vocab_size, model.device)
         self._masks = StepMasks(model.config.vocab_size, specops.get_num_threads())
         shape = (max_rows, model.config.hidden_size)
-        taps = {
+        aux_hidden_states = {
             layer: torch.empty(shape, dtype=model.dtype, device=model.device)
-            for layer in drafting.taps
+            for layer in drafting.aux_layers
         }
         self.parts = RunnerParts(
             model=model,
             cache=model.new_kv_cache(*capacity),
-            taps=taps,
+            aux_hidden_states=aux_hidden_states,
             slots=slots,
             tables=self._tables,
             drafting=drafting,

@@ -88,7 +88,7 @@ class RunnerParts:
 
     model: Transformer
     cache: KvCache
-    taps: Mapping[int, Tensor]  # auxiliary hidden states by layer; [rows, hidden_size]
+    aux_hidden_states: Mapping[int, Tensor]  # auxiliary hidden states by layer; [rows, hidden_size]
     slots: int
     tables: SlotTables
     drafting: Drafting
@@ -243,8 +243,10 @@ class Step:
         if arrays.trees is not None:
             num_accepted = arrays.num_accepted.device
             self._attended = arrays.trees.bind(self._batch, num_accepted, self._row.qo_lens)
-        taps = self._parts.drafting.taps_of(self.shape)
-        self._taps = {layer: self._parts.taps[layer][: self.shape.rows] for layer in taps}
+        layers = self._parts.drafting.aux_layers_of(self.shape)
+        self._aux_hidden_states = {
+            layer: self._parts.aux_hidden_states[layer][: self.shape.rows] for layer in layers
+        }
         self._gathered, self._logits = scratch.gathered.device, scratch.logits.device
 
     def _choosing(self) -> dict[str, Any]:
@@ -336,7 +338,7 @@ class Step:
             **rows,
             shape=self.shape,
             hidden=self._parts.model.states(self.shape.rows),
-            taps=self._taps,
+            aux_hidden_states=self._aux_hidden_states,
             row_to_request=self._indices.row_to_request,
             token_ids=self._parts.tables.token_ids,
             lens=self._state.lens,
@@ -404,7 +406,7 @@ class Step:
         trees = self.arrays.trees
         if trees is not None:
             trees.prepare()
-        hidden = parts.model.forward(self._attended, parts.cache, self._taps)
+        hidden = parts.model.forward(self._attended, parts.cache, self._aux_hidden_states)
         if shape.outputs:
             if shape.outputs != shape.rows:
                 hidden = batching.gather_output_rows(
@@ -422,7 +424,8 @@ class Step:
             sampling.commit(**self._commit_args)
             if trees is not None:
                 model = parts.model
-                states = (model.states(shape.rows), *self._taps.values()) if self._drafters else ()
+                aux_hidden_states = self._aux_hidden_states.values()
+                states = (model.states(shape.rows), *aux_hidden_states) if self._drafters else ()
                 trees.keep_accepted(parts.cache, states, model.row_numbers(shape.rows))
         begun = time.perf_counter()
         for drafter in self._drafters:

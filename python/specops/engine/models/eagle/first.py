@@ -201,6 +201,6 @@ def _read(
         hidden_size=decoder.hidden_size,
         layers=(replace(first, names=_FIRST), *others),
         norm_eps=decoder.rms_norm_eps,
-        taps=(),
+        aux_layers=(),
         draft_vocab_size=count(raw, "draft_vocab_size", decoder.vocab_size),
     )

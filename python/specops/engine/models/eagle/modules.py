@@ -90,7 +90,7 @@ class Eagle3(StateHead):
 
     def _norm_joined(self, joined: Tensor) -> None:
         """Norm the states of each layer, or all of them together, in place."""
-        width = joined.shape[1] // len(self.taps)
+        width = joined.shape[1] // len(self.aux_layers)
         for index, norm in enumerate(self.weights.fc_norms):
             of_layer = joined[:, index * width : (index + 1) * width]
             of_layer.copy_(dense.rms_norm(of_layer, *norm, out=self._normed[: len(joined)]))
