@@ -211,8 +211,8 @@ def test_stacked_mxfp4_experts_are_split_by_name(tmp_path: Path) -> None:
         for kind in ("weight", "bias")
     }
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
-    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).int()
-    want = (table[codes] * 2.0 ** (scales[..., None].float() - 127)).flatten(2)
+    values = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).int()
+    want = (table[values] * 2.0 ** (scales[..., None].float() - 127)).flatten(2)
     for expert in (0, 1):
         for first, part in enumerate(("gate_proj", "up_proj")):
             found = numbers(file.load(f"{prefix}{expert}.{part}.weight"))
@@ -346,7 +346,7 @@ REFUSALS: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         "pack4",
         put("weight_scale", ZEROS(12, 5)),
         {},
-        "the 96 inputs of a.b are not 5 groups of one size",
+        "a.b must have groups of one size, got 96 inputs in 5 groups",
     ),
     "zero points along the inputs": (
         "pack4_zeros",
@@ -407,7 +407,7 @@ REFUSALS: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         "gptq",
         put("g_idx", torch.tensor([0] * 50 + [1] * 14 + [2] * 32)),
         settings_of("gptq"),
-        "the 96 inputs of a.b are not 3 groups of one size",
+        "a.b must have groups of one size, got 96 inputs in 3 groups",
     ),
 }
 
@@ -578,10 +578,10 @@ PARTS = ("q_proj", "k_proj")
 def random_weight(kind: str, group: int, seed: int, **fields: Any) -> QuantizedWeight:
     """Return a random weight with 160 inputs."""
     generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 16, (8, 160), generator=generator)
-    codes = codes.to(torch.uint8) if kind == "int4" else (codes - 5).to(torch.int8)
+    values = torch.randint(0, 16, (8, 160), generator=generator)
+    values = values.to(torch.uint8) if kind == "int4" else (values - 5).to(torch.int8)
     scales = torch.rand(8, -(-160 // group) if group else 1, generator=generator)
-    return QuantizedWeight(kind, codes, scales, None, group)._replace(**fields)
+    return QuantizedWeight(kind, values, scales, None, group)._replace(**fields)
 
 
 @pytest.mark.parametrize(
@@ -624,7 +624,7 @@ def test_incompatible_weights_are_not_fused() -> None:
         with pytest.raises(ModelError, match=f"q_proj, k_proj cannot be one projection: {reason}"):
             fused(parts, PARTS)
     assert numbers(fused([ordered, ordered], PARTS)).shape == (16, 160)
-    large = fp8._replace(codes=ones)
+    large = fp8._replace(values=ones)
     assert numbers(fused([by_output, by_output], PARTS)).shape == (16, 160)
     assert numbers(fused([large, fp8], PARTS)).shape == (136, 160)
     assert torch.equal(numbers(fused([plain, plain], PARTS)), torch.ones(16, 160))

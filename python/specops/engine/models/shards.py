@@ -108,10 +108,10 @@ def outputs_of(
         return weight[rows]
     scaled = rows
     if weight.kind == "fp8" and weight.group:
-        _check_border(outputs, FP8_BLOCK, len(weight.codes), "outputs", name)
+        _check_border(outputs, FP8_BLOCK, len(weight.values), "outputs", name)
         scaled = slice(outputs.start // FP8_BLOCK, -(-outputs.stop // FP8_BLOCK))
     return weight._replace(
-        codes=weight.codes[rows],
+        values=weight.values[rows],
         scales=weight.scales[scaled],
         offsets=None if weight.offsets is None else weight.offsets[rows],
     )
@@ -134,13 +134,13 @@ def inputs_of(
             f"{name} cannot be sharded over ranks: its inputs are quantized in groups that are not "
             "contiguous (desc_act); use a checkpoint without desc_act, or one rank"
         )
-    codes = weight.codes[:, columns]
+    values = weight.values[:, columns]
     if not weight.group:
-        return weight._replace(codes=codes)
-    _check_border(inputs, weight.group, weight.codes.shape[1], "inputs", name)
+        return weight._replace(values=values)
+    _check_border(inputs, weight.group, weight.values.shape[1], "inputs", name)
     groups = slice(inputs.start // weight.group, -(-inputs.stop // weight.group))
     return weight._replace(
-        codes=codes,
+        values=values,
         scales=weight.scales[:, groups],
         offsets=None if weight.offsets is None else weight.offsets[:, groups],
     )

@@ -379,7 +379,7 @@ class Checkpoint(WeightSource):
 
     def _load(self, name: str, shape: tuple[int, ...]) -> Tensor | QuantizedWeight:
         weight = self._checkpoint.load(name)
-        found = weight.shape if isinstance(weight, Tensor) else weight.codes.shape
+        found = weight.shape if isinstance(weight, Tensor) else weight.values.shape
         if tuple(found) != shape:
             raise ModelError(
                 f"{self._directory}: tensor {name} must be {list(shape)}, got {list(found)}"
