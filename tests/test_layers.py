@@ -544,7 +544,7 @@ WRITERS = {
 # Who writes something else of such a name: a part of a plan, a step's results.
 OTHERS = {
     "memory/kv_cache": {"pages"},
-    "sharing/turns": {"last_step"},
+    "sharing/fair_scheduling": {"last_step"},
     "structured/forcing": {"token_ids"},
     "scheduling/decode_rows": {"draft_parents"},
     "scheduling/spare_pages": {"draft_parents", "num_drafts", "draft_limit"},

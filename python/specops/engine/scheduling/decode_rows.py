@@ -7,11 +7,11 @@ from specops.engine.drafters.trees import first_chain
 from specops.engine.plan import Plan
 from specops.engine.request import Request
 from specops.engine.scheduling.slots import Slots
-from specops.engine.sharing.grammar_turns import GrammarTurns
+from specops.engine.sharing.grammar_scheduling import GrammarScheduler
 
 
 def plan_decode_rows(
-    plan: Plan, slots: Slots, turns: Set[Request] | None, grammar_turns: GrammarTurns
+    plan: Plan, slots: Slots, turns: Set[Request] | None, grammar_scheduler: GrammarScheduler
 ) -> None:
     """Plan verification rows in order of arrival, before those of prompts.
 
@@ -19,7 +19,7 @@ def plan_decode_rows(
         plan: the step's plan, empty so far; extended.
         slots: the engine's slots. If pages are short, a later arrival loses its slot.
         turns: the requests that decode in this step; None: all of them.
-        grammar_turns: limits the drafts of requests with slow grammars.
+        grammar_scheduler: limits the drafts of requests with slow grammars.
     """
     for request in [request for request in slots.running if request.is_decoding]:
         if request.slot < 0:
@@ -28,7 +28,7 @@ def plan_decode_rows(
             plan.paused.append(request.slot)
             continue
         drafts, parents = request.num_drafts, request.draft_parents
-        most = grammar_turns.most_drafts(request)
+        most = grammar_scheduler.most_drafts(request)
         if most is not None and drafts > most:
             drafts = most if parents is None else min(first_chain(parents), most)
             parents = None

@@ -10,7 +10,7 @@ from specops.engine.memory.kv_cache import PagePool
 from specops.engine.models import PrefixStates
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
-from specops.engine.sharing.fairness import Shares
+from specops.engine.sharing.fair_slots import FairSlots
 
 
 class Slots:
@@ -25,7 +25,7 @@ class Slots:
         waiting: requests without a slot; preempted requests first, then in order of arrival.
         running: requests with a slot, in order of arrival.
         at: the running requests by slot.
-        shares: fair order of clients: which request is next, and which one is preempted.
+        fair: fair order of clients: which request is next, and which one is preempted.
         states: states of cached prefixes.
     """
 
@@ -36,7 +36,7 @@ class Slots:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.at: dict[int, Request] = {}
-        self.shares = Shares(self.running)
+        self.fair = FairSlots(self.running)
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         # Count of starts and departures, and length of the queue, when no waiting request could get
         # a slot.
@@ -80,10 +80,10 @@ class Slots:
         """Return the requests that get a slot next if pages suffice, at most one per client."""
         if not self.may_start:
             return []
-        in_turn = self.shares.in_turn(self.waiting)
+        in_turn = self.fair.in_order(self.waiting)
         if self._free_slots:
             return in_turn[: len(self._free_slots)]
-        return [one for one in in_turn if self.shares.victim(one) is not None][:1]
+        return [one for one in in_turn if self.fair.victim(one) is not None][:1]
 
     def start(self, request: Request, plan: Plan) -> bool:
         """Give a waiting request a slot and its cached prefix; return False if pages are short."""
@@ -107,7 +107,7 @@ class Slots:
         self.running.sort(key=lambda one: one.arrival)
         self.at[request.slot] = request
         self.states.start(request.slot, hits, num_cached, len(request.token_ids), request.draft_kv)
-        self.shares.started(request)
+        self.fair.started(request)
         self._num_changes += 1
         plan.started.append((request.request_id, request.slot))
         return True
@@ -126,7 +126,7 @@ class Slots:
     def make_room(self, request: Request, rows: int, plan: Plan) -> bool:
         """Allocate pages, preempting others if needed; return False if `request` was preempted."""
         while not self.has_pages(request, rows):
-            victim = self.shares.last()
+            victim = self.fair.last()
             self.preempt(victim, plan)
             if victim is request:
                 return False
@@ -209,7 +209,7 @@ class Slots:
         self._free_slots.append(request.slot)
         del self.at[request.slot]
         request.slot = -1
-        self.shares.stopped(request)
+        self.fair.stopped(request)
         self._num_changes += 1
 
     def num_pages_for(self, num_tokens: int) -> int:

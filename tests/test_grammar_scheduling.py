@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose masks take long sits out until its next one is there. No second is measured here."""
+"""Requests with slow masks skip steps until their next mask is ready. The clock is fake."""
 
 import threading
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
-from specops.engine.sharing import grammar_turns
-from specops.engine.sharing.grammar_turns import GrammarTurns
+from specops.engine.sharing import grammar_scheduling
+from specops.engine.sharing.grammar_scheduling import GrammarScheduler
 from test_scheduler import make_request
 
 
@@ -32,7 +32,7 @@ class Grammar:
 
     def note_step(self, num_rows: int) -> None:
         self.step_seconds, self.row_seconds = self.takes, self.takes / num_rows
-        self.preparing = None  # as filling the step's masks has it
+        self.preparing = None  # filling the step's masks resets it
 
 
 class Steps:
@@ -40,8 +40,8 @@ class Steps:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *takes: float | None) -> None:
         self.now = 100.0
-        monkeypatch.setattr(grammar_turns.time, "monotonic", lambda: self.now)
-        self.turns = GrammarTurns()
+        monkeypatch.setattr(grammar_scheduling.time, "monotonic", lambda: self.now)
+        self.scheduler = GrammarScheduler()
         self.requests: list[Request] = []
         for index, seconds in enumerate(takes):
             request = make_request(index, [1, 2], "naive", 50)
@@ -61,15 +61,15 @@ class Steps:
             request.slot = slot
         spent = sum(self.grammar(i).takes for i in indices if self.grammar(i) is not None)
         parts = [Part("", slot, 1, 2, 1, 0, True, [2], one.pages) for slot, one in at.items()]
-        self.turns.note(Plan(parts=parts), at, spent + rest)
+        self.scheduler.note(Plan(parts=parts), at, spent + rest)
 
     def out(self, *indices: int, has_prompts: bool = False) -> set[int]:
-        asked = [self.requests[index] for index in indices]
-        found = self.turns.sitting_out(asked, has_prompts)
+        decoding = [self.requests[index] for index in indices]
+        found = self.scheduler.requests_to_skip(decoding, has_prompts)
         return {self.requests.index(request) for request in found}
 
     def finish(self, index: int) -> None:
-        """Lets a mask be computed, and waits for it."""
+        """Let a mask be computed, and wait for it."""
         self.grammar(index).may_end.set()
         self.grammar(index).preparing.result(300)
 
@@ -92,7 +92,7 @@ def stepping(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_quick_grammars_sit_nothing_out(stepping: Any) -> None:
     steps = stepping(None, 1e-4, 1.9e-3)
     assert steps.out(0, 1, 2) == steps.out(2) == set()
-    assert [steps.turns.most_drafts(request) for request in steps.requests] == [None] * 3
+    assert [steps.scheduler.most_drafts(request) for request in steps.requests] == [None] * 3
     assert all(steps.grammar(i).num_prepared == 0 for i in (1, 2))
 
 
@@ -103,7 +103,7 @@ def test_beside_others_one_at_a_time_in_a_tenth_of_the_time(stepping: Any) -> No
     assert steps.out(0, 1, 2) == {1, 2}, "its mask is not there yet"
     steps.finish(1)
     assert steps.out(0, 1, 2) == {2}
-    assert steps.turns.most_drafts(steps.requests[1]) == 0
+    assert steps.scheduler.most_drafts(steps.requests[1]) == 0
     steps.note([0, 1])  # it took 20 ms of the step
     assert steps.out(0, 1, 2) == {1, 2}
     assert not steps.grammar(1).preparing and not steps.grammar(2).preparing
@@ -141,7 +141,7 @@ def test_a_grammar_is_slow_beside_the_rest_of_a_step(stepping: Any) -> None:
     assert steps.out(0, 1) == set()
     steps.note([0, 1], rest=0.03)
     assert steps.out(0, 1) == {1}
-    assert steps.turns.most_drafts(steps.requests[1]) == 7, "as many as take the rest of a step"
+    assert steps.scheduler.most_drafts(steps.requests[1]) == 7, "as many as take the rest of a step"
     small = stepping(0.003, 0.003, 0.003)
     small.out(0, 1, 2)
     for index in range(3):
