@@ -233,9 +233,9 @@ def test_draft_vocabularies(
         (torch.zeros(4), "d2t must be int64"),
         (torch.zeros(0, dtype=torch.int64), "d2t must be int64"),
         (torch.zeros(2, 2, dtype=torch.int64), "d2t must be int64"),
-        (torch.tensor([0, -1]), "ascending order, each in [0, 160)"),
-        (torch.tensor([0, 159]), "ascending order, each in [0, 160)"),
-        (torch.tensor([-1, 0]), "ascending order, each in [0, 160)"),
+        (torch.tensor([0, -1]), "ascending token ids in [0, 160)"),
+        (torch.tensor([0, 159]), "ascending token ids in [0, 160)"),
+        (torch.tensor([-1, 0]), "ascending token ids in [0, 160)"),
     ):
         save_file({"d2t": d2t}, path)
         assert words in said()
@@ -320,8 +320,11 @@ def test_verify_exactness(
             {"num_speculative_tokens": 17, "num_model_steps": 17},
             "num_model_steps must be at most 16 on this server, got 17",
         ),
-        ({"model": "/etc"}, "speculative_config.model is the server's alone"),
-        ({"draft_vocab": "/etc/passwd"}, "speculative_config.draft_vocab is the server's alone"),
+        ({"model": "/etc"}, "speculative_config.model can only be set for the server"),
+        (
+            {"draft_vocab": "/etc/passwd"},
+            "speculative_config.draft_vocab can only be set for",
+        ),
     ],
 )
 def test_requests_to_an_engine_with_modules(whole: Tiny, own: dict[str, Any], message: str) -> None:

@@ -449,8 +449,8 @@ def test_reduced_draft_vocabulary(tmp_path: Path, naming: str) -> None:
     assert torch.equal(modules.logits(state), whole.logits(state)[:, kept])
     assert modules.sums_size(8, 8) <= whole.sums_size(8, 8)
     for wrong, words in [
-        (kept, "ascending order"),  # token ids where offsets are meant
-        (kept.flip(0) - torch.arange(len(kept)), "ascending order"),
+        (kept, "ascending token ids"),  # token ids where offsets are meant
+        (kept.flip(0) - torch.arange(len(kept)), "ascending token ids"),
         (kept.int(), "int64"),
     ]:
         save_file({"d2t": wrong}, path)
@@ -570,7 +570,7 @@ def test_tensors_that_do_not_fit_are_refused(tiny: Tiny) -> None:
     refused(tiny, model, rf"{where}: tensor model\.layers\.4\.enorm\.weight is missing")
     tiny.tensors["model.layers.4.enorm.weight"] = norm
     tiny.tensors["model.layers.4.mlp.up_proj.bias"] = norm
-    refused(tiny, model, r"4\.mlp\.up_proj\.bias has no place in the MTP module")
+    refused(tiny, model, r"4\.mlp\.up_proj\.bias is not used by the MTP module")
     tiny.tensors["model.layers.4.mlp.experts.0.up_proj.weight"] = norm
     refused(tiny, model, r"is a mixture of experts \(tensor .*mlp\.experts\.0")
     tiny.tensors["model.layers.3.self_attn.kv_a_proj_with_mqa.weight"] = norm

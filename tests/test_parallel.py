@@ -345,7 +345,7 @@ MEETING = """
 import sys
 from pathlib import Path
 import torch
-from specops.engine.parallel.group import Group, RanksApart
+from specops.engine.parallel.group import Group, RanksDiverged
 rank = int(sys.argv[1])
 ranks = Group(Path(sys.argv[2]), rank, 2, 4, "cpu")
 own = ranks.partial_sums((2, 3), torch.device("cpu"))
@@ -358,8 +358,8 @@ print(ranks.least(7 + rank), ranks.of_first(0.25 + rank), out.tolist(), columns.
 ranks.check(torch.tensor([1, 2], dtype=torch.uint8), 2)
 try:
     ranks.check(torch.tensor([1, rank], dtype=torch.uint8), 2)
-except RanksApart as error:
-    print("apart" in str(error))
+except RanksDiverged as error:
+    print("diverged" in str(error))
 """
 
 

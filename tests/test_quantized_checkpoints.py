@@ -163,5 +163,5 @@ def test_unknown_layer_tensors_are_refused_except_zero_biases(tmp_path: Path) ->
     save_file({**tensors, name: torch.zeros(128), "vision.weight": torch.ones(3)}, file)
     load_model(tmp_path)
     save_file({**tensors, name: torch.ones(128)}, file)
-    with pytest.raises(ModelError, match=f"tensor {name} has no place in the model"):
+    with pytest.raises(ModelError, match=f"tensor {name} is not used by the model"):
         load_model(tmp_path)

@@ -127,7 +127,7 @@ def test_drafter_quantization_cannot_be_overridden_per_request() -> None:
         SpeculativeConfig(method="mtp", quantization="int8")
     config = SpeculativeConfig(method="mtp", quantization="wint8")
     assert config.quantization == "wint8"
-    with pytest.raises(ValueError, match=r"speculative_config.quantization is the server's alone"):
+    with pytest.raises(ValueError, match=r"speculative_config.quantization can only be set for"):
         config.override({"quantization": "none"})
 
 

@@ -475,7 +475,7 @@ def test_model_without_full_attention_is_refused(tmp_path: Path, layers: dict[st
     heads = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 16}
     heads |= {"linear_value_head_dim": 16, "linear_conv_kernel_dim": 4}
     write_config(tmp_path, **changes, **heads)
-    with pytest.raises(ModelError, match=r"must give one layer at least .* got .* in all 2"):
+    with pytest.raises(ModelError, match=r"must make at least one layer .* got .* for all 2"):
         load_model(tmp_path, load_format="dummy")
 
 
@@ -502,9 +502,13 @@ def test_memory_is_reserved_for_states_before_pages() -> None:
     cache = model.new_kv_cache(*capacity(1 << 30, num_pages=9))
     assert sum(one.nbytes for one in cache.tensors) == 9 * page + 8 * each + 9 * kept
     for free, options, words in [
-        (8 * each - 1, {}, "max_num_seqs must fit the memory of cpu: what 8 requests"),
+        (8 * each - 1, {}, "max_num_seqs must fit the memory of cpu: states of 8 requests"),
         (1 << 30, {"state_cache_bytes": kept - 1}, f"state_cache_bytes must be at least {kept}"),
-        (8 * each + kept, {"state_cache_bytes": 2 * kept}, f"at most {kept}, what keys, values"),
+        (
+            8 * each + kept,
+            {"state_cache_bytes": 2 * kept},
+            f"at most {kept}, the bytes of",
+        ),
     ]:
         with pytest.raises(ValueError, match=words):
             capacity(free, **options)
@@ -515,7 +519,7 @@ def test_unknown_and_missing_tensors_are_refused(tmp_path: Path) -> None:
     tiny = make_mtp_checkpoint(tmp_path, naming, base=base)
     name = "model.layers.1.linear_attn.in_proj_z.weight"
     save_checkpoint(tiny.directory, tiny.config, {**tiny.tensors, name: torch.zeros(64, 64)})
-    with pytest.raises(ModelError, match=f"tensor {name} has no place in the model"):
+    with pytest.raises(ModelError, match=f"tensor {name} is not used by the model"):
         load_model(tiny.directory)
     left = {
         key: one for key, one in tiny.tensors.items() if "layers.1.linear_attn.A_log" not in key

@@ -372,7 +372,7 @@ def test_invalid_tree_files_are_refused(
             "medusa",
             {"9.weight": torch.ones(1)},
             {},
-            r"tensor 9\.weight has no place in Medusa heads",
+            r"tensor 9\.weight is not used by Medusa heads",
         ),
         ("vllm", {}, {"truncated_vocab_size": 99}, r"config\.json: truncated_vocab_size is 99"),
         ("hydra", {}, {"hydra_head_arch": "eagle-attn"}, "must be mlp or prefix-mlp, got eagle-at"),
@@ -382,7 +382,7 @@ def test_invalid_tree_files_are_refused(
             {},
             r"tensor prefix_embeding_layer\.norm\.weight is missing",
         ),
-        ("hydra++", {}, {"hydra_head_arch": "mlp"}, "has no place in Hydra heads"),
+        ("hydra++", {}, {"hydra_head_arch": "mlp"}, "is not used by Hydra heads"),
         (
             "hydra",
             {},

@@ -521,5 +521,5 @@ def test_log_reports_reduced_prompt_rows(
     device: Any = SimpleNamespace(device=torch.device(kind))
     with caplog.at_level("INFO"):
         free_rows_of(EngineConfig(max_num_batched_tokens=rows), device)
-    expected = f"of the {rows} rows of a step (max_num_batched_tokens) prompts get {limit}"
+    expected = f"prompts get {limit} of the {rows} rows of a step (max_num_batched_tokens)"
     assert caplog.messages == [expected] * bool(limit)

@@ -179,7 +179,7 @@ class EngineConfig:
         for name in (*texts, "model", "served_model_name", "suffix_corpus", "suffix_cache"):
             value = getattr(self, name)
             if (value is not None or name in texts) and not (isinstance(value, str) and value):
-                raise ValueError(f"{name} must be a non-empty text, got {value!r}")
+                raise ValueError(f"{name} must be a non-empty string, got {value!r}")
         flags = (
             "enforce_eager",
             "enable_prefix_caching",

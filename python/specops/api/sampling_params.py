@@ -175,13 +175,15 @@ class SamplingParams:
         for name in POSITIVE:
             value = getattr(self, name)
             if name != "top_p" and np.float32(value) == 0.0:  # as the ops see it
-                raise ValueError(f"{name} must be above 0, got {value!r}; 1 is off")
+                raise ValueError(f"{name} must be above 0, got {value!r}; use 1 to disable it")
         for name in ("stop", "bad_words"):
             if any(not isinstance(text, str) or not text for text in getattr(self, name)):
                 raise ValueError(f"{name} must hold non-empty strings, got {getattr(self, name)!r}")
             for text in getattr(self, name):
                 if any("\ud800" <= letter <= "\udfff" for letter in text):
-                    raise ValueError(f"{name} must hold valid Unicode, got half a pair in {text!r}")
+                    raise ValueError(
+                        f"{name} must hold valid Unicode, got a lone surrogate in {text!r}"
+                    )
         for name in ("stop_token_ids", "allowed_token_ids", "think_inject_token_ids"):
             _check_token_ids(name, getattr(self, name) or ())
         if not isinstance(self.prediction, str):
@@ -192,7 +194,7 @@ class SamplingParams:
             check_sequences(name, getattr(self, name))
         if len(self.bad_words) > MAX_SEQUENCES:  # checked before they are tokenized
             raise ValueError(
-                f"bad_words must hold at most {MAX_SEQUENCES} texts, got {len(self.bad_words)}"
+                f"bad_words must hold at most {MAX_SEQUENCES} strings, got {len(self.bad_words)}"
             )
         if len(self.think_inject_token_ids or ()) > MAX_SEQUENCE_LENGTH:
             raise ValueError(
@@ -212,8 +214,7 @@ class SamplingParams:
         for name in ("think_end_token_id", "think_inject_token_ids"):
             if getattr(self, name) is not None and not thinks:
                 raise ValueError(
-                    f"{name} must come with reasoning_max_tokens or response_max_tokens, "
-                    "got neither of them"
+                    f"{name} needs reasoning_max_tokens or response_max_tokens, got neither"
                 )
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
 
@@ -224,8 +225,8 @@ class SamplingParams:
         # Without a token to end it, the thinking would become the reply at an unconstrained token.
         if self.think_inject_token_ids == () and self.reasoning_max_tokens is not None:
             raise ValueError(
-                "think_inject_token_ids must hold a token where structured_output and "
-                "reasoning_max_tokens are given, got none"
+                "think_inject_token_ids must hold a token if structured_output and "
+                "reasoning_max_tokens are set, got none"
             )
 
     def _become_tuple(self, name: str, what: str) -> None:
@@ -312,7 +313,7 @@ def check_cache_salt(salt: Any) -> None:
     if not isinstance(salt, str) or not salt:
         raise ValueError(f"cache_salt must be a non-empty string, got {salt!r}")
     if any("\ud800" <= letter <= "\udfff" for letter in salt):
-        raise ValueError("cache_salt must be valid Unicode, got half of a surrogate pair")
+        raise ValueError("cache_salt must be valid Unicode, got a lone surrogate")
 
 
 def _check_token_ids(name: str, token_ids: Iterable[Any]) -> None:
@@ -320,7 +321,7 @@ def _check_token_ids(name: str, token_ids: Iterable[Any]) -> None:
         if isinstance(token_id, bool) or not isinstance(token_id, int):
             raise ValueError(f"{name} must hold integers, got {token_id!r}")
         if not 0 <= token_id <= _MAX_INT:
-            raise ValueError(f"{name} must hold token ids, got {token_id}")
+            raise ValueError(f"{name} must hold token ids from 0 to {_MAX_INT}, got {token_id}")
 
 
 def check_sequences(name: str, sequences: _Sequences) -> None:

@@ -74,8 +74,8 @@ def _stages(value: object) -> tuple[str, ...]:
     for part in parts:
         if part not in METHODS:
             raise ValueError(
-                f"method must be one of {', '.join(names)}, or several that draft joined by +; "
-                f"got {part!r} in {value!r}"
+                f"method must be one of {', '.join(names)}, or several drafting methods joined by "
+                f"+; got {part!r} in {value!r}"
             )
     order = drafting_order()
     for before, part in pairwise(parts):
@@ -92,7 +92,7 @@ def _object(text: str) -> dict[str, Any]:
         if len(out) < len(items):
             names = [name for name, _ in items]
             twice = sorted({name for name in names if names.count(name) > 1})
-            raise ValueError(f"speculative_config names {', '.join(twice)} more than once")
+            raise ValueError(f"speculative_config has {', '.join(twice)} more than once")
         return out
 
     try:
@@ -115,7 +115,7 @@ def _refuse_unknown(key: object, known: Iterable[str]) -> None:
         raise ValueError(f"speculative_config.{key} is refused: LoRA is not supported yet")
     for name, own in (pair for one in methods() for pair in one.names_of_vllm):
         if key == name:
-            raise ValueError(f"speculative_config.{key} is vLLM's: say {own}")
+            raise ValueError(f"speculative_config.{key} is a field of vLLM; use {own}")
     nearest = difflib.get_close_matches(key.lower(), list(known), n=1, cutoff=0.5)
     hint = f"; did you mean {nearest[0]}?" if nearest else f"; known: {', '.join(known)}"
     raise ValueError(f"speculative_config has no field {key!r}{hint}")
@@ -209,7 +209,7 @@ def _check_request(values: object) -> dict[str, Any]:
             continue
         if key in SpeculativeConfig.field_defaults() or key == "options":
             raise ValueError(
-                f"speculative_config.{key} is the server's alone; a request may set "
+                f"speculative_config.{key} can only be set for the server; a request may set "
                 f"{', '.join(known)}"
             )
         _refuse_unknown(key, known)
@@ -404,7 +404,7 @@ class SpeculativeConfig:
         name = "synthetic_acceptance_rates"
         if (rates is not None) != (self.accept_policy == "synthetic"):
             raise ValueError(
-                f'{name} and accept_policy "synthetic" need each other, got {rates!r} with '
+                f'{name} and accept_policy "synthetic" must be set together, got {rates!r} with '
                 f"{self.accept_policy!r}"
             )
         if rates is None:
@@ -415,7 +415,7 @@ class SpeculativeConfig:
         for rate in rates:
             checks.number(name, rate, 0.0, 1.0)
             if rate > highest:
-                raise ValueError(f"{name} must not rise, got {rate!r} after {highest!r}")
+                raise ValueError(f"{name} must not increase, got {rate!r} after {highest!r}")
             highest = rate
         object.__setattr__(self, name, tuple(map(float, rates)))
 
@@ -522,7 +522,7 @@ class SpeculativeConfig:
             if owners and value != defaults[key] and named.isdisjoint(owners):
                 raise ValueError(
                     f"speculative_config.{key} needs method {' or '.join(map(repr, owners))}, got "
-                    f"{self.method!r}; for requests that choose their own method, say it in "
+                    f"{self.method!r}; for requests that choose their own method, set it in "
                     f"speculative_config.options.{owners[0]}"
                 )
         steps = given.get("num_model_steps")

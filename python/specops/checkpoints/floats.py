@@ -28,9 +28,12 @@ def fp8(module: Module) -> QuantizedWeight:
     values = module.take("weight", torch.float8_e4m3fn, dims=2)
     suffix = "weight_scale_inv" if "weight_scale_inv" in module else "weight_scale"
     if suffix not in module:
-        module.refuse(f"tensor {module.name}.weight is float8_e4m3fn, but has no scales")
+        module.refuse(
+            f"tensor {module.name}.weight is float8_e4m3fn and needs scales; expected "
+            f"tensor {module.name}.weight_scale or {module.name}.weight_scale_inv"
+        )
     if bool((values.view(torch.uint8) & 0x7F == 0x7F).any()):
-        module.refuse(f"tensor {module.name}.weight holds NaN")
+        module.refuse(f"tensor {module.name}.weight must not hold NaN")
     scales = module.take_scales(suffix)
     rows, inputs = values.shape
     blocks = (-(-rows // FP8_BLOCK), -(-inputs // FP8_BLOCK))
@@ -53,7 +56,7 @@ def mxfp4(module: Module) -> QuantizedWeight:
     """
     for one in ("weight_global_scale", "weight_scale_2"):
         if one in module:
-            module.refuse(f"{module.name} is NVFP4 (tensor {one}), which cannot be read")
+            module.refuse(f"{module.name} is NVFP4 (tensor {one}), which is not supported")
     packed = module.take("weight_packed", torch.uint8, dims=2)
     scales = module.take("weight_scale", torch.uint8, torch.float8_e8m0fnu, dims=2)
     return of_e2m1(module, packed, scales.view(torch.uint8))

@@ -40,7 +40,7 @@ def fused(
         if len({one.group for one in parts}) > 1:
             _refuse(names, "some of them have a scale for each block and some for each output")
         if parts[0].group and any(len(one.values) % FP8_BLOCK for one in parts[:-1]):
-            _refuse(names, f"their outputs are no multiples of {FP8_BLOCK}, the size of a block")
+            _refuse(names, f"their outputs must be multiples of the FP8 block size {FP8_BLOCK}")
     elif "fp8" in kinds:
         _refuse(names, "some of them are FP8 and some are integers")
     else:
@@ -71,7 +71,7 @@ def rows_of(weight: Tensor | QuantizedWeight, rows: Tensor) -> Tensor | Quantize
         whole = firsts[:, None] + torch.arange(FP8_BLOCK, device=rows.device)
         if (firsts % FP8_BLOCK).any() or not torch.equal(whole.flatten(), rows):
             raise ModelError(
-                f"outputs of an FP8 weight in blocks of {FP8_BLOCK} cannot be told apart"
+                f"outputs of an FP8 weight must be selected in whole blocks of {FP8_BLOCK}"
             )
         scaled = firsts // FP8_BLOCK
     offsets = None if weight.offsets is None else weight.offsets[rows]
@@ -80,7 +80,7 @@ def rows_of(weight: Tensor | QuantizedWeight, rows: Tensor) -> Tensor | Quantize
 
 
 def _refuse(names: Sequence[str], reason: str) -> None:
-    raise ModelError(f"{', '.join(names)} cannot be one projection: {reason}")
+    raise ModelError(f"{', '.join(names)} cannot be fused into one projection: {reason}")
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:

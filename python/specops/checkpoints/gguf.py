@@ -63,7 +63,7 @@ def gguf_file(directory: Path) -> Path | None:
     files = sorted(directory.glob("*.gguf"))
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
-        raise ModelError(f"{directory}: one GGUF file is read, got {names}")
+        raise ModelError(f"{directory}: expected one GGUF file, got {names}")
     return files[0] if files else None
 
 
@@ -122,7 +122,7 @@ class GgufCheckpoint(Checkpoint):
             known = ", ".join((*_PLAIN, *_DECODERS))
             raise ModelError(
                 f"{self._path}: tensor {name} is {list(tensor.shape)} of type {tensor.type}; "
-                f"matrices of these types can be read: {known}"
+                f"supported types of matrices: {known}"
             )
         _, numbers, size = next(one for one in TYPES.values() if one[0] == tensor.type)
         return decode(data.view(tensor.shape[0], tensor.shape[1] // numbers, size))
@@ -142,7 +142,7 @@ class GgufCheckpoint(Checkpoint):
             elif stem in _NAMES and suffix == "weight":
                 yield f"{_NAMES[stem]}.weight", tensor
             else:
-                raise ModelError(f"{self._path}: tensor {name} has no place in a model here")
+                raise ModelError(f"{self._path}: tensor {name} is not used by any supported model")
 
 
 def _unpaired(rows: int, heads: int) -> Tensor:

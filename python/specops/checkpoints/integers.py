@@ -102,20 +102,20 @@ def qweight(module: Module) -> QuantizedWeight:
     words = module.take("qzeros", torch.int32, dims=2)
     bits = 32 * words.shape[1] // rows if rows else 0
     if bits not in _BITS:
-        module.refuse(f"{module.name} has {bits} bits a weight; 4 and 8 can be read")
+        module.refuse(f"{module.name} must have 4 or 8 bits per weight, got {bits}")
     module.check_shape("qzeros", words, count, rows * bits // 32)
     packed = module.take("qweight", torch.int32, dims=2)
     is_gptq = packed.shape[1] == rows
     method = _layout_of(module.settings)
     if not is_gptq and (packed.shape[1] != words.shape[1] or bits != 4):
         module.refuse(
-            f"tensor {module.name}.qweight must have {rows} columns (GPTQ) or, of 4 bits, "
-            f"{words.shape[1]} (AWQ), got {list(packed.shape)} of {bits} bits"
+            f"tensor {module.name}.qweight must have {rows} columns (GPTQ) or "
+            f"{words.shape[1]} (AWQ, 4 bits), got {list(packed.shape)} with {bits} bits"
         )
     if method in (GPTQ, AWQ) and is_gptq != (method == GPTQ):
         module.refuse(
             f"quant_method is {module.settings.get('quant_method')}, but {module.name}.qweight "
-            f"{list(packed.shape)} is laid out as {'GPTQ' if is_gptq else 'AWQ'} does"
+            f"{list(packed.shape)} has the layout of {'GPTQ' if is_gptq else 'AWQ'}"
         )
     zeros = unpacked(words, bits)
     if is_gptq:
@@ -157,7 +157,7 @@ def _gptq_version(module: Module, zeros: Tensor, bits: int) -> str:
     if not settings:
         module.refuse(
             f"{module.name} is GPTQ, but neither config.json (quantization_config) nor "
-            "quantize_config.json says whether zero points are stored less one"
+            "quantize_config.json names the version of the format, gptq or gptq_v2"
         )
     if method_of(settings) == AUTO_ROUND:
         packing = settings.get("packing_format")
@@ -168,7 +168,7 @@ def _gptq_version(module: Module, zeros: Tensor, bits: int) -> str:
             if bool((zeros == middle).all()):
                 return version
         module.refuse(
-            f"{module.name} is AutoRound's with zero points, but quantization_config names no "
+            f"{module.name} is AutoRound with zero points, but quantization_config has no "
             f"packing_format; add one of {', '.join(AUTO_ROUND_LAYOUTS)}"
         )
     return str(settings.get("checkpoint_format") or settings.get("format") or "gptq")
@@ -204,7 +204,7 @@ def _integers(
         )
     if groups.size != 16 and groups.size % 32:
         module.refuse(
-            f"groups must be of 16 inputs or a multiple of 32, got {groups.size} in {module.name}"
+            f"{module.name} must have groups of 16 or a multiple of 32 inputs, got {groups.size}"
         )
     middle = 2 ** (bits - 1)
     offsets = None

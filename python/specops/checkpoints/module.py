@@ -95,7 +95,7 @@ class Module:
     def done(self) -> None:
         """Raise a ModelError if tensors are left that the decoder did not read."""
         for suffix in sorted(self._left - ACTIVATION_SCALES - {"bias"}):
-            self.refuse(f"tensor {self.name}.{suffix} has no place in a weight of this format")
+            self.refuse(f"tensor {self.name}.{suffix} is not used by this quantization format")
 
     def refuse(self, sentence: str) -> NoReturn:
         """Raise a ModelError that names the directory and the quantization method."""

@@ -48,7 +48,7 @@ def free_rows_of(config: EngineConfig, device: Device) -> int:
     free_rows = FREE_ROWS[device.device.type]
     asked, most = config.max_num_batched_tokens, MAX_PROMPT_ROWS * free_rows
     if asked > most and asked != EngineConfig.max_num_batched_tokens:
-        logger.info("of the %d rows of a step (max_num_batched_tokens) prompts get %d", asked, most)
+        logger.info("prompts get %d of the %d rows of a step (max_num_batched_tokens)", most, asked)
     return free_rows
 
 
@@ -60,8 +60,8 @@ def one_rank(config: EngineConfig) -> Ranks:
     """
     if config.tensor_parallel_size > 1:
         raise ValueError(
-            f"tensor_parallel_size={config.tensor_parallel_size} needs as many processes, which a "
-            "server starts; an engine in a process of its caller's must have 1"
+            f"tensor_parallel_size={config.tensor_parallel_size} needs as many processes; start "
+            "a server, or use 1 for an engine in this process"
         )
     return Ranks(config.num_virtual_ranks, config.enable_expert_parallel)
 
@@ -87,7 +87,9 @@ def tokenizer_of(config: EngineConfig, vocab_size: int) -> Tokenizer:
             vocab_size,
         )
         if tokenizer.eos_token_ids and min(tokenizer.eos_token_ids) >= vocab_size:
-            logger.warning("no output ends by itself: the model has no row for any of its ends")
+            logger.warning(
+                "the model has no row for any end token: only max_tokens and stops end outputs"
+            )
     return tokenizer
 
 
@@ -115,8 +117,9 @@ def capacity_of(
     free = model.ranks.least(device.free_bytes() // shared)
     if slots > free:
         raise ValueError(
-            f"max_num_seqs must fit the memory of {device.device}: what {config.max_num_seqs} "
-            f"requests of {num_drafts} drafts keep takes {_gib(slots)}, and {_gib(free)} are free"
+            f"max_num_seqs must fit the memory of {device.device}: states of "
+            f"{config.max_num_seqs} requests with {num_drafts} drafts take {_gib(slots)}, and "
+            f"{_gib(free)} are free; lower max_num_seqs"
         )
     free -= slots
     budget = config.kv_cache_bytes
@@ -134,7 +137,7 @@ def capacity_of(
             free - num_prefix_states * state_bytes,
             budget - num_prefix_states * state_bytes,
         )
-        logger.info("states of %d prefixes are kept, %d bytes each", num_prefix_states, state_bytes)
+        logger.info("state cache for %d prefixes, %d bytes each", num_prefix_states, state_bytes)
     page_bytes = (model.kv_bytes_per_token() + of_drafters.per_token) * config.page_size
     pages = most_pages
     if config.num_pages is None:
@@ -142,12 +145,13 @@ def capacity_of(
     elif pages * page_bytes > free:
         raise ValueError(
             f"num_pages must fit the memory of {device.device}: {pages} pages take "
-            f"{_gib(pages * page_bytes)}, and {_gib(free)} are free"
+            f"{_gib(pages * page_bytes)}, and {_gib(free)} are free; lower num_pages"
         )
     if pages < per_request:
         raise ValueError(
             f"num_pages must be at least {per_request} so that one request of max_model_len="
-            f"{model.max_model_len} tokens fits, got {pages}; lower max_model_len or raise it"
+            f"{model.max_model_len} tokens fits, got {pages}; lower max_model_len, or raise "
+            "num_pages or kv_cache_bytes"
         )
     return CacheCapacity(
         pages, config.page_size, config.max_num_seqs, num_drafts, num_prefix_states
@@ -161,9 +165,9 @@ def _num_prefix_states(config: EngineConfig, state_bytes: int, budget: int) -> i
         asked = max(int(budget * _STATE_SHARE), state_bytes)
     if not state_bytes <= asked <= budget:
         raise ValueError(
-            f"state_cache_bytes must be at least {state_bytes}, what the states of one prefix "
-            f"take, and at most {budget}, what keys, values and they may take; got {asked}: change "
-            "it or kv_cache_bytes, or turn enable_prefix_caching off"
+            f"state_cache_bytes must be at least {state_bytes}, the bytes of one prefix's states, "
+            f"and at most {budget}, the bytes of the whole cache, got {asked}; change it or "
+            "kv_cache_bytes, or turn enable_prefix_caching off"
         )
     return asked // state_bytes
 

@@ -337,7 +337,7 @@ def _read(
     num_rows = count(own, "block_size")
     samples_anchor = flag_of(own, "sample_from_anchor", default=is_dspark)
     if num_rows < 2 - samples_anchor:
-        raise ModelError(f"block_size must leave a row that drafts, got {num_rows}")
+        raise ModelError(f"block_size must be at least {2 - samples_anchor}, got {num_rows}")
     is_causal = _is_causal(own, kind)
     layers = (
         _masked(with_qk_norms(one, f"layers.{index}.self_attn.q_norm.weight" in names), is_causal)

@@ -105,7 +105,7 @@ def _like(layer: LayerConfig, directory: Path, names: Collection[str]) -> LayerC
     """Return the target's layer config, adapted to the checkpoint and without a window."""
     if not isinstance(layer.attention, AttentionConfig):
         raise ModelError(
-            f"{directory}: a prefix layer is like the target's, which must have plain attention, "
+            f"{directory}: a prefix layer needs a target with plain attention, "
             f"got {layer.attention.kind}"
         )
     layer = replace(layer, attention=layer.attention.without_window())

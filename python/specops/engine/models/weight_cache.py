@@ -115,7 +115,7 @@ class WeightCache:
             with contextlib.suppress(OSError):  # existing files can still be read
                 os.utime(folder)  # the eviction order
         except OSError as error:
-            logger.warning("%s cannot keep packed weights: %s", self._root, error)
+            logger.warning("the weight cache %s is disabled: %s", self._root, error)
             return None
         return CachedWeights(self, folder)
 
@@ -234,7 +234,7 @@ class CachedWeights:
         except FileNotFoundError:
             return None
         except (OSError, SafetensorError, RuntimeError, TypeError, ValueError) as error:
-            logger.warning("%s is damaged and made anew: %s", path, error)
+            logger.warning("the weight cache file %s is damaged and is rebuilt: %s", path, error)
             return None
 
     def _write(self, path: Path, key: str, weight: PackedWeight) -> None:
@@ -252,7 +252,7 @@ class CachedWeights:
             problem = str(error)
         if problem is not None:
             self._writes = False
-            logger.warning("%s keeps no more packed weights: %s", self._folder, problem)
+            logger.warning("the weight cache %s stores no more weights: %s", self._folder, problem)
 
 
 def digest_of_bytes(file: Path) -> str:
@@ -301,15 +301,15 @@ def _mapped(path: Path, key: str) -> PackedWeight:
         metadata = file.metadata() or {}
         told = metadata.get("weight", "")
         if metadata.get("digest") != _digest([told]):
-            raise ValueError("its header has another digest")
+            raise ValueError("the digest of its header does not match")
         facts = json.loads(told)
         if facts["key"] != key:
-            raise ValueError("it is another weight")
+            raise ValueError("it holds another weight")
         fields = dict(facts["plain"])
         for name, one in facts["tensors"].items():
             data = ask_for_huge_pages(file.get_tensor(name))
             if _sum(data) != one["sum"]:
-                raise ValueError(f"{name} has another sum")
+                raise ValueError(f"the checksum of {name} does not match")
             dtype = getattr(torch, one["dtype"])
             num_bytes = dtype.itemsize
             for size in one["shape"]:

@@ -375,7 +375,7 @@ class Checkpoint(WeightSource):
                 continue
             weight = self._checkpoint.load(name)
             if not name.endswith(".bias") or not isinstance(weight, Tensor) or weight.any():
-                raise ModelError(f"{self._directory}: tensor {name} has no place in the model")
+                raise ModelError(f"{self._directory}: tensor {name} is not used by the model")
 
     def _load(self, name: str, shape: tuple[int, ...]) -> Tensor | QuantizedWeight:
         weight = self._checkpoint.load(name)

@@ -19,7 +19,7 @@ _TIMEOUT = timedelta(minutes=30)
 _LOOPBACK = "lo"  # loopback network device: all ranks run on one machine
 
 
-class RanksApart(EngineError):
+class RanksDiverged(EngineError):
     """Ranks have diverged, so the results of their collectives are invalid."""
 
 
@@ -74,7 +74,9 @@ class Group(Ranks):
         own = zlib.crc32(inputs.numpy().data[:num_bytes])
         found = self._of_all(own, torch.int64).tolist()
         if found != [own] * self.size:
-            raise RanksApart(f"the ranks have come apart: the inputs of a step have sums {found}")
+            raise RanksDiverged(
+                f"tensor-parallel ranks have diverged: a step's inputs have checksums {found}"
+            )
 
     def _of_all(self, number: float, dtype: torch.dtype) -> Tensor:
         everyone = torch.empty(self.size, 1, dtype=dtype)

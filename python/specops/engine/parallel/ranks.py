@@ -106,7 +106,7 @@ class Ranks:
             num_bytes: number of leading bytes to compare.
 
         Raises:
-            RanksApart: they differ between ranks.
+            RanksDiverged: they differ between ranks.
         """
 
     def _gather(self, own: Tensor, everyone: Tensor) -> None:

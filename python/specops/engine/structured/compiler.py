@@ -238,7 +238,7 @@ def _lark(grammar: str) -> str:
             "GBNF, such as 'root ::= \"a\" b'; got EBNF with rules in <>"
         )
     if _TEMPERATURE.search(grammar):
-        raise ValueError("a rule's temperature is not supported: a request has one")
+        raise ValueError("the temperature of a rule is not supported; set that of the request")
     return grammar
 
 
@@ -253,7 +253,7 @@ def _refused(wanted: StructuredOutput, reason: str) -> ValueError:
     told = " ".join(reason.partition("<state>")[0].split())  # then follows internal state
     if told.startswith("NoExtension"):
         told = (
-            "no text can begin it: what it starts with leads only back to itself (a rule or $ref "
-            "in a loop), or allows nothing"
+            "no text matches it: its first rule or $ref only refers back to itself, or "
+            "allows nothing"
         )
     return ValueError(f"structured_output: {wanted.kind} cannot be used: {told}")

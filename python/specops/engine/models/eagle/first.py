@@ -178,7 +178,7 @@ def _read(
             "and layers.0., with or without model."
         )
     if any(name.endswith("hidden_norm.weight") for name in names):
-        raise ModelError(f"{directory}: the head is of EAGLE-3: it is for the method eagle3")
+        raise ModelError(f"{directory}: the head is an EAGLE-3 head; use method eagle3")
     # The number of layers is the target's in some files, and biases are not named in all.
     decoder = dense_decoder(
         {**raw, "architectures": ["EAGLE"], "num_hidden_layers": num_layers},

@@ -112,7 +112,7 @@ def _read(
     own = {**mapping_of(raw, "eagle_config"), **raw}
     refuse_values(own, _VARIANTS)
     if SLIDING in (layer.get("layer_types") or ()) and layer is nested:
-        raise ModelError(f"layer_types must hold {FULL} alone, got {layer['layer_types']!r:.60}")
+        raise ModelError(f"layer_types must only hold {FULL}, got {layer['layer_types']!r:.60}")
     prefix = "model." if any(name.startswith("model.") for name in names) else ""
     layer_prefixes = _layer_prefixes(directory, names, prefix)
     # The number of layers is wrong in some files, and so are their kinds.
@@ -174,8 +174,8 @@ def _layer_prefixes(directory: Path, names: Collection[str], prefix: str) -> tup
         )
     if f"{found[0]}hidden_norm.weight" not in names:
         raise ModelError(
-            f"{directory}: tensor {found[0]}hidden_norm.weight is missing; heads of EAGLE-1 and 2, "
-            "which have none, are for the method eagle"
+            f"{directory}: tensor {found[0]}hidden_norm.weight is missing; use method eagle for "
+            "heads of EAGLE-1 and EAGLE-2, which lack it"
         )
     for one in found:
         for part, kind in _FOREIGN.items():
@@ -209,7 +209,7 @@ def token_of(own: Mapping[str, Any], field: str, vocab_size: int) -> int:
     """
     token = own[field]
     if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-        raise ModelError(f"{field} must be a token of the {vocab_size}, got {token!r:.60}")
+        raise ModelError(f"{field} must be a token id below {vocab_size}, got {token!r:.60}")
     return token
 
 

@@ -86,7 +86,7 @@ class GgufForm:
         known = {*fields, *_HEAD_SIZES, *_ELSEWHERE}
         for key in said:
             if key not in known and not key.startswith(_SCALING):
-                raise ModelError(f"{prefix}{key} is not known: {said[key]}")
+                raise ModelError(f"{prefix}{key} is not supported, got {said[key]}")
         config = {name: said[key] for key, name in fields.items() if key in said}
         head_dim = config.get("head_dim")
         if head_dim is None:
@@ -95,7 +95,7 @@ class GgufForm:
         config.setdefault("num_key_value_heads", count(config, "num_attention_heads"))
         for key in _HEAD_SIZES:
             if said.get(key, head_dim) != head_dim:
-                raise ModelError(f"{prefix}{key} must be {head_dim}, as a head, got {said[key]}")
+                raise ModelError(f"{prefix}{key} must be the head size {head_dim}, got {said[key]}")
         scaling = self._scaling(said)
         if scaling:
             config["rope_scaling"] = scaling
@@ -116,7 +116,9 @@ class GgufForm:
             return None
         known = _SCALINGS.get(kind, ())
         if not known or not own.keys() <= set(known):
-            raise ModelError(f"{self.architecture}.{_SCALING}type {kind} does not run, of {own}")
+            raise ModelError(
+                f"{self.architecture}.{_SCALING}type {kind} is not supported with {own}"
+            )
         return {"rope_type": kind, **{_SCALING_FIELDS.get(key, key): own[key] for key in own}}
 
 
@@ -132,7 +134,9 @@ def _scaling_of_factors(factors: Sequence[float], theta: float, head_dim: int) -
         keep = min(max((turns - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW), 0.0), 1.0)
         wanted = 1 / (keep + (1 - keep) / factor)
         if len(factors) != pairs or not math.isclose(factors[i], wanted, rel_tol=1e-4):
-            raise ModelError("tensor rope_freqs.weight has the factors of an unknown scaling")
+            raise ModelError(
+                "tensor rope_freqs.weight must hold the factors of Llama 3's RoPE scaling"
+            )
     return {
         "rope_type": "llama3",
         "factor": factor,

@@ -253,4 +253,4 @@ def _refuse_unread(
         for name in sorted(source.names()):
             is_left = name.startswith(prefix) and name not in source.read
             if is_left and not name.startswith(copies or ("\0",)):
-                raise ModelError(f"{where}: tensor {name} has no place in the MTP module")
+                raise ModelError(f"{where}: tensor {name} is not used by the MTP module")
