@@ -249,7 +249,7 @@ def test_grammars_in_use_stay_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     for other in "bcd":
         own.compile(StructuredOutput(regex=other))
     assert own.compile(StructuredOutput(regex="a+")) is held
-    assert len(own._kept) == 2
+    assert len(own._grammars) == 2
     # A schema is the same constraint as an object and as a text.
     schema = {"type": "integer"}
     assert StructuredOutput(json_schema=schema) == StructuredOutput(json_schema=json.dumps(schema))

@@ -265,5 +265,5 @@ def _check_field(
         raise ValueError(f"{op}: weight.{field} must be None for kind {weight.kind}, got Tensor")
     is_right = isinstance(value, Tensor) and value.dtype == dtype and value.shape == shape
     if not is_right or value.device != weight.values.device:
-        wanted = f"{describe(dtype)} {list(shape)} on {weight.values.device}"
-        raise ValueError(f"{op}: weight.{field} must be {wanted}, got {describe(value)}")
+        expected = f"{describe(dtype)} {list(shape)} on {weight.values.device}"
+        raise ValueError(f"{op}: weight.{field} must be {expected}, got {describe(value)}")

@@ -119,7 +119,8 @@ def _kernel(name: str, kinds: dict[str, str]) -> Callable[..., None]:
     function = getattr(_C, name)
     if PackedWeight.__name__ not in kinds.values():
         return function  # type: ignore[no-any-return]
-    place, fields = list(kinds.values()).index(PackedWeight.__name__), len(_WEIGHT_FIELDS)
+    place = list(kinds.values()).index(PackedWeight.__name__)
+    fields = len(_WEIGHT_FIELDS)
 
     def kernel(*args: Any) -> None:
         weight = PackedWeight(*args[place : place + fields])
@@ -160,11 +161,11 @@ def _trace_as_op(function: Callable[..., None], op: OpOverload, kinds: dict[str,
             for place in requests:
                 if args[place] is not None:
                     count = args[place].shape[0] - (names[place] == "output_indptr")
-            given = list(args)
+            values = list(args)
             for place, dtype in numbers.items():
-                if isinstance(given[place], int | float):
-                    given[place] = torch.full((count,), given[place], dtype=dtype, device=device)
-            args = tuple(given)
+                if isinstance(values[place], int | float):
+                    values[place] = torch.full((count,), values[place], dtype=dtype, device=device)
+            args = tuple(values)
         if weight is not None:
             args = (*args[:weight], *args[weight][: len(_WEIGHT_FIELDS)], *args[weight + 1 :])
         op(*args)

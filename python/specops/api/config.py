@@ -155,10 +155,10 @@ class EngineConfig:
         Raises:
             ValueError: a value is invalid.
         """
-        given = dict(settings)
-        if "speculative_config" in given:
-            given["speculative_config"] = SpeculativeConfig.from_json(given["speculative_config"])
-        return cls(**given)
+        fields = dict(settings)
+        if "speculative_config" in fields:
+            fields["speculative_config"] = SpeculativeConfig.from_json(fields["speculative_config"])
+        return cls(**fields)
 
     def __post_init__(self) -> None:
         if not isinstance(self.speculative_config, SpeculativeConfig):
@@ -291,7 +291,7 @@ class EngineConfig:
         if isinstance(override, SpeculativeConfig):
             return override
         chosen = self.speculative_config
-        override = chosen.asked_for_by(params, override, methods)
+        override = chosen.choices_of(params, override, methods)
         if override is not None:
             chosen = chosen.override(
                 override,

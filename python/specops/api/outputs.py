@@ -63,7 +63,8 @@ class PromptLogprobs(Sequence["TokenLogprob | None"]):
             self._tops = np.empty((count, width), np.int32), np.empty((count, width), np.float32)
         new = slice(self.num_scored, self.num_scored + len(logprobs))
         self._scores[0][new], self._scores[1][new] = logprobs, ranks
-        self._tops[0][new], self._tops[1][new] = top_ids[:, :width], top_logprobs[:, :width]
+        self._tops[0][new] = top_ids[:, :width]
+        self._tops[1][new] = top_logprobs[:, :width]
         self.num_scored += len(logprobs)
 
     def packed(self) -> tuple[int, list[bytes]]:
@@ -184,9 +185,9 @@ def without_rejected(drafts: StepDrafts, names: Collection[str]) -> StepDrafts:
         drafts: the drafts.
         names: names of these drafters.
     """
-    kept = set(drafts.accepted)
+    accepted = set(drafts.accepted)
     token_ids = [
-        HIDDEN if source in names and node not in kept else token_id
+        HIDDEN if source in names and node not in accepted else token_id
         for node, (token_id, source) in enumerate(
             zip(drafts.token_ids, drafts.sources, strict=True)
         )

@@ -219,9 +219,9 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
 
     def _check_structured_output(self) -> None:
-        wanted: Any = self.structured_output
-        if not isinstance(wanted, StructuredOutput):
-            raise ValueError(f"structured_output must be a StructuredOutput, got {wanted!r}")
+        structured: Any = self.structured_output
+        if not isinstance(structured, StructuredOutput):
+            raise ValueError(f"structured_output must be a StructuredOutput, got {structured!r}")
         # Without a token to end it, the thinking would become the reply at an unconstrained token.
         if self.think_inject_token_ids == () and self.reasoning_max_tokens is not None:
             raise ValueError(
@@ -342,19 +342,19 @@ def check_sequences(name: str, sequences: _Sequences) -> None:
             )
 
 
-def _bias(given: Any) -> tuple[tuple[int, float], ...]:
+def _bias(biases: Any) -> tuple[tuple[int, float], ...]:
     """Check logit biases and return them by ascending token id."""
-    if isinstance(given, Mapping):
-        given = tuple(given.items())
-    is_pairs = isinstance(given, tuple) and all(
-        isinstance(pair, tuple) and len(pair) == 2 for pair in given
+    if isinstance(biases, Mapping):
+        biases = tuple(biases.items())
+    is_pairs = isinstance(biases, tuple) and all(
+        isinstance(pair, tuple) and len(pair) == 2 for pair in biases
     )
     if not is_pairs:
-        raise ValueError(f"logit_bias must be an object of numbers by token id, got {given!r}")
-    if len(given) > MAX_BIASES:
-        raise ValueError(f"logit_bias must hold at most {MAX_BIASES} tokens, got {len(given)}")
+        raise ValueError(f"logit_bias must be an object of numbers by token id, got {biases!r}")
+    if len(biases) > MAX_BIASES:
+        raise ValueError(f"logit_bias must hold at most {MAX_BIASES} tokens, got {len(biases)}")
     pairs: dict[int, float] = {}
-    for token_id, bias in given:
+    for token_id, bias in biases:
         _check_token_ids("logit_bias", [token_id])
         if isinstance(bias, bool) or not isinstance(bias, (int, float)) or bias != bias:
             raise ValueError(f"logit_bias must hold numbers, got {bias!r} for token {token_id}")

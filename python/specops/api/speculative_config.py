@@ -66,8 +66,8 @@ def _stages(value: object) -> tuple[str, ...]:
     """Return the canonical names of the methods in a `method` field; empty for "naive"."""
     names = method_names()
     spelt = {alias: one.name for one in methods() for alias in one.aliases}
-    asked = value.lower().split("+") if isinstance(value, str) else [value]
-    parts: list[Any] = [spelt.get(str(part), part) for part in asked]
+    spellings = value.lower().split("+") if isinstance(value, str) else [value]
+    parts: list[Any] = [spelt.get(str(part), part) for part in spellings]
     if len(parts) == 1:
         checks.choice("method", parts[0], names)
         return () if parts[0] == NAIVE else (parts[0],)
@@ -122,19 +122,19 @@ def _refuse_unknown(key: object, known: Iterable[str]) -> None:
 
 
 def _own_options(
-    given: Any, values: Mapping[str, Any], stages: tuple[str, ...]
+    options: Any, values: Mapping[str, Any], stages: tuple[str, ...]
 ) -> dict[str, Options]:
     """Return the options of every method.
 
     Args:
-        given: by method, `Options` or mappings.
-        values: single fields, which override `given`.
+        options: by method, `Options` or mappings.
+        values: single fields, which override `options`.
         stages: methods that take precedence if several methods have a field of the same name.
     """
     try:
-        by_method = dict(given)
+        by_method = dict(options)
     except (TypeError, ValueError):
-        raise ValueError(f"options must be an object by method, got {given!r}") from None
+        raise ValueError(f"options must be an object by method, got {options!r}") from None
     for name, own in by_method.items():
         checks.choice("options", name, tuple(METHODS))
         if not isinstance(own, (Mapping, method_of(name).options)):
@@ -282,10 +282,10 @@ class SpeculativeConfig:
         for one in fields(self):
             object.__setattr__(self, one.name, values.pop(one.name, one.default))
         stages = _stages(self.method)
-        given = _own_options(self.options, values, stages)
-        stages = _continued(stages, given)
+        options = _own_options(self.options, values, stages)
+        stages = _continued(stages, options)
         object.__setattr__(self, "method", "+".join(stages) or NAIVE)
-        object.__setattr__(self, "options", tuple(given.items()))
+        object.__setattr__(self, "options", tuple(options.items()))
         self._check()
 
     def __getattr__(self, name: str) -> Any:
@@ -382,7 +382,7 @@ class SpeculativeConfig:
         checks.flag("tree", self.tree)
         if not self.tree:
             return
-        wanted: list[tuple[str, str, tuple[str, ...]]] = [
+        required: list[tuple[str, str, tuple[str, ...]]] = [
             ("verify_strategy", self.verify_strategy, _TREE_STRATEGIES),
             ("accept_policy", self.accept_policy, _TREE_POLICIES),
         ]
@@ -393,7 +393,7 @@ class SpeculativeConfig:
                 f"tree needs method {' or '.join(map(repr, can))}, which "
                 f"{' or '.join(map(repr, more))} may follow, got {self.method!r}"
             )
-        for name, value, allowed in wanted:
+        for name, value, allowed in required:
             if value not in allowed:
                 raise ValueError(
                     f"tree needs {name} {' or '.join(map(repr, allowed))}, got {value!r}"
@@ -506,18 +506,19 @@ class SpeculativeConfig:
         """Construct the server's configuration from a JSON object; see `from_dict`."""
         return cls.from_dict(_object(text))
 
-    def require_effect(self, given: Mapping[str, Any], methods: Collection[str]) -> None:
+    def require_effect(self, fields: Mapping[str, Any], methods: Collection[str]) -> None:
         """Check that each field of a server's configuration is read by a method that it loads.
 
         Args:
-            given: the fields from which this configuration was constructed.
+            fields: the fields from which this configuration was constructed.
             methods: further methods that the server loads.
 
         Raises:
             ValueError: a field of another method is not at its default.
         """
-        defaults, named = self.field_defaults(), {*self.named_methods, *methods}
-        for key, value in given.items():
+        defaults = self.field_defaults()
+        named = {*self.named_methods, *methods}
+        for key, value in fields.items():
             owners = [name for name in METHODS if key in method_of(name).option_names]
             if owners and value != defaults[key] and named.isdisjoint(owners):
                 raise ValueError(
@@ -525,7 +526,7 @@ class SpeculativeConfig:
                     f"{self.method!r}; for requests that choose their own method, set it in "
                     f"speculative_config.options.{owners[0]}"
                 )
-        steps = given.get("num_model_steps")
+        steps = fields.get("num_model_steps")
         runs_model = any(method_of(name).needs_weights for name in self.stages)
         if steps is not None and steps != self.num_speculative_tokens and not runs_model:
             raise ValueError(
@@ -556,9 +557,9 @@ class SpeculativeConfig:
             ValueError: the object has a key a request may not set, a value is invalid, or a value
                 exceeds a limit.
         """
-        asked = _check_request(request)
-        self._complete(asked)
-        config = replace(self, **asked) if asked else self
+        choices = _check_request(request)
+        self._complete(choices)
+        config = replace(self, **choices) if choices else self
         limit = max_num_speculative_tokens
         if limit is not None and config.num_speculative_tokens > limit:
             raise ValueError(
@@ -568,7 +569,7 @@ class SpeculativeConfig:
         limit = max_num_model_steps
         runs_model = any(method_of(name).needs_weights for name in config.stages)
         if limit is not None and runs_model and config.num_model_steps > limit:
-            if asked.get("num_model_steps") is not None:
+            if choices.get("num_model_steps") is not None:
                 raise ValueError(
                     f"num_model_steps must be at most {limit} on this server, "
                     f"got {config.num_model_steps}"
@@ -576,7 +577,7 @@ class SpeculativeConfig:
             config = replace(config, num_model_steps=limit)
         return config
 
-    def asked_for_by(
+    def choices_of(
         self,
         params: object,
         request: Mapping[str, Any] | None,
@@ -592,8 +593,8 @@ class SpeculativeConfig:
         """
         own = dict(request) if isinstance(request, Mapping) else {}
         for method in methods():
-            is_asked = method.parameter is not None and getattr(params, method.parameter, None)
-            if not is_asked or own.get("method") is not None or method.name in self.stages:
+            is_selected = method.parameter is not None and getattr(params, method.parameter, None)
+            if not is_selected or own.get("method") is not None or method.name in self.stages:
                 continue
             if method.name not in available:
                 continue
@@ -605,44 +606,44 @@ class SpeculativeConfig:
             return own
         return request
 
-    def _complete(self, asked: dict[str, Any]) -> None:
-        """Add the fields that follow from a request's choices to `asked`."""
+    def _complete(self, choices: dict[str, Any]) -> None:
+        """Add the fields that follow from a request's choices to `choices`."""
         strategies = {one.continued_by: one.name for one in methods() if one.continued_by}
-        if "method" in asked or not strategies.keys().isdisjoint(asked):
-            self._complete_method(asked, strategies)
-        if "num_speculative_tokens" in asked:
-            asked.setdefault("num_model_steps", None)
-        if asked.get("accept_policy", "synthetic") != "synthetic":
-            asked.setdefault("synthetic_acceptance_rates", None)
+        if "method" in choices or not strategies.keys().isdisjoint(choices):
+            self._complete_method(choices, strategies)
+        if "num_speculative_tokens" in choices:
+            choices.setdefault("num_model_steps", None)
+        if choices.get("accept_policy", "synthetic") != "synthetic":
+            choices.setdefault("synthetic_acceptance_rates", None)
 
-    def _complete_method(self, asked: dict[str, Any], strategies: Mapping[str, str]) -> None:
+    def _complete_method(self, choices: dict[str, Any], strategies: Mapping[str, str]) -> None:
         """Add the fields that follow from the methods that a request has chosen.
 
         Args:
-            asked: the request's choices; extended.
+            choices: the request's choices; extended.
             strategies: `continued_by` fields, each with its method.
         """
-        stages = _stages(asked.get("method", self.method))
+        stages = _stages(choices.get("method", self.method))
         for field_name, name in strategies.items():
             is_first = self.stages[:1] == (name,)
-            if field_name not in asked:
+            if field_name not in choices:
                 # A request that names only the method leaves open what continues it.
                 keeps = stages == self.stages or (is_first and stages == (name,))
-                asked[field_name] = getattr(self, field_name) if keeps else _ALONE
-            elif is_first and "method" not in asked:
+                choices[field_name] = getattr(self, field_name) if keeps else _ALONE
+            elif is_first and "method" not in choices:
                 stages = stages[:1]
-        asked["method"] = "+".join(stages) or NAIVE
+        choices["method"] = "+".join(stages) or NAIVE
         for field_name, name in strategies.items():
-            if stages == (name,) and asked[field_name] != _ALONE:
-                stages += (str(asked[field_name]).removeprefix("with_"),)
+            if stages == (name,) and choices[field_name] != _ALONE:
+                stages += (str(choices[field_name]).removeprefix("with_"),)
         before = self.stages
         if stages == before:
             return
         keeps = bool(stages and before)
-        asked.setdefault("num_speculative_tokens", self.num_speculative_tokens if keeps else None)
-        asked.setdefault("num_model_steps", None)
+        choices.setdefault("num_speculative_tokens", self.num_speculative_tokens if keeps else None)
+        choices.setdefault("num_model_steps", None)
         if stages[:1] != before[:1]:
-            asked.setdefault("tree", self.tree and _can_draft_trees(stages))
+            choices.setdefault("tree", self.tree and _can_draft_trees(stages))
 
     def require_runnable(
         self,

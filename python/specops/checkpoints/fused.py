@@ -103,7 +103,8 @@ def _alike(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
     has_offsets = any(one.offsets is not None for one in parts)
     alike = []
     for one in parts:
-        scales, offsets = _regrouped(one, one.scales, group), one.offsets
+        scales = _regrouped(one, one.scales, group)
+        offsets = one.offsets
         if offsets is not None:
             offsets = _regrouped(one, offsets, group)
         elif has_offsets:

@@ -168,7 +168,8 @@ def _q4_0(blocks: Tensor) -> QuantizedWeight:
 
 def _q4_1(blocks: Tensor) -> QuantizedWeight:
     """Decode Q4_1: float16 scale and minimum; bytes as in Q4_0."""
-    values, least = low_then_high(blocks[..., 4:]), _halves(blocks[..., 2:4])
+    values = low_then_high(blocks[..., 4:])
+    least = _halves(blocks[..., 2:4])
     scales = _halves(blocks[..., :2])
     return QuantizedWeight("int4", values.flatten(1), scales, least, 32, _AS_THEY_ARE)
 
@@ -180,7 +181,8 @@ def _iq4_nl(blocks: Tensor) -> QuantizedWeight:
 
 def _mxfp4(blocks: Tensor) -> QuantizedWeight:
     """Decode MXFP4: E8M0 scale; 16 bytes of e2m1, in halves as in Q4_0."""
-    values, scales = low_then_high(blocks[..., 1:]), halved_e8m0(blocks[..., 0])
+    values = low_then_high(blocks[..., 1:])
+    scales = halved_e8m0(blocks[..., 0])
     return QuantizedWeight("int4", values.flatten(1), scales, None, MX_GROUP, E2M1_DOUBLED)
 
 
@@ -198,7 +200,8 @@ def _q5_0(blocks: Tensor) -> QuantizedWeight:
 
 def _q5_1(blocks: Tensor) -> QuantizedWeight:
     """Decode Q5_1: float16 scale and minimum; five-bit values."""
-    values, least = _five_bits(blocks[..., 4:]), _halves(blocks[..., 2:4])
+    values = _five_bits(blocks[..., 4:])
+    least = _halves(blocks[..., 2:4])
     return QuantizedWeight("int8", values.flatten(1), _halves(blocks[..., :2]), least, 32)
 
 

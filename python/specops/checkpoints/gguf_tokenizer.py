@@ -165,7 +165,8 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     Raises:
         ModelError: the tokenizer is missing, or of an unknown kind.
     """
-    kind, tokens = metadata.get("tokenizer.ggml.model"), _list(metadata, "tokens", "texts")
+    kind = metadata.get("tokenizer.ggml.model")
+    tokens = _list(metadata, "tokens", "texts")
     if not tokens:
         raise ModelError("tokenizer.ggml.tokens is missing: the file has no tokenizer")
     if len(set(tokens)) != len(tokens):

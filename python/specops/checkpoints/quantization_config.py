@@ -140,8 +140,8 @@ def _check(file: Path, prefix: str, settings: Mapping[str, Any]) -> None:
         )
     for field, allowed in _FIELDS[known].items():
         for value in _values(settings, field.split(".")):
-            said = value.lower() if isinstance(value, str) and known == AWQ else value
-            if value is not None and value not in ({}, []) and said not in allowed:
+            normalized = value.lower() if isinstance(value, str) and known == AWQ else value
+            if value is not None and value not in ({}, []) and normalized not in allowed:
                 expected = " or ".join(map(str, allowed)) or "absent"
                 raise ModelError(
                     f"{file}: {prefix}{field} must be {expected}, got {value!r:.60}: "

@@ -46,9 +46,12 @@ def free_rows_of(config: EngineConfig, device: Device) -> int:
     Log a message if prompts get fewer rows than an explicit max_num_batched_tokens.
     """
     free_rows = FREE_ROWS[device.device.type]
-    asked, most = config.max_num_batched_tokens, MAX_PROMPT_ROWS * free_rows
-    if asked > most and asked != EngineConfig.max_num_batched_tokens:
-        logger.info("prompts get %d of the %d rows of a step (max_num_batched_tokens)", most, asked)
+    requested = config.max_num_batched_tokens
+    most = MAX_PROMPT_ROWS * free_rows
+    if requested > most and requested != EngineConfig.max_num_batched_tokens:
+        logger.info(
+            "prompts get %d of the %d rows of a step (max_num_batched_tokens)", most, requested
+        )
     return free_rows
 
 
@@ -127,16 +130,15 @@ def capacity_of(
         budget = _CPU_BYTES if device.device.type == "cpu" else int(free * _GPU_SHARE)
     per_request = -(-model.max_model_len // config.page_size)
     most_pages = config.num_pages or per_request * config.max_num_seqs
-    num_prefix_states, state_bytes = 0, model.kv_bytes_per_slot(0) + of_drafters.per_prefix
+    num_prefix_states = 0
+    state_bytes = model.kv_bytes_per_slot(0) + of_drafters.per_prefix
     if state_bytes and config.enable_prefix_caching:
         # States are kept at ends of pages, so there are at most as many as pages.
         num_prefix_states = min(
             _num_prefix_states(config, state_bytes, min(budget, free)), most_pages
         )
-        free, budget = (
-            free - num_prefix_states * state_bytes,
-            budget - num_prefix_states * state_bytes,
-        )
+        free -= num_prefix_states * state_bytes
+        budget -= num_prefix_states * state_bytes
         logger.info("state cache for %d prefixes, %d bytes each", num_prefix_states, state_bytes)
     page_bytes = (model.kv_bytes_per_token() + of_drafters.per_token) * config.page_size
     pages = most_pages
@@ -160,16 +162,16 @@ def capacity_of(
 
 def _num_prefix_states(config: EngineConfig, state_bytes: int, budget: int) -> int:
     """Return the number of prefixes whose states are kept, at least one."""
-    asked = config.state_cache_bytes
-    if asked is None:
-        asked = max(int(budget * _STATE_SHARE), state_bytes)
-    if not state_bytes <= asked <= budget:
+    requested = config.state_cache_bytes
+    if requested is None:
+        requested = max(int(budget * _STATE_SHARE), state_bytes)
+    if not state_bytes <= requested <= budget:
         raise ValueError(
             f"state_cache_bytes must be at least {state_bytes}, the bytes of one prefix's states, "
-            f"and at most {budget}, the bytes of the whole cache, got {asked}; change it or "
+            f"and at most {budget}, the bytes of the whole cache, got {requested}; change it or "
             "kv_cache_bytes, or turn enable_prefix_caching off"
         )
-    return asked // state_bytes
+    return requested // state_bytes
 
 
 def prefix_finder_of(

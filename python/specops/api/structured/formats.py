@@ -296,10 +296,10 @@ def _ends(tag: Mapping[str, Any]) -> Any:
 
 def _one_of_texts(texts: Sequence[str]) -> _Parts:
     """Return a choice of texts, optional if one of them is empty; no parts if all are empty."""
-    given = [json.dumps(text) for text in texts if text]
-    if not given:
+    literals = [json.dumps(text) for text in texts if text]
+    if not literals:
         return []
-    return [(f"({' | '.join(given)}){'' if len(given) == len(texts) else '?'}", True)]
+    return [(f"({' | '.join(literals)}){'' if len(literals) == len(texts) else '?'}", True)]
 
 
 def _escaped(pattern: str) -> str:

@@ -58,11 +58,11 @@ class StructuredOutput:
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in _KINDS if getattr(self, name) is not None]
-        if len(given) != 1:
+        present = [name for name in _KINDS if getattr(self, name) is not None]
+        if len(present) != 1:
             raise ValueError(
                 f"structured_output must have exactly one of {', '.join(_KINDS)}, got "
-                f"{' and '.join(given) or 'none of them'}"
+                f"{' and '.join(present) or 'none of them'}"
             )
         self._check_whitespace()
         if self.json_schema is not None:
@@ -144,13 +144,13 @@ def _tags_text(tags: Any) -> str:
     return text
 
 
-def _json(name: str, given: Any) -> tuple[str, Any]:
-    """Return JSON as text and as a value, given either; check its length and depth."""
-    text = given
+def _json(name: str, value_or_text: Any) -> tuple[str, Any]:
+    """Return JSON as text and as a value, from either; check its length and depth."""
+    text = value_or_text
     if not isinstance(text, str):
-        _check_depth(name, given)
+        _check_depth(name, value_or_text)
         try:
-            text = json.dumps(given, ensure_ascii=False, allow_nan=False)
+            text = json.dumps(value_or_text, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ValueError(f"structured_output: {name} is not valid JSON: {error}") from None
     if len(text) > MAX_TEXT:

@@ -125,13 +125,13 @@ class BlockDrafter(StateHead):
             more += weights.second.projections
         super().__init__(config, weights.parts, target_size, more)
         self.config, self.weights = config, weights
-        self._given = self._new(0, self.hidden_size)
+        self._source_rows = self._new(0, self.hidden_size)
 
     def reserve(self, rows: int) -> None:
         """Allocate buffers for steps of up to `rows` rows; they do not move afterwards."""
         super().reserve(rows)
-        if len(self._given) < rows:
-            self._given = self._new(rows, self.hidden_size)
+        if len(self._source_rows) < rows:
+            self._source_rows = self._new(rows, self.hidden_size)
 
     def states_of(self, aux_hidden_states: Mapping[int, Tensor], sums: Tensor | None) -> Tensor:
         """Return the states that keys and values are computed from; see `StateHead.states_of`."""
@@ -151,13 +151,14 @@ class BlockDrafter(StateHead):
         """
         num_rows = batch.positions.shape[0]
         self.reserve(num_rows)
-        given, rows = self._given[:num_rows], self.activations.first(num_rows)
-        gather_states(batch, states, given)
+        source_rows = self._source_rows[:num_rows]
+        rows = self.activations.first(num_rows)
+        gather_states(batch, states, source_rows)
         for index, layer in enumerate(self.layers):
             views = rows.layers[index].attention
             assert isinstance(layer.attention, AttentionBlock)
-            layer.attention.append_kv(given, batch, cache.layers[index], views)
-        return given
+            layer.attention.append_kv(source_rows, batch, cache.layers[index], views)
+        return source_rows
 
     def forward(
         self, token_ids: Tensor, places: Tensor, batch: LayerBatch, cache: KvCache
@@ -395,7 +396,8 @@ def _load(
     parts = loader.parts([f"layers.{i}." for i in range(len(config.layers))], joined)
     markov, rank = None, config.markov_rank
     if rank:
-        name, outputs = "markov_head.markov_w2", (config.draft_vocab_size,)
+        name = "markov_head.markov_w2"
+        outputs = (config.draft_vocab_size,)
         markov = (
             source.tensor("markov_head.markov_w1.weight", loader.vocab_size, rank),
             source.linear("", (name,), outputs, rank, quantization="none"),

@@ -188,12 +188,12 @@ class Convolution:
     def _mix(self, x: Tensor, side: int) -> None:
         base, deltas = self._kernel.base[side], self._deltas[:, side]
         num_rows, num_groups = len(x), deltas.shape[2]
-        given = x.float().view(num_rows, num_groups, -1)
-        mixed = torch.zeros_like(given)
+        grouped = x.float().view(num_rows, num_groups, -1)
+        mixed = torch.zeros_like(grouped)
         for tap in range(base.shape[0]):
             weights = base[tap].view(num_groups, -1) + deltas[:, tap, :, None]
             there = (self._places[tap:] >= tap)[:, None, None]
-            mixed[tap:] += weights[tap:] * given[: num_rows - tap] * there
+            mixed[tap:] += weights[tap:] * grouped[: num_rows - tap] * there
         x.copy_(mixed.view_as(x))
 
 

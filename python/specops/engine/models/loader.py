@@ -72,7 +72,8 @@ def load_model(
     directory = Path(directory)
     if not directory.is_dir():
         raise ModelError(f"{directory}: no such directory")
-    config, file = read_model_config(directory), directory / "config.json"
+    config = read_model_config(directory)
+    file = directory / "config.json"
     _check_experts(config, ranks)
     if max_model_len is not None and max_model_len > config.max_model_len:
         raise ModelError(

@@ -66,7 +66,8 @@ class PrefixLayer(LayerStack):
             The input of the heads for all rows. It lies in the layer's own buffers: the next call
             overwrites it.
         """
-        rows, (layer,) = self.activations.first(batch.positions.shape[0]), self.layers
+        rows = self.activations.first(batch.positions.shape[0])
+        (layer,) = self.layers
         gather_states(batch, states, rows.residual)
         dense.rms_norm(rows.residual, *layer.input_norm, out=rows.normed)
         layer.run(batch, cache.layers[0], rows, rows.layers[0])

@@ -267,7 +267,7 @@ def digest_of_bytes(file: Path) -> str:
 def _file_of(weight: PackedWeight, key: str) -> tuple[list[Tensor], bytes]:
     """Return the tensors of a weight as bytes, and the header of its safetensors file."""
     plain: dict[str, Any] = {}
-    kept: dict[str, dict[str, Any]] = {}
+    records: dict[str, dict[str, Any]] = {}
     entries: dict[str, Any] = {}
     tensors: list[Tensor] = []
     begin = 0
@@ -281,10 +281,10 @@ def _file_of(weight: PackedWeight, key: str) -> tuple[list[Tensor], bytes]:
         end = begin + tensors[-1].numel()
         entries[name] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
         dtype = str(value.dtype).removeprefix("torch.")
-        kept[name] = {"dtype": dtype, "shape": list(value.shape), "sum": _sum(tensors[-1])}
+        records[name] = {"dtype": dtype, "shape": list(value.shape), "sum": _sum(tensors[-1])}
         begin = end
-    told = json.dumps({"key": key, "plain": plain, "tensors": kept})
-    entries["__metadata__"] = {"weight": told, "digest": _digest([told])}
+    description = json.dumps({"key": key, "plain": plain, "tensors": records})
+    entries["__metadata__"] = {"weight": description, "digest": _digest([description])}
     header = json.dumps(entries).encode()
     header += b" " * (-(8 + len(header)) % _ALIGNMENT)
     return tensors, len(header).to_bytes(8, "little") + header
@@ -299,10 +299,10 @@ def _mapped(path: Path, key: str) -> PackedWeight:
     """
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
-        told = metadata.get("weight", "")
-        if metadata.get("digest") != _digest([told]):
-            raise ValueError("the digest of its header does not match")
-        facts = json.loads(told)
+        description = metadata.get("weight", "")
+        if metadata.get("digest") != _digest([description]):
+            raise ValueError("the digest of its description does not match")
+        facts = json.loads(description)
         if facts["key"] != key:
             raise ValueError("it holds another weight")
         fields = dict(facts["plain"])

@@ -186,7 +186,7 @@ class WeightSource(ABC):
 
         selected = None if rows is None else rows.tolist()
         what = (outputs, inputs, activation, quantization, selected, shard.key)
-        return self._kept(names, *what, make=make)
+        return self._cached_or_made(names, *what, make=make)
 
     def experts(
         self,
@@ -226,7 +226,7 @@ class WeightSource(ABC):
 
         names = [name for one in each for name in one]
         what = (outputs, inputs, activation, quantization, "experts", shard.key)
-        return self._kept(names, *what, make=make)
+        return self._cached_or_made(names, *what, make=make)
 
     def expert_biases(
         self,
@@ -294,7 +294,7 @@ class WeightSource(ABC):
         """Mark tensors with this prefix as read: other ranks read them."""
         self.read.update(name for name in self.names() if name.startswith(prefix))
 
-    def _kept(
+    def _cached_or_made(
         self, names: Sequence[str], *what: Any, make: Callable[[], PackedWeight]
     ) -> PackedWeight:
         """Return the cached result of `make` for this request, or call it."""

@@ -132,7 +132,8 @@ def select_decoding(
     num_without = len(root.within)
     while root.within and (left > 0 or num_without):
         path = root.next_in()
-        demand, is_first = path[-1][1].demands[-1], not path[0][1].rows
+        demand = path[-1][1].demands[-1]
+        is_first = not path[0][1].rows
         if demand.rows <= left or is_first:
             num_without -= is_first
             selected.add(demand.request)

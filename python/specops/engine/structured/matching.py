@@ -194,8 +194,10 @@ class GrammarState:
     def note_limit(self) -> None:
         """Record the limit that the matcher has met at the end of the text, if any."""
         if self.matcher.is_error() and not self.limit:
-            told = self.matcher.get_error().partition("<state>")[0]  # then follows internal state
-            self.limit = f"llguidance met a limit: {' '.join(told.split())}"
+            message = self.matcher.get_error().partition("<state>")[
+                0
+            ]  # then follows internal state
+            self.limit = f"llguidance met a limit: {' '.join(message.split())}"
 
     def advance(self, token_id: int) -> bool:
         """Move only the matcher by a token, if the token fits; `go_back` undoes the move."""

@@ -335,7 +335,9 @@ class ExpertsConfig:
         shared = None
         if self.shared is not None:
             shared = self.shared.load(loader, prefix + self.shared_name)
-        experts, sizes, what = f"{prefix}experts.", (self.width, self.width), ("down_proj",)
+        experts = f"{prefix}experts."
+        sizes = (self.width, self.width)
+        what = ("down_proj",)
         if loader.ranks.has_whole_experts:
             return ExpertsApart(
                 self,
@@ -372,7 +374,9 @@ class ExpertsConfig:
 
     def _load_own(self, loader: BlockLoader, prefix: str) -> list[OwnExperts]:
         """Load the experts of this rank, one entry per local virtual TP rank."""
-        source, hidden, sizes = loader.source, loader.hidden_size, (self.width, self.width)
+        source = loader.source
+        hidden = loader.hidden_size
+        sizes = (self.width, self.width)
         source.leave_to_others(prefix)
         whole = loader.sharding.of_rank(self.num_experts, "experts")
         count = len(whole) // loader.ranks.num_local_virtual_ranks
@@ -394,7 +398,8 @@ class ExpertsConfig:
         return found
 
     def _load_bias(self, loader: BlockLoader, prefix: str) -> Tensor | None:
-        name, shape = self.routing.bias, (*self.routing.bias_shape, self.num_experts)
+        name = self.routing.bias
+        shape = (*self.routing.bias_shape, self.num_experts)
         if name is None:
             return None
         return loader.source.tensor(prefix + name, *shape, dtype=torch.float32).flatten()

@@ -215,7 +215,9 @@ class LatentAttentionConfig:
             ModelError: a tensor is missing or has the wrong shape.
         """
         source, hidden, heads = loader.source, loader.hidden_size, self.num_qo_heads
-        key_dim, inputs, q_name = LATENT_DIM + self.rope.dim, hidden, "q_proj"
+        key_dim = LATENT_DIM + self.rope.dim
+        inputs = hidden
+        q_name = "q_proj"
         q_low_rank = q_norm = None
         if self.q_rank is not None:
             inputs, q_name = self.q_rank, "q_b_proj"

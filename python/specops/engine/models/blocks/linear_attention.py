@@ -216,7 +216,8 @@ class LinearAttentionConfig:
         Raises:
             ModelError: a tensor is missing or has the wrong shape.
         """
-        source, heads = loader.source, loader.sharding.of_rank(self.num_key_heads, _KEY_HEADS)
+        source = loader.source
+        heads = loader.sharding.of_rank(self.num_key_heads, _KEY_HEADS)
         whole, own = self._shape(self.num_key_heads), self._shape(len(heads))
         own_values = _times(heads, self._values_of_key)
 

@@ -77,7 +77,9 @@ class DenseMlpConfig:
         Raises:
             ModelError: a tensor is missing or has the wrong shape.
         """
-        source, hidden, sizes = loader.source, loader.hidden_size, (self.width, self.width)
+        source = loader.source
+        hidden = loader.hidden_size
+        sizes = (self.width, self.width)
         own = loader.sharding.of_rank(self.width, "inner widths of an MLP")
         shard = Shard(outputs=(own, own))
         return DenseMlp(

@@ -83,7 +83,9 @@ class Eagle(StateHead):
             The states of all rows, which the LM head and the next draft read. They lie in the
             head's own buffers: the next call overwrites them.
         """
-        num_rows, width, weights = batch.positions.shape[0], self.hidden_size, self._weights_of_head
+        num_rows = batch.positions.shape[0]
+        width = self.hidden_size
+        weights = self._weights_of_head
         self.reserve(num_rows)
         rows = self.activations.first(num_rows)
         pairs, half = self._pairs[:num_rows], self._half[:num_rows]

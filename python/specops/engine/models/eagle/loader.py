@@ -61,7 +61,9 @@ def load_eagle3(
 def _load(
     loader: StateHeadLoader, source: WeightSource, config: Eagle3Config, width: int
 ) -> Eagle3Weights:
-    norm, prefix, num_aux_layers = loader.blocks.norm, config.prefix, len(config.aux_layers)
+    norm = loader.blocks.norm
+    prefix = config.prefix
+    num_aux_layers = len(config.aux_layers)
     fc_norms: tuple[Norm, ...] = ()
     if config.fc_norm:
         fc_norms = tuple(norm(f"{prefix}fc_norm.{index}", width) for index in range(num_aux_layers))
