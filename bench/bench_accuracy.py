@@ -96,8 +96,8 @@ class _Rounded(Checkpoint):
             weight = dequantize_weight(weight, self.dtype)
         if kind is None:
             return dense.pack_weight(weight, activation=activation)
-        codes = _fp8(weight) if kind == "fp8" else quantize_weight(weight, kind=kind, group=group)
-        return dense.pack_weight(codes, activation=activation, activations=rows)
+        values = _fp8(weight) if kind == "fp8" else quantize_weight(weight, kind=kind, group=group)
+        return dense.pack_weight(values, activation=activation, activations=rows)
 
 
 def _fp8(weight: Tensor) -> QuantizedWeight:
@@ -106,9 +106,9 @@ def _fp8(weight: Tensor) -> QuantizedWeight:
     padded = torch.nn.functional.pad(weight.float(), (0, right, 0, below))
     tiles = padded.unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))
     scales = tiles.abs().amax((1, 3)).clamp_min(1e-30) / torch.finfo(torch.float8_e4m3fn).max
-    codes = (tiles / scales[:, None, :, None]).flatten(2, 3).flatten(0, 1)
-    codes = codes[: weight.shape[0], : weight.shape[1]].to(torch.float8_e4m3fn)
-    return QuantizedWeight("fp8", codes.contiguous(), scales, group=FP8_BLOCK)
+    values = (tiles / scales[:, None, :, None]).flatten(2, 3).flatten(0, 1)
+    values = values[: weight.shape[0], : weight.shape[1]].to(torch.float8_e4m3fn)
+    return QuantizedWeight("fp8", values.contiguous(), scales, group=FP8_BLOCK)
 
 
 def run_accuracy(bench: Bench) -> None:

@@ -68,7 +68,7 @@ def run_quantized(bench: Bench) -> None:
 
 
 def _layer(bench: Bench, form: Form) -> None:
-    layers = _codes(form)
+    layers = _weights(form)
     packed = [[pack_weight(one, activations=form.activations) for one in layer] for layer in layers]
     num_bytes = sum(_bytes(weight) for weight in packed[0])
     cases: dict[str, Callable[[], object]] = {}
@@ -120,7 +120,7 @@ def _avx2(bench: Bench) -> None:
     """Measure the AVX2 kernels, for machines without AVX-512."""
     chosen = specops.get_isa()
     specops.set_isa("avx2")
-    packed = [[pack_weight(one) for one in layer] for layer in _codes(FORMS[0])]
+    packed = [[pack_weight(one) for one in layer] for layer in _weights(FORMS[0])]
     cases = {}
     for rows in (1, 5):
         inputs = [torch.randn(rows, shape[1]).to(torch.bfloat16) for shape in LAYER]
@@ -143,7 +143,7 @@ def _avx2(bench: Bench) -> None:
     )
 
 
-def _codes(form: Form) -> list[list[QuantizedWeight]]:
+def _weights(form: Form) -> list[list[QuantizedWeight]]:
     """Return layers of random quantized weights that together fill COLD_BYTES."""
     bits = 4 if form.kind == "int4" else 8
     copies = -(-COLD_BYTES * 8 // sum(bits * outputs * inputs for outputs, inputs in LAYER))
@@ -153,14 +153,14 @@ def _codes(form: Form) -> list[list[QuantizedWeight]]:
 def _weight(form: Form, num_outputs: int, num_inputs: int) -> QuantizedWeight:
     shape = (num_outputs, num_inputs)
     if form.kind == "fp8":
-        codes = torch.randn(shape).to(torch.float8_e4m3fn)
+        values = torch.randn(shape).to(torch.float8_e4m3fn)
     elif form.kind == "int8":
-        codes = torch.randint(-127, 128, shape, dtype=torch.int8)
+        values = torch.randint(-127, 128, shape, dtype=torch.int8)
     else:
-        codes = torch.randint(0, 16, shape, dtype=torch.uint8)
+        values = torch.randint(0, 16, shape, dtype=torch.uint8)
     blocks = -(-num_outputs // 128) if form.kind == "fp8" else num_outputs
     scales = torch.full((blocks, num_groups(num_inputs, form.group)), 1e-3)
-    return QuantizedWeight(form.kind, codes, scales, group=form.group)
+    return QuantizedWeight(form.kind, values, scales, group=form.group)
 
 
 def _bytes(weight: PackedWeight) -> int:
@@ -188,7 +188,7 @@ def _torch_int8(layers: list[list[QuantizedWeight]], inputs: list[Tensor]) -> Ca
 
     def call() -> None:
         for x, weight, scale in zip(inputs, next(rotating), scales, strict=True):
-            torch._weight_int8pack_mm(x, weight.codes, scale)
+            torch._weight_int8pack_mm(x, weight.values, scale)
 
     return call
 
@@ -197,7 +197,7 @@ def _torch_int4(layers: list[list[QuantizedWeight]], inputs: list[Tensor]) -> Ca
     group = layers[0][0].group
     rotating = cycle(
         [
-            [torch._convert_weight_to_int4pack_for_cpu(one.codes.int(), 1) for one in layer]
+            [torch._convert_weight_to_int4pack_for_cpu(one.values.int(), 1) for one in layer]
             for layer in layers
         ]
     )

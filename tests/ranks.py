@@ -38,9 +38,9 @@ class Meeting:
 class ThreadRanks(Ranks):
     """One of several ranks, in its own thread."""
 
-    def __init__(self, meeting: Meeting, rank: int, slices: int, whole: bool) -> None:
+    def __init__(self, meeting: Meeting, rank: int, num_virtual_ranks: int, whole: bool) -> None:
         self.rank, self.size, self._meeting = rank, meeting.size, meeting
-        super().__init__(slices, has_whole_experts=whole)
+        super().__init__(num_virtual_ranks, has_whole_experts=whole)
 
     def least(self, number: int) -> int:
         return min(self._meeting.exchange(self.rank, number))
@@ -60,7 +60,7 @@ class ThreadRanks(Ranks):
 def on_ranks(
     size: int,
     work: Callable[[Ranks], T],
-    slices: int | None = None,
+    num_virtual_ranks: int | None = None,
     has_whole_experts: bool = False,
 ) -> list[T]:
     """Run `work` on every rank concurrently; return the results."""
@@ -68,7 +68,7 @@ def on_ranks(
 
     def run(rank: int) -> T:
         try:
-            return work(ThreadRanks(meeting, rank, slices or size, has_whole_experts))
+            return work(ThreadRanks(meeting, rank, num_virtual_ranks or size, has_whole_experts))
         except BaseException:
             meeting.leave()
             raise

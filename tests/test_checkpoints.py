@@ -149,7 +149,7 @@ def test_fp8_rows_move_only_in_whole_blocks() -> None:
     assert torch.equal(dequantize_weight(moved), dequantize_weight(weight)[order])
     assert not torch.equal(moved.scales, weight.scales)
     for wrong in (order.flip(0), order[:-1], torch.arange(64, 192)):
-        with pytest.raises(ModelError, match="FP8 weight in blocks of 128 cannot be told apart"):
+        with pytest.raises(ModelError, match="must be selected in whole blocks of 128"):
             rows_of(weight, wrong.int())
 
 
@@ -211,8 +211,8 @@ def test_stacked_mxfp4_experts_are_split_by_name(tmp_path: Path) -> None:
         for kind in ("weight", "bias")
     }
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
-    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).int()
-    want = (table[codes] * 2.0 ** (scales[..., None].float() - 127)).flatten(2)
+    values = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).int()
+    want = (table[values] * 2.0 ** (scales[..., None].float() - 127)).flatten(2)
     for expert in (0, 1):
         for first, part in enumerate(("gate_proj", "up_proj")):
             found = numbers(file.load(f"{prefix}{expert}.{part}.weight"))
@@ -292,31 +292,31 @@ REFUSALS: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         "int8",
         without("weight_scale"),
         {},
-        "tensor a.b.weight is int8, but has no scales",
+        "tensor a.b.weight is int8 and needs scales",
     ),
     "fp8 without a scale": (
         "fp8_block",
         without("weight_scale"),
         {},
-        "tensor a.b.weight is float8_e4m3fn, but has no scales",
+        "tensor a.b.weight is float8_e4m3fn and needs scales",
     ),
     "NaN": (
         "fp8_channel",
         put("weight", torch.full((9, 40), torch.nan).to(torch.float8_e4m3fn)),
         {},
-        "tensor a.b.weight holds NaN",
+        "tensor a.b.weight must not hold NaN",
     ),
     "another convention of NVFP4": (
         "mxfp4",
         put("weight_scale_2", ZEROS(1)),
         {},
-        "a.b is NVFP4 (tensor weight_scale_2), which cannot be read",
+        "a.b is NVFP4 (tensor weight_scale_2), which is not supported",
     ),
     "an unknown tensor": (
         "pack4",
         put("weight_bitmask", ZEROS(1)),
         {},
-        "tensor a.b.weight_bitmask has no place in a weight of this format",
+        "tensor a.b.weight_bitmask is not used by this quantization format",
     ),
     "another dtype": (
         "pack4",
@@ -340,13 +340,13 @@ REFUSALS: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         "pack4",
         put("weight_scale", ZEROS(12, 12)),
         {},
-        "groups must be of 16 inputs or a multiple of 32, got 8 in a.b",
+        "a.b must have groups of 16 or a multiple of 32 inputs, got 8",
     ),
     "uneven groups": (
         "pack4",
         put("weight_scale", ZEROS(12, 5)),
         {},
-        "the 96 inputs of a.b are not 5 groups of one size",
+        "a.b must have groups of one size, got 96 inputs in 5 groups",
     ),
     "zero points along the inputs": (
         "pack4_zeros",
@@ -358,7 +358,7 @@ REFUSALS: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         "mxfp4",
         put("weight_global_scale", ZEROS(1)),
         {},
-        "a.b is NVFP4 (tensor weight_global_scale), which cannot be read",
+        "a.b is NVFP4 (tensor weight_global_scale), which is not supported",
     ),
     "blocks": (
         "fp8_block",
@@ -383,31 +383,31 @@ REFUSALS: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         "gptq_v2",
         lambda tensors: None,
         {"quant_method": "auto-round", "sym": False},
-        "a.b is AutoRound's with zero points, but quantization_config names no packing_format",
+        "a.b is AutoRound with zero points, but quantization_config has no packing_format",
     ),
     "AutoRound in another layout": (
         "gptq",
         lambda tensors: None,
         {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"},
-        "quant_method is auto-round, but a.b.qweight [12, 32] is laid out as GPTQ does",
+        "quant_method is auto-round, but a.b.qweight [12, 32] has the layout of GPTQ",
     ),
     "another method": (
         "gptq",
         lambda tensors: None,
         {"quant_method": "awq"},
-        "quant_method is awq, but a.b.qweight [12, 32] is laid out as GPTQ does",
+        "quant_method is awq, but a.b.qweight [12, 32] has the layout of GPTQ",
     ),
     "three bits": (
         "gptq",
         put("qzeros", ZEROS(3, 3, dtype=torch.int32)),
         settings_of("gptq"),
-        "a.b has 3 bits a weight; 4 and 8 can be read",
+        "a.b must have 4 or 8 bits per weight, got 3",
     ),
     "groups of several sizes": (
         "gptq",
         put("g_idx", torch.tensor([0] * 50 + [1] * 14 + [2] * 32)),
         settings_of("gptq"),
-        "the 96 inputs of a.b are not 3 groups of one size",
+        "a.b must have groups of one size, got 96 inputs in 3 groups",
     ),
 }
 
@@ -466,7 +466,7 @@ def test_unsupported_tensors_are_refused_by_name(tmp_path: Path, case: str) -> N
             "transform_config must be absent, got",
         ),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt must be e4m3 or float8_e4m3fn, got 'e5m2'"),
-        ({"bits": 4, "group_size": 64, "mode": "affine"}, "mode is MLX's"),
+        ({"bits": 4, "group_size": 64, "mode": "affine"}, "mode names MLX"),
         ("gptq", "quantization_config must be an object, got 'gptq'"),
     ],
 )
@@ -537,7 +537,7 @@ def test_settings_of_other_programs_are_recognized(tmp_path: Path) -> None:
     ):
         open_checkpoint(tmp_path)
     config.write_text(json.dumps({"quantization": {"bits": 4}}))
-    with pytest.raises(ModelError, match="quantization is MLX's"):
+    with pytest.raises(ModelError, match="quantization names MLX"):
         open_checkpoint(tmp_path)
     settings = {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}
     config.write_text(json.dumps({"text_config": {"quantization_config": settings}}))
@@ -578,10 +578,10 @@ PARTS = ("q_proj", "k_proj")
 def random_weight(kind: str, group: int, seed: int, **fields: Any) -> QuantizedWeight:
     """Return a random weight with 160 inputs."""
     generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 16, (8, 160), generator=generator)
-    codes = codes.to(torch.uint8) if kind == "int4" else (codes - 5).to(torch.int8)
+    values = torch.randint(0, 16, (8, 160), generator=generator)
+    values = values.to(torch.uint8) if kind == "int4" else (values - 5).to(torch.int8)
     scales = torch.rand(8, -(-160 // group) if group else 1, generator=generator)
-    return QuantizedWeight(kind, codes, scales, None, group)._replace(**fields)
+    return QuantizedWeight(kind, values, scales, None, group)._replace(**fields)
 
 
 @pytest.mark.parametrize(
@@ -616,15 +616,15 @@ def test_incompatible_weights_are_not_fused() -> None:
     plain = torch.ones(8, 160)
     for parts, reason in (
         ([ordered, random_weight("int4", 32, 2)], "their inputs are grouped in different orders"),
-        ([fp8, fp8], "their outputs are no multiples of 128, the size of a block"),
+        ([fp8, fp8], "their outputs must be multiples of the FP8 block size 128"),
         ([fp8, by_output], "some of them have a scale for each block and some for each output"),
         ([fp8, ordered], "some of them are FP8 and some are integers"),
         ([plain, ordered], "some of them are quantized and some are not"),
     ):
-        with pytest.raises(ModelError, match=f"q_proj, k_proj cannot be one projection: {reason}"):
+        with pytest.raises(ModelError, match=f"cannot be fused into one projection: {reason}"):
             fused(parts, PARTS)
     assert numbers(fused([ordered, ordered], PARTS)).shape == (16, 160)
-    large = fp8._replace(codes=ones)
+    large = fp8._replace(values=ones)
     assert numbers(fused([by_output, by_output], PARTS)).shape == (16, 160)
     assert numbers(fused([large, fp8], PARTS)).shape == (136, 160)
     assert torch.equal(numbers(fused([plain, plain], PARTS)), torch.ones(16, 160))

@@ -22,8 +22,8 @@ from specops import linear_attention
 from specops.engine import Engine, EngineConfig, SpeculativeConfig
 from specops.engine.drafters.draft_model import DraftModelDrafter
 from specops.engine.drafters.recurrent import RecurrentStep
-from specops.engine.machine import room_of
-from specops.engine.models import KeptStates, KvCache, load_model
+from specops.engine.machine import capacity_of
+from specops.engine.models import KvCache, PrefixStates, load_model
 from test_lossless import bits
 from test_models import Runner
 from test_qwen3_next import CACHES, conversations, directory, plain, run_all, texts
@@ -138,17 +138,17 @@ def converse(
 ) -> tuple[Engine, int]:
     """Run requests that continue one another; return the engine and the number of wrong drafts."""
     options = dict(CACHES[cache])
-    num_kept, talk = options.pop("num_kept", 100), conversations(count)
+    num_prefix_states, talk = options.pop("num_prefix_states", 100), conversations(count)
     sizes = [load_model(one).kv_bytes_per_slot(0) for one in (similar(), target or directory())]
-    options["state_cache_bytes"] = num_kept * sum(sizes)
+    options["state_cache_bytes"] = num_prefix_states * sum(sizes)
     drafts = Drafts(monkeypatch)
     engine = RandomLengths().decide_for(make(similar(), target=target, **options))
-    assert engine._runner.parts.cache.room.num_kept == num_kept
+    assert engine._runner.parts.cache.capacity.num_prefix_states == num_prefix_states
     done = run_all(engine, talk)
     if not target:
         assert list(map(bits, done)) == list(map(bits, talk.done))
     assert engine.num_free_pages == engine.num_pages and not engine._drafting.num_failures
-    check_entries(engine._scheduler.states, num_kept)
+    check_entries(engine._scheduler.states, num_prefix_states)
     return engine, drafts.num_wrong(similar())
 
 
@@ -232,7 +232,7 @@ def plant_missing_draft_states(monkeypatch: pytest.MonkeyPatch) -> None:
     real = KvCache.load_states
 
     def wrong(self: KvCache, *place: int) -> None:
-        if self.room.num_drafts == DRAFTS:
+        if self.capacity.num_drafts == DRAFTS:
             real(self, *place)
 
     monkeypatch.setattr(KvCache, "load_states", wrong)
@@ -257,14 +257,14 @@ def test_planted_bugs_are_detected(bug: str, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "too early"])
 def test_prefix_states_wait_for_the_drafter(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The drafter pauses while the target ends a page, and has no states there."""
-    keep = KeptStates.keep
+    keep = PrefixStates.keep
     if not waits:
 
-        def keep_early(self: KeptStates, *place: Any) -> None:
+        def keep_early(self: PrefixStates, *place: Any) -> None:
             slot, pages, known, num_computed, _, begin, rows = place
             keep(self, slot, pages, known, num_computed, num_computed, begin, rows)
 
-        monkeypatch.setattr(KeptStates, "keep", keep_early)
+        monkeypatch.setattr(PrefixStates, "keep", keep_early)
     engine, drafts = make(similar()), Drafts(monkeypatch)
     params = replace(texts(1)[1][0], max_tokens=20)
     name = engine.add_request(list(range(1, 41)), params)
@@ -299,17 +299,17 @@ def test_slots_have_memory_for_the_configured_drafts() -> None:
     model, drafter = load_model(similar()), engine.drafters["draft_model"]
     per_slot, per_prefix = model.kv_bytes_per_slot(2 * DRAFTS), model.kv_bytes_per_slot(0)
     assert drafter.kv_bytes == (model.kv_bytes_per_token(), per_slot, per_prefix)
-    room = engine._runner.parts.cache.room
+    capacity = engine._runner.parts.cache.capacity
     assert drafter.states is not None
-    on_pages = room.num_pages * room.page_size * model.kv_bytes_per_token()
+    on_pages = capacity.num_pages * capacity.page_size * model.kv_bytes_per_token()
     assert sum(one.nbytes for one in drafter.states.tensors) == (
-        on_pages + room.num_slots * per_slot + room.num_kept * per_prefix
+        on_pages + capacity.num_slots * per_slot + capacity.num_prefix_states * per_prefix
     )
     target: Any = load_model(dense(), max_model_len=128)
     config = replace(engine.config, state_cache_bytes=3 * per_prefix, num_pages=None)
     free = 8 * per_slot + 3 * per_prefix
     page = 16 * (target.kv_bytes_per_token() + model.kv_bytes_per_token())
     device: Any = SimpleNamespace(device=torch.device("cpu"), free_bytes=lambda: free + 10 * page)
-    assert room_of(config, device, target, drafter.kv_bytes) == (10, 16, 8, DRAFTS, 3)
+    assert capacity_of(config, device, target, drafter.kv_bytes) == (10, 16, 8, DRAFTS, 3)
     without = make(similar(), enable_prefix_caching=False).drafters["draft_model"]
     assert without.kv_bytes.per_slot == model.kv_bytes_per_slot(DRAFTS)

@@ -147,9 +147,11 @@ def test_auxiliary_hidden_states_are_computed_only_for_their_drafters(
     layers_read: list[tuple[int, ...]] = []
     forward = Transformer.forward
 
-    def watched(self: Transformer, batch: Any, cache: Any, taps: Any = None) -> torch.Tensor:
-        layers_read.append(tuple(taps or ()))
-        return forward(self, batch, cache, taps)
+    def watched(
+        self: Transformer, batch: Any, cache: Any, aux_hidden_states: Any = None
+    ) -> torch.Tensor:
+        layers_read.append(tuple(aux_hidden_states or ()))
+        return forward(self, batch, cache, aux_hidden_states)
 
     monkeypatch.setattr(Transformer, "forward", watched)
     engine = make(SpeculativeConfig.from_dict({"num_speculative_tokens": 2, **toy}))

@@ -228,7 +228,7 @@ def change_tensors(directory: Path, **changes: Any) -> None:
                 },
             },
             {},
-            "layer_types must hold full_attention alone, got",
+            "layer_types must only hold full_attention, got",
         ),
         ({"speculators_model_type": "dflash"}, {}, "must be eagle3 or peagle, got dflash"),
         ({"speculators_model_type": "peagle"}, {}, "tensor mask_hidden is missing"),
@@ -236,7 +236,7 @@ def change_tensors(directory: Path, **changes: Any) -> None:
         (
             {"mask_token_id": 160},
             {"mask_hidden": torch.ones(1, 1, 192)},
-            "mask_token_id must be a token of the 160, got 160",
+            "mask_token_id must be a token id below 160, got 160",
         ),
         (
             {"mask_token_id": 1},
@@ -252,9 +252,9 @@ def change_tensors(directory: Path, **changes: Any) -> None:
         ({"target_layer_ids": [1, 2]}, {}, r"fc\.weight must be \[64, 128\], got \[64, 192\]"),
         ({"draft_vocab_size": 41}, {}, r"tensor d2t must be \[41\], got \[40\]"),
         ({}, {"d2t": None}, "tensor d2t is missing: draft_vocab_size is 40, and the target has"),
-        ({}, {"d2t": torch.full((40,), 200)}, "d2t must name tokens in ascending order"),
+        ({}, {"d2t": torch.full((40,), 200)}, "d2t must hold ascending token ids"),
         ({}, {"norm__weight": None}, r"tensor norm\.weight is missing"),
-        ({}, {"extra__weight": torch.ones(1)}, r"tensor extra\.weight has no place in an EAGLE-3"),
+        ({}, {"extra__weight": torch.ones(1)}, r"tensor extra\.weight is not used by an EAGLE-3"),
         (
             {},
             {"midlayer__self_attn__kv_a_proj__weight": torch.ones(1)},
@@ -288,7 +288,7 @@ def test_default_layers_apply_if_the_file_names_none(
     eagle_oracle.write(tmp_path, head, "modelopt", eagle_config=config, **nothing)
     with caplog.at_level("INFO"):
         make(target, tmp_path)
-    assert "leave layers (1, 2, 2) (no field, so by the method's default)" in caplog.text
+    assert "outputs of layers (1, 2, 2) of its target (the default of the method)" in caplog.text
 
 
 def test_unsupported_head_dim_is_refused(
@@ -306,7 +306,7 @@ def test_files_without_a_head_are_refused(target: tuple[Path, Any], tmp_path: Pa
     with pytest.raises(ModelError, match=r"no model\.safetensors"):
         make(target, tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
-    with pytest.raises(ModelError, match=r"pytorch_model\.bin: not a file of tensors alone"):
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin: not a file of tensors"):
         make(target, tmp_path)
     torch.save([torch.ones(1)], tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelError, match="expected tensors by name, got list"):

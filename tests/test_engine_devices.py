@@ -731,10 +731,10 @@ def test_invalid_device_names_are_refused(
     assert type(open_device("auto")) is Device
     for has_cuda, reason in ((False, "this build has no CUDA kernels"), (True, "no NVIDIA GPU")):
         monkeypatch.setattr(specops, "has_cuda", lambda has=has_cuda: has)
-        with pytest.raises(ValueError, match=f"device cuda:3 cannot be used: .*{reason}"):
+        with pytest.raises(ValueError, match=f"device cuda:3 is not available: .*{reason}"):
             open_device("cuda:3")
     assert main(["--device", "cuda"]) == 2
-    assert capsys.readouterr().err.startswith("specops: device cuda cannot be used: ")
+    assert capsys.readouterr().err.startswith("specops: device cuda is not available: ")
 
 
 def test_unsupported_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -742,7 +742,7 @@ def test_unsupported_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
-    with pytest.raises(ValueError, match="cuda:1 cannot be used: there is 1 GPU, counted from 0"):
+    with pytest.raises(ValueError, match="cuda:1 is not available: there is 1 GPU, counted from 0"):
         open_device("cuda:1")
     with pytest.raises(ValueError, match=r"capability is 7\.5, and the kernels need 8\.0"):
         open_device("cuda")
@@ -826,7 +826,7 @@ def test_failed_capture_is_reported(monkeypatch: pytest.MonkeyPatch, fail_at: st
     cuda = FakeCuda(monkeypatch)
     device = CudaDevice(0, graphs=True)
     cuda.fail_at = fail_at
-    with pytest.raises(EngineError, match=f"graph: {fail_at} failed; --enforce-eager"):
+    with pytest.raises(EngineError, match=f"graph: {fail_at} failed; use --enforce-eager"):
         device.capture(lambda: cuda.note("launch"))
     assert ("end" in cuda.calls) == (fail_at != "begin")
 

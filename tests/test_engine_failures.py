@@ -503,7 +503,7 @@ def test_every_grammar_hook_is_tested() -> None:
 
     The rare hooks run only after another failure, at the end of a text, or outside of steps.
     """
-    rare = {"restart", "fits_end", "allow_all", "is_complete", "may_end", "note_limit", "is_dear"}
+    rare = {"restart", "fits_end", "allow_all", "is_complete", "may_end", "note_limit", "is_slow"}
     rare.add("prepare")
     planted = {place.name for place in PLACES if place.owner is GrammarState}
     assert hooks_of(GrammarState) == planted | rare

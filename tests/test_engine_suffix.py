@@ -428,7 +428,7 @@ def test_unreadable_corpus_is_refused(
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"corpus: .*/gone cannot be read: No such file"):
         make(model_dir, suffix_corpus=str(tmp_path))
-    with pytest.raises(ValueError, match=r"suffix_corpus must be absent where .*_tokens is 0"):
+    with pytest.raises(ValueError, match=r"suffix_corpus must be absent if .*_tokens is 0"):
         make(model_dir, suffix(max_cached_tokens=0), suffix_corpus=str(tmp_path))
 
 
@@ -565,7 +565,7 @@ def test_unwritable_files_are_refused(
         make(model_dir, suffix_cache=str(tmp_path / "gone" / "file"))
     with pytest.raises(ValueError, match=r"suffix_cache must be a file, and .* is none"):
         make(model_dir, suffix_cache=str(tmp_path))
-    with pytest.raises(ValueError, match=r"suffix_cache must be absent where .*_requests is 0"):
+    with pytest.raises(ValueError, match=r"suffix_cache must be absent if .*_requests is 0"):
         make(model_dir, suffix(max_cached_requests=0), suffix_cache="file")
     with pytest.raises(ValueError, match="suffix_cache must name a file to be saved to, got None"):
         make(model_dir).drafters["suffix"].save()

@@ -791,10 +791,10 @@ def test_wrong_groups(name: str) -> None:
 @pytest.mark.parametrize("wrong", [wrong for wrong in WRONG if wrong != "none"])
 @pytest.mark.parametrize("field", ["data", "scales", "offsets", "input_order", "code_values"])
 def test_wrong_field_of_a_weight(field: str, wrong: str) -> None:
-    codes = quantize_weight(torch.zeros(5, 4), kind="int4", group=32)
+    quantized = quantize_weight(torch.zeros(5, 4), kind="int4", group=32)
     table, order = torch.zeros(16, dtype=torch.int8), torch.arange(4, dtype=torch.int32)
     weight = dense.pack_weight(
-        codes._replace(offsets=codes.scales, code_values=table, input_order=order)
+        quantized._replace(offsets=quantized.scales, code_values=table, input_order=order)
     )
     change, got = WRONG[wrong]
     changed = weight._replace(**{field: change(getattr(weight, field))})

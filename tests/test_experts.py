@@ -405,7 +405,7 @@ def test_expected_bytes_read_match_random_routing(tmp_path: Path, rows: int) -> 
     logits = torch.randn(400 * rows, 16, generator=torch.Generator().manual_seed(1))
     drawn = moe.moe_route(logits, 3)[0].view(400, -1)
     distinct = sum(len(one.unique()) for one in drawn) / 400
-    own = bytes_of(block.gate_up) + bytes_of(block.down.slices[0])
+    own = bytes_of(block.gate_up) + bytes_of(block.down.shards[0])
     assert (
         model.layers[0].bytes_read(rows) == model.layers[0].bytes_read(1) > 0
     )  # the layer is dense
@@ -547,7 +547,7 @@ def test_ernie_wint4_quantizes_only_experts_to_4_bits() -> None:
         layer = load_model(engine_directory(family), quantization="wint4").layers[-1]
         assert isinstance(layer.mlp, Experts)
         dense = {one.kind for one in (*layer.attention.weights, *layer.mlp.weights)}
-        kinds[family] = (layer.mlp.gate_up.kind, layer.mlp.down.slices[0].kind, dense)
+        kinds[family] = (layer.mlp.gate_up.kind, layer.mlp.down.shards[0].kind, dense)
     assert kinds == {
         "Ernie4_5_Moe": ("int4", "int4", {"int8"}),
         "Glm4Moe": ("int4", "int4", {"int4"}),

@@ -22,8 +22,8 @@ from specops.engine.memory.kv_cache import PagePool
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
 from specops.engine.scheduling.scheduler import Scheduler
+from specops.engine.sharing.fair_scheduling import Demand, select_decoding
 from specops.engine.sharing.row_costs import RowCosts
-from specops.engine.sharing.turns import Ask, take_turns
 from test_drafter_protocol import make, plain
 from test_lossless import bits
 from test_scheduler import make_request
@@ -38,16 +38,16 @@ def owned(arrival: int, *owners: str, tokens: int = 3, max_tokens: int = 500) ->
     return request
 
 
-def asks(*given: tuple[int, Any]) -> list[Ask]:
-    """Return asks with these rows and owners, one request each."""
-    return [Ask(owned(i, *who), rows) for i, (rows, who) in enumerate(given)]
+def demands(*given: tuple[int, Any]) -> list[Demand]:
+    """Return demands with these rows and owners, one request each."""
+    return [Demand(owned(i, *who), rows) for i, (rows, who) in enumerate(given)]
 
 
 def test_client_with_only_a_prompt_counts() -> None:
-    many = asks(*[(1, ("a", "many"))] * 32)
+    many = demands(*[(1, ("a", "many"))] * 32)
 
     def chosen(*prompts: tuple[int, Any]) -> int | None:
-        found = take_turns(many, 512, FREE, asks(*prompts))
+        found = select_decoding(many, 512, FREE, demands(*prompts))
         return None if found is None else len(found)
 
     assert chosen((7, ("b", "one"))) == 7 + FREE
@@ -55,16 +55,16 @@ def test_client_with_only_a_prompt_counts() -> None:
     assert chosen((300, ("b", "one"))) is None, "such a step is long in any case"
     assert chosen((7, ("a", "one"))) == 7 + FREE, "calls of a single client count, too"
     assert chosen((7, ("a", "many"))) is None
-    beside = asks((1, ("b", "one")), *[(1, ("a", "many"))] * 32)
-    found = take_turns(beside, 512, FREE, asks((7, ("b", "two"))))
+    beside = demands((1, ("b", "one")), *[(1, ("a", "many"))] * 32)
+    found = select_decoding(beside, 512, FREE, demands((7, ("b", "two"))))
     assert found is not None and len(found) == 2 + FREE, (
         "a decoding client counts with its decoding rows"
     )
 
 
-def rows_by(given: list[Ask], free_rows: int = FREE, level: int = 0) -> dict[str, int]:
+def rows_by(given: list[Demand], free_rows: int = FREE, level: int = 0) -> dict[str, int]:
     """Return the rows of the chosen requests by owner."""
-    chosen = take_turns(given, 512, free_rows)
+    chosen = select_decoding(given, 512, free_rows)
     assert chosen is not None
     rows: Counter[str] = Counter()
     for one in given:
@@ -78,29 +78,31 @@ def rows_by(given: list[Ask], free_rows: int = FREE, level: int = 0) -> dict[str
 
 def test_single_client_gets_all_rows() -> None:
     many = [(5, ("a", "many"))] * 32
-    assert take_turns(asks(*many), 512, FREE) is None
-    assert take_turns(asks(*[(5, ())] * 32), 512, FREE) is None
-    assert take_turns([], 512, FREE) is None
+    assert select_decoding(demands(*many), 512, FREE) is None
+    assert select_decoding(demands(*[(5, ())] * 32), 512, FREE) is None
+    assert select_decoding([], 512, FREE) is None
     # So do equal clients, and those that fit into the free rows of a step.
-    assert take_turns(asks(*[(5, ("a", f"call {i}")) for i in range(32)]), 512, FREE) is None
-    assert take_turns(asks((1, ("a", "1")), (5, ("b", "1"))), 512, FREE) is None
-    assert take_turns(asks(*many, (1, ("a", "one"))), 512, free_rows=160) is None
+    assert (
+        select_decoding(demands(*[(5, ("a", f"call {i}")) for i in range(32)]), 512, FREE) is None
+    )
+    assert select_decoding(demands((1, ("a", "1")), (5, ("b", "1"))), 512, FREE) is None
+    assert select_decoding(demands(*many, (1, ("a", "one"))), 512, free_rows=160) is None
 
 
 def test_step_is_as_long_as_if_all_had_the_rows_of_the_least() -> None:
     many = [(5, ("a", "many"))] * 32
-    assert rows_by(asks(*many, (3, ("b", "one")))) == {"a": 5, "b": 3}
-    assert rows_by(asks(*many, (6, ("b", "one")))) == {"a": 10, "b": 6}
-    calls = rows_by(asks(*many, (6, ("a", "one"))), level=1)
+    assert rows_by(demands(*many, (3, ("b", "one")))) == {"a": 5, "b": 3}
+    assert rows_by(demands(*many, (6, ("b", "one")))) == {"a": 10, "b": 6}
+    calls = rows_by(demands(*many, (6, ("a", "one"))), level=1)
     assert calls == {"many": 10, "one": 6}, "rows must be divided among calls, too"
-    three = asks(*many, (1, ("b", "one")), *[(1, ("c", "some"))] * 8)
+    three = demands(*many, (1, ("b", "one")), *[(1, ("c", "some"))] * 8)
     assert rows_by(three) == {"a": 5, "b": 1, "c": 5}  # 3 * 1 + 2 * 4 rows
 
 
 def test_rows_are_divided_among_clients_and_then_calls() -> None:
     """A client's rows are divided among its calls, however many requests they have."""
     given = [(2, ("a", "many"))] * 30 + [(2, ("a", "few"))] * 2 + [(2, ("b", "one"))] * 6
-    requests = asks(*given)
+    requests = demands(*given)
     # Alone, a would have 2 * 4 + 4 rows, as many as b requests.
     assert rows_by(requests) == {"a": 12, "b": 12}
     calls = rows_by(requests, level=1)
@@ -108,10 +110,10 @@ def test_rows_are_divided_among_clients_and_then_calls() -> None:
 
 
 def test_request_larger_than_its_share_runs_at_times() -> None:
-    given = asks((1, ("b", "one")), (17, ("a", "wide")), (1, ("a", "narrow")))
+    given = demands((1, ("b", "one")), (17, ("a", "wide")), (1, ("a", "narrow")))
     chosen = Counter[int]()
     for step in range(1, 21):
-        granted = take_turns(given, 512, FREE)
+        granted = select_decoding(given, 512, FREE)
         assert granted is not None
         assert given[0].request in granted
         for request in granted:
@@ -126,7 +128,7 @@ def test_random_requests_are_treated_fairly() -> None:
     for _ in range(200):
         clients = draw.randrange(1, 5)
         given = [
-            Ask(
+            Demand(
                 owned(i, f"client {draw.randrange(clients)}", f"call {draw.randrange(3)}"),
                 draw.choice([1, 1, 2, 5, 17, 200]),
             )
@@ -134,7 +136,7 @@ def test_random_requests_are_treated_fairly() -> None:
         ]
         waited = Counter[int]()
         for step in range(1, 60):
-            granted = take_turns(given, 256, FREE)
+            granted = select_decoding(given, 256, FREE)
             got = {
                 one.request: one.rows for one in given if granted is None or one.request in granted
             }

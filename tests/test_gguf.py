@@ -130,14 +130,14 @@ def error_of(directory: Path) -> str:
 def test_unknown_types_and_tensors_are_refused(tmp_path: Path) -> None:
     file = write(tmp_path, {DOWN: (random_blocks("Q2_K", 2, 1), "Q2_K")})
     assert error_of(tmp_path).startswith(
-        f"{file}: tensor {OURS} is [2, 256] of type Q2_K; matrices of these types can be read: F32,"
+        f"{file}: tensor {OURS} is [2, 256] of type Q2_K; supported types of matrices: F32,"
     )
     write(tmp_path, {"blk.0.ssm_a": torch.ones(3)})
-    assert error_of(tmp_path) == f"{file}: tensor blk.0.ssm_a has no place in a model here"
+    assert error_of(tmp_path) == f"{file}: tensor blk.0.ssm_a is not used by any supported model"
     write(tmp_path, {"output_norm.weight": torch.ones(3)})
     assert error_of(tmp_path) == f"{file}: tensor {OURS} is missing from the file"
     (tmp_path / "other.gguf").write_bytes(b"")
-    assert error_of(tmp_path) == f"{tmp_path}: one GGUF file is read, got model.gguf, other.gguf"
+    assert error_of(tmp_path) == f"{tmp_path}: expected one GGUF file, got model.gguf, other.gguf"
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
@@ -147,13 +147,13 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     # A truncated file raises no other error.
     for length in (0, 3, 10, 30, 60, 100, len(whole) - 40):
         file.write_bytes(whole[:length])
-        with pytest.raises(ModelError, match=r"cut off|not a GGUF file|cannot be read"):
+        with pytest.raises(ModelError, match=r"truncated|not a GGUF file|cannot be read"):
             read_gguf(file)
     for changed, sentence in (
         (b"GGML" + whole[4:], "not a GGUF file: it begins with b'GGML'"),
         (whole[:4] + struct.pack("<I", 1) + whole[8:], "GGUF version must be 2 or 3, got 1"),
         (whole[:4] + struct.pack(">I", 3) + whole[8:], "GGUF version must be 2 or 3, got 50331648"),
-        (whole[:8] + struct.pack("<Q", 1 << 60) + whole[16:], "the file is cut off"),
+        (whole[:8] + struct.pack("<Q", 1 << 60) + whole[16:], "the file is truncated"),
         (whole[:16] + struct.pack("<Q", 1 << 60) + whole[24:], ""),
     ):
         file.write_bytes(changed)
@@ -407,15 +407,21 @@ def test_speculation_changes_no_bit(tmp_path: Path) -> None:
     "changes,sentence",
     [
         ({"general.architecture": "mamba"}, "general.architecture must be one of"),
-        ({"qwen3.attention.softcap": 3.0}, "qwen3.attention.softcap is not known: 3.0"),
-        ({"qwen3.expert_count": 8}, "qwen3.expert_count is not known: 8"),
-        ({"qwen3.tensor_data_layout": "rows"}, "qwen3.tensor_data_layout is not known: rows"),
-        ({"qwen3.rope.dimension_count": 32}, "qwen3.rope.dimension_count must be 64, as a head"),
-        ({"qwen3.rope.scaling.type": "longrope"}, "qwen3.rope.scaling.type longrope does not run"),
+        ({"qwen3.attention.softcap": 3.0}, "qwen3.attention.softcap is not supported, got 3.0"),
+        ({"qwen3.expert_count": 8}, "qwen3.expert_count is not supported, got 8"),
+        (
+            {"qwen3.tensor_data_layout": "rows"},
+            "qwen3.tensor_data_layout is not supported",
+        ),
+        ({"qwen3.rope.dimension_count": 32}, "qwen3.rope.dimension_count must be the head size 64"),
+        (
+            {"qwen3.rope.scaling.type": "longrope"},
+            "qwen3.rope.scaling.type longrope is not",
+        ),
         ({"qwen3.block_count": -1}, "num_hidden_layers must be an integer of at least 1, got -1"),
         ({"qwen3.attention.head_count": None}, "'num_attention_heads' is missing"),
         ({"qwen3.block_count": 2}, "tensor model.layers.2"),
-        ({"split.count": 2}, "split.count must be 1, got 2: join its parts"),
+        ({"split.count": 2}, "split.count must be 1, got 2; merge its parts"),
         ({"split.count": "two"}, "split.count must be 1, got two"),
         ({"tokenizer.ggml.tokens": 7}, "tokenizer.ggml.tokens must be a list of texts, got 7"),
         ({"tokenizer.ggml.merges": [7]}, "tokenizer.ggml.merges must be a list of texts, got [7]"),
@@ -423,10 +429,19 @@ def test_speculation_changes_no_bit(tmp_path: Path) -> None:
         ({"tokenizer.ggml.model": "rwkv"}, "tokenizer.ggml.model must be llama or gpt2, got rwkv"),
         ({"tokenizer.ggml.pre": "viking"}, "tokenizer.ggml.pre must be one of default, gpt-2,"),
         ({"tokenizer.ggml.pre": ["a"]}, "smollm, deepseek-llm, deepseek-coder, got ['a']"),
-        ({"tokenizer.ggml.eot_token_id": -1}, "tokenizer.ggml.eot_token_id must be one of 160"),
-        ({"tokenizer.ggml.eos_token_ids": [0, 160]}, "tokenizer.ggml.eos_token_ids must be one"),
-        ({"tokenizer.ggml.tokens": ["a", "a"]}, "tokenizer.ggml.tokens has a token twice"),
-        ({"tokenizer.ggml.eos_token_id": 160}, "tokenizer.ggml.eos_token_id must be one of 160"),
+        (
+            {"tokenizer.ggml.eot_token_id": -1},
+            "ggml.eot_token_id must be a token id below 160",
+        ),
+        (
+            {"tokenizer.ggml.eos_token_ids": [0, 160]},
+            "ggml.eos_token_ids must be a token id",
+        ),
+        ({"tokenizer.ggml.tokens": ["a", "a"]}, "tokenizer.ggml.tokens must not repeat a token"),
+        (
+            {"tokenizer.ggml.eos_token_id": 160},
+            "ggml.eos_token_id must be a token id below 160",
+        ),
         ({"tokenizer.ggml.add_bos_token": True}, "tokenizer.ggml.bos_token_id is missing"),
     ],
 )
@@ -469,7 +484,7 @@ def test_unknown_rope_factors_are_refused(tmp_path: Path) -> None:
     data["rope_freqs.weight"][-1] = 3.0
     architecture = found.metadata.pop("general.architecture")
     file = write(tmp_path, data, architecture, **found.metadata)
-    with pytest.raises(ModelError, match=r"rope_freqs\.weight has the factors of an unknown"):
+    with pytest.raises(ModelError, match=r"rope_freqs\.weight must hold the factors of Llama 3"):
         load_model(gguf_directory(file))
 
 

@@ -253,7 +253,7 @@ def test_states_are_computed_when_the_state_cache_is_full(models: dict[str, Path
     settings = {"model": str(models["states"]), "max_model_len": 128}
     prefill, decode = make(NAIVE, **settings), make(NAIVE, **settings, state_cache_bytes=10_000)
     states = decode._scheduler.states
-    assert decode._runner.parts.cache.room.num_kept == 1
+    assert decode._runner.parts.cache.capacity.num_prefix_states == 1
     for has_room, prompt in zip((True, True, False), PROMPTS[3:], strict=True):
         (want,) = prefill.generate([prompt], GREEDY)
         pages, expected = (
@@ -616,7 +616,7 @@ def test_ranks_fetch_their_shards(
         (done,) = decode.generate(JOB.prompts, GREEDY)
         return done.token_ids, done.logprobs, decode.stats.prefix_cache_hits
 
-    leased = on_ranks(senders, lambda ranks: offered(engine(ranks)), slices=2)
+    leased = on_ranks(senders, lambda ranks: offered(engine(ranks)), num_virtual_ranks=2)
     transfer = leased[0][2]
     assert [one for _, _, one in leased] == [
         transfer
@@ -627,7 +627,7 @@ def test_ranks_fetch_their_shards(
         ports[missing] = 1
     fetch_job = structs.replace(JOB, kv_transfer=structs.replace(transfer, remote_ports=ports))
     hits = 64 if missing is None else 0
-    outputs = on_ranks(readers, continue_jobs, slices=2)
+    outputs = on_ranks(readers, continue_jobs, num_virtual_ranks=2)
     assert outputs == [(alone.token_ids, alone.logprobs, hits)] * readers
     for leasing, leases, _ in leased:
         with leasing:
@@ -723,9 +723,9 @@ def test_any_rank_counts_keep_the_bits_of_one_engine(
             assert spec.num_accepted_tokens == spec.num_draft_tokens > 50
         return outputs
 
-    computed = on_ranks(senders, compute, slices=virtual_ranks)
+    computed = on_ranks(senders, compute, num_virtual_ranks=virtual_ranks)
     assert (
-        on_ranks(readers, continue_jobs, slices=virtual_ranks)
+        on_ranks(readers, continue_jobs, num_virtual_ranks=virtual_ranks)
         == [run(make(NAIVE, **settings), SEEDED)] * readers
     )
 

@@ -498,7 +498,7 @@ def test_models_import_in_one_direction(path: Path) -> None:
     """Blocks import no model, models no family, and families no loader."""
     levels = (
         {"batch", "head_files", "kv", "shards", "weight_cache", "weights"},
-        {"blocks", "kept_states"},
+        {"blocks", "prefix_states"},
         {"config"},
         {"families", "transformer"},
         {"dry_run"},
@@ -549,7 +549,7 @@ WRITERS = {
 # Modules that write fields of these names in other objects, such as plans and results.
 OTHERS = {
     "memory/kv_cache": {"pages"},
-    "sharing/turns": {"last_step"},
+    "sharing/fair_scheduling": {"last_step"},
     "scheduling/draft_pages": {"draft_limit"},
     "steps/runner": {"choice_index", "finish_reason", "logprobs", "thinking_state"},
 }

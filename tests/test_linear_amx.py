@@ -277,7 +277,7 @@ def test_quantized_weights_have_the_bits_of_other_instruction_sets(
 def test_extreme_quantized_values_and_rows(linear: Linear, activations: str) -> None:
     """Bytes of either sign are extreme; infinities and NaN change only their own rows."""
     q = QuantizedWeight("int8", torch.full((40, 256), 127, dtype=torch.int8), torch.ones(40, 1))
-    q.codes[1::3], q.codes[2::3, ::2] = -128, -1
+    q.values[1::3], q.values[2::3, ::2] = -128, -1
     x = torch.full((20, 256), 127.0 if activations == "int8" else 32767.0)
     x[1::2] = -x[1::2] - int(activations == "int16")
     x[5, ::2], x[6, 1::2] = 255.0, -256.0

@@ -270,11 +270,11 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
         ("Qwen3", {"rms_norm_eps": -1e-6}, "rms_norm_eps must be a number of at least 0, got -1e"),
         ("Llama", {"rope_parameters": {"rope_theta": -1}}, "rope_theta must be a number above 0"),
         ("Llama", {"rope_parameters": [1]}, "rope_parameters must be an object, got [1]"),
-        ("Qwen3", {"layer_types": ["full_attention"]}, "layer_types must name num_hidden_layers=3"),
+        ("Qwen3", {"layer_types": ["full_attention"]}, "layer_types must hold num_hidden_layers=3"),
         (
             "Qwen3",
             {"layer_types": ["linear_attention"] * 3},
-            "layer_types must hold full_attention or sliding_attention alone, got 'linear_attent",
+            "layer_types must only hold full_attention or sliding_attention, got 'linear_attent",
         ),
     ],
 )
@@ -365,7 +365,7 @@ def test_invalid_checkpoints_are_refused(tmp_path: Path) -> None:
         load_model(tmp_path)
     for broken in ("{", "[]", '{"weight_map": null}', '{"weight_map": {"a": 1}}'):
         (tmp_path / "model.safetensors.index.json").write_text(broken)
-        with pytest.raises(ModelError, match=r"must name a file of each|1 is named in the index"):
+        with pytest.raises(ModelError, match=r"must map each tensor to|1 is listed in the index"):
             load_model(tmp_path)
 
 

@@ -235,9 +235,9 @@ def test_invalid_draft_vocabularies_are_refused(
         (torch.zeros(4), "d2t must be int64"),
         (torch.zeros(0, dtype=torch.int64), "d2t must be int64"),
         (torch.zeros(2, 2, dtype=torch.int64), "d2t must be int64"),
-        (torch.tensor([0, -1]), "ascending order, each in [0, 160)"),
-        (torch.tensor([0, 159]), "ascending order, each in [0, 160)"),
-        (torch.tensor([-1, 0]), "ascending order, each in [0, 160)"),
+        (torch.tensor([0, -1]), "ascending token ids in [0, 160)"),
+        (torch.tensor([0, 159]), "ascending token ids in [0, 160)"),
+        (torch.tensor([-1, 0]), "ascending token ids in [0, 160)"),
     ):
         save_file({"d2t": d2t}, path)
         assert words in vocabulary_error()

@@ -446,8 +446,8 @@ def test_reduced_draft_vocabulary(tmp_path: Path, naming: str) -> None:
     assert torch.equal(modules.logits(state), whole.logits(state)[:, retained])
     assert modules.sums_size(8, 8) <= whole.sums_size(8, 8)
     for wrong, words in [
-        (retained, "ascending order"),  # token ids where offsets are meant
-        (retained.flip(0) - torch.arange(len(retained)), "ascending order"),
+        (retained, "ascending token ids"),  # token ids where offsets are meant
+        (retained.flip(0) - torch.arange(len(retained)), "ascending token ids"),
         (retained.int(), "int64"),
     ]:
         save_file({"d2t": wrong}, path)
@@ -568,7 +568,7 @@ def test_tensors_that_do_not_fit_are_refused(tiny: Tiny) -> None:
     check_refused(tiny, model, rf"{where}: tensor model\.layers\.4\.enorm\.weight is missing")
     tiny.tensors["model.layers.4.enorm.weight"] = norm
     tiny.tensors["model.layers.4.mlp.up_proj.bias"] = norm
-    check_refused(tiny, model, r"4\.mlp\.up_proj\.bias has no place in the MTP module")
+    check_refused(tiny, model, r"4\.mlp\.up_proj\.bias is not used by the MTP module")
     tiny.tensors["model.layers.4.mlp.experts.0.up_proj.weight"] = norm
     check_refused(tiny, model, r"is a mixture of experts \(tensor .*mlp\.experts\.0")
     tiny.tensors["model.layers.3.self_attn.kv_a_proj_with_mqa.weight"] = norm

@@ -99,7 +99,7 @@ def generate(engine: Engine, count: int) -> list[Any]:
 def on_all_ranks(size: int, count: int, model: Path, method: str, **changes: Any) -> list[Any]:
     """Return the result of `size` ranks, which must be the same on each."""
     settings = config(model, method, tensor_parallel_size=size, **changes)
-    kind = settings.num_slices, settings.enable_expert_parallel
+    kind = settings.num_virtual_ranks, settings.enable_expert_parallel
     results = on_ranks(size, lambda ranks: generate(Engine(settings, ranks), count), *kind)
     assert results == [results[0]] * size
     return results[0]
@@ -144,7 +144,9 @@ def test_quantized_experts_run_whole_if_they_cannot_be_sharded(directory_of: Any
     """Shards must end at the border of a quantization group, whole experts need not."""
     model = directory_of("qwen3")
     kinds: dict[str, Any] = {"quantization": "mix_quant", "exact_across_tp": 2}
-    with pytest.raises(ModelError, match="cannot be shared out: 64 of its 48 inputs"):
+    with pytest.raises(
+        ModelError, match="cannot be sharded over ranks: groups of 64 of its 48 inputs"
+    ):
         Engine(config(model, **kinds))
     kinds["enable_expert_parallel"] = True
     one = generate(Engine(config(model, **kinds)), 3)
@@ -277,8 +279,8 @@ def test_exact_across_tp_must_fit_the_ranks(slices: int) -> None:
             "llama",
             4,
             {"quantization": "wint4"},
-            "model.layers.0.mlp.down_proj.weight cannot be shared out: 64 of its 96 inputs have a "
-            "scale together, and a rank would have 0 to 24",
+            "model.layers.0.mlp.down_proj.weight cannot be sharded over ranks: groups of 64 of its "
+            "96 inputs share a scale, and a rank would hold 0 to 24",
         ),
     ],
 )
@@ -286,7 +288,7 @@ def test_models_that_cannot_be_sharded_are_refused(
     name: str, size: int, changes: dict[str, Any], message: str, directory_of: Any
 ) -> None:
     settings = config(directory_of(name), tensor_parallel_size=size, **changes)
-    kind = settings.num_slices, settings.enable_expert_parallel
+    kind = settings.num_virtual_ranks, settings.enable_expert_parallel
     with pytest.raises(ModelError, match=message):
         on_ranks(size, lambda ranks: Engine(settings, ranks), *kind)
 
@@ -301,14 +303,14 @@ def test_expert_parallelism_requires_several_ranks() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_sums_are_one_tree_on_any_number_of_ranks(size: int) -> None:
-    summands = torch.randn(4, 5, 33, generator=torch.Generator().manual_seed(1)) * 1e3
+    partial_sums = torch.randn(4, 5, 33, generator=torch.Generator().manual_seed(1)) * 1e3
     bias = torch.arange(33, dtype=torch.bfloat16)
-    expected = (summands[0] + summands[1]) + (summands[2] + summands[3]) + bias
+    expected = (partial_sums[0] + partial_sums[1]) + (partial_sums[2] + partial_sums[3]) + bias
 
     def add(ranks: Ranks) -> torch.Tensor:
-        own = ranks.summands((5, 33), torch.device("cpu"))
-        begin = ranks.rank * ranks.local_slices
-        own.copy_(summands[begin : begin + ranks.local_slices])
+        own = ranks.partial_sums((5, 33), torch.device("cpu"))
+        begin = ranks.rank * ranks.num_local_virtual_ranks
+        own.copy_(partial_sums[begin : begin + ranks.num_local_virtual_ranks])
         out = torch.full((5, 33), torch.nan, dtype=torch.bfloat16)
         ranks.add(own, bias, out)
         return out
@@ -334,10 +336,10 @@ MEETING = """
 import sys
 from pathlib import Path
 import torch
-from specops.engine.parallel.group import Group, RanksApart
+from specops.engine.parallel.group import Group, RanksDiverged
 rank = int(sys.argv[1])
 ranks = Group(Path(sys.argv[2]), rank, 2, 4, "cpu")
-own = ranks.summands((2, 3), torch.device("cpu"))
+own = ranks.partial_sums((2, 3), torch.device("cpu"))
 own[0], own[1] = 1e8 * (1 - 2 * rank), 1.0 + rank
 out = torch.empty(2, 3)
 ranks.add(own, torch.ones(3), out)
@@ -347,8 +349,8 @@ print(ranks.least(7 + rank), ranks.of_first(0.25 + rank), out.tolist(), columns.
 ranks.check(torch.tensor([1, 2], dtype=torch.uint8), 2)
 try:
     ranks.check(torch.tensor([1, rank], dtype=torch.uint8), 2)
-except RanksApart as error:
-    print("apart" in str(error))
+except RanksDiverged as error:
+    print("diverged" in str(error))
 """
 
 

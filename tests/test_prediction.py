@@ -132,7 +132,7 @@ def test_who_chooses_it() -> None:
     [
         (7, "prediction must be a list of integers, or a text, got 7"),
         (["a"], "prediction must hold integers, got 'a'"),
-        ([-1], "prediction must hold token ids, got -1"),
+        ([-1], "prediction must hold token ids from 0"),
         ([4096], "prediction must hold token ids of the vocabulary of 4096, got 4096"),
         ([1] * 65, "prediction must hold at most the context's 64 tokens, got 65"),
         ("x = 1\n" * 65, "prediction must hold at most the context's 64 tokens, got"),

@@ -63,11 +63,11 @@ def make_weight(case: Case, device: str, num_outputs: int, num_inputs: int) -> Q
     """Return random quantized values of the full range."""
     shape, groups = (num_outputs, num_inputs), quantization.num_groups(num_inputs, case.group)
     if case.kind == "fp8":
-        codes = (torch.randn(shape) * 20).to(torch.float8_e4m3fn)
+        quantized = (torch.randn(shape) * 20).to(torch.float8_e4m3fn)
     elif case.kind == "int8":
-        codes = torch.randint(-128, 128, shape, dtype=torch.int8)
+        quantized = torch.randint(-128, 128, shape, dtype=torch.int8)
     else:
-        codes = torch.randint(0, 16, shape, dtype=torch.uint8)
+        quantized = torch.randint(0, 16, shape, dtype=torch.uint8)
     of_blocks = case.kind == "fp8" and case.group
     scales = torch.rand(-(-num_outputs // 128) if of_blocks else num_outputs, groups) / 100
     offsets = torch.randn(num_outputs, groups) / 20
@@ -75,7 +75,7 @@ def make_weight(case: Case, device: str, num_outputs: int, num_inputs: int) -> Q
     order = torch.randperm(num_inputs).int()
     return QuantizedWeight(
         case.kind,
-        codes.to(device),
+        quantized.to(device),
         scales.to(device),
         offsets.to(device) if case.offsets else None,
         case.group,
@@ -113,8 +113,8 @@ def test_quantized_values_and_scales_equal_the_reference(
         assert not got.scales.any()
         return
     want = reference.quantize_weight(weight, kind=kind, group=group)
-    assert torch.equal(got.codes, want.codes) and torch.equal(got.scales, want.scales)
-    values = got.codes.int() - (8 if kind == "int4" else 0)
+    assert torch.equal(got.values, want.values) and torch.equal(got.scales, want.scales)
+    values = got.values.int() - (8 if kind == "int4" else 0)
     most = {"int8": 127, "int4": 7}[kind] + (group > 0)
     assert num_outputs == 0 or most - 1 <= values.abs().amax() <= most
 
@@ -127,7 +127,7 @@ def test_large_weight_is_quantized_in_parts_with_the_same_result(
     values = dequantize_weight(whole)
     monkeypatch.setattr(quantization, "_AT_ONCE", 7 * 60)
     parts = quantize_weight(weight, kind="int4", group=32)
-    assert torch.equal(parts.codes, whole.codes) and torch.equal(parts.scales, whole.scales)
+    assert torch.equal(parts.values, whole.values) and torch.equal(parts.scales, whole.scales)
     assert torch.equal(dequantize_weight(parts), values)
 
 
@@ -135,15 +135,15 @@ def test_rounding_per_output_by_hand() -> None:
     """Ties round away from zero. Values are computed with the scale before its own rounding."""
     weight = torch.tensor([[127.0, 0.5, -0.5, 2.5, -126.5, 126.49, 0.4999, -1.0]])
     q = quantize_weight(weight)
-    assert q.scales.tolist() == [[1.0]] and q.codes.tolist() == [[127, 1, -1, 3, -127, 126, 0, -1]]
+    assert q.scales.tolist() == [[1.0]] and q.values.tolist() == [[127, 1, -1, 3, -127, 126, 0, -1]]
     # a 127th of it is not representable in bfloat16
     peak = torch.tensor([[1.0078125, 0.50390625]]).bfloat16()
     q = quantize_weight(peak)
     scale = (peak[0, 0].float() / 127).bfloat16().float()
     assert q.scales.item() == scale != peak[0, 0].float() / 127
-    assert q.codes.tolist() == [[127, 64]]
+    assert q.values.tolist() == [[127, 64]]
     q = quantize_weight(torch.tensor([[7.0, 0.5, -6.5, 1.49, -0.2]]), kind="int4")
-    assert q.scales.item() == 1 and (q.codes.int() - 8).tolist() == [[7, 1, -7, 1, 0]]
+    assert q.scales.item() == 1 and (q.values.int() - 8).tolist() == [[7, 1, -7, 1, 0]]
 
 
 def test_rounding_per_group_by_hand() -> None:
@@ -153,11 +153,11 @@ def test_rounding_per_group_by_hand() -> None:
     weight[0, 32:] = torch.tensor([14.0, -15.0, 3.0, 0.0])
     q = quantize_weight(weight, kind="int4", group=32)
     assert q.scales.tolist() == [[7.4000000954 / 7, 2.0]] or q.scales[0, 1] == 2.0
-    assert (q.codes[0, 32:].int() - 8).tolist() == [7, -8, 2, 0]  # -7.5 to -8, 1.5 to 2
+    assert (q.values[0, 32:].int() - 8).tolist() == [7, -8, 2, 0]  # -7.5 to -8, 1.5 to 2
     q = quantize_weight(weight[:, :5], kind="int4", group=32)
-    assert q.scales.item() == 1.0 and (q.codes[0].int() - 8).tolist() == [-8, 6, 0, 2, -2]
+    assert q.scales.item() == 1.0 and (q.values[0].int() - 8).tolist() == [-8, 6, 0, 2, -2]
     q = quantize_weight(-torch.ones(1, 32), kind="int8", group=32)
-    assert q.scales.item() == 1 / 128 and (q.codes == -128).all()
+    assert q.scales.item() == 1 / 128 and (q.values == -128).all()
 
 
 @pytest.mark.parametrize("kind,group", [("int8", 0), ("int4", 32)])
@@ -262,7 +262,7 @@ def test_products_of_shards_equal_the_product_of_the_whole(isa: str, case: Case)
         if q.group:
             groups = slice(inputs.start // size, inputs.stop // size)
         part = q._replace(
-            codes=q.codes[outputs, inputs].contiguous(),
+            values=q.values[outputs, inputs].contiguous(),
             scales=q.scales[outputs, groups].contiguous(),
             offsets=None if q.offsets is None else q.offsets[outputs, groups].contiguous(),
         )
@@ -333,13 +333,13 @@ def test_largest_sums_are_exact(
     device: str, isa: str, kind: str, activations: str, values: list[int] | None
 ) -> None:
     """Every product of a group has its largest magnitude. float32 cannot hold all such sums."""
-    codes = torch.full((20, 128), 127, dtype=torch.int8, device=device)
-    codes[1::2], codes[3] = -128, 126
+    quantized = torch.full((20, 128), 127, dtype=torch.int8, device=device)
+    quantized[1::2], quantized[3] = -128, 126
     table = None if values is None else torch.tensor(values, dtype=torch.int8, device=device)
     if kind == "int4":
-        codes = torch.randint(0, 2, (20, 128), dtype=torch.uint8, device=device)
-        codes[1], codes[2] = 15, 0
-    q = QuantizedWeight(kind, codes, torch.ones(20, 1, device=device), code_values=table)
+        quantized = torch.randint(0, 2, (20, 128), dtype=torch.uint8, device=device)
+        quantized[1], quantized[2] = 15, 0
+    q = QuantizedWeight(kind, quantized, torch.ones(20, 1, device=device), code_values=table)
     x = torch.full((3, 128), 127.0 if activations == "int8" else 32767.0, device=device)
     x[1] = -x[1] - int(activations == "int16")
     x[2, 1:] = 1.0
@@ -364,7 +364,7 @@ def error_and_bounds(x: Tensor, weight: Tensor, out: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_errors_stay_within_the_documented_bounds(device: str, dtype: torch.dtype) -> None:
     x, q, _ = make(BY_OUTPUT, device, 30, 640, 50, dtype)
-    packed, weight = dense.pack_weight(q), q.codes.double() * q.scales.double()
+    packed, weight = dense.pack_weight(q), q.values.double() * q.scales.double()
     out = dense.linear(x, packed, out_dtype=torch.float32)
     error, sums, inputs = error_and_bounds(x, weight, out)
     assert (error <= sums + inputs).all()
@@ -422,12 +422,16 @@ def test_documented_example_runs() -> None:
     "field,value,words",
     [
         ("kind", "int5", "weight.kind must be one of 'int8', 'int4', 'fp8', got 'int5'"),
-        ("codes", torch.zeros(6), r"weight.codes must be \[num_outputs, num_inputs\], got float32"),
-        ("codes", torch.zeros(6, 8), r"weight.codes must be uint8 \[6, 8\] on cpu, got float32"),
         (
-            "codes",
+            "values",
+            torch.zeros(6),
+            r"weight.values must be \[num_outputs, num_inputs\], got float32",
+        ),
+        ("values", torch.zeros(6, 8), r"weight.values must be uint8 \[6, 8\] on cpu, got float32"),
+        (
+            "values",
             torch.full((6, 8), 16, dtype=torch.uint8),
-            "weight.codes must be 0 to 15, got 16",
+            "weight.values must be 0 to 15, got 16",
         ),
         (
             "scales",
@@ -443,7 +447,7 @@ def test_documented_example_runs() -> None:
         (
             "input_order",
             torch.tensor([0, 1, 2, 3, 4, 5, 6, 6], dtype=torch.int32),
-            "weight.input_order must be every input once",
+            "weight.input_order must be a permutation of 0 to 7",
         ),
     ],
 )
@@ -461,12 +465,15 @@ def test_fields_that_a_kind_does_not_support_are_refused() -> None:
     fp8, int8 = make_weight(FP8[1], "cpu", 6, 8), make_weight(BY_OUTPUT, "cpu", 6, 8)
     nan = torch.full((6, 8), torch.nan).to(torch.float8_e4m3fn)
     for q, words in (
-        (fp8._replace(group=32), "weight.group must be 0 or 128 of fp8, got 32"),
-        (fp8._replace(offsets=torch.zeros(6, 1)), "weight.offsets must be None of fp8, got Tensor"),
-        (fp8._replace(codes=nan), "weight.codes must be numbers, got NaN"),
+        (fp8._replace(group=32), "weight.group must be 0 or 128 for kind fp8, got 32"),
+        (
+            fp8._replace(offsets=torch.zeros(6, 1)),
+            "weight.offsets must be None for kind fp8, got Tensor",
+        ),
+        (fp8._replace(values=nan), "weight.values must not be NaN, got NaN"),
         (
             int8._replace(code_values=torch.zeros(16, dtype=torch.int8)),
-            "weight.code_values must be None of int8, got Tensor",
+            "weight.code_values must be None for kind int8, got Tensor",
         ),
     ):
         with pytest.raises(ValueError, match=f"^pack_weight: {words}"):
@@ -474,9 +481,9 @@ def test_fields_that_a_kind_does_not_support_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^pack_weight: weight must be a QuantizedWeight, got"):
         quantization.check_quantized("pack_weight", ())  # type: ignore[arg-type]
     for q, given, words in (
-        (fp8, "int8", "'float' of fp8, got 'int8'"),
-        (int8, "float", "'int16' or 'int8' of int8, got 'float'"),
-        (torch.zeros(5, 4), "int8", "'float' of a plain weight, got 'int8'"),
+        (fp8, "int8", "'float' for kind fp8, got 'int8'"),
+        (int8, "float", "'int16' or 'int8' for kind int8, got 'float'"),
+        (torch.zeros(5, 4), "int8", "'float' for a plain weight, got 'int8'"),
     ):
         with pytest.raises(ValueError, match=f"^pack_weight: activations must be {words}"):
             dense.pack_weight(q, activations=given)
@@ -489,14 +496,14 @@ def test_invalid_arguments_are_refused(device: str, on_cuda: bool) -> None:
     scales = packed.scales
     cases: list[tuple[Callable[[], object], str]] = [
         (
-            lambda: dense.pack_weight(q.codes),
+            lambda: dense.pack_weight(q.values),
             r"pack_weight: weight must be real, or a QuantizedWeight, got int8 \[6, 8\]",
         ),
         (
             lambda: quantize_weight(x, kind="fp8"),
             "quantize_weight: kind must be 'int8' or 'int4', got 'fp8'",
         ),
-        (lambda: quantize_weight(q.codes), "quantize_weight: weight must be float32, .* int8"),
+        (lambda: quantize_weight(q.values), "quantize_weight: weight must be float32, .* int8"),
         (lambda: quantize_weight(x[0]), "quantize_weight: weight must be .num_outputs"),
         (lambda: quantize_weight(x, group=24), "quantize_weight: group must be 0, 16 or"),
         (lambda: dense.linear(x.int(), packed), "linear: x must be bfloat16.*got int32"),

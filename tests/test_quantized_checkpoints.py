@@ -34,7 +34,7 @@ def packed(weight: Tensor) -> dict[str, Tensor]:
     """Return tensors in the pack-quantized format of compressed-tensors."""
     quantized = quantize_weight(weight, kind="int4", group=32)
     return {
-        "weight_packed": words_of(quantized.codes),
+        "weight_packed": words_of(quantized.values),
         "weight_scale": quantized.scales,
         "weight_shape": torch.tensor(weight.shape),
     }
@@ -44,8 +44,8 @@ def gptq(weight: Tensor) -> dict[str, Tensor]:
     """Return tensors in GPTQ format with desc_act: groups have their own input order."""
     order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(3))
     quantized = quantize_weight(weight[:, order], kind="int4", group=32)
-    stored, index = torch.empty_like(quantized.codes), torch.empty_like(order)
-    stored[:, order] = quantized.codes
+    stored, index = torch.empty_like(quantized.values), torch.empty_like(order)
+    stored[:, order] = quantized.values
     index[order] = torch.arange(len(order)) // 32
     zeros = torch.full((quantized.scales.shape[1], len(weight)), 7, dtype=torch.uint8)
     return {
@@ -163,5 +163,5 @@ def test_unknown_layer_tensors_are_refused_except_zero_biases(tmp_path: Path) ->
     save_file({**tensors, name: torch.zeros(128), "vision.weight": torch.ones(3)}, file)
     load_model(tmp_path)
     save_file({**tensors, name: torch.ones(128)}, file)
-    with pytest.raises(ModelError, match=f"tensor {name} has no place in the model"):
+    with pytest.raises(ModelError, match=f"tensor {name} is not used by the model"):
         load_model(tmp_path)

@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 from specops import linear_attention
 from specops.api.errors import ModelError
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.machine import room_of
+from specops.engine.machine import capacity_of
 from specops.engine.models import KvBytes, load_model
-from specops.engine.models.kv import CacheRoom, KvCache, StateSpec
+from specops.engine.models.kv import CacheCapacity, KvCache, StateSpec
 from test_experts import FAMILIES, engine_directory, make_experts
 from test_lossless import bits
 from test_models import Runner, random_ids
@@ -228,9 +228,9 @@ def with_small_windows(part: int) -> Callable[[pytest.MonkeyPatch], None]:
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
         real = StateSpec._shapes
 
-        def wrong(self: StateSpec, room: CacheRoom) -> Any:
-            shapes = [list(one) for one in real(self, room)]
-            shapes[part][1] -= room.num_drafts > 0
+        def wrong(self: StateSpec, capacity: CacheCapacity) -> Any:
+            shapes = [list(one) for one in real(self, capacity)]
+            shapes[part][1] -= capacity.num_drafts > 0
             return tuple(map(tuple, shapes))
 
         monkeypatch.setattr(StateSpec, "_shapes", wrong)
@@ -315,7 +315,10 @@ def test_disabled_prefix_cache_is_not_queried() -> None:
     engine = make("naive", enable_prefix_caching=False)
     for _ in range(2):
         assert engine.generate([prompt], params)[0].num_cached_tokens == 0
-    assert engine.stats.prefix_cache_queries == 0 and not engine._runner.parts.cache.room.num_kept
+    assert (
+        engine.stats.prefix_cache_queries == 0
+        and not engine._runner.parts.cache.capacity.num_prefix_states
+    )
 
 
 class Conversations(NamedTuple):
@@ -380,17 +383,17 @@ def run_all(engine: Engine, talk: Conversations) -> list[Completion]:
 
 CACHES: dict[str, dict[str, Any]] = {
     "all kept": {},
-    "few kept": {"num_kept": 3, "max_num_batched_tokens": 24, "max_num_seqs": 5},
-    "few pages": {"num_kept": 12, "num_pages": 12, "max_num_seqs": 6},
+    "few kept": {"num_prefix_states": 3, "max_num_batched_tokens": 24, "max_num_seqs": 5},
+    "few pages": {"num_prefix_states": 12, "num_pages": 12, "max_num_seqs": 6},
 }
 
 
 def check_conversations(method: str, cache: str, count: int) -> None:
     options = dict(CACHES[cache])
-    num_kept = options.pop("num_kept", 100)
-    options["state_cache_bytes"] = num_kept * load_model(directory()).kv_bytes_per_slot(0)
+    num_prefix_states = options.pop("num_prefix_states", 100)
+    options["state_cache_bytes"] = num_prefix_states * load_model(directory()).kv_bytes_per_slot(0)
     engine, talk = make(method, **options), conversations(count)
-    assert engine._runner.parts.cache.room.num_kept == num_kept
+    assert engine._runner.parts.cache.capacity.num_prefix_states == num_prefix_states
     if method != "naive":
         engine = RandomLengths().decide_for(engine)
     else:
@@ -401,7 +404,7 @@ def check_conversations(method: str, cache: str, count: int) -> None:
     assert stats.prefix_cache_hits > 0.05 * stats.prefix_cache_queries > 0
     assert (stats.num_preemptions > 0) == (cache == "few pages")
     assert engine.num_free_pages == engine.num_pages
-    check_entries(states, num_kept)
+    check_entries(states, num_prefix_states)
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -458,7 +461,7 @@ def test_model_without_full_attention_is_refused(tmp_path: Path, layers: dict[st
     heads = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 16}
     heads |= {"linear_value_head_dim": 16, "linear_conv_kernel_dim": 4}
     write_config(tmp_path, **changes, **heads)
-    with pytest.raises(ModelError, match=r"must give one layer at least .* got .* in all 2"):
+    with pytest.raises(ModelError, match=r"must make at least one layer .* got .* for all 2"):
         load_model(tmp_path, load_format="dummy")
 
 
@@ -472,25 +475,29 @@ def test_memory_is_reserved_for_states_before_pages() -> None:
     assert each == 2 * 4 * ((DRAFTS + 1) * 4 * 32 * 16 + (DRAFTS + 3) * 192)
     config = replace(make("ngram").config, num_pages=None)
 
-    def room(free: int, **options: Any) -> CacheRoom:
+    def capacity(free: int, **options: Any) -> CacheCapacity:
         device: Any = SimpleNamespace(device=torch.device("cpu"), free_bytes=lambda: free)
-        return room_of(replace(config, **options), device, model, KvBytes())
+        return capacity_of(replace(config, **options), device, model, KvBytes())
 
     page, kept = 16 * model.kv_bytes_per_token(), model.kv_bytes_per_slot(0)
-    assert room(8 * each + 20 * page, enable_prefix_caching=False) == (20, 16, 8, DRAFTS, 0)
-    assert room(8 * each + 4 * kept + 20 * page, state_cache_bytes=4 * kept)[::4] == (20, 4)
+    assert capacity(8 * each + 20 * page, enable_prefix_caching=False) == (20, 16, 8, DRAFTS, 0)
+    assert capacity(8 * each + 4 * kept + 20 * page, state_cache_bytes=4 * kept)[::4] == (20, 4)
     # The state cache gets a quarter of the cache or of free memory, and at most one entry per page.
-    assert room(1 << 30, kv_cache_bytes=40 * kept) == (30 * kept // page, 16, 8, DRAFTS, 10)
-    assert room(1 << 30, num_pages=9).num_kept == 9
-    cache = model.new_kv_cache(*room(1 << 30, num_pages=9))
+    assert capacity(1 << 30, kv_cache_bytes=40 * kept) == (30 * kept // page, 16, 8, DRAFTS, 10)
+    assert capacity(1 << 30, num_pages=9).num_prefix_states == 9
+    cache = model.new_kv_cache(*capacity(1 << 30, num_pages=9))
     assert sum(one.nbytes for one in cache.tensors) == 9 * page + 8 * each + 9 * kept
     for free, options, words in [
-        (8 * each - 1, {}, "max_num_seqs must fit the memory of cpu: what 8 requests"),
+        (8 * each - 1, {}, "max_num_seqs must fit the memory of cpu: states of 8 requests"),
         (1 << 30, {"state_cache_bytes": kept - 1}, f"state_cache_bytes must be at least {kept}"),
-        (8 * each + kept, {"state_cache_bytes": 2 * kept}, f"at most {kept}, what keys, values"),
+        (
+            8 * each + kept,
+            {"state_cache_bytes": 2 * kept},
+            f"at most {kept}, the bytes of",
+        ),
     ]:
         with pytest.raises(ValueError, match=words):
-            room(free, **options)
+            capacity(free, **options)
 
 
 def test_unknown_and_missing_tensors_are_refused(tmp_path: Path) -> None:
@@ -498,7 +505,7 @@ def test_unknown_and_missing_tensors_are_refused(tmp_path: Path) -> None:
     tiny = make_mtp_checkpoint(tmp_path, naming, base=base)
     name = "model.layers.1.linear_attn.in_proj_z.weight"
     save_checkpoint(tiny.directory, tiny.config, {**tiny.tensors, name: torch.zeros(64, 64)})
-    with pytest.raises(ModelError, match=f"tensor {name} has no place in the model"):
+    with pytest.raises(ModelError, match=f"tensor {name} is not used by the model"):
         load_model(tiny.directory)
     left = {
         key: one for key, one in tiny.tensors.items() if "layers.1.linear_attn.A_log" not in key

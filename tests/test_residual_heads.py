@@ -292,7 +292,7 @@ def test_drafts_of_a_prefix_layer_are_the_same_in_any_batch(
             "medusa",
             {"9.weight": torch.ones(1)},
             {},
-            r"tensor 9\.weight has no place in Medusa heads",
+            r"tensor 9\.weight is not used by Medusa heads",
         ),
         ("vllm", {}, {"truncated_vocab_size": 99}, r"config\.json: truncated_vocab_size is 99"),
         ("hydra", {}, {"hydra_head_arch": "eagle-attn"}, "must be mlp or prefix-mlp, got eagle-at"),
@@ -302,7 +302,7 @@ def test_drafts_of_a_prefix_layer_are_the_same_in_any_batch(
             {},
             r"tensor prefix_embeding_layer\.norm\.weight is missing",
         ),
-        ("hydra++", {}, {"hydra_head_arch": "mlp"}, "has no place in Hydra heads"),
+        ("hydra++", {}, {"hydra_head_arch": "mlp"}, "is not used by Hydra heads"),
         (
             "hydra",
             {},

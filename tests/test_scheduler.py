@@ -14,7 +14,7 @@ from specops.api.config import EngineConfig
 from specops.engine import SamplingParams, SpeculativeConfig
 from specops.engine.machine import free_rows_of
 from specops.engine.memory.kv_cache import DraftKv, PagePool
-from specops.engine.models import CacheRoom, KeptStates
+from specops.engine.models import CacheCapacity, PrefixStates
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
 from specops.engine.scheduling.scheduler import Scheduler
@@ -57,35 +57,37 @@ def make_request(
     return request
 
 
-def check_entries(states: KeptStates, num_kept: int) -> None:
+def check_entries(states: PrefixStates, num_prefix_states: int) -> None:
     """Fail if an entry is lost or has two owners."""
     waiting = [own.waiting[1] for own in states._running.values() if own.waiting is not None]
     entries = [*states._free, *states._entry_of.values(), *waiting]
-    assert sorted(entries) == list(range(num_kept)), "an entry is lost, or has two owners"
+    assert sorted(entries) == list(range(num_prefix_states)), "an entry is lost, or has two owners"
 
 
 class States:
     """States of a model: each position holds the text up to it."""
 
-    def __init__(self, room: CacheRoom) -> None:
-        self.room = room
+    def __init__(self, capacity: CacheCapacity) -> None:
+        self.capacity = capacity
         Texts = list[tuple[int, ...] | None]
-        self.slots: list[Texts] = [[None] * (room.num_drafts + 1) for _ in range(room.num_slots)]
-        self.kept: Texts = [None] * room.num_kept
-        self.num_loads = self.num_kept = 0
+        self.slots: list[Texts] = [
+            [None] * (capacity.num_drafts + 1) for _ in range(capacity.num_slots)
+        ]
+        self.prefix_states: Texts = [None] * capacity.num_prefix_states
+        self.num_loads = self.num_keeps = 0
 
     def of_slot(self, slot: int, num_tokens: int) -> tuple[int, ...] | None:
         return self.slots[slot][(num_tokens - 1) % len(self.slots[slot])]
 
     def keep_states(self, slot: int, num_tokens: int, entry: int) -> None:
-        self.kept[entry] = text = self.of_slot(slot, num_tokens)
+        self.prefix_states[entry] = text = self.of_slot(slot, num_tokens)
         assert text is not None and len(text) == num_tokens, "states of another position"
-        self.num_kept += 1
+        self.num_keeps += 1
 
     def load_states(self, entry: int, num_tokens: int, slot: int) -> None:
         window = self.slots[slot]
         window[:] = [None] * len(window)
-        window[(num_tokens - 1) % len(window)] = self.kept[entry]
+        window[(num_tokens - 1) % len(window)] = self.prefix_states[entry]
         self.num_loads += 1
 
 
@@ -100,7 +102,7 @@ class Simulation:
         num_pages: int = 24,
         caching: bool = True,
         k: int = 5,
-        num_kept: int = 0,
+        num_prefix_states: int = 0,
         has_states: bool = True,
         drafter_has_states: bool = False,
     ) -> None:
@@ -108,17 +110,17 @@ class Simulation:
         self.lookahead, self.size, self.k = lookahead, 4, k
         self.pool = PagePool(num_pages, self.size, enable_prefix_caching=caching)
         self.leaf = 2 * self.size
-        self.room = room = CacheRoom(num_pages, 4, 6, k, num_kept)
-        self.states = States(room) if num_kept and has_states else None
+        self.capacity = capacity = CacheCapacity(num_pages, 4, 6, k, num_prefix_states)
+        self.states = States(capacity) if num_prefix_states and has_states else None
         # The drafter's own drafts take the last places of its window.
         self.drafter_states = None
         if drafter_has_states:
-            self.drafter_states = States(room._replace(num_drafts=2 * k))
+            self.drafter_states = States(capacity._replace(num_drafts=2 * k))
         drafters = {} if self.drafter_states is None else {"mtp": self.drafter_states}
         self.scheduler = Scheduler(
             self.pool,
             EngineConfig(max_num_seqs=6, max_num_batched_tokens=24),
-            KeptStates(self.pool, room, cast(Any, self.states), cast(Any, drafters)),
+            PrefixStates(self.pool, capacity, cast(Any, self.states), cast(Any, drafters)),
             prefix_finder=PrefixFinder(self.pool, leaf_tokens=self.leaf),
         )
         self.memory = [[Row() for _ in range(self.size)] for _ in range(num_pages)]
@@ -158,7 +160,7 @@ class Simulation:
         for part in plan:
             self._execute(part)
         check_pages(self.pool)
-        check_entries(self.scheduler.states, self.room.num_kept)
+        check_entries(self.scheduler.states, self.capacity.num_prefix_states)
 
     def live(self, num_steps: int) -> None:
         """Run steps in which requests come and go, then drain the rest."""
@@ -315,36 +317,44 @@ def test_cache_rows_match_the_tokens(lookahead: int) -> None:
     assert (hits["mtp"] > 1000) == (spare > 1000) == bool(lookahead)
 
 
-@pytest.mark.parametrize("num_kept", [1, 4, 24])
+@pytest.mark.parametrize("num_prefix_states", [1, 4, 24])
 @pytest.mark.parametrize("lookahead", [0, 1, 3])
-def test_states_match_the_tokens(lookahead: int, num_kept: int) -> None:
+def test_states_match_the_tokens(lookahead: int, num_prefix_states: int) -> None:
     """States are kept, evicted and found while requests are preempted, end and reject drafts."""
     num_hits = num_preemptions = num_loads = 0
     for seed in range(3):
-        sim = Simulation(seed, lookahead, num_kept=num_kept, k=5 + 2 * seed)
+        sim = Simulation(seed, lookahead, num_prefix_states=num_prefix_states, k=5 + 2 * seed)
         sim.live(300)
-        assert sim.states is not None and sim.states.num_kept > 2 * num_kept
+        assert sim.states is not None and sim.states.num_keeps > 2 * num_prefix_states
         num_loads += sim.states.num_loads
         num_preemptions += sim.num_preemptions
         num_hits += sum(sim.num_hits.values())
-    assert num_preemptions > 30 and num_loads > 30 * (num_kept > 1) and num_hits >= 4 * num_loads
+    assert (
+        num_preemptions > 30
+        and num_loads > 30 * (num_prefix_states > 1)
+        and num_hits >= 4 * num_loads
+    )
 
 
 @pytest.mark.parametrize("has_states", [True, False], ids=["both", "drafter only"])
-@pytest.mark.parametrize("num_kept", [1, 4, 24])
-def test_drafter_states_match_the_tokens(num_kept: int, has_states: bool) -> None:
+@pytest.mark.parametrize("num_prefix_states", [1, 4, 24])
+def test_drafter_states_match_the_tokens(num_prefix_states: int, has_states: bool) -> None:
     """With and without states of the target, only for requests with drafts, and after pauses."""
-    num_kepts = num_preemptions = num_loads = 0
+    num_keeps = num_preemptions = num_loads = 0
     for seed in range(3):
-        settings = {"num_kept": num_kept, "has_states": has_states, "k": 3 + 2 * seed}
+        settings = {
+            "num_prefix_states": num_prefix_states,
+            "has_states": has_states,
+            "k": 3 + 2 * seed,
+        }
         sim = Simulation(seed, 0, drafter_has_states=True, **settings)
         sim.live(300)
         assert sim.drafter_states is not None
-        num_kepts += sim.drafter_states.num_kept
+        num_keeps += sim.drafter_states.num_keeps
         num_loads += sim.drafter_states.num_loads
         num_preemptions += sim.num_preemptions
-    assert num_kepts > 6 * num_kept and num_preemptions > 30
-    assert num_loads > 10 * (num_kept > 1)
+    assert num_keeps > 6 * num_prefix_states and num_preemptions > 30
+    assert num_loads > 10 * (num_prefix_states > 1)
 
 
 @pytest.mark.parametrize("lookahead", [1, 3])
@@ -511,5 +521,5 @@ def test_log_reports_reduced_prompt_rows(
     device: Any = SimpleNamespace(device=torch.device(kind))
     with caplog.at_level("INFO"):
         free_rows_of(EngineConfig(max_num_batched_tokens=rows), device)
-    expected = f"of the {rows} rows of a step (max_num_batched_tokens) prompts get {limit}"
+    expected = f"prompts get {limit} of the {rows} rows of a step (max_num_batched_tokens)"
     assert caplog.messages == [expected] * bool(limit)

@@ -147,15 +147,18 @@ def test_method_names_ignore_case(name: str) -> None:
         ({"method": "mtp", "mtp_strategy": "both"}, r"mtp_strategy must be one of .* got 'both'"),
         ({"verify_strategy": "top_p"}, r"verify_strategy must be one of target_match.* 'top_p'"),
         ({"accept_policy": "some"}, r"accept_policy must be one of normal, .* got 'some'"),
-        ({"accept_policy": "synthetic"}, r"rates and accept_policy .* need each other, got None"),
-        ({"synthetic_acceptance_rates": [0.5]}, r"need each other, got \[0.5\] with 'normal'"),
+        (
+            {"accept_policy": "synthetic"},
+            r"rates and accept_policy .* set together, got None",
+        ),
+        ({"synthetic_acceptance_rates": [0.5]}, r"must be set together, got \[0.5\] with 'normal'"),
         ({**SYNTHETIC, "synthetic_acceptance_rates": []}, r"rates must be a list of numbers"),
         ({**SYNTHETIC, "synthetic_acceptance_rates": 0.5}, r"rates must be a list .* got 0.5"),
         ({**SYNTHETIC, "synthetic_acceptance_rates": ["a"]}, r"rates must be a number, got 'a'"),
         ({**SYNTHETIC, "synthetic_acceptance_rates": [1.5]}, r"rates must be in \[0, 1\], got 1.5"),
         (
             {**SYNTHETIC, "synthetic_acceptance_rates": [0.5, 0.6]},
-            r"rates must not rise, got 0.6 after 0.5",
+            r"rates must not increase, got 0.6 after 0.5",
         ),
         ({"min_ngram_size": 0}, r"min_ngram_size must be at least 1 .* got 0"),
         ({"max_ngram_size": 1}, r"max_ngram_size must be at least min_ngram_size = 2, got 1"),
@@ -176,7 +179,7 @@ def test_method_names_ignore_case(name: str) -> None:
         ({"suffix_decoding_earlier_answers": -1}, r"earlier_answers must be at least 0 .* got -1"),
         (
             {"suffix_decoding_earlier_answers": 4, "suffix_decoding_max_cached_tokens": 0},
-            r"earlier_answers must be 0 where suffix_decoding_max_cached_tokens is 0: .*, got 4",
+            r"earlier_answers must be 0 if suffix_decoding_max_cached_tokens is 0, .*, got 4",
         ),
         ({"method": "mtp", "tree": True}, r"\.tree is refused: the engine verifies chains .* ops"),
         ({"medusa_choices": "f"}, r"medusa_choices is refused: .* trees are a feature of the ops"),
@@ -205,7 +208,7 @@ def test_invalid_values_are_refused(values: dict[str, Any], message: str) -> Non
         ("Method", r"did you mean method\?"),
         ("ngram_max_size", r"did you mean m\w+_ngram_size\?"),
         ("qqq", r"no field 'qqq'; known: method, num_speculative_tokens, "),
-        ("prompt_lookup_max", r"prompt_lookup_max is vLLM's: say max_ngram_size"),
+        ("prompt_lookup_max", r"prompt_lookup_max is a field of vLLM; use max_ngram_size"),
         ("lora_path", r"lora_path is refused: LoRA is not supported yet"),
         ("draft_adapter", r"draft_adapter is refused: LoRA"),
         (3, r"a key that is not a string: 3"),
@@ -295,7 +298,7 @@ def test_json_is_parsed_and_validated() -> None:
     for bad, message in (
         ("{", "not valid JSON"),
         ("[1]", r"must be a JSON object, got '\[1\]'"),
-        ('{"method": "ngram", "method": "naive"}', "names method more than once"),
+        ('{"method": "ngram", "method": "naive"}', "has method more than once"),
         ('{"method":' * 100_000, "nested too deeply"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -29,7 +29,7 @@ from specops.engine import (
     SamplingParams,
     SpeculativeConfig,
 )
-from specops.engine.sharing import grammar_turns
+from specops.engine.sharing import grammar_scheduling
 from specops.engine.structured import GrammarCompiler, GrammarState
 
 NAIVE: dict[str, Any] = {"method": "naive"}
@@ -365,7 +365,7 @@ def test_drafts_change_no_bit_with_all_parameters_beside_a_grammar(limits: str) 
 def test_selection_of_drafts_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are expensive first, then free."""
     # slow grammars would get no drafts
-    monkeypatch.setattr(grammar_turns, "_SLOW_SECONDS", math.inf)
+    monkeypatch.setattr(grammar_scheduling, "_SLOW_SECONDS", math.inf)
     expected, _ = plain(0.8)
     engine = engine_of(max_num_seqs=12)
     own = [{**with_k(name, 6), "adaptive_verification": True} for name in METHODS]
@@ -663,7 +663,7 @@ def test_slow_grammars_skip_steps_and_change_no_bit(
 
     monkeypatch.setattr(GrammarState, "note_step", slowly)
     monkeypatch.setattr(GrammarState, "prepare", noting)
-    monkeypatch.setattr("specops.engine.sharing.grammar_turns._SHARE", 1.0)
+    monkeypatch.setattr("specops.engine.sharing.grammar_scheduling._SLOW_FRACTION", 1.0)
     free = [(f"# {i}\ndef f(", SamplingParams(max_tokens=48, seed=i)) for i in range(8)]
     others = bits(run(engine_of(), free, [NAIVE]))
     engine = engine_of(max_num_seqs=24, max_model_len=512, num_pages=90)  # some are preempted

@@ -329,7 +329,7 @@ def test_invalid_tokenizers_are_refused(tmp_path: Path, model_dir: Callable[...,
     with pytest.raises(ValueError, match="must hold a JSON object, got list"):
         Tokenizer.from_dir(path)
     (path / "tokenizer_config.json").write_text("{", encoding="utf-8")
-    with pytest.raises(ValueError, match="is not JSON"):
+    with pytest.raises(ValueError, match="is not valid JSON"):
         Tokenizer.from_dir(path)
     (path / "tokenizer.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ValueError, match="is not a tokenizer"):

@@ -292,7 +292,7 @@ def test_damaged_file_is_made_anew(
     del packed[:]
     assert_equal(read(source(model_dir, root)), before)
     assert len(packed) == 1
-    assert f"{file} is damaged and made anew" in caplog.text
+    assert f"{file} is damaged and is rebuilt" in caplog.text
     caplog.clear()
     if file.is_file():
         assert_equal(read(source(model_dir, root)), before)
@@ -344,12 +344,12 @@ def test_full_disk_is_a_warning(
         for _ in range(2):
             assert_equal(read(one := source(model_dir, root)), want)
         assert_equal(read(one), want)
-        assert caplog.text.count("keeps no more packed weights: the disk has 0 MiB left") == 2
+        assert caplog.text.count("stores no more weights: the disk has 0 MiB left") == 2
     caplog.clear()
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
         assert_equal(read(source(model_dir, root)), want)
-    assert "keeps no more packed weights: [Errno 28]" in caplog.text
+    assert "stores no more weights: [Errno 28]" in caplog.text
     assert files(root) == []
     assert_equal(read(source(model_dir, root, max_bytes=100)), want)
     assert "it would be larger than 0 MiB" in caplog.text and files(root) == []
@@ -360,7 +360,7 @@ def test_unusable_folder_is_a_warning(
 ) -> None:
     root.write_text("a file")
     assert_equal(read(source(model_dir, root)), read(source(model_dir, None)))
-    assert f"{root} cannot keep packed weights: " in caplog.text
+    assert f"the weight cache {root} is disabled: " in caplog.text
 
 
 def test_read_only_folder_is_read(
@@ -417,7 +417,7 @@ def test_setting_selects_the_cache_folder(
     named = WeightCache.of_setting(str(tmp_path / "named"), ROOMY)
     assert named is not None and named.of(file) is not None and (tmp_path / "named").is_dir()
     for wrong in ("", None, 3):
-        with pytest.raises(ValueError, match="weight_cache must be a non-empty text, got"):
+        with pytest.raises(ValueError, match="weight_cache must be a non-empty string, got"):
             EngineConfig(weight_cache=wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="weight_cache_bytes must be at least 1, got 0"):
         EngineConfig(weight_cache_bytes=0)

@@ -16,7 +16,7 @@ from specops.api.methods import Method, Options, checks
 from specops.engine.drafters.base import Drafter, DrafterContext, MethodUnavailable, TargetStep
 from specops.engine.drafters.head import DraftRows
 from specops.engine.drafters.recurrent import RecurrentDrafter
-from specops.engine.models import CacheRoom
+from specops.engine.models import CacheCapacity
 from torch import Tensor
 
 FILE = "toy.safetensors"
@@ -74,7 +74,7 @@ class ToyHead:
     lookahead = 1
     reads_states = True
     max_drafts = None
-    taps = (0, 2)
+    aux_layers = (0, 2)
     dtype = torch.float32
 
     def __init__(self, context: DrafterContext, tables: dict[str, Tensor], weight: float) -> None:
@@ -88,10 +88,10 @@ class ToyHead:
     def reserve(self, rows: int) -> None:
         pass
 
-    def allocate(self, room: CacheRoom) -> None:
-        self.page_size = room.page_size
+    def allocate(self, capacity: CacheCapacity) -> None:
+        self.page_size = capacity.page_size
         # One more entry, for rows of no request.
-        shape = (room.num_pages * room.page_size + 1, self.hidden_size)
+        shape = (capacity.num_pages * capacity.page_size + 1, self.hidden_size)
         self.kept = torch.zeros(shape, device=self.follows.device)
 
     def workspace_size(self, rows: int, batch: int, pages: int) -> int:
@@ -101,7 +101,10 @@ class ToyHead:
         return 0
 
     def target_states(self, target: TargetStep) -> Tensor:
-        first, second = (target.taps[layer][:, : self.hidden_size].float() for layer in self.taps)
+        first, second = (
+            target.aux_hidden_states[layer][:, : self.hidden_size].float()
+            for layer in self.aux_layers
+        )
         return (first + second) / 2
 
     def forward(self, index: int, rows: DraftRows, states: Tensor) -> tuple[Tensor, Tensor]:

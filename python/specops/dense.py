@@ -14,8 +14,8 @@ from specops import _C
 from specops._checks import check_int, check_kind, describe, empty, try_or_none
 from specops._huge_pages import ask_for_huge_pages
 from specops.quantization import (
-    CODES,
     FP8_BLOCK,
+    VALUE_DTYPES,
     QuantizedWeight,
     check_matrix,
     check_quantized,
@@ -47,7 +47,7 @@ class PackedWeight(NamedTuple):
             "float" (no rounding).
         input_order: int32 [num_inputs], the input of a row that each column of the weight is
             multiplied with; None: the identity.
-        code_values: int8 [16], value of each int4 code; None: code - 8.
+        code_values: int8 [16], number that each int4 value stands for; None: value - 8.
         num_leaves: number of chains of additions in a sum; 1 on cpu, up to 4 on CUDA.
         max_split_rows: largest number of rows for which `linear` uses a workspace; 0 on cpu.
     """
@@ -100,12 +100,12 @@ def pack_weight(
         Packing permutes values and changes none.
     """
     if isinstance(weight, QuantizedWeight):
-        return _pack_codes(weight, activation, activations)
+        return _pack_quantized(weight, activation, activations)
     if activations not in (None, "float"):
         got = describe(activations)
-        raise ValueError(f"pack_weight: activations must be 'float' of a plain weight, got {got}")
+        raise ValueError(f"pack_weight: activations must be 'float' for a plain weight, got {got}")
     check_matrix("pack_weight", "weight", weight)
-    if weight.dtype in CODES.values():
+    if weight.dtype in VALUE_DTYPES.values():
         raise ValueError(
             f"pack_weight: weight must be real, or a QuantizedWeight, got {describe(weight)}"
         )
@@ -130,29 +130,29 @@ def pack_weight(
 _ACTIVATIONS = {"int8": ("int16", "int8"), "int4": ("int8", "int16"), "fp8": ("float",)}
 
 
-def _pack_codes(
+def _pack_quantized(
     weight: QuantizedWeight, activation: str | None, activations: str | None
 ) -> PackedWeight:
     check_quantized("pack_weight", weight)
-    kind, codes, scales, offsets, group, code_values, input_order = weight
+    kind, values, scales, offsets, group, code_values, input_order = weight
     allowed = _ACTIVATIONS[kind]
     if activations is None:
         activations = allowed[0]
     if activations not in allowed:
         names = " or ".join(map(repr, allowed))
         raise ValueError(
-            f"pack_weight: activations must be {names} of {kind}, got {describe(activations)}"
+            f"pack_weight: activations must be {names} for kind {kind}, got {describe(activations)}"
         )
-    num_outputs, num_inputs = codes.shape
+    num_outputs, num_inputs = values.shape
     if offsets is not None and group == 0:  # kernels take offsets per group: use one large group
         group = max(1, -(-num_inputs // 128)) * 128
         groups = num_groups(num_inputs, group)
         scales, offsets = scales[:, :groups], offsets[:, :groups]
     *shape, scale_block, turn, num_leaves, max_split_rows = _C.packed_weight_layout(
-        codes.device.type, kind, 1, num_outputs, num_inputs, activation, group
+        values.device.type, kind, 1, num_outputs, num_inputs, activation, group
     )
-    data = ask_for_huge_pages(torch.empty(shape, dtype=codes.dtype, device=codes.device))
-    _C.pack_weight(codes, data, activation)
+    data = ask_for_huge_pages(torch.empty(shape, dtype=values.dtype, device=values.device))
+    _C.pack_weight(values, data, activation)
     if kind == "fp8" and group:
         scales = scales.repeat_interleave(FP8_BLOCK, 0)[:num_outputs]
     if scale_block:

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from specops._checks import check_kind, describe
 
-CODES = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}
+VALUE_DTYPES = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}
 FP8_BLOCK = 128  # a block of 128 outputs by 128 inputs shares a scale
 
 _LEAST = {"int8": -128, "int4": -8}
 _MOST = {"int8": 127, "int4": 7}
-_INT4_ZERO = 8  # the int4 code of 0 without a table
+_INT4_ZERO = 8  # the int4 value of 0 without a table
 # Elements of a weight that are processed at once, in float32.
 _AT_ONCE = 1 << 22
 
@@ -27,11 +27,11 @@ class QuantizedWeight(NamedTuple):
 
     Element (n, k) of the weight is
 
-        value(codes[n, k]) * scales[n, k // group] + offsets[n, k // group]
+        value(values[n, k]) * scales[n, k // group] + offsets[n, k // group]
 
     Attributes:
         kind: "int8", "int4" or "fp8".
-        codes: quantized values [num_outputs, num_inputs]: int8 for int8; uint8, 0 to 15, one per
+        values: quantized values [num_outputs, num_inputs]: int8 for int8; uint8, 0 to 15, one per
             byte, for int4; float8_e4m3fn without NaN for fp8. Rows may be strided.
         scales: float32 [num_outputs, groups]; for fp8 with groups [ceil(num_outputs / 128),
             groups]: one row per block of 128 outputs.
@@ -39,13 +39,13 @@ class QuantizedWeight(NamedTuple):
             scale, or a minimum; None: no offsets.
         group: inputs that share a scale: 0, all of them; otherwise 16 or a multiple of 32, for fp8
             128. groups is ceil(num_inputs / group), or 1.
-        code_values: int8 [16], value of each int4 code; None: code - 8.
-        input_order: int32 [num_inputs]: column k of `codes` belongs to input input_order[k] of a
+        code_values: int8 [16], number that each int4 value stands for; None: value - 8.
+        input_order: int32 [num_inputs]: column k of `values` belongs to input input_order[k] of a
             row (GPTQ's desc_act); None: to input k.
     """
 
     kind: str
-    codes: Tensor
+    values: Tensor
     scales: Tensor
     offsets: Tensor | None = None
     group: int = 0
@@ -95,7 +95,7 @@ def quantize_weight(weight: Tensor, *, kind: str = "int8", group: int = 0) -> Qu
         )
     _check_group(op, kind, group)
     num_outputs, num_inputs = weight.shape
-    codes = torch.empty(weight.shape, dtype=CODES[kind], device=weight.device)
+    quantized = torch.empty(weight.shape, dtype=VALUE_DTYPES[kind], device=weight.device)
     scales = torch.empty(
         (num_outputs, num_groups(num_inputs, group)), dtype=torch.float32, device=weight.device
     )
@@ -107,8 +107,8 @@ def quantize_weight(weight: Tensor, *, kind: str = "int8", group: int = 0) -> Qu
             values, scales[first : first + rows] = _by_output(part, _MOST[kind])
         else:
             values, scales[first : first + rows] = _by_group(part, kind, group)
-        codes[first : first + rows] = values.add_(zero)
-    return QuantizedWeight(kind, codes, scales, group=group)
+        quantized[first : first + rows] = values.add_(zero)
+    return QuantizedWeight(kind, quantized, scales, group=group)
 
 
 def _by_output(part: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -147,19 +147,19 @@ def dequantize_weight(weight: QuantizedWeight, dtype: torch.dtype = torch.float3
 
     Returns:
         [num_outputs, num_inputs], in the order of a row's inputs: column input_order[k] comes from
-        column k of `codes`.
+        column k of `values`.
 
     Raises:
         ValueError: the fields of `weight` do not agree.
     """
     check_quantized("dequantize_weight", weight)
-    kind, codes, scales, offsets, _, table, order = weight
-    num_outputs, num_inputs = codes.shape
-    out = torch.zeros((num_outputs, num_inputs), dtype=dtype, device=codes.device)
+    kind, quantized, scales, offsets, _, table, order = weight
+    num_outputs, num_inputs = quantized.shape
+    out = torch.zeros((num_outputs, num_inputs), dtype=dtype, device=quantized.device)
     rows = max(1, _AT_ONCE // max(1, num_inputs))
     rows = -(-rows // FP8_BLOCK) * FP8_BLOCK
     for first in range(0, num_outputs, rows):
-        part = codes[first : first + rows]
+        part = quantized[first : first + rows]
         if kind == "int4":
             values = part.float() - _INT4_ZERO if table is None else table.float()[part.long()]
         else:
@@ -180,7 +180,7 @@ def _spread(scales: Tensor, weight: QuantizedWeight, first: int, count: int) -> 
         scales = scales[first // FP8_BLOCK :].repeat_interleave(FP8_BLOCK, 0)[:count]
     else:
         scales = scales[first : first + count]
-    num_inputs = weight.codes.shape[1]
+    num_inputs = weight.values.shape[1]
     if weight.group == 0:
         return scales.expand(-1, num_inputs)
     return scales.repeat_interleave(weight.group, 1)[:, :num_inputs]
@@ -192,34 +192,37 @@ def num_groups(num_inputs: int, group: int) -> int:
 
 
 def check_quantized(op: str, weight: QuantizedWeight) -> None:
-    """Check the kind, dtypes, shapes, codes and input order of a quantized weight.
+    """Check the kind, dtypes, shapes, values and input order of a quantized weight.
 
     Raises:
         ValueError: a field is not as `QuantizedWeight` requires; the message names it.
     """
     check_kind(op, "weight", weight, QuantizedWeight)
-    if weight.kind not in CODES:
-        names = ", ".join(map(repr, CODES))
+    if weight.kind not in VALUE_DTYPES:
+        names = ", ".join(map(repr, VALUE_DTYPES))
         raise ValueError(f"{op}: weight.kind must be one of {names}, got {describe(weight.kind)}")
-    check_matrix(op, "weight.codes", weight.codes)
+    check_matrix(op, "weight.values", weight.values)
     _check_group(op, weight.kind, weight.group, "weight.group")
-    num_outputs, num_inputs = weight.codes.shape
+    num_outputs, num_inputs = weight.values.shape
     groups = num_groups(num_inputs, weight.group)
     blocks = -(-num_outputs // FP8_BLOCK) if weight.kind == "fp8" and weight.group else num_outputs
     is_int, is_int4 = weight.kind != "fp8", weight.kind == "int4"
-    _check_field(op, "codes", weight, CODES[weight.kind], (num_outputs, num_inputs))
+    _check_field(op, "values", weight, VALUE_DTYPES[weight.kind], (num_outputs, num_inputs))
     _check_field(op, "scales", weight, torch.float32, (blocks, groups))
     _check_field(op, "offsets", weight, torch.float32, (num_outputs, groups), is_int)
     _check_field(op, "code_values", weight, torch.int8, (16,), is_int4)
     _check_field(op, "input_order", weight, torch.int32, (num_inputs,), True)
-    if is_int4 and weight.codes.numel() and weight.codes.amax() > 15:
-        raise ValueError(f"{op}: weight.codes must be 0 to 15, got {int(weight.codes.amax())}")
-    if not is_int and bool((weight.codes.view(torch.uint8) & 0x7F == 0x7F).any()):
-        raise ValueError(f"{op}: weight.codes must be numbers, got NaN")
+    if is_int4 and weight.values.numel() and weight.values.amax() > 15:
+        raise ValueError(f"{op}: weight.values must be 0 to 15, got {int(weight.values.amax())}")
+    if not is_int and bool((weight.values.view(torch.uint8) & 0x7F == 0x7F).any()):
+        raise ValueError(f"{op}: weight.values must not be NaN, got NaN")
     if weight.input_order is not None and not torch.equal(
         weight.input_order.sort().values.cpu(), torch.arange(num_inputs, dtype=torch.int32)
     ):
-        raise ValueError(f"{op}: weight.input_order must be every input once, got others")
+        raise ValueError(
+            f"{op}: weight.input_order must be a permutation of 0 to {num_inputs - 1}, got another "
+            "tensor"
+        )
 
 
 def check_matrix(op: str, name: str, weight: Tensor) -> None:
@@ -236,7 +239,9 @@ def _check_group(op: str, kind: str, group: int, name: str = "group") -> None:
     allowed = isinstance(group, int) and not isinstance(group, bool) and 0 <= group < 2**31
     if kind == "fp8":
         if not allowed or group not in (0, FP8_BLOCK):
-            raise ValueError(f"{op}: {name} must be 0 or {FP8_BLOCK} of fp8, got {describe(group)}")
+            raise ValueError(
+                f"{op}: {name} must be 0 or {FP8_BLOCK} for kind fp8, got {describe(group)}"
+            )
     elif not allowed or (group % 32 and group != 16):
         raise ValueError(f"{op}: {name} must be 0, 16 or a multiple of 32, got {describe(group)}")
 
@@ -257,8 +262,8 @@ def _check_field(
     if optional is not None and value is None:
         return
     if optional is False:
-        raise ValueError(f"{op}: weight.{field} must be None of {weight.kind}, got Tensor")
+        raise ValueError(f"{op}: weight.{field} must be None for kind {weight.kind}, got Tensor")
     is_right = isinstance(value, Tensor) and value.dtype == dtype and value.shape == shape
-    if not is_right or value.device != weight.codes.device:
-        wanted = f"{describe(dtype)} {list(shape)} on {weight.codes.device}"
-        raise ValueError(f"{op}: weight.{field} must be {wanted}, got {describe(value)}")
+    if not is_right or value.device != weight.values.device:
+        expected = f"{describe(dtype)} {list(shape)} on {weight.values.device}"
+        raise ValueError(f"{op}: weight.{field} must be {expected}, got {describe(value)}")

@@ -141,8 +141,8 @@ class Eagle3Head(Head):
         super().__init__()
         config, width = model.config, model.config.hidden_size
         self.config, self.depth = config, depth
-        self.taps = tuple(range(1, config.num_hidden_layers, 2))
-        self.fc = nn.Linear(len(self.taps) * width, width, bias=False)
+        self.aux_layers = tuple(range(1, config.num_hidden_layers, 2))
+        self.fc = nn.Linear(len(self.aux_layers) * width, width, bias=False)
         self.midlayer = EagleLayer(config)
         self.norm = RMSNorm(width, config.rms_norm_eps)
         module = model.mtp()
@@ -163,7 +163,7 @@ class Eagle3Head(Head):
     def chains(self, target: Target, starts: Tensor) -> Iterator[Tensor]:
         """Yield logits as `Head.chains`; from the second draft on the head reads its own states."""
         tokens = target.tokens
-        states = self.fc(target.joined(self.taps)[:, :-1])
+        states = self.fc(target.joined(self.aux_layers)[:, :-1])
         pairs = torch.cat((target.embedded(tokens[:, 1:]), states), dim=-1)
         branches = Branches([self.midlayer], pairs, target.cos, target.sin, starts)
         state = branches.out[:, starts]
@@ -175,7 +175,7 @@ class Eagle3Head(Head):
 
     def fields(self) -> dict[str, Any]:
         """Return the head's config.json. The layers are named by the states that enter them."""
-        entered = [layer + 1 for layer in self.taps]
+        entered = [layer + 1 for layer in self.aux_layers]
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
             **decoder_fields(self.config, 1),
@@ -339,8 +339,8 @@ class BlockHead(Head):
         super().__init__()
         config, width = model.config, model.config.hidden_size
         self.config, self.depth = config, depth
-        self.taps = (config.num_hidden_layers // 2 - 1, config.num_hidden_layers - 1)
-        self.fc = nn.Linear(len(self.taps) * width, width, bias=False)
+        self.aux_layers = (config.num_hidden_layers // 2 - 1, config.num_hidden_layers - 1)
+        self.fc = nn.Linear(len(self.aux_layers) * width, width, bias=False)
         self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(num_layers))
         self.norm = RMSNorm(width, config.rms_norm_eps)
@@ -353,7 +353,7 @@ class BlockHead(Head):
     def chains(self, target: Target, starts: Tensor) -> Iterator[Tensor]:
         """Yield logits as `Head.chains`: one pass drafts all."""
         texts, rows, width = len(target.tokens), 1 + self.depth, self.config.hidden_size
-        given = self.hidden_norm(self.fc(target.joined(self.taps)))
+        given = self.hidden_norm(self.fc(target.joined(self.aux_layers)))
         tokens = target.tokens[:, starts + 1, None]
         tokens = torch.cat(
             (tokens, torch.full_like(tokens, self.mask_token_id).expand(-1, -1, self.depth)), -1
@@ -406,7 +406,7 @@ class BlockHead(Head):
             "block_size": 1 + self.depth,
             "num_target_layers": self.config.num_hidden_layers,
             "dflash_config": {
-                "target_layer_ids": list(self.taps),
+                "target_layer_ids": list(self.aux_layers),
                 "mask_token_id": self.mask_token_id,
             },
         }

@@ -155,10 +155,10 @@ class EngineConfig:
         Raises:
             ValueError: a value is invalid.
         """
-        given = dict(settings)
-        if "speculative_config" in given:
-            given["speculative_config"] = SpeculativeConfig.from_json(given["speculative_config"])
-        return cls(**given)
+        fields = dict(settings)
+        if "speculative_config" in fields:
+            fields["speculative_config"] = SpeculativeConfig.from_json(fields["speculative_config"])
+        return cls(**fields)
 
     def __post_init__(self) -> None:
         if not isinstance(self.speculative_config, SpeculativeConfig):
@@ -179,7 +179,7 @@ class EngineConfig:
         for name in (*texts, "model", "served_model_name", "suffix_corpus", "suffix_cache"):
             value = getattr(self, name)
             if (value is not None or name in texts) and not (isinstance(value, str) and value):
-                raise ValueError(f"{name} must be a non-empty text, got {value!r}")
+                raise ValueError(f"{name} must be a non-empty string, got {value!r}")
         flags = (
             "enforce_eager",
             "enable_prefix_caching",
@@ -232,13 +232,13 @@ class EngineConfig:
             )
 
     def _check_ranks(self) -> None:
-        slices = self.exact_across_tp
-        if slices is not None and (slices & (slices - 1) or slices % self.tensor_parallel_size):
+        size, num_ranks = self.exact_across_tp, self.tensor_parallel_size
+        if size is not None and (size & (size - 1) or size % num_ranks):
             raise ValueError(
                 "exact_across_tp must be a power of two and a multiple of tensor_parallel_size="
-                f"{self.tensor_parallel_size}, got {slices}"
+                f"{num_ranks}, got {size}"
             )
-        if self.enable_expert_parallel and self.num_slices == 1:
+        if self.enable_expert_parallel and self.num_virtual_ranks == 1:
             raise ValueError(
                 "enable_expert_parallel needs tensor_parallel_size or exact_across_tp above 1, "
                 "got 1"
@@ -291,7 +291,7 @@ class EngineConfig:
         if isinstance(override, SpeculativeConfig):
             return override
         chosen = self.speculative_config
-        override = chosen.asked_for_by(params, override, methods)
+        override = chosen.choices_of(params, override, methods)
         if override is not None:
             chosen = chosen.override(
                 override,
@@ -302,8 +302,8 @@ class EngineConfig:
         return chosen
 
     @property
-    def num_slices(self) -> int:
-        """Number of virtual TP ranks: the summands of each all-reduced sum, which fix its bits."""
+    def num_virtual_ranks(self) -> int:
+        """Number of virtual TP ranks: the partial sums of each all-reduce, which fix its bits."""
         return self.exact_across_tp or self.tensor_parallel_size
 
     def decided_for(self, device: str) -> "EngineConfig":

@@ -63,7 +63,8 @@ class PromptLogprobs(Sequence["TokenLogprob | None"]):
             self._tops = np.empty((count, width), np.int32), np.empty((count, width), np.float32)
         new = slice(self.num_scored, self.num_scored + len(logprobs))
         self._scores[0][new], self._scores[1][new] = logprobs, ranks
-        self._tops[0][new], self._tops[1][new] = top_ids[:, :width], top_logprobs[:, :width]
+        self._tops[0][new] = top_ids[:, :width]
+        self._tops[1][new] = top_logprobs[:, :width]
         self.num_scored += len(logprobs)
 
     def packed(self) -> tuple[int, list[bytes]]:

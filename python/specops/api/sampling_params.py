@@ -175,13 +175,15 @@ class SamplingParams:
         for name in POSITIVE:
             value = getattr(self, name)
             if name != "top_p" and np.float32(value) == 0.0:  # as the ops see it
-                raise ValueError(f"{name} must be above 0, got {value!r}; 1 is off")
+                raise ValueError(f"{name} must be above 0, got {value!r}; use 1 to disable it")
         for name in ("stop", "bad_words"):
             if any(not isinstance(text, str) or not text for text in getattr(self, name)):
                 raise ValueError(f"{name} must hold non-empty strings, got {getattr(self, name)!r}")
             for text in getattr(self, name):
                 if any("\ud800" <= letter <= "\udfff" for letter in text):
-                    raise ValueError(f"{name} must hold valid Unicode, got half a pair in {text!r}")
+                    raise ValueError(
+                        f"{name} must hold valid Unicode, got a lone surrogate in {text!r}"
+                    )
         for name in ("stop_token_ids", "allowed_token_ids", "think_inject_token_ids"):
             _check_token_ids(name, getattr(self, name) or ())
         if not isinstance(self.prediction, str):
@@ -192,7 +194,7 @@ class SamplingParams:
             check_sequences(name, getattr(self, name))
         if len(self.bad_words) > MAX_SEQUENCES:  # checked before they are tokenized
             raise ValueError(
-                f"bad_words must hold at most {MAX_SEQUENCES} texts, got {len(self.bad_words)}"
+                f"bad_words must hold at most {MAX_SEQUENCES} strings, got {len(self.bad_words)}"
             )
         if len(self.think_inject_token_ids or ()) > MAX_SEQUENCE_LENGTH:
             raise ValueError(
@@ -212,20 +214,19 @@ class SamplingParams:
         for name in ("think_end_token_id", "think_inject_token_ids"):
             if getattr(self, name) is not None and not thinks:
                 raise ValueError(
-                    f"{name} must come with reasoning_max_tokens or response_max_tokens, "
-                    "got neither of them"
+                    f"{name} needs reasoning_max_tokens or response_max_tokens, got neither"
                 )
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
 
     def _check_structured_output(self) -> None:
-        wanted: Any = self.structured_output
-        if not isinstance(wanted, StructuredOutput):
-            raise ValueError(f"structured_output must be a StructuredOutput, got {wanted!r}")
+        structured: Any = self.structured_output
+        if not isinstance(structured, StructuredOutput):
+            raise ValueError(f"structured_output must be a StructuredOutput, got {structured!r}")
         # Without a token to end it, the thinking would become the reply at an unconstrained token.
         if self.think_inject_token_ids == () and self.reasoning_max_tokens is not None:
             raise ValueError(
-                "think_inject_token_ids must hold a token where structured_output and "
-                "reasoning_max_tokens are given, got none"
+                "think_inject_token_ids must hold a token if structured_output and "
+                "reasoning_max_tokens are set, got none"
             )
 
     def _become_tuple(self, name: str, what: str) -> None:
@@ -312,7 +313,7 @@ def check_cache_salt(salt: Any) -> None:
     if not isinstance(salt, str) or not salt:
         raise ValueError(f"cache_salt must be a non-empty string, got {salt!r}")
     if any("\ud800" <= letter <= "\udfff" for letter in salt):
-        raise ValueError("cache_salt must be valid Unicode, got half of a surrogate pair")
+        raise ValueError("cache_salt must be valid Unicode, got a lone surrogate")
 
 
 def _check_token_ids(name: str, token_ids: Iterable[Any]) -> None:
@@ -320,7 +321,7 @@ def _check_token_ids(name: str, token_ids: Iterable[Any]) -> None:
         if isinstance(token_id, bool) or not isinstance(token_id, int):
             raise ValueError(f"{name} must hold integers, got {token_id!r}")
         if not 0 <= token_id <= _MAX_INT:
-            raise ValueError(f"{name} must hold token ids, got {token_id}")
+            raise ValueError(f"{name} must hold token ids from 0 to {_MAX_INT}, got {token_id}")
 
 
 def check_sequences(name: str, sequences: _Sequences) -> None:
@@ -341,19 +342,19 @@ def check_sequences(name: str, sequences: _Sequences) -> None:
             )
 
 
-def _bias(given: Any) -> tuple[tuple[int, float], ...]:
+def _bias(biases: Any) -> tuple[tuple[int, float], ...]:
     """Check logit biases and return them by ascending token id."""
-    if isinstance(given, Mapping):
-        given = tuple(given.items())
-    is_pairs = isinstance(given, tuple) and all(
-        isinstance(pair, tuple) and len(pair) == 2 for pair in given
+    if isinstance(biases, Mapping):
+        biases = tuple(biases.items())
+    is_pairs = isinstance(biases, tuple) and all(
+        isinstance(pair, tuple) and len(pair) == 2 for pair in biases
     )
     if not is_pairs:
-        raise ValueError(f"logit_bias must be an object of numbers by token id, got {given!r}")
-    if len(given) > MAX_BIASES:
-        raise ValueError(f"logit_bias must hold at most {MAX_BIASES} tokens, got {len(given)}")
+        raise ValueError(f"logit_bias must be an object of numbers by token id, got {biases!r}")
+    if len(biases) > MAX_BIASES:
+        raise ValueError(f"logit_bias must hold at most {MAX_BIASES} tokens, got {len(biases)}")
     pairs: dict[int, float] = {}
-    for token_id, bias in given:
+    for token_id, bias in biases:
         _check_token_ids("logit_bias", [token_id])
         if isinstance(bias, bool) or not isinstance(bias, (int, float)) or bias != bias:
             raise ValueError(f"logit_bias must hold numbers, got {bias!r} for token {token_id}")

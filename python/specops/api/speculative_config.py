@@ -52,16 +52,16 @@ def _stages(value: object) -> tuple[str, ...]:
     """Return the canonical names of the methods in a `method` field; empty for "naive"."""
     names = method_names()
     spelt = {alias: one.name for one in methods() for alias in one.aliases}
-    asked = value.lower().split("+") if isinstance(value, str) else [value]
-    parts: list[Any] = [spelt.get(str(part), part) for part in asked]
+    spellings = value.lower().split("+") if isinstance(value, str) else [value]
+    parts: list[Any] = [spelt.get(str(part), part) for part in spellings]
     if len(parts) == 1:
         checks.choice("method", parts[0], names)
         return () if parts[0] == NAIVE else (parts[0],)
     for part in parts:
         if part not in METHODS:
             raise ValueError(
-                f"method must be one of {', '.join(names)}, or several that draft joined by +; "
-                f"got {part!r} in {value!r}"
+                f"method must be one of {', '.join(names)}, or several drafting methods joined by "
+                f"+; got {part!r} in {value!r}"
             )
     order = drafting_order()
     for before, part in pairwise(parts):
@@ -258,7 +258,7 @@ class SpeculativeConfig:
         name = "synthetic_acceptance_rates"
         if (rates is not None) != (self.accept_policy == "synthetic"):
             raise ValueError(
-                f'{name} and accept_policy "synthetic" need each other, got {rates!r} with '
+                f'{name} and accept_policy "synthetic" must be set together, got {rates!r} with '
                 f"{self.accept_policy!r}"
             )
         if rates is None:
@@ -269,7 +269,7 @@ class SpeculativeConfig:
         for rate in rates:
             checks.number(name, rate, 0.0, 1.0)
             if rate > highest:
-                raise ValueError(f"{name} must not rise, got {rate!r} after {highest!r}")
+                raise ValueError(f"{name} must not increase, got {rate!r} after {highest!r}")
             highest = rate
         object.__setattr__(self, name, tuple(map(float, rates)))
 
@@ -371,7 +371,7 @@ class SpeculativeConfig:
             if value != getattr(method_of(owners[0]).options(), key):
                 raise ValueError(
                     f"speculative_config.{key} needs method {' or '.join(map(repr, owners))}, got "
-                    f"{self.method!r}; for requests that choose their own method, say it in "
+                    f"{self.method!r}; for requests that choose their own method, set it in "
                     f"speculative_config.options.{owners[0]}"
                 )
         steps = given.get("num_model_steps")
@@ -425,7 +425,7 @@ class SpeculativeConfig:
             config = replace(config, num_model_steps=limit)
         return config
 
-    def asked_for_by(
+    def choices_of(
         self,
         params: object,
         request: Mapping[str, Any] | None,
@@ -441,8 +441,8 @@ class SpeculativeConfig:
         """
         own = dict(request) if isinstance(request, Mapping) else {}
         for method in methods():
-            is_asked = method.parameter is not None and getattr(params, method.parameter, None)
-            if not is_asked or own.get("method") is not None or method.name in self.stages:
+            is_selected = method.parameter is not None and getattr(params, method.parameter, None)
+            if not is_selected or own.get("method") is not None or method.name in self.stages:
                 continue
             if method.name not in available:
                 continue

@@ -49,7 +49,7 @@ def parse_object(text: str) -> dict[str, Any]:
         if len(out) < len(items):
             names = [name for name, _ in items]
             twice = sorted({name for name in names if names.count(name) > 1})
-            raise ValueError(f"speculative_config names {', '.join(twice)} more than once")
+            raise ValueError(f"speculative_config has {', '.join(twice)} more than once")
         return out
 
     try:
@@ -147,7 +147,7 @@ def refuse_unknown(key: object, known: Iterable[str]) -> None:
         raise ValueError(f"speculative_config.{key} is refused: LoRA is not supported yet")
     for name, own in (pair for one in methods() for pair in one.names_of_vllm):
         if key == name:
-            raise ValueError(f"speculative_config.{key} is vLLM's: say {own}")
+            raise ValueError(f"speculative_config.{key} is a field of vLLM; use {own}")
     nearest = difflib.get_close_matches(key.lower(), list(known), n=1, cutoff=0.5)
     hint = f"; did you mean {nearest[0]}?" if nearest else f"; known: {', '.join(known)}"
     raise ValueError(f"speculative_config has no field {key!r}{hint}")

@@ -323,7 +323,9 @@ def _bytes_of_tokens(decoder: Mapping[str, Any] | None) -> Callable[[str], bytes
             replacements.append((step["replacement"], " "))
         elif step["type"] == "Replace":
             if "String" not in step["pattern"]:
-                raise ValueError("tokenizer.json: the decoder replaces a regular expression")
+                raise ValueError(
+                    "tokenizer.json: a decoder that replaces regular expressions is not supported"
+                )
             replacements.append((step["pattern"]["String"], step["content"]))
     # Fuse joins tokens, and Strip trims the start of a whole text: neither changes a token's bytes.
     has_byte_tokens = "ByteFallback" in kinds
@@ -377,7 +379,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
     return value

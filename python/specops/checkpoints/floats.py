@@ -12,7 +12,7 @@ from specops.checkpoints.module import Module
 from specops.quantization import FP8_BLOCK, QuantizedWeight
 
 MX_GROUP = 32
-# Doubled values of the e2m1 codes, so that they are integers. The scales are halved in return.
+# Doubled values of the e2m1 values, so that they are integers. The scales are halved in return.
 E2M1_DOUBLED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]).to(
     torch.int8
 )
@@ -25,24 +25,27 @@ def fp8(module: Module) -> QuantizedWeight:
     The weight is multiplied by either tensor: one scale; one for each output; or one for each block
     of 128 outputs and 128 inputs, where blocks at the edges may be smaller.
     """
-    codes = module.take("weight", torch.float8_e4m3fn, dims=2)
+    values = module.take("weight", torch.float8_e4m3fn, dims=2)
     suffix = "weight_scale_inv" if "weight_scale_inv" in module else "weight_scale"
     if suffix not in module:
-        module.refuse(f"tensor {module.name}.weight is float8_e4m3fn, but has no scales")
-    if bool((codes.view(torch.uint8) & 0x7F == 0x7F).any()):
-        module.refuse(f"tensor {module.name}.weight holds NaN")
+        module.refuse(
+            f"tensor {module.name}.weight is float8_e4m3fn and needs scales; expected "
+            f"tensor {module.name}.weight_scale or {module.name}.weight_scale_inv"
+        )
+    if bool((values.view(torch.uint8) & 0x7F == 0x7F).any()):
+        module.refuse(f"tensor {module.name}.weight must not hold NaN")
     scales = module.take_scales(suffix)
-    rows, inputs = codes.shape
+    rows, inputs = values.shape
     blocks = (-(-rows // FP8_BLOCK), -(-inputs // FP8_BLOCK))
     shape = tuple(scales.shape)
     if shape != blocks and (scales.numel() == 1 or shape in ((rows,), (rows, 1))):
         scales = scales.reshape(-1, 1).expand(rows, 1).contiguous()
-        return QuantizedWeight("fp8", codes, scales)
+        return QuantizedWeight("fp8", values, scales)
     module.check_shape(suffix, scales, *blocks)
     block = module.settings.get("weight_block_size")
     if block is not None and list(block) != [FP8_BLOCK, FP8_BLOCK]:
         module.refuse(f"weight_block_size must be [{FP8_BLOCK}, {FP8_BLOCK}], got {block}")
-    return QuantizedWeight("fp8", codes, scales, group=FP8_BLOCK)
+    return QuantizedWeight("fp8", values, scales, group=FP8_BLOCK)
 
 
 def mxfp4(module: Module) -> QuantizedWeight:
@@ -53,7 +56,7 @@ def mxfp4(module: Module) -> QuantizedWeight:
     """
     for one in ("weight_global_scale", "weight_scale_2"):
         if one in module:
-            module.refuse(f"{module.name} is NVFP4 (tensor {one}), which cannot be read")
+            module.refuse(f"{module.name} is NVFP4 (tensor {one}), which is not supported")
     packed = module.take("weight_packed", torch.uint8, dims=2)
     scales = module.take("weight_scale", torch.uint8, torch.float8_e8m0fnu, dims=2)
     return of_e2m1(module, packed, scales.view(torch.uint8))
@@ -63,9 +66,9 @@ def of_e2m1(module: Module, packed: Tensor, scales: Tensor) -> QuantizedWeight:
     """Return the weight of packed e2m1 bytes [N, K / 2] and E8M0 scales [N, K / 32]."""
     inputs = 2 * packed.shape[1]
     module.check_shape("weight_scale", scales, len(packed), -(-inputs // MX_GROUP))
-    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
+    values = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
     return QuantizedWeight(
-        "int4", codes, halved_e8m0(scales), None, MX_GROUP, code_values=E2M1_DOUBLED
+        "int4", values, halved_e8m0(scales), None, MX_GROUP, code_values=E2M1_DOUBLED
     )
 
 

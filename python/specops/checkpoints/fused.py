@@ -16,7 +16,7 @@ def fused(
 ) -> Tensor | QuantizedWeight:
     """Concatenate weights of the same inputs to one weight.
 
-    Integer weights of several kinds are converted to one common kind: 8-bit codes, the largest
+    Integer weights of several kinds are converted to one common kind: 8-bit values, the largest
     common group, and offsets if any part has them. No value changes.
 
     Args:
@@ -39,8 +39,8 @@ def fused(
     if kinds == {"fp8"}:
         if len({one.group for one in parts}) > 1:
             _refuse(names, "some of them have a scale for each block and some for each output")
-        if parts[0].group and any(len(one.codes) % FP8_BLOCK for one in parts[:-1]):
-            _refuse(names, f"their outputs are no multiples of {FP8_BLOCK}, the size of a block")
+        if parts[0].group and any(len(one.values) % FP8_BLOCK for one in parts[:-1]):
+            _refuse(names, f"their outputs must be multiples of the FP8 block size {FP8_BLOCK}")
     elif "fp8" in kinds:
         _refuse(names, "some of them are FP8 and some are integers")
     else:
@@ -48,7 +48,7 @@ def fused(
             _refuse(names, "their inputs are grouped in different orders (desc_act)")
         parts = _alike(parts)
     return parts[0]._replace(
-        codes=_joined([one.codes for one in parts]),
+        values=_joined([one.values for one in parts]),
         scales=torch.cat([one.scales for one in parts]),
         offsets=None
         if parts[0].offsets is None
@@ -71,16 +71,16 @@ def rows_of(weight: Tensor | QuantizedWeight, rows: Tensor) -> Tensor | Quantize
         whole = firsts[:, None] + torch.arange(FP8_BLOCK, device=rows.device)
         if (firsts % FP8_BLOCK).any() or not torch.equal(whole.flatten(), rows):
             raise ModelError(
-                f"outputs of an FP8 weight in blocks of {FP8_BLOCK} cannot be told apart"
+                f"outputs of an FP8 weight must be selected in whole blocks of {FP8_BLOCK}"
             )
         scaled = firsts // FP8_BLOCK
     offsets = None if weight.offsets is None else weight.offsets[rows]
-    codes = weight.codes.view(torch.uint8)[rows].view(weight.codes.dtype)
-    return weight._replace(codes=codes, scales=weight.scales[scaled], offsets=offsets)
+    values = weight.values.view(torch.uint8)[rows].view(weight.values.dtype)
+    return weight._replace(values=values, scales=weight.scales[scaled], offsets=offsets)
 
 
 def _refuse(names: Sequence[str], reason: str) -> None:
-    raise ModelError(f"{', '.join(names)} cannot be one projection: {reason}")
+    raise ModelError(f"{', '.join(names)} cannot be fused into one projection: {reason}")
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:
@@ -89,9 +89,9 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
     return torch.equal(one, other)
 
 
-def _joined(codes: Sequence[Tensor]) -> Tensor:
-    """Concatenate codes as bytes: torch.cat does not support float8."""
-    return torch.cat([one.view(torch.uint8) for one in codes]).view(codes[0].dtype)
+def _joined(values: Sequence[Tensor]) -> Tensor:
+    """Concatenate values as bytes: torch.cat does not support float8."""
+    return torch.cat([one.view(torch.uint8) for one in values]).view(values[0].dtype)
 
 
 def _alike(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
@@ -103,7 +103,8 @@ def _alike(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
     has_offsets = any(one.offsets is not None for one in parts)
     alike = []
     for one in parts:
-        scales, offsets = _regrouped(one, one.scales, group), one.offsets
+        scales = _regrouped(one, one.scales, group)
+        offsets = one.offsets
         if offsets is not None:
             offsets = _regrouped(one, offsets, group)
         elif has_offsets:
@@ -116,17 +117,17 @@ def _in_bytes(weight: QuantizedWeight) -> QuantizedWeight:
     if weight.kind == "int8":
         return weight
     if weight.code_values is None:
-        codes = weight.codes.to(torch.int8) - 8
+        values = weight.values.to(torch.int8) - 8
     else:
-        codes = weight.code_values[weight.codes.int()]
-    return weight._replace(kind="int8", codes=codes, code_values=None)
+        values = weight.code_values[weight.values.int()]
+    return weight._replace(kind="int8", values=values, code_values=None)
 
 
 def _regrouped(weight: QuantizedWeight, of_groups: Tensor, group: int) -> Tensor:
     """Repeat per-group values for smaller groups."""
     if weight.group == group:
         return of_groups
-    inputs = weight.codes.shape[1]
+    inputs = weight.values.shape[1]
     if weight.group == 0:
         return of_groups.repeat(1, -(-inputs // group))
     return of_groups.repeat_interleave(weight.group // group, 1)[:, : -(-inputs // group)]

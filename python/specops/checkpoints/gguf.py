@@ -63,7 +63,7 @@ def gguf_file(directory: Path) -> Path | None:
     files = sorted(directory.glob("*.gguf"))
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
-        raise ModelError(f"{directory}: one GGUF file is read, got {names}")
+        raise ModelError(f"{directory}: expected one GGUF file, got {names}")
     return files[0] if files else None
 
 
@@ -104,7 +104,7 @@ class GgufCheckpoint(Checkpoint):
         weight = self._decoded(name, self._tensors[name])
         for part, heads in self._paired.items():
             if part in name:
-                rows = len(weight) if isinstance(weight, Tensor) else len(weight.codes)
+                rows = len(weight) if isinstance(weight, Tensor) else len(weight.values)
                 if rows % (2 * heads):
                     raise ModelError(
                         f"{self._path}: tensor {name} must have rows of {heads} heads, got {rows}"
@@ -122,7 +122,7 @@ class GgufCheckpoint(Checkpoint):
             known = ", ".join((*_PLAIN, *_DECODERS))
             raise ModelError(
                 f"{self._path}: tensor {name} is {list(tensor.shape)} of type {tensor.type}; "
-                f"matrices of these types can be read: {known}"
+                f"supported types of matrices: {known}"
             )
         _, numbers, size = next(one for one in TYPES.values() if one[0] == tensor.type)
         return decode(data.view(tensor.shape[0], tensor.shape[1] // numbers, size))
@@ -142,7 +142,7 @@ class GgufCheckpoint(Checkpoint):
             elif stem in _NAMES and suffix == "weight":
                 yield f"{_NAMES[stem]}.weight", tensor
             else:
-                raise ModelError(f"{self._path}: tensor {name} has no place in a model here")
+                raise ModelError(f"{self._path}: tensor {name} is not used by any supported model")
 
 
 def _unpaired(rows: int, heads: int) -> Tensor:
@@ -162,50 +162,53 @@ def _halves(octets: Tensor) -> Tensor:
 
 def _q4_0(blocks: Tensor) -> QuantizedWeight:
     """Decode Q4_0: float16 scale; 16 bytes, elements 0 to 15 in low, 16 to 31 in high halves."""
-    codes = low_then_high(blocks[..., 2:])
-    return QuantizedWeight("int4", codes.flatten(1), _halves(blocks[..., :2]), None, 32)
+    values = low_then_high(blocks[..., 2:])
+    return QuantizedWeight("int4", values.flatten(1), _halves(blocks[..., :2]), None, 32)
 
 
 def _q4_1(blocks: Tensor) -> QuantizedWeight:
     """Decode Q4_1: float16 scale and minimum; bytes as in Q4_0."""
-    codes, least = low_then_high(blocks[..., 4:]), _halves(blocks[..., 2:4])
+    values = low_then_high(blocks[..., 4:])
+    least = _halves(blocks[..., 2:4])
     scales = _halves(blocks[..., :2])
-    return QuantizedWeight("int4", codes.flatten(1), scales, least, 32, _AS_THEY_ARE)
+    return QuantizedWeight("int4", values.flatten(1), scales, least, 32, _AS_THEY_ARE)
 
 
 def _iq4_nl(blocks: Tensor) -> QuantizedWeight:
-    """Decode IQ4_NL: as Q4_0, but codes are indices into a table."""
+    """Decode IQ4_NL: as Q4_0, but values are indices into a table."""
     return _q4_0(blocks)._replace(code_values=_IQ4_NL)
 
 
 def _mxfp4(blocks: Tensor) -> QuantizedWeight:
     """Decode MXFP4: E8M0 scale; 16 bytes of e2m1, in halves as in Q4_0."""
-    codes, scales = low_then_high(blocks[..., 1:]), halved_e8m0(blocks[..., 0])
-    return QuantizedWeight("int4", codes.flatten(1), scales, None, MX_GROUP, E2M1_DOUBLED)
+    values = low_then_high(blocks[..., 1:])
+    scales = halved_e8m0(blocks[..., 0])
+    return QuantizedWeight("int4", values.flatten(1), scales, None, MX_GROUP, E2M1_DOUBLED)
 
 
 def _five_bits(blocks: Tensor) -> Tensor:
-    """Read 5-bit codes: 4 bytes of highest bits, element j at bit j; 16 bytes as in Q4_0."""
+    """Read 5-bit values: 4 bytes of highest bits, element j at bit j; 16 bytes as in Q4_0."""
     high = (blocks[..., :4, None] >> torch.arange(8, dtype=torch.uint8)) & 1
     return (low_then_high(blocks[..., 4:]) | high.flatten(-2) << 4).to(torch.int8)
 
 
 def _q5_0(blocks: Tensor) -> QuantizedWeight:
-    """Decode Q5_0: float16 scale; five-bit codes, minus 16."""
-    codes = _five_bits(blocks[..., 2:]) - 16
-    return QuantizedWeight("int8", codes.flatten(1), _halves(blocks[..., :2]), None, 32)
+    """Decode Q5_0: float16 scale; five-bit values, minus 16."""
+    values = _five_bits(blocks[..., 2:]) - 16
+    return QuantizedWeight("int8", values.flatten(1), _halves(blocks[..., :2]), None, 32)
 
 
 def _q5_1(blocks: Tensor) -> QuantizedWeight:
-    """Decode Q5_1: float16 scale and minimum; five-bit codes."""
-    codes, least = _five_bits(blocks[..., 4:]), _halves(blocks[..., 2:4])
-    return QuantizedWeight("int8", codes.flatten(1), _halves(blocks[..., :2]), least, 32)
+    """Decode Q5_1: float16 scale and minimum; five-bit values."""
+    values = _five_bits(blocks[..., 4:])
+    least = _halves(blocks[..., 2:4])
+    return QuantizedWeight("int8", values.flatten(1), _halves(blocks[..., :2]), least, 32)
 
 
 def _q8_0(blocks: Tensor) -> QuantizedWeight:
-    """Decode Q8_0: float16 scale; 32 one-byte codes."""
-    codes = blocks[..., 2:].view(torch.int8)
-    return QuantizedWeight("int8", codes.flatten(1), _halves(blocks[..., :2]), None, 32)
+    """Decode Q8_0: float16 scale; 32 one-byte values."""
+    values = blocks[..., 2:].view(torch.int8)
+    return QuantizedWeight("int8", values.flatten(1), _halves(blocks[..., :2]), None, 32)
 
 
 def _scales_and_minimums(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,8 +229,8 @@ def _scales_and_minimums(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def _q4_k(blocks: Tensor) -> QuantizedWeight:
     """Decode Q4_K: scales, minimums; 32 bytes hold 32 elements in low halves, then 32 in high."""
     scales, least = _scales_and_minimums(blocks)
-    codes = low_then_high(_split(blocks[..., 16:], 32))
-    return QuantizedWeight("int4", codes.flatten(1), scales, least, 32, _AS_THEY_ARE)
+    values = low_then_high(_split(blocks[..., 16:], 32))
+    return QuantizedWeight("int4", values.flatten(1), scales, least, 32, _AS_THEY_ARE)
 
 
 def _q5_k(blocks: Tensor) -> QuantizedWeight:
@@ -235,8 +238,8 @@ def _q5_k(blocks: Tensor) -> QuantizedWeight:
     scales, least = _scales_and_minimums(blocks)
     low = low_then_high(_split(blocks[..., 48:], 32))
     high = (blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1
-    codes = (_split(low.flatten(-2), 32) | high << 4).to(torch.int8)
-    return QuantizedWeight("int8", codes.flatten(1), scales, least, 32)
+    values = (_split(low.flatten(-2), 32) | high << 4).to(torch.int8)
+    return QuantizedWeight("int8", values.flatten(1), scales, least, 32)
 
 
 def _q6_k(blocks: Tensor) -> QuantizedWeight:
@@ -250,10 +253,10 @@ def _q6_k(blocks: Tensor) -> QuantizedWeight:
     low = low_then_high(_split(blocks[..., :128], 64))
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
     high = (_split(blocks[..., 128:192], 32)[..., None, :] >> shifts) & 3
-    codes = (low | high.flatten(-2) << 4).to(torch.int8) - 32
+    values = (low | high.flatten(-2) << 4).to(torch.int8) - 32
     units = _halves(blocks[..., 208:])
     scales = units[..., None] * blocks[..., 192:208].contiguous().view(torch.int8)
-    return QuantizedWeight("int8", codes.flatten(1), scales.flatten(1), None, 16)
+    return QuantizedWeight("int8", values.flatten(1), scales.flatten(1), None, 16)
 
 
 _DECODERS: dict[str, Callable[[Tensor], QuantizedWeight]] = {

@@ -43,7 +43,7 @@ def gguf_directory(path: Path) -> Path:
         try:
             _make(path, directory)
         except OSError as error:
-            raise ModelError(f"{path}: {directory} cannot be made: {error}") from error
+            raise ModelError(f"{path}: cannot create {directory}: {error}") from error
     return directory
 
 
@@ -70,7 +70,8 @@ def _files(file: GgufFile) -> dict[str, dict[str, Any]]:
     try:
         if metadata.get("split.count", 1) not in (0, 1):
             raise ModelError(
-                f"split.count must be 1, got {metadata['split.count']}: join its parts"
+                f"split.count must be 1, got {metadata['split.count']}; merge its parts into "
+                "one file"
             )
         if _EMBEDDING not in file.tensors:
             raise ModelError(f"tensor {_EMBEDDING} is missing")

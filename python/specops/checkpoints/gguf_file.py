@@ -156,12 +156,12 @@ class _Header:
         start = -(-self._at // alignment) * alignment
         tensors = {one[0]: self._placed(*one, start) for one in found}
         if len(tensors) != num_tensors:
-            raise ModelError(f"{self._path}: two tensors have one name")
+            raise ModelError(f"{self._path}: two tensors have the same name")
         return GgufFile(self._path, metadata, tensors)
 
     def _bytes(self, count: int) -> bytes:
         if count > len(self._data) - self._at:
-            raise ModelError(f"{self._path}: the file is cut off: its header does not end")
+            raise ModelError(f"{self._path}: the file is truncated within its header")
         self._at += count
         return self._data[self._at - count : self._at]
 
@@ -177,21 +177,23 @@ class _Header:
         if kind == _TEXT:
             return self._text()
         if kind != _ARRAY:
-            raise ModelError(f"{self._path}: {key} has a value of unknown kind {kind}")
+            raise ModelError(f"{self._path}: {key} has a value of unknown type {kind}")
         kind, count = self._number("I"), self._number("Q")
         if kind in _NUMBERS:
             size = struct.calcsize("<" + _NUMBERS[kind])
             letter = "B" if _NUMBERS[kind] == "?" else _NUMBERS[kind]
             return array(letter, self._bytes(count * size)).tolist()
         if kind != _TEXT:
-            raise ModelError(f"{self._path}: {key} is a list of values of unknown kind {kind}")
+            raise ModelError(f"{self._path}: {key} is an array of unknown type {kind}")
         return [self._text() for _ in range(count)]
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._text()
         num_sizes = self._number("I")
         if num_sizes > _MOST_SIZES:
-            raise ModelError(f"{self._path}: tensor {name} has {num_sizes} sizes, not up to 4")
+            raise ModelError(
+                f"{self._path}: tensor {name} must have at most 4 dimensions, got {num_sizes}"
+            )
         sizes = [self._number("Q") for _ in range(num_sizes)]
         return name, tuple(reversed(sizes)), self._number("I"), self._number("Q")
 
@@ -204,11 +206,11 @@ class _Header:
         if not shape or 0 in shape or shape[-1] % numbers:
             raise ModelError(
                 f"{self._path}: tensor {name} of type {type_name} must have rows of a multiple of "
-                f"{numbers} numbers, got {list(shape)}"
+                f"{numbers} elements, got {list(shape)}"
             )
         count = size * (shape[-1] // numbers)
         for one in shape[:-1]:
             count *= one
         if start + offset + count > len(self._data):
-            raise ModelError(f"{self._path}: the file is cut off before tensor {name} ends")
+            raise ModelError(f"{self._path}: the file is truncated within tensor {name}")
         return GgufTensor(type_name, shape, start + offset, count)

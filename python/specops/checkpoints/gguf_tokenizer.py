@@ -165,14 +165,17 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     Raises:
         ModelError: the tokenizer is missing, or of an unknown kind.
     """
-    kind, tokens = metadata.get("tokenizer.ggml.model"), _list(metadata, "tokens", "texts")
+    kind = metadata.get("tokenizer.ggml.model")
+    tokens = _list(metadata, "tokens", "texts")
     if not tokens:
         raise ModelError("tokenizer.ggml.tokens is missing: the file has no tokenizer")
     if len(set(tokens)) != len(tokens):
-        raise ModelError("tokenizer.ggml.tokens has a token twice")
+        raise ModelError("tokenizer.ggml.tokens must not repeat a token")
     types = _list(metadata, "token_type", "numbers") or [_NORMAL] * len(tokens)
     if len(types) != len(tokens):
-        raise ModelError(f"tokenizer.ggml.token_type has {len(types)} of {len(tokens)} tokens")
+        raise ModelError(
+            f"tokenizer.ggml.token_type must have {len(tokens)} types, got {len(types)}"
+        )
     specials = _special_tokens(metadata, tokens)
     # End tokens never appear in the text, even if the file declares them as normal tokens.
     ends = set(end_token_ids(metadata))
@@ -224,7 +227,7 @@ def _token_id(metadata: Mapping[str, Any], name: str, tokens: Sequence[str]) -> 
 
 def _checked_id(key: str, token: Any, tokens: Sequence[str]) -> int:
     if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < len(tokens):
-        raise ModelError(f"{key} must be one of {len(tokens)} tokens, got {token}")
+        raise ModelError(f"{key} must be a token id below {len(tokens)}, got {token}")
     return token
 
 
@@ -322,7 +325,9 @@ def _around(
     for name, default in (("bos", adds_bos), ("eos", False)):
         if metadata.get(f"tokenizer.ggml.add_{name}_token", default):
             if f"{name}_token" not in specials:
-                raise ModelError(f"tokenizer.ggml.{name}_token_id is missing, but is to be added")
+                raise ModelError(
+                    f"tokenizer.ggml.{name}_token_id is missing, but add_{name}_token is true"
+                )
             text = specials[f"{name}_token"]
             token = {"SpecialToken": {"id": text, "type_id": 0}}
             parts.insert(0 if name == "bos" else len(parts), token)

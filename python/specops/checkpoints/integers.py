@@ -38,7 +38,7 @@ def pack_quantized(module: Module) -> QuantizedWeight:
         weight_zero_point  int32 [ceil(N * bits / 32), groups], fields along N; if asymmetric
         weight_g_idx       int32 [K], in older files: the group of each input
 
-    Each field, of codes and of zero points, is the number plus 2^(bits - 1).
+    Each field, of values and of zero points, is the number plus 2^(bits - 1).
     """
     shape = module.take("weight_shape", *_INTEGERS, dims=1)
     module.check_shape("weight_shape", shape, 2)
@@ -51,7 +51,7 @@ def pack_quantized(module: Module) -> QuantizedWeight:
             f"got {packed.shape[1]} words"
         )
     module.check_shape("weight_packed", packed, rows, packed.shape[1])
-    codes = unpacked(packed, bits)[:, :inputs]
+    values = unpacked(packed, bits)[:, :inputs]
     scales = _scales_of_rows(module, rows)
     count = scales.shape[1]
     zeros = None
@@ -65,19 +65,19 @@ def pack_quantized(module: Module) -> QuantizedWeight:
         module.check_shape("weight_g_idx", index, inputs)
         if bool((index != -1).any()):  # -1 everywhere: unused
             groups = groups_of(index, count)
-    return _integers(module, bits, codes, scales, zeros, groups)
+    return _integers(module, bits, values, scales, zeros, groups)
 
 
 def plain_integers(module: Module) -> QuantizedWeight:
-    """Decode compressed-tensors' int-quantized: unpacked int8 codes."""
-    codes = module.take("weight", torch.int8, dims=2)
-    scales = _scales_of_rows(module, len(codes))
+    """Decode compressed-tensors' int-quantized: unpacked int8 values."""
+    values = module.take("weight", torch.int8, dims=2)
+    scales = _scales_of_rows(module, len(values))
     zeros = None
     if "weight_zero_point" in module:
         zeros = module.take("weight_zero_point", torch.int8).reshape(-1, scales.shape[1]).float()
         zeros = zeros.expand_as(scales) + 128
-    shifted = (codes.to(torch.int16) + 128).to(torch.uint8)
-    groups = even_groups(codes.shape[1], scales.shape[1])
+    shifted = (values.to(torch.int16) + 128).to(torch.uint8)
+    groups = even_groups(values.shape[1], scales.shape[1])
     return _integers(module, 8, shifted, scales, zeros, groups)
 
 
@@ -89,7 +89,7 @@ def qweight(module: Module) -> QuantizedWeight:
     scales   [groups, N]
     qzeros   int32 [groups, N * bits / 32]
     g_idx    int32 [K], optional, GPTQ only
-    qweight  int32, GPTQ: [K * bits / 32, N], fields along K; w = scale * (code - zero), where
+    qweight  int32, GPTQ: [K * bits / 32, N], fields along K; w = scale * (value - zero), where
              version 1 stores zero - 1
              AWQ: [K, N / 8], eight outputs per word, in the order _AWQ_ORDER
     """
@@ -102,38 +102,38 @@ def qweight(module: Module) -> QuantizedWeight:
     words = module.take("qzeros", torch.int32, dims=2)
     bits = 32 * words.shape[1] // rows if rows else 0
     if bits not in _BITS:
-        module.refuse(f"{module.name} has {bits} bits a weight; 4 and 8 can be read")
+        module.refuse(f"{module.name} must have 4 or 8 bits per weight, got {bits}")
     module.check_shape("qzeros", words, count, rows * bits // 32)
     packed = module.take("qweight", torch.int32, dims=2)
     is_gptq = packed.shape[1] == rows
     method = _layout_of(module.settings)
     if not is_gptq and (packed.shape[1] != words.shape[1] or bits != 4):
         module.refuse(
-            f"tensor {module.name}.qweight must have {rows} columns (GPTQ) or, of 4 bits, "
-            f"{words.shape[1]} (AWQ), got {list(packed.shape)} of {bits} bits"
+            f"tensor {module.name}.qweight must have {rows} columns (GPTQ) or "
+            f"{words.shape[1]} (AWQ, 4 bits), got {list(packed.shape)} with {bits} bits"
         )
     if method in (GPTQ, AWQ) and is_gptq != (method == GPTQ):
         module.refuse(
             f"quant_method is {module.settings.get('quant_method')}, but {module.name}.qweight "
-            f"{list(packed.shape)} is laid out as {'GPTQ' if is_gptq else 'AWQ'} does"
+            f"{list(packed.shape)} has the layout of {'GPTQ' if is_gptq else 'AWQ'}"
         )
     zeros = unpacked(words, bits)
     if is_gptq:
-        codes = unpacked(packed.T, bits)
+        values = unpacked(packed.T, bits)
         if _gptq_version(module, zeros, bits) == "gptq":
             zeros = (zeros + 1) & (2**bits - 1)
     else:
-        codes, zeros = (
+        values, zeros = (
             one.view(len(one), -1, 8)[..., _AWQ_FIELD].flatten(1)
             for one in (unpacked(packed, bits), zeros)
         )
-        codes = codes.T
-    groups = even_groups(codes.shape[1], count, module.settings.get("group_size"))
+        values = values.T
+    groups = even_groups(values.shape[1], count, module.settings.get("group_size"))
     if "g_idx" in module:
         index = module.take("g_idx", *_INTEGERS, dims=1)
-        module.check_shape("g_idx", index, codes.shape[1])
+        module.check_shape("g_idx", index, values.shape[1])
         groups = groups_of(index, count)
-    return _integers(module, bits, codes, scales.T.contiguous(), zeros.T, groups)
+    return _integers(module, bits, values, scales.T.contiguous(), zeros.T, groups)
 
 
 def _layout_of(settings: Mapping[str, Any]) -> str | None:
@@ -157,7 +157,7 @@ def _gptq_version(module: Module, zeros: Tensor, bits: int) -> str:
     if not settings:
         module.refuse(
             f"{module.name} is GPTQ, but neither config.json (quantization_config) nor "
-            "quantize_config.json says whether zero points are stored less one"
+            "quantize_config.json names the version of the format, gptq or gptq_v2"
         )
     if method_of(settings) == AUTO_ROUND:
         packing = settings.get("packing_format")
@@ -168,7 +168,7 @@ def _gptq_version(module: Module, zeros: Tensor, bits: int) -> str:
             if bool((zeros == middle).all()):
                 return version
         module.refuse(
-            f"{module.name} is AutoRound's with zero points, but quantization_config names no "
+            f"{module.name} is AutoRound with zero points, but quantization_config has no "
             f"packing_format; add one of {', '.join(AUTO_ROUND_LAYOUTS)}"
         )
     return str(settings.get("checkpoint_format") or settings.get("format") or "gptq")
@@ -191,30 +191,30 @@ def _scales_of_rows(module: Module, rows: int) -> Tensor:
 def _integers(
     module: Module,
     bits: int,
-    codes: Tensor,
+    values: Tensor,
     scales: Tensor,
     zeros: Tensor | None,
     groups: Groups | None,
 ) -> QuantizedWeight:
-    """Return the weight of codes [N, K] and zeros [N, groups], both from 0 to 2^bits - 1."""
+    """Return the weight of values [N, K] and zeros [N, groups], both from 0 to 2^bits - 1."""
     if groups is None:
         module.refuse(
-            f"the {codes.shape[1]} inputs of {module.name} are not {scales.shape[1]} groups of one "
-            "size"
+            f"{module.name} must have groups of one size, got {values.shape[1]} inputs in "
+            f"{scales.shape[1]} groups"
         )
     if groups.size != 16 and groups.size % 32:
         module.refuse(
-            f"groups must be of 16 inputs or a multiple of 32, got {groups.size} in {module.name}"
+            f"{module.name} must have groups of 16 or a multiple of 32 inputs, got {groups.size}"
         )
     middle = 2 ** (bits - 1)
     offsets = None
     if zeros is not None and bool((zeros != middle).any()):
         offsets = -(zeros.float() - middle) * scales
     if bits == 8:
-        codes = (codes.to(torch.int16) - middle).to(torch.int8)
+        values = (values.to(torch.int16) - middle).to(torch.int8)
     if groups.order is not None:
-        codes = codes[:, groups.order.long()]
+        values = values[:, groups.order.long()]
     kind = "int4" if bits == 4 else "int8"
     return QuantizedWeight(
-        kind, codes.contiguous(), scales, offsets, groups.size, input_order=groups.order
+        kind, values.contiguous(), scales, offsets, groups.size, input_order=groups.order
     )

@@ -76,8 +76,8 @@ class Module:
         self._left.remove(suffix)
         tensor = self._read(suffix)
         if tensor.dtype not in dtypes:
-            wanted = " or ".join(str(one).removeprefix("torch.") for one in dtypes)
-            self._refuse_tensor(suffix, wanted, str(tensor.dtype).removeprefix("torch."))
+            expected = " or ".join(str(one).removeprefix("torch.") for one in dtypes)
+            self._refuse_tensor(suffix, expected, str(tensor.dtype).removeprefix("torch."))
         if dims is not None and tensor.dim() != dims:
             self._refuse_tensor(suffix, f"of {dims} dimensions", str(list(tensor.shape)))
         return tensor
@@ -95,7 +95,7 @@ class Module:
     def done(self) -> None:
         """Raise a ModelError if tensors are left that the decoder did not read."""
         for suffix in sorted(self._left - ACTIVATION_SCALES - {"bias"}):
-            self.refuse(f"tensor {self.name}.{suffix} has no place in a weight of this format")
+            self.refuse(f"tensor {self.name}.{suffix} is not used by this quantization format")
 
     def refuse(self, sentence: str) -> NoReturn:
         """Raise a ModelError that names the directory and the quantization method."""
@@ -103,5 +103,5 @@ class Module:
         by = "" if method is None else f" (quant_method {method})"
         raise ModelError(f"{self._where}: {sentence}{by}")
 
-    def _refuse_tensor(self, suffix: str, wanted: str, got: str) -> NoReturn:
-        self.refuse(f"tensor {self.name}.{suffix} must be {wanted}, got {got}")
+    def _refuse_tensor(self, suffix: str, expected: str, got: str) -> NoReturn:
+        self.refuse(f"tensor {self.name}.{suffix} must be {expected}, got {got}")

@@ -108,7 +108,7 @@ def _candidates(directory: Path) -> Iterator[tuple[Path, str, Any]]:
     yield file, "compression_config.", config.get("compression_config")
     yield file, "text_config.quantization_config.", text.get("quantization_config")
     if config.get("quantization"):
-        raise ModelError(f"{file}: quantization is MLX's, whose checkpoints cannot be read")
+        raise ModelError(f"{file}: quantization names MLX, whose checkpoints are not supported")
     yield directory / "quantize_config.json", "", _object_of(directory / "quantize_config.json")
     file = directory / "hf_quant_config.json"
     found = _object_of(file).get("quantization")
@@ -132,7 +132,7 @@ def _object_of(file: Path) -> Mapping[str, Any]:
 def _check(file: Path, prefix: str, settings: Mapping[str, Any]) -> None:
     method = settings.get("quant_method")
     if method is None and settings.get("mode") is not None:
-        raise ModelError(f"{file}: {prefix}mode is MLX's, whose checkpoints cannot be read")
+        raise ModelError(f"{file}: {prefix}mode names MLX, whose checkpoints are not supported")
     known = GPTQ if method is None else method_of(settings)
     if known is None or known not in _FIELDS:
         raise ModelError(
@@ -140,12 +140,12 @@ def _check(file: Path, prefix: str, settings: Mapping[str, Any]) -> None:
         )
     for field, allowed in _FIELDS[known].items():
         for value in _values(settings, field.split(".")):
-            said = value.lower() if isinstance(value, str) and known == AWQ else value
-            if value is not None and value not in ({}, []) and said not in allowed:
+            normalized = value.lower() if isinstance(value, str) and known == AWQ else value
+            if value is not None and value not in ({}, []) and normalized not in allowed:
                 expected = " or ".join(map(str, allowed)) or "absent"
                 raise ModelError(
                     f"{file}: {prefix}{field} must be {expected}, got {value!r:.60}: "
-                    f"weights of {method or known} in this form cannot be read"
+                    f"weights of {method or known} in this form are not supported"
                 )
 
 

@@ -147,7 +147,7 @@ class SafetensorsCheckpoint(Checkpoint):
             kind = str(tensor.dtype).removeprefix("torch.")
             method = self.settings.get("quant_method")
             by = "" if method is None else f" (quant_method {method})"
-            raise ModelError(f"{self._directory}: tensor {name} is {kind}, but has no scales{by}")
+            raise ModelError(f"{self._directory}: tensor {name} is {kind} and needs scales{by}")
         return tensor
 
     def _decoded(self, name: str, suffixes: list[str]) -> Tensor | QuantizedWeight:
@@ -265,7 +265,7 @@ def safetensors_files(directory: Path) -> list[str]:
             found = json.loads(index.read_text(encoding="utf-8"))
             files = sorted({str(name) for name in found["weight_map"].values()})
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise ModelError(f"{index}: weight_map must name a file of each tensor") from error
+            raise ModelError(f"{index}: weight_map must map each tensor to a file name") from error
     elif (directory / "model.safetensors").is_file():
         files = ["model.safetensors"]
     else:
@@ -275,5 +275,7 @@ def safetensors_files(directory: Path) -> list[str]:
         )
     for name in files:
         if len(name) > _LONGEST_NAME or not (directory / name).is_file():
-            raise ModelError(f"{directory}: {name:.60} is named in the index but missing")
+            raise ModelError(
+                f"{directory}: {name:.60} is listed in the index, but the file is missing"
+            )
     return files

@@ -14,7 +14,7 @@ from specops.api.speculative_config import SpeculativeConfig
 from specops.disaggregated.pages import VERSION, Header, KvTransferError, Layout, Pages, check
 from specops.engine.engine import Engine
 from specops.engine.memory.kv_cache import DraftKv
-from specops.engine.models.kv import Share
+from specops.engine.models.kv import TensorShard
 from specops.service.contract import contract_of
 
 
@@ -107,7 +107,7 @@ class PageTransfer:
         model, draft = self._engine.pages.tensors(draft_kv)
         return Header(
             version=VERSION,
-            exact_across_tp=ranks.slices,
+            exact_across_tp=ranks.num_virtual_ranks,
             contract=self.contract["digest"],
             num_ranks=ranks.size,
             rank=ranks.rank,
@@ -124,7 +124,7 @@ class PageTransfer:
         )
 
 
-def _layout(shard: Share) -> Layout:
+def _layout(shard: TensorShard) -> Layout:
     dtype = str(shard.tensor.dtype).removeprefix("torch.")
     _, rows, _, *more = shard.tensor.shape
     return Layout(dtype, (rows, shard.all_heads * sum(shard.widths), *more), shard.widths)

@@ -13,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from torch import Tensor
 
-from specops.engine.parallel.ranks import dealt
+from specops.engine.parallel.ranks import shard_range
 
 VERSION = 5
 
@@ -121,11 +121,11 @@ class Header(Struct, frozen=True, tag=True):
 
     def heads_of(self, layout: Layout) -> range:
         """Return the heads that the reader gets from this rank, the first rank that has them."""
-        held = dealt(layout.num_heads, self.num_ranks, self.rank)
-        required = dealt(layout.num_heads, self.num_readers, self.reader)
+        held = shard_range(layout.num_heads, self.num_ranks, self.rank)
+        required = shard_range(layout.num_heads, self.num_readers, self.reader)
         begin = max(held.start, required.start)
-        if self.rank - 1 in dealt(self.num_ranks, self.num_readers, self.reader):
-            begin = max(begin, dealt(layout.num_heads, self.num_ranks, self.rank - 1).stop)
+        if self.rank - 1 in shard_range(self.num_ranks, self.num_readers, self.reader):
+            begin = max(begin, shard_range(layout.num_heads, self.num_ranks, self.rank - 1).stop)
         return range(begin, max(begin, min(held.stop, required.stop)))
 
 
@@ -177,7 +177,7 @@ def sources(num_ranks: int, num_readers: int, reader: int) -> range:
             "KV transfer: tensor_parallel_size of one engine must divide the other's, got "
             f"{num_ranks} and {num_readers}"
         )
-    return dealt(num_ranks, num_readers, reader)
+    return shard_range(num_ranks, num_readers, reader)
 
 
 def cut(pages: Pages, num_readers: int, reader: int) -> Pages:

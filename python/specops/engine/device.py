@@ -144,8 +144,8 @@ class CudaDevice(Device):
                 graph.capture_end()
         except (RuntimeError, ValueError) as error:
             raise EngineError(
-                f"a step could not be captured as a CUDA graph: {error}; --enforce-eager runs "
-                "without graphs"
+                f"a step could not be captured as a CUDA graph: {error}; use --enforce-eager "
+                "to run without graphs"
             ) from error
         torch.cuda.current_stream(self.device).wait_stream(self._side)
 
@@ -179,7 +179,7 @@ def open_device(name: str, *, graphs: bool = True) -> Device:
         reason = _why_no_cuda(0)
         if reason is None:
             return CudaDevice(0, graphs=graphs)
-        logger.debug("device auto is cpu: %s", reason)
+        logger.debug("device auto selected cpu: %s", reason)
         return Device()
     kind, _, number = name.partition(":")
     if (
@@ -190,7 +190,7 @@ def open_device(name: str, *, graphs: bool = True) -> Device:
         raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
     reason = _why_no_cuda(int(number or 0))
     if reason is not None:
-        raise ValueError(f"device {name} cannot be used: {reason}; device cpu can")
+        raise ValueError(f"device {name} is not available: {reason}; use device cpu")
     return CudaDevice(int(number or 0), graphs=graphs)
 
 

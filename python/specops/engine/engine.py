@@ -25,14 +25,14 @@ from specops.engine.emitted import Emitted
 from specops.engine.machine import (
     FREE_ROWS,
     ROW_COSTS,
+    capacity_of,
     free_rows_of,
     one_rank,
     prefix_finder_of,
-    room_of,
     tokenizer_of,
 )
 from specops.engine.memory.kv_cache import DraftKv, PagePool, PrefixListener
-from specops.engine.models import KeptStates, WeightCache, load_model
+from specops.engine.models import PrefixStates, WeightCache, load_model
 from specops.engine.parallel.ranks import Ranks
 from specops.engine.plan import Part, Plan
 from specops.engine.prompt_pages import PromptPages
@@ -104,9 +104,9 @@ class Engine:
         self.device, self.times_drafting = str(device.device), not device.is_async
         self.drafters: Mapping[str, Drafter] = self._drafting.drafters
         self.runnable_methods, self.missing_methods = self._drafting.methods, self._drafting.missing
-        room = room_of(config, device, model, self._drafting.kv_bytes)
-        self.num_pages = room.num_pages
-        self._drafting.allocate(room)
+        capacity = capacity_of(config, device, model, self._drafting.kv_bytes)
+        self.num_pages = capacity.num_pages
+        self._drafting.allocate(capacity)
         self._pool = PagePool(
             self.num_pages,
             config.page_size,
@@ -116,8 +116,8 @@ class Engine:
         self._cascade_bytes_per_token = model.bytes_of_whole_layers()
         finder, costs = prefix_finder_of(config, model, self._pool), ROW_COSTS[model.device.type]
         sharing = free_rows_of(config, device), finder, costs
-        self._runner = Runner(model, device, self._drafting, config, room)
-        states = KeptStates(self._pool, room, self._runner.parts.cache, self._drafting.states)
+        self._runner = Runner(model, device, self._drafting, config, capacity)
+        states = PrefixStates(self._pool, capacity, self._runner.parts.cache, self._drafting.states)
         self._scheduler = Scheduler(self._pool, config, states, *sharing)
         shared = self.tokenizer, self._drafting, self.max_model_len
         if config.speculative_config.adaptive_verification:  # without it, no request can enable it

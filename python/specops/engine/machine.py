@@ -8,7 +8,7 @@ from specops.api.errors import ModelError
 from specops.api.tokenizer import Tokenizer
 from specops.engine.device import Device
 from specops.engine.memory.kv_cache import PagePool
-from specops.engine.models import CacheRoom, KvBytes, Transformer
+from specops.engine.models import CacheCapacity, KvBytes, Transformer
 from specops.engine.parallel.ranks import Ranks
 from specops.engine.scheduling.prompt_rows import MAX_PROMPT_ROWS
 from specops.engine.sharing.prefixes import PrefixFinder
@@ -46,9 +46,12 @@ def free_rows_of(config: EngineConfig, device: Device) -> int:
     Log a message if prompts get fewer rows than an explicit max_num_batched_tokens.
     """
     free_rows = FREE_ROWS[device.device.type]
-    asked, most = config.max_num_batched_tokens, MAX_PROMPT_ROWS * free_rows
-    if asked > most and asked != EngineConfig.max_num_batched_tokens:
-        logger.info("of the %d rows of a step (max_num_batched_tokens) prompts get %d", asked, most)
+    requested = config.max_num_batched_tokens
+    most = MAX_PROMPT_ROWS * free_rows
+    if requested > most and requested != EngineConfig.max_num_batched_tokens:
+        logger.info(
+            "prompts get %d of the %d rows of a step (max_num_batched_tokens)", most, requested
+        )
     return free_rows
 
 
@@ -60,10 +63,10 @@ def one_rank(config: EngineConfig) -> Ranks:
     """
     if config.tensor_parallel_size > 1:
         raise ValueError(
-            f"tensor_parallel_size={config.tensor_parallel_size} needs as many processes, which a "
-            "server starts; an engine in a process of its caller's must have 1"
+            f"tensor_parallel_size={config.tensor_parallel_size} needs as many processes; start "
+            "a server, or use 1 for an engine in this process"
         )
-    return Ranks(config.num_slices, config.enable_expert_parallel)
+    return Ranks(config.num_virtual_ranks, config.enable_expert_parallel)
 
 
 def tokenizer_of(config: EngineConfig, vocab_size: int) -> Tokenizer:
@@ -87,13 +90,15 @@ def tokenizer_of(config: EngineConfig, vocab_size: int) -> Tokenizer:
             vocab_size,
         )
         if tokenizer.eos_token_ids and min(tokenizer.eos_token_ids) >= vocab_size:
-            logger.warning("no output ends by itself: the model has no row for any of its ends")
+            logger.warning(
+                "the model has no row for any end token: only max_tokens and stops end outputs"
+            )
     return tokenizer
 
 
-def room_of(
+def capacity_of(
     config: EngineConfig, device: Device, model: Transformer, of_drafters: KvBytes
-) -> CacheRoom:
+) -> CacheCapacity:
     """Choose the capacity of an engine's caches.
 
     Memory goes to per-slot data first, then to states of prefixes, then to pages. All ranks get the
@@ -115,8 +120,9 @@ def room_of(
     free = model.ranks.least(device.free_bytes() // shared)
     if slots > free:
         raise ValueError(
-            f"max_num_seqs must fit the memory of {device.device}: what {config.max_num_seqs} "
-            f"requests of {num_drafts} drafts keep takes {_gib(slots)}, and {_gib(free)} are free"
+            f"max_num_seqs must fit the memory of {device.device}: states of "
+            f"{config.max_num_seqs} requests with {num_drafts} drafts take {_gib(slots)}, and "
+            f"{_gib(free)} are free; lower max_num_seqs"
         )
     free -= slots
     budget = config.kv_cache_bytes
@@ -124,12 +130,16 @@ def room_of(
         budget = _CPU_BYTES if device.device.type == "cpu" else int(free * _GPU_SHARE)
     per_request = -(-model.max_model_len // config.page_size)
     most_pages = config.num_pages or per_request * config.max_num_seqs
-    num_kept, state_bytes = 0, model.kv_bytes_per_slot(0) + of_drafters.per_prefix
+    num_prefix_states = 0
+    state_bytes = model.kv_bytes_per_slot(0) + of_drafters.per_prefix
     if state_bytes and config.enable_prefix_caching:
         # States are kept at ends of pages, so there are at most as many as pages.
-        num_kept = min(_num_kept(config, state_bytes, min(budget, free)), most_pages)
-        free, budget = free - num_kept * state_bytes, budget - num_kept * state_bytes
-        logger.info("states of %d prefixes are kept, %d bytes each", num_kept, state_bytes)
+        num_prefix_states = min(
+            _num_prefix_states(config, state_bytes, min(budget, free)), most_pages
+        )
+        free -= num_prefix_states * state_bytes
+        budget -= num_prefix_states * state_bytes
+        logger.info("state cache for %d prefixes, %d bytes each", num_prefix_states, state_bytes)
     page_bytes = (model.kv_bytes_per_token() + of_drafters.per_token) * config.page_size
     pages = most_pages
     if config.num_pages is None:
@@ -137,28 +147,31 @@ def room_of(
     elif pages * page_bytes > free:
         raise ValueError(
             f"num_pages must fit the memory of {device.device}: {pages} pages take "
-            f"{_gib(pages * page_bytes)}, and {_gib(free)} are free"
+            f"{_gib(pages * page_bytes)}, and {_gib(free)} are free; lower num_pages"
         )
     if pages < per_request:
         raise ValueError(
             f"num_pages must be at least {per_request} so that one request of max_model_len="
-            f"{model.max_model_len} tokens fits, got {pages}; lower max_model_len or raise it"
+            f"{model.max_model_len} tokens fits, got {pages}; lower max_model_len, or raise "
+            "num_pages or kv_cache_bytes"
         )
-    return CacheRoom(pages, config.page_size, config.max_num_seqs, num_drafts, num_kept)
+    return CacheCapacity(
+        pages, config.page_size, config.max_num_seqs, num_drafts, num_prefix_states
+    )
 
 
-def _num_kept(config: EngineConfig, state_bytes: int, budget: int) -> int:
+def _num_prefix_states(config: EngineConfig, state_bytes: int, budget: int) -> int:
     """Return the number of prefixes whose states are kept, at least one."""
-    asked = config.state_cache_bytes
-    if asked is None:
-        asked = max(int(budget * _STATE_SHARE), state_bytes)
-    if not state_bytes <= asked <= budget:
+    requested = config.state_cache_bytes
+    if requested is None:
+        requested = max(int(budget * _STATE_SHARE), state_bytes)
+    if not state_bytes <= requested <= budget:
         raise ValueError(
-            f"state_cache_bytes must be at least {state_bytes}, what the states of one prefix "
-            f"take, and at most {budget}, what keys, values and they may take; got {asked}: change "
-            "it or kv_cache_bytes, or turn enable_prefix_caching off"
+            f"state_cache_bytes must be at least {state_bytes}, the bytes of one prefix's states, "
+            f"and at most {budget}, the bytes of the whole cache, got {requested}; change it or "
+            "kv_cache_bytes, or turn enable_prefix_caching off"
         )
-    return asked // state_bytes
+    return requested // state_bytes
 
 
 def prefix_finder_of(

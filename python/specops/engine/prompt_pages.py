@@ -11,8 +11,8 @@ from torch import Tensor
 
 from specops.engine.drafters.base import Drafter
 from specops.engine.memory.kv_cache import DraftKv, PagePool
-from specops.engine.models import KeptStates
-from specops.engine.models.kv import KvCache, Share
+from specops.engine.models import PrefixStates
+from specops.engine.models.kv import KvCache, TensorShard
 
 
 class PromptPages:
@@ -28,7 +28,7 @@ class PromptPages:
     def __init__(
         self,
         pool: PagePool,
-        states: KeptStates,
+        states: PrefixStates,
         cache: KvCache,
         drafters: Mapping[str, Drafter],
     ) -> None:
@@ -54,14 +54,14 @@ class PromptPages:
         """
         pages = self._pool.match_prefix(token_ids, len(token_ids) - 1, draft_kv, salt)
         try:
-            self._states.cut(pages, draft_kv)
+            self._states.release_unusable(pages, draft_kv)
             model, draft = self.tensors(draft_kv)
             index = torch.tensor(pages, dtype=torch.int64, device=model[0].tensor.device)
-            data = bytearray().join(_rows(share, index) for share in (*model, *draft))
+            data = bytearray().join(_rows(shard, index) for shard in (*model, *draft))
             entry = self._states.entry_of(pages, draft_kv)
             if entry is not None:
                 at = index.new_tensor([entry])
-                data += b"".join(_rows(share, at) for share in self.states(draft_kv))
+                data += b"".join(_rows(shard, at) for shard in self.states(draft_kv))
             return len(pages), data
         finally:
             self._pool.release(pages)
@@ -108,24 +108,26 @@ class PromptPages:
                         salt,
                     )
                 self._put_states(data, held, draft_kv)
-            self._states.cut(held, draft_kv)
+            self._states.release_unusable(held, draft_kv)
             return len(held)
         finally:
             self._pool.release(held)
 
-    def tensors(self, draft_kv: DraftKv | None) -> tuple[Sequence[Share], Sequence[Share]]:
+    def tensors(
+        self, draft_kv: DraftKv | None
+    ) -> tuple[Sequence[TensorShard], Sequence[TensorShard]]:
         """Return the page-indexed tensors: the model's, and a drafter's.
 
         Every rank holds all of a drafter's tensors, which are described as a single head.
         """
         draft = () if draft_kv is None else self._drafters[draft_kv.owner].kv_tensors()
-        return self._cache.page_shares, list(map(_whole, draft))
+        return self._cache.page_shards, list(map(_whole, draft))
 
-    def states(self, draft_kv: DraftKv | None) -> Sequence[Share]:
+    def states(self, draft_kv: DraftKv | None) -> Sequence[TensorShard]:
         """Return the tensors indexed by entries of prefix states: the model's, and a drafter's."""
         states = None if draft_kv is None else self._drafters[draft_kv.owner].states
-        draft = () if states is None else states.prefix_shares
-        return [*self._cache.prefix_shares, *(_whole(one.tensor) for one in draft)]
+        draft = () if states is None else states.prefix_shards
+        return [*self._cache.prefix_shards, *(_whole(one.tensor) for one in draft)]
 
     def _put(
         self,
@@ -138,8 +140,8 @@ class PromptPages:
         """Copy the pages with indices `which` to the cache's pages `new`."""
         begin = 0
         model, draft = self.tensors(draft_kv)
-        for share in (*model, *draft):
-            own = _bytes_of(share)
+        for shard in (*model, *draft):
+            own = _bytes_of(shard)
             count = num_pages * own.shape[1]
             source = torch.frombuffer(data, dtype=torch.uint8, offset=begin, count=count)
             rows = source.view(num_pages, -1)[which.start :]
@@ -150,21 +152,21 @@ class PromptPages:
     def _put_states(self, data: bytearray, held: Sequence[int], draft_kv: DraftKv | None) -> None:
         """Copy the states at the end of the pages to their cache entry, unless it exists."""
         entry, kept = self._states.new_entry(held, draft_kv), self.states(draft_kv)
-        begin = len(data) - sum(_bytes_of(share).shape[1] for share in kept)
-        for share in kept if entry is not None else ():
-            own = _bytes_of(share)[entry]
+        begin = len(data) - sum(_bytes_of(shard).shape[1] for shard in kept)
+        for shard in kept if entry is not None else ():
+            own = _bytes_of(shard)[entry]
             own.copy_(torch.frombuffer(data, dtype=torch.uint8, offset=begin, count=len(own)))
             begin += len(own)
 
 
-def _whole(tensor: Tensor) -> Share:
-    return Share(tensor, 1, (tensor.shape[2],))
+def _whole(tensor: Tensor) -> TensorShard:
+    return TensorShard(tensor, 1, (tensor.shape[2],))
 
 
-def _bytes_of(share: Share) -> Tensor:
+def _bytes_of(shard: TensorShard) -> Tensor:
     """Return a byte view of a tensor: [pages, bytes], or [entries, bytes] for states."""
-    return share.tensor.view(share.tensor.shape[0], -1).view(torch.uint8)
+    return shard.tensor.view(shard.tensor.shape[0], -1).view(torch.uint8)
 
 
-def _rows(share: Share, index: Tensor) -> bytes:
-    return _bytes_of(share).index_select(0, index).cpu().numpy().tobytes()
+def _rows(shard: TensorShard, index: Tensor) -> bytes:
+    return _bytes_of(shard).index_select(0, index).cpu().numpy().tobytes()

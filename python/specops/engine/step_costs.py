@@ -158,7 +158,8 @@ def measure_row_costs(
     request = _trial(tokenizer, pool, num_before + num_rows, tokens)
     runner.start(request)
     decode = _chunk(request, num_before, 1)
-    decode.parts[0].emits, decode.parts[0].num_tokens = True, num_before + 1
+    decode.parts[0].emits = True
+    decode.parts[0].num_tokens = num_before + 1
     kinds = [decode, _chunk(request, num_before, 1), _chunk(request, num_before, num_rows)]
     kinds.append(_chunk(request, num_before, num_rows, num_alternatives))
     seconds = [math.inf] * len(kinds)
@@ -203,10 +204,10 @@ def _chunk(
         pages=request.pages,
     )
     if num_alternatives is not None:
-        wanted = PromptLogprobs(request.token_ids, num_alternatives)
-        wanted.num_scored = begin
+        requested = PromptLogprobs(request.token_ids, num_alternatives)
+        requested.num_scored = begin
         name, slot = request.request_id, request.slot
-        part.prompt_rows = PromptRows.missing(name, slot, wanted, begin, end)
+        part.prompt_rows = PromptRows.missing(name, slot, requested, begin, end)
     return Plan(parts=[part])
 
 
@@ -228,7 +229,8 @@ def _plan(request: Request, count: int) -> Plan:
 
 def _line(seconds: dict[int, float], max_rows: int) -> list[float]:
     """Return seconds for 0 to `max_rows` rows, interpolated from a few measured row counts."""
-    rows, values = np.array(list(seconds)), np.maximum.accumulate(list(seconds.values()))
+    rows = np.array(list(seconds))
+    values = np.maximum.accumulate(list(seconds.values()))
     slope = np.diff(values[-2:]).sum() / max(np.diff(rows[-2:]).sum(), 1)
     at = np.arange(max_rows + 1)
     line = np.interp(at, rows, values) + slope * np.maximum(at - rows[-1], 0)

@@ -73,20 +73,20 @@ def quantize_weight(weight: Tensor, *, kind: str = "int8", group: int = 0) -> Qu
         scales = torch.maximum(high / most, low / least)
         by_input = scales.repeat_interleave(group, 1)[:, : wide.shape[1]]
         values = torch.where(by_input > 0, wide / by_input, 0).round().clamp(least, most)
-    codes = values.to(torch.int8) if kind == "int8" else (values + 8).to(torch.uint8)
-    return QuantizedWeight(kind, codes, scales, group=group)
+    quantized = values.to(torch.int8) if kind == "int8" else (values + 8).to(torch.uint8)
+    return QuantizedWeight(kind, quantized, scales, group=group)
 
 
 def _code_values(weight: QuantizedWeight) -> Tensor:
     """Return the quantized values before scaling: [num_outputs, num_inputs] in float32."""
     if weight.code_values is not None:
-        return weight.code_values.float()[weight.codes.long()]
-    return weight.codes.float() - 8 if weight.kind == "int4" else weight.codes.float()
+        return weight.code_values.float()[weight.values.long()]
+    return weight.values.float() - 8 if weight.kind == "int4" else weight.values.float()
 
 
 def _by_input(scales: Tensor, weight: QuantizedWeight) -> Tensor:
     """Return the scale of each quantized value: [num_outputs, num_inputs]."""
-    num_outputs, num_inputs = weight.codes.shape
+    num_outputs, num_inputs = weight.values.shape
     if weight.kind == "fp8" and weight.group:
         scales = scales.repeat_interleave(128, 0)[:num_outputs]
     return scales.repeat_interleave(weight.group or num_inputs, 1)[:, :num_inputs]

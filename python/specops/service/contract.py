@@ -56,10 +56,9 @@ def contract_of(engine: Engine) -> dict[str, Any]:
         "model", the digest of its configuration and weights, the dtypes of weights and of the KV
         cache, and the quantization of projections and of the head; "attention_leaf_tokens", the
         number of tokens after which attention rounds; "sampling_leaf_tokens", the number of logits
-        after which sums over the vocabulary round; "num_slices", the number of summands of
-        tensor-parallel sums (virtual TP ranks); "has_whole_experts", whether each of these summands
-        consists of whole experts; "logprobs_mode" and "json_whitespace", as configured; and
-        "digest", the digest of all of these.
+        after which sums over the vocabulary round; "num_virtual_ranks", the number of virtual TP
+        ranks; "has_whole_experts", whether each virtual TP rank has whole experts; "logprobs_mode"
+        and "json_whitespace", as configured; and "digest", the digest of all of these.
     """
     config = engine.config
     kind = engine.device.partition(":")[0]
@@ -79,7 +78,7 @@ def contract_of(engine: Engine) -> dict[str, Any]:
         },
         "attention_leaf_tokens": LEAF_TOKENS[kind],
         "sampling_leaf_tokens": _SAMPLING_LEAF_TOKENS[kind],
-        "num_slices": config.num_slices,
+        "num_virtual_ranks": config.num_virtual_ranks,
         "has_whole_experts": config.enable_expert_parallel,
         "logprobs_mode": config.logprobs_mode,
         "json_whitespace": config.json_whitespace,

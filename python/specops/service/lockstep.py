@@ -70,7 +70,7 @@ def group_of(setup: Setup) -> Group:
         Path(setup.store),
         setup.rank,
         config.tensor_parallel_size,
-        config.num_slices,
+        config.num_virtual_ranks,
         open_device(config.device).device.type,
         config.enable_expert_parallel,
     )

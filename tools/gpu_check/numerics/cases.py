@@ -121,9 +121,9 @@ def int8_linear(generator: torch.Generator, move: Move) -> Call:
     rows, inputs = _number(generator, 1, 20), _number(generator, 1, 700)
     outputs, dtype = _number(generator, 1, 200), _dtype(generator)
     x = move(_randn(generator, rows, inputs, dtype=dtype))
-    codes = move(torch.randint(-127, 128, (outputs, inputs), generator=generator).to(torch.int8))
+    values = move(torch.randint(-127, 128, (outputs, inputs), generator=generator).to(torch.int8))
     scales = move(torch.rand(outputs, generator=generator) / 100)
-    packed = dense.pack_weight(QuantizedWeight("int8", codes, scales[:, None]))
+    packed = dense.pack_weight(QuantizedWeight("int8", values, scales[:, None]))
     return lambda: [dense.linear(x, packed)]
 
 

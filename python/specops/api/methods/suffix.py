@@ -60,8 +60,8 @@ class SuffixOptions(Options):
             name = f"suffix_decoding_max_cached_{budget}"
             if answers and getattr(self, name) == 0:
                 raise ValueError(
-                    f"suffix_decoding_earlier_answers must be 0 where {name} is 0: nothing would "
-                    f"be kept, got {answers}"
+                    f"suffix_decoding_earlier_answers must be 0 if {name} is 0, which stores "
+                    f"nothing, got {answers}"
                 )
 
     def check_engine(self, config: Any) -> None:
@@ -71,7 +71,7 @@ class SuffixOptions(Options):
             for name in ("suffix_corpus", "suffix_cache"):
                 if getattr(self, field_name) == 0 and getattr(config, name) is not None:
                     raise ValueError(
-                        f"{name} must be absent where {field_name} is 0: nothing would be kept, "
+                        f"{name} must be absent if {field_name} is 0, which stores nothing, "
                         f"got {getattr(config, name)!r}"
                     )
 

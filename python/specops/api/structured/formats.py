@@ -65,7 +65,9 @@ def check_format(value: Any, where: str = "format", ends: Sequence[str] | None =
         own = _ends(value)
         check_list(own, f"{where}.end")
         if not all(isinstance(one, str) for one in own):
-            raise ValueError(f"{where}.end must be a text, or texts, got {value['end']!r}")
+            raise ValueError(
+                f"{where}.end must be a string or a list of strings, got {value['end']!r}"
+            )
         check_format(value["content"], f"{where}.content", () if "" in own else own)
     elif "tags" in value:
         check_list(value["tags"], f"{where}.tags")
@@ -90,7 +92,7 @@ def _check_values(value: Mapping[str, Any], where: str) -> None:
     for name in ("value", "pattern", "grammar", "begin", "separator"):
         may_be_empty = name in ("begin", "separator")
         if name in value and not (isinstance(value[name], str) and (value[name] or may_be_empty)):
-            what = "a text" if may_be_empty else "a text of a character or more"
+            what = "a string" if may_be_empty else "a non-empty string"
             raise ValueError(f"{where}.{name} must be {what}, got {value[name]!r}")
     if not isinstance(value.get("json_schema", {}), (Mapping, bool)):
         got = value["json_schema"]
@@ -114,7 +116,7 @@ def check_triggers(triggers: Any, begins: Sequence[str], where: str, ends: Seque
                     f"in it, got {one!r} and {end!r}"
                 )
         if not any(begin.startswith(one) for begin in begins):
-            raise ValueError(f"{where}triggers must each begin a tag, and {one!r} begins none")
+            raise ValueError(f"{where}triggers must each be a prefix of a tag's begin, got {one!r}")
     for begin in begins:
         if not any(begin.startswith(one) for one in triggers):
             raise ValueError(f"{where}begin must start with a trigger, got {begin!r}")
@@ -124,14 +126,14 @@ def check_list(value: Any, where: str) -> None:
     """Check that a value is a list, neither empty nor too long."""
     is_list = isinstance(value, Sequence) and not isinstance(value, str)
     if not is_list or not 1 <= len(value) <= MAX_PARTS:
-        raise ValueError(f"{where} must be a list of 1 to {MAX_PARTS}")
+        raise ValueError(f"{where} must be a list of 1 to {MAX_PARTS} items")
 
 
 def check_texts(value: Any, where: str) -> None:
     """Check that a value is a list of non-empty texts."""
     check_list(value, where)
     if not all(isinstance(one, str) and one for one in value):
-        raise ValueError(f"{where} must be texts of a character or more")
+        raise ValueError(f"{where} must be non-empty strings")
 
 
 def check_fields(value: Mapping[str, Any], known: set[str], needed: set[str], what: str) -> None:
@@ -294,10 +296,10 @@ def _ends(tag: Mapping[str, Any]) -> Any:
 
 def _one_of_texts(texts: Sequence[str]) -> _Parts:
     """Return a choice of texts, optional if one of them is empty; no parts if all are empty."""
-    given = [json.dumps(text) for text in texts if text]
-    if not given:
+    literals = [json.dumps(text) for text in texts if text]
+    if not literals:
         return []
-    return [(f"({' | '.join(given)}){'' if len(given) == len(texts) else '?'}", True)]
+    return [(f"({' | '.join(literals)}){'' if len(literals) == len(texts) else '?'}", True)]
 
 
 def _escaped(pattern: str) -> str:

@@ -58,11 +58,11 @@ class StructuredOutput:
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in _KINDS if getattr(self, name) is not None]
-        if len(given) != 1:
+        present = [name for name in _KINDS if getattr(self, name) is not None]
+        if len(present) != 1:
             raise ValueError(
                 f"structured_output must have exactly one of {', '.join(_KINDS)}, got "
-                f"{' and '.join(given) or 'none of them'}"
+                f"{' and '.join(present) or 'none of them'}"
             )
         self._check_whitespace()
         if self.json_schema is not None:
@@ -77,7 +77,7 @@ class StructuredOutput:
         try:
             "".join(self.choice or (getattr(self, self.kind),)).encode()
         except UnicodeEncodeError:
-            message = f"structured_output: {self.kind} must be valid Unicode, got half a pair"
+            message = f"structured_output: {self.kind} must be valid Unicode, got a lone surrogate"
             raise ValueError(message) from None
 
     def _check_whitespace(self) -> None:
@@ -96,7 +96,7 @@ class StructuredOutput:
                 )
             if disable:
                 raise ValueError(
-                    "structured_output: whitespace_pattern must be absent where "
+                    "structured_output: whitespace_pattern must be absent if "
                     "disable_any_whitespace is True"
                 )
         # Clients send False with every kind of constraint.
@@ -117,7 +117,7 @@ def _schema_text(schema: Any) -> str:
     """Return a schema as text, with its keys in the given order."""
     if not isinstance(schema, (str, Mapping, bool)):
         raise ValueError(
-            f"structured_output: json_schema must be an object, True or a text, got {schema!r}"
+            f"structured_output: json_schema must be an object, True or a string, got {schema!r}"
         )
     text, value = _json("json_schema", schema)
     if not isinstance(value, (dict, bool)):
@@ -132,7 +132,7 @@ def _tags_text(tags: Any) -> str:
     """Return structural tags as text, with their keys in the given order."""
     if not isinstance(tags, (str, Mapping)):
         raise ValueError(
-            f"structured_output: structural_tag must be an object or a text, got {tags!r}"
+            f"structured_output: structural_tag must be an object or a string, got {tags!r}"
         )
     text, value = _json("structural_tag", tags)
     try:
@@ -144,15 +144,15 @@ def _tags_text(tags: Any) -> str:
     return text
 
 
-def _json(name: str, given: Any) -> tuple[str, Any]:
-    """Return JSON as text and as a value, given either; check its length and depth."""
-    text = given
+def _json(name: str, value_or_text: Any) -> tuple[str, Any]:
+    """Return JSON as text and as a value, from either; check its length and depth."""
+    text = value_or_text
     if not isinstance(text, str):
-        _check_depth(name, given)
+        _check_depth(name, value_or_text)
         try:
-            text = json.dumps(given, ensure_ascii=False, allow_nan=False)
+            text = json.dumps(value_or_text, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"structured_output: {name} is no JSON: {error}") from None
+            raise ValueError(f"structured_output: {name} is not valid JSON: {error}") from None
     if len(text) > MAX_TEXT:
         raise _too_long(name, text, MAX_TEXT)
     try:
@@ -160,7 +160,7 @@ def _json(name: str, given: Any) -> tuple[str, Any]:
     except RecursionError:
         raise _too_deep(name) from None
     except ValueError as error:
-        raise ValueError(f"structured_output: {name} is no JSON: {error}") from None
+        raise ValueError(f"structured_output: {name} is not valid JSON: {error}") from None
     _check_depth(name, value)
     return text, value
 
@@ -182,7 +182,7 @@ def _check_depth(name: str, value: Any) -> None:
 
 def _check_text(name: str, text: Any, most: int) -> None:
     if not isinstance(text, str):
-        raise ValueError(f"structured_output: {name} must be a text, got {text!r}")
+        raise ValueError(f"structured_output: {name} must be a string, got {text!r}")
     if len(text) > most:
         raise _too_long(name, text, most)
     depth = 0
@@ -197,13 +197,13 @@ def _check_text(name: str, text: Any, most: int) -> None:
 
 def _choices(choice: Any) -> tuple[str, ...]:
     if not isinstance(choice, (list, tuple)) or not all(isinstance(one, str) for one in choice):
-        raise ValueError(f"structured_output: choice must be a list of texts, got {choice!r}")
+        raise ValueError(f"structured_output: choice must be a list of strings, got {choice!r}")
     if not 1 <= len(choice) <= MAX_CHOICES:
         raise ValueError(
-            f"structured_output: choice must hold 1 to {MAX_CHOICES} texts, got {len(choice)}"
+            f"structured_output: choice must hold 1 to {MAX_CHOICES} strings, got {len(choice)}"
         )
     if not all(choice):
-        raise ValueError("structured_output: choice must hold texts of a character or more, got ''")
+        raise ValueError("structured_output: choice must hold non-empty strings, got ''")
     if (total := sum(map(len, choice))) > MAX_TEXT:
         raise ValueError(
             f"structured_output: choice must have at most {MAX_TEXT} characters, got {total}"

@@ -49,7 +49,7 @@ def _check_tag(tag: Any) -> None:
     check_fields(tag, _TAG_FIELDS, _TAG_FIELDS, "structures")
     for name in ("begin", "end"):
         if not isinstance(tag[name], str):
-            raise ValueError(f"{name} of a structure must be a text, got {tag[name]!r}")
+            raise ValueError(f"{name} of a structure must be a string, got {tag[name]!r}")
     if not isinstance(tag["schema"], (Mapping, bool)):
         raise ValueError(f"schema of a structure must be an object, got {tag['schema']!r}")
 

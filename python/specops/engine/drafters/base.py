@@ -28,7 +28,7 @@ from specops.engine.device import Device
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape
-from specops.engine.models import CacheRoom, KvBytes, KvCache, LayerBatch, Transformer
+from specops.engine.models import CacheCapacity, KvBytes, KvCache, LayerBatch, Transformer
 from specops.engine.request import Request
 from specops.sampling import LogitsProcessors, SamplingTensors
 
@@ -96,7 +96,7 @@ class TargetStep(LayerBatch):
 
     shape: StepShape
     hidden: Tensor  # [rows, hidden_size], the states after the final norm
-    taps: Mapping[int, Tensor]  # auxiliary hidden states: by layer, its output [rows, hidden_size]
+    aux_hidden_states: Mapping[int, Tensor]  # by layer, its output [rows, hidden_size]
     row_to_request: Tensor  # int32 [rows]
     slots: Tensor  # int32 [batch]; -1: no request
     token_ids: Tensor  # int32 [slots, max_model_len], prompt and output of each request
@@ -211,8 +211,8 @@ class Drafter:
 
     Attributes:
         name: of the method, as in the registry.
-        taps: layers of the target that it reads auxiliary hidden states from, besides the output of
-            the final norm. Steps provide them if the drafter has planned work for the step.
+        aux_layers: layers of the target whose output it reads, besides the output of the final
+            norm. Steps provide them if the drafter has planned work for the step.
         kv_bytes: memory of its caches: on pages, and in slots if its layers keep states.
         states: the cache that holds these states, after `allocate`; None: there are no states.
         drawn_from: vocabulary of the drafts that it draws with its own random numbers; None: it
@@ -222,14 +222,14 @@ class Drafter:
     """
 
     name: str
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     kv_bytes = KvBytes()
     states: KvCache | None = None
     drawn_from: DrawnFrom | None = None
     max_drafts: int | None = None
 
-    def allocate(self, room: CacheRoom) -> None:
-        """Allocate its caches with the sizes in `room`, which take `kv_bytes` into account."""
+    def allocate(self, capacity: CacheCapacity) -> None:
+        """Allocate its caches with the sizes in `capacity`, which take `kv_bytes` into account."""
 
     def draft_kv(self, request: Request) -> DraftKv | None:
         """Return a request's draft KV on pages, or None; called once per request."""

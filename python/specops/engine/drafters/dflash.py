@@ -47,7 +47,7 @@ class BlockHead(BlockStackHead):
 
     def __init__(self, model: BlockDrafter, context: DrafterContext) -> None:
         super().__init__(model, model.config.num_rows, context)
-        self.model, self.taps, self.token_map = model, model.taps, model.token_map
+        self.model, self.aux_layers, self.token_map = model, model.aux_layers, model.token_map
         # Each drafting row of a block drafts one token.
         self.num_passes = self.max_drafts = model.config.num_drafts
         self._tokens = NewestTokens(context.config.max_num_seqs, context.device.device)
@@ -57,7 +57,7 @@ class BlockHead(BlockStackHead):
 
     def target_states(self, target: TargetStep) -> Tensor:
         """Return the states that keys and values are computed from."""
-        return self.model.states_of(target.taps, target.sums)
+        return self.model.states_of(target.aux_hidden_states, target.sums)
 
     def forward(self, index: int, rows: DraftRows, states: Tensor) -> tuple[Tensor, Tensor]:
         """Write the keys and values of rows and run the blocks that follow them, in pass 0 only."""

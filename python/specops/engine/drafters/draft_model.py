@@ -14,7 +14,7 @@ from specops.engine.drafters.base import Drafter, DrafterContext
 from specops.engine.drafters.head import DraftRows
 from specops.engine.drafters.recurrent import RecurrentDrafter
 from specops.engine.drafters.stack_head import StackHead, named_weights
-from specops.engine.models import CacheRoom, KvBytes, StepBatch, Transformer, load_model
+from specops.engine.models import CacheCapacity, KvBytes, StepBatch, Transformer, load_model
 
 
 def load(context: DrafterContext) -> Drafter:
@@ -90,9 +90,9 @@ class DraftModelDrafter(RecurrentDrafter):
             model.kv_bytes_per_slot(0),
         )
 
-    def allocate(self, room: CacheRoom) -> None:
+    def allocate(self, capacity: CacheCapacity) -> None:
         """Allocate keys and values on the target's pages, and states if the model has any."""
-        super().allocate(room._replace(num_drafts=self._num_behind))
+        super().allocate(capacity._replace(num_drafts=self._num_behind))
         if self.head.model.keeps_states:
             self.states = self.head.cache
 

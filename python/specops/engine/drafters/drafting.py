@@ -39,7 +39,7 @@ from specops.engine.features import Feature
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape
-from specops.engine.models import CacheRoom, KvBytes, KvCache
+from specops.engine.models import CacheCapacity, KvBytes, KvCache
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
 
@@ -168,9 +168,9 @@ class Drafting:
         return (NAIVE, *(name for name in METHODS if name in self.drafters))
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def aux_layers(self) -> tuple[int, ...]:
         """Layers of the target that drafters read auxiliary hidden states from, ascending."""
-        return tuple(sorted({tap for one in self.drafters.values() for tap in one.taps}))
+        return tuple(sorted({layer for one in self.drafters.values() for layer in one.aux_layers}))
 
     @property
     def width(self) -> int:
@@ -189,10 +189,12 @@ class Drafting:
         found = {name: one.states for name, one in self.drafters.items()}
         return {name: cache for name, cache in found.items() if cache is not None}
 
-    def taps_of(self, shape: StepShape) -> tuple[int, ...]:
+    def aux_layers_of(self, shape: StepShape) -> tuple[int, ...]:
         """Return the auxiliary layers read by the drafters that have work in steps of a shape."""
         return tuple(
-            sorted({tap for name, _ in shape.drafters for tap in self.drafters[name].taps})
+            sorted(
+                {layer for name, _ in shape.drafters for layer in self.drafters[name].aux_layers}
+            )
         )
 
     def draft_prob_row(self, slot: int) -> int:
@@ -252,10 +254,10 @@ class Drafting:
         assert len(found) <= 1, "two drafters of one request keep keys and values on its pages"
         return found[0] if found else None
 
-    def allocate(self, room: CacheRoom) -> None:
+    def allocate(self, capacity: CacheCapacity) -> None:
         """Allocate the caches of all drafters."""
         for drafter in self.drafters.values():
-            drafter.allocate(room)
+            drafter.allocate(capacity)
 
     def start(self, request: Request) -> bool:
         """Start drafting for a request that got its slot.

@@ -53,11 +53,11 @@ class Eagle3Head(StackHead):
 
     def __init__(self, head: Eagle3) -> None:
         super().__init__(head)
-        self.head, self.taps, self.token_map = head, head.taps, head.token_map
+        self.head, self.aux_layers, self.token_map = head, head.aux_layers, head.token_map
 
     def target_states(self, target: TargetStep) -> Tensor:
         """Return the auxiliary hidden states of the target, projected to the head's width."""
-        return self.head.states_of(target.taps, target.sums)
+        return self.head.states_of(target.aux_hidden_states, target.sums)
 
     def forward(self, index: int, rows: DraftRows, states: Tensor) -> tuple[Tensor, Tensor]:
         """Run the head over rows; see `DraftHead.forward`."""
@@ -83,14 +83,14 @@ class ParallelHead(BlockStackHead):
         # is made. If the configuration's own method is another one, it gives no number.
         drafts = context.config.speculative_config.num_model_steps or _DRAFTS
         super().__init__(head, drafts - 1, context)
-        self.head, self.taps, self.token_map = head, head.taps, head.token_map
+        self.head, self.aux_layers, self.token_map = head, head.aux_layers, head.token_map
         self.num_passes = self.max_drafts = drafts
         self._hidden: Tensor | None = None  # of the masks; None: no masks
         self._given: Tensor  # output of the latest pass 0
 
     def target_states(self, target: TargetStep) -> Tensor:
         """Return the auxiliary hidden states of the target, projected to the head's width."""
-        return self.head.states_of(target.taps, target.sums)
+        return self.head.states_of(target.aux_hidden_states, target.sums)
 
     def forward(self, index: int, rows: DraftRows, states: Tensor) -> tuple[Tensor, Tensor]:
         """Run the head over rows, then over the masks after them; see `DraftHead.forward`."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specops.engine.drafters.base import TargetStep
-from specops.engine.models import CacheRoom, LayerBatch
+from specops.engine.models import CacheCapacity, LayerBatch
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class DraftHead(Protocol):
         """Most drafts that it makes for a request in a step; None: no limit."""
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def aux_layers(self) -> tuple[int, ...]:
         """Layers of the target whose auxiliary hidden states `target_states` reads."""
 
     @property
@@ -96,7 +96,7 @@ class DraftHead(Protocol):
     def reserve(self, rows: int) -> None:
         """Allocate the buffers of passes with up to `rows` rows; they do not move afterwards."""
 
-    def allocate(self, room: CacheRoom) -> None:
+    def allocate(self, capacity: CacheCapacity) -> None:
         """Allocate keys and values on the target's pages."""
 
     def kv_tensors(self) -> Sequence[Tensor]:

@@ -33,7 +33,7 @@ from specops.engine.drafters.pass_reports import PassReports
 from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape, bucket
-from specops.engine.models import CacheRoom, KvBytes
+from specops.engine.models import CacheCapacity, KvBytes
 from specops.engine.request import Request
 from specops.sampling import LogitsProcessors, Purpose, SampleOutputs, SamplingTensors
 
@@ -108,7 +108,7 @@ class RecurrentDrafter(Drafter):
 
     def __init__(self, name: str, context: DrafterContext, head: DraftHead, *, draws: bool) -> None:
         slots, max_rows = context.config.max_num_seqs, context.config.max_num_batched_tokens
-        self.name, self.taps = name, head.taps
+        self.name, self.aux_layers = name, head.aux_layers
         self.head, self.num_passes = head, head.num_passes
         self.reads_own_tokens = not head.reads_states
         self.kv_bytes, self.max_drafts = KvBytes(head.kv_bytes_per_token), head.max_drafts
@@ -138,9 +138,9 @@ class RecurrentDrafter(Drafter):
         num_kept = WINDOW if self.keeps_states else 0
         self.kept = torch.zeros((slots, num_kept, width), dtype=head.dtype, device=where)
 
-    def allocate(self, room: CacheRoom) -> None:
+    def allocate(self, capacity: CacheCapacity) -> None:
         """Allocate the head's keys and values on the target's pages."""
-        self.head.allocate(room)
+        self.head.allocate(capacity)
 
     def kv_tensors(self) -> Sequence[Tensor]:
         """Return the head's keys and values."""

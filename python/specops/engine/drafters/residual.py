@@ -14,7 +14,7 @@ from specops.engine.drafters.head import DraftHead, DraftRows
 from specops.engine.drafters.newest import NewestTokens
 from specops.engine.drafters.recurrent import RecurrentDrafter
 from specops.engine.drafters.stack_head import StackHead, named_weights
-from specops.engine.models import CacheRoom, MtpBatch, PrefixLayer, ResidualHeads, Transformer
+from specops.engine.models import CacheCapacity, MtpBatch, PrefixLayer, ResidualHeads, Transformer
 
 
 class Loader(Protocol):
@@ -66,7 +66,7 @@ class ResidualDraftHead:
     is_chained = False
     lookahead = 1
     reads_states = True
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     token_map: Tensor | None = None
     kv_bytes_per_token = 0
 
@@ -105,7 +105,7 @@ class ResidualDraftHead:
         """Allocate a buffer for the states of `rows` rows."""
         self._gathered = self._gathered.new_empty(rows, self.hidden_size)
 
-    def allocate(self, room: CacheRoom) -> None:
+    def allocate(self, capacity: CacheCapacity) -> None:
         """Do nothing: the heads keep nothing on pages."""
 
     def kv_tensors(self) -> Sequence[Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specops.api.methods.method import WeightOptions
 from specops.engine.drafters.base import DrafterContext, MethodUnavailable, TargetStep
-from specops.engine.models import CacheRoom, KvCache, LayerStack
+from specops.engine.models import CacheCapacity, KvCache, LayerStack
 
 Options = TypeVar("Options", bound=WeightOptions)
 
@@ -51,7 +51,7 @@ class StackHead:
     reads_states = True
     max_drafts: int | None = None
     lookahead = 1
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     token_map: Tensor | None = None
 
     def __init__(self, stack: LayerStack) -> None:
@@ -82,13 +82,13 @@ class StackHead:
         """Allocate the buffers of passes with up to `rows` rows."""
         self.stack.reserve(rows)
 
-    def allocate(self, room: CacheRoom) -> None:
+    def allocate(self, capacity: CacheCapacity) -> None:
         """Allocate its keys and values on the target's pages."""
-        self.cache = self.stack.new_kv_cache(*room)
+        self.cache = self.stack.new_kv_cache(*capacity)
 
     def kv_tensors(self) -> Sequence[Tensor]:
         """Return its keys and values."""
-        return [share.tensor for share in self.cache.page_shares]
+        return [shard.tensor for shard in self.cache.page_shards]
 
     def workspace_size(self, rows: int, batch: int, pages: int) -> int:
         """Return the floats of workspace that attention uses."""

@@ -10,12 +10,12 @@ from specops.engine.models.eagle.loader import load_eagle3
 from specops.engine.models.eagle.modules import Eagle3
 from specops.engine.models.families import CONVENTIONS
 from specops.engine.models.families.family import MtpConvention
-from specops.engine.models.kept_states import KeptStates
-from specops.engine.models.kv import CacheRoom, KvBytes, KvCache, KvSpec, LayerKv
+from specops.engine.models.kv import CacheCapacity, KvBytes, KvCache, KvSpec, LayerKv
 from specops.engine.models.loader import load_model
 from specops.engine.models.mtp.loader import load_mtp
 from specops.engine.models.mtp.modules import MtpBatch, MtpModule, MtpModules, MtpOutput
 from specops.engine.models.prefix_layer import PrefixLayer
+from specops.engine.models.prefix_states import PrefixStates
 from specops.engine.models.residual_heads import ResidualHeads, load_hydra, load_medusa
 from specops.engine.models.transformer import Transformer
 from specops.engine.models.weight_cache import CachedWeights, WeightCache
@@ -23,11 +23,10 @@ from specops.engine.models.weight_cache import CachedWeights, WeightCache
 __all__ = [
     "CONVENTIONS",
     "BlockDrafter",
-    "CacheRoom",
+    "CacheCapacity",
     "CachedWeights",
     "Eagle",
     "Eagle3",
-    "KeptStates",
     "KvBytes",
     "KvCache",
     "KvSpec",
@@ -41,6 +40,7 @@ __all__ = [
     "MtpModules",
     "MtpOutput",
     "PrefixLayer",
+    "PrefixStates",
     "ResidualHeads",
     "StepBatch",
     "Transformer",

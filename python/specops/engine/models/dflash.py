@@ -36,9 +36,9 @@ from specops.engine.models.dflash2 import (
     read_dflash2,
 )
 from specops.engine.models.eagle.layout import (
+    aux_layers_of,
     flag_of,
     mapping_of,
-    taps_of,
     token_of,
 )
 from specops.engine.models.families.dense_decoder import Windows, dense_decoder
@@ -125,17 +125,17 @@ class BlockDrafter(StateHead):
             more += weights.second.projections
         super().__init__(config, weights.parts, target_size, more)
         self.config, self.weights = config, weights
-        self._given = self._new(0, self.hidden_size)
+        self._source_rows = self._new(0, self.hidden_size)
 
     def reserve(self, rows: int) -> None:
         """Allocate buffers for steps of up to `rows` rows; they do not move afterwards."""
         super().reserve(rows)
-        if len(self._given) < rows:
-            self._given = self._new(rows, self.hidden_size)
+        if len(self._source_rows) < rows:
+            self._source_rows = self._new(rows, self.hidden_size)
 
-    def states_of(self, taps: Mapping[int, Tensor], sums: Tensor | None) -> Tensor:
+    def states_of(self, aux_hidden_states: Mapping[int, Tensor], sums: Tensor | None) -> Tensor:
         """Return the states that keys and values are computed from; see `StateHead.states_of`."""
-        states = super().states_of(taps, sums)
+        states = super().states_of(aux_hidden_states, sums)
         return dense.rms_norm(states, *self.weights.hidden_norm, out=states)
 
     def append(self, batch: MtpBatch, states: Tensor, cache: KvCache) -> Tensor:
@@ -151,13 +151,14 @@ class BlockDrafter(StateHead):
         """
         num_rows = batch.positions.shape[0]
         self.reserve(num_rows)
-        given, rows = self._given[:num_rows], self.activations.first(num_rows)
-        gather_states(batch, states, given)
+        source_rows = self._source_rows[:num_rows]
+        rows = self.activations.first(num_rows)
+        gather_states(batch, states, source_rows)
         for index, layer in enumerate(self.layers):
             views = rows.layers[index].attention
             assert isinstance(layer.attention, AttentionBlock)
-            layer.attention.append_kv(given, batch, cache.layers[index], views)
-        return given
+            layer.attention.append_kv(source_rows, batch, cache.layers[index], views)
+        return source_rows
 
     def forward(
         self, token_ids: Tensor, places: Tensor, batch: LayerBatch, cache: KvCache
@@ -266,7 +267,7 @@ def load_dflash(
         config = _read(raw, directory, source.names(), target)
     loader = StateHeadLoader(source, config, directory, target, where)
     mask = _mask_embedding(directory / "mask_embedding.pt", config)
-    weights = _load(source, config, loader, len(config.taps) * target.hidden_size, mask)
+    weights = _load(source, config, loader, len(config.aux_layers) * target.hidden_size, mask)
     refuse_unread(source, directory, "a head of DFlash or DSpark", _UNREAD)
     head = BlockDrafter(config, weights, target.hidden_size)
 
@@ -337,7 +338,7 @@ def _read(
     num_rows = count(own, "block_size")
     samples_anchor = flag_of(own, "sample_from_anchor", default=is_dspark)
     if num_rows < 2 - samples_anchor:
-        raise ModelError(f"block_size must leave a row that drafts, got {num_rows}")
+        raise ModelError(f"block_size must be at least {2 - samples_anchor}, got {num_rows}")
     is_causal = _is_causal(own, kind)
     layers = (
         _masked(with_qk_norms(one, f"layers.{index}.self_attn.q_norm.weight" in names), is_causal)
@@ -355,7 +356,7 @@ def _read(
         hidden_size=decoder.hidden_size,
         layers=tuple(layers),
         norm_eps=decoder.rms_norm_eps,
-        taps=taps_of(own, directory, num_layers, None),
+        aux_layers=aux_layers_of(own, directory, num_layers, None),
         num_rows=num_rows,
         samples_anchor=samples_anchor,
         mask_token_id=mask,
@@ -395,7 +396,8 @@ def _load(
     parts = loader.parts([f"layers.{i}." for i in range(len(config.layers))], joined)
     markov, rank = None, config.markov_rank
     if rank:
-        name, outputs = "markov_head.markov_w2", (config.draft_vocab_size,)
+        name = "markov_head.markov_w2"
+        outputs = (config.draft_vocab_size,)
         markov = (
             source.tensor("markov_head.markov_w1.weight", loader.vocab_size, rank),
             source.linear("", (name,), outputs, rank, quantization="none"),

@@ -102,10 +102,11 @@ def read_dflash2(own: Mapping[str, Any], hidden_size: int, vocab_size: int) -> D
         softcap=_number(own, "final_logit_softcapping", 0.0) or None,
     )
     if hidden_size % found.group:
-        raise ModelError(f"conv_group_size is {found.group}, which must divide {hidden_size}")
+        raise ModelError(f"conv_group_size must divide {hidden_size}, got {found.group}")
     if found.num_candidates > vocab_size:
         raise ModelError(
-            f"selector_top_k is {found.num_candidates}, and the target has {vocab_size} tokens"
+            f"selector_top_k must be at most {vocab_size}, the target's tokens, "
+            f"got {found.num_candidates}"
         )
     return found
 
@@ -115,7 +116,7 @@ def _number(own: Mapping[str, Any], field: str, default: float) -> float:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-        raise ModelError(f"{field} must be a number from 0 on, got {value!r:.60}")
+        raise ModelError(f"{field} must be a number of at least 0, got {value!r:.60}")
     return float(value)
 
 
@@ -187,12 +188,12 @@ class Convolution:
     def _mix(self, x: Tensor, side: int) -> None:
         base, deltas = self._kernel.base[side], self._deltas[:, side]
         num_rows, num_groups = len(x), deltas.shape[2]
-        given = x.float().view(num_rows, num_groups, -1)
-        mixed = torch.zeros_like(given)
+        grouped = x.float().view(num_rows, num_groups, -1)
+        mixed = torch.zeros_like(grouped)
         for tap in range(base.shape[0]):
             weights = base[tap].view(num_groups, -1) + deltas[:, tap, :, None]
             there = (self._places[tap:] >= tap)[:, None, None]
-            mixed[tap:] += weights[tap:] * given[: num_rows - tap] * there
+            mixed[tap:] += weights[tap:] * grouped[: num_rows - tap] * there
         x.copy_(mixed.view_as(x))
 
 

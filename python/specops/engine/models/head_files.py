@@ -27,7 +27,7 @@ def read_tensors(path: Path) -> Any:
             return load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # the two libraries raise various errors
-        raise ModelError(f"{path}: not a file of tensors alone: {error}") from error
+        raise ModelError(f"{path}: not a file of tensors: {error}") from error
 
 
 class HeadFile(WeightSource):
@@ -80,7 +80,7 @@ def open_head(directory: Path, settings: WeightSettings, files: Sequence[str]) -
     if not directory.is_dir():
         raise ModelError(f"{directory}: no such directory")
     if settings.load_format == "dummy":
-        raise ModelError(f"{directory}: a draft head cannot be made of random weights")
+        raise ModelError(f"{directory}: a draft head needs load_format auto, got dummy")
     names = ("model.safetensors", "model.safetensors.index.json")
     if not any((directory / name).is_file() for name in names):
         for name in files:
@@ -105,4 +105,4 @@ def refuse_unread(source: WeightSource, directory: Path, what: str, left: Sequen
     """
     for name in sorted(source.names()):
         if name not in source.read and not name.endswith((*left, "\0")):
-            raise ModelError(f"{directory}: tensor {name} has no place in {what}")
+            raise ModelError(f"{directory}: tensor {name} is not used by {what}")

@@ -26,7 +26,7 @@ class KvBytes(NamedTuple):
     per_prefix: int = 0
 
 
-class CacheRoom(NamedTuple):
+class CacheCapacity(NamedTuple):
     """Capacity of a cache.
 
     Attributes:
@@ -34,22 +34,22 @@ class CacheRoom(NamedTuple):
         page_size: tokens of a page.
         num_slots: requests that run at once.
         num_drafts: most drafts that a step verifies for one of them.
-        num_kept: prefixes whose states are kept, for layers with linear attention.
+        num_prefix_states: most prefixes with states, for layers with linear attention.
     """
 
     num_pages: int
     page_size: int
     num_slots: int = 1
     num_drafts: int = 0
-    num_kept: int = 0
+    num_prefix_states: int = 0
 
 
-class Share(NamedTuple):
+class TensorShard(NamedTuple):
     """A rank's shard of a tensor whose third axis has heads.
 
     Attributes:
         tensor: [pages or slots, rows, this rank's heads, ...].
-        all_heads: heads of all ranks; `parallel.ranks.dealt` returns which of them are this rank's.
+        all_heads: heads of all ranks; `parallel.ranks.shard_range` returns this rank's range.
         widths: elements per head on that axis, for each part. The parts, such as q|k|v, follow each
             other, and each has all of the rank's heads.
     """
@@ -94,9 +94,9 @@ class KvSpec:
         """Return 0: the layer keeps nothing per slot."""
         return 0
 
-    def new(self, room: CacheRoom, device: torch.device) -> "LayerKv":
+    def new(self, capacity: CacheCapacity, device: torch.device) -> "LayerKv":
         """Allocate the pages of one layer."""
-        slots = (room.num_pages, room.page_size, self.num_heads)
+        slots = (capacity.num_pages, capacity.page_size, self.num_heads)
 
         def cache() -> Tensor:
             return _zeros((*slots, self.head_dim), self.dtype, device)
@@ -138,12 +138,12 @@ class StateSpec:
 
     def bytes_per_slot(self, num_drafts: int) -> int:
         """Return the bytes of a request in steps with up to `num_drafts` drafts."""
-        conv, states = self._shapes(CacheRoom(0, 0, 1, num_drafts))
+        conv, states = self._shapes(CacheCapacity(0, 0, 1, num_drafts))
         return math.prod(conv) * self.dtype.itemsize + math.prod(states) * torch.float32.itemsize
 
-    def new(self, room: CacheRoom, device: torch.device) -> "LayerStates":
+    def new(self, capacity: CacheCapacity, device: torch.device) -> "LayerStates":
         """Allocate the slots of one layer."""
-        conv, states = self._shapes(room)
+        conv, states = self._shapes(capacity)
         of_key = self.num_heads // self.num_key_heads
         return LayerStates(
             _zeros(conv, self.dtype, device),
@@ -152,12 +152,12 @@ class StateSpec:
             ((self.key_dim, self.key_dim, of_key * self.value_dim), (of_key,)),
         )
 
-    def _shapes(self, room: CacheRoom) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        window = max(room.num_drafts + self.taps - 1, 1)
+    def _shapes(self, capacity: CacheCapacity) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        window = max(capacity.num_drafts + self.taps - 1, 1)
         heads = (self.num_heads, self.key_dim, self.value_dim)
-        slots = room.num_slots
+        slots = capacity.num_slots
         channels = 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
-        return (slots, window, channels), (slots, room.num_drafts + 1, *heads)
+        return (slots, window, channels), (slots, capacity.num_drafts + 1, *heads)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -196,9 +196,9 @@ class LayerKv:
         return [tensor for tensor in tensors if tensor is not None]
 
     @property
-    def shares(self) -> list[Share]:
+    def shards(self) -> list[TensorShard]:
         """This rank's shard of each tensor."""
-        return [Share(tensor, self.all_heads, (1,)) for tensor in self.tensors]
+        return [TensorShard(tensor, self.all_heads, (1,)) for tensor in self.tensors]
 
 
 @dataclass(frozen=True)
@@ -216,10 +216,10 @@ class LayerStates:
         return [self.conv, self.states]
 
     @property
-    def shares(self) -> list[Share]:
+    def shards(self) -> list[TensorShard]:
         """This rank's shard of both tensors, by key heads."""
         both = zip(self.tensors, self.widths, strict=True)
-        return [Share(tensor, self.all_key_heads, widths) for tensor, widths in both]
+        return [TensorShard(tensor, self.all_key_heads, widths) for tensor, widths in both]
 
     def copy(self, slot: int, to: "LayerStates", to_slot: int, num_tokens: int) -> None:
         """Copy the state of a request after `num_tokens` tokens to a slot of `to`.
@@ -238,24 +238,26 @@ class KvCache:
     """Caches of all layers. The layers may differ in all but the page size."""
 
     layers: list[Any]  # a LayerKv or LayerStates each
-    room: CacheRoom
+    capacity: CacheCapacity
     # For each layer with LayerStates, in order: states of prefixes, with windows for no drafts.
-    kept: list[LayerStates]
+    prefix_states: list[LayerStates]
 
     @classmethod
     def new(
-        cls, specs: Iterable[KvSpec | StateSpec], room: CacheRoom, device: torch.device
+        cls, specs: Iterable[KvSpec | StateSpec], capacity: CacheCapacity, device: torch.device
     ) -> "KvCache":
         """Allocate the caches of every layer."""
         specs = list(specs)
-        of_prefixes = room._replace(num_slots=room.num_kept, num_drafts=0)
-        kept = [spec.new(of_prefixes, device) for spec in specs if isinstance(spec, StateSpec)]
-        return cls([spec.new(room, device) for spec in specs], room, kept)
+        of_prefixes = capacity._replace(num_slots=capacity.num_prefix_states, num_drafts=0)
+        prefix_states = [
+            spec.new(of_prefixes, device) for spec in specs if isinstance(spec, StateSpec)
+        ]
+        return cls([spec.new(capacity, device) for spec in specs], capacity, prefix_states)
 
     @property
     def page_size(self) -> int:
         """Tokens of a page."""
-        return self.room.page_size
+        return self.capacity.page_size
 
     @property
     def _on_pages(self) -> list[LayerKv]:
@@ -266,14 +268,14 @@ class KvCache:
         return [layer for layer in self.layers if isinstance(layer, LayerStates)]
 
     def keep_states(self, slot: int, num_tokens: int, entry: int) -> None:
-        """Copy the states after `num_tokens` tokens of a slot's request to an entry of `kept`."""
-        for own, kept in zip(self._states, self.kept, strict=True):
-            own.copy(slot, kept, entry, num_tokens)
+        """Copy the states after `num_tokens` tokens of a slot to an entry of `prefix_states`."""
+        for own, of_prefixes in zip(self._states, self.prefix_states, strict=True):
+            own.copy(slot, of_prefixes, entry, num_tokens)
 
     def load_states(self, entry: int, num_tokens: int, slot: int) -> None:
         """Copy the states after `num_tokens` tokens to the slot of a request with this prefix."""
-        for own, kept in zip(self._states, self.kept, strict=True):
-            kept.copy(entry, own, slot, num_tokens)
+        for own, of_prefixes in zip(self._states, self.prefix_states, strict=True):
+            of_prefixes.copy(entry, own, slot, num_tokens)
 
     @property
     def pairs(self) -> list[tuple[Tensor, Tensor | None]]:
@@ -281,16 +283,16 @@ class KvCache:
         return [pair for layer in self._on_pages for pair in layer.pairs]
 
     @property
-    def page_shares(self) -> list[Share]:
+    def page_shards(self) -> list[TensorShard]:
         """Tensors that are indexed by pages."""
-        return [share for layer in self._on_pages for share in layer.shares]
+        return [shard for layer in self._on_pages for shard in layer.shards]
 
     @property
-    def prefix_shares(self) -> list[Share]:
-        """Tensors that are indexed by entries of `kept`."""
-        return [share for layer in self.kept for share in layer.shares]
+    def prefix_shards(self) -> list[TensorShard]:
+        """Tensors that are indexed by entries of `prefix_states`."""
+        return [shard for layer in self.prefix_states for shard in layer.shards]
 
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors of the cache."""
-        return [tensor for layer in (*self.layers, *self.kept) for tensor in layer.tensors]
+        return [tensor for layer in (*self.layers, *self.prefix_states) for tensor in layer.tensors]

@@ -16,7 +16,7 @@ from specops.engine.models.blocks.experts import ExpertsConfig
 from specops.engine.models.config import ModelConfig, Place
 from specops.engine.models.dry_run import dry_run
 from specops.engine.models.families import read_model_config
-from specops.engine.models.shards import Cut, Shares
+from specops.engine.models.shards import Shard, Sharding
 from specops.engine.models.transformer import Transformer
 from specops.engine.models.weight_cache import WeightCache
 from specops.engine.models.weights import Checkpoint, WeightSettings, WeightSource
@@ -72,7 +72,8 @@ def load_model(
     directory = Path(directory)
     if not directory.is_dir():
         raise ModelError(f"{directory}: no such directory")
-    config, file = read_model_config(directory), directory / "config.json"
+    config = read_model_config(directory)
+    file = directory / "config.json"
     _check_experts(config, ranks)
     if max_model_len is not None and max_model_len > config.max_model_len:
         raise ModelError(
@@ -200,7 +201,7 @@ def build(
         shape[:1],
         config.hidden_size,
         quantization=source.settings.quantize_head,
-        cut=Cut(outputs=(Shares(ranks).of_vocabulary(config.vocab_size),)),
+        shard=Shard(outputs=(Sharding(ranks).of_vocabulary(config.vocab_size),)),
     )
     if config.embedding_scale != 1.0:  # the same bits as scaling single rows
         embedding = embedding * torch.tensor(config.embedding_scale, dtype=source.dtype)

@@ -66,7 +66,8 @@ class PrefixLayer(LayerStack):
             The input of the heads for all rows. It lies in the layer's own buffers: the next call
             overwrites it.
         """
-        rows, (layer,) = self.activations.first(batch.positions.shape[0]), self.layers
+        rows = self.activations.first(batch.positions.shape[0])
+        (layer,) = self.layers
         gather_states(batch, states, rows.residual)
         dense.rms_norm(rows.residual, *layer.input_norm, out=rows.normed)
         layer.run(batch, cache.layers[0], rows, rows.layers[0])
@@ -105,7 +106,7 @@ def _like(layer: LayerConfig, directory: Path, names: Collection[str]) -> LayerC
     """Return the target's layer config, adapted to the checkpoint and without a window."""
     if not isinstance(layer.attention, AttentionConfig):
         raise ModelError(
-            f"{directory}: a prefix layer is like the target's, which must have plain attention, "
+            f"{directory}: a prefix layer needs a target with plain attention, "
             f"got {layer.attention.kind}"
         )
     layer = replace(layer, attention=layer.attention.without_window())

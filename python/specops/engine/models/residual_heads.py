@@ -131,7 +131,7 @@ class ResidualHeads:
         ]
         sizes = {(one.num_outputs, one.num_leaves, one.max_split_rows): one for one in projections}
         self._weights = list(sizes.values())
-        self._given, self._gates, self._added, self._wide, self._even, self._odd = (
+        self._inputs, self._gates, self._added, self._wide, self._even, self._odd = (
             torch.empty(0, 0),
         ) * 6
 
@@ -142,7 +142,7 @@ class ResidualHeads:
         def new(columns: int) -> Tensor:
             return torch.empty(requests, columns, dtype=self.dtype, device=self.device)
 
-        self._given = new((1 + len(self.heads) * self.reads_tokens) * width)
+        self._inputs = new((1 + len(self.heads) * self.reads_tokens) * width)
         self._gates = new(2 * width).fill_(1)  # ones: silu_mul multiplies by the second half
         self._added, self._wide = new(width), new(width)
         self._even, self._odd = new(width), new(width)
@@ -154,7 +154,7 @@ class ResidualHeads:
     def read_token(self, index: int, token_ids: Tensor) -> None:
         """Embed the tokens that head `index` is the first to read, int32 [requests]."""
         begin = (1 + index) * self.hidden_size
-        into = self._given[: token_ids.shape[0], begin : begin + self.hidden_size]
+        into = self._inputs[: token_ids.shape[0], begin : begin + self.hidden_size]
         into.copy_(dense.embedding(token_ids, self._embedding))
 
     def logits(self, index: int, states: Tensor, out: Tensor | None, sums: Tensor | None) -> Tensor:
@@ -166,12 +166,14 @@ class ResidualHeads:
             out: [requests, vocab_size], receives the logits.
             sums: linear workspace.
         """
-        head, width, rows = self.heads[index], self.hidden_size, states.shape[0]
+        head = self.heads[index]
+        width = self.hidden_size
+        rows = states.shape[0]
         x = states
         if self.reads_tokens:
-            given = self._given[:rows]
-            given[:, :width].copy_(states)
-            x = given[:, : (2 + index) * width]
+            inputs = self._inputs[:rows]
+            inputs[:, :width].copy_(states)
+            x = inputs[:, : (2 + index) * width]
         gates, added = self._gates[:rows], self._added[:rows]
         for place, block in enumerate(head.blocks):
             gates[:, :width].copy_(block.inner.run(x, added, sums))

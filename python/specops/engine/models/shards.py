@@ -7,43 +7,43 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from specops.api.errors import ModelError
-from specops.engine.parallel.ranks import ALONE, Ranks, dealt
+from specops.engine.parallel.ranks import ALONE, Ranks, shard_range
 from specops.quantization import FP8_BLOCK, QuantizedWeight
 
 
 @dataclass(frozen=True)
-class Shares:
-    """Assigns heads, widths, experts and vocabulary to ranks.
+class Sharding:
+    """Assignment of heads, widths, experts and vocabulary to ranks.
 
     Attributes:
-        ranks: that the model is sharded over.
+        ranks: ranks that the model is sharded over.
     """
 
     ranks: Ranks = ALONE
 
     def of_rank(self, total: int, what: str, each: int = 1) -> range:
-        """Return this rank's equal share of `total` units of `each` numbers, as a range of numbers.
+        """Return this rank's equal shard of `total` units of `each` numbers, as a range of numbers.
 
         Raises:
             ModelError: the units cannot be divided equally.
         """
-        own = self._dealt(total, what)
-        begin = self.ranks.rank * self.ranks.local_slices * own * each
-        return range(begin, begin + self.ranks.local_slices * own * each)
+        own = self._units_of_virtual_rank(total, what)
+        begin = self.ranks.rank * self.ranks.num_local_virtual_ranks * own * each
+        return range(begin, begin + self.ranks.num_local_virtual_ranks * own * each)
 
-    def summands(self, total: int, what: str, each: int = 1) -> "list[Cut]":
-        """Return a Cut of the inputs per local virtual TP rank; [WHOLE] if there is just one."""
-        own = self._dealt(total, what) * each
-        if self.ranks.slices == 1:
+    def of_inputs(self, total: int, what: str, each: int = 1) -> "list[Shard]":
+        """Return the inputs of each local virtual TP rank; [WHOLE] if there is one virtual rank."""
+        own = self._units_of_virtual_rank(total, what) * each
+        if self.ranks.num_virtual_ranks == 1:
             return [WHOLE]
-        first = self.ranks.rank * self.ranks.local_slices
+        first = self.ranks.rank * self.ranks.num_local_virtual_ranks
         return [
-            Cut(inputs=range(i * own, (i + 1) * own))
-            for i in range(first, first + self.ranks.local_slices)
+            Shard(inputs=range(i * own, (i + 1) * own))
+            for i in range(first, first + self.ranks.num_local_virtual_ranks)
         ]
 
     def of_copies(self, total: int, what: str, each: int = 1) -> range:
-        """Return this rank's share; neighboring ranks hold the same unit if there are too few.
+        """Return this rank's shard; neighboring ranks hold the same unit if there are too few.
 
         Raises:
             ModelError: neither number divides the other.
@@ -54,7 +54,7 @@ class Shares:
                 f"tensor_parallel_size must divide the {total} {what}, or be a multiple of them, "
                 f"got {size}"
             )
-        own = dealt(total, size, rank)
+        own = shard_range(total, size, rank)
         return range(own.start * each, own.stop * each)
 
     def of_vocabulary(self, total: int) -> range:
@@ -63,22 +63,24 @@ class Shares:
         begin = min(self.ranks.rank * most, total)
         return range(begin, min(begin + most, total))
 
-    def _dealt(self, total: int, what: str) -> int:
+    def _units_of_virtual_rank(self, total: int, what: str) -> int:
         """Return the number of units per virtual TP rank."""
-        if total % self.ranks.slices:
-            is_plain = self.ranks.slices == self.ranks.size
+        if total % self.ranks.num_virtual_ranks:
+            is_plain = self.ranks.num_virtual_ranks == self.ranks.size
             name = "tensor_parallel_size" if is_plain else "exact_across_tp"
-            raise ModelError(f"{name} must divide the {total} {what}, got {self.ranks.slices}")
-        return total // self.ranks.slices
+            raise ModelError(
+                f"{name} must divide the {total} {what}, got {self.ranks.num_virtual_ranks}"
+            )
+        return total // self.ranks.num_virtual_ranks
 
 
 @dataclass(frozen=True)
-class Cut:
-    """The part of a weight that a rank keeps.
+class Shard:
+    """The part of a weight that a rank holds.
 
     Attributes:
-        outputs: of each part; None: all.
-        inputs: of all parts; None: all.
+        outputs: range of outputs of each fused weight; None: all.
+        inputs: range of inputs; None: all.
     """
 
     outputs: Sequence[range] | None = None
@@ -90,62 +92,65 @@ class Cut:
         return f"{self.outputs} {self.inputs}"
 
 
-WHOLE = Cut()
+WHOLE = Shard()
 
 
 def outputs_of(
-    weight: Tensor | QuantizedWeight, kept: range, name: str
+    weight: Tensor | QuantizedWeight, outputs: range, name: str
 ) -> Tensor | QuantizedWeight:
-    """Return the outputs `kept` of a weight, without a copy.
+    """Return a range of a weight's outputs, without a copy.
 
     Raises:
-        ModelError: they begin or end within a block that shares a scale.
+        ModelError: the range begins or ends within a block that shares a scale.
     """
-    rows = slice(kept.start, kept.stop)
+    rows = slice(outputs.start, outputs.stop)
     if isinstance(weight, Tensor):
         return weight[rows]
     scaled = rows
     if weight.kind == "fp8" and weight.group:
-        _check_border(kept, FP8_BLOCK, len(weight.codes), "outputs", name)
-        scaled = slice(kept.start // FP8_BLOCK, -(-kept.stop // FP8_BLOCK))
+        _check_border(outputs, FP8_BLOCK, len(weight.values), "outputs", name)
+        scaled = slice(outputs.start // FP8_BLOCK, -(-outputs.stop // FP8_BLOCK))
     return weight._replace(
-        codes=weight.codes[rows],
+        values=weight.values[rows],
         scales=weight.scales[scaled],
         offsets=None if weight.offsets is None else weight.offsets[rows],
     )
 
 
-def inputs_of(weight: Tensor | QuantizedWeight, kept: range, name: str) -> Tensor | QuantizedWeight:
-    """Return the inputs `kept` of a weight, without a copy of its numbers.
+def inputs_of(
+    weight: Tensor | QuantizedWeight, inputs: range, name: str
+) -> Tensor | QuantizedWeight:
+    """Return a range of a weight's inputs, without a copy of its numbers.
 
     Raises:
-        ModelError: they begin or end within a group that shares a scale, or the groups do not
-            consist of consecutive inputs.
+        ModelError: the range begins or ends within a group that shares a scale, or the groups do
+            not consist of consecutive inputs.
     """
-    columns = slice(kept.start, kept.stop)
+    columns = slice(inputs.start, inputs.stop)
     if isinstance(weight, Tensor):
         return weight[:, columns]
     if weight.input_order is not None:
         raise ModelError(
-            f"{name} cannot be shared out: its inputs are grouped in an order "
-            "(desc_act) that has no neighbours"
+            f"{name} cannot be sharded over ranks: its inputs are quantized in groups that are not "
+            "contiguous (desc_act); use a checkpoint without desc_act, or one rank"
         )
-    codes = weight.codes[:, columns]
+    values = weight.values[:, columns]
     if not weight.group:
-        return weight._replace(codes=codes)
-    _check_border(kept, weight.group, weight.codes.shape[1], "inputs", name)
-    groups = slice(kept.start // weight.group, -(-kept.stop // weight.group))
+        return weight._replace(values=values)
+    _check_border(inputs, weight.group, weight.values.shape[1], "inputs", name)
+    groups = slice(inputs.start // weight.group, -(-inputs.stop // weight.group))
     return weight._replace(
-        codes=codes,
+        values=values,
         scales=weight.scales[:, groups],
         offsets=None if weight.offsets is None else weight.offsets[:, groups],
     )
 
 
-def _check_border(kept: range, size: int, total: int, what: str, name: str) -> None:
-    for border in (kept.start, kept.stop):
+def _check_border(shard: range, size: int, total: int, what: str, name: str) -> None:
+    for border in (shard.start, shard.stop):
         if border % size and border != total:
             raise ModelError(
-                f"{name} cannot be shared out: {size} of its {total} {what} have a scale together, "
-                f"and a rank would have {kept.start} to {kept.stop}"
+                f"{name} cannot be sharded over ranks: groups of {size} of its {total} {what} "
+                f"share a scale, and a rank would hold {shard.start} to {shard.stop}; use fewer "
+                "ranks"
             )

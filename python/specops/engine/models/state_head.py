@@ -38,14 +38,14 @@ class StateHeadConfig:
         hidden_size: width of its states.
         layers: in order.
         norm_eps: of every norm.
-        taps: the target's layers whose output it reads.
+        aux_layers: the target's layers whose output it reads.
         draft_vocab_size: rows of its LM head.
     """
 
     hidden_size: int
     layers: tuple[LayerConfig, ...]
     norm_eps: float
-    taps: tuple[int, ...]
+    aux_layers: tuple[int, ...]
     draft_vocab_size: int
 
 
@@ -97,10 +97,10 @@ class StateHead(LayerStack):
             device=weights.embedding.device,
             projections=[weights.fc, *projections],
         )
-        self.taps, self.token_map = config.taps, weights.token_map
+        self.aux_layers, self.token_map = config.aux_layers, weights.token_map
         self._weights_of_head = weights
         self._next_norms = [*(one.input_norm for one in weights.layers[1:]), weights.final_norm]
-        self._joined = self._new(0, len(config.taps) * target_size)
+        self._joined = self._new(0, len(config.aux_layers) * target_size)
         self._states = self._new(0, self.hidden_size)
 
     def _new(self, rows: int, width: int) -> Tensor:
@@ -113,19 +113,19 @@ class StateHead(LayerStack):
             self._joined = self._new(rows, self._joined.shape[1])
             self._states = self._new(rows, self.hidden_size)
 
-    def states_of(self, taps: Mapping[int, Tensor], sums: Tensor | None) -> Tensor:
+    def states_of(self, aux_hidden_states: Mapping[int, Tensor], sums: Tensor | None) -> Tensor:
         """Return the target's auxiliary hidden states, projected to the head's width.
 
         Args:
-            taps: by layer, its output [rows, target's hidden_size].
+            aux_hidden_states: by layer, its output [rows, target's hidden_size].
             sums: linear workspace; None: allocated.
 
         Returns:
             [rows, hidden_size], in the head's own buffer, which the next call overwrites.
         """
-        given = [taps[tap] for tap in self.taps]
-        num_rows, weights = given[0].shape[0], self._weights_of_head
-        joined = torch.cat(given, dim=1, out=self._joined[:num_rows])
+        states = [aux_hidden_states[layer] for layer in self.aux_layers]
+        num_rows, weights = states[0].shape[0], self._weights_of_head
+        joined = torch.cat(states, dim=1, out=self._joined[:num_rows])
         self._norm_joined(joined)
         return dense.linear(
             joined, weights.fc, weights.fc_bias, out=self._states[:num_rows], workspace=sums
@@ -135,15 +135,15 @@ class StateHead(LayerStack):
         """Norm the concatenated states in place before they are projected; the default does not."""
 
     def _run_layers(
-        self, batch: LayerBatch, cache: KvCache, rows: Rows, given: Tensor | None = None
+        self, batch: LayerBatch, cache: KvCache, rows: Rows, own_input: Tensor | None = None
     ) -> Tensor:
-        """Run the layers over the residual of `rows`; the first layer reads `given` if present.
+        """Run the layers over the residual of `rows`; the first layer reads `own_input` if present.
 
         Returns:
             The states after the final norm, or the residual if there is no final norm.
         """
         for index, layer in enumerate(self.layers):
-            first = given if index == 0 else None
+            first = own_input if index == 0 else None
             layer.run(batch, cache.layers[index], rows, rows.layers[index], first)
             norm = self._next_norms[index]
             if norm is None:
@@ -208,7 +208,9 @@ class StateHeadLoader:
             fc_inputs: input width of `fc`.
             has_final_norm: whether a norm follows the layers.
         """
-        config, source, fc = self._config, self._source, f"{self._prefix}fc"
+        config = self._config
+        source = self._source
+        fc = f"{self._prefix}fc"
         outputs = (config.hidden_size,)
         has_bias = f"{fc}.bias" in source.names()
         token_map = self._token_map()
@@ -241,11 +243,9 @@ class StateHeadLoader:
 
     def _embedding(self) -> Tensor:
         """Return the head's own embedding, or the target's."""
-        name, width, target = (
-            f"{self._prefix}embed_tokens.weight",
-            self._config.hidden_size,
-            self._target,
-        )
+        name = f"{self._prefix}embed_tokens.weight"
+        width = self._config.hidden_size
+        target = self._target
         if name in self._source.names():
             return self._source.tensor(name, self.vocab_size, width)
         if width != target.hidden_size:
@@ -270,7 +270,8 @@ class StateHeadLoader:
         ]
         if not names and width == target.hidden_size:
             return draft_head(target, source.settings, self._target_directory, token_map)
-        quantization, outputs = source.settings.quantize_head, (self._config.draft_vocab_size,)
+        quantization = source.settings.quantize_head
+        outputs = (self._config.draft_vocab_size,)
         name = names[0] if names else "lm_head"
         return source.linear("", (name,), outputs, width, quantization=quantization)
 
@@ -290,8 +291,9 @@ def naming(directory: Path) -> Iterator[None]:
     except KeyError as error:
         raise ModelError(f"{file}: {error} is missing") from error
     except ModelError as error:
-        said = str(error)
-        raise ModelError(said if said.startswith(str(directory)) else f"{file}: {said}") from None
+        message = str(error)
+        has_path = message.startswith(str(directory))
+        raise ModelError(message if has_path else f"{file}: {message}") from None
 
 
 def try_row(directory: Path, head: LayerStack, run: Callable[[MtpBatch, KvCache], Tensor]) -> None:

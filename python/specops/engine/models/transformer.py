@@ -93,14 +93,17 @@ class Transformer(LayerStack):
         )
 
     def forward(
-        self, batch: StepBatch, cache: KvCache, taps: Mapping[int, Tensor] | None = None
+        self,
+        batch: StepBatch,
+        cache: KvCache,
+        aux_hidden_states: Mapping[int, Tensor] | None = None,
     ) -> Tensor:
         """Run every layer over the rows of a step, and write their keys and values.
 
         Args:
             batch: the rows.
             cache: from `new_kv_cache`.
-            taps: by layer, [rows, hidden_size]: receives the output of the layer.
+            aux_hidden_states: by layer, [rows, hidden_size]: receives the output of the layer.
 
         Returns:
             [rows, hidden_size], the states after the final norm, which the LM head and the MTP
@@ -114,9 +117,9 @@ class Transformer(LayerStack):
             layer.run(batch, cache.layers[index], rows, rows.layers[index])
             weight, eps = self._next_norms[index]
             dense.rms_norm(branch, weight, eps, residual=residual, out=normed)
-            if taps and index in taps:
+            if aux_hidden_states and index in aux_hidden_states:
                 numbers = self._row_numbers[: residual.shape[0]]
-                batching.gather_output_rows(residual, numbers, out=taps[index])
+                batching.gather_output_rows(residual, numbers, out=aux_hidden_states[index])
         return normed
 
     def logits(

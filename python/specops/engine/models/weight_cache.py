@@ -115,7 +115,7 @@ class WeightCache:
             with contextlib.suppress(OSError):  # existing files can still be read
                 os.utime(folder)  # the eviction order
         except OSError as error:
-            logger.warning("%s cannot keep packed weights: %s", self._root, error)
+            logger.warning("the weight cache %s is disabled: %s", self._root, error)
             return None
         return CachedWeights(self, folder)
 
@@ -234,7 +234,7 @@ class CachedWeights:
         except FileNotFoundError:
             return None
         except (OSError, SafetensorError, RuntimeError, TypeError, ValueError) as error:
-            logger.warning("%s is damaged and made anew: %s", path, error)
+            logger.warning("the weight cache file %s is damaged and is rebuilt: %s", path, error)
             return None
 
     def _write(self, path: Path, key: str, weight: PackedWeight) -> None:
@@ -252,7 +252,7 @@ class CachedWeights:
             problem = str(error)
         if problem is not None:
             self._writes = False
-            logger.warning("%s keeps no more packed weights: %s", self._folder, problem)
+            logger.warning("the weight cache %s stores no more weights: %s", self._folder, problem)
 
 
 def digest_of_bytes(file: Path) -> str:
@@ -267,7 +267,7 @@ def digest_of_bytes(file: Path) -> str:
 def _file_of(weight: PackedWeight, key: str) -> tuple[list[Tensor], bytes]:
     """Return the tensors of a weight as bytes, and the header of its safetensors file."""
     plain: dict[str, Any] = {}
-    kept: dict[str, dict[str, Any]] = {}
+    records: dict[str, dict[str, Any]] = {}
     entries: dict[str, Any] = {}
     tensors: list[Tensor] = []
     begin = 0
@@ -281,10 +281,10 @@ def _file_of(weight: PackedWeight, key: str) -> tuple[list[Tensor], bytes]:
         end = begin + tensors[-1].numel()
         entries[name] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
         dtype = str(value.dtype).removeprefix("torch.")
-        kept[name] = {"dtype": dtype, "shape": list(value.shape), "sum": _sum(tensors[-1])}
+        records[name] = {"dtype": dtype, "shape": list(value.shape), "sum": _sum(tensors[-1])}
         begin = end
-    told = json.dumps({"key": key, "plain": plain, "tensors": kept})
-    entries["__metadata__"] = {"weight": told, "digest": _digest([told])}
+    description = json.dumps({"key": key, "plain": plain, "tensors": records})
+    entries["__metadata__"] = {"weight": description, "digest": _digest([description])}
     header = json.dumps(entries).encode()
     header += b" " * (-(8 + len(header)) % _ALIGNMENT)
     return tensors, len(header).to_bytes(8, "little") + header
@@ -299,17 +299,17 @@ def _mapped(path: Path, key: str) -> PackedWeight:
     """
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
-        told = metadata.get("weight", "")
-        if metadata.get("digest") != _digest([told]):
-            raise ValueError("its header has another digest")
-        facts = json.loads(told)
+        description = metadata.get("weight", "")
+        if metadata.get("digest") != _digest([description]):
+            raise ValueError("the digest of its description does not match")
+        facts = json.loads(description)
         if facts["key"] != key:
-            raise ValueError("it is another weight")
+            raise ValueError("it holds another weight")
         fields = dict(facts["plain"])
         for name, one in facts["tensors"].items():
             data = ask_for_huge_pages(file.get_tensor(name))
             if _sum(data) != one["sum"]:
-                raise ValueError(f"{name} has another sum")
+                raise ValueError(f"the checksum of {name} does not match")
             dtype = getattr(torch, one["dtype"])
             num_bytes = dtype.itemsize
             for size in one["shape"]:

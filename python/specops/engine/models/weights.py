@@ -22,7 +22,7 @@ from specops.checkpoints.directory import open_checkpoint, weight_files
 from specops.checkpoints.fused import fused, rows_of
 from specops.checkpoints.module import ACTIVATION_SCALES
 from specops.dense import PackedWeight
-from specops.engine.models.shards import WHOLE, Cut, inputs_of, outputs_of
+from specops.engine.models.shards import WHOLE, Shard, inputs_of, outputs_of
 from specops.engine.models.weight_cache import CachedWeights, WeightCache
 from specops.quantization import QuantizedWeight, dequantize_weight, quantize_weight
 
@@ -137,14 +137,14 @@ class WeightSource(ABC):
         return self._placed(weight)
 
     def bias(
-        self, prefix: str, parts: Sequence[str], outputs: Sequence[int], *, cut: Cut = WHOLE
+        self, prefix: str, parts: Sequence[str], outputs: Sequence[int], *, shard: Shard = WHOLE
     ) -> Tensor:
         """Return the bias of a projection; see `linear`."""
         named = zip(parts, outputs, strict=True)
         biases = [self.tensor(f"{prefix}{part}.bias", size) for part, size in named]
-        if cut.outputs is not None:
-            kept = zip(biases, cut.outputs, strict=True)
-            biases = [one[rows.start : rows.stop] for one, rows in kept]
+        if shard.outputs is not None:
+            shards = zip(biases, shard.outputs, strict=True)
+            biases = [one[rows.start : rows.stop] for one, rows in shards]
         return torch.cat(biases)
 
     def linear(
@@ -157,7 +157,7 @@ class WeightSource(ABC):
         activation: str | None = None,
         quantization: str | None = None,
         rows: Tensor | None = None,
-        cut: Cut = WHOLE,
+        shard: Shard = WHOLE,
     ) -> PackedWeight:
         """Return a projection.
 
@@ -170,8 +170,8 @@ class WeightSource(ABC):
                 `activation(gate) * up`; see `dense.pack_weight`.
             quantization: of this projection; None: that of the layers' dense projections. A weight
                 that is quantized in its file stays as it is.
-            rows: int32 [kept outputs], on the device: which outputs to keep; None: all.
-            cut: this rank's shard. It does not change the weights, except that groups of inputs
+            rows: int32 [selected outputs], on the device: outputs to select; None: all.
+            shard: this rank's shard. It does not change the weights, except that groups of inputs
                 that are quantized while loading end at its border.
 
         Raises:
@@ -182,11 +182,11 @@ class WeightSource(ABC):
         quantization = _OF_DENSE.get(quantization, quantization)
 
         def make() -> PackedWeight:
-            return self._pack(names, outputs, inputs, activation, quantization, cut, rows)
+            return self._pack(names, outputs, inputs, activation, quantization, shard, rows)
 
-        kept = None if rows is None else rows.tolist()
-        what = (outputs, inputs, activation, quantization, kept, cut.key)
-        return self._kept(names, *what, make=make)
+        selected = None if rows is None else rows.tolist()
+        what = (outputs, inputs, activation, quantization, selected, shard.key)
+        return self._cached_or_made(names, *what, make=make)
 
     def experts(
         self,
@@ -197,21 +197,21 @@ class WeightSource(ABC):
         inputs: int,
         *,
         activation: str | None = None,
-        cut: Cut = WHOLE,
+        shard: Shard = WHOLE,
     ) -> PackedWeight:
         """Return a projection of all experts, stacked; see `moe.stack_experts`.
 
         Args:
             prefix: of the names of all experts; the expert's number follows.
             which: numbers of the experts.
-            parts, outputs, inputs, activation, cut: of each expert; see `linear`.
+            parts, outputs, inputs, activation, shard: of each expert; see `linear`.
         """
         each = [[f"{prefix}{e}.{part}.weight" for part in parts] for e in which]
         quantization = self.settings.quantization
         quantization = _OF_EXPERTS.get(quantization, quantization)
 
         def packed(names: Sequence[str]) -> PackedWeight:
-            weight = self._pack(names, outputs, inputs, activation, quantization, cut)
+            weight = self._pack(names, outputs, inputs, activation, quantization, shard)
             if weight.input_order is not None:
                 module = names[0].removesuffix(".weight")
                 raise ModelError(
@@ -225,8 +225,8 @@ class WeightSource(ABC):
             return moe.stack_experts((packed(one) for one in each), len(which))
 
         names = [name for one in each for name in one]
-        what = (outputs, inputs, activation, quantization, "experts", cut.key)
-        return self._kept(names, *what, make=make)
+        what = (outputs, inputs, activation, quantization, "experts", shard.key)
+        return self._cached_or_made(names, *what, make=make)
 
     def expert_biases(
         self,
@@ -235,10 +235,10 @@ class WeightSource(ABC):
         parts: Sequence[str],
         outputs: Sequence[int],
         *,
-        cut: Cut = WHOLE,
+        shard: Shard = WHOLE,
     ) -> Tensor:
         """Return the biases [len(which), outputs] of a projection; see `experts`."""
-        each = (self.bias(f"{prefix}{e}.", parts, outputs, cut=cut) for e in which)
+        each = (self.bias(f"{prefix}{e}.", parts, outputs, shard=shard) for e in which)
         return torch.stack(list(each))
 
     def _pack(
@@ -248,27 +248,27 @@ class WeightSource(ABC):
         inputs: int,
         activation: str | None,
         quantization: str,
-        cut: Cut,
+        shard: Shard,
         rows: Tensor | None = None,
     ) -> PackedWeight:
         weights = [
             self._numbers(name, (size, inputs)) for name, size in zip(names, outputs, strict=True)
         ]
-        if cut.outputs is not None:
-            kept = zip(weights, cut.outputs, names, strict=True)
-            weights = [outputs_of(*one) for one in kept]
+        if shard.outputs is not None:
+            shards = zip(weights, shard.outputs, names, strict=True)
+            weights = [outputs_of(*one) for one in shards]
         rounds = quantization != "none" and isinstance(weights[0], Tensor)
-        if cut.inputs is not None and not rounds:  # read only the kept inputs
+        if shard.inputs is not None and not rounds:  # read only the shard's inputs
             weights = [
-                inputs_of(one, cut.inputs, name) for one, name in zip(weights, names, strict=True)
+                inputs_of(one, shard.inputs, name) for one, name in zip(weights, names, strict=True)
             ]
         weight = fused([self._on_device(one) for one in weights], names)
         if rows is not None:
             weight = rows_of(weight, rows)
         if rounds:
-            weight = self._rounded(weight, quantization, cut.inputs)
-            if cut.inputs is not None:
-                weight = inputs_of(weight, cut.inputs, names[0])
+            weight = self._rounded(weight, quantization, shard.inputs)
+            if shard.inputs is not None:
+                weight = inputs_of(weight, shard.inputs, names[0])
         return self._packed(weight, quantization, activation)
 
     def _packed(
@@ -280,7 +280,7 @@ class WeightSource(ABC):
     def _rounded(
         self, weight: Tensor | QuantizedWeight, quantization: str, inputs: range | None
     ) -> Tensor | QuantizedWeight:
-        """Quantize a weight unless it already is; groups end where the kept inputs end."""
+        """Quantize a weight unless it already is; groups end where the shard ends."""
         if not isinstance(weight, Tensor):
             return weight
         if inputs is None:
@@ -294,7 +294,7 @@ class WeightSource(ABC):
         """Mark tensors with this prefix as read: other ranks read them."""
         self.read.update(name for name in self.names() if name.startswith(prefix))
 
-    def _kept(
+    def _cached_or_made(
         self, names: Sequence[str], *what: Any, make: Callable[[], PackedWeight]
     ) -> PackedWeight:
         """Return the cached result of `make` for this request, or call it."""
@@ -375,11 +375,11 @@ class Checkpoint(WeightSource):
                 continue
             weight = self._checkpoint.load(name)
             if not name.endswith(".bias") or not isinstance(weight, Tensor) or weight.any():
-                raise ModelError(f"{self._directory}: tensor {name} has no place in the model")
+                raise ModelError(f"{self._directory}: tensor {name} is not used by the model")
 
     def _load(self, name: str, shape: tuple[int, ...]) -> Tensor | QuantizedWeight:
         weight = self._checkpoint.load(name)
-        found = weight.shape if isinstance(weight, Tensor) else weight.codes.shape
+        found = weight.shape if isinstance(weight, Tensor) else weight.values.shape
         if tuple(found) != shape:
             raise ModelError(
                 f"{self._directory}: tensor {name} must be {list(shape)}, got {list(found)}"
@@ -406,11 +406,11 @@ class RandomWeights(WeightSource):
         return torch.ones(width, dtype=self.dtype, device=self.device)
 
     def bias(
-        self, prefix: str, parts: Sequence[str], outputs: Sequence[int], *, cut: Cut = WHOLE
+        self, prefix: str, parts: Sequence[str], outputs: Sequence[int], *, shard: Shard = WHOLE
     ) -> Tensor:
         """Return zeros."""
-        kept = outputs if cut.outputs is None else [len(one) for one in cut.outputs]
-        return torch.zeros(sum(kept), dtype=self.dtype, device=self.device)
+        sizes = outputs if shard.outputs is None else [len(one) for one in shard.outputs]
+        return torch.zeros(sum(sizes), dtype=self.dtype, device=self.device)
 
     def _load(self, name: str, shape: tuple[int, ...]) -> Tensor:
         weight = torch.empty(shape, dtype=self.dtype, device=self.device)

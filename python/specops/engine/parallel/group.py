@@ -19,7 +19,7 @@ _TIMEOUT = timedelta(minutes=30)
 _LOOPBACK = "lo"  # loopback network device: all ranks run on one machine
 
 
-class RanksApart(EngineError):
+class RanksDiverged(EngineError):
     """Ranks have diverged, so the results of their collectives are invalid."""
 
 
@@ -30,9 +30,10 @@ class Group(Ranks):
         store: file by which ranks find each other, the same for all; it must not exist yet.
         rank: index of this rank.
         size: number of ranks; each constructs a `Group`, which waits for the others.
-        slices, has_whole_experts: as in `Ranks`; `slices` is a multiple of `size`.
+        num_virtual_ranks: as in `Ranks`; a multiple of `size`.
         device: "cpu" or "cuda": device of the exchanged tensors. Host data always goes through
             gloo.
+        has_whole_experts: as in `Ranks`.
 
     Raises:
         RuntimeError: another rank did not connect.
@@ -43,12 +44,12 @@ class Group(Ranks):
         store: Path,
         rank: int,
         size: int,
-        slices: int,
+        num_virtual_ranks: int,
         device: str,
         has_whole_experts: bool = False,
     ) -> None:
         self.rank, self.size = rank, size
-        super().__init__(slices, has_whole_experts)
+        super().__init__(num_virtual_ranks, has_whole_experts)
         # Without this, gloo listens at the address to which the host name resolves.
         if any(name == _LOOPBACK for _, name in socket.if_nameindex()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
@@ -73,7 +74,9 @@ class Group(Ranks):
         own = zlib.crc32(inputs.numpy().data[:num_bytes])
         found = self._of_all(own, torch.int64).tolist()
         if found != [own] * self.size:
-            raise RanksApart(f"the ranks have come apart: the inputs of a step have sums {found}")
+            raise RanksDiverged(
+                f"tensor-parallel ranks have diverged: a step's inputs have checksums {found}"
+            )
 
     def _of_all(self, number: float, dtype: torch.dtype) -> Tensor:
         everyone = torch.empty(self.size, 1, dtype=dtype)

@@ -5,10 +5,10 @@ Every rank runs the whole engine on the same commands and makes the same decisio
 verifies and drafts by itself. Only projections, heads and their keys and values are sharded, so
 ranks communicate in two places: all-reducing sums over inputs, and gathering logits.
 
-A sum has one summand per virtual TP rank (`slices` of them), each over the same inputs for any
-number of ranks. Summands are added in pairs of neighbors, then pairs of pairs, and so on. A rank
-with several virtual ranks adds its own summands first, which is a subtree of that tree, so the bits
-depend on `slices` only.
+A sum over inputs has one partial sum per virtual TP rank, over the same inputs for any number of
+ranks. Partial sums are added in pairs of neighbors, then pairs of pairs, and so on. A rank with
+several virtual ranks adds its own partial sums first. They are a subtree of that tree, so the bits
+depend on the number of virtual ranks only.
 """
 
 import math
@@ -21,48 +21,51 @@ class Ranks:
     """A single rank; `group.Group` is one rank of several.
 
     Args:
-        slices: number of virtual TP ranks: summands of a sum over sharded inputs.
+        num_virtual_ranks: number of virtual TP ranks: partial sums of a sum over sharded inputs.
         has_whole_experts: with several virtual ranks, each has whole experts instead of a part of
             each expert.
 
     Attributes:
         rank: index of this rank, from 0.
         size: number of ranks.
-        slices: number of virtual TP ranks.
-        local_slices: number of virtual TP ranks on each rank.
+        num_virtual_ranks: number of virtual TP ranks.
+        num_local_virtual_ranks: number of virtual TP ranks on each rank.
     """
 
     rank = 0
     size = 1
 
-    def __init__(self, slices: int = 1, has_whole_experts: bool = False) -> None:
-        self.slices, self.has_whole_experts = slices, has_whole_experts
-        self.local_slices = slices // self.size
+    def __init__(self, num_virtual_ranks: int = 1, has_whole_experts: bool = False) -> None:
+        self.num_virtual_ranks, self.has_whole_experts = num_virtual_ranks, has_whole_experts
+        self.num_local_virtual_ranks = num_virtual_ranks // self.size
         self._buffers: dict[str, list[Tensor]] = {}
 
     # ---- sums and logits ----
 
     def reserve(self, rows: int, width: int, device: torch.device) -> None:
         """Allocate the buffers for sums of up to `rows` rows, so that they do not move later."""
-        if self.slices > 1:
-            self.summands((rows, width), device)
-            self._room("gathered", (self.size, rows, width), device)
+        if self.num_virtual_ranks > 1:
+            self.partial_sums((rows, width), device)
+            self._buffer("gathered", (self.size, rows, width), device)
 
-    def summands(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return a buffer for this rank's summands, float32 [local_slices, *shape]."""
-        return self._room("summands", (self.local_slices, *shape), device)
+    def partial_sums(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        """Return a buffer for this rank's partial sums, float32.
 
-    def add(self, summands: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """Add the summands of all ranks, and round once.
+        Its shape is [num_local_virtual_ranks, *shape].
+        """
+        return self._buffer("partial sums", (self.num_local_virtual_ranks, *shape), device)
+
+    def add(self, partial_sums: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """Add the partial sums of all ranks, and round once.
 
         Args:
-            summands: the buffer from `summands`; overwritten.
+            partial_sums: the buffer from `partial_sums`; overwritten.
             bias: [width], added last; or None.
             out: [rows, width], float32 or the dtype of the states; written.
         """
-        own = _folded(summands)
+        own = _folded(partial_sums)
         if self.size > 1:
-            everyone = self._room("gathered", (self.size, *own.shape), own.device)
+            everyone = self._buffer("gathered", (self.size, *own.shape), own.device)
             self._gather(own, everyone)
             own = _folded(everyone)
         out.copy_(own if bias is None else own.add_(bias))
@@ -77,9 +80,9 @@ class Ranks:
         """
         rows, total = out.shape
         most = -(-total // self.size)
-        padded = self._room("columns", (rows, most), own.device)
+        padded = self._buffer("columns", (rows, most), own.device)
         padded[:, : own.shape[1]] = own
-        everyone = self._room("all columns", (self.size, rows, most), own.device)
+        everyone = self._buffer("all columns", (self.size, rows, most), own.device)
         self._gather(padded, everyone)
         for rank, columns in enumerate(everyone):
             begin = min(rank * most, total)
@@ -103,28 +106,28 @@ class Ranks:
             num_bytes: number of leading bytes to compare.
 
         Raises:
-            RanksApart: they differ between ranks.
+            RanksDiverged: they differ between ranks.
         """
 
     def _gather(self, own: Tensor, everyone: Tensor) -> None:
         """Fill `everyone`, [size, *own.shape], with each rank's tensor in rank order."""
         raise NotImplementedError
 
-    def _room(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    def _buffer(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
         """Return uninitialized memory. Earlier buffers stay alive: a captured step may use them."""
         count = math.prod(shape)
-        kept = self._buffers.setdefault(name, [])
-        if not kept or kept[-1].numel() < count:
-            least = 2 * kept[-1].numel() if kept else 0
-            kept.append(torch.empty(max(count, least), dtype=torch.float32, device=device))
+        buffers = self._buffers.setdefault(name, [])
+        if not buffers or buffers[-1].numel() < count:
+            least = 2 * buffers[-1].numel() if buffers else 0
+            buffers.append(torch.empty(max(count, least), dtype=torch.float32, device=device))
             if device.type == "cpu":
-                del kept[:-1]
-        return kept[-1][:count].view(shape)
+                del buffers[:-1]
+        return buffers[-1][:count].view(shape)
 
 
-def _folded(summands: Tensor) -> Tensor:
+def _folded(partial_sums: Tensor) -> Tensor:
     """Add neighbors pairwise until one tensor is left, in the memory of the first."""
-    parts: list[Tensor] = list(summands)
+    parts: list[Tensor] = list(partial_sums)
     while len(parts) > 1:
         pairs = [one.add_(other) for one, other in zip(parts[::2], parts[1::2], strict=False)]
         parts = pairs + parts[2 * len(pairs) :]
@@ -135,11 +138,11 @@ def _folded(summands: Tensor) -> Tensor:
 ALONE = Ranks()
 
 
-def dealt(total: int, size: int, rank: int) -> range:
-    """Return the range of things in a rank's shard; neighbors share one if there are too few.
+def shard_range(total: int, size: int, rank: int) -> range:
+    """Return the range of units in a rank's shard; neighbors share one if there are too few.
 
     Args:
-        total: number of things; it divides `size`, or is a multiple of it.
+        total: number of units; it divides `size`, or is a multiple of it.
         size: number of ranks.
         rank: index of the rank.
     """

@@ -6,11 +6,11 @@ from collections.abc import Set
 from specops.engine.plan import Plan
 from specops.engine.request import Request
 from specops.engine.scheduling.slots import Slots
-from specops.engine.sharing.grammar_turns import GrammarTurns
+from specops.engine.sharing.grammar_scheduling import GrammarScheduler
 
 
 def plan_decode_rows(
-    plan: Plan, slots: Slots, turns: Set[Request] | None, grammar_turns: GrammarTurns
+    plan: Plan, slots: Slots, turns: Set[Request] | None, grammar_scheduler: GrammarScheduler
 ) -> None:
     """Plan verification rows in order of arrival, before those of prompts.
 
@@ -18,7 +18,7 @@ def plan_decode_rows(
         plan: the step's plan, empty so far; extended.
         slots: the engine's slots. If pages are short, a later arrival loses its slot.
         turns: the requests that decode in this step; None: all of them.
-        grammar_turns: limits the drafts of requests with slow grammars.
+        grammar_scheduler: limits the drafts of requests with slow grammars.
     """
     for request in [request for request in slots.running if request.is_decoding]:
         if request.slot < 0:
@@ -26,7 +26,7 @@ def plan_decode_rows(
         if turns is not None and request not in turns:
             plan.paused.append(request.slot)
             continue
-        drafts, most = request.num_drafts, grammar_turns.most_drafts(request)
+        drafts, most = request.num_drafts, grammar_scheduler.most_drafts(request)
         if most is not None:
             drafts = min(drafts, most)
         if not slots.has_pages(request, 1 + drafts):

@@ -3,10 +3,10 @@
 
 from specops.engine.plan import Plan
 from specops.engine.scheduling.slots import Slots
-from specops.engine.sharing.grammar_turns import GrammarTurns
+from specops.engine.sharing.grammar_scheduling import GrammarScheduler
 
 
-def reserve_draft_pages(plan: Plan, slots: Slots, grammar_turns: GrammarTurns) -> None:
+def reserve_draft_pages(plan: Plan, slots: Slots, grammar_scheduler: GrammarScheduler) -> None:
     """Limit the drafts for the next step, and reserve pages for drafters' rows after the text.
 
     Drafters that continue past the text write their keys and values to these pages. Only pages that
@@ -19,7 +19,7 @@ def reserve_draft_pages(plan: Plan, slots: Slots, grammar_turns: GrammarTurns) -
             continue
         # This step emits at least one token, and so will the step that verifies the drafts.
         limit = max(min(request.draft_limit, request.draft_room - 1), 0)
-        most = grammar_turns.most_drafts(request)
+        most = grammar_scheduler.most_drafts(request)
         part.draft_limit = limit if most is None else min(limit, most)
         if part.draft_limit and request.draft_kv is not None:
             behind = request.draft_kv.num_rows_behind(part.draft_limit)

@@ -8,7 +8,7 @@ from specops.engine.plan import Plan
 from specops.engine.prompt_logprobs import PromptRows
 from specops.engine.request import Request
 from specops.engine.scheduling.slots import Slots
-from specops.engine.sharing.prompt_shares import PromptShares, client_of
+from specops.engine.sharing.prompt_budgets import PromptBudgets, client_of
 from specops.engine.sharing.row_costs import RowCosts
 
 # Limits on the rows of prompts, as multiples of the rows that hardly prolong a step (free_rows).
@@ -42,7 +42,7 @@ def plan_prompt_rows(
     decoding: Counter[str] = Counter()
     for part in plan.parts:
         decoding[client_of(slots.at[part.slot])] += part.num_rows
-    shares = PromptShares(
+    budgets = PromptBudgets(
         chain(prompts, slots.waiting if may_start else ()),
         costs=costs,
         decoding=decoding,
@@ -51,16 +51,16 @@ def plan_prompt_rows(
     )
     for request in prompts:
         if request.slot >= 0 and budget > 0:
-            budget -= _plan_chunk(plan, slots, request, budget, shares)
+            budget -= _plan_chunk(plan, slots, request, budget, budgets)
     while may_start and slots.waiting and budget > 0:
-        everybody = slots.shares.in_turn(slots.waiting)
-        in_turn = [request for request in everybody if shares.left(request)]
+        everybody = slots.fair.in_order(slots.waiting)
+        in_turn = [request for request in everybody if budgets.left(request)]
         if not in_turn:
             return
         if slots.has_free_slot and slots.start(in_turn[0], plan):
-            budget -= _plan_chunk(plan, slots, in_turn[0], budget, shares)
+            budget -= _plan_chunk(plan, slots, in_turn[0], budget, budgets)
             continue
-        victim = next(filter(None, map(slots.shares.victim, in_turn)), None)
+        victim = next(filter(None, map(slots.fair.victim, in_turn)), None)
         if victim is None:
             # With a free slot, pages are missing, and any step may release some of them.
             if not slots.has_free_slot and len(in_turn) == len(everybody):
@@ -71,15 +71,15 @@ def plan_prompt_rows(
 
 
 def _plan_chunk(
-    plan: Plan, slots: Slots, request: Request, budget: int, shares: PromptShares
+    plan: Plan, slots: Slots, request: Request, budget: int, budgets: PromptBudgets
 ) -> int:
     """Plan the next rows of a prompt; return how many."""
     missing = len(request.token_ids) - request.num_computed
-    rows = min(missing, budget, shares.left(request))
+    rows = min(missing, budget, budgets.left(request))
     rows = slots.states.chunk(request.slot, request.num_computed, rows)
     if rows <= 0 or not slots.make_room(request, rows, plan):
         return 0
-    shares.take(request, rows)
+    budgets.take(request, rows)
     part = slots.part(request, rows, emits=rows == missing and not request.has_no_output)
     if (wanted := request.prompt_logprobs) is not None:
         end = part.begin + rows

@@ -10,17 +10,17 @@ from itertools import chain
 
 from specops.api.config import EngineConfig
 from specops.engine.memory.kv_cache import PagePool
-from specops.engine.models import KeptStates
+from specops.engine.models import PrefixStates
 from specops.engine.plan import Plan
 from specops.engine.request import Request
 from specops.engine.scheduling.decode_rows import plan_decode_rows
 from specops.engine.scheduling.draft_pages import reserve_draft_pages
 from specops.engine.scheduling.prompt_rows import plan_prompt_rows
 from specops.engine.scheduling.slots import Slots
-from specops.engine.sharing.grammar_turns import GrammarTurns
+from specops.engine.sharing.fair_scheduling import Demand, select_decoding
+from specops.engine.sharing.grammar_scheduling import GrammarScheduler
 from specops.engine.sharing.prefixes import PrefixFinder
 from specops.engine.sharing.row_costs import RowCosts
-from specops.engine.sharing.turns import Ask, take_turns
 
 
 class Scheduler(Slots):
@@ -43,7 +43,7 @@ class Scheduler(Slots):
         self,
         pool: PagePool,
         config: EngineConfig,
-        states: KeptStates | None = None,
+        states: PrefixStates | None = None,
         free_rows: int | None = None,
         prefix_finder: PrefixFinder | None = None,
         costs: RowCosts | None = None,
@@ -57,7 +57,7 @@ class Scheduler(Slots):
         self._prefix_finder = prefix_finder
         self._num_steps = 0
         self._turns: Set[Request] | None = None  # requests that decode next; None: all
-        self._grammar_turns = GrammarTurns()
+        self._grammar_scheduler = GrammarScheduler()
 
     def decoding(
         self, num_proposed: Callable[[Request], int] = lambda request: 0
@@ -74,17 +74,17 @@ class Scheduler(Slots):
         prompts: list[Request] = []
         for request in self.running:
             (decoding if request.is_decoding else prompts).append(request)
-        late = self._grammar_turns.sitting_out(decoding, bool(prompts))
+        late = self._grammar_scheduler.requests_to_skip(decoding, bool(prompts))
         if late:
             decoding = [request for request in decoding if request not in late]
         self._turns = set(decoding) if late else None
         if self._free_rows is not None and len(decoding) > 1:
-            asks = [Ask(request, 1 + num_proposed(request)) for request in decoding]
+            demands = [Demand(request, 1 + num_proposed(request)) for request in decoding]
             of_prompts = [
-                Ask(request, len(request.token_ids) - request.num_computed)
+                Demand(request, len(request.token_ids) - request.num_computed)
                 for request in chain(prompts, self.newcomers())
             ]
-            turns = take_turns(asks, self._max_rows, self._free_rows, of_prompts)
+            turns = select_decoding(demands, self._max_rows, self._free_rows, of_prompts)
             if turns is not None:
                 self._turns = turns
                 decoding = [request for request in decoding if request in turns]
@@ -101,9 +101,9 @@ class Scheduler(Slots):
         turns, self._turns = self._turns, None
         self._num_steps += 1
         self.take_back()
-        plan_decode_rows(plan, self, turns, self._grammar_turns)
+        plan_decode_rows(plan, self, turns, self._grammar_scheduler)
         plan_prompt_rows(plan, self, self._max_rows, self._free_rows, self.costs)
-        reserve_draft_pages(plan, self, self._grammar_turns)
+        reserve_draft_pages(plan, self, self._grammar_scheduler)
         for part in plan.parts:
             self.at[part.slot].last_step = self._num_steps
         if self._prefix_finder is not None:
@@ -112,4 +112,4 @@ class Scheduler(Slots):
 
     def note_step(self, plan: Plan, seconds: float) -> None:
         """Record the duration of a step whose tokens are committed."""
-        self._grammar_turns.note(plan, self.at, seconds)
+        self._grammar_scheduler.note(plan, self.at, seconds)

@@ -6,10 +6,10 @@ from array import array
 from collections import deque
 
 from specops.engine.memory.kv_cache import PagePool
-from specops.engine.models import KeptStates
+from specops.engine.models import PrefixStates
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
-from specops.engine.sharing.fairness import Shares
+from specops.engine.sharing.fair_slots import FairSlots
 
 
 class Slots:
@@ -24,16 +24,18 @@ class Slots:
         waiting: requests without a slot; preempted requests first, then in order of arrival.
         running: requests with a slot, in order of arrival.
         at: the running requests by slot.
-        shares: fair order of clients: which request is next, and which one is preempted.
+        fair: fair order of clients: which request is next, and which one is preempted.
         states: states of cached prefixes.
     """
 
-    def __init__(self, pool: PagePool, max_num_seqs: int, states: KeptStates | None = None) -> None:
-        self.pool, self.states = pool, states or KeptStates(pool)
+    def __init__(
+        self, pool: PagePool, max_num_seqs: int, states: PrefixStates | None = None
+    ) -> None:
+        self.pool, self.states = pool, states or PrefixStates(pool)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.at: dict[int, Request] = {}
-        self.shares = Shares(self.running)
+        self.fair = FairSlots(self.running)
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         # Count of starts and departures, and length of the queue, when no waiting request could get
         # a slot.
@@ -75,17 +77,17 @@ class Slots:
         """Return the requests that get a slot next if pages suffice, at most one per client."""
         if not self.may_start:
             return []
-        in_turn = self.shares.in_turn(self.waiting)
+        in_turn = self.fair.in_order(self.waiting)
         if self._free_slots:
             return in_turn[: len(self._free_slots)]
-        return [one for one in in_turn if self.shares.victim(one) is not None][:1]
+        return [one for one in in_turn if self.fair.victim(one) is not None][:1]
 
     def start(self, request: Request, plan: Plan) -> bool:
         """Give a waiting request a slot and its cached prefix; return False if pages are short."""
         hits = self.pool.match_prefix(
             request.token_ids, request.num_reusable, request.draft_kv, request.params.cache_salt
         )
-        num_cached = self.states.cut(hits, request.draft_kv)
+        num_cached = self.states.release_unusable(hits, request.draft_kv)
         needed = self.num_pages_for(len(request.token_ids)) - len(hits)
         if needed > self.pool.num_available:
             self.pool.release(hits)
@@ -102,7 +104,7 @@ class Slots:
         self.running.sort(key=lambda one: one.arrival)
         self.at[request.slot] = request
         self.states.start(request.slot, hits, num_cached, len(request.token_ids), request.draft_kv)
-        self.shares.started(request)
+        self.fair.started(request)
         self._num_changes += 1
         plan.started.append((request.request_id, request.slot))
         return True
@@ -121,7 +123,7 @@ class Slots:
     def make_room(self, request: Request, rows: int, plan: Plan) -> bool:
         """Allocate pages, preempting others if needed; return False if `request` was preempted."""
         while not self.has_pages(request, rows):
-            victim = self.shares.last()
+            victim = self.fair.last()
             self.preempt(victim, plan)
             if victim is request:
                 return False
@@ -195,7 +197,7 @@ class Slots:
         self._free_slots.append(request.slot)
         del self.at[request.slot]
         request.slot = -1
-        self.shares.stopped(request)
+        self.fair.stopped(request)
         self._num_changes += 1
 
     def num_pages_for(self, num_tokens: int) -> int:

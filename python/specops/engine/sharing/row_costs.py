@@ -27,6 +27,6 @@ class RowCosts:
 
     def of_prompt_row(self, request: Request) -> float:
         """Return the time that each of a prompt's next rows adds."""
-        wanted = request.prompt_logprobs
-        is_scored = wanted is not None and bool(wanted.num_missing)
+        requested = request.prompt_logprobs
+        is_scored = requested is not None and bool(requested.num_missing)
         return self.row + (self.scored_row if is_scored else 0.0)

@@ -18,7 +18,7 @@ from specops.engine.emitted import Emitted
 from specops.engine.features import Feature
 from specops.engine.memory.step_memory import StepMemory
 from specops.engine.memory.step_shape import StepShape, bucket, page_capacity, rounded
-from specops.engine.models import CacheRoom, Transformer
+from specops.engine.models import CacheCapacity, Transformer
 from specops.engine.plan import Part, Plan, PrefixGroups
 from specops.engine.prompt_logprobs import PromptScorer
 from specops.engine.request import Request
@@ -55,7 +55,7 @@ class Runner:
         drafting: the drafters, with their pages allocated.
         config: the engine's configuration: `max_num_seqs` slots, `max_num_batched_tokens` rows per
             step.
-        room: capacity of the cache.
+        capacity: capacity of the cache.
 
     Attributes:
         memory: memory of the steps.
@@ -68,7 +68,7 @@ class Runner:
         device: Device,
         drafting: Drafting,
         config: EngineConfig,
-        room: CacheRoom,
+        capacity: CacheCapacity,
     ) -> None:
         self._device = device
         self._drafting = drafting
@@ -90,14 +90,14 @@ class Runner:
         self._tables = SlotTables(slots, model.max_model_len, model.config.vocab_size, model.device)
         self._masks = StepMasks(model.config.vocab_size, specops.get_num_threads())
         shape = (max_rows, model.config.hidden_size)
-        taps = {
+        aux_hidden_states = {
             layer: torch.empty(shape, dtype=model.dtype, device=model.device)
-            for layer in drafting.taps
+            for layer in drafting.aux_layers
         }
         self.parts = RunnerParts(
             model=model,
-            cache=model.new_kv_cache(*room),
-            taps=taps,
+            cache=model.new_kv_cache(*capacity),
+            aux_hidden_states=aux_hidden_states,
             slots=slots,
             tables=self._tables,
             drafting=drafting,

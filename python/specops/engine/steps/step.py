@@ -96,7 +96,7 @@ class RunnerParts:
 
     model: Transformer
     cache: KvCache
-    taps: Mapping[int, Tensor]  # auxiliary hidden states by layer; [rows, hidden_size]
+    aux_hidden_states: Mapping[int, Tensor]  # auxiliary hidden states by layer; [rows, hidden_size]
     slots: int
     tables: SlotTables
     drafting: Drafting
@@ -246,8 +246,10 @@ class Step:
             "sums": scratch.sums.device if scratch.sums.device.numel() else None,
         }
         self._batch = StepBatch(token_ids=arrays.token_ids.device, **self._rows)
-        taps = self._parts.drafting.taps_of(self.shape)
-        self._taps = {layer: self._parts.taps[layer][: self.shape.rows] for layer in taps}
+        layers = self._parts.drafting.aux_layers_of(self.shape)
+        self._aux_hidden_states = {
+            layer: self._parts.aux_hidden_states[layer][: self.shape.rows] for layer in layers
+        }
         self._gathered, self._logits = scratch.gathered.device, scratch.logits.device
 
     def _choosing(self) -> dict[str, Any]:
@@ -343,7 +345,7 @@ class Step:
             **self._rows,
             shape=self.shape,
             hidden=self._parts.model.states(self.shape.rows),
-            taps=self._taps,
+            aux_hidden_states=self._aux_hidden_states,
             row_to_request=self._indices.row_to_request,
             token_ids=self._parts.tables.token_ids,
             lens=self._state.lens,
@@ -403,7 +405,7 @@ class Step:
             num_output_rows=shape.outputs,
             out=indices,
         )
-        hidden = parts.model.forward(self._batch, parts.cache, self._taps)
+        hidden = parts.model.forward(self._batch, parts.cache, self._aux_hidden_states)
         if shape.outputs:
             if shape.outputs != shape.rows:
                 hidden = batching.gather_output_rows(

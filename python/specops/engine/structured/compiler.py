@@ -62,16 +62,16 @@ class GrammarCompiler:
         self._tokenizer, self._vocab_size, self._whitespace = tokenizer, vocab_size, whitespace
         self._vocabulary: Vocabulary | None = None
         self._lock = threading.Lock()
-        self._kept: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
+        self._grammars: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
         self._used: WeakValueDictionary[StructuredOutput, Grammar] = WeakValueDictionary()
 
     def compile(
-        self, wanted: StructuredOutput, overdue: Callable[[], None] | None = None
+        self, constraint: StructuredOutput, overdue: Callable[[], None] | None = None
     ) -> Grammar:
         """Return the grammar of a constraint, at once if it is in the cache or in use.
 
         Args:
-            wanted: the constraint.
+            constraint: the constraint.
             overdue: called from the calling thread if compilation takes more than 10 seconds of
                 processor time. Compilation cannot be interrupted, and continues.
 
@@ -80,19 +80,19 @@ class GrammarCompiler:
                 not installed.
         """
         with self._lock:
-            found = self._used.get(wanted)
+            found = self._used.get(constraint)
             if found is None:
                 vocabulary = self._vocabulary_of_model()
         if found is None:
             # Compile without the lock, so that threads do not wait; two may compile the same.
-            work = partial(_grammar, vocabulary, wanted, self._whitespace)
+            work = partial(_grammar, vocabulary, constraint, self._whitespace)
             found = _with_a_deep_stack(work, overdue)
         with self._lock:
-            found = self._used.setdefault(wanted, found)
-            self._kept[wanted] = found
-            self._kept.move_to_end(wanted)
-            while len(self._kept) > _MAX_KEPT:
-                self._kept.popitem(last=False)
+            found = self._used.setdefault(constraint, found)
+            self._grammars[constraint] = found
+            self._grammars.move_to_end(constraint)
+            while len(self._grammars) > _MAX_KEPT:
+                self._grammars.popitem(last=False)
         return found
 
     def _vocabulary_of_model(self) -> Vocabulary:
@@ -153,14 +153,14 @@ def _seconds_of(clocks: list[int]) -> float:
         return 0.0
 
 
-def _grammar(vocabulary: Vocabulary, wanted: StructuredOutput, whitespace: str) -> Grammar:
-    grammar = Grammar(_matcher(vocabulary, wanted, whitespace), vocabulary)
+def _grammar(vocabulary: Vocabulary, constraint: StructuredOutput, whitespace: str) -> Grammar:
+    grammar = Grammar(_matcher(vocabulary, constraint, whitespace), vocabulary)
     if reason := grammar.why_unusable():
-        raise _refused(wanted, reason)
+        raise _refused(constraint, reason)
     return grammar
 
 
-def _matcher(vocabulary: Vocabulary, wanted: StructuredOutput, whitespace: str) -> "LLMatcher":
+def _matcher(vocabulary: Vocabulary, constraint: StructuredOutput, whitespace: str) -> "LLMatcher":
     """Return llguidance's matcher at the start of a text.
 
     Raises:
@@ -168,7 +168,7 @@ def _matcher(vocabulary: Vocabulary, wanted: StructuredOutput, whitespace: str) 
     """
     from llguidance import LLMatcher, LLParserLimits
 
-    source = _source(wanted, whitespace)
+    source = _source(constraint, whitespace)
     try:
         matcher = LLMatcher(
             vocabulary.matcher_tokenizer,
@@ -182,13 +182,13 @@ def _matcher(vocabulary: Vocabulary, wanted: StructuredOutput, whitespace: str) 
             ),
         )
     except ValueError as error:
-        raise _refused(wanted, str(error)) from None
+        raise _refused(constraint, str(error)) from None
     if matcher.is_error():
-        raise _refused(wanted, matcher.get_error())
+        raise _refused(constraint, matcher.get_error())
     return matcher
 
 
-def _source(wanted: StructuredOutput, whitespace: str) -> str:
+def _source(constraint: StructuredOutput, whitespace: str) -> str:
     """Return a constraint as a grammar in llguidance's serialized form.
 
     Raises:
@@ -196,32 +196,32 @@ def _source(wanted: StructuredOutput, whitespace: str) -> str:
     """
     from llguidance import LLMatcher
 
-    if wanted.whitespace_pattern is not None:
-        options = {"whitespace_pattern": wanted.whitespace_pattern}
-    elif wanted.disable_any_whitespace is not None:
-        options = WHITESPACE["none" if wanted.disable_any_whitespace else "any"]
+    if constraint.whitespace_pattern is not None:
+        options = {"whitespace_pattern": constraint.whitespace_pattern}
+    elif constraint.disable_any_whitespace is not None:
+        options = WHITESPACE["none" if constraint.disable_any_whitespace else "any"]
     else:
         options = WHITESPACE[whitespace]
     try:
-        if isinstance(wanted.json_schema, str):
-            schema = with_options(json.loads(wanted.json_schema), options)
+        if isinstance(constraint.json_schema, str):
+            schema = with_options(json.loads(constraint.json_schema), options)
             return LLMatcher.grammar_from_json_schema(json.dumps(schema, ensure_ascii=False))
-        if isinstance(wanted.structural_tag, str):
-            tags, named = grammar_of_tags(json.loads(wanted.structural_tag))
+        if isinstance(constraint.structural_tag, str):
+            tags, named = grammar_of_tags(json.loads(constraint.structural_tag))
             grammars = [{"lark_grammar": lark_with_options(tags, options)}]
             for name, text in named.items():
                 lark = lark_with_options(_lark(text), options)
                 grammars.append({"name": name, "lark_grammar": lark})
             return json.dumps({"grammars": grammars}, ensure_ascii=False)
-        if wanted.grammar is not None:
-            lark = lark_with_options(_lark(wanted.grammar), options)
+        if constraint.grammar is not None:
+            lark = lark_with_options(_lark(constraint.grammar), options)
             return LLMatcher.grammar_from_lark(lark)
     except ValueError as error:
-        raise _refused(wanted, str(error)) from None
-    if wanted.regex is not None:
-        return LLMatcher.grammar_from_regex(wanted.regex)
-    assert wanted.choice is not None
-    return LLMatcher.grammar_from_regex("|".join(map(_literally, wanted.choice)))
+        raise _refused(constraint, str(error)) from None
+    if constraint.regex is not None:
+        return LLMatcher.grammar_from_regex(constraint.regex)
+    assert constraint.choice is not None
+    return LLMatcher.grammar_from_regex("|".join(map(_literally, constraint.choice)))
 
 
 def _lark(grammar: str) -> str:
@@ -238,7 +238,7 @@ def _lark(grammar: str) -> str:
             "GBNF, such as 'root ::= \"a\" b'; got EBNF with rules in <>"
         )
     if _TEMPERATURE.search(grammar):
-        raise ValueError("a rule's temperature is not supported: a request has one")
+        raise ValueError("the temperature of a rule is not supported; set that of the request")
     return grammar
 
 
@@ -249,11 +249,11 @@ def _literally(text: str) -> str:
     )
 
 
-def _refused(wanted: StructuredOutput, reason: str) -> ValueError:
-    told = " ".join(reason.partition("<state>")[0].split())  # then follows internal state
-    if told.startswith("NoExtension"):
-        told = (
-            "no text can begin it: what it starts with leads only back to itself (a rule or $ref "
-            "in a loop), or allows nothing"
+def _refused(constraint: StructuredOutput, reason: str) -> ValueError:
+    message = " ".join(reason.partition("<state>")[0].split())  # then follows internal state
+    if message.startswith("NoExtension"):
+        message = (
+            "no text matches it: its first rule or $ref only refers back to itself, or "
+            "allows nothing"
         )
-    return ValueError(f"structured_output: {wanted.kind} cannot be used: {told}")
+    return ValueError(f"structured_output: {constraint.kind} cannot be used: {message}")

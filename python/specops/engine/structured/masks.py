@@ -62,17 +62,17 @@ class MaskFiller:
         self._is_slow = False  # some request is slow, and it is not known which
         self._rows: NDArray[np.int32] = np.empty((0, 0), dtype=np.int32)
 
-    def fill(self, wanted: Sequence[MaskRows], out: NDArray[np.int32]) -> None:
+    def fill(self, rows_to_fill: Sequence[MaskRows], out: NDArray[np.int32]) -> None:
         """Fill the masks of some requests.
 
         Args:
-            wanted: the requests' rows; together, all rows before the `last` of the last one.
+            rows_to_fill: the requests' rows; together, all rows before the `last` of the last one.
             out: int32 [rows, ceil(vocab_size / 32)]; written.
         """
-        rows = self._room(wanted[-1].last, wanted[0].state.vocabulary.size + 1)
+        rows = self._buffer(rows_to_fill[-1].last, rows_to_fill[0].state.vocabulary.size + 1)
         roots: list[tuple[GrammarState, int]] = []
         chains: list[tuple[GrammarState, LLMatcher, int, list[int]]] = []
-        for one in wanted:
+        for one in rows_to_fill:
             one.state.settle()
             one.state.has_limited_rows = False
             begin = _begin(one)
@@ -85,7 +85,7 @@ class MaskFiller:
                 roots.append((one.state, one.first + begin))
         self._compute(roots, chains, rows)
         met = [state for state, matcher, *_ in chains if matcher.is_error()]
-        for one in wanted:
+        for one in rows_to_fill:
             if one.state.matcher.is_error() or one.state in met:
                 if one.drafts:
                     _fill_anew(one, rows)
@@ -131,7 +131,7 @@ class MaskFiller:
             executor.unsafe_compute_mask_ptr_with_draft_token(chain, *place)
             state.seconds += state.timer() - begun
 
-    def _room(self, count: int, vocab_size: int) -> NDArray[np.int32]:
+    def _buffer(self, count: int, vocab_size: int) -> NDArray[np.int32]:
         """Return rows in which all bits are set."""
         words = -(-vocab_size // 32)
         if len(self._rows) < count or self._rows.shape[1] != words:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Time of a row; most rows take 20 us. Slower rows may meet limits. A matcher that met a limit must
 # be recreated from all tokens, unless it is a copy, which takes about 40 us to make.
-_DEAR_SECONDS = 2e-3
+_SLOW_SECONDS = 2e-3
 
 
 def has_begun(thinking_state: int, num_injected: int) -> bool:
@@ -136,9 +136,9 @@ class GrammarState:
         return not self.matcher.is_error() and self.matcher.is_accepting()
 
     @property
-    def is_dear(self) -> bool:
+    def is_slow(self) -> bool:
         """True if rows are slow enough that limits may be met."""
-        return self.row_seconds > _DEAR_SECONDS
+        return self.row_seconds > _SLOW_SECONDS
 
     def judge(self, token_id: int, is_end: bool) -> tuple[bool, Ending | None]:
         """Consume the next token of the output, or check a token that ends it.
@@ -194,8 +194,10 @@ class GrammarState:
     def note_limit(self) -> None:
         """Record the limit that the matcher has met at the end of the text, if any."""
         if self.matcher.is_error() and not self.limit:
-            told = self.matcher.get_error().partition("<state>")[0]  # then follows internal state
-            self.limit = f"llguidance met a limit: {' '.join(told.split())}"
+            message = self.matcher.get_error().partition("<state>")[
+                0
+            ]  # then follows internal state
+            self.limit = f"llguidance met a limit: {' '.join(message.split())}"
 
     def advance(self, token_id: int) -> bool:
         """Move only the matcher by a token, if the token fits; `go_back` undoes the move."""
@@ -241,7 +243,7 @@ class GrammarState:
 
     def tried(self) -> "LLMatcher":
         """Return a matcher for work that may meet a limit: a copy if rows are slow."""
-        return self.matcher.deep_copy() if self.is_dear else self.matcher
+        return self.matcher.deep_copy() if self.is_slow else self.matcher
 
     def note_step(self, num_rows: int) -> None:
         """Update the average times after the tokens of a step of `num_rows` rows are consumed."""
@@ -271,7 +273,7 @@ class GrammarState:
 
         Return none if computing them has been slow on average.
         """
-        if self.matcher.is_stopped() or self._forced_seconds > _DEAR_SECONDS:
+        if self.matcher.is_stopped() or self._forced_seconds > _SLOW_SECONDS:
             return []
         begun = self.timer()
         matcher = self.tried()

@@ -79,7 +79,7 @@ class StepMasks:
             draft_indices: int32 [requests], filled with -1; set for requests whose mask is the same
                 in every row, so that it also applies to the drafts for the next step.
         """
-        wanted: list[tuple[str, MaskRows]] = []
+        to_fill: list[tuple[str, MaskRows]] = []
         row = count = 0
         for place, part in enumerate(plan.parts):
             if not part.emits:
@@ -91,7 +91,7 @@ class StepMasks:
                 opening = -1 if is_reply else rule.think_end_token_id
                 drafts = drafts_of(part.slot, part.num_drafts).tolist() if part.num_drafts else []
                 one = MaskRows(rule.grammar, count, drafts, opening)
-                wanted.append((part.request_id, one))
+                to_fill.append((part.request_id, one))
                 indices[row : row + rows] = range(count, count + rows)
                 count += rows
             elif rule is not None:
@@ -100,14 +100,14 @@ class StepMasks:
                 draft_indices[place] = count
                 count += 1
             row += rows
-        if not wanted:
+        if not to_fill:
             return
         if self._filler is None:
             self._filler = MaskFiller(self._num_threads)
         try:
-            self._filler.fill([one for _, one in wanted], masks)
+            self._filler.fill([one for _, one in to_fill], masks)
         except Exception:  # retry one by one from the committed text, to find the request at fault
-            for request_id, one in wanted:
+            for request_id, one in to_fill:
                 try:
                     one.state.settle()
                     one.state.restart()

@@ -14,7 +14,7 @@ from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.block import AttentionBlock, BlockLoader, NewRows, Rope
 from specops.engine.models.blocks.row_parallel import RowParallelLinear, load_row_parallel
 from specops.engine.models.kv import KvSpec, LayerKv
-from specops.engine.models.shards import Cut
+from specops.engine.models.shards import Shard
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 
@@ -81,7 +81,7 @@ class Attention(AttentionBlock):
     @property
     def weights(self) -> Sequence[PackedWeight]:
         """The packed projections of this block."""
-        return (self._qkv, *self._o.slices)
+        return (self._qkv, *self._o.shards)
 
     def workspace_size(self, rows: int, batch: int, pages: int, page_size: int) -> int:
         """Return how many floats of attention workspace steps of up to these sizes need."""
@@ -195,12 +195,12 @@ class AttentionConfig:
         q_size, kv_size = self.num_qo_heads * dim, self.num_kv_heads * dim
         of_q = (1 + self.has_gate) * dim
         sizes = (q_size // dim * of_q, kv_size, kv_size)
-        own_q = loader.shares.of_rank(self.num_qo_heads, "heads of queries", of_q)
-        own_kv = loader.shares.of_copies(self.num_kv_heads, "heads of keys", dim)
-        cut = Cut(outputs=(own_q, own_kv, own_kv))
+        own_q = loader.sharding.of_rank(self.num_qo_heads, "heads of queries", of_q)
+        own_kv = loader.sharding.of_copies(self.num_kv_heads, "heads of keys", dim)
+        shard = Shard(outputs=(own_q, own_kv, own_kv))
         shape = AttentionShape(len(own_q) // of_q, len(own_kv) // dim, dim, self.has_gate)
         order = _gates_last(shape, loader.source.device) if self.has_gate else None
-        qkv_bias = source.bias(prefix, _QKV, sizes, cut=cut) if self.qkv_bias else None
+        qkv_bias = source.bias(prefix, _QKV, sizes, shard=shard) if self.qkv_bias else None
         if qkv_bias is not None and order is not None:
             qkv_bias = qkv_bias[order.long()]
         q_norm = k_norm = sinks = None
@@ -219,7 +219,7 @@ class AttentionConfig:
                 head_dim=dim,
                 dtype=loader.kv_dtype,
             ),
-            source.linear(prefix, _QKV, sizes, self.input_size or hidden, cut=cut, rows=order),
+            source.linear(prefix, _QKV, sizes, self.input_size or hidden, shard=shard, rows=order),
             load_row_parallel(
                 source,
                 f"{prefix}o_proj",

@@ -14,7 +14,7 @@ from specops.api.errors import ModelError
 from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.kv import KvSpec, LayerKv, StateSpec
-from specops.engine.models.shards import Shares
+from specops.engine.models.shards import Sharding
 from specops.engine.models.weights import WeightSource
 from specops.engine.parallel.ranks import ALONE, Ranks
 
@@ -195,9 +195,9 @@ class BlockLoader:
     ranks: Ranks = ALONE
 
     @property
-    def shares(self) -> Shares:
+    def sharding(self) -> Sharding:
         """Sharding of a block's weights over the ranks."""
-        return Shares(self.ranks)
+        return Sharding(self.ranks)
 
     def norm(self, name: str, width: int | None = None) -> Norm:
         """Load a norm of `width` elements; None: the hidden size."""

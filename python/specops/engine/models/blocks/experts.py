@@ -13,7 +13,7 @@ from specops.dense import PackedWeight
 from specops.engine.models.blocks.block import BlockLoader, MlpBlock, NewRows, bytes_of
 from specops.engine.models.blocks.mlp import DenseMlp, DenseMlpConfig
 from specops.engine.models.blocks.row_parallel import RowParallelLinear
-from specops.engine.models.shards import Cut
+from specops.engine.models.shards import Shard
 from specops.engine.parallel.ranks import Ranks
 
 _GATE_UP = ("gate_proj", "up_proj")
@@ -124,7 +124,7 @@ class Experts(MlpBlock):
         shared: DenseMlp | None,
     ) -> None:
         shared_width = 0 if shared is None else shared.shape.width
-        width = sum(one.num_inputs for one in down.slices)
+        width = sum(one.num_inputs for one in down.shards)
         self.shape = self._shape = ExpertsShape(
             router.num_inputs,
             config.num_experts,
@@ -150,7 +150,7 @@ class Experts(MlpBlock):
         """Return the expected bytes read if rows choose their experts independently."""
         routing, count = self._routing, self._shape.num_experts
         read = 1.0 - (1.0 - routing.top_k / count) ** rows
-        experts = sum(map(bytes_of, (self.gate_up, *self.down.slices)))
+        experts = sum(map(bytes_of, (self.gate_up, *self.down.shards)))
         return super().bytes_read(rows) + bytes_of(self._router) + read * experts
 
     def run(self, x: Tensor, sums: Tensor | None, views: ExpertsViews, out: Tensor) -> None:
@@ -163,26 +163,26 @@ class Experts(MlpBlock):
         shared, ranks = self._shared, self.down.ranks
         if shared is not None:
             shared.activate(x, sums, views.shared_gated)
-        is_whole = ranks.slices == 1
-        summands = out[None] if is_whole else ranks.summands(out.shape, out.device)
-        for index, summand in enumerate(summands):
+        is_whole = ranks.num_virtual_ranks == 1
+        partial_sums = out[None] if is_whole else ranks.partial_sums(out.shape, out.device)
+        for index, partial_sum in enumerate(partial_sums):
             moe.moe_linear(
                 self.down.inputs_of(index, gated),
-                self.down.slices[index],
+                self.down.shards[index],
                 indptr,
                 bias=self.down.bias if ranks.rank == index == 0 else None,
                 out=views.expert_out,
             )
-            self._combine(index, sums, views, summand)
+            self._combine(index, sums, views, partial_sum)
         if not is_whole:
-            ranks.add(summands, None, out)
+            ranks.add(partial_sums, None, out)
 
     def _combine(self, index: int, sums: Tensor | None, views: ExpertsViews, out: Tensor) -> None:
         """Combine experts' outputs with virtual TP rank `index` of the shared MLP into `out`."""
         of_shared = None
         if self._shared is not None:
             of_shared = views.shared_out
-            self._shared.down.summand(index, views.shared_gated, of_shared, sums)
+            self._shared.down.partial_sum(index, views.shared_gated, of_shared, sums)
             if views.shared_gate is not None:
                 whole = of_shared[:, None]
                 dense.output_gate(whole, views.shared_gate, out=whole)
@@ -253,7 +253,7 @@ class ExpertsApart(Experts):
         )
         self.shape = self._shape = replace(self._shape, width=config.width, is_apart=True)
         self._own = own
-        self._indptr = self._indptr[: config.num_experts // ranks.slices + 1]
+        self._indptr = self._indptr[: config.num_experts // ranks.num_virtual_ranks + 1]
 
     def bytes_read(self, rows: int) -> float:
         """Return the expected bytes read, counting the experts of all local virtual TP ranks."""
@@ -269,15 +269,15 @@ class ExpertsApart(Experts):
             shared.activate(x, sums, views.shared_gated)
         order = moe.ExpertOrder(self._indptr, views.row_indices, views.places)
         indptr, chosen = order.expert_indptr, views.expert_ids.view(-1)
-        summands = ranks.summands(out.shape, out.device)
-        for index, (own, summand) in enumerate(zip(self._own, summands, strict=True)):
+        partial_sums = ranks.partial_sums(out.shape, out.device)
+        for index, (own, partial_sum) in enumerate(zip(self._own, partial_sums, strict=True)):
             torch.index_select(own.places, 0, chosen, out=views.own_ids.view(-1))
             moe.moe_sort(views.own_ids, len(indptr) - 1, order=order)
             rows = order.row_indices
             moe.moe_linear(x, own.gate_up, indptr, rows, own.gate_up_bias, out=views.gated)
             moe.moe_linear(views.gated, own.down, indptr, bias=own.down_bias, out=views.expert_out)
-            self._combine(index, sums, views, summand)
-        ranks.add(summands, None, out)
+            self._combine(index, sums, views, partial_sum)
+        ranks.add(partial_sums, None, out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,7 +335,9 @@ class ExpertsConfig:
         shared = None
         if self.shared is not None:
             shared = self.shared.load(loader, prefix + self.shared_name)
-        experts, sizes, what = f"{prefix}experts.", (self.width, self.width), ("down_proj",)
+        experts = f"{prefix}experts."
+        sizes = (self.width, self.width)
+        what = ("down_proj",)
         if loader.ranks.has_whole_experts:
             return ExpertsApart(
                 self,
@@ -347,15 +349,15 @@ class ExpertsConfig:
                 ranks=loader.ranks,
             )
         every = range(count)
-        own = loader.shares.of_rank(self.width, _WIDTHS)
-        cut = Cut(outputs=(own, own))
+        own = loader.sharding.of_rank(self.width, _WIDTHS)
+        shard = Shard(outputs=(own, own))
         gate_up_bias = down_bias = None
         if self.has_bias:
-            gate_up_bias = source.expert_biases(experts, every, _GATE_UP, sizes, cut=cut)
+            gate_up_bias = source.expert_biases(experts, every, _GATE_UP, sizes, shard=shard)
             down_bias = source.expert_biases(experts, every, what, (hidden,))
         down = [
-            source.experts(experts, every, what, (hidden,), self.width, cut=one)
-            for one in loader.shares.summands(self.width, _WIDTHS)
+            source.experts(experts, every, what, (hidden,), self.width, shard=one)
+            for one in loader.sharding.of_inputs(self.width, _WIDTHS)
         ]
         return Experts(
             self,
@@ -363,7 +365,7 @@ class ExpertsConfig:
             router_bias=router_bias,
             bias=self._load_bias(loader, prefix),
             gate_up=source.experts(
-                experts, every, _GATE_UP, sizes, hidden, activation=self.activation, cut=cut
+                experts, every, _GATE_UP, sizes, hidden, activation=self.activation, shard=shard
             ),
             gate_up_bias=gate_up_bias,
             down=RowParallelLinear(down, down_bias, loader.ranks),
@@ -372,10 +374,12 @@ class ExpertsConfig:
 
     def _load_own(self, loader: BlockLoader, prefix: str) -> list[OwnExperts]:
         """Load the experts of this rank, one entry per local virtual TP rank."""
-        source, hidden, sizes = loader.source, loader.hidden_size, (self.width, self.width)
+        source = loader.source
+        hidden = loader.hidden_size
+        sizes = (self.width, self.width)
         source.leave_to_others(prefix)
-        whole = loader.shares.of_rank(self.num_experts, "experts")
-        count = len(whole) // loader.ranks.local_slices
+        whole = loader.sharding.of_rank(self.num_experts, "experts")
+        count = len(whole) // loader.ranks.num_local_virtual_ranks
         found = []
         for begin in whole[::count]:
             which = range(begin, begin + count)
@@ -394,7 +398,8 @@ class ExpertsConfig:
         return found
 
     def _load_bias(self, loader: BlockLoader, prefix: str) -> Tensor | None:
-        name, shape = self.routing.bias, (*self.routing.bias_shape, self.num_experts)
+        name = self.routing.bias
+        shape = (*self.routing.bias_shape, self.num_experts)
         if name is None:
             return None
         return loader.source.tensor(prefix + name, *shape, dtype=torch.float32).flatten()

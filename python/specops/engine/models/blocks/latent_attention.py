@@ -19,7 +19,7 @@ from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.block import AttentionBlock, BlockLoader, NewRows, Norm, Rope
 from specops.engine.models.blocks.row_parallel import RowParallelLinear, load_row_parallel
 from specops.engine.models.kv import KvSpec, LayerKv
-from specops.engine.models.shards import Cut
+from specops.engine.models.shards import Shard
 
 _NORM_EPS = 1e-6  # of the norms inside the block, whatever the model's own epsilon is
 
@@ -108,7 +108,7 @@ class LatentAttention(AttentionBlock):
         """The packed projections of this block."""
         own = self._weights
         optional = [] if own.q_low_rank is None else [own.q_low_rank]
-        return (*optional, own.q, own.kv, *own.key_of_head, *own.value_of_head, *own.o.slices)
+        return (*optional, own.q, own.kv, *own.key_of_head, *own.value_of_head, *own.o.shards)
 
     def workspace_size(self, rows: int, batch: int, pages: int, page_size: int) -> int:
         """Return how many floats of attention workspace steps of up to these sizes need."""
@@ -212,7 +212,9 @@ class LatentAttentionConfig:
             ModelError: a tensor is missing or has the wrong shape.
         """
         source, hidden, heads = loader.source, loader.hidden_size, self.num_qo_heads
-        key_dim, inputs, q_name = LATENT_DIM + self.rope.dim, hidden, "q_proj"
+        key_dim = LATENT_DIM + self.rope.dim
+        inputs = hidden
+        q_name = "q_proj"
         q_low_rank = q_norm = None
         if self.q_rank is not None:
             inputs, q_name = self.q_rank, "q_b_proj"
@@ -222,9 +224,9 @@ class LatentAttentionConfig:
         def bias(name: str, size: int) -> Tensor | None:
             return source.bias(prefix, (name,), (size,)) if self.has_bias else None
 
-        own = loader.shares.of_rank(heads, "heads of queries")
+        own = loader.sharding.of_rank(heads, "heads of queries")
         per_head, q_dim = self.nope_dim + self.value_dim, self.nope_dim + self.rope.dim
-        cut = Cut(outputs=(range(own.start * q_dim, own.stop * q_dim),))
+        shard = Shard(outputs=(range(own.start * q_dim, own.stop * q_dim),))
         expanding = source.tensor(f"{prefix}kv_b_proj.weight", heads * per_head, LATENT_DIM)
         of_heads = expanding.view(heads, per_head, LATENT_DIM)[own.start : own.stop]
         keys = [one[: self.nope_dim].T.contiguous() for one in of_heads]
@@ -232,7 +234,7 @@ class LatentAttentionConfig:
             q_low_rank=q_low_rank,
             q_low_rank_bias=bias("q_a_proj", inputs) if q_low_rank is not None else None,
             q_norm=q_norm,
-            q=source.linear(prefix, (q_name,), (heads * q_dim,), inputs, cut=cut),
+            q=source.linear(prefix, (q_name,), (heads * q_dim,), inputs, shard=shard),
             kv=source.linear(prefix, ("kv_a_proj_with_mqa",), (key_dim,), hidden),
             kv_bias=bias("kv_a_proj_with_mqa", key_dim),
             kv_norm=source.norm(f"{prefix}kv_a_layernorm.weight", LATENT_DIM),

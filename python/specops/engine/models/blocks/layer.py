@@ -49,7 +49,7 @@ class Layer:
         cache: Any,
         rows: Rows,
         views: LayerViews,
-        given: Tensor | None = None,
+        own_input: Tensor | None = None,
     ) -> None:
         """Run the layer on `rows.normed`, except for the last residual addition.
 
@@ -61,11 +61,11 @@ class Layer:
             cache: cache of this layer.
             rows: activations of the rows.
             views: views of the two blocks.
-            given: input of attention in place of `normed`, if its width differs.
+            own_input: input of attention in place of `normed`, if its width differs.
         """
         normed, branch = rows.normed, rows.branch
         self.attention.run(
-            normed if given is None else given, batch, cache, views.attention, branch
+            normed if own_input is None else own_input, batch, cache, views.attention, branch
         )
         norm = self.attention_norm
         if norm is not None:

@@ -14,7 +14,7 @@ from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.block import BlockLoader, MixingBlock, NewRows
 from specops.engine.models.blocks.row_parallel import RowParallelLinear, load_row_parallel
 from specops.engine.models.kv import LayerStates, StateSpec
-from specops.engine.models.shards import Cut
+from specops.engine.models.shards import Shard
 from specops.engine.models.weights import WeightSource
 
 _KEY_HEADS = "heads of keys in linear attention"
@@ -128,7 +128,7 @@ class LinearAttention(MixingBlock):
     @property
     def weights(self) -> Sequence[PackedWeight]:
         """The packed projections of this block."""
-        return (self._weights.projection, self._weights.ba, *self._weights.o.slices)
+        return (self._weights.projection, self._weights.ba, *self._weights.o.shards)
 
     def workspace_size(self, rows: int, batch: int, pages: int, page_size: int) -> int:
         """Return 0: linear attention needs no attention workspace."""
@@ -216,7 +216,8 @@ class LinearAttentionConfig:
         Raises:
             ModelError: a tensor is missing or has the wrong shape.
         """
-        source, heads = loader.source, loader.shares.of_rank(self.num_key_heads, _KEY_HEADS)
+        source = loader.source
+        heads = loader.sharding.of_rank(self.num_key_heads, _KEY_HEADS)
         whole, own = self._shape(self.num_key_heads), self._shape(len(heads))
         own_values = _times(heads, self._values_of_key)
 
@@ -277,7 +278,7 @@ class LinearAttentionConfig:
                 hidden,
                 quantization=quantization,
                 rows=torch.cat([part.flatten() for part in parts]),
-                cut=Cut(outputs=(_times(heads, width),)),
+                shard=Shard(outputs=(_times(heads, width),)),
             )
 
         each = self._values_of_key
@@ -303,7 +304,7 @@ class LinearAttentionConfig:
             (self.num_value_heads, self.num_value_heads),
             hidden,
             quantization="none",
-            cut=Cut(outputs=(own_values, own_values)),
+            shard=Shard(outputs=(own_values, own_values)),
         )
         return projection, ba
 

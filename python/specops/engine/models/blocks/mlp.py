@@ -11,7 +11,7 @@ from specops import dense
 from specops.dense import PackedWeight
 from specops.engine.models.blocks.block import BlockLoader, MlpBlock, NewRows
 from specops.engine.models.blocks.row_parallel import RowParallelLinear, load_row_parallel
-from specops.engine.models.shards import Cut
+from specops.engine.models.shards import Shard
 
 _GATE_UP = ("gate_proj", "up_proj")
 
@@ -39,7 +39,7 @@ class DenseMlp(MlpBlock):
     @property
     def weights(self) -> Sequence[PackedWeight]:
         """The packed projections of this block."""
-        return (self.gate_up, *self.down.slices)
+        return (self.gate_up, *self.down.shards)
 
     def run(self, x: Tensor, sums: Tensor | None, views: Tensor, out: Tensor) -> None:
         """Compute the MLP of the rows into `out`."""
@@ -77,13 +77,15 @@ class DenseMlpConfig:
         Raises:
             ModelError: a tensor is missing or has the wrong shape.
         """
-        source, hidden, sizes = loader.source, loader.hidden_size, (self.width, self.width)
-        own = loader.shares.of_rank(self.width, "inner widths of an MLP")
-        cut = Cut(outputs=(own, own))
+        source = loader.source
+        hidden = loader.hidden_size
+        sizes = (self.width, self.width)
+        own = loader.sharding.of_rank(self.width, "inner widths of an MLP")
+        shard = Shard(outputs=(own, own))
         return DenseMlp(
             DenseMlpShape(len(own)),
-            source.linear(prefix, _GATE_UP, sizes, hidden, activation=self.activation, cut=cut),
-            source.bias(prefix, _GATE_UP, sizes, cut=cut) if self.has_bias else None,
+            source.linear(prefix, _GATE_UP, sizes, hidden, activation=self.activation, shard=shard),
+            source.bias(prefix, _GATE_UP, sizes, shard=shard) if self.has_bias else None,
             load_row_parallel(
                 source,
                 f"{prefix}down_proj",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specops import dense
 from specops.dense import PackedWeight
-from specops.engine.models.shards import Shares
+from specops.engine.models.shards import Sharding
 from specops.engine.models.weights import WeightSource
 from specops.engine.parallel.ranks import Ranks
 
@@ -18,12 +18,12 @@ class RowParallelLinear:
     """Row-parallel projection: each rank holds the weights of its own inputs.
 
     Attributes:
-        slices: weights of consecutive input ranges, one for each local virtual TP rank.
+        shards: weights of consecutive input ranges, one for each local virtual TP rank.
         bias: bias, added once to the sum over all ranks; or None.
         ranks: tensor-parallel ranks that hold the shards.
     """
 
-    slices: Sequence[PackedWeight]
+    shards: Sequence[PackedWeight]
     bias: Tensor | None
     ranks: Ranks
 
@@ -35,22 +35,22 @@ class RowParallelLinear:
             out: [rows, outputs]; written.
             sums: workspace of `dense.linear`.
         """
-        if self.ranks.slices == 1:
-            dense.linear(x, self.slices[0], self.bias, out=out, workspace=sums)
+        if self.ranks.num_virtual_ranks == 1:
+            dense.linear(x, self.shards[0], self.bias, out=out, workspace=sums)
             return
-        summands = self.ranks.summands(out.shape, out.device)
-        for index, summand in enumerate(summands):
-            self.summand(index, x, summand, sums)
-        self.ranks.add(summands, self.bias, out)
+        partial_sums = self.ranks.partial_sums(out.shape, out.device)
+        for index, partial_sum in enumerate(partial_sums):
+            self.partial_sum(index, x, partial_sum, sums)
+        self.ranks.add(partial_sums, self.bias, out)
 
-    def summand(self, index: int, x: Tensor, out: Tensor, sums: Tensor | None) -> None:
+    def partial_sum(self, index: int, x: Tensor, out: Tensor, sums: Tensor | None) -> None:
         """Compute the partial sum of one virtual TP rank into `out`; see `run`."""
-        weight = self.slices[index]
+        weight = self.shards[index]
         dense.linear(self.inputs_of(index, x), weight, out=out, workspace=sums)
 
     def inputs_of(self, index: int, x: Tensor) -> Tensor:
         """Return the columns of `x` that one local virtual TP rank reads."""
-        size = self.slices[index].num_inputs
+        size = self.shards[index].num_inputs
         return x[:, index * size : (index + 1) * size]
 
 
@@ -80,9 +80,9 @@ def load_row_parallel(
     Raises:
         ModelError: a tensor is missing, has the wrong shape or cannot be sharded.
     """
-    slices = [
-        source.linear("", (name,), (outputs,), count * each, cut=cut)
-        for cut in Shares(ranks).summands(count, what, each)
+    shards = [
+        source.linear("", (name,), (outputs,), count * each, shard=shard)
+        for shard in Sharding(ranks).of_inputs(count, what, each)
     ]
     bias = source.bias("", (name,), (outputs,)) if has_bias else None
-    return RowParallelLinear(slices, bias, ranks)
+    return RowParallelLinear(shards, bias, ranks)

@@ -11,7 +11,7 @@ from specops.dense import PackedWeight
 from specops.engine.models.blocks.activations import Activations
 from specops.engine.models.blocks.block import bytes_of
 from specops.engine.models.blocks.layer import Layer
-from specops.engine.models.kv import CacheRoom, KvCache
+from specops.engine.models.kv import CacheCapacity, KvCache
 
 
 class LayerStack:
@@ -58,12 +58,12 @@ class LayerStack:
         page_size: int,
         num_slots: int = 1,
         num_drafts: int = 0,
-        num_kept: int = 0,
+        num_prefix_states: int = 0,
     ) -> KvCache:
-        """Allocate the KV cache and states of all layers; see `CacheRoom`."""
+        """Allocate the KV cache and states of all layers; see `CacheCapacity`."""
         specs = [layer.attention.kv for layer in self.layers]
-        room = CacheRoom(num_pages, page_size, num_slots, num_drafts, num_kept)
-        return KvCache.new(specs, room, self.device)
+        capacity = CacheCapacity(num_pages, page_size, num_slots, num_drafts, num_prefix_states)
+        return KvCache.new(specs, capacity, self.device)
 
     def kv_bytes_per_token(self) -> int:
         """Return the bytes per cached token, over all layers."""

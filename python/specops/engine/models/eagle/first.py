@@ -83,7 +83,9 @@ class Eagle(StateHead):
             The states of all rows, which the LM head and the next draft read. They lie in the
             head's own buffers: the next call overwrites them.
         """
-        num_rows, width, weights = batch.positions.shape[0], self.hidden_size, self._weights_of_head
+        num_rows = batch.positions.shape[0]
+        width = self.hidden_size
+        weights = self._weights_of_head
         self.reserve(num_rows)
         rows = self.activations.first(num_rows)
         pairs, half = self._pairs[:num_rows], self._half[:num_rows]
@@ -178,7 +180,7 @@ def _read(
             "and layers.0., with or without model."
         )
     if any(name.endswith("hidden_norm.weight") for name in names):
-        raise ModelError(f"{directory}: the head is of EAGLE-3: it is for the method eagle3")
+        raise ModelError(f"{directory}: the head is an EAGLE-3 head; use method eagle3")
     # The number of layers is the target's in some files, and biases are not named in all.
     decoder = dense_decoder(
         {**raw, "architectures": ["EAGLE"], "num_hidden_layers": num_layers},
@@ -201,6 +203,6 @@ def _read(
         hidden_size=decoder.hidden_size,
         layers=(replace(first, names=_FIRST), *others),
         norm_eps=decoder.rms_norm_eps,
-        taps=(),
+        aux_layers=(),
         draft_vocab_size=count(raw, "draft_vocab_size", decoder.vocab_size),
     )

@@ -112,7 +112,7 @@ def _read(
     own = {**mapping_of(raw, "eagle_config"), **raw}
     refuse_values(own, _VARIANTS)
     if SLIDING in (layer.get("layer_types") or ()) and layer is nested:
-        raise ModelError(f"layer_types must hold {FULL} alone, got {layer['layer_types']!r:.60}")
+        raise ModelError(f"layer_types must only hold {FULL}, got {layer['layer_types']!r:.60}")
     prefix = "model." if any(name.startswith("model.") for name in names) else ""
     layer_prefixes = _layer_prefixes(directory, names, prefix)
     # The number of layers is wrong in some files, and so are their kinds.
@@ -138,7 +138,7 @@ def _read(
         hidden_size=decoder.hidden_size,
         layers=(first, *others),
         norm_eps=decoder.rms_norm_eps,
-        taps=taps_of(
+        aux_layers=aux_layers_of(
             own,
             directory,
             num_layers,
@@ -174,8 +174,8 @@ def _layer_prefixes(directory: Path, names: Collection[str], prefix: str) -> tup
         )
     if f"{found[0]}hidden_norm.weight" not in names:
         raise ModelError(
-            f"{directory}: tensor {found[0]}hidden_norm.weight is missing; heads of EAGLE-1 and 2, "
-            "which have none, are for the method eagle"
+            f"{directory}: tensor {found[0]}hidden_norm.weight is missing; use method eagle for "
+            "heads of EAGLE-1 and EAGLE-2, which lack it"
         )
     for one in found:
         for part, kind in _FOREIGN.items():
@@ -209,7 +209,7 @@ def token_of(own: Mapping[str, Any], field: str, vocab_size: int) -> int:
     """
     token = own[field]
     if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-        raise ModelError(f"{field} must be a token of the {vocab_size}, got {token!r:.60}")
+        raise ModelError(f"{field} must be a token id below {vocab_size}, got {token!r:.60}")
     return token
 
 
@@ -221,7 +221,7 @@ def _counts_left(raw: Mapping[str, Any]) -> bool:
     return isinstance(ids, list) and ids[:1] == [1] and not is_modelopt
 
 
-def taps_of(
+def aux_layers_of(
     own: Mapping[str, Any],
     directory: Path,
     num_layers: int,
@@ -229,7 +229,7 @@ def taps_of(
     *,
     counts_left: bool = False,
 ) -> tuple[int, ...]:
-    """Return the target's layers whose output is read.
+    """Return the target's layers whose outputs the head reads.
 
     Args:
         own: fields of config.json.
@@ -250,21 +250,23 @@ def taps_of(
                 return _checked(field, ids, shift * (not counts_left), directory, num_layers)
     if default is None:
         raise KeyError(_LEFT[0])
-    return _checked("no field, so by the method's default", default, 1, directory, num_layers)
+    return _checked("the default of the method", default, 1, directory, num_layers)
 
 
 def _checked(field: str, ids: Any, shift: int, directory: Path, num_layers: int) -> tuple[int, ...]:
     is_list = isinstance(ids, Sequence) and not isinstance(ids, str) and len(ids) > 0
     if not is_list or any(isinstance(one, bool) or not isinstance(one, int) for one in ids):
         raise ModelError(f"{field} must be a list of layers, got {ids!r:.60}")
-    taps = tuple(one - shift for one in ids)
-    if min(taps) < 0 or max(taps) >= num_layers:
+    aux_layers = tuple(one - shift for one in ids)
+    if min(aux_layers) < 0 or max(aux_layers) >= num_layers:
         raise ModelError(
             f"{field}: layers must be in [{shift}, {num_layers - 1 + shift}] for a target of "
             f"{num_layers} layers, got {list(ids)}"
         )
-    logger.info("%s reads the states that leave layers %s (%s)", directory, taps, field)
-    return taps
+    logger.info(
+        "%s reads the outputs of layers %s of its target (%s)", directory, aux_layers, field
+    )
+    return aux_layers
 
 
 def _of_pairs(layer: LayerConfig, width: int) -> AttentionConfig:

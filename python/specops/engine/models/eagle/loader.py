@@ -61,11 +61,13 @@ def load_eagle3(
 def _load(
     loader: StateHeadLoader, source: WeightSource, config: Eagle3Config, width: int
 ) -> Eagle3Weights:
-    norm, prefix, num_taps = loader.blocks.norm, config.prefix, len(config.taps)
+    norm = loader.blocks.norm
+    prefix = config.prefix
+    num_aux_layers = len(config.aux_layers)
     fc_norms: tuple[Norm, ...] = ()
     if config.fc_norm:
-        fc_norms = tuple(norm(f"{prefix}fc_norm.{index}", width) for index in range(num_taps))
-    joined = num_taps * width
+        fc_norms = tuple(norm(f"{prefix}fc_norm.{index}", width) for index in range(num_aux_layers))
+    joined = num_aux_layers * width
     is_parallel = config.mask_token_id is not None
     return Eagle3Weights(
         parts=loader.parts(config.layer_prefixes, joined),

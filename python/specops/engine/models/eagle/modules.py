@@ -90,7 +90,7 @@ class Eagle3(StateHead):
 
     def _norm_joined(self, joined: Tensor) -> None:
         """Norm the states of each layer, or all of them together, in place."""
-        width = joined.shape[1] // len(self.taps)
+        width = joined.shape[1] // len(self.aux_layers)
         for index, norm in enumerate(self.weights.fc_norms):
             of_layer = joined[:, index * width : (index + 1) * width]
             of_layer.copy_(dense.rms_norm(of_layer, *norm, out=self._normed[: len(joined)]))
@@ -110,7 +110,9 @@ class Eagle3(StateHead):
             The input of the LM head, and the states that the next draft reads, both of all rows.
             They lie in the head's own buffers: the next call overwrites them.
         """
-        weights, config, num_rows = self.weights, self.config, batch.positions.shape[0]
+        weights = self.weights
+        config = self.config
+        num_rows = batch.positions.shape[0]
         self.reserve(num_rows)
         rows = self.activations.first(num_rows)
         pairs = dense.mtp_input(
@@ -150,7 +152,8 @@ class Eagle3(StateHead):
         """
         num_rows = batch.positions.shape[0]
         self.reserve(num_rows)
-        rows, pairs = self.activations.first(num_rows), self._pairs[:num_rows]
+        rows = self.activations.first(num_rows)
+        pairs = self._pairs[:num_rows]
         pairs.copy_(self._mask_pair.expand_as(pairs))
         rows.residual.copy_(self._mask_residual.expand_as(rows.residual))
         return self._run_layers(batch, cache, rows, pairs)

@@ -45,7 +45,9 @@ def read_model_config(directory: str | Path) -> ModelConfig:
     """
     path = Path(directory) / "config.json"
     if (Path(directory) / "adapter_config.json").exists():
-        raise ModelError(f"{directory}: LoRA adapters are not supported; merge it into its base")
+        raise ModelError(
+            f"{directory}: LoRA adapters are not supported; merge the adapter into its base model"
+        )
     raw = read_config(directory)
     names = raw.get("architectures") or ["none"]
     if not isinstance(names, list) or not isinstance(names[0], str):

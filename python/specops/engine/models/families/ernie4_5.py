@@ -49,10 +49,12 @@ def read_experts(raw: Mapping[str, Any]) -> ModelConfig:
 
 def mlps(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMlpConfig]:
     """Return experts for every moe_layer_interval-th layer in the start-to-end index range."""
-    first, last = index(raw, "moe_layer_start_index", 1), raw.get("moe_layer_end_index", -1)
+    first = index(raw, "moe_layer_start_index", 1)
+    last = raw.get("moe_layer_end_index", -1)
     last = num_layers - 1 if last == -1 else index(raw, "moe_layer_end_index", 0)
     step = count(raw, "moe_layer_interval", 1)
-    width, shared = count(raw, "moe_intermediate_size"), index(raw, "moe_num_shared_experts", 2)
+    width = count(raw, "moe_intermediate_size")
+    shared = index(raw, "moe_num_shared_experts", 2)
     experts = ExpertsConfig(
         num_experts=count(raw, "moe_num_experts"),
         width=width,

@@ -20,7 +20,8 @@ from specops.engine.models.families.fields import (
 def experts_of_groups(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMlpConfig]:
     """Return dense MLPs for the first layers, and experts for the others."""
     refuse_values(raw, {"scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None)})
-    width, shared = count(raw, "moe_intermediate_size"), index(raw, "n_shared_experts", 1)
+    width = count(raw, "moe_intermediate_size")
+    shared = index(raw, "n_shared_experts", 1)
     experts = ExpertsConfig(
         num_experts=count(raw, "n_routed_experts"),
         width=width,

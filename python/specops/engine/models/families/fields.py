@@ -143,10 +143,10 @@ def layer_types(raw: Mapping[str, Any], num_layers: int, other: str = SLIDING) -
         return None
     if not isinstance(types, list) or len(types) != num_layers:
         got = len(types) if isinstance(types, list) else f"{types!r:.60}"
-        raise ModelError(f"layer_types must name num_hidden_layers={num_layers} kinds, got {got}")
+        raise ModelError(f"layer_types must hold num_hidden_layers={num_layers} items, got {got}")
     for one in types:
         if one not in (FULL, other):
-            raise ModelError(f"layer_types must hold {FULL} or {other} alone, got {one!r:.60}")
+            raise ModelError(f"layer_types must only hold {FULL} or {other}, got {one!r:.60}")
     return types
 
 

@@ -77,26 +77,28 @@ class GgufForm:
             ModelError: the metadata have an unknown key or an unsupported value.
         """
         prefix = f"{self.architecture}."
-        said = {
+        metadata = {
             key.removeprefix(prefix): value
             for key, value in mapping(raw, "gguf").items()
             if key.startswith(prefix) and value not in _NEUTRAL.get(key.removeprefix(prefix), ())
         }
         fields = {**_FIELDS, **self.keys}
         known = {*fields, *_HEAD_SIZES, *_ELSEWHERE}
-        for key in said:
+        for key in metadata:
             if key not in known and not key.startswith(_SCALING):
-                raise ModelError(f"{prefix}{key} is not known: {said[key]}")
-        config = {name: said[key] for key, name in fields.items() if key in said}
+                raise ModelError(f"{prefix}{key} is not supported, got {metadata[key]}")
+        config = {name: metadata[key] for key, name in fields.items() if key in metadata}
         head_dim = config.get("head_dim")
         if head_dim is None:
             head_dim = count(config, "hidden_size") // count(config, "num_attention_heads")
             config["head_dim"] = head_dim
         config.setdefault("num_key_value_heads", count(config, "num_attention_heads"))
         for key in _HEAD_SIZES:
-            if said.get(key, head_dim) != head_dim:
-                raise ModelError(f"{prefix}{key} must be {head_dim}, as a head, got {said[key]}")
-        scaling = self._scaling(said)
+            if metadata.get(key, head_dim) != head_dim:
+                raise ModelError(
+                    f"{prefix}{key} must be the head size {head_dim}, got {metadata[key]}"
+                )
+        scaling = self._scaling(metadata)
         if scaling:
             config["rope_scaling"] = scaling
         if raw.get("rope_factors"):
@@ -106,9 +108,11 @@ class GgufForm:
         whole = {**around, "architectures": [self.read_as], "dtype": "bfloat16", **config}
         return {**whole, **self.fields(whole)}
 
-    def _scaling(self, said: Mapping[str, Any]) -> dict[str, Any] | None:
+    def _scaling(self, metadata: Mapping[str, Any]) -> dict[str, Any] | None:
         own = {
-            key.removeprefix(_SCALING): one for key, one in said.items() if key.startswith(_SCALING)
+            key.removeprefix(_SCALING): one
+            for key, one in metadata.items()
+            if key.startswith(_SCALING)
         }
         kind = own.pop("type", "none")
         own.pop("finetuned", None)
@@ -116,7 +120,9 @@ class GgufForm:
             return None
         known = _SCALINGS.get(kind, ())
         if not known or not own.keys() <= set(known):
-            raise ModelError(f"{self.architecture}.{_SCALING}type {kind} does not run, of {own}")
+            raise ModelError(
+                f"{self.architecture}.{_SCALING}type {kind} is not supported with {own}"
+            )
         return {"rope_type": kind, **{_SCALING_FIELDS.get(key, key): own[key] for key in own}}
 
 
@@ -130,9 +136,11 @@ def _scaling_of_factors(factors: Sequence[float], theta: float, head_dim: int) -
     for i in range(pairs):
         turns = _LLAMA3_LENGTH * theta ** (-i / pairs) / (2 * math.pi)
         keep = min(max((turns - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW), 0.0), 1.0)
-        wanted = 1 / (keep + (1 - keep) / factor)
-        if len(factors) != pairs or not math.isclose(factors[i], wanted, rel_tol=1e-4):
-            raise ModelError("tensor rope_freqs.weight has the factors of an unknown scaling")
+        expected = 1 / (keep + (1 - keep) / factor)
+        if len(factors) != pairs or not math.isclose(factors[i], expected, rel_tol=1e-4):
+            raise ModelError(
+                "tensor rope_freqs.weight must hold the factors of Llama 3's RoPE scaling"
+            )
     return {
         "rope_type": "llama3",
         "factor": factor,

@@ -16,7 +16,8 @@ from specops.engine.models.families.fields import count, flag
 
 def mlps(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMlpConfig]:
     """Return experts for every decoder_sparse_step-th layer not listed in mlp_only_layers."""
-    step, dense = count(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers", [])
+    step = count(raw, "decoder_sparse_step", 1)
+    dense = raw.get("mlp_only_layers", [])
     if not isinstance(dense, list):
         raise ModelError(f"mlp_only_layers must be a list of layers, got {dense!r:.60}")
     field = "num_experts" if "num_experts" in raw else "num_local_experts"

@@ -66,8 +66,8 @@ def _read(
     types = layer_types(raw, num_layers, LINEAR) or _types(raw, num_layers)
     if FULL not in types:
         raise ModelError(
-            "layer_types, or full_attention_interval, must give one layer at least attention with "
-            f"keys and values, got {LINEAR} in all {num_layers}"
+            f"layer_types or full_attention_interval must make at least one layer {FULL}, got "
+            f"{LINEAR} for all {num_layers}"
         )
     config = dense_decoder(
         {name: one for name, one in raw.items() if name != "layer_types"},

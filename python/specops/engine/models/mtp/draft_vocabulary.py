@@ -54,7 +54,7 @@ def token_map_of(offsets: Tensor, where: str, vocab_size: int) -> Tensor:
     tokens = offsets + torch.arange(offsets.numel())
     if int(tokens[0]) < 0 or int(tokens[-1]) >= vocab_size or bool((tokens.diff() <= 0).any()):
         raise ModelError(
-            f"{where} must name tokens in ascending order, each in [0, {vocab_size}), as i + d2t[i]"
+            f"{where} must hold ascending token ids in [0, {vocab_size}) as i + d2t[i]"
         )
     return tokens.to(torch.int32)
 

@@ -63,11 +63,11 @@ def load_mtp(
     raw = text_config(read_config(where))
     config = target.config
     for field in ("hidden_size", "vocab_size"):
-        wanted = getattr(config, field)
-        if raw.get(field, wanted) != wanted:
+        expected = getattr(config, field)
+        if raw.get(field, expected) != expected:
             raise ModelError(
                 f"{where / 'config.json'}: {field} is {raw[field]}, but the target in {directory} "
-                f"has {wanted}"
+                f"has {expected}"
             )
     settings = target.settings.of_drafter(quantization)
     source = settings.open(where)
@@ -122,8 +122,8 @@ def _convention_of(names: Collection[str], raw: Mapping[str, Any], where: Path) 
         if any(_pattern(convention).fullmatch(name) for name in names):
             return convention
     fields = {field for one in CONVENTIONS.values() for field in one.count_fields}
-    said = [f"{field} is {raw[field]}" for field in sorted(fields) if raw.get(field)]
-    but = f", though {said[0]} in config.json" if said else ""
+    claims = [f"{field} is {raw[field]}" for field in sorted(fields) if raw.get(field)]
+    but = f", though {claims[0]} in config.json" if claims else ""
     known = ", ".join(one.projection + ".weight" for one in CONVENTIONS.values())
     raise ModelError(
         f"{where}: the checkpoint holds no MTP weights{but}; looked for tensors named {known}"
@@ -197,7 +197,8 @@ def _load_module(
             return target.final_norm
         return loader.norm(named(convention.head_norm))
 
-    hidden, projection = config.hidden_size, named(convention.projection)
+    hidden = config.hidden_size
+    projection = named(convention.projection)
     weight = source.linear(
         "", (projection,), (hidden,), 2 * hidden, quantization=projection_quantization
     )
@@ -253,4 +254,4 @@ def _refuse_unread(
         for name in sorted(source.names()):
             is_left = name.startswith(prefix) and name not in source.read
             if is_left and not name.startswith(copies or ("\0",)):
-                raise ModelError(f"{where}: tensor {name} has no place in the MTP module")
+                raise ModelError(f"{where}: tensor {name} is not used by the MTP module")

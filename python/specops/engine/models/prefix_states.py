@@ -27,26 +27,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from specops.engine.memory.kv_cache import DraftKv, PagePool, Prefix
-from specops.engine.models.kv import CacheRoom, KvCache
+from specops.engine.models.kv import CacheCapacity, KvCache
 
-_NO_ROOM = CacheRoom(0, 0)
+_NO_CAPACITY = CacheCapacity(0, 0)
 
 _Key = tuple[Prefix, str]  # the name is of the drafter with its own states; empty: none
 
 
 @dataclass(slots=True)
 class _Running:
-    """A request with a slot."""
+    """Progress of a request with a slot."""
 
     owner: str  # the drafter with its own states; empty: none
-    borders: Sequence[int]  # token counts of its prompt at which to keep states, ascending
+    borders: Sequence[int]  # token counts of its prompt at which to store states, ascending
     end: int  # the last border, or the first token that runs if later
     waiting: tuple[int, int] | None = None  # tokens and entry, until the page is registered
     decoded: _Key | None = None  # entry of decoded text, to be replaced by the next one
 
 
-class KeptStates:
-    """Finds, keeps and evicts states of prefixes; an entry has the states of all layers.
+class PrefixStates:
+    """States of prefixes in a least-recently-used cache; an entry has the states of all layers.
 
     If the model has no states, or no entries are configured, pages are usable without states.
 
@@ -55,38 +55,38 @@ class KeptStates:
     first; after these, the least recently used prefix is evicted.
 
     Args:
-        pool: of pages.
-        room: of every cache.
-        target: cache with the target's states; None: it has none.
-        drafters: caches with states of drafters, by name; None: there are none.
+        pool: page pool.
+        capacity: capacity of every cache.
+        target: cache with the target's states; None if the target has no states.
+        drafters: caches with states of drafters, by name; None if no drafter has states.
     """
 
     def __init__(
         self,
         pool: PagePool,
-        room: CacheRoom = _NO_ROOM,
+        capacity: CacheCapacity = _NO_CAPACITY,
         target: KvCache | None = None,
         drafters: Mapping[str, KvCache] | None = None,
     ) -> None:
         self._pool = pool
         # Caches with states of a request, by its drafter with its own states.
         self._caches: dict[str, Sequence[KvCache]] = {"": ()}
-        if room.num_kept:
-            own = (target,) if target is not None and target.kept else ()
+        if capacity.num_prefix_states:
+            own = (target,) if target is not None and target.prefix_states else ()
             self._caches = {"": own} | {name: (*own, one) for name, one in (drafters or {}).items()}
         # Slots hold the states of this many positions before the last row.
-        self._num_drafts = room.num_drafts
+        self._num_drafts = capacity.num_drafts
         # A chunk may end this many tokens after its last border.
-        self._slack = min(room.num_drafts, pool.page_size - 1)
-        self._free = list(range(room.num_kept - 1, -1, -1))
+        self._slack = min(capacity.num_drafts, pool.page_size - 1)
+        self._free = list(range(capacity.num_prefix_states - 1, -1, -1))
         self._entry_of: OrderedDict[_Key, int] = OrderedDict()  # least recently used first
         self._running: dict[int, _Running] = {}  # by slot
 
-    def cut(self, pages: list[int], draft_kv: DraftKv | None) -> int:
-        """Release those cached pages of a request that are useless without states.
+    def release_unusable(self, pages: list[int], draft_kv: DraftKv | None) -> int:
+        """Release those cached pages of a request that it cannot use because states are missing.
 
         Args:
-            pages: as found by `PagePool.match_prefix`; pages after the last one with states are
+            pages: pages from `PagePool.match_prefix`; pages after the last one with states are
                 removed from the list.
             draft_kv: draft KV of the request.
 
@@ -113,9 +113,9 @@ class KeptStates:
         """Load the states from which a request continues.
 
         Args:
-            slot: of the request.
-            pages: its cached pages, as left by `cut`.
-            num_cached: returned by `cut`.
+            slot: slot of the request.
+            pages: its cached pages, after `release_unusable`.
+            num_cached: number of tokens that `release_unusable` returned.
             num_tokens: tokens of the request.
             draft_kv: draft KV of the request.
         """
@@ -134,7 +134,7 @@ class KeptStates:
         self._running[slot] = _Running(owner, borders, max(last, begin))
 
     def chunk(self, slot: int, begin: int, rows: int) -> int:
-        """Return how many of `rows` prompt rows a step may run: up to any border inside."""
+        """Return how many of `rows` prompt rows a step may run: up to the first border inside."""
         own = self._running.get(slot)
         for border in () if own is None else own.borders:
             if begin < border < begin + rows - self._slack:
@@ -151,33 +151,33 @@ class KeptStates:
         begin: int,
         num_rows: int,
     ) -> None:
-        """Keep the states at the last border that a request has reached with a step.
+        """Store the states at the last border that a request has reached with a step.
 
         Args:
-            slot: of the request.
-            pages: of its text.
+            slot: slot of the request.
+            pages: pages of its text.
             num_registered: number of its first pages that are registered.
             num_computed: committed tokens whose rows are computed.
             num_drafted: tokens whose draft KV is final.
             begin: position of the first row of the step.
-            num_rows: of the step; some of the last may be rejected.
+            num_rows: rows of the step; some of the last may be rejected.
         """
         own = self._running.get(slot)
         if own is None:
             return
-        self._give(pages, num_registered, own)
+        self._assign_waiting(pages, num_registered, own)
         size = self._pool.page_size
         border = (min(num_computed, num_drafted) if own.owner else num_computed) // size * size
-        is_wanted = border in own.borders or border > own.end
+        is_useful = border in own.borders or border > own.end
         # States from before this step are not used: rejected rows may have overwritten them.
-        if not is_wanted or not begin < border or begin + num_rows > border + self._num_drafts:
+        if not is_useful or not begin < border or begin + num_rows > border + self._num_drafts:
             return
-        entry = self._take(own)
+        entry = self._entry_to_overwrite(own)
         if entry is not None:
             own.waiting = border, entry
             for cache in self._caches[own.owner]:
                 cache.keep_states(slot, border, entry)
-            self._give(pages, num_registered, own)
+            self._assign_waiting(pages, num_registered, own)
 
     def entry_of(self, pages: Sequence[int], draft_kv: DraftKv | None) -> int | None:
         """Return the entry with the states at the end of a text's first pages, or None."""
@@ -187,12 +187,12 @@ class KeptStates:
         """Reserve an entry for the states at the end of registered pages; the caller writes it.
 
         Returns:
-            The entry; None: it exists already, none is needed, or all entries wait for pages.
+            The entry. None if it exists already, no states are needed, or all entries wait.
         """
         owner = self._owner(draft_kv)
         if not self._caches[owner] or not pages or self.entry_of(pages, draft_kv) is not None:
             return None
-        entry = self._evicted()
+        entry = self._free_entry()
         if entry is not None:
             self._entry_of[self._key(pages[-1], owner)] = entry
         return entry
@@ -204,14 +204,14 @@ class KeptStates:
             self._free.append(own.waiting[1])
 
     def _owner(self, draft_kv: DraftKv | None) -> str:
-        """Return a request's drafter with its own states; empty: it has none."""
+        """Return the name of a request's drafter if the drafter has states, else ""."""
         return "" if draft_kv is None or draft_kv.owner not in self._caches else draft_kv.owner
 
     def _key(self, page: int, owner: str) -> _Key:
         return self._pool.prefix_of(page), owner
 
-    def _give(self, pages: Sequence[int], num_registered: int, own: _Running) -> None:
-        """Give the waiting entry to its prefix, if the prefix's page is registered by now."""
+    def _assign_waiting(self, pages: Sequence[int], num_registered: int, own: _Running) -> None:
+        """Assign the waiting entry to its prefix if the prefix's page is registered by now."""
         if own.waiting is None:
             return
         border, entry = own.waiting
@@ -228,16 +228,16 @@ class KeptStates:
         if border > own.end:
             own.decoded = key
 
-    def _take(self, own: _Running) -> int | None:
-        """Return an entry to overwrite; None: all wait for prefixes of other requests."""
+    def _entry_to_overwrite(self, own: _Running) -> int | None:
+        """Return an entry to overwrite; None if all wait for prefixes of other requests."""
         if own.waiting is not None:
             return own.waiting[1]
         if own.decoded is not None and own.decoded in self._entry_of:
             return self._entry_of.pop(own.decoded)
-        return self._evicted()
+        return self._free_entry()
 
-    def _evicted(self) -> int | None:
-        """Return a free entry, after an eviction if needed; None: all entries wait."""
+    def _free_entry(self) -> int | None:
+        """Return a free entry, after an eviction if needed; None if all entries wait."""
         if self._free:
             return self._free.pop()
         if not self._entry_of:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits how long steps wait for grammars: slow requests skip steps until their mask is ready.
+"""Scheduling of slow grammars: their requests skip steps until their mask is ready.
 
 A mask takes 20 us. If an ambiguous grammar parses a text in ever more ways, a mask may take
 hundreds of times as long, and all requests of the step would wait for it. For a request that was
@@ -15,16 +15,16 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from specops.engine.plan import Plan
 from specops.engine.request import Request
 
-# A request is slow if its grammar takes longer per step than this, and than _SHARE of the rest of
-# the step.
+# A request is slow if its grammar takes longer per step than this, and longer than _SLOW_FRACTION
+# of the rest of the step.
 _SLOW_SECONDS = 2e-3
 _DRAFTS_SECONDS = 2e-3  # for a slow request's drafts, or the rest of the step if that is longer
 _STEP_SECONDS = 5e-3  # for slow requests in a step of slow requests only, or the rest if longer
-_SHARE = 0.1  # fraction of the time for slow requests beside others
+_SLOW_FRACTION = 0.1  # fraction of the time for slow requests beside others
 _WAIT_SECONDS = 1e-3  # wait for a mask when idle; short, since a request may arrive
 
 
-class GrammarTurns:
+class GrammarScheduler:
     """Selection of the requests that skip a step because of slow grammars."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class GrammarTurns:
         self._rest_seconds = 0.0  # of the last step, without grammars
         self._next_at = 0.0  # earliest start of a mask beside other requests
 
-    def sitting_out(self, decoding: Sequence[Request], has_prompts: bool) -> Set[Request]:
+    def requests_to_skip(self, decoding: Sequence[Request], has_prompts: bool) -> Set[Request]:
         """Return the requests that must skip the next step, among all that could decode."""
         slow = [one for one in decoding if one.grammar is not None and self._is_slow(one)]
         if not slow:
@@ -84,10 +84,10 @@ class GrammarTurns:
             slow += _seconds(request) if self._is_slow(request) else 0.0
         self._rest_seconds = max(seconds - total, 0.0)
         if slow and len(plan.parts) > 1:
-            self._next_at = time.monotonic() + slow * (1 / _SHARE - 1)
+            self._next_at = time.monotonic() + slow * (1 / _SLOW_FRACTION - 1)
 
     def _is_slow(self, request: Request) -> bool:
-        return _seconds(request) > max(_SLOW_SECONDS, _SHARE * self._rest_seconds)
+        return _seconds(request) > max(_SLOW_SECONDS, _SLOW_FRACTION * self._rest_seconds)
 
 
 def _seconds(request: Request) -> float:

@@ -4,10 +4,10 @@
 The rows of a step determine how long it takes, so a client with many rows delays the tokens of all
 clients. If several clients decode, their rows in a step are limited to the number that they would
 have if each had as many as the one with fewest, plus the rows that hardly prolong a step. Requests
-beyond their client's share keep slot and pages, and take turns. A client that only has a prompt to
-compute counts as if it decoded that many rows, so that its first step is no longer than its later
-ones. prompt_shares.py decides how many rows the prompts themselves get. None of this can change a
-token: it only decides when a token is computed.
+beyond their client's share keep slot and pages, and run in later steps. A client that only has a
+prompt to compute counts as if it decoded that many rows, so that its first step is no longer than
+its later ones. prompt_budgets.py limits the rows of the prompts themselves. None of this can change
+a token: it only decides when a token is computed.
 """
 
 from collections import Counter
@@ -18,8 +18,8 @@ from specops.engine.request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """Number of rows that a request wants in a step."""
+class Demand:
+    """Number of rows that a request needs in a step."""
 
     request: Request
     rows: int
@@ -30,30 +30,30 @@ class _Owner:
     """An owner with work: it holds either inner owners or the requests themselves."""
 
     within: "dict[str, _Owner]" = field(default_factory=dict)
-    asks: list[Ask] = field(default_factory=list)
+    demands: list[Demand] = field(default_factory=list)
     rows: int = 0  # rows that it gets in the step
     last_step: int = 1 << 62  # last step with rows of its longest waiting request
 
-    def add(self, ask: Ask, path: Sequence[str]) -> None:
+    def add(self, demand: Demand, path: Sequence[str]) -> None:
         """Add a request at the end of a path of owners."""
         owner = self
         for name in path:
-            owner.last_step = min(owner.last_step, ask.request.last_step)
+            owner.last_step = min(owner.last_step, demand.request.last_step)
             if name not in owner.within:
                 owner.within[name] = _Owner()
             owner = owner.within[name]
-        owner.last_step = min(owner.last_step, ask.request.last_step)
-        owner.asks.append(ask)
+        owner.last_step = min(owner.last_step, demand.request.last_step)
+        owner.demands.append(demand)
 
     def width(self, free_rows: int, beside: Collection[int] = ()) -> int:
         """Return the most rows of this owner in a step that its inner owners share equally.
 
         Args:
-            free_rows: as in `take_turns`.
+            free_rows: as in `select_decoding`.
             beside: rows of further owners, each entitled to the same share as an inner owner.
         """
         if not self.within:
-            return sum(ask.rows for ask in self.asks)
+            return sum(demand.rows for demand in self.demands)
         widths = [one.width(free_rows) for one in self.within.values()]
         least = min(*widths, *beside) if beside else min(widths)
         equal = len(widths) * least + (len(widths) + len(beside) - 1) * free_rows
@@ -64,22 +64,24 @@ class _Owner:
         path: list[tuple[str, _Owner]] = []
         owner = self
         while owner.within:
-            path.append(min(owner.within.items(), key=_turn))
+            path.append(min(owner.within.items(), key=_priority))
             owner = path[-1][1]
-        if not path[-1][1].rows:  # its first turn in this step
-            owner.asks.sort(key=lambda ask: (-ask.request.last_step, -ask.request.arrival))
+        if not path[-1][1].rows:  # its first request in this step
+            owner.demands.sort(
+                key=lambda demand: (-demand.request.last_step, -demand.request.arrival)
+            )
         return path
 
     def drop(self, path: "Sequence[tuple[str, _Owner]]") -> None:
         """Drop the request at the end of a path, and owners left without requests."""
-        path[-1][1].asks.pop()
+        path[-1][1].demands.pop()
         around = [self, *(owner for _, owner in path)]
         for (name, owner), outer in reversed(list(zip(path, around, strict=False))):
-            if not (owner.asks or owner.within):
+            if not (owner.demands or owner.within):
                 del outer.within[name]
 
 
-def _turn(item: tuple[str, _Owner]) -> tuple[int, int]:
+def _priority(item: tuple[str, _Owner]) -> tuple[int, int]:
     """Return the sort key of the next owner: fewest rows in this step, then longest waiting.
 
     So a request with too many rows for the rest of a step comes first in a later step.
@@ -87,37 +89,37 @@ def _turn(item: tuple[str, _Owner]) -> tuple[int, int]:
     return item[1].rows, item[1].last_step
 
 
-def _beside(root: _Owner, prompts: Iterable[Ask], level: int) -> Mapping[str, int]:
+def _beside(root: _Owner, prompts: Iterable[Demand], level: int) -> Mapping[str, int]:
     """Return the prompt rows of owners on a level that have no decoding request."""
     rows: Counter[str] = Counter()
-    for ask in prompts:
-        path = (*ask.request.owners, "")
+    for demand in prompts:
+        path = (*demand.request.owners, "")
         if level < len(path) and path[level] not in root.within:
-            rows[path[level]] += ask.rows
+            rows[path[level]] += demand.rows
     return rows
 
 
-def take_turns(
-    asks: Iterable[Ask], max_rows: int, free_rows: int, prompts: Sequence[Ask] = ()
+def select_decoding(
+    demands: Iterable[Demand], max_rows: int, free_rows: int, prompts: Sequence[Demand] = ()
 ) -> Set[Request] | None:
     """Divide the rows of a step among outer owners, and an owner's rows among its inner owners.
 
     Each owner on the outermost level has at least one request in the step, however large.
 
     Args:
-        asks: rows wanted by all decoding requests.
+        demands: rows that all decoding requests need.
         max_rows: maximum number of rows of a step.
         free_rows: number of rows that hardly prolong a step.
-        prompts: rows wanted by prompts. They get no rows here, but their owners count.
+        prompts: rows that prompts need. This call assigns them no rows, but their owners count.
 
     Returns:
-        The requests that decode in this step, each with all rows it wants. None: all requests.
+        The requests that decode in this step, each with all rows it needs. None: all requests.
     """
     root = _Owner()
     total = 0
-    for ask in asks:
-        root.add(ask, (*ask.request.owners, ""))
-        total += ask.rows
+    for demand in demands:
+        root.add(demand, (*demand.request.owners, ""))
+        total += demand.rows
     level = 0
     while len(root.within) == 1 and not _beside(root, prompts, level):
         (root,) = root.within.values()
@@ -126,16 +128,17 @@ def take_turns(
     left = min(root.width(free_rows, list(beside.values())), max_rows)
     if not root.within or left >= total:
         return None
-    given: set[Request] = set()
+    selected: set[Request] = set()
     num_without = len(root.within)
     while root.within and (left > 0 or num_without):
         path = root.next_in()
-        ask, is_first = path[-1][1].asks[-1], not path[0][1].rows
-        if ask.rows <= left or is_first:
+        demand = path[-1][1].demands[-1]
+        is_first = not path[0][1].rows
+        if demand.rows <= left or is_first:
             num_without -= is_first
-            given.add(ask.request)
-            left -= ask.rows
+            selected.add(demand.request)
+            left -= demand.rows
             for _, owner in path:
-                owner.rows += ask.rows
+                owner.rows += demand.rows
         root.drop(path)
-    return given
+    return selected

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shares of a step's time for the prompts of each client.
+"""Budgets of a step's time for the prompts of each client.
 
 A single client gets all of the time. Several clients with prompts get equal shares, so that a short
 prompt does not wait for all long prompts of another client. Decoding requests of another client
@@ -18,11 +18,11 @@ from specops.engine.sharing.row_costs import RowCosts
 _EPSILON = 1e-6  # rows; a share is a quotient of floats
 
 
-class PromptShares:
+class PromptBudgets:
     """Time that the prompts of each client may still take in one step.
 
     Args:
-        prompts: requests that may get rows, in the order of their turn.
+        prompts: requests that may get rows, in scheduling order.
         costs: costs of steps and rows.
         decoding: decode rows of the step, by client.
         max_rows: most rows of prompts in the step.
@@ -40,28 +40,28 @@ class PromptShares:
         max_rows_beside: int | None,
     ) -> None:
         self._costs = costs
-        wanted: Counter[str] = Counter()  # rows
+        needed: Counter[str] = Counter()  # rows
         time: dict[str, float] = {}  # of these rows
         least: dict[str, float] = {}  # time of one of the rows
         for request in prompts:
             client, row = client_of(request), costs.of_prompt_row(request)
             rows = len(request.token_ids) - request.num_computed
-            wanted[client] += rows
+            needed[client] += rows
             time[client] = time.get(client, 0.0) + rows * row
             least[client] = max(least.get(client, 0.0), row)
         most = max_rows * costs.row
-        ending = {one for one in wanted if time[one] <= most / len(wanted)}
-        beside = [one for one in wanted if set(decoding) - {one} or (ending and one not in ending)]
+        ending = {one for one in needed if time[one] <= most / len(needed)}
+        beside = [one for one in needed if set(decoding) - {one} or (ending and one not in ending)]
         bounds = {one: time[one] for one in beside}
         shared = most
         if max_rows_beside is not None:
             shared = min(max_rows_beside * costs.row, most)
-            of_others = Counter(decoding) + Counter({one: wanted[one] for one in ending})
+            of_others = Counter(decoding) + Counter({one: needed[one] for one in ending})
             for one in beside:
                 others = of_others.total() - of_others[one]
                 bounds[one] = min(time[one], costs.of_step(others))
         self._left = _shared(shared, bounds, least)
-        rest = {one: time[one] for one in wanted if one not in beside}
+        rest = {one: time[one] for one in needed if one not in beside}
         self._left |= _shared(most - sum(self._left.values()), rest, least)
 
     def left(self, request: Request) -> int:
@@ -80,16 +80,16 @@ def client_of(request: Request) -> str:
 
 
 def _shared(
-    time: float, wanted: Mapping[str, float], least: Mapping[str, float]
+    time: float, needed: Mapping[str, float], least: Mapping[str, float]
 ) -> dict[str, float]:
     """Divide time equally among clients; each gets at least its `least`.
 
-    Time that one client does not want goes to the others.
+    Time that one client does not need goes to the others.
     """
     parts = {}
     for count, client in zip(
-        range(len(wanted), 0, -1), sorted(wanted, key=lambda one: wanted[one]), strict=True
+        range(len(needed), 0, -1), sorted(needed, key=lambda one: needed[one]), strict=True
     ):
-        parts[client] = min(max(time / count, least[client]), wanted[client])
+        parts[client] = min(max(time / count, least[client]), needed[client])
         time -= parts[client]
     return parts

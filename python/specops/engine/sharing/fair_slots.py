@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from specops.engine.request import Request
 
 
-class Shares:
+class FairSlots:
     """Number of running requests of each owner, on every level.
 
     Args:
@@ -34,11 +34,11 @@ class Shares:
             if not self._counts[path]:
                 del self._counts[path]  # else clients that are gone would stay in the table
 
-    def in_turn(self, waiting: Iterable[Request]) -> list[Request]:
-        """Return waiting requests in the order of their turn, owners with fewest requests first.
+    def in_order(self, waiting: Iterable[Request]) -> list[Request]:
+        """Return waiting requests in scheduling order: owners with the fewest requests first.
 
-        Requests whose owners are equal but for the innermost level yield one request: the first
-        whose innermost owner has fewest. So the result holds the next call of each client.
+        Requests that differ only in their innermost owner yield one request: the first whose
+        innermost owner has the fewest. So the result holds the next call of each client.
         """
         best: dict[tuple[str, ...], tuple[int, Request]] = {}
         last = None
