@@ -22,7 +22,7 @@ GROUPS = (4, 8)
 
 
 def run_attention_peers_cuda(bench: CudaBench) -> None:
-    """Time ours and every path of FlashInfer, in turn."""
+    """Time `append_attention` and every path of FlashInfer in turn, for each load and shape."""
     space = flashinfer.workspaces(bench.device, bench.pick(flashinfer.WORKSPACE_BYTES, 64))
     labels = _installed(bench, "attention_peers", tuple(flashinfer.PATHS))
     for name in LOADS:
@@ -97,7 +97,10 @@ class Shared:
 
 
 def shared_loads(bench: CudaBench) -> list[Shared]:
-    """Return the loads: a system prompt and a long document, under many requests."""
+    """Return the loads: many requests that share a prefix of 2,048 or 8,192 tokens.
+
+    A rehearsal gets one small load.
+    """
     return bench.pick(
         [
             Shared("b32.2k", 32, 2048, 256),

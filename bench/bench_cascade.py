@@ -59,7 +59,11 @@ HARDLY = (
 
 
 def run_cascade(bench: Bench) -> None:
-    """Measure the op where sharing pays and where it does not, and the engine."""
+    """Measure `append_attention` and the engine with and without declared shared prefixes.
+
+    The op is timed with much, little and varied sharing. The engine's search for shared pages is
+    timed, too.
+    """
     whole = Sharing("whole", SHARING, SHARING, PREFIX_LEN, OWN_LEN)
     for q_len, bar in ((1, "ratio >= 3"), (5, "ratio >= 1.5")):
         what = f"{SHARING} requests, {PREFIX_LEN:,} tokens shared, {OWN_LEN} own, {q_len} rows each"

@@ -34,7 +34,10 @@ SMALL = (1024, 256)
 
 
 def run_linear(bench: Bench) -> None:
-    """Measure the fraction of the read line at M rows, M=5 against M=1, and torch beside each."""
+    """Measure `linear` by number of rows M, against read bandwidth, M=1 and torch.
+
+    Also measure a fused gate and up projection, and a small weight that stays in cache.
+    """
     for dtype, name, row_counts in (
         (torch.bfloat16, "bf16", (1, 2, 3, 4, 5, 8, 64, 256)),
         (torch.float32, "fp32", (1, 2, 5, 8)),

@@ -189,7 +189,7 @@ def run_recorded_cuda(bench: CudaBench) -> None:
 
 
 def _read_on(recorded: Recorded, batch: int) -> Tensor:
-    """Return the text's own tokens as drafts: [batch, DRAFTS]."""
+    """Return the tokens that follow in the recorded text, as drafts: [batch, DRAFTS]."""
     return recorded.next_token_ids.view(batch, ROWS)[:, :DRAFTS].contiguous()
 
 

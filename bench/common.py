@@ -135,7 +135,13 @@ class Bench:
     def rounds(
         self, cases: Mapping[str, Callable[[], float]], *, rounds: int, guarded: bool = True
     ) -> Timing:
-        """Run cases that return their own seconds in turn, each right after a read line."""
+        """Run the cases in turn, `rounds` times, and measure read bandwidth right before each run.
+
+        Args:
+            cases: functions that each return the seconds they took.
+            rounds: number of runs of each case; 1 in a rehearsal.
+            guarded: whether to repeat a run that other processes disturbed.
+        """
         timing = Timing({case: [] for case in cases}, {case: [] for case in cases})
         for _ in range(self.pick(rounds, 1)):
             for case, window in cases.items():
@@ -367,9 +373,10 @@ def _file_name(words: str) -> str:
 
 
 def commit() -> str:
-    """Return the measured commit, marked if the tree differs from it (results aside).
+    """Return the measured commit; it ends in "-dirty" if tracked files have changed since.
 
-    Without git, COMMIT names it.
+    Changes in bench/results do not count. Without git, return the environment variable COMMIT, or
+    "unknown".
     """
     return _head(ROOT) or os.environ.get("COMMIT") or "unknown"
 

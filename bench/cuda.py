@@ -211,7 +211,7 @@ def _host_seconds(calls: Sequence[Call]) -> float:
 
 
 def gpu_arch() -> str:
-    """Return this GPU's architecture as nvcc names it; Hopper's includes its own instructions."""
+    """Return this GPU's architecture for nvcc: "80", or "90a" for all instructions of Hopper."""
     major, minor = torch.cuda.get_device_capability()
     return "90a" if (major, minor) == (9, 0) else f"{major}{minor}"
 

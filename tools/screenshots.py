@@ -137,7 +137,10 @@ def last_second(events: list[Any]) -> float:
 
 
 def record(browser: Browser, url: str, path: Path) -> None:
-    """Record the fastest of several races of the page's first example, with prompt and machine."""
+    """Run several races of the page's first example, and write the fastest one to a JSON file.
+
+    The file also holds the prompt and a description of the machine.
+    """
     page = browser.new_page(viewport={"width": 1040, "height": 900})
     responses: list[Any] = []
     page.on("response", lambda one: responses.extend([one] * ("/v1/completions" in one.url)))

@@ -627,8 +627,8 @@ def attention_workspace_size(
 
     Returns:
         The size; 0 if no request is long enough to be split. It suffices for consecutive calls with
-        these or smaller shapes. On CUDA the head of the workspace counts arrivals: allocate it with
-        zeros; every call leaves it zero.
+        these or smaller shapes. On CUDA the workspace begins with counters: allocate it with
+        zeros; every call leaves the counters zero.
 
     Raises:
         ValueError: a size is out of range.

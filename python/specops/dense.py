@@ -298,8 +298,8 @@ def linear_workspace_size(num_rows: int, weight: PackedWeight) -> int:
     Returns:
         The size; 0 if nothing is ever split: on cpu, and for few rows. It suffices for every call
         with at most `num_rows` rows; calls with different weights may share one workspace, one
-        after the other. The head of the workspace counts arrivals: allocate it with zeros; every
-        call leaves it zero.
+        after the other. The workspace begins with counters: allocate it with zeros; every call
+        leaves the counters zero.
 
     Raises:
         ValueError: num_rows is negative, or weight is not packed.

@@ -414,7 +414,7 @@ class MinimalEngine:
         return torch.zeros_like(limits)
 
     def _draft_limits(self) -> Tensor:
-        """Return how many drafts each slot may have: verification emits one token more."""
+        """Return how many drafts each slot may have; a step emits one token more."""
         limits: Tensor = (self.max_lens - self.lens - 1).clamp(0, self.num_drafts)
         return limits
 

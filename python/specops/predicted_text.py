@@ -57,7 +57,7 @@ class PredictedText:
         return self._prediction[self._place : self._place + max_drafts]
 
     def _see(self, text: Sequence[int], index: int) -> None:
-        """Update the place for one token of the output."""
+        """Move on in the prediction if it continues with this token; else search for a place."""
         place, token = self._place, int(text[index])
         if place is not None and self._prediction[place : place + 1] == [token]:
             self._place = self._last_place = place + 1

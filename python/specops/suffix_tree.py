@@ -440,7 +440,7 @@ class SuffixDecodingCache:
 
     @property
     def max_tree_depth(self) -> int:
-        """Longest match."""
+        """Maximum length of a match, in tokens."""
         return self._cache.max_tree_depth
 
     @property

@@ -201,10 +201,10 @@ class Verdict:
 
     Attributes:
         goal: one of GOALS.
-        value: the combined number; None if no figure decides it.
-        reached: None if not decided.
-        decisive: the figure that is furthest from the bar.
-        reason: why it is not decided.
+        value: number that combines all figures of the goal; None if there are none.
+        reached: whether the value meets the bar; None if that is not decided.
+        decisive: id of the worst figure.
+        reason: why `reached` is None.
     """
 
     goal: Goal

@@ -296,7 +296,7 @@ def test_ways_are_averaged() -> None:
 
 
 def test_a_rare_way_has_tensor_cores_of_its_own() -> None:
-    """Two ways with HMMA, one of them rare; without its row the loop is about something else."""
+    """A loop has two paths with HMMA, one of them rare; a row without that path does not match."""
     hmma = "HMMA.16816.F32.BF16 R12, R16, R20, R12"
     lines = [".L_x_0:", "@P1 BRA `(.L_x_1)", hmma, hmma, "BRA `(.L_x_2)", ".L_x_1:", hmma]
     function = function_of([*lines, ".L_x_2:", "@P0 BRA `(.L_x_0)", "EXIT"])

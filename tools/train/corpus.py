@@ -182,7 +182,14 @@ def _check(files: dict[str, bytes]) -> None:
 
 
 def load(root: Path | None) -> list[Document]:
-    """Load the corpus: this Python's library, checked, or any other directory, unchecked."""
+    """Load the corpus from a directory, or from this Python's standard library.
+
+    Args:
+        root: the directory; None: the standard library, which must match the manifest.
+
+    Raises:
+        CorpusError: the library does not match, or the directory has no admissible file.
+    """
     if root is None:
         files = scan(Path(sysconfig.get_paths()["stdlib"]))
         _check(files)

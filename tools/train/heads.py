@@ -415,8 +415,8 @@ class BlockHead(Head):
 class MarkovHead(BlockHead):
     """DSpark's head: a bias that depends on the previous token is added to each draft's logits.
 
-    Its masks draft at their own positions, as DFlash's do, so training may start from a DFlash
-    head.
+    Each mask token drafts the token at its own position, as in DFlash, so training may start from a
+    DFlash head.
     """
 
     def __init__(self, model: Model, depth: int = 5, rank: int = 32) -> None:

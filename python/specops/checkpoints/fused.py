@@ -14,7 +14,7 @@ from specops.quantization import FP8_BLOCK, QuantizedWeight
 def fused(
     weights: Sequence[Tensor | QuantizedWeight], names: Sequence[str]
 ) -> Tensor | QuantizedWeight:
-    """Concatenate weights of the same inputs to one weight.
+    """Concatenate weights that read the same inputs into one weight.
 
     Integer weights of several kinds are converted to one common kind: 8-bit values, the largest
     common group, and offsets if any part has them. No value changes.

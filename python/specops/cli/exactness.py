@@ -38,7 +38,7 @@ METHODS = method_choices()
 
 @dataclass
 class Comparison:
-    """One method at one temperature against plain decoding."""
+    """Result of comparing one method at one temperature with plain decoding."""
 
     method: str
     num_speculative_tokens: int

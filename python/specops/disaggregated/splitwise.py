@@ -239,7 +239,7 @@ class SplitwiseClient(EngineClient):
 
     @health.setter
     def health(self, value: Health) -> None:
-        """Ignore the health of a batch: the engine's own property is used."""
+        """Ignore the value: the getter derives the health from the queue and the engine."""
 
     def _seconds_away(self) -> float:
         """Return for how long Redis has been unreachable, or has refused commands."""

@@ -178,7 +178,13 @@ class KvTransferInbox(Inbox):
         return True
 
     def _fetch(self, addresses: Sequence[Address], expected: Header, latest: float) -> Pages:
-        """Fetch pages unless the deadline is over: fetches queued behind a peer that hangs fail."""
+        """Fetch a job's pages from the ranks of the other engine, and join them.
+
+        Raises:
+            KvTransferError: the time `latest` has passed, because earlier fetches took too long; or
+                a transfer failed.
+            OSError: the other engine cannot be reached, or disconnected.
+        """
         if time.monotonic() > latest:
             raise KvTransferError(
                 f"KV transfer: the fetch waited longer than {SECONDS:g} s for earlier ones"

@@ -391,7 +391,7 @@ class _Connections:
         self._lock = threading.Lock()
 
     def add(self, connection: socket.socket, host: str) -> None:
-        """Add a connection, which may close another one or this one."""
+        """Add a connection; if there are too many, shut one of them down, possibly this one."""
         with self._lock:
             self._open[connection] = _Connection(connection, host)
             if len(self._open) <= self._max_connections:

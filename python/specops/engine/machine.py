@@ -177,7 +177,7 @@ def _num_prefix_states(config: EngineConfig, state_bytes: int, budget: int) -> i
 def prefix_finder_of(
     config: EngineConfig, model: Transformer, pool: PagePool
 ) -> PrefixFinder | None:
-    """Return a finder of shared prefixes that pay; None if cascade attention is off."""
+    """Return a finder of shared prefixes that cascade attention speeds up; None if it is off."""
     if not config.enable_cascade_attention:
         return None
     kind = model.device.type

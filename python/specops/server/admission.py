@@ -123,7 +123,7 @@ class Permit:
             self._is_held = True
 
     def release(self) -> None:
-        """Release the permit to the client's next request; no-op if it is not held."""
+        """Release the permit, so that the client's next request can begin; no-op if not held."""
         if self._is_held:
             self._is_held = False
             self._permits.release(self._client)

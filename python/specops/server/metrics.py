@@ -168,7 +168,7 @@ class Metrics:
             self._step_tokens.observe(num_rows)
 
     def answer(self, method: str, route: str, status: int) -> None:
-        """Count an answer that begins."""
+        """Count an HTTP response; call this when the response begins."""
         self._answers.labels(self._model, method, route, str(status)).inc()
 
     def render(self) -> bytes:

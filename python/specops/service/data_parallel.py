@@ -166,7 +166,10 @@ class DataParallelClient(EngineClient):
                 self._clients[running.engine].abort(command.job)
 
     def _choose(self, job: Submit) -> int:
-        """Return the index of the engine for a job, and record the job's pages there."""
+        """Choose an engine for a job, and return its index.
+
+        Record that this engine computes the pages of the job's prompt.
+        """
         pages = self._prefixes.pages(job.prompts[0], job.params.cache_salt)
         loads = [0] * len(self._clients)
         for running in self._jobs.values():

@@ -102,7 +102,7 @@ class EngineLoop:
 
     If the engine fails and reports the requests concerned, their jobs end and the others continue.
     Otherwise every job ends, and the loop continues unless the engine still holds a request or a
-    page. If commands cannot be taken ten times in a row, the loop ends.
+    page. The loop ends if it fails ten times in a row to take commands from the inbox.
 
     From `Begin` on, the loop sends a batch after every step, and once a second while it is idle.
 

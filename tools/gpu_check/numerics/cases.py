@@ -361,7 +361,7 @@ def moe_experts(generator: torch.Generator, move: Move) -> Call:
 
 
 def output_gate(generator: torch.Generator, move: Move) -> Call:
-    """Make gated heads: silu after a norm, and sigmoid."""
+    """Make outputs gated by a sigmoid, and outputs gated by silu after a norm."""
     shape = (_number(generator, 1, 9), _number(generator, 1, 6), 16 * _number(generator, 1, 16))
     dtype = _dtype(generator)
     x, gate = (move(_randn(generator, *shape, dtype=dtype)) for _ in range(2))

@@ -99,5 +99,5 @@ def method_choices() -> tuple[str, ...]:
 
 
 def companion(name: str) -> ModuleType:
-    """Import and return the module that makes a companion drafter."""
+    """Import and return the module of a drafter that is listed in COMPANIONS."""
     return importlib.import_module(COMPANIONS[name])

@@ -169,7 +169,8 @@ class _Writer:
     """Writer of the rules that the parts of a format refer to.
 
     Adjacent regular parts become one terminal, so that the longest match of one part cannot swallow
-    the start of the next. Free text and its end form a lazy rule, so the first end counts.
+    the start of the next. Free text and its end form a lazy rule, so the text stops at the first
+    occurrence of its end.
     """
 
     def __init__(self) -> None:

@@ -111,7 +111,10 @@ class Blocks:
         return batching.gather_output_rows(hidden, chosen, out=out)
 
     def _lens_of(self, rows: DraftRows) -> tuple[Tensor, Tensor]:
-        """Return the number of block rows of each request, limited by its pages, and its tokens."""
+        """Return how many block rows each request has, and its number of tokens.
+
+        A request has only as many rows as its pages can hold, and none if it does not draft.
+        """
         assert rows.whole_kv_indptr is not None
         lens = rows.lens.index_select(0, rows.slots.clamp(min=0))
         last = rows.positions.index_select(0, (rows.qo_indptr[1:] - 1).clamp(min=0))
@@ -148,11 +151,11 @@ class BlockStackHead(StackHead):
         super().reserve(max(rows, self.blocks.most_rows))
 
     def workspace_size(self, rows: int, batch: int, pages: int) -> int:
-        """Return the floats of workspace that attention uses."""
+        """Return the size of the workspace of attention, in floats."""
         return super().workspace_size(max(rows, batch * self.blocks.num_rows), batch, pages)
 
     def sums_size(self, rows: int, outputs: int) -> int:
-        """Return the floats of workspace that linear layers use."""
+        """Return the size of the workspace of linear layers, in floats."""
         return super().sums_size(max(rows, outputs * self.blocks.num_rows), outputs)
 
     def logits_of_row(

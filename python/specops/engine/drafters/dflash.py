@@ -60,7 +60,10 @@ class BlockHead(BlockStackHead):
         return self.model.states_of(target.aux_hidden_states, target.sums)
 
     def forward(self, index: int, rows: DraftRows, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the keys and values of rows and run the blocks that follow them, in pass 0 only."""
+        """In pass 0, write the keys and values of rows, then run each request's block.
+
+        Later passes run nothing and return the states of pass 0.
+        """
         if index == 0:
             self._given = self.model.append(cast(MtpBatch, rows), states, self.cache)
             self._run_blocks(rows)

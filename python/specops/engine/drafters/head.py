@@ -48,10 +48,11 @@ class DraftHead(Protocol):
 
     @property
     def lookahead(self) -> int:
-        """Number of later tokens that the keys and values of a row depend on.
+        """Number of tokens after a row that its keys and values depend on.
 
-        It is also the number of passes that write keys and values which later steps read: pass m
-        reads token m + 1 after its row. 0: only the first pass writes any, and it reads no token.
+        Pass m reads the token m + 1 places after its row. So this is also the number of passes
+        whose keys and values later steps read. Exception: if it is 0, the first pass writes keys
+        and values for later steps, and reads no later token.
         """
 
     @property
@@ -103,10 +104,10 @@ class DraftHead(Protocol):
         """Return the keys and values, once they are allocated."""
 
     def workspace_size(self, rows: int, batch: int, pages: int) -> int:
-        """Return the floats of workspace that attention uses in passes of up to these sizes."""
+        """Return the size, in floats, of the workspace of attention for up to these sizes."""
 
     def sums_size(self, rows: int, outputs: int) -> int:
-        """Return the floats of workspace that linear layers use, including those of the logits."""
+        """Return the size, in floats, of the workspace of linear layers and the LM head."""
 
     def target_states(self, target: TargetStep) -> Tensor:
         """Return the states that the first pass reads, [rows of the target, hidden_size]."""

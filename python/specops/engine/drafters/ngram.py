@@ -108,7 +108,7 @@ class NgramDrafter(Drafter):
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Arrays of the look-up, by slot."""
+    """Input and output of the n-gram search, by slot: draft limits, and lengths of matches."""
 
     limits: Array
     match_lens: Array

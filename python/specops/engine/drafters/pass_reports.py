@@ -12,7 +12,7 @@ from specops.engine.request import Request
 
 
 class PassReports:
-    """Memory of a step for the reports of its passes, and their processing on the host.
+    """Draft probabilities that the passes of a step report; `read` makes confidences of them.
 
     Args:
         results: allocates the memory.

@@ -117,7 +117,7 @@ class ResidualDraftHead:
         return 0
 
     def sums_size(self, rows: int, outputs: int) -> int:
-        """Return the floats of workspace that linear layers use."""
+        """Return the size of the workspace of linear layers, in floats."""
         return self.heads.sums_size(outputs)
 
     def target_states(self, target: TargetStep) -> Tensor:
@@ -164,11 +164,14 @@ class PrefixedHead(StackHead):
         heads.reserve(slots)
 
     def sums_size(self, rows: int, outputs: int) -> int:
-        """Return the floats of workspace that linear layers use."""
+        """Return the size of the workspace of linear layers, in floats."""
         return max(super().sums_size(rows, outputs), self.heads.sums_size(outputs))
 
     def forward(self, index: int, rows: DraftRows, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the layer over rows in pass 0, and let head `index` read its first token."""
+        """Run the prefix layer over rows in pass 0 only, and return its states in every pass.
+
+        If the heads read tokens, also embed the token before draft `index` for head `index`.
+        """
         if index == 0:
             self._states = self._prefix.forward(cast(MtpBatch, rows), states, self.cache)
         if self.heads.reads_tokens:

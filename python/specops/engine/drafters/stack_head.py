@@ -91,11 +91,11 @@ class StackHead:
         return [shard.tensor for shard in self.cache.page_shards]
 
     def workspace_size(self, rows: int, batch: int, pages: int) -> int:
-        """Return the floats of workspace that attention uses."""
+        """Return the size of the workspace of attention, in floats."""
         return self.stack.workspace_size(rows, batch, pages, self.cache)
 
     def sums_size(self, rows: int, outputs: int) -> int:
-        """Return the floats of workspace that linear layers use."""
+        """Return the size of the workspace of linear layers, in floats."""
         return self.stack.sums_size(rows, outputs)
 
     def target_states(self, target: TargetStep) -> Tensor:

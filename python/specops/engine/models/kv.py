@@ -279,7 +279,7 @@ class KvCache:
 
     @property
     def pairs(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Tensors to copy when tokens move, of all layers."""
+        """Tensors of all layers, as `LayerKv.pairs`, to copy when tokens move to other slots."""
         return [pair for layer in self._on_pages for pair in layer.pairs]
 
     @property

@@ -43,7 +43,7 @@ class _Layout(NamedTuple):
     step: int = 1
 
     def name(self, head: int, block: int) -> str:
-        """Return the name of a block."""
+        """Return the module name of a head's block in the checkpoint."""
         return self.block.format(head=head, block=self.first + self.step * block)
 
 
@@ -148,7 +148,7 @@ class ResidualHeads:
         self._even, self._odd = new(width), new(width)
 
     def sums_size(self, requests: int) -> int:
-        """Return the floats of workspace that linear layers use."""
+        """Return the size of the workspace of linear layers, in floats."""
         return max(dense.linear_workspace_size(requests, one) for one in self._weights)
 
     def read_token(self, index: int, token_ids: Tensor) -> None:

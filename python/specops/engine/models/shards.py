@@ -32,7 +32,13 @@ class Sharding:
         return range(begin, begin + self.ranks.num_local_virtual_ranks * own * each)
 
     def of_inputs(self, total: int, what: str, each: int = 1) -> "list[Shard]":
-        """Return the inputs of each local virtual TP rank; [WHOLE] if there is one virtual rank."""
+        """Return the shard of each local virtual TP rank; [WHOLE] if there is one virtual rank.
+
+        Each shard is an equal range of the inputs, which are `total` units of `each` numbers.
+
+        Raises:
+            ModelError: the units cannot be divided equally.
+        """
         own = self._units_of_virtual_rank(total, what) * each
         if self.ranks.num_virtual_ranks == 1:
             return [WHOLE]

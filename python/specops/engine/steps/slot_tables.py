@@ -64,9 +64,10 @@ class SlotTables:
         self.token_ids = torch.zeros((slots, max_len), dtype=torch.int32, device=device)
 
     def start(self, request: Request) -> bool:
-        """Write the rows of a request that got its slot, for all its tokens so far.
+        """Write a request's rows into the tables, for all its tokens so far, once it has a slot.
 
-        If this raises, tables that belong together still either all exist or all do not.
+        All missing tables are allocated before any of them is stored. So if memory runs out, no
+        table exists without those that belong to it.
 
         Returns:
             Whether a table was created or moved.

@@ -73,7 +73,7 @@ FILTERS = SamplingRow._fields[: _NUM_FLOATS + 1]  # parameters that choose a tok
 
 
 class SlotState(NamedTuple):
-    """Per-slot int32 state of `sampling.commit`, which writes the last four rows."""
+    """Per-slot int32 arrays for `sampling.commit`, which updates the last four fields."""
 
     prompt_lens: Any
     max_lens: Any

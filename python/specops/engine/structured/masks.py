@@ -66,7 +66,8 @@ class MaskFiller:
         """Fill the masks of some requests.
 
         Args:
-            rows_to_fill: the requests' rows; together, all rows before the `last` of the last one.
+            rows_to_fill: rows of each request, in ascending order. Together they are all rows from
+                0 up to the last request's `last`, exclusive.
             out: int32 [rows, ceil(vocab_size / 32)]; written.
         """
         rows = self._buffer(rows_to_fill[-1].last, rows_to_fill[0].state.vocabulary.size + 1)

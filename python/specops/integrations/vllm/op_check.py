@@ -71,7 +71,7 @@ def is_allowed(
 
 
 def _is_of_model(value: Any) -> bool:
-    """Return whether an output may hold numbers of the model."""
+    """Return whether an output may hold floating-point numbers: it is not an integer or bool."""
     if isinstance(value, torch.Tensor):
         return value.is_floating_point() or value.is_complex()
     return not isinstance(value, torch.SymInt | torch.SymBool | int)

@@ -64,7 +64,7 @@ class MessagesAnswer(BlockAnswer):
         return event(error_body(error), "error")
 
     def complete_reply(self, end: str) -> bytes:
-        """Return the complete message in JSON; inputs of tools are the model's own text."""
+        """Return the complete message in JSON, with tool inputs as the model wrote them."""
         blocks = b",".join(map(_content, self.blocks))
         return with_members(dumped(self.reply(end)), {"content": b"[%b]" % blocks})
 

@@ -100,7 +100,7 @@ def index(raw: Mapping[str, Any], field: str, default: int) -> int:
 
 
 def dtype_of(raw: Mapping[str, Any]) -> str | None:
-    """Return the dtype that a file names, in its new field or the old one; None if absent."""
+    """Return `dtype` from a config.json, else the older `torch_dtype`; None without both."""
     return raw.get("dtype") or raw.get("torch_dtype")
 
 
