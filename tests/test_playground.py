@@ -379,7 +379,8 @@ def test_card_names_the_draft_that_a_token_replaces(page: Page) -> None:
     expect(card).to_contain_text("Step 1: 1 of 3 drafts accepted.")
     page.locator(".token").nth(0).hover()
     expect(card).to_contain_text("Proposed by: MTP module. Accepted by the target model.")
-    label = "Accepted drafts by position, in percent. position 1: 1 of 2; position 2: 0 of 2."
+    positions = "position 1: 1 of 1; position 2: 0 of 1; position 3: 0 of 1."
+    label = f"Accepted drafts by position, in percent. {positions}"
     expect(page.locator("#acceptance svg")).to_have_attribute("aria-label", label)
 
 
