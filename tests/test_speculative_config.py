@@ -269,6 +269,12 @@ def test_examples_of_fastdeploy_are_accepted(text: str, expected: dict[str, Any]
     assert config == SpeculativeConfig.from_dict(expected)
 
 
+def test_flat_options_belong_to_the_method_behind_an_alias() -> None:
+    config = make(method="dspark", model="/m")
+    assert (config.method, config.options["dflash"].model) == ("dflash", "/m")
+    assert config == make(method="dflash", model="/m")
+
+
 def test_options_may_be_nested_by_method() -> None:
     """Flat fields override nested ones, and every option can be read flat."""
     nested = make(method="ngram", options={"ngram": {"max_ngram_size": 7}, "mtp": {"model": "/m"}})

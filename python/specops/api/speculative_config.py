@@ -16,6 +16,7 @@ from specops.api.methods import (
     NAIVE,
     Method,
     Options,
+    canonical_name,
     checks,
     drafting_order,
     method_names,
@@ -51,9 +52,9 @@ OwnOptions = TypeVar("OwnOptions", bound=Options)
 def _stages(value: object) -> tuple[str, ...]:
     """Return the canonical names of the methods in a `method` field; empty for "naive"."""
     names = method_names()
-    spelt = {alias: one.name for one in methods() for alias in one.aliases}
-    spellings = value.lower().split("+") if isinstance(value, str) else [value]
-    parts: list[Any] = [spelt.get(str(part), part) for part in spellings]
+    parts: list[Any] = [value]
+    if isinstance(value, str):
+        parts = list(map(canonical_name, value.lower().split("+")))
     if len(parts) == 1:
         checks.choice("method", parts[0], names)
         return () if parts[0] == NAIVE else (parts[0],)

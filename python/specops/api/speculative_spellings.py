@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from specops.api.methods import METHODS, checks, method_of, methods
+from specops.api.methods import METHODS, canonical_name, checks, method_of, methods
 
 _NO_TREES = (
     "the engine verifies chains of drafts; trees are a feature of the ops, for your own loop "
@@ -87,7 +87,8 @@ def translate(
         if "method" in found or method.lower() != server_method:
             found["method"] = method
     options = _options_by_method(values.get("options"))
-    stages = str(found.get("method") or server_method).lower().split("+")
+    spellings = str(found.get("method") or server_method).lower().split("+")
+    stages = map(canonical_name, spellings)
     order = (*(name for name in stages if name in METHODS), *METHODS)
     for key, value in values.items():
         if key in found or key in ("options", *OTHER_FIELDS):

@@ -64,6 +64,11 @@ def method_of(name: str) -> Method:
     return next(one for one in methods() if one.name == name)
 
 
+def canonical_name(spelling: str) -> str:
+    """Return the name of the method that has this alias, or else the spelling itself."""
+    return next((one.name for one in methods() if spelling in one.aliases), spelling)
+
+
 def methods() -> tuple[Method, ...]:
     """Return the descriptions of all methods, in the registry's order."""
     return _described(tuple(METHODS.values()))
