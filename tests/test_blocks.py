@@ -272,30 +272,3 @@ def test_latent_attention_equals_transformers(tmp_path: Path, changes: dict[str,
         assert torch.equal(whole, chunked)
     assert exact.std().item() > 0.5
     assert ours.kv_bytes_per_token() == 3 * 576 * 4
-
-
-def test_rows_are_the_same_on_copied_pages(tmp_path: Path) -> None:
-    """Trees copy pages, so a request on a copied page must compute the same rows."""
-    model, _ = latent_model(tmp_path, q_lora_rank=24)
-    ids = random_ids(24)
-    cache = model.new_kv_cache(20, 16)
-    want = model.logits(model.forward(step_of(ids, 0), cache))[20:].clone()
-    cache = model.new_kv_cache(20, 16)
-    step = step_of(ids[:20], 0)
-    place = torch.tensor([1], dtype=torch.int64)  # the second page, copied behind the rows
-    pages = step.kv_indices.long()
-    copied = 19
-    assert copied not in pages.tolist()
-    offsets = torch.arange(4)
-    step = replace(
-        step,
-        from_slots=pages[place] * 16 + offsets,
-        to_slots=copied * 16 + offsets,
-    )
-    model.forward(step, cache)
-    rest = step_of(ids[20:], 20)
-    kv_indices = rest.kv_indices.clone()
-    kv_indices[1] = copied
-    slots = copied * 16 + 4 + offsets
-    rest = replace(rest, kv_indices=kv_indices, cache_slots=slots)
-    assert torch.equal(model.logits(model.forward(rest, cache)), want)

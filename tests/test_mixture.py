@@ -238,7 +238,7 @@ def test_measured_steps_read_the_experts_of_different_rows(
 
     model = engine._runner.parts.model
     with mock.patch.object(moe, "moe_sort", counted):
-        engine._measure_steps(model.bytes_read, model.ranks)
+        engine._measure_steps(model.bytes_read)
     expected = dict(zip(metrics["routing"]["rows"], metrics["routing"]["distinct"], strict=True))
     for rows in (1, 2, 4, 8):
         found = sum(distinct[rows]) / len(distinct[rows])

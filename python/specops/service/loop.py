@@ -124,7 +124,7 @@ class EngineLoop:
         barrier: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine = engine
-        self._step_engine = step or engine.step
+        self._step_engine = step or (lambda: engine.step())
         self._inbox = inbox
         self._send = send
         self._barrier = barrier
