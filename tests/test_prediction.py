@@ -108,19 +108,19 @@ def test_it_stands_before_what_the_method_drafts() -> None:
 def test_who_chooses_it() -> None:
     config = SpeculativeConfig(method="mtp", num_speculative_tokens=4, tree=True)
     given, none = SamplingParams(prediction="text"), SamplingParams()
-    assert config.asked_for_by(none, None, METHODS) is None
+    assert config.choices_of(none, None, METHODS) is None
     own = {"num_speculative_tokens": 6}
-    assert config.asked_for_by(none, own, METHODS) is own
-    chosen = config.override(config.asked_for_by(given, own, METHODS) or {})
+    assert config.choices_of(none, own, METHODS) is own
+    chosen = config.override(config.choices_of(given, own, METHODS) or {})
     assert chosen.draft_stages == (("mtp", 4), ("prediction", 6)) and not chosen.tree
     named = {"method": "ngram"}
-    assert config.asked_for_by(given, named, METHODS) is named
+    assert config.choices_of(given, named, METHODS) is named
     naive = SpeculativeConfig()
-    alone = naive.override(naive.asked_for_by(given, None, METHODS) or {})
+    alone = naive.override(naive.choices_of(given, None, METHODS) or {})
     assert alone.draft_stages == (("prediction", 8),)
-    assert naive.asked_for_by(given, None, ("naive",)) is None
+    assert naive.choices_of(given, None, ("naive",)) is None
     again = SpeculativeConfig(method="ngram+prediction")
-    assert again.asked_for_by(given, None, METHODS) is None
+    assert again.choices_of(given, None, METHODS) is None
     assert SpeculativeConfig(method="mtp", mtp_strategy="with_prediction").stages == (
         "mtp",
         "prediction",
