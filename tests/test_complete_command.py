@@ -59,7 +59,7 @@ def test_it_is_what_the_engine_gives(
     drafts = [step["drafts"] for step in steps if step["drafts"] is not None]
     stats = report["stats"]
     assert sum(len(one["token_ids"]) for one in drafts) == stats["num_draft_tokens"]
-    assert sum(one["accepted"] for one in drafts) == stats["num_accepted_tokens"]
+    assert sum(one["num_accepted"] for one in drafts) == stats["num_accepted_tokens"]
     assert (method == "naive") == (stats["num_draft_tokens"] == 0)
     assert {source for one in drafts for source in one["sources"]} <= {method}
     assert f"{method}: {len(want.token_ids)} tokens in {stats['num_steps']} steps" in streamed.err

@@ -90,7 +90,7 @@ def rejected(answer: dict[str, Any]) -> list[Any]:
         token
         for step in answer["steps"]
         if step["drafts"] is not None
-        for token in step["drafts"]["token_ids"][step["drafts"]["accepted"] :]
+        for token in step["drafts"]["token_ids"][step["drafts"]["num_accepted"] :]
     ]
 
 

@@ -358,7 +358,7 @@ STEP = {
         "token_ids": [1, 5, 4],
         "bytes": [[99], [100], [98]],
         "sources": ["mtp"] * 3,
-        "accepted": 1,
+        "num_accepted": 1,
     },
 }
 
@@ -377,7 +377,8 @@ def test_a_card_names_what_stood_in_a_token_s_place(page: Page) -> None:
     expect(card).to_contain_text("Step 1: 1 of 3 drafts accepted.")
     page.locator(".token").nth(0).hover()
     expect(card).to_contain_text("Proposed by: MTP module. Accepted by the target model.")
-    label = "Accepted drafts by position, in percent. position 1: 1 of 2; position 2: 0 of 2."
+    positions = "position 1: 1 of 1; position 2: 0 of 1; position 3: 0 of 1."
+    label = f"Accepted drafts by position, in percent. {positions}"
     expect(page.locator("#acceptance svg")).to_have_attribute("aria-label", label)
 
 

@@ -49,7 +49,7 @@ def test_every_step_is_told(served: Served, path: str, body: dict[str, Any]) -> 
     assert len(others) == 4, "three tokens a step, the last of which the length cuts"
     assert [one["sources"] for one in others[:3]] == [["ngram", "ngram", "target"]] * 3
     drafts = others[0]["drafts"]
-    assert drafts["accepted"] == 2
+    assert drafts["num_accepted"] == 2
     assert drafts["sources"] == ["ngram"] * 3
     assert drafts["token_ids"] == [99, 100, 102] and drafts["bytes"] == [[98], [99], [101]]
     assert others[0]["token_ids"] == [99, 100, 101], "the third draft was wrong"

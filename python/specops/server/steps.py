@@ -26,7 +26,7 @@ def step_report(
         `seconds` from the request's arrival to the end of the step; `token_ids`, `bytes` (empty for
         a special token, which is no text) and `sources` (a drafter's name, or "target") of the
         tokens that it emitted; and `drafts`, null if it verified none, of which the first
-        `accepted` are in the output.
+        `num_accepted` are in the output.
     """
     step = output.output
     report: dict[str, Any] = {
@@ -42,7 +42,7 @@ def step_report(
             "token_ids": [None if one == HIDDEN else one for one in drafts.token_ids],
             "bytes": _bytes_of(tokenizer, drafts.token_ids),
             "sources": drafts.sources,
-            "accepted": drafts.num_accepted,
+            "num_accepted": drafts.num_accepted,
         }
     return report
 

@@ -48,7 +48,7 @@ export class Generation {
     });
   }
 
-  takeDrafts({token_ids: ids, bytes, sources, accepted}) {
+  takeDrafts({token_ids: ids, bytes, sources, num_accepted: accepted}) {
     ids.forEach((_, place) => {
       this.positions[place] ??= {drafted: 0, accepted: 0};
       this.positions[place].drafted += 1;
