@@ -97,7 +97,9 @@ def test_race_of_the_bundled_model_ends_in_the_same_bits(
         )
         expect(page.locator("#bundled")).to_be_hidden()
         choose(page, "chat")
-        expect(page.locator("#bundled")).to_contain_text("The bundled model continues Python code")
+        expect(page.locator("#bundled")).to_contain_text(
+            "The bundled model only continues Python code"
+        )
 
 
 @needs_chromium
