@@ -222,6 +222,9 @@ wheel: setup
 	  $(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/linked .
 	$(REPAIR) build/linked/*.whl
 
+CLANG_FORMAT = git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cuh' 'csrc/*.cu' 'suffix/*.cpp' | \
+  grep -v common/dlpack.h | xargs $(BIN)/clang-format
+
 lint: docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
