@@ -285,7 +285,7 @@ class TreeRun {
     file.finish();
     unlink(scratch_file().c_str());
     tree_ = std::move(loaded);
-    // What waited to be freed may remain.
+    // Nodes that wait to be freed may remain.
     tree_->reclaim(1 << 20);
     model_.reclaim(1 << 20);
     finished_.insert(finished_.end(), open_.begin(), open_.end());

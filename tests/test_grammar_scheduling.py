@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests with slow masks skip steps until their next mask is ready. The clock is fake."""
+"""Requests with slow grammars are deferred until their next mask is ready. The clock is fake."""
 
 import threading
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from test_scheduler import make_request
 
 @dataclass
 class Grammar:
-    """A grammar's state that takes as long as it says, and is ready when it may be."""
+    """Grammar state with a fixed mask time; its preparation ends when the test allows it."""
 
     takes: float
     may_end: threading.Event = field(default_factory=threading.Event)
@@ -32,11 +32,11 @@ class Grammar:
 
     def note_step(self, num_rows: int) -> None:
         self.step_seconds, self.row_seconds = self.takes, self.takes / num_rows
-        self.preparing = None  # filling the step's masks resets it
+        self.preparing = None  # as when a step's masks are filled
 
 
 class Steps:
-    """Steps of some requests, with a clock that stands still."""
+    """Steps of some requests under a frozen clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *takes: float | None) -> None:
         self.now = 100.0
@@ -63,9 +63,9 @@ class Steps:
         parts = [Part("", slot, 1, 2, 1, 0, True, [2], one.pages) for slot, one in at.items()]
         self.scheduler.note(Plan(parts=parts), at, spent + rest)
 
-    def out(self, *indices: int, has_prompts: bool = False) -> set[int]:
-        decoding = [self.requests[index] for index in indices]
-        found = self.scheduler.requests_to_skip(decoding, has_prompts)
+    def deferred(self, *indices: int, has_prompts: bool = False) -> set[int]:
+        requests = [self.requests[index] for index in indices]
+        found = self.scheduler.requests_to_skip(requests, has_prompts)
         return {self.requests.index(request) for request in found}
 
     def finish(self, index: int) -> None:
@@ -89,62 +89,62 @@ def stepping(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
                 request.grammar.may_end.set()  # type: ignore[attr-defined]
 
 
-def test_quick_grammars_sit_nothing_out(stepping: Any) -> None:
+def test_fast_grammars_are_not_deferred(stepping: Any) -> None:
     steps = stepping(None, 1e-4, 1.9e-3)
-    assert steps.out(0, 1, 2) == steps.out(2) == set()
+    assert steps.deferred(0, 1, 2) == steps.deferred(2) == set()
     assert [steps.scheduler.most_drafts(request) for request in steps.requests] == [None] * 3
     assert all(steps.grammar(i).num_prepared == 0 for i in (1, 2))
 
 
-def test_beside_others_one_at_a_time_in_a_tenth_of_the_time(stepping: Any) -> None:
+def test_slow_grammars_run_one_at_a_time_in_a_tenth_of_the_time(stepping: Any) -> None:
     steps = stepping(None, 0.02, 0.03)
-    assert steps.out(0, 1, 2) == {1, 2}
+    assert steps.deferred(0, 1, 2) == {1, 2}
     assert steps.grammar(1).preparing and not steps.grammar(2).preparing
-    assert steps.out(0, 1, 2) == {1, 2}, "its mask is not there yet"
+    assert steps.deferred(0, 1, 2) == {1, 2}, "its mask is not ready"
     steps.finish(1)
-    assert steps.out(0, 1, 2) == {2}
+    assert steps.deferred(0, 1, 2) == {2}
     assert steps.scheduler.most_drafts(steps.requests[1]) == 0
     steps.note([0, 1])  # it took 20 ms of the step
-    assert steps.out(0, 1, 2) == {1, 2}
+    assert steps.deferred(0, 1, 2) == {1, 2}
     assert not steps.grammar(1).preparing and not steps.grammar(2).preparing
     steps.now += 0.17
-    assert steps.out(0, 1, 2) == {1, 2} and not steps.grammar(2).preparing
+    assert steps.deferred(0, 1, 2) == {1, 2} and not steps.grammar(2).preparing
     steps.now += 0.02
-    steps.out(0, 1, 2)
-    assert steps.grammar(2).preparing and not steps.grammar(1).preparing, "who waits longest"
+    steps.deferred(0, 1, 2)
+    assert steps.grammar(2).preparing and not steps.grammar(1).preparing, "longest wait first"
     steps.finish(2)
-    assert steps.out(0, 1, 2) == {1}
-    # Somebody's prompt is somebody else, too.
-    assert steps.out(1, has_prompts=True) == {1}
+    assert steps.deferred(0, 1, 2) == {1}
+    # A prompt of another request counts as other work.
+    assert steps.deferred(1, has_prompts=True) == {1}
 
 
-def test_alone_they_wait_for_nobody_but_their_masks(stepping: Any) -> None:
+def test_slow_grammars_alone_wait_only_for_their_masks(stepping: Any) -> None:
     steps = stepping(0.02, 0.03)
-    assert steps.out(0, 1) == {0, 1}
+    assert steps.deferred(0, 1) == {0, 1}
     preparing = [steps.grammar(index).preparing for index in (0, 1)]
-    assert not any(one.done() for one in preparing), "a step does not wait for a mask to the end"
+    assert not any(one.done() for one in preparing), "a step does not wait until a mask is complete"
     steps.finish(0)
     steps.finish(1)
-    assert steps.out(0, 1) == {1}, "nor is a step long: somebody may come"
-    assert steps.out(0, 1, has_prompts=True) == {1}
-    # There is no debt to a step that was nobody else's.
+    assert steps.deferred(0, 1) == {1}, "a step stays short: a request may arrive"
+    assert steps.deferred(0, 1, has_prompts=True) == {1}
+    # The time of a step without other requests is not charged.
     steps.note([0])
-    steps.out(0)
+    steps.deferred(0)
     assert steps.grammar(0).preparing
 
 
-def test_a_grammar_is_slow_beside_the_rest_of_a_step(stepping: Any) -> None:
-    """With a large model a mask of some milliseconds keeps nobody."""
+def test_slowness_is_relative_to_the_rest_of_a_step(stepping: Any) -> None:
+    """With a large model, a mask of some milliseconds defers no request."""
     steps = stepping(None, 0.004)
-    assert steps.out(0, 1) == {1}
+    assert steps.deferred(0, 1) == {1}
     steps.note([0, 1], rest=0.05)
-    assert steps.out(0, 1) == set()
+    assert steps.deferred(0, 1) == set()
     steps.note([0, 1], rest=0.03)
-    assert steps.out(0, 1) == {1}
-    assert steps.scheduler.most_drafts(steps.requests[1]) == 7, "as many as take the rest of a step"
+    assert steps.deferred(0, 1) == {1}
+    assert steps.scheduler.most_drafts(steps.requests[1]) == 7, "as long as the rest of the step"
     small = stepping(0.003, 0.003, 0.003)
-    small.out(0, 1, 2)
+    small.deferred(0, 1, 2)
     for index in range(3):
         small.finish(index)
-    assert small.out(0, 1, 2) == {2}
-    assert small.out(0, 1, 2, has_prompts=True) == {1, 2}
+    assert small.deferred(0, 1, 2) == {2}
+    assert small.deferred(0, 1, 2, has_prompts=True) == {1, 2}

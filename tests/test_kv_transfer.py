@@ -568,7 +568,7 @@ def test_addresses_outside_kv_peers_are_refused(host: str, port: int) -> None:
 
 
 def test_threads_are_divided_fairly_among_clients() -> None:
-    """Of four threads, the first client gets two, the next two one each; then they alternate."""
+    """With four threads, the first client gets two and the next two clients one each."""
     threads, begun = FairThreads[str](4, "test"), queue.SimpleQueue[str]()
     gates = {name: threading.Event() for name in ("a0", "a1", "a2", "a3", "b0", "b1", "c0", "d0")}
 

@@ -26,6 +26,7 @@ from specops.api.methods import (
 from specops.api.speculative_spellings import (
     OTHER_FIELDS,
     all_option_names,
+    check_option_names,
     parse_object,
     refuse_unknown,
     translate,
@@ -44,7 +45,7 @@ _OF_REQUESTS = (
     "synthetic_acceptance_rates",
     "adaptive_verification",
 )
-_UNSET = cast(int, None)  # replaced in `__init__`, so that readers see plain integers
+_UNSET = cast(int, None)  # replaced in `__post_init__`, so that readers see plain integers
 
 OwnOptions = TypeVar("OwnOptions", bound=Options)
 
@@ -81,9 +82,7 @@ def _complete_options(given: Any) -> dict[str, Options]:
     for one in methods():
         own = given.get(one.name, {})
         if isinstance(own, Mapping):
-            for key in own:
-                if key not in one.option_names:
-                    refuse_unknown(key, one.option_names)
+            check_option_names(one.name, own)
             own = one.options(**own)
         elif not isinstance(own, one.options):
             raise ValueError(f"options.{one.name} must be an object, got {own!r}")

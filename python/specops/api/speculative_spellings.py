@@ -126,11 +126,17 @@ def _options_by_method(given: Any) -> dict[str, dict[str, Any]]:
         checks.choice("options", name, tuple(METHODS))
         if not isinstance(own, Mapping):
             raise ValueError(f"options.{name} must be an object, got {own!r}")
-        for key in own:
-            if key not in method_of(name).option_names:
-                refuse_unknown(key, method_of(name).option_names)
+        check_option_names(name, own)
         options[name] = dict(own)
     return options
+
+
+def check_option_names(method: str, options: Iterable[Any]) -> None:
+    """Raise ValueError for the first name that is no option of a method."""
+    names = method_of(method).option_names
+    for name in options:
+        if name not in names:
+            refuse_unknown(name, names)
 
 
 def all_option_names() -> tuple[str, ...]:

@@ -56,12 +56,10 @@ class PromptPages:
         try:
             self._states.release_unusable(pages, draft_kv)
             model, draft = self.tensors(draft_kv)
-            index = torch.tensor(pages, dtype=torch.int64, device=model[0].tensor.device)
-            data = bytearray().join(_rows(shard, index) for shard in (*model, *draft))
+            data = bytearray().join(_rows(shard, pages) for shard in (*model, *draft))
             entry = self._states.entry_of(pages, draft_kv)
             if entry is not None:
-                at = index.new_tensor([entry])
-                data += b"".join(_rows(shard, at) for shard in self.states(draft_kv))
+                data += b"".join(_rows(shard, [entry]) for shard in self.states(draft_kv))
             return len(pages), data
         finally:
             self._pool.release(pages)
@@ -168,5 +166,6 @@ def _bytes_of(shard: TensorShard) -> Tensor:
     return shard.tensor.view(shard.tensor.shape[0], -1).view(torch.uint8)
 
 
-def _rows(shard: TensorShard, index: Tensor) -> bytes:
+def _rows(shard: TensorShard, indices: Sequence[int]) -> bytes:
+    index = torch.tensor(indices, dtype=torch.int64, device=shard.tensor.device)
     return _bytes_of(shard).index_select(0, index).cpu().numpy().tobytes()

@@ -138,7 +138,6 @@ class BlockStackHead(StackHead):
     """
 
     is_chained = False
-    num_likeliest = 8
 
     def __init__(self, stack: LayerStack, num_rows: int, context: DrafterContext) -> None:
         super().__init__(stack)

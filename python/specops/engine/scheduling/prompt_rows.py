@@ -53,17 +53,17 @@ def plan_prompt_rows(
         if request.slot >= 0 and budget > 0:
             budget -= _plan_chunk(plan, slots, request, budget, budgets)
     while may_start and slots.waiting and budget > 0:
-        everybody = slots.fair.in_order(slots.waiting)
-        in_turn = [request for request in everybody if budgets.left(request)]
-        if not in_turn:
+        waiting = slots.fair.in_order(slots.waiting)
+        candidates = [request for request in waiting if budgets.left(request)]
+        if not candidates:
             return
-        if slots.has_free_slot and slots.start(in_turn[0], plan):
-            budget -= _plan_chunk(plan, slots, in_turn[0], budget, budgets)
+        if slots.has_free_slot and slots.start(candidates[0], plan):
+            budget -= _plan_chunk(plan, slots, candidates[0], budget, budgets)
             continue
-        victim = next(filter(None, map(slots.fair.victim, in_turn)), None)
+        victim = next(filter(None, map(slots.fair.victim, candidates)), None)
         if victim is None:
             # With a free slot, pages are missing, and any step may release some of them.
-            if not slots.has_free_slot and len(in_turn) == len(everybody):
+            if not slots.has_free_slot and len(candidates) == len(waiting):
                 slots.settle()
             return
         slots.preempt(victim, plan)

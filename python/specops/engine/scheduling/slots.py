@@ -77,10 +77,10 @@ class Slots:
         """Return the requests that get a slot next if pages suffice, at most one per client."""
         if not self.may_start:
             return []
-        in_turn = self.fair.in_order(self.waiting)
+        candidates = self.fair.in_order(self.waiting)
         if self._free_slots:
-            return in_turn[: len(self._free_slots)]
-        return [one for one in in_turn if self.fair.victim(one) is not None][:1]
+            return candidates[: len(self._free_slots)]
+        return [one for one in candidates if self.fair.victim(one) is not None][:1]
 
     def start(self, request: Request, plan: Plan) -> bool:
         """Give a waiting request a slot and its cached prefix; return False if pages are short."""
