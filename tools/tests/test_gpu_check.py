@@ -464,7 +464,7 @@ def test_every_goal_is_decided_by_figures_that_exist() -> None:
 
     ids: set[str] = set()
     for family in ("attention", "exactness", "cascade", "attention_peers", "recorded", "linear"):
-        ids |= {figure.id for figure in test_cuda_benches.rehearsed(family).figures}
+        ids |= {figure.id for figure in test_cuda_benches.rehearse(family).figures}
     ids |= {"sampling.verify.bf16.b256.greedy"}
     decided = {goal.id: sum(bool(re.fullmatch(goal.figures, id)) for id in ids) for goal in GOALS}
     assert list(decided) == [f"G{number}" for number in range(1, 11)]
