@@ -219,7 +219,7 @@ def attend_one(
         (torch.float16, None, (2, 1), 96),
     ],
 )
-@pytest.mark.fast("cpu-*", "simt-dtype[05]-*", ci=("simt-dtype[238]-*",))
+@pytest.mark.fast("cpu-*", "simt-dtype0-*", ci=("simt-dtype[238]-*",))
 def test_append_attention_prefill_rows_equal_decode_rows(
     device: str,
     isa: str,
@@ -599,6 +599,7 @@ def prefix_tree(
 
 
 @pytest.mark.parametrize("seed", range(30))
+@pytest.mark.fast("*-?", ci=("*-??",))
 def test_append_attention_does_not_depend_on_shared_prefixes(
     device: str, isa: str, on_cuda: bool, seed: int
 ) -> None:

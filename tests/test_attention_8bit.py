@@ -339,7 +339,7 @@ def test_comparison_detects_planted_faults() -> None:
         (torch.float32, 1, (1, 1), 256),
     ],
 )
-@pytest.mark.fast("cpu-*", "simt-dtype0-*", "simt-*-torch.int8")
+@pytest.mark.fast("cpu-*", "simt-dtype0-*", "simt-dtype3-*-torch.int8", ci=("simt-*-torch.int8",))
 @pytest.mark.pairwise
 def test_prefill_rows_equal_decode_rows(
     device: str,

@@ -59,6 +59,7 @@ def test_default_isa_follows_cpu_features() -> None:
     assert default_isa() == isas[-1]
 
 
+@pytest.mark.ci
 def test_native_selects_the_best_isa(folder: Path) -> None:
     """`make serve` compiles only this set, which a build with all sets would choose."""
     done = configure(folder, "native")
@@ -77,6 +78,7 @@ def test_native_selects_the_best_isa(folder: Path) -> None:
             assert (f"specops_{isa}.dir/csrc/dense/embedding_cpu.cpp.o:" in built) == compiled
 
 
+@pytest.mark.ci
 def test_native_can_be_combined_with_other_isas(folder: Path) -> None:
     """`make test` compiles this machine's best set and the portable one."""
     done = configure(folder, "native;portable")
@@ -94,6 +96,7 @@ def test_supported_isas_match_the_architecture() -> None:
             specops.set_isa(isa)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("isas,message", [("avx9;portable", "among"), ("avx2", "must have")])
 def test_invalid_isas_are_refused(folder: Path, isas: str, message: str) -> None:
     done = configure(folder, isas)

@@ -59,6 +59,7 @@ def test_bench_imports_no_torch() -> None:
     assert python("-c", code).stdout == "False\n"
 
 
+@pytest.mark.ci
 def test_package_exports_all_its_names() -> None:
     assert set(specops.__all__) <= set(dir(specops))
     for name in specops.__all__:

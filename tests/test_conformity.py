@@ -81,6 +81,7 @@ def test_ignored_parameter_fails_its_row(
                 row.see(clients)
 
 
+@pytest.mark.ci
 def test_document_is_up_to_date(clients: Clients) -> None:
     versions = [anthropic.__version__, openai.__version__]
     if versions != PINNED:
@@ -117,6 +118,7 @@ class Weather(BaseModel, extra="forbid"):  # so that the small model ends its te
     place: Literal["Bonn", "Rome"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("api", ["chat", "responses", "messages"])
 def test_pydantic_ai_returns_the_same_answers(clients: Clients, api: str) -> None:
     """`make -C tools test-clients` tests larger libraries that use the official clients."""

@@ -401,7 +401,7 @@ def test_rows_that_modules_recompute_prevent_no_drafts(
 
 @pytest.mark.parametrize("max_model_len", [9, 50])
 @pytest.mark.parametrize("modules", [1, 2, 3])
-@pytest.mark.fast("1-9", "2-50", "3-9")
+@pytest.mark.fast("1-9", "3-9", ci=("2-50",))
 def test_drafts_past_the_end_of_the_context_change_nothing(
     tinies: dict[int, Tiny], modules: int, max_model_len: int
 ) -> None:
@@ -473,7 +473,7 @@ WITH_MODULES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("method,k", [("mtp", 7), ("mtp+ngram", 3), ("mtp+suffix", 7)])
-@pytest.mark.fast("mtp+ngram-3")
+@pytest.mark.fast("mtp-7")
 def test_all_parameters_mixed_change_nothing(method: str, k: int) -> None:
     """The requests are those of test_lossless.py."""
     mode = "processed_logprobs" if k == 3 else "raw_logprobs"

@@ -95,6 +95,7 @@ def test_every_mistake_is_noticed(tmp_path: Path, mistake: Mistake) -> None:
     assert any(wrong) == (mistake not in HARMLESS)
 
 
+@pytest.mark.ci
 def test_bench_distinguishes_right_and_wrong_drafting() -> None:
     figures: list[common.Figure] = []
 

@@ -56,7 +56,7 @@ LIMITS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("base", BASES)
-@pytest.mark.fast("mtp-wide", "naive-narrow")
+@pytest.mark.fast("mtp-wide", ci=("naive-narrow",))
 def test_a_prediction_changes_no_token(base: str, limits: str) -> None:
     texts, each, expected = plain()
     engine = make(**BASES[base], **{"max_model_len": 900, **LIMITS[limits]})

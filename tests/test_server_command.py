@@ -379,6 +379,7 @@ def test_model_with_unsupported_sizes_is_not_served(
     )
 
 
+@pytest.mark.ci
 def test_broken_chat_template_of_the_model_is_not_served(
     capsys: pytest.CaptureFixture[str], mtp_model: Path, tmp_path: Path
 ) -> None:
@@ -389,6 +390,7 @@ def test_broken_chat_template_of_the_model_is_not_served(
     assert "the model's chat template is not valid Jinja" in capsys.readouterr().err
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "text,said", [("{% if %}", "chat template is not valid Jinja"), (None, "No such file")]
 )

@@ -317,6 +317,7 @@ def test_terminating_a_node_loses_no_request(
         nodes[victim].wait()
 
 
+@pytest.mark.ci
 @pytest.mark.fast("20-4-1")
 @pytest.mark.parametrize("victim", ["0", "1", "2", "redis", "all"])
 @pytest.mark.parametrize("count,seconds", [(20, 4), (200, 12)])

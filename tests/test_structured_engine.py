@@ -524,7 +524,7 @@ def test_grammar_begins_after_the_thinking(method: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["rejection", "block"])
 @pytest.mark.parametrize("method", ["mtp", "ngram"])
-@pytest.mark.fast("ngram-rejection", ci=("mtp-block",))
+@pytest.mark.fast(ci=("ngram-rejection", "mtp-block"))
 def test_texts_follow_the_distribution_of_constrained_sampling(method: str, strategy: str) -> None:
     """Compare the texts of plain and speculative sampling by a chi-square test."""
     choices = ("a + b", "a - b", "b + a", "a", "None", "a.b", "b")

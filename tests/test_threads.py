@@ -56,7 +56,7 @@ def parallel_check(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("num_threads", THREADS)
-@pytest.mark.fast("3", ci=("*",))
+@pytest.mark.ci
 def test_pool_runs_every_chunk_once(parallel_check: Path, num_threads: int) -> None:
     assert run(parallel_check, num_threads, "fork") == ""
 
@@ -69,6 +69,7 @@ def test_pool_passes_the_thread_sanitizer(tmp_path: Path) -> None:
         assert run(program, num_threads) == ""
 
 
+@pytest.mark.ci
 def test_claims_cover_every_chunk_once_on_large_machines(tmp_path: Path) -> None:
     assert run(build(tmp_path, "claims_check", "-O2", [])) == ""
 
@@ -79,6 +80,7 @@ SUB = "32 31 0:29 /docker/ab /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpuacct,cp
 GROUP = "sys/fs/cgroup"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "mounts,groups,files,quota",
     [
@@ -215,6 +217,7 @@ def test_default_thread_count_is_at_most_the_number_of_cpus() -> None:
     assert in_a_process(pinned, SPECOPS_NUM_THREADS="").stdout == "1\n"
 
 
+@pytest.mark.ci
 def test_invalid_counts_in_the_environment_are_refused() -> None:
     wrong = ["0", "-1", "1025", "two", "2.5", " 2", "2 ", "99999999999999"]
     program = f"""
