@@ -3,8 +3,10 @@
 
 #include <atomic>
 
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(__x86_64__)
 #include <cpuid.h>
+#endif
+#if defined(__x86_64__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #elif defined(__aarch64__) && defined(__linux__)
@@ -145,6 +147,21 @@ bool isa_supported(Isa isa) {
     default:
       return false;
   }
+}
+
+bool has_vnni([[maybe_unused]] Isa isa) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  static const bool wide = __builtin_cpu_supports("avx512vnni");
+  static const bool narrow = [] {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    constexpr unsigned kAvxVnni = 1u << 4;  // leaf 7.1, eax; gcc 12 has no name for it
+    return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax & kAvxVnni) != 0;
+  }();
+  return isa == Isa::kAvx2 ? narrow : wide;
+#else
+  return false;
+#endif
 }
 
 Isa active_isa() { return current().load(std::memory_order_relaxed); }

@@ -15,8 +15,12 @@ constexpr int kNumIsas = 7;
 
 const char* isa_name(Isa isa);
 bool isa_supported(Isa isa);  // compiled in, present in this CPU, and permitted by the system
-Isa active_isa();             // the best supported one unless set_isa() chose another
-void set_isa(Isa isa);        // for tests and benchmarks; the caller checks isa_supported()
+// Whether this CPU has products of 8-bit integers (VNNI) for vectors of `isa`, avx2 or avx512, which
+// do not belong to these sets. Integer sums are exact: kernels with and without them give the same
+// bits, and no user chooses between them.
+bool has_vnni(Isa isa);
+Isa active_isa();       // the best supported one unless set_isa() chose another
+void set_isa(Isa isa);  // for tests and benchmarks; the caller checks isa_supported()
 
 }  // namespace specops
 

@@ -14,9 +14,10 @@
 
 #include "common/dtype.h"
 
-#if defined(SPECOPS_ISA_avx512) || defined(SPECOPS_ISA_avx512_bf16) || defined(SPECOPS_ISA_amx)
+#if defined(SPECOPS_ISA_avx512) || defined(SPECOPS_ISA_avx512_vnni) || \
+    defined(SPECOPS_ISA_avx512_bf16) || defined(SPECOPS_ISA_amx)
 #define SPECOPS_AVX512 1
-#elif defined(SPECOPS_ISA_avx2)
+#elif defined(SPECOPS_ISA_avx2) || defined(SPECOPS_ISA_avx2_vnni)
 #define SPECOPS_AVX2 1
 #elif defined(SPECOPS_ISA_neon) || defined(SPECOPS_ISA_neon_bf16)
 #define SPECOPS_NEON 1

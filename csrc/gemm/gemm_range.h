@@ -26,6 +26,23 @@ struct GemmRange {
 #define SPECOPS_FLOAT_ISA SPECOPS_ISA
 #endif
 
+// Instruction set whose integer products this one uses, where the CPU has them: a variant of one
+// file, of the same layout.
+#if defined(SPECOPS_ISA_avx2)
+#define SPECOPS_INTEGER_ISA avx2_vnni
+#elif defined(SPECOPS_ISA_avx512) || defined(SPECOPS_ISA_avx512_bf16)
+#define SPECOPS_INTEGER_ISA avx512_vnni
+#endif
+
+#if defined(SPECOPS_INTEGER_ISA)
+namespace SPECOPS_INTEGER_ISA {
+
+// Computes the range of out, for int8 or int4 weights.
+void gemm_range_integers(const GemmParams& params, const GemmRange& range);
+
+}  // namespace SPECOPS_INTEGER_ISA
+#endif
+
 namespace SPECOPS_FLOAT_ISA {
 
 // Computes the range of out, for float32 rows and plain or fp8 weights.

@@ -1,8 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "common/isa.h"
 #include "gemm/gemm_range.h"
 #include "gemm/integer_rows_cpu.h"
 
 namespace specops::SPECOPS_ISA {
+
+namespace {
+
+// Chooses by the product: CPUs of avx2 and avx512 may have integer products beyond these sets.
+void integers(const GemmParams& params, const GemmRange& range) {
+#if defined(SPECOPS_ISA_avx512_bf16)
+  avx512_vnni::gemm_range_integers(params, range);
+#elif defined(SPECOPS_ISA_avx512)
+  if (has_vnni(Isa::kAvx512)) return avx512_vnni::gemm_range_integers(params, range);
+  gemm_range_integers(params, range);
+#elif defined(SPECOPS_ISA_avx2)
+  if (has_vnni(Isa::kAvx2)) return avx2_vnni::gemm_range_integers(params, range);
+  gemm_range_integers(params, range);
+#else
+  gemm_range_integers(params, range);
+#endif
+}
+
+}  // namespace
 
 uint64_t next_product() { return next_call(); }
 
@@ -14,7 +34,7 @@ uint64_t next_product() { return next_call(); }
 // Source:  -
 // Threads: none here.
 void gemm_range(const GemmParams& params, const GemmRange& range) {
-  if (is_in_panels(params.weight.kind)) return gemm_range_integers(params, range);
+  if (is_in_panels(params.weight.kind)) return integers(params, range);
   if (params.dtype == DType::kBFloat16) return gemm_range_bf16(params, range);
   SPECOPS_FLOAT_ISA::gemm_range_f32(params, range);
 }

@@ -62,7 +62,8 @@ inline void store_floats(float* p, Floats x) { _mm512_storeu_ps(p, x); }
 inline Floats spread_float(float x) { return _mm512_set1_ps(x); }
 inline Floats times(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 inline Floats fused(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
-#if defined(SPECOPS_ISA_avx512_bf16) || defined(SPECOPS_ISA_amx)
+#if defined(__AVX512VNNI__)
+#define SPECOPS_VNNI 1
 inline Sums add_pairs(Sums sums, Codes pairs, Sums x) {
   return _mm512_dpwssd_epi32(sums, pairs, x);
 }
@@ -101,11 +102,21 @@ inline void store_floats(float* p, Floats x) { _mm256_storeu_ps(p, x); }
 inline Floats spread_float(float x) { return _mm256_set1_ps(x); }
 inline Floats times(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
 inline Floats fused(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+#if defined(__AVXVNNI__)
+#define SPECOPS_VNNI 1
+inline Sums add_pairs(Sums sums, Codes pairs, Sums x) {
+  return _mm256_dpwssd_avx_epi32(sums, pairs, x);
+}
+inline Sums add_quads(Sums sums, Codes quads, Sums x) {
+  return _mm256_dpbusd_avx_epi32(sums, quads, x);
+}
+#else
 inline Sums add_pairs(Sums sums, Codes pairs, Sums x) {
   sums = _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, x));
   SPECOPS_ADDED(sums);
   return sums;
 }
+#endif
 #elif defined(SPECOPS_NEON)
 constexpr int kPartOutputs = 4;
 using Codes = uint8x16_t;
@@ -360,7 +371,7 @@ struct Wide {
   static Sums sums(Acc acc, int32_t) { return end_pairs(acc); }
 };
 
-#if defined(SPECOPS_ISA_avx512_bf16) || defined(SPECOPS_ISA_amx)
+#if defined(SPECOPS_VNNI)
 // Products of quads and 8-bit integers.
 template <typename Kind>
 struct Narrow {
