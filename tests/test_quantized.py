@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import specops
 import torch
 from shared_fixtures import every_isa, expect_fault
 from specops import dense, quantization, reference
@@ -283,6 +284,21 @@ def test_large_layers_have_the_same_bits_on_every_instruction_set(case: Case) ->
     packed = dense.pack_weight(q, activations=case.activations)
     outs = [dense.linear(x, packed, bias) for _ in every_isa()]
     assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+@pytest.mark.parametrize("case", INTEGERS, ids=str)
+def test_products_without_vnni_have_the_same_bits(case: Case) -> None:
+    """CPUs of avx2 or avx512 may or may not have products of 8-bit integers."""
+    for rows in (1, 5, 8, 40):
+        x, q, bias = make(case, "cpu", rows, 700, 300, torch.bfloat16)
+        packed = dense.pack_weight(q, activations=case.activations)
+        for isa in every_isa():
+            expected = dense.linear(x, packed, bias)
+            specops._C.use_vnni(False)
+            try:
+                assert torch.equal(dense.linear(x, packed, bias), expected), (isa, rows)
+            finally:
+                specops._C.use_vnni(True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

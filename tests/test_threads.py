@@ -545,3 +545,13 @@ def test_thread_counts_must_be_integers(bad: object) -> None:
 def test_unknown_instruction_set_is_refused() -> None:
     with pytest.raises(ValueError, match=r"set_isa: isa must be one of \['portable'.*'sse9'"):
         specops.set_isa("sse9")
+
+
+def test_environment_sets_the_instruction_set() -> None:
+    program = "import specops; print(specops.get_isa())"
+    for isa in specops.supported_isas():
+        done = in_a_process(program, SPECOPS_ISA=isa)
+        assert (done.stdout, done.returncode) == (f"{isa}\n", 0), done.stderr
+    done = in_a_process(program, SPECOPS_ISA="sse9")
+    names = ", ".join(specops.supported_isas())
+    assert f"ValueError: SPECOPS_ISA must be one of {names}, got 'sse9'" in done.stderr

@@ -2,6 +2,10 @@
 #include "common/isa.h"
 
 #include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <string>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -79,10 +83,24 @@ bool has_amx() {
 }
 #endif
 
+Isa default_isa() {
+  const char* text = std::getenv("SPECOPS_ISA");
+  if (text == nullptr || *text == '\0') return best_isa();
+  std::string names;
+  for (Isa isa : kAllIsas) {
+    if (!isa_supported(isa)) continue;
+    if (std::strcmp(text, isa_name(isa)) == 0) return isa;
+    names += std::string(names.empty() ? "" : ", ") + isa_name(isa);
+  }
+  throw std::invalid_argument("SPECOPS_ISA must be one of " + names + ", got '" + text + "'");
+}
+
 std::atomic<Isa>& current() {
-  static std::atomic<Isa> isa{best_isa()};
+  static std::atomic<Isa> isa{default_isa()};
   return isa;
 }
+
+[[maybe_unused]] std::atomic<bool> vnni_allowed{true};
 
 }  // namespace
 
@@ -158,11 +176,13 @@ bool has_vnni([[maybe_unused]] Isa isa) {
     constexpr unsigned kAvxVnni = 1u << 4;  // leaf 7.1, eax; gcc 12 has no name for it
     return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax & kAvxVnni) != 0;
   }();
-  return isa == Isa::kAvx2 ? narrow : wide;
+  return (isa == Isa::kAvx2 ? narrow : wide) && vnni_allowed.load(std::memory_order_relaxed);
 #else
   return false;
 #endif
 }
+
+void use_vnni(bool use) { vnni_allowed.store(use, std::memory_order_relaxed); }
 
 Isa active_isa() { return current().load(std::memory_order_relaxed); }
 

@@ -12,15 +12,27 @@ namespace specops {
 
 enum class Isa : int { kPortable, kAvx2, kAvx512, kAvx512Bf16, kAmx, kNeon, kNeonBf16 };
 constexpr int kNumIsas = 7;
+constexpr Isa kAllIsas[kNumIsas] = {Isa::kPortable,
+                                    Isa::kAvx2,
+                                    Isa::kAvx512,
+                                    Isa::kAvx512Bf16,
+                                    Isa::kAmx,
+                                    Isa::kNeon,
+                                    Isa::kNeonBf16};
 
 const char* isa_name(Isa isa);
 bool isa_supported(Isa isa);  // compiled in, present in this CPU, and permitted by the system
-// Whether this CPU has products of 8-bit integers (VNNI) for vectors of `isa`, avx2 or avx512, which
-// do not belong to these sets. Integer sums are exact: kernels with and without them give the same
-// bits, and no user chooses between them.
+
+// Returns whether kernels of `isa`, avx2 or avx512, may use products of 8-bit integers (VNNI), which
+// are not part of these sets: this CPU has them for its vectors, and use_vnni() did not turn them
+// off. Integer sums are exact, so kernels with and without them give the same bits.
 bool has_vnni(Isa isa);
-Isa active_isa();       // the best supported one unless set_isa() chose another
-void set_isa(Isa isa);  // for tests and benchmarks; the caller checks isa_supported()
+void use_vnni(bool use);  // for tests
+
+// Returns the set that set_isa() chose, or else SPECOPS_ISA, or else the best supported one. Throws
+// std::invalid_argument if SPECOPS_ISA is not a supported one.
+Isa active_isa();
+void set_isa(Isa isa);  // the caller checks isa_supported()
 
 }  // namespace specops
 

@@ -16,14 +16,6 @@
 namespace specops {
 namespace {
 
-constexpr Isa kAllIsas[] = {Isa::kPortable,
-                            Isa::kAvx2,
-                            Isa::kAvx512,
-                            Isa::kAvx512Bf16,
-                            Isa::kAmx,
-                            Isa::kNeon,
-                            Isa::kNeonBf16};
-
 void set_threads(Argument num_threads) {
   Checker check("set_num_threads");
   int64_t count = check.integer("num_threads", num_threads, 1, kMaxThreads);
@@ -69,6 +61,7 @@ void register_runtime(pybind11::module_& m) {
   m.def("num_threads", &num_threads);
   m.def("supported_isas", &supported_isas);
   m.def("set_isa", &choose_isa);
+  m.def("use_vnni", [](bool use) { use_vnni(use); });
   m.def("active_isa", [] { return isa_name(active_isa()); });
   m.attr("source_digest") = source_digest();
   m.attr("compiler") = compiler();

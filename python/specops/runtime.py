@@ -47,10 +47,12 @@ def supported_isas() -> list[str]:
 
 
 def set_isa(isa: str) -> None:
-    """Choose the instruction set of the CPU kernels (tests and benches).
+    """Choose the instruction set of the CPU kernels.
 
-    The default is the last of `supported_isas()`. Intel CPUs without "amx" use "avx512" instead of
-    "avx512_bf16", because their dot products of bfloat16 pairs take twice as long.
+    The default is the environment variable SPECOPS_ISA, or else the last of `supported_isas()`;
+    Intel CPUs without "amx" use "avx512" instead of "avx512_bf16", because their dot products of
+    bfloat16 pairs take twice as long. int8 and int4 weights use products of 8-bit integers (VNNI)
+    on "avx2" and "avx512", too, if the CPU has them: they have the same bits.
 
     Args:
         isa: one of `supported_isas()`: "portable"; on x86 "avx2", "avx512", "avx512_bf16" and
@@ -65,7 +67,11 @@ def set_isa(isa: str) -> None:
 
 
 def get_isa() -> str:
-    """Return the instruction set the CPU kernels run on."""
+    """Return the instruction set of the CPU kernels.
+
+    Raises:
+        ValueError: SPECOPS_ISA is not one of `supported_isas()`.
+    """
     return _C.active_isa()
 
 

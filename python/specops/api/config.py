@@ -106,6 +106,8 @@ class EngineConfig:
         enable_cascade_attention: read pages that several requests of a step share only once per
             step. The bits are the same; turn it off only for measurements.
         num_threads: threads of the CPU kernels. Absent: SPECOPS_NUM_THREADS, or the usable CPUs.
+        isa: instruction set of the CPU kernels, one of `specops.supported_isas()`. Absent:
+            SPECOPS_ISA, or the best one. Two sets may differ in the last bits of a result.
         seed: seed of the generator that draws seeds for requests without one; None draws them from
             the operating system.
         max_waiting: maximum number of waiting requests; further requests are refused.
@@ -143,6 +145,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enable_cascade_attention: bool = True
     num_threads: int | None = None
+    isa: str | None = None
     seed: int | None = None
     max_waiting: int = 256
     suffix_corpus: str | None = None

@@ -76,6 +76,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of CPU threads (default: all usable CPUs)",
     )
+    add(
+        "--isa",
+        metavar="NAME",
+        help="instruction set of the CPU kernels: portable, avx2, avx512, avx512_bf16, amx, neon "
+        "or neon_bf16 (default: the best that this CPU supports)",
+    )
 
 
 def add_draft_lengths(parser: argparse.ArgumentParser) -> None:

@@ -80,8 +80,9 @@ class Engine:
     ) -> None:
         self.config = config = config or EngineConfig()
         self.ranks = ranks = ranks or one_rank(config)
-        # This rejects an invalid SPECOPS_NUM_THREADS before any file is read.
+        # These reject an invalid SPECOPS_NUM_THREADS or SPECOPS_ISA before any file is read.
         specops.set_num_threads(config.num_threads or specops.get_num_threads())
+        specops.set_isa(config.isa or specops.get_isa())
         self._device = device = open_device(config.device, graphs=not config.enforce_eager)
         model = load_model(
             config.model_dir,
