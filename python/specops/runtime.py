@@ -47,7 +47,7 @@ def supported_isas() -> list[str]:
 
 
 def set_isa(isa: str) -> None:
-    """Choose the instruction set of the CPU kernels (tests and benches).
+    """Choose the instruction set of the CPU kernels (for tests and benchmarks).
 
     The default is the last of `supported_isas()`. Intel CPUs without "amx" use "avx512" instead of
     "avx512_bf16", because their dot products of bfloat16 pairs take twice as long.
@@ -113,8 +113,8 @@ def has_cuda() -> bool:
 def take_error(out: "Tensor") -> "Tensor":
     """Move the error code of `out`'s device INTO `out`, and clear it on the device.
 
-    A CUDA kernel that meets wrong data (a token or page id out of range) skips the row and sets an
-    error code; the first code stays. This op reads it in stream order without waiting, so that a
+    A CUDA kernel that finds invalid data (a token or page id out of range) skips the row and sets
+    an error code; the first code stays. This op reads it in stream order without waiting, so that a
     step can return it with its results. On cpu the code is always 0: ops raise at once there.
 
     Args:
@@ -136,7 +136,7 @@ def error_sentence(code: int) -> str | None:
 
 
 def check_errors(device_index: int = 0) -> None:
-    """Wait for a CUDA device, and raise if a kernel met wrong data since the last check.
+    """Wait for a CUDA device, and raise if a kernel found invalid data since the last check.
 
     Args:
         device_index: index of the CUDA device.
