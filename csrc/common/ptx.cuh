@@ -174,8 +174,8 @@ __device__ inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
   return out;
 }
 
-// Returns (a & mask)
-// (b & ~mask) in one instruction; nvcc would emit two if mask or b is a constant.
+// Returns (a & mask) | (b & ~mask) in one instruction; nvcc would emit two if mask or b is a
+// constant.
 __device__ inline uint32_t merge_bits(uint32_t a, uint32_t b, uint32_t mask) {
   uint32_t out;
   asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(out) : "r"(a), "r"(b), "r"(mask));

@@ -9,7 +9,6 @@
 // odd bytes of a quad. Narrow products multiply quads by 8-bit integers. If the instruction set can
 // multiply quads by both signed and unsigned bytes, wide products use quads too: one product with
 // the high bytes of the integers and one with the low bytes.
-// and with the low bytes.
 #pragma once
 
 #include <cstdint>

@@ -11,10 +11,10 @@
 //          end.
 //   leaf   256 tokens at fixed positions, from an empty state.
 //   chunk  8 leaves, folded left; the chunks of a row are folded left into its result, and a sink
+//          is folded in last.
 // A state with a zero sum is empty, and folding it changes nothing. Tiles and leaves in which a row
 // sees nothing may therefore be run or skipped. The division of work among blocks (Plan) decides
 // only whether a state is kept in registers or passes through the workspace.
-// registers and workspace.
 #pragma once
 
 #include "attention/append_attention/cuda/block.cuh"

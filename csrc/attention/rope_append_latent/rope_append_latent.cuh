@@ -83,7 +83,7 @@ __device__ inline void move_latent(const T* src, T* dst, const T* weight, float 
 // Copies q to q_out and rotates its rotary part; writes norm(latent) and the rotated key to the
 // slot of the row in the cache.
 // Grid:    x = rows * groups of kLatentWarps heads; unbounded. The token to cache counts as one
-// more head after those of q.
+//          more head after those of q.
 // Block:   128 threads; a warp has one head, a lane has vectors of its latent and one rotary pair.
 // Smem:    none.
 // Cost:    each element read and written once; if q_out is q, only the rotary part of q.

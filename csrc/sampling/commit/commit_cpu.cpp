@@ -25,7 +25,7 @@ void count_token(int32_t* ids, int32_t* counts, int64_t capacity, int32_t token_
 // For each request, truncates and changes emitted.token_ids by the rules of commit_walk.h, and then
 // appends these tokens to the request's row.
 // Cost:    batch * max_tokens ids read and written, the stop tables once per token; per new token,
-// the entries of its counted row that follow it.
+//          the entries of its counted row that follow it.
 // Assumes: ops.cpp has checked the capacity for every token; two requests never share a slot.
 // Threads: the caller only, because a request needs only a few stores.
 void commit_cpu(const CommitParams& params) {

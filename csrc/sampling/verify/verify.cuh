@@ -166,11 +166,11 @@ __device__ __forceinline__ void verify_row(const VerifyParams& params, const Row
 //          need 41 KB more at 151,936 tokens, a quarter byte per token, or use the workspace if
 //          that exceeds a block's limit.
 // Cost:    one read of num_output_rows * vocab_size logits; filters as in sample. A rejection reads
-// one leaf for one-hot drafts, the leaves of the listed tokens for sparse draft_probs, and the kept
-// leaves and draft_probs for dense ones.
+//          one leaf for one-hot drafts, the leaves of the listed tokens for sparse draft_probs, and
+//          the kept leaves and draft_probs for dense ones.
 // Assumes: rows contiguous.
 // Order:   row.cuh; the result of a row depends only on its request's parameters, drafts and
-// position.
+//          position.
 // Source:  Leviathan et al. 2023 (rejection), Miao et al. 2024 (its trees), Sun et al. 2024
 //          (block).
 template <typename T, bool kProcessed, bool kStrategies>

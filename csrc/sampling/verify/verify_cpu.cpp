@@ -71,7 +71,7 @@ thread_local BlockScratch tls_block;
 //          draft_probs, a rejected row is read a second time, and so are a block step's rows.
 // Assumes: output_indptr ascending within the rows, at most max_draft_tokens + 1 rows per request.
 // Order:   row/cpu/row.h; the result of a row depends only on its request's parameters, drafts and
-// position.
+//          position.
 // Source:  Leviathan et al. 2023; Miao et al. 2024 (siblings); Sun et al. 2024 (block).
 // Threads: one item per output row, then the walk on the caller. Block steps take two parallel
 //          passes over their rows.

@@ -3,7 +3,7 @@
 // drawn from the residual distribution after rejections.
 //
 // Order:   as in row/cpu/row.h. The residual of a leaf is summed in fp32 lanes; leaves are folded
-// left in fp64.
+//          left in fp64.
 #pragma once
 
 #include <cstdint>

@@ -4,8 +4,9 @@
 // functions of the other files take this object as the argument `row`.
 //
 // Order:   the vocabulary is divided into leaves of kLeaf ids. A sum over a leaf is sixteen fp32
-// lanes in id order, then one fixed tree; leaves are folded left in fp64. NaN counts as -inf, and
-// +inf as the largest finite float. Tokens are ranked by logit (descending), then id (ascending).
+//          lanes in id order, then one fixed tree; leaves are folded left in fp64. NaN counts as
+//          -inf, and +inf as the largest finite float. Tokens are ranked by logit (descending),
+//          then id (ascending).
 #pragma once
 
 #include <cfloat>
