@@ -15,9 +15,9 @@ struct CudaStream {
 // True if a kernel may start before the previous one has ended (common/launch.cuh).
 inline std::atomic<bool> kernels_overlap{true};
 
-// Whether a module has CUDA kernels, and what runs them: a GPU, or the interpreter (csrc/simt) on
-// CPU tensors. The linker makes the choice, so that host code is compiled only once for all
-// modules.
+// Kind of CUDA kernels in a module: none, kernels for a GPU, or kernels that the interpreter
+// (csrc/simt) runs on CPU tensors. The linker makes the choice, so that host code is compiled only
+// once for all modules.
 enum class CudaKernels { kNone, kOnGpu, kInterpreted };
 CudaKernels cuda_kernels();
 

@@ -17,7 +17,8 @@ struct PhiloxBlock {
   uint32_t word[4];
 };
 
-// Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+// Returns the four random words of a counter. Source: Salmon et al. 2011, "Parallel random numbers:
+// as easy as 1, 2, 3".
 SPECOPS_HOST_DEVICE PhiloxBlock philox4x32(uint64_t seed, PhiloxBlock counter) {
   uint32_t key0 = static_cast<uint32_t>(seed);
   uint32_t key1 = static_cast<uint32_t>(seed >> 32);

@@ -493,7 +493,8 @@ class Checker {
     }
   }
 
-  // An empty tensor is never read, so its strides do not matter: numpy sets them to 0.
+  // Returns whether a tensor has the layout. An empty tensor is never read, so its strides do not
+  // matter: numpy sets them to 0.
   static bool has_layout(const TensorView& view, Layout layout) {
     for (int axis = 0; axis < view.ndim(); ++axis) {
       if (view.size(axis) == 0) return true;

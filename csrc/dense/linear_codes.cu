@@ -51,7 +51,8 @@ void run(const LinearParams& params, CudaStream stream) {
          plan);
 }
 
-// The partial sums of many pieces of 16 inputs need more shared memory than some devices have.
+// Returns whether a device has enough shared memory for the shape. Some have too little for the
+// partial sums of many pieces of 16 inputs.
 template <typename Codes, typename Numbers, typename Shape>
 bool fits(const LinearParams& params) {
   constexpr size_t kMostBytes = 99 << 10;

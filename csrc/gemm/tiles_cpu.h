@@ -70,7 +70,7 @@ inline void dot_signed_tiles() {
   asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kA), "i"(kB));
 }
 
-// Same, but a is unsigned.
+// Computes sums += a * b for unsigned a and signed b, in groups of four inputs.
 template <int kSums, int kA, int kB>
 inline void dot_unsigned_tiles() {
   asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kA), "i"(kB));

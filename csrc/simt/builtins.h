@@ -277,7 +277,8 @@ T exchange(T* address, const Site& site, Change change) {
 
 }  // namespace specops::simt
 
-// The second argument is converted to the type of the address, as in CUDA's overloads.
+// CUDA's atomics, which return the previous value. The type of `value` is converted to that of the
+// address, as in CUDA's overloads.
 template <specops::simt::AtomicWord T>
 T atomicAdd(T* address,
             std::type_identity_t<T> value,

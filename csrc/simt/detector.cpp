@@ -463,8 +463,9 @@ void on_atomic(const void* pointer, size_t bytes, const Site& site) {
     return;
   }
   // The block acquires what other blocks have published here, and publishes what its own threads
-  // have fenced. For each thread, that is its clock at its last fence, or what the current thread
-  // has seen of that clock, or what it had seen at its last fence.
+  // have fenced. For each of its threads, it publishes the larger of two clocks: the one up to
+  // which that thread has fenced and the current thread has seen it, and the one that the current
+  // thread had seen at its own last fence.
   Meeting& meeting = state.meetings[address];
   auto found = std::find_if(state.acquired.begin(), state.acquired.end(), [&](const auto& entry) {
     return entry.first == &meeting;

@@ -94,7 +94,7 @@ unsigned char* shared_memory();
 // Ends the launch with the error "<kernel>, block (x, y, z), thread (x, y, z): <what> (file:line)".
 [[noreturn]] void fail(const std::string& what, const Site& site);
 
-// Same, but the place is passed as text.
+// Does the same as fail(), but the place is passed as text.
 [[noreturn]] void fail_at(const std::string& what, const std::string& place);
 
 // Index of the running thread in its block; -1 while host code runs.

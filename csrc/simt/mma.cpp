@@ -14,8 +14,7 @@ namespace {
 constexpr int kRows = 16;  // rows of d, which has 8 columns
 constexpr int kCols = 8;
 
-// Type of a function that computes one row of d from a: [k] and b: [k][kCols], such as the one
-// below.
+// Type of the functions that compute one row of d by fused multiply-adds. a: [k], b: [k][kCols].
 using RowRule = void (*)(float* d, const float* a, const float* b, int k);
 
 void row_fma_plain(float* d, const float* a, const float* b, int k) {
@@ -278,7 +277,8 @@ void complete_mma_bf16(void* const* operands, uint32_t) { multiply<2, bf16>(oper
 void complete_mma_f16(void* const* operands, uint32_t) { multiply<2, f16>(operands); }
 void complete_mma_e4m3(void* const* operands, uint32_t) { multiply<4, e4m3>(operands); }
 
-// Uses the same fragments as e4m3. Sums wrap, as in hardware without .satfinite.
+// Executes mma of 8-bit integers, in the fragments of e4m3. Sums wrap, as in hardware without
+// .satfinite.
 template <bool kUnsigned>
 void complete_mma_int8(void* const* operands, uint32_t) {
   constexpr int kDepth = 32;
@@ -315,8 +315,9 @@ void complete_mma_int8(void* const* operands, uint32_t) {
 template void complete_mma_int8<false>(void* const*, uint32_t);
 template void complete_mma_int8<true>(void* const*, uint32_t);
 
-// Lane 8 * tile + row passes the address of a row. Register `tile` of a lane receives the elements
-// 2 * quad and 2 * quad + 1 of row `group` or, if transposed, of column `group`.
+// Executes ldmatrix for a warp. Lane 8 * tile + row passes the address of a row. Register `tile` of
+// a lane receives the elements 2 * quad and 2 * quad + 1 of row `group` or, if transposed, of
+// column `group`.
 template <int kTiles, bool kTrans>
 void complete_ldmatrix(void* const* operands, uint32_t) {
   [[maybe_unused]] int warp_first = current_thread / kLanes * kLanes;

@@ -239,7 +239,7 @@ inline void barrier_arrive(int id, int threads, Site site = Site::current()) {
   simt::named_barrier(id, threads, false, site);
 }
 
-// Implemented as an atomic between two fences.
+// Adds `value` and returns the previous value, as an atomic between two fences.
 inline int32_t add_acq_rel(int32_t* global, int32_t value, Site site = Site::current()) {
   simt::on_fence();
   return simt::exchange(global, site, [=](int32_t old) { return old + value; });

@@ -201,7 +201,8 @@ class ChildTable {
   }
 
   static int32_t num_slots(int16_t kind) { return int32_t{1} << (kind - 1); }
-  // A hash table has one more slot, whose `child` is its number of children.
+  // Returns the number of slots to allocate. A hash table has one more slot, whose `child` is its
+  // number of children.
   static int32_t allocated_slots(int16_t kind) {
     return num_slots(kind) + (kind > kLastList ? 1 : 0);
   }

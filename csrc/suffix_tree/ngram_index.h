@@ -47,7 +47,7 @@ struct NgramMatch {
   int32_t end = -1;
 };
 
-// What this call does with the index of a row.
+// Work that this call does on the index of a row.
 struct NgramPlan {
   int32_t num_sizes = 0;    // 0: no index
   int32_t num_entries = 0;  // entries per size

@@ -95,7 +95,7 @@ struct SharedTree {
   const bool common;
   std::unique_ptr<SuffixTree> tree;
   int64_t users = 0;  // slots that refer to it
-  // What this tree contributed to the totals of the cache at its last change.
+  // Contribution of this tree to the totals of the cache, as of its last change.
   int64_t tokens = 0, pending = 0, used_bytes = 0, taken_bytes = 0;
   bool is_reclaimed = false;  // listed in to_reclaim
 };
@@ -373,9 +373,9 @@ struct SuffixCache::State {
     }
   }
 
-  // Frees memory if the trees have too much that is free for reuse, because one tree cannot use the
-  // free memory of another. Evicts the responses of the scope with the most free memory; its tree
-  // then releases all of its memory.
+  // Evicts the responses of the scope whose tree has the most memory that is free for reuse; the
+  // tree then releases all of its memory. Called if the trees have too much such memory, because
+  // one tree cannot use the free memory of another.
   void drop_emptiest() {
     SharedTree* emptiest = nullptr;
     int64_t most = 0;

@@ -46,7 +46,7 @@ struct SuffixDraft {
 
 class SuffixTree {
  public:
-  // max_depth: 1 .. 32,767.
+  // Creates an empty tree. max_depth: 1 .. 32,767.
   explicit SuffixTree(int32_t max_depth);
   ~SuffixTree();
   SuffixTree(const SuffixTree&) = delete;

@@ -49,8 +49,8 @@ __global__ void __launch_bounds__((AttentionShape<T, kHeadDim, kTiles>::kThreads
   run_all(AttentionBlock<T, kHeadDim, kTiles, kExact>(launch));
 }
 
-// Same as append_attention_kernel, for 8-bit caches. Their elements are widened in registers
-// (cuda/tile.cuh).
+// Computes the same as append_attention_kernel over 8-bit caches, whose elements are widened in
+// registers (cuda/tile.cuh).
 template <typename T, typename Cache, int kHeadDim, int kTiles>
 __global__ void __launch_bounds__(kAttentionThreads,
                                   (AttentionShape<T, kHeadDim, kTiles, Cache>::kBlocksPerSm))
@@ -59,8 +59,8 @@ __global__ void __launch_bounds__(kAttentionThreads,
   run_all(AttentionBlock<T, kHeadDim, kTiles, true, false, Cache>(launch));
 }
 
-// Same as append_attention_kernel, bit for bit, but blocks also record the time of each phase. Used
-// only for measurements.
+// Computes the same as append_attention_kernel, bit for bit, and also records the time of each
+// phase. Used only for measurements.
 template <typename T, int kHeadDim, int kTiles>
 __global__ void __launch_bounds__(kAttentionThreads,
                                   (AttentionShape<T, kHeadDim, kTiles>::kBlocksPerSm))

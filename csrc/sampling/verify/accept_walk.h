@@ -77,9 +77,9 @@ SPECOPS_HOST_DEVICE double next_block_weight(double weight, double target_prob, 
   return weight > 0.0 && target_prob > 0.0 ? 1.0 : 0.0;
 }
 
-// Returns the probability that at least the first i drafts are accepted, given their weight and the
-// mass of the residual (block_residual) of the row after draft i. For the last draft, the
-// probability is its weight.
+// Returns the probability with which block_accepted accepts exactly the first i drafts if it has
+// not accepted more, given their weight and the mass of the residual (block_residual) of the row
+// after them. For all n drafts, the probability is their weight instead.
 SPECOPS_HOST_DEVICE double block_chance(double weight, double mass) {
   double all = mass + (1.0 - weight);
   return all > 0.0 ? mass / all : 1.0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How verify on CUDA chooses in a row: a draft, the token that `sample` chooses, or a token of the
-// residual after rejections; and in which order block verification visits rows.
+// Choice of a token in a row by verify on CUDA: a draft, the token that `sample` chooses, or a
+// token of the residual after rejections. Also the order in which block verification visits rows.
 #pragma once
 
 #include "sampling/row/cuda/drafted_row.cuh"

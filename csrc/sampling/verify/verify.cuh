@@ -180,7 +180,8 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   verify_row<T, kProcessed, kStrategies, false>(params, plan);
 }
 
-// Same as verify_kernel, bit for bit, but records phase times. Only for measurements.
+// Computes the same as verify_kernel, bit for bit, and also records phase times. Used only for
+// measurements.
 template <typename T, bool kStrategies>
 __global__ void __launch_bounds__(kMaxRowThreads, 1)
     verify_stamped_kernel(VerifyParams params, RowPlan plan) {

@@ -20,9 +20,8 @@ inline int64_t shared_leaves(const AppendAttentionParams& params, int64_t a, int
   return tokens / kLeafTokens;
 }
 
-// Approximate cycles per KV head that bundling saves and costs: leaf_saving is saved for each leaf
-// that is not read again (usually from a cache); state_cost is spent on storing and reloading a
-// row's state.
+// Return approximate cycles per KV head: leaf_saving is saved for each leaf that is not read again
+// (usually from a cache); state_cost is spent on storing and reloading the state of a row.
 inline int64_t leaf_saving(const AppendAttentionParams& params) {
   return 8 * params.head_dim * dtype_bytes(params.dtype);
 }

@@ -28,7 +28,7 @@ inline void lane_dots(const bfloat16* const* q, const bfloat16* k, F32x16* acc) 
     for (int r = 0; r < kRows; ++r) acc[r] = dot_pairs(acc[r], load_pairs(q[r] + i), x);
   }
 }
-// Same as above for queries that widen_query widened; adds in the order of dot_pairs.
+// Computes the same for queries that widen_query widened, in the order of dot_pairs.
 template <int kRows, int D>
 inline void lane_dots(const float* const* q, const bfloat16* k, F32x16* acc) {
 #pragma GCC unroll 16
@@ -342,8 +342,8 @@ inline void weigh_tile(const Weights& p,
   }
 }
 
-// Same for all columns of V. `width` is a run-time argument, because as a template argument it
-// would compile all of these tiles again for every head size.
+// Computes the same for all columns of V. `width` is a run-time argument, because as a template
+// argument it would compile all of these tiles again for every head size.
 template <typename T, int kRows, bool kPacked, typename Weights>
 inline void weigh(const Weights& p,
                   const LeafKv<T>& kv,

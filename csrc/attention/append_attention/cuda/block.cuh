@@ -143,7 +143,7 @@ __device__ __forceinline__ int opaque(int x) {
 }
 __device__ __forceinline__ unsigned thread_index() { return opaque(threadIdx.x); }
 
-// Same as opaque(), for use inside the loop over KV tiles; does nothing in forms that have
+// Returns opaque(x), for use inside the loop over KV tiles; returns x itself in forms that have
 // registers to spare.
 template <typename Block>
 __device__ __forceinline__ int opaque_in_loop(int x) {
@@ -201,7 +201,7 @@ struct WorkItem {
   int tile_rows;        // rows of the tile before narrow() reduced the item to one query
   float* state;         // nullptr: the work item finishes the sequence and writes to out
   int64_t leaf_stride;  // if not 0, every leaf has its own state, this many floats apart
-  // How the sequence of this tile and head is split: each chunk before first_cut is one item, and
+  // Division of the sequence of this tile and head: each chunk before first_cut is one item, and
   // later chunks are split. first_tail is the index of chunk first_cut among all split chunks.
   int splits;    // nonempty splits of this item's chunk
   int arrivals;  // number of chunks of the sequence; 0: no block waits for this state

@@ -187,7 +187,7 @@ __device__ __forceinline__ int shared_leaves(const AttentionLaunch& launch, int6
   return launch.groups[level * launch.params.batch + leader].end;
 }
 
-// What the plan needs to know about one request.
+// Properties of one request on which the plan depends.
 struct RequestWork {
   int tiles;        // row tiles
   int shared;       // leaves shared with other requests, before its own

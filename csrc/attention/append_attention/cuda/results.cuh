@@ -550,7 +550,8 @@ __device__ __forceinline__ void arrive(const Block& block) {
   }
 }
 
-// Not inlined: the fold would otherwise take registers from the loop over the tiles.
+// Calls arrive() without inlining it: the fold would otherwise take registers from the loop over
+// the tiles.
 template <typename Block>
 __device__ __noinline__ void call_arrive(const AttentionLaunch* launch) {
   arrive(Block(*launch));

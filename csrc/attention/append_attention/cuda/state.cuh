@@ -153,8 +153,9 @@ __device__ __forceinline__ void fold_leaf(const Block& block,
   }
 }
 
-// Same as fold_leaf, but the chunk is in thread-private memory. The first leaf of a chunk finds it
-// empty. At the end of the chunk, the result is not stored there but replaces the leaf.
+// Folds the leaf like fold_leaf, but into a chunk in thread-private memory. The first leaf of a
+// chunk finds it empty. At the end of the chunk, the result is not stored there but replaces the
+// leaf.
 template <typename Block>
 __device__ __forceinline__ void fold_leaf_in_memory(
     const Block& block, int tile, bool begins, bool ends, Outputs<Block>& leaf) {

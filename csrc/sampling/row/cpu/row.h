@@ -23,9 +23,9 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Where the weights of the kept tokens are: kOne: there is only one token; kScanned: in the scan's
-// sums per leaf; kListed: in the list; kByLeaf: in sums per leaf over the tokens that the cut
-// keeps.
+// Location of the weights of the kept tokens. kOne: there is only one token; kScanned: in the
+// scan's sums per leaf; kListed: in the list; kByLeaf: in sums per leaf over the tokens that the
+// cut keeps.
 enum class Kept { kOne, kScanned, kListed, kByLeaf };
 
 template <typename T>

@@ -189,7 +189,7 @@ class DraftedRow : public Row<T, kProcessed> {
     return found;
   }
 
-  // Sets masses() to the masses of a residual, and returns the residual's fraction of the kept
+  // Sets masses() to the masses of a residual, and returns its total mass, relative to the kept
   // mass. Which leaves change depends on the draft distribution: one-hot drafts remove all children
   // up to `child` (whose token is `id`), and only the leaf of `id` is recomputed; a sparse
   // distribution changes the leaves of the tokens in its list, a dense one all leaves.

@@ -46,9 +46,9 @@ __device__ inline RowToken first_token(const Row<T, kProcessed>& row) {
   return pick(row, block_reduce<Min>(row.shared, first), {row.max, INT32_MAX}, 0.0);
 }
 
-// Finds the first kept token at which the running mass exceeds uniform * total. Leaves its leaf in
-// shared.leaf, and the target's position in the leaf, as a fraction of the leaf's mass, in
-// shared.part.
+// Finds the leaf in which the running mass of the kept tokens first exceeds the target, uniform *
+// total. Leaves this leaf in shared.leaf, and in shared.part where the target lies in the leaf, as
+// a fraction of the leaf's mass.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ void seek(const Row<T, kProcessed>& row, float uniform) {
   int32_t run = (row.num_leaves - 1) / row.threads() + 1;

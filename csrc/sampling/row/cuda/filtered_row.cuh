@@ -14,7 +14,7 @@
 
 namespace specops {
 
-// Where the weights of the kept tokens are: in the scan's sums, in the list, in row.masses(), or
+// Location of the weights of the kept tokens: in the scan's sums, in the list, in row.masses(), or
 // not computed.
 enum class Where { kScan, kList, kMasses, kNowhere };
 

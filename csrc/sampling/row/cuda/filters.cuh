@@ -22,7 +22,7 @@ __device__ inline bool needs_warm(const SamplingParams& filters, int32_t vocab_s
   return !is_greedy(filters) && !counted && (filters.top_p < 1.0f || filters.min_p == 0.0f);
 }
 
-// Which sums the scan of a row must compute: over raw logits, and over logits with processors and
+// Sums that the scan of a row must compute: over raw logits, and over logits with processors and
 // temperature applied.
 struct WantedSums {
   bool raw, warm;

@@ -8,7 +8,7 @@
 
 namespace specops {
 
-// How many leaves ahead of the one that it reads a warp prefetches.
+// Number of leaves by which the prefetch of a warp is ahead of its reads.
 constexpr int kPassAhead = 2;
 
 // A cut as it applies to one leaf: logits must be at least `least`. divided: the last kept token

@@ -146,7 +146,8 @@ struct RowSlots {
   LeafStats* stats;  // [num_leaves] of the block's row
   Mass* masses;
 
-  // `item`: index of the row among the rows in the workspace.
+  // Locates the block's part of the workspace. `item`: index of the row among the rows in the
+  // workspace.
   __device__ RowSlots(const RowPlan& plan,
                       RowShared& shared,
                       unsigned char* workspace_end,
