@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(128) linear_stream_kernel(LinearParams params,
 // Computes the same as linear_stream_kernel for any number of rows, in tiles of 128 or 256 outputs
 // and 64 or 128 rows.
 // Grid:    x = tiles, rows fastest within bands of 16 row tiles, so that a wave of blocks shares
-//          weights and x in L2 (unbounded); y = 1, or one leaf each.
+//          weights and x in L2 (unbounded); y = 1 or, if leaves are split, leaves.
 // Block:   2 * kRows threads; each warp owns 32 or 64 outputs and 64 rows.
 // Smem:    96 KiB: 3 or 4 stages of 64 inputs for 128 outputs, or of 32 inputs for 256. For 256
 //          outputs also 128 KiB of totals, float4 by thread; a thread accesses only its own.

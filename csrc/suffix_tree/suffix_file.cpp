@@ -189,7 +189,8 @@ struct FileReader::State {
     if (fd >= 0) ::close(fd);
   }
 
-  // Returns 0, an errno, or -1 at the end of the file.
+  // Reads bytes from `offset` on. Returns 0 if all were read, -1 at the end of the file, else an
+  // errno.
   int read_at(uint64_t offset, void* data, size_t num_bytes) const {
     char* to = static_cast<char*>(data);
     while (num_bytes > 0) {

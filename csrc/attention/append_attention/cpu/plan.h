@@ -57,7 +57,7 @@ inline int64_t chunks_of(const Request& r) {
   return r.last_leaf / kChunkLeaves - r.first_leaf / kChunkLeaves + 1;
 }
 
-// Returns the floats of the state of one chunk of a request.
+// Returns the size, in floats, of the state of one chunk of a request.
 inline int64_t state_floats(const AppendAttentionParams& params, const Request& r) {
   return r.qo_len * params.num_qo_heads * (value_dim_of(params.head_dim) + 2);
 }

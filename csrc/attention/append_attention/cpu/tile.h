@@ -424,7 +424,8 @@ void weigh_rows(const typename Element<T>::Prob* p,
   if (!together) begin = end = kLeafTokens;
   bool fresh[kRows];
   bool all_fresh = true;
-  // Adds tokens [from, to) to row r: a half pair, whole steps, a half pair.
+  // Adds the tokens [from, to) to row r: at each end a half pair if needed, and whole steps between
+  // them.
   auto alone = [&](int r, int from, int to) {
     if (from >= to) return;
     int first = (from + kStep - 1) / kStep, last = to / kStep;

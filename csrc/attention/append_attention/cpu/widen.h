@@ -11,7 +11,7 @@
 
 namespace specops::SPECOPS_ISA {
 
-// Loads sixteen elements, times kUnit.
+// Loads sixteen elements and multiplies them by kUnit.
 inline F32x16 load(const KvInt8* p) {
 #if defined(SPECOPS_AVX512)
   __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));

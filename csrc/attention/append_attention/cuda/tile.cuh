@@ -18,7 +18,8 @@ namespace specops {
 template <typename Cache>
 __device__ __forceinline__ uint2 widen(uint32_t word) {
   if constexpr (std::is_same_v<Cache, KvInt8>) {
-    // 128 + (low 7 bits) - (128, or 256 if negative): bf16 represents all three numbers.
+    // The value is 128 + (low 7 bits) - (128, or 256 if negative). bf16 represents all of these
+    // numbers exactly.
     constexpr uint32_t kBase = 0x43004300u, kMinusOne = 0xbf80bf80u;
     auto two = [](uint32_t bytes) {
       uint32_t low = ptx::merge_bits(bytes, kBase, 0x007f007fu);

@@ -66,7 +66,8 @@ constexpr int64_t kRowWarps = 8;          // warps of a block
 constexpr int64_t kFewRowWarps = 16;      // warps of a block if there are very few rows
 constexpr int64_t kBlockBytes = 1 << 10;  // shared memory reserved per block beside its own
 
-// Returns the shared memory of a scan with `depth` leaves in flight per warp of a block.
+// Returns the size, in bytes, of the shared memory of a scan with `depth` leaves in flight per warp
+// of a block.
 constexpr int64_t scan_bytes(int64_t warps, int64_t depth) {
   return int64_t{offsetof(RowShared, masses)} + warps * depth * kSlotVectors * 16;
 }
