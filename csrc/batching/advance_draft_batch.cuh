@@ -10,13 +10,14 @@ namespace specops {
 constexpr int kAdvanceDraftThreads = 256;
 constexpr int kAdvanceDraftSmemBytes = kAdvanceDraftThreads / kWarpSize * sizeof(int64_t);
 
-// The next row of a request; without one, cache_slot and position are -1.
+// The next row of a request. If the request gets no row, cache_slot and position are -1.
 struct AdvancedRow {
   int64_t cache_slot = -1;
   int32_t position = -1;
 };
 
-// Returns the row after draft `step`; none if its page is missing, or with a fault.
+// Returns the row that follows draft `step`. There is none if the row's page is missing; if an
+// argument is invalid, there is a fault instead.
 __device__ inline AdvancedRow next_row(const AdvanceDraftBatchParams& params,
                                        int64_t request,
                                        int32_t slot) {
@@ -32,8 +33,8 @@ __device__ inline AdvancedRow next_row(const AdvanceDraftBatchParams& params,
           .position = static_cast<int32_t>(position)};
 }
 
-// Sets draft[step] to the sampled token if it is requested. A request that needs more drafts, and
-// has a page for the row, gets one row: at the position `ahead` tokens before that draft.
+// Stores the sampled token as draft `step` of each request that wants it. A request that needs more
+// drafts, and has a page for the next row, gets one row, `ahead` tokens before that draft.
 // Grid:    one block.
 // Block:   256 threads; each thread owns every 256th request.
 // Smem:    one sum per warp: 64 bytes.
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(kAdvanceDraftThreads)
   int thread = static_cast<int>(threadIdx.x);
   bool has_rows = params.draft_qo_indptr != nullptr;
   if (has_rows && thread == 0) params.draft_qo_indptr[0] = 0;
-  int64_t rows = 0;  // rows of the requests before these
+  int64_t rows = 0;  // rows of the requests of earlier iterations
   for (int64_t first = 0; first < params.batch; first += kAdvanceDraftThreads) {
     int64_t request = first + thread;
     bool real = request < params.batch;

@@ -3,8 +3,8 @@
 
 namespace specops::SPECOPS_ISA {
 
-// Sets draft[step] to the sampled token if it is requested. A request that needs more drafts, and
-// has a page for the row, gets one row: at the position `ahead` tokens before that draft.
+// Stores the sampled token as draft `step` of each request that wants it. A request that needs more
+// drafts, and has a page for the next row, gets one row, `ahead` tokens before that draft.
 // Cost:    60 bytes moved per request.
 // Assumes: slots, lengths, page table and capacity checked by ops.cpp.
 // Order:   integers only.

@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kBuildTreeThreads) build_tree_kernel(BuildTree
     int32_t* mask = params.ancestor_mask + (first_row + row) * words;
     int word = words - 1, depth = -1;
     if (valid) {
-      // Ancestors have ever lower rows, so a word is complete once the path leaves it.
+      // The rows of a path descend, so a mask word is complete once the path moves to a lower word.
       uint32_t bits = 0;
       for (int above = row;; above = parents[above - 1] + 1) {
         for (; word > above / 32; --word) {

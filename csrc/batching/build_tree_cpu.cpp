@@ -47,8 +47,8 @@ void build(const BuildTreeParams& params, int64_t batch_idx) {
 
 }  // namespace
 
-// Computes depth = the parent's + 1, mask = the parent's plus the row itself, links in ascending
-// order.
+// Computes, for each node, depth = the parent's depth + 1, mask = the parent's mask plus the node
+// itself, and the child and sibling links in ascending order.
 // Cost:    the outputs are written once or twice, the mask read once; bound by the mask's words.
 // Assumes: counts, parents and positions checked by ops.cpp.
 // Order:   integers only.

@@ -8,7 +8,7 @@ namespace specops {
 
 constexpr int kGatherInputIdsThreads = 128;
 
-// Sets out[row] to the known token at the row's position, or to the draft there; 0 for padding.
+// Sets out[row] to the token at the row's position: a known token, or else a draft; 0 for padding.
 // Grid:    x = rows / 128 (unbounded).
 // Block:   128 threads, one per row.
 // Smem:    none.

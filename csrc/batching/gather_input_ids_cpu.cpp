@@ -4,7 +4,7 @@
 
 namespace specops::SPECOPS_ISA {
 
-// Sets out[row] to the known token at the row's position, or to the draft there; 0 for padding.
+// Sets out[row] to the token at the row's position: a known token, or else a draft; 0 for padding.
 // Cost:    12 bytes read and 4 written per row, and three dependent table reads.
 // Assumes: rows, slots, lengths and token ids checked by ops.cpp.
 // Order:   integers only.

@@ -10,8 +10,8 @@ constexpr int kGatherThreads = 128;
 constexpr int kGatherWarps = kGatherThreads / kWarpSize;
 constexpr int kGatherWords = 4;  // loads in flight per lane
 
-// Sets out[i] = hidden[output_rows[i]], or zeros if output_rows[i] is -1 or, with an error,
-// invalid.
+// Sets out[i] = hidden[output_rows[i]], or zeros if output_rows[i] is -1. An invalid index also
+// yields zeros and is reported.
 // Grid:    x = pieces of output rows, four per block (unbounded).
 // Block:   128 threads; a warp owns a piece of 128 words: 2 KB of a row with 16-byte words.
 // Smem:    none.

@@ -8,13 +8,13 @@ namespace specops {
 
 constexpr int kKeepHiddenThreads = 128;
 
-// Sets kept[slot * window + i % window] to the hidden row of position i, for the last `window`
-// positions i of the step whose next token is known, which excludes rejected drafts.
-// Grid:    x = batch * window: one block per row that may be kept (unbounded).
+// Copies hidden rows to the buffer `kept`, at slot * window + i % window for position i. Copies the
+// last `window` positions of the step whose next token is known, so no rejected drafts.
+// Grid:    x = batch * window, one block per row that may be copied (unbounded).
 // Block:   128 threads; a thread owns every 128th word of the row.
 // Smem:    none.
 // Cost:    2 * row_bytes moved per kept row; memory-bound.
-// Assumes: rows and strides are whole, aligned words; no slot appears twice.
+// Cost:    2 * row_bytes moved per copied row; memory-bound.
 // Order:   copies only.
 // Source:  -
 template <typename Word>
@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kKeepHiddenThreads)
     keep_hidden_rows_kernel(KeepHiddenRowsParams params) {
   wait_for_previous_kernel();
   int64_t request = blockIdx.x / params.window;
-  int64_t back = blockIdx.x % params.window;  // distance from the last kept position
+  int64_t back = blockIdx.x % params.window;  // distance from the last position to copy
   int64_t slot = params.slots[request];
   if (slot == -1) return;
   Fault fault = find_fault(params, request);

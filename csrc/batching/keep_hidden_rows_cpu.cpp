@@ -5,13 +5,13 @@
 
 namespace specops::SPECOPS_ISA {
 
-// Sets kept[slot * window + i % window] to the hidden row of position i, for the last `window`
-// positions i of the step whose next token is known, which excludes rejected drafts.
-// Cost:    2 * row_bytes moved per kept row, at most `window` rows per request.
+// Copies hidden rows to the buffer `kept`, at slot * window + i % window for position i. Copies the
+// last `window` positions of the step whose next token is known, so no rejected drafts.
+// Cost:    2 * row_bytes moved per copied row, at most `window` rows per request.
 // Assumes: slots, lengths and rows checked by ops.cpp.
 // Order:   copies only.
 // Source:  -
-// Threads: one, because a decoding request keeps one or a few rows.
+// Threads: one, because a decoding request copies only one or a few rows.
 void keep_hidden_rows_cpu(const KeepHiddenRowsParams& params) {
   for (int64_t b = 0; b < params.batch; ++b) {
     int64_t slot = params.slots[b];

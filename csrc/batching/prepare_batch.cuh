@@ -11,7 +11,7 @@ constexpr int kPrepareBatchThreads = 256;
 constexpr int kPrepareBatchBlocksPerSm = 5;  // six would leave 40 registers per thread and spill
 constexpr int kPrepareBatchWarps = kPrepareBatchThreads / kWarpSize;
 
-// A tile of requests in shared memory, in which rows look up their request.
+// A tile of requests in shared memory. Each row finds its request in it by binary search.
 struct PrepareBatchTile {
   int32_t first_row[kPrepareBatchThreads];         // capped by total_rows
   int32_t first_output[kPrepareBatchThreads];      // capped by num_output_rows
@@ -24,8 +24,8 @@ struct PrepareBatchTile {
 
 constexpr int kPrepareBatchSmemBytes = sizeof(PrepareBatchTile);
 
-// A request after its checks. One with invalid lengths, mode or pages keeps its rows as padding, so
-// that the other requests' rows stay where the caller expects them, and has no output rows.
+// A request after validation. An invalid request has no output rows, but its rows remain as
+// padding, so that the rows of the other requests stay where the caller expects them.
 struct PrepareBatchRequest {
   int64_t qo_len = 0;
   int64_t outputs = 0;
@@ -54,9 +54,9 @@ __device__ inline int32_t cap(int64_t value, int64_t capacity) {
   return static_cast<int32_t>(value < capacity ? value : capacity);
 }
 
-// For request b with rows i < qo_len: position = kv_len - qo_len + i, slot = its page's first slot
-// plus the offset in the page, or -1 without a page table. Output rows and the padded view are as
-// in prepare_batch_cpu.
+// Computes the index arrays of a step. Row i of request b has position = kv_len - qo_len + i, and
+// slot = first slot of its page plus the offset in the page, or -1 without a page table. Output
+// rows and the padded view are as in prepare_batch_cpu.
 // Grid:    x = slices of the row capacities (unbounded); every block scans all requests, so that
 //          no block waits for another.
 // Block:   256 threads; a thread owns one request of a tile of 256, then rows of the slice.
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kPrepareBatchThreads, kPrepareBatchBlocksPerSm
   int thread = static_cast<int>(threadIdx.x);
   int lane = thread % kWarpSize;
   int warp = thread / kWarpSize;
-  // Every position lies in the first page if a page has more slots than int32 has positions.
+  // If a page has more slots than there are int32 positions, every position lies in the first page.
   constexpr int64_t kAllPositions = int64_t{1} << 31;
   auto page_size =
       static_cast<uint32_t>(params.page_size < kAllPositions ? params.page_size : kAllPositions);
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kPrepareBatchThreads, kPrepareBatchBlocksPerSm
   int64_t slice_end = slice_begin + rows_per_block;
   bool first_block = blockIdx.x == 0;
 
-  int64_t rows = 0;  // rows of earlier tiles
+  int64_t rows = 0;  // rows of the requests of earlier tiles
   int64_t outputs = 0;
   if (first_block && thread == 0) {
     params.qo_indptr[0] = 0;
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kPrepareBatchThreads, kPrepareBatchBlocksPerSm
     outputs = tile_outputs;
   }
 
-  // The rest of the slice is padding.
+  // Fill the rest of the slice with padding.
   int64_t end = min(slice_end, params.total_rows);
   for (int64_t row = max(slice_begin, rows) + thread; row < end; row += kPrepareBatchThreads) {
     params.row_to_request[row] = -1;

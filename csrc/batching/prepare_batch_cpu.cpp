@@ -29,9 +29,10 @@ void fill_slots(const PrepareBatchParams& params,
 
 }  // namespace
 
-// For request b with rows i < qo_len: position = kv_len - qo_len + i, slot = its page's first slot
-// plus the offset in the page, or -1 without a page table. The output rows are the last one or all
-// of them. The padded view places request b's first output row at b * max_seq_len.
+// Computes the index arrays of a step. Row i of request b has position = kv_len - qo_len + i, and
+// slot = first slot of its page plus the offset in the page, or -1 without a page table. The output
+// rows of a request are its last row or all of its rows. The padded view places the first output
+// row of request b at b * max_seq_len.
 // Cost:    40 bytes written per row, 4 read per page of this step's rows.
 // Assumes: lengths, modes, page table and capacities checked by ops.cpp.
 // Order:   integers only.
@@ -56,7 +57,7 @@ void prepare_batch_cpu(const PrepareBatchParams& params) {
       fill_none(params.cache_slots, row, row + qo_len);
     }
     int32_t outputs = num_outputs(static_cast<OutputMode>(params.output_modes[batch_idx]), qo_len);
-    // The number of rows of the padded view that earlier requests left unused.
+    // Number of rows of the padded view that the requests before this one leave unused.
     int32_t padding = static_cast<int32_t>(batch_idx * params.max_seq_len - output);
     for (int32_t i = 0; i < outputs; ++i) {
       params.output_rows[output + i] = static_cast<int32_t>(row + qo_len - outputs + i);

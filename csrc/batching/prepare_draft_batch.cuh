@@ -9,7 +9,7 @@ namespace specops {
 
 constexpr int kPrepareDraftThreads = 256;
 
-// A tile of requests in shared memory, in which rows look up their request.
+// A tile of requests in shared memory. Each row finds its request in it by binary search.
 struct PrepareDraftTile {
   int32_t first_row[kPrepareDraftThreads];  // capped by total_rows
   int32_t first_position[kPrepareDraftThreads];
@@ -22,7 +22,7 @@ struct PrepareDraftTile {
 
 constexpr int kPrepareDraftSmemBytes = sizeof(PrepareDraftTile);
 
-// A request after its checks; an invalid one has no rows.
+// A request after validation. An invalid request has no rows.
 struct PrepareDraftRequest {
   DraftRows rows{};
   int32_t slot = -1;
@@ -61,8 +61,9 @@ __device__ inline PrepareDraftRequest load_request(const PrepareDraftBatchParams
   return out;
 }
 
-// Row i is the position i whose next token i + 1 is known: the positions that the step confirmed,
-// and the redraft_len positions before it. Rejected drafts have no next token, and so no row.
+// Computes the rows of the drafting module. It gets a row for position i if token i + 1 is known:
+// for all positions that the step confirmed, and for the redraft_len positions before them.
+// Rejected drafts have no known next token, so they get no row.
 // Grid:    x = slices of the row capacity (unbounded); every block scans all requests, so that no
 //          block waits for another.
 // Block:   256 threads; a thread owns one request of a tile of 256, then rows of the slice.
@@ -76,7 +77,7 @@ __global__ void __launch_bounds__(kPrepareDraftThreads)
   wait_for_previous_kernel();
   auto& tile = *reinterpret_cast<PrepareDraftTile*>(shared_memory());
   int thread = static_cast<int>(threadIdx.x);
-  // Every position lies in the first page if a page has more slots than int32 has positions.
+  // If a page has more slots than there are int32 positions, every position lies in the first page.
   constexpr int64_t kAllPositions = int64_t{1} << 31;
   auto page_size =
       static_cast<uint32_t>(params.page_size < kAllPositions ? params.page_size : kAllPositions);
@@ -87,7 +88,7 @@ __global__ void __launch_bounds__(kPrepareDraftThreads)
   auto cap = [&](int64_t row) {
     return static_cast<int32_t>(row < params.total_rows ? row : params.total_rows);
   };
-  int64_t rows = 0;  // rows of earlier tiles
+  int64_t rows = 0;  // rows of the requests of earlier tiles
   if (first_block && thread == 0) params.draft_qo_indptr[0] = 0;
   for (int64_t first = 0; first < params.batch; first += kPrepareDraftThreads) {
     int64_t request = first + thread;
@@ -108,12 +109,12 @@ __global__ void __launch_bounds__(kPrepareDraftThreads)
       params.draft_kv_lens[request] = count > 0 ? own.rows.end : 0;
       bool drafts = own.drafts && row_end <= params.total_rows;
       params.last_rows[request] = drafts ? static_cast<int32_t>(row_end - 1) : -1;
-      // A request drafts if its rows end at len - 1.
+      // A request drafts if its rows end at position len - 1.
       params.draft_positions[request] = drafts ? own.rows.end + 1 : 0;
     }
     __syncthreads();
 
-    // The rows of the slice that belong to this tile.
+    // Write the rows of the slice that belong to this tile.
     int64_t begin = max(slice_begin, rows);
     int64_t end = min(slice_end, tile_rows);
     for (int64_t row = begin + thread; row < end; row += kPrepareDraftThreads) {
@@ -132,7 +133,7 @@ __global__ void __launch_bounds__(kPrepareDraftThreads)
     rows = tile_rows;
   }
 
-  // The rest of the slice is padding.
+  // Fill the rest of the slice with padding.
   for (int64_t row = max(slice_begin, rows) + thread; row < slice_end;
        row += kPrepareDraftThreads) {
     params.row_to_request[row] = -1;

@@ -3,8 +3,9 @@
 
 namespace specops::SPECOPS_ISA {
 
-// Row i is the position i whose next token i + 1 is known: the positions that the step confirmed,
-// and the redraft_len positions before it. Rejected drafts have no next token, and so no row.
+// Computes the rows of the drafting module. It gets a row for position i if token i + 1 is known:
+// for all positions that the step confirmed, and for the redraft_len positions before them.
+// Rejected drafts have no known next token, so they get no row.
 // Cost:    24 bytes written per row.
 // Assumes: lengths, slots, page table and capacity checked by ops.cpp.
 // Order:   integers only.

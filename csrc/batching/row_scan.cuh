@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Placement of ragged rows: each thread counts the rows of one request, the block computes prefix
-// sums, and each row finds its request by search.
+// Placement of ragged rows: each thread has the row count of one request, the block computes prefix
+// sums of these counts, and each row finds its request by binary search.
 #pragma once
 
 #include "common/device.cuh"
@@ -29,8 +29,8 @@ __device__ inline int64_t scan_rows(int64_t value, int64_t* warp_sums, int64_t* 
   return value;
 }
 
-// Returns the index of the last of kThreads ascending values that is at most `value`; the first one
-// is.
+// Returns the index of the last of kThreads ascending values that is at most `value`. The first
+// value must be at most `value`.
 template <int kThreads>
 __device__ inline int last_at_most(const int32_t* values, int32_t value) {
   int found = 0;

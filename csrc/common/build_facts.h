@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Source digest and compiler of this build: two builds that report the same compute the same bits.
+// Source digest and compiler of this build. Two builds that report the same digest and compiler
+// compute the same bits.
 #pragma once
 
 namespace specops {

@@ -12,14 +12,14 @@ template <typename T>
 constexpr int kChunk = 16 / static_cast<int>(sizeof(T));  // elements per chunk
 
 // Returns whether rows that start at `pointer` and are `stride` elements apart can be read in
-// chunks.
+// whole, aligned chunks.
 template <typename T>
 inline bool chunk_aligned(const void* pointer, int64_t stride) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride % kChunk<T> == 0;
 }
 
-// Loads the first n elements at p, at most a chunk, and zeros after them. `aligned` allows one
-// access.
+// Loads the first n elements at p, at most a chunk, and fills the rest of the chunk with zeros. If
+// `aligned`, a whole chunk is loaded in one access.
 template <typename T>
 __device__ inline uint4 load_chunk(const T* p, int n, bool aligned) {
   uint4 out = make_uint4(0, 0, 0, 0);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Distribution of a job's chunks to threads. Each group of a few threads gets a run of neighboring
-// chunks and a counter of its own, so that only the group's threads write a counter until one of
-// them runs out of chunks. Equal jobs are distributed equally, so that threads of a memory node
-// read again what they touched first. It uses no threads and no clock, so that tests can simulate
-// every thread.
+// Distribution of a job's chunks to threads. A job is one parallel loop, and a chunk is a part of
+// it. Each group of up to 8 threads gets a run of neighboring chunks and a counter. Only the
+// threads of the group write its counter, until another group runs out of chunks and claims some of
+// them. Equal jobs are distributed equally, so the threads of a memory node read again what they
+// touched first. This code uses no threads and no clock, so tests can simulate every thread.
 #pragma once
 
 #include <atomic>
@@ -13,7 +13,8 @@
 
 namespace specops {
 
-// A node is a set of CPUs that share memory. Groups of a node are adjacent.
+// Thread groups of all memory nodes. A node is a set of CPUs that share memory; the groups of a
+// node are adjacent.
 struct ThreadGroups {
   static constexpr int kThreads = 8;  // most threads per group
 
@@ -22,9 +23,9 @@ struct ThreadGroups {
     int threads;
   };
   std::vector<Group> groups;
-  std::vector<int> first_of_node;  // and, last, the number of groups
+  std::vector<int> first_of_node;  // first group of each node; then the number of groups
 
-  // Distributes num_threads (at least 1) to nodes in proportion to their CPUs.
+  // Assigns num_threads threads (at least 1) to nodes in proportion to their CPUs.
   static ThreadGroups of(int num_threads, const std::vector<int>& cpus_of_node) {
     int64_t cpus = 0, before = 0;
     for (int count : cpus_of_node) cpus += count;
@@ -45,15 +46,15 @@ struct ThreadGroups {
 
   int size() const { return static_cast<int>(groups.size()); }
 
-  // Returns the group of a thread that runs on this node; any group if the node has none.
+  // Returns the group of a thread that runs on `node`. If the node has no group, returns any group.
   int home(int thread, int node) const {
     int first = first_of_node[static_cast<size_t>(node)];
     int count = first_of_node[static_cast<size_t>(node) + 1] - first;
     return count == 0 ? thread % size() : first + thread % count;
   }
 
-  // Returns the group that a thread of group `home` tries after `visited` others; groups of its
-  // node come first.
+  // Returns the group in which a thread of group `home` looks for chunks after `visited` others.
+  // The groups of the thread's own node come first.
   int turn(int home, int visited) const {
     auto node = static_cast<size_t>(groups[static_cast<size_t>(home)].node);
     int first = first_of_node[node], count = first_of_node[node + 1] - first;
@@ -73,15 +74,15 @@ class Claims {
 
   const ThreadGroups& groups() const { return groups_; }
 
-  // A thread's progress through the groups, for one job.
+  // Progress of a thread through the groups during one job.
   struct Way {
     int home;
     int visited = 0;
-    int64_t held = 0;  // chunks claimed from the current group
+    int64_t held = 0;  // chunks claimed from the current group and not reported as finished
   };
 
-  // Begins a job. All chunks of the previous job must be finished. A thread that claims a chunk
-  // sees all earlier writes: a claim acquires what the store of `left` releases.
+  // Begins a job; all chunks of the previous job must be finished. A thread that claims a chunk
+  // sees all writes before this call: the claim acquires what the store to `left` releases.
   void publish(int64_t num_chunks) {
     int64_t before = 0;
     for (int g = 0; g < groups_.size(); ++g) {
@@ -94,15 +95,16 @@ class Claims {
     }
   }
 
-  // Returns a chunk that no other thread gets, or -1 if none is left. A thread that still works on
-  // an earlier job may claim a chunk of this one: it reads the job only afterwards, and a job does
-  // not end before its claimed chunks are finished. `on_finished` is called when the chunks of a
-  // group are finished.
+  // Claims a chunk for the calling thread and returns it; returns -1 if none is left. A thread that
+  // is still busy with an earlier job may claim a chunk of this job. That is safe, because the
+  // thread reads the job only after the claim, and a job does not end before its claimed chunks are
+  // finished. Calls `on_finished` when all chunks of a group are finished.
   template <typename OnFinished>
   int64_t claim(Way& way, OnFinished&& on_finished) {
     for (; way.visited < groups_.size(); ++way.visited) {
       Counters& counters = counters_[groups_.turn(way.home, way.visited)];
-      // Read first, so that an exhausted group's counter is not written by threads of other groups.
+      // Read before the claim, so that threads of other groups do not write the counter of an
+      // exhausted group.
       if (counters.left.load(std::memory_order_relaxed) > 0) {
         int64_t left = counters.left.fetch_sub(1, std::memory_order_acquire);
         if (left > 0) {
@@ -111,8 +113,8 @@ class Claims {
         }
       }
       if (way.held == 0) continue;
-      // Releases the results to the caller, who acquires them in finished(). seq_cst orders it
-      // before the later check whether the caller sleeps.
+      // Releases the results of the chunks to the caller, which acquires them in finished().
+      // seq_cst orders this before the later check whether the caller sleeps.
       int64_t held = way.held;
       way.held = 0;
       if (counters.unfinished.fetch_sub(held, std::memory_order_seq_cst) == held) on_finished();
@@ -128,10 +130,10 @@ class Claims {
   }
 
  private:
-  // Two cache lines per group, so that threads that still claim do not wait for threads that
-  // finish; 128 bytes apart, because lines are fetched in pairs.
+  // Each group uses two cache lines, so that threads that claim chunks do not wait for threads that
+  // finish chunks. They are 128 bytes apart, because CPUs fetch lines in pairs.
   struct alignas(128) Counters {
-    std::atomic<int64_t> left{0};  // chunks to be claimed; below zero: failed claims
+    std::atomic<int64_t> left{0};  // chunks not yet claimed; below zero: number of failed claims
     int64_t end = 0;               // end of the group's chunks; read after claiming one
     alignas(64) std::atomic<int64_t> unfinished{0};
   };

@@ -20,7 +20,8 @@
 namespace specops {
 namespace {
 
-// Returns the CPUs that a quota per period grants, both in the same unit; 0: no limit.
+// Returns the number of CPUs that a CPU-time quota per period allows; both are in the same unit. 0:
+// no limit.
 int cpus_of(double quota, double period) {
   if (!(quota > 0) || !(period > 0)) return 0;
   return static_cast<int>(std::clamp(quota / period, 1.0, static_cast<double>(kMaxThreads)));
@@ -28,14 +29,16 @@ int cpus_of(double quota, double period) {
 
 int fewer(int a, int b) { return a == 0 || (b != 0 && b < a) ? b : a; }
 
-// Reads cpu.max: "max 100000" or "150000 100000".
+// Returns the CPU limit in a group's cpu.max (cgroup version 2), such as "max 100000" or "150000
+// 100000".
 int cpus_of_version_2(const std::string& folder) {
   std::ifstream file(folder + "/cpu.max");
   double quota = 0, period = 0;
   return file >> quota >> period ? cpus_of(quota, period) : 0;
 }
 
-// Reads cfs_quota_us, where -1 means no limit, and cfs_period_us.
+// Returns the CPU limit in cfs_quota_us, where -1 means no limit, and cfs_period_us (cgroup version
+// 1).
 int cpus_of_version_1(const std::string& folder) {
   std::ifstream quota_file(folder + "/cpu.cfs_quota_us"),
       period_file(folder + "/cpu.cfs_period_us");
@@ -47,7 +50,7 @@ bool has_word(const std::string& text, const std::string& word) {
   return ("," + text + ",").find("," + word + ",") != std::string::npos;
 }
 
-// A mounted cgroup hierarchy: the group that is visible as its root, and the mount point.
+// A mounted cgroup hierarchy: the group that is visible as its root directory, and the mount point.
 struct Mount {
   std::string root, point;
   bool is_version_2;
@@ -72,9 +75,10 @@ std::vector<Mount> cpu_mounts(const std::string& root) {
   return mounts;
 }
 
-// Returns the lowest limit of a group and its parents, as far as the mount shows them.
+// Returns the lowest CPU limit of a group and its parents, as far as the mount shows the parents.
 int cpus_of_group(const std::string& root, const Mount& mount, std::string path) {
-  // A container may see its group's outer name, with that group's folder mounted as the root.
+  // Inside a container, /proc may show the group's path on the host although the container's mount
+  // begins at that group.
   if (mount.root != "/" && path.rfind(mount.root, 0) == 0) path.erase(0, mount.root.size());
   int least = 0;
   while (true) {
@@ -87,7 +91,7 @@ int cpus_of_group(const std::string& root, const Mount& mount, std::string path)
   }
 }
 
-// Parses a list such as "0-3,8,10-11".
+// Returns the numbers in a list such as "0-3,8,10-11", read from a file.
 std::vector<int> listed(const std::string& path) {
   std::vector<int> numbers;
   std::ifstream file(path);
@@ -102,8 +106,8 @@ std::vector<int> listed(const std::string& path) {
   return numbers;
 }
 
-// Restricts the calling thread to these CPUs, even if it now runs on another one; returns false if
-// that is not permitted.
+// Restricts the calling thread to `cpus`, even if the thread now runs on another CPU. Returns false
+// if that is not permitted.
 bool run_on(const std::vector<int>& cpus) {
 #ifdef __linux__
   std::vector<cpu_set_t> mask(static_cast<size_t>(cpus.back()) / CPU_SETSIZE + 1);
@@ -121,7 +125,7 @@ bool run_on(const std::vector<int>& cpus) {
 std::vector<int> allowed_cpus() {
   std::vector<int> cpus;
 #ifdef __linux__
-  // The kernel rejects a set that is smaller than its own.
+  // The kernel rejects a set that is smaller than the kernel's own, so try larger ones.
   for (int size = 1024; size <= 1 << 16 && cpus.empty(); size *= 4) {
     cpu_set_t* set = CPU_ALLOC(static_cast<size_t>(size));
     size_t bytes = CPU_ALLOC_SIZE(static_cast<size_t>(size));
@@ -163,7 +167,7 @@ int quota_cpus(const std::string& root) {
   int least = 0;
   std::vector<Mount> mounts = cpu_mounts(root);
   std::ifstream file(root + "/proc/self/cgroup");
-  // Format: number:controllers:path; 0::path is version 2.
+  // Format of a line: number:controllers:path. "0::path" is version 2.
   for (std::string line; std::getline(file, line);) {
     size_t first = line.find(':'), second = line.find(':', first + 1);
     if (first == std::string::npos || second == std::string::npos) continue;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stream and declaration of CUDA launchers. Plain C++.
+// CUDA stream argument, and declaration of CUDA launchers. Plain C++.
 #pragma once
 
 #include <atomic>
@@ -15,8 +15,9 @@ struct CudaStream {
 // True if a kernel may start before the previous one has ended (common/launch.cuh).
 inline std::atomic<bool> kernels_overlap{true};
 
-// Kind of CUDA kernels in a module, and what runs them: a GPU, or the interpreter (csrc/simt) on
-// CPU tensors. The choice is made at link time, so that host code is compiled once for all modules.
+// Kind of CUDA kernels in a module: none, kernels for a GPU, or kernels that the interpreter
+// (csrc/simt) runs on CPU tensors. The linker makes the choice, so that host code is compiled only
+// once for all modules.
 enum class CudaKernels { kNone, kOnGpu, kInterpreted };
 CudaKernels cuda_kernels();
 
@@ -25,8 +26,8 @@ inline bool interprets_cuda() { return cuda_kernels() == CudaKernels::kInterpret
 
 }  // namespace specops
 
-// Declares a CUDA launcher. In a module without CUDA kernels host code defines a weak substitute,
-// which is never called, because Checker rejects CUDA tensors.
+// Declares a CUDA launcher. In a module without CUDA kernels, host code defines a weak substitute.
+// It is never called, because Checker rejects CUDA tensors there.
 #if defined(SPECOPS_CUDA) || defined(SPECOPS_SIMT) || defined(SPECOPS_ISA)
 #define SPECOPS_DECLARE_CUDA(fn, Params) void fn(const Params& params, CudaStream stream)
 #else

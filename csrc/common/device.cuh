@@ -24,30 +24,33 @@ constexpr int kWarpSize = 32;
 #if defined(SPECOPS_SIMT)
 using simt::shared_memory;
 #else
-// Returns the dynamic shared memory of the block.
+// Returns the address of the block's dynamic shared memory.
 __device__ inline unsigned char* shared_memory() {
   extern __shared__ __align__(128) unsigned char specops_shared_memory[];
   return specops_shared_memory;
 }
 #endif
 
-// Every kernel calls this before it accesses global memory: the previous kernel may still be
-// running (launch.cuh). The next kernel may start only after this wait, so that at most two kernels
-// run at a time, and kernels that this one waited for have also ended for the next one. Before the
-// call, a kernel may compute from its parameters and prefetch lines to the L2 cache.
+// Waits until the previous kernel in the stream has ended. Every kernel calls this before it
+// accesses global memory, because the previous kernel may still be running (launch.cuh). Before the
+// call, a kernel may compute from its parameters and prefetch lines to the L2 cache. The next
+// kernel may start only after this wait. Therefore at most two kernels run at a time, and every
+// kernel that this one waited for has also ended for the next one.
 __device__ __forceinline__ void wait_for_previous_kernel() {
   ptx::wait_for_dependencies();
   ptx::release_dependents();
 }
 
-// Reports an error; the first one of a device wins. The caller then skips the row.
+// Reports an error; the first error on a device wins. The calling kernel then skips the invalid
+// row.
 __device__ inline void report_error(ErrorFlag flag, ErrorCode code) {
   atomicCAS(flag.code, 0, static_cast<int32_t>(code));
 }
 
-// Counts an arrival and returns whether it is the last one; the counter is then zero again. A count
-// that is too high is an error: the counter was not zero at first, or two launches use it at once.
-// Publishes what the block wrote before a barrier; the last block sees what all have written.
+// Counts the arrival of a block and returns whether it is the last of `arrivals`; the last one
+// resets the counter to zero. A count that is too high is reported as an error: the counter did not
+// start at zero, or two launches use it at once. The arrival publishes everything that the block
+// wrote before its last barrier, and the last block sees the writes of all blocks.
 __device__ inline bool count_arrival(int32_t* counter,
                                      int arrivals,
                                      ErrorFlag flag,

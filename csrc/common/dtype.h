@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Element types that cross the binding, and their scalar conversions. Plain C++ and CUDA.
+// Element types of tensor arguments, and their scalar conversions. Plain C++ and CUDA.
 #pragma once
 
 #include <cstdint>
@@ -62,7 +62,8 @@ inline int64_t dtype_bytes(DType dtype) {
   }
 }
 
-// Storage types: 16-bit patterns with explicit conversions, so that no operator rounds implicitly.
+// Storage types that hold 16-bit patterns. Conversions are explicit, so that no operator rounds
+// implicitly.
 struct bfloat16 {
   uint16_t bits;
 };

@@ -19,7 +19,7 @@ struct Sentences {
 
 std::vector<Sentences> registered;
 
-// Returns the sentence of a code, without limits; empty if there is no such code.
+// Returns the sentence of a code as written in SPECOPS_FAULT; empty if there is no such code.
 std::string find_sentence(ErrorCode code) {
   for (const Sentences& sentences : registered) {
     int32_t i = static_cast<int32_t>(code) - sentences.first;
@@ -30,7 +30,8 @@ std::string find_sentence(ErrorCode code) {
   return {};
 }
 
-// Fills in the braces of a sentence with the limits of the fault, or drops them.
+// Replaces the # signs in the braces of a sentence by the fault's limits, or removes the text in
+// braces if there are none.
 std::string with_limits(const std::string& sentence, const Fault& fault) {
   int64_t limit = fault.limit;
   std::string out;

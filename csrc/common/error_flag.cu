@@ -52,8 +52,8 @@ int32_t take_error_sync(int device) {
   check_cuda(cudaDeviceSynchronize(), "check_errors");
   check_cuda(cudaMemcpy(&code, flag.code, sizeof code, cudaMemcpyDeviceToHost), "check_errors");
   if (code != 0) {
-    // cudaMemset synchronizes neither with the host nor with other streams: without this, it could
-    // erase the error of a kernel that is launched after this call.
+    // Synchronize: cudaMemset waits neither for the host nor for other streams, so it could
+    // otherwise erase the error of a kernel that is launched after this call.
     check_cuda(cudaMemset(flag.code, 0, sizeof code), "check_errors");
     check_cuda(cudaDeviceSynchronize(), "check_errors");
   }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Error reporting of CUDA kernels for invalid tensor data: one int32 per device, 0 = no error. The
-// first error wins; the invalid row is skipped. Plain C++; report_error() is in device.cuh.
+// Error reporting of CUDA kernels for invalid tensor data: one int32 per device; 0 means no error.
+// The first error wins; the kernel skips the invalid row. Plain C++; report_error() is in
+// device.cuh.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +13,9 @@ namespace specops {
 
 // Declares an error code and its sentence, in the header of the op that reports it:
 //   SPECOPS_FAULT(2006, kAttentionPage) = "append_attention: kv_indices must be ...";
-// Each family has a thousand codes, which its ops.cpp registers. A second sentence for a code is a
-// compiler error. error_sentence.h describes the sentences; kernels use only the codes.
+// Each op family has a range of a thousand codes, which its ops.cpp registers. A second sentence
+// for the same code is a compiler error. The form of the sentences is described in
+// error_sentence.h; kernels use only the codes.
 enum class ErrorCode : int32_t { kNone = 0 };
 
 template <int32_t code>
@@ -24,15 +26,15 @@ inline constexpr const char* kSentence = nullptr;
   template <>                            \
   inline constexpr const char* kSentence<code>
 
-// Result of a check of values: the broken rule, and the element of the argument that breaks it. On
-// CUDA only the code is used.
+// Result of a check of argument values: the violated rule and the element that violates it. CUDA
+// kernels use only the code.
 struct Fault {
   ErrorCode code = ErrorCode::kNone;
   bool has_value = false;  // false if the argument is absent, or has more than one number
   double value = 0.0;
   int64_t i = -1;  // index of the element; -1: the argument is a single number
   int64_t j = -1;  // index in a second dimension
-  // Limits that the rule compares with, in the order of their places in its sentence; -1: none.
+  // Limits that the rule compares with, in the order in which its sentence names them; -1: none.
   int64_t limit = -1;
   int64_t limit2 = -1;
 
@@ -46,7 +48,8 @@ struct Fault {
   }
 };
 
-// Returns the fault of the number `got`: element i or [i, j] of an argument, or the whole argument.
+// Returns the fault of the number `got`, which is element i or [i, j] of an argument, or the whole
+// argument.
 SPECOPS_HOST_DEVICE Fault fault_at(ErrorCode code, double got, int64_t i = -1, int64_t j = -1) {
   return {.code = code, .has_value = true, .value = got, .i = i, .j = j};
 }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Error codes and faults as sentences. Not for kernel files.
+// Converts error codes and faults to sentences. Kernel files must not include it.
 //
-// A sentence of SPECOPS_FAULT is complete when only the code is known; "got another value" follows
-// unless it has a "got" of its own. For a fault with a known value, the element is inserted after
-// the argument, the value replaces the text after "got", and the limits replace the # signs in
-// order. Text in braces appears only if its limit is known.
+// A sentence of SPECOPS_FAULT is complete when only the code is known; "got another value" is
+// appended unless it contains "got". For a fault with a known value, the index of the element is
+// inserted after the name of the argument, the value replaces the text after "got", and the limits
+// replace the # signs in order. Text in braces appears only if its limit is known.
 #pragma once
 
 #include <array>
@@ -16,13 +16,14 @@
 
 namespace specops {
 
-constexpr int32_t kMostFaults = 100;  // codes of a block: first .. first + 99
+constexpr int32_t kMostFaults = 100;  // codes per block: first .. first + 99
 
-// Registers the sentences of kMostFaults codes, counted from `first`. Each follows `op`.
+// Registers the sentences of kMostFaults codes, counted from `first`. `op` is prepended to each
+// sentence.
 void add_sentences(int32_t first, const char* const* sentences, const char* op);
 
-// Registers the sentences of SPECOPS_FAULT that this file includes. Ops that share sentences each
-// register them, with their own codes and their name: "op: ".
+// Registers all sentences of SPECOPS_FAULT with codes of `block` that this file includes. Ops that
+// share sentences each register them with their own codes and name.
 template <int32_t block>
 void register_faults(int32_t first = block, const char* op = "") {
   static const auto sentences = []<int32_t... i>(std::integer_sequence<int32_t, i...>) {
@@ -31,10 +32,11 @@ void register_faults(int32_t first = block, const char* op = "") {
   add_sentences(first, sentences.data(), op);
 }
 
-// Returns "op: argument must be ..., got something else"; empty for kNone and unknown codes.
+// Returns the error message for a code: "op: argument must be ..., got something else". Empty for
+// kNone and unknown codes.
 std::string error_sentence(int32_t code);
 
-// Returns the same for one value: "op: argument[2] must be ..., got 7".
+// Returns the error message for a fault, including the value: "op: argument[2] must be ..., got 7".
 std::string error_sentence(const Fault& fault);
 
 }  // namespace specops

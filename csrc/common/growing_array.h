@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory that a thread reuses across calls.
+// Memory that a thread reuses across calls, grown as needed.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ struct GrowingArray {
 
   ~GrowingArray() { std::free(data); }
 
-  // Returns memory for `size` elements. Discards the contents if it has to grow.
+  // Returns memory for `size` elements. The contents are lost if the memory has to grow.
   T* reserve(int64_t size) {
     if (size > capacity) {
       std::free(data);

@@ -22,10 +22,10 @@
 namespace specops {
 namespace {
 
-// Returns the default instruction set, a fixed function of CPU features and never of timings,
-// because results depend on the instruction set. Intel CPUs issue dot products of bfloat16 pairs at
-// half the rate of fused multiply-adds. On those without AMX, the kernels without these products
-// are as fast for a few rows and faster for more.
+// Returns the default instruction set. It depends only on CPU features and never on timings,
+// because results depend on the instruction set. Intel CPUs run dot products of bfloat16 pairs at
+// half the rate of fused multiply-adds. On Intel CPUs without AMX, the kernels without these dot
+// products are as fast for a few rows and faster for more, so they are the default there.
 Isa best_isa() {
   bool is_intel = false;
 #if defined(__x86_64__)
@@ -41,8 +41,9 @@ Isa best_isa() {
 }
 
 #if defined(__aarch64__)
-// Vectors are part of every 64-bit ARM; products of bfloat16 and of 8-bit integers are not. They
-// count as missing if the operating system cannot report them.
+// Returns whether an ARM CPU has products of bfloat16 and of 8-bit integers. Every 64-bit ARM has
+// vectors, but not these products. If the operating system cannot report them, they count as
+// missing.
 [[maybe_unused]] bool has_arm_products() {
 #if defined(__linux__)
   // HWCAP_ASIMDDP, HWCAP2_BF16 and HWCAP2_I8MM, which older headers lack.
@@ -65,9 +66,9 @@ Isa best_isa() {
 #endif
 
 #if defined(SPECOPS_HAS_amx)
-// Returns whether the CPU has tiles with products of bf16 and int8, and Linux permits their use.
-// The permission is permanent and covers all threads of the process; without it, the first tile
-// instruction kills the process.
+// Returns whether the CPU has AMX tiles with products of bf16 and int8, and Linux permits their
+// use. The function requests the permission, which covers all threads of the process and is
+// permanent. Without it, the first tile instruction kills the process.
 bool has_amx() {
 #if defined(__x86_64__) && defined(__linux__)
   constexpr unsigned kAmx = 1u << 22 | 1u << 24 | 1u << 25;   // leaf 7, edx: bf16, tiles, int8

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Instruction sets of the CPU kernels; one is chosen at run time. A kernel file is compiled once
-// per instruction set, each time into a namespace of that name (see CMakeLists.txt).
+// Instruction sets of the CPU kernels; one of them is selected at run time. A kernel file is
+// compiled once per instruction set, into a namespace with the name of the set (see
+// CMakeLists.txt).
 #pragma once
 
 #if !defined(SPECOPS_ISA)
@@ -36,7 +37,8 @@ void set_isa(Isa isa);  // the caller checks isa_supported()
 
 }  // namespace specops
 
-// Declares a CPU launcher: its variants, and the function that selects one.
+// Declares a CPU launcher: its variants, and the function that calls the variant of the active
+// instruction set.
 #if defined(SPECOPS_ISA)
 // A kernel file defines its own variant.
 #define SPECOPS_DECLARE_CPU(fn, Params) \
@@ -48,12 +50,12 @@ void set_isa(Isa isa);  // the caller checks isa_supported()
 
 namespace specops {
 
-// Variants of a launcher, indexed by Isa; nullptr if a module lacks one.
+// Variants of a launcher, indexed by Isa; nullptr if a module does not have a variant.
 template <typename Params>
 using CpuVariants = void (*const[kNumIsas])(const Params& params);
 
-// Returns the instruction set whose variant replaces a missing one of `isa`; `isa` itself if there
-// is none.
+// Returns the instruction set whose variant is used if `isa` has no variant; `isa` itself if there
+// is no replacement.
 constexpr Isa lender_of(Isa isa) {
   switch (isa) {
     case Isa::kAmx:
@@ -67,9 +69,9 @@ constexpr Isa lender_of(Isa isa) {
   }
 }
 
-// Runs the variant of the active instruction set. A build may omit sets (SPECOPS_ISAS), which
-// isa_supported() reports. Sets that extend another one have variants only of files that use their
-// instructions.
+// Runs the variant of the active instruction set. A build may omit sets (SPECOPS_ISAS);
+// isa_supported() returns false for them. Instruction sets that extend another one have variants
+// only of files that use their additional instructions.
 template <typename Params>
 void run_variant(const char* op, const CpuVariants<Params>& variants, const Params& params) {
   Isa isa = active_isa();
@@ -87,8 +89,8 @@ void run_variant(const char* op, const CpuVariants<Params>& variants, const Para
 
 }  // namespace specops
 
-// Weak, so that no object file depends on which variants exist, or on whether any do: the
-// interpreter's module has only CUDA kernels (csrc/simt).
+// Weak symbols, so that object files do not depend on which variants exist, or on whether any
+// exist: the interpreter's module (csrc/simt) has only CUDA kernels.
 #define SPECOPS_DECLARE_VARIANT(isa, fn, Params)       \
   namespace isa {                                      \
   __attribute__((weak)) void fn(const Params& params); \

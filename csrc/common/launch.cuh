@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernel launches, under nvcc and in the interpreter.
+// Kernel launches, both under nvcc and in the interpreter.
 #pragma once
 
 #include <atomic>
@@ -16,7 +16,7 @@ namespace specops {
 
 #if defined(SPECOPS_SIMT)
 
-// Runs all blocks of the grid, then returns.
+// Runs all blocks of the grid, then returns (the interpreter's kernel launch).
 template <typename... Params, typename... Args>
 void launch(void (*kernel)(Params...),
             dim3 grid,
@@ -34,10 +34,10 @@ void launch(void (*kernel)(Params...),
 // Returns the number of SMs of the simulated device.
 inline int num_sms(CudaStream /*stream*/) { return simt::num_sms(); }
 
-// Returns the most shared memory that a block may request.
+// Returns the largest amount of shared memory that a block may request.
 inline int max_shared_bytes(CudaStream /*stream*/) { return simt::settings.max_shared_bytes; }
 
-// Returns the shared memory of an SM for all its blocks.
+// Returns the shared memory of an SM, which all of its blocks share.
 inline int sm_shared_bytes(CudaStream /*stream*/) { return 228 << 10; }
 
 #else
@@ -48,7 +48,7 @@ inline void check_cuda(cudaError_t error, const char* what) {
   throw std::runtime_error(std::string("specops: ") + what + ": " + cudaGetErrorString(error));
 }
 
-// Makes a device current for the life of the guard.
+// Makes a device current for the lifetime of the guard.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
@@ -67,8 +67,9 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
-// Permits kernel queries by this thread during graph capture, for the life of the guard. The first
-// query of a kernel loads it; that is forbidden in global capture mode and would end the capture.
+// Lets this thread query kernels during graph capture, for the lifetime of the guard. The first
+// query of a kernel loads the kernel, which is forbidden in global capture mode and would end the
+// capture.
 class RelaxedCapture {
  public:
   RelaxedCapture() {
@@ -82,19 +83,21 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// Per-device state of each kernel.
+// State of each kernel on each device.
 //
-// Dynamic shared memory: the limit is only ever raised. A captured launch needs the limit it
-// requested when its graph is instantiated, possibly after a smaller launch of the same kernel.
+// Dynamic shared memory: the limit is never lowered. A captured launch needs the limit that it
+// requested when its graph is instantiated, and that may happen after a smaller launch of the same
+// kernel.
 //
-// Overlap: from sm_90 on, a kernel may start before the previous one in the stream has ended, if it
-// waits for it. All kernels here do (wait_for_previous_kernel) if they are compiled for sm_90 or
-// newer; code that the driver compiles for such a GPU from older PTX does not wait.
+// Overlap: from sm_90 on, a kernel may start before the previous kernel in the stream has ended, if
+// the kernel itself waits for the previous one. All kernels here wait (wait_for_previous_kernel) if
+// they are compiled for sm_90 or newer; code that the driver compiles for such a GPU from older PTX
+// does not.
 class KernelStates {
  public:
   // Allows a kernel `bytes` of dynamic shared memory on the current device, which is `device`. The
-  // driver call is inside the lock; otherwise, of two threads that raise a limit, the lower one
-  // could come last.
+  // driver is called inside the lock; otherwise, if two threads raise the limit, the lower value
+  // could be set last.
   void raise(const void* kernel, int device, size_t bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
     size_t& raised = states_[{kernel, device}].raised;
@@ -103,15 +106,16 @@ class KernelStates {
     cudaError_t error = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
     check_cuda(error, "cudaFuncSetAttribute");
-    // Request all that an SM has, not what one block needs, so that as many blocks as fit can run
-    // at once.
+    // Request the shared memory of a whole SM instead of what one block needs, so that as many
+    // blocks as fit can run at once.
     error = cudaFuncSetAttribute(
         kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
     check_cuda(error, "cudaFuncSetAttribute");
     raised = bytes;
   }
 
-  // Returns whether a kernel, as compiled for the current device `device`, waits by itself.
+  // Returns whether the code of a kernel on the current device `device` waits for the previous
+  // kernel.
   bool waits(const void* kernel, int device) {
     std::lock_guard<std::mutex> lock(mutex_);
     int& ptx_version = states_[{kernel, device}].ptx_version;
@@ -134,14 +138,14 @@ class KernelStates {
   std::map<std::pair<const void*, int>, State> states_;
 };
 
-// Returns the process-wide instance. It is never destroyed: kernels may be launched during process
-// exit.
+// Returns the process-wide instance. It is never destroyed, because kernels may be launched during
+// process exit.
 inline KernelStates& kernel_states() {
   static KernelStates& states = *new KernelStates;
   return states;
 }
 
-// Launches a kernel on the stream; does nothing if the grid is empty.
+// Launches a kernel on the stream. Does nothing if the grid is empty.
 template <typename... Params, typename... Args>
 void launch(void (*kernel)(Params...),
             dim3 grid,
@@ -163,7 +167,7 @@ void launch(void (*kernel)(Params...),
   config.dynamicSmemBytes = smem_bytes;
   config.stream = static_cast<cudaStream_t>(stream.handle);
   config.attrs = &overlap;
-  // Query it even if it is not needed, so that a kernel's first launch always loads it.
+  // Queried even if not needed, so that the first launch of a kernel always loads it.
   bool waits = kernel_states().waits(entry, stream.device);
   config.numAttrs = waits && kernels_overlap.load(std::memory_order_relaxed) ? 1 : 0;
   std::tuple<Params...> arguments(args...);
@@ -176,7 +180,7 @@ void launch(void (*kernel)(Params...),
   check_cuda(error, "launch");
 }
 
-// Returns an attribute of the stream's device; queries it only once.
+// Returns an attribute of the stream's device; the driver is queried only once.
 template <cudaDeviceAttr kAttribute>
 int device_attribute(CudaStream stream) {
   constexpr int kMaxDevices = 64;

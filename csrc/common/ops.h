@@ -8,7 +8,7 @@
 namespace specops {
 namespace {
 
-// Releases the GIL while an op runs if it takes long enough (about 50 us) to be worth it.
+// Releases the GIL while an op runs, if the op takes long enough (about 50 us) for that to pay off.
 class ReleaseGil {
  public:
   explicit ReleaseGil(bool worth_it) {

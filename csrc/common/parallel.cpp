@@ -18,7 +18,8 @@ namespace {
 thread_local int tls_thread_index = 0;
 thread_local bool tls_inside_chunk = false;
 
-// Marks that this thread is running chunks: nested calls then run serially in place.
+// Marks that this thread is running a chunk: nested parallel calls then run serially in this
+// thread.
 class InsideChunk {
  public:
   InsideChunk() : outer_(tls_inside_chunk) { tls_inside_chunk = true; }
@@ -35,8 +36,8 @@ void run_serially(int64_t num_chunks, void (*fn)(void*, int64_t), void* context)
   for (int64_t chunk = 0; chunk < num_chunks; ++chunk) fn(context, chunk);
 }
 
-// Returns the memory node on which the calling thread runs. It may be outdated on return; then a
-// chunk is merely read from a more distant memory.
+// Returns the memory node on which the calling thread runs. The thread may have moved when the
+// function returns; then a chunk is merely read from more distant memory.
 int node_of(const std::vector<int>& nodes) {
   if (nodes.empty()) return 0;
   int cpu = current_cpu();
@@ -79,13 +80,14 @@ void Pool::run(int64_t num_chunks, void (*fn)(void*, int64_t), void* context) {
   int64_t workers = static_cast<int64_t>(workers_.size());
   wanted_.store(static_cast<int>(std::min(num_chunks - 1, workers)), std::memory_order_relaxed);
   callers_cpu_.store(current_cpu(), std::memory_order_relaxed);
-  // Workers look only from here on: with all chunks published, none gives up too early.
-  // Sequentially consistent with their `sleeps_` (Sleeper), and acquired with the job's number.
+  // Workers look for chunks only after this increment: as all chunks are published by then, no
+  // worker gives up too early. It is sequentially consistent with the workers' `sleeps_` (Sleeper),
+  // and workers acquire the job through its number.
   job_.fetch_add(1, std::memory_order_seq_cst);
   wake_workers(0);
   work(0);
   caller_.wait([this] { return claims_->finished(); }, true);
-  if (error_chunk_ < 0) return;  // finished() has acquired the chunks' writes
+  if (error_chunk_ < 0) return;  // finished() has acquired the writes of all chunks
   error_chunk_ = -1;
   std::exception_ptr error = std::move(error_);
   error_ = nullptr;
@@ -112,8 +114,8 @@ void Pool::work(int index) {
   for (int64_t chunk; (chunk = claims_->claim(way, on_finished)) >= 0;) call(chunk);
 }
 
-// Wakes workers as a tree: each one wakes two more, so that no thread wakes many. Spinning workers
-// notice by themselves.
+// Wakes sleeping workers as a tree: each one wakes two more, so that no thread has to wake many.
+// Workers that spin notice the job without being woken.
 void Pool::wake_workers(int index) {
   int wanted = wanted_.load(std::memory_order_relaxed);
   for (int child = 2 * index + 1; child <= 2 * index + 2 && child <= wanted; ++child) {
@@ -131,9 +133,9 @@ void Pool::worker_loop(int index) {
     seen = job_.load(std::memory_order_acquire);
     if (stopping_.load(std::memory_order_relaxed)) return;
     wake_workers(index);
-    // Linux may wake a worker on its caller's CPU although another one is idle: if few CPUs share a
-    // cache, it hardly searches for an idle one. Both threads would then stay there as long as
-    // there is work.
+    // Linux may wake a worker on the CPU of its caller although another CPU is idle: if few CPUs
+    // share a cache, it hardly searches for an idle one. Both threads would then share that CPU as
+    // long as there is work, so the worker avoids the CPU.
     int cpu = callers_cpu_.load(std::memory_order_relaxed);
     if (cpu >= 0 && cpu == current_cpu()) avoided.set(cpu);
     work(index);
@@ -155,14 +157,15 @@ void Pool::start() {
     try {
       workers_[static_cast<size_t>(i) - 1]->thread = std::thread([this, i] { worker_loop(i); });
     } catch (const std::system_error&) {
-      // The system provides no more threads: the running ones do the work of the missing ones.
+      // The system provides no more threads: the threads that run also process the chunks of the
+      // missing ones.
       return;
     }
   }
 }
 
 void Pool::stop() {
-  stopping_.store(true, std::memory_order_relaxed);  // released with the job's number
+  stopping_.store(true, std::memory_order_relaxed);  // published with the new job number
   job_.fetch_add(1, std::memory_order_seq_cst);
   for (auto& worker : workers_) worker->sleeper.wake();
   for (auto& worker : workers_) {
@@ -179,8 +182,8 @@ Pool*& pool() {
   static Pool* instance = [] {
     int num_threads = default_num_threads();
 #if defined(__linux__) || defined(__APPLE__)
-    // A forked child has no workers, and cannot release locks that other threads held. It creates a
-    // new pool and leaves the parent's behind.
+    // A forked child has no workers and cannot release locks that other threads held. It creates a
+    // new pool and leaks the one of the parent.
     pthread_atfork(nullptr, nullptr, [] { pool() = new Pool(pool()->num_threads()); });
 #endif
     return new Pool(num_threads);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Thread pool of the CPU kernels. Work is divided into chunks that any thread may claim. A chunk's
-// result never depends on the thread that claims it, so the thread count cannot change a bit.
+// Thread pool of the CPU kernels. Work is divided into chunks that any thread may claim. The result
+// of a chunk never depends on the thread that claims it, so the number of threads does not affect
+// the bits of a result.
 #pragma once
 
 #include <cstdint>
@@ -10,19 +11,21 @@ namespace specops {
 
 constexpr int kMaxThreads = 1024;
 
-// Sets the number of threads, including the caller: 1 to kMaxThreads. No more threads run than the
-// first caller has CPUs; those do the work of the missing ones. Must not be called inside a chunk.
+// Sets the number of threads, including the calling thread: 1 to kMaxThreads. At most as many
+// threads run as the first caller has CPUs; these threads also do the work of the missing ones.
+// Must not be called inside a chunk.
 void set_num_threads(int num_threads);
-int num_threads();  // throws what default_num_threads() (cpus.h) throws, like all calls here
+int num_threads();  // like all calls here, throws what default_num_threads() (cpus.h) throws
 
-// Returns the thread's index inside the running parallel_for: 0 is the caller; below num_threads().
+// Returns the index of this thread in the running parallel_for, below num_threads(); 0 is the
+// caller.
 int thread_index();
 
-// Runs fn(context, chunk) for every chunk in [0, num_chunks). The caller takes part and waits only
-// for chunks that other threads have begun. Calls from inside a chunk, or from a second host thread
-// while the pool is busy, run serially in place. If chunks throw, the exception of the
-// lowest-numbered one is rethrown here once all started chunks have ended; later chunks may or may
-// not have run.
+// Runs fn(context, chunk) for every chunk in [0, num_chunks). The calling thread takes part, and
+// waits only for chunks that other threads have begun. If called inside a chunk, or by a second
+// host thread while the pool is busy, it runs all chunks serially in the calling thread. If chunks
+// throw, the exception of the chunk with the lowest number is rethrown once all started chunks have
+// ended; higher chunks may or may not have run.
 void parallel_chunks(int64_t num_chunks, void (*fn)(void*, int64_t), void* context);
 
 // Calls fn(begin, end) over [0, size) in pieces of `grain` items.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A parameter that is one number for all rows (or requests), or an array with one entry each.
+// A parameter that is either one number for all rows (or requests), or an array with one number for
+// each.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +20,7 @@ struct PerRow {
   }
 };
 
-// Returns the fault of entry idx of such a parameter.
+// Returns the fault of entry idx of a PerRow parameter.
 template <typename T>
 SPECOPS_HOST_DEVICE Fault fault_at(ErrorCode code, const PerRow<T>& parameter, int64_t idx, T got) {
   return fault_at(code, static_cast<double>(got), parameter.values ? idx : -1);

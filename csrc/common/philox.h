@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Philox4x32-10, and the derivation of every decision's uniform: keyed by the request's seed and
-// the absolute position of the chosen token, never by slot, step or batch. Plain C++ and CUDA.
+// Philox4x32-10, and the uniform random number of each sampling decision. The number is a function
+// of the request's seed and the absolute position of the chosen token, never of the slot, the step
+// or the batch. Plain C++ and CUDA.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +10,15 @@
 
 namespace specops {
 
-// Decision that a uniform is for; the streams of different purposes are disjoint.
+// Kind of decision that a uniform is used for. Different purposes have disjoint random streams.
 enum class Purpose : uint32_t { kDraft = 0, kAccept = 1, kResidual = 2, kTarget = 3 };
 
 struct PhiloxBlock {
   uint32_t word[4];
 };
 
-// Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+// Returns the four random words of a counter. Source: Salmon et al. 2011, "Parallel random numbers:
+// as easy as 1, 2, 3".
 SPECOPS_HOST_DEVICE PhiloxBlock philox4x32(uint64_t seed, PhiloxBlock counter) {
   uint32_t key0 = static_cast<uint32_t>(seed);
   uint32_t key1 = static_cast<uint32_t>(seed >> 32);
@@ -33,11 +35,11 @@ SPECOPS_HOST_DEVICE PhiloxBlock philox4x32(uint64_t seed, PhiloxBlock counter) {
   return counter;
 }
 
-// Identifies one decision of one request.
+// Key of the uniform of one decision of one request.
 struct UniformKey {
   uint64_t seed;
   uint32_t position;      // absolute position of the token being chosen
-  uint32_t choice_index;  // index of the completion among a prompt's n
+  uint32_t choice_index;  // index of the completion, if a prompt has n completions
   uint32_t sub_index = 0;
   uint32_t anchor = 0;
 };

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Threads behind parallel.h. The caller publishes a job. The caller and workers that arrive in time
-// claim it chunk by chunk (claims.h), and the job ends when every claimed chunk is finished. No
-// thread waits for a worker that has not begun, no lock is taken by more than two threads, and idle
-// threads spin briefly and then sleep.
+// Thread pool behind parallel.h. The calling thread publishes a job. The caller and all workers
+// that arrive in time claim the job chunk by chunk (claims.h), and the job ends when every claimed
+// chunk is finished. No thread waits for a worker that has not begun, no lock is contended by more
+// than two threads, and idle threads spin briefly and then sleep.
 #pragma once
 
 #include <atomic>
@@ -19,14 +19,14 @@
 
 namespace specops {
 
-// A place where one thread waits until another thread makes a condition true.
+// Lets one thread wait until another thread makes a condition true.
 class Sleeper {
  public:
-  // Returns when ready() is true: spins briefly, then sleeps. The thread that makes it true calls
-  // wake() next. Both are sequentially consistent with `sleeps_`: either wake() sees the sleeper,
-  // or the sleeper sees that it need not sleep. `yields`: give up the CPU while spinning, because
-  // the other threads may need this very CPU. Workers must not yield: they would stay queued behind
-  // their caller on one CPU.
+  // Returns when ready() is true: spins briefly, then sleeps. The thread that makes ready() true
+  // must call wake() afterwards. Both accesses are sequentially consistent with `sleeps_`: either
+  // wake() sees that the waiting thread sleeps, or that thread sees that ready() is true. `yields`:
+  // give up the CPU while spinning, because the other threads may need this CPU. Workers must not
+  // yield: on a shared CPU they would stay queued behind their caller.
   template <typename Ready>
   void wait(const Ready& ready, bool yields) {
     if (spin(ready, yields)) return;
@@ -40,12 +40,13 @@ class Sleeper {
     if (!sleeps_.load(std::memory_order_seq_cst)) return;
     {
       std::lock_guard<std::mutex> guard(lock_);
-    }  // the sleeper has checked ready() and now sleeps
+    }  // the sleeper has checked ready() and is now asleep
     wake_.notify_one();
   }
 
  private:
-  // Long enough to bridge the gap between two ops of a step, short enough to free a shared core.
+  // Long enough to bridge the gap between two ops of a step, and short enough to free a shared core
+  // soon.
   static constexpr std::chrono::microseconds kSpin{100};
   static constexpr std::chrono::microseconds kYieldAfter{20};
 
@@ -58,7 +59,7 @@ class Sleeper {
 #if defined(__x86_64__)
         __builtin_ia32_pause();
 #elif defined(__aarch64__)
-        asm volatile("isb");  // waits a little, which yield does not
+        asm volatile("isb");  // waits a few cycles; the yield instruction does not
 #endif
       }
       auto spent = std::chrono::steady_clock::now() - start;
@@ -74,8 +75,9 @@ class Sleeper {
 
 class Pool {
  public:
-  // Starts at most max_running threads, including the caller; by default as many as the first
-  // caller has CPUs, because workers inherit its mask and more would only share those CPUs.
+  // Starts at most max_running threads, including the caller; 0: as many as the first caller has
+  // CPUs. Workers inherit the affinity mask of the first caller, so more threads would only share
+  // its CPUs.
   explicit Pool(int num_threads, int max_running = 0)
       : num_threads_(num_threads), max_running_(max_running) {}
   ~Pool() { stop(); }
@@ -101,15 +103,16 @@ class Pool {
 
   std::atomic<int> num_threads_;
   const int max_running_;
-  std::mutex busy_;  // held by the host thread whose job is running, and to start and stop workers
+  std::mutex busy_;  // held by the host thread whose job runs, and while workers start or stop
 
   // Guarded by busy_; workers read what was written before they were started.
   bool started_ = false;
   std::vector<std::unique_ptr<Worker>> workers_;  // worker i is thread i + 1
   std::unique_ptr<Claims> claims_;
-  std::vector<int> nodes_;  // by CPU; empty: one node
+  std::vector<int> nodes_;  // memory node of each CPU; empty: one node
 
-  // The job. Written before it is published; read by threads that have claimed one of its chunks.
+  // The current job: written before it is published, and read by threads that have claimed one of
+  // its chunks.
   void (*fn_)(void*, int64_t) = nullptr;
   void* context_ = nullptr;
 
@@ -117,8 +120,8 @@ class Pool {
   int64_t error_chunk_ = -1;  // lowest chunk that threw; guarded by error_lock_, like error_
   std::exception_ptr error_;
 
-  alignas(128) std::atomic<uint64_t> job_{0};  // number of jobs so far; stop() counts as one
-  std::atomic<int> wanted_{0};                 // workers for which the job has chunks
+  alignas(128) std::atomic<uint64_t> job_{0};  // number of jobs so far; stop() counts as a job
+  std::atomic<int> wanted_{0};                 // number of workers for which the job has chunks
   std::atomic<int> callers_cpu_{-1};           // CPU of the publishing thread; -1: unknown
   std::atomic<bool> stopping_{false};
   alignas(128) Sleeper caller_;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// PTX instructions that the kernels use by name, and the only inline assembly of device code. The
-// interpreter implements each as the PTX manual defines it (csrc/simt/ptx.h). Baseline: sm_80.
+// Wrappers of the PTX instructions that the kernels use. They are the only inline assembly in
+// device code, and the interpreter implements each as the PTX manual defines it (csrc/simt/ptx.h).
+// Requires sm_80.
 #pragma once
 
 #if defined(SPECOPS_SIMT)
@@ -30,7 +31,7 @@ __device__ inline void cp_async_16(void* smem, const void* global) {
                : "memory");
 }
 
-// The same; if not `valid`, writes zeros and reads nothing.
+// Copies 16 bytes if `valid`; otherwise writes zeros and reads nothing.
 __device__ inline void cp_async_16(void* smem, const void* global, bool valid) {
   int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(smem)),
@@ -39,11 +40,11 @@ __device__ inline void cp_async_16(void* smem, const void* global, bool valid) {
                : "memory");
 }
 
-// Closes a group of the thread's copies.
+// Ends a group of copies that the thread has started since the last call.
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most N of the thread's newest groups are in flight. Other threads' copies become
-// visible only after a barrier.
+// Waits until at most the N newest groups of the thread's copies are in flight. Copies of other
+// threads become visible only after a barrier.
 template <int N>
 __device__ inline void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
@@ -51,7 +52,7 @@ __device__ inline void cp_async_wait() {
 
 // Matrix fragments
 
-// Loads 8x8 tiles of 16-bit elements. Lane i gives the address of row i % 8 of tile i / 8.
+// Loads 8x8 tiles of 16-bit elements. Lane i passes the address of row i % 8 of tile i / 8.
 __device__ inline void ldmatrix_x4(uint32_t (&r)[4], const void* smem_row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -66,7 +67,7 @@ __device__ inline void ldmatrix_x2(uint32_t (&r)[2], const void* smem_row) {
                : "memory");
 }
 
-// The same with each tile transposed.
+// Loads 8x8 tiles like ldmatrix_x4, but transposes each.
 __device__ inline void ldmatrix_x4_trans(uint32_t (&r)[4], const void* smem_row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -81,7 +82,7 @@ __device__ inline void ldmatrix_x2_trans(uint32_t (&r)[2], const void* smem_row)
                : "memory");
 }
 
-// d += a * b: a 16 x 16 row-major, b 16 x 8 column-major, d 16 x 8 in fp32.
+// Computes d += a * b: a is 16 x 16 row-major, b is 16 x 8 column-major, d is 16 x 8 in fp32.
 template <typename T>
 __device__ inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   if constexpr (std::is_same_v<T, bfloat16>) {
@@ -100,8 +101,8 @@ __device__ inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const
   }
 }
 
-// The same for 8-bit integers, exact: a 16 x 32, b 32 x 8, d in int32. a is signed; b is signed
-// unless kUnsigned.
+// Computes d += a * b exactly for 8-bit integers: a is 16 x 32, b is 32 x 8, d is 16 x 8 in int32.
+// a is signed; b is unsigned if kUnsigned, else signed.
 template <bool kUnsigned>
 __device__ inline void mma_m16n8k32_int8(int (&d)[4],
                                          const uint32_t (&a)[4],
@@ -121,7 +122,7 @@ __device__ inline void mma_m16n8k32_int8(int (&d)[4],
   }
 }
 
-// Values
+// Conversions and functions of values
 
 // Returns the larger value; NaN if either is NaN.
 __device__ inline float max_nan(float a, float b) {
@@ -158,28 +159,31 @@ __device__ inline float2 unpack2(uint32_t word) {
   return out;
 }
 
-// Returns the larger of each pair of bf16 halves. A number wins over NaN, and 0 over -0.
+// Returns the larger value of each pair of bf16 halves. If one is NaN, the result is the other. 0
+// counts as larger than -0.
 __device__ inline uint32_t max_bf16x2(uint32_t a, uint32_t b) {
   uint32_t out;
   asm("max.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
   return out;
 }
 
-// Returns a * b + c for each pair of bf16 halves, rounded once; subnormal numbers are kept.
+// Returns a * b + c for each pair of bf16 halves, rounded once. Subnormal numbers are not flushed.
 __device__ inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t out;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
   return out;
 }
 
-// Returns (a & mask) | (b & ~mask) in one instruction; nvcc emits two if mask or b is constant.
+// Returns (a & mask) | (b & ~mask) in one instruction; nvcc would emit two if mask or b is a
+// constant.
 __device__ inline uint32_t merge_bits(uint32_t a, uint32_t b, uint32_t mask) {
   uint32_t out;
   asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(out) : "r"(a), "r"(b), "r"(mask));
   return out;
 }
 
-// Approximate functions: equal arguments give equal bits on one device; nothing more is guaranteed.
+// Approximate functions. On one device, equal arguments give equal bits; nothing else is
+// guaranteed.
 __device__ inline float exp2_approx(float x) {
   float out;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
@@ -198,9 +202,9 @@ __device__ inline float rcp_approx(float x) {
   return out;
 }
 
-// Memory
+// Memory accesses
 
-// Reads 16 bytes that are used once and that no kernel of this grid writes.
+// Reads 16 bytes that are used only once and that no thread of this grid writes.
 __device__ inline uint4 load_streaming(const uint4* global) {
   uint4 out;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -209,7 +213,7 @@ __device__ inline uint4 load_streaming(const uint4* global) {
   return out;
 }
 
-// Writes 8 or 16 aligned bytes in one access; nvcc may split a plain store.
+// Writes 8 or 16 aligned bytes in one access; nvcc could split an ordinary store.
 __device__ inline void store_vector(void* global, uint2 value) {
   asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(global), "r"(value.x), "r"(value.y)
                : "memory");
@@ -228,18 +232,19 @@ __device__ inline void prefetch_l2(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
 }
 
-// The same for a range; address and length must be multiples of 16 bytes. No effect before sm_90.
+// Prefetches a range of bytes into L2; its address and length must be multiples of 16. Does nothing
+// before sm_90.
 __device__ inline void prefetch_l2(const void* global, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes));
 #endif
 }
 
-// Arrivals: an atomic that publishes the thread's view of memory, including writes of other threads
-// before a barrier, and acquires what earlier arrivals published. Cheaper than fences around a
-// plain atomic.
+// Atomics for counting arrivals of blocks. They publish everything that the thread sees in memory,
+// including writes of other threads before a barrier, and acquire what earlier arrivals published.
+// That is cheaper than a plain atomic with fences.
 
-// Adds `value`; returns the previous value.
+// Adds `value` and returns the previous value.
 __device__ inline int32_t add_acq_rel(int32_t* global, int32_t value) {
   int32_t before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;"
@@ -249,7 +254,7 @@ __device__ inline int32_t add_acq_rel(int32_t* global, int32_t value) {
   return before;
 }
 
-// Adds one, wrapping to zero after `limit`; returns the previous value.
+// Adds one, wrapping to zero after `limit`, and returns the previous value.
 __device__ inline uint32_t increment_acq_rel(uint32_t* global, uint32_t limit) {
   uint32_t before;
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
@@ -259,7 +264,8 @@ __device__ inline uint32_t increment_acq_rel(uint32_t* global, uint32_t limit) {
   return before;
 }
 
-// Overlapping kernels (common/launch.cuh). No effect before sm_90, where kernels never overlap.
+// Overlap of consecutive kernels (common/launch.cuh). These functions do nothing before sm_90,
+// where kernels never overlap.
 
 // Waits until the previous kernels in the stream have ended and their writes are visible.
 __device__ inline void wait_for_dependencies() {
@@ -268,15 +274,16 @@ __device__ inline void wait_for_dependencies() {
 #endif
 }
 
-// Lets the next kernel's blocks use free resources once all blocks of this kernel have called this.
+// Lets blocks of the next kernel use free resources once all blocks of this kernel have called
+// this.
 __device__ inline void release_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Returns `pointer` + count * bytes in one instruction; nvcc emits four if it hoists the extension
-// of one factor out of a loop.
+// Returns `pointer` + count * bytes in one instruction; nvcc would emit four if it moved the sign
+// extension of a factor out of a loop.
 __device__ inline const unsigned char* advance(const unsigned char* pointer,
                                                uint32_t count,
                                                uint32_t bytes) {
@@ -287,17 +294,18 @@ __device__ inline const unsigned char* advance(const unsigned char* pointer,
   return reinterpret_cast<const unsigned char*>(out);
 }
 
-// Hides a register's value from the compiler, so that it recomputes derived values instead of
-// keeping them in registers.
+// Hides the value of a register from the compiler, so that the compiler recomputes derived values
+// instead of keeping them in registers.
 __device__ inline void forget(uint32_t& word) { asm volatile("" : "+r"(word)); }
 
-// The same for a pointer, so that it is not recomputed from its parts.
+// Hides a pointer from the compiler, so that the compiler does not recompute it from its parts.
 template <typename V>
 __device__ inline void forget(V*& pointer) {
   asm volatile("" : "+l"(pointer));
 }
 
-// Clocks: nanoseconds of the device, in steps of up to a microsecond, and cycles of the SM.
+// Clocks: nanoseconds since a time common to the device, in steps of up to a microsecond; and
+// cycles of the SM.
 
 __device__ inline int64_t global_timer() {
   int64_t ns;
@@ -311,7 +319,7 @@ __device__ inline int64_t clock() {
   return cycles;
 }
 
-// Named barriers 1 to 15; `threads` is a multiple of the warp size.
+// Named barriers 1 to 15. `threads` must be a multiple of the warp size.
 
 __device__ inline void barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

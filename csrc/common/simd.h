@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vectors of sixteen floats, and of thirty-two bf16 as sixteen pairs, for every instruction set:
-// kernels are written once against these types. Reductions use one fixed tree. Included only by
-// *_cpu.cpp files, which are compiled once per instruction set with SPECOPS_ISA set to its name.
+// Vectors of sixteen floats, and of thirty-two bf16 in sixteen pairs, implemented for every
+// instruction set. CPU kernels are written once against these types. Reductions use one fixed tree.
+// Included only by *_cpu.cpp files, which are compiled once per instruction set with SPECOPS_ISA
+// set to the name of the set.
 #pragma once
 
 #ifndef SPECOPS_ISA
@@ -55,7 +56,8 @@ struct BF16x32 {
   uint32x4_t q[4];
 };
 
-// Applies fn to each of the four quarters, indexed by constants so that they stay in registers.
+// Calls fn for each of the four quarters of a vector. The indices are compile-time constants, so
+// that the quarters stay in registers.
 template <typename Vec, typename Fn>
 __attribute__((always_inline)) inline Vec quarters(Fn&& fn) {
   return {fn(0), fn(1), fn(2), fn(3)};
@@ -98,7 +100,7 @@ SPECOPS_LANEWISE(add, _mm512_add_ps, _mm256_add_ps, vaddq_f32, (a.v[i] + b.v[i])
 SPECOPS_LANEWISE(sub, _mm512_sub_ps, _mm256_sub_ps, vsubq_f32, (a.v[i] - b.v[i]))
 SPECOPS_LANEWISE(mul, _mm512_mul_ps, _mm256_mul_ps, vmulq_f32, (a.v[i] * b.v[i]))
 SPECOPS_LANEWISE(div, _mm512_div_ps, _mm256_div_ps, vdivq_f32, (a.v[i] / b.v[i]))
-// max and min return b when a is NaN, as the x86 instructions do.
+// max and min return b if a is NaN, as the x86 instructions do.
 SPECOPS_LANEWISE(
     max, _mm512_max_ps, _mm256_max_ps, max_quarter, (a.v[i] > b.v[i] ? a.v[i] : b.v[i]))
 SPECOPS_LANEWISE(
@@ -121,7 +123,7 @@ inline F32x16 set1(float x) {
 
 inline F32x16 zero() { return set1(0.0f); }
 
-// Returns a * b + c, rounded once if the instruction set has a fused form.
+// Returns a * b + c; rounded only once if the instruction set has fused multiply-adds.
 inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
 #if defined(SPECOPS_AVX512)
   return {_mm512_fmadd_ps(a.v, b.v, c.v)};
@@ -208,8 +210,8 @@ inline void store(float* p, F32x16 x) {
 #endif
 }
 
-// Rounds each lane to bfloat16 in its upper half: to nearest, ties to even; NaN stays NaN. The
-// lower half is undefined.
+// Rounds each lane to bfloat16 and returns it in the upper half of the lane: to nearest, ties to
+// even; NaN stays NaN. The lower half is undefined.
 #if defined(SPECOPS_AVX512)
 inline __m512i bf16_words(F32x16 x) {
   __m512i word = _mm512_castps_si512(x.v);
@@ -230,13 +232,13 @@ inline __m256i bf16_words(__m256 x) {
 }
 #endif
 
-// Rounds as bf16_words does.
+// Stores lanes as bfloat16, rounded as in bf16_words.
 inline void store(bfloat16* p, F32x16 x) {
 #if defined(SPECOPS_AVX512)
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                       _mm512_cvtepi32_epi16(_mm512_srli_epi32(bf16_words(x), 16)));
 #elif defined(SPECOPS_AVX2)
-  // Packing interleaves 128-bit halves.
+  // The pack instruction interleaves 128-bit halves, so the order is restored afterwards.
   __m256i words = _mm256_packus_epi32(_mm256_srli_epi32(bf16_words(x.lo), 16),
                                       _mm256_srli_epi32(bf16_words(x.hi), 16));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(words, 0xd8));
@@ -273,7 +275,7 @@ inline void store(float16* p, F32x16 x) {
 #endif
 }
 
-// Rounds once to a value of T, like a store followed by a load.
+// Rounds each lane once to a value of T, like a store followed by a load.
 template <typename T>
 inline F32x16 round_to(F32x16 x) {
   T lanes[kLanes];
@@ -300,7 +302,7 @@ inline F32x16 round_to<bfloat16>(F32x16 x) {
 }
 #endif
 
-// Stores lanes that are already exact in T, without rounding.
+// Stores lanes whose values are exact in T, without rounding.
 template <typename T>
 inline void store_exact(T* p, F32x16 x) {
   store(p, x);
@@ -314,7 +316,8 @@ inline void store_exact<bfloat16>(bfloat16* p, F32x16 x) {
 }
 #endif
 
-// Loads the first n (0..16) elements; missing lanes are `fill`. Never reads memory past p + n.
+// Loads the first n (0..16) elements; the other lanes are set to `fill`. Never reads memory past p
+// + n.
 template <typename T>
 inline F32x16 load_partial(const T* p, int n, float fill = 0.0f) {
   if (n >= kLanes) return load(p);
@@ -331,7 +334,7 @@ inline void store_partial(T* p, F32x16 x, int n) {
   for (int i = 0; i < n; ++i) p[i] = from_float<T>(lanes[i]);
 }
 
-// Sums the lanes in a fixed tree: lanes i and i + 8, then i + 4, i + 2, i + 1.
+// Sums the lanes in a fixed tree: adds lanes i and i + 8, then i + 4, i + 2 and i + 1.
 inline float reduce_add(F32x16 x) {
   float t[16];
   store(t, x);
@@ -350,8 +353,8 @@ inline float reduce_max(F32x16 x) {
   return t[0];
 }
 
-// Returns e^x to about 1 ulp; 0 below -87.3 (so that -inf gives exactly 0), inf above 88.7, NaN
-// kept.
+// Returns e^x to about 1 ulp: 0 below -87.3 (so -inf gives exactly 0), inf above 88.7, and NaN for
+// NaN.
 inline F32x16 exp(F32x16 x) {
   constexpr float kLog2e = 1.44269504088896341f;
   constexpr float kLn2Hi = 0.693145751953125f, kLn2Lo = 1.42860682030941723212e-6f;
@@ -385,7 +388,7 @@ inline F32x16 exp(F32x16 x) {
   out.v = _mm512_mask_mov_ps(out.v, huge, _mm512_set1_ps(INFINITY));
   return out;
 #elif defined(SPECOPS_AVX2)
-  // Two steps, because 2^128 is out of range although the product is not.
+  // Scale in two steps, because 2^128 is not a float although the product may be.
   auto scaled = [](__m256 value, __m256 power, __m256 input) {
     __m256i exponent = _mm256_cvttps_epi32(power), bias = _mm256_set1_epi32(127);
     __m256i half =
@@ -405,7 +408,7 @@ inline F32x16 exp(F32x16 x) {
   return {scaled(p.lo, n.lo, x.lo), scaled(p.hi, n.hi, x.hi)};
 #elif defined(SPECOPS_NEON)
   return quarters<F32x16>([&](int i) {
-    // Two steps, as above.
+    // Scale in two steps, as above.
     int32x4_t exponent = vcvtq_s32_f32(n.q[i]), bias = vdupq_n_s32(127);
     int32x4_t half = vshrq_n_s32(vsubq_s32(exponent, vshrq_n_s32(exponent, 31)), 1);
     int32x4_t rest = vsubq_s32(exponent, half);
@@ -430,7 +433,7 @@ inline F32x16 exp(F32x16 x) {
       lanes[i] = INFINITY;
     } else if (input[i] == input[i]) {
       int exponent = static_cast<int>(scale[i]);
-      // Two steps, because 2^128 is out of range although the product is not.
+      // Scale in two steps, because 2^128 is not a float although the product may be.
       int half = exponent / 2;
       uint32_t a = static_cast<uint32_t>(half + 127) << 23;
       uint32_t b = static_cast<uint32_t>(exponent - half + 127) << 23;
@@ -477,7 +480,7 @@ inline BF16x32 broadcast_pair(const bfloat16* p) {
 #endif
 }
 
-// Return the even (odd) elements of the pairs as floats.
+// Return the even or the odd elements of the pairs as floats.
 inline F32x16 even_floats(BF16x32 x) {
 #if defined(SPECOPS_AVX512)
   return {_mm512_castsi512_ps(_mm512_slli_epi32(x.v, 16))};
@@ -516,9 +519,9 @@ inline F32x16 odd_floats(BF16x32 x) {
 #endif
 }
 
-// acc[i] += a[2i] * b[2i] + a[2i + 1] * b[2i + 1]. Uses vdpbf16ps or bfdot if the CPU has them
-// (they flush denormals and have their own rounding); otherwise two fused steps, odd element first
-// as in vdpbf16ps.
+// Computes acc[i] += a[2i] * b[2i] + a[2i + 1] * b[2i + 1]. Uses vdpbf16ps or bfdot if the CPU has
+// them; these flush denormals and round in their own way. Otherwise computes two fused
+// multiply-adds, the odd element first as in vdpbf16ps.
 inline F32x16 dot_pairs(F32x16 acc, BF16x32 a, BF16x32 b) {
 #if defined(SPECOPS_ISA_avx512_bf16)
   return {_mm512_dpbf16_ps(acc.v, (__m512bh)a.v, (__m512bh)b.v)};

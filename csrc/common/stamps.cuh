@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Phase times of kernels that are built to record them. Thread 0 of a block records the end of each
-// phase in shared memory, because waiting for global memory would delay it at the next barrier.
+// Recording of phase times in kernels that are built for it. Thread 0 of a block stores the end of
+// each phase in shared memory, because a write to global memory would delay it at the next barrier.
 // Production kernels compile none of this.
 #pragma once
 
@@ -8,9 +8,9 @@
 
 namespace specops {
 
-// A block's stamps while it runs, in its shared memory. At the end, kWords words go to global
-// memory: begin and end in ns on a clock common to all blocks, SM cycles of each phase, and the low
-// half of the SM's clock at the end.
+// Time stamps of a running block, in its shared memory. At the end, kWords words are written to
+// global memory: begin and end in ns on a clock common to all blocks, SM cycles of each phase, and
+// the low half of the SM's clock at the end.
 template <typename Phase, int kPhases>
 struct Stamps {
   static constexpr int64_t kWords = 3 + kPhases;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Destination of the times of an op's stamped kernel: an array that a separate call sets
-// (benchmarks).
+// Destination of the phase times of an op's stamped kernel: an array that benchmarks set with a
+// separate call.
 #pragma once
 
 #include <cstdint>

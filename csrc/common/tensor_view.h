@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Conversion of tensor arguments: a pybind11 caster over torch's DLPack exchange table (no
-// libtorch), and the argument checker. Every error message names op, argument, expected and got.
+// Conversion of tensor arguments: a pybind11 caster that uses torch's DLPack exchange table (no
+// libtorch), and the argument checker. Every error message names the op, the argument, what was
+// expected and what it got.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -22,8 +23,8 @@
 
 namespace specops {
 
-// A borrowed view of a tensor argument, valid during the call. It accepts any Python object;
-// Checker then explains what is wrong, which an overload error would not.
+// A borrowed view of a tensor argument, valid during the call. The caster accepts any Python
+// object, so that Checker can explain what is wrong; a pybind11 overload error would not.
 struct TensorView {
   DLTensor dl{};
   PyObject* object = nullptr;
@@ -61,7 +62,7 @@ struct TensorView {
 
   void* raw() const { return static_cast<char*>(dl.data) + dl.byte_offset; }
 
-  // Returns nullptr only if the argument is absent; for a tensor without elements, a non-null
+  // Returns nullptr only if the argument is absent. A tensor without elements has a non-null
   // address that is never read.
   template <typename T>
   T* data() const {
@@ -71,17 +72,18 @@ struct TensorView {
   }
 };
 
-// A borrowed argument that is not a tensor. It accepts any Python object, too.
+// A borrowed argument that is not a tensor. The caster accepts any Python object, as for
+// TensorView.
 struct Argument {
   PyObject* object = nullptr;
 
   bool defined() const { return object != nullptr && object != Py_None; }
 };
 
-// torch's exchange table, from the last borrowed tensor.
+// torch's DLPack exchange table, from the last borrowed tensor.
 inline const DLPackExchangeAPI* exchange_api = nullptr;
 
-// Returns whether the memory ranges from first to last element of the two tensors overlap.
+// Returns whether the memory ranges of two tensors, from first to last element, overlap.
 inline bool overlap(const TensorView& a, const TensorView& b) {
   auto last_byte = [](const TensorView& view) {
     int64_t last = 0;
@@ -92,13 +94,13 @@ inline bool overlap(const TensorView& a, const TensorView& b) {
   return a.raw() <= last_byte(b) && b.raw() <= last_byte(a);
 }
 
-// Returns whether this is a torch FakeTensor, which stands for a tensor in a traced graph and has
-// no memory.
+// Returns whether an object is a torch FakeTensor, which stands for a tensor in a traced graph and
+// has no memory.
 inline bool is_fake(PyObject* object) {
   return std::strcmp(Py_TYPE(object)->tp_name, "FakeTensor") == 0;
 }
 
-// Fills the view from a torch tensor; leaves is_tensor false for anything else, and for tensors
+// Fills the view from a torch tensor. Leaves is_tensor false for any other object, and for tensors
 // without plain memory: meta, fake, sparse, nested or quantized ones.
 inline void borrow_tensor(PyObject* object, TensorView& view) {
   static PyTypeObject* cached_type = nullptr;
@@ -107,7 +109,7 @@ inline void borrow_tensor(PyObject* object, TensorView& view) {
   PyTypeObject* type = Py_TYPE(object);
   const DLPackExchangeAPI* api = type == cached_type ? cached_api : nullptr;
   if (api == nullptr) {
-    // A fake tensor would emit a warning before it refuses to give its memory.
+    // Do not ask a fake tensor for its memory: it would emit a warning before it refuses.
     if (PyLong_Check(object) || PyFloat_Check(object) || is_fake(object)) return;
     PyObject* capsule =
         PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__");
@@ -139,12 +141,12 @@ inline void borrow_tensor(PyObject* object, TensorView& view) {
   view.is_tensor = false;
 }
 
-// Requirement for tensors while torch records gradients, as an error message.
+// Error message for a tensor that requires gradients while torch records them.
 constexpr const char* kNoGradient =
     "a tensor that needs no gradient, since the ops have no backward (detach it, or use "
     "torch.no_grad())";
 
-// Converts the True or False that a torch call returned; takes over the reference.
+// Converts the True or False that a torch call returned to a bool; steals the reference.
 inline bool is_true(PyObject* answer) {
   if (answer == nullptr) throw pybind11::error_already_set();
   Py_DECREF(answer);
@@ -153,7 +155,7 @@ inline bool is_true(PyObject* answer) {
 
 // Returns whether torch records this thread's computations for gradients.
 inline bool is_grad_enabled() {
-  // No locked C++ initializer: the import may let another thread run and enter here.
+  // Not a thread-safe static initializer: the import may let another thread run and enter here.
   static PyObject* function = nullptr;
   if (function == nullptr) {
     pybind11::object found = pybind11::module_::import("torch").attr("is_grad_enabled");
@@ -162,8 +164,8 @@ inline bool is_grad_enabled() {
   return is_true(PyObject_CallNoArgs(function));
 }
 
-// Returns whether torch would record gradients for this tensor. It calls the descriptor of
-// Tensor.requires_grad directly, which avoids the attribute look-up.
+// Returns whether torch would record gradients for this tensor. Calls the descriptor of
+// Tensor.requires_grad directly, which avoids an attribute look-up.
 inline bool requires_grad(PyObject* tensor) {
   static PyObject* descriptor = nullptr;
   if (descriptor == nullptr) {
@@ -174,7 +176,8 @@ inline bool requires_grad(PyObject* tensor) {
   return is_true(Py_TYPE(descriptor)->tp_descr_get(descriptor, tensor, nullptr));
 }
 
-// A named dimension. An unset one takes the first size it is compared with; later sizes must match.
+// A named dimension. If its size is not set, it takes the first size that it is compared with;
+// later sizes must equal it.
 struct Dim {
   const char* name;
   int64_t value = -1;
@@ -183,7 +186,7 @@ struct Dim {
 
 enum class Layout {
   kContiguous,  // row-major without gaps
-  kRows,        // the first stride is free, each row is contiguous
+  kRows,        // the stride of the rows is free; each row is contiguous
 };
 
 class Checker {
@@ -194,7 +197,7 @@ class Checker {
 
   explicit Checker(const char* op) : op_(op) {}
 
-  // Checks one tensor and returns it. `dims` are Dim objects, bound on first use.
+  // Checks one tensor and returns it. `dims` are Dim objects, whose sizes are set on first use.
   const TensorView& tensor(const char* name,
                            const TensorView& view,
                            std::initializer_list<DType> dtypes,
@@ -233,7 +236,7 @@ class Checker {
     return view;
   }
 
-  // The same for an argument that may be None.
+  // Checks one tensor argument that may be None.
   const TensorView& optional(const char* name,
                              const TensorView& view,
                              std::initializer_list<DType> dtypes,
@@ -243,7 +246,7 @@ class Checker {
     return view;
   }
 
-  // Reads the fields of a NamedTuple of Python type `type`; those of None are absent.
+  // Reads the fields of a NamedTuple of the Python type `type`. For None, all fields are absent.
   template <size_t kCount>
   std::array<TensorView, kCount> fields(const char* name, const char* type, Argument got) const {
     std::array<TensorView, kCount> views;
@@ -259,8 +262,8 @@ class Checker {
     return views;
   }
 
-  // Reads a number for all rows, or a tensor with one per row; None gives `absent`. one_of:
-  // description of an int in error messages.
+  // Reads either one number for all rows, or a tensor with one number per row; None gives `absent`.
+  // one_of: how error messages describe the int.
   template <typename T>
   PerRow<T> per_row(const char* name,
                     const TensorView& view,
@@ -283,7 +286,8 @@ class Checker {
          describe_object(view.object));
   }
 
-  // Reads an int from `low` to `high`. Rejects bools, tensors, and anything that would be rounded.
+  // Reads an int from `low` to `high`. Rejects bools, tensors, and numbers that would have to be
+  // rounded.
   int64_t integer(const char* name, Argument got, int64_t low, int64_t high = kMaxInt64) const {
     int64_t value = 0;
     if (as_int64(got.object, value) && value >= low && value <= high) return value;
@@ -295,7 +299,8 @@ class Checker {
          describe_object(got.object));
   }
 
-  // Reads a number from `low` to `high`, described by `expected`; it must be finite as a float32.
+  // Reads a number from `low` to `high` that is finite as a float32. `expected` describes it in
+  // error messages.
   float number(const char* name,
                Argument got,
                double low = 0,
@@ -317,7 +322,7 @@ class Checker {
     const char* bytes = nullptr;
     if (PyUnicode_Check(got.object)) bytes = PyUnicode_AsUTF8AndSize(got.object, &size);
     if (bytes != nullptr) return {bytes, static_cast<size_t>(size)};
-    if (PyErr_Occurred()) clear_error();  // an unpaired surrogate
+    if (PyErr_Occurred()) clear_error();  // an unpaired surrogate cannot be encoded
     fail(name, expected, describe_object(got.object));
   }
 
@@ -332,7 +337,8 @@ class Checker {
     }
   }
 
-  // Checks the alignment of tensors that CUDA kernels read or write in vectors.
+  // Checks that a tensor starts at a multiple of 16 bytes, because CUDA kernels read or write it in
+  // vectors.
   void on_16_bytes(const char* name, const TensorView& view) const {
     auto past = reinterpret_cast<uintptr_t>(view.raw()) % 16;
     if (past == 0) return;
@@ -341,7 +347,7 @@ class Checker {
          "an address " + std::to_string(past) + " bytes past a multiple of 16");
   }
 
-  // Throws if a check of values found a fault.
+  // Throws the error of `fault`, if a check of values found one.
   void refuse(const Fault& fault) const {
     if (fault.found()) raise(fault);
   }
@@ -353,10 +359,10 @@ class Checker {
                                 got);
   }
 
-  // Returns whether the op runs on CUDA: on the device of its tensors, which must all be the same.
+  // Returns whether the op runs on CUDA. All tensors of an op must be on the same device.
   bool on_cuda() const { return device_.device_type == kDLCUDA || interprets_cuda(); }
 
-  // Returns the caller's current stream on that device.
+  // Returns the caller's current stream on the device of the tensors.
   CudaStream stream() const {
     if (interprets_cuda()) return {};
     void* handle = nullptr;
@@ -366,13 +372,13 @@ class Checker {
     return {handle, device_.device_id};
   }
 
-  // Returns the flag with which a CUDA kernel reports invalid data; CPU ops throw instead.
+  // Returns the error flag with which CUDA kernels report invalid data; CPU ops throw instead.
   ErrorFlag error_flag() const {
     return on_cuda() ? specops::error_flag(device_.device_id) : ErrorFlag{};
   }
 
-  // Describes an object that is not a tensor, or is a tensor without plain memory. Shows numbers
-  // and text as they are.
+  // Describes an object that is not a tensor, or is a tensor without plain memory, for an error
+  // message. Numbers and text are shown as they are.
   static std::string describe_object(PyObject* object) {
     if (object == nullptr || object == Py_None) return "None";
     if (PyLong_Check(object) || PyFloat_Check(object) || PyUnicode_Check(object)) {
@@ -405,20 +411,21 @@ class Checker {
   }
 
  private:
-  // Queries torch only once, at the first tensor that could need a gradient.
+  // Asks torch only once per op, at the first tensor that could require a gradient.
   bool records_gradients() {
     if (!knows_gradients_) records_gradients_ = is_grad_enabled();
     knows_gradients_ = true;
     return records_gradients_;
   }
 
-  // Clears an exception that only signals an object of another type.
+  // Clears a Python exception that means only that the object has another type.
   static void clear_error() {
     if (!PyErr_ExceptionMatches(PyExc_Exception)) throw pybind11::error_already_set();
     PyErr_Clear();
   }
 
-  // Accepts numbers of Python and numpy; rejects tensors and arrays, even with one element.
+  // Returns whether an object is a number of Python or numpy. Tensors and arrays are not, even with
+  // one element.
   static bool may_be_number(PyObject* object) {
     return !PyBool_Check(object) && !PyObject_HasAttrString(object, "__dlpack__");
   }
@@ -466,7 +473,7 @@ class Checker {
     return value == wide;
   }
 
-  // Takes the fault by value, so that a checking loop can keep it in registers.
+  // The fault is passed by value, so that a checking loop can keep it in registers.
   [[noreturn, gnu::noinline]] static void raise(Fault fault) {
     throw std::invalid_argument(error_sentence(fault));
   }
@@ -486,7 +493,8 @@ class Checker {
     }
   }
 
-  // An empty tensor is never read, so its strides may be anything: numpy's are 0.
+  // Returns whether a tensor has the layout. An empty tensor is never read, so its strides do not
+  // matter: numpy sets them to 0.
   static bool has_layout(const TensorView& view, Layout layout) {
     for (int axis = 0; axis < view.ndim(); ++axis) {
       if (view.size(axis) == 0) return true;
@@ -522,7 +530,7 @@ class Checker {
     return out + "]";
   }
 
-  // Returns "float16" for torch.float16, in the style of dtype_name().
+  // Returns the name of a torch dtype without "torch.", such as "float16", like dtype_name().
   static std::string torch_name(const pybind11::object& value) {
     std::string name = pybind11::str(value);
     return name.rfind("torch.", 0) == 0 ? name.substr(6) : name;

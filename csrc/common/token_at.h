@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tokens of a request by absolute position: its text, followed by its drafts.
+// Tokens of a request by absolute position: first its known tokens, then its drafts.
 #pragma once
 
 #include <cstdint>

@@ -8,8 +8,8 @@ namespace specops {
 
 constexpr int kEmbeddingThreads = 256;
 
-// Copies out[row] = weight[token_ids[row]] unchanged; writes zeros and reports a fault for an
-// invalid id.
+// Copies out[row] = weight[token_ids[row]] unchanged. For an invalid id, writes zeros and reports a
+// fault.
 // Grid:    x = rows (unbounded), y = pieces of a row.
 // Block:   up to 256 threads; each thread owns one word of kWord bytes.
 // Smem:    none.

@@ -11,7 +11,7 @@
 namespace specops {
 
 struct EmbeddingParams {
-  const int32_t* token_ids;  // [rows], each in [0, vocab); on cpu checked before
+  const int32_t* token_ids;  // [rows], each in [0, vocab); validated beforehand on the CPU
   const void* weight;        // [vocab, width], contiguous
   void* out;                 // [rows, width], contiguous
   int64_t rows;

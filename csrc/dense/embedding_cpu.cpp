@@ -13,7 +13,7 @@ namespace specops::SPECOPS_ISA {
 // Source:  -
 // Threads: one item per range of rows.
 void embedding_cpu(const EmbeddingParams& params) {
-  // Each chunk should justify waking a thread: about 32 KiB.
+  // A chunk should be worth waking a thread for: about 32 KiB.
   parallel_for(params.rows, (32 << 10) / params.row_bytes + 1, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       std::memcpy(static_cast<char*>(params.out) + row * params.row_bytes,

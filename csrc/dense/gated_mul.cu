@@ -9,7 +9,7 @@ template <typename T>
 void run(const GatedMulParams& params, CudaStream stream) {
   int64_t chunks = (params.width + kChunk<T> - 1) / kChunk<T>;
   int64_t pieces = (chunks + kGatedMulThreads - 1) / kGatedMulThreads;
-  // Pieces of equal length leave few threads of the last piece idle.
+  // Divide a row into pieces of equal length, so that few threads of the last piece are idle.
   int64_t threads = ((chunks + pieces - 1) / pieces + kWarpSize - 1) / kWarpSize * kWarpSize;
   bool aligned = chunk_aligned<T>(params.gate_up, params.gate_up_stride) &&
                  chunk_aligned<T>(params.out, params.width);

@@ -9,7 +9,7 @@ namespace specops {
 
 constexpr int kGatedMulThreads = 256;
 
-// out = activation(gate) * up, elementwise in fp32, rounded once.
+// Computes out = activation(gate) * up, elementwise in fp32, rounded once.
 // Grid:    x = rows * pieces of a row (unbounded).
 // Block:   up to 256 threads; each thread owns one chunk of 16 bytes of out.
 // Smem:    none.

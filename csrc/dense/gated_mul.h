@@ -13,12 +13,12 @@
 namespace specops {
 
 struct GatedMulParams {
-  const void* gate_up;  // [rows, 2 * width], gate then up; rows are gate_up_stride apart
+  const void* gate_up;  // [rows, 2 * width], gate then up; rows gate_up_stride apart
   void* out;            // [rows, width], contiguous
   int64_t rows;
   int64_t width;
   int64_t gate_up_stride;  // elements between rows
-  DType dtype;             // dtype of both: float32, bfloat16 or float16
+  DType dtype;             // dtype of gate_up and out: float32, bfloat16 or float16
   Activation activation;   // not kNone
 };
 

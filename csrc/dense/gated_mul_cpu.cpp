@@ -6,7 +6,7 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// out = activation(gate) * up, elementwise in fp32, rounded once.
+// Computes out = activation(gate) * up, elementwise in fp32, rounded once.
 // Cost:    3 * rows * width elements moved; memory-bound.
 // Assumes: out contiguous, rows of gate_up contiguous.
 // Order:   elementwise; elements do not depend on each other.
@@ -18,7 +18,7 @@ void run(const GatedMulParams& params) {
   auto* out = static_cast<T*>(params.out);
   constexpr int64_t kPiece = 64;
   int64_t pieces = (params.width + kPiece - 1) / kPiece;
-  // Each chunk should justify waking a thread: about 4096 elements.
+  // A chunk should be worth waking a thread for: about 4096 elements.
   parallel_for(params.rows * pieces, 64, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
       int64_t row = item / pieces;

@@ -48,7 +48,8 @@ void tile_rows(const LinearParams& params, GemmPlan plan, CudaStream stream) {
   using Shape = TileShape<kWarpTiles, kRows>;
   int64_t tiles =
       ceil_div(params.rows, kRows) * ceil_div(params.weight.num_outputs, Shape::kOutputs);
-  // Smaller tiles than linear_splits() assumes may outnumber the counters.
+  // The kernel's tiles may be smaller than linear_splits() assumes, so there may be more tiles than
+  // counters.
   plan.split = plan.split && Shape::kSplits && tiles <= kLinearCounters;
   launch(linear_tile_kernel<T, kWarpTiles, kRows, kAligned>,
          grid_of(tiles, plan.split ? plan.leaves : 1),
@@ -81,8 +82,8 @@ void large_tile_rows(const LinearParams& params, const GemmPlan& plan, CudaStrea
 }
 
 // Returns whether tiles of 256 outputs finish earlier than tiles of 128. A large tile takes about
-// 1.5 times as long, because it reads a quarter less from L2 per flop. A tile of either size fills
-// an SM.
+// 1.5 times as long as a small one, not twice as long, because it reads a quarter less from L2 per
+// flop. A tile of either size occupies an SM alone.
 bool large_tiles_pay(const LinearParams& params, CudaStream stream) {
   if (max_shared_bytes(stream) < LargeTile::kSmemBytes) return false;
   int64_t row_tiles = ceil_div(params.rows, 128);
@@ -92,9 +93,9 @@ bool large_tiles_pay(const LinearParams& params, CudaStream stream) {
   return 3 * large <= 2 * small;
 }
 
-// Selects the fastest kernel. Two tiles per warp share the reads of x; one tile keeps more SMs
-// reading if there are few outputs. From nine rows on, tiles of 128 outputs read less of x, and
-// wide layers have enough of them.
+// Returns the fastest kernel for a shape. With two tiles per warp, both share the reads of x; with
+// one, more SMs read weights, which is better if there are few outputs. From nine rows on, tiles of
+// 128 outputs read x less often, and wide layers have enough of these tiles to fill the GPU.
 LinearKernel suits(const LinearParams& params, const GemmPlan& plan, CudaStream stream) {
   int64_t groups = weight_groups(params.weight.num_outputs);
   if (params.rows <= 8) return groups < 96 ? LinearKernel::kStream16x8 : LinearKernel::kStream32x8;

@@ -11,9 +11,9 @@ namespace specops {
 
 constexpr int kPackThreads = 256;
 
-// Writes the weight to `packed` in the layout of linear.h.
+// Writes the weight to `packed` in the layout of gemm/weight.h.
 // Grid:    x = lanes of the layout / 256 (unbounded).
-// Block:   256 threads; each thread owns one lane of one step: a vector of 16 bytes, or two.
+// Block:   256 threads; each thread owns one lane of one step: one or two vectors of 16 bytes.
 // Smem:    none.
 // Cost:    the weight is read and written once; a warp reads 64 bytes from each of 16 rows.
 // Assumes: rows of weight contiguous.
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kPackThreads)
   int64_t index = int64_t{blockIdx.x} * kPackThreads + threadIdx.x;
   if (index >= lanes) return;
   int64_t lane = index % kWarpSize, step = index / kWarpSize % steps;
-  int64_t block = index / kWarpSize / steps;  // the group; for 16-bit types the tile
+  int64_t block = index / kWarpSize / steps;  // the group of outputs; for 16-bit types the tile
   auto load = [&](int64_t output, int64_t first) {
     if (output >= params.num_outputs || first >= params.num_inputs) return make_uint4(0, 0, 0, 0);
     int64_t from =
@@ -48,8 +48,8 @@ __global__ void __launch_bounds__(kPackThreads)
   }
 }
 
-// Computes out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k] for at most 8 * kColumns rows.
-// For gate and up outputs: activation(out[row, n]) * out[row, width + n], with both factors rounded
+// Computes out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k] for at most 8 * kColumns rows. If
+// gated, computes activation(out[row, n]) * out[row, width + n], where both factors are rounded
 // first.
 // Grid:    x = kTiles tiles of 16 outputs each, with several of these per block if there are few
 //          leaves.
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(128) linear_stream_kernel(LinearParams params,
 // Computes the same as linear_stream_kernel for any number of rows, in tiles of 128 or 256 outputs
 // and 64 or 128 rows.
 // Grid:    x = tiles, rows fastest within bands of 16 row tiles, so that a wave of blocks shares
-//          weights and x in L2 (unbounded); y = 1, or one leaf each.
+//          weights and x in L2 (unbounded); y = 1 or, if leaves are split, leaves.
 // Block:   2 * kRows threads; each warp owns 32 or 64 outputs and 64 rows.
 // Smem:    96 KiB: 3 or 4 stages of 64 inputs for 128 outputs, or of 32 inputs for 256. For 256
 //          outputs also 128 KiB of totals, float4 by thread; a thread accesses only its own.
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(2 * kRows)
   ptx::cp_async_wait<Shape::kStages - 1>();
   __syncthreads();
   products.start();
-  uint4 *w_put = copy.w_to, *x_put = copy.x_to;  // in the slot of the current stage
+  uint4 *w_put = copy.w_to, *x_put = copy.x_to;  // destinations in the slot of the current stage
   for (int leaf = place.first_leaf; leaf < place.last_leaf; ++leaf) {
     int end = min((leaf + 1) * place.leaf_stages, place.last_stage);
     for (int stage = leaf * place.leaf_stages; stage < end; ++stage) {
@@ -131,7 +131,8 @@ __global__ void __launch_bounds__(2 * kRows)
   for (int i = 0; i < TileItems<Shape>::kItems; ++i) finish_item(i, items.sum_of(i));
 }
 
-// Computes the same for float32, without tensor cores, in tiles of 32 outputs and 8 rows.
+// Computes the same as linear_stream_kernel for float32, without tensor cores, in tiles of 32
+// outputs and 8 rows.
 // Grid:    x = groups of 32 outputs, several per block if there are few leaves, times tiles of
 //          rows, rows fastest (unbounded).
 // Block:   up to 4 warps; each warp owns one leaf, each lane one output and eight rows.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// linear: x * weight^T (+ bias) with packed weights and one order of additions per output element.
-// If the weight holds gates and ups: activation(gate) * up.
+// linear: x * weight^T (+ bias) with packed weights. Each output element has one fixed order of
+// additions. If the weight is gated, the result is activation(gate) * up.
 // pack_weight: converts a weight to its packed layout (gemm/weight.h).
 #pragma once
 
@@ -17,14 +17,15 @@ SPECOPS_FAULT(1009, kLinearWorkspace) =
     "linear: workspace must begin with 128 zeros, which every call leaves there, and serve one "
     "stream at a time, got a counter with too many arrivals";
 
-// Up to this many rows, a warp multiplies its weights with all rows as they stream by. Above,
-// blocks multiply tiles of 128 outputs with tiles of rows. The results have the same bits.
+// Up to this many rows, a warp multiplies its weights with all rows as the weights stream by. With
+// more rows, blocks multiply tiles of 128 outputs with tiles of rows. Both give the same bits.
 constexpr int64_t kLinearStreamRows = 16;
 constexpr int64_t kLinearTileOutputs = 128;
 
 inline int64_t linear_tile_rows(int64_t rows) { return rows <= 64 ? 64 : 128; }
 
-// The kernels for 16-bit types, named by the outputs and rows of a warp (stream) or a block (tile).
+// The kernels for 16-bit types. A name has the outputs and rows of a warp (stream) or of a block
+// (tile).
 enum class LinearKernel {
   kByShape,  // selected by shape
   kStream16x8,
@@ -52,14 +53,15 @@ constexpr LinearKernelName kLinearKernels[] = {
     {"tile_256x128", LinearKernel::kTile256x128, INT64_MAX},
 };
 
-// The workspace begins with this many int32 counters, which count the finished leaves of each split
-// tile. They are zero before and after every call. Only one call at a time may use a workspace.
+// The workspace begins with this many int32 counters, one per split tile, which count its finished
+// leaves. They are zero before and after every call. Only one call at a time may use a workspace.
 constexpr int64_t kLinearCounters = 128;
 
-// Returns whether each leaf of a tile gets its own block, so that few tiles keep a large GPU busy.
+// Returns whether each leaf of a tile (a part of its sum over inputs) is computed by a block of its
+// own, so that few tiles keep a large GPU busy.
 inline bool linear_splits(int64_t rows, int64_t num_outputs, int64_t num_inputs, DType dtype) {
   if (dtype == DType::kFloat32 || rows <= kLinearStreamRows) return false;
-  constexpr int64_t kMaxBlocks = 2 * kLinearCounters;  // of two leaves or more
+  constexpr int64_t kMaxBlocks = 2 * kLinearCounters;  // blocks of two leaves or more
   int64_t leaves = sum_leaves(num_inputs).leaves;
   int64_t tile_rows = linear_tile_rows(rows);
   int64_t tiles = (rows + tile_rows - 1) / tile_rows *
@@ -67,13 +69,14 @@ inline bool linear_splits(int64_t rows, int64_t num_outputs, int64_t num_inputs,
   return leaves > 1 && tiles * leaves <= kMaxBlocks;
 }
 
-// Returns the floats of a workspace for split tiles: the counters, and the leaves of every output.
+// Returns the size in floats of a workspace for split tiles: the counters, and the leaves of every
+// output.
 inline int64_t linear_workspace_floats(int64_t rows, int64_t num_outputs, int64_t num_inputs) {
   return kLinearCounters +
          sum_leaves(num_inputs).leaves * rows * weight_groups(num_outputs) * kWeightGroup;
 }
 
-// Returns the most rows with split leaves, or 0 if leaves are never split.
+// Returns the largest number of rows for which leaves are split; 0 if they never are.
 inline int64_t linear_max_split_rows(int64_t num_outputs, int64_t num_inputs, DType dtype) {
   for (int64_t rows = 256 * 128; rows > 128; rows -= 128) {
     if (linear_splits(rows, num_outputs, num_inputs, dtype)) return rows;
@@ -91,7 +94,7 @@ struct PackWeightParams {
   int64_t num_inputs;
   int64_t weight_stride;  // elements between rows
   DType dtype;            // bfloat16, float32 or a quantized dtype; on CUDA also float16
-  Activation activation;  // if any, the first half of the outputs are gates, the second half ups
+  Activation activation;  // if any, the first half of the outputs are gates, the rest ups
 };
 
 struct LinearParams : GemmParams {
@@ -106,7 +109,7 @@ SPECOPS_DECLARE_CPU(linear_cpu, LinearParams);
 SPECOPS_DECLARE_CUDA(pack_weight_cuda, PackWeightParams);
 SPECOPS_DECLARE_CUDA(linear_cuda, LinearParams);
 
-// The parts of both ops for quantized weights.
+// Variants of both ops for quantized weights.
 SPECOPS_DECLARE_CUDA(pack_codes_cuda, PackWeightParams);
 SPECOPS_DECLARE_CUDA(linear_codes_cuda, LinearParams);
 

@@ -5,7 +5,7 @@
 #include "gemm/tiles_cpu.h"
 
 namespace specops::avx512_bf16 {
-void linear_cpu(const LinearParams& params);  // for float32 and fp8, which have no tiles
+void linear_cpu(const LinearParams& params);  // for float32 and fp8, which AMX tiles do not support
 }
 
 namespace specops::SPECOPS_ISA {
@@ -15,7 +15,7 @@ constexpr int64_t kSteps = 16;    // steps per tile, of two inputs each
 constexpr int64_t kMaxRows = 32;  // rows of two tiles
 constexpr int64_t kWords = kSteps * kWeightBlock;
 
-// The inputs behind the last whole tile, zero padded, of the current rows.
+// The inputs of the current rows after the last whole tile, padded with zeros.
 struct Tail {
   alignas(64) bfloat16 x[kMaxRows * 2 * kSteps];
 };
@@ -31,7 +31,7 @@ inline void fill_tail(const LinearParams& params, int64_t row, int64_t rows, Tai
   }
 }
 
-// Configures the tiles: sums are tiles 0 to 3, inputs 4 and 5, weights 6 and 7.
+// Configures the AMX tiles: 0 to 3 hold sums, 4 and 5 inputs, 6 and 7 weights.
 inline void configure(int64_t rows) {
   TileConfig config;
   for (int tile = 0; tile < 8; ++tile) {
@@ -46,8 +46,8 @@ inline void configure(int64_t rows) {
   configure_tiles(config);
 }
 
-// Adds the products of one tile of inputs. Rows of x are `stride` bytes apart, blocks `words`
-// apart.
+// Adds the products of one tile of inputs. The rows of x are `stride` bytes apart, and the blocks
+// are `words` words apart.
 template <int kHigh, int kBlocks>
 inline void add_products(const bfloat16* x, int64_t stride, const uint32_t* w, int64_t words) {
   load_tile<4>(x, stride);
@@ -68,8 +68,8 @@ inline void add_products(const bfloat16* x, int64_t stride, const uint32_t* w, i
   block.template operator()<3>();
 }
 
-// Computes out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k] for kHigh tiles of rows and
-// kBlocks blocks.
+// Computes out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k] for kHigh row tiles and kBlocks
+// blocks of outputs.
 // Cost:    the weights once from memory or cache; a tile product is 1 KiB of weights and 16 rows.
 // Assumes: tiles configured for `rows`; weights packed by pack_weight, which lays out 16 steps of a
 //          block as a tile of weights; any alignment.
@@ -117,7 +117,7 @@ void tile(const LinearParams& params, const Tail& tail, int64_t row, int64_t row
   end(params, row, block, static_cast<int>(rows), kBlocks, sums);
 }
 
-// Calls tile() for a number of rows and blocks.
+// Calls tile() with the template arguments for a number of rows and blocks.
 void tile_of(const LinearParams& params,
              const Tail& tail,
              int64_t row,
@@ -140,7 +140,7 @@ void tile_of(const LinearParams& params,
   }
 }
 
-// Bytes of a panel: the blocks that stay in L2 while every row tile passes over them.
+// Size in bytes of a panel: the blocks that stay in L2 while all row tiles pass over them.
 constexpr int64_t kPanelBytes = 512 << 10;
 
 void run_range(const LinearParams& params,
@@ -167,7 +167,8 @@ void run_range(const LinearParams& params,
   release_tiles();  // so that the system need not save them when this thread stops
 }
 
-// Runs ranges as in linear_ranges_cpu.h. A block of gates stays with the block of its ups.
+// Computes the product in ranges as in linear_ranges_cpu.h. A range never separates a block of
+// gates from the block of its ups.
 void run_tiles(const LinearParams& params) {
   int64_t together = is_gated(params.weight.activation) ? 2 : 1;
   int64_t blocks = packed_blocks(params.weight.num_outputs, params.weight.activation);

@@ -22,8 +22,8 @@ void pack(const PackWeightParams& params, CudaStream stream) {
          vectors);
 }
 
-// Tile shapes of a block: for up to 8 rows; for up to 16 rows of few, of more and of many outputs;
-// for more rows; and for pieces of 16 inputs.
+// Tile shapes of a block: Few for up to 8 rows; the next three for up to 16 rows with few, more and
+// many outputs; one for more rows; and one for pieces of 16 inputs.
 using Few = CodeShape<4, 1, 1>;
 using Several = CodeShape<4, 1, 2>;
 using Pairs = CodeShape<2, 2, 2>;
@@ -31,7 +31,7 @@ using Wide = CodeShape<1, 4, 2>;
 using Many = CodeShape<1, 4, 4>;
 using Halves = CodeShape<1, 4, 4, true>;
 
-// The combinations that most models use; others are rare.
+// Calls the kernel for the combinations of weight and row formats that most models use.
 template <typename Codes, typename Numbers>
 constexpr bool kAreUsual =
     (std::is_same_v<Codes, Int4Codes> && std::is_same_v<Numbers, Int8Numbers>) ||
@@ -51,7 +51,8 @@ void run(const LinearParams& params, CudaStream stream) {
          plan);
 }
 
-// Sums of many pieces of 16 inputs need more shared memory than some devices have.
+// Returns whether a device has enough shared memory for the shape. Some have too little for the
+// partial sums of many pieces of 16 inputs.
 template <typename Codes, typename Numbers, typename Shape>
 bool fits(const LinearParams& params) {
   constexpr size_t kMostBytes = 99 << 10;

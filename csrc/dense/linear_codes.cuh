@@ -54,8 +54,8 @@ __global__ void __launch_bounds__(kPackCodesThreads)
   static_cast<uint4*>(params.packed)[index] = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Computes out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k] for quantized weights. For gate
-// and up outputs: activation(out[row, n]) * out[row, width + n], with both factors rounded first.
+// Computes out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k] for quantized weights. If gated,
+// computes activation(out[row, n]) * out[row, width + n], where both factors are rounded first.
 // Grid:    x = tiles of outputs times tiles of rows, rows fastest (unbounded).
 // Block:   4 warps. Few rows (Shape::kSplits): each warp owns every fourth stage of the same 32
 //          outputs, and sums of pieces go to shared memory, where each thread adds some outputs'

@@ -7,7 +7,8 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// A block of gates stays with the block of its ups.
+// Computes the product in ranges. A range never separates a block of gates from the block of its
+// ups.
 template <typename S>
 void run_blocks(const LinearParams& params) {
   int64_t together = is_gated(params.weight.activation) ? 2 : 1;
@@ -18,8 +19,8 @@ void run_blocks(const LinearParams& params) {
   run(params, blocks, together, Ranges(bytes, params.rows, row_tiles, ceil_div(blocks, least)));
 }
 
-// Sets packed[block][step][i] to the word of inputs `step` of output 16 * block + i, zero if
-// missing; gates and ups are in the order of linear.h.
+// Sets packed[block][step][i] to the inputs of `step` of output 16 * block + i, as one word;
+// missing inputs and outputs are zero. Gates and ups are ordered as in gemm/weight.h.
 // Cost:    the weight read and written once.
 // Assumes: rows of weight contiguous.
 // Order:   a permutation.
@@ -58,10 +59,10 @@ void pack(const PackWeightParams& params) {
   });
 }
 
-// The rows of a weight that are the outputs of a packed block.
+// The rows of a weight that become the outputs of a packed block.
 struct BlockRows {
   int64_t first;  // row of the block's first output
-  int64_t count;  // of the block's sixteen rows, those that exist
+  int64_t count;  // how many of the block's sixteen outputs exist
 
   BlockRows(const PackWeightParams& params, int64_t block) {
     bool gated = is_gated(params.activation);
@@ -72,7 +73,7 @@ struct BlockRows {
   }
 };
 
-// Packs int8 and int4 weights in panels (gemm/weight.h); missing elements are 0.
+// Packs int8 and int4 weights in panels (gemm/weight.h). Missing elements are 0.
 // Cost:    the weight read and written once.
 // Assumes: rows of weight contiguous.
 // Order:   a permutation.
@@ -104,7 +105,7 @@ void pack_panels(const PackWeightParams& params) {
   });
 }
 
-// Packs fp8 weights in steps (gemm/weight.h); missing elements are zeros.
+// Packs fp8 weights in steps (gemm/weight.h). Missing elements are zeros.
 // Cost:    the weight read and written once.
 // Assumes: rows of weight contiguous.
 // Order:   a permutation.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The division of linear's output into ranges that threads take in turn.
+// Division of the output of linear into ranges that threads take one after another.
 #pragma once
 
 #include "common/parallel.h"
@@ -10,13 +10,14 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Ranges of columns (blocks or panels), and of rows if there are too few columns. Work too small to
-// wake a thread gets one range, small work one per thread, large work several per thread.
+// Number of ranges of columns (blocks or panels) and of rows; rows are divided only if there are
+// too few columns. Work that is too small to wake a thread gets one range, small work one per
+// thread, and large work several per thread.
 struct Ranges {
   int64_t columns, rows;
 
   Ranges(int64_t weight_bytes, int64_t num_rows, int64_t row_tiles, int64_t most_columns) {
-    // Cost in bytes of cached weights; from one row to sixty-four, time grows as (rows + 2) / 3.
+    // Cost in bytes of cached weights. From 1 to 64 rows, the time grows as (rows + 2) / 3.
     int64_t cost = weight_bytes * (num_rows + 2) / 3;
     constexpr int64_t kInlineCost = 192 << 10;  // about 2 us
     constexpr int64_t kChunkCost = 512 << 10;
@@ -27,7 +28,8 @@ struct Ranges {
   }
 };
 
-// Computes the product, range by range. Column ranges are multiples of `together`.
+// Computes the product range by range. The length of a range of columns is a multiple of
+// `together`.
 inline void run(const LinearParams& params,
                 int64_t num_columns,
                 int64_t together,
@@ -36,7 +38,7 @@ inline void run(const LinearParams& params,
   int64_t parts = num_columns / together;
   parallel_for(cut.columns * cut.rows, 1, [&](int64_t index, int64_t) {
     int64_t c = index / cut.rows, r = index % cut.rows;
-    // Threads of equal speed take ranges in turn.
+    // If threads are equally fast, this thread's next range is num_threads() ranges later.
     int64_t next = min64((index + num_threads()) / cut.rows, cut.columns);
     gemm_range(params,
                {.row_begin = part_begin(params.rows, cut.rows, r),
@@ -48,7 +50,8 @@ inline void run(const LinearParams& params,
   });
 }
 
-// Computes the product for int8 and int4 weights; row ranges are multiples of `row_tile`.
+// Computes the product for int8 and int4 weights. The length of a range of rows is a multiple of
+// `row_tile`.
 inline void run_panels(const LinearParams& params, int64_t row_tile) {
   int64_t panels = weight_panels(params.weight.num_outputs, params.weight.activation), bytes = 0;
   with_codes(params.weight, [&]<typename Codes>() {

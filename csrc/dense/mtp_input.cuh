@@ -6,8 +6,8 @@
 
 namespace specops {
 
-// Row at position i: norm(embedding[token i + ahead]) next to norm(state of i); a half without a
-// token or a state is zeros.
+// Writes the row at position i: norm(embedding[token i + ahead]) next to norm(hidden state of
+// position i). If there is no token or no state, its half is zeros.
 // Grid:    x = 2 * rows: one block per half of a row (unbounded).
 // Block:   32 to 1,024 threads, by the width alone, as in rms_norm.
 // Smem:    one float per warp.

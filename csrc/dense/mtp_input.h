@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// mtp_input: the input of a drafting module's projection, with both halves of every row.
+// mtp_input: computes the input rows of an MTP module's projection: a normalized embedding next to
+// a normalized hidden state.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +16,7 @@ namespace specops {
 struct MtpInputParams {
   const int32_t* row_to_request;   // [rows]; -1: a row of zeros
   const int32_t* positions;        // [rows]
-  const int32_t* source_rows;      // [rows], a row of hidden, or -2 - a row of kept
+  const int32_t* source_rows;      // [rows], a row of hidden, or -2 - r for row r of kept
   const int32_t* slots;            // [batch]
   const int32_t* token_ids;        // [num_slots, max_len], rows are token_stride apart
   const int32_t* lens;             // [num_slots]
@@ -39,14 +40,14 @@ struct MtpInputParams {
   int64_t kept_rows;
   int32_t ahead;  // index of the module: its row i takes token i + ahead
   float eps;
-  bool hidden_first;         // the state's half comes first
-  bool mask_first_position;  // position 0 takes zeros for its token
+  bool hidden_first;         // the half of the hidden state comes first
+  bool mask_first_position;  // position 0 gets zeros instead of its token's embedding
   DType dtype;               // of all floating-point tensors
   ErrorFlag error;
 };
 
 // Returns the token `ahead` positions after a row's position, from the known tokens or the drafts
-// behind them; -1 past both.
+// that follow them; -1 if there is none.
 SPECOPS_HOST_DEVICE int32_t token_ahead(const MtpInputParams& params,
                                         int64_t slot,
                                         int64_t position) {
@@ -71,7 +72,7 @@ SPECOPS_FAULT(1007, kMtpInputTokenId) =
 SPECOPS_FAULT(1008, kMtpInputDraftTokenId) =
     "mtp_input: draft_token_ids must be -1 or in [0, vocab{ = #}) where a row takes them";
 
-// Checks a row. A padding row is valid, and so is a token that is not known yet.
+// Checks a row. Padding rows are valid, and so are rows whose token is not known yet.
 SPECOPS_HOST_DEVICE Fault find_fault(const MtpInputParams& params, int64_t row) {
   int64_t request = params.row_to_request[row];
   if (request == -1) return {};

@@ -11,8 +11,8 @@ inline void clear_row(T* out, int64_t width) {
   for (int64_t i = 0; i < width; ++i) out[i] = T{};
 }
 
-// Row at position i: norm(embedding[token i + ahead]) next to norm(state of i); a half without a
-// token or a state is zeros.
+// Writes the row at position i: norm(embedding[token i + ahead]) next to norm(hidden state of
+// position i). If there is no token or no state, its half is zeros.
 // Cost:    4 * rows * width elements moved; a row stays in L1.
 // Assumes: rows, slots and token ids checked by ops.cpp.
 // Order:   that of norm_row. A row's bits depend only on the row.
@@ -24,7 +24,7 @@ void run(const MtpInputParams& params) {
   const auto* embedding_norm = static_cast<const T*>(params.embedding_norm);
   const auto* hidden_norm = static_cast<const T*>(params.hidden_norm);
   int64_t width = params.width;
-  // Each chunk should justify waking a thread: about 8192 elements.
+  // A chunk should be worth waking a thread for: about 8192 elements.
   parallel_for(params.rows, 4096 / width + 1, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       T* out = static_cast<T*>(params.out) + row * 2 * width;

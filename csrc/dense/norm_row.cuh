@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// RMSNorm of one row by a block, shared so that all kernels that normalize rows give the same bits.
+// RMSNorm of one row by a block. All kernels that normalize rows use it, so that they give the same
+// bits.
 #pragma once
 
 #include "common/chunk.cuh"
@@ -9,8 +10,8 @@ namespace specops {
 constexpr int kRmsNormHeld = 2;  // chunks of a row that a thread keeps in registers
 constexpr int kRmsNormMaxThreads = 1024;
 
-// Returns enough threads for two chunks each, so that the loads of one hide the latency of the
-// other.
+// Returns the number of threads for which each has two chunks, so that the loads of one chunk hide
+// the latency of the other.
 template <typename T>
 constexpr int rms_norm_threads(int64_t width) {
   int64_t chunks = (width + kChunk<T> - 1) / kChunk<T>;
@@ -20,24 +21,24 @@ constexpr int rms_norm_threads(int64_t width) {
   return static_cast<int>(threads < kRmsNormMaxThreads ? threads : kRmsNormMaxThreads);
 }
 
-// Computes h = residual + x (rounded and stored, if there is a residual) or x;
-// out = T(h / sqrt(mean(h^2) + eps)) * weight, rounded again.
-// Thread i of rms_norm_threads owns chunks i, i + threads, ... and adds them in order. Then a
-// butterfly adds over the warp, and the warps are added in order, through one float of shared
-// memory each.
+// Computes h = residual + x (rounded and stored) if there is a residual, else h = x; then out = T(h
+// / sqrt(mean(h^2) + eps)) * weight, rounded again. Sum of squares: with rms_norm_threads threads,
+// thread i adds the chunks i, i + threads, ... in order; then a butterfly adds the lanes of each
+// warp; then the warps are added in order, through one float of shared memory each.
 template <typename T>
 __device__ inline void norm_row(
     const T* x, T* residual, const T* weight, T* out, int64_t width, float eps, bool aligned) {
   int threads = static_cast<int>(blockDim.x);
   int thread = static_cast<int>(threadIdx.x);
-  // The first column of this thread's chunk i, and the chunk's number of columns.
+  // Returns the first column of this thread's chunk i.
   auto column = [&](int i) { return (int64_t{i} * threads + thread) * kChunk<T>; };
   auto count = [&](int64_t col) {
     return static_cast<int>(max(min(width - col, int64_t{kChunk<T>}), int64_t{0}));
   };
 
   float squares = 0.0f;
-  // Computes the hidden values of a chunk: added, rounded, stored; sums their squares.
+  // Computes the hidden values h of a chunk (adds, rounds and stores them), and adds up their
+  // squares.
   auto add_chunk = [&](int64_t col, uint4 chunk, uint4 base) {
     float h[kChunk<T>];
     unpack_chunk<T>(h, chunk);
@@ -55,7 +56,7 @@ __device__ inline void norm_row(
     return chunk;
   };
 
-  // All loads come before the first use and the first store, so that they are in flight together.
+  // All loads come before the first use and the first store, so that they overlap.
   uint4 held[kRmsNormHeld], base[kRmsNormHeld], gain[kRmsNormHeld];
 #pragma unroll
   for (int i = 0; i < kRmsNormHeld; ++i) {

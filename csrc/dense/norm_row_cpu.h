@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// RMSNorm of one row on the CPU, shared so that all ops that normalize rows give the same bits.
+// RMSNorm of one row on the CPU. All ops that normalize rows use it, so that they give the same
+// bits.
 #pragma once
 
 #include "common/simd.h"
@@ -7,9 +8,9 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Computes h = residual + x (rounded and stored, if there is a residual) or x;
-// out = T(h / sqrt(mean(h^2) + eps)) * weight, rounded again.
-// Column c is added to lane c % 16, in order of c; then the fixed tree of reduce_add.
+// Computes h = residual + x (rounded and stored) if there is a residual, else h = x; then out = T(h
+// / sqrt(mean(h^2) + eps)) * weight, rounded again. Sum of squares: column c is added to lane c %
+// 16, in order of c; then the lanes are added in the fixed tree of reduce_add.
 template <typename T>
 inline void norm_row(const T* x, T* residual, const T* weight, T* out, int64_t width, float eps) {
   int64_t whole = width / kLanes * kLanes;

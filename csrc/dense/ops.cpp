@@ -53,9 +53,11 @@ void gated_mul(const TensorView& gate_up, const TensorView& out) {
   gated_mul_cpu(params);
 }
 
-// Returns (blocks, steps, word, scale_block, turn, leaves, max_split_rows): the shape of `packed`
-// on the device; outputs per row of scales (0: scales are not packed); number of gates before as
-// many ups; leaves of a sum there (cpu: one chain); and the most rows for which a workspace helps.
+// Returns the layout of a packed weight as (blocks, steps, word, scale_block, turn, leaves,
+// max_split_rows). The first three are the shape of `packed` on the device. scale_block: outputs
+// per row of scales; 0 if scales are not packed. turn: number of gates that are followed by as many
+// ups. leaves: leaves of the sum over inputs on CUDA; 1 on the CPU. max_split_rows: largest number
+// of rows for which a workspace helps.
 std::array<int64_t, 7> packed_weight_layout(Argument device,
                                             Argument kind_given,
                                             Argument element_bytes,
@@ -82,7 +84,7 @@ std::array<int64_t, 7> packed_weight_layout(Argument device,
   return {dims.blocks, dims.steps, dims.word, dims.scale_block, dims.turn, leaves, split_rows};
 }
 
-// Returns the weight kind of a matrix of this dtype.
+// Returns the weight kind for a matrix of elements of `dtype`.
 WeightKind kind_of(DType dtype) {
   for (const WeightKindName& one : kWeightKinds) {
     if (one.kind != WeightKind::kPlain && code_dtype(one.kind) == dtype) return one.kind;
@@ -122,7 +124,7 @@ void pack_weight(const TensorView& weight, const TensorView& packed, Argument ac
   pack_weight_cpu(params);
 }
 
-// The kernel chosen by set_linear_kernel().
+// The kernel that set_linear_kernel() selected.
 std::atomic<LinearKernel> linear_kernel{LinearKernel::kByShape};
 
 // Returns the names of the kernels that support this many rows.
@@ -153,7 +155,8 @@ void set_linear_kernel(Argument kernel) {
   linear_kernel.store(chosen, std::memory_order_relaxed);
 }
 
-// Returns the chosen kernel if it supports these rows.
+// Returns the kernel that set_linear_kernel() selected; an error if it does not support this many
+// rows.
 LinearKernel kernel_for(Checker& check, int64_t rows) {
   LinearKernel chosen = linear_kernel.load(std::memory_order_relaxed);
   for (const LinearKernelName& one : kLinearKernels) {
@@ -211,7 +214,8 @@ void linear(const TensorView& x,
     if (is_plain && dtype != DType::kFloat32) params.kernel = kernel_for(check, rows);
     return linear_cuda(params, check.stream());
   }
-  // Reading about 1.5 MB of weights, or passing over them with eight rows, takes 50 us.
+  // Release the GIL for ops of 50 us or more: reading about 1.5 MB of weights, or passing over them
+  // with eight rows.
   ReleaseGil release(packed.bytes * ((rows + 7) / 8) > (1536 << 10));
   linear_cpu(params);
 }

@@ -7,7 +7,7 @@ namespace {
 
 template <typename T>
 void run(const OutputGateParams& params, CudaStream stream) {
-  // Heads of `dim` elements are aligned if rows and dim are.
+  // All heads are aligned if the rows and the length of a head are.
   bool aligned =
       chunk_aligned<T>(params.x, params.x_stride) && chunk_aligned<T>(params.x, params.dim) &&
       chunk_aligned<T>(params.out, params.dim) && chunk_aligned<T>(params.weight, params.dim) &&

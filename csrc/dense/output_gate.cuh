@@ -6,7 +6,7 @@
 
 namespace specops {
 
-// out = y * sigmoid(gate), or y * silu(gate), with y = x or rms_norm(x).
+// Computes out = y * sigmoid(gate) or y * silu(gate), with y = x or rms_norm(x).
 // Grid:    x = rows * heads (unbounded).
 // Block:   32 to 1,024 threads, by dim alone; thread i owns chunks i, i + threads, ...
 // Smem:    one float per warp.
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kRmsNormMaxThreads)
   if (params.weight != nullptr) {
     const T* weight = static_cast<const T*>(params.weight);
     norm_row<T>(x, nullptr, weight, out, params.dim, params.eps, aligned);
-    x = out;  // each thread reads back only what it wrote itself
+    x = out;  // each thread reads back only what it has written
   }
   int64_t step = int64_t{blockDim.x} * kChunk<T>;
   for (int64_t col = int64_t{threadIdx.x} * kChunk<T>; col < params.dim; col += step) {

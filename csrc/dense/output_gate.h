@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// output_gate: attention output times a gate, after a norm if there is one.
+// output_gate: multiplies attention output by a gate, after an optional norm.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ struct OutputGateParams {
   int64_t x_stride;
   int64_t gate_stride;
   float eps;
-  bool is_silu;  // whether the gate is silu instead of sigmoid
+  bool is_silu;  // whether the gate is applied with silu instead of sigmoid
   DType dtype;   // dtype of all tensors: float32, bfloat16 or float16
 };
 

@@ -21,7 +21,7 @@ void run_head(const OutputGateParams& params, const T* x, const T* gate, T* out)
   }
 }
 
-// out = y * sigmoid(gate), or y * silu(gate), with y = x or rms_norm(x).
+// Computes out = y * sigmoid(gate) or y * silu(gate), with y = x or rms_norm(x).
 // Cost:    3 elements moved per element of out; memory-bound.
 // Assumes: rows contiguous.
 // Order:   the norm is that of norm_row, its result rounded; the rest elementwise in fp32, rounded
@@ -30,7 +30,7 @@ void run_head(const OutputGateParams& params, const T* x, const T* gate, T* out)
 // Threads: one item per range of heads of rows.
 template <typename T>
 void run(const OutputGateParams& params) {
-  // Each chunk should justify waking a thread: about 4096 elements.
+  // A chunk should be worth waking a thread for: about 4096 elements.
   int64_t grain = 4096 / params.dim + 1;
   parallel_for(params.rows * params.heads, grain, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {

@@ -6,8 +6,8 @@
 
 namespace specops {
 
-// Computes h = residual + x (rounded and stored, if there is a residual) or x;
-// out = T(h / sqrt(mean(h^2) + eps)) * weight, rounded again.
+// Computes h = residual + x (rounded and stored) if there is a residual, else h = x; then out = T(h
+// / sqrt(mean(h^2) + eps)) * weight, rounded again.
 // Grid:    x = rows (unbounded).
 // Block:   32 to 1,024 threads, by the width alone; thread i owns chunks i, i + threads, ...
 // Smem:    one float per warp.

@@ -6,8 +6,8 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Computes h = residual + x (rounded and stored, if there is a residual) or x;
-// out = T(h / sqrt(mean(h^2) + eps)) * weight, rounded again.
+// Computes h = residual + x (rounded and stored) if there is a residual, else h = x; then out = T(h
+// / sqrt(mean(h^2) + eps)) * weight, rounded again.
 // Cost:    3 to 5 * rows * width elements moved; a row stays in L1.
 // Assumes: rows contiguous; out does not overlap residual.
 // Order:   that of norm_row. A row's bits depend only on the row.
@@ -15,7 +15,7 @@ namespace {
 // Threads: one item per range of rows.
 template <typename T>
 void run(const RmsNormParams& params) {
-  // Each chunk should justify waking a thread: about 8192 elements.
+  // A chunk should be worth waking a thread for: about 8192 elements.
   int64_t grain = 8192 / params.width + 1;
   parallel_for(params.rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {

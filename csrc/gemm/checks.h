@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Conversion of a packed weight: one argument, a PackedWeight of specops.dense.
+// Conversion of a packed weight from a Python argument: a PackedWeight of specops.dense.
 #pragma once
 
 #include <string>
@@ -9,7 +9,8 @@
 
 namespace specops {
 
-// Limit on a weight's inputs and on its outputs: products of sizes stay far within 64 bits.
+// Limit on the inputs and on the outputs of a weight, so that products of sizes stay far within 64
+// bits.
 constexpr int64_t kMostInputs = int64_t{1} << 40;
 
 struct WeightKindName {
@@ -69,7 +70,7 @@ inline Activation read_activation(const Checker& check, const char* argument, Ar
   check.fail(argument, expected, "'" + name + "'");
 }
 
-// Reads the number format to which rows are rounded, for a weight of `kind`.
+// Reads the number format to which rows of x are rounded, for a weight of `kind`.
 inline RowNumbers read_row_numbers(const Checker& check,
                                    const char* argument,
                                    Argument given,
@@ -83,7 +84,7 @@ inline RowNumbers read_row_numbers(const Checker& check,
   check.fail(argument, expected, "'" + name + "'");
 }
 
-// Reads the number of inputs that share a scale.
+// Reads the group size: how many inputs of a weight share a scale.
 inline int64_t read_group(const Checker& check,
                           const char* argument,
                           Argument given,
@@ -113,8 +114,8 @@ inline DType code_dtype(WeightKind kind) {
   }
 }
 
-// Shape of a packed weight's data, as weight.h describes the layouts. scale_block: outputs per row
-// of scales; 0 if the scales are [num_outputs] or absent. For gated weights, `turn` gates are
+// Shape of the data of a packed weight, for the layouts in weight.h. scale_block: outputs per row
+// of scales; 0 if the scales are [num_outputs] or absent. turn: in a gated weight, `turn` gates are
 // followed by as many ups.
 struct PackedDims {
   Dim blocks{"blocks"}, steps{"steps"}, word{"block of one step"};
@@ -158,13 +159,13 @@ inline PackedDims packed_dims(bool on_cuda,
   return dims;
 }
 
-// Returns whether ops on this weight run CUDA kernels, which have their own layouts and dtypes.
+// Returns whether ops on this weight run CUDA kernels, for which the layouts and dtypes differ.
 inline bool wants_cuda(const TensorView& weight) {
   return interprets_cuda() ||
          (has_cuda() && weight.is_tensor && weight.dl.device.device_type == kDLCUDA);
 }
 
-// Checks that a gated weight has as many ups as gates.
+// Checks that a gated weight has an even number of outputs: as many ups as gates.
 inline void check_halves(Checker& check,
                          const char* argument,
                          int64_t num_outputs,
@@ -173,7 +174,7 @@ inline void check_halves(Checker& check,
   check.that(has_halves, argument, "gates and as many ups", num_outputs);
 }
 
-// Checks a field that only some kinds have.
+// Checks a field of a PackedWeight that only some kinds of weights have.
 inline const TensorView& check_field(Checker& check,
                                      const char* argument,
                                      const TensorView& field,
@@ -198,7 +199,7 @@ inline void check_order(Checker& check, const TensorView& order, int64_t num_inp
   }
 }
 
-// Checks the dtype and shape of a floating-point operand: rows, or a plain weight.
+// Checks the dtype and shape of a floating-point operand: the rows of x, or a plain weight.
 inline const TensorView& check_real(Checker& check,
                                     const char* argument,
                                     const TensorView& view,
@@ -212,7 +213,7 @@ inline const TensorView& check_real(Checker& check,
   return check.tensor(argument, view, dtypes, dims, layout);
 }
 
-// Fields of a PackedWeight that ops read; Python may append others.
+// Fields of a PackedWeight that ops read. The Python class may have more after them.
 struct WeightFields {
   Argument kind;
   TensorView data, scales;
@@ -248,7 +249,8 @@ inline WeightFields weight_fields(const Checker& check, Argument weight) {
           tensor(10)};
 }
 
-// Checks scales, offsets, order and table of a weight with known kind and sizes.
+// Checks scales, offsets, input order and value table of a quantized weight whose kind and sizes
+// are known.
 inline void check_code_fields(Checker& check,
                               const WeightFields& fields,
                               WeightKind kind,
@@ -294,7 +296,7 @@ struct PackedWeightArgument {
   int64_t bytes;  // size of data
 };
 
-// Checks the fields of a PackedWeight. Sets the caller's Dims to its sizes.
+// Checks the fields of a PackedWeight, and sets the Dims of the caller to its sizes.
 inline PackedWeightArgument check_weight_fields(Checker& check,
                                                 const WeightFields& fields,
                                                 Dim& num_outputs,

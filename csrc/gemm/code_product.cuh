@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows times quantized weights on tensor cores. A stage is 128 inputs. A piece of a stage consists
-// of inputs that share one scale of the row and one of the weight; its sums are exact. For any
-// shape, pieces are added in one chain, so the bits equal those of the CPU kernels. (fp8 differs
-// from the CPU, but is the same for all shapes.)
+// Product of rows of x and quantized weights on tensor cores. A stage is 128 inputs. A piece is a
+// part of a stage whose inputs share one scale of the row and one scale of the weight; its sum of
+// products is exact. Pieces are added in one chain for every shape, so the bits equal those of the
+// CPU kernels. (With fp8 weights, the bits differ from the CPU but are the same for all shapes.)
 #pragma once
 
 #include "gemm/code_rows.cuh"
@@ -11,42 +11,43 @@
 namespace specops {
 
 constexpr int kCodeInputs = static_cast<int>(kCodeStage);
-constexpr int kCodeDepth = 3;  // stages of weights in flight
+constexpr int kCodeDepth = 3;  // stages of weights in flight (slots of the ring)
 
 struct CodePlan {
   int stages;
-  int pieces;      // per stage
+  int pieces;      // pieces per stage
   int piece;       // inputs per piece
   int lines;       // lines of scales per stage: one, or one per piece; 0: one scale per output
   int group;       // inputs that share a scale, at most all inputs
-  int slot_bytes;  // a warp's stage of weights, with its scales and offsets
+  int slot_bytes;  // bytes of a warp's stage of weights, with its scales and offsets
   bool aligned;    // rows of x can be read in chunks of 16 bytes
   bool quads;      // out can be written four outputs at a time
 };
 
-// Division of a block's tile. kSides warps have 32 outputs each, and round the rows of a stage
-// together. There are kSplits sets of such warps; each takes every kSplits-th stage and shares its
-// sums with all warps of the same outputs. With one split no sums are shared.
+// Division of a block's tile among warps. kSides warps have 32 outputs each and together round the
+// rows of a stage. There are kSplits sets of such warps. Each set takes every kSplits-th stage and
+// shares its sums, in shared memory, with the warps of the other sets that have the same outputs.
+// With one set, no sums are shared.
 template <int kSplitsOf, int kSidesOf, int kColumnsOf, bool kHalvesOf = false>
 struct CodeShape {
   static constexpr int kSplits = kSplitsOf;
   static constexpr int kSides = kSidesOf;
-  static constexpr int kColumns = kColumnsOf;  // columns of 8 rows
+  static constexpr int kColumns = kColumnsOf;  // groups of 8 rows: columns of the mma
   static constexpr bool kHalves = kHalvesOf;   // pieces are half a step: 16 inputs
   static constexpr int kRows = 8 * kColumns;
   static constexpr int kThreads = 32 * kSplits * kSides;
   static constexpr int kOutputs = 32 * kSides;
   static constexpr int kSumBytes =
-      144;  // shared sums of one piece of a row; 16 bytes more than 32 outputs
+      144;  // bytes of the shared sums of one piece and row: 32 outputs, 16 bytes of padding
   static_assert(kSplits == 1 || kRows % kSplits == 0);
   static_assert(kSplits == 1 || !kHalves);
 };
 
-// Converts a piece's sum to float.
+// Converts the integer sum of a piece to float.
 template <typename Codes, typename Numbers>
 __device__ inline float whole(const int (&sums)[Numbers::kPlanes][4], int i) {
   if constexpr (Numbers::kPlanes == 1) {
-    // The sum started at the bits of kWholeFloat and is below 2^22.
+    // The sum started at the bits of kWholeFloat, and the sum of products is below 2^22.
     constexpr float kUnit = 1.0f / (1 << Codes::kShift);
     return __fmaf_rn(__int_as_float(sums[0][i]), kUnit, -kWholeFloat * kUnit);
   } else {
@@ -55,7 +56,7 @@ __device__ inline float whole(const int (&sums)[Numbers::kPlanes][4], int i) {
   }
 }
 
-// The weights and scales of 32 outputs, which a warp copies for itself, stage by stage.
+// The weights and scales of 32 outputs, which one warp copies stage by stage for its own use.
 template <typename Codes>
 struct CodeRing {
   static constexpr int kVectors = 2 * Codes::kVectors * kWarpSize;  // per stage
@@ -79,7 +80,7 @@ struct CodeRing {
     offsets = weight.offsets == nullptr ? nullptr : weight.offsets + line;
   }
 
-  // Returns the lane's first vector of a slot; the next ones are kWarpSize apart.
+  // Returns the address of the lane's first vector in a slot; its next vectors are kWarpSize apart.
   __device__ const uint4* vectors(const CodePlan& plan, int slot) const {
     return reinterpret_cast<const uint4*>(slots + slot * plan.slot_bytes) + lane;
   }
@@ -89,7 +90,7 @@ struct CodeRing {
     ptx::prefetch_l2(weights - lane + int64_t{stage} * kVectors, kVectors * sizeof(uint4));
   }
 
-  // Starts copying a stage. A stage past the end copies nothing, but still commits a group.
+  // Starts copying a stage. A stage past the end copies nothing, but still ends a group of copies.
   __device__ void fetch(const CodePlan& plan, int slot, int stage) const {
     if (stage < stages) {
       auto* to = reinterpret_cast<uint4*>(slots + slot * plan.slot_bytes);
@@ -101,9 +102,9 @@ struct CodeRing {
     ptx::cp_async_commit();
   }
 
-  // Copies [lines, 32] scales, then as many offsets.
+  // Copies [lines, 32] scales, then equally many offsets.
   __device__ void fetch_lines(const CodePlan& plan, int stage, float* to) const {
-    // A line is eight vectors; each lane has at most two vectors.
+    // A line of scales is eight vectors; each lane copies at most two vectors.
     constexpr int kLineVectors = kWeightGroup / 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -119,7 +120,7 @@ struct CodeRing {
   }
 };
 
-// Scales and offsets of a stage that a warp has copied.
+// Scales and offsets of a stage that a warp has copied to shared memory.
 template <typename Codes>
 struct StageLines {
   const float* base;
@@ -128,7 +129,7 @@ struct StageLines {
       : base(reinterpret_cast<const float*>(slots + slot * plan.slot_bytes +
                                             CodeRing<Codes>::kVectors * sizeof(uint4))) {}
 
-  // Returns the scales of a piece for 32 outputs; plan.lines must not be 0.
+  // Returns the scales of 32 outputs for a piece. Must not be called if plan.lines is 0.
   __device__ const float* scales(const CodePlan& plan, int piece) const {
     return base + (plan.lines == 1 ? 0 : piece) * kWeightGroup;
   }
@@ -137,8 +138,8 @@ struct StageLines {
   }
 };
 
-// Computes one block's outputs for up to Shape::kRows rows from `first_row` on. row_at(row) returns
-// the start of a row of x, nullptr for zeros. Waits for the previous kernel.
+// Computes the outputs of one block for up to Shape::kRows rows, from `first_row` on. row_at(row)
+// returns the start of a row of x, or nullptr for a row of zeros. Waits for the previous kernel.
 template <typename Codes, typename Numbers, typename Shape, typename RowAt>
 struct CodeProduct {
   static constexpr int kSplits = Shape::kSplits;
@@ -148,20 +149,20 @@ struct CodeProduct {
       kWarpSize * Shape::kSides;  // threads that round the rows of a stage
   static constexpr int kItems = Shape::kRows * kCodeSteps;
   static constexpr int kOwnItems = (kItems + kTurnThreads - 1) / kTurnThreads;
-  // Pieces per stage and steps per piece, if the number format determines them; 0: the plan does.
+  // Number of pieces per stage, if the number format determines it; 0: plan.pieces.
   static constexpr int kPieces = Shape::kHalves      ? 2 * kCodeSteps
                                  : Numbers::kIsFloat ? 1
                                  : kPlanes == 1      ? kCodeSteps
                                                      : 0;
   static constexpr int kPieceSteps = kPieces == 0 ? 0 : (kCodeSteps + kPieces - 1) / kPieces;
   static constexpr int kSumPlanes = Numbers::kIsFloat ? 1 : kPlanes;
-  static constexpr bool kLoadsAhead = kOwnItems == 1;  // registers suffice for it
+  static constexpr bool kLoadsAhead = kOwnItems == 1;  // registers suffice for loading ahead
   using Rows = StageRows<Numbers, Shape::kRows>;
 
   const GemmParams& params;
   const CodePlan& plan;
   ErrorFlag error;
-  int64_t first_row, group;  // group: of 32 outputs
+  int64_t first_row, group;  // group: index of this warp's group of 32 outputs
   RowAt row_at;
   Codes codes{};
   int warp, lane, side, split, turn;
@@ -199,7 +200,8 @@ struct CodeProduct {
     constexpr int kWarps = Shape::kThreads / kWarpSize;
     return memory + kWarps * kCodeDepth * plan.slot_bytes + which * Rows::kBytes;
   }
-  // Returns the 32 shared sums of a piece of a row, by this side's warp of a split.
+  // Returns the 32 sums of a piece and row that the warp of split `of_split` shares for this side's
+  // outputs.
   __device__ float* left_sums(int of_split, int piece, int row) const {
     unsigned char* at = rows_of(kSplits);
     int which = of_split * Shape::kSides + side;
@@ -241,12 +243,13 @@ struct CodeProduct {
   __device__ int left_inputs(int stage) const {
     return static_cast<int>(min(params.weight.num_inputs - stage * kCodeStage, kCodeStage));
   }
-  // Returns a row's factor for a piece's sum, in addition to the weight's scale.
+  // Returns the scale of a row for a piece, which multiplies the piece's sum in addition to the
+  // weight's scale.
   __device__ float row_scale(const Rows& of, int piece, int row) const {
     if constexpr (Numbers::kIsFloat) return 1.0f;
     return of.scales(piece * piece_inputs() / 32)[row];
   }
-  // Returns the sum of the row's integers in a piece.
+  // Returns the sum of a row's integers in a piece.
   __device__ float row_sum(const Rows& of, int piece, int row) const {
     int halves = piece_inputs() / 16, sum = 0;
     if constexpr (!Numbers::kIsFloat) {
@@ -255,13 +258,14 @@ struct CodeProduct {
     return __int2float_rn(sum);
   }
 
-  // Computes the sums of a stage piece by piece and calls end(column, piece, [row][output]) for
-  // rows 2 * t and 2 * t + 1 of the column and outputs 4 * g to 4 * g + 3 of the group.
+  // Computes the sums of a stage piece by piece. Calls end(column, piece, sums) with
+  // sums[row][output] for the rows 2 * t and 2 * t + 1 of the column and the outputs 4 * g to 4 * g
+  // + 3 of the group.
   template <typename End>
   __device__ void multiply(int slot, const End& end) {
     const uint4* from = ring.vectors(plan, slot);
     if constexpr (kPieces != 0 && kColumns <= 2) {
-      // With few columns, the pieces of a stage are multiplied side by side.
+      // With few columns, the pieces of a stage are multiplied interleaved.
       uint4 held[2][Codes::kVectors];
 #pragma unroll
       for (int i = 0; i < 2 * Codes::kVectors; ++i) {
@@ -285,11 +289,11 @@ struct CodeProduct {
     }
   }
 
-  // kSteps: steps per piece, or 0 to use `steps`.
+  // Computes one piece. kSteps: steps per piece if known at compile time; 0: use `steps`.
   template <int kSteps, typename VectorAt, typename End>
   __device__ void multiply_piece(int piece, int steps, const VectorAt& vector_at, const End& end) {
     using Sum = std::conditional_t<Numbers::kIsFloat, float, int>;
-    // Sums of one plane start at the bits of kWholeFloat.
+    // With one plane, sums start at the bits of kWholeFloat (see whole()).
     constexpr int kBegin = !Numbers::kIsFloat && kSumPlanes == 1 ? static_cast<int>(kWholeBits) : 0;
     Sum sums[kColumns][2][kSumPlanes][4];
 #pragma unroll
@@ -365,7 +369,7 @@ struct CodeProduct {
     }
   }
 
-  // Returns the scale of an output, if outputs have one scale each; otherwise 1.
+  // Returns the scale of an output, if each output has a single scale; otherwise 1.
   __device__ float output_scale(int64_t output) const {
     const WeightParams& weight = params.weight;
     if (plan.lines != 0 || output >= weight.num_outputs) return 1.0f;
@@ -393,7 +397,8 @@ struct CodeProduct {
     }
   }
 
-  // One turn of the ring: rounds the rows of the current stage and starts a later copy.
+  // Begins one turn of the ring: rounds the rows of the current stage and starts copying a later
+  // stage.
   __device__ void begin_turn(int turn_of, int slot) {
     store_rows(turn_of * kSplits + split);
     ptx::cp_async_wait<kCodeDepth - 2>();
@@ -471,7 +476,7 @@ struct CodeProduct {
   }
 
   __device__ void run_splits() {
-    // Sums of the lane's output, for the warp's rows.
+    // Totals of the lane's output, for the rows that this warp finishes.
     constexpr int kOwnRows = Shape::kRows / kSplits;
     float totals[kOwnRows] = {};
     int slot = 0;
@@ -502,7 +507,7 @@ struct CodeProduct {
     }
   }
 
-  // Adds the sums that split `other` shared for its stage to this thread's totals.
+  // Adds the sums that split `other` shared for `stage` to the totals of this thread.
   template <int kOwnRows>
   __device__ void add_stage(float (&totals)[kOwnRows], int stage, int other, int slot) {
     int left = left_inputs(stage);
@@ -531,7 +536,8 @@ struct CodeProduct {
     }
   }
 
-  // Must be called by whole warps: a gate reads its up from the next lane.
+  // Finishes one output. Must be called by whole warps, because the lane of a gate reads the up
+  // from the next lane.
   __device__ void finish_one(int64_t row, int64_t output, float sum) {
     float up = __shfl_down_sync(kFullMask, sum, 1);
     if (row >= params.rows || output >= params.weight.num_outputs) return;
@@ -557,7 +563,7 @@ __device__ inline void code_rows(const GemmParams& params,
   CodeProduct<Codes, Numbers, Shape, RowAt>(params, plan, error, first_row, block, row_at).run();
 }
 
-// Returns the shared memory of a block, in bytes.
+// Returns the size in bytes of a block's shared memory.
 template <typename Codes, typename Numbers, typename Shape>
 size_t code_bytes(const CodePlan& plan) {
   constexpr int kRowsBytes = StageRows<Numbers, Shape::kRows>::kBytes;
@@ -572,7 +578,7 @@ template <typename Codes>
 CodePlan code_plan(const GemmParams& params) {
   const WeightParams& weight = params.weight;
   int64_t row_group = weight.row_numbers == RowNumbers::kInt8 ? kInt8Group : kIntegerGroup;
-  // The greatest common divisor of both groups; the row's is a power of two.
+  // The greatest common divisor of both group sizes; that of the row is a power of two.
   int64_t power = weight.group & -weight.group;
   int64_t piece = power == 0 || power > row_group ? row_group : power;
   CodePlan plan{};
@@ -591,7 +597,7 @@ CodePlan code_plan(const GemmParams& params) {
   return plan;
 }
 
-// Calls fn<Codes, Numbers>() with the types of the weight and of the rows.
+// Calls fn<Codes, Numbers>() with the types for the weight's kind and for the format of the rows.
 template <typename Fn>
 void with_codes(const GemmParams& params, const Fn& fn) {
   const WeightParams& weight = params.weight;

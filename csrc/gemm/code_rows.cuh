@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows as operand B of mma with quantized weights: rounded (integer_rows.h), in shared memory. A
-// thread handles one step of a row: 32 inputs.
+// Rows of x as operand B of mma for quantized weights: rounded as in integer_rows.h and stored in
+// shared memory. A thread handles one step (32 inputs) of a row.
 #pragma once
 
 #include "common/chunk.cuh"
@@ -10,7 +10,7 @@
 
 namespace specops {
 
-// 32 inputs in their memory layout; 16-bit types use half of the vectors.
+// 32 inputs in their memory format; 16-bit types use half of the vectors.
 struct RawInputs {
   uint4 vectors[8];
 };
@@ -26,8 +26,8 @@ __device__ inline void load_row(RawInputs& raw, const T* row, int first, int las
   }
 }
 
-// Loads inputs in the order of the weight's columns. An index that x does not have is reported as
-// an error and gives zero.
+// Loads inputs in the order of the weight's columns (input_order). An index outside x is reported
+// as an error and gives zero.
 template <typename T>
 __device__ inline void gather_row(
     RawInputs& raw, const T* row, int first, const WeightParams& weight, ErrorFlag error) {
@@ -51,7 +51,7 @@ __device__ inline void gather_row(
   }
 }
 
-// Loads 32 inputs of a row, which is nullptr or of params.dtype.
+// Loads 32 inputs of a row of dtype params.dtype; zeros if `row` is nullptr.
 __device__ inline void load_raw(RawInputs& raw,
                                 const GemmParams& params,
                                 const void* row,
@@ -86,9 +86,10 @@ __device__ inline void unpack_raw(float (&values)[32], const RawInputs& raw, DTy
   unpack_raw<bfloat16>(values, raw);
 }
 
-// Number formats of rows: each input has kPlanes numbers, and rows are kRowBytes apart.
+// Number formats of rows. Each input is stored as kPlanes numbers in separate planes, and rows are
+// kRowBytes apart.
 
-// 16-bit integers: the high byte is signed, the low byte is not.
+// 16-bit integers in two planes: signed high bytes and unsigned low bytes.
 struct Int16Numbers {
   static constexpr bool kIsFloat = false;
   static constexpr int kPlanes = 2;
@@ -102,7 +103,7 @@ struct Int8Numbers {
   static constexpr int kRowBytes = 144;
 };
 
-// 16-bit floats are used as they are; a float32 is split into three bfloat16 that sum to it.
+// 16-bit floats are used as they are; a float32 is split into three bfloat16 whose sum it is.
 template <typename T>
 struct FloatNumbers {
   static constexpr bool kIsFloat = true;
@@ -111,11 +112,11 @@ struct FloatNumbers {
   using Element = std::conditional_t<sizeof(T) == 4, bfloat16, T>;
 };
 
-// Rows of one stage in shared memory.
+// Rounded rows of one stage in shared memory, with their scales and sums.
 template <typename Numbers, int kRows>
 struct StageRows {
   static constexpr int kPlaneBytes = kRows * Numbers::kRowBytes;
-  // Sums are per half step, the smallest piece.
+  // The integers are summed per half step, which is the smallest piece.
   static constexpr int kBytes =
       Numbers::kPlanes * kPlaneBytes + (Numbers::kIsFloat ? 0 : 3 * kCodeSteps * kRows * 4);
 
@@ -124,27 +125,27 @@ struct StageRows {
   __device__ unsigned char* row(int plane, int row) const {
     return base + plane * kPlaneBytes + row * Numbers::kRowBytes;
   }
-  // Returns the scales of a step, [rows].
+  // Returns the scales of a step: [rows].
   __device__ float* scales(int step) const {
     return reinterpret_cast<float*>(base + Numbers::kPlanes * kPlaneBytes) + step * kRows;
   }
-  // Returns the sums of a half step, [rows].
+  // Returns the sums of the integers of a half step: [rows].
   __device__ int* sums(int half_step) const {
     return reinterpret_cast<int*>(scales(kCodeSteps)) + half_step * kRows;
   }
 
-  // Returns a lane's B of a step for integers: inputs 8 * t to 8 * t + 7 of the row.
+  // Returns a lane's operand B of a step, for integers: inputs 8 * t to 8 * t + 7 of the row.
   __device__ uint2 operand(int plane, int row_of, int t, int step) const {
     return *reinterpret_cast<const uint2*>(row(plane, row_of) + 32 * t + 8 * step);
   }
-  // Returns a lane's B of a step for floats; x and y belong to the first half of the step.
+  // Returns a lane's operand B of a step, for floats; x and y belong to the first half of the step.
   __device__ uint4 float_operand(int plane, int row_of, int t, int step) const {
     return *reinterpret_cast<const uint4*>(row(plane, row_of) + 64 * step + 16 * t);
   }
 };
 
-// A float at the magnitude of 1.5 * 2^23 has no fractional digits: adding it rounds correctly, and
-// the low bits of the sum are the integer.
+// A float near 1.5 * 2^23 has no fractional digits. Adding it therefore rounds to an integer, which
+// is in the low bits of the sum.
 constexpr float kWholeFloat = 12582912.0f;
 constexpr uint32_t kWholeBits = 0x4b400000u;
 
@@ -157,8 +158,8 @@ __device__ inline uint32_t gather_bytes(const uint32_t* words) {
   return __byte_perm(low, high, 0x5410);
 }
 
-// Rounds a step and stores it. Must be called by whole warps, whose lanes hold consecutive steps of
-// a row.
+// Rounds one step of a row and stores it. Must be called by whole warps, whose lanes hold
+// consecutive steps of a row.
 template <typename Numbers, int kRows>
 __device__ inline void store_integers(
     const StageRows<Numbers, kRows>& to, int row, int step, const float (&values)[32], bool sums) {
@@ -168,7 +169,7 @@ __device__ inline void store_integers(
   for (int i = 0; i < 32; ++i) peak = ptx::max_nan(peak, fabsf(values[i]));
   float scale, inverse;
   if constexpr (kIsWide) {
-    // A group is the four steps of a stage.
+    // With 16-bit integers, the four steps of a stage form a group.
     peak = ptx::max_nan(peak, __shfl_xor_sync(kFullMask, peak, 1));
     peak = ptx::max_nan(peak, __shfl_xor_sync(kFullMask, peak, 2));
     GroupScale group = group_scale(__float_as_uint(peak));
@@ -180,7 +181,8 @@ __device__ inline void store_integers(
     inverse = counts ? __fdiv_rn(127.0f, peak) : 0.0f;
     if (__float_as_uint(peak) >= 0x7f800000u) scale = __uint_as_float(0x7fc00000u);
   }
-  // If a group contains an infinity or NaN, its scale is NaN, whatever the integers are.
+  // If a group contains an infinity or NaN, its scale is NaN, so the values of the integers do not
+  // matter.
   uint32_t codes[32];
 #pragma unroll
   for (int i = 0; i < 32; ++i) {
@@ -229,8 +231,8 @@ __device__ inline void store_floats(const StageRows<FloatNumbers<T>, kRows>& to,
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           float& value = values[2 * i + j];
-          // Truncate instead of rounding, so that the remainder is exact. Infinities and NaN leave
-          // none.
+          // Truncated instead of rounded, so that the remainder is exact. The remainder of an
+          // infinity or NaN is zero.
           bool is_finite = fabsf(value) < __uint_as_float(0x7f800000u);
           uint32_t top = __float_as_uint(value) & 0xffff0000u;
           if (!is_finite) top = ptx::pack2<bfloat16>(value, 0.0f) << 16;

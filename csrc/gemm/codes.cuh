@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Quantized weights as operand A of mma: a step is 16 outputs of a tile by 32 inputs. Lane 4 * g +
-// t has inputs 8 * t to 8 * t + 7 of outputs g and g + 8 of the tile, in the layout of weight.h.
-// Per stage of 128 inputs it has kVectors vectors of 16 bytes, which vector_at(i) returns. begin()
-// is called once, before the first step is loaded.
+// Quantized weights as operand A of mma. A step is 16 outputs of a tile by 32 inputs. Lane 4 * g +
+// t has the inputs 8 * t to 8 * t + 7 of the outputs g and g + 8 of the tile, in the layout of
+// weight.h. Per stage of 128 inputs, the lane has kVectors vectors of 16 bytes, which vector_at(i)
+// returns. begin() is called once, before the first step is loaded.
 #pragma once
 
 #include "common/device.cuh"
@@ -14,7 +14,7 @@ constexpr int kCodeSteps = 4;  // per stage
 
 struct Int8Codes {
   static constexpr int kVectors = 4;
-  static constexpr int kShift = 0;  // numbers here are 2^kShift times the values
+  static constexpr int kShift = 0;  // the operands are 2^kShift times the values
 
   __device__ void begin(const WeightParams&) {}
 
@@ -35,7 +35,8 @@ __device__ inline uint2 load_int4(const VectorAt& vector_at, int step) {
   return step % 2 == 0 ? make_uint2(v.x, v.y) : make_uint2(v.z, v.w);
 }
 
-// Value - 8: stored with the high bit flipped, it is the high half of a byte.
+// int4 values without a table: the stored number with its high bit flipped is value - 8 as a signed
+// half byte, and is used as the high half of a byte.
 struct Int4Codes {
   static constexpr int kVectors = 2;
   static constexpr int kShift = 4;
@@ -56,7 +57,7 @@ struct Int4Codes {
 struct Int4Table {
   static constexpr int kVectors = 2;
   static constexpr int kShift = 0;
-  uint32_t values[4] = {};  // values of the stored 4-bit numbers
+  uint32_t values[4] = {};  // the 16 values that stored numbers stand for, one per byte
 
   __device__ void begin(const WeightParams& weight) {
 #pragma unroll
@@ -66,8 +67,8 @@ struct Int4Table {
     }
   }
 
-  // Looks up the four lowest half-bytes: in the first eight values, in the last eight, then
-  // selects.
+  // Looks up the values of the four lowest half bytes: once in the first eight values, once in the
+  // last eight, then selects.
   __device__ uint32_t look_up(uint32_t halves) const {
     uint32_t at = halves & 0x7777u;
     uint32_t low = __byte_perm(values[0], values[1], at);
@@ -88,7 +89,8 @@ struct Int4Table {
   }
 };
 
-// float8_e4m3fn as pairs of 16-bit floats for mma.m16n8k16; a step is two such instructions.
+// float8_e4m3fn weights, widened to pairs of 16-bit floats for mma.m16n8k16. A step is two such
+// instructions.
 struct Fp8Codes {
   static constexpr int kVectors = 4;
 
@@ -104,9 +106,10 @@ struct Fp8Codes {
   }
 };
 
-// Widens two fp8 values in the low bytes of a word's halves. With the exponent and mantissa bits in
-// place, a bfloat16 is 2^-120 times the value and is multiplied at once; a float16 is 2^-8 times
-// the value, which fp8_factor corrects at the end. Adding -0 preserves the sign of a zero.
+// Widens two fp8 values in the low bytes of the halves of a word. Moving the exponent and mantissa
+// bits into place gives 2^-120 times the value in bfloat16, which is multiplied by 2^120 right
+// away, or 2^-8 times the value in float16, which fp8_factor corrects at the end. Adding -0
+// preserves the sign of a zero.
 template <typename T>
 __device__ inline uint32_t widen_fp8(uint32_t two) {
   if constexpr (std::is_same_v<T, bfloat16>) {
@@ -121,7 +124,7 @@ __device__ inline uint32_t widen_fp8(uint32_t two) {
 template <typename T>
 constexpr float fp8_factor = std::is_same_v<T, bfloat16> ? 1.0f : 256.0f;
 
-// Returns half of a step as A: half number `half` of Fp8Codes' four words.
+// Returns half `half` of a step as operand A, from the four words that Fp8Codes loaded.
 template <typename T>
 __device__ inline void widen_half(uint32_t (&a)[4], const uint32_t (&codes)[4], int half) {
 #pragma unroll

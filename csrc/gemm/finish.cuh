@@ -8,7 +8,7 @@
 
 namespace specops {
 
-// Finishes one output: bias in fp32, then one rounding. No other code finishes outputs.
+// Finishes one output: adds the bias in fp32 and rounds once. All kernels finish outputs here.
 template <typename T>
 __device__ inline void finish(const GemmParams& params, int64_t row, int64_t output, float sum) {
   if (params.bias != nullptr) {
@@ -24,8 +24,8 @@ __device__ inline void finish(const GemmParams& params, int64_t row, int64_t out
   static_cast<float*>(params.out)[at] = sum;
 }
 
-// Finishes a gate and its up, outputs 2 * column and 2 * column + 1 of the packed weight: each as
-// above, including the rounding, then activation(gate) * up.
+// Finishes a gate and its up, which are outputs 2 * column and 2 * column + 1 of the packed weight.
+// Each gets its bias and is rounded as above; the result is activation(gate) * up.
 template <typename T>
 __device__ inline float finish_gated(const GemmParams& params,
                                      int64_t column,
@@ -57,7 +57,7 @@ __device__ inline void store_gated(const GemmParams& params,
   }
 }
 
-// Finishes two gates and their ups, from four neighboring outputs.
+// Finishes two gates and their ups from four neighboring outputs.
 template <typename T>
 __device__ inline void finish4_gated(
     const GemmParams& params, bool quads, int64_t row, int64_t output, float4 sum) {
@@ -77,7 +77,7 @@ __device__ inline void finish4_gated(
   if (has_high) store_gated<T>(params, row, column + 1, high);
 }
 
-// Finishes four neighboring outputs; the first is a multiple of four.
+// Finishes four neighboring outputs. The index of the first must be a multiple of four.
 template <typename T>
 __device__ inline void finish4(
     const GemmParams& params, bool quads, int64_t row, int64_t output, float4 sum) {

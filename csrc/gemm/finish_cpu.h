@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shared parts of the CPU kernels that multiply with weights: division of work, and finishing of
-// sums.
+// Shared parts of the CPU kernels that multiply with packed weights: division of work, and bias,
+// activation and rounding of finished sums.
 #pragma once
 
 #include "gemm/gated_cpu.h"
@@ -13,13 +13,14 @@ inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Returns where part `index` of `count` nearly equal parts of [0, size) begins.
+// Returns the begin of part `index`, if [0, size) is divided into `count` nearly equal parts.
 inline int64_t part_begin(int64_t size, int64_t count, int64_t index) {
   return size / count * index + min64(index, size % count);
 }
 
-// Finishes outputs: bias in fp32, then one rounding. `sums` is [rows, blocks, 16]; it is in memory,
-// because gcc keeps accumulators passed by value out of registers on AVX2.
+// Finishes outputs: adds the bias in fp32 and rounds once. `sums` is [rows, blocks, 16]. It is
+// passed in memory, because gcc does not keep accumulators that are passed by value in registers on
+// AVX2.
 template <typename T, typename Out>
 void finish_as(
     const GemmParams& params, int64_t row, int64_t block, int rows, int blocks, const float* sums) {
@@ -29,7 +30,7 @@ void finish_as(
   const T* bias = static_cast<const T*>(params.bias);
   bool is_whole = bias == nullptr && width == blocks * kWeightBlock;
   for (int r = 0; r < rows; ++r, out += params.weight.num_outputs) {
-    if (is_whole) {  // the usual case; the checks of the other loop would slow short inputs
+    if (is_whole) {  // the usual case; the other loop's checks would slow short inputs
       for (int64_t col = 0; col < width; col += kWeightBlock, sums += kWeightBlock) {
         store(out + col, load(sums));
       }
@@ -52,8 +53,9 @@ template <typename T>
   end(params, row, block, rows, blocks, sums);
 }
 
-// The same for gates and ups. Blocks come in order, a block of gates before its ups. Gates whose
-// ups belong to another tile wait in `out`, rounded as they must be anyway.
+// Finishes gates and ups. Blocks come in order, and a block of gates precedes the block of its ups.
+// If the ups belong to another tile, the gates wait in `out`; the rounding to its type has to
+// happen anyway.
 template <typename T>
 [[gnu::noinline]] void finish_gated(
     const GemmParams& params, int64_t row, int64_t block, int rows, int blocks, const float* sums) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows in float32, without tensor cores.
+// Product of rows and float32 weights, without tensor cores.
 #pragma once
 
 #include "common/device.cuh"
@@ -10,16 +10,16 @@ namespace specops {
 
 constexpr int kFloatRows = 8;
 
-// Computes one block's outputs for kFloatRows rows from `first_row` on. A warp has one leaf and 32
-// outputs; with few leaves, a block has several such groups. row_at(row) returns the start of a row
-// of x, nullptr for zeros.
+// Computes the outputs of one block for kFloatRows rows, from `first_row` on. A warp has one leaf
+// (a part of the sum over inputs) and 32 outputs; with few leaves, a block has several such groups
+// of warps. row_at(row) returns the start of a row of x, or nullptr for a row of zeros.
 template <bool kAligned, typename RowAt>
 __device__ inline void float_rows(const GemmParams& params,
                                   const GemmPlan& plan,
                                   int64_t first_row,
                                   int64_t block,
                                   RowAt row_at) {
-  constexpr int kQuads = 4;  // quads loaded together
+  constexpr int kQuads = 4;  // vectors of four inputs that are loaded together
   int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   int slots = static_cast<int>(blockDim.x) / (kWarpSize * plan.leaves);
@@ -37,7 +37,7 @@ __device__ inline void float_rows(const GemmParams& params,
   const float* rows[kFloatRows];
 #pragma unroll
   for (int r = 0; r < kFloatRows; ++r) {
-    // Rows past the last are computed as copies of it, and dropped.
+    // Rows past the last one are computed as copies of the last one, and their results are dropped.
     rows[r] = row_at(min(first_row + r, params.rows - 1));
   }
   float sums[kFloatRows] = {};

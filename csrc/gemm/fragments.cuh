@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// All kernels here use weights as the 16 rows of mma.m16n8k16 and rows of x as its 8 columns: each
-// output element is its own chain of products, independent of its neighbors. The 32 inputs of a
-// step are split between two instructions as in the packed layout: of lane t's eight inputs, the
-// first four go to the first. A vector of packed weights is the A fragment of one instruction, in
-// the order of its registers. sum_leaves() defines where chains restart and how they are added.
+// Common parts of the kernels for 16-bit weights. Weights are the 16 rows of mma.m16n8k16, and rows
+// of x are its 8 columns, so each output element is a separate chain of products. The 32 inputs of
+// a step are split between two instructions as in the packed layout: of the eight inputs of lane t,
+// the first four go to the first instruction. A vector of packed weights is the A fragment of one
+// instruction, in the order of its registers. sum_leaves() defines where chains restart and in
+// which order they are added.
 #pragma once
 
 #include "common/chunk.cuh"
@@ -15,14 +16,15 @@ struct GemmPlan {
   int stages;  // see sum_leaves()
   int leaf_stages;
   int leaves;
-  bool split;    // each leaf of a tile has its own block
+  bool split;    // each leaf of a tile is computed by a block of its own
   bool aligned;  // rows of x can be read in chunks of 16 bytes
   bool quads;    // out can be written four outputs at a time
 };
 
 inline GemmPlan plan_of(const GemmParams& params, bool split) {
   SumLeaves leaves = sum_leaves(params.weight.num_inputs);
-  // Whole chunks are allowed only if a row ends with one: memory after the row is not ours.
+  // A row can be read in whole chunks only if it ends with one: memory after the row may belong to
+  // other data.
   bool aligned =
       params.dtype == DType::kFloat32
           ? chunk_aligned<float>(params.x, params.x_stride) && params.weight.num_inputs % 4 == 0
@@ -41,14 +43,15 @@ inline GemmPlan plan_of(const GemmParams& params, bool split) {
 constexpr int kStepVectors = 64;                 // uint4 per tile and step
 constexpr int kStageVectors = 2 * kStepVectors;  // uint4 per tile and stage
 
-// Loads inputs first to first + 7 of a row, zeros past the last; all zeros if row is nullptr.
+// Loads the inputs first to first + 7 of a row; zeros past the last input, and for a row that is
+// nullptr.
 template <typename T>
 __device__ inline uint4 load_inputs(const T* row, int first, int num_inputs, bool aligned) {
   if (row == nullptr || first >= num_inputs) return make_uint4(0, 0, 0, 0);
   return load_chunk(row + first, num_inputs - first, aligned);
 }
 
-// d += the products of half a step, for one tile and eight rows of x.
+// Computes d += the products of half a step, for one tile of outputs and eight rows of x.
 template <typename T, int kHalf>
 __device__ inline void multiply(float (&d)[4], uint4 w, uint4 x) {
   uint2 half = kHalf == 0 ? make_uint2(x.x, x.y) : make_uint2(x.z, x.w);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gated activations on CUDA: one function, so that the ops and linear give the same bits.
+// Gated activations on CUDA. The gated ops and linear all use this function, so that they give the
+// same bits.
 #pragma once
 
 #include "common/device.cuh"

@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gated activations: activation(gate) * up, for a weight's outputs or the two halves of a row.
+// Gated activations: activation(gate) * up, where gate and up are outputs of a weight or halves of
+// a row.
 //
-// All have the form gate / (1 + e^-t) * up. For silu, t is the gate. gelu_tanh is gate * (1 +
-// tanh(z)) / 2 with z = sqrt(2 / pi) * (gate + 0.044715 * gate^3); there t is 2 * z. This is the
-// same value, because (1 + tanh(z)) / 2 = 1 / (1 + e^(-2 z)), but avoids the cancellation in 1 +
-// tanh(z). swiglu_oai is gpt-oss's: gates are clamped to at most 7 and ups to -7 .. 7 (NaN stays
-// NaN), 1 is added to the up, and t is 1.702 * gate.
+// All activations have the form gate / (1 + e^-t) * up.
+// - silu: t is the gate.
+// - gelu_tanh: gate * (1 + tanh(z)) / 2 with z = sqrt(2 / pi) * (gate + 0.044715 * gate^3). Here t
+//   is 2 * z, which gives the same value, because (1 + tanh(z)) / 2 = 1 / (1 + e^(-2 z)), but
+//   avoids the cancellation in 1 + tanh(z).
+// - swiglu_oai (gpt-oss): the gate is clamped to at most 7 and the up to -7 .. 7 (NaN stays NaN), 1
+//   is added to the up, and t is 1.702 * gate.
 #pragma once
 
 #include <cstdint>

@@ -15,7 +15,7 @@ struct GemmParams {
   int64_t x_stride;  // elements between rows
   DType dtype;       // dtype of x, bias, plain weights: bfloat16 or float32, on CUDA also float16
   DType out_dtype;   // dtype of out: dtype or float32; if gated, dtype
-  // Maps row r to a row of x, if x has others in between; nullptr: row r.
+  // Maps row r of out to a row of x; nullptr: to row r.
   const int32_t* row_indices = nullptr;
 };
 

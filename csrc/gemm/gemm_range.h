@@ -1,23 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-// The part of a product that one CPU thread computes, used by linear and moe_linear. It is compiled
-// once for both, for each kind of weight.
+// The part of a product that one CPU thread computes. linear and moe_linear share it, so it is
+// compiled only once for each kind of weight.
 #pragma once
 
 #include "gemm/gemm.h"
 
 namespace specops {
 
-// Columns are panels for int8 and int4 weights, and blocks for others.
+// Range of rows and columns. A column is a panel for int8 and int4 weights, and a block for other
+// weights.
 struct GemmRange {
   int64_t row_begin;
   int64_t row_end;
   int64_t begin;
   int64_t end;
-  int64_t next;      // column at which the thread probably continues; number of columns: none
-  uint64_t product;  // from next_product; the same for all ranges of a product
+  int64_t next;      // column where the thread probably continues; if none, the number of columns
+  uint64_t product;  // from next_product(); equal for all ranges of a product
 };
 
-// Instruction set whose float32 products this one uses: bf16 products add nothing to them.
+// The instruction set whose float32 kernels this one uses: bf16 instructions do not help float32
+// products.
 #if defined(SPECOPS_ISA_avx512_bf16)
 #define SPECOPS_FLOAT_ISA avx512
 #elif defined(SPECOPS_ISA_neon_bf16)
@@ -45,18 +47,19 @@ void gemm_range_integers(const GemmParams& params, const GemmRange& range);
 
 namespace SPECOPS_FLOAT_ISA {
 
-// Computes the range of out, for float32 rows and plain or fp8 weights.
+// Computes a range of out, for float32 rows and plain or fp8 weights.
 void gemm_range_f32(const GemmParams& params, const GemmRange& range);
 
 }  // namespace SPECOPS_FLOAT_ISA
 
 namespace SPECOPS_ISA {
 
-// Returns a process-wide unique id for a product.
+// Returns an id for a product that is unique in this process.
 uint64_t next_product();
 
-// Compute the range of out: for any weight; for bf16 rows and plain or fp8 weights; for int8 or
-// int4 weights. Each has its own file, so that none compiles for long.
+// Compute a range of out: gemm_range for any weight, the others for bf16 rows with plain or fp8
+// weights and for int8 or int4 weights. Each has a file of its own, so that none takes long to
+// compile.
 void gemm_range(const GemmParams& params, const GemmRange& range);
 void gemm_range_bf16(const GemmParams& params, const GemmRange& range);
 void gemm_range_integers(const GemmParams& params, const GemmRange& range);

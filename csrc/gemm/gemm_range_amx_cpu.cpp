@@ -11,23 +11,24 @@ void gemm_range(const GemmParams& params, const GemmRange& range);
 namespace specops::SPECOPS_ISA {
 namespace {
 
-constexpr int kTileInputs = 64;  // at most, per product of tiles
+constexpr int kTileInputs = 64;  // at most, per tile product
 constexpr int kTileWords = kTileRows * kWeightBlock;
 constexpr int kPieceTiles = kIntegerGroup / kTileInputs;  // at most
 constexpr int kRowTiles = kIntegerRowsKept / kTileRows;   // at most
 
-// Quantized values of a piece and panel as weight tiles: a tile row has four inputs of each output
-// of a block.
+// Unpacked values of a piece of a panel as AMX tiles of weights: a row of a tile has four inputs of
+// each output of a block.
 struct PieceCodes {
   alignas(64) uint8_t values[kPanelBlocks][kPieceTiles][4 * kTileWords];
 };
 
-// Sums of products of a piece, a tile of rows and a panel.
+// Sums of products of one piece, for a tile of rows and a panel.
 struct PieceSums {
   alignas(64) int32_t values[kTileRows * kPanelOutputs];
 };
 
-// Rows of 16-bit integers: for every 64 inputs, the high bytes, then the low bytes.
+// Rows of 16-bit integers as AMX tiles: for every 64 inputs, first the high bytes, then the low
+// bytes.
 struct WideTiles {
   using Integer = int16_t;
   static constexpr bool kIsWide = true;
@@ -38,7 +39,7 @@ struct WideTiles {
     int64_t within = input % kTileInputs;
     return reinterpret_cast<const uint8_t*>(x + (input - within)) + within;
   }
-  // Tiles 0 to 3 hold the sums of a block's high and low bytes, and of the next block's.
+  // Tiles 0 to 3 hold the sums for the high and low bytes of a block, then of the next block.
   static void multiply(const void* x,
                        int64_t stride,
                        int tiles,
@@ -69,7 +70,7 @@ struct WideTiles {
   }
 };
 
-// Rows of 8-bit integers, in their order: a piece is at most one tile.
+// Rows of 8-bit integers as AMX tiles, in the order of the inputs. A piece is at most one tile.
 struct NarrowTiles {
   using Integer = int8_t;
   static constexpr bool kIsWide = false;
@@ -97,7 +98,7 @@ struct NarrowTiles {
   }
 };
 
-// Configures the tiles for `rows` rows and pieces of `inputs` inputs.
+// Configures the AMX tiles for `rows` rows and pieces of `inputs` inputs.
 inline void configure(int rows, int64_t inputs) {
   TileConfig config;
   int tile_inputs = static_cast<int>(min64(inputs, kTileInputs));
@@ -117,7 +118,7 @@ inline void configure(int rows, int64_t inputs) {
 }
 
 // Unpacks the quantized values of `chunks` chunks and subtracts their bias. If a piece ends before
-// its last tile does, old values remain there: they are multiplied by zeros.
+// its last tile does, the tile keeps old values there; they are multiplied by zeros.
 template <typename Kind>
 void read_codes(const Kind& kind, const uint8_t* chunk, int64_t chunks, PieceCodes& codes) {
   using Bytes = uint8_t __attribute__((vector_size(sizeof(Codes))));
@@ -140,7 +141,7 @@ void read_codes(const Kind& kind, const uint8_t* chunk, int64_t chunks, PieceCod
   }
 }
 
-// Adds a piece's sums to the totals of a tile of rows and a panel.
+// Adds the sums of a piece to the totals of a tile of rows and a panel.
 template <bool kIsWide>
 void add_piece(const PieceSums& high,
                const PieceSums& low,
@@ -165,7 +166,7 @@ void add_piece(const PieceSums& high,
   }
 }
 
-// out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k], for up to 64 rows and a panel.
+// Computes out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k] for up to 64 rows and a panel.
 // Cost:    the panel once from memory or cache; for 16 rows and a block, two tile products per 64
 //          inputs with 16-bit rows, one per 32 inputs with 8-bit rows.
 // Assumes: weights packed by pack_weight; rows rounded to integers for tiles; tiles configured.
@@ -193,7 +194,8 @@ void panel_of_tiles(const GemmParams& params,
   PieceCodes codes{};
   PieceSums high, low;
   alignas(64) float totals[kRowTiles][kTileRows * kPanelOutputs] = {};
-  // The last tile may share rows with the previous one: both compute their full totals.
+  // The last tile may overlap the previous one; both then compute the complete totals of the shared
+  // rows.
   auto row_of = [&](int64_t t) { return min64(t * kTileRows, rows.count - height); };
   int64_t row_tiles = ceil_div(rows.count, kTileRows);
   for (int64_t piece = 0; piece < pieces.count; ++piece) {
@@ -242,8 +244,8 @@ void range_of_tiles(const GemmParams& params, const GemmRange& range) {
 
 uint64_t next_product() { return avx512_bf16::next_product(); }
 
-// Same as in gemm_range_cpu.cpp, but for int8 and int4 with more rows than a vector tile has, AMX
-// tiles compute the product, to the same bits.
+// Does the same as gemm_range in gemm_range_cpu.cpp. For int8 and int4 weights with more rows than
+// a vector tile has, AMX tiles compute the product, with the same bits.
 void gemm_range(const GemmParams& params, const GemmRange& range) {
   bool is_tall = range.row_end - range.row_begin > kIntegerRows;
   if (!is_in_panels(params.weight.kind) || !is_tall) return avx512_bf16::gemm_range(params, range);

@@ -26,7 +26,7 @@ void integers(const GemmParams& params, const GemmRange& range) {
 
 uint64_t next_product() { return next_call(); }
 
-// out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k]; if gated, activation(gate) * up.
+// Computes out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k]; if gated, activation(gate) * up.
 // Cost:    the weights of the columns once from memory; those of a panel from the cache for every
 //          row tile but the first.
 // Assumes: weights packed by pack_weight.

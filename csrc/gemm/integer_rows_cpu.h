@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// CPU rounding of rows to integers (integer_rows.h).
+// Rounding of rows to integers on the CPU (integer_rows.h).
 #pragma once
 
 #include <atomic>
@@ -13,8 +13,8 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// A piece is the largest aligned run of inputs that share one scale of the row and one of the
-// weight. Its sum of products is exact.
+// Division of a row into pieces. A piece is the largest aligned run of inputs that share one scale
+// of the row and one scale of the weight. Its sum of products is exact.
 struct Pieces {
   int64_t row_group;  // inputs that share a scale of the row
   int64_t inputs;     // inputs per piece
@@ -22,21 +22,21 @@ struct Pieces {
 
   explicit Pieces(const WeightParams& weight) {
     row_group = weight.row_numbers == RowNumbers::kInt16 ? kIntegerGroup : kInt8Group;
-    // The greatest common divisor of both groups; the row's is a power of two.
+    // The greatest common divisor of both group sizes; that of the row is a power of two.
     int64_t power = weight.group & -weight.group;
     inputs = power == 0 ? row_group : min64(power, row_group);
     count = (weight.num_inputs + inputs - 1) / inputs;
   }
 };
 
-// Rounded rows, in the order that products need (integer_step_cpu.h).
+// Rounded rows, with their integers in the order that the products need (integer_step_cpu.h).
 template <typename Integer>
 struct IntegerRows {
   const Integer* x;  // zeros past the last input
   int64_t stride;
-  // [pieces, count] each.
+  // Each of the next arrays is [pieces, count].
   const float* scales;
-  const int32_t* starts;  // start values for the sums of products
+  const int32_t* starts;  // initial values of the sums of products
   const float* sums;      // sums of a piece's integers
   int64_t count;          // number of rows
 
@@ -45,7 +45,8 @@ struct IntegerRows {
   }
 };
 
-// Rows that a thread has rounded, and their identity: it needs them again in every range of a call.
+// Rows that this thread has rounded, and which rows they are: the thread needs them again for every
+// range of a call.
 thread_local GrowingArray<int16_t> integer_rows;
 thread_local GrowingArray<float> row_scales;
 thread_local GrowingArray<int32_t> row_starts;
@@ -58,13 +59,13 @@ struct RoundedRows {
 };
 thread_local RoundedRows rounded_rows{};
 
-// Returns a process-wide unique id of a call, from 1 on.
+// Returns an id for a call that is unique in this process, from 1 on.
 inline uint64_t next_call() {
   static std::atomic<uint64_t> calls{0};
   return ++calls;
 }
 
-// Rounds the numbers of a group and returns its scale.
+// Rounds the numbers of a group to integers and returns the scale of the group.
 template <int kGroup>
 float round_group(const float* values, int32_t* out) {
   uint32_t peak_bits = 0;
@@ -90,7 +91,7 @@ float round_group(const float* values, int32_t* out) {
     std::memset(out, 0, kGroup * sizeof(int32_t));
     return scale;
   }
-  // A float at the magnitude of 1.5 * 2^23 has no fractional digits: adding it rounds correctly.
+  // A float near 1.5 * 2^23 has no fractional digits, so adding it rounds to an integer.
   constexpr float kWhole = 12582912.0f;
   constexpr int32_t kWholeBits = 0x4b400000;
   for (int i = 0; i < kGroup; ++i) {
@@ -103,7 +104,7 @@ float round_group(const float* values, int32_t* out) {
   return scale;
 }
 
-// Swaps the second and third of every four integers.
+// Swaps the second and third integer of every four.
 inline void swap_middles(int16_t* integers, int64_t count) {
   for (int64_t i = 0; i < count; i += 4) {
     uint64_t quad;
@@ -113,7 +114,7 @@ inline void swap_middles(int16_t* integers, int64_t count) {
   }
 }
 
-// Rearranges every kRun integers as their high bytes, then their low bytes.
+// Rearranges every kRun integers into their high bytes followed by their low bytes.
 template <int kRun>
 void split_bytes(int16_t* integers, int64_t count) {
   for (int64_t i = 0; i < count; i += kRun) {
@@ -176,8 +177,8 @@ void round_row(const T* x,
   }
 }
 
-// Returns the rounded rows of a call from `row` on. They replace earlier rows in this thread's
-// memory.
+// Returns the rounded rows of a call from `row` on. They overwrite earlier rows in the memory of
+// this thread.
 template <typename Product>
 IntegerRows<typename Product::Integer> integer_rows_from(
     const GemmParams& params, int64_t row, int64_t rows, int bias, uint64_t call) {
@@ -185,7 +186,8 @@ IntegerRows<typename Product::Integer> integer_rows_from(
   const WeightParams& weight = params.weight;
   Pieces pieces(weight);
   int64_t width = ceil_div(weight.num_inputs, kIntegerGroup) * kIntegerGroup;
-  // One extra cache line; otherwise the same inputs of all rows would map to the same cache set.
+  // Add one cache line to the stride; otherwise the same inputs of all rows would map to the same
+  // cache set.
   int64_t stride = width + 64 / sizeof(Integer);
   auto* integers = reinterpret_cast<Integer*>(integer_rows.reserve(rows * stride));
   float* scales = row_scales.reserve(rows * pieces.count);

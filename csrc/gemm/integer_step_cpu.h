@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of quantized weights and integers on each instruction set, for a vector of outputs: a
-// part of a block.
+// Products of quantized weights and integers on each instruction set, for a vector of outputs,
+// which is a part of a block.
 //
-// In a vector of weights, four bytes belong to one output. A quad has one nonnegative number in
-// every byte: the value plus kBias; the start value of the sum compensates for the bias. Wide
-// products multiply 16-bit pairs, the even and the odd numbers of a quad, by 16-bit integers.
-// Narrow products multiply quads by 8-bit integers. If the instruction set can multiply quads by
-// signed and by unsigned bytes, wide products use quads too: with the high bytes of the integers,
-// and with the low bytes.
+// In a vector of weights, four bytes belong to one output and form a quad. Each byte of a quad is
+// nonnegative: it is the value of a weight plus kBias, and the initial value of the sum compensates
+// for kBias.
+// Wide products multiply by 16-bit integers: pairs of 16-bit numbers, first the even and then the
+// odd bytes of a quad. Narrow products multiply quads by 8-bit integers. If the instruction set can
+// multiply quads by both signed and unsigned bytes, wide products use quads too: one product with
+// the high bytes of the integers and one with the low bytes.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +28,9 @@ inline int32_t word_at(const void* p) {
   return word;
 }
 
-// Forces an addition to complete: gcc would otherwise collect the terms of many and add them later,
-// or keep sums in other registers across iterations, and run out of registers.
+// Makes the compiler complete an addition here. gcc would otherwise collect the terms of many
+// additions and add them later, or keep sums in other registers across iterations, and run out of
+// registers.
 #if defined(SPECOPS_AVX512)
 #define SPECOPS_ADDED(sums) asm("" : "+v"(sums))
 #elif defined(SPECOPS_AVX2)
@@ -143,7 +145,8 @@ inline Floats spread_float(float x) { return vdupq_n_f32(x); }
 inline Floats times(Floats a, Floats b) { return vmulq_f32(a, b); }
 inline Floats fused(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
 #if defined(SPECOPS_ISA_neon_bf16)
-// Uses the four integers in lane `lane` of x; the intrinsics need a literal lane number.
+// Multiplies quads by the four integers in lane `lane` of x. The lane number must be a literal for
+// the intrinsics.
 inline Sums add_quads(Sums sums, Codes quads, int8x16_t x, int lane) {
   switch (lane) {
     case 0:
@@ -170,7 +173,7 @@ inline Sums add_quads(Sums sums, Codes quads, uint8x16_t x, int lane) {
   }
 }
 #else
-// An output's sum is the sum of two neighboring lanes.
+// Vector in which the sum of an output is the sum of two neighboring lanes.
 struct PairSums {
   Sums low, high;
 };
@@ -192,7 +195,7 @@ inline void added_pairs(PairSums& sums) {
 #endif
 #else
 constexpr int kPartOutputs = 4;
-// Vectors of four are kept in registers on all CPUs.
+// Vectors of four words stay in registers on all CPUs.
 using Codes = uint32_t __attribute__((vector_size(16)));
 using Sums = int32_t __attribute__((vector_size(16)));
 using Floats = float __attribute__((vector_size(16)));
@@ -242,7 +245,7 @@ inline Sums end_pairs(PairSums sums) { return sums; }
 inline void added_pairs(PairSums& sums) { SPECOPS_ADDED(sums); }
 #endif
 
-// Decoding of a line of weights: returns its quads in the order of the inputs.
+// Decoders of a line of weights: quad(line, i) returns its quads in the order of the inputs.
 struct Int8Codes {
   static constexpr int kLineInputs = 4;
   static constexpr int kBias = 128;
@@ -250,7 +253,7 @@ struct Int8Codes {
   Codes quad(Codes line, int) const { return line; }
 };
 
-// Stored as value + 8.
+// int4 weights, stored as value + 8.
 struct Int4Codes {
   static constexpr int kLineInputs = 8;
   static constexpr int kBias = 8;
@@ -261,7 +264,7 @@ struct Int4Codes {
 struct Int4Table {
   static constexpr int kLineInputs = 8;
   static constexpr int kBias = 128;
-  uint8_t values[16];  // each plus kBias
+  uint8_t values[16];  // the 16 possible values, each plus kBias
   explicit Int4Table(const WeightParams& weight) {
     for (int i = 0; i < 16; ++i) values[i] = static_cast<uint8_t>(weight.code_values[i] + kBias);
   }
@@ -270,12 +273,13 @@ struct Int4Table {
   }
 };
 
-// A product processes a chunk's quads in order. `at` is the index in the chunk of the first of a
-// quad's four inputs, `x` the begin of the chunk's integers, ordered by `arrange`.
+// The types below multiply the quads of a chunk in order. `at` is the index in the chunk of the
+// first of the four inputs of a quad. `x` is the start of the chunk's integers, in the order that
+// `arrange` makes.
 
 #if defined(SPECOPS_ISA_neon_bf16)
-// Products of quads and 16-bit integers: 256 times the product with the signed high bytes, plus the
-// product with the unsigned low bytes.
+// Products of quads and 16-bit integers, as 256 times the product with the signed high bytes plus
+// the product with the unsigned low bytes.
 template <typename Kind>
 struct Wide {
   using Integer = int16_t;
@@ -335,7 +339,8 @@ struct Narrow {
   static Sums sums(Acc acc, int32_t) { return acc; }
 };
 #else
-// Products of quads and 16-bit integers, stored in the order first, third, second, fourth input.
+// Products of quads and 16-bit integers. Of every four inputs, the integers are stored in the order
+// first, third, second, fourth.
 template <typename Kind>
 struct Wide {
   using Integer = int16_t;
@@ -398,10 +403,11 @@ struct Narrow {
 #elif defined(SPECOPS_AVX2)
 template <typename Kind>
 struct Narrow {
-  static constexpr bool kIsNarrow = false;  // 8-bit by 8-bit products: use wide ones
+  static constexpr bool kIsNarrow = false;  // no 8-bit by 8-bit products: use wide products
 };
 
-// Stored numbers are below 16: sums of a piece's 32 inputs, two products each, stay below 2^15.
+// Stored numbers are below 16, so the sums of the 32 inputs of a piece, two products each, stay
+// below 2^15.
 template <>
 struct Narrow<Int4Codes> {
   using Integer = int8_t;
@@ -428,7 +434,7 @@ struct Narrow<Int4Codes> {
     return _mm256_add_epi32(_mm256_madd_epi16(acc, _mm256_set1_epi16(1)), spread(start));
   }
 };
-#else  // SPECOPS_NEON too: wide products of 16 bits
+#else  // also for SPECOPS_NEON: wide products of 16 bits
 template <typename Kind>
 struct Narrow {
   static constexpr bool kIsNarrow = false;

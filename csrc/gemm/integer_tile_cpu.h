@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows times int8 and int4 weights: tiles of rows by one panel of outputs.
+// Product of rows and int8 or int4 weights: tiles of rows by one panel of outputs.
 #pragma once
 
 #include "gemm/gemm_range.h"
@@ -10,33 +10,35 @@ namespace specops::SPECOPS_ISA {
 namespace {
 
 #if defined(SPECOPS_AVX512) || defined(SPECOPS_NEON)
-constexpr int kIntegerRows = 8;  // per tile, at most
+constexpr int kIntegerRows = 8;  // most rows per tile
 #elif defined(SPECOPS_AVX2)
 constexpr int kIntegerRows = 5;
 #else
 constexpr int kIntegerRows = 1;  // portable: taller tiles compile seven times slower
 #endif
 
-// Rows that are rounded to integers at once, and that every panel then passes over.
+// Number of rows that are rounded to integers together; all panels then pass over these rows.
 constexpr int64_t kIntegerRowsKept = 64;
 
 // Prefetch distance in a panel, in bytes.
 constexpr int64_t kIntegerFetch = 8 << 10;
 
 // Distance at which pages are touched ahead, once per kPageFetchEvery bytes. A TLB miss takes
-// longer than reading the page, especially under a hypervisor, and the prefetches of its lines
-// would wait for it.
+// longer than reading the page, especially under a hypervisor, and the prefetches of the page's
+// lines would wait for it.
 constexpr int64_t kPageFetch = 32 << 10;
 constexpr int64_t kPageFetchEvery = 2 << 10;
 
-// After a tile with fewer than kIntegerRows rows, no other tile reads the panel: it bypasses the L2
-// cache, which then keeps the other data of the step.
+// Returns the cache hint of the prefetches. After a tile with fewer than kIntegerRows rows, no
+// other tile reads the panel, so the panel bypasses the L2 cache, which then keeps other data of
+// the step.
 constexpr int fetch_locality(int rows) { return rows < kIntegerRows ? 0 : 3; }
 
 // Prefetch distance of scales, in groups.
 constexpr int64_t kScaleFetch = 8;
 
-// All callers touch the same line of a page, so a request in flight does not need a second buffer.
+// Touches a page. All callers touch the same line of a page, so that a request in flight does not
+// use a second miss buffer.
 inline void fetch_page(const uint8_t* p) {
   __builtin_prefetch(p - (reinterpret_cast<uintptr_t>(p) & 4095), 0, 2);
 }
@@ -55,15 +57,16 @@ int64_t panel_bytes(int64_t num_inputs) {
   return weight_chunks(num_inputs) * kPanelChunkBytes<Kind>;
 }
 
-// Returns how many parts of a piece's sums are computed at once. With few rows, single parts would
-// wait for each other, and parts share the integers they load. With many rows, registers do not
-// suffice for more. With all parts at once, a panel is read from begin to end.
+// Returns how many parts of a piece's sums are computed together. With few rows, a single part
+// would have too few independent sums, and parts share the integers that they load. With many rows,
+// registers do not suffice for more parts. If all parts are computed together, a panel is read from
+// begin to end.
 constexpr int parts_at_once(int rows, [[maybe_unused]] bool narrow) {
 #if defined(SPECOPS_AVX512)
   return rows <= (narrow ? 6 : 5) ? 4 : 2;
 #elif defined(SPECOPS_NEON)
   if (narrow) return rows <= 4 ? 4 : 2;
-  return rows <= 2 ? 4 : rows <= 6 ? 2 : 1;  // two sums each
+  return rows <= 2 ? 4 : rows <= 6 ? 2 : 1;  // a wide product has two sums
 #elif defined(SPECOPS_AVX2)
   return rows == 1 ? 8 : rows == 2 ? 4 : 2;
 #else
@@ -71,8 +74,8 @@ constexpr int parts_at_once(int rows, [[maybe_unused]] bool narrow) {
 #endif
 }
 
-// Adds up a piece for kParts parts from `part` on: `chunks` chunks of a panel times the rows'
-// inputs. `ahead` is the address to prefetch.
+// Computes the sums of a piece for kParts parts from `part` on: `chunks` chunks of a panel times
+// the inputs of the rows. `ahead` is the address to prefetch.
 template <typename Kind, typename Product, int kRows, int kParts>
 SPECOPS_INLINE inline void sum_piece(const Kind& kind,
                                      const uint8_t* chunk,
@@ -91,7 +94,7 @@ SPECOPS_INLINE inline void sum_piece(const Kind& kind,
       Codes lines[kParts];
       unrolled<kParts>([&](int p) SPECOPS_INLINE {
         int block = p / kLineParts, within = (part + p) % kLineParts;
-        // Lines are prefetched in memory order, regardless of the order in which they are read.
+        // Lines are prefetched in memory order, whatever the order in which they are read.
         if (within == 0) {
           const uint8_t* fetched = ahead + 64 * (kBlocks * line + block);
           __builtin_prefetch(fetched, 0, fetch_locality(kRows));
@@ -116,12 +119,13 @@ SPECOPS_INLINE inline void sum_piece(const Kind& kind,
   }
 }
 
-// Prefetches the scales or offsets of a panel and group.
+// Prefetches the scales or the offsets of a panel and group.
 inline void fetch_scales(const float* scales) {
   for (int i = 0; i < kPanelOutputs; i += kWeightBlock) __builtin_prefetch(scales + i, 0, 3);
 }
 
-// Returns the scales of a block's outputs, for one scale per output; zeros past the last output.
+// Returns the scales of a block's outputs, if each output has one scale; zeros past the last
+// output.
 inline F32x16 output_scales(const WeightParams& weight, int64_t block) {
   int64_t width = weight.num_outputs, first = block * kWeightBlock;
   const float* scales = weight.scales;
@@ -133,8 +137,8 @@ inline F32x16 output_scales(const WeightParams& weight, int64_t block) {
   return load_partial(scales + first, static_cast<int>(min64(width - first, kWeightBlock)));
 }
 
-// Adds the contribution of a group's offsets to the totals of a panel, from the sums of the rows'
-// integers.
+// Adds what a group's offsets contribute to the totals of a panel: offset times the sum of the
+// row's integers.
 template <int kRows>
 void add_offsets(const float* steps, const float* row_sums, const float* offsets, float* totals) {
   for (int r = 0; r < kRows; ++r, totals += kPanelOutputs) {
@@ -145,7 +149,7 @@ void add_offsets(const float* steps, const float* row_sums, const float* offsets
   }
 }
 
-// Computes the outputs from the totals of a panel and `rows` rows, at most kMostRows.
+// Finishes the outputs of a panel and `rows` rows, at most kMostRows, from their totals.
 template <int kMostRows>
 void finish_panel(
     const GemmParams& params, int64_t row, int rows, int64_t panel, const float* totals) {
@@ -164,8 +168,8 @@ void finish_panel(
   finish_rows(params, row, first_block, rows, static_cast<int>(blocks), sums);
 }
 
-// out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k], for kRows rows and a panel; if gated,
-// activation(out[row, n]) * out[row, width + n].
+// Computes out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k] for kRows rows and a panel; if
+// gated, activation(out[row, n]) * out[row, width + n].
 // Cost:    the panel once from memory or cache, from begin to end.
 // Assumes: weights packed by pack_weight; rows rounded to integers for them; any alignment.
 // Order:   a piece's sum is exact in any order; pieces are added in order by one chain of float32
@@ -199,7 +203,7 @@ template <typename Kind, typename Product, int kRows>
   const float* steps = rows.scales;
   const int32_t* starts = rows.starts;
   const float* row_sums = rows.sums;
-  // In memory, because the sums of a piece fill the registers; gcc would spill others instead.
+  // In memory, because the sums of a piece take all registers; gcc would spill those instead.
   alignas(64) float memory[kRows * kPanelOutputs] = {};
   float* totals = memory;
   int64_t chunks = weight_chunks(weight.num_inputs), next_group = pieces_of_group;
@@ -266,7 +270,8 @@ void integer_tile_of(const GemmParams& params,
   }
 }
 
-// Prefetches the begin of a range, which no previous panel prefetches, while rows are rounded.
+// Prefetches the begin of a range while its rows are rounded, because no previous panel has
+// prefetched it.
 template <typename Kind>
 void fetch_first(const WeightParams& weight, int64_t panel) {
   const auto* data = static_cast<const uint8_t*>(weight.data);
@@ -303,7 +308,7 @@ void integer_range(const GemmParams& params, const GemmRange& range) {
   rows_and_panels(params, range);
 }
 
-// Calls fn with the decoder type for the weight's kind.
+// Calls fn with the decoder type of the weight's kind.
 template <typename Fn>
 void with_codes(const WeightParams& weight, const Fn& fn) {
   if (weight.kind == WeightKind::kInt8) return fn.template operator()<Int8Codes>();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Product of a range of rows and blocks, computed by one thread.
+// Product of a range of rows and blocks on one thread.
 #pragma once
 
 #include "gemm/gemm_range.h"
@@ -8,23 +8,23 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// A panel is the blocks that stay in the L2 cache while every row tile passes over them.
+// Size of a panel: the blocks that stay in the L2 cache while all row tiles pass over them.
 constexpr int64_t kPanelBytes = 128 << 10;
 
 inline int64_t panel_blocks(int64_t rows, int64_t block_bytes) {
   int64_t most = max_blocks(rows);
   if (rows <= Shape::kMaxRows) return most;  // no block is used twice
-  // Small first tiles need two blocks; otherwise their few sums wait for each other.
+  // Small first tiles need two blocks; otherwise there would be too few independent sums.
   int64_t least = Shape::kFillsTiles ? 2 : most;
   return max64(kPanelBytes / block_bytes / most * most, least);
 }
 
-// The last kFetchTiles row tiles prefetch the next panel, each a share proportional to its rows,
-// which spreads the memory requests evenly.
+// The next panel is prefetched during the last kFetchTiles row tiles. Each of them prefetches a
+// share that is proportional to its rows, which spreads the memory requests evenly.
 constexpr int64_t kFetchTiles = 4;
 
-// Up to kKeptRows rows are converted to float once. More would evict the panel, so then each tile
-// converts its own.
+// Up to this many rows are converted to float once for all panels. More would evict the panel from
+// the cache, so then each tile converts its rows again.
 constexpr int64_t kKeptRows = 16;
 
 // Computes one range of rows and blocks, tile by tile.
@@ -48,7 +48,7 @@ void range_of_blocks(const GemmParams& params, const GemmRange& range) {
     int64_t first = block_begin + part_begin(block_end - block_begin, panels, p);
     int64_t last = block_begin + part_begin(block_end - block_begin, panels, p + 1);
     int64_t to_next = last - first;
-    // Not past the end, where the next range's first panel may be shorter.
+    // Do not prefetch past the end: the first panel of the next range may be shorter.
     if (p + 1 == panels) to_next = min64(range.next, blocks - to_next) - first;
     bool fetches = rows >= fetch_rows && to_next >= last - first;
     const char* next_panel = static_cast<const char*>(params.weight.data) + to_next * block_bytes;

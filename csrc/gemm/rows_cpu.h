@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Input rows in the form that tiles read.
+// Rows of x in the form that tiles read.
 #pragma once
 
 #include <cstring>
@@ -21,26 +21,28 @@ struct Rows {
   Rows from(int64_t row) const { return {x + row * stride, stride}; }
 };
 
-// Rows that a thread has copied, at most as many as a tile has.
+// Rows that this thread has copied; at most as many as a tile has.
 thread_local GrowingArray<float> float_rows;
 thread_local GrowingArray<bfloat16> bfloat16_rows;
 
 inline float* row_memory(float, int64_t size) { return float_rows.reserve(size); }
 inline bfloat16* row_memory(bfloat16, int64_t size) { return bfloat16_rows.reserve(size); }
 
-// Returns the rows from `row` on. They replace earlier rows in this thread's memory.
+// Returns the rows from `row` on. They overwrite earlier rows in the memory of this thread.
 template <typename S>
 Rows<S> rows_from(const GemmParams& params, int64_t row, int64_t rows) {
   using T = typename S::Row;
   int64_t num_inputs = params.weight.num_inputs;
   constexpr bool kReadsRows = S::kGroupSteps == 0 && std::is_same_v<T, typename S::Input>;
   if (kReadsRows && params.row_indices == nullptr) {
-    // If tiles cannot read rows in place, Input is another type, and this branch is not used.
+    // The cast is valid: if tiles cannot read rows in place, Input is another type and this branch
+    // is not taken.
     return {reinterpret_cast<const typename S::Input*>(row_at<T>(params, row)), params.x_stride};
   } else {
     using Input = typename S::Input;
     int64_t width = (num_inputs + kWeightBlock - 1) / kWeightBlock * kWeightBlock;
-    // One extra cache line; otherwise the same inputs of all rows would map to the same cache set.
+    // Add one cache line to the stride; otherwise the same inputs of all rows would map to the same
+    // cache set.
     int64_t stride = width + kWeightBlock;
     Input* copies = row_memory(Input{}, rows * stride);
     const int32_t* order = params.weight.input_order;

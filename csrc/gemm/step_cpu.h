@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One step of a sum over inputs, for each pair of row and weight types and each instruction set.
+// One step of a sum over inputs, for each pair of row type and weight type and each instruction
+// set.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +12,8 @@
 
 namespace specops::SPECOPS_ISA {
 
-// e4m3 values times 2^-8: shifted left by seven bits they are float16, also if subnormal.
+// e4m3 values times 2^-8: shifted left by seven bits, the byte is a float16, for subnormal values
+// as well.
 struct E4M3 {
   uint8_t bits;
 };
@@ -50,17 +52,17 @@ inline F32x16 load(const E4M3* p) {
 
 namespace {
 
-// One step for rows and weights of two types. A step has parts that run one after another: in each,
-// one step of 16 outputs gives a vector of weights, and the same inputs of one row are multiplied
-// by it. `Input` is the type in which a tile reads inputs: without bfloat16 dot products these are
-// floats, converted once, because every block of weights uses them again. kGroupSteps: steps after
-// which sums are scaled, added to totals and restarted; 0: never.
+// One step for a row type and a weight type. A step has parts that run one after another: each
+// loads a vector of weights for 16 outputs and multiplies it by the same inputs of one row. `Input`
+// is the type in which a tile reads inputs. Without bfloat16 dot products it is float: inputs are
+// converted once, because every block of weights uses them again. kGroupSteps: number of steps
+// after which sums are scaled, added to the totals and restarted; 0: never.
 template <typename Row, typename Weight>
 struct Step;
 
 inline const uint32_t* words_at(const char* p) { return reinterpret_cast<const uint32_t*>(p); }
 
-// Common part for weights of the rows' own type.
+// Common part of the steps for weights of the same type as the rows.
 template <typename T>
 struct PlainStep {
   using Row = T;
@@ -82,9 +84,9 @@ using Spread = F32x16;
 inline Spread spread(const float* x) { return set1(*x); }
 #endif
 
-// sum += w * x, in the registers of the sum: left alone, gcc moves sums between registers on AVX2
-// and NEON, and some are then spilled. On AVX2 it would also broadcast inputs long before their
-// products.
+// Computes sum += w * x in the registers of the sum. Without inline assembly, gcc would move sums
+// between registers on AVX2 and NEON and spill some of them; on AVX2, it would also broadcast
+// inputs long before their products.
 inline void add_product(F32x16& sum, F32x16 w, Spread x) {
 #if defined(SPECOPS_AVX2)
   __m256 lo = sum.lo, hi = sum.hi, spread;
@@ -108,7 +110,8 @@ inline void add_product(F32x16& sum, F32x16 w, Spread x) {
 }
 
 #if defined(SPECOPS_AVX2)
-// The same for an input that stays broadcast, for the blocks of a tile of few rows.
+// Adds a product with an input that stays broadcast in a register, because all blocks of a tile of
+// few rows use it.
 using Held = __m256;
 inline Held hold(Spread x) {
   __m256 spread;
@@ -160,7 +163,8 @@ struct Step<float, float> : PlainStep<float> {
 
 inline void put(float* p, F32x16 sum) { store(p, sum); }
 #else
-// The arrays of simd.h would be in memory here; vectors of four are kept in registers on all CPUs.
+// Instead of the arrays of simd.h, which would be in memory here: vectors of four stay in registers
+// on all CPUs.
 using Float4 = float __attribute__((vector_size(16)));
 using Word4 = uint32_t __attribute__((vector_size(16)));
 
@@ -255,7 +259,7 @@ struct Step<bfloat16, E4M3> {
   static void dot(Sum& sum, BF16x32 w, BF16x32 x) { sum = dot_pairs(sum, w, x); }
 
  private:
-  // Packs floats that are exact in bfloat16: the upper halves of their words.
+  // Packs floats that are exact in bfloat16, by taking the upper halves of their words.
   static BF16x32 exact_pairs(F32x16 even, F32x16 odd) {
 #if defined(SPECOPS_AVX512)
     __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even.v), 16);

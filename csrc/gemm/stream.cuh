@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A few rows on tensor cores: weights stream through all of them.
+// Product of a few rows and 16-bit weights on tensor cores: the weights stream through all rows.
 #pragma once
 
 #include "common/device.cuh"
@@ -10,9 +10,10 @@ namespace specops {
 
 constexpr int kStreamRing = 1280;  // uint4 per warp
 
-// Computes one block's outputs for up to 8 * kColumns rows. A warp has one leaf and kTiles tiles of
-// 16 outputs; with few leaves, a block has several such groups. row_at(row) returns the start of a
-// row of x, nullptr for zeros. Waits for the previous kernel.
+// Computes the outputs of one block for up to 8 * kColumns rows. A warp has one leaf (a part of the
+// sum over inputs) and kTiles tiles of 16 outputs; with few leaves, a block has several such groups
+// of warps. row_at(row) returns the start of a row of x, or nullptr for a row of zeros. Waits for
+// the previous kernel.
 template <typename T, int kTiles, int kColumns, typename RowAt>
 __device__ inline void stream_rows(const GemmParams& params,
                                    const GemmPlan& plan,
@@ -35,9 +36,9 @@ __device__ inline void stream_rows(const GemmParams& params,
   int64_t tile_vectors = int64_t{plan.stages} * kStageVectors;
   const uint4* weights = static_cast<const uint4*>(params.weight.data) +
                          unit * kTiles * tile_vectors + int64_t{first_stage} * kStageVectors + lane;
-  // Prefetch the first contents of the ring to the L2 cache while the previous kernel ends. Later
-  // writes reach this cache too: if that kernel still writes the weights, the loads below see the
-  // new ones.
+  // Prefetch the first contents of the ring to the L2 cache while the previous kernel ends. This is
+  // safe: if that kernel still writes the weights, its writes reach the L2 cache too, and the loads
+  // below see them.
   if (lane < kTiles && count > 0) {
     const uint4* first = weights - lane + lane * tile_vectors;
     ptx::prefetch_l2(first, min(count, kDepth) * kStageVectors * sizeof(uint4));
@@ -96,7 +97,7 @@ __device__ inline void stream_rows(const GemmParams& params,
 #pragma unroll
     for (int i = 0; i < 2 * kColumns; ++i)
       x[i / kColumns][i % kColumns] = next[i / kColumns][i % kColumns];
-    // Refill the slot of the previous stage, whose fragments have been used.
+    // Refill the slot of the previous stage, whose fragments are no longer needed.
     fetch(stage + kDepth - 1);
     if (stage + 1 < count) fetch_x(stage + 1);
 #pragma unroll
@@ -118,8 +119,8 @@ __device__ inline void stream_rows(const GemmParams& params,
     }
   }
 
-  // Store leaves to the rings, [row][output]: lane (g, t) has outputs g of both halves, rows 2 t
-  // and 2 t + 1.
+  // Store the sums of the leaves in the rings as [row][output]: lane (g, t) has the outputs g of
+  // both halves, for the rows 2 t and 2 t + 1.
   ptx::cp_async_wait<0>();
   __syncwarp(kFullMask);
   auto* mine = reinterpret_cast<float*>(ring);
@@ -149,7 +150,7 @@ __device__ inline void stream_rows(const GemmParams& params,
     int item = turn * apart;
     int row = item / kOutputs, i = item % kOutputs;
     int64_t output = unit * kOutputs + i;
-    // With kTiles == 1, a tile has every other pair of its group.
+    // With kTiles == 1, a tile has every second pair of outputs of its group.
     if (kTiles == 1) output = unit / 2 * kWeightGroup + i / 2 * 4 + unit % 2 * 2 + i % 2;
     if (row >= params.rows || output >= params.weight.num_outputs) continue;
     if (is_gated(params.weight.activation)) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tiles of many rows on tensor cores, in four parts: the copies of a block, the products of a warp,
-// the folding of leaves, and the finishing of sums.
+// Product of many rows and 16-bit weights on tensor cores, in tiles. The file has four parts: the
+// copies of a block, the products of a warp, the folding of leaves, and the finishing of sums.
 #pragma once
 
 #include "common/device.cuh"
@@ -9,9 +9,9 @@
 
 namespace specops {
 
-// Division of a block's tile: 8 warps, or 4 for 64 rows; each has kWarpTiles tiles of 16 outputs by
-// 64 rows. With four tiles the sums of a leaf take all registers, so those of earlier leaves are
-// kept in shared memory.
+// Division of a block's tile. It has 8 warps, or 4 for 64 rows; each warp has kWarpTiles tiles of
+// 16 outputs by 64 rows. With four tiles, the sums of a leaf take all registers, so the totals of
+// earlier leaves are kept in shared memory.
 template <int kWarpTilesOf, int kRowsOf>
 struct TileShape {
   static constexpr int kWarpTiles = kWarpTilesOf;  // tiles of 16 outputs per warp
@@ -30,7 +30,7 @@ struct TileShape {
 };
 
 constexpr int kTileBand = 16;    // row tiles per band
-constexpr int kFoldedItems = 4;  // items whose leaves are read at once
+constexpr int kFoldedItems = 4;  // items for which the sums of all leaves are read at once
 
 __device__ inline uint4* moved(uint4* pointer, int num_bytes) {
   return reinterpret_cast<uint4*>(reinterpret_cast<char*>(pointer) + num_bytes);
@@ -39,7 +39,7 @@ __device__ inline const uint4* moved(const uint4* pointer, int num_bytes) {
   return reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(pointer) + num_bytes);
 }
 
-// Workspace for the sums of blocks that share a tile.
+// Workspace for the sums of blocks that compute different leaves of the same tile.
 struct LeafWorkspace {
   int32_t* counters;  // arrivals per tile; zeros before and after
   float* leaves;      // [leaves, rows, outputs rounded up to 32]
@@ -47,7 +47,7 @@ struct LeafWorkspace {
   ErrorCode fault;  // code for a counter that was not zero
 };
 
-// Tile of a block, and the range of leaves and stages of its sums.
+// The tile of a block, and the range of leaves and stages that the block sums.
 template <typename Shape>
 struct TilePlace {
   int64_t first_row, output_tile;
@@ -73,10 +73,11 @@ struct TilePlace {
   }
 };
 
-// The copies of one thread: vectors of one tile, and one chunk of every kRowsApart-th row. Eight
-// lanes that read chunks of two rows must hit all banks. Rows of 64 bytes do so naturally; in rows
-// of 128 bytes, every other row has its halves swapped. Tiles and rows past the last one are
-// replaced by copies of it, and their results are dropped.
+// The copies that one thread makes: vectors of one tile of weights, and one chunk of every
+// kRowsApart-th row of x.
+// Eight lanes that read chunks of two rows must hit all banks. Rows of 64 bytes do so without
+// further measures; of rows of 128 bytes, every second one has its halves swapped. Tiles and rows
+// past the last one are replaced by copies of the last one, and their results are dropped.
 // Stages are copied to the slots of the ring in turn. Past the last stage, zeros are written and
 // nothing is read, so that all iterations of the loop are alike.
 template <typename T, typename Shape, bool kAligned>
@@ -131,7 +132,8 @@ struct TileCopy {
     }
   }
 
-  // Call it after fetch_weights(): it completes the stage.
+  // Copies the rows of a stage. Must be called after fetch_weights(), because it completes the
+  // stage.
   __device__ void fetch_x(uint4* put) {
 #pragma unroll
     for (int i = 0; i < kCopiedRows; ++i) {
@@ -147,10 +149,10 @@ struct TileCopy {
   }
 };
 
-// The products of one warp. A lane holds rows 8 c + 2 t and 8 c + 2 t + 1 and, for each pair of
-// tiles (a group), outputs 4 g to 4 g + 3. Fragments of the next step replace the current ones once
-// these have been used: weights of the first half-step, then x, then the other weights. Only
-// load_weights() knows how copied data become fragments of weights.
+// The products of one warp. A lane holds the rows 8 c + 2 t and 8 c + 2 t + 1 and, for each pair of
+// tiles (a group), the outputs 4 g to 4 g + 3. The fragments of the next step overwrite the current
+// ones as soon as those have been used: first the weights of the first half-step, then x, then the
+// other weights. Only load_weights() depends on how copied data become fragments of weights.
 template <typename T, typename Shape>
 struct TileProducts {
   static constexpr int kColumns = 8;
@@ -194,7 +196,7 @@ struct TileProducts {
 
   __device__ void load_x(int step, int c) { x[c] = moved(x_from[step], slot)[8 * c * kSteps * 4]; }
 
-  // Adds the products of the current stage, while copies fill the slot of w_put and x_put.
+  // Adds the products of the current stage while copies fill the slot at w_put and x_put.
   template <typename Copy>
   __device__ void add_stage(Copy& copy, uint4*& w_put, uint4*& x_put) {
 #pragma unroll
@@ -206,7 +208,7 @@ struct TileProducts {
       }
       int next = (step + 1) % kSteps;
       if (next == 0) {
-        // The next stage has arrived, and all warps have read this one.
+        // The next stage has arrived, and all warps have read the current one.
         ptx::cp_async_wait<Shape::kStages - 2>();
         __syncthreads();
         slot = slot == (Shape::kStages - 1) * kSlotBytes ? 0 : slot + kSlotBytes;
@@ -229,22 +231,22 @@ struct TileProducts {
   }
 };
 
-// Sums of the leaves before the current one: in registers or, if registers are short, in shared
-// memory.
+// Totals of the leaves before the current one. They are in registers or, if registers are scarce,
+// in shared memory.
 template <typename Shape>
 struct TileTotals {
   static constexpr int kColumns = 8;
   static constexpr int kItems = Shape::kWarpTiles * kColumns;
 
   float totals[Shape::kKeepTotals ? 1 : Shape::kWarpTiles][kColumns][4] = {};
-  float4* kept;  // the thread's own
+  float4* kept;  // this thread's totals in shared memory
 
   __device__ explicit TileTotals(uint4* smem) {
     constexpr int kRing = Shape::kWeights + Shape::kInputs;
     kept = reinterpret_cast<float4*>(smem + Shape::kStages * kRing) + threadIdx.x;
   }
 
-  // Adds the leaf to the totals; for the last leaf, the result is in `sums`.
+  // Adds the leaf in `sums` to the totals. After the last leaf, the result is in `sums`.
   __device__ void fold(float (&sums)[Shape::kWarpTiles][kColumns][4], bool is_first, bool is_last) {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
@@ -275,7 +277,7 @@ struct TileTotals {
   }
 };
 
-// The sums of a thread as items of four neighboring outputs of one row.
+// Access to the sums of a thread as items. An item is four neighboring outputs of one row.
 template <typename Shape>
 struct TileItems {
   static constexpr int kColumns = 8;
@@ -307,8 +309,9 @@ struct TileItems {
   }
 };
 
-// For blocks that share a tile by leaves: each stores its leaf in the workspace. The last block of
-// the tile to arrive adds all leaves in order and passes each item to `end`.
+// Combines the leaves of a tile whose leaves were computed by different blocks. Each block stores
+// its leaf in the workspace. The last block of the tile to arrive adds all leaves in order and
+// passes each item to `end`.
 template <typename Shape, typename End>
 __device__ inline void meet_leaves(const TileItems<Shape>& items,
                                    const GemmParams& params,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tiles of rows and blocks of outputs, in registers.
+// Products of a tile of rows and some blocks of outputs, with the sums in registers.
 #pragma once
 
 #include "gemm/rows_cpu.h"
@@ -7,8 +7,9 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Most rows of a tile; rows from which weights are prefetched; blocks whose sums fit the registers,
-// by rows; whether rows fill the tiles, instead of being divided evenly.
+// Sizes of tiles. kMaxRows: most rows of a tile. kFetchRows: number of rows from which tiles
+// prefetch weights. kMaxBlocks: how many blocks have sums that fit the registers, by the number of
+// rows. kFillsTiles: all tiles but the first are full; otherwise rows are divided evenly.
 struct Shape {
 #if defined(SPECOPS_AVX512)
   static constexpr int kMaxRows = 8;
@@ -16,11 +17,12 @@ struct Shape {
   static constexpr int kMaxBlocks[] = {0, 8, 8, 8, 6, 5, 4, 3, 3};
   static constexpr bool kFillsTiles = false;
 #elif defined(SPECOPS_AVX2)
-  // Sixteen registers: two per sum, two for weights, one for inputs (one each for up to two rows).
+  // Sixteen registers: two per sum, two for weights, one for an input. With up to two rows, one for
+  // weights.
   static constexpr int kMaxRows = 6;
   static constexpr int kFetchRows = 2;
   static constexpr int kMaxBlocks[] = {0, 6, 2, 2, 1, 1, 1};
-  static constexpr bool kFillsTiles = true;  // more rows share each conversion
+  static constexpr bool kFillsTiles = true;  // more rows share each conversion of weights
 #elif defined(SPECOPS_NEON)
   // Thirty-two registers: four per sum, eight for weights and their sources, one for inputs.
   static constexpr int kMaxRows = 5;
@@ -35,14 +37,14 @@ struct Shape {
 #endif
 };
 
-// Returns the first row of tile `index` of `count`. An incomplete tile comes first: the last one
-// prefetches weights and should have the most time for it.
+// Returns the first row of tile `index` of `count`. An incomplete tile is the first one, because
+// the last tile prefetches weights and should take as long as possible.
 inline int64_t tile_begin(int64_t rows, int64_t count, int64_t index) {
   if (Shape::kFillsTiles) return max64(0, rows - (count - index) * Shape::kMaxRows);
   return part_begin(rows, count, index);
 }
 
-// Returns the most blocks that fit beside the rows of the largest tile.
+// Returns how many blocks fit the registers together with the rows of the largest tile.
 inline int64_t max_blocks(int64_t rows) {
   int64_t even = ceil_div(rows, ceil_div(rows, Shape::kMaxRows));
   return Shape::kMaxBlocks[Shape::kFillsTiles ? min64(rows, Shape::kMaxRows) : even];
@@ -55,21 +57,22 @@ constexpr bool kHoldsWeights = false;
 constexpr bool kHoldsWeights = true;
 #endif
 
-// Prefetch by a tile while it computes, so that a later tile finds its weights in the L2 cache.
+// A prefetch that a tile makes while it computes, so that a later tile finds its weights in the L2
+// cache.
 struct Fetch {
   const char* from = nullptr;  // first of as many blocks as the tile has; nullptr: no prefetch
   int64_t step_bytes = 0;      // bytes per step in each block
 };
 
-// Operands of a tile: its first row, and the weights of its first block.
+// Operands of a tile: its first row of x, and the weights of its first block.
 template <typename S>
 struct TileInputs {
   Rows<S> rows;
   const char* weights;
-  int64_t steps;  // per block: the distance between blocks
+  int64_t steps;  // steps per block, which gives the distance between blocks
 };
 
-// Adds the products of steps [begin, end) to the sums, in order.
+// Adds the products of the steps [begin, end) to the sums, in order.
 template <typename S, int kRows, int kBlocks>
 SPECOPS_INLINE inline void add_steps(typename S::Sum (&acc)[kRows][kBlocks],
                                      const TileInputs<S>& in,
@@ -84,14 +87,14 @@ SPECOPS_INLINE inline void add_steps(typename S::Sum (&acc)[kRows][kBlocks],
     };
     unrolled<kBlocks>([&](int b) SPECOPS_INLINE {
       if (fetch.from != nullptr) {
-        // To L2: the few miss buffers of L1 would drop it.
+        // Prefetch to L2: L1 has few miss buffers and would drop the request.
         const char* line = fetch.from + b * steps * S::kBytes + step * fetch.step_bytes;
         __builtin_prefetch(line, 0, 2);
       }
     });
     if constexpr (!kHoldsWeights) {
-      // All parts of one block first; otherwise gcc keeps the words of all blocks for the second
-      // part.
+      // All parts of a block come before the next block; otherwise gcc keeps the words of all
+      // blocks for the second part.
       unrolled<kBlocks>([&](int b) SPECOPS_INLINE {
         unrolled<S::kParts>([&](int part) SPECOPS_INLINE {
           auto words = weights_of(b, part);
@@ -113,7 +116,8 @@ SPECOPS_INLINE inline void add_steps(typename S::Sum (&acc)[kRows][kBlocks],
       });
 #endif
     } else if constexpr (S::kByBlock) {
-      // Block by block, because few registers are left for weights. Inputs are read again from L1.
+      // Block by block, because few registers are left for weights. Inputs are read from L1 again
+      // for every block.
       unrolled<S::kParts>([&](int part) SPECOPS_INLINE {
         unrolled<kBlocks>([&](int b) SPECOPS_INLINE {
           auto words = weights_of(b, part);
@@ -133,14 +137,14 @@ SPECOPS_INLINE inline void add_steps(typename S::Sum (&acc)[kRows][kBlocks],
   }
 }
 
-// Computes the sums of plain weights, [rows, blocks, 16]: one chain over all steps.
+// Computes the sums for plain weights, [rows, blocks, 16]: one chain of additions over all steps.
 template <typename S, int kRows, int kBlocks>
 SPECOPS_INLINE inline void sum_plain(const GemmParams& params,
                                      const TileInputs<S>& in,
                                      Fetch fetch,
                                      float* sums) {
   using T = typename S::Row;
-  // A row of the caller may end within a step; converted rows are padded with zeros.
+  // A row of the caller may end within a step; rows that were converted are padded with zeros.
   constexpr bool kCallersRows = std::is_same_v<typename S::Input, T>;
   int64_t num_inputs = params.weight.num_inputs;
   int64_t full_steps = kCallersRows ? num_inputs / S::kInputs : in.steps;
@@ -148,7 +152,8 @@ SPECOPS_INLINE inline void sum_plain(const GemmParams& params,
   add_steps<S, kRows, kBlocks>(acc, in, 0, full_steps, fetch);
   if constexpr (kCallersRows && S::kInputs > 1) {
     if (full_steps < in.steps) {
-      // An odd last input: its partner in the packed weight is zero, and must not be read from x.
+      // The number of inputs is odd: the weight of the missing input is zero, but the input must
+      // not be read from x.
       unrolled<kRows>([&](int r) SPECOPS_INLINE {
         T last[2] = {in.rows.x[r * in.rows.stride + num_inputs - 1], T{}};
         auto input = S::input(last, 0);
@@ -166,8 +171,8 @@ SPECOPS_INLINE inline void sum_plain(const GemmParams& params,
   });
 }
 
-// Computes the sums of fp8 weights. Each group's sum is one chain from zero, scaled and added to
-// the total of the previous groups.
+// Computes the sums for fp8 weights. The sum of each group of inputs is one chain from zero, which
+// is scaled and added to the total of the earlier groups.
 template <typename S, int kRows, int kBlocks>
 SPECOPS_INLINE inline void sum_groups(
     const GemmParams& params, const TileInputs<S>& in, int64_t block, Fetch fetch, float* sums) {
@@ -189,8 +194,8 @@ SPECOPS_INLINE inline void sum_groups(
   }
 }
 
-// out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k], for a tile of kRows rows and kBlocks
-// blocks; if gated, activation(out[row, n]) * out[row, width + n].
+// Computes out[row, n] = bias[n] + sum_k x[row, k] * weight[n, k] for a tile of kRows rows and
+// kBlocks blocks; if gated, activation(out[row, n]) * out[row, width + n].
 // Cost:    the tile's weights once from memory or cache; kRows * kBlocks dot products per step.
 // Assumes: weights packed by pack_weight; any alignment. `fetch` may point anywhere.
 // Order:   one accumulator chain per output over the steps in order; for fp8 one per 128 inputs and

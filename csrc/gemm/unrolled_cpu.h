@@ -5,7 +5,8 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Calls fn(0) to fn(kCount - 1) without a loop, so that arrays indexed by them become registers.
+// Calls fn(0) to fn(kCount - 1) without a loop, so that arrays indexed by the argument stay in
+// registers.
 #define SPECOPS_INLINE __attribute__((always_inline))
 template <int kCount, typename Fn>
 SPECOPS_INLINE inline void unrolled(const Fn& fn) {

@@ -8,8 +8,8 @@ namespace specops {
 
 constexpr int kConvThreads = 128;
 
-// Computes out = silu(sum over taps of weight * x that many positions before); stores x in the
-// slot.
+// Computes out = silu(sum over taps of weight[tap] * x at the tap's distance before the row), and
+// stores x in the slot.
 // Grid:    x = (batch + 1) * pieces of 128 channels (unbounded); the last ones handle padding rows.
 // Block:   128 threads; each thread owns one channel of one request, for all its rows.
 // Smem:    none.
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kConvThreads) causal_conv1d_kernel(CausalConv1
   }
   const T* x = static_cast<const T*>(params.x) + range.first * params.x_stride + channel;
   T* kept = static_cast<T*>(params.states) + range.slot * window * channels + channel;
-  float weight[kMostTaps];  // the last one is for the row itself
+  float weight[kMostTaps];  // weight[taps - 1] is for the row itself
 #pragma unroll
   for (int tap = 0; tap < kMostTaps; ++tap) {
     int64_t from = tap - (kMostTaps - taps);
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kConvThreads) causal_conv1d_kernel(CausalConv1
     }
     out[i * channels] = from_float<T>(__fdiv_rn(sum, __fadd_rn(1.0f, expf(-sum))));
   }
-  // Stored last, when the old values are no longer needed.
+  // Stored at the end, when the old values are no longer needed.
   for (int64_t i = max(count - window, int64_t{0}); i < count; ++i) {
     kept[(range.begin + i) % window * channels] = x[i * params.x_stride];
   }

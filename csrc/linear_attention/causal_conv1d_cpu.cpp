@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t kPiece = 64;  // channels per item
 
-// Computes channels [first, last) of the rows of a request.
+// Computes the channels [first, last) of all rows of a request.
 template <typename T>
 void run_piece(const CausalConv1dParams& params, SlotRange range, int64_t first, int64_t last) {
   int64_t channels = params.channels, window = params.of.window, taps = params.taps;
@@ -41,7 +41,7 @@ void run_piece(const CausalConv1dParams& params, SlotRange range, int64_t first,
       store_partial(out + (range.first + i) * channels + col, value, n);
     }
   }
-  // Stored last, when the old values are no longer needed.
+  // Stored at the end, when the old values are no longer needed.
   for (int64_t i = count > window ? count - window : 0; i < count; ++i) {
     std::memcpy(static_cast<void*>(kept + (range.begin + i) % window * channels + first),
                 row_of(i) + first,
@@ -49,8 +49,8 @@ void run_piece(const CausalConv1dParams& params, SlotRange range, int64_t first,
   }
 }
 
-// Computes out = silu(sum over taps of weight * x that many positions before); stores x in the
-// slot.
+// Computes out = silu(sum over taps of weight[tap] * x at the tap's distance before the row), and
+// stores x in the slot.
 // Cost:    `taps` products per element, each x and out moved once; memory-bound.
 // Assumes: slots, lengths and rows checked by ops.cpp; no slot appears twice.
 // Order:   a chain over the taps from the oldest position on, from zero, in fp32; positions before
@@ -61,7 +61,7 @@ void run_piece(const CausalConv1dParams& params, SlotRange range, int64_t first,
 template <typename T>
 void run(const CausalConv1dParams& params) {
   int64_t pieces = (params.channels + kPiece - 1) / kPiece;
-  // Each chunk should justify waking a thread: about 4096 elements.
+  // A chunk should be worth waking a thread for: about 4096 elements.
   int64_t rows = params.of.rows / (params.of.batch + 1) + 1;
   parallel_for((params.of.batch + 1) * pieces, 64 / rows, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {

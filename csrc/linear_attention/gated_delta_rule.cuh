@@ -7,13 +7,13 @@
 namespace specops {
 
 constexpr int kDeltaThreads = 128;
-constexpr int kDeltaLanes = 4;                              // threads per column
+constexpr int kDeltaLanes = 4;                              // threads per column of a state
 constexpr int kDeltaColumns = kDeltaThreads / kDeltaLanes;  // columns per block
-constexpr int kDeltaKeys = kMostKeyDim / kDeltaLanes;       // rows of a column per thread
+constexpr int kDeltaKeys = kMostKeyDim / kDeltaLanes;       // elements of a column per thread
 constexpr int kDeltaWarps = kDeltaThreads / kWarpSize;
 static_assert(kMostKeyDim == kDeltaThreads, "a thread normalises one element of q and of k");
 
-// q and k of a row, and the sums of their squares per warp.
+// q and k of a row in shared memory, and the sums of their squares per warp.
 struct DeltaShared {
   float q[kMostKeyDim];
   float k[kMostKeyDim];
@@ -29,13 +29,13 @@ __device__ inline float warp_sum(float x) {
   return x;
 }
 
-// Returns the sum over the threads of a column.
+// Returns the sum of x over the threads that share a column.
 __device__ inline float column_sum(float x) {
   x = __fadd_rn(x, __shfl_xor_sync(kFullMask, x, 1));
   return __fadd_rn(x, __shfl_xor_sync(kFullMask, x, 2));
 }
 
-// Loads q and k of one row to shared memory, as floats of length `scale` and 1.
+// Loads q and k of one row to shared memory as floats, normalized to length `scale` (q) and 1 (k).
 template <typename T>
 __device__ inline void load_row(DeltaShared& shared, const T* q, const T* k, int dim, float scale) {
   int thread = static_cast<int>(threadIdx.x);
@@ -65,7 +65,7 @@ __device__ inline void load_row(DeltaShared& shared, const T* q, const T* k, int
   __syncthreads();
 }
 
-// For each row in order, with q and k of length key_dim^-1/2 and 1:
+// Computes, for each row in order, with q and k normalized to length key_dim^-1/2 and 1:
 // state = decay * state; state += k (v - k state) strength; out = q state.
 // Grid:    x = (batch + 1) * value heads * pieces of 32 columns of a state (unbounded); the last
 //          ones handle padding rows.
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kDeltaThreads)
     }
     return;
   }
-  // Returns this thread's first element of the state after a position.
+  // Returns the address of this thread's first element of the state after a position.
   auto state_of = [&](int64_t position) {
     int64_t place = (range.slot * window + position % window) * heads + head;
     return params.states + (place * dim + lane) * value_dim + col;
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kDeltaThreads)
     sum = column_sum(sum);
     if (!has_column) continue;
     if (lane == 0) out[row * heads * value_dim] = from_float<T>(sum);
-    if (row + window < range.end) continue;  // a later row overwrites it
+    if (row + window < range.end) continue;  // a later row of this step has the same place
     float* to = state_of(range.begin + row - range.first);
 #pragma unroll
     for (int i = 0; i < kDeltaKeys; ++i) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// gated_delta_rule: linear attention with a state per head, which decays and is corrected by each
-// row.
+// gated_delta_rule: linear attention with one state matrix per head. Each row lets the state decay
+// and then corrects it towards the row's k and v.
 #pragma once
 
 #include <cmath>
@@ -26,7 +26,7 @@ struct GatedDeltaRuleParams {
   const void* b;         // [rows, num_value_heads], rows are b_stride apart
   const float* a_log;    // [num_value_heads]
   const float* dt_bias;  // [num_value_heads]
-  float* states;  // [num_slots, window, num_value_heads, key_dim, value_dim]; after position i at
+  float* states;  // [num_slots, window, num_value_heads, key_dim, value_dim]; after position i: at
                   // i % window
   void* out;      // [rows, num_value_heads, value_dim], contiguous
   SlotRows of;
@@ -56,14 +56,14 @@ SPECOPS_HOST_DEVICE Fault find_fault(const GatedDeltaRuleParams& params, int64_t
       params.of, request, kGatedDeltaRuleSlots, kGatedDeltaRuleQoIndptr, kGatedDeltaRuleKvLens);
 }
 
-// Returns a row's decay factor of the state: exp(-exp(a_log) * softplus(a + dt_bias)).
+// Returns the factor by which a row lets the state decay: exp(-exp(a_log) * softplus(a + dt_bias)).
 SPECOPS_HOST_DEVICE float decay_of(float a, float a_log, float dt_bias) {
   float x = a + dt_bias;
   float softplus = x > kSoftplusLinear ? x : log1pf(expf(x));
   return expf(-(expf(a_log) * softplus));
 }
 
-// Returns the fraction of its correction that a row applies: sigmoid(b).
+// Returns the strength with which a row corrects the state, from 0 to 1: sigmoid(b).
 SPECOPS_HOST_DEVICE float strength_of(float b) { return 1.0f / (1.0f + expf(-b)); }
 
 SPECOPS_DECLARE_CPU(gated_delta_rule_cpu, GatedDeltaRuleParams);

@@ -8,7 +8,7 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Converts a query or key to floats of length `scale`.
+// Converts a query or a key to floats and normalizes it to length `scale`.
 template <typename T>
 void normalise(const T* src, float* dst, int64_t dim, float scale) {
   F32x16 squares = zero();
@@ -22,8 +22,8 @@ void normalise(const T* src, float* dst, int64_t dim, float scale) {
   }
 }
 
-// Rows to compute for some columns before the next columns; the columns and these rows' inputs stay
-// in L1.
+// Number of rows that are computed for some columns before the next columns. The columns and the
+// inputs of these rows stay in L1.
 constexpr int64_t kRows = 8;
 constexpr int kVectors = 4;
 constexpr int64_t kColumns = kVectors * kLanes;
@@ -36,7 +36,8 @@ struct RowInput {
   float strength;
 };
 
-// Updates kCount * 16 columns of a state for one row, from `from` to `to`, which may be equal.
+// Updates kCount * 16 columns of a state for one row. Reads the state at `from` and writes it to
+// `to`, which may be the same.
 template <int kCount, typename T>
 void step_columns(const RowInput& row,
                   const float* from,
@@ -76,7 +77,7 @@ const T* of_row(const void* data, int64_t stride, int64_t row) {
   return static_cast<const T*>(data) + row * stride;
 }
 
-// Loads the inputs of row `row` for a head.
+// Loads the inputs of row `row` for one head.
 template <typename T>
 void load_row(const GatedDeltaRuleParams& params, int64_t row, int64_t head, RowInput& input) {
   int64_t dim = params.key_dim;
@@ -89,8 +90,8 @@ void load_row(const GatedDeltaRuleParams& params, int64_t row, int64_t head, Row
   input.strength = strength_of(to_float(of_row<T>(params.b, params.b_stride, row)[head]));
 }
 
-// Computes one head of a request that has a slot, a few rows at a time. States that a slot will not
-// keep, because more than `window` rows follow, go to `passing`.
+// Computes one head of a request that has a slot, a few rows at a time. A slot stores only the last
+// `window` states; earlier states of this step go to the buffer `passing`.
 template <typename T>
 void run_head(const GatedDeltaRuleParams& params, SlotRange range, int64_t head) {
   static const float zeros[kMostValueDim] = {};
@@ -98,12 +99,12 @@ void run_head(const GatedDeltaRuleParams& params, SlotRange range, int64_t head)
   RowInput inputs[kRows];
   int64_t heads = params.num_value_heads, dim = params.key_dim, value_dim = params.value_dim;
   int64_t window = params.of.window;
-  auto state_of = [&](int64_t row) {  // -1: before the first row
+  auto state_of = [&](int64_t row) {  // row -1: the state before the first row
     int64_t place = range.slot * window + (range.begin + row) % window;
     return params.states + (place * heads + head) * dim * value_dim;
   };
   int64_t rows = range.end - range.first;
-  // If all states are kept, each is written in full before the next.
+  // If the slot stores all states, each state is written completely before the next one.
   int64_t most = rows > window ? kRows : 1;
   for (int64_t begin = 0; begin < rows; begin += most) {
     int64_t end = begin + most < rows ? begin + most : rows;
@@ -138,7 +139,7 @@ void run_head(const GatedDeltaRuleParams& params, SlotRange range, int64_t head)
   }
 }
 
-// Clears the outputs of padding rows.
+// Sets the outputs of padding rows to zero.
 template <typename T>
 void clear_head(const GatedDeltaRuleParams& params, SlotRange range, int64_t head) {
   int64_t heads = params.num_value_heads, value_dim = params.value_dim;
@@ -148,7 +149,7 @@ void clear_head(const GatedDeltaRuleParams& params, SlotRange range, int64_t hea
   }
 }
 
-// For each row in order, with q and k of length key_dim^-1/2 and 1:
+// Computes, for each row in order, with q and k normalized to length key_dim^-1/2 and 1:
 // state = decay * state; state += k (v - k state) strength; out = q state.
 // Cost:    7 * key_dim * value_dim operations per row and value head. In prompts, 64 columns of a
 //          state stay in L1 for 8 rows; rows that a step may reject write one state each.

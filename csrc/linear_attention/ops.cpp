@@ -14,11 +14,11 @@ namespace {
 
 constexpr auto kFloats = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
 
-// An op with more operations takes more than about 50 us and releases the GIL.
+// An op with more operations takes more than about 50 us, so it releases the GIL.
 constexpr int64_t kGilOperations = int64_t{1} << 20;
 
-// Checks the slot arrays, after the tensors that determine the numbers of rows, slots and
-// positions.
+// Checks the arrays of slots. The tensors that determine the numbers of rows, slots and positions
+// must be checked before.
 SlotRows read_slot_rows(Checker& check,
                         const TensorView& slots,
                         const TensorView& qo_indptr,
@@ -42,7 +42,7 @@ SlotRows read_slot_rows(Checker& check,
   };
 }
 
-// Refuses overlapping tensors, because rows are read again after others are written.
+// Rejects overlapping tensors, because rows are read again after other rows are written.
 void refuse_overlap(const Checker& check,
                     const TensorView& out,
                     const char* argument,

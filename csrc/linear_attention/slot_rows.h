@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// A request's rows of a step, and the slot that keeps the states of earlier rows; used by both ops.
+// The rows of a request in a step, and the slot that stores the states of its earlier rows; used by
+// both linear attention ops.
 //
-// The state after position i is at i % window of its slot. So a step finds the state before its
-// first row, however many later rows were rejected: nothing is rolled back.
+// The state after position i is stored at i % window of the slot. A step therefore finds the state
+// before its first row even if later rows were rejected, and nothing has to be rolled back.
 #pragma once
 
 #include <cstdint>
@@ -23,15 +24,16 @@ struct SlotRows {
   int64_t rows;
 };
 
-// One request of a step.
+// Slot and rows of one request in a step.
 struct SlotRange {
   int64_t slot;   // -1: rows become zeros
   int64_t first;  // first row
   int64_t end;    // end row
-  int64_t begin;  // position of the first row
+  int64_t begin;  // absolute position of the first row
 };
 
-// Returns the rows of a request. Request `batch` stands for the padding rows behind all requests.
+// Returns the rows of a request. Request number `batch` stands for the padding rows after all
+// requests.
 SPECOPS_HOST_DEVICE SlotRange range_of(const SlotRows& rows, int64_t request) {
   int64_t first = rows.qo_indptr[request];
   if (request == rows.batch) return {-1, first, rows.rows, 0};
@@ -39,7 +41,8 @@ SPECOPS_HOST_DEVICE SlotRange range_of(const SlotRows& rows, int64_t request) {
   return {rows.slots[request], first, end, rows.kv_lens[request] - (end - first)};
 }
 
-// Checks `request`, which may be `batch`, and returns one of the three codes for a fault.
+// Checks request `request`, which may be `batch` (the padding rows). Returns a fault with one of
+// the three codes.
 SPECOPS_HOST_DEVICE Fault find_fault(const SlotRows& rows,
                                      int64_t request,
                                      ErrorCode slots,

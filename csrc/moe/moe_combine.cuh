@@ -8,7 +8,8 @@ namespace specops {
 
 constexpr int kCombineThreads = 256;
 
-// out = sum of weight * expert_out over the experts of a row, then shared.
+// Computes out = sum of weight * expert_out over the experts of a row, plus the output of the
+// shared expert.
 // Grid:    x = rows * pieces of 256 columns (unbounded).
 // Block:   256 threads; each thread owns one column of one row.
 // Smem:    none.

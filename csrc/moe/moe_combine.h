@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// moe_combine: the weighted sum of the outputs of a row's experts.
+// moe_combine: computes the weighted sum of the outputs of each row's experts.
 #pragma once
 
 #include <cstdint>

@@ -6,7 +6,8 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// out = sum of weight * expert_out over the experts of a row, then shared.
+// Computes out = sum of weight * expert_out over the experts of a row, plus the output of the
+// shared expert.
 // Cost:    (top_k + 1) * 4 bytes read and an element written per column; memory-bound.
 // Assumes: places checked by ops.cpp.
 // Order:   one chain in the order of the row's experts, each product and each sum rounded to

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels of moe_linear: those of linear, on tiles of one expert's rows that each block looks
-// up.
+// The kernels of moe_linear. They are the kernels of linear, run on tiles of rows that have the
+// same expert; each block looks up its tile.
 #pragma once
 
 #include "gemm/code_product.cuh"
@@ -13,20 +13,20 @@ namespace specops {
 constexpr int kExpertRows = 8;  // rows per tile
 static_assert(kExpertRows == kFloatRows);
 
-// Returns an upper bound on the row tiles of this many pairs: each expert may have one partial
-// tile.
+// Returns an upper bound on the number of row tiles for `pairs` pairs: each expert may have one
+// incomplete tile.
 inline int64_t most_row_tiles(int64_t pairs, int64_t num_experts) {
   return pairs / kExpertRows + (num_experts < pairs ? num_experts : pairs);
 }
 
-// Rows of one expert; rows = 0 if there are fewer tiles.
+// A tile of rows of one expert. rows is 0 if the tile does not exist.
 struct ExpertTile {
   int expert, first, rows;
 };
 
-// Returns tile `index` of all experts' rows, in order; called by every warp of a block. From the
-// first expert with a fault on there are no tiles, because later row ranges may overlap earlier
-// ones.
+// Returns tile `index`, counted over the rows of all experts in order. Every warp of a block calls
+// it. There are no tiles from the first expert with a fault on, because later row ranges could
+// overlap earlier ones.
 __device__ inline ExpertTile expert_tile(const MoeLinearParams& params, int64_t index) {
   int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   int experts = static_cast<int>(params.num_experts), left = static_cast<int>(index);
@@ -65,7 +65,8 @@ __device__ inline ExpertTile expert_tile(const MoeLinearParams& params, int64_t 
   return {0, 0, 0};
 }
 
-// Returns the begin of row `row` of a tile in x; an invalid row is a fault and reads as zeros.
+// Returns the address in x of row `row` of a tile. An invalid row is reported as a fault and reads
+// as zeros.
 template <typename T>
 __device__ inline const T* expert_row(const MoeLinearParams& params,
                                       const ExpertTile& tile,
@@ -82,7 +83,7 @@ __device__ inline const T* expert_row(const MoeLinearParams& params,
   return static_cast<const T*>(params.x) + from * params.x_stride;
 }
 
-// Computes out[pair] = weight of the pair's expert * x[row of the pair], for 16-bit types.
+// Computes out[pair] = (weight of the pair's expert) * x[row of the pair], for 16-bit types.
 // Grid:    x = tiles of eight rows of one expert, as many as possible, times tiles of outputs as in
 //          linear_stream_kernel, rows fastest (unbounded). Blocks without a tile exit at once.
 // Block:   as linear_stream_kernel.
@@ -104,7 +105,7 @@ __global__ void __launch_bounds__(128)
   });
 }
 
-// Computes the same for float32, as linear_float_kernel does.
+// Computes the same as moe_stream_kernel for float32, in the way of linear_float_kernel.
 // Grid:    as moe_stream_kernel, with linear_float_kernel's tiles of outputs.
 // Block:   as linear_float_kernel.
 // Smem:    as linear_float_kernel.
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(128)
   });
 }
 
-// Computes the same for quantized weights, as linear_codes_kernel does.
+// Computes the same as moe_stream_kernel for quantized weights, in the way of linear_codes_kernel.
 // Grid:    as moe_stream_kernel, with linear_codes_kernel's tiles of outputs.
 // Block:   as linear_codes_kernel.
 // Smem:    as linear_codes_kernel.

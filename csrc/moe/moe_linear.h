@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// moe_linear: multiplies rows with the weights of their experts, each expert's rows together.
+// moe_linear: multiplies rows with the weights of their experts. All rows of an expert are
+// multiplied together.
 #pragma once
 
 #include <cstdint>
@@ -12,15 +13,16 @@
 
 namespace specops {
 
-// Rows are pairs in the order of moe_sort. The weight and the bias point to expert 0; the other
-// experts follow.
+// Product of pairs (row, expert) with the weights of their experts. The rows of GemmParams are the
+// pairs in the order of moe_sort. Its weight and bias are those of expert 0; those of the other
+// experts follow in memory.
 struct MoeLinearParams : GemmParams {
-  const int32_t* expert_indptr;  // [num_experts + 1], begin of each expert's pairs
+  const int32_t* expert_indptr;  // [num_experts + 1], first pair of each expert
   int64_t num_experts;
   int64_t x_rows;  // rows of x
-  // Distances from one expert to the next.
+  // Distances from one expert to the next in the arrays of the weight and in the bias.
   int64_t data_bytes;
-  int64_t scales;  // in elements, as are the next two
+  int64_t scales;  // in elements, as are the next two distances
   int64_t offsets;
   int64_t code_values;
   ErrorFlag error;
@@ -32,7 +34,7 @@ SPECOPS_FAULT(6002, kMoeLinearExpertIndptr) =
 SPECOPS_FAULT(6003, kMoeLinearRowIndices) =
     "moe_linear: row_indices must be a row of x{, below #}, where an expert has it";
 
-// Checks the range of pairs of expert e.
+// Checks the range of pairs of expert e in expert_indptr.
 SPECOPS_HOST_DEVICE Fault find_expert_fault(const MoeLinearParams& params, int64_t e) {
   int32_t begin = params.expert_indptr[e], end = params.expert_indptr[e + 1];
   if (begin < 0 || (e == 0 && begin != 0)) {
@@ -42,18 +44,18 @@ SPECOPS_HOST_DEVICE Fault find_expert_fault(const MoeLinearParams& params, int64
   return fault_at(kMoeLinearExpertIndptr, end, e + 1).with(begin, params.rows);
 }
 
-// Checks an entry of row_indices that belongs to an expert.
+// Checks the entry of row_indices of a pair that belongs to an expert.
 SPECOPS_HOST_DEVICE Fault find_row_fault(const MoeLinearParams& params, int64_t pair) {
   int32_t row = params.row_indices[pair];
   if (row >= 0 && row < params.x_rows) return {};
   return fault_at(kMoeLinearRowIndices, row, pair).with(params.x_rows);
 }
 
-// Returns the bytes of float32, bfloat16 or float16, the dtypes of x, bias and out. Device code
-// cannot call dtype_bytes.
+// Returns the size in bytes of float32, bfloat16 or float16, which are the dtypes of x, bias and
+// out. Device code cannot call dtype_bytes.
 SPECOPS_HOST_DEVICE int64_t real_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
-// Returns the product of one expert with `rows` pairs from `first` on.
+// Returns the parameters of the product of one expert with `rows` pairs from `first` on.
 SPECOPS_HOST_DEVICE GemmParams of_expert(const MoeLinearParams& params,
                                          int64_t e,
                                          int64_t first,
@@ -82,7 +84,7 @@ SPECOPS_HOST_DEVICE GemmParams of_expert(const MoeLinearParams& params,
 SPECOPS_DECLARE_CPU(moe_linear_cpu, MoeLinearParams);
 SPECOPS_DECLARE_CUDA(moe_linear_cuda, MoeLinearParams);
 
-// The part for quantized weights.
+// Variant for quantized weights.
 SPECOPS_DECLARE_CUDA(moe_codes_cuda, MoeLinearParams);
 
 }  // namespace specops

@@ -11,7 +11,8 @@ namespace {
 // The experts that have rows in the current call.
 thread_local GrowingArray<int32_t> busy_experts;
 
-// Computes the products of the experts that have rows. Column ranges are multiples of `together`.
+// Computes the products of the experts that have rows. The length of a range of columns is a
+// multiple of `together`.
 void run(const MoeLinearParams& params, int64_t num_columns, int64_t together) {
   int32_t* busy = busy_experts.reserve(params.num_experts);
   int64_t count = 0;
@@ -43,8 +44,8 @@ void run(const MoeLinearParams& params, int64_t num_columns, int64_t together) {
 
 }  // namespace
 
-// Computes out[pair] = weight of the pair's expert * x[row of the pair], with the bits of linear
-// with that expert alone.
+// Computes out[pair] = (weight of the pair's expert) * x[row of the pair], with the same bits as
+// linear with that expert's weight.
 // Cost:    the weights of the experts that have rows once from memory, for any number of rows.
 // Assumes: weights packed by pack_weight, experts in sequence; indices checked by ops.cpp.
 // Order:   that of linear: a pair depends on its row and its expert alone.
@@ -56,7 +57,7 @@ void moe_linear_cpu(const MoeLinearParams& params) {
   if (is_in_panels(weight.kind)) {
     return run(params, weight_panels(weight.num_outputs, weight.activation), 1);
   }
-  // A block of gates stays with the block of its ups.
+  // A range never separates a block of gates from the block of its ups.
   int64_t together = is_gated(weight.activation) ? 2 : 1;
   run(params, packed_blocks(weight.num_outputs, weight.activation), together);
 }

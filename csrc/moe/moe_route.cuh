@@ -8,14 +8,15 @@ namespace specops {
 
 constexpr int kRouteWarps = 4;
 
-// The scores of one row. Each lane owns every 32nd expert, and reads no other.
+// The scores of one row. Each lane reads and writes every 32nd expert only.
 struct RouteRow {
   float scores[kMostExperts];
-  float keys[kMostExperts];  // minus infinity if is_out: never chosen
+  float keys[kMostExperts];  // -infinity if is_out, so that it is never chosen
   bool is_out[kMostExperts];
 };
 
-// The best candidate of a lane, then of the warp; on equal keys the lower index wins. id -1: none.
+// The best candidate of a lane, later of the warp. On equal keys, the lower index wins. id -1: no
+// candidate.
 struct RouteBest {
   float key = -INFINITY;
   int id = -1;
@@ -72,8 +73,8 @@ __device__ inline void route_scores(const MoeRouteParams& params,
   for (int i = lane; i < count; i += kWarpSize) row.scores[i] = __fdiv_rn(row.scores[i], sum);
 }
 
-// Marks the experts of all but the best groups as out. Groups are ranked by the sum of their two
-// best keys. Each lane handles every 32nd group, one after the other.
+// Excludes the experts of all but the best groups by setting is_out. Groups are ranked by the sum
+// of their two best keys. Each lane handles every 32nd group, one after the other.
 __device__ inline void route_groups(const MoeRouteParams& params, RouteRow& row, int lane) {
   int groups = static_cast<int>(params.num_groups);
   int size = static_cast<int>(params.num_experts) / groups;
@@ -108,7 +109,7 @@ __device__ inline void route_groups(const MoeRouteParams& params, RouteRow& row,
     best.of_warp();
     if (best.id % kWarpSize == lane) is_left &= ~(1u << (best.id / kWarpSize));
   }
-  // Groups still left were not chosen.
+  // The groups that are still left were not chosen: exclude their experts.
   __syncwarp(kFullMask);
 #pragma unroll
   for (int own = 0; own < kMostGroups; ++own) {
@@ -119,7 +120,8 @@ __device__ inline void route_groups(const MoeRouteParams& params, RouteRow& row,
   __syncwarp(kFullMask);
 }
 
-// ids = the top_k of scores + bias, within the best groups; weights = their scores, scaled.
+// Computes ids = the top_k of scores + bias within the best groups, and weights = the scores of
+// these experts, normalized and scaled.
 // Grid:    x = rows / 4 (unbounded).
 // Block:   4 warps; each warp owns a row, each lane every 32nd expert.
 // Smem:    36 KiB: scores, keys and marks of four rows.
@@ -154,7 +156,7 @@ __global__ void __launch_bounds__(kRouteWarps* kWarpSize) moe_route_kernel(MoeRo
     best.of_warp();
     if (best.id % kWarpSize == lane) chosen |= 1u << (best.id / kWarpSize);
   }
-  // Weights are added by ascending id; every lane adds all of them in that order.
+  // Weights are added in ascending order of id; every lane adds all of them in this order.
   float sum = 0.0f;
   int before = 0;
   __syncwarp(kFullMask);

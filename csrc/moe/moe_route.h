@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// moe_route: selects the experts of each row, and their weights.
+// moe_route: selects the experts of each row and computes their weights.
 #pragma once
 
 #include <cmath>
@@ -25,15 +25,15 @@ struct MoeRouteParams {
   int64_t top_k;
   int64_t logits_stride;  // elements between rows
   int64_t num_groups;    // divides num_experts; groups have at least 2 experts if there are several
-  int64_t top_k_groups;  // these groups have at least top_k experts
+  int64_t top_k_groups;  // number of groups to choose from; they have at least top_k experts
   Scoring scoring;
   bool normalizes;  // divide a row's weights by their sum, or by min_sum if that is larger
   float min_sum;
   float scale;
 };
 
-// Returns the key by which experts and groups are chosen: larger first, the lower index on ties.
-// NaN counts as minus infinity.
+// Returns the key by which experts and groups are ranked. The largest keys are chosen; on ties, the
+// lower index. NaN counts as minus infinity.
 SPECOPS_HOST_DEVICE float choice_key(float score) { return score == score ? score : -INFINITY; }
 
 SPECOPS_DECLARE_CPU(moe_route_cpu, MoeRouteParams);

@@ -6,15 +6,15 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// The scores of one row.
+// The scores of one row, and its candidates.
 struct Candidates {
-  alignas(64) float scores[kMostExperts];  // the source of the weights
-  float keys[kMostExperts];                // the order in which experts are chosen
-  bool is_out[kMostExperts];               // in a group that is not chosen
+  alignas(64) float scores[kMostExperts];  // from which the weights are computed
+  float keys[kMostExperts];                // by which experts are ranked
+  bool is_out[kMostExperts];               // true if its group is not chosen
   bool is_chosen[kMostExperts];
 };
 
-// Computes softmax or sigmoid of a row's logits.
+// Computes the softmax or the sigmoid of a row's logits.
 void score(const MoeRouteParams& params, const float* logits, float* scores) {
   int64_t count = params.num_experts;
   auto vector_at = [&](int64_t i) {
@@ -40,8 +40,8 @@ void score(const MoeRouteParams& params, const float* logits, float* scores) {
   for (int64_t i = 0; i < count; i += kLanes) store(scores + i, div(load(scores + i), sum));
 }
 
-// Marks the experts of all but the best groups as out; groups are ranked by their two best keys'
-// sum.
+// Excludes the experts of all but the best groups by setting is_out. Groups are ranked by the sum
+// of their two best keys.
 void choose_groups(const MoeRouteParams& params, Candidates& row) {
   int64_t size = params.num_experts / params.num_groups;
   float sums[kMostExperts];
@@ -79,7 +79,7 @@ void choose_experts(const MoeRouteParams& params, Candidates& row) {
   }
 }
 
-// Writes the chosen experts of a row in ascending order, and their weights.
+// Writes the chosen experts of a row in ascending order of id, and their weights.
 void write(const MoeRouteParams& params, const Candidates& row, int32_t* ids, float* weights) {
   float sum = 0.0f;
   for (int64_t i = 0, n = 0; i < params.num_experts; ++i) {
@@ -97,7 +97,8 @@ void write(const MoeRouteParams& params, const Candidates& row, int32_t* ids, fl
 
 }  // namespace
 
-// ids = the top_k of scores + bias, within the best groups; weights = their scores, scaled.
+// Computes ids = the top_k of scores + bias within the best groups, and weights = the scores of
+// these experts, normalized and scaled.
 // Cost:    num_experts exponentials and top_k passes over as many keys, per row.
 // Assumes: sizes checked by ops.cpp.
 // Order:   softmax sums sixteen chains, folded as reduce_add() does; weights are summed by

@@ -9,7 +9,7 @@ namespace specops {
 constexpr int kSortThreads = 256;
 constexpr int kSortWarps = kSortThreads / kWarpSize;
 
-// Returns the sum over the block, in all threads; `sums` is kSortWarps wide.
+// Returns, in all threads, the sum of `value` over the block. `sums` has kSortWarps entries.
 __device__ inline int block_sum(int value, int* sums) {
 #pragma unroll
   for (int apart = kWarpSize / 2; apart > 0; apart /= 2) {
@@ -23,7 +23,7 @@ __device__ inline int block_sum(int value, int* sums) {
   return sum;
 }
 
-// Groups pairs by expert, in ascending order of expert and row.
+// Groups (row, expert) pairs by expert, in ascending order of expert, then row.
 // Grid:    x = num_experts.
 // Block:   256 threads; a block owns the pairs of one expert.
 // Smem:    64 bytes.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// moe_sort: orders pairs of a row and an expert by expert.
+// moe_sort: sorts (row, expert) pairs by expert.
 #pragma once
 
 #include <cstdint>
@@ -12,9 +12,9 @@ namespace specops {
 
 struct MoeSortParams {
   const int32_t* expert_ids;  // [pairs], grouped by row; -1: no expert
-  int32_t* expert_indptr;     // [num_experts + 1], begin of each expert's pairs in the order
-  int32_t* row_indices;       // [pairs], the row of each pair in the order
-  int32_t* places;            // [pairs], the position of each pair in the order, -1: none
+  int32_t* expert_indptr;     // [num_experts + 1], first pair of each expert in the sorted order
+  int32_t* row_indices;       // [pairs], the row of each pair in the sorted order
+  int32_t* places;            // [pairs], the position of each pair in the sorted order; -1: none
   int64_t pairs;
   int64_t top_k;  // pairs per row
   int64_t num_experts;

@@ -3,7 +3,7 @@
 
 namespace specops::SPECOPS_ISA {
 
-// Groups pairs by expert, in ascending order of expert and row.
+// Groups (row, expert) pairs by expert, in ascending order of expert, then row.
 // Cost:    two passes over the pairs; 4 bytes read and 12 written per pair.
 // Assumes: ids checked by ops.cpp.
 // Order:   integers only.

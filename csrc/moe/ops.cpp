@@ -52,7 +52,7 @@ void moe_route(const TensorView& logits,
   bool normalizes = min_sum_given.defined();
   float min_sum = normalizes ? check.number("min_sum", min_sum_given) : 0.0f;
   float scale = check.number("scale", scale_given);
-  // At most the number of experts in the chosen groups.
+  // top_k is at most the number of experts in the chosen groups.
   top_k.value = check.integer("top_k", top_k_given, 0, experts / groups * top_k_groups);
   check.tensor("expert_ids", expert_ids, {DType::kInt32}, {&rows, &top_k});
   check.tensor("expert_weights", expert_weights, {DType::kFloat32}, {&rows, &top_k});
@@ -78,7 +78,7 @@ void moe_route(const TensorView& logits,
   moe_route_cpu(params);
 }
 
-// Positions in the order are int32.
+// Checks that the number of pairs fits int32, because positions in the sorted order are int32.
 void check_pairs(Checker& check, const char* argument, int64_t pairs) {
   check.that(pairs <= Checker::kMaxInt32, argument, "fewer than 2^31 pairs", pairs);
 }
@@ -113,8 +113,9 @@ void moe_sort(const TensorView& expert_ids,
   moe_sort_cpu(params);
 }
 
-// Reduces a tensor with an entry per expert to the first entry. Returns the number of elements from
-// one entry to the next. Any other argument is left to the check of its field.
+// Reduces a tensor that has one entry per expert to the entry of the first expert. Returns the
+// number of elements from one expert to the next. Leaves any other argument unchanged; the check of
+// the field reports it.
 int64_t take_first(Checker& check, const char* argument, TensorView& view, Dim& experts) {
   if (!view.is_tensor || view.ndim() == 0) return 0;
   if (experts.value < 0) experts.value = view.size(0);

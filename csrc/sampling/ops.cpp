@@ -39,7 +39,7 @@ Workspace check_workspace(Checker& check,
 }
 
 void check_vocab(Checker& check, const Dim& vocab_size) {
-  // Ids are int32, and the id after one more leaf must not overflow.
+  // Token ids are int32, and the first id of a leaf after the last one must not overflow.
   check.that(vocab_size >= 1 && vocab_size <= INT32_MAX - 4096,
              "logits",
              "between 1 and 2^31 - 4097 tokens wide",
@@ -167,7 +167,8 @@ LogitsProcessors check_processors(
 
 namespace {
 
-// Returns the workspace bytes of a call on a device. device_index is as in torch, -1 for cpu.
+// Returns the size in bytes of the workspace of a call. device_index is as in torch; -1 for the
+// CPU.
 int64_t sampling_workspace_bytes(Argument rows_given,
                                  Argument vocab_size_given,
                                  Argument element_bytes_given,
@@ -181,7 +182,7 @@ int64_t sampling_workspace_bytes(Argument rows_given,
   int64_t device = check.integer("device_index", device_given, -1, Checker::kMaxInt32);
   if (device < 0 && !interprets_cuda()) return 0;
   int64_t num_bytes = 0;
-  // The op itself rejects such logits.
+  // Accept shapes that the op itself rejects.
   if (rows > Checker::kMaxInt32 || vocab_size < 1 || vocab_size > Checker::kMaxInt32 ||
       element_bytes < 1 || element_bytes > 16) {
     return 0;
@@ -195,7 +196,7 @@ int64_t sampling_workspace_bytes(Argument rows_given,
   return num_bytes;
 }
 
-// Exposes the generator, so that tests can compare it with published vectors.
+// Exposes the random number generator, so that tests can compare it with published vectors.
 std::array<uint32_t, 4> philox(uint64_t seed, const std::array<uint32_t, 4>& counter) {
   PhiloxBlock block = philox4x32(seed, {{counter[0], counter[1], counter[2], counter[3]}});
   return {block.word[0], block.word[1], block.word[2], block.word[3]};

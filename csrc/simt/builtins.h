@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// CUDA's built-in functions under CUDA's names: barriers, warp collectives, atomics and
-// mathematics. Functions that synchronize with other threads take their call site, for error
-// messages.
+// CUDA's built-in functions, under the same names: barriers, warp collectives, atomics and
+// mathematics. Functions that synchronize with other threads take their call site as an argument,
+// for error messages.
 #pragma once
 
 #include <bit>
@@ -63,7 +63,8 @@ void complete_shuffle(void* const* operands, uint32_t mask) {
     if (kKind == Shuffle::kXor) source = lane ^ own.lane;
     if (kKind == Shuffle::kUp) source = lane - own.lane;
     if (kKind == Shuffle::kDown) source = lane + own.lane;
-    // Out of range, a lane reads itself; xor may reach into an earlier segment.
+    // A lane whose source is out of range reads itself. With xor, the source may be in an earlier
+    // segment.
     if (source > last || (kKind != Shuffle::kXor && source < first) || source < 0) source = lane;
     if ((mask >> source & 1) == 0) {
       fail("lane " + std::to_string(lane) + " shuffles from lane " + std::to_string(source) +
@@ -97,7 +98,7 @@ struct ReduceOperands {
   R result;
 };
 
-// Gives every lane the same result: the fold over the lanes of the mask, from the lowest on.
+// Gives every lane the fold of the values of the lanes in the mask, from the lowest lane on.
 template <typename T, T (*kFold)(T, T)>
 void complete_fold(void* const* operands, uint32_t mask) {
   T result = static_cast<ReduceOperands<T, T>*>(operands[std::countr_zero(mask)])->value;
@@ -249,8 +250,8 @@ SPECOPS_SIMT_REDUCE(or, fold_or, unsigned)
 SPECOPS_SIMT_REDUCE(xor, fold_xor, unsigned)
 #undef SPECOPS_SIMT_REDUCE
 
-// Atomics: threads run one at a time, so plain code is atomic. No floats, because their order
-// matters.
+// Atomics. Threads run one at a time, so plain code is atomic. There are no atomics for floats,
+// because their result would depend on the order.
 
 namespace specops::simt {
 
@@ -260,7 +261,8 @@ concept AtomicWord =
 template <typename T>
 concept AtomicOrdered = AtomicWord<T> || std::is_same_v<T, long long>;
 
-// Reads and writes hidden from sanitizers, which receive an atomic access instead.
+// Performs an atomic access hidden from sanitizers; the race detector is notified of an atomic
+// access instead.
 template <typename T, typename Change>
 #if defined(SPECOPS_SIMT_RACE)
 __attribute__((no_sanitize("thread"), noinline))
@@ -275,7 +277,8 @@ T exchange(T* address, const Site& site, Change change) {
 
 }  // namespace specops::simt
 
-// The second argument converts to the address's type, as in CUDA's overloads.
+// CUDA's atomics, which return the previous value. The type of `value` is converted to that of the
+// address, as in CUDA's overloads.
 template <specops::simt::AtomicWord T>
 T atomicAdd(T* address,
             std::type_identity_t<T> value,
@@ -338,7 +341,7 @@ T atomicCAS(T* address,
   return specops::simt::exchange(
       address, site, [=](T old) { return old == compare ? value : old; });
 }
-// Adds one, wrapping to zero after `limit`.
+// Adds one, wrapping to zero after `limit`, and returns the previous value.
 inline unsigned atomicInc(unsigned* address,
                           unsigned limit,
                           specops::simt::Site site = specops::simt::Site::current()) {
@@ -346,7 +349,7 @@ inline unsigned atomicInc(unsigned* address,
       address, site, [=](unsigned old) { return old >= limit ? 0u : old + 1u; });
 }
 
-// Integers
+// Integer intrinsics
 
 inline int __popc(unsigned x) { return std::popcount(x); }
 inline int __popcll(unsigned long long x) { return std::popcount(x); }
@@ -400,7 +403,7 @@ inline float max(float a, float b) { return std::fmax(a, b); }
 inline double min(double a, double b) { return std::fmin(a, b); }
 inline double max(double a, double b) { return std::fmax(a, b); }
 
-// Floats: the operation rounded to nearest, once.
+// Float intrinsics: one operation, rounded once to nearest.
 
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fmul_rn(float a, float b) { return a * b; }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Race detector. Kernel files are compiled with -fsanitize=thread, and this file defines the hooks
-// that are called at every memory access. Threads have vector clocks that only synchronization
-// joins. Every byte remembers its last write and a few reads. Two accesses, at least one a write,
-// must be ordered by the clocks; it does not matter whether this run happened to execute them in a
-// harmless order.
+// that this option calls at every memory access. Each thread has a vector clock; only
+// synchronization merges the clocks of threads. For every byte, the detector stores the last write
+// and a few reads. Of two accesses of which at least one is a write, the clocks must order one
+// before the other. It does not matter whether this run executed them in a harmless order.
 #if defined(SPECOPS_SIMT_RACE)
 
 #include "simt/detector.h"
@@ -26,17 +26,17 @@ namespace specops::simt {
 namespace {
 
 constexpr int kBarriers = 16;
-constexpr int kReads = 3;  // reads per byte; more only matter if none is ordered before another
+constexpr int kReads = 3;  // reads stored per byte; more matter only if all are unordered
 constexpr size_t kPage = 4096;
 constexpr uint32_t kSitePlace = 0x80000000u;
 
 enum : uint16_t { kAtomic = 1, kInFlight = 2 };
 
-// An access: block and thread, the thread's own clock, and the source line.
+// An access: block and thread, the clock of the thread, and the source line.
 struct Epoch {
-  uint32_t block = 0;  // counted over all launches; 0: none
+  uint32_t block = 0;  // counted over all launches; 0: no access
   uint32_t clock = 0;
-  uint32_t place = 0;  // an address of the module, or kSitePlace | an index into sites
+  uint32_t place = 0;  // address in the module, or kSitePlace | index into `sites`
   uint16_t thread = 0;
   uint16_t flags = 0;
 };
@@ -46,10 +46,10 @@ struct Cell {
   Epoch reads[kReads];
 };
 
-// Clocks that blocks have published by an atomic on one address, in order of arrival.
+// Clocks that blocks have published with an atomic on one address, in order of arrival.
 struct Meeting {
   std::unordered_map<uint32_t, size_t> position;  // index of a block in `published`
-  std::vector<std::vector<uint32_t>> published;   // per thread of the block, the published clock
+  std::vector<std::vector<uint32_t>> published;   // per thread of the block: the published clock
 };
 
 struct Detector {
@@ -57,12 +57,12 @@ struct Detector {
   uint32_t block = 0;
   uint32_t first_block = 1;  // first block of this launch
   std::vector<uint32_t>
-      clocks;  // [threads][threads]: clocks of other threads that a thread has seen
-  std::vector<uint32_t> fence_own;   // [threads]: own clock at the last fence
-  std::vector<uint32_t> fence_seen;  // [threads][threads]: all clocks at the last fence
+      clocks;  // [threads][threads]: the clock of each thread, as each thread has seen it
+  std::vector<uint32_t> fence_own;   // [threads]: the thread's clock at its last fence
+  std::vector<uint32_t> fence_seen;  // [threads][threads]: row of `clocks` at the last fence
   std::vector<uint32_t> barriers[kBarriers];
   const unsigned char* arena = nullptr;
-  const unsigned char* arena_limit = nullptr;  // the end of the mapping
+  const unsigned char* arena_limit = nullptr;  // end of the mapping
   size_t smem_bytes = 0;
   uintptr_t stacks = 0, stacks_end = 0;
   uintptr_t host_stack = 0, host_stack_end = 0;
@@ -73,7 +73,7 @@ struct Detector {
   uintptr_t last_page = 0;
   Cell* last_cells = nullptr;
   std::unordered_map<uintptr_t, Meeting> meetings;
-  std::vector<std::pair<Meeting*, size_t>> acquired;  // by this block
+  std::vector<std::pair<Meeting*, size_t>> acquired;  // what this block has acquired
   std::vector<Site> sites;
   std::vector<std::pair<uintptr_t, uintptr_t>> regions;  // first, end
 
@@ -138,7 +138,8 @@ uint32_t place_of(const void* address) {
 
 std::string base_name(const std::string& path) { return path.substr(path.rfind('/') + 1); }
 
-// Returns file:line of a place; for inlined code, the first that is outside the interpreter.
+// Returns file:line of a place. For inlined code, this is the first location outside the
+// interpreter.
 std::string text_of(uint32_t place) {
   if ((place & kSitePlace) != 0) {
     const Site& site = state.sites[place & ~kSitePlace];
@@ -164,8 +165,8 @@ std::string text_of(uint32_t place) {
   return base_name(found);
 }
 
-// Returns whether another block's access is ordered before ours: it was published on an address
-// that we accessed atomically later.
+// Returns whether another block's access is ordered before this block's accesses: the other block
+// has published it with an atomic on an address that this block accessed atomically later.
 bool acquired(const Epoch& epoch) {
   for (const auto& [meeting, count] : state.acquired) {
     auto found = meeting->position.find(epoch.block);
@@ -225,7 +226,8 @@ std::string who(const Epoch& epoch) {
           text_of(access.place));
 }
 
-// Checks and records an access to one byte. `where` returns its description for error messages.
+// Checks and records an access to one byte. `where` returns the description of the byte for error
+// messages.
 template <typename Where>
 void touch(Cell& cell, const Access& access, bool is_shared, const Where& where) {
   auto live = [&](const Epoch& epoch) {
@@ -256,8 +258,8 @@ void touch(Cell& cell, const Access& access, bool is_shared, const Where& where)
     for (Epoch& read : cell.reads) read.block = 0;
     return;
   }
-  // A read that is ordered before this one can be dropped: what is ordered after us is after it
-  // too.
+  // A read that is ordered before this one can be dropped: whatever is ordered after this read is
+  // also ordered after the earlier one.
   Epoch* slot = nullptr;
   for (Epoch& read : cell.reads) {
     if (live(read) && !ordered(read, access.thread)) continue;
@@ -271,8 +273,8 @@ void touch(Cell& cell, const Access& access, bool is_shared, const Where& where)
   *slot = now;
 }
 
-// Checks all bytes of an access. Neighboring bytes usually have equal cells; then only the first is
-// checked.
+// Checks all bytes of an access. Neighboring bytes usually have equal cells; if so, only the first
+// one is checked.
 template <typename Where>
 void touch_all(
     Cell* cells, size_t count, const Access& access, bool is_shared, const Where& where) {
@@ -370,7 +372,8 @@ void begin_launch(int threads,
   state.shared.resize(kMaxSharedBytes);
   state.meetings.clear();
   state.first_block = state.block + 1;
-  // Tensors come and go between launches, so records about them must not accumulate.
+  // Tensors are allocated and freed between launches, so records about their memory must not
+  // accumulate.
   constexpr size_t kMostPages = 1024;
   if (state.global.size() > kMostPages) {
     state.global.clear();
@@ -459,9 +462,10 @@ void on_atomic(const void* pointer, size_t bytes, const Site& site) {
       address < reinterpret_cast<uintptr_t>(state.arena_limit)) {
     return;
   }
-  // The block sees what others have published here, and publishes what is fenced: for each thread,
-  // the clock that this thread has seen and that thread has fenced, or that this thread has fenced
-  // for all.
+  // The block acquires what other blocks have published here, and publishes what its own threads
+  // have fenced. For each of its threads, it publishes the larger of two clocks: the one up to
+  // which that thread has fenced and the current thread has seen it, and the one that the current
+  // thread had seen at its own last fence.
   Meeting& meeting = state.meetings[address];
   auto found = std::find_if(state.acquired.begin(), state.acquired.end(), [&](const auto& entry) {
     return entry.first == &meeting;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Events that the machine reports to the race detector (detector.cpp); no-ops outside race builds.
+// Events that the machine reports to the race detector (detector.cpp). The functions do nothing
+// outside race builds.
 #pragma once
 
 #include <cstddef>
@@ -16,15 +17,15 @@ void begin_launch(int threads,
                   size_t stacks_bytes,
                   const unsigned char* arena_end);
 void begin_block(const unsigned char* arena, size_t smem_bytes);
-void sync_lanes(int warp, uint32_t mask);  // lanes of a warp have synchronized, including memory
+void sync_lanes(int warp, uint32_t mask);  // these lanes have synchronized, with memory ordering
 void arrive(int barrier,
-            int thread);  // the thread's earlier accesses are ordered before the barrier
+            int thread);  // the thread arrives: its earlier accesses come before the barrier
 void pass(int barrier,
-          int thread);    // the thread continues after everything ordered before the barrier
-void reset(int barrier);  // all threads have passed
-void issue(const void* smem, const Site& site);  // cp.async to 16 bytes has started
+          int thread);                           // the thread continues after the barrier
+void reset(int barrier);                         // all threads have passed the barrier
+void issue(const void* smem, const Site& site);  // a cp.async to these 16 bytes has started
 void land(const void* smem,
-          const Site& site);  // the bytes have arrived, as if the thread wrote them
+          const Site& site);  // the bytes have arrived, as if this thread had written them
 
 #else
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stackful fibers. The stack switch is written in assembly for known machines (a few nanoseconds),
-// and uses ucontext elsewhere (hundreds, because it makes a system call). Included in one file
-// only, because it defines the switch.
+// Stackful fibers. For known machines, the stack switch is written in assembly and takes a few
+// nanoseconds; on others, ucontext is used and takes hundreds, because it makes a system call.
+// Include this header in one file only, because it defines the switch.
 #pragma once
 
 #include <cstddef>
@@ -14,9 +14,9 @@
 
 #if defined(__x86_64__)
 
-// Saves the callee-saved registers on this stack and its top in *from, then continues on the stack
-// `to`. It uses `ret`, not a jump: fibers leave and resume at the same places, so return prediction
-// works.
+// Saves the callee-saved registers on the current stack and the top of that stack in *from, then
+// continues on the stack `to`. It ends with `ret` instead of a jump: fibers leave and resume at the
+// same places, so the CPU predicts the return address correctly.
 extern "C" void specops_simt_switch(void** from, void* to);
 asm(R"(
 .text
@@ -101,17 +101,17 @@ specops_simt_switch:
 
 namespace specops::simt {
 
-// One stack and its saved position. The entry function never returns.
+// A stack and its saved position. The entry function of a fiber never returns.
 class Fiber {
  public:
   void start(unsigned char* stack, size_t stack_bytes, size_t colour, void (*entry)()) {
     stack_ = stack;
     stack_bytes_ = stack_bytes;
 #if defined(__SANITIZE_ADDRESS__)
-    __asan_unpoison_memory_region(stack, stack_bytes);  // left by an abandoned fiber
+    __asan_unpoison_memory_region(stack, stack_bytes);  // poisoned by an abandoned fiber
     fake_stack_ = nullptr;
 #endif
-    // The color shifts the stack tops, so that many of them do not share cache sets.
+    // The color shifts the tops of the stacks, so that they do not all use the same cache sets.
     unsigned char* top = stack + stack_bytes - 64 - colour;
 #if defined(__x86_64__)
     auto** frame = reinterpret_cast<void**>(top) - 8;  // six registers, the entry, alignment
@@ -132,7 +132,7 @@ class Fiber {
 #endif
   }
 
-  // Leaves this fiber, which is running, and continues with `next`.
+  // Leaves this fiber, which must be the running one, and continues with `next`.
   void switch_to(Fiber& next) {
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_start_switch_fiber(&fake_stack_, next.stack_, next.stack_bytes_);
@@ -154,8 +154,8 @@ class Fiber {
 #endif
   }
 
-  // Must be called first on a new stack, for AddressSanitizer. Records the stack of `from` if that
-  // is the host thread's.
+  // Tells AddressSanitizer that a new stack is in use; must be the first call on it. If `from` is
+  // the host thread, its stack is recorded.
   void arrived([[maybe_unused]] Fiber* from = nullptr) {
 #if defined(__SANITIZE_ADDRESS__)
     const void* bottom = nullptr;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// ldmatrix and mma: the fragment layouts of the PTX manual, and three rounding rules for the sums.
+// ldmatrix and mma: the fragment layouts of the PTX manual, and three rounding rules for sums.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -14,7 +14,7 @@ namespace {
 constexpr int kRows = 16;  // rows of d, which has 8 columns
 constexpr int kCols = 8;
 
-// Computes one row of d by fused multiply-adds. a: [k], b: [k][kCols].
+// Type of the functions that compute one row of d by fused multiply-adds. a: [k], b: [k][kCols].
 using RowRule = void (*)(float* d, const float* a, const float* b, int k);
 
 void row_fma_plain(float* d, const float* a, const float* b, int k) {
@@ -38,10 +38,11 @@ __attribute__((target("avx2,fma"),
 }
 #endif
 
-// Tensor cores add integers: every product and the addend are shifted to the largest exponent and
-// truncated `fraction_bits` bits below it; the sum is truncated to fp32. Products are exact.
+// Model of tensor cores, which add integers: every product and the addend are shifted to the
+// largest exponent and truncated `fraction_bits` bits below it; the sum is truncated to fp32.
+// Products are exact.
 
-// A finite float: significand * 2^(exponent - 23), the significand normalized to 24 bits.
+// A finite float as significand * 2^(exponent - 23), with the significand normalized to 24 bits.
 struct Split {
   int32_t significand;
   int32_t exponent;
@@ -65,8 +66,8 @@ Split split(float x) {
   return {(bits >> 31) != 0 ? -significand : significand, exponent};
 }
 
-// Truncates to 24 significant bits, toward zero; fewer below the normal range. The lowest bit of
-// `sum` has the value 2^exponent.
+// Truncates a sum to 24 significant bits, towards zero; to fewer bits below the normal range. The
+// lowest bit of `sum` has the value 2^exponent.
 float cut(int64_t sum, int exponent) {
   int64_t magnitude = sum < 0 ? -sum : sum;
   if (magnitude == 0) return 0.0f;
@@ -82,7 +83,7 @@ struct SplitRow {
   int32_t exponents[kCols];
 };
 
-// Computes kCols sums at once. a: [count], b: [count].
+// Adds one step of products to kCols sums at once. a: [count], b: [count].
 inline __attribute__((always_inline)) void add_step(
     float* d, const Split* a, const SplitRow* b, int count, int fraction_bits) {
   Split addends[kCols];
@@ -129,7 +130,8 @@ __attribute__((target("avx2"))) void add_step_avx2(
 }
 #endif
 
-// d += a * b in steps of `step` products; infinities and NaN follow plain arithmetic.
+// Computes d += a * b in steps of kDepth products. Infinities and NaN follow ordinary float
+// arithmetic.
 template <int kDepth>
 void multiply_truncated(float (*d)[kCols],
                         const float (*a)[kDepth],
@@ -200,8 +202,8 @@ float e4m3(uint32_t bits) {
   return (bits & 0x80) != 0 ? -magnitude : magnitude;
 }
 
-// Multiplies with kPerWord elements per 32-bit register: two 16-bit ones or four e4m3. In the
-// manual's terms, with group = lane / 4 and quad = lane % 4:
+// Multiplies with kPerWord elements per 32-bit register: two 16-bit ones or four e4m3. In the terms
+// of the PTX manual, with group = lane / 4 and quad = lane % 4:
 //   a[0] row group,     k = kPerWord * quad...      a[1] row group + 8, the same k
 //   a[2] row group,     the same k + half           a[3] row group + 8, the same k + half
 //   b[0] column group,  k = kPerWord * quad...      b[1] the same k + half
@@ -251,8 +253,8 @@ void multiply(void* const* operands) {
   }
 }
 
-// Returns the passes that eight rows of 16 bytes take: different rows in the same four banks are
-// serialized.
+// Returns the number of passes that reading eight rows of 16 bytes takes: different rows in the
+// same four banks are read one after another.
 int passes(void* const* operands, int first_lane) {
   int worst = 1;
   for (int i = 0; i < 8; ++i) {
@@ -275,7 +277,8 @@ void complete_mma_bf16(void* const* operands, uint32_t) { multiply<2, bf16>(oper
 void complete_mma_f16(void* const* operands, uint32_t) { multiply<2, f16>(operands); }
 void complete_mma_e4m3(void* const* operands, uint32_t) { multiply<4, e4m3>(operands); }
 
-// Same fragments as for e4m3. Sums wrap, as in hardware without .satfinite.
+// Executes mma of 8-bit integers, in the fragments of e4m3. Sums wrap, as in hardware without
+// .satfinite.
 template <bool kUnsigned>
 void complete_mma_int8(void* const* operands, uint32_t) {
   constexpr int kDepth = 32;
@@ -312,8 +315,9 @@ void complete_mma_int8(void* const* operands, uint32_t) {
 template void complete_mma_int8<false>(void* const*, uint32_t);
 template void complete_mma_int8<true>(void* const*, uint32_t);
 
-// Lane 8 * tile + row gives the address of a row. Register `tile` of a lane receives elements 2 *
-// quad and 2 * quad + 1 of row `group`; if transposed, of column `group`.
+// Executes ldmatrix for a warp. Lane 8 * tile + row passes the address of a row. Register `tile` of
+// a lane receives the elements 2 * quad and 2 * quad + 1 of row `group` or, if transposed, of
+// column `group`.
 template <int kTiles, bool kTrans>
 void complete_ldmatrix(void* const* operands, uint32_t) {
   [[maybe_unused]] int warp_first = current_thread / kLanes * kLanes;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Settings and counters of the interpreter, for tests.
+// Settings and counters of the interpreter, as functions that tests call.
 #include "simt/ops.h"
 
 #include <pybind11/stl.h>
@@ -43,7 +43,7 @@ void set_num_sms(int count) {
   simt::settings.num_sms = count;
 }
 
-// Sets the shared memory per block; 0 means the maximum.
+// Sets the largest shared memory of a block; 0 means the maximum.
 void set_max_shared_bytes(int count) {
   constexpr int kMost = static_cast<int>(simt::kMaxSharedBytes);
   if (count < 0 || count > kMost) {

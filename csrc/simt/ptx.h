@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Implementations of the functions of common/ptx.cuh according to the PTX manual: fragment layouts,
-// waiting rules and roundings. The arithmetic is in mma.cpp.
+// Implementations of the functions of common/ptx.cuh, according to the PTX manual: fragment
+// layouts, rules for waiting and roundings. The arithmetic is in mma.cpp.
 #pragma once
 
 #include <cmath>
@@ -125,7 +125,7 @@ void mma_m16n8k32_int8(int (&d)[4],
   simt::collective(simt::kMmaInt8<kUnsigned>, simt::kAllLanes, &operands, site);
 }
 
-// Values
+// Conversions and functions of values
 
 inline float max_nan(float a, float b) {
   bool is_nan = std::isnan(a) || std::isnan(b);
@@ -167,7 +167,8 @@ inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
   for (int half = 0; half < 2; ++half) {
     double exact = std::fma(half_of(a, half), half_of(b, half), half_of(c, half));
     float sum = static_cast<float>(exact);
-    // Round to odd first, so that the second rounding sees on which side of a tie the value was.
+    // Round to odd first, so that the second rounding knows on which side of a tie the exact value
+    // was.
     if (double{sum} != exact) {
       if (std::fabs(double{sum}) > std::fabs(exact)) sum = std::nextafterf(sum, 0.0f);
       uint32_t bits;
@@ -180,7 +181,7 @@ inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
   return out;
 }
 
-// .ftz: subnormal arguments and results become zeros with their sign.
+// Applies .ftz: subnormal arguments and results become zeros with the same sign.
 inline float flushed(float x) {
   return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x;
 }
@@ -197,7 +198,7 @@ inline void forget(uint32_t& /*word*/) {}
 template <typename V>
 void forget(V*& /*pointer*/) {}
 
-// Memory
+// Memory accesses
 
 inline uint4 load_streaming(const uint4* global, Site site = Site::current()) {
   simt::check_aligned(global, sizeof(uint4), "load_streaming", site);
@@ -218,13 +219,13 @@ inline void prefetch_l2(const void* global, uint32_t bytes, Site site = Site::cu
   }
 }
 
-// Kernels run one after another here. A check of the machine code ensures that none reads too early
-// (make gates).
+// Does nothing, because kernels run one after another here. A check of the compiled code ensures
+// that no kernel reads memory before it has waited (make gates).
 inline void wait_for_dependencies() {}
 inline void release_dependents() {}
 
-// Clocks advance by one step whenever one of them is read, so a launch has the same timing in every
-// run.
+// Clocks advance by one step whenever one of them is read, so every run of a launch has the same
+// timing.
 
 inline int64_t global_timer() { return simt::kTimerStepNs * simt::next_tick(); }
 inline int64_t clock() { return simt::kClockStep * simt::next_tick(); }
@@ -238,7 +239,7 @@ inline void barrier_arrive(int id, int threads, Site site = Site::current()) {
   simt::named_barrier(id, threads, false, site);
 }
 
-// An atomic between two fences.
+// Adds `value` and returns the previous value, as an atomic between two fences.
 inline int32_t add_acq_rel(int32_t* global, int32_t value, Site site = Site::current()) {
   simt::on_fence();
   return simt::exchange(global, site, [=](int32_t old) { return old + value; });

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The machine: fibers as threads, the scheduler, synchronization, shared memory and cp.async.
+// The machine of the interpreter: fibers as threads, the scheduler, synchronization, shared memory
+// and cp.async.
 #include "simt/simt.h"
 
 #include <cxxabi.h>
@@ -33,10 +34,10 @@ int current_thread = -1;
 namespace {
 
 constexpr size_t kStackBytes =
-    256 << 10;  // address space per thread; a thread touches only a few pages
+    256 << 10;  // address space per thread, of which only a few pages are used
 constexpr size_t kPageBytes = 4 << 10;
 constexpr int kNumBarriers = 16;
-int64_t ticks = 0;                        // clock reads in this launch
+int64_t ticks = 0;                        // number of clock reads in this launch
 constexpr uint32_t kPoison = 0x7fa17fa1;  // a signaling NaN in fp32, bf16 and fp16
 
 enum class Wait : uint8_t { kNothing, kBarrier, kCollective };
@@ -54,14 +55,14 @@ struct Thread {
   int number;
   Wait wait;
   bool exited;
-  int barrier;             // barrier at which it waits
-  const Collective* what;  // collective in which it waits
+  int barrier;             // barrier at which the thread waits
+  const Collective* what;  // collective in which the thread waits
   uint32_t mask;
   void* operands;
   Site site;
   std::vector<AsyncCopy>
       copies;                  // not landed yet; copies before groups.back() are in closed groups
-  std::vector<size_t> groups;  // the end of each closed group, as an index into copies
+  std::vector<size_t> groups;  // end of each closed group, as an index into copies
 };
 
 struct Barrier {
@@ -92,7 +93,7 @@ class Machine {
   void land(size_t newest_groups);
   unsigned char* arena() { return arena_; }
   [[maybe_unused]] void note(
-      const char* report);  // report of AddressSanitizer, after which execution continues
+      const char* report);  // text of AddressSanitizer, which does not stop the program
   std::string describe_fault(uintptr_t address) const;
   std::string last_place() const;
   bool in_arena(const void* pointer, size_t bytes) const {
@@ -106,7 +107,7 @@ class Machine {
   void run_block();
   [[noreturn]] void exit_thread();
   [[noreturn]] void back_to_host();
-  void leave();  // the current thread waits: continue with another
+  void leave();  // the current thread must wait: continue with another one
   void yield();  // the current thread is ready, but others may run first
   void resume(int number);
   int next() const;
@@ -205,7 +206,7 @@ void Machine::prepare(int threads, size_t smem_bytes) {
   }
   num_threads_ = threads;
   smem_bytes_ = smem_bytes;
-  // The arena ends at a protected page.
+  // The arena for shared memory ends at a protected page.
   arena_ = arena_end_ - (smem_bytes + 127) / 128 * 128;
 #if defined(__SANITIZE_ADDRESS__)
   __asan_poison_memory_region(arena_end_ - kMaxSharedBytes, kMaxSharedBytes);
@@ -311,7 +312,7 @@ void Machine::run_block() {
     ready_[warp] = 0;
     release(warp, all);
   }
-  current_ = num_threads_ - 1;  // so that the first in order is 0
+  current_ = num_threads_ - 1;  // so that, in order, thread 0 comes next
   if (settings.schedule == Schedule::kReverse) current_ = 0;
   int first = next();
   current_ = current_thread = first;
@@ -358,12 +359,12 @@ void Machine::exit_thread() {
   __builtin_unreachable();
 }
 
-// Returns the ready thread that runs next; -1 if there is none.
+// Returns the ready thread to run next; -1 if there is none.
 int Machine::next() const {
   if (ready_warps_ == 0) return -1;
   int warp = current_ / kLanes;
   int lane = current_ % kLanes;
-  // Returns the next set lane after `from`, wrapping around.
+  // Returns the first set lane after `from`, wrapping around.
   auto lane_after = [](uint32_t lanes, int from) {
     uint32_t above = from == kLanes - 1 ? 0 : lanes & ~0u << (from + 1);
     return std::countr_zero(above != 0 ? above : lanes);
@@ -407,7 +408,7 @@ void Machine::resume(int number) {
   current_ = current_thread = number;
   threadIdx = to.index;
   ++counters.switches;
-  // Prefetch the stack that probably runs next; the cache does not hold all of them.
+  // Prefetch the stack that probably runs next, because the cache does not hold all of them.
   threads_[static_cast<size_t>(number + 1 < num_threads_ ? number + 1 : 0)].fiber.prefetch();
   from.fiber.switch_to(to.fiber);
 }
@@ -483,7 +484,7 @@ std::string Machine::last_place() const {
   return site.line() == 0 ? "the start" : place(site);
 }
 
-// Returns a message that lists where all threads wait, with threads at the same place grouped.
+// Returns a message that lists where all threads wait; threads at the same place are grouped.
 std::string Machine::deadlock() const {
   std::vector<std::pair<std::string, std::vector<int>>> places;
   for (int i = 0; i < num_threads_; ++i) {
@@ -547,7 +548,7 @@ void Machine::enter(const Collective& what, uint32_t mask, void* operands, const
                    " has returned or is outside the block",
                site);
   }
-  // A lane that waits for this one must wait at the same place.
+  // Every lane that waits for this one must wait at the same place.
   for (uint32_t rest = meeting_[warp] & mask; rest != 0; rest &= rest - 1) {
     int other_lane = std::countr_zero(rest);
     const Thread& other = threads_[static_cast<size_t>(warp * kLanes + other_lane)];
@@ -587,7 +588,8 @@ void Machine::enter(const Collective& what, uint32_t mask, void* operands, const
   yield();
 }
 
-// Completes a barrier; the current thread arrived last. `passes`: it waits at the barrier too.
+// Completes a barrier at which the current thread has arrived last. `passes`: the current thread
+// also waits there.
 void Machine::complete(int id, bool passes) {
   Barrier& barrier = barriers_[id];
   switch (barrier.vote) {
@@ -729,7 +731,7 @@ void Machine::land(size_t newest_groups) {
     land_one(self.copies[i]);
     detector::land(self.copies[i].to, self.copies[i].site);
   }
-  // Random landing: newer copies may have arrived too.
+  // With random landing, newer copies may also have arrived.
   if (settings.landing == Landing::kRandom) {
     for (size_t i = end; i < self.copies.size(); ++i) {
       if ((random() & 3) == 0) land_one(self.copies[i]);

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Conversion of undefined behavior in kernels to launch errors. Kernel files are compiled with
-// -fsanitize=alignment,null,bounds,shift,integer-divide-by-zero, and this file defines the
-// handlers. An access to unmapped memory arrives as a signal and becomes the same kind of error.
+// -fsanitize=alignment,null,bounds,shift,integer-divide-by-zero, and this file defines the handlers
+// that these options call. An access to unmapped memory raises a signal, which becomes the same
+// kind of error.
 #include "simt/traps.h"
 
 #include <csignal>
@@ -70,8 +71,8 @@ uintptr_t fault_address = 0;
 struct sigaction before_segv, before_bus;
 stack_t stack_before;
 
-// Runs on error_stack after the handler has returned, because a signal handler must not switch
-// fibers.
+// Runs on error_stack after the signal handler has returned, because a signal handler must not
+// switch fibers.
 void fault_entry() {
   char address[32];
   std::snprintf(address, sizeof address, "0x%lx", static_cast<unsigned long>(fault_address));
@@ -83,7 +84,7 @@ void fault_entry() {
 void on_fault(int number, siginfo_t* info, void* context) {
   if (current_thread < 0) {
     sigaction(number, number == SIGSEGV ? &before_segv : &before_bus, nullptr);
-    return;  // the access faults again, for the previous handler
+    return;  // the access faults again and reaches the previous handler
   }
   fault_address = reinterpret_cast<uintptr_t>(info->si_addr);
   auto& machine = static_cast<ucontext_t*>(context)->uc_mcontext;

@@ -7,7 +7,7 @@
 
 namespace specops::simt {
 
-// While a guard exists, a memory fault in a kernel's thread ends the launch, not the process.
+// While a guard exists, a memory fault in a kernel's thread ends the launch instead of the process.
 class FaultGuard {
  public:
   FaultGuard();
@@ -16,7 +16,7 @@ class FaultGuard {
   FaultGuard& operator=(const FaultGuard&) = delete;
 };
 
-// Return a description of a faulting address, and the place where the thread last synchronized.
+// Return a description of a faulting address, and where the thread synchronized last.
 std::string describe_fault(uintptr_t address);
 std::string last_place();
 

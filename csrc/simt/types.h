@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Definitions of CUDA's qualifiers and vector types for g++.
+// Definitions of CUDA's function qualifiers and vector types for g++.
 #pragma once
 
 #define __global__
@@ -53,7 +53,7 @@ struct dim3 {
   constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
 };
 
-// Indices of the running thread; the machine sets them at every switch.
+// Indices of the running thread; the machine sets them whenever it switches threads.
 extern uint3 threadIdx;
 extern uint3 blockIdx;
 extern dim3 blockDim;

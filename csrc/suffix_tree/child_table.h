@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The nodes of a suffix tree and the children of each: no child; one child, stored in the node
-// itself; up to 8 in a short list; or more in a hash table with linear probing. Lists and tables
-// are allocated from one array of slots, with a free list per size.
+// The nodes of a suffix tree, and the children of each node: no child; one child, stored in the
+// node itself; up to 8 children in a short list; or more in a hash table with linear probing. Lists
+// and tables are allocated from one array of slots, with a free list for each size.
 #pragma once
 
 #include <climits>
@@ -11,17 +11,18 @@
 
 namespace specops {
 
-// A child is the index of a node, or ~start of a leaf. kNone is never a child.
+// A child is the index of a node, or ~start for a leaf that begins at position `start`. kNone is
+// never a child.
 constexpr int32_t kNone = INT32_MIN;
 
 struct Node {
   int32_t count;       // occurrences of the string
-  int32_t ref;         // start of the youngest occurrence
-  int32_t parent;      // parent node; of a free node: the next free one
+  int32_t ref;         // start of the youngest occurrence of the string
+  int32_t parent;      // parent node; of a free node: the next free node
   int16_t depth;       // tokens from the root
-  int16_t kind;        // ChildTable::Kind, or the number of slots is 2^(kind - 1); -1: free
-  int32_t children;    // first slot; of an only child: its token
-  int32_t best;        // the most frequent child, the youngest on a tie; kNone: none
+  int16_t kind;        // ChildTable::Kind, or log2(number of slots) + 1; -1: free
+  int32_t children;    // first slot; if there is one child: its token
+  int32_t best;        // the most frequent child, on a tie the youngest; kNone: no child
   int32_t best_count;  // occurrences of `best`
   int32_t second;      // upper bound on the occurrences of any other child
 };
@@ -55,7 +56,7 @@ class ChildTable {
     return slot == nullptr ? kNone : slot->child;
   }
 
-  // Prefetches what `find` reads of a list or a table.
+  // Prefetches what `find` reads of a list or a hash table.
   void prefetch(const Node& node, int32_t token) const {
     if (node.kind > kLastList) {
       __builtin_prefetch(&slots_[node.children + 1 + hash(token, hash_shift(node.kind))]);
@@ -64,7 +65,7 @@ class ChildTable {
     }
   }
 
-  // Replaces the child of a token, which must be present.
+  // Replaces the child at a token, which must be present.
   void replace(Node& node, int32_t token, int32_t child) {
     if (node.kind == kOneChild) {
       node.best = child;
@@ -73,7 +74,7 @@ class ChildTable {
     }
   }
 
-  // Inserts a token, which must be absent. Sets `best` only if the node had no child.
+  // Inserts a child at a token, which must be absent. Sets `best` only if the node had no child.
   void insert(Node& node, int32_t token, int32_t child) {
     if (node.kind == kNoChild) {
       node.kind = kOneChild;
@@ -112,8 +113,8 @@ class ChildTable {
     put(&slots_[node.children + 1], num_slots(node.kind) - 1, hash_shift(node.kind), token, child);
   }
 
-  // Erases a token, which must be present. A single remaining child becomes `best`; otherwise
-  // `best` stays.
+  // Erases the child at a token, which must be present. If one child remains, it becomes `best`;
+  // otherwise `best` does not change.
   void erase(Node& node, int32_t token) {
     if (node.kind == kOneChild) {
       node.kind = kNoChild;
@@ -141,7 +142,7 @@ class ChildTable {
       }
       return;
     }
-    // Moves up the entries that collisions pushed past the hole.
+    // Moves up the entries that collisions had placed after the erased one.
     ChildSlot* const table = &slots_[node.children + 1];
     const int32_t mask = num_slots(node.kind) - 1;
     const int shift = hash_shift(node.kind);
@@ -177,7 +178,7 @@ class ChildTable {
     });
   }
 
-  // Stops at the first child for which the function returns true.
+  // Calls the function for each child, up to the first for which it returns true.
   template <typename Function>
   bool any_of(const Node& node, Function&& function) const {
     if (node.kind == kOneChild) {
@@ -200,7 +201,8 @@ class ChildTable {
   }
 
   static int32_t num_slots(int16_t kind) { return int32_t{1} << (kind - 1); }
-  // A table has one more slot, with its number of children in `child`.
+  // Returns the number of slots to allocate. A hash table has one more slot, whose `child` is its
+  // number of children.
   static int32_t allocated_slots(int16_t kind) {
     return num_slots(kind) + (kind > kLastList ? 1 : 0);
   }
@@ -239,7 +241,7 @@ class ChildTable {
   }
 
   GrowArray<ChildSlot> slots_;
-  int32_t free_[kNumKinds];  // per kind: first slot of the free lists or tables, linked by `child`
+  int32_t free_[kNumKinds];  // per kind: first free list or table; the next one is in `child`
   int64_t num_free_slots_ = 0;
 
  private:

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// An array that grows without a pause. A small one is reallocated; a large one is mapped with spare
-// address space, of which only the pages in use cost memory.
+// An array that grows without long pauses. A small array is reallocated. A large one is mapped with
+// spare address space, of which only the pages in use cost memory.
 #pragma once
 
 #include <sys/mman.h>
@@ -61,7 +61,7 @@ class GrowArray {
  private:
   static constexpr int64_t kPageBytes = 4096;
   static constexpr int64_t kMapBytes = 64 * 1024;  // arrays of at least this size are mapped
-  // Least address space to reserve. Reserving it is free, but moving a mapping is not.
+  // Smallest address space to reserve: reserving is free, but moving a mapping is not.
   static constexpr int64_t kReserveBytes = 256 * 1024 * 1024;
   static constexpr int64_t kSpare = 16;  // bytes reserved per byte in use
 
@@ -81,7 +81,7 @@ class GrowArray {
       capacity_ = capacity;
       return;
     }
-    // Reserve less if the system refuses.
+    // If the system refuses, reserve less.
     const int64_t most = wanted * kSpare < kReserveBytes ? kReserveBytes : wanted * kSpare;
     for (int64_t reserve = most; reserve >= wanted; reserve /= 2) {
       if (map(round_up(reserve, kPageBytes))) {
@@ -91,7 +91,7 @@ class GrowArray {
     throw std::bad_alloc();
   }
 
-  // Grows the mapping. Only Linux can move pages; other systems copy the bytes in use.
+  // Grows the mapping. Only Linux can move pages; on other systems the bytes in use are copied.
   void* remap(int64_t num_bytes) {
 #ifdef __linux__
     return mremap(
@@ -133,7 +133,7 @@ class GrowArray {
   T* data_ = nullptr;
   int64_t size_ = 0;
   int64_t capacity_ = 0;
-  int64_t touched_ = 0;   // most bytes ever used
+  int64_t touched_ = 0;   // largest number of bytes ever used
   int64_t reserved_ = 0;  // mapped bytes; 0: data_ is from malloc
 };
 

@@ -8,24 +8,24 @@
 
 namespace specops {
 
-// Two blocks per SM, so that one runs while the other waits.
+// Two blocks per SM, so that one runs while the other one waits.
 constexpr int kNgramThreads = 512;
 constexpr int kNgramWarps = kNgramThreads / kWarpSize;
 constexpr int kNgramTokens = 8;  // loads in flight per thread
 
 struct NgramShared {
-  uint64_t warp_best[kNgramWarps];     // best match of the scan; see match_key
-  uint64_t indexed_best[kNgramWarps];  // best match of the index, by size
-  int32_t num_indexed[kNgramWarps];    // by size, ends that fit the table
+  uint64_t warp_best[kNgramWarps];     // best match found by the scan; see match_key
+  uint64_t indexed_best[kNgramWarps];  // best match found in the index, by size
+  int32_t num_indexed[kNgramWarps];    // ends that the table covers, by size
 };
 
-// Returns the key of a match. The match with the greater key is preferred; 0 is no match.
+// Returns a match as a key. The match with the greater key is preferred; 0 is no match.
 __device__ inline uint64_t match_key(const NgramRequest& request, int32_t size, int32_t end) {
   uint32_t place = static_cast<uint32_t>(end + 1);
   return (static_cast<uint64_t>(size) << 32) | (request.is_leftmost ? ~place : place);
 }
 
-// Returns the end of the match with this key.
+// Returns the end of the match that a key stands for.
 __device__ inline int32_t match_end(const NgramRequest& request, uint64_t key) {
   auto place = static_cast<uint32_t>(key);
   return static_cast<int32_t>(request.is_leftmost ? ~place : place) - 1;
@@ -36,7 +36,8 @@ __device__ inline int32_t nth_entry(int32_t first, int32_t n, int32_t num_entrie
   return idx < num_entries ? idx : idx - num_entries;
 }
 
-// Looks up the text's last tokens in the table of a size, with a whole warp; returns a key, or 0.
+// Looks up the last tokens of the text in the table of a size, with a whole warp. Returns a key; 0
+// if not found.
 __device__ inline uint64_t find_indexed(const NgramRequest& request,
                                         const NgramPlan& plan,
                                         const uint32_t* table,
@@ -64,7 +65,8 @@ __device__ inline uint64_t find_indexed(const NgramRequest& request,
   return 0;
 }
 
-// Adds the plan's ends to the table of a size, 32 at a time; returns how many ends it then covers.
+// Adds the ends of the plan to the table of a size, 32 at a time. Returns how many ends the table
+// then covers.
 __device__ inline int32_t extend_index(const NgramRequest& request,
                                        const NgramPlan& plan,
                                        uint32_t* table,
@@ -100,13 +102,14 @@ __device__ inline int32_t extend_index(const NgramRequest& request,
         is_refused = true;
         is_waiting = false;
       }
-      // If several lanes would write the same entry, one writes and the others look again. Among lanes
-      // with the same n-gram, the writer has the preferred end, so the others are done.
+      // If several lanes would write the same entry, one lane writes and the others look again. Of
+      // the lanes with the same n-gram, the lane with the preferred end writes, so the others are
+      // done.
       unsigned place = is_writing ? static_cast<unsigned>(idx) : 0x80000000u | lane;
       unsigned rivals = __match_any_sync(kFullMask, place);
       int writer = request.is_leftmost ? __ffs(static_cast<int>(rivals)) - 1
                                        : 31 - __clz(static_cast<int>(rivals));
-      __syncwarp(kFullMask);  // every lane has read by now
+      __syncwarp(kFullMask);  // all lanes have read the entries
       if (is_writing && writer == lane) {
         table[idx] = make_entry(hash, end);
         is_waiting = false;
@@ -119,8 +122,8 @@ __device__ inline int32_t extend_index(const NgramRequest& request,
   return stop;
 }
 
-// Scans this thread's ends from `low` on and returns its best match, as a key. After each piece the
-// warps vote whether any thread has a match that no later one can beat.
+// Scans this thread's ends from `low` on and returns its best match as a key. After each piece, the
+// warps vote whether any thread has a match that no later match can beat.
 __device__ inline uint64_t scan(const NgramRequest& request, int32_t low) {
   int thread = static_cast<int>(threadIdx.x);
   int32_t last = text_len(request) - 1;
@@ -147,7 +150,7 @@ __device__ inline uint64_t scan(const NgramRequest& request, int32_t low) {
       int i = __ffs(static_cast<int>(hits)) - 1;
       if (done + i * kNgramThreads + thread >= count) break;
       int32_t end = end_of(i);
-      // Only a longer match matters.
+      // Only a match that is longer than the best one so far matters.
       if (end < size || token_at(request, end - size) != token_at(request, last - size)) continue;
       int32_t match = match_size(request, end, request.max_size);
       if (match <= size) continue;
@@ -159,7 +162,8 @@ __device__ inline uint64_t scan(const NgramRequest& request, int32_t low) {
   return best;
 }
 
-// drafts = the tokens behind the best earlier occurrence of the longest matching suffix.
+// Copies drafts: the tokens after the best earlier occurrence of the longest suffix of the text
+// that occurs earlier.
 // Grid:    x = requests (unbounded).
 // Block:   512 threads; a thread scans every 512th possible end of a match, in order of preference;
 //          one warp per size searches and extends the index.
@@ -238,12 +242,12 @@ __global__ void __launch_bounds__(kNgramThreads, 2)
   }
 }
 
-// Sums a number over the block; every thread gets the sum. `sums` has one entry per warp.
+// Returns the sum of a number over the block in every thread. `sums` has one entry per warp.
 __device__ inline int64_t block_sum(int64_t value, int64_t* sums) {
   for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
     value += __shfl_xor_sync(kFullMask, value, distance);
   }
-  __syncthreads();  // the previous sums have been read
+  __syncthreads();  // all threads have read the previous sums
   if (threadIdx.x % kWarpSize == 0) sums[threadIdx.x / kWarpSize] = value;
   __syncthreads();
   int64_t sum = 0;
@@ -251,7 +255,7 @@ __device__ inline int64_t block_sum(int64_t value, int64_t* sums) {
   return sum;
 }
 
-// Sets num_draft_tokens to each request's share of max_total_draft_tokens; see ngram_share.h.
+// Reduces num_draft_tokens to each request's part of max_total_draft_tokens; see ngram_share.h.
 // Grid:    one block.
 // Block:   512 threads; each thread owns every 512th request.
 // Smem:    one sum per warp: 128 bytes.
@@ -275,7 +279,7 @@ __global__ void __launch_bounds__(kNgramThreads) ngram_share_kernel(NgramPropose
   };
   auto low = int32_t{0}, high = static_cast<int32_t>(params.capacity);
   if (total(high) <= params.max_total_draft_tokens) low = high;
-  while (low + 1 < high) {  // the total is too large at `high`, and at `low` only if low is 0
+  while (low + 1 < high) {  // the total exceeds the limit at `high`, and at `low` only if low is 0
     int32_t cap = low + (high - low) / 2;
     (total(cap) <= params.max_total_draft_tokens ? low : high) = cap;
   }
@@ -287,7 +291,7 @@ __global__ void __launch_bounds__(kNgramThreads) ngram_share_kernel(NgramPropose
     bool wants = is_there && is_cut(share, low);
     unsigned wanting = __ballot_sync(kFullMask, wants);
     int lane = thread % kWarpSize, warp = thread / kWarpSize;
-    __syncthreads();  // the previous sums have been read
+    __syncthreads();  // all threads have read the previous sums
     if (lane == 0) sums[warp] = __popc(wanting);
     __syncthreads();
     int64_t before = __popc(wanting & ((1u << lane) - 1)), all = 0;

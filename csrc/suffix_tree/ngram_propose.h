@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// ngram_propose: copies drafts from behind an earlier occurrence of the last tokens.
+// ngram_propose: proposes as drafts the tokens after an earlier occurrence of the last tokens.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@ struct NgramProposeParams {
   PerRow<int32_t> min_sizes;        // [batch]
   PerRow<int32_t> max_sizes;        // [batch]
   PerRow<int32_t> leftmost;         // [batch], 0 or 1
-  const int32_t* num_given_drafts;  // [batch]; nullptr: none
-  int32_t* draft_token_ids;         // [batch, capacity], -1 padded; begins with the given drafts
+  const int32_t* num_given_drafts;  // [batch], drafts already in the row; nullptr: none
+  int32_t* draft_token_ids;         // [batch, capacity], -1 padded; begins with those drafts
   int32_t* num_draft_tokens;        // [batch]; may alias num_given_drafts
   int32_t* match_lens;              // [batch]; nullptr if not requested
   uint32_t* table;                  // [batch, table_entries]; nullptr: every row is scanned
@@ -28,8 +28,8 @@ struct NgramProposeParams {
   int64_t stride;
   int64_t capacity;
   int64_t table_entries;
-  int64_t scan_tokens;             // last tokens of a row, which are scanned rather than indexed
-  int64_t index_tokens;            // most tokens of a row to index in one call
+  int64_t scan_tokens;             // this many last tokens of a row are scanned, not indexed
+  int64_t index_tokens;            // most tokens of a row that one call indexes
   int64_t work;                    // approximate number of tokens to scan; unknown on CUDA
   int64_t max_total_draft_tokens;  // over all requests; -1: no limit
   ErrorFlag error;
@@ -73,8 +73,8 @@ SPECOPS_HOST_DEVICE Fault find_fault(const NgramProposeParams& params, int64_t b
   return fault.found() ? fault : find_leftmost_fault(params.leftmost, batch_idx);
 }
 
-// Defaults: a scan length that costs little more than an empty scan, and the tokens to index beside
-// it.
+// Default values: a scan length that costs little more than a scan of nothing, and how many tokens
+// to index in the same call.
 constexpr int64_t kNgramScanTokensCpu = 2048;
 constexpr int64_t kNgramScanTokensCuda = 4096;
 constexpr int64_t kNgramIndexTokens = 256;

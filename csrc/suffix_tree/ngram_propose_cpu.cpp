@@ -8,9 +8,9 @@ namespace specops::SPECOPS_ISA {
 namespace {
 
 constexpr int32_t kBlock = 64;
-constexpr int32_t kGroup = 8;  // ends with entries in flight at once
+constexpr int32_t kGroup = 8;  // number of ends whose table entries are in flight at once
 
-// Returns whether one of kBlock tokens equals `last` while the token `distance` before it equals
+// Returns whether any of kBlock tokens equals `last` while the token `distance` before it equals
 // `first`.
 inline bool block_has(const int32_t* tokens, int64_t distance, int32_t last, int32_t first) {
   int32_t any = 0;
@@ -20,8 +20,9 @@ inline bool block_has(const int32_t* tokens, int64_t distance, int32_t last, int
   return any != 0;
 }
 
-// Returns the best match of `size` < tokens <= max_size among the ends low .. high, which all lie
-// in the row's own tokens: the longest, and among equally long ones the rightmost or leftmost.
+// Returns the best match with more than `size` and at most max_size tokens among the ends low ..
+// high, which must all be tokens of the row, not drafts. The best match is the longest one and, of
+// equally long ones, the rightmost or leftmost.
 template <bool kLeftmost>
 NgramMatch scan_row(const NgramRequest& request, int32_t low, int32_t high, int32_t size) {
   const int32_t* tokens = request.tokens;
@@ -29,15 +30,16 @@ NgramMatch scan_row(const NgramRequest& request, int32_t low, int32_t high, int3
   int32_t row_end = high;
   int32_t last = token_at(request, last_idx);
   NgramMatch best{.size = size, .end = -1};
-  // Only a match longer than `size` tokens matters. Its last token is `last`, and the one `size`
-  // before it is `first`. Hence a candidate that passes verification always improves the result.
+  // Only a match of more than `size` tokens matters. Its last token must be `last`, and the token
+  // `size` before that must be `first`. Hence a candidate that passes both tests and the comparison
+  // always improves the result.
   while (true) {
     if (low < best.size) low = best.size;
     if (low > high) return best;
     int32_t first = token_at(request, last_idx - best.size);
     int32_t count = high - low + 1 < kBlock ? high - low + 1 : kBlock;
     int32_t from = kLeftmost ? low : high - count + 1;
-    // The last block includes ends already tested, which can only cost a closer look.
+    // The last block overlaps ends that were tested before, which costs only a second comparison.
     int32_t probe = kLeftmost ? from + count - kBlock : from;
     bool is_block = probe >= best.size && probe + kBlock - 1 <= row_end;
     if (!is_block || block_has(tokens + probe, best.size, last, first)) {
@@ -55,7 +57,7 @@ NgramMatch scan_row(const NgramRequest& request, int32_t low, int32_t high, int3
   }
 }
 
-// Scans all ends from `low` on, including the few among the given drafts.
+// Scans all ends from `low` on, including the few among the drafts already in the row.
 template <bool kLeftmost>
 NgramMatch scan(const NgramRequest& request, int32_t low, int32_t size) {
   int32_t last_end = text_len(request) - 2;
@@ -90,20 +92,20 @@ inline int32_t next_entry(int32_t idx, int32_t num_entries) {
   return idx + 1 == num_entries ? 0 : idx + 1;
 }
 
-// The hashes of the n-grams that end at one position, from min_size on.
+// Hashes of the n-grams that end at one position, from min_size on.
 struct Hashes {
   uint32_t of_size[kNgramMaxSizes];
 };
 
-// A row with its tables, one per size in sequence, and the hashes computed early enough for the
-// entries to be in cache when they are needed.
+// A row with its tables (one per size, in sequence), and hashes that are computed early enough for
+// the entries to be in cache when they are needed.
 struct Row {
   NgramRequest request;
   NgramPlan plan;
   int32_t* state;
   uint32_t* tables;
-  Hashes last;           // of the text's last tokens
-  Hashes first[kGroup];  // of the first ends to add
+  Hashes last;           // of the last tokens of the text
+  Hashes first[kGroup];  // of the first ends to add to the index
 
   uint32_t* table(int32_t idx) const { return tables + int64_t{idx} * plan.num_entries; }
 
@@ -143,7 +145,7 @@ void prepare(const NgramProposeParams& params, int64_t batch_idx, Row& row) {
   fetch_ends(row, plan.num_indexed, plan.num_indexed + plan.num_new, row.first);
 }
 
-// Returns the longest of the suffixes of more than `size` tokens that the tables hold.
+// Returns the longest suffix of more than `size` tokens that the tables have.
 NgramMatch find_indexed(const Row& row, int32_t size) {
   int32_t last = text_len(row.request) - 1;
   for (int32_t i = row.num_sizes_at(last - 1) - 1; i > size - row.request.min_size; --i) {
@@ -163,7 +165,7 @@ NgramMatch find_indexed(const Row& row, int32_t size) {
   return {.size = size, .end = -1};
 }
 
-// Adds an n-gram; returns false if there was no free entry.
+// Adds an n-gram to a table. Returns false if there is no free entry for it.
 bool insert(const Row& row, uint32_t* table, uint32_t hash, int32_t end, int32_t size) {
   int32_t idx = first_entry(hash, row.plan.num_entries);
   for (int32_t i = 0; i < num_probes(row.plan); ++i) {
@@ -179,7 +181,7 @@ bool insert(const Row& row, uint32_t* table, uint32_t hash, int32_t end, int32_t
   return false;
 }
 
-// Adds the ends of the plan in order; returns how many the tables then cover.
+// Adds the ends of the plan in order. Returns how many ends the tables then cover.
 int32_t extend(const Row& row) {
   int32_t begin = row.plan.num_indexed, stop = begin + row.plan.num_new;
   Hashes hashes[2][kGroup];
@@ -230,7 +232,7 @@ void share_drafts(const NgramProposeParams& params) {
   };
   auto low = int32_t{0}, high = static_cast<int32_t>(params.capacity);
   if (total(high) <= params.max_total_draft_tokens) low = high;
-  while (low + 1 < high) {  // the total is too large at `high`, and at `low` only if low is 0
+  while (low + 1 < high) {  // the total exceeds the limit at `high`, and at `low` only if low is 0
     int32_t cap = low + (high - low) / 2;
     (total(cap) <= params.max_total_draft_tokens ? low : high) = cap;
   }
@@ -249,14 +251,15 @@ void share_drafts(const NgramProposeParams& params) {
 
 }  // namespace
 
-// drafts = the tokens behind the best earlier occurrence of the longest matching suffix.
+// Copies drafts: the tokens after the best earlier occurrence of the longest suffix of the text
+// that occurs earlier.
 // Cost:    without an index, one scan of a row, 8 bytes read per token, until a match of max_size.
 //          With an index, a scan of the tokens that it does not cover, a few random reads per size,
 //          and as many per size and new token.
 // Assumes: lens, limits and sizes checked by ops.cpp; 1 <= min size <= max size.
 // Order:   integers only; longest first, then most recent or leftmost.
 // Source:  Saxena 2023, prompt lookup decoding; FastDeploy's ngram_match.
-// Threads: rows, in pieces of about 32,768 scanned tokens; fewer do not justify waking a thread.
+// Threads: rows, in pieces of about 32,768 scanned tokens; less is not worth waking a thread for.
 void ngram_propose_cpu(const NgramProposeParams& params) {
   constexpr int64_t kTokensWorthAThread = 32 * 1024;
   int64_t chunks = params.work / kTokensWorthAThread + 1;

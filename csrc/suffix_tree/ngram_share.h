@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shares max_total_draft_tokens among requests. Drafts are truncated to the largest equal cap that
-// keeps the total within the limit. The remainder goes to the first truncated requests in order,
-// one token each. Given drafts count, and are never truncated.
+// Division of max_total_draft_tokens among requests. Drafts are truncated to the largest common cap
+// that keeps the total within the limit. What remains of the limit goes to the first truncated
+// requests in order, one token each. Drafts that were already in a row (num_given_drafts) count
+// towards the total, but are never truncated.
 //
-// With a total limit, ngram_propose stores both numbers of a request's share packed in
-// num_draft_tokens, because num_given_drafts may be the same array.
+// If there is a total limit, ngram_propose first stores both numbers of a request (drafts, and
+// drafts already in the row) packed in num_draft_tokens, because num_given_drafts may be the same
+// array.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +18,8 @@ namespace specops {
 // The widest draft_token_ids for which both numbers fit one entry: (k + 1)^2 is below 2^31.
 constexpr int64_t kNgramMaxSharedDrafts = 46339;
 
-// A request before sharing: `count` drafts, of which the first `num_given` are given.
+// A request before the division: it has `count` drafts, of which the first `num_given` were already
+// in the row.
 struct NgramShare {
   int32_t num_given;
   int32_t count;

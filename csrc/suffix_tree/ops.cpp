@@ -13,7 +13,7 @@
 namespace specops {
 namespace {
 
-// Reads a number for the whole batch, or a tensor with one per request.
+// Reads either one number for the whole batch, or a tensor with one number per request.
 PerRow<int32_t> per_request(Checker& check,
                             const char* name,
                             const TensorView& view,
@@ -23,14 +23,15 @@ PerRow<int32_t> per_request(Checker& check,
   return check.per_row(name, view, batch, int32_t{0}, one_of);
 }
 
-// Reads an optional number of tokens. No row is longer than INT32_MAX, so larger numbers are
-// clamped to it.
+// Reads an optional number of tokens. Numbers above INT32_MAX are clamped to it, because no row is
+// longer.
 int64_t tokens_or(const Checker& check, const char* name, Argument given, int64_t otherwise) {
   if (!given.defined()) return otherwise;
   return std::min(check.integer(name, given, 0), Checker::kMaxInt32);
 }
 
-// Estimates the number of tokens to scan, including the index's time as an equivalent number.
+// Estimates the number of tokens to scan. The time for the index is included as an equivalent
+// number of tokens.
 int64_t work_of(const NgramProposeParams& params) {
   constexpr int64_t kTokensPerIndexedOne = 256;
   int64_t tokens = 0;
@@ -118,7 +119,7 @@ void ngram_propose(const TensorView& token_ids,
       .max_total_draft_tokens = max_total_draft_tokens,
       .error = check.error_flag(),
   };
-  // Only plain numbers are known on the host.
+  // On the host, only plain numbers are known, not the contents of CUDA tensors.
   bool sizes_in_tensors = min_sizes.values || max_sizes.values;
   if (!sizes_in_tensors) check.refuse(find_sizes_fault(min_sizes, max_sizes, 0));
   if (!are_leftmost.values) check.refuse(find_leftmost_fault(are_leftmost, 0));
@@ -126,7 +127,8 @@ void ngram_propose(const TensorView& token_ids,
   for (int64_t b = 0; b < batch; ++b) check.refuse(find_fault(params, b));
   if (batch == 0) return;
   params.work = work_of(params);
-  // A scan reads about twenty tokens per nanosecond: half a million justify releasing the GIL.
+  // A scan reads about twenty tokens per nanosecond, so it is worth releasing the GIL from half a
+  // million on.
   if (params.work < (int64_t{1} << 19)) return ngram_propose_cpu(params);
   pybind11::gil_scoped_release release;
   ngram_propose_cpu(params);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The children of the root, by token: up to one per token of the vocabulary. A table that has
-// become too small is moved a few slots at each change, so that no change takes long.
+// The children of the root, by token; there may be one for each token of the vocabulary. If a table
+// is too small, a larger one is allocated, and every change moves a few slots to it, so that no
+// change takes long.
 #pragma once
 
 #include <sys/mman.h>
@@ -45,10 +46,10 @@ class RootTable {
     __builtin_prefetch(&current_.slots[first_index(current_, token)]);
   }
 
-  // Replaces the child of a token, which must be present.
+  // Replaces the child at a token, which must be present.
   void replace(int32_t token, int32_t child) { const_cast<Slot*>(find_slot(token))->child = child; }
 
-  // Inserts a token, which must be absent.
+  // Inserts a child at a token, which must be absent.
   void insert(int32_t token, int32_t child) {
     if (old_.slots == nullptr && (size_ + 1) * 4 > capacity(current_) * 3) {
       move_to(current_.bits + 1);
@@ -58,14 +59,14 @@ class RootTable {
     move_some();
   }
 
-  // Erases a token, which must be present.
+  // Erases the child at a token, which must be present.
   void erase(int32_t token) {
     --size_;
     Slot* const slot = const_cast<Slot*>(find_slot(token));
     if (slot < current_.slots || slot >= current_.slots + capacity(current_)) {
-      slot->key = kErased;  // keeps later entries reachable
+      slot->key = kErased;  // keeps the entries after it reachable
     } else {
-      // Moves up the entries that collisions pushed past the hole.
+      // Moves up the entries that collisions had placed after the erased one.
       const int64_t mask = capacity(current_) - 1;
       int64_t hole = slot - current_.slots;
       for (int64_t i = (hole + 1) & mask; current_.slots[i].key != 0; i = (i + 1) & mask) {
@@ -116,7 +117,7 @@ class RootTable {
   static constexpr uint32_t kErased = 0xFFFFFFFFu;
   static constexpr int kSmallestBits = 4;
   static constexpr int kClearedBits = 11;  // a larger table is freed rather than cleared
-  static constexpr int kMapBits = 13;      // a larger table is mapped, which zeroes it for free
+  static constexpr int kMapBits = 13;      // a larger table is mapped: zeroed for free
   static constexpr int64_t kMoveAtOnce = 8;
 
   static int64_t capacity(const Table& table) { return int64_t{1} << table.bits; }
@@ -167,7 +168,7 @@ class RootTable {
     const Slot* slot = find_slot(current_, token);
     if (slot == nullptr && old_.slots != nullptr) {
       slot = find_slot(old_, token);
-      // A slot that was moved already is ignored, whatever it holds.
+      // Slots that were already moved are ignored, whatever they contain.
       slot = slot != nullptr && slot - old_.slots >= num_left_ ? slot : nullptr;
     }
     return slot;

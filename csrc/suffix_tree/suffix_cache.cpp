@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Requests are in slots. A linked list through the slots orders cached requests by start, across
-// all scopes. One mutex protects everything but the trees that the builder thread is working on.
+// Implementation of SuffixCache. Each request has a slot. A linked list through the slots orders
+// the cached requests of all scopes by start. One mutex protects everything except the trees on
+// which the builder thread is working.
 #include "suffix_tree/suffix_cache.h"
 
 #include <unistd.h>
@@ -25,19 +26,21 @@ namespace {
 
 constexpr int32_t kNoSlot = -1;
 constexpr int32_t kNoSequence = -1;
-// Removed tokens to reclaim per appended token: more than one, so that the backlog shrinks.
+// Number of removed tokens to reclaim per appended token. It is above one, so that the backlog
+// shrinks.
 constexpr int64_t kReclaimPerToken = 2;
-// Shared trees may hold twice the byte budget plus this many bytes, including freed memory.
+// Shared trees may use twice the byte budget plus this many bytes, including memory that is free
+// for reuse.
 constexpr int64_t kSpareBytes = int64_t{1} << 20;
-// Trees of ended requests are kept for later requests, up to this number and size.
+// The trees of ended requests are kept for later requests, up to this number and size.
 constexpr size_t kMaxIdleTrees = 256;
 constexpr int64_t kMaxIdleTreeBytes = int64_t{1} << 18;
-// After this many tokens, the builder checks whether its request has stopped.
+// The builder thread checks after every this many tokens whether its request has been stopped.
 constexpr int64_t kBuildTokens = 4096;
-// Rows of a batch per thread item.
+// Number of rows of a batch that a thread processes at once.
 constexpr int64_t kRowsAtOnce = 4;
 
-// The last tokens of a text, up to `depth`, in contiguous memory.
+// The last tokens of a text, at most `depth`, in contiguous memory.
 class Tail {
  public:
   void clear() { tokens_.clear(); }
@@ -67,7 +70,7 @@ class Tail {
   std::vector<int32_t> tokens_;  // at most 2 * depth
 };
 
-// The tree of a request's own text, with a single sequence.
+// The tree of one request's text, with a single sequence.
 struct OwnTree {
   explicit OwnTree(int32_t max_depth) : tree(max_depth) {}
   SuffixTree tree;
@@ -75,7 +78,7 @@ struct OwnTree {
 };
 
 // A prompt that the builder thread adds to a tree. `queued`, `done` and `cancelled` belong to the
-// cache; the builder owns the rest until it is done.
+// cache; the other members belong to the builder until it is done.
 struct Build {
   std::unique_ptr<OwnTree> own;
   std::vector<int32_t> prompt;
@@ -84,7 +87,7 @@ struct Build {
   std::atomic<bool> cancelled{false};
 };
 
-// The responses of one scope or, for the common tree, those that every request drafts from.
+// The tree of the responses of one scope, or the common tree, from which every request drafts.
 struct SharedTree {
   SharedTree(std::string name, int32_t max_depth, bool common)
       : name(std::move(name)), common(common), tree(std::make_unique<SuffixTree>(max_depth)) {}
@@ -92,7 +95,7 @@ struct SharedTree {
   const bool common;
   std::unique_ptr<SuffixTree> tree;
   int64_t users = 0;  // slots that refer to it
-  // The tree's part of the cache's totals, as of the last change.
+  // Contribution of this tree to the totals of the cache, as of its last change.
   int64_t tokens = 0, pending = 0, used_bytes = 0, taken_bytes = 0;
   bool is_reclaimed = false;  // listed in to_reclaim
 };
@@ -103,7 +106,7 @@ struct Request {
   int64_t step = 0;  // last step that included it
   bool running = false;
   SharedTree* scope = nullptr;                 // nullptr: there are no shared trees
-  int32_t shared = kNoSequence;                // its sequence in that tree
+  int32_t shared = kNoSequence;                // the request's sequence in that tree
   int32_t older = kNoSlot, younger = kNoSlot;  // neighbors among requests in shared trees
   int32_t earlier = kNoSlot, later = kNoSlot;  // neighbors among running requests
   std::unique_ptr<OwnTree> own;  // tree of a running request; nullptr while it is built
@@ -142,7 +145,7 @@ struct Chain {
   }
 };
 
-// Buffers for a shared tree's draft, which is used only if it is better.
+// Buffers for the draft of a shared tree, which replaces the current draft only if it is better.
 struct Scratch {
   std::vector<int32_t> token_ids, parents, context;
   std::vector<float> probs;
@@ -179,9 +182,9 @@ bool has_shared_trees(const SuffixCacheOptions& options) {
          options.max_cached_bytes != 0;
 }
 
-// The file layout: the label, this header, the requests' places, and the name and contents of each
-// tree. Format 1 lacks the number of trees, stores a handle for each place, and has one unnamed
-// tree.
+// File layout: the label, this header, the places of the requests, and the name and contents of
+// each tree. Format 1 does not have the number of trees, stores a handle for each place, and has
+// one tree without a name.
 struct FileHead {
   int64_t max_depth;
   int64_t num_requests;
@@ -194,7 +197,7 @@ struct FilePlace {
   int32_t handle;
 };
 
-// The prefix of a tree's name in a file.
+// Prefix of the name of a scope's tree in a file.
 constexpr char kScoped = 's';
 constexpr char kCommon = 'c';
 
@@ -272,7 +275,7 @@ struct SuffixCache::State {
 
   // ---- shared trees ----
 
-  // Returns the tree of a scope, creating it at its first use.
+  // Returns the tree of a scope. Creates it at the first use.
   SharedTree& tree_of(const std::string& scope) {
     std::unique_ptr<SharedTree>& found = trees[scope];
     if (found == nullptr) {
@@ -295,8 +298,8 @@ struct SuffixCache::State {
     ++tree.users;
   }
 
-  // Releases a tree. A named scope ends with its last request, and its memory returns to the
-  // system.
+  // Removes one user of a tree. When the last request of a named scope leaves, its tree is deleted
+  // and its memory returns to the system.
   void leave(SharedTree& tree) {
     if (--tree.users > 0 || tree.common || tree.name.empty()) return;
     num_tokens -= tree.tokens;
@@ -312,7 +315,7 @@ struct SuffixCache::State {
     to_reclaim.erase(std::find(to_reclaim.begin(), to_reclaim.end(), &tree));
   }
 
-  // Updates the totals after a tree has changed.
+  // Updates the totals of the cache after a tree has changed.
   void account(SharedTree& shared) {
     const SuffixTree& tree = *shared.tree;
     num_tokens += tree.num_tokens() - shared.tokens;
@@ -353,7 +356,7 @@ struct SuffixCache::State {
   bool over_budget() const {
     if (options.max_cached_tokens >= 0 && num_tokens > options.max_cached_tokens) return true;
     if (options.max_cached_bytes < 0) return false;
-    // Removed tokens still hold their share of bytes until they are reclaimed.
+    // Removed tokens still use their share of bytes until they are reclaimed.
     auto used = static_cast<double>(used_bytes);
     auto tokens = static_cast<double>(num_tokens);
     double all = tokens + static_cast<double>(num_pending);
@@ -370,8 +373,9 @@ struct SuffixCache::State {
     }
   }
 
-  // Memory freed by one tree cannot serve another. If trees hold too much free memory, the
-  // responses of the scope that holds most are evicted, and its tree releases all of its memory.
+  // Evicts the responses of the scope whose tree has the most memory that is free for reuse; the
+  // tree then releases all of its memory. Called if the trees have too much such memory, because
+  // one tree cannot use the free memory of another.
   void drop_emptiest() {
     SharedTree* emptiest = nullptr;
     int64_t most = 0;
@@ -426,7 +430,7 @@ struct SuffixCache::State {
       own->tree.clear();
       idle_trees.push_back(std::move(own));
     } else if (has_builder()) {
-      retired.push_back(std::move(own));  // freeing a large tree takes a while
+      retired.push_back(std::move(own));  // freed later, because freeing a large tree takes a while
       wake.notify_one();
     }
   }
@@ -525,7 +529,8 @@ struct SuffixCache::State {
     if (request.own) request.own->tree.speculate(sequence, context, size, draft_options, draft);
   }
 
-  // Replaces the draft if the request's shared tree or the common tree has a better one.
+  // Replaces the draft if the shared tree of the request's scope, or the common tree, has a better
+  // one.
   void draft_shared(const Request& request,
                     int32_t sequence,
                     const int32_t* context,
@@ -577,7 +582,8 @@ struct SuffixCache::State {
 
   void append_rows(const SuffixStepParams& params) {
     if (!has_shared) return;
-    // Most of the shared trees has left the CPU caches since the last step; own trees are small.
+    // Most of the shared trees' data has left the CPU caches since the last step. (Own trees are
+    // small.)
     for (int32_t pass = 0; pass < 3; ++pass) {
       for (int64_t b = 0; b < params.batch; ++b) {
         const Request* request = rows[b].request;
@@ -598,7 +604,8 @@ struct SuffixCache::State {
     keep_within_budgets(appended);
   }
 
-  // Returns the text that a row's match ends with: its own text, or the drafts already in the row.
+  // Returns the text that the match of a row must end with: the request's text, or the drafts
+  // already in the row.
   const int32_t* row_context(const SuffixStepParams& params, int64_t b, int64_t& size) const {
     const Row& row = rows[b];
     size = row.request->tail.size(depth);
@@ -664,8 +671,8 @@ struct SuffixCache::State {
 
   void step(const SuffixStepParams& params) {
     find_rows(params);
-    // One item writes the shared trees; the other items write own trees, each of which belongs to
-    // one row.
+    // One work item writes the shared trees. The other items write own trees, each of which belongs
+    // to one row.
     int64_t pieces = (params.batch + kRowsAtOnce - 1) / kRowsAtOnce;
     parallel_for(pieces + 1, 1, [&](int64_t begin, int64_t end) {
       for (int64_t piece = begin; piece < end; ++piece) {
@@ -748,7 +755,7 @@ struct SuffixCache::State {
 
   const SuffixCacheOptions options;
   const int64_t depth;
-  const bool has_shared;  // whether there are shared trees of many requests' responses
+  const bool has_shared;  // whether there are trees with responses of many requests
   std::mutex mutex;
   std::map<std::string, std::unique_ptr<SharedTree>> trees;  // by scope; "" always has one
   std::unique_ptr<SharedTree> common;                        // nullptr until a response is added
@@ -826,7 +833,7 @@ void SuffixCache::speculate_after(int64_t number,
   Request& request = state.running_request(number);
   int64_t used = std::min(size, state.depth);
   context += size - used;
-  // Callers mostly pass the request's own text; then its position in the trees is known.
+  // Callers mostly pass the text of the request; in this case, its position in the trees is known.
   int64_t tail_size = request.tail.size(state.depth);
   bool its_own =
       used <= tail_size &&

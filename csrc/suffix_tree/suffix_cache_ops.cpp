@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The Python class SuffixCache: requests by any hashable id, tokens from lists, arrays and tensors,
-// and argument checks. `speculate` and `extend`, called for every request of every step, use the
-// interpreter's fast call and build their results by hand.
+// The Python class SuffixCache: accepts any hashable id for a request and lists, arrays or tensors
+// of tokens, and checks arguments. `speculate` and `extend` are called for every request of every
+// step, so they use the interpreter's fast call and build their results by hand.
 #include <cmath>
 #include <string>
 #include <system_error>
@@ -20,7 +20,7 @@ namespace py = pybind11;
 constexpr int64_t kMaxDepth = 32767;
 constexpr int64_t kMaxDraftTokens = 65536;
 constexpr int64_t kMaxInt32 = Checker::kMaxInt32;
-// Releasing the GIL pays from about 50 us of work on.
+// Releasing the GIL pays off from about 50 us of work on.
 constexpr int64_t kLongExtend = 64;  // tokens
 constexpr int64_t kLongStep = 16;    // rows
 
@@ -30,7 +30,7 @@ std::string at(const char* name, int64_t index) {
 
 constexpr const char* kProb = "a number in 0 .. 1";
 
-// The names of the class and its methods and arguments that exceptions mention: those that the
+// Names of the class, its methods and its arguments, as exceptions mention them: the names that the
 // caller used.
 struct Names {
   const char* of_class;
@@ -58,7 +58,7 @@ constexpr Names kOwnNames{
     .use_tree = "use_tree",
 };
 
-// The names in arctic-inference.
+// The names that arctic-inference uses.
 constexpr Names kDecodingCacheNames{
     .of_class = "SuffixDecodingCache",
     .start = "SuffixDecodingCache.start_request",
@@ -72,7 +72,7 @@ constexpr Names kDecodingCacheNames{
     .use_tree = "use_tree_spec",
 };
 
-// The caller's token ids: borrowed from an array or a tensor, copied from a list or a tuple.
+// Token ids of the caller: borrowed from an array or a tensor, copied from a list or a tuple.
 class Tokens {
  public:
   Tokens(Checker& check, const char* name, PyObject* object) {
@@ -108,7 +108,8 @@ class Tokens {
       to = copied_.data();
     }
     for (int64_t i = 0; i < size_; ++i) {
-      // Looked up at every iteration: an item's __index__ may change the list.
+      // The size is read again in every iteration, because the __index__ of an item may change the
+      // list.
       if (i >= PySequence_Fast_GET_SIZE(object)) check.fail(name, kExpected, "a list that changes");
       PyObject* item = PySequence_Fast_GET_ITEM(object, i);
       int overflow = 0;
@@ -235,7 +236,8 @@ class CacheForPython {
     if (arguments[5] != Py_None) {
       options.min_token_prob = check.number("min_token_prob", {arguments[5]}, 0, 1, kProb);
     }
-    // No match is longer than the depth, and no draft exceeds its budget.
+    // No match is longer than the depth of the tree, and no draft is longer than the budget of its
+    // match.
     float most = static_cast<float>(depth_) * options.max_spec_factor + options.max_spec_offset;
     double room = static_cast<double>(most) + 1e-6;
     if (room < options.max_draft_tokens) {
@@ -271,7 +273,8 @@ class CacheForPython {
     return to_python(draft);
   }
 
-  // Returns num_draft_tokens, allocated if it is None.
+  // Runs one step, and returns num_draft_tokens. If that argument is None, the array is allocated
+  // here.
   py::object step(const TensorView& requests,
                   const TensorView& new_token_ids,
                   const TensorView& num_new_tokens,
@@ -430,8 +433,8 @@ class CacheForPython {
   }
 
  private:
-  // Runs work without the GIL if it may be long, or if it may have to wait for another thread's
-  // call.
+  // Calls `work` without the GIL if it may take long, or if it may have to wait for another
+  // thread's call.
   template <typename Work>
   void run(bool is_long, Work&& work) {
     if (is_long || cache_.is_busy()) {
@@ -442,7 +445,8 @@ class CacheForPython {
     }
   }
 
-  // Converts the cache's exception to a message with the id, which the cache does not know.
+  // Converts an exception of the cache to an error message that has the id, which the cache does
+  // not know.
   template <typename Work>
   void of_running(const Checker& check, PyObject* request_id, Work&& work) {
     try {
@@ -471,7 +475,7 @@ class CacheForPython {
     }
   }
 
-  // Returns a request's number; -1: no request has, or recently had, this id.
+  // Returns the number of the request with this id; -1 if there is none and was none recently.
   int64_t find(const Checker& check, PyObject* request_id) const {
     PyObject* number = PyDict_GetItemWithError(numbers_.ptr(), request_id);
     if (number != nullptr) return PyLong_AsLongLong(number);
@@ -488,7 +492,7 @@ class CacheForPython {
     return number;
   }
 
-  // Evicts the old response of an id before the id is used again.
+  // Evicts the response of an ended request, so that its id can be used again.
   void give_up_old(const Checker& check, const py::object& request_id) {
     if (request_id.is_none()) check.fail(names_.request_id, "hashable and not None", "None");
     int64_t old = find(check, request_id.ptr());
@@ -509,12 +513,13 @@ class CacheForPython {
     return true;
   }
 
-  // Records a request. Slots are reused, so the slot's previous owner is removed here.
+  // Records the id of a request. Slots are reused, so the id of the slot's previous request is
+  // removed.
   void remember(const py::object& request_id, int64_t number) {
     auto slot = static_cast<size_t>(SuffixCache::slot(number));
     if (slot >= ids_.size()) ids_.resize(slot + 1);
     Owner& owner = ids_[slot];
-    if (owner.number > number) return;  // it was evicted and another request has its slot already
+    if (owner.number > number) return;  // the request was evicted, and another one has its slot
     if (owner.id && !owner.id.is_none()) {
       PyObject* last = PyDict_GetItemWithError(numbers_.ptr(), owner.id.ptr());
       if (last != nullptr && PyLong_AsLongLong(last) == owner.number) {
@@ -570,13 +575,13 @@ class CacheForPython {
     }
   }
 
-  // Returns a tuple of the class SuffixDraft, as its own constructor would.
+  // Returns an instance of the Python class SuffixDraft, as the class's constructor would make it.
   PyObject* to_python(const SuffixDraft& draft) const {
     auto token_ids = py::reinterpret_steal<py::object>(PyList_New(draft.size));
     auto parents = py::reinterpret_steal<py::object>(PyList_New(draft.size));
     auto probs = py::reinterpret_steal<py::object>(PyList_New(draft.size));
     if (!token_ids || !parents || !probs) throw py::error_already_set();
-    PyObject* prob = nullptr;  // mostly equal to the previous token's, so the object is reused
+    PyObject* prob = nullptr;  // reused for the next token, because most are equal
     for (int32_t i = 0; i < draft.size; ++i) {
       PyList_SET_ITEM(token_ids.ptr(), i, PyLong_FromLong(draft.token_ids[i]));
       PyList_SET_ITEM(parents.ptr(), i, PyLong_FromLong(draft.parents[i]));
@@ -608,7 +613,7 @@ class CacheForPython {
   DraftOptions defaults_;
   int32_t depth_;
   py::type draft_type_;
-  py::dict numbers_;        // number of each id; also of some ids no longer in use
+  py::dict numbers_;        // number of each id, including some that are no longer in use
   std::vector<Owner> ids_;  // last request of each slot
 };
 
@@ -641,7 +646,7 @@ std::unique_ptr<CacheForPython> make(const py::type& draft_type,
   return std::make_unique<CacheForPython>(draft_type, options, defaults, names);
 }
 
-// Wraps a call as pybind11 wraps its own functions.
+// Wraps a call in the way pybind11 wraps its own functions.
 template <typename Call>
 PyObject* guarded(Call&& call) {
   try {
@@ -658,7 +663,7 @@ PyObject* guarded(Call&& call) {
   return nullptr;
 }
 
-// Returns the object behind `self`; the interpreter has checked its class.
+// Returns the C++ object behind `self`. The interpreter has checked the class of `self`.
 CacheForPython& cache_of(PyObject* self) {
   auto* instance = reinterpret_cast<py::detail::instance*>(self);
   auto* cache = instance->simple_layout

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks the invariants of suffix_state.h against the text: every count is computed again.
+// Checks the invariants of suffix_state.h, by number, against the text. Every count is computed
+// again.
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -43,7 +44,7 @@ class Check {
 
   int32_t num_nodes() const { return static_cast<int32_t>(state_.nodes.size()); }
 
-  // Checks 8, for free lists.
+  // Checks invariant 8 for free lists.
   void check_free_lists() {
     slot_in_use_.assign(static_cast<size_t>(state_.table.slots_.size()), 0);
     int64_t num_free = 0;
@@ -83,7 +84,7 @@ class Check {
     return size;
   }
 
-  // Checks 7 and 8: blocks, and the order of sequences.
+  // Checks invariants 7 and 8 for blocks and for the order of sequences.
   void check_sequences() {
     int64_t num_sequences = 0, num_tokens = 0, num_pending = 0, num_blocks = 0;
     int32_t previous = -1;
@@ -148,7 +149,7 @@ class Check {
     expect(num_blocks + state_.text.num_free_ == state_.text.blocks_.size(), "a block is lost");
   }
 
-  // Checks 1, 4, 5 and 8, as far as a node and its children show them.
+  // Checks invariants 1, 4, 5 and 8 as far as a node and its children show them.
   void check_structure() {
     num_windows_.assign(static_cast<size_t>(num_nodes()), 0);
     youngest_.assign(static_cast<size_t>(num_nodes()), -1);
@@ -224,7 +225,7 @@ class Check {
            "a slot is lost");
   }
 
-  // Checks 2 and 3.
+  // Checks invariants 2 and 3.
   void check_windows() {
     for (const int32_t position : positions_) {
       const int32_t home = state_.text.home_[position];
@@ -256,7 +257,7 @@ class Check {
     }
   }
 
-  // Checks 4. order_ has every parent before its children.
+  // Checks invariant 4. In order_, every parent comes before its children.
   void check_counts() {
     for (size_t i = order_.size(); i-- > 0 && error_.empty();) {
       const int32_t index = order_[i];
@@ -274,7 +275,7 @@ class Check {
     }
   }
 
-  // Checks 6.
+  // Checks invariant 6.
   void check_active() {
     for (const int32_t position : positions_) {
       const Sequence& sequence = state_.sequences[static_cast<size_t>(state_.text.owner(position))];
@@ -308,8 +309,8 @@ class Check {
 
 std::string SuffixTree::State::check_integrity() const { return Check(*this).run(); }
 
-// Checks for damage to a file that could cause reads out of bounds or endless loops. It does not
-// check that the tree is right.
+// Checks for damage to a file that could cause reads out of bounds or endless loops. Does not check
+// that the tree is correct.
 void SuffixTree::State::check_indices() const {
   const int64_t num_blocks = text.blocks_.size();
   const int64_t num_positions = num_blocks * kBlockTokens;
@@ -328,7 +329,7 @@ void SuffixTree::State::check_indices() const {
          "the free lists");
   expect(next_order >= 0 && next_order < int64_t{1} << (62 - TokenBlocks::kIndexBits), "the order");
   int64_t num_tokens_found = 0;
-  struct Range {  // of the positions in a block that hold a token
+  struct Range {  // positions in a block that have a token
     uint8_t begin = 0;
     uint8_t end = 0;
   };
@@ -344,7 +345,7 @@ void SuffixTree::State::check_indices() const {
                is_block(sequence.last_block) && sequence.order >= 0 && sequence.order < next_order,
            "a sequence");
     num_tokens_found += sequence.length - sequence.begin;
-    // The blocks of a sequence have increasing ages, so that no chain is a cycle.
+    // The ages of a sequence's blocks increase, so a chain of blocks cannot be a cycle.
     int32_t block = sequence.first_block;
     int64_t age =
         (sequence.order << TokenBlocks::kIndexBits) + sequence.begin / kBlockTokens * kBlockTokens;
@@ -420,7 +421,7 @@ void SuffixTree::State::check_indices() const {
                                     table.slots_.size(),
           "a node's children");
     }
-    // Prefetches what comes soon: the children of a node lie anywhere.
+    // Prefetch data that is needed soon, because the children of a node may be anywhere in memory.
     if (index + 16 < nodes.size()) {
       const Node& soon = nodes[index + 16];
       __builtin_prefetch(nodes.data() + soon.best);
@@ -435,7 +436,7 @@ void SuffixTree::State::check_indices() const {
       has_best = has_best || child == node.best;
       expect(token >= 0 && (child < 0 ? is_position(~child) : is_node(child)), "a child");
       if (child >= 0) {
-        // Every node is the child of exactly one other, its parent, and so on up to the root.
+        // Every node must be the child of exactly one other node, up to the root.
         uint8_t& mark = marks[static_cast<size_t>(child)];
         expect(mark == kUnseen && nodes[child].depth > node.depth && nodes[child].parent == index,
                "a child");

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Counting strings and drafting: the queries of a suffix tree.
+// The queries of a suffix tree: counting strings, and drafting.
 //
-// Scores alone select the match to draft from. Computing a score visits every node of a path but
-// reads no text; only the best draft is written out.
+// The match to draft from is selected by scores alone. Computing a score visits every node of a
+// path but reads no text; only the best draft is written out.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -12,17 +12,17 @@
 namespace specops {
 namespace {
 
-// A string in the tree: `depth` tokens from the root, on the edge to or at `child`.
+// A string in the tree: `depth` tokens from the root, which end at `child` or on the edge to it.
 struct Point {
   int32_t child;
   int32_t depth;
 };
 
-// A token that a tree draft may add, and the point after it.
+// A token that may be added to a tree of drafts, and the point after it.
 struct Candidate {
   float prob;
-  int32_t order;  // on equal probabilities, the candidate found first wins
-  Point point;    // the point after the token
+  int32_t order;  // on equal probabilities, the lower one (found first) wins
+  Point point;    // the string that ends with the token
   int32_t token;
   int32_t parent;
 };
@@ -46,13 +46,13 @@ class Drafter {
         tree_slack_(1.0f + 2e-7f * (static_cast<float>(options.max_draft_tokens) + 16.0f)) {}
 
   bool locate(const int32_t* tokens, int32_t size, Point& point) const;
-  // Finds the longest match that ends at `end` with more than `known` and at most `longest` tokens,
-  // if any. If a match occurs, so does every shorter one.
+  // Finds the longest match that ends at `end` and has more than `known` and at most `longest`
+  // tokens. Search works because if a match occurs, so does every shorter one.
   void locate_longest(
       const int32_t* end, int32_t known, int32_t longest, const Sequence* live, Point& point) const;
   int32_t budget(int32_t match_len) const;
-  // Returns an upper bound on the score of the match's draft. No prob is above 1, nor is the sum of
-  // the probs of one depth, apart from the rounding of a tree's sum.
+  // Returns an upper bound on the score of the draft of a match. No probability is above 1, and
+  // neither is the sum of the probabilities at one depth, apart from the rounding of a tree's sum.
   float bound(int32_t match_len) const {
     const float most = static_cast<float>(budget(match_len));
     if (options_.read_on) {
@@ -61,8 +61,8 @@ class Drafter {
     const float num_depths = static_cast<float>(state_.max_depth - match_len);
     return std::min(most, options_.use_tree ? num_depths * tree_slack_ : num_depths);
   }
-  // Each computes the number of tokens after the point and their score, and gives up once the score
-  // cannot exceed `above`.
+  // Each of the following functions computes the number of tokens of a draft after the point, and
+  // their score. It gives up as soon as the score cannot exceed `above`.
   bool enter_likeliest(Point& point, float& prob) const;
   int32_t score_path(Point point, int32_t budget, float above, float& score) const;
   void write_path(Point point, int32_t budget, SuffixDraft& draft) const;
@@ -74,16 +74,16 @@ class Drafter {
   bool is_at_node(Point point) const {
     return point.child >= 0 && node(point.child).depth == point.depth;
   }
-  // Returns the depth at which the edge to a child ends, including text that may be read past
-  // max_depth.
+  // Returns the depth at which the edge to a child ends, including text past max_depth if that may
+  // be read.
   int32_t edge_end(int32_t child) const {
     if (child >= 0) {
       return node(child).depth;
     }
     return options_.read_on ? state_.num_following(~child) : state_.window_length(~child);
   }
-  // Returns whether `score` stays at or below `above` with num_tokens more tokens of at most
-  // `prob`.
+  // Returns whether `score` stays at or below `above` after num_tokens more tokens of probability
+  // at most `prob`.
   static bool is_hopeless(float score, float prob, int32_t num_tokens, float above) {
     const double most = static_cast<double>(score) + static_cast<double>(prob) * num_tokens;
     return most * (1.0 + 2e-7 * (num_tokens + 16)) <= above;  // the factor covers rounding
@@ -138,7 +138,8 @@ void Drafter::locate_longest(
   int32_t found = known;
   int32_t missing = longest + 1;
   int32_t match_len = std::min(known + std::max(reach, 1), longest);
-  // Searches from the last reach in doubling steps, then bisects between found and missing lengths.
+  // Search from the last reach in doubling steps, then bisect between a length that occurs and one
+  // that does not.
   for (int32_t step = 1; found + 1 < missing; step *= 2) {
     if (locate(end - match_len, match_len, point)) {
       found = match_len;
@@ -169,7 +170,7 @@ int32_t Drafter::budget(int32_t match_len) const {
 }
 
 // Continues a path from a point: within its edge, to the edge of the best child, or past max_depth.
-// Returns false if the path ends, or is not likely enough.
+// Returns false if the path ends or its probability is too low.
 inline bool Drafter::enter_likeliest(Point& point, float& prob) const {
   if (!is_at_node(point)) {
     return true;
@@ -240,7 +241,7 @@ void Drafter::write_path(Point point, int32_t budget, SuffixDraft& draft) const 
   draft.size = size;
 }
 
-// Pushes those continuations of a point that can still be among the `wanted` next ones.
+// Pushes the continuations of a point that can still be among the next `wanted` tokens.
 void Drafter::push_continuations(Point point,
                                  float prob,
                                  int32_t parent,
@@ -276,7 +277,7 @@ void Drafter::push_continuations(Point point,
   }
   scratch.children.clear();
   if (at.kind == ChildTable::kOneChild || wanted <= 1 || !is_likely(at.second)) {
-    // Only the best child; its token is read from the text.
+    // Push only the best child; its token is read from the text.
     push(prob * (static_cast<float>(at.best_count) / whole),
          at.best,
          state_.text.token(state_.ref(at.best), point.depth));
@@ -371,7 +372,7 @@ void SuffixTree::speculate(int32_t sequence,
           : nullptr;
   const int32_t num_active = live == nullptr ? 0 : live->num_active;
   Point located{kRoot, 0};
-  // A match that reaches back beyond the sequence has to be searched.
+  // A match that begins before the sequence has to be searched for.
   if (num_active < longest && (live == nullptr || num_active == live->length)) {
     drafter.locate_longest(end, num_active, longest, live, located);
   }
@@ -390,7 +391,8 @@ void SuffixTree::speculate(int32_t sequence,
   Point best_point{};
   int32_t best_len = 0;
   float best_score = options.above_score;
-  // On equal scores the longer match wins; initially, equality with above_score does not suffice.
+  // On equal scores, the longer match wins. At first, a score equal to above_score does not
+  // suffice.
   int32_t shortest_equal = INT32_MAX;
   const auto matters = [&](int32_t match_len) {
     if (match_len < 1 || match_len > num_matches) {
@@ -420,10 +422,10 @@ void SuffixTree::speculate(int32_t sequence,
       }
     }
   };
-  // No token scores more than 1. So a match is bounded by its budget, which falls with the match
-  // length and, unless reading past max_depth, by the tokens left to max_depth, which rise. Start
-  // where the lower of the two bounds is highest and go both ways, until neither direction can be
-  // better.
+  // No token scores more than 1, so the score of a match is bounded by its budget, which falls with
+  // the length of the match, and, unless text past max_depth is read, by the number of tokens left
+  // to max_depth, which rises as the match gets shorter. Start at the length where the lower of the
+  // two bounds is highest, and go both ways until neither direction can be better.
   int32_t down = num_matches;
   while (down > 1 && drafter.bound(down - 1) > drafter.bound(down)) {
     --down;

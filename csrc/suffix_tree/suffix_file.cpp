@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A section is read and summed in pieces by all threads, each piece while it is in cache; the sums
-// of the pieces are combined in order. The checksum detects damage by disks, copies and interrupted
-// programs; it does not protect against attackers.
+// All threads read a section and compute its checksum in pieces, each piece while it is in cache;
+// the checksums of the pieces are combined in order. They detect damage by disks, copies and
+// interrupted programs, but do not protect against attackers.
 #include "suffix_tree/suffix_file.h"
 
 #include <fcntl.h>
@@ -32,7 +32,7 @@ struct Header {
   uint32_t byte_order;
 };
 
-// Precedes a section's bytes. One of size kEnd follows the last section.
+// Header before the bytes of each section. A header with size kEnd follows the last section.
 struct SectionHeader {
   uint64_t num_bytes;
   uint64_t checksum;  // of the section's index, size and bytes
@@ -64,7 +64,7 @@ uint64_t checksum(const void* data, size_t num_bytes, uint64_t seed) {
     for (int i = 0; i < 4; ++i) {
       uint64_t low = load64(bytes + at + 16 * i);
       uint64_t high = load64(bytes + at + 16 * i + 8);
-      // The lane enters only one factor, so that a zero factor loses no more than one piece of it.
+      // Use the lane in one factor only, so that a factor of zero loses only one piece of it.
       lanes[i] = mix(low ^ kPrimes[i], high ^ lanes[i]) + (lanes[i] << 1 | lanes[i] >> 63) + low;
     }
   }
@@ -167,7 +167,8 @@ void FileWriter::finish() {
   State& state = *state_;
   SectionHeader end{.num_bytes = kEnd, .checksum = add_piece(state.sums, state.sections)};
   state.write_all(&end, sizeof(end));
-  // Syncs the bytes before the name changes: after a power failure the old or the new file exists.
+  // Sync the bytes before the file is renamed, so that after a power failure either the old or the
+  // new file exists.
   if (::fsync(state.fd) != 0) refused(errno, state.path);
   if (::rename(state.unfinished.c_str(), state.path.c_str()) != 0) refused(errno, state.path);
   ::close(state.fd);
@@ -188,7 +189,8 @@ struct FileReader::State {
     if (fd >= 0) ::close(fd);
   }
 
-  // Returns 0, an errno, or -1 at the end of the file.
+  // Reads bytes from `offset` on. Returns 0 if all were read, -1 at the end of the file, else an
+  // errno.
   int read_at(uint64_t offset, void* data, size_t num_bytes) const {
     char* to = static_cast<char*>(data);
     while (num_bytes > 0) {

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The single file that a suffix cache is saved to: a versioned header, then sections of plain
-// arrays, each with a checksum. It is written under another name and moved into place when
-// complete. Only its owner may read it, because it holds texts of the server's clients.
+// The file to which a suffix cache is saved: a header with a version, then sections of plain
+// arrays, each with a checksum. It is written under another name and renamed when it is complete.
+// Only its owner may read it, because it has texts of the server's clients.
 //
 //   header     magic, version, byte order
-//   section*   its size and checksum, then its bytes
-//   end        as many sections, and a checksum of theirs
+//   section*   size and checksum, then the bytes
+//   end        number of sections, and a checksum over the sections' checksums
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@ namespace specops {
 class FileWriter {
  public:
   explicit FileWriter(const std::string& path);
-  ~FileWriter();  // without `finish`, no file is left
+  ~FileWriter();  // without `finish`, no file remains
   FileWriter(const FileWriter&) = delete;
   FileWriter& operator=(const FileWriter&) = delete;
 
@@ -34,18 +34,18 @@ class FileWriter {
 
 class FileReader {
  public:
-  explicit FileReader(const std::string& path);  // refuses foreign files and later versions
+  explicit FileReader(const std::string& path);  // rejects other files and later versions
   ~FileReader();
   FileReader(const FileReader&) = delete;
   FileReader& operator=(const FileReader&) = delete;
 
-  uint32_t version() const;  // version of the sections' contents, 1 or 2
-  // Returns the bytes of the next section; never more than the rest of the file, so that the caller
-  // may allocate them.
+  uint32_t version() const;  // version of the contents of the sections, 1 or 2
+  // Returns the size of the next section. It is never larger than the rest of the file, so that the
+  // caller may allocate it.
   size_t section_bytes() const;
-  // Reads the next section, which must be num_bytes long and unchanged since it was written.
+  // Reads the next section. It must have num_bytes bytes, and its checksum must be correct.
   void section(void* data, size_t num_bytes);
-  void finish();  // requires that nothing is left
+  void finish();  // checks that no section is left
 
  private:
   struct State;

@@ -1,22 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-// The state of a SuffixTree and its invariants. check_integrity (suffix_check.cpp) checks each of
-// them under its number.
+// State of a SuffixTree and its invariants. check_integrity (suffix_check.cpp) checks each
+// invariant under its number.
 //
-// The tree holds the window of every position: at most max_depth tokens, up to the end of its
-// sequence.
+// The tree contains the window of every position: the tokens from the position on, at most
+// max_depth of them, up to the end of the sequence.
 //  1. The nodes are exactly the strings that occur at least twice and have no continuation by one
-//     token that occurs as often (windows end there, or they branch). Hence a set of windows has
-//     exactly one tree.
-//  2. A string that occurs once has no node. It is a leaf, identified by its start; its end is
-//     implied.
-//  3. home[position] is the node where its window ends, or the parent of its leaf.
-//  4. count is the number of windows that pass through or end at a node; ref is the youngest one.
-//     Text is read there: an edge is tokens [parent's depth, depth) from ref.
-//  5. best, best_count and second are as child_table.h says; the root does not maintain them.
-//  6. The "active" windows of a live sequence end both at its end and at a node. They are those of
-//     its last num_active positions: if a suffix occurs elsewhere, so does every shorter one.
-//  7. Removed sequences are the oldest. So the first position of the oldest sequence is the oldest
-//     of all, and a node with it as ref ends with it: no ref needs to change.
+//  token that occurs as often (because windows end there, or because they branch). Hence a set of
+//  windows has exactly one tree.
+//  2. A string that occurs once has no node. It is a leaf, identified by its start; its end follows
+//  from the text.
+//  3. home[position] is the node at which the position's window ends, or the parent of its leaf.
+//  4. A node's count is the number of windows that pass through it or end at it; its ref is the
+//  start of the youngest of them. Text is read there: the edge to a node is the tokens [parent's
+//  depth, depth) from ref on.
+//  5. best, best_count and second are as child_table.h says. The root does not maintain them.
+//  6. The active windows of a live sequence are those that end both at its end and at a node. They
+//  are the windows of its last num_active positions, because if a suffix occurs elsewhere, so does
+//  every shorter one.
+//  7. Removed sequences are older than all others. The first position of the oldest sequence is
+//  therefore the oldest of all, and if it is the ref of a node, the node has no other window; so
+//  removing it never changes a ref.
 //  8. Each block, node and slot is either in use or on its free list, never both.
 #pragma once
 
@@ -37,18 +40,18 @@ struct Sequence {
   int64_t order;  // in starting order
   int32_t first_block;
   int32_t last_block;
-  int32_t begin;   // index of the first token that was not reclaimed
+  int32_t begin;   // index of the first token that is not reclaimed
   int32_t length;  // index past the last token
   int32_t first_active;
   int32_t num_active;
-  int32_t older;  // neighbor in starting order, -1: none; of a free handle: the next free one
+  int32_t older;  // neighbor by start, -1: none; if free: the next free handle
   int32_t younger;
   int16_t in_use;
-  int16_t is_live;  // tokens may be appended
+  int16_t is_live;  // whether tokens may be appended
   int16_t is_removed;
   int16_t unused;
-  // Tokens by which the last draft's longest match reached back beyond the sequence; only a hint
-  // for where the next search begins. Readers write it.
+  // Number of tokens by which the longest match of the last draft began before the sequence. It is
+  // only a hint where to begin the next search. Readers write it.
   mutable int32_t reach;
   int32_t unused2;
 };
@@ -74,7 +77,7 @@ struct SuffixTree::State {
   bool is_younger(int32_t position, int32_t than) const {
     return text.age(position) > text.age(than);
   }
-  // Returns the number of tokens from a position to its sequence's end.
+  // Returns the number of tokens from a position to the end of its sequence.
   int32_t num_following(int32_t position) const {
     return sequences[static_cast<size_t>(text.owner(position))].length - text.index(position);
   }
@@ -116,7 +119,7 @@ struct SuffixTree::State {
   int32_t max_depth;
   TokenBlocks text;
   GrowArray<Node> nodes;
-  ChildTable table;  // children of all nodes but the root
+  ChildTable table;  // children of all nodes except the root
   RootTable root;
   std::vector<Sequence> sequences;
   int64_t next_order;

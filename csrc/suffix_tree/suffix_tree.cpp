@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Appending to a suffix tree and removing sequences. suffix_state.h lists the invariants.
+// Implementation of SuffixTree: appending tokens and removing sequences. The invariants are in
+// suffix_state.h.
 #include "suffix_tree/suffix_tree.h"
 
 #include <algorithm>
@@ -59,8 +60,8 @@ void SuffixTree::State::add_leaf(int32_t node, int32_t token, int32_t start) {
   }
 }
 
-// Updates the best child after a child gained an occurrence, was added (old_child is kNone), or
-// replaced old_child.
+// Updates `best` and the counts of a node after a child gained an occurrence, was added (old_child
+// is kNone), or replaced old_child.
 void SuffixTree::State::raise_child(int32_t node, int32_t old_child, int32_t child) {
   if (node == kRoot) {
     return;
@@ -80,7 +81,7 @@ void SuffixTree::State::raise_child(int32_t node, int32_t old_child, int32_t chi
   }
 }
 
-// Replaces `node` by a child that occurs as often.
+// Replaces `node` by its child that occurs as often.
 void SuffixTree::State::replace_child(int32_t node, int32_t child) {
   const int32_t parent = nodes[node].parent;
   const int32_t token = text.token(ref(child), nodes[parent].depth);
@@ -99,9 +100,10 @@ void SuffixTree::State::replace_child(int32_t node, int32_t child) {
   }
 }
 
-// Puts the leaf of `start` below the node or, if its window ends there, into the node. In that case
-// the window now occurs elsewhere too, and it becomes active if it ends a live sequence; this
-// happens to sequences written in lock step. Returns whether the leaf is below the node.
+// Puts the leaf of `start` below the node or, if the window of `start` ends there, into the node.
+// In the latter case the window also occurs elsewhere, so it becomes active if it ends at the end
+// of a live sequence; that happens to sequences that are written in lock step. Returns whether the
+// leaf is below the node.
 bool SuffixTree::State::adopt_leaf(int32_t node, int32_t start) {
   Node& parent = nodes[node];
   text.home_[start] = node;
@@ -119,16 +121,15 @@ bool SuffixTree::State::adopt_leaf(int32_t node, int32_t start) {
   parent.best_count = 0;
   Sequence& owner = sequences[static_cast<size_t>(text.owner(start))];
   if (owner.is_live && owner.length - text.index(start) == parent.depth) {
-    // Suffixes are extended in an order in which every shorter suffix of it has been put back
-    // already.
+    // Suffixes are extended in an order in which all shorter suffixes have already been put back.
     owner.first_active = start;
     ++owner.num_active;
   }
   return false;
 }
 
-// Handles most extensions of a copy: if only this suffix ended at `node`, and `child` is more than
-// one token away, the node moves along the edge. Returns whether it did.
+// Handles the common extension of a repeated text: if only this suffix ended at `node`, and `child`
+// is more than one token away, the node moves one token along the edge. Returns whether it did.
 inline bool SuffixTree::State::slide(int32_t node, int32_t child) {
   Node& sliding = nodes[node];
   const int32_t depth = sliding.depth + 1;
@@ -149,15 +150,15 @@ inline bool SuffixTree::State::slide(int32_t node, int32_t child) {
   return true;
 }
 
-// Extends the suffix that ends at `node` by the token, which `child` begins with; returns its new
-// end.
+// Extends the suffix that ends at `node` by the token with which `child` begins. Returns the node
+// at which it then ends.
 int32_t SuffixTree::State::extend_suffix(int32_t node,
                                          int32_t child,
                                          int32_t start,
                                          int32_t token) {
   const int32_t depth = nodes[node].depth + 1;
   if (node != kRoot && nodes[node].count == count(child) + 1) {
-    // Only this suffix ended here, so the node becomes the child.
+    // Only this suffix ended here, so the child replaces the node.
     if (child >= 0 && nodes[child].depth == depth) {
       ++nodes[child].count;
       if (is_younger(start, nodes[child].ref)) {
@@ -218,7 +219,7 @@ void SuffixTree::State::push_token(int32_t handle, int32_t token) {
       sequence.first_block = sequence.last_block;
     }
   }
-  // Leaves that end here grow by this alone.
+  // The leaves that end here grow by this store alone.
   const int32_t position = sequence.last_block * kBlockTokens + offset;
   text.text_[position] = token;
   if (offset + 1 < kBlockTokens) {
@@ -232,13 +233,13 @@ void SuffixTree::State::push_token(int32_t handle, int32_t token) {
   ++num_tokens;
   ++nodes[kRoot].count;
 
-  // The new suffix, and the active ones, which occur elsewhere, from the longest on.
+  // The suffixes to extend: the active ones, from the longest on, and the new one of length one.
   const int32_t num_suffixes = sequence.num_active + 1;
   if (static_cast<size_t>(num_suffixes) > scratch.size()) {
     scratch.resize(static_cast<size_t>(num_suffixes) * 2);
   }
   Suffix* const suffixes = scratch.data();
-  // All children are found and prefetched before any suffix is extended, so that the waits overlap.
+  // Find and prefetch all children before any suffix is extended, so that the cache misses overlap.
   for (int32_t i = 0, start = sequence.first_active; i < num_suffixes - 1; ++i) {
     const int32_t node = text.home_[start];
     const int32_t child = table.find(nodes[node], token);
@@ -247,7 +248,7 @@ void SuffixTree::State::push_token(int32_t handle, int32_t token) {
     start = text.next(start);
   }
   suffixes[num_suffixes - 1] = {position, kRoot, root.find(token)};
-  // Suffixes without a continuation become leaves; if one does, so does every longer one.
+  // Suffixes without a continuation become leaves. If a suffix does, so does every longer one.
   int32_t first = 0;
   while (first < num_suffixes && suffixes[first].child == kNone) {
     add_leaf(suffixes[first].node, token, suffixes[first].start);
@@ -267,7 +268,7 @@ void SuffixTree::State::push_token(int32_t handle, int32_t token) {
 
 // --- removing ------------------------------------------------------------------------------------
 
-// Recomputes the most frequent child, the youngest on a tie, from all children.
+// Recomputes the most frequent child (on a tie the youngest) from all children.
 void SuffixTree::State::find_best(int32_t node) {
   if (node == kRoot) {
     return;
@@ -290,7 +291,7 @@ void SuffixTree::State::find_best(int32_t node) {
   parent.best = best;
 }
 
-// Removes the window of a position.
+// Removes the window of a position from the tree.
 void SuffixTree::State::remove_window(int32_t position) {
   const int32_t last = text.home_[position];
   if (last == kRoot) {
@@ -316,7 +317,7 @@ void SuffixTree::State::remove_window(int32_t position) {
     }
   }
   --nodes[kRoot].count;
-  // Only the last node on the way can have lost its reason to exist.
+  // Only the last node on the path of the window can have to be removed.
   Node& node = nodes[last];
   if (node.kind == ChildTable::kNoChild && node.count == 1) {
     const int32_t start = node.ref;
@@ -334,12 +335,12 @@ void SuffixTree::State::remove_window(int32_t position) {
   }
 }
 
-// Updates refs before a sequence that is not the oldest is removed: a ref in that sequence moves to
-// the youngest occurrence in another one.
+// Updates refs before a sequence that is not the oldest is removed: each ref into that sequence
+// moves to the youngest occurrence in another sequence.
 void SuffixTree::State::repoint(int32_t handle) {
   struct Change {
     int32_t node;
-    int32_t num_windows;  // windows of the sequence that end at the node
+    int32_t num_windows;  // number of windows of the sequence that end at the node
   };
   const Sequence& sequence = sequences[static_cast<size_t>(handle)];
   std::vector<Change> changes;
@@ -348,7 +349,7 @@ void SuffixTree::State::repoint(int32_t handle) {
   for (int32_t i = sequence.begin; i < sequence.length; ++i) {
     for (int32_t node = text.home_[position]; node != kRoot; node = nodes[node].parent) {
       if (text.owner(nodes[node].ref) != handle) {
-        break;  // then so is the ref of every prefix
+        break;  // then the ref of every prefix is not in the sequence either
       }
       int32_t& change = change_of[static_cast<size_t>(node)];
       const bool is_known = change >= 0;
@@ -368,7 +369,8 @@ void SuffixTree::State::repoint(int32_t handle) {
     }
   }
 
-  // At max_depth every window ends at its node: search for them, from the younger sequences on.
+  // At max_depth, every window ends at its node: search for these windows, from the younger
+  // sequences on.
   int64_t num_wanted = 0;
   for (const Change& change : changes) {
     const Node& node = nodes[change.node];
@@ -400,7 +402,7 @@ void SuffixTree::State::repoint(int32_t handle) {
     other = older.older;
   }
 
-  // The other nodes take the ref from their children, or from a sequence that ends there.
+  // The other nodes take the ref of a child, or of a sequence that ends there.
   std::sort(changes.begin(), changes.end(), [this](const Change& a, const Change& b) {
     return nodes[a.node].depth > nodes[b.node].depth;
   });
@@ -453,7 +455,7 @@ void SuffixTree::State::release(int32_t handle) {
   free_handle = handle;
 }
 
-// Removes a sequence's first token and its window.
+// Removes the first token of a sequence and its window.
 void SuffixTree::State::remove_first(Sequence& sequence) {
   const int32_t block = sequence.first_block;
   const int32_t offset = sequence.begin & (kBlockTokens - 1);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The text of all sequences in blocks of kBlockTokens tokens, each owned by one sequence. A
-// position is a block's index times kBlockTokens plus the offset in it; every position has 4 bytes
-// of `home`.
+// The text of all sequences, in blocks of kBlockTokens tokens; each block belongs to one sequence.
+// A position is the index of a block times kBlockTokens plus the offset in the block. The array
+// `home` has 4 bytes per position.
 //
 // The slot after a sequence's last token, if the block has one, holds kEnd.
 #pragma once
@@ -18,17 +18,17 @@ constexpr int32_t kBlockTokens = 1 << kBlockBits;
 constexpr int32_t kEnd = -1;
 
 struct Block {
-  // The age of the block's first position; see TokenBlocks::age.
+  // Age of the first position of the block; see TokenBlocks::age.
   int64_t age;
   int32_t owner;  // -1: free
-  int32_t next;   // next block of the sequence, or next free one; -1: none
+  int32_t next;   // next block of the sequence, or next free block; -1: none
   int32_t prev;
   int32_t unused;
 };
 
 class TokenBlocks {
  public:
-  // Allocates the block after `prev` (-1: the first block of its sequence).
+  // Allocates the block after `prev`; -1: the first block of a sequence.
   int32_t allocate(int32_t owner, int32_t prev, int64_t age) {
     int32_t block = free_block_;
     if (block >= 0) {
@@ -68,7 +68,7 @@ class TokenBlocks {
     num_free_ = 0;
   }
 
-  // Returns the token k positions after `position`, or kEnd.
+  // Returns the token k positions after `position`; kEnd if the sequence ends there.
   int32_t token(int32_t position, int32_t k) const {
     int32_t offset = (position & (kBlockTokens - 1)) + k;
     if (offset < kBlockTokens) {
@@ -85,7 +85,7 @@ class TokenBlocks {
     return text_[static_cast<int64_t>(block) * kBlockTokens + offset];
   }
 
-  // Returns whether the text from k after `position` on equals the tokens.
+  // Returns whether the text that begins k positions after `position` equals `tokens`.
   bool equals(int32_t position, int32_t k, const int32_t* tokens, int32_t size) const {
     int32_t block = position >> kBlockBits;
     int32_t offset = (position & (kBlockTokens - 1)) + k;
@@ -107,7 +107,7 @@ class TokenBlocks {
     return true;
   }
 
-  // Copies the text from k after `position` on, which must exist.
+  // Copies the text that begins k positions after `position`. It must be long enough.
   void copy(int32_t position, int32_t k, int32_t* tokens, int32_t size) const {
     int32_t block = position >> kBlockBits;
     int32_t offset = (position & (kBlockTokens - 1)) + k;
@@ -123,7 +123,7 @@ class TokenBlocks {
     }
   }
 
-  // Returns the position k after `position`, which must exist.
+  // Returns the position k positions after `position`. It must exist.
   int32_t advance(int32_t position, int32_t k) const {
     int32_t block = position >> kBlockBits;
     int32_t offset = (position & (kBlockTokens - 1)) + k;
@@ -134,14 +134,14 @@ class TokenBlocks {
     return block * kBlockTokens + offset;
   }
 
-  // Returns the position after `position`; undefined if there is none.
+  // Returns the position after `position`; undefined if the sequence ends there.
   int32_t next(int32_t position) const {
     return (position + 1) % kBlockTokens != 0 ? position + 1
                                               : blocks_[position >> kBlockBits].next * kBlockTokens;
   }
 
-  // Returns a key that orders all positions: by starting order of the sequence, then by index in
-  // it.
+  // Returns a key that orders all positions: by the start of their sequence, then by index in the
+  // sequence.
   int64_t age(int32_t position) const {
     return blocks_[position >> kBlockBits].age + (position & (kBlockTokens - 1));
   }

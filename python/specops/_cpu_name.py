@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU name under which measurements are stored; imports nothing that is compiled."""
+"""Name of the CPU, under which measurements are stored. Imports no compiled code."""
 
 import platform
 import re

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a paged KV cache: rotary embedding with cache append, attention, state merging.
 
-The bits of an output row depend on that row's request alone: KV is reduced in leaves at fixed
-positions, folded in one fixed order, so a verified row equals the row plain decoding would compute.
+The bits of an output row depend only on its request: the KV cache is reduced in leaves (blocks of
+tokens) at fixed positions, and the leaves are folded in one fixed order. Therefore a row of a
+verification step has the same bits as in plain decoding.
 """
 
 import math
@@ -40,7 +41,7 @@ _SCALING_KEYS = {
     },
 }
 _MAX_HEAD_DIM = 256  # limit of `rope_append_kv`
-LATENT_DIM = 512  # latent attention: elements of a token's key that are its value as well
+LATENT_DIM = 512  # latent attention: leading elements of a token's key that are also its value
 
 # Keys of a checkpoint's rope_parameters that are not part of the scaling.
 _COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
@@ -149,7 +150,7 @@ def _check_positive(name: str, value: Any) -> None:
 def _llama3_frequencies(
     inv_freq: Tensor, factor: float, low_factor: float, high_factor: float, old_len: float
 ) -> Tensor:
-    """Slow long wavelengths by `factor`, keep short ones and interpolate between them."""
+    """Divide low frequencies by `factor`, keep high ones, and interpolate between them."""
     wavelength = 2 * math.pi / inv_freq
     smooth = (old_len / wavelength - low_factor) / (high_factor - low_factor)
     between = (1 - smooth) * inv_freq / factor + smooth * inv_freq
@@ -166,7 +167,10 @@ def _yarn_frequencies(
     beta_slow: float,
     truncate: bool,
 ) -> Tensor:
-    """Slow pairs that turn rarely in the old context by `factor`, and keep the fast ones."""
+    """Divide the frequencies of slow pairs by `factor`, keep fast ones, and interpolate between.
+
+    The speed of a pair is its number of rotations within the original context length `old_len`.
+    """
     rotary_dim = 2 * freq.numel()
 
     def pair_with(rotations: float) -> float:
@@ -626,9 +630,9 @@ def attention_workspace_size(
         device: device of the call's tensors.
 
     Returns:
-        The size; 0 if no request is long enough to be split. It suffices for consecutive calls with
-        these or smaller shapes. On CUDA the workspace begins with counters: allocate it with
-        zeros; every call leaves the counters zero.
+        The size; 0 if no request is long enough to be split. It suffices for all calls with these
+        or smaller shapes, one after the other. On CUDA the workspace begins with counters: allocate
+        it with zeros; every call leaves the counters zero.
 
     Raises:
         ValueError: a size is out of range.
@@ -651,16 +655,16 @@ PHASES = ("plan", "item", "load", "stream", "merge")
 
 
 def set_phase_stamps(stamps: Tensor | None) -> None:
-    """Make `append_attention` on CUDA record the time of each phase in each block (benches).
+    """Make `append_attention` on CUDA record the time of each phase in each block (for benchmarks).
 
     Calls then run a slower build of the kernel that records time stamps and gives the same bits.
-    It exists for bfloat16 with head_dim 128; other calls on CUDA fail meanwhile. A captured graph
-    keeps the setting at its capture.
+    That build exists for bfloat16 with head_dim 128 only; while recording is on, other calls on
+    CUDA fail. A captured graph keeps the setting that was active at its capture.
 
     Args:
         stamps: [blocks, 8], int64, on CUDA; at least three rows for each SM. It must live until the
             last such call has ended. Row b receives, for block b: its start and end in nanoseconds
-            by one clock for all blocks; the SM cycles spent in each of `PHASES`; and the low 32
+            on a clock common to all blocks; the SM cycles spent in each of `PHASES`; and the low 32
             bits of the SM's clock at the end. Rows without a block are not written. A call with
             shared prefixes makes several launches; the last one is recorded. None stops recording,
             the default.
@@ -770,7 +774,8 @@ def compact_kv(
 
     Note:
         Copies bits. Slots at and before the root are never written, nor are tokens already in
-        place. Pages that requests share must end before the nodes, which is always so in practice.
+        place. Pages that several requests share must end before the nodes; in practice, they
+        always do.
 
     Source: Miao et al. 2023 (SpecInfer).
     """
@@ -793,17 +798,17 @@ def copy_kv(k_cache: Tensor, v_cache: Tensor | None, from_slots: Tensor, to_slot
 
         cache[to_slots[i]] = cache[from_slots[i]]   for both caches, where to_slots[i] is not -1
 
-    `batching.tree_chains` returns the tokens that a tree's chains need on pages of their own.
+    Use it with `batching.tree_chains`, which returns the slots to copy for the chains of a tree.
 
     Args:
         k_cache: [num_pages, page_size, num_kv_heads, head_dim], float32, bfloat16, float16, int8 or
             float8_e4m3fn. Copy the scales of 8-bit caches in a second call, as the pair of caches
             k_scales[..., None] and v_scales[..., None].
         v_cache: as `k_cache`; None: there is one cache, as for latent attention.
-        from_slots: [copies], int64. Slots in the paged cache, page * page_size + offset. Not read
-            where there is no copy.
-        to_slots: [copies], int64. -1: no copy. The copies have no order, so no slot may occur twice
-            or be one of `from_slots`.
+        from_slots: [copies], int64. Slots in the paged cache, page * page_size + offset. Entry i is
+            not read if to_slots[i] is -1.
+        to_slots: [copies], int64. -1: no copy. The copies run in any order, so no slot may occur
+            twice or be one of `from_slots`.
 
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above, or a slot is out of

@@ -20,7 +20,7 @@ _CPU = torch.device("cpu")
 
 
 class OutputMode(IntEnum):
-    """Which of a request's rows produce logits in this step."""
+    """Selection of the rows of a request that produce logits in this step."""
 
     NONE = 0  # a prefill chunk that does not end the prompt
     LAST = 1  # plain decoding, or the chunk that ends the prompt
@@ -102,7 +102,7 @@ class DraftTree:
         row_positions: [batch, nodes + 1], int32. Position of the root plus depth; -1 for rows past
             the request's nodes.
         ancestor_mask: [batch, nodes + 1, ceil((nodes + 1) / 32)], int32. Bit c % 32 of word c // 32
-            of row r: row c is r itself or an ancestor of it. 0 past the request's nodes.
+            of row r is set if row c is r itself or an ancestor of r. 0 past the request's nodes.
         first_child: [batch, nodes + 1], int32. The lowest node whose parent is the row, or -1.
         next_sibling: [batch, nodes], int32. The next node with the same parent, or -1.
         sibling_index: [batch, nodes], int32. Number of earlier nodes with the same parent; -1 past
@@ -151,7 +151,7 @@ class DraftIndices:
 
     Attributes:
         qo_indptr: [batch + 1], int32. Rows of request b are qo_indptr[b] .. qo_indptr[b + 1].
-        kv_lens: [batch], int32. Rows in the module's cache, including this pass; 0 without rows.
+        kv_lens: [batch], int32. Tokens in the module's cache, including this pass; 0 without rows.
         last_rows: [batch], int32. The row whose hidden state drafts the next token, or -1.
         draft_positions: [batch], int32. The position of that token, or 0.
         row_to_request: [total_rows], int32.
@@ -224,8 +224,8 @@ class TreeChains:
         kv_indptr: [chains + 1], int32. First page of each chain in `kv_indices`; padded with the
             last end.
         kv_indices: [pages], int32. Page ids; padded with 0.
-        from_slots: [copies], int64. Slots of tokens that chains need on their own pages; padded
-            with -1.
+        from_slots: [copies], int64. Slots of tokens that must be copied to the spare pages of a
+            chain; padded with -1.
         to_slots: [copies], int64. Slots to copy those tokens to; padded with -1.
     """
 
@@ -263,8 +263,8 @@ class SharedPrefixes:
 
     Attributes:
         order: [batch], int32. The requests, ordered so that members of a group are neighbors.
-        prefix_leaders: [levels, batch], int32, as `append_attention` takes it, for a batch in this
-            order. No levels: no request shares.
+        prefix_leaders: [levels, batch], int32, the argument of `append_attention` for a batch in
+            this order. It has no levels if no requests share pages.
         prefix_lens: [levels, batch], int32. Number of tokens that each request's group shares.
         counts: [2], int64. Number of levels, and number of tokens that a step need not read again
             from the cache. Arrays passed as `out` may have more levels; those are unused.
@@ -443,9 +443,9 @@ def find_shared_prefixes(
     max_levels: int = 8,
     out: SharedPrefixes | None = None,
 ) -> SharedPrefixes:
-    """Find the requests that begin with the same pages, to be read once. Runs on the host.
+    """Find groups of requests that begin with the same pages, to read these once. Runs on the host.
 
-    Same as `reference.find_shared_prefixes`. The page lists alone show the sharing: requests that
+    Same as `reference.find_shared_prefixes`. Only the page lists are compared: requests that
     share a page (of a system prompt, of examples, of a prompt with several choices) have it at the
     same place in their lists. After sorting, lists with a common beginning are neighbors, and the
     common beginnings form nested groups:
@@ -466,8 +466,8 @@ def find_shared_prefixes(
         leaf_tokens: tokens of a leaf; a multiple of `page_size`. A group shares whole leaves, at
             least one more than the enclosing group. `append_attention` shares leaves of 64 tokens
             on the CPU and of 256 on CUDA.
-        max_levels: maximum number of levels. Deeper groups are merged into their group at the last
-            level.
+        max_levels: maximum number of levels. Deeper groups are merged into the group that
+            encloses them on the last level.
         out: arrays with `max_levels` levels to write into and return. Allocated when absent.
 
     Returns:
@@ -523,8 +523,9 @@ def gather_input_ids(
         out = (token_ids[s, :lens[s]] + draft_token_ids[b])[i]
 
     One rule covers a prefill chunk, a row of plain decoding (i = lens[s] - 1) and the rows of the
-    drafts after it (i = lens[s] + j takes draft j). A loop that stores its text with
-    `sampling.commit` therefore never waits for the host. A padding row gets 0, a valid token id.
+    drafts after it (i = lens[s] + j takes draft j). If the loop stores tokens
+    with `sampling.commit`, it therefore never waits for the host. A padding row gets 0, a valid
+    token id.
 
     Args:
         row_to_request: [rows], int32, from `BatchIndices`; -1: padding.
@@ -533,8 +534,8 @@ def gather_input_ids(
         token_ids: [num_slots, max_len], int32. Prompt and output of each request; rows may be
             strided.
         lens: [num_slots], int32. Number of tokens in each row of `token_ids`.
-        draft_token_ids: [batch, k], int32. As `sampling.verify` takes them; only drafts with a row
-            are read. None: no row is after the text.
+        draft_token_ids: [batch, k], int32. The drafts as passed to `sampling.verify`; only drafts
+            that have a row are read. None: all rows are known tokens.
         out: [rows], int32. Allocated when absent.
 
     Returns:
@@ -645,8 +646,8 @@ def build_tree(
 def preorder(parents: Sequence[int], nodes: Sequence[int] | None = None) -> Preorder:
     """Order the nodes of one tree so that each precedes all its descendants. Runs on the host.
 
-    Same as `reference.preorder`. Drafters return the likeliest nodes first; `tree_chains` takes
-    them in preorder. Siblings stay in their order:
+    Same as `reference.preorder`. Drafters return the most probable nodes first; `tree_chains`
+    requires preorder. Siblings stay in their order:
 
         root ─┬─ 0 ── 2        parents [-1, -1, 0]       nodes    [0, 2, 1]
               └─ 1                                       parents  [-1, 0, -1]
@@ -693,7 +694,7 @@ def preorder(parents: Sequence[int], nodes: Sequence[int] | None = None) -> Preo
 
 
 def num_spare_pages(parents: Sequence[int], kv_len: int, page_size: int) -> int:
-    """Count the spare pages that `tree_chains` takes for one tree. Runs on the host.
+    """Count the spare pages that `tree_chains` needs for one tree. Runs on the host.
 
     Args:
         parents: parents of the nodes, in preorder.
@@ -701,14 +702,14 @@ def num_spare_pages(parents: Sequence[int], kv_len: int, page_size: int) -> int:
         page_size: tokens of a page.
 
     Returns:
-        The pages of all chains but the first, which lies on the request's own pages. A chain takes
-        at most 1 + ceil(depth / page_size).
+        The number of spare pages of all chains except the first, which uses the request's pages.
+        A chain needs at most 1 + ceil(depth / page_size).
 
     Raises:
         ValueError: a parent is neither -1 nor an earlier node.
     """
     root = kv_len - len(parents) - 1
-    # For the root, then each node: length of its path, and of the path's part already in place.
+    # The root, then each node: length of its path, and of the path's part that is in place.
     depths, in_place = [0], [0]
     pages = 0
     for node, parent in enumerate(parents):
@@ -718,7 +719,7 @@ def num_spare_pages(parents: Sequence[int], kv_len: int, page_size: int) -> int:
             )
         depth, above = depths[parent + 1] + 1, in_place[parent + 1]
         depths.append(depth)
-        # Node j is already in its chain's slot if its path is 0, 1, .. j.
+        # Node j already has the slot that its chain needs if its path is 0, 1, .. j.
         in_place.append(depth if node == depth - 1 else above)
         ends_chain = node == len(parents) - 1 or parents[node + 1] != node
         if ends_chain and in_place[-1] < depth:
@@ -873,11 +874,11 @@ def prepare_draft_batch(
     A request with slot -1, or without rows in the step, gets no rows.
 
     Args:
-        slots: [batch], int32. Row of each request in the per-slot arrays; -1: drafts nothing.
+        slots: [batch], int32. Row of each request in the per-slot arrays; -1: does not draft.
         qo_indptr: [batch + 1], int32. Rows of the target's step.
         kv_lens: [batch], int32. Lengths in the target's step, its rows included.
-        redraft_lens: [batch], int32. Number of positions before the step that run again; 0 with one
-            module, modules - 1 with more.
+        redraft_lens: [batch], int32. Number of positions before the step that the module computes
+            again: 0 with one module, and modules - 1 with several.
         kv_indptr: [batch + 1], int32. First page of each request in `kv_indices`.
         kv_indices: [pages], int32. Page ids.
         lens: [num_slots], int32. Tokens of each slot, the step's included.
@@ -957,13 +958,13 @@ def advance_draft_batch(
             position = lens[s] + step - ahead, source_rows = last_rows[b]
             draft_positions = lens[s] + step + 1
 
-    At step 0 the drafts of every request with a slot are cleared first (-1, count 0). The row's
-    token is the draft, `ahead` positions after the row.
+    At step 0 the drafts of every request with a slot are cleared first (-1, count 0). The input
+    token of the new row is the draft, which is `ahead` positions after the row.
 
     Args:
         sampled_token_ids: [batch], int32. Not read where last_rows is -1.
-        last_rows: [batch], int32. `DraftIndices.last_rows` of the pass they were sampled from.
-        slots: [batch], int32. As in `prepare_draft_batch`, like the next five arguments.
+        last_rows: [batch], int32. `DraftIndices.last_rows` of the pass that gave these tokens.
+        slots: [batch], int32. As in `prepare_draft_batch`, as are the next five arguments.
         kv_indptr: [batch + 1], int32.
         kv_indices: [pages], int32.
         lens: [num_slots], int32.
@@ -1014,7 +1015,10 @@ def advance_draft_batch(
 def keep_hidden_rows(
     hidden: Tensor, slots: Tensor, qo_indptr: Tensor, kv_lens: Tensor, lens: Tensor, kept: Tensor
 ) -> None:
-    """Keep the target's hidden states at each request's last positions, for rows that run again.
+    """Store the target's hidden states at each request's last positions, for later drafting.
+
+    With several drafting modules, the next step computes rows at these positions again
+    (`redraft_lens` of `prepare_draft_batch`).
 
     Same as `reference.keep_hidden_rows`. For request b with s = slots[b], take the positions i of
     the step whose next token is known (i < lens[s] - 1, which excludes rejected drafts). For the
@@ -1025,7 +1029,7 @@ def keep_hidden_rows(
     Args:
         hidden: [rows, width], float32, bfloat16 or float16; rows may be strided. The hidden states
             of the target's step.
-        slots: [batch], int32. -1: keeps nothing.
+        slots: [batch], int32. -1: nothing is stored.
         qo_indptr: [batch + 1], int32. Rows of the target's step.
         kv_lens: [batch], int32. Lengths in the target's step, its rows included.
         lens: [num_slots], int32. Tokens of each slot, the step's included.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row-identical dense layers of a transformer block.
+"""Dense layers of a transformer block, with the same bits of a row in every batch.
 
-Every output row is computed with a reduction order that depends on the shape of the layer alone: a
+Every output row is computed with a reduction order that depends only on the shape of the layer: a
 row has the same bits alone, in a batch, or in the middle of a prefill chunk.
 """
 
@@ -24,7 +24,7 @@ from specops.quantization import (
 
 # Up to this many rows, CUDA kernels stream the weights past all rows and need no workspace.
 _MAX_STREAMED_ROWS = 16
-# Counters at the head of a workspace: finished leaves of each output tile.
+# Counters at the start of a workspace, one per output tile: finished leaves (partial sums).
 _WORKSPACE_COUNTERS = 128
 
 
@@ -79,19 +79,20 @@ def pack_weight(
         weight: [num_outputs, num_inputs], bfloat16 or float32, on CUDA also float16; rows may be
             strided. Or a `QuantizedWeight`.
         activation: "silu", "gelu_tanh" or "swiglu_oai" for a weight whose first half of rows makes
-            gates and the other half ups. `linear` then returns the result of `silu_mul`,
-            `gelu_tanh_mul` or `swiglu_oai_mul` on both, half as wide.
+            gates and the other half ups. `linear` then applies `silu_mul`, `gelu_tanh_mul` or
+            `swiglu_oai_mul` to both halves, and its output is half as wide.
         activations: type to which `linear` rounds rows. For int8 and int4 weights "int16", per 128
             inputs (default of int8), or "int8", per 32 inputs (default of int4); for other weights
             "float": no rounding.
 
     Returns:
-        The packed copy. It takes the bytes of `weight` (int4: half a byte per value), with
-        num_outputs (with an activation: each half of it) rounded up to 16 and, for bfloat16 and
-        fp8, num_inputs to 2; for int8 and int4 to 64 and 16; on CUDA to 32 and, for 16 bits, 64,
-        for quantized values 128. Scales and offsets in groups are packed beside them. `weight` may
-        be freed; only `code_values`, `input_order` and one-per-output scales are referenced
-        instead of copied.
+        The packed copy. It has as many bytes as `weight` (int4: half a byte per value), after
+        num_outputs (with an activation: each half of it) and num_inputs are rounded up. On the CPU,
+        num_outputs is rounded to 16 and, for bfloat16 and fp8, num_inputs to 2; for int8 and int4,
+        they are rounded to 64 and 16. On CUDA, num_outputs is rounded to 32, and num_inputs to 64
+        for 16-bit types and to 128 for quantized values. Scales and offsets of groups are packed
+        separately. `weight` may be freed; only `code_values`, `input_order` and scales of whole
+        outputs are referenced instead of copied.
 
     Raises:
         ValueError: a shape, dtype, layout, device or value differs from the above.
@@ -326,10 +327,11 @@ def linear_kernels(num_rows: int) -> list[str]:
 
 
 def set_linear_kernel(kernel: str | None) -> None:
-    """Choose the CUDA kernel of `linear` for 16-bit types (tests and benches).
+    """Choose the CUDA kernel of `linear` for 16-bit types (for tests and benchmarks).
 
-    It never changes a bit. `linear` then rejects a number of rows, an `x` or a device that the
-    kernel does not support. It has no effect on float32, which has one kernel only, and on the cpu.
+    The choice never changes a bit of a result. `linear` rejects a number of rows, an `x` or a
+    device that the chosen kernel does not support. The choice has no effect on float32, which has
+    only one kernel, and on the CPU.
 
     Args:
         kernel: one of `linear_kernels`; None, the default: the kernel that suits the shape.

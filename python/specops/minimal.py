@@ -52,7 +52,7 @@ class Sequences(NamedTuple):
     """The requests of a pass as attention sees them: their rows, pages and lengths."""
 
     qo_indptr: Tensor  # int32 [batch + 1], rows of request b: qo_indptr[b] to qo_indptr[b + 1]
-    kv_indptr: Tensor  # int32 [batch + 1], the same of its pages in kv_indices
+    kv_indptr: Tensor  # int32 [batch + 1], its pages: kv_indices[kv_indptr[b] : kv_indptr[b + 1]]
     kv_indices: Tensor  # int32 [pages]
     kv_lens: Tensor  # int32 [batch], tokens in the cache, those of this pass included
 
@@ -70,7 +70,7 @@ class Checkpoint:
             self.tensors |= load_file(path)
 
     def packed(self, prefix: str, *names: str, activation: str | None = None) -> PackedWeight:
-        """Return projections side by side, in the layout that `dense.linear` reads."""
+        """Return the named projections as one weight, in the layout that `dense.linear` reads."""
         weights = [self.tensors[f"{prefix}{name}.weight"] for name in names]
         return dense.pack_weight(torch.cat(weights), activation=activation)
 
@@ -90,7 +90,7 @@ class Layer:
         self.mlp_norm = tensors[f"{prefix}post_attention_layernorm.weight"]
         self.q_norm = tensors.get(
             f"{attention_prefix}q_norm.weight"
-        )  # Qwen3 has these two, Llama has not
+        )  # Qwen3 has q_norm and k_norm, Llama does not
         self.k_norm = tensors.get(f"{attention_prefix}k_norm.weight")
         self.qkv = checkpoint.packed(attention_prefix, "q_proj", "k_proj", "v_proj")
         self.o = checkpoint.packed(attention_prefix, "o_proj")
@@ -99,7 +99,7 @@ class Layer:
         self.down = checkpoint.packed(f"{prefix}mlp.", "down_proj")
 
     def new_kv(self, num_pages: int, dtype: torch.dtype) -> Tensor:
-        """Return keys and values on pages: [2, pages, page size, heads, head size]."""
+        """Allocate keys and values on pages: [2, pages, page size, heads, head size]."""
         return torch.zeros(2, num_pages, PAGE_SIZE, self.num_kv_heads, self.head_dim, dtype=dtype)
 
     def run(
@@ -111,9 +111,9 @@ class Layer:
         positions: Tensor,
         sequences: Sequences,
     ) -> Tensor:
-        """Add attention to `residual` in place, and return the MLP's output, yet to be added.
+        """Add attention to `residual` in place, and return the output of the MLP.
 
-        The norm that follows adds it: `rms_norm` takes the sum and its norm in one pass.
+        The caller's next `rms_norm` adds that output to `residual`, in one pass with the norm.
         """
         heads = dense.linear(normed, self.qkv).view(len(normed), -1, self.head_dim)
         sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
@@ -168,7 +168,7 @@ class Model:
         )
 
     def new_kv(self, num_pages: int) -> list[Tensor]:
-        """Return the pages of every layer."""
+        """Allocate the pages of keys and values of every layer."""
         return [layer.new_kv(num_pages, self.embedding.dtype) for layer in self.layers]
 
     def forward(
@@ -178,7 +178,7 @@ class Model:
         rows: batching.BatchIndices,
         sequences: Sequences,
     ) -> Tensor:
-        """Run all rows through all layers, and return their states after the final norm."""
+        """Run all rows through all layers, and return their hidden states after the final norm."""
         residual = dense.embedding(input_ids, self.embedding)
         normed = dense.rms_norm(residual, self.layers[0].input_norm, self.eps)
         norms = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
@@ -195,7 +195,7 @@ class Model:
 
 
 class MtpModule:
-    """A layer that drafts: from the state of position i and token i + 1 it predicts token i + 2."""
+    """A layer that drafts: it predicts token i + 2 from token i + 1 and the state of position i."""
 
     def __init__(self, checkpoint: Checkpoint, prefix: str, cos_sin: Tensor) -> None:
         self.layer, tensors = Layer(checkpoint, prefix, cos_sin), checkpoint.tensors
@@ -207,10 +207,10 @@ class MtpModule:
     def forward(
         self, pairs: Tensor, kv: Tensor, rows: batching.DraftIndices, sequences: Sequences
     ) -> Tensor:
-        """Return the states that the LM head reads.
+        """Return the hidden states from which the LM head computes logits.
 
         Args:
-            pairs: for each row, the normed embedding of a token, concatenated with a normed state.
+            pairs: for each row, a normalized embedding next to a normalized hidden state.
         """
         residual, eps = dense.linear(pairs, self.projection), self.layer.eps
         normed = dense.rms_norm(residual, self.layer.input_norm, eps)
@@ -223,7 +223,7 @@ class MtpModule:
 
 @dataclass
 class Request:
-    """A prompt, its parameters, and what has been generated."""
+    """A prompt, its parameters, and the tokens generated so far."""
 
     prompt: list[int]
     max_tokens: int = 64
@@ -241,7 +241,7 @@ class MinimalEngine:
     """A batch of requests that come and go; `step` runs all of them once.
 
     Args:
-        directory: of the model.
+        directory: directory of the model.
         method: "naive" (no drafts), "ngram" or "mtp".
         num_drafts: drafts per request and step.
         num_slots: requests that run at once.
@@ -269,7 +269,7 @@ class MinimalEngine:
         self.method, self.num_drafts = method, 0 if method == "naive" else num_drafts
         self.max_len, self.num_pages, self.chunk = max_len, num_pages, chunk
         self.waiting: list[Request] = []
-        self.running: dict[int, tuple[Request, list[int]]] = {}  # by slot, with its pages
+        self.running: dict[int, tuple[Request, list[int]]] = {}  # by slot: request, its pages
         self.num_steps = 0
 
         # Keys and values on pages, and a list of the free ones. A page has the same number in all
@@ -280,9 +280,9 @@ class MinimalEngine:
         self.block_table = torch.zeros(num_slots, -(-max_len // PAGE_SIZE), dtype=torch.int32)
         self.pages = batching.pages_of_block_table(self.block_table)  # kv_indptr, and a view
 
-        # The tables of all slots: views of one tensor. On a GPU they stay on the device. `lens` is
-        # the number of tokens so far, `cached` of those with final keys and values, and `max_lens`
-        # the number at which the request ends.
+        # Tables with one entry per slot, as views of one tensor. On a GPU they stay on the device.
+        # `lens` is a request's number of tokens, `cached` how many of them have final keys and
+        # values, and `max_lens` the number of tokens at which the request ends.
         ints = torch.zeros(5, num_slots, dtype=torch.int32)
         self.lens, self.cached, self.prompt_lens, self.max_lens, self.num_proposed = ints
         self.token_ids = torch.zeros(num_slots, max_len, dtype=torch.int32)  # prompt and output
@@ -299,7 +299,7 @@ class MinimalEngine:
         """Queue a request.
 
         Raises:
-            ValueError: it does not fit the engine.
+            ValueError: the request does not fit the engine.
         """
         total = len(request.prompt) + request.max_tokens
         if not request.prompt or total > self.max_len:
@@ -319,7 +319,7 @@ class MinimalEngine:
         self._admit()
         num_drafts = self._draft()
 
-        # Rows: the last token and the drafts where the rest is cached, else a chunk of the prompt.
+        # Rows: the last token and the drafts if all else is cached; else a chunk of the prompt.
         left = self.lens - self.cached
         decodes = left == 1
         qo_lens = torch.where(decodes, 1 + num_drafts, left.clamp(max=self.chunk)).int()
@@ -358,7 +358,7 @@ class MinimalEngine:
             outputs=sampling.VerifyOutputs(logprobs=logprobs),
         )
 
-        # Append them, up to the end of each request.
+        # Append the emitted tokens, up to the end of each request.
         committed = torch.empty_like(self.lens)
         sampling.commit(
             sampling.EmittedTokens(tokens),
@@ -370,7 +370,7 @@ class MinimalEngine:
             status=sampling.RequestStatus(self.finish_reasons),
             num_committed_tokens=committed,
         )
-        # What is cached for good: not the rows of rejected drafts, nor the new last token.
+        # Only final rows count as cached, not rejected drafts. The new last token has no row yet.
         self.cached.copy_(torch.minimum(kv_lens, self.lens - 1).clamp(min=0))
         if self.method == "mtp":
             self._draft_with_mtp(hidden, rows, kv_lens)
@@ -378,7 +378,7 @@ class MinimalEngine:
         self.num_steps += 1
 
     def _admit(self) -> None:
-        """Give waiting requests a slot and all the pages that they may ever need."""
+        """Assign waiting requests a free slot and all pages that they may need until they end."""
         for slot in range(len(self.lens)):
             if slot in self.running or not self.waiting:
                 continue
@@ -397,7 +397,7 @@ class MinimalEngine:
             self.finish_reasons[slot] = sampling.FinishReason.RUNNING
 
     def _draft(self) -> Tensor:
-        """Put drafts into `self.drafts`, and return how many each slot has; int32 [slots]."""
+        """Write drafts to `self.drafts`, and return how many each slot has; int32 [slots]."""
         limits = self._draft_limits() * (self.lens - self.cached == 1)
         if self.method == "ngram":
             _, found = ngram_propose(
@@ -423,17 +423,18 @@ class MinimalEngine:
 
         The first pass runs over the rows of this step whose next token is known by now. It replaces
         keys and values that the module computed from drafts, and its last row gives the first
-        draft. Each further pass has one row per slot: the module's own state and draft.
+        draft. Each further pass has one row per slot; its inputs are the module's own hidden state
+        and its last draft.
 
         Args:
-            hidden: the target's states of this step's rows.
+            hidden: the target's hidden states of this step's rows.
             rows, kv_lens: indices of this step.
         """
         module, mtp_kv = self.model.mtp, self.mtp_kv
         assert module is not None
         slots = torch.where(self.lens > 0, self.slots, -1)
         limits, no_redrafts = self._draft_limits(), torch.zeros_like(self.lens)
-        states = hidden  # of the target in the first pass, of the module after it
+        states = hidden  # of the target; of the module itself from the second pass on
         indices = batching.prepare_draft_batch(
             slots,
             rows.qo_indptr,
@@ -463,7 +464,7 @@ class MinimalEngine:
             sequences = Sequences(indices.qo_indptr, *self.pages, indices.kv_lens)
             states = module.forward(pairs, mtp_kv, indices, sequences)
             last = batching.gather_output_rows(states, indices.last_rows)
-            # Drawn with the seed and position of verification: similar distributions then agree.
+            # The same random numbers as in verification make drafts agree with it more often.
             sampled = sampling.sample(
                 self.model.logits(last), indices.draft_positions, sampling=self.sampling
             )
@@ -485,7 +486,7 @@ class MinimalEngine:
             indices = following
 
     def _release(self, tokens: Tensor, logprobs: Tensor, committed: Tensor) -> None:
-        """Hand out the new tokens, and free the slots and pages of requests that have ended."""
+        """Append the new tokens to the requests; free the slots and pages of those that ended."""
         for slot, (request, pages) in list(self.running.items()):
             count = int(committed[slot])
             request.token_ids += tokens[slot, :count].tolist()
@@ -497,7 +498,7 @@ class MinimalEngine:
                 self.lens[slot] = self.cached[slot] = self.max_lens[slot] = 0
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Request]:
-        """Run requests to their ends, and yield each whenever it has new tokens."""
+        """Run requests to their ends, and yield a request whenever it has new tokens."""
         for request in requests:
             self.add(request)
         seen = [0] * len(requests)
@@ -528,7 +529,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     printed = ""
     for request in engine.generate(requests):
-        if len(requests) == 1:  # several would mix
+        if len(requests) == 1:  # the texts of several would mix
             text = tokenizer.decode(request.token_ids)
             print(text[len(printed) :], end="", flush=True)
             printed = text

@@ -23,13 +23,13 @@ from specops.dense import PackedWeight
 
 
 class ExpertOrder(NamedTuple):
-    """Pairs of a row and an expert, ordered by expert, then by row; made by `moe_sort`.
+    """Order of (row, expert) pairs by expert, then by row; made by `moe_sort`.
 
     Attributes:
         expert_indptr: [num_experts + 1], int32; start of each expert's pairs.
-        row_indices: [rows * top_k], int32; the row of each pair in the order. Entries after the
+        row_indices: [rows * top_k], int32; the row of each pair in this order. Entries after the
             last pair are unused.
-        places: [rows, top_k], int32; index of each pair in the order, -1 without an expert.
+        places: [rows, top_k], int32; index of each pair in this order, -1 without an expert.
     """
 
     expert_indptr: Tensor
@@ -129,14 +129,14 @@ def moe_route(
 def moe_sort(
     expert_ids: Tensor, num_experts: int, *, order: ExpertOrder | None = None
 ) -> ExpertOrder:
-    """Sort pairs of a row and an expert by expert, then by row.
+    """Sort (row, expert) pairs by expert, then by row.
 
     Same as `reference.moe_sort`.
 
     Args:
         expert_ids: [rows, top_k], int32; -1: no expert.
         num_experts: number of experts, at least 1.
-        order: written. Allocated when absent.
+        order: arrays to write into. Allocated when absent.
 
     Returns:
         `order`.
@@ -166,7 +166,7 @@ def stack_experts(weights: Iterable[PackedWeight], num_experts: int) -> PackedWe
 
     Args:
         weights: one for each expert, all of the same sizes and kind. The iterable is read one
-            weight at a time, so that only one needs memory beside the result.
+            weight at a time, so that only one is in memory besides the result.
         num_experts: number of experts, at least 1.
 
     Returns:
@@ -236,7 +236,7 @@ def moe_linear(
         x: [rows, num_inputs], dtype as in `dense.linear`. Rows may be strided.
         weight: packed weight made by `stack_experts`.
         expert_indptr: [num_experts + 1], int32, from an `ExpertOrder`.
-        row_indices: [pairs], int32, from the same. None: row i of x belongs to pair i.
+        row_indices: [pairs], int32, from the same `ExpertOrder`. None: row i of x is for pair i.
         bias: [num_experts, num_outputs], dtype of `x`; or None.
         out: [pairs, num_outputs], dtype of `x`, or float32; with an activation: [pairs,
             num_outputs / 2], dtype of `x`. Rows after the last pair are not written. Allocated

@@ -16,7 +16,7 @@ class NgramIndex:
 
     With an index the cost of a call depends on the number of new tokens, not on the length of the
     rows; the drafts are the same as without it. It belongs to the rows of one `token_ids`, which
-    only grow at their ends: call `reset` for a row that is rewritten or reused by another request.
+    may only be appended to: call `reset` for a row that is rewritten or reused by another request.
     The index of a row is rebuilt automatically if the row has become shorter, or if the n-gram
     sizes or `leftmost` have changed.
 
@@ -65,7 +65,7 @@ class NgramIndex:
         return cls(table, state, scan_tokens, index_tokens)
 
     def reset(self, row: int) -> None:
-        """Forget a row, without waiting for the device."""
+        """Clear the index of a row, without waiting for the device."""
         self.state[row] = 0
 
 

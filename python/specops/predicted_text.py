@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts from a predicted output: follows the expected text and drafts its continuation."""
+"""Drafts from a predicted output: the continuation of the prediction after the current output."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
 
-_LONGEST_MATCH = 8  # tokens compared before a place in the prediction
+_LONGEST_MATCH = 8  # tokens before a place in the prediction that are compared
 _SHORTEST_MATCH = 2
-_MOST_PLACES = 256  # places compared, after the last known one and from the beginning
+_MOST_PLACES = 256  # places compared after the last known one, and from the beginning
 
 
 class PredictedText:
     """A prediction and the place in it that an output has reached.
 
-    The place advances with every output token that equals the predicted one. Any other token loses
-    it, until the output's last tokens (at least two) occur in the prediction. The longest match of
-    up to eight tokens wins; among equal ones the first after the last known place, else the first
-    in the prediction. The next 256 places of the last two tokens and the first 256 are compared.
-    Drafts are a function of prediction and output alone.
+    The place advances with every output token that equals the predicted one. After any other token
+    there is no place, and so no draft, until the last tokens of the output (at least two) occur in
+    the prediction. The place is then after the longest match of up to eight tokens; of equally long
+    matches, the first after the last known place or, if there is none, the first in the prediction.
+    Compared are the occurrences of the last two tokens: the next 256 and the first 256. Drafts
+    depend only on the prediction and the output.
 
     Args:
         prediction: token ids.
@@ -57,7 +58,7 @@ class PredictedText:
         return self._prediction[self._place : self._place + max_drafts]
 
     def _see(self, text: Sequence[int], index: int) -> None:
-        """Move on in the prediction if it continues with this token; else search for a place."""
+        """Advance the place if the prediction continues with this token; else search for one."""
         place, token = self._place, int(text[index])
         if place is not None and self._prediction[place : place + 1] == [token]:
             self._place = self._last_place = place + 1

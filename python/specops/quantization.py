@@ -18,7 +18,7 @@ FP8_BLOCK = 128  # a block of 128 outputs by 128 inputs shares a scale
 _LEAST = {"int8": -128, "int4": -8}
 _MOST = {"int8": 127, "int4": 7}
 _INT4_ZERO = 8  # the int4 value of 0 without a table
-# Elements of a weight that are processed at once, in float32.
+# Number of elements of a weight that are processed at once, in float32.
 _AT_ONCE = 1 << 22
 
 

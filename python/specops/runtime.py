@@ -119,8 +119,8 @@ def has_cuda() -> bool:
 def take_error(out: "Tensor") -> "Tensor":
     """Move the error code of `out`'s device INTO `out`, and clear it on the device.
 
-    A CUDA kernel that meets wrong data (a token or page id out of range) skips the row and sets an
-    error code; the first code stays. This op reads it in stream order without waiting, so that a
+    A CUDA kernel that finds invalid data (a token or page id out of range) skips the row and sets
+    an error code; the first code stays. This op reads it in stream order without waiting, so that a
     step can return it with its results. On cpu the code is always 0: ops raise at once there.
 
     Args:
@@ -142,7 +142,7 @@ def error_sentence(code: int) -> str | None:
 
 
 def check_errors(device_index: int = 0) -> None:
-    """Wait for a CUDA device, and raise if a kernel met wrong data since the last check.
+    """Wait for a CUDA device, and raise if a kernel found invalid data since the last check.
 
     Args:
         device_index: index of the CUDA device.

@@ -54,7 +54,7 @@ class VerifyStrategy(IntEnum):
     GREEDY = 0
     """Emit the row's argmax, whatever the filters: the tokens of greedy decoding."""
     TARGET_MATCH = 1
-    """Emit the token `sample` chooses for the row: those of seeded sampling without speculation."""
+    """Emit the token `sample` chooses for the row, as seeded sampling without speculation does."""
     REJECTION = 2
     """Accept a draft with probability min(1, target / draft), else sample the residual: the output
     has the target's distribution."""
@@ -134,10 +134,10 @@ def sample(
             +inf as the largest finite float.
         positions: [rows], int32. Absolute position of the token being chosen.
         sampling: temperature, filters and random numbers; absent: every row is greedy.
-        processors: changes of the logits, applied first, with one request per row; absent: none.
+        processors: changes of the logits before the filters, one request per row; absent: none.
         purpose: TARGET, or DRAFT for the tokens of a drafter.
-        anchors: [rows], int32. Anchor of BLOCK verification: position + 1 of the step's first
-            token; absent: 0.
+        anchors: [rows], int32. Last part of the key of the random numbers. BLOCK verification uses
+            position + 1 of the step's first token; absent: 0.
         processed_logprobs: whether logprobs and ranks come from the distribution that is sampled
             (at temperature 0: from the processed logits) instead of the untouched logits.
         outputs: tensors to write; absent: the tokens alone.
@@ -160,7 +160,7 @@ def sample(
     Source: inverse transform sampling; Holtzman et al. 2020 (top-p), Nguyen et al. 2024 (min-p),
         Salmon et al. 2011 (Philox).
     """
-    # An object of another type is left to the op, which refuses it.
+    # If `outputs` has another type, the op reports it.
     tokens: Any = getattr(outputs, "token_ids", outputs)
     if tokens is None:
         tokens = empty(lambda: (logits.shape[:1], torch.int32, logits))
@@ -239,7 +239,8 @@ def verify(
             REJECT_ALL.
         accept_rates: [batch, k], float32, within [0, 1]. For SYNTHETIC.
         sampling: temperature, filters and random numbers per request; absent: all are greedy.
-        processors: changes of the logits, applied first; a row counts the drafts on its path.
+        processors: changes of the logits before the filters. The drafts before a row count as
+            output tokens.
         draft_probs: distributions that the drafts were drawn from; absent: each draft had
             probability 1, as with drafters that do not sample.
         processed_logprobs: whether logprobs and ranks come from target[row] (at temperature 0 and
@@ -388,17 +389,17 @@ VERIFY_PHASES = ("scan", "choose", "walk")
 
 
 def set_verify_stamps(stamps: Tensor | None) -> None:
-    """Make `verify` on CUDA record the time of each phase in each block (benches).
+    """Make `verify` on CUDA record the time of each phase in each block (for benchmarks).
 
     Calls then run a slower build of the kernel that records time stamps and gives the same bits.
-    It exists for bfloat16 without processors; other calls on CUDA fail meanwhile. A captured graph
-    keeps the setting at its capture.
+    That build exists for bfloat16 without processors only; while recording is on, other calls on
+    CUDA fail. A captured graph keeps the setting that was active at its capture.
 
     Args:
         stamps: [blocks, 6], int64, on CUDA; one row for each block of the grid. There is a block
             for each of the k + 1 rows of a request; with few rows there are more blocks, at most
             two per SM. The tensor must live until the last such call has ended. Row b receives, for
-            block b: its start and end in nanoseconds by one clock for all blocks; the SM cycles
+            block b: its start and end in nanoseconds on a clock common to all blocks; the SM cycles
             spent in each of `VERIFY_PHASES`; and the low 32 bits of the SM's clock at the end. None
             stops recording, the default.
 
@@ -411,8 +412,8 @@ def set_verify_stamps(stamps: Tensor | None) -> None:
 def sampling_workspace(logits: Tensor, batch: int = 0) -> Tensor | None:
     """Allocate the workspace that GPU blocks share in `sample`, `verify` and `top_logprobs`.
 
-    It starts zeroed, and every call leaves it zeroed. A workspace for the largest logits and batch
-    also serves smaller calls, but one call at a time: concurrent streams need one each.
+    It is zeroed, and every call leaves it zeroed. A workspace for the largest logits and batch also
+    serves smaller calls, but only one call at a time: concurrent streams need one each.
 
     Args:
         logits: [rows, vocab_size], the logits of the call.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts from text already seen: suffix trees over a request's own text and many responses.
+"""Drafts from earlier text: suffix trees of a request's own text and of many responses.
 
-No model is needed: drafts are the continuations of the longest and likeliest matches of the last
-tokens. Everything runs on the CPU; nothing is random, and the number of threads changes nothing.
+No model is needed: drafts are continuations of earlier occurrences of a text's last tokens.
+Everything runs on the CPU. Nothing is random, and drafts do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class SuffixCache:
             system, may be larger, because it keeps freed memory for later use.
         read_on: whether a draft that reaches max_tree_depth continues with the text after the
             youngest occurrence, as if that were certain.
-        background_tokens: prompts of at least this many tokens are built by a background thread, so
-            that `start` returns at once; until then, the request drafts from the shared tree, and
-            its drafts depend on timing. -1: never.
+        background_tokens: prompts of at least this many tokens are added to the request's tree by a
+            background thread, so that `start` returns at once. Until they are added, the request
+            drafts from the shared tree only, and its drafts depend on timing. -1: never.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -209,7 +209,7 @@ class SuffixCache:
         match_lens: Tensor | None = None,
         use_tree: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Extend every request of a batch, then draft for every request INTO the given tensors.
+        """Extend every request of a batch, then draft for every request INTO the passed tensors.
 
         Same as `extend` for every row and `speculate` for every row after that. All tensors are on
         cpu; rows of two-dimensional tensors may be strided.
@@ -291,7 +291,7 @@ class SuffixCache:
         *,
         scope: str | None = "",
     ) -> None:
-        """Add a response that no request wrote to a shared tree, such as a file of a corpus.
+        """Add a response that no request generated to a shared tree, such as a file of a corpus.
 
         Args:
             token_ids: [n], int32. As in `start`.
@@ -308,7 +308,7 @@ class SuffixCache:
         return self._cache.reclaim()
 
     def wait(self) -> None:
-        """Wait until all background builds of prompts are finished."""
+        """Wait until the background thread has added all prompts to their trees."""
         self._cache.wait()
 
     def save(self, path: str | PathLike[str], *, label: str = "") -> None:
@@ -400,12 +400,12 @@ class SuffixCache:
         return self._cache.count(token_ids, request_id)
 
     def check_integrity(self) -> str:
-        """Check every invariant of every tree, changing nothing; return the fault, or ""."""
+        """Check the invariants of all trees; return the first violation, or "". Changes nothing."""
         return self._cache.check_integrity()
 
 
 class _NamedAsDecodingCache(SuffixCache):
-    """SuffixCache inside SuffixDecodingCache, with errors that use the latter's names."""
+    """SuffixCache whose errors use the names of SuffixDecodingCache, which contains it."""
 
     __slots__ = ()
     _speaks_of_decoding_cache = True
@@ -445,7 +445,7 @@ class SuffixDecodingCache:
 
     @property
     def max_cached_requests(self) -> int:
-        """Responses in the global tree; -1: any number."""
+        """Maximum number of responses in the global tree; -1: any number."""
         return self._cache.max_cached_requests
 
     @property

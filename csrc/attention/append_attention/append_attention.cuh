@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// append_attention on CUDA. One template serves decoding, verification and prefill. A block takes
-// up to 16, 32 or 64 packed rows (query row, query head of one KV head) and a range of whole leaves
-// of their KV. The instructions for a row do not depend on the other rows in the tile or on its
-// height.
+// append_attention on CUDA. One kernel template serves decoding, verification and prefill. A block
+// takes a tile of up to 16, 32 or 64 packed rows (a packed row is one query row and one query head
+// of a KV head) and a range of whole leaves of their KV. The instructions for a row do not depend
+// on the other rows of the tile or on the height of the tile.
 //
-// The following defines the bits of a row; nothing else may change them:
+// The bits of a row's result are defined by these three levels and by nothing else:
 //   tile   kTile tokens: scores by one chain of mma over head_dim; the tile's maximum; weights
 //          2^(score - running maximum); P V by one chain over the tokens. Running sums of weights
 //          live in 16 lanes of a row (warp, lane of a quad), added up in one order at the leaf's
@@ -12,9 +12,9 @@
 //   leaf   256 tokens at fixed positions, from an empty state.
 //   chunk  8 leaves, folded left; the chunks of a row are folded left into its result, and a sink
 //          is folded in last.
-// A state with a zero sum is empty, and folding it changes nothing, so tiles and leaves in which a
-// row sees nothing may be run or skipped. The work division (Plan) only moves states between
-// registers and workspace.
+// A state with a zero sum is empty, and folding it changes nothing. Tiles and leaves in which a row
+// sees nothing may therefore be run or skipped. The division of work among blocks (Plan) decides
+// only whether a state is kept in registers or passes through the workspace.
 #pragma once
 
 #include "attention/append_attention/cuda/block.cuh"
@@ -23,8 +23,8 @@
 
 namespace specops {
 
-// out = softmax(sm_scale q K^T) V over the tokens each row sees, and its log-sum-exp. With sinks,
-// the head's sink is added to the softmax denominator.
+// Computes out = softmax(sm_scale q K^T) V over the tokens that each row sees, and its log-sum-exp.
+// With sinks, the sink of the row's head is added to the softmax denominator.
 // Grid:    Shape::kBlocksPerSm per SM; a block takes every gridDim.x-th work item: a chunk of 2,048
 //          tokens, a split of a chunk or a whole sequence, for a tile of rows and one KV head.
 // Block:   4 warps. Scores: a warp owns a quarter of the tile's tokens for all rows. P V: a warp
@@ -49,8 +49,8 @@ __global__ void __launch_bounds__((AttentionShape<T, kHeadDim, kTiles>::kThreads
   run_all(AttentionBlock<T, kHeadDim, kTiles, kExact>(launch));
 }
 
-// Same as append_attention_kernel, over 8-bit caches. Elements are widened in registers
-// (cuda/tile.cuh).
+// Computes the same as append_attention_kernel over 8-bit caches, whose elements are widened in
+// registers (cuda/tile.cuh).
 template <typename T, typename Cache, int kHeadDim, int kTiles>
 __global__ void __launch_bounds__(kAttentionThreads,
                                   (AttentionShape<T, kHeadDim, kTiles, Cache>::kBlocksPerSm))
@@ -59,8 +59,8 @@ __global__ void __launch_bounds__(kAttentionThreads,
   run_all(AttentionBlock<T, kHeadDim, kTiles, true, false, Cache>(launch));
 }
 
-// Same as append_attention_kernel, bit for bit, but blocks record phase times. Only for
-// measurements.
+// Computes the same as append_attention_kernel, bit for bit, and also records the time of each
+// phase. Used only for measurements.
 template <typename T, int kHeadDim, int kTiles>
 __global__ void __launch_bounds__(kAttentionThreads,
                                   (AttentionShape<T, kHeadDim, kTiles>::kBlocksPerSm))

@@ -15,7 +15,7 @@ struct CompactKvMoves {
   int64_t destination[kCompactKvTile];
 };
 
-// Data that one request contributes to a step.
+// The values of one request that its moves depend on.
 struct CompactKvRequest {
   int32_t count;        // moves; 0 if the request is idle or invalid
   int32_t num_nodes;    // nodes in the tree
@@ -45,7 +45,7 @@ struct CompactKvRequest {
   }
 };
 
-// cache[base + 1 + i] = cache[base + 1 + accepted_nodes[i]], with base = kv_lens - rows.
+// Computes cache[base + 1 + i] = cache[base + 1 + accepted_nodes[i]], with base = kv_lens - rows.
 // Grid:    x = requests * caches * pieces of a slot (unbounded).
 // Block:   128 threads; a thread owns one word (16 bytes) of a slot and does all its moves in
 //          order.
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kCompactKvThreads) compact_kv_kernel(CompactKv
   }
   if (request.count == 0) return;
 
-  // Validate the whole path before moving anything.
+  // Validate the whole path before anything is moved.
   int wrong = 0;
   for (int i = thread; i < request.count; i += kCompactKvThreads) {
     int32_t node = request.path[i], before = i == 0 ? -1 : request.path[i - 1];
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kCompactKvThreads) compact_kv_kernel(CompactKv
         cache[moves.destination[i + j] * slot_words + word] = words[j];
       }
     }
-    __syncthreads();  // the next tile overwrites this one
+    __syncthreads();  // all threads have used this tile; the next one overwrites it
   }
 }
 

@@ -6,7 +6,7 @@
 
 namespace specops::SPECOPS_ISA {
 
-// cache[base + 1 + i] = cache[base + 1 + accepted_nodes[i]], with base = kv_lens - rows.
+// Computes cache[base + 1 + i] = cache[base + 1 + accepted_nodes[i]], with base = kv_lens - rows.
 // Cost:    2 * slot_bytes moved per cache and token that is not in place; memory-bound.
 // Assumes: ops.cpp checked lengths, nodes and pages; no destination page belongs to another
 //          request.

@@ -8,7 +8,7 @@ namespace specops {
 
 constexpr int kCopyKvThreads = 128;
 
-// cache[to_slots[i]] = cache[from_slots[i]], in both caches.
+// Computes cache[to_slots[i]] = cache[from_slots[i]], in both caches.
 // Grid:    x = copies * caches * pieces of a slot (unbounded).
 // Block:   128 threads; a thread copies one word (16 bytes).
 // Cost:    2 * slot_bytes moved per cache and copy; latency-bound, because copies are few.

@@ -6,7 +6,7 @@
 
 namespace specops::SPECOPS_ISA {
 
-// cache[to_slots[i]] = cache[from_slots[i]], in both caches.
+// Computes cache[to_slots[i]] = cache[from_slots[i]], in both caches.
 // Cost:    2 * slot_bytes moved per cache and copy; memory-bound.
 // Assumes: ops.cpp checked the slots; a destination is neither a source nor another copy's
 //          destination.

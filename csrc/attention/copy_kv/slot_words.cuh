@@ -6,8 +6,8 @@
 
 namespace specops {
 
-// Calls fn with the largest word type that divides every slot: 16 bytes, or fewer if head_dim is
-// odd or the caches are views into other tensors. An absent cache is nullptr.
+// Calls fn with the largest word type whose size divides every slot: 16 bytes, or less if head_dim
+// is odd or the caches are views into other tensors. A missing cache is nullptr.
 template <typename Params, typename Fn>
 void with_slot_words(const Params& params, Fn&& fn) {
   uint64_t together = reinterpret_cast<uintptr_t>(params.k_cache) |

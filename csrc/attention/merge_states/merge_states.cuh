@@ -8,9 +8,10 @@ namespace specops {
 
 constexpr int kMergeThreads = 256;
 
-// out = sum_i e^(lse_i - lse) * out_i and lse = log sum_i e^lse_i, per row and head.
+// Computes out = sum_i e^(lse_i - lse) * out_i and lse = log sum_i e^lse_i, for each row and head.
 // Grid:    one thread per kVector elements of out, blocks of 256 on x.
-// Block:   threads of one (row, head) share nothing: each folds the few lses by itself.
+// Block:   256 threads. The threads of a (row, head) do not cooperate: each one folds the few lses
+//          itself.
 // Smem:    none.
 // Cost:    every state read once, in 16-byte loads if head_dim allows; memory-bound.
 // Assumes: contiguous tensors; kVector divides head_dim; if it exceeds 1, they are 16-byte aligned.

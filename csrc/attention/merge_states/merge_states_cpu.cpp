@@ -6,7 +6,7 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// out = sum_i e^(lse_i - lse) * out_i and lse = log sum_i e^lse_i, per row and head.
+// Computes out = sum_i e^(lse_i - lse) * out_i and lse = log sum_i e^lse_i, for each row and head.
 // Cost:    every state read once; memory-bound.
 // Assumes: contiguous tensors.
 // Order:   states folded left in fp32: sums of weights relative to the running maximum; rounded

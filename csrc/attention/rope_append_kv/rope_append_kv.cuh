@@ -10,13 +10,13 @@ namespace specops {
 constexpr int kRopeThreads = 128;
 constexpr int kRopeChunk = 8;  // consecutive elements of a head per lane
 
-// Division of a launch among lanes and groups; results do not depend on it.
+// Division of a launch among lanes and groups of lanes. The results do not depend on it.
 struct RopeAppendKvGrid {
   int lanes;           // lanes per head: a power of two, lanes * kRopeChunk >= head_dim
-  int groups_per_row;  // groups of lanes per row; they share the heads of the row
+  int groups_per_row;  // groups of lanes per row, among which the row's heads are divided
 };
 
-// The chunk of one lane, in its memory layout.
+// One lane's chunk of a head, in the layout that it has in memory.
 template <typename T>
 struct RopeWords {
   static constexpr int kCount = kRopeChunk * sizeof(T) / 4;
@@ -51,8 +51,8 @@ __device__ inline RopeWords<T> to_words(const float (&x)[kRopeChunk]) {
   return words;
 }
 
-// Loads the first `count` elements and sets the others to zero. kVector: the chunk is full or
-// empty, and 16-byte aligned.
+// Loads the first `count` elements of a chunk and sets the others to zero. If kVector, the chunk is
+// full or empty, and 16-byte aligned.
 template <typename T, bool kVector>
 __device__ inline RopeWords<T> load_chunk(const T* src, int count) {
   RopeWords<T> words{};
@@ -100,7 +100,7 @@ struct RopeHead {
   const T* src;
   T* dst;
   const T* weight;  // nullptr: no norm
-  bool turns;       // rotated: true for q and k
+  bool turns;       // whether the head is rotated: true for q and k
 };
 
 template <typename T>
@@ -131,8 +131,8 @@ __device__ inline RopeHead<T> rope_head(const RopeAppendKvParams& params,
           false};
 }
 
-// Stores a lane's part of one head in an 8-bit cache. `place` is the head's index in the cache;
-// `mask` selects the lanes of the head.
+// Stores one lane's part of a head in an 8-bit cache. `place` is the index of the head in the
+// cache; `mask` selects the lanes of the head.
 template <typename T, typename Cache, bool kVector>
 __device__ inline void store_quantized(const RopeWords<T>& words,
                                        void* cache,
@@ -170,7 +170,8 @@ __device__ inline void store_quantized(const RopeWords<T>& words,
   }
 }
 
-// q_out = rope(norm(q)); cache[slot] = rope(norm(k)), v.
+// Computes q_out = rope(norm(q)) and writes rope(norm(k)) and v to the slot of the row in the
+// caches.
 // Grid:    x = groups of lanes, groups_per_row per row; unbounded.
 // Block:   128 threads; 8, 16 or 32 lanes own one head at a time and step over heads of a row; a
 //          lane owns 8 consecutive elements. With few rows a group has one head. With many rows it
@@ -222,7 +223,7 @@ __global__ void __launch_bounds__(kRopeThreads,
   RopeWords<T> next =
       load_chunk<T, kVector>(rope_head<T>(params, row, slot, head).src + begin, count);
 
-  // Cosines and sines of the lane's elements, or of its pairs if interleaved.
+  // Cosines and sines of the lane's elements; if interleaved, of the lane's pairs.
   int half = static_cast<int>(params.rotary_dim) / 2;
   bool interleaved = params.interleaved;
   bool first_half = begin < half;

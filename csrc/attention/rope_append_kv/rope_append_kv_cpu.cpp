@@ -36,7 +36,7 @@ void turn_heads(const T* src,
   }
 }
 
-// Quantizes one head to elements of an 8-bit cache and computes its scale.
+// Quantizes one head to elements of an 8-bit cache and writes its scale.
 template <typename T, typename Element>
 void quantize_head(const T* src, Element* dst, float* scale, int64_t head_dim) {
   float x[kMaxHeadDim];
@@ -50,7 +50,8 @@ void quantize_head(const T* src, Element* dst, float* scale, int64_t head_dim) {
   for (int64_t i = 0; i < head_dim; ++i) dst[i] = quantized<Element>(x[i], *scale);
 }
 
-// Writes k and v of one row to 8-bit caches: the values of an unquantized cache, quantized.
+// Writes k and v of one row to 8-bit caches: quantizes the values that an unquantized cache would
+// hold.
 template <typename T, typename Element>
 void append_quantized(const RopeAppendKvParams& params,
                       int64_t row,
@@ -74,7 +75,8 @@ void append_quantized(const RopeAppendKvParams& params,
   }
 }
 
-// q_out = rope(norm(q)); cache[slot] = rope(norm(k)), v: one pass over a row of q, k and v.
+// Computes q_out = rope(norm(q)) and writes rope(norm(k)) and v to the caches, in one pass over a
+// row of q, k and v.
 // Cost:    each element read and written once; memory-bound.
 // Assumes: each row contiguous; slots and positions in range; q_out may be q itself.
 // Order:   elementwise except the norm's sum of squares: 16 lane sums, then one tree. A scale of an

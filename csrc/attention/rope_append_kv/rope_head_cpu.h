@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// CPU transformations of one head before it is cached: RMS norm and rotation.
+// Transformations of a head on the CPU before it is written to a cache: RMS norm and rotation.
 #pragma once
 
 #include "common/simd.h"
@@ -7,8 +7,8 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Normalizes in place: x / rms(x) is rounded to T, multiplied by the weight and rounded to T again,
-// as in training.
+// Normalizes a head in place: x / rms(x) is rounded to T, multiplied by the weight and rounded to T
+// again, as in training.
 template <typename T>
 void normalise(float* head, const T* weight, int64_t head_dim, float eps) {
   F32x16 squares = zero();
@@ -25,8 +25,8 @@ void normalise(float* head, const T* weight, int64_t head_dim, float eps) {
   }
 }
 
-// Rotates the pairs (i, i + rotary_dim / 2), or (2i, 2i + 1) if interleaved, by the angle of pair
-// i.
+// Rotates pair i by the angle of pair i. Pair i has the elements i and i + rotary_dim / 2 or, if
+// interleaved, 2i and 2i + 1.
 inline void rotate(float* head, const float* cos_sin, int64_t rotary_dim, bool interleaved) {
   int64_t half = rotary_dim / 2;
   const float* cos = cos_sin;

@@ -38,8 +38,8 @@ __device__ inline uint4 rounded(const float (&x)[16 / sizeof(T)]) {
   return {words[0], words[1], words[2], words[3]};
 }
 
-// Copies a latent, or normalizes it as rms_norm does if `weight` is given. A lane's vectors are 32
-// apart.
+// Copies a latent; if there is a `weight`, normalizes it like rms_norm. The vectors of a lane are
+// 32 vectors apart.
 template <typename T>
 __device__ inline void move_latent(const T* src, T* dst, const T* weight, float eps) {
   constexpr int kPerVector = 16 / sizeof(T);
@@ -80,8 +80,10 @@ __device__ inline void move_latent(const T* src, T* dst, const T* weight, float 
   }
 }
 
-// q_out = q with its rotary part rotated; cache[slot] = norm(latent), rotated key.
-// Grid:    x = rows * groups of kLatentWarps heads; unbounded. The token follows the heads of q.
+// Copies q to q_out and rotates its rotary part; writes norm(latent) and the rotated key to the
+// slot of the row in the cache.
+// Grid:    x = rows * groups of kLatentWarps heads; unbounded. The token to cache counts as one
+//          more head after those of q.
 // Block:   128 threads; a warp has one head, a lane has vectors of its latent and one rotary pair.
 // Smem:    none.
 // Cost:    each element read and written once; if q_out is q, only the rotary part of q.

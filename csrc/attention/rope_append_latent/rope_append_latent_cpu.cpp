@@ -32,8 +32,8 @@ void append_row(const RopeAppendLatentParams& params, int64_t row, const float* 
   for (int64_t i = 0; i < kLatentDim; i += kLanes) store(slot + i, load(latent + i));
 }
 
-// q_out = q with its rotary part rotated; cache[slot] = norm(latent), rotated key. One pass per
-// row.
+// Copies q to q_out and rotates its rotary part; writes norm(latent) and the rotated key to the
+// cache. One pass per row.
 // Cost:    each element read and written once; if q_out is q, only the rotary part of q.
 // Assumes: each row contiguous; slots and positions in range; q_out may be q itself.
 // Order:   elementwise except the norm's sum of squares: 16 lane sums, then one tree.

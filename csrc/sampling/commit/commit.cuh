@@ -11,13 +11,14 @@ constexpr int kCommitThreads = 128;
 struct CommitShared {
   CommitWalk walk;      // written by thread 0
   CommitTokens tokens;  // written by thread 0
-  int64_t num_counted;  // ids in the request's row of counted_token_ids
+  int64_t num_counted;  // number of ids in the request's row of counted_token_ids
   bool is_fault;
-  int32_t new_ids[kCommitThreads];  // ids missing in the row, -1 if a thread has none
+  int32_t new_ids[kCommitThreads];  // ids that the row does not have yet; -1 if a thread has none
 };
 
-// Adds the tokens to a row of `used` counted ids, up to one per thread at a time. The entries move
-// up from the end, one block of entries after the other, each by the number of new ids below it.
+// Adds the tokens of a step to a row of `used` counted ids, one token per thread at a time. To
+// insert new ids, entries move up, starting from the end, one block of entries after another; an
+// entry moves by the number of new ids below it.
 __device__ inline void count_tokens(const CommitTokens& tokens,
                                     int32_t* ids,
                                     int32_t* counts,
@@ -29,7 +30,7 @@ __device__ inline void count_tokens(const CommitTokens& tokens,
     int64_t rest = tokens.count - begin;
     int num_tokens = rest < kCommitThreads ? static_cast<int>(rest) : kCommitThreads;
     int32_t token_id = -1, occurrences = 0;
-    bool is_first = thread_idx < num_tokens;  // the first thread of the id owns it
+    bool is_first = thread_idx < num_tokens;  // the first thread with an id handles it
     if (is_first) {
       token_id = taken_token(tokens, begin + thread_idx);
       for (int i = 0; i < num_tokens; ++i) {
@@ -42,7 +43,7 @@ __device__ inline void count_tokens(const CommitTokens& tokens,
     bool is_new = is_first && (place == capacity || ids[place] != token_id);
     if (is_first && !is_new) counts[place] += 2 * occurrences;
     new_ids[thread_idx] = is_new ? token_id : -1;
-    int num_new = __syncthreads_count(is_new);  // all threads have searched the row now
+    int num_new = __syncthreads_count(is_new);  // all threads have searched the row
     auto new_below = [&](int32_t id) {
       int below = 0;
       for (int i = 0; i < num_tokens; ++i) {
@@ -70,8 +71,8 @@ __device__ inline void count_tokens(const CommitTokens& tokens,
   }
 }
 
-// For each request, truncates and changes emitted.token_ids by the rules of commit_walk.h, then
-// appends them.
+// For each request, truncates and changes emitted.token_ids by the rules of commit_walk.h, and then
+// appends these tokens to the request's row.
 // Grid:    x = request, unbounded.
 // Block:   128 threads; the first walks, all of them copy, truncate and count.
 // Smem:    the walk and an id per thread, 0.6 KB.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// commit: appends the tokens that a step emitted, up to the end of each request; commit_walk.h has
-// the rules.
+// commit: appends the tokens that a step emitted to their requests, at most up to the end of each
+// request. The rules are in commit_walk.h.
 #pragma once
 
 #include <cstdint>
@@ -13,10 +13,10 @@
 
 namespace specops {
 
-// Every array of the following structs but EmittedTokens::token_ids may be nullptr: its rule is then
-// off, or its output not requested.
+// Every array in the following structs, except EmittedTokens::token_ids, may be nullptr: its rule
+// is then disabled, or its output is not requested.
 
-// The tokens of a step, truncated in place.
+// The tokens that a step emitted. commit truncates them in place.
 struct EmittedTokens {
   int32_t* token_ids = nullptr;  // [batch, max_tokens], then -1
   float* logprobs = nullptr;     // [batch, max_tokens]
@@ -24,8 +24,8 @@ struct EmittedTokens {
 };
 
 struct EndingRules {
-  const int32_t* max_lens = nullptr;        // [num_slots], length at which it ends; -1 = none
-  const int32_t* min_tokens = nullptr;      // [num_slots], output tokens before stops apply
+  const int32_t* max_lens = nullptr;        // [num_slots], most tokens of a request; -1 = no limit
+  const int32_t* min_tokens = nullptr;      // [num_slots], output tokens before stop rules apply
   const int32_t* stop_token_ids = nullptr;  // [num_slots, num_stop_tokens], -1 padded
   // [num_slots, num_stop_sequences, stop_sequence_len], -1 padded
   const int32_t* stop_sequences = nullptr;
@@ -39,31 +39,32 @@ struct EndingRules {
   int64_t num_inject = 0;
 };
 
-// Tables that are updated.
+// Tables of token counts that commit updates.
 struct TokenCounts {
   int32_t* counted_token_ids = nullptr;  // [num_slots, num_counted], ascending, then -1
   int32_t* token_counts = nullptr;       // [num_slots, num_counted], 2 * in output + in prompt
   int64_t num_counted = 0;
 };
 
-// Written per slot.
+// Outputs of commit, written per slot.
 struct RequestStatus {
   int32_t* finish_reasons = nullptr;  // [num_slots], FinishReason
   int32_t* stop_indices = nullptr;    // [num_slots], index of the stop token or sequence, or -1
   int32_t* thinking_state = nullptr;  // [num_slots]
 };
 
-// A slot is a row of token_ids and of every [num_slots] array.
+// Arguments of commit. A slot is the index of a request in token_ids and in every [num_slots]
+// array.
 struct CommitParams {
   EmittedTokens emitted;
   const int32_t* slots;        // [batch]; -1 = none
-  int32_t* token_ids;          // [num_slots, max_len], rows token_ids_stride apart; appended to
-  int32_t* lens;               // [num_slots], number of tokens in each row; written
-  const int32_t* prompt_lens;  // [num_slots], prompt tokens of the row; may be nullptr
+  int32_t* token_ids;          // [num_slots, max_len], rows token_ids_stride apart; extended
+  int32_t* lens;               // [num_slots], number of tokens in each row; updated
+  const int32_t* prompt_lens;  // [num_slots], number of prompt tokens of the row; may be nullptr
   EndingRules rules;
   TokenCounts counts;
   RequestStatus status;
-  int32_t* num_committed_tokens;  // [batch]; written; may be nullptr
+  int32_t* num_committed_tokens;  // [batch], output; may be nullptr
   int64_t batch;
   int64_t max_tokens;
   int64_t num_slots;
@@ -86,14 +87,14 @@ SPECOPS_HOST_DEVICE Fault find_fault(const CommitParams& params, int64_t batch_i
   return find_slot_fault(kCommitSlot, slot, batch_idx, params.num_slots);
 }
 
-// Checks that a slot has capacity for `count` more tokens.
+// Checks that the token_ids row of a slot has capacity for `count` more tokens.
 SPECOPS_HOST_DEVICE Fault find_room_fault(const CommitParams& params, int32_t slot, int64_t count) {
   int64_t len = params.lens[slot];
   if (len >= 0 && len + count <= params.max_len) return {};
   return fault_at(kCommitRoom, len, slot).with(count, params.max_len);
 }
 
-// Checks that a row of counted_token_ids with `used` ids has capacity for num_new more.
+// Checks that a row of counted_token_ids that has `used` ids has capacity for num_new more.
 SPECOPS_HOST_DEVICE Fault find_counted_fault(const CommitParams& params,
                                              int32_t slot,
                                              int64_t used,

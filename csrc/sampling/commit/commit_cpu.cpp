@@ -6,7 +6,7 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Counts one more occurrence of the token: adds 2, since the lowest bit marks prompt tokens.
+// Counts one more occurrence of a token: adds 2, because the lowest bit marks tokens of the prompt.
 void count_token(int32_t* ids, int32_t* counts, int64_t capacity, int32_t token_id) {
   int64_t place = counted_place(ids, capacity, token_id);
   if (ids[place] != token_id) {
@@ -22,12 +22,12 @@ void count_token(int32_t* ids, int32_t* counts, int64_t capacity, int32_t token_
 
 }  // namespace
 
-// For each request, truncates and changes emitted.token_ids by the rules of commit_walk.h, then
-// appends them.
-// Cost:    batch * max_tokens ids read and written, the stop tables once per token; per new token
-//          the part of its counted row behind it.
+// For each request, truncates and changes emitted.token_ids by the rules of commit_walk.h, and then
+// appends these tokens to the request's row.
+// Cost:    batch * max_tokens ids read and written, the stop tables once per token; per new token,
+//          the entries of its counted row that follow it.
 // Assumes: ops.cpp has checked the capacity for every token; two requests never share a slot.
-// Threads: the caller only, because a request is a few stores.
+// Threads: the caller only, because a request needs only a few stores.
 void commit_cpu(const CommitParams& params) {
   for (int64_t batch_idx = 0; batch_idx < params.batch; ++batch_idx) {
     int32_t slot = params.slots[batch_idx];

@@ -7,7 +7,7 @@
 namespace specops {
 namespace {
 
-// Checks values on cpu, all of them before anything is written.
+// Checks the values of tensors on the CPU, all of them before anything is written.
 void check_commit_values(Checker& check, const CommitParams& params) {
   std::vector<bool> is_taken(params.num_slots);
   for (int64_t i = 0; i < params.batch; ++i) {
@@ -107,7 +107,8 @@ RequestStatus check_status(Checker& check, Argument given, Dim& num_slots) {
           .thinking_state = thinking_state.data<int32_t>()};
 }
 
-// Checks that every rule has its inputs: without them it would silently do something else.
+// Checks that every enabled rule has all arrays it needs. Without one of them, the rule would
+// silently do something else.
 void check_inputs(const Checker& check,
                   const EndingRules& rules,
                   const int32_t* prompt_lens,

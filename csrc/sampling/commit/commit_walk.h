@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The serial part of commit: the number of emitted tokens that a request takes, and how it ends.
-// Nothing here writes. An injected token is always the last one taken, so count and last token
-// describe the result, and a caller can check it before anything is written.
+// The serial part of commit: computes how many of the emitted tokens a request takes, and how it
+// ends. These functions do not write to the request's arrays, except the store functions. An
+// injected token is always the last one taken, so the number of tokens and the last token describe
+// the result, and a caller can check it before anything is written.
 #pragma once
 
 #include <cstdint>
@@ -15,15 +16,15 @@ namespace specops {
 enum class FinishReason : int32_t { kRunning = 0, kStopToken = 1, kStopSequence = 2, kLength = 3 };
 
 struct CommitWalk {
-  int32_t count;          // tokens taken
-  int32_t last_token_id;  // the last one taken; an injected token replaces the emitted one
+  int32_t count;          // number of tokens taken
+  int32_t last_token_id;  // the last token taken; an injected token replaces the emitted one
   int32_t thinking_state;
   int32_t finish_reason;
   int32_t stop_index;
   bool is_injected;
 };
 
-// Returns a slot's value, or `absent` without an array.
+// Returns a slot's entry of `values`, or `absent` if `values` is nullptr.
 SPECOPS_HOST_DEVICE int32_t of_slot(const int32_t* values, int32_t slot, int32_t absent) {
   return values != nullptr ? values[slot] : absent;
 }
@@ -35,7 +36,7 @@ SPECOPS_HOST_DEVICE int64_t count_ids(const int32_t* ids, int64_t capacity) {
   return count;
 }
 
-// Returns the first index of an id before the first -1, or -1.
+// Returns the index of the first entry with this id before the first -1; -1 if there is none.
 SPECOPS_HOST_DEVICE int32_t find_id(const int32_t* ids, int64_t capacity, int32_t token_id) {
   for (int64_t i = 0; i < capacity && ids[i] >= 0; ++i) {
     if (ids[i] == token_id) return static_cast<int32_t>(i);
@@ -43,8 +44,8 @@ SPECOPS_HOST_DEVICE int32_t find_id(const int32_t* ids, int64_t capacity, int32_
   return -1;
 }
 
-// The tokens of a request if it takes `count` of the emitted ones and last_token_id as the last of
-// them.
+// The tokens of a request if it takes the first `count` emitted tokens, the last of them replaced
+// by last_token_id.
 struct CommitTokens {
   const int32_t* row;      // the slot's row of token_ids
   const int32_t* emitted;  // the request's row of emitted.token_ids
@@ -53,7 +54,7 @@ struct CommitTokens {
   int64_t count;
 };
 
-// Returns token `idx` of those taken in this step.
+// Returns token `idx` of the tokens taken in this step.
 SPECOPS_HOST_DEVICE int32_t taken_token(const CommitTokens& tokens, int64_t idx) {
   return idx + 1 == tokens.count ? tokens.last_token_id : tokens.emitted[idx];
 }
@@ -62,8 +63,8 @@ SPECOPS_HOST_DEVICE int32_t token_at(const CommitTokens& tokens, int64_t positio
   return position < tokens.len ? tokens.row[position] : taken_token(tokens, position - tokens.len);
 }
 
-// Returns the first of a slot's stop sequences that the output, without the prompt, ends with, or
-// -1.
+// Returns the index of the slot's first stop sequence with which the output (without the prompt)
+// ends; -1 if there is none.
 SPECOPS_HOST_DEVICE int32_t find_stop_sequence(const CommitParams& params,
                                                int32_t slot,
                                                const CommitTokens& tokens,
@@ -76,7 +77,7 @@ SPECOPS_HOST_DEVICE int32_t find_stop_sequence(const CommitParams& params,
        ++i, sequence += params.rules.stop_sequence_len) {
     int64_t length = count_ids(sequence, params.rules.stop_sequence_len);
     if (length == 0 || length > num_output_tokens) continue;
-    int64_t matched = 0;  // matched tokens, counted from the end
+    int64_t matched = 0;  // number of equal tokens, counted from the end
     while (matched < length &&
            sequence[length - 1 - matched] == token_at(tokens, end - 1 - matched)) {
       ++matched;
@@ -86,7 +87,7 @@ SPECOPS_HOST_DEVICE int32_t find_stop_sequence(const CommitParams& params,
   return -1;
 }
 
-// Applies the rules to one request that has a slot with between 0 and max_len tokens.
+// Applies the rules to one request. Its slot must be valid and have between 0 and max_len tokens.
 SPECOPS_HOST_DEVICE CommitWalk commit_walk(const CommitParams& params,
                                            int64_t batch_idx,
                                            int32_t slot) {
@@ -143,7 +144,7 @@ SPECOPS_HOST_DEVICE CommitWalk commit_walk(const CommitParams& params,
         token_id = inject[state - 1];
         walk.is_injected = true;
       }
-      if (state >= 1 && state < INT32_MAX) ++state;  // counts an injected or a reply token
+      if (state >= 1 && state < INT32_MAX) ++state;  // counts a token: an injected or a reply token
     }
     tokens.last_token_id = token_id;
 
@@ -172,7 +173,7 @@ SPECOPS_HOST_DEVICE CommitWalk commit_walk(const CommitParams& params,
   return walk;
 }
 
-// Returns the tokens of a finished walk.
+// Returns the tokens that a finished walk takes.
 SPECOPS_HOST_DEVICE CommitTokens committed_tokens(const CommitParams& params,
                                                   int64_t batch_idx,
                                                   int32_t slot,
@@ -184,7 +185,7 @@ SPECOPS_HOST_DEVICE CommitTokens committed_tokens(const CommitParams& params,
           .count = walk.count};
 }
 
-// Stores the walk's results in its slot, apart from tokens and tables.
+// Stores the results of the walk in the slot's status arrays, but not its tokens and token counts.
 SPECOPS_HOST_DEVICE void store_walk(const CommitParams& params,
                                     int64_t batch_idx,
                                     int32_t slot,
@@ -198,7 +199,7 @@ SPECOPS_HOST_DEVICE void store_walk(const CommitParams& params,
   if (params.num_committed_tokens != nullptr) params.num_committed_tokens[batch_idx] = walk.count;
 }
 
-// Stores position `idx` of the request's outputs after the walk.
+// Stores position `idx` of the request's emitted outputs, truncated by the walk.
 SPECOPS_HOST_DEVICE void store_output(const CommitParams& params,
                                       int64_t batch_idx,
                                       const CommitWalk& walk,
@@ -212,8 +213,8 @@ SPECOPS_HOST_DEVICE void store_output(const CommitParams& params,
   if (params.emitted.ranks != nullptr) params.emitted.ranks[place] = is_cut ? 0 : 1;
 }
 
-// Returns the position of an id in a row of counted_token_ids, or where to insert it; -1 sorts
-// last.
+// Returns the position of an id in a row of counted_token_ids, or the position at which to insert
+// it. Entries of -1 sort last.
 SPECOPS_HOST_DEVICE int64_t counted_place(const int32_t* ids, int64_t capacity, int32_t token_id) {
   int64_t begin = 0, end = capacity;
   while (begin < end) {
@@ -227,8 +228,8 @@ SPECOPS_HOST_DEVICE int64_t counted_place(const int32_t* ids, int64_t capacity, 
   return begin;
 }
 
-// Returns whether the token is new to the request: neither in the table nor taken earlier in the
-// step.
+// Returns whether the token is new to the request: it is neither in the table nor among the earlier
+// tokens of this step.
 SPECOPS_HOST_DEVICE bool is_new_token(const int32_t* ids,
                                       int64_t capacity,
                                       const CommitTokens& tokens,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sampling parameters of all rows and of one request, and the key of a request's random numbers.
+// Sampling parameters, for all rows and for one request, and the key of a request's random numbers.
 // Plain C++ and CUDA.
 #pragma once
 
@@ -10,14 +10,15 @@
 
 namespace specops {
 
-// Parameters per row (sample) or per request (verify), each an array or one number for all.
+// Sampling parameters per row (sample) or per request (verify). Each is an array or one number for
+// all.
 struct SamplingTensors {
   PerRow<float> temperature{nullptr, 0.0f};  // 0 = greedy
   PerRow<int32_t> top_k{nullptr, 0};         // 0 or -1 = off
   PerRow<float> top_p{nullptr, 1.0f};        // 1 = off
   PerRow<float> min_p{nullptr, 0.0f};        // 0 = off
   PerRow<float> typical_p{nullptr, 1.0f};    // 1 = off
-  const int64_t* seeds = nullptr;            // uint64 bits; nullptr: nothing is drawn
+  const int64_t* seeds = nullptr;            // uint64 as int64 bits; nullptr: nothing is drawn
   PerRow<int32_t> choice_index{nullptr, 0};
 };
 
@@ -30,7 +31,7 @@ struct SamplingParams {
   float typical_p = 1.0f;
 };
 
-// Returns whether the choice is the first token in rank, whatever the random number.
+// Returns whether the choice is always the first token of the ranking, whatever the random number.
 SPECOPS_HOST_DEVICE bool is_greedy(const SamplingParams& filters) {
   return filters.temperature == 0.0f || filters.top_k == 1 || filters.top_p == 0.0f;
 }
@@ -43,7 +44,7 @@ SPECOPS_HOST_DEVICE SamplingParams filters_of(const SamplingTensors& arrays, int
           arrays.typical_p[idx]};
 }
 
-// Returns the key of the decisions about one token of one request.
+// Returns the key of the random numbers for the decisions about one token of a request.
 SPECOPS_HOST_DEVICE UniformKey uniform_key_of(const SamplingTensors& arrays,
                                               int64_t idx,
                                               int32_t position,

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Processors that change a row of logits before any filter: allowed tokens, bad words, min tokens,
-// biases and penalties. One function, adjusted_logit, applies biases and penalties to a logit.
-// Every device calls it, and only for the few tokens that a table names. Plain C++ and CUDA.
+// Logits processors, which change a row of logits before the filters: allowed tokens, bad words,
+// minimum length, biases and penalties. The function adjusted_logit applies biases and penalties to
+// one logit. All devices call it, and only for the few tokens that a table names. Plain C++ and
+// CUDA.
 #pragma once
 
 #include <cfloat>
@@ -13,14 +14,14 @@
 
 namespace specops {
 
-// Tables with one row per slot, so that they stay in place while requests come and go. Every
-// pointer may be nullptr, which turns that processor off.
+// Tables of the logits processors. They have one row per slot, so that they stay in place when
+// requests start and end. Every pointer may be nullptr, which disables that processor.
 struct LogitsProcessors {
   const int32_t* slots = nullptr;              // [batch], row of the tables; -1 = none
   const int32_t* token_ids = nullptr;          // [num_slots, max_len], known tokens
   const int32_t* prompt_lens = nullptr;        // [num_slots]
   const int32_t* counted_token_ids = nullptr;  // [num_slots, max_counted], ascending, then -1
-  const int32_t* token_counts = nullptr;       // 2 * (times in the output) + (1 if in the prompt)
+  const int32_t* token_counts = nullptr;       // 2 * (count in the output) + (1 if in the prompt)
   const float* repetition_penalty = nullptr;   // [num_slots], 1 = off
   const float* presence_penalty = nullptr;     // [num_slots], 0 = off
   const float* frequency_penalty = nullptr;    // [num_slots], 0 = off
@@ -43,12 +44,13 @@ struct LogitsProcessors {
   int64_t mask_words = 0;
 };
 
-// Returns whether any processor is on; without one, the plain row functions serve.
+// Returns whether any processor is enabled. If none is, the row functions without processors are
+// used.
 SPECOPS_HOST_DEVICE bool has_processors(const LogitsProcessors& processors) {
   return processors.slots != nullptr || processors.mask_indices != nullptr;
 }
 
-// The drafts before a row: the first ones of a chain, or the row's ancestors in a tree.
+// The drafts before a row: the first drafts of a chain, or the ancestors of the row in a tree.
 struct DraftPath {
   const int32_t* draft_token_ids = nullptr;  // drafts of the request
   const int32_t* parents = nullptr;          // parents of the request's drafts; nullptr: a chain
@@ -65,7 +67,7 @@ SPECOPS_HOST_DEVICE int32_t path_depth(const DraftPath& path) {
   return depth;
 }
 
-// The processors of one row: the slot's row of every table.
+// The processors of one row: pointers to the slot's row of every table.
 struct RowProcessors {
   const int32_t* token_ids = nullptr;
   const int32_t* counted_token_ids = nullptr;
@@ -88,9 +90,9 @@ struct RowProcessors {
   DraftPath path;
 };
 
-// Returns the processors of one row. `batch_idx` is the request's and `output_row` the row's index
-// in the logits. `num_tokens` counts the request's known tokens and so is the position of the token
-// after them. The slot and mask index must be in range.
+// Returns the processors of one row. `batch_idx`: index of the request; `output_row`: index of the
+// row in the logits; `num_tokens`: number of the request's known tokens, which is also the position
+// of the token after them. The slot and the mask index must be in range.
 SPECOPS_HOST_DEVICE RowProcessors row_processors(const LogitsProcessors& all,
                                                  int64_t batch_idx,
                                                  int64_t output_row,
@@ -132,7 +134,8 @@ SPECOPS_HOST_DEVICE RowProcessors row_processors(const LogitsProcessors& all,
   return row;
 }
 
-// Returns the index of an id in an ascending list padded with -1 (the largest as unsigned), or -1.
+// Returns the index of an id in an ascending list padded with -1 (the largest id when read as
+// unsigned); -1 if it is not there.
 SPECOPS_HOST_DEVICE int32_t find_sorted(const int32_t* ids, int32_t size, int32_t id) {
   int32_t low = 0, high = size;
   while (low < high) {
@@ -146,7 +149,7 @@ SPECOPS_HOST_DEVICE int32_t find_sorted(const int32_t* ids, int32_t size, int32_
   return low < size && ids[low] == id ? low : -1;
 }
 
-// Returns whether the tokens before the row end with all but the last token of a bad word.
+// Returns whether the tokens before the row end with a bad word without its last token.
 SPECOPS_HOST_DEVICE bool follows(const RowProcessors& row, const int32_t* word, int32_t length) {
   int32_t node = row.path.node, known = row.num_tokens;
   for (int32_t i = length - 2; i >= 0; --i) {
@@ -169,7 +172,7 @@ SPECOPS_HOST_DEVICE int32_t bad_word_len(const RowProcessors& row, const int32_t
   return length;
 }
 
-// Returns the token that bad word `idx` forbids in this row, or -1.
+// Returns the token that bad word `idx` forbids in this row; -1 if none.
 SPECOPS_HOST_DEVICE int32_t forbidden_by(const RowProcessors& row, int32_t idx) {
   const int32_t* word = row.bad_words + static_cast<int64_t>(idx) * row.max_bad_word_len;
   int32_t length = bad_word_len(row, word);
@@ -186,7 +189,8 @@ SPECOPS_HOST_DEVICE float clean_logit(float x) {
   return x <= FLT_MAX ? x : FLT_MAX;
 }
 
-// Applies penalties. `outputs` counts the token in the output, including the drafts on the path.
+// Applies penalties to a logit. `outputs`: how often the token is in the output, including the
+// drafts before the row.
 SPECOPS_HOST_DEVICE float penalized_logit(const RowProcessors& row,
                                           float x,
                                           int32_t outputs,
@@ -200,8 +204,8 @@ SPECOPS_HOST_DEVICE float penalized_logit(const RowProcessors& row,
   return x;
 }
 
-// Applies biases and penalties to the logit of a token that is not forbidden, with each step
-// rounded to fp32. `find(ids, size, id)` is find_sorted or an equivalent that starts from an index.
+// Applies biases and penalties to the logit of a token that is not forbidden. Each step is rounded
+// to fp32. `find(ids, size, id)` is find_sorted or an equivalent that uses an index.
 template <typename Find>
 SPECOPS_HOST_DEVICE float adjusted_logit(const RowProcessors& row,
                                          int32_t id,
@@ -226,8 +230,8 @@ SPECOPS_HOST_DEVICE float adjusted_logit(const RowProcessors& row, int32_t id, f
   return adjusted_logit(row, id, x, find_sorted);
 }
 
-// Calls visit(id) for every token that a bad word or the minimum length forbids, and for -1
-// padding.
+// Calls visit(id) for every token that a bad word or the minimum length forbids. The id may be -1
+// (padding).
 template <typename Visit>
 SPECOPS_HOST_DEVICE void for_each_forbidden(const RowProcessors& row,
                                             int32_t begin,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rules for one row of a request under verification: its strategy, its policy, its drafts and
-// the random numbers it may use. Plain C++ and CUDA.
+// The rules of verification for one row of a request: its strategy, its policy, its drafts and the
+// random numbers it may use. Plain C++ and CUDA.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace specops {
 
-// Rule by which drafts are judged; values of specops.sampling.VerifyStrategy.
+// Verification strategies; values of specops.sampling.VerifyStrategy.
 enum class VerifyStrategy : int32_t {
   kGreedy = 0,
   kTargetMatch = 1,
@@ -18,11 +18,12 @@ enum class VerifyStrategy : int32_t {
   kTopP = 4,
 };
 
-// Values of specops.sampling.AcceptPolicy. All but kNormal and kRejectAll are for measurements, not
-// for decoding.
+// Values of specops.sampling.AcceptPolicy. All except kNormal and kRejectAll are for measurements
+// and do not give the target distribution.
 enum class AcceptPolicy : int32_t { kNormal = 0, kAcceptAll = 1, kRejectAll = 2, kSynthetic = 3 };
 
-// Returns whether `value` is a strategy that supports chains or, with `tree`, trees.
+// Returns whether `value` is a strategy. `tree`: whether the strategy must support trees of drafts;
+// otherwise only chains.
 SPECOPS_HOST_DEVICE bool is_strategy(int32_t value, bool tree) {
   return value >= 0 &&
          value <= static_cast<int32_t>(tree ? VerifyStrategy::kRejection : VerifyStrategy::kTopP);
@@ -37,7 +38,7 @@ SPECOPS_HOST_DEVICE bool is_policy(int32_t value, bool tree) {
   return value >= 0 && value <= static_cast<int32_t>(AcceptPolicy::kSynthetic);
 }
 
-// Returns whether a request consumes uniforms and so needs a seed.
+// Returns whether a request uses random numbers and therefore needs a seed.
 SPECOPS_HOST_DEVICE bool draws(VerifyStrategy strategy, AcceptPolicy policy, float temperature) {
   return (strategy != VerifyStrategy::kGreedy && temperature > 0.0f) ||
          policy == AcceptPolicy::kSynthetic;
@@ -51,10 +52,10 @@ struct Drafts {
   int64_t max_draft_tokens = 0;
 };
 
-// The drafts of one request. Row 0 of its logits follows the last known token; row r > 0 follows
-// node r - 1.
+// The drafts of one request, as nodes of a tree. Row 0 of the request's logits follows the last
+// known token; row r > 0 follows node r - 1.
 struct RequestDrafts {
-  // Per node. A negative id ends the drafts; an id past the vocabulary has probability 0 in every
+  // Per node. A negative id ends the drafts. An id past the vocabulary has probability 0 in every
   // row.
   const int32_t* token_ids = nullptr;
   const int32_t* parents = nullptr;  // less than the node's index; -1 = row 0; nullptr: a chain
@@ -68,8 +69,8 @@ SPECOPS_HOST_DEVICE RequestDrafts drafts_of(const Drafts& drafts,
   return {drafts.token_ids + first, drafts.parents ? drafts.parents + first : nullptr, num_nodes};
 }
 
-// Returns the next child of a row after node `previous` (-1: the first child), or -1. A child with
-// a negative id ends the children of its row.
+// Returns the node of the next child of a row after node `previous` (-1: the first child); -1 if
+// there is none. A child with a negative id ends the children of its row.
 SPECOPS_HOST_DEVICE int32_t next_child(const RequestDrafts& drafts,
                                        int32_t row,
                                        int32_t previous = -1) {
@@ -89,7 +90,7 @@ SPECOPS_HOST_DEVICE int32_t chain_len(const RequestDrafts& drafts) {
   return length;
 }
 
-// Returns the number of drafts between the known tokens and a row.
+// Returns the number of drafts between the last known token and a row.
 SPECOPS_HOST_DEVICE int32_t row_depth(const RequestDrafts& drafts, int32_t row) {
   if (drafts.parents == nullptr) return row;
   int32_t depth = 0;
@@ -97,15 +98,17 @@ SPECOPS_HOST_DEVICE int32_t row_depth(const RequestDrafts& drafts, int32_t row) 
   return depth;
 }
 
-// Returns the anchor of the uniforms of a block step. Block verification uses coins and drafts
-// beyond the accepted prefix, so the next step must not reuse a step's uniforms. They are keyed by
-// the step's first position plus one: 0 is the anchor of every other decision.
+// Returns the anchor of the random numbers of a block step. Block verification uses random numbers
+// and drafts beyond the accepted prefix, so the next step must not use the same numbers again.
+// Therefore the first position of the step, plus one, is part of their key; all other decisions
+// have anchor 0.
 SPECOPS_HOST_DEVICE uint32_t block_anchor(int32_t first_position) {
   return static_cast<uint32_t>(first_position) + 1u;
 }
 
-// Returns whether a request's rows are decided together, with the step's own uniforms. `certain`:
-// the targets are one-hot, so that every strategy chooses the token that `sample` chooses.
+// Returns whether the rows of a request are decided together by block verification, with random
+// numbers of the step. `certain`: the target distributions are one-hot, so that every strategy
+// chooses the token that `sample` chooses.
 SPECOPS_HOST_DEVICE bool is_block_step(VerifyStrategy strategy,
                                        AcceptPolicy policy,
                                        const RequestDrafts& drafts,
@@ -114,18 +117,18 @@ SPECOPS_HOST_DEVICE bool is_block_step(VerifyStrategy strategy,
          chain_len(drafts) > 0;
 }
 
-// Rule by which a row chooses its token, in a step that is not a block step.
+// Rule by which a row chooses its token, in a step without block verification.
 enum class RowRule : int32_t {
-  kOwn,        // the token that sample chooses
-  kEnd,        // kOwn, and the path ends there whatever the drafts are
-  kDraft,      // the draft, without a look at the logits
-  kTopP,       // the draft if the filters keep it, else the token that sample chooses
-  kRejection,  // an accepted child, else a token of the residual distribution
+  kOwn,        // the token that `sample` chooses for the row
+  kEnd,        // like kOwn, but the path ends there whatever the drafts are
+  kDraft,      // the draft, regardless of the logits
+  kTopP,       // the draft if the filters keep it, else as kOwn
+  kRejection,  // an accepted child, else a token drawn from the residual
 };
 
-// Returns the rule of a row. `first_draft` is the token of the first child, or -1; no policy emits
-// one past the vocabulary. `accept_rate` is that draft's rate under kSynthetic. uniform(purpose,
-// sub_index) returns the row's uniforms.
+// Returns the rule of a row. `first_draft`: the token of the first child, or -1; if it is past the
+// vocabulary, no policy emits it. `accept_rate`: the probability with which kSynthetic accepts this
+// draft. uniform(purpose, sub_index) returns random numbers of the row.
 template <typename Uniform>
 SPECOPS_HOST_DEVICE RowRule row_rule(VerifyStrategy strategy,
                                      AcceptPolicy policy,
@@ -157,13 +160,14 @@ SPECOPS_HOST_DEVICE float clean_draft_prob(float prob) {
   return prob > 0.0f ? (prob < 1.0f ? prob : 1.0f) : 0.0f;
 }
 
-// The distribution that is left of a row to draw from, not normalized:
+// The residual: the distribution of a row that is left to draw from after rejections, not
+// normalized:
 //
 //     left(x) = max(weight * target_probs(x) - taken * draft_probs(x), 0)    mass = sum of left(x)
 //
-// At first it is the target itself. Rejecting a token that was drawn from draft_probs subtracts
-// draft_probs from left / mass. Since max(max(a, 0) - b, 0) = max(a - b, 0), the single number
-// `taken` suffices for any number of rejected siblings. Block verification uses `weight` and
+// At first it is the target distribution. Rejecting a token that was drawn from draft_probs
+// subtracts draft_probs from left / mass. Since max(max(a, 0) - b, 0) = max(a - b, 0), the single
+// number `taken` represents any number of rejected siblings. Block verification uses `weight` and
 // subtracts once.
 struct Residual {
   double weight = 1.0;
@@ -178,8 +182,8 @@ SPECOPS_HOST_DEVICE double left_of(const Residual& residual,
   return left > 0.0 ? left : 0.0;
 }
 
-// Returns whether a child with residual `left` is accepted; false if `left` is 0. Drafts that were
-// chosen rather than drawn have draft_prob 1.
+// Returns whether a child is accepted whose token has residual `left`; false if `left` is 0. Drafts
+// that were chosen without randomness have draft_prob 1.
 SPECOPS_HOST_DEVICE bool accepts(const Residual& residual,
                                  float uniform,
                                  double left,
@@ -187,13 +191,14 @@ SPECOPS_HOST_DEVICE bool accepts(const Residual& residual,
   return uniform * draft_prob * residual.mass < left;
 }
 
-// Returns the residual after a rejection. The caller sums its mass, and keeps `residual` if that is
-// 0.
+// Returns the residual after a rejection. The caller must compute its mass, and continue with
+// `residual` if that is 0.
 SPECOPS_HOST_DEVICE Residual after_rejection(const Residual& residual) {
   return {1.0, residual.taken + residual.mass, 0.0};
 }
 
-// Returns the residual of the row after draft i, with `weight` times its target less draft_probs.
+// Returns the residual of block verification for one row: `weight` times its target distribution,
+// less draft_probs.
 SPECOPS_HOST_DEVICE Residual block_residual(double weight) { return {weight, 1.0, 0.0}; }
 
 }  // namespace specops

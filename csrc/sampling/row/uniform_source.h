@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The source of random numbers of the row functions. Any object with this call operator serves, so
-// that tests can script it. Plain C++ and CUDA.
+// The source of random numbers of the row functions. They accept any object with this call
+// operator, so that tests can pass scripted numbers. Plain C++ and CUDA.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@
 
 namespace specops {
 
-// Uniforms for the decisions about one token. The sub-index in `key` is ignored: each call passes
-// its own.
+// Uniforms for the decisions about one token. Each call passes a sub-index, which replaces the one
+// in `key`.
 struct PhiloxSource {
   UniformKey key;
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Value checks shared by the ops of the sampling family. CPU checks call them before anything is
-// written, CUDA kernels when they load the values. The comparisons are written so that NaN fails
-// them. Plain C++ and CUDA.
+// Value checks that the ops of the sampling family share. On the CPU, they run before anything is
+// written; CUDA kernels call them when they load the values. The comparisons are written so that
+// NaN fails. Plain C++ and CUDA.
 #pragma once
 
 #include <cfloat>
@@ -14,7 +14,7 @@
 
 namespace specops {
 
-// Ops that share the faults below: an error code is the sum of the op and the rule.
+// Ops that share the faults below. The error code of a fault is the sum of the op and the rule.
 enum class SamplingOp : int32_t { kSample = 4100, kVerify = 4200, kTopLogprobs = 4300 };
 
 SPECOPS_HOST_DEVICE constexpr ErrorCode code_of(SamplingOp op, ErrorCode rule) {
@@ -41,7 +41,7 @@ SPECOPS_FAULT(13, kOutputIndptrRule) =
     "drafts.output_indptr must be ascending from 0 by at most k + 1 and at most num_output_rows";
 SPECOPS_FAULT(14, kParentsRule) = "drafts.parents must be at least -1 and below the node itself";
 
-// Checks the parameters `filters` of row or request idx.
+// Checks the sampling parameters `filters` of row or request idx.
 SPECOPS_HOST_DEVICE Fault find_filters_fault(SamplingOp op,
                                              const SamplingTensors& arrays,
                                              const SamplingParams& filters,
@@ -65,7 +65,8 @@ SPECOPS_HOST_DEVICE Fault find_filters_fault(SamplingOp op,
   return {};
 }
 
-// Checks what belongs to a request as a whole. `num_tokens` counts its known tokens.
+// Checks the processor inputs that concern a request as a whole. `num_tokens`: number of its known
+// tokens.
 SPECOPS_HOST_DEVICE Fault find_processors_fault(SamplingOp op,
                                                 const LogitsProcessors& all,
                                                 int64_t batch_idx,
@@ -108,7 +109,8 @@ SPECOPS_HOST_DEVICE Fault find_mask_fault(SamplingOp op,
       .with(all.num_masks);
 }
 
-// Checks the row range of one request: at most `capacity` rows out of `rows` rows of logits.
+// Checks the row range of one request: it must have at most `capacity` rows and be within the
+// `rows` rows of logits.
 SPECOPS_HOST_DEVICE Fault find_indptr_fault(
     SamplingOp op, int32_t begin, int32_t end, int64_t batch_idx, int64_t capacity, int64_t rows) {
   ErrorCode code = code_of(op, kOutputIndptrRule);
@@ -118,7 +120,7 @@ SPECOPS_HOST_DEVICE Fault find_indptr_fault(
   return {};
 }
 
-// Checks one node's parent. `parents` is [.., capacity] or nullptr.
+// Checks the parent of one node. `parents` is [.., capacity] or nullptr.
 SPECOPS_HOST_DEVICE Fault find_parent_fault(
     SamplingOp op, const int32_t* parents, int64_t capacity, int64_t batch_idx, int32_t node) {
   if (parents == nullptr) return {};

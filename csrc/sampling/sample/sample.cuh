@@ -8,7 +8,8 @@
 
 namespace specops {
 
-// token = inverse CDF of filtered softmax(processed logits / temperature) at the row's own uniform.
+// Computes token = inverse CDF of filtered softmax(processed logits / temperature), at a uniform
+// that depends only on the row's request and position.
 // Grid:    rows * splits, on x.
 // Block:   32 to 512 threads; each warp scans leaves of 2 KB, the last block of a row finishes it.
 // Smem:    sizeof(RowShared), 40 KB: the row's leaves and a list of 3,072 tokens. During the scan,
@@ -70,7 +71,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
                 [&] { return static_cast<int32_t*>(params.workspace) + idx; })) {
     return;
   }
-  // Read again here, so that it need not be kept during the scan.
+  // Created again here, so that its registers are free during the scan.
   Row<T, kProcessed> block(
       shared, row, filters_of(params.sampling, idx), slots.stats, slots.masses);
   block.fold(params.outputs.logprobs != nullptr && !params.processed_logprobs);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// sample: one token per row of logits.
+// sample: chooses one token per row of logits.
 #pragma once
 
 #include <cstdint>
@@ -29,8 +29,8 @@ struct SampleParams {
   SamplingTensors sampling;  // [rows]
   LogitsProcessors processors;
   Purpose purpose;          // kTarget, or kDraft for a drafter
-  const int32_t* anchors;   // [rows], of the random numbers; nullptr = all 0
-  bool processed_logprobs;  // logprobs and ranks are after processors and filters
+  const int32_t* anchors;   // [rows], part of the key of the random numbers; nullptr = all 0
+  bool processed_logprobs;  // logprobs and ranks are taken after processors and filters
   SampleOutputs outputs;
   int64_t rows;
   int64_t vocab_size;
@@ -41,7 +41,7 @@ struct SampleParams {
   ErrorFlag error;
 };
 
-// Checks one row's values. kProcessed: there may be processors.
+// Checks the values of one row. kProcessed: whether there may be processors.
 template <bool kProcessed>
 SPECOPS_HOST_DEVICE Fault find_fault(const SampleParams& params, int64_t row) {
   constexpr SamplingOp kOp = SamplingOp::kSample;

@@ -7,7 +7,8 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// token = inverse CDF of filtered softmax(processed logits / temperature) at the row's own uniform.
+// Computes token = inverse CDF of filtered softmax(processed logits / temperature), at a uniform
+// that depends only on the row's request and position.
 // Cost:    one read of rows * vocab_size logits; with top-p a few passes over the row in L2, with
 //          processors a copy of it.
 // Assumes: rows contiguous, positions >= 0, parameters in range.

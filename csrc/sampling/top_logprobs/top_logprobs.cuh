@@ -11,8 +11,9 @@
 
 namespace specops {
 
-// Sorts by (logit descending, id ascending) with a bitonic network that compares only upwards, so
-// that any count works. Called by one block; the arrays may be in global memory.
+// Sorts tokens by logit (descending), then id (ascending), with a bitonic network in which every
+// comparison has the same direction, so that it works for any count. Called by one block; the
+// arrays may be in global memory.
 __device__ inline void sort_ranking(float* logits, int32_t* ids, int64_t count) {
   auto step = [&](int64_t i, int64_t j) {
     if (j >= count || rank_key(logits[i], ids[i]) > rank_key(logits[j], ids[j])) return;
@@ -37,12 +38,12 @@ __device__ inline void sort_ranking(float* logits, int32_t* ids, int64_t count) 
   __syncthreads();
 }
 
-// The request that owns a row, and the row's index in it.
+// The request to which a row belongs, and the index of the row in it.
 struct RowOwner {
   int32_t batch_idx, idx;
   int32_t first;  // first row of the request
 
-  // Rows from output_indptr[batch] on belong to no request: batch_idx is -1.
+  // Rows from output_indptr[batch] on belong to no request; their batch_idx is -1.
   __device__ RowOwner(const TopLogprobsParams& params, int32_t row)
       : batch_idx(row), idx(0), first(row) {
     if (params.drafts.output_indptr == nullptr) return;
@@ -63,11 +64,11 @@ struct RowOwner {
   }
 };
 
-// Checks the request that owns a row of processed logprobs.
+// Checks the values of the request to which a row of processed logprobs belongs.
 __device__ inline ErrorCode find_fault(const TopLogprobsParams& params, RowOwner owner) {
   constexpr SamplingOp kOp = SamplingOp::kTopLogprobs;
   int64_t batch_idx = owner.batch_idx;
-  // A row before its request's first row is the result of a fault in output_indptr.
+  // A row index below zero results from a fault in output_indptr.
   if (owner.idx < 0) return code_of(kOp, kOutputIndptrRule);
   TopLogprobsValues values = values_of(params, batch_idx, owner.first);
   Fault fault = find_fault(params, values, batch_idx);
@@ -79,7 +80,7 @@ __device__ inline ErrorCode find_fault(const TopLogprobsParams& params, RowOwner
   return fault.code;
 }
 
-// Finds the first n tokens of softmax(logits) by (logit descending, id ascending).
+// Finds the first n tokens of softmax(logits), ranked by logit (descending), then id (ascending).
 // Grid:    rows * splits, on x.
 // Block:   32 to 512 threads; each warp scans leaves of 2 KB, the last block of a row finishes it.
 // Smem:    sizeof(RowShared), 40 KB: the row's leaves and a list of 3,072 tokens. During the scan,
@@ -163,7 +164,8 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   bool listed = false;
   if (params.n < row.size) cut = select_count(block, static_cast<int32_t>(params.n), &listed);
   if (listed) {
-    // A token's place is the number of tokens before it; the list holds all greater tokens.
+    // The place of a token is the number of tokens before it. The list has all tokens with greater
+    // logits.
     for_each_listed(block, cut, [&](float logit, int32_t id) {
       RankKey key = rank_key(logit, id);
       int place = 0, greater = 0;
@@ -188,7 +190,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   sort_ranking(values, ids, params.n);
   if (ranks) {
     for (int64_t i = threadIdx.x; i < params.n; i += blockDim.x) {
-      int64_t low = 0, high = i;  // search the first token with that logit
+      int64_t low = 0, high = i;  // search for the first token with the same logit
       while (low < high) {
         int64_t middle = (low + high) / 2;
         if (values[middle] > values[i]) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// top_logprobs: the n most probable tokens of each row, with their log-probabilities.
+// top_logprobs: finds the n most probable tokens of each row, with their log-probabilities.
 #pragma once
 
 #include <cstdint>
@@ -24,9 +24,9 @@ struct TopLogprobsOutputs {
 
 struct TopLogprobsParams {
   const void* logits;  // [rows, vocab_size], rows logits_stride apart
-  // The inputs that turn raw into processed logprobs.
+  // The following inputs are used only for processed logprobs.
   bool processed_logprobs;
-  Drafts drafts;             // output_indptr nullptr: each request owns one row, without drafts
+  Drafts drafts;             // without output_indptr, each request has one row and no drafts
   const int32_t* positions;  // [batch]; nullptr if processors are off
   SamplingTensors sampling;  // [batch]
   LogitsProcessors processors;
@@ -42,7 +42,7 @@ struct TopLogprobsParams {
   ErrorFlag error;
 };
 
-// The inputs of processed logprobs of one request.
+// The values of one request that processed logprobs depend on.
 struct TopLogprobsValues {
   int32_t begin, end;  // rows of the request
   SamplingParams filters;
@@ -57,7 +57,7 @@ SPECOPS_HOST_DEVICE TopLogprobsValues values_of(const TopLogprobsParams& params,
           filters_of(params.sampling, batch_idx)};
 }
 
-// Checks the values of one request; one without rows has no fault.
+// Checks the values of one request. A request without rows has no fault.
 SPECOPS_HOST_DEVICE Fault find_fault(const TopLogprobsParams& params,
                                      const TopLogprobsValues& values,
                                      int64_t batch_idx) {
@@ -73,7 +73,7 @@ SPECOPS_HOST_DEVICE Fault find_fault(const TopLogprobsParams& params,
   return find_processors_fault(kOp, params.processors, batch_idx, params.positions[batch_idx]);
 }
 
-// Checks row i of a request with processors, and the draft after it.
+// Checks row i of a request with processors, and the draft that follows the row.
 SPECOPS_HOST_DEVICE Fault find_row_fault(const TopLogprobsParams& params,
                                          const TopLogprobsValues& values,
                                          int64_t batch_idx,

@@ -10,7 +10,7 @@ namespace {
 
 bool precedes(float a, int32_t a_id, float b, int32_t b_id) { return a != b ? a > b : a_id < b_id; }
 
-// Sorts parallel arrays by (logit descending, id ascending) with heap sort.
+// Sorts parallel arrays by logit (descending), then id (ascending), with heap sort.
 void sort_descending(float* logits, int32_t* ids, int64_t count) {
   auto swap = [&](int64_t i, int64_t j) {
     float logit = logits[i];
@@ -20,7 +20,7 @@ void sort_descending(float* logits, int32_t* ids, int64_t count) {
     logits[j] = logit;
     ids[j] = id;
   };
-  // The heap's root is the token that ranks last.
+  // The root of the heap is the token that ranks last.
   auto sift = [&](int64_t root, int64_t end) {
     for (int64_t child; (child = 2 * root + 1) < end; root = child) {
       if (child + 1 < end &&
@@ -38,7 +38,7 @@ void sort_descending(float* logits, int32_t* ids, int64_t count) {
   }
 }
 
-// Writes the ranks of a row's first tokens, most probable first: 1 + the number of greater logits.
+// Writes the ranks of a row's first tokens, which are sorted: 1 + the number of greater logits.
 void rank_sorted(const float* logits, int64_t count, int32_t* ranks) {
   for (int64_t i = 0; i < count; ++i) {
     bool tied = i > 0 && logits[i] == logits[i - 1];
@@ -46,10 +46,10 @@ void rank_sorted(const float* logits, int64_t count, int32_t* ranks) {
   }
 }
 
-// Returns the request that owns a row, or -1 for a row past the last request's.
+// Returns the request to which a row belongs; -1 for a row after the last request's.
 int64_t request_of(const TopLogprobsParams& params, int64_t row_idx) {
   if (params.drafts.output_indptr == nullptr) return row_idx;
-  int64_t low = 0, high = params.batch;  // search the first request that ends past the row
+  int64_t low = 0, high = params.batch;  // search for the first request that ends after the row
   while (low < high) {
     int64_t middle = low + (high - low) / 2;
     if (params.drafts.output_indptr[middle + 1] <= row_idx) {
@@ -72,8 +72,8 @@ RowProcessors processors_of(const TopLogprobsParams& params, int64_t batch_idx, 
   return row_processors(params.processors, batch_idx, row_idx, params.positions[batch_idx], path);
 }
 
-// Finds the first n tokens of softmax(logits), or of target_probs, by (logit descending, id
-// ascending).
+// Finds the first n tokens of softmax(logits) or of target_probs, ranked by logit (descending),
+// then id (ascending).
 // Cost:    one read of rows * vocab_size logits, and a few passes over the row in L2.
 // Assumes: rows contiguous, n <= vocab_size, output_indptr ascending from 0.
 // Order:   row/cpu/row.h; ties to the lower id.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The choice of verify on CUDA in a row: a draft, the row's own token, or a token of the residual
-// after rejections; and the rows that block verification visits.
+// Choice of a token in a row by verify on CUDA: a draft, the token that `sample` chooses, or a
+// token of the residual after rejections. Also the order in which block verification visits rows.
 #pragma once
 
 #include "sampling/row/cuda/drafted_row.cuh"
@@ -12,8 +12,8 @@ namespace specops {
 
 static_assert(kMaxTreeDrafts <= kListCapacity);
 
-// Lists the tokens of a row's children in shared.list_id and returns their number. A child with a
-// negative id ends them.
+// Copies the tokens of a row's children to shared.list_id and returns their number. A child with a
+// negative id ends the list.
 __device__ inline int list_children(RowShared& shared, const RequestDrafts& drafts, int32_t row) {
   __syncthreads();
   if (warp_id() == 0) {
@@ -39,17 +39,19 @@ __device__ inline int list_children(RowShared& shared, const RequestDrafts& draf
   return shared.list_count;
 }
 
-// Returns the last row before `row` that has a weight above 0; the first row always has one.
+// Returns the last row before `row` whose weight is above 0. The first row always has such a
+// weight.
 __device__ inline int32_t row_of_weight(const int32_t* slots, int32_t row) {
   do --row;
   while (row > 0 && slots[row] == 0);
   return row;
 }
 
-// Computes the weights of block verification. On entry the outputs hold the probabilities of the
-// drafts, and in the row after the drafts its own token; weights replace the probabilities. Returns
-// the number of drafts if all are accepted, else the row to visit again first, which is the last
-// one with a weight, or -1 if a list names an invalid token.
+// Computes the weights of block verification. Before the call, the output arrays have the
+// probabilities of the drafts and, in the row after the last draft, that row's own token; the
+// weights replace the probabilities. Returns the number of drafts if all are accepted; otherwise
+// the row to visit again first, which is the last one whose weight is above 0; -1 if a list of
+// draft token ids has an invalid token.
 __device__ inline int32_t weigh_drafts(const VerifyParams& params,
                                        RowShared& shared,
                                        int64_t batch_idx,
@@ -82,7 +84,7 @@ __device__ inline int32_t weigh_drafts(const VerifyParams& params,
   return shared.leaf;
 }
 
-// Moves the block to another row of its request.
+// Makes the block continue with another row of its request.
 __device__ inline void look_at(RowShared& shared, int32_t row) {
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -93,11 +95,11 @@ __device__ inline void look_at(RowShared& shared, int32_t row) {
 }
 
 struct RowDecision {
-  RowToken token;  // the token of the row's logprob and rank
-  int32_t choice;  // kNoChoice: invalid drafts; in block verification, a probability
+  RowToken token;  // the token whose logprob and rank are reported for the row
+  int32_t choice;  // token, or kNoChoice; in block verification, a probability
 };
 
-// Chooses the row's own token.
+// Chooses the token that `sample` chooses for the row.
 template <typename Block>
 __device__ inline RowDecision decide_alone(const VerifyParams& params,
                                            Block& block,
@@ -112,9 +114,9 @@ __device__ inline RowDecision decide_alone(const VerifyParams& params,
   return {token, token.id};
 }
 
-// Chooses in a row with drafts that may matter. In block verification, the first visit returns the
-// probability of the row's draft; a second visit (`again`), with known weights, returns a token or
-// kGoBack.
+// Chooses in a row whose drafts may matter. In block verification, the first visit of a row returns
+// the probability of the row's draft; a second visit (`again`), after the weights are computed,
+// returns a token or kGoBack.
 template <typename Block>
 __device__ inline RowDecision decide(const VerifyParams& params, RowShared& shared, Block& block) {
   int64_t batch_idx = shared.batch_idx;
@@ -129,7 +131,7 @@ __device__ inline RowDecision decide(const VerifyParams& params, RowShared& shar
   DraftRow draft = draft_row(params, batch_idx, row);
   if (!one_hot) block.weigh();
 
-  // The candidates: children in the list, or one draft that needs no coin.
+  // Candidates: the children in the list, or a single draft that needs no random number.
   int32_t number = 0, found = kDrawOwn;
   if (rule == RowRule::kRejection) {
     if (!one_hot) number = list_children(shared, drafts, row);
@@ -153,7 +155,7 @@ __device__ inline RowDecision decide(const VerifyParams& params, RowShared& shar
     return coin_of(params, batch_idx, place, anchored, Purpose::kAccept, sub_index);
   };
   if (one_hot && number > 0) {
-    // The target is one-hot, so the residual holds at most its only token.
+    // The target is one-hot, so the residual has at most the target's only token.
     bool outside;
     int32_t only = shared.kept.last_id;
     double given = draft_prob(draft, only, vocab_size, &outside);

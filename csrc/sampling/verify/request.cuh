@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One request of verify on CUDA: its rows, its drafts, their distribution, and its coins.
+// One request of verify on CUDA: its rows, its drafts, the draft distributions, and its random
+// numbers.
 #pragma once
 
 #include "sampling/row/cuda/drafted_row.cuh"
@@ -9,18 +10,18 @@
 
 namespace specops {
 
-// One request of a step.
+// The verification of one request in this step.
 struct VerifyRequest {
-  int32_t first;         // its first row of logits
+  int32_t first;         // first row of logits
   int32_t num_rows;      // 0: idle or invalid
   int32_t num_read;      // rows that need a choice
-  int32_t num_together;  // drafts that block verification judges together, else 0
+  int32_t num_together;  // drafts that block verification decides together, else 0
   VerifyStrategy strategy;
   AcceptPolicy policy;
-  SamplingParams filters;  // with temperature 0 under kGreedy
+  SamplingParams filters;  // sampling parameters; temperature 0 under kGreedy
   ErrorCode fault;         // kNone for an idle request
 
-  // All loads come before their uses, so that together they take the time of one.
+  // All loads come before their first use, so that their latencies overlap.
   __device__ VerifyRequest(const VerifyParams& params, int64_t batch_idx) {
     VerifyValues values = values_of(params, batch_idx);
     first = values.begin;
@@ -40,8 +41,8 @@ struct VerifyRequest {
   }
 };
 
-// Returns the drafts before row `idx` of a request; none if a parent does not come before its node,
-// which the walk reports.
+// Returns the drafts before row `idx` of a request. Returns none if a parent does not come before
+// its node; the walk reports that error.
 __device__ inline DraftPath draft_path(const VerifyParams& params, int64_t batch_idx, int32_t idx) {
   int64_t first = batch_idx * params.drafts.max_draft_tokens;
   DraftPath path{params.drafts.token_ids + first, nullptr, idx - 1};
@@ -59,13 +60,13 @@ __device__ inline DraftPath draft_path(const VerifyParams& params, int64_t batch
   return path;
 }
 
-// Returns the outputs where a request's rows leave their choices.
+// Returns the output array in which the rows of a request store their choices.
 __device__ inline int32_t* slots_of(const VerifyParams& params, int64_t batch_idx) {
   return params.outputs.token_ids + batch_idx * (params.drafts.max_draft_tokens + 1);
 }
 
-// Returns a coin of a row, `depth` tokens past the request's position. `together`: for block
-// verification.
+// Returns a uniform random number of a row that is `depth` tokens after the request's position.
+// `together`: for block verification.
 __device__ inline float coin_of(const VerifyParams& params,
                                 int64_t batch_idx,
                                 int32_t depth,
@@ -78,7 +79,7 @@ __device__ inline float coin_of(const VerifyParams& params,
   return uniform_source(params.sampling, batch_idx, position + depth, anchor)(purpose, sub_index);
 }
 
-// Returns the distribution that the children of a request's row were drawn from.
+// Returns the distribution from which the children of a request's row were drawn.
 __device__ inline DraftRow draft_row(const VerifyParams& params, int64_t batch_idx, int32_t row) {
   int64_t first = draft_probs_begin(params, batch_idx, row);
   if (first < 0) return {nullptr, nullptr, 0};
@@ -87,14 +88,15 @@ __device__ inline DraftRow draft_row(const VerifyParams& params, int64_t batch_i
           static_cast<int32_t>(params.draft_probs.width)};
 }
 
-// Stores a request in the shared memory of a row's block; called by one thread.
+// Stores a request in the shared memory of the block of one of its rows. Called by one thread.
 __device__ inline void enter_request(const VerifyParams& params,
                                      RowShared& shared,
                                      const VerifyRequest& request,
                                      int64_t batch_idx,
                                      int32_t row) {
   RequestDrafts drafts = drafts_of(params.drafts, batch_idx, request.num_rows - 1);
-  // Loads nothing if drafts cannot matter; a tree's children are searched once they are needed.
+  // If drafts cannot matter, load nothing about them. The children in a tree are searched later,
+  // when they are needed.
   bool have_say =
       request.policy == AcceptPolicy::kAcceptAll || request.policy == AcceptPolicy::kSynthetic ||
       request.strategy == VerifyStrategy::kRejection || request.strategy == VerifyStrategy::kTopP;

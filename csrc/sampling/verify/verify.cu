@@ -25,7 +25,8 @@ void verify_cuda(const VerifyParams& params, CudaStream stream) {
   };
   auto run_dtype = [&](auto example) {
     using T = decltype(example);
-    // Only equality with the draft matters, unless a strategy may reject drafts.
+    // Drafts affect the choices of rows only if a strategy may reject drafts or a policy accepts
+    // them. Otherwise a draft is accepted if it equals the choice.
     bool rejects = params.strategy.values != nullptr ||
                    params.strategy.value > static_cast<int32_t>(VerifyStrategy::kTargetMatch);
     bool strategies = rejects || params.accept_rates || params.drafts.parents;

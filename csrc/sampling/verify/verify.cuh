@@ -12,8 +12,8 @@
 
 namespace specops {
 
-// Runs one block: a row or part of one; the last block to arrive also finishes the row and the
-// request.
+// Processes a row, or a part of one, in one block. The last block of a row to arrive also finishes
+// the row, and the last one of a request also finishes the request.
 template <typename T, bool kProcessed, bool kStrategies, bool kStamped>
 __device__ __forceinline__ void verify_row(const VerifyParams& params, const RowPlan& plan) {
   RowShared& shared = *reinterpret_cast<RowShared*>(shared_memory());
@@ -32,7 +32,7 @@ __device__ __forceinline__ void verify_row(const VerifyParams& params, const Row
   if (row_of_request >= request.num_read) return;
 
   if (threadIdx.x == 0) enter_request(params, shared, request, batch_idx, row_of_request);
-  __syncthreads();  // from here on all values of the row are in shared memory
+  __syncthreads();  // from here on, all values of the row are in shared memory
   bool want_logprob = params.outputs.logprobs != nullptr;
   bool want_processed = want_logprob && params.processed_logprobs;
 
@@ -59,7 +59,7 @@ __device__ __forceinline__ void verify_row(const VerifyParams& params, const Row
                                    row_idx,
                                    kStrategies && shared.again != 0));
       }
-      // Called again after the scan, so that its values need not be kept during it.
+      // A function, so that these values take no registers during the scan.
       auto slots = [&] {
         int64_t item = shared.first_row + shared.row_of_request;
         return RowSlots(plan, shared, workspace + params.workspace_bytes, item);
@@ -154,8 +154,9 @@ __device__ __forceinline__ void verify_row(const VerifyParams& params, const Row
   walk_request(params, shared, shared.batch_idx);
 }
 
-// Chooses a token in each output row by its strategy and, unless drafts matter, exactly as sample
-// does; then walks along the drafts. kStrategies: drafts may matter, and may form trees.
+// Chooses a token in each output row by the request's strategy (if drafts cannot matter, exactly as
+// sample does), and then walks along the drafts. kStrategies: drafts may matter, and may form
+// trees.
 // Grid:    batch * (k + 1) * splits, on x; blocks without a row exit at once.
 // Block:   32 to 512 threads; each warp scans leaves of 2 KB, the last block of a row finishes the
 //          row. The last row of a request walks, and in block verification visits rejected rows
@@ -165,10 +166,11 @@ __device__ __forceinline__ void verify_row(const VerifyParams& params, const Row
 //          need 41 KB more at 151,936 tokens, a quarter byte per token, or use the workspace if
 //          that exceeds a block's limit.
 // Cost:    one read of num_output_rows * vocab_size logits; filters as in sample. A rejection reads
-//          a leaf for one-hot drafts, the leaves that a list names, or the kept leaves and
-//          draft_probs.
+//          one leaf for one-hot drafts, the leaves of the listed tokens for sparse draft_probs, and
+//          the kept leaves and draft_probs for dense ones.
 // Assumes: rows contiguous.
-// Order:   row.cuh; a row depends on its request's parameters, drafts and position alone.
+// Order:   row.cuh; the result of a row depends only on its request's parameters, drafts and
+//          position.
 // Source:  Leviathan et al. 2023 (rejection), Miao et al. 2024 (its trees), Sun et al. 2024
 //          (block).
 template <typename T, bool kProcessed, bool kStrategies>
@@ -178,7 +180,8 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   verify_row<T, kProcessed, kStrategies, false>(params, plan);
 }
 
-// Computes the same bits with a kernel that records phase times; for measurements only.
+// Computes the same as verify_kernel, bit for bit, and also records phase times. Used only for
+// measurements.
 template <typename T, bool kStrategies>
 __global__ void __launch_bounds__(kMaxRowThreads, 1)
     verify_stamped_kernel(VerifyParams params, RowPlan plan) {

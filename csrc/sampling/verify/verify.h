@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// verify: the tokens that a step emits, given the target's logits for every draft and the bonus
-// token.
+// verify: computes the tokens that a step emits, from the target's logits for every draft and for
+// the bonus token.
 #pragma once
 
 #include <cstdint>
@@ -22,17 +22,17 @@ constexpr int64_t kMaxTreeDrafts = 3072;  // per request: siblings must fit a CU
 
 // The phases of a block on CUDA, for time measurements.
 enum class VerifyPhase {
-  kScan,    // the read of its part of a row, until the whole row is scanned
-  kChoose,  // the filters, the token, its logprob and rank
-  kWalk,    // the walk, once all rows of the request are chosen, and the kernel's start and end
+  kScan,    // read a part of a row, until the whole row is scanned
+  kChoose,  // filters, choice of the token, logprob and rank
+  kWalk,    // the walk, after all rows have chosen; also start and end of the kernel
 };
 constexpr int kVerifyPhases = 3;
 
-// Words per block: begin and end in ns of one clock shared by all blocks, cycles of its SM in each
-// phase, and the SM's clock at the end.
+// Words per block: begin and end in ns on a clock common to all blocks, cycles of the block's SM in
+// each phase, and the SM's clock at the end.
 constexpr int64_t kVerifyStampWords = 3 + kVerifyPhases;
 
-// The distributions that drafts were drawn from.
+// The distributions from which drafts were drawn. One-hot drafts were chosen without randomness.
 struct DraftProbs {
   const float* probs = nullptr;        // [num_rows, max_drafts, width]; nullptr: one-hot drafts
   const int32_t* token_ids = nullptr;  // same shape, -1 padded; nullptr: token id has entry [id]
@@ -46,8 +46,8 @@ struct VerifyOutputs {
   int32_t* token_ids = nullptr;            // [batch, max_draft_tokens + 1]
   int32_t* num_accepted_tokens = nullptr;  // [batch], without the bonus token
   int32_t* accepted_nodes = nullptr;       // [batch, max_draft_tokens]; nullptr if not requested
-  float* logprobs = nullptr;               // [batch, max_draft_tokens + 1]; nullptr likewise
-  int32_t* ranks = nullptr;                // [batch, max_draft_tokens + 1]; nullptr likewise
+  float* logprobs = nullptr;               // [batch, max_draft_tokens + 1]; may be nullptr
+  int32_t* ranks = nullptr;                // [batch, max_draft_tokens + 1]; may be nullptr
 };
 
 struct VerifyParams {
@@ -60,7 +60,7 @@ struct VerifyParams {
   SamplingTensors sampling;   // [batch]
   LogitsProcessors processors;
   DraftProbs draft_probs;
-  bool processed_logprobs;  // logprobs and ranks are after processors and filters
+  bool processed_logprobs;  // logprobs and ranks are taken after processors and filters
   VerifyOutputs outputs;
   int64_t rows;  // rows of logits
   int64_t batch;
@@ -74,13 +74,14 @@ struct VerifyParams {
   int64_t stamped_blocks;  // at least the number of blocks in the grid
 };
 
-// Returns whether a stamped kernel exists, which is compiled in one form only.
+// Returns whether there is a kernel that records phase times for these parameters; it is compiled
+// in one form only.
 inline bool has_stamped_kernel(const VerifyParams& params) {
   return params.dtype == DType::kBFloat16 && !has_processors(params.processors);
 }
 
-// Returns the offset in draft_probs of the distribution that the drafts after row `row` were drawn
-// from; -1: they were chosen, not drawn.
+// Returns the offset in draft_probs of the distribution from which the drafts after row `row` were
+// drawn; -1 if they are one-hot.
 SPECOPS_HOST_DEVICE int64_t draft_probs_begin(const VerifyParams& params,
                                               int64_t batch_idx,
                                               int64_t row) {
@@ -90,7 +91,7 @@ SPECOPS_HOST_DEVICE int64_t draft_probs_begin(const VerifyParams& params,
   return (source * params.draft_probs.max_drafts + row) * params.draft_probs.width;
 }
 
-// The values of a request that are known before its rows are read.
+// The values of a request that are known before its rows of logits are read.
 struct VerifyValues {
   int32_t begin, end;  // rows of the request
   int32_t strategy, policy;
@@ -141,7 +142,7 @@ SPECOPS_HOST_DEVICE Fault find_rules_fault(const VerifyParams& params,
   return {};
 }
 
-// Checks the request's acceptance rates, under kSynthetic.
+// Checks the acceptance rates of a request with policy kSynthetic.
 SPECOPS_HOST_DEVICE Fault find_rates_fault(const VerifyParams& params,
                                            int64_t batch_idx,
                                            int64_t num_drafts) {
@@ -155,8 +156,8 @@ SPECOPS_HOST_DEVICE Fault find_rates_fault(const VerifyParams& params,
   return {};
 }
 
-// Checks a request's values; an idle request may hold anything. Rows and drafts have checks of
-// their own: find_mask_fault, find_parent_fault, find_listed_fault.
+// Checks the values of a request; an idle request may have any values. Rows and drafts are checked
+// separately: find_mask_fault, find_parent_fault, find_listed_fault.
 SPECOPS_HOST_DEVICE Fault find_fault(const VerifyParams& params,
                                      const VerifyValues& values,
                                      int64_t batch_idx) {

@@ -10,21 +10,21 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// One request of a step.
+// The verification of one request in this step.
 struct VerifyRequest {
   int64_t batch_idx;
-  int64_t first;     // its first row of logits
+  int64_t first;     // first row of logits
   int32_t num_rows;  // 0: idle
   RequestDrafts drafts;
   VerifyStrategy strategy = VerifyStrategy::kTargetMatch;
   AcceptPolicy policy = AcceptPolicy::kNormal;
-  SamplingParams filters;    // with temperature 0 under kGreedy
-  int32_t num_together = 0;  // drafts that are judged together; 0: each row alone
+  SamplingParams filters;    // sampling parameters; temperature 0 under kGreedy
+  int32_t num_together = 0;  // drafts that block verification decides together, else 0
 
   VerifyRequest(const VerifyParams& params, int64_t index) : batch_idx(index) {
     first = params.drafts.output_indptr[index];
     num_rows = static_cast<int32_t>(params.drafts.output_indptr[index + 1] - first);
-    if (num_rows == 0) return;  // an idle slot may hold anything
+    if (num_rows == 0) return;  // an idle slot may have any values
     drafts = drafts_of(params.drafts, index, num_rows - 1);
     strategy = static_cast<VerifyStrategy>(params.strategy[index]);
     policy = static_cast<AcceptPolicy>(params.policy[index]);
@@ -34,7 +34,7 @@ struct VerifyRequest {
       num_together = chain_len(drafts);
   }
 
-  // Returns whether the path can reach a row.
+  // Returns whether the path of accepted drafts can reach a row.
   bool reaches(int32_t row) const {
     if (row == 0) return num_rows > 0;
     if (row >= num_rows || policy == AcceptPolicy::kRejectAll) return false;
@@ -56,20 +56,22 @@ struct VerifyRequest {
   }
 };
 
-// Values shared by the rows of block steps; entry [b, i] belongs to row i and the draft after it.
+// Values that the rows of block steps share. Entry [b, i] belongs to row i of request b and the
+// draft after it.
 struct BlockScratch {
   GrowingArray<double> target_probs;  // target probability of the draft
-  GrowingArray<double> draft_probs;   // draft probability of the draft
-  GrowingArray<double> weights;       // weight of the drafts before the row
-  GrowingArray<double> masses;        // mass of the residual, weighted target less draft
+  GrowingArray<double> draft_probs;   // probability of the draft in the draft distribution
+  GrowingArray<double> weights;       // weight of the drafts before the row (next_block_weight)
+  GrowingArray<double> masses;        // mass of the row's residual (block_residual)
 };
 thread_local BlockScratch tls_block;
 
-// Chooses a token in every row, then walks along the drafts.
+// Chooses a token in every row, and then walks along the drafts.
 // Cost:    one read of num_output_rows * vocab_size logits; with top-p a few passes in L2. With
 //          draft_probs, a rejected row is read a second time, and so are a block step's rows.
 // Assumes: output_indptr ascending within the rows, at most max_draft_tokens + 1 rows per request.
-// Order:   row/cpu/row.h; a row depends on its request's parameters and position alone.
+// Order:   row/cpu/row.h; the result of a row depends only on its request's parameters, drafts and
+//          position.
 // Source:  Leviathan et al. 2023; Miao et al. 2024 (siblings); Sun et al. 2024 (block).
 // Threads: one item per output row, then the walk on the caller. Block steps take two parallel
 //          passes over their rows.
@@ -82,7 +84,8 @@ class Verifier {
         capacity_(params.drafts.max_draft_tokens + 1) {}
 
   void run() {
-    // Until the walk, the output arrays hold the choices: request b's row i is at [b, i].
+    // Until the walk, the output arrays have the choices of the rows: that of row i of request b at
+    // [b, i].
     bool blocks = false;
     bool may_block = params_.strategy.values != nullptr ||
                      params_.strategy.value == static_cast<int32_t>(VerifyStrategy::kBlock);
@@ -185,8 +188,8 @@ class Verifier {
     set_choice(request, row_idx, row, rule == RowRule::kEnd ? ends_with(choice) : choice);
   }
 
-  // For block steps: records a row's probabilities of the draft after it, as if the draft were
-  // accepted.
+  // Records, for block verification, a row's probabilities of the draft after it, and stores the
+  // draft as the row's choice.
   void meet_draft(const VerifyRequest& request, int32_t row_idx, TargetRow<T>& row) {
     int64_t at = item(request, row_idx);
     int32_t draft = request.drafts.token_ids[row_idx];
@@ -194,9 +197,10 @@ class Verifier {
     DraftedRow<T> drafted(row.kept(), draft_probs, 1);
     target_probs_[at] = drafted.target_prob(draft);
     draft_probs_[at] = draft_probs.of(draft);
-    // After a chosen draft, the residual is all other tokens, whatever the weight.
+    // If the draft was chosen without randomness, the residual has all other tokens, whatever the
+    // weight.
     if (draft_probs.probs == nullptr) masses_[at] = drafted.compare(1.0, draft);
-    // A draft past the vocabulary has no scores, and is never on the path.
+    // A draft past the vocabulary has no scores and is never accepted.
     if (draft < params_.vocab_size) set_choice(request, row_idx, row, draft);
   }
 
@@ -222,8 +226,8 @@ class Verifier {
     masses_[at] = drafted.compare(weights_[at], request.drafts.token_ids[row_idx]);
   }
 
-  // Chooses the token after the accepted drafts. If all are accepted, the last row has chosen it
-  // already.
+  // Chooses the token after the accepted drafts of a block step. If all drafts are accepted, the
+  // last row has already chosen it.
   void end_block(const VerifyRequest& request) {
     if (request.num_together == 0) return;
     int64_t first = item(request, 0);

@@ -15,7 +15,7 @@ void set_verify_stamps(const TensorView& stamps) {
   given_verify_stamps.set("set_verify_stamps", stamps, kVerifyStampWords);
 }
 
-// Checks values on cpu, all of them before anything is written.
+// Checks the values of tensors on the CPU, all of them before anything is written.
 void check_verify_values(const Checker& check, const VerifyParams& params) {
   constexpr SamplingOp kOp = SamplingOp::kVerify;
   for (int64_t b = 0; b < params.batch; ++b) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The end of a request of verify on CUDA: its errors, and the walk along its drafts once every row
-// has stored its choice.
+// The end of a request's verification on CUDA: reporting of errors, and the walk along its drafts
+// after every row has stored its choice.
 #pragma once
 
 #include "sampling/row/cuda/block_reduce.cuh"
@@ -9,7 +9,7 @@
 
 namespace specops {
 
-// Writes the outputs of a request that emits nothing.
+// Writes the outputs of a request that emits no token.
 __device__ inline void emit_nothing(const VerifyParams& params, int64_t batch_idx) {
   int64_t capacity = params.drafts.max_draft_tokens + 1;
   for (int64_t i = threadIdx.x; i < capacity; i += blockDim.x) {
@@ -23,8 +23,8 @@ __device__ inline void emit_nothing(const VerifyParams& params, int64_t batch_id
   if (threadIdx.x == 0) params.outputs.num_accepted_tokens[batch_idx] = 0;
 }
 
-// Returns whether drafts, parents, masks and the rows' results are valid; otherwise the request
-// emits nothing. With several errors, the same one is always reported.
+// Returns whether drafts, parents, masks and the choices of the rows are valid; if not, the request
+// must emit nothing. If there are several errors, the reported one does not depend on timing.
 __device__ inline bool drafts_in_order(const VerifyParams& params,
                                        RowShared& shared,
                                        int64_t batch_idx) {
@@ -48,7 +48,7 @@ __device__ inline bool drafts_in_order(const VerifyParams& params,
   return false;
 }
 
-// Walks a request with its choices in the outputs. One thread walks, in shared memory if the rows
+// Walks a request whose choices are in the outputs. One thread walks, in shared memory if the rows
 // fit, so that it does not wait for global memory at every token.
 __device__ inline void walk_request(const VerifyParams& params,
                                     RowShared& shared,

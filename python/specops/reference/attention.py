@@ -155,7 +155,7 @@ def rope_append_latent(
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
 ) -> Tensor:
-    """Apply RMSNorm to latents and RoPE to the rest; write kv to the cache in place, return q."""
+    """Normalize latents, apply RoPE to the rest of q and kv; write kv to the cache, return q."""
     latents, heads = kv[:, None, :LATENT_DIM], torch.cat([q, kv[:, None]], 1)
     if norm_weight is not None:
         latents = _normalised(latents, norm_weight, norm_eps)
@@ -180,7 +180,7 @@ def expanded_attention(
     *,
     sm_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute latent attention without absorption, as models define it; return out and lse.
+    """Compute latent attention without absorption, by the model's definition; return out and lse.
 
     Every head has its own keys and values, computed from the latents: k = (w_uk latent, rotated
     key), v = w_uv latent. q_nope: [rows, num_qo_heads, nope]; q_rope: [rows, num_qo_heads, 64],
@@ -270,7 +270,7 @@ def append_attention(
             allowed = torch.nn.functional.pad(bits.flatten(1).bool(), (0, kv_len))
             place = column - start
             seen &= (place < 0) | allowed[:, place.clamp(0, allowed.shape[1] - 1)]
-        used = seen.any(0)  # pages before every window may not exist
+        used = seen.any(0)  # pages that no row sees may not exist
         slots = pages[column // page_size] * page_size + column % page_size
         keys = _elements(k_cache, slots[used], wide).repeat_interleave(group, 1)
         values = _elements(v_cache, slots[used], wide).repeat_interleave(group, 1)

@@ -137,7 +137,7 @@ def find_shared_prefixes(
     ends, per_leaf = kv_indptr.tolist(), leaf_tokens // page_size
     lists = [tuple(kv_indices[begin:end].tolist()) for begin, end in pairwise(ends)]
     order = sorted(range(len(lists)), key=lambda one: (lists[one], one))
-    # starts[i] holds the pages of request order[i] up to the end of each of its leaves.
+    # starts[i]: for each leaf of request order[i], its pages up to the end of that leaf.
     starts = [
         [lists[b][:end] for end in range(per_leaf, len(lists[b]) + 1, per_leaf)] for b in order
     ]
@@ -244,7 +244,7 @@ def prepare_draft_batch(
 ) -> dict[str, Tensor]:
     """Return the arrays of `batching.DraftIndices` by name.
 
-    The batch has a row for each position with a known next token.
+    There is a row for each position whose next token is known.
     """
     rows: list[tuple[int, int, int, int]] = []  # request, position, cache slot, source
     indptr, draft_kv_lens, last_rows, draft_positions = [0], [], [], []
@@ -337,7 +337,7 @@ def _draft_indices(
 def keep_hidden_rows(
     hidden: Tensor, slots: Tensor, qo_indptr: Tensor, kv_lens: Tensor, lens: Tensor, kept: Tensor
 ) -> Tensor:
-    """Return a copy of `kept` with the states of positions with a known next token written."""
+    """Return a copy of `kept` after storing the hidden states of positions whose next is known."""
     kept = kept.clone()
     for b, slot in enumerate(slots.tolist()):
         first_row = int(qo_indptr[b])

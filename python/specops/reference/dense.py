@@ -78,7 +78,7 @@ def quantize_weight(weight: Tensor, *, kind: str = "int8", group: int = 0) -> Qu
 
 
 def _code_values(weight: QuantizedWeight) -> Tensor:
-    """Return the quantized values before scaling: [num_outputs, num_inputs] in float32."""
+    """Return the numbers that quantized values stand for: [num_outputs, num_inputs], float32."""
     if weight.code_values is not None:
         return weight.code_values.float()[weight.values.long()]
     return weight.values.float() - 8 if weight.kind == "int4" else weight.values.float()
@@ -155,7 +155,7 @@ def quantized_linear(
     activation: str | None = None,
     activations: str | None = None,
 ) -> Tensor:
-    """Compute `linear` of a quantized weight: the op's bits (int8, int4), or within rounding (fp8).
+    """Compute `linear` with a quantized weight: the op's bits for int8 and int4, close for fp8.
 
     activations: type to which rows are rounded, "int16" or "int8". None means "int16" for int8
     weights and "int8" for int4 weights.
@@ -174,7 +174,7 @@ def quantized_linear(
 
 
 def _in_pieces(x: Tensor, weight: QuantizedWeight, activations: str) -> Tensor:
-    """Sum each piece exactly, then chain the sums in order by fused multiply-adds.
+    """Sum each piece of the inputs exactly, then add the pieces in order by fused multiply-adds.
 
     A piece lies in one scale group of the weight and in one group of the row.
     """

@@ -36,7 +36,7 @@ def philox_uniform(
     sub_index: int = 0,
     anchor: int = 0,
 ) -> float:
-    """Return the uniform in [0, 1) for one random decision.
+    """Return the uniform random number in [0, 1) for one decision.
 
     Purposes: 0 draft, 1 accept, 2 residual, 3 target.
     """
@@ -191,7 +191,7 @@ def _path(row: int, parents: list[int] | None) -> list[int]:
 def _process_row(
     row: Tensor, p: Any, slot: int, mask: int, position: int, in_flight: list[int]
 ) -> Tensor:
-    """Process one row in float32; every operation rounds, in the order written."""
+    """Apply the processors to one row; every operation is rounded to float32, in this order."""
     x = _clean(row.float())
     if mask >= 0:
         ids = torch.arange(len(x))

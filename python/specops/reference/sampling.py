@@ -55,7 +55,7 @@ def sample(
 ) -> Tensor:
     """Sample a token per row in float64: filter, then invert the CDF with the row's uniform.
 
-    The CDF runs in token-id order. `outputs` are written if passed, all but the token ids.
+    The CDF runs in token-id order. The tensors of `outputs` are written, except the token ids.
     """
     sampling, outputs = sampling or SamplingTensors(), outputs or SampleOutputs()
     out = torch.zeros(logits.shape[0], dtype=torch.int32)
@@ -95,7 +95,7 @@ def _rejection_choice(
     """Return the first accepted child, or a token sampled from the residual.
 
     The children were sampled from `draft`; if it is None, each child had probability 1.
-    coin(purpose, sub_index) returns a uniform of the row.
+    coin(purpose, sub_index) returns a uniform random number of the row.
     """
     for i, token_id in enumerate(children):
         given = torch.zeros_like(target) if draft is None else draft
@@ -115,7 +115,7 @@ def _block_choices(
 ) -> list[int]:
     """Return the tokens that block verification emits: the accepted drafts and one more token.
 
-    coin(purpose, row) returns a uniform that no other step uses.
+    coin(purpose, row) returns a uniform random number that no other step uses.
     """
     n = len(drafts)
     weights, accepted = [1.0], 0
@@ -155,8 +155,8 @@ def verify(
 
     The walk starts at the root. It chooses a token for the current row, moves to the first child
     with that token, and ends if no child has it. Without `parents`, the drafts are a chain.
-    `outputs` are written if passed, all but the two that are returned. Tokens are [batch, k + 1],
-    padded with -1; counts are the numbers of accepted drafts [batch]; both int32.
+    The tensors of `outputs` are written, except the two that are returned. Tokens are
+    [batch, k + 1], padded with -1; counts are the numbers of accepted drafts [batch]; both int32.
     """
     sampling, outputs = sampling or SamplingTensors(), outputs or VerifyOutputs()
     logprobs, ranks, accepted_nodes = outputs.logprobs, outputs.ranks, outputs.accepted_nodes
@@ -247,12 +247,12 @@ def _walk(
     Row 0 is the root, and row r > 0 is node r - 1. targets[r] is the distribution of row r, and
     given[r] the draft distribution of row r's children (None: one-hot at each child).
     """
-    # Drafts past the vocabulary become one extra token of probability 0.
+    # Map drafts past the vocabulary to an extra token of probability 0.
     vocab_size = len(targets[0])
     tokens = [min(token_id, vocab_size) for token_id in tokens]
     targets = [torch.nn.functional.pad(target, (0, 1)) for target in targets]
     given = [None if q is None else torch.nn.functional.pad(q, (0, 1)) for q in given]
-    # children[r] holds the drafts that can be accepted. A -1 and its later siblings cannot.
+    # children[r]: the drafts after row r that can be accepted; not a -1 and its later siblings.
     children: list[list[int]] = [[] for _ in targets]
     for r in range(len(targets)):
         for node, token_id in enumerate(tokens):

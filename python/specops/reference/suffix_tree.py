@@ -64,7 +64,7 @@ def ngram_propose(
 
 
 def _shares(counts: list[int], given: list[int], total: int) -> list[int]:
-    """Limit the counts to `total` drafts: in each round, every request with more gets one."""
+    """Limit the counts to `total` drafts, dealt in rounds: one per request that has more."""
     shares = list(given)
     left = total - sum(shares)
     for cap in range(1, max(counts, default=0) + 1):
@@ -106,7 +106,7 @@ def _float32(x: float) -> float:
 
 
 class SuffixCache:
-    """Brute-force `specops.SuffixCache`: token lists that every draft searches completely.
+    """Brute-force version of `specops.SuffixCache`, which searches all token lists for each draft.
 
     Drafts come from two trees, which are sets of sequences here: the request's own (prompt and
     response in one sequence) and the shared one (responses, in the order in which their requests

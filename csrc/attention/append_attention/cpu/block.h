@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Working set of an append_attention thread on the CPU: its unit of work, the unit's rows and its
-// scratch memory.
+// Working set of one append_attention thread on the CPU: its unit of work, the rows of that unit,
+// and scratch memory.
 #pragma once
 
 #include <cstdlib>
@@ -15,17 +15,17 @@ namespace {
 constexpr int kLeafBlocks = kLeafTokens / kPageBlock;
 constexpr int kMaxHeadDim = 256;
 constexpr int kMaxUnitRows = kStateFloats / 64;
-constexpr int kLaneWords = kStateFloats;  // words for queries with a row per lane
+constexpr int kLaneWords = kStateFloats;  // words for the queries of LaneQueries (one row per lane)
 
-// The work of one thread at a time: a tile of one request's rows or all rows of a bundle, for some
-// KV heads and some chunks.
+// Work that one thread does without interruption: one tile of a request's rows, or all rows of a
+// bundle, for a range of KV heads and a range of leaves.
 struct Unit {
-  const Request* request;         // the request, or the first member of a bundle
-  int64_t members;                // members of the bundle; 0: the request alone
-  int64_t first_row, num_rows;    // rows within the request, if it is alone
+  const Request* request;         // the unit's request, or the first member of its bundle
+  int64_t members;                // number of members of the bundle; 0: the unit has one request
+  int64_t first_row, num_rows;    // rows within the request, if the unit has only one
   int64_t first_head, num_heads;  // KV heads
   int64_t first_leaf, last_leaf;  // inclusive
-  bool cold;                      // KV is read once, and probably not in this core's cache
+  bool cold;                      // KV is read once and is probably not in this core's cache
   bool partial;                   // the unit's only chunk goes to the workspace, not to out
 };
 
@@ -33,8 +33,8 @@ struct Unit {
 struct Member {
   const Request* request;
   const int32_t* pages;
-  int64_t seen_end, end_leaf;   // the unit does not read leaves from end_leaf on
-  int64_t first_seen, all_see;  // first position that any row sees; from which all rows see
+  int64_t seen_end, end_leaf;   // end of the tokens and of the leaves that the unit reads
+  int64_t first_seen, all_see;  // first token that any row sees; first that all see
   int first_row, rows;          // packed rows (query row, query head of one KV head) in the unit
 };
 
@@ -49,8 +49,8 @@ struct UnitRows {
   int count = 0;
 };
 
-// Tokens of a leaf: four blocks of 16, each with the same token stride. Blocks that no row sees may
-// be absent.
+// Addresses of a leaf's tokens: four blocks of 16 tokens, all with the same token stride. Blocks
+// that no row sees may be absent.
 template <typename T>
 struct LeafKv {
   const T* k[kLeafBlocks];
@@ -58,15 +58,15 @@ struct LeafKv {
   int64_t stride;
 };
 
-// Visibility of a leaf: row r sees the tokens [lo[r], hi[r]) except those with a bit in hidden[r];
-// lo and hi grow with r.
+// Visibility of a leaf's tokens: row r sees the tokens [lo[r], hi[r]) except those with a bit in
+// hidden[r]. lo and hi do not decrease with r.
 struct LeafView {
   int lo[kMaxBundle], hi[kMaxBundle];
   uint64_t hidden[kMaxBundle];
   bool whole;  // all rows see all tokens
 };
 
-// Rows of one tile at one leaf, and the tokens they see.
+// The rows of one tile at one leaf, and which tokens they see.
 template <typename T>
 struct Tile {
   const T* q[kMaxTile];
@@ -77,7 +77,8 @@ struct Tile {
 };
 
 // Scratch memory of a thread: scores and weights of a tile at one leaf, and two states of a unit's
-// rows, for the current chunk and for the chunks before it. kWidth: width of the widest head.
+// rows, one for the current chunk and one for the chunks before it. kWidth: head_dim of the widest
+// compiled head.
 template <typename T, int kWidth>
 struct ScratchMemory {
   alignas(64) float scores[kMaxTile * kLeafTokens];
@@ -90,7 +91,8 @@ struct ScratchMemory {
   alignas(64) T packed_k[kPageBlock * kWidth];
   alignas(64) T packed_v[kLeafTokens * kWidth];
   alignas(64) uint32_t lane_q[kLaneWords];
-  // 8-bit caches: widened block of K and leaf of V of one head, and the leaf's scales.
+  // For 8-bit caches: the widened elements of a block of K and of a leaf of V, for one head, and
+  // the scales of the leaf.
   alignas(64) T wide_k[kPageBlock * kWidth];
   alignas(64) T wide_v[kLeafTokens * kWidth];
   alignas(64) float k_scales[kLeafTokens];
@@ -101,8 +103,8 @@ struct ScratchMemory {
 template <typename T, int D>
 using Scratch = ScratchMemory<T, (D > kMaxHeadDim ? D : kMaxHeadDim)>;
 
-// One block per thread and width, allocated at the thread's first leaf: thread_local arrays of this
-// size would be zeroed in every thread that loads the module.
+// Scratch memory is allocated once per thread and head width, at the thread's first leaf.
+// thread_local arrays of this size would be zeroed in every thread that loads the module.
 struct Arena {
   void* memory = nullptr;
   ~Arena() { std::free(memory); }

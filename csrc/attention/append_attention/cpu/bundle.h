@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bundling of requests in append_attention on the CPU, if reading their shared leaves once saves
-// more than it costs. Bundling does not affect a bit of the result.
+// Bundling of requests in append_attention on the CPU: leaves that requests share are read once for
+// all of them, where that saves more than it costs. The bits of the result do not depend on it.
 #pragma once
 
 #include "attention/append_attention/cpu/plan.h"
@@ -8,8 +8,8 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Returns the number of leading leaves that two requests share: those of the narrowest group that
-// contains both.
+// Returns the number of leading leaves that two requests share, according to the narrowest prefix
+// group that contains both.
 inline int64_t shared_leaves(const AppendAttentionParams& params, int64_t a, int64_t b) {
   int64_t tokens = 0;
   for (int64_t level = 0; level < params.num_prefix_levels; ++level) {
@@ -20,23 +20,23 @@ inline int64_t shared_leaves(const AppendAttentionParams& params, int64_t a, int
   return tokens / kLeafTokens;
 }
 
-// Approximate cycles per KV head: saved by not rereading a leaf, which is usually in a cache; and
-// spent on a row's state that passes through the workspace.
+// Return approximate cycles per KV head: leaf_saving is saved for each leaf that is not read again
+// (usually from a cache); state_cost is spent on storing and reloading the state of a row.
 inline int64_t leaf_saving(const AppendAttentionParams& params) {
   return 8 * params.head_dim * dtype_bytes(params.dtype);
 }
 inline int64_t state_cost(const AppendAttentionParams& params) { return 2 * params.head_dim; }
-// Approximate cycles for a request's leaf: reading it (8 bytes a cycle), and a quarter cycle per
-// multiplied vector.
+// Returns the approximate cycles to process one leaf of a request: reading 8 bytes per cycle, and a
+// quarter of a cycle per multiplied vector.
 inline int64_t leaf_cost(const AppendAttentionParams& params, int64_t rows) {
   return params.head_dim * (16 * dtype_bytes(params.dtype) + 4 * rows);
 }
-// Other units wait until those of bundles are done. Savings below this fraction of the work do not
-// justify that.
+// Requests wait until the units of bundles are done. Bundling must save at least 1 / kLeastPart of
+// all work to justify that wait.
 constexpr int64_t kLeastPart = 32;
 
-// Returns the cost of bundling a request that shares `shared` leading leaves: the states of their
-// chunks.
+// Returns the cost of bundling a request that shares `shared` leading leaves: storing and reloading
+// the states of the chunks that contain these leaves.
 inline int64_t bundling_cost(const AppendAttentionParams& params,
                              const Request& r,
                              int64_t shared) {
@@ -73,7 +73,7 @@ inline bool place_states(const AppendAttentionParams& params, Plan& plan, const 
   return true;
 }
 
-// Bundles neighboring requests as far as that pays.
+// Bundles neighboring requests where that pays off.
 inline void find_bundles(const AppendAttentionParams& params, Plan& plan) {
   int64_t most_rows = kStateFloats / params.head_dim;
   if (most_rows > kMaxBundle) most_rows = kMaxBundle;

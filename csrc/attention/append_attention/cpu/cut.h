@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Division of the requests and bundles of append_attention on the CPU into units of work. It does
-// not affect a bit of the result.
+// Division of the requests and bundles of append_attention on the CPU into units of work. The bits
+// of the result do not depend on it.
 #pragma once
 
 #include "attention/append_attention/cpu/bundle.h"
@@ -40,7 +40,8 @@ inline void plan_requests(const AppendAttentionParams& params, int64_t first_req
   plan.cold = kv_leaves * params.num_kv_heads * leaf_bytes(params) > kColdBytes;
 }
 
-// Splits expensive requests into chunks. Returns the number of pieces, each a tile or a chunk.
+// Splits expensive requests into chunks, so that several threads share a request. Returns the
+// number of pieces; a piece is a tile or a chunk.
 inline int64_t cut_chunks(const AppendAttentionParams& params, Plan& plan) {
   int64_t pieces = 0;
   for (int64_t i = 0; i < plan.count; ++i) {
@@ -62,8 +63,8 @@ inline int64_t cut_chunks(const AppendAttentionParams& params, Plan& plan) {
   return pieces;
 }
 
-// Returns the KV heads per unit of `rows` rows, if the heads are divided into at least `groups`
-// groups.
+// Returns how many KV heads a unit of `rows` rows processes, if the heads are divided into at least
+// `groups` groups. The unit gets fewer heads if their leaves or states would exceed L2.
 inline int64_t heads_of_unit(const AppendAttentionParams& params, int64_t rows, int64_t groups) {
   int64_t heads = kAheadBytes / leaf_bytes(params);
   int64_t share = (params.num_kv_heads + groups - 1) / groups;
@@ -73,7 +74,8 @@ inline int64_t heads_of_unit(const AppendAttentionParams& params, int64_t rows, 
   return heads < 1 ? 1 : heads;
 }
 
-// Returns into how many groups to divide the heads, so that this many pieces keep the threads busy.
+// Returns the number of groups of heads that gives every thread about two units, for `pieces` tiles
+// and chunks.
 inline int64_t groups_for(const Plan& plan, int64_t pieces) {
   return plan.small || pieces == 0 ? 1 : (2 * num_threads() + pieces - 1) / pieces;
 }
@@ -82,8 +84,8 @@ inline int64_t chunks_of(const Bundle& bundle) {
   return (bundle.end_leaf - 1) / kChunkLeaves - bundle.first_leaf / kChunkLeaves + 1;
 }
 
-// Divides the requests into units. Only this division depends on the number of threads: it decides
-// where states are stored, never the order in which they are folded.
+// Divides the requests into units. This division is the only part that depends on the number of
+// threads. It decides where states are stored, never the order in which they are folded.
 inline void make_plan(const AppendAttentionParams& params, int64_t first_request, Plan& plan) {
   int64_t left = params.batch - first_request;
   plan.count = left < kPlanned ? left : kPlanned;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Cache elements as operands of the products of append_attention on the CPU, and vector operations
-// beyond common/simd.h.
+// Cache elements as operands of the matrix products of append_attention on the CPU, and vector
+// operations that common/simd.h lacks.
 #pragma once
 
 #include <cmath>
@@ -12,12 +12,12 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Inlines everything that a function calls: the compiler leaves some of these small loops as calls,
-// which pass their vectors through memory.
+// Inlines all calls inside a function. The compiler would otherwise leave some of these small loops
+// as calls that pass their vectors through memory.
 #define SPECOPS_FLATTEN __attribute__((noinline, flatten))
 
-// Operand types for a cache element type. kStep tokens form one step of P V; Vec holds kStep
-// elements in each of its 16 lanes.
+// Operand types for a cache element type. One step of P V multiplies kStep tokens, and each of the
+// 16 lanes of Vec holds kStep elements.
 template <typename T>
 struct Element {
   using Prob = float;
@@ -31,8 +31,8 @@ struct Element<bfloat16> {
   static constexpr int kStep = 2;
 };
 
-// If the CPU has no products of 16-bit elements, a row's query is widened once for all tokens of a
-// leaf. In bf16, each 32 columns are stored as the even ones, then the odd ones.
+// Without 16-bit products, the CPU widens a row's query once for all tokens of a leaf. Of each 32
+// bf16 columns, the even ones are stored first, then the odd ones.
 template <typename T>
 constexpr bool kWidensQueries = sizeof(T) == 2;
 #if defined(SPECOPS_ISA_avx512_bf16) || defined(SPECOPS_ISA_neon_bf16)
@@ -58,8 +58,8 @@ inline BF16x32 broadcast_step(const bfloat16* p) { return broadcast_pair(p); }
 inline F32x16 broadcast_step(const float* p) { return set1(*p); }
 
 #if !defined(SPECOPS_AVX512)
-// Loads 16 columns of one step of V, like columns() below; with many rows the registers hold no
-// more.
+// Loads 16 columns of one step of V, like columns() below. Used with many rows, when no registers
+// are left for 32 columns.
 inline F32x16 half_columns(const float* a, const float*) { return load(a); }
 inline F32x16 half_columns(const float16* a, const float16*) { return load(a); }
 inline BF16x32 half_columns(const bfloat16* a, const bfloat16* b) {
@@ -83,8 +83,9 @@ inline BF16x32 half_columns(const bfloat16* a, const bfloat16* b) {
 }
 #endif
 
-// Loads 32 columns of one step of V as two vectors. bf16: rows a and b are interleaved, in the
-// column order that costs no extra instructions; order_columns undoes it.
+// Loads 32 columns of one step of V as two vectors. For bf16, the rows a and b are interleaved, and
+// the columns come in the order that needs no extra instructions; order_columns restores their
+// order.
 inline void columns(const float* a, const float*, F32x16 out[2]) {
   out[0] = load(a);
   out[1] = load(a + 16);
@@ -104,7 +105,7 @@ inline void columns(const bfloat16* a, const bfloat16* b, BF16x32 out[2]) {
 #endif
 }
 
-// Restores the order of columns in accumulators of 32 columns.
+// Restores the column order in accumulators of 32 columns that columns() loaded.
 template <typename T>
 inline void order_columns([[maybe_unused]] F32x16* x) {
   if (Element<T>::kStep == 1) return;
@@ -178,14 +179,14 @@ inline void store_prob(bfloat16* p, F32x16 x) {
 }
 
 #if defined(SPECOPS_NEON)
-// Adds the first two levels of the tree of reduce_add.
+// Returns the sums after the first two levels of the tree of reduce_add.
 inline float32x4_t quarter_sums(F32x16 x) {
   return vaddq_f32(vaddq_f32(x.q[0], x.q[2]), vaddq_f32(x.q[1], x.q[3]));
 }
 #endif
 
-// Return the sum in the tree order of reduce_add and the value of reduce_max, without going through
-// memory.
+// row_sum and row_max return what reduce_add and reduce_max return, in the same tree order but
+// without going through memory.
 inline float row_sum(F32x16 x) {
 #if defined(SPECOPS_AVX512)
   __m256 t = _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));

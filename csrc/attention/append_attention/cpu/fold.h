@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// States of append_attention on the CPU (maximum of the scores, sum of weights, weighted sum of V)
-// and how to combine two of them.
+// States of append_attention on the CPU and the operation that combines two of them. A state has
+// the maximum of the scores, the sum of the weights and the weighted sum of V.
 #pragma once
 
 #include <cmath>
@@ -11,8 +11,8 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Folds (m2, l2, o2) into (m, l, o) of each row. A state with l = 0 is empty and its o undefined.
-// o2[r] may be row r of o itself if that state is empty.
+// Folds (m2, l2, o2) into (m, l, o) for each row. A state with l = 0 is empty, and its o is
+// undefined. o2[r] may be row r of o itself if (m, l, o) is empty.
 SPECOPS_FLATTEN void fold(float* m,
                           float* l,
                           float* o,

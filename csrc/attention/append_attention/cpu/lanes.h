@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One leaf of KV for many rows in append_attention on the CPU, one row per lane: lanes are never
-// added to each other, K is read in place, and softmax processes sixteen rows at once. Each row's
-// additions are those of cpu/tile.h.
+// One leaf of KV for many rows in append_attention on the CPU, with one row per vector lane. Lanes
+// are never added to each other, K is read in place, and softmax processes sixteen rows at once.
+// The additions of each row are the same as in cpu/tile.h.
 #pragma once
 
 #include <type_traits>
@@ -12,8 +12,8 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// True if the instruction set compiles this path; kLaneRows is the least number of rows of a tile
-// that uses it, because lanes without a row are computed too.
+// kHasLanes is true if this instruction set compiles the path with one row per lane. kLaneRows is
+// the smallest tile that uses it; with fewer rows, too many lanes would compute nothing.
 template <typename T>
 constexpr bool kHasLanes = false;
 #if defined(SPECOPS_ISA_avx512_bf16)
@@ -22,19 +22,19 @@ constexpr bool kHasLanes<bfloat16> = true;
 #endif
 constexpr int kLaneRows = 24;
 
-// Queries of a unit, one row per lane: for each head and each pair of columns, vectors of rows,
-// `stride` words apart.
+// Queries of a unit with one row per lane. For each head and each pair of columns, there is a
+// vector of rows; these vectors are `stride` words apart.
 struct LaneQueries {
   const uint32_t* words = nullptr;  // nullptr if not available
   int64_t stride = 0;
 
-  // Returns whether `rows` rows of a leaf are computed this way.
+  // Returns whether `rows` rows of a leaf use the path with one row per lane.
   bool are_for(const LeafView& view, int rows) const {
     return words != nullptr && view.whole && rows >= kLaneRows;
   }
 };
 
-// Returns about how many times fold_lanes calls prefetch.issue() for this many rows.
+// Returns about how many times fold_lanes calls prefetch.issue() for `rows` rows.
 template <int D>
 int64_t lane_places(int64_t rows) {
   int64_t of_scores = kLeafTokens * ((rows + 2 * kLanes - 1) / (2 * kLanes));
@@ -44,7 +44,8 @@ int64_t lane_places(int64_t rows) {
 
 #if defined(SPECOPS_ISA_avx512_bf16)
 
-// Transposes 16 x 16 words, of which `rows` rows exist: to[i * stride + row] = from[row][i].
+// Transposes 16 x 16 words: to[i * stride + row] = from[row][i]. Only the first `rows` rows of
+// `from` exist.
 SPECOPS_FLATTEN void turn_words(const bfloat16* const* from,
                                 int rows,
                                 uint32_t* to,
@@ -65,7 +66,7 @@ SPECOPS_FLATTEN void turn_words(const bfloat16* const* from,
       x[i + 2 * j + 1] = _mm512_unpackhi_epi64(y[i + j], y[i + 2 + j]);
     }
   }
-  // Now quarter q of x[4 j + i] holds word 4 q + i of rows 4 j to 4 j + 3.
+  // Quarter q of x[4 j + i] now holds word 4 q + i of the rows 4 j to 4 j + 3.
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     __m512i a = _mm512_shuffle_i32x4(x[i], x[4 + i], 0x88);
@@ -79,7 +80,7 @@ SPECOPS_FLATTEN void turn_words(const bfloat16* const* from,
   }
 }
 
-// Computes lane `lane` of the sums of lane_dots, for kTokens tokens and kVecs * 16 rows.
+// Computes lane `lane` of the dot products of lane_dots, for kTokens tokens and kVecs * 16 rows.
 template <int kTokens, int kVecs, int D>
 inline void sum_lane(const uint32_t* q,
                      int64_t q_stride,
@@ -112,9 +113,9 @@ inline void add_sums(F32x16 (*a)[kVecs], const F32x16 (*b)[kVecs]) {
   }
 }
 
-// Computes scores of kTokens tokens for kVecs * 16 rows; those of a token are at scores + token *
-// kMaxTile. The lanes are added in the tree order of reduce_add, a quarter of them at a time in
-// registers: lanes 0, 4, 8, 12 first, then those from 2, from 1 and from 3.
+// Computes the scores of kTokens tokens for kVecs * 16 rows; the scores of a token start at scores
+// + token * kMaxTile. The 16 partial sums are added in the tree order of reduce_add, four at a time
+// in registers: lanes 0, 4, 8, 12 first, then the four from lane 2, from lane 1 and from lane 3.
 template <int kTokens, int kVecs, int D>
 SPECOPS_FLATTEN void score_lanes(const uint32_t* q,
                                  int64_t q_stride,
@@ -152,8 +153,9 @@ SPECOPS_FLATTEN void score_lanes(const uint32_t* q,
   }
 }
 
-// Joins the 64 vectors of a leaf's tokens in the order in which softmax() in cpu/tile.h joins the
-// lanes of a row: tokens a block apart first, then the tree over the sixteen.
+// Combines the 64 vectors of a leaf's tokens in the order in which softmax() in cpu/tile.h combines
+// the lanes of a row: first the tokens that are a block apart, then a tree over the sixteen
+// results.
 template <int kBegin, int kStride, typename Load, typename Join>
 __attribute__((always_inline)) inline F32x16 join_tokens(Load&& load_token, Join&& join) {
   if constexpr (kStride == kPageBlock) {
@@ -165,9 +167,9 @@ __attribute__((always_inline)) inline F32x16 join_tokens(Load&& load_token, Join
   }
 }
 
-// Computes the weights of sixteen rows relative to their maxima m, and their sums l; overwrites
-// scores. probs: per row one word with the weights of two tokens, words kMaxTile apart. Scales as
-// in softmax() of cpu/tile.h.
+// Computes the weights of sixteen rows relative to their maxima m, and the sums l of the weights;
+// overwrites the scores. probs has, per row, one word with the weights of two tokens; the words of
+// a row are kMaxTile apart. Scales are applied as in softmax() of cpu/tile.h.
 template <bool kScaled>
 SPECOPS_FLATTEN void softmax_lanes(float* scores,
                                    [[maybe_unused]] const float* k_scales,
@@ -205,7 +207,7 @@ SPECOPS_FLATTEN void softmax_lanes(float* scores,
   store(l, join_tokens<0, 1>(load_token, [](F32x16 a, F32x16 b) { return add(a, b); }));
 }
 
-// Computes scores of the rows of a tile for a block's sixteen tokens.
+// Computes the scores of a tile's rows for the sixteen tokens of a block.
 template <int D>
 void score_lane_block(const uint32_t* q,
                       int64_t q_stride,
@@ -228,14 +230,14 @@ void score_lane_block(const uint32_t* q,
   }
 }
 
-// Transposes the queries of a unit's rows; returns an empty result if there are too few rows.
+// Transposes the queries of a unit's rows. Returns an empty result if the unit has too few rows.
 template <typename T, int D>
 LaneQueries turn_queries(const UnitRows<T>& rows,
                          int64_t num_heads,
                          int64_t group,
                          uint32_t* words) {
   int64_t stride = (rows.count + kLanes - 1) / kLanes * kLanes;
-  // Lanes after the last row of a tile may read into the words that follow.
+  // Lanes after the last row of a tile may read the words that follow it.
   if (rows.count < kLaneRows || num_heads * stride * D / 2 + kLanes > kLaneWords) return {};
   for (int64_t head = 0; head < num_heads; ++head) {
     for (int row = 0; row < rows.count; row += kLanes) {
@@ -252,8 +254,8 @@ LaneQueries turn_queries(const UnitRows<T>& rows,
   return {words, stride};
 }
 
-// Folds (m2, l2) into (m, l) and returns the factors for o (kept) and o2 (taken). No state may be
-// empty.
+// Folds (m2, l2) into (m, l). Returns the factors by which the caller must multiply o (in `kept`)
+// and o2 (in `taken`). Neither state may be empty.
 SPECOPS_FLATTEN void fold_sums(
     float* m, float* l, const float* m2, const float* l2, int rows, float* kept, float* taken) {
   for (int first = 0; first < rows; first += kLanes) {
@@ -277,8 +279,8 @@ SPECOPS_FLATTEN void fold_sums(
 
 using LaneTiles = TileSizes<12, 8, 4, 2, 1>;
 
-// Folds one leaf that all of a tile's rows see into (m, l, o). q: queries of the tile's first row
-// for the current head.
+// Folds one leaf into the states (m, l, o) of a tile, all of whose rows see the whole leaf. q:
+// queries of the current head, from the tile's first row on.
 template <typename T, int D, bool kScaled>
 void fold_lanes(const uint32_t* q,
                 int64_t q_stride,
@@ -318,7 +320,7 @@ void fold_lanes(const uint32_t* q,
       widen_block<T, D>(raw.v[block], raw, own.wide_v + block * kPageBlock * D);
     }
   }
-  // Sums of V are folded directly from the registers, unless a state is empty.
+  // Weighted sums of V are folded into o directly from registers, unless a state is empty.
   bool at_once = true;
   for (int row = 0; row < rows; ++row) {
     at_once = at_once && l[row] != 0.0f && own.leaf_l[row] != 0.0f;

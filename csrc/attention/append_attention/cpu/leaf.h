@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One leaf for the rows of a unit, and the end of a chunk, in append_attention on the CPU: folds of
-// states in a fixed order.
+// Processing of one leaf for the rows of a unit, and of the end of a chunk, in append_attention on
+// the CPU. States are folded in a fixed order.
 #pragma once
 
 #include <type_traits>
@@ -13,7 +13,8 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Returns the tokens of a leaf that the mask hides from a row of out, as bits.
+// Returns a bit mask of the tokens of a leaf that the attention mask hides from row `out_row` of
+// the output.
 inline uint64_t hidden_tokens(const AppendAttentionParams& params,
                               const Request& request,
                               int64_t out_row,
@@ -28,7 +29,7 @@ inline uint64_t hidden_tokens(const AppendAttentionParams& params,
   return hidden;
 }
 
-// Computes what the rows [first, last) see of the leaf that begins at token `base`.
+// Computes which tokens the rows [first, last) see of the leaf that begins at token `base`.
 template <typename T>
 void load_view(const AppendAttentionParams& params,
                const UnitRows<T>& rows,
@@ -49,8 +50,8 @@ void load_view(const AppendAttentionParams& params,
   }
 }
 
-// Loads a leaf of the unit into L2, and plans to prefetch the next one while `rows` rows are
-// computed.
+// Loads a leaf of the unit into L2 and plans the prefetch of the next leaf, to be spread over the
+// arithmetic of `rows` rows.
 template <typename T, int D, typename Stored>
 void read_leaf(const AppendAttentionParams& params,
                const Unit& unit,
@@ -66,8 +67,9 @@ void read_leaf(const AppendAttentionParams& params,
   } else {
     load_leaf(find_lines<Stored, D>(params, unit, kv));
   }
-  // Unwidened elements with few rows are not prefetched: their arithmetic is shorter than the
-  // memory transfer, and with several threads spread prefetches use memory worse than one burst.
+  // Prefetch only if the arithmetic takes longer than the memory transfer. It does not for 16-bit
+  // or 32-bit elements with few rows: there, with several threads, spread prefetches use memory
+  // bandwidth worse than one burst.
   bool has_time = in_lanes || !std::is_same_v<T, Stored>;
   if (!is_first || !has_time) return;
   int64_t places = in_lanes ? lane_places<D>(rows) : prefetch_places(rows);
@@ -75,7 +77,7 @@ void read_leaf(const AppendAttentionParams& params,
       params, unit, member, base + kLeafTokens, unit.num_heads * places, prefetch);
 }
 
-// Returns one head of a leaf. For 8-bit elements, v points to where V will be widened.
+// Returns one head of a leaf. For 8-bit caches, v points to the buffer in which V will be widened.
 template <typename T, int D, typename Stored>
 LeafKv<T> head_of(const LeafKv<Stored>& kv, int64_t head, Scratch<T, D>& own) {
   LeafKv<T> out{};
@@ -91,8 +93,8 @@ LeafKv<T> head_of(const LeafKv<Stored>& kv, int64_t head, Scratch<T, D>& own) {
   return out;
 }
 
-// Folds one leaf into the chunk state of the rows [first, last), which all read it from this
-// member's pages. `chunk`: index of the scratch state. kScaled: 8-bit caches.
+// Folds one leaf into the chunk state of the rows [first, last), all of which read it from the
+// pages of `member`. `chunk`: index of the scratch state of the chunk. kScaled: 8-bit caches.
 template <typename T, int D, bool kScaled>
 void fold_leaf(const AppendAttentionParams& params,
                const Unit& unit,
@@ -150,7 +152,7 @@ void fold_leaf(const AppendAttentionParams& params,
   }
 }
 
-// Folds the chunk's state into the result's.
+// Folds the state of the chunk into the state of the result.
 template <typename T, int D>
 void fold_chunk(int64_t unit_rows, int result, int chunk, Scratch<T, D>& own) {
   constexpr int kColumns = kValueDim<D>;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Loads from memory in append_attention on the CPU: the queries of a unit, the page table, and K
-// and V ahead of the arithmetic.
+// and V before the arithmetic needs them.
 #pragma once
 
 #include "attention/append_attention/cpu/block.h"
@@ -42,8 +42,8 @@ void load_queries(const AppendAttentionParams& params, const Unit& unit, UnitRow
   }
 }
 
-// Finds the tokens of a leaf, for the unit's first head. Blocks outside the range that the member's
-// rows see may have no page.
+// Finds the addresses of a leaf's tokens, for the unit's first head. Blocks outside the range that
+// the member's rows see may have no page.
 template <typename T, int D>
 void load_table(const AppendAttentionParams& params,
                 const Unit& unit,
@@ -65,8 +65,8 @@ void load_table(const AppendAttentionParams& params,
   }
 }
 
-// Returns the cache lines of a leaf that a unit reads. All heads of a token are adjacent; latents
-// have one head and no V.
+// Returns the cache lines of a leaf that a unit reads. All heads of a token are adjacent in memory;
+// a latent cache has one head and no V.
 template <typename T, int D>
 LeafLines find_lines(const AppendAttentionParams& params, const Unit& unit, const LeafKv<T>& kv) {
   constexpr bool kIsLatent = kHeadStride<D> == 0;
@@ -85,10 +85,10 @@ LeafLines find_lines(const AppendAttentionParams& params, const Unit& unit, cons
   return lines;
 }
 
-// Reads one leaf of K and V into L2, for all heads of the unit, before the arithmetic needs it:
-// single-head pieces at token stride never trigger the hardware prefetcher, and prefetch
-// instructions are dropped when the miss buffers are full. The blocks advance side by side, so that
-// the latency of starting a page elsewhere in memory is hidden by the other streams.
+// Reads one leaf of K and V into L2, for all heads of the unit, before the arithmetic needs it.
+// Reading one head with a stride of one token would never trigger the hardware prefetcher, and
+// prefetch instructions are dropped when the miss buffers are full. All blocks are read side by
+// side, so that while one stream starts a new page, the others hide its latency.
 inline void load_leaf(const LeafLines& lines) {
   for (int64_t begin = 0; begin < lines.pieces * lines.step; begin += lines.step) {
     for (int64_t at = begin; at < begin + lines.bytes; at += LeafLines::kLine) {
@@ -99,8 +99,8 @@ inline void load_leaf(const LeafLines& lines) {
   }
 }
 
-// Plans to prefetch the unit's next leaf, which begins at token `base`, in `places` calls of
-// issue().
+// Plans the prefetch of the unit's next leaf, which begins at token `base`, to be spread over
+// `places` calls of issue().
 template <typename T, int D>
 void plan_prefetch(const AppendAttentionParams& params,
                    const Unit& unit,

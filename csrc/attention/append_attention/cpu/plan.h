@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Division of work for append_attention on the CPU: the requests of a call are divided into units
-// of work. The division does not affect a bit of the result.
+// Division of the work of append_attention on the CPU: the requests of a call are divided into
+// units of work. The bits of the result do not depend on it.
 #pragma once
 
 #include "attention/append_attention/append_attention.h"
@@ -12,38 +12,39 @@ namespace {
 constexpr int kLeafTokens = static_cast<int>(kAttentionLeaf);
 constexpr int64_t kChunkLeaves = kAttentionChunk / kAttentionLeaf;
 constexpr int kPageBlock = 16;  // tokens that always lie in one page, at one stride
-constexpr int kPlanned = 256;   // requests planned at once, on the stack
+constexpr int kPlanned = 256;   // requests planned at once; the plan is on the stack
 constexpr int kMaxTile = static_cast<int>(kAttentionTile);
-constexpr int kMaxBundle = 256;           // rows of a unit; its tiles share K and V in L2
+constexpr int kMaxBundle = 256;           // most rows of a unit; its tiles share K and V in L2
 constexpr int kStateFloats = 32768;       // output state of one unit: 128 KiB
 constexpr int64_t kAheadBytes = 1 << 18;  // K and V of one leaf that a unit reads ahead into L2
-constexpr int64_t kColdBytes = 1 << 20;   // more KV than this is assumed to be in memory
-constexpr int64_t kSmallCost = 30000;     // cycles; threads are not woken for less
+constexpr int64_t kColdBytes = 1 << 20;   // a larger KV is assumed to be in memory, not in a cache
+constexpr int64_t kSmallCost = 30000;     // cycles; less work does not wake other threads
 
-// Columns of V, and elements between the heads of a token, for keys of D elements. Heads that share
-// latents start at the same address.
+// Number of columns of V, and distance in elements between the heads of a token, if keys have D
+// elements. All heads that share latents start at the same address.
 template <int D>
 constexpr int kValueDim = static_cast<int>(value_dim_of(D));
 template <int D>
 constexpr int kHeadStride = D == kLatentKeyDim ? 0 : D;
 
-// A planned request.
+// A request of the plan.
 struct Request {
   int64_t batch_idx, qo_begin, qo_len, kv_len;
   int64_t rows;  // packed rows (query row, query head of one KV head)
   int64_t tile_rows, tiles;
-  int64_t first_leaf, last_leaf;  // leaves that any of its rows sees
-  int64_t own_leaf;               // first leaf that it reads alone; a bundle reduces those before
+  int64_t first_leaf, last_leaf;  // leaves that any row of the request sees
+  int64_t own_leaf;               // first own leaf; its bundle reduces the leaves before
   int64_t shared;                 // leading leaves shared with the previous request of the bundle
-  int64_t partial;                // start of its chunk states in the workspace, in floats; -1: none
-  int64_t first_unit;             // first unit for its own leaves
+  int64_t partial;                // chunk states' offset in the workspace, in floats; -1: none
+  int64_t first_unit;             // first unit for the request's own leaves
   int64_t heads_per_unit, head_groups;
-  int64_t chunks;   // if above 1, each chunk of its own leaves is a unit
+  int64_t chunks;   // if above 1, each chunk of the request's own leaves is a unit
   bool is_bundled;  // member of a bundle
 };
 
-// Neighboring requests that begin with the same leaves, none with more rows than a tile. Their
-// shared leaves are reduced first, for the rows of all of them, to the states of their chunks.
+// Bundle of neighboring requests that begin with the same leaves; each has at most one tile of
+// rows. The shared leaves are reduced first, for the rows of all members, and their chunk states
+// are stored. Each member then continues from these states.
 struct Bundle {
   int64_t first, members;        // index of the first request, and number of members
   int64_t rows;                  // rows of all members
@@ -56,7 +57,7 @@ inline int64_t chunks_of(const Request& r) {
   return r.last_leaf / kChunkLeaves - r.first_leaf / kChunkLeaves + 1;
 }
 
-// Returns the floats of the state of one chunk of a request.
+// Returns the size, in floats, of the state of one chunk of a request.
 inline int64_t state_floats(const AppendAttentionParams& params, const Request& r) {
   return r.qo_len * params.num_qo_heads * (value_dim_of(params.head_dim) + 2);
 }
@@ -72,8 +73,8 @@ inline int64_t seen_end(const AppendAttentionParams& params, int64_t position, i
   return params.is_causal ? position + 1 : kv_len;
 }
 
-// The requests of a call, at most kPlanned at a time, divided into units: first those of bundles,
-// then those of requests.
+// The requests of a call, at most kPlanned at a time, divided into units. The units of bundles run
+// first, then those of requests.
 struct Plan {
   Request requests[kPlanned];
   int64_t costs[kPlanned];  // approximate cycles for the request's own leaves
@@ -81,13 +82,13 @@ struct Plan {
   Bundle bundles[kPlanned / 2];
   int64_t num_bundles, bundle_units;
   int64_t units;
-  int64_t bundle_cost, total_cost;  // costs of all bundles; of all requests' own leaves
+  int64_t bundle_cost, total_cost;  // costs of all bundles; costs of all requests' own leaves
   int64_t used_floats;              // floats used in the workspace
-  bool small;                       // not worth waking a thread
-  bool cold;  // the KV does not fit a cache, so reading it in memory order pays
+  bool small;                       // too little work to wake other threads
+  bool cold;  // the KV exceeds the caches, so reading it in memory order pays off
 };
 
-// Sets up one request, as if it shared nothing.
+// Sets up one request without any shared leaves.
 inline void load_request(const AppendAttentionParams& params, int64_t batch_idx, Request& r) {
   int64_t group = params.num_qo_heads / params.num_kv_heads;
   r.batch_idx = batch_idx;

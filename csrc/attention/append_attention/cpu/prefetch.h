@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Prefetching the next leaf of an 8-bit cache while the arithmetic of append_attention runs on the
-// CPU.
+// Prefetch of the next leaf of an 8-bit cache while append_attention computes on the CPU.
 #pragma once
 
 #include <cstdint>
@@ -10,17 +9,17 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Cache lines of a leaf's blocks of K and V.
+// The cache lines that a leaf's blocks of K and V occupy.
 struct LeafLines {
   static constexpr int64_t kLine = 64;
   const char* blocks[2 * kLeafTokens / kPageBlock];  // first byte of each block
   int num_blocks = 0;
-  int pieces = 0;               // per block
+  int pieces = 0;               // pieces per block
   int64_t step = 0, bytes = 0;  // bytes from one piece to the next; bytes per piece
 };
 
-// Progress of the prefetch, which takes a line of each block in turn. Prefetching all lines at once
-// would fill the miss buffers and stall the arithmetic.
+// Progress of a prefetch. It takes one line of each block in turn, a few lines at a time:
+// prefetching all lines at once would fill the miss buffers and stall the arithmetic.
 class LeafPrefetch {
  public:
   // Starts prefetching the leaf at token `base`, spread over `places` calls of issue().
@@ -39,8 +38,7 @@ class LeafPrefetch {
   }
   bool is_of(int64_t base) const { return base_ == base; }
 
-  // Prefetches the next lines. Called throughout the arithmetic of a leaf, at about as many places
-  // as prefetch_places returns.
+  // Prefetches the next lines. The arithmetic of a leaf calls this about prefetch_places() times.
   void issue() {
     if (left_ == 0) return;
     int64_t count = left_ < lines_a_place_ ? left_ : lines_a_place_;
@@ -48,7 +46,7 @@ class LeafPrefetch {
     take(count, [](const char* line) { __builtin_prefetch(line); });
   }
 
-  // Loads the lines that are not prefetched yet, and waits for them.
+  // Loads the lines that have not been prefetched, and waits for them.
   void load_rest() {
     take(left_, [](const char* line) { (void)*static_cast<const volatile char*>(line); });
     left_ = 0;
@@ -72,7 +70,8 @@ class LeafPrefetch {
   LeafLines lines_;
   int64_t base_ = -1;  // first token of the leaf
   int64_t left_ = 0, lines_a_place_ = 0;
-  // Position of the next line: block, start of the piece in the block, offset in the piece.
+  // Position of the next line: block, start of the current piece in the block, offset in that
+  // piece.
   int block_ = 0;
   int64_t piece_ = 0, at_ = 0;
 };

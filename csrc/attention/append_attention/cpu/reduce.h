@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One unit of work of append_attention on the CPU from end to end: the loop over its leaves.
+// Reduces one unit of work of append_attention on the CPU: the loop over its leaves.
 #pragma once
 
 #include "attention/append_attention/cpu/leaf.h"
@@ -9,9 +9,10 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Processes leaves in order and, within a leaf, one head after another. Writes the rows of out, or
-// the chunk's states. A leaf that members share is computed for all of their rows at once; rows do
-// not affect each other, so a row's bits are the same as when it runs alone.
+// Processes the unit's leaves in order and, within a leaf, one head after another. Writes the rows
+// of out, or the states of the chunk. A leaf that the members of a bundle share is computed for all
+// of their rows at once. Rows do not affect each other, so each row gets the same bits as when it
+// runs alone.
 template <typename T, int D, bool kScaled>
 void attend(const AppendAttentionParams& params, const Unit& unit) {
   Scratch<T, D>& own = scratch<T, D>();
@@ -32,7 +33,7 @@ void attend(const AppendAttentionParams& params, const Unit& unit) {
     for (int at = 0; at < rows.num_members;) {
       const Member& member = rows.members[at++];
       int last = member.first_row + member.rows;
-      // A window may begin inside the leaf; then not every row reads all of it.
+      // A sliding window may begin inside the leaf; then some rows do not see all of it.
       bool all = base >= member.all_see;
       for (; all && at < rows.num_members && rows.members[at].request->shared > leaf; ++at) {
         all = base >= rows.members[at].all_see;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Output of append_attention on the CPU: rows of out and lse, states for a later fold, and zeros
-// for rows that see nothing.
+// for rows that see no token.
 #pragma once
 
 #include <cmath>
@@ -11,8 +11,8 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Folds the sink of a row's head into m and l, after all tokens. Returns the factor for o before it
-// is divided by l. A sink of -inf changes nothing.
+// Folds the sink of a row's head into m and l, after all tokens. Returns the factor by which o must
+// be multiplied before it is divided by l. A sink of -inf changes nothing.
 inline float add_sink(const AppendAttentionParams& params, int64_t out_row, float& m, float& l) {
   float sink = params.sinks[out_row % params.num_qo_heads];
   if (sink == -INFINITY) return 1.0f;
@@ -26,7 +26,7 @@ inline float add_sink(const AppendAttentionParams& params, int64_t out_row, floa
   return share;
 }
 
-// Writes a row from which the mask hides everything.
+// Writes the row of a query from which the mask hides all tokens.
 template <typename T, int D>
 void write_nothing(const AppendAttentionParams& params, int64_t out_row) {
   constexpr int kColumns = kValueDim<D>;

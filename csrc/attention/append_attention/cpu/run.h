@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// append_attention on the CPU for queries of one dtype. Each dtype has its own file, so that an
-// instruction set that adds bf16 products compiles only that one, and no file compiles for long.
+// append_attention on the CPU for queries of one dtype. Each dtype has a source file of its own: an
+// instruction set that adds only bf16 products compiles only that file, and no file takes long to
+// compile.
 #pragma once
 
 #include "attention/append_attention/append_attention.h"
@@ -11,8 +12,8 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// out = softmax(q k^T * sm_scale) v over the tokens of its request that each row sees, and its
-// log-sum-exp. With sinks, the head's sink is added to the softmax denominator.
+// Computes out = softmax(q k^T * sm_scale) v over the tokens of its request that each row sees, and
+// its log-sum-exp. With sinks, the sink of the row's head is added to the softmax denominator.
 // Cost:    the KV in use read once per tile of rows (all rows of a verification, all query heads of
 //          a KV head); 4 * tokens * head_dim flops per row and head. Latents: 2,176 flops for 1,152
 //          bytes in bf16, so compute-bound from a few rows and heads on.

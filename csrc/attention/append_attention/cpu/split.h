@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Requests that several units of append_attention on the CPU reduce. The states of their chunks are
-// in the workspace; a later unit continues from them, or they are folded at the end.
+// Requests of append_attention on the CPU that several units reduce. The states of their chunks are
+// stored in the workspace; a later unit continues from them, or they are folded at the end.
 #pragma once
 
 #include "attention/append_attention/cpu/fold.h"
@@ -10,9 +10,10 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Loads the states that a bundle reduced for a request before its own leaves: `result` gets the
-// complete chunks, `chunk` the leaves of the chunk that the unit continues. A unit that covers one
-// chunk skips the complete ones. Returns whether there is a result.
+// Loads the states that a bundle stored for a request, before the request's own leaves are reduced.
+// `result` gets the fold of the complete chunks; `chunk` gets the state of the incomplete chunk
+// that the unit continues. A unit that covers a single chunk skips the complete ones. Returns
+// whether `result` holds anything.
 template <typename T, int D>
 bool load_states(const AppendAttentionParams& params,
                  const Unit& unit,
@@ -48,7 +49,7 @@ bool load_states(const AppendAttentionParams& params,
   return !unit.partial && own_chunk > first_chunk;
 }
 
-// Folds the chunk states of rows [begin, end) of one split request, at most kLanes rows.
+// Folds the chunk states of the rows [begin, end) of one split request; at most kLanes rows.
 template <typename T, int D>
 void finish_rows(const AppendAttentionParams& params,
                  const Request& request,

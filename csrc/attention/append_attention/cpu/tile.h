@@ -12,10 +12,11 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-constexpr int kPackedTile = 13;   // least rows for which packing the leaf's K and V pays
-constexpr int kPackedScores = 6;  // least rows for which packing K pays
+constexpr int kPackedTile = 13;   // fewest rows for which packing K and V of a leaf pays off
+constexpr int kPackedScores = 6;  // fewest rows for which packing K pays off
 
-// q . k for kRows rows and one token: 16 lanes over head_dim, each a chain from zero.
+// Computes q . k for kRows rows and one token as 16 lanes over head_dim, each a chain of additions
+// from zero.
 template <int kRows, int D>
 inline void lane_dots(const bfloat16* const* q, const bfloat16* k, F32x16* acc) {
 #pragma GCC unroll 16
@@ -27,7 +28,7 @@ inline void lane_dots(const bfloat16* const* q, const bfloat16* k, F32x16* acc) 
     for (int r = 0; r < kRows; ++r) acc[r] = dot_pairs(acc[r], load_pairs(q[r] + i), x);
   }
 }
-// The same with widened queries (widen_query), in the order of dot_pairs.
+// Computes the same for queries that widen_query widened, in the order of dot_pairs.
 template <int kRows, int D>
 inline void lane_dots(const float* const* q, const bfloat16* k, F32x16* acc) {
 #pragma GCC unroll 16
@@ -55,10 +56,10 @@ inline void lane_dots(const Q* const* q, const T* k, F32x16* acc) {
   }
 }
 
-// Computes scores of a block's 16 tokens for kRows rows: scores[r * kLeafTokens + token]. The lanes
-// of a token are added in the tree order of reduce_add. On AVX-512 sixteen tokens share each level
-// of the tree, on AVX2 eight, on NEON four share the last two. Q: T, or float if queries are
-// widened.
+// Computes the scores of a block's 16 tokens for kRows rows, into scores[r * kLeafTokens + token].
+// The lanes of a token are added in the tree order of reduce_add. To save shuffles, vectors combine
+// tokens: with AVX-512 sixteen tokens share each level of the tree, with AVX2 eight, with NEON four
+// share the last two levels. Q: T, or float if the queries are widened.
 template <typename Q, typename T, int kRows, int D>
 SPECOPS_FLATTEN void score_block(
     const Q* const* q, const T* k, int64_t stride, float scale, float* scores) {
@@ -164,9 +165,9 @@ SPECOPS_FLATTEN void score_block(
 }
 
 #if defined(SPECOPS_AVX512)
-// Rearranges a block of K once, which pays for many rows: a vector then holds the same quarter of
-// the lanes of four tokens, and the first two levels of the tree need no shuffles. The additions
-// are those of score_block.
+// Rearranges a block of K, which pays off for many rows: afterwards a vector holds the same quarter
+// of the lanes of four tokens, so the first two levels of the tree need no shuffles. The additions
+// are the same as in score_block.
 template <typename T, int D>
 SPECOPS_FLATTEN void pack_block(const T* k, int64_t stride, T* packed) {
   constexpr int kWidth = 64 / sizeof(T);
@@ -187,8 +188,8 @@ SPECOPS_FLATTEN void pack_block(const T* k, int64_t stride, T* packed) {
   }
 }
 
-// Computes acc[quad][r]: quarter `quarter` of the lanes of tokens quad, quad + 4, quad + 8, quad +
-// 12.
+// Computes the scores' lanes of one quarter from packed keys: acc[quad][r] holds quarter `quarter`
+// of the lanes of the tokens quad, quad + 4, quad + 8 and quad + 12.
 template <typename T, int kRows, int D>
 inline void quarter_dots(const T* const* q, const T* packed, int quarter, F32x16 acc[4][kRows]) {
   constexpr int kWidth = 64 / sizeof(T);
@@ -250,8 +251,9 @@ SPECOPS_FLATTEN void score_packed(const T* const* q, const T* packed, float scal
 }
 #endif
 
-// Address of row r's weight at a step. RowWeights: one row after another, each with the leaf's
-// tokens. LaneWeights (a row per lane): one step after another, each with the tile's rows.
+// Returns the address of row r's weight at a step. RowWeights store one row after another, each
+// with the tokens of the leaf. LaneWeights (one row per lane) store one step after another, each
+// with the rows of the tile.
 template <typename T>
 struct RowWeights {
   const typename Element<T>::Prob* p;
@@ -261,15 +263,15 @@ struct LaneWeights {
   const bfloat16* p;
   const bfloat16* at(int r, int step) const { return p + 2 * (step * kMaxTile + r); }
 };
-// Factors for folding a leaf into each row's state directly: of the state (kept) and of the leaf
-// (taken).
+// Factors for folding a leaf directly into each row's state: `kept` multiplies the state and
+// `taken` the leaf.
 struct RowFold {
   const float* kept = nullptr;  // nullptr: do not fold
   const float* taken = nullptr;
 };
 
-// o[r] (+)= sum over steps [begin, end) of p[r] * v, for kRows rows and kParts * 16 columns from
-// part `part` on. `width`: columns of V.
+// Computes o[r] (+)= sum over the steps [begin, end) of p[r] * v, for kRows rows and kParts * 16
+// columns from part `part` on. `width`: number of columns of V.
 template <typename T, int kRows, int kParts, bool kPacked, typename Weights>
 inline void weigh_tile(const Weights& p,
                        const LeafKv<T>& kv,
@@ -340,8 +342,8 @@ inline void weigh_tile(const Weights& p,
   }
 }
 
-// The same for all columns of V. `width` is a run-time argument: as a template argument it would
-// compile all of these tiles again for every head size.
+// Computes the same for all columns of V. `width` is a run-time argument, because as a template
+// argument it would compile all of these tiles again for every head size.
 template <typename T, int kRows, bool kPacked, typename Weights>
 inline void weigh(const Weights& p,
                   const LeafKv<T>& kv,
@@ -363,7 +365,7 @@ inline void weigh(const Weights& p,
     weigh_tile<T, kRows, kParts, kPacked>(
         p, kv, packed_v, width, begin, end, part, fresh, o, fold_with, prefetch);
   }
-  // A width is a multiple of 32 columns.
+  // The width is a multiple of 32 columns, so only even numbers of parts remain.
   if constexpr (kParts > 4) {
     for (; part + 4 <= all; part += 4) {
       weigh_tile<T, kRows, 4, kPacked>(
@@ -378,8 +380,8 @@ inline void weigh(const Weights& p,
   }
 }
 
-// Adds one pair of tokens of which the row sees only one. The other one's V becomes zero, whatever
-// the cache holds.
+// Adds one pair of tokens of which the row sees only one. V of the other token is replaced by zero,
+// whatever the cache holds there.
 template <typename T>
 void weigh_half_pair(const typename Element<T>::Prob* p,
                      const LeafKv<T>& kv,
@@ -404,8 +406,9 @@ void weigh_half_pair(const typename Element<T>::Prob* p,
   }
 }
 
-// Computes P V of kRows rows. Steps that all rows see completely run together; the rest at both
-// ends runs row by row. Each row has the same additions in the same order either way.
+// Computes P V for kRows rows. Steps in which every row sees all tokens run for all rows together;
+// the steps before and after them run row by row. Each row has the same additions in the same order
+// either way.
 template <typename T, int kRows, bool kPacked>
 void weigh_rows(const typename Element<T>::Prob* p,
                 const LeafKv<T>& kv,
@@ -421,7 +424,8 @@ void weigh_rows(const typename Element<T>::Prob* p,
   if (!together) begin = end = kLeafTokens;
   bool fresh[kRows];
   bool all_fresh = true;
-  // Adds tokens [from, to) to row r: a half pair, whole steps, a half pair.
+  // Adds the tokens [from, to) to row r: at each end a half pair if needed, and whole steps between
+  // them.
   auto alone = [&](int r, int from, int to) {
     if (from >= to) return;
     int first = (from + kStep - 1) / kStep, last = to / kStep;
@@ -457,9 +461,10 @@ void weigh_rows(const typename Element<T>::Prob* p,
   }
 }
 
-// Computes probabilities relative to the row's maximum m, and their sum l, over the tokens a row
-// sees. If tokens have scales, scores are first multiplied by those of K, and stored probabilities
-// by those of V, which l excludes. Scales of tokens that the row does not see may be NaN.
+// Computes probabilities relative to the row's maximum m, and their sum l, over the tokens that a
+// row sees. If tokens have scales, scores are first multiplied by those of K, and the stored
+// probabilities by those of V; l is the sum without the scales of V. Scales of tokens that the row
+// does not see may be NaN.
 template <typename T, bool kScaled>
 SPECOPS_FLATTEN void softmax(const Tile<T>& tile,
                              int first,
@@ -529,14 +534,14 @@ using WeighTiles = TileSizes<2, 1>;
 using PackedTiles = TileSizes<2, 1>;
 #endif
 
-// Returns about how many times reduce_leaf calls prefetch.issue() for this many rows.
+// Returns about how many times reduce_leaf calls prefetch.issue() for `rows` rows.
 inline int64_t prefetch_places(int64_t rows) {
   int64_t of_scores = kLeafBlocks * ((rows + 1) / 2);
   int64_t of_values = kLeafBlocks * (rows <= 3 ? 1 : 2) * ((rows + 11) / 12);
   return of_scores + 1 + of_values + 2 * kLeafBlocks;
 }
 
-// Packs V of the steps [begin, end), with the tokens of a step side by side.
+// Packs V of the steps [begin, end), so that the tokens of a step are adjacent.
 template <typename T, int D>
 inline void pack_values(const LeafKv<T>& kv, int begin, int end, T* packed_v) {
   for (int step = begin; step < end; ++step) {
@@ -555,9 +560,9 @@ inline void pack_values(const LeafKv<T>& kv, int begin, int end, T* packed_v) {
   }
 }
 
-// Reduces one leaf for one tile from a fresh state. m, l: per row, l = 0 if the row sees nothing;
-// o[r]: the unnormalized output, written if l is not 0. kScaled: the leaf is in `raw` and its
-// scales in `own`; `kv` only provides V, which is widened there.
+// Reduces one leaf for one tile, from an empty state. m, l: per row; l = 0 if the row sees nothing.
+// o[r]: the output before the division by l, written only if l is not 0. kScaled: the leaf is in
+// `raw`, its scales are in `own`, and V is widened into the memory of kv.
 template <typename T, int D, bool kScaled>
 void reduce_leaf(const Tile<T>& tile,
                  const LeafKv<T>& kv,
@@ -583,7 +588,7 @@ void reduce_leaf(const Tile<T>& tile,
     }
   }
 
-  // Scores block by block, so that a block of K stays in L1 for all rows.
+  // Scores are computed block by block, so that a block of K stays in L1 for all rows.
   int first_block = tile.lo[first] / kPageBlock, last_block = (tile.hi[last - 1] - 1) / kPageBlock;
   for (int block = first_block; block <= last_block; ++block) {
     const T* k = kv.k[block];
@@ -632,7 +637,7 @@ void reduce_leaf(const Tile<T>& tile,
     }
   }
   if (packed) {
-    // The last half pair is read in place.
+    // A last pair with one visible token is read in place.
     pack_values<T, kColumns>(kv,
                              tile.lo[first] / Element<T>::kStep,
                              tile.hi[last - 1] / Element<T>::kStep,

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A thread's loop over the units of append_attention on the CPU, and the contents of each unit.
+// A thread's loop over the units of append_attention on the CPU, and the mapping from a unit's
+// number to its work.
 #pragma once
 
 #include "attention/append_attention/cpu/cut.h"
@@ -8,7 +9,8 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Returns unit `local` of a request's own leaves: KV heads vary fastest, then chunks, then tiles.
+// Returns unit `local` of a request's own leaves. Unit numbers run over KV heads fastest, then
+// chunks, then tiles.
 inline Unit find_unit(const AppendAttentionParams& params,
                       const Request& r,
                       int64_t local,
@@ -43,7 +45,8 @@ inline Unit find_unit(const AppendAttentionParams& params,
   return unit;
 }
 
-// Returns unit `local` of a bundle's shared leaves: KV heads vary fastest, then chunks.
+// Returns unit `local` of a bundle's shared leaves. Unit numbers run over KV heads fastest, then
+// chunks.
 inline Unit find_shared_unit(const AppendAttentionParams& params,
                              const Plan& plan,
                              const Bundle& bundle,

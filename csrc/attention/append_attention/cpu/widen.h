@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// 8-bit caches in append_attention on the CPU: for one head of a leaf, blocks of K and then of V
-// are widened to the dtype of q, which is exact, and multiplied like any others.
+// 8-bit caches in append_attention on the CPU. For one head of a leaf, blocks of K and then of V
+// are widened to the dtype of q, which is exact. They are then multiplied like the elements of any
+// other cache.
 #pragma once
 
 #include <type_traits>
@@ -10,7 +11,7 @@
 
 namespace specops::SPECOPS_ISA {
 
-// Loads sixteen elements, times kUnit.
+// Loads sixteen elements and multiplies them by kUnit.
 inline F32x16 load(const KvInt8* p) {
 #if defined(SPECOPS_AVX512)
   __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
@@ -33,7 +34,8 @@ inline F32x16 load(const KvInt8* p) {
 #endif
 }
 inline F32x16 load(const KvE4M3* p) {
-  // Shifted left by seven bits, the byte is a float16 of 2^-8 times the value, also if subnormal.
+  // Shifted left by seven bits, the byte is a float16 of 2^-8 times the value, for subnormal values
+  // as well.
 #if defined(SPECOPS_AVX512) || defined(SPECOPS_AVX2)
   __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   words = _mm256_and_si256(_mm256_slli_epi16(words, 7), _mm256_set1_epi16(-0x4080));
@@ -63,7 +65,7 @@ inline F32x16 load(const KvE4M3* p) {
 
 namespace {
 
-// Factor that load() applies when it widens elements; the scales compensate for it.
+// Factor by which load() multiplies the elements it widens; the scales are divided by it.
 template <typename Cache>
 constexpr float kUnit = 1.0f;
 #if defined(SPECOPS_AVX512) || defined(SPECOPS_AVX2) || defined(SPECOPS_NEON)
@@ -71,7 +73,7 @@ template <>
 constexpr float kUnit<KvE4M3> = 0x1p-8f;
 #endif
 
-// One head of a leaf of 8-bit caches. Blocks that no row sees may be absent.
+// One head of a leaf of an 8-bit cache. Blocks that no row sees may be absent.
 struct RawHead {
   const uint8_t* k[kLeafBlocks];
   const uint8_t* v[kLeafBlocks];
@@ -79,12 +81,12 @@ struct RawHead {
   DType dtype;
 };
 
-// Widens 32 elements, which are exact in T.
+// Widens 32 elements to T, which represents them exactly.
 template <typename T, typename Cache>
 inline void widen(const Cache* from, T* to) {
   F32x16 a = load(from), b = load(from + kLanes);
   if constexpr (std::is_same_v<T, bfloat16>) {
-    // The low halves of these floats are zero.
+    // The low 16 bits of these floats are zero.
 #if defined(SPECOPS_AVX512)
     alignas(64) static constexpr int16_t kHigh[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21,
                                                       23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43,
@@ -117,7 +119,7 @@ inline void widen(const Cache* from, T* to) {
   }
 }
 
-// Widens sixteen tokens of one head to [16, D].
+// Widens the elements of sixteen tokens of one head to [16, D].
 template <typename T, typename Cache, int D>
 SPECOPS_FLATTEN void widen_tokens(const Cache* from, int64_t stride, T* to) {
   for (int token = 0; token < kPageBlock; ++token) {
@@ -137,8 +139,8 @@ void widen_block(const uint8_t* from, const RawHead& head, T* to) {
   }
 }
 
-// Loads head `head` of the unit at a leaf and its scales; `kv` addresses the unit's first head. The
-// scales of absent blocks are undefined.
+// Loads the elements of head `head` of the unit at a leaf, and the scales. `kv` has the addresses
+// of the unit's first head. The scales of absent blocks are undefined.
 template <typename T, int D>
 void load_raw_head(const AppendAttentionParams& params,
                    const LeafKv<uint8_t>& kv,

@@ -10,9 +10,10 @@
 
 namespace specops {
 
-// Largest number of 16-row tiles: as many as fit 99 KiB of shared memory, but no more than memory
-// bandwidth needs. Kernels for fewer rows halve it, down to one. Latents use one or four: four need
-// more than 99 KiB, so devices with less use only one (append_attention.cu).
+// Largest number of 16-row tiles per block: as many as fit 99 KiB of shared memory, but no more
+// than make the kernel compute-bound. Kernels for fewer rows halve this number, down to one.
+// Latents use one or four tiles: four need more than 99 KiB, so devices with less shared memory use
+// only one (append_attention.cu).
 template <typename T, int kHeadDim>
 constexpr int kMostRowTiles = kHeadDim == kLatentKeyDim                      ? 4
                               : kHeadDim * sizeof(T) > 512                   ? 1
@@ -21,11 +22,13 @@ constexpr int kMostRowTiles = kHeadDim == kLatentKeyDim                      ? 4
 template <int kHeadDim, int kTiles>
 constexpr int kNextRowTiles = (kHeadDim == kLatentKeyDim ? 4 : 2) * kTiles;
 
-// Shared memory of an SM, and the 1 KiB that each block takes beyond its request (sm_90, sm_100).
+// Shared memory of an SM, and the 1 KiB that the hardware adds to the shared memory of each block
+// (sm_90, sm_100).
 constexpr int kSmSharedBytes = 228 << 10, kBlockSharedBytes = 1 << 10;
 
-// Sizes derived from the element type, the cache element type and head_dim. A tile has the same
-// layout in shared memory as in the cache; elements of 8-bit caches are widened to T in registers.
+// Constants of a kernel, derived from the element type, the cache element type and head_dim. A tile
+// has the same layout in shared memory as in the cache; elements of 8-bit caches are widened to T
+// in registers.
 template <typename T, int kHeadDim, int kTiles, typename Cache = T>
 struct AttentionShape {
   static constexpr bool kScaled = kIsScaled<Cache>;
@@ -36,29 +39,32 @@ struct AttentionShape {
   static constexpr int kTile = kQueryBytes <= 256 ? 64 : 32;  // tokens
   static constexpr int kRowTiles = kTiles;
   static constexpr int kRows = 16 * kRowTiles;
-  // 64 rows of latents: their state fills the registers of twice as many threads, so the state of
-  // the chunk is kept in memory, and a warp scores only some of the rows.
+  // True for 64 rows of latents. Their state fills the registers of twice as many threads, so the
+  // state of the chunk is kept in memory, and each warp scores only some of the rows.
   static constexpr bool kIsWide = kIsLatent && kRowTiles == 4;
   static constexpr int kThreads = kIsWide ? 2 * kAttentionThreads : kAttentionThreads;
   static constexpr int kWarps = kThreads / kWarpSize;
-  // True if registers suffice for the addresses of the loop over KV tiles in addition to the
-  // states.
+  // True if registers remain, besides the states, for the addresses of the loop over KV tiles.
   static constexpr bool kSparesRegisters = kRowTiles == 1 && kHeadDim != 256;
-  // Scores: kTokenWarps warps share the tokens of a tile; other warps have other rows.
+  // kTokenWarps warps share the tokens of a tile when scores are computed; the other warps score
+  // other rows.
   static constexpr int kTokenWarps = kIsWide ? 2 : kWarps;
   static constexpr int kScoreRowTiles = kRowTiles * kTokenWarps / kWarps;  // 16-row tiles per warp
   static constexpr int kScoreTiles = kTile / kTokenWarps / 8;              // 8-token tiles per warp
   static constexpr int kOutTiles = kValueDim / kWarps / 8;  // 8-column tiles per warp
-  // A row's weights are summed in kSumParts parts of a tile's tokens; a warp has kSumsOfWarp parts.
+  // The sum of a row's weights in a tile is kept in kSumParts partial sums, and each warp has
+  // kSumsOfWarp of them.
   static constexpr int kSumParts = 4;
   static constexpr int kSumsOfWarp = kSumParts / kTokenWarps;
-  // 16-byte vectors that a token of a tile fills (kFilled) and occupies (kVectors).
+  // Number of 16-byte vectors that the data of a token fills (kFilled), and that the token occupies
+  // including padding (kVectors).
   static constexpr int kCacheBytes = kHeadDim * static_cast<int>(sizeof(Cache));
   static constexpr int kFilled = kCacheBytes / 16;
   static constexpr int kVectors = (kFilled + 3) / 4 * 4;
   static constexpr int kRowBytes = kVectors * 16;
   static constexpr int kTileBytes = kTile * kRowBytes;
-  // Threads that copy one row of a tile, and rows copied at once by all threads.
+  // Number of threads that copy one row of a tile, and number of rows that all threads copy at
+  // once.
   static constexpr int kCopyLanes = kVectors % 16 == 0 ? 16 : kVectors % 8 == 0 ? 8 : 4;
   static constexpr int kCopyRows = kThreads / kCopyLanes;
   static constexpr int kProbVectors = kTile * static_cast<int>(sizeof(T)) / 16;
@@ -100,15 +106,15 @@ struct AttentionShape {
       kWantsThree && !fits_three(2 * kMostStages) && kMostStages == 2 && fits_three(3);
   static constexpr int kStages = kThreeSlots ? 1 : kHalves ? kMostStages / 2 : kMostStages;
   static constexpr int kSlots = kThreeSlots || kIsWide ? 3 : 2 * kStages;
-  // Distance in tiles between starting a copy and scoring the tile; whether the wait is delayed
-  // until then.
+  // kAhead: how many tiles ahead of scoring the copy of a tile starts. kWaitsLate: whether the wait
+  // for the copy is delayed until the tile is scored.
   static constexpr int kAhead = kIsLatent ? kSlots - 1 : kStages;
   static constexpr bool kWaitsLate = kThreeSlots || (kIsLatent && !kIsWide);
   static constexpr int kSharedBytes = kRing + kSlots * kTileBytes;  // followed by totals
   static constexpr int kBlocksPerSm = kIsWide ? 1 : kWantsThree && fits_three(kSlots) ? 3 : 2;
 
-  // Running total of a sequence that one block owns: thread-private float4, thread innermost. If
-  // kIsWide, it is followed by the outputs of the chunk in the same layout.
+  // Layout of the running total of a sequence that one block owns: float4s of each thread, with the
+  // thread as the innermost index. If kIsWide, the outputs of the chunk follow in the same layout.
   static constexpr int kChunkFloat4s = kRowTiles * (kOutTiles + 1);
   static constexpr int kTotalFloats =
       kThreads * 4 * (kChunkFloat4s + (kIsWide ? kRowTiles * kOutTiles : 0));
@@ -127,8 +133,9 @@ __device__ __forceinline__ int place_of(int row, int vector) {
   return (row * kVectors + (vector ^ twist<kVectors>(row))) * 16;
 }
 
-// Returns `x` as a value that the compiler cannot analyze. Otherwise it would keep every address
-// derived from the thread index in registers throughout, and spill the states.
+// Returns `x` as a value that the compiler cannot analyze. Without this, the compiler would keep
+// every address derived from the thread index in registers for the whole kernel, and spill the
+// states.
 __device__ __forceinline__ int opaque(int x) {
   uint32_t word = x;
   ptx::forget(word);
@@ -136,7 +143,8 @@ __device__ __forceinline__ int opaque(int x) {
 }
 __device__ __forceinline__ unsigned thread_index() { return opaque(threadIdx.x); }
 
-// The same inside the loop over KV tiles, for forms that cannot spare registers.
+// Returns opaque(x), for use inside the loop over KV tiles; returns x itself in forms that have
+// registers to spare.
 template <typename Block>
 __device__ __forceinline__ int opaque_in_loop(int x) {
   return Block::Shape::kSparesRegisters ? x : opaque(x);
@@ -146,9 +154,10 @@ __device__ __forceinline__ unsigned thread_index_in_loop() {
   return opaque_in_loop<Block>(threadIdx.x);
 }
 
-// Offset of a lane's vector in a row. Vectors 2, 4, .. after it are one XOR away, because lanes
-// begin at vector 0 or 1; in long rows, vectors a whole turn later are a constant away. Opaque, so
-// that one register serves all of them: the compiler would keep one for each.
+// Position of a lane's vector in a permuted row. The lane starts at vector 0 or 1, and the vectors
+// 2, 4, .. after it are one XOR away; in long rows, vectors beyond a full permutation period are a
+// constant away. The offset is opaque, so that one register serves all of these vectors instead of
+// one register each.
 template <int kVectors>
 struct LanePlace {
   static constexpr bool kPowerOfTwo = (kVectors & (kVectors - 1)) == 0;
@@ -165,47 +174,49 @@ struct LanePlace {
   }
 };
 
-// ---- a block ----
+// ---- working set of a block ----
 
 // Working set of an append_attention block on CUDA: its work item, cursor and shared memory. The
-// functions of the other files take it as `block`.
+// functions of the other files take it as the argument `block`.
 
-// A tile of rows, the tokens that one block reduces for it, and the destination of its state. It
-// lives in shared memory, because in registers it would displace the state of 64 rows.
+// Work of one block at a time: a tile of rows, the tokens to reduce for it, and the destination of
+// the resulting state. It is stored in shared memory, because in registers it would displace the
+// state of 64 rows.
 struct WorkItem {
   Request request;
-  int first_row;  // first row of the tile, packed: query row * group + query head of the KV head
+  int first_row;  // first packed row of the tile: query row * group + query head in its group
   int rows;
   int head;                  // KV head
   int low, high;             // range of tokens that any row of the tile sees
   int begin, end;            // range of this work item: whole leaves clipped to [low, high)
   int load_begin, load_end;  // range of tokens that are loaded
-  // KV tiles that end after seen_end or begin before seen_begin contain tokens that some row of the
-  // tile does not see.
+  // Some row of the tile does not see all tokens of the KV tiles that end after seen_end or begin
+  // before seen_begin.
   int seen_begin, seen_end;
   bool many_queries;
   bool valid;  // false if there is nothing to do
-  // A state in the workspace: [state_rows, value_dim] outputs, then [state_rows] of (m, l). The
-  // tile begins at state_row.
+  // A state in the workspace has [state_rows, value_dim] outputs, then [state_rows] pairs (m, l).
+  // The tile's rows begin at state_row.
   int state_row, state_rows;
-  int tile_rows;        // rows before the work item was narrowed
+  int tile_rows;        // rows of the tile before narrow() reduced the item to one query
   float* state;         // nullptr: the work item finishes the sequence and writes to out
   int64_t leaf_stride;  // if not 0, every leaf has its own state, this many floats apart
-  // Split of this tile and head's sequence: each chunk before first_cut is one item, later chunks
-  // are split. first_tail is the index of chunk first_cut among all split chunks.
-  int splits;    // nonempty splits of the item's chunk
-  int arrivals;  // chunks of the sequence; 0: no block waits for the state
-  // True if all chunks of the sequence are split and few: their splits then arrive at the sequence.
+  // Division of the sequence of this tile and head: each chunk before first_cut is one item, and
+  // later chunks are split. first_tail is the index of chunk first_cut among all split chunks.
+  int splits;    // nonempty splits of this item's chunk
+  int arrivals;  // number of chunks of the sequence; 0: no block waits for this state
+  // True if the sequence has few chunks and all are split. The splits then count one arrival at the
+  // sequence, instead of one at the chunk and one at the sequence.
   bool meets_once;
   int first_cut, first_tail;
   int64_t batch_idx;
-  int shared, first_chunk;  // shared leaves and first own chunk of the request
-  int sequences, sequence;  // sequences of the request; index of this one
+  int shared, first_chunk;  // the request's shared leaves; first chunk of its own leaves
+  int sequences, sequence;  // number of sequences of the request; index of this sequence
   int counter;
   int chunk_float4, state_float4s;  // start of the request's chunk states, and their size
 };
 
-// A block's position in the work items of a plan; also in shared memory.
+// Position of a block in the work items of a plan; in shared memory.
 struct WorkCursor {
   int64_t first_request;
   int now, end;                 // work items; from tail_begin on they are splits of chunks
@@ -215,9 +226,10 @@ struct WorkCursor {
   int row_end;                  // end of the rows of all requests
 };
 
-// kExact = false lets a benchmark price exactness: a chunk runs from end to end in one state,
-// without folding its leaves. Launch it with tail_chunks = 0 and no prefixes; the library does not
-// instantiate it. kIsStamped records phase times (common/stamps.cuh).
+// kExact = false is for a benchmark that measures the cost of exactness: a chunk is reduced in one
+// state from end to end, without folding its leaves. Launch it with tail_chunks = 0 and without
+// shared prefixes. The library does not instantiate it. kIsStamped records phase times
+// (common/stamps.cuh).
 template <typename T,
           int kDim,
           int kTiles,
@@ -263,7 +275,7 @@ struct AttentionBlock {
   __device__ __forceinline__ static int leaf_of(int tile) {
     return static_cast<int>(static_cast<unsigned>(tile) * kTile / kLeaf);
   }
-  // First and last tile of the item.
+  // Return the first and the last KV tile of the item.
   __device__ __forceinline__ int first_tile() const {
     return static_cast<int>(static_cast<unsigned>(item.begin) / kTile);
   }
@@ -299,18 +311,21 @@ struct AttentionBlock {
     return smem + Shape::kRing + slot * Shape::kTileBytes;
   }
 
-  // Running maximum of a leaf after a tile, by row; double-buffered like chunk_sums.
+  // Returns the running maxima of a leaf after a tile, one per row. Double-buffered like
+  // chunk_sums.
   __device__ __forceinline__ float* running(int tile) const {
     return reinterpret_cast<float*>(smem + Shape::kRunning) + (tile & 1) * Shape::kRows;
   }
 
-  // If kIsWide, factors by which a row's outputs are scaled before a tile is added. They pass
-  // through memory because the warps that hold the outputs are not those that compute the scores.
+  // Returns the factors by which a row's outputs are scaled before a tile is added; used if
+  // kIsWide. They pass through memory, because the warps that hold the outputs are not the warps
+  // that compute the scores.
   __device__ __forceinline__ float* rescales() const {
     return reinterpret_cast<float*>(smem + Shape::kRescales);
   }
 
-  // Return a warp's index among those that share the tokens of a tile, and its first row of scores.
+  // Return the index of a warp among those that share the tokens of a tile, and the first row that
+  // the warp scores.
   __device__ __forceinline__ static int token_warp(int warp) {
     return Shape::kIsWide ? warp % Shape::kTokenWarps : warp;
   }
@@ -318,14 +333,14 @@ struct AttentionBlock {
     return Shape::kIsWide ? warp / Shape::kTokenWarps * 16 * kScoreRowTiles : 0;
   }
 
-  // Each lane's part of the sums of weights of a leaf: [2 * row tiles * parts, threads].
+  // Returns the lanes' parts of a leaf's sums of weights: [2 * row tiles * parts, threads].
   __device__ __forceinline__ float* lane_sums() const {
     return reinterpret_cast<float*>(smem + Shape::kLaneSums);
   }
 
-  // m and l of the chunk before leaf `leaf`, by row. They are in shared memory, because all threads
-  // of a row need the same values and registers are scarce. Double-buffered, so that a thread may
-  // read while another writes.
+  // Returns m and l of each row of the chunk before leaf `leaf`. They are in shared memory, because
+  // all threads of a row need the same values and registers are scarce. Double-buffered, so that a
+  // thread may read while another one writes.
   __device__ __forceinline__ float2* chunk_sums(int leaf) const {
     return reinterpret_cast<float2*>(smem + Shape::kChunkSums) + (leaf & 1) * Shape::kRows;
   }
@@ -344,7 +359,7 @@ struct AttentionBlock {
 
 // ---- phase stamps ----
 
-// Used by the append_attention kernel that records phase times.
+// These functions do something only in the append_attention kernel that records phase times.
 
 using AttentionStamps = Stamps<AttentionPhase, kAttentionPhases>;
 static_assert(AttentionStamps::kWords == kAttentionStampWords && sizeof(AttentionStamps) <= 32);

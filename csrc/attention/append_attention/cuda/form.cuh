@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Selection of the append_attention kernel for a call on CUDA, for queries of type T and caches of
-// elements `Cache`.
+// Selection of the CUDA kernel for a call of append_attention, for queries of type T and caches of
+// type `Cache`.
 #pragma once
 
 #include <stdexcept>
@@ -25,8 +25,8 @@ auto* kernel_of([[maybe_unused]] const AppendAttentionParams& params) {
   }
 }
 
-// Returns the form with the lowest tiles that hold `rows` packed rows, or the highest of at most
-// `most_rows`.
+// Returns the form with the smallest tiles that hold `rows` packed rows; if none does, the form
+// with the largest tiles of at most `most_rows` rows.
 template <typename T, typename Cache, int kHeadDim, int kTiles = 1>
 AttentionForm form_of(const AppendAttentionParams& params, int64_t rows, int64_t most_rows) {
   if constexpr (kTiles < kMostRowTiles<T, kHeadDim>) {

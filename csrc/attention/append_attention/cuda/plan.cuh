@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Division of work for append_attention on CUDA. Every block derives the same plan from the lengths
-// on the device. The plan does not affect a bit of the result.
+// Division of the work of append_attention on CUDA. Every block derives the same plan from the
+// lengths on the device. The bits of the result do not depend on the plan.
 #pragma once
 
 #include "attention/append_attention/append_attention.h"
@@ -16,23 +16,23 @@ constexpr int kChunkTokens = kChunkLeaves * kLeafTokens;
 constexpr int kPageBlock = 16;  // tokens that always lie in one page
 constexpr int kChunkBlocks = kChunkTokens / kPageBlock;
 constexpr int kPlanned = 128;    // requests, or groups, planned at once: one per thread
-constexpr int kSplitTiles = 16;  // requests with more row tiles are parallel enough and not split
+constexpr int kSplitTiles = 16;  // requests with more row tiles fill the GPU without splitting
 constexpr int kSmallTiles = 64;  // the same limit for tiles of 16 rows
 constexpr int kCounters =
     8192;  // arrival counters of split sequences, at the start of the workspace
 
-// Leaves [begin, end) that a group of requests shares beyond those shared by the enclosing wider
-// group. Their states are ordered by slot, KV head and row tile of the group. A chunk that lies
-// inside has one slot; other leaves have one each.
+// A group of requests and the leaves [begin, end) that they share in addition to the leaves of the
+// enclosing, wider group. The states of these leaves are ordered by slot, KV head and row tile of
+// the group. A chunk that lies entirely inside has one slot; each other leaf has a slot of its own.
 struct Group {
   int begin, end;
   int first_row, rows;  // range of rows of q of all members
   int member;           // a member that has rows
   int state;            // offset of the first slot, in float4s
-  int leafwise;         // 1 if chunks have no slots of their own
+  int leafwise;         // 1 if every leaf has a slot, even in whole chunks
   int entry;            // level * batch + leader
 
-  __device__ __forceinline__ int head_leaves() const {  // before the first whole chunk
+  __device__ __forceinline__ int head_leaves() const {  // leaves before the first whole chunk
     int rest = (kChunkLeaves - begin % kChunkLeaves) % kChunkLeaves;
     return min(rest, end - begin);
   }
@@ -53,25 +53,25 @@ struct Group {
     if (leafwise != 0 || end - begin == head_leaves()) return end - begin;
     return head_leaves() + whole_chunks() + end % kChunkLeaves;
   }
-  // Work items per KV head and row tile.
+  // Returns the number of work items per KV head and row tile.
   __device__ __forceinline__ int splits() const {
     return leafwise != 0 ? end - begin : (end - 1) / kChunkLeaves - begin / kChunkLeaves + 1;
   }
 };
 
-// Groups that share something, and their work items in order: group, split, KV head, row tile.
+// Groups that share leaves, and their work items in order: group, split, KV head, row tile.
 struct GroupList {
   Group groups[kPlanned];
   int item_end[kPlanned];  // inclusive sums
   int items;
-  int unused[3];  // a multiple of 16 bytes
+  int unused[3];  // pads the struct to a multiple of 16 bytes
 };
 
-// Kernel arguments plus the parts of the workspace.
+// Kernel arguments, including the parts of the workspace.
 struct AttentionLaunch {
   AppendAttentionParams params;
   int group;            // query heads per KV head
-  int tile_rows;        // rows per tile of a request: the kernel's tile height
+  int tile_rows;        // rows per tile of a request: the tile height of the kernel
   int group_rows;       // rows per tile of a group, in the shared launch
   int32_t* counters;    // [num_counters + tail_chunks], zero between launches
   float* totals;        // [blocks, kTotalFloats]; nullptr: in shared memory
@@ -79,11 +79,12 @@ struct AttentionLaunch {
   float* chunk_states;  // 4 * chunk_capacity floats
   int64_t leaf_floats;  // state of one leaf of the largest tile
   int num_counters;     // counters of sequences; those of split chunks follow
-  int tail_chunks;      // most chunks of the last wave that are split
-  int leaf_cost;        // cost of a leaf with a state of its own; for others see kLeafCost
-  int least_share;      // minimum share of a wave's time, however few its blocks
+  int tail_chunks;      // most chunks of the last wave that may be split
+  int leaf_cost;        // cost of a leaf whose state is stored; otherwise kLeafCost
+  int least_share;      // smallest fraction of a full wave's time that any wave takes
   int chunk_capacity;   // in float4s
-  // With shared prefixes, one launch reduces what groups share and the next one the rest.
+  // With shared prefixes, a first launch reduces the leaves that groups share, and the next one
+  // reduces the rest.
   Group* groups;  // [num_prefix_levels, batch], by leader; nullptr: nothing is shared
   GroupList* group_list;
   float* shared_states;  // 4 * shared_capacity floats
@@ -93,23 +94,24 @@ struct AttentionLaunch {
 
 // ---- the plan ----
 
-// Cost of reading a leaf. Writing and rereading a state costs a quarter of it for 64 rows of
-// head_dim 128, assuming that L2 has twice the bandwidth of memory.
+// Cost of reading a leaf, in the unit of this cost model. Writing and rereading a state of 64 rows
+// of head_dim 128 costs a quarter of it, assuming that L2 has twice the bandwidth of memory.
 constexpr int kLeafCost = 16;
-// Cost of starting a work item: finding it and filling the ring while other blocks of the SM run.
+// Cost of starting a work item: finding it and filling the ring of tiles while other blocks of the
+// SM run.
 constexpr int kStartCost = 3;
 
-// Minimum time of a wave in units of 1 / kWholeWave. A wave of few blocks is faster than a full
-// one, because blocks share memory bandwidth, but only down to this: three blocks per SM are more
-// than memory bandwidth needs.
+// Time of a full wave; least_share is in the same unit. A wave of few blocks is faster than a full
+// one, because blocks share memory bandwidth, but not below least_share: three blocks per SM are
+// more than saturate the memory.
 constexpr int kWholeWave = 64;
 SPECOPS_HOST_DEVICE int least_share_of_wave(int blocks_per_sm) {
   return blocks_per_sm > 2 ? kWholeWave * 2 / 3 : kWholeWave;
 }
 
-// Returns into how many splits each of the last wave's `tail` chunks is divided, for `blocks`
-// blocks. It minimizes the total time of the waves, including the costs of states and of starting
-// work items.
+// Returns into how many splits to divide each of the `tail` chunks of the last wave, if `blocks`
+// blocks run at once. The result minimizes the total time of the waves, including the costs of
+// storing states and of starting work items.
 SPECOPS_HOST_DEVICE int splits_of_tail(int tail, int blocks, int leaf_cost, int least_share) {
   int best = 1, least = INT32_MAX;
   for (int splits = 1; tail > 0 && splits <= kChunkLeaves; splits *= 2) {
@@ -126,7 +128,8 @@ SPECOPS_HOST_DEVICE int splits_of_tail(int tail, int blocks, int leaf_cost, int 
   return best;
 }
 
-// Index array entries of one request. An inconsistent request is invalid and yields zeros.
+// One request's entries of the index arrays. An inconsistent request is marked invalid and has
+// zeros.
 struct Request {
   int qo_begin, qo_len, kv_begin, kv_len;
   bool valid;
@@ -158,7 +161,7 @@ __device__ __forceinline__ int seen_end(const AppendAttentionParams& params,
   return params.is_causal ? position + 1 : kv_len;
 }
 
-// Returns the end of the tokens that all rows of a request at or after `position` see.
+// Returns the end of the tokens that all rows of a request from `position` on see.
 __device__ __forceinline__ int all_see_end(const AppendAttentionParams& params,
                                            const Request& request,
                                            int64_t batch_idx,
@@ -176,7 +179,7 @@ __device__ __forceinline__ int leader_of(const AppendAttentionParams& params,
   return leader >= 0 && leader <= batch_idx ? leader : static_cast<int>(batch_idx);
 }
 
-// Returns how many leaves of the request are reduced by groups.
+// Returns how many leaves of the request are reduced as part of groups.
 __device__ __forceinline__ int shared_leaves(const AttentionLaunch& launch, int64_t batch_idx) {
   if (launch.groups == nullptr) return 0;
   int64_t level = launch.params.num_prefix_levels - 1;
@@ -184,15 +187,15 @@ __device__ __forceinline__ int shared_leaves(const AttentionLaunch& launch, int6
   return launch.groups[level * launch.params.batch + leader].end;
 }
 
-// The part of the plan that one request needs.
+// Properties of one request on which the plan depends.
 struct RequestWork {
   int tiles;        // row tiles
-  int shared;       // shared leaves before its own
-  int first_chunk;  // first chunk of its own KV that any row sees
+  int shared;       // leaves shared with other requests, before its own
+  int first_chunk;  // first chunk of the request's own leaves that any row sees
   int chunks;
   int slots;          // states per sequence in the workspace: of chunks, and of each own leaf of a
                       // chunk that begins with shared leaves
-  int sequences;      // (tile, KV head)
+  int sequences;      // number of sequences; a sequence is a (tile, KV head)
   int state_float4s;  // size of one tile's state in the workspace
   bool may_split;
 };
@@ -223,14 +226,15 @@ __device__ __forceinline__ RequestWork work_of(const AttentionLaunch& launch,
   return work;
 }
 
-// Returns the float4s of all states of a request, capped at capacity + 1 so that sums over a plan
-// stay small.
+// Returns the number of float4s of all states of a request, capped at capacity + 1 so that sums
+// over a plan do not overflow.
 __device__ __forceinline__ int float4s_of(const RequestWork& work, int capacity) {
   int64_t float4s = int64_t{work.sequences} * work.slots * work.state_float4s;
   return static_cast<int>(min(float4s, int64_t{capacity} + 1));
 }
 
-// Returns the sum over the threads before this one; `total` is the sum over all. Two barriers.
+// Returns the exclusive prefix sum of `value` over threads, and in `total` the sum over all
+// threads. Contains two barriers.
 template <int kWarps = kAttentionWarps>
 __device__ __forceinline__ int scan_exclusive(int value, int* warp_sums, int& total) {
   int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
@@ -253,8 +257,9 @@ __device__ __forceinline__ int scan_exclusive(int value, int* warp_sums, int& to
   return before + sum - value;
 }
 
-// Work items of kPlanned requests, in order: request, chunk, KV head, tile. A request whose chunks
-// do not fit the workspace (counter[] < 0) has whole sequences as work items.
+// Work items of kPlanned requests, in the order request, chunk, KV head, tile. If the chunk states
+// of a request do not fit the workspace, counter[] is negative and its work items are whole
+// sequences.
 struct Plan {
   int* item_end;  // inclusive sums
   int* counter;   // counter of the request's first sequence
@@ -262,8 +267,8 @@ struct Plan {
   int* scan;
 };
 
-// Plans kPlanned requests and returns the number of work items. Raises `row_end` to the end of
-// their rows. Threads beyond kPlanned have no request.
+// Plans kPlanned requests and returns the number of work items. Raises `row_end` to the end of the
+// requests' rows. Threads beyond kPlanned plan no request.
 template <int kRows, int kThreads>
 __device__ __forceinline__ int make_plan(const AttentionLaunch& launch,
                                          const Plan& plan,

@@ -1,27 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
-// Grouping of requests whose shared prefix append_attention on CUDA reduces together. The grouping
-// does not affect a bit of the result.
+// Grouping of requests whose shared prefix append_attention on CUDA reduces together. The bits of
+// the result do not depend on it.
 #pragma once
 
 #include "attention/append_attention/cuda/plan.cuh"
 
 namespace specops {
 
-// Data collected about the groups of a level, by leader: [batch] each, in shared memory.
+// Data collected about the groups of a level: arrays [batch], indexed by the group's leader, in
+// shared memory.
 struct GroupSums {
   int* first_position;  // min over members with rows of kv_len - qo_len, or of their mask's begin
-  int* last_position;   // greatest position of a row
+  int* last_position;   // highest position of any row of the group
   int* members;         // number of members with rows
   int* member;          // first member with rows
   int* row_end;
   int* shared;  // leaves shared up to this level
   int* before;  // leaves shared up to the previous level
-  int* tiles;   // row tiles if members are tiled separately
+  int* tiles;   // number of row tiles if each member has tiles of its own
 };
 constexpr int kGroupSums = 8;
 constexpr int kScanInts = 8;  // scratch for scan_exclusive, before the sums
 
-// Work items and state memory of one thread's group, by chunk or by leaf.
+// Number of work items and state memory that the group of one thread needs, if its leaves are
+// reduced by chunk or by leaf.
 struct GroupNeed {
   int items;
   int float4s;  // size of states, capped at capacity + 1
@@ -45,9 +47,9 @@ __device__ __forceinline__ int64_t row_tiles(const AttentionLaunch& launch,
   return (int64_t{rows} * launch.group + tile_rows - 1) / tile_rows;
 }
 
-// Returns whether it pays to reduce a leaf for the rows of all members together. The gain is fewer
-// row tiles that read the leaf; the cost is writing and rereading states. There is no gain if each
-// member's rows fill whole tiles.
+// Returns whether reducing a leaf for the rows of all members together saves time. The gain is that
+// fewer row tiles read the leaf; the cost is writing and rereading states. There is no gain if the
+// rows of each member fill whole tiles.
 __device__ __forceinline__ bool pays(const AttentionLaunch& launch, int member_tiles, int rows) {
   int64_t head_dim = launch.params.head_dim;
   int64_t element = launch.params.dtype == DType::kFloat32 ? 4 : 2;
@@ -56,8 +58,8 @@ __device__ __forceinline__ bool pays(const AttentionLaunch& launch, int member_t
   return spared * kLeafTokens * read_dim_of(head_dim) * element > states * int64_t{sizeof(float)};
 }
 
-// Finds the groups that share something, level by level. Fills the table by leader, and a list of
-// the first kPlanned groups. Returns the number of groups.
+// Finds the groups that share leaves, level by level. Fills the table indexed by leader, and a list
+// of the first kPlanned groups. Returns the number of groups.
 __device__ __forceinline__ int find_groups(const AttentionLaunch& launch,
                                            const GroupSums& sums,
                                            int* scan) {
@@ -99,7 +101,8 @@ __device__ __forceinline__ int find_groups(const AttentionLaunch& launch,
       if (b < batch) {
         int entry = level * batch + b;
         int before = sums.before[b], shared = before;
-        // A window must not cut into the shared part: every row must see all of it.
+        // All rows must see the whole shared part, so the sliding window of the last row must begin
+        // at token 0.
         if (sums.members[b] > 1 && window_begin(params, sums.last_position[b]) == 0) {
           group.member = sums.member[b];
           group.first_row = params.qo_indptr[group.member];
@@ -125,8 +128,9 @@ __device__ __forceinline__ int find_groups(const AttentionLaunch& launch,
   return count;
 }
 
-// Divides the groups' shared leaves into work items for `blocks` blocks: by chunk or, if there are
-// too few chunks to fill the GPU, by leaf. Returns the number of items; 0 if the states do not fit.
+// Divides the groups' shared leaves into work items for `blocks` blocks: one per chunk or, if the
+// chunks are too few to fill the GPU, one per leaf. Returns the number of items; 0 if the states do
+// not fit the workspace.
 __device__ __forceinline__ int cut_groups(const AttentionLaunch& launch,
                                           int count,
                                           int blocks,
@@ -158,8 +162,8 @@ __device__ __forceinline__ int cut_groups(const AttentionLaunch& launch,
   return 0;
 }
 
-// Plans which groups of requests append_attention reduces together in its next two launches. Shares
-// nothing if the list, the batch or the states are too large, or if sharing costs more than it
+// Plans which groups of requests append_attention reduces together in its next two launches. Plans
+// no groups if the list, the batch or the states are too large, or if sharing costs more than it
 // saves.
 // Grid:    one block.
 // Block:   kAttentionThreads, one request or group each.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Output of append_attention on CUDA: rows of out and lse, states for a later fold, and zeros for
-// rows that see nothing.
+// rows that see no token.
 #pragma once
 
 #include "attention/append_attention/cuda/block.cuh"
@@ -36,7 +36,7 @@ __device__ __forceinline__ void write_lse(const Block& block, int64_t out_row, f
   block.params.lse[out_row] = l == 0.0f ? -INFINITY : __fmul_rn(__fadd_rn(m, log2f(l)), kLn2);
 }
 
-// Stores `map` of the thread's part `o` of a row to the row at `out`.
+// Applies `map` to the thread's part `o` of a row and stores the result in the row at `out`.
 template <typename Block, typename Out, typename Map>
 __device__ __forceinline__ void store_share(Out* out,
                                             const float (&o)[Block::kOutTiles][4],
@@ -56,8 +56,8 @@ __device__ __forceinline__ void store_share(Out* out,
   }
 }
 
-// Returns the factor for a row's final outputs. If the head has a sink, it is first folded into m
-// and l, after all tokens; a sink of -inf changes nothing.
+// Returns the factor by which a row's outputs must finally be multiplied. If the head has a sink,
+// the function first folds it into m and l, after all tokens; a sink of -inf changes nothing.
 template <typename Block>
 __device__ __forceinline__ float finish_sums(const Block& block, int row, float& m, float& l) {
   if (block.params.sinks == nullptr) return inverse(l);
@@ -155,10 +155,10 @@ __device__ __forceinline__ void zero_padding(const Block& block) {
 
 // ---- states in the workspace ----
 
-// Locations in the workspace of the states of sequences that several blocks of append_attention on
-// CUDA reduce, including those of shared prefixes.
+// The functions below locate the states of sequences that several blocks of append_attention on
+// CUDA reduce, and the states of shared prefixes, in the workspace.
 
-// One row of a state: its outputs and its (m, l). Null outs mean that the state does not exist.
+// One row of a state: its outputs and its (m, l). If outs is null, the state does not exist.
 struct StateRow {
   const float* outs = nullptr;
   const float2* sums = nullptr;
@@ -170,7 +170,7 @@ __device__ __forceinline__ StateRow row_of_state(const float* state, int rows, i
           reinterpret_cast<const float2*>(state + rows * Block::kValueDim) + row};
 }
 
-// ---- the sequence's own states: of chunks, and of leaves of split chunks ----
+// ---- states of a single sequence: of its chunks, and of the leaves of split chunks ----
 
 template <typename Block>
 __device__ __forceinline__ float* slot_state(const Block& block, int slot) {
@@ -179,8 +179,8 @@ __device__ __forceinline__ float* slot_state(const Block& block, int slot) {
   return block.launch.chunk_states + 4 * (item.chunk_float4 + index * item.state_float4s);
 }
 
-// Returns whether a chunk begins with shared leaves. Each of its own leaves then has a slot; the
-// state of the chunk replaces the last one.
+// Returns whether a chunk begins with leaves that a group reduced. Each other leaf of such a chunk
+// has a slot of its own, and the state of the chunk later overwrites the last of them.
 template <typename Block>
 __device__ __forceinline__ bool is_boundary(const Block& block, int chunk) {
   return block.item.shared % kChunkLeaves != 0 && chunk == block.item.first_chunk;
@@ -212,8 +212,9 @@ __device__ __forceinline__ int splits_of_chunk(const Block& block, int chunk, in
   return last / split_leaves - first / split_leaves + 1;
 }
 
-// Returns whether a leaf of the item's chunk has a state. The split that contains the chunk's first
-// leaf stores one state for all of its leaves, at the first leaf.
+// Returns whether a leaf of the item's chunk has a state in the workspace. The split that contains
+// the first leaf of the chunk stores one state for all of its leaves, at the place of the first
+// leaf.
 template <typename Block>
 __device__ __forceinline__ bool has_leaf_state(const Block& block, int leaf) {
   WorkItem& item = block.item;
@@ -224,7 +225,7 @@ __device__ __forceinline__ bool has_leaf_state(const Block& block, int leaf) {
   return leaf == first || (leaf > first && leaf / split_leaves != first / split_leaves);
 }
 
-// Returns whether the item's chunk is its whole sequence.
+// Returns whether the item's chunk is the only one of its sequence.
 template <typename Block>
 __device__ __forceinline__ bool is_only_chunk(const Block& block) {
   return block.item.arrivals == 1 && block.item.shared == 0;
@@ -266,7 +267,7 @@ __device__ __forceinline__ const Group& group_at(const Block& block, int64_t lev
       .groups[level * block.params.batch + leader_of(block.params, level, block.item.batch_idx)];
 }
 
-// Returns the group that reduced a leaf of the item's request.
+// Returns the group that reduced `leaf` for the item's request.
 template <typename Block>
 __device__ __forceinline__ const Group& group_of(const Block& block, int leaf) {
   int64_t level = block.params.num_prefix_levels - 1;
@@ -277,14 +278,16 @@ __device__ __forceinline__ const Group& group_of(const Block& block, int leaf) {
   return group_at(block, 0);
 }
 
-// Returns whether a single state holds the chunk of the item's request: its own or a group's.
+// Returns whether a chunk of the item's request is stored as a single state, by the request or by a
+// group.
 template <typename Block>
 __device__ __forceinline__ bool has_state(const Block& block, int chunk) {
   if ((chunk + 1) * kChunkLeaves > block.item.shared) return true;
   return group_of(block, chunk * kChunkLeaves).holds_chunk(chunk);
 }
 
-// Returns the work item's row in the state that a group stores for the leaf or for its chunk.
+// Returns the row of the work item in the state that a group stored for a leaf or for the chunk of
+// the leaf.
 template <typename Block>
 __device__ __forceinline__ StateRow shared_row(const Block& block, int leaf, int row) {
   const Group& group = group_of(block, leaf);
@@ -299,30 +302,30 @@ __device__ __forceinline__ StateRow shared_row(const Block& block, int leaf, int
 
 // ---- folding states ----
 
-// The last block to arrive folds the states that several blocks of append_attention on CUDA left in
-// the workspace: the leaves of a chunk, or the chunks of a sequence.
+// When several blocks of append_attention on CUDA reduce a chunk or a sequence, the last of them to
+// finish folds the states in the workspace: the leaves of the chunk, or the chunks of the sequence.
 
-// Running fold of a tile of rows. How two states combine depends only on their (m, l), so each step
-// computes the factors of all its states once per row, one thread per row. Then all threads apply
-// them to the outputs. If the outputs exceed a thread's registers, a pass handles half of the
-// columns.
+// Running fold of a tile of rows. How two states combine depends only on their (m, l). Each step
+// therefore first computes the factors of all of its states, with one thread per row; then all
+// threads apply the factors to the outputs. If the outputs exceed the registers, each of two passes
+// handles half of the columns.
 template <typename Block>
 struct Merge {
   using Shape = typename Block::Shape;
   static constexpr int kPasses = Shape::kIsWide ? 2 : 1;
   static constexpr int kFloat4s = Block::kValueDim / 4 / kPasses;
-  // Column whose thread writes a row's (m, l): in the last pass, as the result may overwrite a
-  // state.
+  // Column whose thread writes the (m, l) of a row. It is in the last pass, because the result may
+  // overwrite one of the states.
   static constexpr int kSumsFloat4 = (kPasses - 1) * kFloat4s;
   static constexpr int kOwn = Shape::kRows * kFloat4s / Shape::kThreads;  // float4s per thread
   static constexpr int kOwnAtOnce = kOwn % 2 == 0 ? 2 : 1;
   static_assert(Shape::kRows * kFloat4s % Shape::kThreads == 0);
 
-  // Stored in the ring, which is idle now.
+  // Stored in the memory of the ring of tiles, which is idle during the fold.
   struct Shared {
     const float* outs[kChunkLeaves][Shape::kRows];
     float2 sums[kChunkLeaves][Shape::kRows];
-    float2 scales[kChunkLeaves + 1][Shape::kRows];  // (a_scale, b_scale); the last is for their sum
+    float2 scales[kChunkLeaves + 1][Shape::kRows];  // (a_scale, b_scale); the last: for as_one
     float2 result[Shape::kRows];
   };
   static_assert(sizeof(Shared) <= Shape::kSharedBytes - Shape::kRing);
@@ -342,11 +345,12 @@ struct Merge {
     for (float4& out : outs) out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
 
-  // Appends `count` states, at most kChunkLeaves; locate(j, row) returns row `row` of the j-th
-  // state. With as_one, the states are first folded from an empty state and then appended as one.
+  // Appends `count` states, at most kChunkLeaves. locate(j, row) returns row `row` of the j-th
+  // state. If as_one is true, the states are first folded into an empty state, and the result is
+  // appended as one state.
   template <typename Locate>
   __device__ __forceinline__ void append(int count, bool as_one, const Locate& locate) {
-    __syncthreads();  // the previous step has been applied
+    __syncthreads();  // all threads have applied the previous step
 #pragma unroll 1
     for (int i = threadIdx.x; i < kChunkLeaves * rows; i += Shape::kThreads) {
       int row = i / kChunkLeaves, j = i % kChunkLeaves;
@@ -371,7 +375,7 @@ struct Merge {
     }
   }
 
-  // Passes the fold to write(row, column4, part).
+  // Calls write(row, column4, part) for each part of the folded result.
   template <typename Write>
   __device__ __forceinline__ void finish(const Write& write) {
     if (static_cast<int>(threadIdx.x) < rows) shared.result[threadIdx.x] = make_float2(m, l);
@@ -443,7 +447,7 @@ struct Merge {
   }
 };
 
-// One step of finish(): the next states to append.
+// One step of finish(): which states to append next.
 struct MergeStep {
   int count;    // number of states: chunks from `chunk` on, or leaves of `chunk`
   bool leaves;  // true if the states are leaves
@@ -468,8 +472,9 @@ next_step(const Block& block, bool of_chunk, int chunk, int last) {
   return {kChunkLeaves, true, true};
 }
 
-// Folds states from the workspace: the leaves of the item's chunk, or the chunks of its sequence,
-// starting with those that groups reduced. Writes the chunk's state or the sequence's rows.
+// Folds states from the workspace and writes the result: either the leaves of the item's chunk into
+// the state of the chunk, or all chunks of its sequence, including those that groups reduced, into
+// the rows of out.
 template <typename Block>
 __device__ __forceinline__ void finish(const Block& block, bool of_chunk, int pass) {
   WorkItem& item = block.item;
@@ -501,7 +506,8 @@ __device__ __forceinline__ void finish(const Block& block, bool of_chunk, int pa
   });
 }
 
-// Returns whether all `arrivals` blocks have written their states. All threads call it.
+// Counts the arrival of this block and returns whether all `arrivals` blocks have now written their
+// states. All threads call it.
 template <typename Block>
 __device__ __forceinline__ bool is_last_to_arrive(const Block& block,
                                                   int32_t* counter,
@@ -514,15 +520,15 @@ __device__ __forceinline__ bool is_last_to_arrive(const Block& block,
   return *block.plan.scan != 0;
 }
 
-// Called after the item's state is written. The last block to arrive at a split chunk folds its
-// leaves, and the last to arrive at a sequence folds its chunks; with meets_once, one block does
-// both.
+// Counts the arrival of this block after it has written the item's state. The last block to arrive
+// at a split chunk folds the leaves of the chunk, and the last to arrive at a sequence folds its
+// chunks. With meets_once, the last block to arrive at the sequence folds both.
 template <typename Block>
 __device__ __forceinline__ void arrive(const Block& block) {
   WorkItem& item = block.item;
   __syncthreads();
   if (threadIdx.x == 0) {
-    item.first_row -= item.state_row;  // back to the whole tile
+    item.first_row -= item.state_row;  // undo the narrowing to one query: select the whole tile
     item.rows = item.tile_rows;
   }
   __syncthreads();
@@ -544,7 +550,8 @@ __device__ __forceinline__ void arrive(const Block& block) {
   }
 }
 
-// A real call: if inlined, the fold would take registers from the loop over the tiles.
+// Calls arrive() without inlining it: the fold would otherwise take registers from the loop over
+// the tiles.
 template <typename Block>
 __device__ __noinline__ void call_arrive(const AttentionLaunch* launch) {
   arrive(Block(*launch));

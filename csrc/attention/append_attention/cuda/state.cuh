@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// States of append_attention on CUDA (maximum of the scores, sum of weights, weighted sum of V) and
-// how to combine two of them.
+// States of append_attention on CUDA and the operation that combines two of them. A state has the
+// maximum of the scores, the sum of the weights and the weighted sum of V.
 #pragma once
 
 #include "attention/append_attention/cuda/block.cuh"
@@ -8,8 +8,8 @@
 
 namespace specops {
 
-// Factors that combine two states, b after a. The weights and outputs of an empty state are zeros,
-// and the other state's scale is then 1.
+// Factors that combine state b with the state a before it. The weights and outputs of an empty
+// state are zeros, and the scale of the other state is then 1.
 struct Fold {
   float m, l, a_scale, b_scale;
 };
@@ -28,8 +28,8 @@ __device__ __forceinline__ float fold_value(const Fold& fold, float a, float b) 
   return __fmaf_rn(b, fold.b_scale, __fmul_rn(a, fold.a_scale));
 }
 
-// Returns a final output. Adding zero gives all zeros the same sign: a fold with an empty state may
-// turn -0 into 0.
+// Returns a final output. Adding zero turns -0 into 0. A fold with an empty state may do so too, so
+// without the addition the sign of a zero would depend on the division of work.
 __device__ __forceinline__ float finished(float o, float scale) {
   return __fmaf_rn(o, scale, 0.0f);
 }
@@ -54,7 +54,7 @@ struct Outputs {
   }
 };
 
-// Returns the first or the second of two states.
+// Returns the first of two states if kFirst is true, else the second.
 template <bool kFirst, typename State>
 __device__ __forceinline__ State& choose(State& first, State& second) {
   if constexpr (kFirst) {
@@ -78,7 +78,7 @@ struct StatePart {
     o.z = fold_value(fold, o.z, x.z);
     o.w = fold_value(fold, o.w, x.w);
   }
-  // Appends row `row` of a state of `rows` rows.
+  // Appends row `row` of a stored state that has `rows` rows.
   template <int kHeadDim>
   __device__ __forceinline__ void append_state(const float* state, int rows, int row, int quad) {
     append(reinterpret_cast<const float2*>(state + rows * kHeadDim)[row],
@@ -88,11 +88,10 @@ struct StatePart {
 
 // ---- ends of leaves and chunks ----
 
-// Folds of states at the end of a leaf and of a chunk in append_attention on CUDA. Their order is
-// fixed.
+// Folds at the end of a leaf and at the end of a chunk. Their order is fixed.
 
-// Sums the weights of the leaf that ends with the tile, in four parts per row; each part adds the
-// four lanes of a quad.
+// Stores each row's sums of weights of the leaf that ends with this tile. A row has four partial
+// sums; each adds the four lanes of a quad.
 template <typename Block>
 __device__ __forceinline__ void add_up_weights(const Block& block) {
   using Shape = typename Block::Shape;
@@ -113,8 +112,8 @@ __device__ __forceinline__ void add_up_weights(const Block& block) {
   }
 }
 
-// Returns how a row of the chunk combines with the leaf that ends with the tile, adding the four
-// parts in order. The first warp stores the combined (m, l).
+// Returns the factors that combine a row of the chunk with the leaf that ends with this tile. The
+// leaf's four partial sums are added in order. The first warp stores the combined (m, l).
 template <typename Block>
 __device__ __forceinline__ Fold fold_row(const Block& block, int tile, int row) {
   const float* sums = reinterpret_cast<const float*>(block.smem + Block::Shape::kSums);
@@ -129,7 +128,7 @@ __device__ __forceinline__ Fold fold_row(const Block& block, int tile, int row) 
   return fold;
 }
 
-// Folds the leaf that ends with the tile into `chunk`.
+// Folds the leaf that ends with this tile into `chunk`.
 template <typename Block>
 __device__ __forceinline__ void fold_leaf(const Block& block,
                                           int tile,
@@ -154,8 +153,9 @@ __device__ __forceinline__ void fold_leaf(const Block& block,
   }
 }
 
-// Same as fold_leaf, with the chunk in thread-private memory. The chunk is empty at its begin; at
-// its end it is not stored but replaces the leaf.
+// Folds the leaf like fold_leaf, but into a chunk in thread-private memory. The first leaf of a
+// chunk finds it empty. At the end of the chunk, the result is not stored there but replaces the
+// leaf.
 template <typename Block>
 __device__ __forceinline__ void fold_leaf_in_memory(
     const Block& block, int tile, bool begins, bool ends, Outputs<Block>& leaf) {
@@ -188,8 +188,8 @@ __device__ __forceinline__ void fold_leaf_in_memory(
   }
 }
 
-// Folds a chunk into the total of a sequence that one block owns. `total` is thread-private memory;
-// `chunk` receives the result as well.
+// Folds a chunk into the total of a sequence that one block owns. `total` is in thread-private
+// memory; `chunk` receives the result as well.
 template <typename Block>
 __device__ __forceinline__ void fold_chunk(
     const Block& block, int leaf, bool has_total, bool is_last, Outputs<Block>& chunk) {
@@ -225,7 +225,7 @@ __device__ __forceinline__ void fold_chunk(
       if (!is_last) *at = make_float4(o[0], o[1], o[2], o[3]);
     }
   }
-  __syncthreads();  // every thread has read the sums
+  __syncthreads();  // all threads have read the sums
   if (thread >= kWarpSize || lane % 4 != 0) return;
 #pragma unroll
   for (int i = 0; i < Block::kRowTiles; ++i) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // 8-bit caches in append_attention on CUDA. A tile has the same layout in shared memory as in the
-// cache. ldmatrix, which moves pairs of bytes, brings a lane four elements, and the lane widens
-// them to bf16, which is exact. As a result, the even ones of 16 columns come first: queries are
-// stored in this order, and results come out in it.
+// cache. ldmatrix moves pairs of bytes, so a lane receives four neighboring elements, which it
+// widens to bf16 (exactly). This reorders columns: of each 16 columns, the even ones come first.
+// Queries are stored in this order, and results come out in it.
 #pragma once
 
 #include <type_traits>
@@ -18,7 +18,8 @@ namespace specops {
 template <typename Cache>
 __device__ __forceinline__ uint2 widen(uint32_t word) {
   if constexpr (std::is_same_v<Cache, KvInt8>) {
-    // 128 + (low 7 bits) - (128, or 256 if negative): bf16 represents all three numbers.
+    // The value is 128 + (low 7 bits) - (128, or 256 if negative). bf16 represents all of these
+    // numbers exactly.
     constexpr uint32_t kBase = 0x43004300u, kMinusOne = 0xbf80bf80u;
     auto two = [](uint32_t bytes) {
       uint32_t low = ptx::merge_bits(bytes, kBase, 0x007f007fu);
@@ -28,8 +29,8 @@ __device__ __forceinline__ uint2 widen(uint32_t word) {
     return {two(word), two(word >> 8)};
   } else {
     static_assert(std::is_same_v<Cache, KvE4M3>);
-    // With the exponent and mantissa bits in place, the number is 2^-120 times the value, also if
-    // subnormal. Adding -0 preserves the sign of a zero.
+    // The exponent and mantissa bits, moved to their places in bf16, are 2^-120 times the value,
+    // for subnormal values as well. Adding -0 preserves the sign of a zero.
     constexpr uint32_t kUnit = 0x7b807b80u, kMinusZero = 0x80008000u;
     auto two = [](uint32_t magnitude, uint32_t sign) {
       return ptx::fma_bf16x2(ptx::merge_bits(magnitude, sign, 0x07f007f0u), kUnit, kMinusZero);
@@ -40,7 +41,7 @@ __device__ __forceinline__ uint2 widen(uint32_t word) {
   }
 }
 
-// Stores two vectors of 8 query elements at the position of the first, even columns first.
+// Stores two vectors of 8 query elements at the place of the first vector, even columns first.
 template <typename Shape>
 __device__ __forceinline__ void store_query(
     unsigned char* queries, int row, int vector, uint4 first, uint4 second) {
@@ -58,16 +59,16 @@ __device__ __forceinline__ void store_query(
       odds(second.z, second.w)};
 }
 
-// Returns the column of a warp's o[n][e] (Outputs): tile 2 g has the even columns of the g-th group
-// of 16, tile 2 g + 1 the odd ones.
+// Returns the column of a warp's o[n][e] (see Outputs): tile 2 g has the even columns of the g-th
+// group of 16 columns, and tile 2 g + 1 has the odd ones.
 template <typename Block>
 __device__ __forceinline__ int column_of_byte(int warp, int lane, int n, int e) {
   int tile = warp * Block::kOutTiles + n;
   return tile / 2 * 16 + 4 * (lane % 4) + 2 * e + tile % 2;
 }
 
-// Returns the scale that a lane holds for a tile: lanes 0 to 15 for the warp's tokens of K, 16 to
-// 31 for V. 0 if the token must not be read.
+// Returns the scale that a lane holds for a tile: lanes 0 to 15 hold scales of K for the tokens of
+// the warp, lanes 16 to 31 those of V. Returns 0 if the token must not be read.
 template <typename Block>
 __device__ __forceinline__ float load_scale(const Block& block, int tile) {
   using Shape = typename Block::Shape;
@@ -88,14 +89,15 @@ __device__ __forceinline__ float load_scale(const Block& block, int tile) {
   return scales[slot * block.params.num_kv_heads + block.item.head];
 }
 
-// Returns the scale of the warp's token 8 * n + 2 * (lane % 4) + e, for K (0) or V (1).
+// Returns the scale of token 8 * n + 2 * (lane % 4) + e of the warp; `which` selects K (0) or V
+// (1).
 template <typename Block>
 __device__ __forceinline__ float scale_of_token(float scale, int which, int n, int e) {
   int lane = static_cast<int>(thread_index_in_loop<Block>()) % kWarpSize;
   return __shfl_sync(kFullMask, scale, 16 * which + 8 * n + 2 * (lane % 4) + e);
 }
 
-// s += q k for the warp's tokens.
+// Computes s += q k for the tokens of the warp.
 template <typename Block>
 __device__ __forceinline__ void multiply_byte_keys(
     const Block& block,
@@ -105,8 +107,8 @@ __device__ __forceinline__ void multiply_byte_keys(
   constexpr int kScoreTiles = Block::kScoreTiles;
   unsigned thread = thread_index_in_loop<Block>();
   int lane = thread % kWarpSize, warp = thread / kWarpSize;
-  // B: lanes 0-7 address the first 8 tokens at vector 2 k, 8-15 at 2 k + 1, 16-31 the next 8
-  // tokens.
+  // B operand: lanes 0-7 address the first 8 tokens at vector 2 k, lanes 8-15 at vector 2 k + 1,
+  // and lanes 16-31 the next 8 tokens in the same way.
   int token = warp * (8 * kScoreTiles) + lane % 8 + (kScoreTiles == 2 ? lane / 16 * 8 : 0);
   LanePlace<Shape::kVectors> b_place(token, lane / 8 % 2);
   LanePlace<Shape::kQueryVectors> a_place(lane % 16, lane / 16);
@@ -147,7 +149,7 @@ __device__ __forceinline__ void multiply_byte_keys(
   }
 }
 
-// leaf.o += P V.
+// Computes leaf.o += P V.
 template <typename Block>
 __device__ __forceinline__ void add_byte_values(const Block& block,
                                                 const unsigned char* values,
@@ -158,13 +160,14 @@ __device__ __forceinline__ void add_byte_values(const Block& block,
   static_assert(kGroups == 1 || kGroups % 2 == 0);
   unsigned thread = thread_index_in_loop<Block>();
   int lane = thread % kWarpSize, warp = thread / kWarpSize;
-  // If a warp has an odd number of tiles, every other warp begins with odd columns.
+  // If a warp has an odd number of column tiles, every second warp begins with odd columns.
   bool begins_odd = kOutTiles % 2 != 0 && warp % 2 != 0;
   const unsigned char* probs = block.smem + Shape::kProbs;
   LanePlace<Shape::kProbVectors> a_place(lane % 16, lane / 16);
-  // B: lanes 0-15 address the tokens at a group, lanes 16-31 at the next group.
+  // B operand: lanes 0-15 address the tokens at a group of columns, lanes 16-31 at the next group.
   int group = warp * kOutTiles / 2 + (kGroups > 1 ? lane / 16 : 0);
-  // Opaque, so that addresses in a tile differ by constants; otherwise each would use a register.
+  // Opaque, so that the addresses in a tile differ only by constants; otherwise each would use a
+  // register.
   int b_row = opaque_in_loop<Block>(lane % 16 * Shape::kRowBytes);
   int b_vector = opaque_in_loop<Block>(group ^ twist<Shape::kVectors>(lane % 16));
 #pragma unroll
@@ -203,15 +206,15 @@ __device__ __forceinline__ void add_byte_values(const Block& block,
 
 // ---- masks ----
 
-// Masks of append_attention on CUDA: tokens that a row's mask bits hide from it.
+// The functions below apply the mask bits of append_attention, which hide tokens from single rows.
 
 // Returns whether the mask, if there is one, hides a token from a row of the tile.
 template <typename Block>
 __device__ __forceinline__ bool is_masked(const Block& block, int row, int token) {
   if (block.params.mask == nullptr) return false;
   WorkItem& item = block.item;
-  // This runs for many tokens in sequence; values derived for one must not stay in registers for
-  // the next.
+  // Many tokens are checked in sequence. The opaque value keeps the compiler from holding values of
+  // one token in registers for the next.
   row = opaque(row);
   token = opaque(token);
   int packed = item.first_row + min(row, item.rows - 1);
@@ -223,11 +226,11 @@ __device__ __forceinline__ bool is_masked(const Block& block, int row, int token
 
 // ---- from global to shared memory ----
 
-// Copies from global to shared memory in append_attention on CUDA: the page table, tiles of K and
-// V, and the queries of a work item.
+// The functions below copy the page table, tiles of K and V, and the queries of a work item to
+// shared memory.
 
-// Loads the cache position of each 16 tokens of a chunk, in blocks of 16 tokens; -1 if not to be
-// read.
+// Loads the cache positions of a chunk, one per block of 16 tokens, into the page table in shared
+// memory; -1 for blocks that must not be read.
 template <typename Block>
 __device__ __forceinline__ void load_table(const Block& block, int chunk) {
   using Shape = typename Block::Shape;
@@ -251,9 +254,9 @@ __device__ __forceinline__ void load_table(const Block& block, int chunk) {
   }
 }
 
-// One thread's part of copying a tile: every kCopyRows-th row from `row`, and in these rows every
-// kCopyLanes-th vector from `vector`. Both steps preserve the XOR permutation of a row in shared
-// memory, so all of a thread's positions differ from the first by constants.
+// The part of a tile that one thread copies: every kCopyRows-th row from `row`, and in these rows
+// every kCopyLanes-th vector from `vector`. Neither step changes the XOR permutation of a row in
+// shared memory, so all places of a thread differ from the first by constants.
 template <typename Shape>
 struct CopyShare {
   static constexpr int kPasses = Shape::kTile / Shape::kCopyRows;
@@ -270,7 +273,7 @@ struct CopyShare {
   }
 };
 
-// Page blocks of a tile, read from the table.
+// Cache positions of a tile's blocks of 16 tokens, read from the page table.
 template <int kBlocks>
 struct TileBlocks {
   int place[kBlocks];
@@ -297,7 +300,7 @@ struct TileBlocks {
   }
 };
 
-// Starts copying one tile of K or V; tokens out of range become zeros.
+// Starts copying one tile of K or V. Tokens out of range are filled with zeros.
 template <typename Block>
 __device__ __forceinline__ void load_tile(const Block& block,
                                           const void* cache,
@@ -321,7 +324,7 @@ __device__ __forceinline__ void load_tile(const Block& block,
   int end = block.item.load_end - tile * Block::kTile;
   TileBlocks<kBlocks> blocks(table);
   if (begin <= 0 && end >= Block::kTile && blocks.all_there()) {
-    // Rows copied at once are half a page block, one block, or two.
+    // The rows copied at once are half a page block, one page block, or two.
     const unsigned char* second = source + kPageBlock / 2 * token_bytes;
 #pragma unroll
     for (int pass = 0; pass < Share::kPasses; ++pass) {
@@ -371,7 +374,8 @@ __device__ __forceinline__ void load_queries(const Block& block) {
     seen[row] = make_int2(window_begin(block.params, position),
                           seen_end(block.params, position, item.request.kv_len));
   }
-  // 8-bit caches: two vectors at once, because their columns are interleaved.
+  // Queries for 8-bit caches are stored two vectors at a time, because their columns are
+  // interleaved.
   constexpr int kAtOnce = Shape::kScaled ? 2 : 1, kShares = Shape::kQueryVectors / kAtOnce;
 #pragma unroll 1
   for (unsigned index = thread; index < 16 * Block::kRowTiles * kShares; index += Shape::kThreads) {
@@ -399,12 +403,11 @@ __device__ __forceinline__ void load_queries(const Block& block) {
 
 // ---- arithmetic ----
 
-// Arithmetic for one KV tile in append_attention on CUDA: scores, their weights, and the weighted
-// sums of V.
+// The functions below compute one KV tile: scores, their weights, and the weighted sums of V.
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// s = q k for the warp's tokens, computed by the calling thread.
+// Computes s = q k for the tokens of the warp.
 template <typename Block>
 __device__ __forceinline__ void multiply_keys(
     const Block& block,
@@ -428,11 +431,11 @@ __device__ __forceinline__ void multiply_keys(
   if constexpr (Shape::kScaled) {
     multiply_byte_keys(block, keys, s);
   } else if constexpr (sizeof(T) == 2) {
-    // B: lanes 0-7 address the first 8 tokens at vector 2 k, 8-15 at 2 k + 1, 16-31 the next 8
-    // tokens.
+    // B operand: lanes 0-7 address the first 8 tokens at vector 2 k, lanes 8-15 at vector 2 k + 1,
+    // and lanes 16-31 the next 8 tokens in the same way.
     int token = first + lane % 8 + (Block::kScoreTiles == 2 ? lane / 16 * 8 : 0);
     LanePlace<Shape::kVectors> b_place(token, lane / 8 % 2);
-    // A: lanes 0-15 address the rows at vector 2 k, lanes 16-31 at 2 k + 1.
+    // A operand: lanes 0-15 address the rows at vector 2 k, lanes 16-31 at vector 2 k + 1.
     LanePlace<Shape::kQueryVectors> a_place(lane % 16, lane / 16);
 #pragma unroll
     for (int k = 0; k < Block::kHeadDim / 16; ++k) {
@@ -489,9 +492,9 @@ __device__ __forceinline__ void multiply_keys(
   }
 }
 
-// Turns the products of multiply_keys() into scores of the warp's tokens, -inf for tokens that a
-// row does not see. Writes each row's maximum over them to shared memory. token_scale: the result
-// of load_scale, for 8-bit caches.
+// Turns the products of multiply_keys() into scores of the warp's tokens, with -inf for tokens that
+// a row does not see. Writes the maximum over these tokens of each row to shared memory.
+// token_scale: the result of load_scale, for 8-bit caches.
 template <typename Block>
 __device__ __forceinline__ void finish_scores(
     const Block& block,
@@ -570,8 +573,9 @@ __device__ __forceinline__ float top_of_tile(const float* maxima) {
   }
 }
 
-// Writes the weights of the tile's tokens under the running maximum to shared memory. Rescales the
-// state or, if kIsWide, stores the factors for accumulate_wide().
+// Computes the weights of the tile's tokens relative to the running maximum and writes them to
+// shared memory. Rescales the state or, if kIsWide, stores the factors with which accumulate_wide()
+// rescales it.
 template <typename Block>
 __device__ __forceinline__ void weigh(const Block& block,
                                       int tile,
@@ -584,7 +588,8 @@ __device__ __forceinline__ void weigh(const Block& block,
   bool begins = tile * Block::kTile % Block::kLeaf == 0;
   unsigned thread = thread_index_in_loop<Block>();
   int lane = thread % kWarpSize, warp = thread / kWarpSize;
-  // A lane has every eighth row; all of them have the same XOR permutation in shared memory.
+  // A lane has every eighth row, and all of these rows have the same XOR permutation in shared
+  // memory.
   int token_warp = block.token_warp(warp), first_row = block.first_score_row(warp) + lane / 4;
   const float* maxima =
       reinterpret_cast<const float*>(block.smem + Shape::kMaxima) + first_row * Shape::kTokenWarps;
@@ -608,8 +613,8 @@ __device__ __forceinline__ void weigh(const Block& block,
     }
   }
   bool writes = token_warp == 0 && lane % 4 == 0;
-  // Values from other warps are read first, so that these loads overlap. 64 rows of 8-bit caches
-  // take two rounds, because registers are scarce.
+  // Values from other warps are read before they are used, so that these loads overlap. 64 rows of
+  // 8-bit caches do this in two rounds, because registers are scarce.
   constexpr int kRounds = Shape::kScaled && Block::kRowTiles == 4 ? 2 : 1;
   constexpr int kAtOnce = 2 * Block::kScoreRowTiles / kRounds;
   constexpr int kParts = Shape::kSumsOfWarp, kTilesOfPart = Block::kScoreTiles / kParts;
@@ -669,7 +674,7 @@ __device__ __forceinline__ void weigh(const Block& block,
   }
 }
 
-// leaf.o += P V.
+// Computes leaf.o += P V.
 template <typename Block>
 __device__ __forceinline__ void accumulate(const Block& block, int tile, Outputs<Block>& leaf) {
   using Shape = typename Block::Shape;
@@ -708,8 +713,8 @@ __device__ __forceinline__ void accumulate(const Block& block, int tile, Outputs
     }
   } else {
     LanePlace<Shape::kProbVectors> a_place(lane % 16, lane / 16);
-    // B: lanes 0-15 address the tokens at a column tile, lanes 16-31 at the next. Pairs of column
-    // tiles. Opaque as in add_byte_values().
+    // B operand: lanes 0-15 address the tokens at a column tile, lanes 16-31 at the next one, so
+    // each load serves two column tiles. Opaque for the same reason as in add_byte_values().
     int b_row = opaque_in_loop<Block>(lane % 16 * Shape::kRowBytes);
     int b_turn = twist<Shape::kVectors>(lane % 16);
     int b_vector = opaque_in_loop<Block>(Block::kOutTiles % 2 == 0
@@ -745,7 +750,7 @@ __device__ __forceinline__ void accumulate(const Block& block, int tile, Outputs
   }
 }
 
-// Returns whether the thread's own part of a loaded tile of V holds an infinity or a NaN.
+// Returns whether the part of a loaded tile of V that this thread copied has an infinity or a NaN.
 template <typename Block>
 __device__ __forceinline__ bool has_nonfinite(const Block& block, int tile) {
   using Shape = typename Block::Shape;

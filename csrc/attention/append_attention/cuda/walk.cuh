@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One work item of append_attention on CUDA from end to end: the loop over its KV tiles, and the
-// fallback for rows that must not go through it together.
+// Processing of one work item of append_attention on CUDA: the loop over its KV tiles, and the
+// fallback that runs the queries of a tile one at a time.
 #pragma once
 
 #include "attention/append_attention/cuda/block.cuh"
@@ -13,9 +13,9 @@
 
 namespace specops {
 
-// Reduces the item's tokens for the rows of its tile and writes its states or the result. Returns
-// false, with nothing written, if V holds an infinity or a NaN that some row must not see: a weight
-// of zero would not keep it out.
+// Reduces the item's tokens for the rows of its tile, and writes the states or the result. Returns
+// false without writing anything if V has an infinity or a NaN in a token that some row of the tile
+// must not see: a weight of zero would not remove it, because 0 * inf is NaN.
 template <typename Block>
 __device__ __forceinline__ bool attend(const Block& block) {
   using Shape = typename Block::Shape;
@@ -29,7 +29,7 @@ __device__ __forceinline__ bool attend(const Block& block) {
   int begin = block.first_tile();
 
   float s[Block::kScoreRowTiles][Block::kScoreTiles][4];
-  // 8-bit caches: scale of the tile being scored or weighted, and of the next tile.
+  // For 8-bit caches: scales of the tile that is being scored or weighted, and of the next tile.
   float scale = 0.0f;
   [[maybe_unused]] float next_scale = 0.0f;
   Outputs<Block> leaf;
@@ -44,16 +44,16 @@ __device__ __forceinline__ bool attend(const Block& block) {
 #pragma unroll
   for (int i = 0; i < 2 * Block::kScoreRowTiles * Shape::kSumsOfWarp; ++i)
     block.lane_sums()[i * Shape::kThreads + thread_index()] = 0.0f;
-  // Copies run ahead: step `tile` starts copying V of tile + kStages - 1 and K of the tile after
-  // that. With three slots it starts K and V of the next tile, separately because K is needed
-  // first. For latents it starts the tile for which a slot has become free. Steps before first - 1
-  // only start copies; step first - 1 scores the first tile. The loop rereads the item in each
-  // step, because registers are scarce.
+  // Copies run ahead of the arithmetic. Step `tile` starts copying V of tile + kStages - 1 and K of
+  // the tile after that. With three slots, it starts K and V of the next tile, separately because K
+  // is needed first. For latents, it starts the tile for which a slot has become free. Steps before
+  // first - 1 only start copies, and step first - 1 scores the first tile. Every step rereads the
+  // item from shared memory, because registers are scarce.
 #pragma unroll 1
   for (int tile = begin - Shape::kAhead;; ++tile) {
     int first = block.first_tile(), last = block.last_tile();
     if (tile > last) break;
-    if (tile >= first - 1) __syncthreads();  // maxima are written; the previous tile is finished
+    if (tile >= first - 1) __syncthreads();  // maxima are written; the previous tile is done
     if (tile >= first) {
       weigh(block, tile, scale, s, leaf);
     }
@@ -81,7 +81,8 @@ __device__ __forceinline__ bool attend(const Block& block) {
     } else if constexpr (!Shape::kWaitsLate) {
       ptx::cp_async_wait<Shape::kAhead - 1>();
     }
-    // Elements of 8-bit caches are finite, and their scales never reach rows that do not see them.
+    // 8-bit caches need no such check: their elements are finite, and scales are never applied for
+    // rows that do not see the token.
     if (!Shape::kScaled && tile >= first && item.many_queries && block.partly_seen(tile)) {
       if (__syncthreads_or(has_nonfinite(block, tile))) {
         ptx::cp_async_wait<0>();
@@ -112,7 +113,7 @@ __device__ __forceinline__ bool attend(const Block& block) {
           fold_leaf(block, tile, leaf, chunk);
         }
         if (ends) {
-          __syncthreads();  // the chunk's sums have been written
+          __syncthreads();  // all threads see the sums of the chunk
           bool has_total = tile / Shape::kTilesPerChunk > item.begin / kChunkTokens;
           if (!leafwise && (has_total || tile < last)) {
             fold_chunk(block, block.leaf_of(tile) + 1, has_total, tile == last, chunk);
@@ -148,7 +149,7 @@ __device__ __forceinline__ bool attend(const Block& block) {
   return true;
 }
 
-// Narrows the item to the query that contains row `row` of its tile.
+// Narrows the item to the one query that contains row `row` of the tile.
 template <typename Block>
 __device__ __forceinline__ void narrow(const Block& block, int row) {
   WorkItem& item = block.item;
@@ -164,7 +165,7 @@ __device__ __forceinline__ void narrow(const Block& block, int row) {
   item.many_queries = false;
 }
 
-// Runs the tile at once or, if that would not be exact, one query row at a time.
+// Runs all rows of the tile together or, if that would not be exact, one query at a time.
 template <typename Block>
 __device__ __forceinline__ void run_rows(const Block& block) {
   WorkItem& item = block.item;
@@ -179,13 +180,13 @@ __device__ __forceinline__ void run_rows(const Block& block) {
 
 // ---- loop over work items ----
 
-// A block's loop over the work items of append_attention on CUDA: selecting its items, setting them
-// up and finding the last block to arrive.
+// The functions below are a block's loop over the work items of append_attention on CUDA: they
+// select and set up the items of the block, and find the last block to arrive.
 
-// Returns which of the plan's first `count` requests, or groups, has item `index`.
+// Returns which of the plan's first `count` requests or groups contains item `index`.
 template <typename Block>
 __device__ __forceinline__ int find_owner(const Block& block, int index, int count) {
-  int low = 0, high = count - 1;  // search for the first that ends after the item
+  int low = 0, high = count - 1;  // binary search for the first that ends after the item
   while (low < high) {
     int middle = (low + high) / 2;
     if (block.plan.item_end[middle] > index) {
@@ -198,8 +199,8 @@ __device__ __forceinline__ int find_owner(const Block& block, int index, int cou
 }
 
 // Sets up work item `index` of the plan of the requests from first_request on. `split`: index of
-// the split in the chunk, or -1; items from tail_begin on are split if possible. One thread calls
-// it.
+// the split in the chunk; -1 for an item that is not split. Items from tail_begin on are split if
+// possible. Called by one thread.
 template <typename Block>
 __device__ __forceinline__ void find_item(
     const Block& block, int64_t first_request, int index, int tail_begin, int split) {
@@ -220,7 +221,7 @@ __device__ __forceinline__ void find_item(
   int head = sequence / work.tiles, tile = sequence % work.tiles;
   item.valid = true;
   if (whole) {
-    tile = work.tiles - 1 - tile;  // longest first
+    tile = work.tiles - 1 - tile;  // longest tiles first
     if (split > 0) item.valid = false;
     split = -1;
   }
@@ -259,7 +260,7 @@ __device__ __forceinline__ void find_item(
     item.begin = max(max(item.low, begin), shared * kLeafTokens);
     item.end = min(item.high, begin + split_leaves * kLeafTokens);
     if (item.begin >= item.end) item.valid = false;
-    // Chunks of this sequence from first_cut on are in the tail.
+    // The chunks of this sequence from first_cut on belong to the tail, which may be split.
     int before = max(tail_begin - first_item - sequence, 0);
     int first_cut = (before + sequences - 1) / sequences;
     item.first_cut = work.first_chunk + first_cut;
@@ -268,7 +269,8 @@ __device__ __forceinline__ void find_item(
     item.splits = splits_of_chunk(block, chunk, split_leaves);
     int first_chunk = max(item.low / kChunkTokens, shared / kChunkLeaves);
     item.arrivals = (item.high - 1) / kChunkTokens + 1 - first_chunk;
-    // A second arrival takes longer than folding a second chunk in the same block.
+    // With only two chunks, a second arrival would take longer than letting one block fold both
+    // chunks.
     item.meets_once = split >= 0 && shared == 0 && item.arrivals == 2 &&
                       first_chunk >= work.first_chunk + first_cut;
     if (item.meets_once) {
@@ -286,7 +288,7 @@ __device__ __forceinline__ void find_item(
       item.state = leaf_state(block, leaf);
       item.leaf_stride = slot_state(block, 1) - slot_state(block, 0);
     } else if (item.splits > 1) {
-      // The split that contains the first leaf folds its own leaves.
+      // The split that contains the first leaf of the chunk folds its leaves into one state.
       item.state = leaf_state(block, leaf);
       if (leaf / split_leaves != first_leaf / split_leaves) {
         item.leaf_stride = block.launch.leaf_floats;
@@ -299,8 +301,8 @@ __device__ __forceinline__ void find_item(
   item.load_end = item.end;
 }
 
-// Sets up work item `index` of the list of groups: rows of all members of a group, and a split of
-// their shared leaves. All shared tokens precede the first of these rows.
+// Sets up work item `index` of the list of groups: a tile of the rows of all members of a group,
+// and a split of their shared leaves. All shared tokens precede the first of these rows.
 template <typename Block>
 __device__ __forceinline__ void find_shared_item(const Block& block, int index) {
   using Shape = typename Block::Shape;
@@ -376,8 +378,8 @@ __device__ __forceinline__ void run_item(const Block& block) {
 template <typename Block>
 __device__ __forceinline__ void run_items(const Block& block) {
   for (;;) {
-    __syncthreads();  // the previous item is done with shared memory
-    // A wide state leaves no registers to keep the thread index across this call.
+    __syncthreads();  // all threads are done with the shared memory of the previous item
+    // Recompute the thread index: a wide state leaves no register to keep it across this call.
     unsigned thread = Block::Shape::kIsWide ? thread_index() : threadIdx.x;
     if (thread == 0) next_item(block);
     __syncthreads();
@@ -387,19 +389,20 @@ __device__ __forceinline__ void run_items(const Block& block) {
   }
 }
 
-// Plans the work items of the requests from `first_request` on, at most kPlanned of them.
+// Plans the work items of up to kPlanned requests from `first_request` on.
 template <typename Block>
 __device__ __forceinline__ void plan_items(const Block& block, int64_t first_request) {
   using Shape = typename Block::Shape;
   WorkCursor& cursor = block.cursor;
-  // Counters and state memory used so far, and the number of previous items modulo the grid.
+  // Counters and state memory that earlier plans used, and their number of items modulo the grid.
   bool begins = first_request == 0;
   int counters = begins ? 0 : cursor.counters, float4s = begins ? 0 : cursor.float4s;
   int base = begins ? 0 : cursor.base;
   int items = make_plan<Shape::kRows, Shape::kThreads>(
       block.launch, block.plan, first_request, counters, float4s, &cursor.row_end);
   int blocks = static_cast<int>(gridDim.x);
-  // Items are dealt to the blocks round-robin. The items of an incomplete last wave may be split.
+  // Items are assigned to the blocks round-robin. The items of an incomplete last wave may be
+  // split.
   int tail = (base + items) % blocks, splits = 1;
   if (first_request + kPlanned >= block.params.batch &&
       tail <= min(block.launch.tail_chunks, items)) {
@@ -418,7 +421,7 @@ __device__ __forceinline__ void plan_items(const Block& block, int64_t first_req
   }
 }
 
-// Takes the work items of the groups from the list.
+// Sets up the cursor for the work items in the list of groups.
 template <typename Block>
 __device__ __forceinline__ void plan_shared_items(const Block& block) {
   const GroupList& list = *block.launch.group_list;

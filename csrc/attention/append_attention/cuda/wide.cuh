@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of one tile of latents for 64 rows in append_attention on CUDA. A warp computes 16 rows
-// by 16 tokens of scores and 64 rows by 64 columns of outputs. Scores wait for shared memory and
-// outputs for tensor cores, so the outputs of one tile are computed together with the scores of the
-// next.
+// Products of one tile of latents for 64 rows in append_attention on CUDA. Each warp computes
+// scores of 16 rows by 16 tokens and outputs of 64 rows by 64 columns. Scores wait for shared
+// memory and outputs wait for tensor cores, so the outputs of one tile are computed interleaved
+// with the scores of the next.
 #pragma once
 
 #include "attention/append_attention/cuda/block.cuh"
@@ -11,8 +11,8 @@
 
 namespace specops {
 
-// Scores of a warp are computed in steps of 16 elements. Full unrolling would read ahead so much
-// that it takes the registers of the state.
+// The scores of a warp are computed in steps of 16 elements. Fully unrolled, the loop would load so
+// far ahead that it takes the registers of the state.
 constexpr int kWideSteps = static_cast<int>(kLatentKeyDim) / 16, kWideStepsAtOnce = 12;
 static_assert(kWideSteps == 3 * kWideStepsAtOnce && kWideStepsAtOnce % 4 == 0);
 
@@ -29,7 +29,8 @@ struct WideScores {
         key_place(lane % 8 + lane / 16 * 8, lane / 8 % 2),
         query_place(lane % 16, lane / 16) {}
 
-  // Adds step `done` + k. `done` is a multiple of kWideStepsAtOnce; a step is 32 bytes.
+  // Adds the products of step `done` + k. `done` is a multiple of kWideStepsAtOnce; a step covers
+  // 32 bytes of each row.
   __device__ __forceinline__ void add(int done, int k, float (&s)[1][2][4]) const {
     uint32_t a[4], b[4];
     ptx::ldmatrix_x4(b, keys + 32 * done + key_place.after(2 * k));
@@ -49,7 +50,7 @@ __device__ __forceinline__ void clear_scores(float (&s)[1][2][4]) {
   }
 }
 
-// s = q k for the tile.
+// Computes s = q k for the tile.
 template <typename Block>
 __device__ __forceinline__ void multiply_wide_keys(const Block& block,
                                                    int tile,
@@ -64,7 +65,7 @@ __device__ __forceinline__ void multiply_wide_keys(const Block& block,
   }
 }
 
-// Rescales leaf.o by the factors that other warps computed and adds P V of the tile. If kScores,
+// Rescales leaf.o by the factors that other warps computed, and adds P V of the tile. If kScores,
 // also computes s = q k of the next tile.
 template <bool kScores, typename Block>
 __device__ __forceinline__ void accumulate_wide(const Block& block,
@@ -78,8 +79,8 @@ __device__ __forceinline__ void accumulate_wide(const Block& block,
   const unsigned char* probs = block.smem + Shape::kProbs;
   const unsigned char* values = block.v_slot(tile) + lane % 16 * Shape::kRowBytes;
   LanePlace<Shape::kProbVectors> weights(lane % 16, lane / 16);
-  // B: lanes 0-15 address the tokens at a column tile, lanes 16-31 at the next. Opaque, because
-  // otherwise each column tile's address takes a register.
+  // B operand: lanes 0-15 address the tokens at a column tile, lanes 16-31 at the next one. Opaque,
+  // because otherwise the address of each column tile would take a register.
   int column = opaque((warp * Block::kOutTiles + lane / 16) ^ twist<Shape::kVectors>(lane % 16));
   WideScores<Block> scores(block, tile + 1, lane, warp);
   if constexpr (kScores) clear_scores<Block>(s);
@@ -100,7 +101,7 @@ __device__ __forceinline__ void accumulate_wide(const Block& block,
     for (int n = 0; n < Block::kOutTiles; n += 2) {
       ptx::ldmatrix_x4_trans(b[n / 2], values + k * 16 * Shape::kRowBytes + (column ^ n) * 16);
     }
-    // Three steps of scores per tile of rows.
+    // Each row tile of outputs is interleaved with kSteps steps of scores.
     constexpr int kSteps = kWideStepsAtOnce / Block::kRowTiles;
     constexpr int kColumns = (Block::kOutTiles + kSteps - 1) / kSteps;
 #pragma unroll

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A bracket around the cut of the ranking, and the thresholds that shrink it.
+// Bracket of the logit at which to cut the ranking of a row's tokens, and the thresholds that
+// shrink the bracket.
 #pragma once
 
 #include <cfloat>
@@ -10,8 +11,9 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Writes thresholds strictly inside a bracket, highest first. They are evenly spaced in value for a
-// few rounds, which suits logits, and then in representation, which ends in a bracket of one float.
+// Writes thresholds strictly inside a bracket, highest first. For a few rounds they are evenly
+// spaced in value, which suits logits; after that, evenly in representation, so that the bracket
+// ends as one float.
 template <int count>
 inline void spread(uint32_t low, uint32_t high, int round, float* thresholds) {
   float low_value = from_ordered_bits(low), high_value = from_ordered_bits(high);
@@ -28,15 +30,17 @@ inline void spread(uint32_t low, uint32_t high, int round, float* thresholds) {
   }
 }
 
-// A bracket of the logit where the ranking reaches a target: at `low` it does, at `high` not.
+// A range that contains the logit at which the tokens, from the top of the ranking, reach a target
+// mass or count: down to `low` they reach it, down to `high` they do not.
 struct Bracket {
-  uint32_t low, high;  // as ordered bits
-  double above;        // mass of the tokens from `high` upwards
+  uint32_t low, high;  // integers from ordered_bits()
+  double above;        // mass (or count) of the tokens with logits >= `high`
 
   bool single() const { return high - low <= 1; }
 
-  // Shrinks the bracket. `thresholds` descend and `masses`, from each threshold upwards, ascend.
-  // Returns the index of the threshold that is the new `high`, or -1 if `high` is unchanged.
+  // Shrinks the bracket. `thresholds` descend; `masses` has, for each threshold, the mass of the
+  // tokens that reach it. Returns the index of the threshold that is the new `high`, or -1 if
+  // `high` is unchanged.
   int narrow(const float* thresholds, const double* masses, int count, double target) {
     int moved = -1;
     for (int j = 0; j < count; ++j) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A row of logits with drafts: which draft verification accepts, and the token drawn from the
-// residual after rejections.
+// Verification of the drafts after a row of logits: which draft is accepted, and which token is
+// drawn from the residual distribution after rejections.
 //
-// Order:   as in row/cpu/row.h. The residual of a leaf is summed in fp32 lanes, leaves are folded
+// Order:   as in row/cpu/row.h. The residual of a leaf is summed in fp32 lanes; leaves are folded
 //          left in fp64.
 #pragma once
 
@@ -17,10 +17,10 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// The distribution that the drafts after a row were drawn from.
+// The distribution from which the drafts after a row were drawn.
 struct RowDraftProbs {
-  const float* probs = nullptr;        // nullptr: drafts were chosen, not drawn
-  const int32_t* token_ids = nullptr;  // of probs, -1 = unused; nullptr: token id has probs[id]
+  const float* probs = nullptr;        // nullptr: the drafts were chosen without randomness
+  const int32_t* token_ids = nullptr;  // ids of probs, -1 = unused; nullptr: token id has probs[id]
   int32_t size = 0;
 
   float of(int32_t token_id) const {
@@ -34,19 +34,20 @@ struct RowDraftProbs {
 };
 
 struct DraftedRowScratch {
-  GrowingArray<double> masses;   // per leaf
-  GrowingArray<int32_t> head;    // per leaf: the last of its changed tokens, -1 = none
-  GrowingArray<int32_t> next;    // per changed token: another one of its leaf
+  GrowingArray<double> masses;   // residual mass of each leaf
+  GrowingArray<int32_t> head;    // per leaf: index of its last changed token, -1 = none
+  GrowingArray<int32_t> next;    // per changed token: the one before it in its leaf, -1 = none
   GrowingArray<int32_t> tokens;  // the rejected drafts
 };
 thread_local DraftedRowScratch tls_drafted_row;
 
-// A filtered row with drafts: its target_probs, less what rejections subtract, form row_rule.h's
-// Residual over every token. If only few tokens change, the other leaves keep their sums.
+// A filtered row with drafts. Its residual (Residual in row_rule.h) is target_probs less what
+// rejected drafts subtract. If only few tokens change, the leaves without changed tokens keep their
+// sums.
 template <typename T>
 class DraftedRow {
  public:
-  // max_rejections bounds the number of rejected drafts if drafts were chosen.
+  // max_rejections: upper bound on rejected drafts; used if drafts were chosen without randomness.
   DraftedRow(const Row<T>& row, const RowDraftProbs& draft_probs, int32_t max_rejections)
       : row_(row), draft_probs_(draft_probs), inverse_mass_(1.0 / row.kept_mass) {
     masses_ = tls_drafted_row.masses.reserve(row.num_leaves);
@@ -71,7 +72,8 @@ class DraftedRow {
     return accepts(residual_, uniform, left, draft_probs_.of(token_id));
   }
 
-  // Subtracts a rejected draft's distribution; if rounding would leave no mass, nothing changes.
+  // Subtracts the distribution of a rejected draft from the residual. If rounding would leave no
+  // mass, the residual stays as it was.
   void reject(int32_t token_id) {
     bool chosen = draft_probs_.probs == nullptr;
     if (chosen) {
@@ -84,8 +86,8 @@ class DraftedRow {
     take(residual_);
   }
 
-  // Subtracts the draft's distribution from weight * target_probs, for block verification. Returns
-  // the mass of the residual; if that is 0, the residual is the target itself.
+  // Sets the residual to weight * target_probs less the draft's distribution, for block
+  // verification. Returns its mass. If the mass is 0, the residual is set to target_probs instead.
   double compare(double weight, int32_t token_id) {
     if (draft_probs_.probs == nullptr) {
       rejected_[0] = token_id;
@@ -96,7 +98,7 @@ class DraftedRow {
     return mass;
   }
 
-  // Inverse CDF in token-id order, after reject() or compare().
+  // Draws from the residual by inverse CDF in token-id order, after reject() or compare().
   int32_t draw(float uniform) const {
     double target = uniform * residual_.mass, before = 0.0, after = 0.0;
     int32_t chosen = 0;
@@ -106,7 +108,8 @@ class DraftedRow {
       after = before + masses_[leaf];
       chosen = leaf;
     }
-    // Rounding may leave the target just past the leaf's last token.
+    // Rounding may place the target just past the last token of the leaf; then the last one is
+    // returned.
     float left[kLeaf];
     weigh_leaf(chosen, residual_, left);
     int32_t found = chosen * kLeaf;
@@ -120,11 +123,12 @@ class DraftedRow {
   }
 
  private:
-  // A smaller leaf mass counts as 0, so that every leaf with a mass has a token with a mass in
-  // fp32.
+  // A leaf with a smaller mass counts as empty, so that every leaf that is not empty has a token
+  // whose mass is not 0 in fp32.
   static constexpr double kLeast = 1e-30;
 
-  // Sums a residual's mass and returns it; stores the residual if the mass is above 0.
+  // Sums the mass of a residual and returns it. Makes it the current residual if the mass is above
+  // 0.
   double take(Residual residual) {
     residual.mass = 0.0;
     float left[kLeaf];
@@ -141,13 +145,13 @@ class DraftedRow {
   }
 
   void link(int32_t i, int32_t token_id) {
-    if (token_id / kLeaf >= row_.num_leaves) return;  // past the vocabulary: it subtracts nothing
+    if (token_id / kLeaf >= row_.num_leaves) return;  // an id past the vocabulary subtracts nothing
     next_[i] = head_[token_id / kLeaf];
     head_[token_id / kLeaf] = i;
   }
 
-  // Returns a token's probability in the distribution that rejections subtract; chosen drafts
-  // subtract only themselves.
+  // Returns the probability of a token in the distribution that a rejection subtracts. Drafts that
+  // were chosen without randomness subtract only the rejected tokens themselves.
   double taken_prob(int32_t token_id) const {
     if (draft_probs_.probs != nullptr) return draft_probs_.of(token_id);
     for (int32_t i = 0; i < num_rejected_; ++i) {
@@ -164,7 +168,7 @@ class DraftedRow {
     return mass > kLeast ? mass : 0.0;
   }
 
-  // Writes the residual of every token of a leaf; returns the sum.
+  // Writes the residual of every token of a leaf to `left`, and returns their sum.
   double weigh_leaf(int32_t leaf, const Residual& residual, float* left) const {
     double unit = weigh_kept_leaf(row_, leaf, left);
     F32x16 share = set1(static_cast<float>(unit * inverse_mass_));
@@ -205,8 +209,8 @@ class DraftedRow {
   int32_t num_rejected_ = 0;
 };
 
-// Returns the choice of a row in a step that is not a block step. Source: float operator()(Purpose,
-// uint32_t sub_index), in [0, 1).
+// Returns the choice of a row in a step without block verification. Source: float
+// operator()(Purpose, uint32_t sub_index), which returns uniforms in [0, 1).
 template <typename T, typename Source>
 [[maybe_unused]] int32_t choose_by_rule(TargetRow<T>& target,
                                         RowRule rule,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Inverse CDF over the kept tokens of a row, in token-id order.
+// Drawing of a token from the tokens that the filters of a row keep: inverse CDF in token-id order.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,8 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Returns the first kept token, in id order, at which the running mass exceeds the target.
+// Returns the first kept token, in order of ids, at which the running sum of masses exceeds the
+// target.
 template <typename T>
 inline int32_t invert_cdf(const Row<T>& row, double target) {
   const double* masses = row.scratch->masses.data;
@@ -23,7 +24,8 @@ inline int32_t invert_cdf(const Row<T>& row, double target) {
     after = before + masses[leaf];
     chosen = leaf;
   }
-  // Inside the leaf; rounding may leave the target just past its last token.
+  // Search inside the leaf. Rounding may place the target just past its last token; then the last
+  // one is returned.
   float origin = row.leaf_origin(chosen);
   double rest = (target - before) / row.weight_unit(chosen);
   double sum = 0.0;
@@ -44,7 +46,7 @@ inline int32_t invert_cdf(const Row<T>& row, double target) {
   return found;
 }
 
-// Draws a token from the filtered distribution.
+// Draws a token from the filtered distribution of a row.
 template <typename T>
 inline int32_t draw(const Row<T>& row, float uniform) {
   if (row.kept == Kept::kOne) return row.one;

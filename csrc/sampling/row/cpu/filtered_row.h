@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The filters of a row (temperature -> top-k -> top-p of the rest -> min-p -> typical-p), and the
-// weights of the tokens they keep.
+// The filters of a row, and the weights of the tokens they keep. Order of the filters: temperature,
+// top-k, top-p of the remaining tokens, min-p, typical-p.
 #pragma once
 
 #include <cmath>
@@ -17,14 +17,14 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Returns whether filter() needs the scan's second sum, the mass of all tokens.
+// Returns whether filter() needs the second sum of the scan, which is the mass of all tokens.
 inline bool needs_warm(const SamplingParams& params) {
   if (is_greedy(params) || params.top_k > 0) return false;
   return params.top_p < 1.0f || (params.min_p == 0.0f && params.typical_p >= 1.0f);
 }
 
-// Finds the tokens to draw from: temperature -> top-k -> top-p of the rest -> min-p -> typical-p.
-// The scan must have been called with want_warm = needs_warm(params).
+// Applies the filters, in the order temperature, top-k, top-p of the remaining tokens, min-p,
+// typical-p. The scan must have been called with want_warm = needs_warm(params).
 template <typename T>
 inline void filter(Row<T>& row, const SamplingParams& params) {
   if (row.max == -INFINITY || is_greedy(params)) {
@@ -37,7 +37,7 @@ inline void filter(Row<T>& row, const SamplingParams& params) {
   row.list = &list;
   Cut cut = row.everything();
   row.kept = Kept::kScanned;
-  bool weighed = true;  // whether the weights that row.kept names are computed
+  bool weighed = true;  // whether the weights to which row.kept refers are computed
   if (params.top_k > 0) {
     weighed = false;
     if (params.top_k < row.vocab_size) {
@@ -63,8 +63,9 @@ inline void filter(Row<T>& row, const SamplingParams& params) {
     }
   }
   if (params.min_p > 0.0f) {
-    // weight >= min_p * the largest weight, which is 1
-    // Never -inf, which would keep every token: the scan has not computed the sum for that case.
+    // min-p keeps tokens with weight >= min_p * the largest weight, which is 1. The threshold must
+    // not be -inf, which would mean that min-p is off: for that case, the scan has not computed the
+    // sum.
     constexpr float kLowest = -3.402823466e38f;
     double least = row.max + std::log(static_cast<double>(params.min_p)) / row.inverse;
     float value = least > kLowest ? static_cast<float>(least) : kLowest;
@@ -93,10 +94,11 @@ inline void filter(Row<T>& row, const SamplingParams& params) {
   row.kept_mass = row.kept == Kept::kListed ? list.mass() : row.total_mass();
 }
 
-// The functions below concern the tokens that filter() has kept. Token weights are relative to the
-// row's largest; the distribution to draw from, target_probs, is weight / row.kept_mass.
+// The functions below concern the kept tokens, which are those that filter() does not drop. The
+// weight of a token is relative to the largest weight of the row. The distribution to draw from,
+// target_probs, is weight / row.kept_mass.
 
-// Returns a token's weight; 0 if the filters drop it or its id is past the vocabulary.
+// Returns the weight of a token; 0 if the filters drop it or its id is past the vocabulary.
 template <typename T>
 inline double weight_of(const Row<T>& row, int32_t id) {
   if (id >= row.vocab_size) return 0.0;
@@ -110,7 +112,7 @@ inline double weight_of(const Row<T>& row, int32_t id) {
   return lanes[0] * row.weight_unit(leaf);
 }
 
-// Calls visit(id, weight) for every token of weight > 0, in id order.
+// Calls visit(id, weight) for every token whose weight is above 0, in order of ids.
 template <typename T, typename Visit>
 inline void for_each_kept(const Row<T>& row, Visit&& visit) {
   if (row.kept == Kept::kOne) return visit(row.one, 1.0);
@@ -133,7 +135,7 @@ inline void for_each_kept(const Row<T>& row, Visit&& visit) {
   }
 }
 
-// Returns the mass of the leaf's kept tokens.
+// Returns the mass of the kept tokens of a leaf.
 template <typename T>
 inline double mass_of_leaf(const Row<T>& row, int32_t leaf) {
   if (row.kept == Kept::kOne) return row.one / kLeaf == leaf ? 1.0 : 0.0;
@@ -142,8 +144,8 @@ inline double mass_of_leaf(const Row<T>& row, int32_t leaf) {
                                 row.list->first_from((leaf + 1) * kLeaf));
 }
 
-// Writes the leaf's weights to w[0, kLeaf) and returns their common factor. Tokens that are not
-// kept weigh 0.
+// Writes the weights of a leaf's tokens to w[0, kLeaf), up to a common factor, and returns this
+// factor. Dropped tokens get weight 0.
 template <typename T>
 inline double weigh_kept_leaf(const Row<T>& row, int32_t leaf, float* w) {
   int32_t first = leaf * kLeaf;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Comparisons and weights of sixteen logits at a time.
+// Comparisons and weights of sixteen logits at once.
 #pragma once
 
 #include <cfloat>
@@ -15,7 +15,7 @@ namespace {
 // Returns x with NaN as -inf and +inf as the largest finite float.
 inline F32x16 clean(F32x16 x) { return min(max(x, set1(-INFINITY)), set1(FLT_MAX)); }
 
-// Returns sum, plus w in the lanes with x >= threshold.
+// Adds w to `sum` in the lanes with x >= threshold.
 inline F32x16 add_where_ge(F32x16 sum, F32x16 w, F32x16 x, F32x16 threshold) {
 #if defined(SPECOPS_AVX512)
   __mmask16 mask = _mm512_cmp_ps_mask(x.v, threshold.v, _CMP_GE_OQ);
@@ -66,13 +66,14 @@ inline uint32_t lanes_between(F32x16 x, float low, float high) {
 #endif
 }
 
-// Returns e^((x - origin) * inverse) for x <= origin, given scale = inverse * log2(e); at most 1,
-// and exactly 1 at the origin. Relative error about 2e-7 (1e-7 more per unit of the exponent); 0
-// for -inf, NaN and below 2^-125. (Cheaper than simd.h's exp, because no argument is above 0.)
+// Returns e^((x - origin) * inverse) for x <= origin, given scale = inverse * log2(e). The result
+// is at most 1, and exactly 1 if x is the origin. The relative error is about 2e-7, plus 1e-7 per
+// unit of the exponent. Returns 0 for -inf, NaN and results below 2^-125. (Cheaper than exp in
+// simd.h, because no argument is above 0.)
 inline F32x16 weight(F32x16 x, F32x16 origin, F32x16 scale) {
   F32x16 t = mul(sub(x, origin), scale);
   t = min(max(t, set1(-200.0f)), zero());
-  // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
+  // Adding 1.5 * 2^23 rounds to an integer, which is then in the low bits.
   F32x16 magic = set1(12582912.0f);
   F32x16 shifted = add(t, magic);
   F32x16 r = sub(t, sub(shifted, magic));

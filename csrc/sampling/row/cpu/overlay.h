@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A row's processors applied to a copy of its logits, which differs only in the named and the
-// masked tokens.
+// Logits processors of a row. They are applied to a copy of its logits, which differs from the
+// original only in the tokens that the processors' tables name and in masked tokens.
 #pragma once
 
 #include <cmath>
@@ -14,8 +14,8 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// The distance at which a copy prefetches its source. The prefetch bypasses the L2 cache, which
-// cannot hold both rows: the copy is read again, the source is not.
+// Distance by which a copy prefetches its source. The prefetch bypasses the L2 cache, which cannot
+// hold both rows: the copy will be read again, the source will not.
 constexpr int kCopyAhead = 4096;  // bytes
 
 template <typename T>
@@ -34,7 +34,8 @@ inline void copy_all(const T* from, int count, T* to) {
   std::memcpy(to + i, from + i, (count - i) * sizeof(T));
 }
 
-// Copies `count` logits, from a multiple of 32 on: the logit if its mask bit is set, else -inf.
+// Copies `count` logits whose first id is a multiple of 32: the logit if its mask bit is set, else
+// -inf.
 inline void copy_allowed(const float* from, const int32_t* mask, int count, float* to) {
   int i = 0;
   for (; i + kLanes <= count; i += kLanes) {
@@ -72,8 +73,8 @@ inline void copy_allowed(const bfloat16* from, const int32_t* mask, int count, b
   }
 }
 
-// Applies penalized_logit to sixteen clean logits, given their tokens' entries of token_counts. It
-// has no branches, because signs and counts are unpredictable.
+// Applies penalized_logit to sixteen clean logits, given the entries of token_counts for their
+// tokens. It has no branches, because signs and counts are unpredictable.
 inline F32x16 penalized_lanes(const RowProcessors& row, F32x16 x, const int32_t* counts) {
   float repetition[kLanes], outputs[kLanes], presence[kLanes];
   for (int i = 0; i < kLanes; ++i) {
@@ -87,7 +88,7 @@ inline F32x16 penalized_lanes(const RowProcessors& row, F32x16 x, const int32_t*
   return sub(x, load(presence));
 }
 
-// Writes the processed logits of the counted tokens, without any bias.
+// Writes the penalized logits of the counted tokens. Biases are not applied here.
 template <typename T>
 inline void patch_counted(const RowProcessors& row,
                           const T* logits,
@@ -99,7 +100,7 @@ inline void patch_counted(const RowProcessors& row,
     float x[kLanes] = {};
     int32_t counts[kLanes] = {};
     int32_t count = 0;
-    // The list ends at -1, which is the largest id as unsigned.
+    // The list ends at -1, which is the largest id when read as unsigned.
     for (; count < most && static_cast<uint32_t>(ids[count]) < vocab_size; ++count) {
       x[count] = to_float(logits[ids[count]]);
       counts[count] = row.token_counts[begin + count];
@@ -112,8 +113,8 @@ inline void patch_counted(const RowProcessors& row,
   }
 }
 
-// Writes the processed logits of the tokens that the tables name: first the counted tokens; then
-// again the tokens with a bias, and the few drafts before the row with all their counts; last the
+// Writes the processed logits of all tokens that the tables name: first the counted tokens; then,
+// again and completely, the tokens with a bias and the few drafts before the row; last the
 // forbidden tokens.
 template <typename T>
 [[maybe_unused]] void patch_named(const RowProcessors& row,
@@ -129,7 +130,7 @@ template <typename T>
   for (int32_t i = 0; i < row.max_biases; ++i) {
     int32_t id = row.bias_token_ids[i];
     if (static_cast<uint32_t>(id) >= vocab_size) break;
-    // Walks the two ascending lists side by side.
+    // Walks both ascending lists (ids to patch and biases) together.
     patch(id, [&](const int32_t* ids, int32_t size, int32_t wanted) {
       if (ids == row.bias_token_ids) return i;
       auto at = [&] { return static_cast<uint32_t>(ids[counted]); };
@@ -147,7 +148,7 @@ template <typename T>
   });
 }
 
-// Returns whether a row's processors change anything.
+// Returns whether the processors of a row change anything.
 inline bool changes(const RowProcessors& row) {
   if (row.mask) return true;
   if (row.max_counted > 0 && row.counted_token_ids[0] >= 0) return true;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ranking of a row's tokens by (logit descending, id ascending): logits as integers, and the
-// cuts that filters make.
+// Ranking of a row's tokens by logit (descending), then id (ascending): logits as integers, and the
+// cuts that filters make in the ranking.
 #pragma once
 
 #include <cfloat>
@@ -11,8 +11,8 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Returns an integer that orders as the float does. The two zeros are equal, and neighboring floats
-// are neighboring integers.
+// Returns an integer that has the same order as the float. Both zeros give the same integer, and
+// neighboring floats give neighboring integers.
 inline uint32_t ordered_bits(float x) {
   uint32_t word;
   std::memcpy(&word, &x, 4);
@@ -34,7 +34,8 @@ inline float clean(float x) {
   return floored < FLT_MAX ? floored : FLT_MAX;
 }
 
-// The tokens that a filter keeps: logits above `value`, and logits equal to it with id <= last_id.
+// A prefix of the ranking: the tokens with logits above `value`, and those with a logit equal to
+// `value` and an id <= last_id.
 struct Cut {
   float value;
   int32_t last_id;

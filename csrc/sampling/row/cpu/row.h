@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// One row of logits owned by one thread: its only full read from memory, the logprobs of its
-// tokens, and the masses of its leaves. The functions of the other files take it as `row`.
+// One row of logits that one thread processes: its only full read from memory, the logprobs of its
+// tokens, and the masses of its leaves. (The mass of some tokens is the sum of their weights.) The
+// functions of the other files take this object as the argument `row`.
 //
 // Order:   the vocabulary is divided into leaves of kLeaf ids. A sum over a leaf is sixteen fp32
-//          lanes in id order and one fixed tree; leaves are folded left in fp64. NaN counts as -inf
-//          and +inf as the largest finite float. Tokens are ordered by (logit descending, id
-//          ascending).
+//          lanes in id order, then one fixed tree; leaves are folded left in fp64. NaN counts as
+//          -inf, and +inf as the largest finite float. Tokens are ranked by logit (descending),
+//          then id (ascending).
 #pragma once
 
 #include <cfloat>
@@ -22,8 +23,9 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// The place of the kept tokens' weights: a single token; the scan's sums per leaf; the list; or
-// sums per leaf over the tokens that the cut keeps.
+// Location of the weights of the kept tokens. kOne: there is only one token; kScanned: in the
+// scan's sums per leaf; kListed: in the list; kByLeaf: in sums per leaf over the tokens that the
+// cut keeps.
 enum class Kept { kOne, kScanned, kListed, kByLeaf };
 
 template <typename T>
@@ -37,7 +39,7 @@ struct Row {
   LeafStats* leaves = nullptr;
   float max = -INFINITY;
   double log_sum = 0.0;
-  // The tokens kept by filter().
+  // The tokens that filter() keeps.
   Kept kept = Kept::kOne;
   int32_t one = 0;
   TokenList* list = nullptr;
@@ -48,18 +50,19 @@ struct Row {
       : logits(row_logits),
         vocab_size(static_cast<int32_t>(size)),
         num_leaves(static_cast<int32_t>((size + kLeaf - 1) / kLeaf)) {
-    // Kept within the finite floats, so that 0 * inverse is 0 and -inf stays -inf.
+    // Clamped to finite, normal floats, so that 0 * inverse is 0 and -inf * inverse is -inf.
     float own = temperature > 0.0f ? 1.0f / temperature : 1.0f;
     inverse = own > FLT_MAX / 2 ? FLT_MAX / 2 : own < FLT_MIN ? FLT_MIN : own;
     scale = inverse * kLog2e;
   }
 
-  // Reads the row from memory once: maxima, and the two requested sums.
+  // Reads the row from memory once: computes the maxima and the requested sums, at temperature 1
+  // (raw) and at the row's temperature (warm).
   void scan(bool want_raw, bool want_warm) {
     scan(want_raw, want_warm, /*untouched=*/false, [](int64_t, int) {});
   }
 
-  // Scans the caller's row while a copy of it is made: calls visit(first id, size) for every leaf
+  // Scans the caller's row while a copy of it is made. Calls visit(first id, size) for every leaf
   // while the leaf is in cache.
   template <typename Visit>
   void scan_untouched(bool want_raw, Visit&& visit) {
@@ -75,7 +78,7 @@ struct Row {
 
   float lse() const { return max == -INFINITY ? max : static_cast<float>(max + log_sum); }
 
-  // Returns the raw log-softmax of a logit of this row.
+  // Returns the log-softmax of a logit of this row, at temperature 1.
   float logprob(float logit) const {
     if (max == -INFINITY) return max;
     return static_cast<float>((static_cast<double>(clean(logit)) - max) - log_sum);
@@ -94,7 +97,7 @@ struct Row {
     return 0;
   }
 
-  // Returns 1 + the number of greater logits.
+  // Returns 1 + the number of greater logits in the row.
   int32_t rank(float logit) const {
     int32_t rank = 1;
     float above = next_above(logit);
@@ -124,7 +127,8 @@ struct Row {
     return std::exp((static_cast<double>(leaves[leaf].max) - max) * inverse);
   }
 
-  // Writes the mass of every leaf from the scan's sums; the row's largest logit weighs 1.
+  // Computes the mass of every leaf from the scan's sums. The weight of the row's largest logit is
+  // 1.
   void scanned_masses() const {
     for (int32_t leaf = 0; leaf < num_leaves; ++leaf) {
       bool some = leaves[leaf].max > -INFINITY;
@@ -143,12 +147,13 @@ struct Row {
     return total;
   }
 
-  // ---- tokens that filter() has kept ----
+  // ---- kept tokens (those that filter() does not drop) ----
 
-  // Returns whether only one token is left, so that drawing needs no random number.
+  // Returns whether only one token is kept, so that drawing needs no random number.
   bool is_certain() const { return kept == Kept::kOne; }
 
-  // Returns the logit that weighs 1: the scan's sums are relative to their leaf's maximum.
+  // Returns the logit whose weight is 1: in the scan's sums, that is the maximum of the leaf
+  // instead of the maximum of the row.
   float leaf_origin(int32_t leaf) const { return kept == Kept::kScanned ? leaves[leaf].max : max; }
 
   double weight_unit(int32_t leaf) const { return kept == Kept::kScanned ? leaf_scale(leaf) : 1.0; }
@@ -176,7 +181,7 @@ struct Row {
   }
 };
 
-// Returns rows per chunk: enough logits to justify waking a thread.
+// Returns the number of rows per chunk: enough logits to be worth waking a thread for.
 [[maybe_unused]] int64_t row_grain(int64_t vocab_size) {
   return vocab_size < 32768 ? 32768 / vocab_size : 1;
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Passes over the leaves of a row: tokens that a cut keeps go to the list, and tokens that reach a
-// logit are counted or weighed.
+// Passes over the leaves of a row: they copy tokens that a cut keeps to the list, or count or weigh
+// the tokens that reach a logit.
 #pragma once
 
 #include <cmath>
@@ -25,7 +25,8 @@ inline int load_leaf(const Row<T>& row, int32_t leaf, float* x) {
   return size;
 }
 
-// Returns whether the cut's last token is in this vector, so that each lane must be tested.
+// Returns whether the last token with a logit equal to the cut's value is in the vector at
+// first_id, so that each of its lanes must be tested.
 inline bool is_last(Cut cut, int32_t first_id) {
   return first_id <= cut.last_id && cut.last_id < first_id + kLanes;
 }
@@ -39,11 +40,12 @@ inline uint32_t kept_lanes(Cut cut, F32x16 values, int32_t first_id, uint32_t ma
   return mask;
 }
 
-// Lists the kept tokens below `high`; returns false if there are too many.
+// Appends the tokens that the cut keeps and that are below `high` to the list. Returns false if
+// they are too many.
 template <typename T>
 inline bool gather(const Row<T>& row, Cut cut, float high, TokenList& list) {
   Appender end{list.x, list.id, 0};
-  float past = next_above(cut.value);  // for vectors past the cut's last token
+  float past = next_above(cut.value);  // used for vectors past the cut's last_id
   for (int32_t leaf = 0; leaf < row.num_leaves; ++leaf) {
     row.scratch->segments.data[leaf] = end.count;
     if (row.leaves[leaf].max < cut.value) continue;
@@ -56,7 +58,7 @@ inline bool gather(const Row<T>& row, Cut cut, float high, TokenList& list) {
       uint32_t mask = lanes_between(values, first <= cut.last_id ? cut.value : past, high);
       if (is_last(cut, first)) mask = kept_lanes(cut, values, first, mask);
       if (i + kLanes > size) mask &= (1u << (size - i)) - 1;
-      end.append(values, first, mask);  // no branch on the mask: it is hard to predict
+      end.append(values, first, mask);  // without a branch on the mask, which is hard to predict
     }
   }
   row.scratch->segments.data[row.num_leaves] = end.count;
@@ -65,8 +67,8 @@ inline bool gather(const Row<T>& row, Cut cut, float high, TokenList& list) {
   return true;
 }
 
-// Sets masses[j] to the mass or count of the row's tokens with logits >= thresholds[j]; thresholds
-// descend. Leaves the sums per leaf in scratch->sums.
+// Sets masses[j] to the mass (or count) of the row's tokens with logits >= thresholds[j].
+// `thresholds` must descend. Leaves the sums of each leaf in scratch->sums.
 template <bool kCount, typename T>
 inline void masses_from(const Row<T>& row, const float* thresholds, double* masses) {
   for (int j = 0; j < kThresholds; ++j) masses[j] = 0.0;
@@ -79,7 +81,7 @@ inline void masses_from(const Row<T>& row, const float* thresholds, double* mass
     int size = row.leaf_size(leaf);
     F32x16 sum[kThresholds];
     for (int j = 0; j < kThresholds; ++j) sum[j] = zero();
-    auto step = [&](F32x16 values) {  // NaN reaches no threshold
+    auto step = [&](F32x16 values) {  // a NaN reaches no threshold
       F32x16 w = kCount ? set1(1.0f) : weight(values, origin, factor);
       for (int j = 0; j < kThresholds; ++j) {
         sum[j] = add_where_ge(sum[j], w, values, set1(thresholds[j]));
@@ -95,13 +97,13 @@ inline void masses_from(const Row<T>& row, const float* thresholds, double* mass
   }
 }
 
-// Calls visit(offset in the leaf, weights) for every vector of a leaf; dropped tokens weigh 0.
+// Calls visit(offset in the leaf, weights) for every vector of a leaf. Dropped tokens get weight 0.
 template <typename T, typename Visit>
 inline void for_each_weighed(
     const Row<T>& row, int32_t leaf, Cut cut, float origin, Visit&& visit) {
   const T* x = row.leaf_data(leaf);
   int size = row.leaf_size(leaf);
-  float past = next_above(cut.value);  // for vectors past the cut's last token
+  float past = next_above(cut.value);  // used for vectors past the cut's last_id
   for (int i = 0; i < size; i += kLanes) {
     F32x16 values = load_clean(x, i, size);
     F32x16 w = weight(values, set1(origin), set1(row.scale));
@@ -118,7 +120,8 @@ inline void for_each_weighed(
   }
 }
 
-// Returns the mass of the kept tokens of one leaf; the largest logit of the row weighs 1.
+// Returns the mass of the kept tokens of one leaf, where the weight of the row's largest logit is
+// 1.
 template <typename T>
 inline float kept_leaf_mass(const Row<T>& row, int32_t leaf, Cut cut) {
   F32x16 sum = zero();
@@ -126,7 +129,7 @@ inline float kept_leaf_mass(const Row<T>& row, int32_t leaf, Cut cut) {
   return reduce_add(sum);
 }
 
-// Writes the mass of the kept tokens of every leaf; returns the row's mass.
+// Writes the mass of the kept tokens of every leaf, and returns the mass of the row.
 template <typename T>
 inline double mass_of_kept(const Row<T>& row, Cut cut) {
   for (int32_t leaf = 0; leaf < row.num_leaves; ++leaf) {
@@ -136,7 +139,7 @@ inline double mass_of_kept(const Row<T>& row, Cut cut) {
   return row.total_mass();
 }
 
-// Calls visit(id, logit) for every token of a cut, in id order.
+// Calls visit(id, logit) for every token that a cut keeps, in order of ids.
 template <typename T, typename Visit>
 inline void for_each_of(const Row<T>& row, Cut cut, Visit&& visit) {
   float x[kLeaf];

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A thread's scratch memory for one row at a time. It grows to the largest row that the thread has
-// processed.
+// Scratch memory of a thread, which processes one row at a time. It grows to the largest row that
+// the thread has processed.
 #pragma once
 
 #include <cstdint>
@@ -12,17 +12,17 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-constexpr int kThresholds = 4;  // masses computed in one pass over a row
+constexpr int kThresholds = 4;  // number of masses computed in one pass over a row
 
 struct Scratch {
   GrowingArray<LeafStats> stats;
-  GrowingArray<LeafStats> untouched_stats;  // of the caller's row, if processors changed a copy
-  GrowingArray<double> masses;              // of each leaf's kept tokens
+  GrowingArray<LeafStats> untouched_stats;  // of the caller's row, if processors change a copy
+  GrowingArray<double> masses;              // mass of the kept tokens of each leaf
   GrowingArray<float> sums;                 // [num_leaves, kThresholds]
-  GrowingArray<int32_t> segments;  // [num_leaves + 1], begin of each leaf's tokens in the list
-  GrowingArray<char> row;          // the copy that processors change
-  TokenList list;                  // a list of the few tokens that matter
-  TokenList all;                   // capacity for a whole row, allocated when a filter needs it
+  GrowingArray<int32_t> segments;           // [num_leaves + 1], first list entry of each leaf
+  GrowingArray<char> row;                   // the copy of the row that processors change
+  TokenList list;                           // the few tokens between the thresholds of a selection
+  TokenList all;  // capacity for a whole row, allocated when a filter needs it
 
   void reserve(int64_t num_leaves) {
     stats.reserve(num_leaves);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Selection without a sort of the point at which to cut a row's ranking. Brackets of thresholds
-// shrink until the tokens between them fit a list.
+// Selection, without sorting, of the token at which to cut a row's ranking. A bracket of two logits
+// shrinks until the tokens in it fit a list, which is then searched.
 #pragma once
 
 #include <cfloat>
@@ -18,8 +18,8 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Lists every 32nd vector of a large row with its weights, as a sample. Returns the number of the
-// row's tokens that one listed token represents, or 0 if sampling does not pay.
+// Copies every 32nd vector of a large row to the list, with weights, as a sample. Returns how many
+// tokens of the row one sampled token represents; 0 if sampling does not pay off.
 template <bool kCount, typename T>
 inline double sample_row(const Row<T>& row) {
   if (row.num_leaves < 32 || row.num_leaves > 32 * (kListCapacity / kLeaf)) return 0.0;
@@ -42,8 +42,9 @@ inline double sample_row(const Row<T>& row) {
   return static_cast<double>(row.vocab_size) / list.count;
 }
 
-// Estimates thresholds around the target from the sample. Below the cut lie many tokens of little
-// weight, so the estimate of their mass is good, however few tokens hold the rest.
+// Estimates thresholds around the target from the sample; returns false if it cannot. There are
+// many tokens of little weight below the cut, so the estimate of their mass is good even if few
+// tokens have the rest of the mass.
 template <bool kCount, typename T>
 inline bool guess(
     const Row<T>& row, const Bracket& bracket, double target, double total, float* thresholds) {
@@ -78,7 +79,8 @@ inline bool gather_bracket(const Row<T>& row, const Bracket& bracket, Cut base) 
   return gather(row, cut, high, row.scratch->list);
 }
 
-// Handles more equal tokens than the list holds by counting them in id order.
+// Returns the cut inside a bracket that has more equal tokens than fit the list, by counting them
+// in order of ids.
 template <bool kCount, typename T>
 inline Cut tied_prefix(const Row<T>& row, Cut base, const Bracket& bracket, double target) {
   Cut cut{from_ordered_bits(bracket.low), 0};
@@ -101,9 +103,9 @@ inline Cut tied_prefix(const Row<T>& row, Cut base, const Bracket& bracket, doub
   return cut;
 }
 
-// Returns the cut, no looser than `base`, after which the ranking's mass first reaches the target.
-// On return, the bracket is the part of the ranking that is in the list and, unless counting,
-// scratch->masses is the mass of every leaf's kept tokens.
+// Returns the cut after which the ranking first reaches the target mass (or count); it keeps no
+// token that `base` drops. On return, the bracket is the part of the ranking that is in the list.
+// Unless counting, scratch->masses then has the mass of each leaf's kept tokens.
 template <bool kCount, typename T>
 inline Cut select(
     const Row<T>& row, Cut base, Bracket* bracket, double target, double total = 0.0) {
@@ -139,14 +141,14 @@ inline Cut select(
   return cut;
 }
 
-// Returns the cut that keeps exactly count tokens, 1 <= count < vocab_size. *listed: the list holds
-// them.
+// Returns the cut that keeps exactly `count` tokens, 1 <= count < vocab_size. Sets *listed if the
+// list has these tokens.
 template <typename T>
 inline Cut select_count(const Row<T>& row, int64_t count, bool* listed) {
   TokenList& list = row.scratch->list;
   Bracket bracket{ordered_bits(-INFINITY), ordered_bits(row.max) + 1, 0.0};
   if (count <= row.num_leaves && row.num_leaves <= kListCapacity) {
-    // At least `count` leaves, so at least as many tokens, reach the count-th largest leaf maximum.
+    // At least `count` leaf maxima reach the count-th largest one, so at least `count` tokens do.
     list.count = row.num_leaves;
     for (int32_t leaf = 0; leaf < row.num_leaves; ++leaf) {
       list.x[leaf] = row.leaves[leaf].max;
@@ -161,11 +163,12 @@ inline Cut select_count(const Row<T>& row, int64_t count, bool* listed) {
   return cut;
 }
 
-// Returns the smallest prefix of the kept tokens with a mass of at least top_p of their total.
+// Returns the cut that keeps the smallest prefix of the ranking whose mass is at least top_p of the
+// kept total.
 template <typename T>
 inline Cut select_mass(const Row<T>& row, Cut base, double total, float top_p) {
   double target = top_p * total;
-  // All tokens lighter than half of (1 - top_p) * total / vocab_size together weigh too little
+  // Tokens whose weight is below half of (1 - top_p) * total / vocab_size together weigh too little
   // to matter.
   double lightest = 0.5 * (1.0 - top_p) * total / row.vocab_size;
   double value = row.max + std::log(lightest) / row.inverse;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Operations on one output row as the ops use it: processors, filters, a token, and the scores of
-// any token. Without processors it is a Row over the caller's logits, with them a Row over a copy.
+// An output row as the ops use it: processors, filters, the choice of a token, and the scores of
+// any token. Without processors it is a Row over the caller's logits, with processors a Row over a
+// copy.
 #pragma once
 
 #include <cmath>
@@ -18,15 +19,15 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// The scores requested for tokens of a row, besides the choice.
+// The scores requested for tokens of a row, in addition to the choice.
 struct RowScores {
   bool logprob = false;
   bool rank = false;
-  bool processed = false;  // after processors and filters, instead of the raw logits'
-  bool lse = false;        // of the raw logits
+  bool processed = false;  // after processors and filters, instead of from raw logits
+  bool lse = false;        // log-sum-exp of the raw logits
 };
 
-// Writes target_probs of the whole vocabulary.
+// Writes target_probs for the whole vocabulary.
 template <typename T>
 inline void write_target_probs(const Row<T>& row, float* probs) {
   if (row.kept == Kept::kOne || row.kept == Kept::kListed) {
@@ -49,8 +50,8 @@ inline void write_target_probs(const Row<T>& row, float* probs) {
   }
 }
 
-// Returns log target_probs. At temperature 0 use the log-softmax instead: the choice is no
-// distribution.
+// Returns log target_probs of a token. At temperature 0, use the log-softmax instead, because the
+// choice has no distribution.
 template <typename T>
 inline float target_logprob(const Row<T>& row, int32_t id) {
   if (row.max == -INFINITY || weight_of(row, id) <= 0.0) return -INFINITY;
@@ -59,7 +60,8 @@ inline float target_logprob(const Row<T>& row, int32_t id) {
   return static_cast<float>(distance - std::log(row.kept_mass));
 }
 
-// An output row; at most one per thread at a time, because it uses the thread's scratch memory.
+// An output row. There may be at most one per thread at a time, because it uses the thread's
+// scratch memory.
 template <typename T>
 class TargetRow {
  public:
@@ -74,7 +76,7 @@ class TargetRow {
         copied_(processors != nullptr && changes(*processors)),
         untouched_(logits, vocab_size, copied_ ? 0.0f : filters.temperature),
         processed_(untouched_) {
-    bool of_softmax = filters.temperature == 0.0f;  // processed logprobs are the log-softmax's
+    bool of_softmax = filters.temperature == 0.0f;  // processed logprobs are then the log-softmax
     bool processed_sum = scores.logprob && scores.processed && of_softmax;
     bool raw_sum = (scores.logprob && !scores.processed) || scores.lse;
     bool warm = needs_warm(filters);
@@ -101,17 +103,17 @@ class TargetRow {
     processed_.scan(processed_sum, warm);
   }
 
-  // Returns the processed logits, which are the caller's if the processors change nothing.
+  // Returns the processed logits; these are the caller's logits if the processors change nothing.
   const Row<T>& processed() const { return processed_; }
 
-  // Returns the filtered row; the first call applies the filters. The methods below use it.
+  // Returns the filtered row. The first call applies the filters. The methods below call it.
   Row<T>& kept() {
     if (!filtered_) filter(processed_, filters_);
     filtered_ = true;
     return processed_;
   }
 
-  // Returns the token that `sample` chooses.
+  // Returns the token that `sample` chooses for the row.
   template <typename Source>
   int32_t choose(Purpose purpose, const Source& uniform) {
     const Row<T>& row = kept();

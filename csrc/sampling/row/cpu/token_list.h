@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The list: tokens copied from the row, each with a weight, and the search for the token at which
-// their ranking reaches a target.
+// List of tokens copied from a row, each with a weight, and the search for the token at which their
+// ranking reaches a target.
 #pragma once
 
 #include <cmath>
@@ -17,10 +17,10 @@ namespace specops::SPECOPS_ISA {
 namespace {
 
 constexpr int kListCapacity = 16384;  // tokens that can be copied from the row to the list
-constexpr int kSorted = 64;           // most tokens that are sorted
-constexpr int kListThresholds = 8;    // masses computed in one pass over a list
+constexpr int kSorted = 64;           // at most this many tokens are sorted
+constexpr int kListThresholds = 8;    // number of masses computed in one pass over a list
 
-// The end of a growing list. It is a separate object so that a loop keeps it in registers.
+// The end of a growing list. It is a separate object, so that loops keep it in registers.
 struct Appender {
   float* x;
   int32_t* id;
@@ -32,7 +32,8 @@ struct Appender {
     __m512i ids =
         _mm512_add_epi32(_mm512_set1_epi32(first_id),
                          _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0));
-    // Compressed in a register, because the form that writes to memory is slow on some CPUs.
+    // Compress in a register, because the form of the instruction that writes to memory is slow on
+    // some CPUs.
     _mm512_storeu_ps(x + count, _mm512_maskz_compress_ps(m, values.v));
     _mm512_storeu_si512(id + count, _mm512_maskz_compress_epi32(m, ids));
     count += __builtin_popcount(mask);
@@ -49,8 +50,8 @@ struct Appender {
   }
 };
 
-// Tokens in id order, each with a weight. Sixteen more entries than `capacity` are allocated, so
-// that whole vectors can be stored.
+// Tokens in order of ids, each with a weight. Sixteen entries more than `capacity` are allocated,
+// so that whole vectors can be stored.
 struct TokenList {
   int count = 0;
   int capacity = 0;
@@ -60,7 +61,7 @@ struct TokenList {
 
   ~TokenList() { std::free(x); }
 
-  // Grows the list if needed, which discards its contents.
+  // Grows the list if needed. Growing discards its contents.
   void reserve(int size) {
     if (size <= capacity) return;
     std::free(x);
@@ -71,7 +72,8 @@ struct TokenList {
     capacity = size;
   }
 
-  // Loops that store copy the pointers to locals: a store might change the members.
+  // Loops with stores copy the pointers to local variables: the compiler must assume that a store
+  // changes the members.
 
   void weigh(float origin, float scale) {
     const float* from = x;
@@ -91,7 +93,7 @@ struct TokenList {
     for (int i = 0, end = count; i < end; ++i) to[i] = i;
   }
 
-  // Fills the last vector with tokens outside every bracket.
+  // Fills the rest of the last vector with tokens that are outside every bracket.
   void pad() {
     for (int i = count; i % kLanes != 0; ++i) {
       x[i] = -INFINITY;
@@ -108,7 +110,7 @@ struct TokenList {
     return total;
   }
 
-  // Removes the tokens that the cut does not keep, and their weights.
+  // Removes the tokens that the cut does not keep from the list, with their weights.
   void keep(Cut cut) {
     float *xs = x, *ws = w;
     int32_t* ids = id;
@@ -123,11 +125,11 @@ struct TokenList {
     pad();
   }
 
-  // Zeroes the weights of tokens that the cut does not keep, so that the tokens stay in place.
+  // Sets the weights of tokens that the cut does not keep to zero. All tokens stay in the list.
   void forget_weights_beyond(Cut cut) {
     float past = next_above(cut.value);
     for (int i = 0; i < count; i += kLanes) {
-      // Ids ascend: ties count up to the vector that holds the cut's last token.
+      // Ids ascend, so only the vector with the cut's last_id needs a test of each token.
       bool last = id[i] <= cut.last_id && (i + kLanes >= count || id[i + kLanes - 1] > cut.last_id);
       for (int j = i; last && j < i + kLanes; ++j) {
         if (!cut.keeps(x[j], id[j])) w[j] = 0.0f;
@@ -151,7 +153,7 @@ struct TokenList {
     return number;
   }
 
-  // Returns the index of the first token with id >= token_id; the list must be in id order.
+  // Returns the index of the first token with id >= token_id. The list must be in order of ids.
   int first_from(int32_t token_id) const {
     int low = 0, high = count;
     while (low < high) {
@@ -165,13 +167,13 @@ struct TokenList {
     return low;
   }
 
-  // Returns a token's weight; 0 if it is not in the list.
+  // Returns the weight of a token; 0 if the token is not in the list.
   float weight_of(int32_t token_id) const {
     int at = first_from(token_id);
     return at < count && id[at] == token_id ? w[at] : 0.0f;
   }
 
-  // Returns the first token at which the running weight exceeds the target.
+  // Returns the first token at which the running sum of weights exceeds the target.
   int32_t invert_cdf(double target) const {
     double before = 0.0, after = 0.0;
     int begin = 0;
@@ -182,7 +184,7 @@ struct TokenList {
       after = before + own;
       begin = next;
     }
-    // Rounding may leave the target just past the last token.
+    // Rounding may place the target just past the last token; then the last one is returned.
     int32_t found = id[begin];
     for (int i = begin; i < count && i < begin + kLeaf; ++i) {
       if (w[i] <= 0.0f) continue;
@@ -193,7 +195,7 @@ struct TokenList {
     return found;
   }
 
-  // Sets masses[j] to the mass of the tokens with x >= thresholds[j].
+  // Sets masses[j] to the mass of the listed tokens with x >= thresholds[j].
   void masses_from(const float* thresholds, double* masses) const {
     for (int j = 0; j < kListThresholds; ++j) masses[j] = 0.0;
     for (int begin = 0; begin < count; begin += kLeaf) {
@@ -210,8 +212,8 @@ struct TokenList {
     }
   }
 
-  // Returns the cut after which the ranking's mass first reaches the target. The list holds the
-  // bracket's tokens and none above them; bracket.above is the mass of those above.
+  // Returns the cut after which the ranking first reaches the target mass. The list must have the
+  // tokens of the bracket and none above them; bracket.above is the mass of those above.
   Cut select(Bracket bracket, double target) const {
     double outside = bracket.above;
     for (int round = 0;; ++round) {
@@ -234,7 +236,8 @@ struct TokenList {
     int32_t id;
   };
 
-  // Copies the bracket's tokens and returns their number, or kSorted + 1 if there are more.
+  // Copies the bracket's tokens to `found` and returns their number; kSorted + 1 if there are more
+  // than kSorted.
   int collect(const Bracket& bracket, Candidate* found) const {
     float low = from_ordered_bits(bracket.low), high = from_ordered_bits(bracket.high);
     int num_found = 0;
@@ -251,7 +254,7 @@ struct TokenList {
   }
 
   static Cut sorted_prefix(Candidate* found, int num_found, const Bracket& bracket, double target) {
-    for (int i = 1; i < num_found; ++i) {  // stable, so that equal logits stay in id order
+    for (int i = 1; i < num_found; ++i) {  // a stable sort, so that equal logits stay in id order
       Candidate moved = found[i];
       int j = i;
       for (; j > 0 && found[j - 1].x < moved.x; --j) found[j] = found[j - 1];
@@ -260,13 +263,13 @@ struct TokenList {
     double mass = bracket.above;
     for (int i = 0; i < num_found; ++i) {
       mass += found[i].w;
-      // Only rounding can lead past the last one.
+      // Only rounding can lead past the last token.
       if (mass >= target || i == num_found - 1) return {found[i].x, found[i].id};
     }
     return {from_ordered_bits(bracket.low), INT32_MAX};
   }
 
-  // Handles a bracket of equal tokens by counting them in id order.
+  // Returns the cut inside a bracket whose tokens are all equal, by counting them in order of ids.
   Cut tied_prefix(const Bracket& bracket, double target) const {
     float value = from_ordered_bits(bracket.low);
     double mass = bracket.above;

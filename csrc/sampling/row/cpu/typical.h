@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Typical-p: keeps those of the other filters' tokens that have a surprise nearest to the mean
-// surprise.
+// Typical-p: of the tokens that the other filters keep, keeps those whose surprise is nearest to
+// the mean surprise. The surprise of a token is -log of its probability.
 #pragma once
 
 #include <cmath>
@@ -15,7 +15,8 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Drops the tokens outside the typical set. Overwrites x, which no longer holds logits.
+// Drops the tokens outside the typical set from the list. Overwrites x, which then no longer holds
+// logits.
 inline void keep_typical(TokenList& list, float origin, float inverse, float typical_p) {
   list.pad();
   double total = list.mass(), moment = 0.0;
@@ -24,7 +25,7 @@ inline void keep_typical(TokenList& list, float origin, float inverse, float typ
     F32x16 sum = zero();
     for (int i = begin; i < end; i += kLanes) {
       F32x16 distance = mul(sub(load(list.x + i), set1(origin)), set1(inverse));
-      distance = max(distance, set1(-200.0f));  // e^-200 weighs nothing
+      distance = max(distance, set1(-200.0f));  // a weight of e^-200 does not matter
       store(list.x + i, distance);
       sum = fma(distance, load(list.w + i), sum);
     }
@@ -40,8 +41,9 @@ inline void keep_typical(TokenList& list, float origin, float inverse, float typ
   list.keep(list.select(bracket, typical_p * total));
 }
 
-// Keeps the tokens with a surprise closest to the entropy: |-log p - H| ascending, ids ascending,
-// until they hold typical_p of the mass. With d = log(weight), that is |d - mean of d|.
+// Keeps the tokens whose surprise is closest to the entropy H of the distribution: in the order
+// |-log p - H| ascending, then id ascending, until they have typical_p of the mass. With d =
+// log(weight), the distance is |d - mean of d|.
 template <typename T>
 inline void keep_typical(Row<T>& row, float typical_p, bool weighed) {
   if (!weighed || row.kept != Kept::kListed) {

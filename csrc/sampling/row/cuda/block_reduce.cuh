@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reductions over the threads of a block: sums, maxima and running sums.
+// Reductions over the threads of a block: sums, maxima and prefix sums.
 #pragma once
 
 #include "sampling/row/cuda/row_shared.cuh"
@@ -26,8 +26,8 @@ struct Min {
   }
 };
 
-// Reduces a value over the block, for integers and maxima only, because the order is not fixed.
-// Every thread gets the result, and sees what the block wrote before the call.
+// Reduces a value over the block. Only for integers and for maxima, because the order is not fixed.
+// Every thread gets the result and sees what the block wrote before the call.
 template <typename Op, typename V>
 __device__ inline V block_reduce(RowShared& shared, V value) {
 #pragma unroll
@@ -53,7 +53,7 @@ __device__ inline Mass warp_inclusive(Mass value) {
   return value;
 }
 
-// Returns the inclusive running sum over the threads; *total is the block's sum.
+// Returns the inclusive prefix sum over the threads; sets *total to the sum over the block.
 __device__ inline Mass block_inclusive(RowShared& shared, Mass value, Mass* total) {
   value = warp_inclusive(value);
   __syncthreads();

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A bracket around the point at which to cut the ranking, and the thresholds that shrink it.
+// Bracket of the logit at which to cut the ranking of a row's tokens, and the thresholds that
+// shrink the bracket.
 #pragma once
 
 #include <cfloat>
@@ -9,16 +10,17 @@
 
 namespace specops {
 
-// A bracket of the logit at which the ranking's prefix reaches a target: at `low` it does, at
-// `high` it does not.
+// A range that contains the logit at which the tokens, from the top of the ranking, reach a target
+// mass or count: down to `low` they reach it, down to `high` they do not.
 struct Bracket {
-  uint32_t low, high;  // as ordered bits
+  uint32_t low, high;  // integers from ordered_bits()
 
   __device__ bool single() const { return high - low <= 1; }
 };
 
-// Shrinks the bracket by thresholds strictly inside it. They are evenly spaced in value for a few
-// rounds, which suits logits, and then in representation, which ends in a bracket of one float.
+// Shrinks the bracket with thresholds strictly inside it. For a few rounds they are evenly spaced
+// in value, which suits logits; after that, evenly in representation, so that the bracket ends as
+// one float.
 template <typename T, bool kProcessed>
 __device__ inline void narrow(const Row<T, kProcessed>& row,
                               bool by_mass,

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// A scanned row with drafts, for rejection, top-p and block verification. Rejected drafts leave of
-// the target
+// A scanned row with drafts, for rejection, top-p and block verification. A child of a row is a
+// draft that follows it. After rejections, the residual of the target distribution is
 //
 //     left(x) = max(weight(x) - taken * draft_probs(x), 0)
 //
-// in weights of the row, of which the largest is 1. Up to a factor this equals Residual's left(x).
+// in units of the row's weights, of which the largest is 1. Up to a factor, this is left(x) of
+// Residual (row_rule.h).
 //
-// Order: as in row.cuh. The residual of a leaf is summed in one fp32 tree; from there on sums are
-// masses.
+// Order: as in row.cuh. The residual of a leaf is summed in one fp32 tree; sums of leaves are
+// integer masses.
 #pragma once
 
 #include "sampling/row/cuda/draw.cuh"
@@ -18,9 +19,9 @@
 
 namespace specops {
 
-// The distribution that the children of one row were drawn from.
+// The distribution from which the children of one row were drawn.
 struct DraftRow {
-  const float* probs;        // [size]; nullptr: children were chosen, not drawn
+  const float* probs;        // [size]; nullptr: children were chosen without randomness
   const int32_t* token_ids;  // [size], -1 = unused; nullptr: token id has probs[id]
   int32_t size;
 
@@ -28,8 +29,8 @@ struct DraftRow {
   __device__ bool sparse() const { return token_ids != nullptr; }
 };
 
-// Returns the probability of a draft, with the same bits in every thread of a warp. *outside: the
-// list names an invalid token.
+// Returns the probability of a draft, with the same bits in every thread of a warp. Sets *outside
+// if the list of token ids has an invalid token.
 __device__ inline float draft_prob(const DraftRow& draft,
                                    int32_t id,
                                    int32_t vocab_size,
@@ -49,9 +50,10 @@ __device__ inline float draft_prob(const DraftRow& draft,
   return warp_max(found);
 }
 
-constexpr int32_t kNoChoice = INT32_MIN;  // the choice of a row with invalid drafts
+constexpr int32_t kNoChoice = INT32_MIN;  // choice of a row whose drafts are invalid
 
-// The outcome for a row's children: the index of the accepted child, or one of these.
+// Result of judge() for the children of a row: the index of the accepted child, or one of these
+// values.
 enum : int32_t {
   kDrawOwn = -1,   // no child is accepted: draw from the row's own distribution
   kDrawLeft = -2,  // no child is accepted: draw from the residual
@@ -59,7 +61,7 @@ enum : int32_t {
   kOutOfOrder = -4,
 };
 
-// A row to use after filter(), unless its target is one-hot.
+// A row with drafts. Use it after filter(), unless the target distribution has a single token.
 template <typename T, bool kProcessed>
 class DraftedRow : public Row<T, kProcessed> {
   using Base = Row<T, kProcessed>;
@@ -69,14 +71,14 @@ class DraftedRow : public Row<T, kProcessed> {
   using Base::logit;
   using Base::shared;
 
-  // Sums the kept mass, which all methods below use.
+  // Sums the mass of the kept tokens, which all methods below use.
   __device__ void weigh() {
     Mass total = Base::kept_mass();
     if (Base::thread() == 0) shared.total = total;
     __syncthreads();
   }
 
-  // Returns whether the filters keep a token; false past the vocabulary.
+  // Returns whether the filters keep a token; false for an id past the vocabulary.
   __device__ bool keeps(int32_t id) const {
     if (id >= Base::logits.size) return false;
     float x = logit(id);
@@ -87,14 +89,15 @@ class DraftedRow : public Row<T, kProcessed> {
     return keeps(id) ? static_cast<double>(Base::weight(logit(id)) * Base::unit()) / total() : 0.0;
   }
 
-  // Judges the children in shared.list_id[0, num_children) in order, and subtracts rejected ones
-  // from the row. accept_coin(child) returns each child's coin. In block verification,
-  // `block_weight` > 0 is the weight of the target before the row's only child; else it is 0.
+  // Decides about the children in shared.list_id[0, num_children) in order, and subtracts rejected
+  // ones from the row. accept_coin(child) returns the uniform with which a child is accepted or
+  // rejected. In block verification, `block_weight` is above 0: the weight of the target before the
+  // row's only child. Otherwise it is 0.
   template <typename Coin>
   __device__ int32_t
   judge(const DraftRow& draft, int32_t num_children, double block_weight, Coin accept_coin) {
     Residual left, next;
-    bool restores = false;  // rounding has left no mass: restore the previous residual
+    bool restores = false;  // rounding left no mass: restore the previous residual
     int32_t child = 0, id = 0;
 #pragma unroll 1
     while (child < num_children || restores) {
@@ -140,13 +143,13 @@ class DraftedRow : public Row<T, kProcessed> {
     return kDrawLeft;
   }
 
-  // Draws by inverse CDF from the residual of judge(); the result is valid in the first warp.
+  // Draws from the residual of judge() by inverse CDF. The result is valid in the first warp.
   __device__ RowToken draw_left(const DraftRow& draft, int32_t num_children, float uniform) {
     seek(*this, uniform);
     if (warp_id() != 0) return {0, 0.0f};
     int32_t leaf = shared.leaf;
-    // In units of the leaf's heaviest token, finer than a row's masses, because the residual may be
-    // small.
+    // Computed in units of the heaviest token of the leaf, which is finer than the unit of the
+    // row's masses, because the residual may be small.
     float lift = 1.0f / Base::weight(Base::stats(leaf).max);
     Mass own = 0, target = 0;
     bool mine = true;
@@ -174,7 +177,7 @@ class DraftedRow : public Row<T, kProcessed> {
  private:
   __device__ double total() const { return static_cast<double>(shared.total); }
 
-  // Returns `taken` in weights of the row.
+  // Returns `taken` of a residual in units of the row's weights.
   __device__ float taken_of(const Residual& left) const {
     return static_cast<float>(left.taken / left.weight * total() / Base::unit());
   }
@@ -186,9 +189,10 @@ class DraftedRow : public Row<T, kProcessed> {
     return found;
   }
 
-  // Sets masses() to the residual's, and returns the residual's part of the row. One-hot: all
-  // children up to `child`, with token `id`, are removed, which changes that child's leaf only. A
-  // sparse draft changes the leaves in its list, a dense one every leaf.
+  // Sets masses() to the masses of a residual, and returns its total mass, relative to the kept
+  // mass. Which leaves change depends on the draft distribution: one-hot drafts remove all children
+  // up to `child` (whose token is `id`), and only the leaf of `id` is recomputed; a sparse
+  // distribution changes the leaves of the tokens in its list, a dense one all leaves.
   __device__ double take(const DraftRow& draft, int32_t child, int32_t id, const Residual& left) {
     if (shared.weighed == 0) {
       __syncthreads();
@@ -219,7 +223,8 @@ class DraftedRow : public Row<T, kProcessed> {
     return left.weight * static_cast<double>(Base::kept_mass()) / total();
   }
 
-  // Returns the leaf of entry `item` of the list, or -1 if an earlier entry has the same leaf.
+  // Returns the leaf of entry `item` of the list of token ids; -1 if an earlier entry is in the
+  // same leaf.
   __device__ int32_t leaf_named(const DraftRow& draft, int32_t item) const {
     int32_t id = draft.token_ids[item];
     if (id < 0) return -1;
@@ -233,12 +238,12 @@ class DraftedRow : public Row<T, kProcessed> {
     return __any_sync(kFullMask, seen) ? -1 : leaf;
   }
 
-  // Calls visit(left, logit, id) for the lane's tokens of a leaf in ascending order. `removed`
-  // counts the children of a one-hot row that are removed entirely.
+  // Calls visit(left, logit, id) for the lane's tokens of a leaf, in ascending order of ids.
+  // `removed`: number of children of one-hot drafts that are removed entirely.
   template <typename Visit>
   __device__ void for_each_left(
       const DraftRow& draft, int32_t removed, float taken, int32_t leaf, Visit visit) const {
-    constexpr int kRun = Leaf<T>::kOwn;  // consecutive ids of a lane
+    constexpr int kRun = Leaf<T>::kOwn;  // consecutive ids per lane
     static_assert(kRun <= 32);
     const int32_t* ids = draft.one_hot() ? shared.list_id : draft.token_ids;
     int32_t number = draft.one_hot() ? removed : draft.sparse() ? draft.size : 0;
@@ -263,7 +268,7 @@ class DraftedRow : public Row<T, kProcessed> {
     });
   }
 
-  // Returns the index of a token that is in the list; runs on a single lane.
+  // Returns the index of a token that is in the list of token ids. Called by a single lane.
   __device__ static int32_t place_in_list(const DraftRow& draft, int32_t id) {
     int32_t i = 0;
 #pragma unroll 1

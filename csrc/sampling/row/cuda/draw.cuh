@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Inverse CDF over the kept tokens of a row, in token-id order.
+// Drawing of a token from the tokens that the filters of a row keep: inverse CDF in token-id order.
 #pragma once
 
 #include "sampling/row/cuda/block_reduce.cuh"
@@ -7,7 +7,8 @@
 
 namespace specops {
 
-// Returns the leaf's first kept token at which the running mass exceeds `part` of the leaf's mass.
+// Returns the first kept token of a leaf at which the running mass exceeds `part` (a fraction) of
+// the leaf's mass.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ RowToken
 pick(const Row<T, kProcessed>& row, int32_t leaf, Cut cut, double part) {
@@ -34,7 +35,7 @@ pick(const Row<T, kProcessed>& row, int32_t leaf, Cut cut, double part) {
   return {__shfl_sync(kFullMask, found.id, owner), __shfl_sync(kFullMask, found.logit, owner)};
 }
 
-// Returns the first token in rank; the result is valid in the first warp.
+// Returns the first token of the ranking. The result is valid in the first warp.
 template <typename T, bool kProcessed>
 __device__ inline RowToken first_token(const Row<T, kProcessed>& row) {
   int32_t first = row.num_leaves;
@@ -45,8 +46,9 @@ __device__ inline RowToken first_token(const Row<T, kProcessed>& row) {
   return pick(row, block_reduce<Min>(row.shared, first), {row.max, INT32_MAX}, 0.0);
 }
 
-// Finds the first kept token at which the running mass exceeds uniform * total. Leaves its leaf in
-// shared.leaf, and the part of the leaf's mass before the token in shared.part.
+// Finds the leaf in which the running mass of the kept tokens first exceeds the target, uniform *
+// total. Leaves this leaf in shared.leaf, and in shared.part where the target lies in the leaf, as
+// a fraction of the leaf's mass.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ void seek(const Row<T, kProcessed>& row, float uniform) {
   int32_t run = (row.num_leaves - 1) / row.threads() + 1;
@@ -55,7 +57,7 @@ __device__ __forceinline__ void seek(const Row<T, kProcessed>& row, float unifor
 #pragma unroll 1
   for (int32_t leaf = begin; leaf < end; ++leaf) own += row.leaf_mass(leaf);
   Mass upto = block_inclusive(row.shared, own, &total);
-  // target = floor(total * n / 2^24), with n the uniform's 24 bits
+  // target = floor(total * n / 2^24), where n is the 24-bit integer of the uniform.
   Mass n = static_cast<Mass>(uniform * 0x1p24f);
   Mass target = (total >> 24) * n + ((total & 0xffffffu) * n >> 24);
   Mass before = upto - own;
@@ -80,7 +82,7 @@ __device__ __forceinline__ RowToken invert_cdf(const Row<T, kProcessed>& row, fl
   return pick(row, row.shared.leaf, row.shared.kept, row.shared.part);
 }
 
-// Draws a token from the filtered distribution; the result is valid in the first warp.
+// Draws a token from the filtered distribution. The result is valid in the first warp.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ RowToken draw(const Row<T, kProcessed>& row, float uniform) {
   if (row.one_hot()) return {row.shared.kept.last_id, row.max};

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The filters of a row: temperature -> top-k -> top-p of the rest -> min-p -> typical-p.
+// The filters of a row, in the order temperature, top-k, top-p of the remaining tokens, min-p,
+// typical-p.
 #pragma once
 
 #include <cfloat>
@@ -13,19 +14,20 @@
 
 namespace specops {
 
-// The place of the kept tokens' weights: the scan's sums, the list, or row.masses().
+// Location of the weights of the kept tokens: in the scan's sums, in the list, in row.masses(), or
+// not computed.
 enum class Where { kScan, kList, kMasses, kNowhere };
 
-// Applies all filters but typical-p, which keep a prefix of the ranking. Leaves the cut in
-// shared.cut and returns the place of the kept weights: the scan's sums or row.masses().
+// Applies all filters except typical-p; together they keep a prefix of the ranking. Leaves the cut
+// in shared.cut and returns where the weights of the kept tokens are.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ Where cut_ranking(const Row<T, kProcessed>& row) {
   if (row.thread() == 0) {
     const SamplingParams& params = row.shared.filters;
     row.shared.likely = -INFINITY;
-    if (params.min_p > 0.0f) {  // weight >= min_p * the largest weight, which is 1
-      // Never -inf, which means that min-p is off: with min-p the scan may have left out the sum
-      // that is used then.
+    if (params.min_p > 0.0f) {  // min-p: weight >= min_p * the largest weight, which is 1
+      // The threshold must not be -inf, which means that min-p is off: if min-p is on, the scan may
+      // not have computed the sum that is used in that case.
       double least = row.max + static_cast<double>(logf(params.min_p)) / row.shared.inverse;
       row.shared.likely = fminf(least > -FLT_MAX ? static_cast<float>(least) : -FLT_MAX, row.max);
     }
@@ -77,8 +79,9 @@ __device__ __forceinline__ Where cut_ranking(const Row<T, kProcessed>& row) {
   return where;
 }
 
-// Applies temperature -> top-k -> top-p of the rest -> min-p -> typical-p, or keeps the first token
-// of a one-hot row. Leaves the result in shared.kept and shared.typical.
+// Applies the filters, in the order temperature, top-k, top-p of the remaining tokens, min-p,
+// typical-p. A one-hot row keeps only its first token. Leaves the result in shared.kept and
+// shared.typical.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ void filter(const Row<T, kProcessed>& row) {
   if (row.one_hot()) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sampling parameters on the device: random numbers, and the sums that a row's scan must compute.
+// Sampling parameters on the device: random numbers, and which sums the scan of a row must compute.
 #pragma once
 
 #include "common/device.cuh"
@@ -8,7 +8,7 @@
 
 namespace specops {
 
-// Returns the uniforms for the decisions about one token of one request.
+// Returns the source of uniforms for the decisions about one token of one request.
 __device__ inline PhiloxSource uniform_source(const SamplingTensors& filters,
                                               int64_t idx,
                                               int32_t position,
@@ -16,14 +16,14 @@ __device__ inline PhiloxSource uniform_source(const SamplingTensors& filters,
   return {uniform_key_of(filters, idx, position, anchor)};
 }
 
-// Returns whether the choice needs the second sum of a scan, the mass of all tokens.
+// Returns whether the choice needs the second sum of a scan, which is the mass of all tokens.
 __device__ inline bool needs_warm(const SamplingParams& filters, int32_t vocab_size) {
   bool counted = filters.top_k > 0 && filters.top_k < vocab_size;
   return !is_greedy(filters) && !counted && (filters.top_p < 1.0f || filters.min_p == 0.0f);
 }
 
-// The sums that a row's scan must compute: over raw logits, and over tempered logits under the
-// overlay.
+// Sums that the scan of a row must compute: over raw logits, and over logits with processors and
+// temperature applied.
 struct WantedSums {
   bool raw, warm;
 

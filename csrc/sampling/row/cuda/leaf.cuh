@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A leaf: the part of a row of logits that one warp holds in registers. Leaves start at fixed ids
-// and a sum over a leaf is one fixed fp32 tree, so any warp computes the same bits.
+// A leaf: the part of a row of logits that one warp holds in registers. Leaves start at fixed ids,
+// and the sum over a leaf is one fixed fp32 tree, so every warp would compute the same bits.
 #pragma once
 
 #include <cfloat>
@@ -15,8 +15,8 @@ namespace specops {
 constexpr int kLeafVectors = kLeafBytes / 16 / kWarpSize;  // 16-byte vectors per lane
 constexpr float kLog2e = 1.44269504088896341f;
 
-// A warp's leaf. Vector j of lane l is the leaf's vector 32 j + l, so that each load takes whole
-// lines.
+// The leaf of a warp. Vector j of lane l is vector 32 j + l of the leaf, so that each load of a
+// warp reads whole cache lines.
 template <typename T>
 class Leaf {
  public:
@@ -24,14 +24,14 @@ class Leaf {
   static constexpr int kWidth = Vector<T>::kWidth;
   static constexpr int kOwn = kLeafVectors * kWidth;  // elements per lane
 
-  // Returns the position in the leaf of the lane's element i.
+  // Returns the position in the leaf of element i of this lane.
   __device__ static int offset(int i) { return vector_offset(i / kWidth) + i % kWidth; }
 
-  // Returns the lane's element i; i must be a compile-time constant after unrolling.
+  // Returns element i of this lane. i must be a compile-time constant after unrolling.
   __device__ float operator[](int i) const { return Vector<T>::element(words_, i); }
 
-  // Makes the compiler drop values derived from the elements: recomputing them is cheaper than
-  // keeping them in registers.
+  // Makes the compiler discard values derived from the elements, because recomputing them is
+  // cheaper than keeping them in registers.
   __device__ void forget_derived() {
 #pragma unroll
     for (int k = 0; k < kLeafVectors * 4; ++k) ptx::forget(words_[k]);
@@ -60,13 +60,13 @@ class Leaf {
     }
   }
 
-  // Loads the leaf from shared memory; own[0] is the lane's first vector.
+  // Loads the leaf from shared memory. own[0] is the first vector of this lane.
   __device__ void load_shared(const uint4* own) {
 #pragma unroll
     for (int j = 0; j < kLeafVectors; ++j) put(j, own[j * kWarpSize]);
   }
 
-  // Loads the leaf from shared memory where every vector begins `skew` bytes further.
+  // Loads the leaf from shared memory where every vector begins `skew` bytes later.
   __device__ void load_shared(const uint4* own, int skew) {
 #pragma unroll
     for (int j = 0; j < kLeafVectors; ++j) {
@@ -75,7 +75,7 @@ class Leaf {
     }
   }
 
-  // Applies the block's overlay to the raw leaf.
+  // Applies the block's overlay (logits processors) to the raw leaf.
   __device__ void process(int32_t leaf) {
     int32_t begin = leaf * kSize;
     uint32_t changed = 0;
@@ -95,8 +95,7 @@ class Leaf {
     }
   }
 
-  // Returns the largest of the lane's elements. NaN is ignored; without elements the result is
-  // -inf.
+  // Returns the largest element of this lane. NaN is ignored; -inf if the lane has no elements.
   __device__ float lane_max() const {
     if constexpr (sizeof(T) == 4) {
       float tops[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
@@ -114,9 +113,9 @@ class Leaf {
     }
   }
 
-  // Calls visit(i, clean element, position in the leaf) for the lane's elements in order, with i
-  // the index within a vector. The loop expands one vector at a time: all of them at once cost
-  // registers.
+  // Calls visit(i, clean element, position in the leaf) for the elements of this lane in order; i
+  // is the index within a vector. The loop is unrolled one vector at a time, because unrolling all
+  // of it takes more registers.
   template <typename Visit>
   __device__ void for_each(Visit visit) {
 #pragma unroll 1
@@ -133,7 +132,7 @@ class Leaf {
     }
   }
 
-  // Sets elements equal to `value` to -inf if they lie past position `last` of the leaf.
+  // Sets the elements that equal `value` and lie past position `last` of the leaf to -inf.
   __device__ void drop_ties(float value, int last) {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
@@ -160,9 +159,9 @@ class Leaf {
   uint32_t words_[kLeafVectors * 4];
 };
 
-// Calls visit(logit, id) for the lane's elements of a leaf in ascending order of id; here each lane
-// owns a contiguous run of the leaf. kAtOnce: the lane loads its whole run before the first visit,
-// which takes registers.
+// Calls visit(logit, id) for the elements of a lane in ascending order of ids. Here each lane has a
+// contiguous run of the leaf. kAtOnce: the lane loads its whole run before the first visit, which
+// takes more registers.
 template <bool kAtOnce = true, typename T, bool kProcessed, typename Visit>
 __device__ inline void for_each_in_order(const RowLogits<T, kProcessed>& row,
                                          int32_t leaf,
@@ -191,10 +190,10 @@ struct __align__(16) LeafStats {
   float max;      // maximum of the leaf's logits
   float raw;      // sum of e^(raw logit - raw_max)
   float warm;     // sum of e^((logit - max) / temperature)
-  float raw_max;  // maximum of the logits in memory; set only under an overlay
+  float raw_max;  // maximum of the logits in memory; set only if there is an overlay
 };
 
-// Returns the sum over the leaf of 2^((x - origin) * scale), with x <= origin for every element.
+// Returns the sum of 2^((x - origin) * scale) over the leaf; every element x must be <= origin.
 // Each lane sums four chains in id order, then one butterfly adds the lanes.
 template <typename T>
 __device__ inline float leaf_sum(Leaf<T>& x, float origin, float scale) {
@@ -206,7 +205,7 @@ __device__ inline float leaf_sum(Leaf<T>& x, float origin, float scale) {
   }
   float sum = warp_sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
   if (sum <= static_cast<float>(Leaf<T>::kSize)) return sum;
-  // A NaN or +inf is in the leaf.
+  // Reached if the leaf has a NaN or +inf.
   x.forget_derived();
 #pragma unroll
   for (int k = 0; k < 4; ++k) sums[k] = 0.0f;

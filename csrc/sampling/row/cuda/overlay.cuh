@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// A row's processors as an overlay on its logits in memory. Two bits per token mark the logits that
-// the tables change and the tokens that are forbidden. A block builds the overlay from the tables,
-// and every read of a logit applies it. The bits lie in shared memory. If a row is too wide for
-// that, they lie in the workspace, where each block that shares the row writes its part.
+// Logits processors of a row, as an overlay over its logits in memory. For each token, two bits say
+// whether the processors' tables change its logit and whether the token is forbidden. A block
+// builds these bits from the tables, and every read of a logit applies them. The bits are in shared
+// memory. If a row is too wide for that, they are in the workspace, and each block that shares the
+// row writes a part of them.
 #pragma once
 
 #include "common/device.cuh"
@@ -11,11 +12,11 @@
 
 namespace specops {
 
-constexpr int kRowSharedBytes = 41 << 10;  // offset of the overlay, behind RowShared
+constexpr int kRowSharedBytes = 41 << 10;  // offset of the overlay, which follows RowShared
 
 struct __align__(8) OverlayBits {
-  uint32_t changed;    // by biases or penalties
-  uint32_t forbidden;  // by the mask, a bad word, or the minimum length
+  uint32_t changed;    // bit set: a bias or a penalty changes the logit
+  uint32_t forbidden;  // bit set: forbidden by the mask, a bad word or the minimum length
 };
 
 struct RowOverlay {
@@ -25,14 +26,14 @@ struct RowOverlay {
   int32_t num_stretches;
 };
 
-// The index of an ascending table records where each stretch of 2^kStretchLog2 token ids begins, so
-// that a search waits for memory only a few times instead of log2 of a long history. Stretches are
-// longer if a row would have more than kMostStretches.
+// The index of an ascending table: it has the place where each stretch of 2^kStretchLog2 token ids
+// begins. With it, a search waits for memory only a few times, instead of log2 of the length of a
+// long history. Stretches are longer if a row would have more than kMostStretches of them.
 constexpr int kStretchLog2 = 9;
 constexpr int kMostStretches = 512;
 
-// The limit on the bits in shared memory: the capacity of the smallest of the large devices, so
-// that all of those decide alike.
+// Limit on the bits in shared memory: what fits the smallest of the devices with large shared
+// memory, so that all of these devices decide alike.
 constexpr int64_t kMostOverlayBytes = 121 << 10;
 
 constexpr int64_t to_16_bytes(int64_t bytes) { return (bytes + 15) / 16 * 16; }
@@ -43,18 +44,18 @@ struct OverlayPlan {
   int32_t num_words = 0;  // words of the bits
   int32_t num_stretches = 0;
   int32_t stretch_log2 = kStretchLog2;
-  bool is_shared = false;  // the bits fit a block's shared memory, else they lie in the workspace
+  bool is_shared = false;  // whether the bits are in shared memory; else in the workspace
 
   constexpr int64_t bits_bytes() const { return num_words * int64_t{sizeof(OverlayBits)}; }
 
-  // Returns the overlay's bytes of a block's shared memory.
+  // Returns the size in bytes of the overlay in the shared memory of a block.
   constexpr int64_t smem_bytes() const {
     int64_t begins = 2 * (num_stretches + int64_t{1}) * int64_t{sizeof(int32_t)};
     return kOverlayBytes + to_16_bytes(begins) + (is_shared ? bits_bytes() : 0);
   }
 };
 
-// Plans the overlay of a row with a last leaf that ends before token `end`, on a device with
+// Plans the overlay of a row whose last leaf ends before token `end`, on a device with
 // `shared_bytes` of shared memory per block.
 constexpr OverlayPlan plan_overlay(int64_t end, int64_t shared_bytes) {
   OverlayPlan plan;
@@ -71,7 +72,7 @@ static_assert(plan_overlay(448 << 10, 163 << 10).is_shared &&
 static_assert(kRowSharedBytes + plan_overlay(INT32_MAX, 0).smem_bytes() <= 48 << 10,
               "what a block of every device has");
 
-// The bits of a row, and the range of words that a block writes.
+// The bits of a row, and the range of words that one block writes.
 struct OverlayPart {
   OverlayBits* bits;
   int32_t begin, end;
@@ -81,7 +82,8 @@ __device__ inline RowOverlay& row_overlay() {
   return *reinterpret_cast<RowOverlay*>(shared_memory() + kRowSharedBytes);
 }
 
-// Returns the begin of each stretch of the counted tokens, then the end; the biases' follow.
+// Returns, in shared memory, the index of the counted tokens: the begin of each stretch, then the
+// end of the last. The index of the biases follows it.
 __device__ inline int32_t* stretch_begins() {
   return reinterpret_cast<int32_t*>(shared_memory() + kRowSharedBytes + kOverlayBytes);
 }
@@ -93,8 +95,8 @@ __device__ inline OverlayBits* shared_overlay_bits(const OverlayPlan& plan) {
                                         (bytes + 15) / 16 * 16);
 }
 
-// Acts as find_sorted on an ascending table, given its stretch index. On an unsorted table it stays
-// in bounds.
+// Returns what find_sorted returns for an ascending table, using the index of its stretches. On a
+// table that is not sorted, it stays in bounds.
 __device__ inline int32_t find_in_stretch(const int32_t* begins,
                                           const int32_t* ids,
                                           int32_t size,
@@ -106,9 +108,9 @@ __device__ inline int32_t find_in_stretch(const int32_t* begins,
   return at < 0 ? at : begin + at;
 }
 
-// Builds the overlay; called by a whole block, which writes its part of the bits and the stretches
-// of all. The other arguments are row_processors', in range except for the mask index. Request -1
-// has no processors.
+// Builds the overlay of a row. A whole block calls this; the block writes its part of the bits, and
+// all stretches of the index. The arguments after `all` are those of row_processors and must be in
+// range, except for the mask index. Request -1 has no processors.
 __device__ inline void build_overlay(const LogitsProcessors& all,
                                      int64_t batch_idx,
                                      int64_t output_row,
@@ -141,8 +143,8 @@ __device__ inline void build_overlay(const LogitsProcessors& all,
     if (id < 0 || id >= vocab_size || id / 32 < part.begin || id / 32 >= part.end) return;
     atomicOr(&(part.bits[id / 32].*which), 1u << id % 32);
   };
-  // Marks the tokens of a table and records where each stretch begins. The table ends at -1; later
-  // stretches are empty and begin at its end.
+  // Marks the tokens of a table as changed, and records where each stretch begins. The table ends
+  // at -1; the stretches after it are empty and begin at its end.
   auto mark_ascending = [&](const int32_t* ids, int32_t size, int32_t* begins) {
     auto stretch_of = [&](int32_t i) {
       bool inside = i < size && ids[i] >= 0 && ids[i] < vocab_size;
@@ -167,17 +169,17 @@ __device__ inline void build_overlay(const LogitsProcessors& all,
   __syncthreads();
 }
 
-// Returns the overlay of `count` tokens from `first` on, which must lie in one word.
+// Returns the overlay bits of `count` tokens from `first` on, which must be in one word.
 __device__ inline OverlayBits overlay_of(int32_t first, int count) {
-  // Volatile, so that every read loads the pointer again: keeping it would cost a register in every
-  // loop.
+  // Volatile, so that every read loads the pointer again: keeping it in a register would cost one
+  // in every loop.
   OverlayBits* const volatile& all = row_overlay().bits;
   OverlayBits bits = all[first / 32];
   uint32_t mask = (1u << count) - 1;
   return {bits.changed >> first % 32 & mask, bits.forbidden >> first % 32 & mask};
 }
 
-// Returns the new value of a logit that the tables change and that is not forbidden.
+// Returns the new value of a logit that is changed and not forbidden.
 template <typename T>
 __device__ inline T changed_logit(int32_t id, T x) {
   const RowProcessors& row = row_overlay().processors;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ranking of a row's tokens by (logit descending, id ascending): logits as integers, rank keys,
-// and the cuts that filters make.
+// Ranking of a row's tokens by logit (descending), then id (ascending): logits as integers, rank
+// keys, and the cuts that filters make in the ranking.
 #pragma once
 
 #include <cfloat>
@@ -9,7 +9,7 @@
 
 namespace specops {
 
-// Returns an integer that orders as the float does; -0 counts as 0.
+// Returns an integer that has the same order as the float; -0 counts as 0.
 __device__ inline uint32_t ordered_bits(float x) {
   uint32_t word = __float_as_uint(x + 0.0f);
   return word & 0x80000000u ? ~word : word | 0x80000000u;
@@ -24,7 +24,8 @@ __device__ inline float next_above(float x) { return from_ordered_bits(ordered_b
 // Returns x with NaN as -inf and +inf as the largest finite float.
 __device__ inline float clean(float x) { return fminf(fmaxf(x, -INFINITY), FLT_MAX); }
 
-// The tokens that a filter keeps: logits above `value`, and logits equal to it with id <= last_id.
+// A prefix of the ranking: the tokens with logits above `value`, and those with a logit equal to
+// `value` and an id <= last_id.
 struct Cut {
   float value;
   int32_t last_id;
@@ -42,7 +43,8 @@ __device__ inline Cut tighter(Cut a, Cut b) {
 // Returns the cut that keeps every token.
 __device__ inline Cut everything() { return {-INFINITY, INT32_MAX}; }
 
-// A token's place in the ranking: a larger key ranks earlier, and no two keys are equal.
+// Position of a token in the ranking as an integer: a larger key ranks earlier, and no two keys are
+// equal.
 using RankKey = unsigned long long;
 
 __device__ inline RankKey rank_key(float x, int32_t id) {

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// One row of logits owned by one block, after one or several blocks have scanned it: its maximum
-// and sums, the logprobs of its tokens, and their weights. The functions of the other files take it
-// as `row`; sample, verify and top_logprobs are loops around them.
+// One row of logits that one block processes after one or several blocks have scanned it: its
+// maximum and sums, the logprobs of its tokens, and their weights. The functions of the other files
+// take this object as the argument `row`; the kernels of sample, verify and top_logprobs are loops
+// over such rows.
 //
-// Order: a leaf's sum is fp32 in a fixed tree (leaf.cuh). From there on masses are integers, in
-// units of 2^-39 of the row's heaviest token. Integer sums do not depend on their order, so any
-// threads may fold leaves, and lists fill in any order. NaN counts as -inf and +inf as the largest
-// finite float. Tokens are ordered by (logit descending, id ascending).
+// Order: the sum of a leaf is fp32 in a fixed tree (leaf.cuh). Sums of leaves are masses: integers
+// in units of 2^-39 of the weight of the row's heaviest token. Integer sums do not depend on their
+// order, so any thread may fold any leaf, and lists may be filled in any order. NaN counts as -inf,
+// and +inf as the largest finite float. Tokens are ranked by logit (descending), then id
+// (ascending).
 #pragma once
 
 #include <cfloat>
@@ -23,7 +25,8 @@ struct RowToken {
   float logit;
 };
 
-// Returns 1 / temperature within the finite floats, so that 0 times it is 0 and -inf stays -inf.
+// Returns 1 / temperature, clamped to finite, normal floats, so that 0 times it is 0 and -inf stays
+// -inf.
 __device__ inline float inverse_temperature(float temperature) {
   float inverse = temperature > 0.0f ? 1.0f / temperature : 1.0f;
   return fminf(fmaxf(inverse, FLT_MIN), FLT_MAX / 2);
@@ -36,7 +39,8 @@ struct Row {
   int32_t num_leaves;
   float max = -INFINITY;
 
-  // Values that every thread would keep in registers, most of them for later, go to shared memory.
+  // Values that threads would otherwise keep in registers, most of them for later, go to shared
+  // memory.
   __device__ Row(RowShared& of_block,
                  const RowLogits<T, kProcessed>& row,
                  const SamplingParams& filters,
@@ -59,15 +63,15 @@ struct Row {
   __device__ const LeafStats& stats(int32_t leaf) const { return shared.row_stats[leaf]; }
   __device__ Mass* masses() const { return shared.row_masses; }
 
-  // Combines the leaves: sets `max` and, if `want_raw`, leaves the logarithm of the sum of the raw
-  // logits' weights in shared.log_sum.
+  // Combines the leaves: sets `max` and, if `want_raw`, sets shared.log_sum to the logarithm of the
+  // sum of e^(raw logit - raw maximum).
   __device__ void fold(bool want_raw) {
     float top = -INFINITY;
 #pragma unroll 1
     for (int32_t leaf = thread(); leaf < num_leaves; leaf += threads()) {
       top = fmaxf(top, stats(leaf).max);
     }
-    max = block_reduce<Max>(shared, top) + 0.0f;  // the sum turns -0 into +0
+    max = block_reduce<Max>(shared, top) + 0.0f;  // adding 0 turns -0 into +0
     if (!want_raw) return;
     float raw_max = max;
     if constexpr (kProcessed) {
@@ -90,18 +94,18 @@ struct Row {
     keep_sum(block_reduce<Add>(shared, total));
   }
 
-  // Stores log(total) in shared.log_sum, replacing the sum that was there.
+  // Replaces shared.log_sum by log(total).
   __device__ void keep_sum(Mass total) const {
     if (thread() == 0) shared.log_sum = log_of(total);
     __syncthreads();
   }
 
-  // Returns the log-sum-exp of the raw logits; valid after fold(true).
+  // Returns the log-sum-exp of the raw logits. Requires fold(true).
   __device__ float lse() const {
     return raw_max() == -INFINITY ? -INFINITY : raw_max() + shared.log_sum;
   }
 
-  // Returns the raw log-softmax of a token; valid after fold(true).
+  // Returns the log-softmax of a token over the raw logits. Requires fold(true).
   __device__ float logprob(RowToken token) const {
     float x = token.logit;
     if constexpr (kProcessed) x = to_float(logits.data[token.id]);
@@ -110,8 +114,8 @@ struct Row {
 
   __device__ float logit(int32_t id) const { return clean(logits.logit(id)); }
 
-  // Returns 1 + the number of tokens with a greater logit, among the raw logits or those under the
-  // overlay. Every thread must pass the token.
+  // Returns 1 + the number of tokens with a greater logit, among the raw logits or among those with
+  // the overlay applied. All threads must pass the same token.
   __device__ int32_t rank(RowToken token, bool raw) const {
     if constexpr (kProcessed) {
       if (raw) {
@@ -122,7 +126,7 @@ struct Row {
     return rank_in(logits, clean(token.logit), [&](int32_t leaf) { return stats(leaf).max; });
   }
 
-  // Returns the first warp's token in every thread.
+  // Returns the token of the first warp in every thread.
   __device__ RowToken broadcast(RowToken token) const {
     __syncthreads();
     if (thread() == 0) {
@@ -135,15 +139,16 @@ struct Row {
 
   // ---- weights and masses ----
 
-  // Returns e^((x - max) / temperature) for a clean x; the first token's weight is 1.
+  // Returns e^((x - max) / temperature) for a clean x. The weight of the first token of the ranking
+  // is 1.
   __device__ float weight(float x) const { return ptx::exp2_approx((x - max) * scale()); }
 
   __device__ float scale() const { return shared.inverse * kLog2e; }
 
-  // Returns the mass of a weight: an integer, so that sums of masses do not depend on their order.
+  // Returns a weight as an integer mass, so that sums do not depend on their order.
   __device__ Mass mass(float weight) const { return static_cast<Mass>(weight * unit()); }
 
-  // Returns the heaviest token's mass, chosen so that the sum over a row fits 64 bits.
+  // Returns the mass of the heaviest token, chosen so that the sum over a row fits 64 bits.
   __device__ float unit() const { return logits.size <= 1 << 24 ? 0x1p39f : 0x1p32f; }
 
   __device__ float log_of(Mass total) const { return logf(static_cast<float>(total) / unit()); }
@@ -163,12 +168,12 @@ struct Row {
     return block_reduce<Add>(shared, total);
   }
 
-  // ---- tokens that filter() has kept ----
+  // ---- kept tokens (those that filter() does not drop) ----
 
-  // Returns whether the filtered distribution has a single token.
+  // Returns whether the filtered distribution has only one token.
   __device__ bool one_hot() const { return max == -INFINITY || is_greedy(shared.filters); }
 
-  // Returns whether the filters keep a token, given its clean logit.
+  // Returns whether the filters keep a token, given its clean logit and its id.
   __device__ bool keeps(float x, int32_t id) const {
     return shared.kept.keeps(x, id) && is_typical(x, id);
   }
@@ -189,7 +194,7 @@ struct Row {
     return shared.weighed != 0 ? masses()[leaf] : scanned_mass(leaf);
   }
 
-  // Returns the mass of all kept tokens, summed over the leaves, in every thread.
+  // Returns the mass of all kept tokens, summed over the leaves. Every thread gets the result.
   __device__ Mass kept_mass() const {
     if (one_hot()) return mass(1.0f);
     Mass total = 0;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A row of logits in memory, with the block's overlay if it has one, and its 16-byte loads.
+// A row of logits in memory, with the block's overlay if the row has processors, and its 16-byte
+// loads.
 #pragma once
 
 #include "common/device.cuh"
@@ -9,14 +10,14 @@ namespace specops {
 
 constexpr int kLeafBytes = 2048;  // the part of a row that a warp holds in registers (leaf.cuh)
 
-// A row of logits in memory; kProcessed: reads apply the block's overlay.
+// A row of logits in memory. If kProcessed, reads apply the block's overlay.
 template <typename T, bool kProcessed = false>
 struct RowLogits {
   static constexpr int kLeafSize = kLeafBytes / static_cast<int>(sizeof(T));
 
   const T* data;
   int32_t size;
-  int skew;  // bytes from the last 16-byte boundary to the row's beginning
+  int skew;  // bytes from the last 16-byte boundary to the row's first logit
 
   __device__ RowLogits(const void* logits, int64_t row, int64_t stride, int64_t vocab_size)
       : RowLogits(static_cast<const T*>(logits) + row * stride, static_cast<int32_t>(vocab_size)) {}
@@ -44,13 +45,13 @@ struct RowLogits {
         skew(static_cast<int>(reinterpret_cast<uintptr_t>(begin) % 16)) {}
 };
 
-// 16 bytes of logits.
+// Operations on a vector of 16 bytes of logits.
 template <typename T>
 struct Vector {
   static constexpr int kWidth = 16 / static_cast<int>(sizeof(T));
   static constexpr uint32_t kNothing = sizeof(T) == 4 ? 0xff800000u : 0xff80ff80u;  // -inf
 
-  // Returns element i, which must be a compile-time constant after unrolling.
+  // Returns element i. i must be a compile-time constant after unrolling.
   __device__ static float element(const uint32_t* words, int i) {
     if constexpr (sizeof(T) == 4) {
       return __uint_as_float(words[i]);
@@ -60,7 +61,7 @@ struct Vector {
     }
   }
 
-  // Returns element i of kWords words, for an i known only at run time.
+  // Returns element i of kWords words, where i is known only at run time.
   template <int kWords>
   __device__ static T pick(const uint32_t* words, int i) {
     constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
@@ -92,7 +93,7 @@ struct Vector {
     }
   }
 
-  // Sets the elements with a set bit to -inf.
+  // Sets the elements whose bit is set to -inf.
   __device__ static void forbid(uint32_t* words, uint32_t bits) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -106,13 +107,13 @@ struct Vector {
     }
   }
 
-  // Loads the elements from id `first` on; -inf past the row's end.
+  // Loads the elements from id `first` on; -inf past the end of the row.
   template <bool kProcessed>
   __device__ static uint4 load(const RowLogits<T, kProcessed>& row, int32_t first) {
     return under_overlay<kProcessed>(first, load_raw(row, first));
   }
 
-  // Applies the block's overlay, if any, to the raw elements from id `first` on.
+  // Applies the block's overlay, if kProcessed, to the raw elements from id `first` on.
   template <bool kProcessed>
   __device__ static uint4 under_overlay(int32_t first, uint4 vector) {
     if constexpr (kProcessed) {
@@ -140,7 +141,8 @@ struct Vector {
     return load_elements(data, rest);
   }
 
-  // Returns the vector that begins `skew` bytes past the start of a in a:b.
+  // Returns the 16 bytes that begin `skew` bytes after the start of a, in the concatenation of a
+  // and b.
   __device__ static uint4 between(const uint4& a, const uint4& b, int skew) {
     uint32_t words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
@@ -157,13 +159,14 @@ struct Vector {
   }
 
  private:
-  // Loads a vector that begins `skew` bytes past a 16-byte boundary from the two vectors it spans.
+  // Loads a vector that begins `skew` bytes past a 16-byte boundary, from the two aligned vectors
+  // that it spans.
   __device__ static uint4 load_skewed(const T* data, int skew) {
     auto* low = reinterpret_cast<const uint4*>(reinterpret_cast<const unsigned char*>(data) - skew);
     return between(low[0], low[1], skew);
   }
 
-  // Loads the first or last elements of a row one by one, shifting them in from the right.
+  // Loads the first or last elements of a row one by one, and shifts them in from the right.
   __device__ static uint4 load_elements(const T* data, int count) {
     uint4 out{kNothing, kNothing, kNothing, kNothing};
 #pragma unroll 1

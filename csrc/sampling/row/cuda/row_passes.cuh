@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Passes over the leaves of a row under a cut: tokens between two logits go to the list, and tokens
-// that reach a logit are counted or weighed.
+// Passes over the leaves of a row: they copy tokens of a cut between two logits to the list, or
+// count or weigh the tokens that reach a logit.
 #pragma once
 
 #include "sampling/row/cuda/block_reduce.cuh"
@@ -8,11 +8,11 @@
 
 namespace specops {
 
-// Leaves of a warp between the one that it reads and the one that it prefetches.
+// Number of leaves by which the prefetch of a warp is ahead of its reads.
 constexpr int kPassAhead = 2;
 
-// A cut as it applies to one leaf: its tokens must reach `least`; `divided` if the last kept tie
-// lies inside the leaf.
+// A cut as it applies to one leaf: logits must be at least `least`. divided: the last kept token
+// with a logit equal to `least` is inside the leaf, and later ones are dropped.
 struct Limits {
   float least;
   bool divided;
@@ -35,7 +35,7 @@ __device__ inline void load_leaf(const Row<T, kProcessed>& row,
   if (limits.divided) x.drop_ties(limits.least, row.shared.cut.last_id - leaf * Leaf<T>::kSize);
 }
 
-// Returns the mass or count of the leaf's tokens with logits >= `least`.
+// Returns the mass or the count of a leaf's tokens with logits >= `least`.
 template <typename T, bool kProcessed>
 __device__ inline Mass amount_from(const Row<T, kProcessed>& row,
                                    Leaf<T>& x,
@@ -57,8 +57,8 @@ __device__ inline Mass amount_from(const Row<T, kProcessed>& row,
   return static_cast<Mass>(__reduce_add_sync(kFullMask, number));
 }
 
-// Sets shared.sums[j] to the mass or count of shared.cut's tokens with logits >=
-// shared.thresholds[j]; thresholds descend.
+// Sets shared.sums[j] to the mass or the count of the tokens of shared.cut with logits >=
+// shared.thresholds[j]. The thresholds must descend.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ void masses_from(const Row<T, kProcessed>& row, bool by_mass) {
   if (row.thread() < kThresholds) row.shared.sums[row.thread()] = 0;
@@ -80,7 +80,8 @@ __device__ __forceinline__ void masses_from(const Row<T, kProcessed>& row, bool 
   __syncthreads();
 }
 
-// Appends the lane's elements in `mask` to the list; every lane of the warp takes part.
+// Appends the lane's elements that are set in `mask` to the list. Every lane of the warp must call
+// it.
 template <typename T, bool kProcessed>
 __device__ inline void append(const Row<T, kProcessed>& row,
                               Leaf<T>& x,
@@ -114,7 +115,7 @@ __device__ inline void append(const Row<T, kProcessed>& row,
   }
 }
 
-// Prefetches into L2 a leaf that the warp reads later.
+// Prefetches a leaf that the warp reads later into L2.
 template <typename T, bool kProcessed>
 __device__ inline void prefetch_leaf(const Row<T, kProcessed>& row, int32_t leaf) {
   constexpr int32_t kLaneSize = Leaf<T>::kSize / kWarpSize;
@@ -122,9 +123,9 @@ __device__ inline void prefetch_leaf(const Row<T, kProcessed>& row, int32_t leaf
   if (id < row.logits.size) ptx::prefetch_l2(row.logits.data + id);
 }
 
-// Lists the tokens of shared.cut with low <= logit < high. Writes to row.masses() the mass or count
-// of every leaf's tokens with logits >= high, and returns their sum. If the list overflows, only
-// its count is valid.
+// Copies the tokens of shared.cut with low <= logit < high to the list. Sets row.masses() to the
+// mass or the count of each leaf's tokens with logits >= high, and returns their sum. If the list
+// overflows, only its count is valid.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ Mass
 gather(const Row<T, kProcessed>& row, float low, float high, bool by_mass) {
@@ -162,7 +163,7 @@ gather(const Row<T, kProcessed>& row, float low, float high, bool by_mass) {
   return block_reduce<Add>(row.shared, above);
 }
 
-// Calls visit(logit, id) for every token of a cut, in any order.
+// Calls visit(logit, id) for every token that a cut keeps, in any order.
 template <typename T, bool kProcessed, typename Visit>
 __device__ inline void for_each_of(const Row<T, kProcessed>& row, Cut cut, Visit visit) {
 #pragma unroll 1

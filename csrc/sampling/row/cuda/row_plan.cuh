@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The assignment of rows to blocks, and the place of their leaves and overlays. It is only a
-// schedule: it changes no bit of a result.
+// Assignment of rows to blocks, and where their leaves and overlays are stored. It is only a
+// schedule: the bits of a result do not depend on it.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace specops {
 
-// The properties of a device that a plan needs.
+// The properties of a device on which a plan depends.
 struct DeviceLimits {
   int num_sms;
   int64_t shared_bytes;     // largest shared memory of a block
@@ -31,29 +31,29 @@ struct RowPlan {
   int32_t run;         // leaves per block
   int32_t threads;     // threads per block
   int32_t depth;       // leaves in flight per warp during the scan
-  bool shared_leaves;  // statistics and masses fit a block's shared memory
+  bool shared_leaves;  // statistics and masses are in shared memory, not in the workspace
   OverlayPlan overlay;
 
   static constexpr int64_t kAlignment = 16;
 
-  // Counters are at the start of the workspace and leaves at its end, so that a large enough
-  // workspace serves calls of any shape: its start stays zero.
+  // Counters are at the start of the workspace and leaves at its end. A workspace that is large
+  // enough therefore serves calls of any shape: its start stays zero.
   static int64_t counter_bytes(int64_t counters) {
     return (counters * int64_t{sizeof(int32_t)} + kAlignment - 1) / kAlignment * kAlignment;
   }
-  // Returns the bytes of one row's leaves: statistics, then masses.
+  // Returns the size in bytes of one row's leaf data: statistics, then masses.
   __host__ __device__ int64_t leaves_bytes() const {
     int64_t bytes = num_leaves * static_cast<int64_t>(sizeof(LeafStats) + sizeof(Mass));
     return (bytes + kAlignment - 1) / kAlignment * kAlignment;
   }
-  // Returns the workspace bytes of one row: its leaves, then the bits of its overlay unless those
-  // are in shared memory.
+  // Returns the size in bytes of one row in the workspace: its leaf data and, unless it is in
+  // shared memory, the bits of its overlay.
   __host__ __device__ int64_t row_bytes() const {
     return leaves_bytes() +
            (overlay.is_shared ? 0 : overlay.num_words * static_cast<int64_t>(sizeof(OverlayBits)));
   }
 
-  // The leaves of its row that a block scans: [begin, end).
+  // Return the range of leaves that a block scans: [begin, end).
   __device__ int32_t begin_leaf(bool all) const {
     return all ? 0 : static_cast<int32_t>(blockIdx.x) % splits * run;
   }
@@ -66,13 +66,14 @@ constexpr int64_t kRowWarps = 8;          // warps of a block
 constexpr int64_t kFewRowWarps = 16;      // warps of a block if there are very few rows
 constexpr int64_t kBlockBytes = 1 << 10;  // shared memory reserved per block beside its own
 
-// Returns the shared memory of a scan with `depth` leaves in flight per warp of a block.
+// Returns the size, in bytes, of the shared memory of a scan with `depth` leaves in flight per warp
+// of a block.
 constexpr int64_t scan_bytes(int64_t warps, int64_t depth) {
   return int64_t{offsetof(RowShared, masses)} + warps * depth * kSlotVectors * 16;
 }
 
-// Returns the number of leaves in flight per warp; more leaves hide more of the memory latency.
-// With processors, the only space is the part of RowShared that is idle during the scan.
+// Returns the number of leaves in flight per warp. More leaves hide more of the memory latency. A
+// row with processors can use only the part of RowShared that is idle during the scan.
 inline int32_t scan_depth(int64_t warps,
                           int64_t blocks_per_sm,
                           bool processed,
@@ -87,9 +88,9 @@ inline int32_t scan_depth(int64_t warps,
   return scan_bytes(warps, most) <= room ? most : most / 2;
 }
 
-// Plans rows. Many rows: one block per row, two blocks per SM. Fewer rows: several blocks share a
-// row, and the last of them finishes it. Very few rows: blocks with twice the warps, because one
-// block alone does the passes that filters repeat.
+// Plans the rows of a call. Many rows: one block per row, two blocks per SM. Fewer rows: several
+// blocks share a row, and the last of them finishes it. Very few rows: blocks with twice as many
+// warps, because a single block makes the repeated passes of the filters.
 inline RowPlan plan_rows(int64_t rows,
                          int64_t vocab_size,
                          int64_t element_bytes,
@@ -115,7 +116,7 @@ inline RowPlan plan_rows(int64_t rows,
           .overlay = plan_overlay(num_leaves * leaf_size, device.shared_bytes)};
 }
 
-// Returns the shared memory of a block in bytes.
+// Returns the size in bytes of a block's shared memory.
 inline size_t row_smem_bytes(const RowPlan& plan, bool processed) {
   if (!processed) {
     int64_t scan = scan_bytes(plan.threads / kWarpSize, plan.depth);
@@ -124,9 +125,9 @@ inline size_t row_smem_bytes(const RowPlan& plan, bool processed) {
   return static_cast<size_t>(kRowSharedBytes + plan.overlay.smem_bytes());
 }
 
-// Returns the bytes that suffice for this call and for every call with no more rows and requests. A
-// call with fewer rows can split rows that this one does not, and no counter may lie where another
-// call has left leaves.
+// Returns a workspace size in bytes that suffices for this call and for every call with at most as
+// many rows and requests. A call with fewer rows may split rows that this call does not split, and
+// no counter may be where another call has left leaf data.
 inline int64_t workspace_bytes(int64_t rows,
                                int64_t vocab_size,
                                int64_t element_bytes,
@@ -141,12 +142,13 @@ inline int64_t workspace_bytes(int64_t rows,
 
 static_assert(sizeof(RowShared) <= kRowSharedBytes, "the overlay begins there");
 
-// One block's view of the workspace.
+// The part of the workspace that one block uses.
 struct RowSlots {
   LeafStats* stats;  // [num_leaves] of the block's row
   Mass* masses;
 
-  // `item` is the row's index among the rows in the workspace.
+  // Locates the block's part of the workspace. `item`: index of the row among the rows in the
+  // workspace.
   __device__ RowSlots(const RowPlan& plan,
                       RowShared& shared,
                       unsigned char* workspace_end,
@@ -158,8 +160,8 @@ struct RowSlots {
   }
 };
 
-// Returns the overlay bits of workspace row `item`. `all`: the range covers all bits instead of the
-// block's part.
+// Returns the overlay bits of row `item` in the workspace, and the range of them that this block
+// writes. `all`: all bits instead.
 __device__ inline OverlayPart overlay_part(const RowPlan& plan,
                                            unsigned char* workspace_end,
                                            int64_t item,
@@ -174,13 +176,13 @@ __device__ inline OverlayPart overlay_part(const RowPlan& plan,
           plan.end_leaf(all) * leaf_words};
 }
 
-// Returns whether this block is the last of `expected` blocks to increment the counter. It then
-// sees what the others wrote before, and the counter is zero again.
+// Returns whether this block is the last of `expected` blocks to increment the counter. The last
+// block sees what the others wrote before, and the counter is then zero again.
 __device__ inline bool last_to_arrive(RowShared& shared, int32_t* counter, int expected) {
   __syncthreads();
   if (threadIdx.x == 0) {
-    // Wraps to zero in one atomic operation: invalid requests may claim the same rows, so that
-    // their counters see more arrivals, some of them between a load and a store.
+    // Wrap to zero in one atomic operation. Invalid requests may claim the same rows; their
+    // counters then see too many arrivals, some of them between a separate load and store.
     unsigned limit = static_cast<unsigned>(expected) - 1;
     shared.is_last = ptx::increment_acq_rel(reinterpret_cast<unsigned*>(counter), limit) == limit;
   }
@@ -188,9 +190,9 @@ __device__ inline bool last_to_arrive(RowShared& shared, int32_t* counter, int e
   return shared.is_last != 0;
 }
 
-// Scans the block's part of a row, or all of it. Returns whether this block has to finish the row,
-// with all leaves present. counter() returns the row's counter; it is called after the scan to save
-// registers during it.
+// Scans the block's part of a row, or all of it. Returns whether this block has to finish the row;
+// all of its leaves are then available. counter() returns the counter of the row. It is called
+// after the scan, which saves registers during the scan.
 template <typename T, bool kProcessed, typename Counter>
 __device__ inline bool scan_row(const RowPlan& plan,
                                 RowShared& shared,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The only full read of a row from memory: leaves arrive in shared memory while earlier ones are
-// summed.
+// The scan: the only full read of a row from memory. Leaves arrive in shared memory while earlier
+// leaves are summed.
 #pragma once
 
 #include "sampling/row/cuda/leaf.cuh"
@@ -8,12 +8,12 @@
 
 namespace specops {
 
-// Leaves in flight per warp: this many, or half.
+// Number of leaves in flight per warp: this many, or half of it.
 template <bool kProcessed>
 constexpr int kScanDepth = kProcessed ? 2 : 4;
 
-// A warp's ring of slots: as many leaves as the plan says are always in flight. Leaf 0 never uses
-// the ring.
+// A warp's ring of slots for leaves. As many leaves as the plan says are always in flight. Leaf 0
+// of the warp does not use the ring.
 template <typename T, bool kProcessed>
 class LeafRing {
  public:
@@ -26,13 +26,13 @@ class LeafRing {
         window_(reinterpret_cast<const unsigned char*>(row.data) - row.skew + lane_id() * 16),
         slots_(shared.scan_slots() + warp_id() * depth_ * kSlotVectors + lane_id()) {}
 
-  // Returns the next slot. A slot is identified by its first vector; the first slot is 0.
+  // Returns the slot after `slot`. A slot is identified by its first vector; the first slot is 0.
   __device__ int slot_after(int slot) const {
     slot += kSlotVectors;
     return slot == depth_ * kSlotVectors ? 0 : slot;
   }
 
-  // Starts the copy of a leaf into a slot.
+  // Starts copying a leaf into a slot.
   __device__ void send(int slot, int32_t leaf) const {
     if (leaf < end_inside_) {
       const unsigned char* from = window_ + int64_t{leaf} * kLeafBytes;
@@ -57,10 +57,11 @@ class LeafRing {
     }
   }
 
-  // Closes the group of copies sent since the last call, which may be empty.
+  // Ends a group of copies: all that were sent since the last call, possibly none.
   __device__ void commit() const { ptx::cp_async_commit(); }
 
-  // Waits for the leaf in a slot, which must be the oldest in flight.
+  // Waits for the leaf in a slot, which must be the oldest one in flight, and loads it to
+  // registers.
   __device__ void receive(int slot, int32_t leaf, Leaf<T>& x) const {
     if (depth_ == kMostDepth) {
       ptx::cp_async_wait<kMostDepth - 1>();
@@ -68,7 +69,7 @@ class LeafRing {
       ptx::cp_async_wait<kMostDepth / 2 - 1>();
     }
     if (row_.skew == 0 || leaf >= end_inside_) {
-      x.load_shared(slots_ + slot);  // each lane reads only what it has copied itself
+      x.load_shared(slots_ + slot);  // each lane reads only what it has copied
       return;
     }
     __syncwarp(kFullMask);
@@ -78,14 +79,14 @@ class LeafRing {
 
  private:
   const RowLogits<T, kProcessed>& row_;
-  int32_t end_inside_;  // end of the leaves that read no vector outside the row
+  int32_t end_inside_;  // end of the leaves whose vectors are all inside the row
   int depth_;
-  const unsigned char* window_;  // the lane's first vector in memory, and in its slots
+  const unsigned char* window_;  // first vector of this lane: in memory, and in its slots
   uint4* slots_;
 };
 
-// Scans leaves [begin, end), with `depth` of them in flight per warp. The block must pass a barrier
-// before the call, and again before it uses the memory of shared.scan_slots().
+// Scans the leaves [begin, end) with `depth` of them in flight per warp. The block must pass a
+// barrier before the call, and another one before it uses the memory of shared.scan_slots().
 template <typename T, bool kProcessed>
 __device__ inline void scan_leaves(RowShared& shared,
                                    const RowLogits<T, kProcessed>& row,
@@ -99,7 +100,7 @@ __device__ inline void scan_leaves(RowShared& shared,
   int32_t leaf = begin + warp_id(), step = num_warps();
   if (leaf >= end) return;
   LeafRing<T, kProcessed> ring(shared, row, depth);
-  // The first leaf is loaded to registers directly, in addition to those in the slots.
+  // The first leaf is loaded directly to registers, while the slots are being filled.
   Leaf<T> x;
   x.load_raw(row, leaf);
   int slot = 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Selection without a sort of the point at which to cut a row's ranking. Brackets of thresholds
-// shrink until the tokens between them fit the list.
+// Selection, without sorting, of the token at which to cut a row's ranking. A bracket of two logits
+// shrinks until the tokens in it fit the list, which is then searched.
 #pragma once
 
 #include <cfloat>
@@ -13,7 +13,7 @@
 
 namespace specops {
 
-// Starts a selection. Its inputs go to shared memory, to save registers in every thread.
+// Starts a selection. Its inputs are stored in shared memory, to save registers in every thread.
 template <typename T, bool kProcessed>
 __device__ inline void begin_selection(const Row<T, kProcessed>& row,
                                        Cut base,
@@ -28,8 +28,8 @@ __device__ inline void begin_selection(const Row<T, kProcessed>& row,
   __syncthreads();
 }
 
-// Lists one pseudo-random vector from each equal stretch of a large row. Returns the number of
-// tokens of the row that one listed token represents.
+// Copies one pseudo-random vector from each of many equal stretches of a large row to the list, as
+// a sample. Returns how many tokens of the row one sampled token represents.
 template <typename T, bool kProcessed>
 __device__ inline double sample_row(const Row<T, kProcessed>& row) {
   constexpr int kWidth = Leaf<T>::kWidth;
@@ -54,8 +54,8 @@ __device__ inline double sample_row(const Row<T, kProcessed>& row) {
   return static_cast<double>(row.logits.size) / (number * kWidth);
 }
 
-// Estimates bounds around the cut from a sample. Below the cut lie many tokens of little weight, so
-// the estimate of their mass is good, however few tokens hold the rest.
+// Estimates bounds around the cut from a sample. There are many tokens of little weight below the
+// cut, so the estimate of their mass is good even if few tokens have the rest of the mass.
 template <typename T, bool kProcessed>
 __device__ inline void guess(
     const Row<T, kProcessed>& row, bool by_mass, float floor, float* from, float* upto) {
@@ -108,8 +108,8 @@ __device__ inline int number_tied(const Row<T, kProcessed>& row, int32_t leaf, f
   return __reduce_add_sync(kFullMask, number);
 }
 
-// Handles more equal tokens than the list holds by counting them in id order. Each warp owns a run
-// of leaves.
+// Returns the cut inside a bracket that has more equal tokens than fit the list, by counting them
+// in order of ids. Each warp counts a run of leaves.
 template <typename T, bool kProcessed>
 __device__ inline Cut tied_prefix(const Row<T, kProcessed>& row,
                                   float value,
@@ -134,7 +134,7 @@ __device__ inline Cut tied_prefix(const Row<T, kProcessed>& row,
     if (by_mass && lane_id() == 0) row.masses()[leaf] += kept * each;
     upto += kept;
     if (kept > 0 && upto == wanted) {
-      // Find the kept-th tie of this leaf.
+      // Find the last kept token among the equal ones of this leaf.
       int own_number = 0;
       for_each_in_order(row.logits, leaf, [&](float x, int32_t) { own_number += x == value; });
       int before = static_cast<int>(warp_inclusive(static_cast<Mass>(own_number))) - own_number;
@@ -148,9 +148,10 @@ __device__ inline Cut tied_prefix(const Row<T, kProcessed>& row,
   return {value, row.shared.rest_id};
 }
 
-// Returns the cut, no looser than shared.cut, at which the ranking's mass or count first reaches
-// shared.target; tokens below `low` are ignored. *listed: the list holds every kept token. By mass,
-// row.masses() ends as the kept mass of every leaf; by count, it is zero if *listed.
+// Returns the cut at which the ranking first reaches shared.target (a mass or a count); it keeps no
+// token that shared.cut drops. Tokens below `low` are ignored. Sets *listed if the list has every
+// kept token. By mass, row.masses() is set to the kept mass of every leaf; by count, to zero if
+// *listed.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ Cut
 select(const Row<T, kProcessed>& row, bool by_mass, float low, bool* listed) {
@@ -191,8 +192,7 @@ select(const Row<T, kProcessed>& row, bool by_mass, float low, bool* listed) {
   }
 }
 
-// Returns a logit that at least `count` tokens reach: the count-th largest of the leaves' maxima,
-// since at least that many leaves reach it.
+// Returns a logit that at least `count` tokens reach: the count-th largest of the leaf maxima.
 template <typename T, bool kProcessed>
 __device__ inline float count_floor(const Row<T, kProcessed>& row, int32_t count) {
   if (count > row.num_leaves || row.num_leaves > kListCapacity) return -INFINITY;
@@ -213,16 +213,17 @@ __device__ inline float count_floor(const Row<T, kProcessed>& row, int32_t count
   return cut_at(key).value;
 }
 
-// Returns the cut that keeps exactly `count` tokens, 1 <= count < vocab_size. *listed: the list
-// holds them, and perhaps more.
+// Returns the cut that keeps exactly `count` tokens, 1 <= count < vocab_size. Sets *listed if the
+// list has these tokens (and perhaps more).
 template <typename T, bool kProcessed>
 __device__ inline Cut select_count(const Row<T, kProcessed>& row, int32_t count, bool* listed) {
   begin_selection(row, everything(), static_cast<Mass>(count), 0);
   return select(row, false, count_floor(row, count), listed);
 }
 
-// Returns the least logit that can matter to top-p. All tokens lighter than half of (1 - top_p) *
-// total / vocab_size together weigh too little to matter. Tokens that min-p drops lie past the cut.
+// Returns the smallest logit that can matter for top-p. Tokens whose weight is below half of (1 -
+// top_p) * total / vocab_size together weigh too little to matter. Tokens that min-p drops do not
+// matter either.
 template <typename T, bool kProcessed>
 __device__ inline float mass_floor(const Row<T, kProcessed>& row) {
   float total = static_cast<float>(row.shared.total) / row.unit();

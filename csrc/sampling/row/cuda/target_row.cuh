@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Operations on one output row as the ops use it: the filters, a token, and the distribution it is
-// drawn from.
+// An output row as the ops use it: the filters, the choice of a token, and the distribution from
+// which it is drawn.
 #pragma once
 
 #include "sampling/row/cuda/draw.cuh"
@@ -9,7 +9,7 @@
 
 namespace specops {
 
-// Returns the token that `sample` chooses. uniform() is called only if the row is not one-hot.
+// Returns the token that `sample` chooses. Calls uniform() only if the row is not one-hot.
 template <typename T, bool kProcessed, typename Uniform>
 __device__ __forceinline__ RowToken choose(const Row<T, kProcessed>& row, Uniform uniform) {
   filter(row);
@@ -26,8 +26,8 @@ __device__ inline float target_prob(const Row<T, kProcessed>& row,
   return row.one_hot() ? 1.0f : row.weight(x) * (row.unit() / static_cast<float>(kept_mass));
 }
 
-// Prepares processed_logprob after filter(): replaces the sum of the raw logits by the kept mass.
-// At temperature 0 it uses the mass of all tokens, which the scan must have summed.
+// Prepares processed_logprob after filter(): replaces shared.log_sum by the logarithm of the kept
+// mass. At temperature 0 it uses the mass of all tokens, which the scan must have summed.
 template <typename T, bool kProcessed>
 __device__ inline void fold_kept(Row<T, kProcessed>& row) {
   bool everything = row.shared.filters.temperature == 0.0f;
@@ -35,7 +35,7 @@ __device__ inline void fold_kept(Row<T, kProcessed>& row) {
   row.keep_sum(everything ? row.scanned_total() : row.kept_mass());
 }
 
-// Returns the logarithm of target_prob; at temperature 0, the log-softmax under the overlay.
+// Returns the logarithm of target_prob; at temperature 0, the log-softmax of the processed logits.
 template <typename T, bool kProcessed>
 __device__ inline float processed_logprob(const Row<T, kProcessed>& row, RowToken token) {
   float x = clean(token.logit);

@@ -11,7 +11,7 @@ namespace specops {
 constexpr int kBinsPerLane = kBins / kWarpSize;
 constexpr int kLowMassBits = 20;  // splits masses over two 32-bit histograms without overflow
 
-// Calls visit(logit, id) for every listed token that the cut keeps.
+// Calls visit(logit, id) for every token of the list that the cut keeps.
 template <typename T, bool kProcessed, typename Visit>
 __device__ inline void for_each_listed(const Row<T, kProcessed>& row, Cut cut, Visit visit) {
 #pragma unroll 1
@@ -27,7 +27,7 @@ __device__ inline Mass amount(const Row<T, kProcessed>& row, bool by_mass, float
   return by_mass ? row.mass(row.weight(x)) : 1;
 }
 
-// Returns the mass or count of the listed tokens that the cut keeps.
+// Returns the mass or the count of the tokens of the list that the cut keeps.
 template <typename T, bool kProcessed>
 __device__ inline Mass listed_total(const Row<T, kProcessed>& row, bool by_mass, Cut cut) {
   Mass total = 0;
@@ -35,7 +35,7 @@ __device__ inline Mass listed_total(const Row<T, kProcessed>& row, bool by_mass,
   return block_reduce<Add>(row.shared, total);
 }
 
-// Adds the listed tokens that the cut keeps to the masses of their leaves.
+// Adds the mass of each listed token that the cut keeps to the mass of its leaf.
 template <typename T, bool kProcessed>
 __device__ inline void deposit(const Row<T, kProcessed>& row, Cut cut) {
   for_each_listed(row, cut, [&](float x, int32_t id) {
@@ -49,7 +49,8 @@ __device__ inline Mass bin_amount(const RowShared& shared, bool by_mass, int bin
   return (Mass{shared.high_mass[bin]} << kLowMassBits) + shared.low_mass[bin];
 }
 
-// Selects the bin that reaches the target; called by the first warp, with eight bins per lane.
+// Selects the bin of a histogram at which the target is reached. Called by the first warp, with
+// eight bins per lane.
 __device__ inline void find_bin(RowShared& shared,
                                 bool by_mass,
                                 RankKey low,
@@ -90,7 +91,7 @@ __device__ inline void find_bin(RowShared& shared,
   shared.key_low = bottom > low && bottom <= top ? bottom : low;
 }
 
-// The ranking by logit: a token's key, and its mass.
+// Ranking by logit: the key of a token, and its mass.
 struct ByLogit {
   template <typename AnyRow>
   __device__ RankKey key(const AnyRow& /*row*/, float x, int32_t id) const {
@@ -102,10 +103,10 @@ struct ByLogit {
   }
 };
 
-// Returns the key of the listed token, among keys in [low, high], at which the ranking first
-// reaches the target: the last token if it never does, high + 1 if there is none. `above` is the
-// mass before the range. Keys are split into 256 bins, then the bin that reaches the target is
-// split again.
+// Returns the key, in [low, high], of the listed token at which the ranking first reaches the
+// target. If it is never reached, returns the key of the last token; if no token is in the range,
+// high + 1. `above` is the mass of the tokens before the range. Keys are divided into 256 bins, and
+// then the bin at which the target is reached is divided again.
 template <typename T, bool kProcessed, typename Ranking = ByLogit>
 __device__ inline RankKey select_listed(const Row<T, kProcessed>& row,
                                         bool by_mass,

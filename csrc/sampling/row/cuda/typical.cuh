@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Typical-p: keeps those of the other filters' tokens that have a surprise nearest to the mean
-// surprise.
+// Typical-p: of the tokens that the other filters keep, keeps those whose surprise (-log of the
+// probability) is nearest to the mean surprise.
 #pragma once
 
 #include "sampling/row/cuda/block_reduce.cuh"
@@ -10,15 +10,15 @@
 
 namespace specops {
 
-// A bracket of the cut, with distances as integers: the tokens within `low` weigh too little, the
-// tokens within `high` enough.
+// Bracket of the cut, with distances as ordered integers: the tokens within `low` weigh less than
+// the target, the tokens within `high` reach it.
 struct DistanceBracket {
   int32_t low, high;
 
   __device__ bool single() const { return high - low <= 1; }
 };
 
-// The ranking by distance, nearest first.
+// Ranking by distance from the mean surprise, nearest first.
 struct ByDistance {
   template <typename AnyRow>
   __device__ RankKey key(const AnyRow& row, float x, int32_t id) const {
@@ -35,7 +35,7 @@ __device__ inline DistanceBracket all_distances() {
   return {-1, static_cast<int32_t>(__float_as_uint(INFINITY))};
 }
 
-// Sets list_x to the mass of the tokens before each bin of surprise_bins().
+// Sets list_x[i] to the mass of the tokens in the bins of surprise_bins() before bin i.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ void sum_surprise_bins(const Row<T, kProcessed>& row) {
   auto mass_of = [&](int bin) {
@@ -58,7 +58,8 @@ __device__ __forceinline__ void sum_surprise_bins(const Row<T, kProcessed>& row)
   __syncthreads();
 }
 
-// Returns a bracket that most probably holds the cut, a few bins wide on both sides of the mean.
+// Returns a bracket, a few bins wide on both sides of the mean, that most probably contains the
+// cut.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ DistanceBracket guess_distances(const Row<T, kProcessed>& row,
                                                            Mass target) {
@@ -79,8 +80,8 @@ __device__ __forceinline__ DistanceBracket guess_distances(const Row<T, kProcess
     if (between(floorf(from), ceilf(upto)) + slack < wanted) low = bins;
     if (between(ceilf(from), floorf(upto)) - slack >= wanted) high = min(high, bins);
   }
-  // Reduced as masses, because block_reduce of another type needs another address, which would be
-  // spilled.
+  // Reduced as a Mass, because block_reduce of another type would use another address, which the
+  // compiler would spill.
   low = static_cast<int>(block_reduce<Max>(row.shared, static_cast<Mass>(low)));
   high = static_cast<int>(block_reduce<Min>(row.shared, static_cast<Mass>(high)));
   DistanceBracket found = all_distances();
@@ -90,8 +91,8 @@ __device__ __forceinline__ DistanceBracket guess_distances(const Row<T, kProcess
   return found;
 }
 
-// Shrinks a bracket of more than one distance by thresholds within `inside`. If both end at the
-// same distance, no threshold is spent on that end.
+// Shrinks a bracket that has more than one distance, with thresholds within `inside`. If one end of
+// both is the same distance, no threshold is spent on that end.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ void narrow(const Row<T, kProcessed>& row,
                                        Mass target,
@@ -120,8 +121,9 @@ __device__ __forceinline__ void narrow(const Row<T, kProcessed>& row,
   __syncthreads();
 }
 
-// Returns the distance of the listed token at which the tokens of the bracket reach the target,
-// with the mass `nearer` before them. Rounding of the sum can make the answer wrong.
+// Returns the distance of the listed token at which the tokens of the bracket reach the target.
+// `nearer` is the mass of the tokens before the bracket. Rounding of the sum may make the answer
+// wrong.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ int32_t
 listed_distance(const Row<T, kProcessed>& row, DistanceBracket bracket, Mass nearer, Mass target) {
@@ -131,8 +133,8 @@ listed_distance(const Row<T, kProcessed>& row, DistanceBracket bracket, Mass nea
   return static_cast<int32_t>(__float_as_uint(fabsf(cut_at(key).value)));
 }
 
-// Returns the id of the last token to keep at this distance; all tokens at the distance must be
-// listed.
+// Returns the id of the last token to keep at this distance. All tokens at the distance must be in
+// the list.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ int32_t listed_last(const Row<T, kProcessed>& row,
                                                int32_t distance,
@@ -142,11 +144,12 @@ __device__ __forceinline__ int32_t listed_last(const Row<T, kProcessed>& row,
   return cut_at(select_listed(row, true, low, high, 0, wanted, ByDistance())).last_id;
 }
 
-// Returns the cut: the least distance within which tokens weigh `target`, and the last id to keep
-// at that distance. If the bins guess well, it takes three passes: one filled the bins, one lists
-// the tokens near the guessed distance, and one weighs the tokens nearer than the distance found in
-// the list. The list is summed in another order, so that distance must be verified. If it is wrong,
-// or too many tokens are near the guess, the bracket shrinks. Leaves the sums of weigh_around.
+// Returns the cut: the smallest distance within which tokens weigh `target`, and the last id to
+// keep at that distance. If the bins give a good guess, this takes three passes: one fills the
+// bins, one lists the tokens near the guessed distance, and one weighs the tokens that are nearer
+// than the distance found in the list. The list is summed in another order, so the found distance
+// must be verified. If it is wrong, or too many tokens are near the guess, the bracket shrinks.
+// Leaves the sums of weigh_around in the statistics of the leaves.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ TypicalCut cut_distances(const Row<T, kProcessed>& row, Mass target) {
   DistanceBracket known = all_distances();
@@ -185,9 +188,9 @@ __device__ __forceinline__ TypicalCut cut_distances(const Row<T, kProcessed>& ro
   }
 }
 
-// Keeps those tokens of shared.kept that have a surprise -log(probability) nearest to the mean (the
-// entropy), until they hold typical_p of the mass; ties go to the lower id. Leaves the cut in
-// shared.typical, and its mass in row.masses().
+// Keeps those tokens of shared.kept whose surprise -log(probability) is nearest to the mean
+// surprise (the entropy), until they have typical_p of the mass; on equal distances, lower ids
+// first. Leaves the cut in shared.typical and the masses of the leaves in row.masses().
 template <typename T, bool kProcessed>
 __device__ __forceinline__ void keep_typical(const Row<T, kProcessed>& row) {
   Moments moments = take_moments(row);
@@ -203,7 +206,7 @@ __device__ __forceinline__ void keep_typical(const Row<T, kProcessed>& row) {
   __syncthreads();
   if (row.thread() == 0) row.shared.typical = cut;
   __syncthreads();
-  // In leaves before the last kept tie all ties are kept, in later leaves none.
+  // Leaves before that of last_id keep all tokens at the cut's distance, later leaves none of them.
   int32_t divided = cut.last_id / Leaf<T>::kSize;
 #pragma unroll 1
   for (int32_t leaf = row.thread(); leaf < row.num_leaves; leaf += row.threads()) {

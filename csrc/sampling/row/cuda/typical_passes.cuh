@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Passes over the leaves of a row for typical-p. A token's surprise is measured in nats above the
-// first token's, (max - logit) / temperature, which takes no logarithm. Its distance is the
-// difference from the mean surprise. Sums of a leaf are fp32 in one fixed tree in every pass.
+// Passes over the leaves of a row for typical-p. The surprise of a token is measured relative to
+// the first token of the ranking, as (max - logit) / temperature in nats, which needs no logarithm.
+// The distance of a token is the difference between its surprise and the mean surprise. Every pass
+// sums a leaf in fp32 in the same fixed tree.
 #pragma once
 
 #include "sampling/row/cuda/block_reduce.cuh"
@@ -10,11 +11,12 @@
 
 namespace specops {
 
-// Bins of weight by surprise, used only for a first guess. They reuse the list's memory while the
-// list is idle. Tokens past the last bin weigh next to nothing: e^-23.
+// Number of bins of a histogram of weight by surprise, which gives only a first guess. The bins use
+// the memory of the list while the list is idle. Tokens past the last bin have a negligible weight
+// (e^-23).
 constexpr int kSurpriseBins = 3000;
 constexpr float kBinsPerNat = 128.0f;
-constexpr float kBinUnit = 4096.0f;  // per weight of a token at a bin's beginning
+constexpr float kBinUnit = 4096.0f;  // units per weight of a token at the begin of a bin
 static_assert(kSurpriseBins < kListCapacity);
 
 __device__ inline uint32_t* surprise_bins(RowShared& shared) {
@@ -30,12 +32,13 @@ __device__ inline void count_surprise(RowShared& shared, float surprise) {
   atomicAdd(&surprise_bins(shared)[bin], static_cast<uint32_t>(weight * kBinUnit + 0.5f));
 }
 
-// Sums over the kept tokens.
+// Sums over the kept tokens, for the mean surprise.
 struct Moments {
   Mass total, surprise;
 };
 
-// Sums mass and surprise of the kept tokens, and leaves their weights in surprise_bins().
+// Sums the mass and the surprise of the kept tokens, and leaves their weights by surprise in
+// surprise_bins().
 template <typename T, bool kProcessed>
 __device__ __forceinline__ Moments take_moments(const Row<T, kProcessed>& row) {
   __syncthreads();
@@ -51,7 +54,7 @@ __device__ __forceinline__ Moments take_moments(const Row<T, kProcessed>& row) {
     int32_t begin = leaf * Leaf<T>::kSize;
     Leaf<T> x;
     x.load(row.logits, leaf);
-    // One sum per round: this computes each weight twice but needs fewer registers.
+    // One sum per round: each weight is computed twice, but fewer registers are needed.
 #pragma unroll 1
     for (int power = 0; power < 2; ++power) {
       float sums[4] = {};
@@ -71,7 +74,7 @@ __device__ __forceinline__ Moments take_moments(const Row<T, kProcessed>& row) {
   return {row.shared.sums[0], row.shared.sums[1]};
 }
 
-// Returns a token's distance as an integer of the same order.
+// Returns the distance of a token as an integer that has the same order.
 template <typename T, bool kProcessed>
 __device__ inline int32_t distance_bits(const Row<T, kProcessed>& row, float x) {
   return static_cast<int32_t>(__float_as_uint(row.distance(x)));
@@ -81,8 +84,8 @@ __device__ inline float distance_of(int32_t bits) {
   return __uint_as_float(static_cast<uint32_t>(bits));
 }
 
-// Lists the kept tokens with `low` < distance <= `high`, and returns the mass of those with
-// distance <= `low`. If the list overflows, only its count is valid.
+// Copies the kept tokens with `low` < distance <= `high` to the list, and returns the mass of those
+// with distance <= `low`. If the list overflows, only its count is valid.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ Mass gather_distances(const Row<T, kProcessed>& row,
                                                  int32_t low,
@@ -113,13 +116,14 @@ __device__ __forceinline__ Mass gather_distances(const Row<T, kProcessed>& row,
   return block_reduce<Add>(row.shared, nearer);
 }
 
-// The mass of the kept tokens nearer than a distance, and of those no further.
+// Mass of the kept tokens at less than a distance, and at no more than it.
 struct Around {
   Mass nearer, upto;
 };
 
-// Weighs the tokens around a distance. Leaves the sums of every leaf in its statistics, which the
-// scan no longer needs: `warm` is the weight of the nearer tokens, `raw` of those no further.
+// Weighs the tokens up to a distance. Leaves the sums of each leaf in its statistics, which are no
+// longer needed: in `warm` the weight of the tokens at less than the distance, in `raw` of those at
+// no more than it.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ Around weigh_around(const Row<T, kProcessed>& row, int32_t distance) {
   __syncthreads();
@@ -153,7 +157,8 @@ __device__ __forceinline__ Around weigh_around(const Row<T, kProcessed>& row, in
   return {row.shared.sums[0], row.shared.sums[1]};
 }
 
-// Adds to shared.sums[j] the mass of the kept tokens no further than shared.thresholds[j].
+// Adds to shared.sums[j] the mass of the kept tokens whose distance is at most
+// shared.thresholds[j].
 template <typename T, bool kProcessed>
 __device__ __forceinline__ void masses_within(const Row<T, kProcessed>& row) {
 #pragma unroll 1
@@ -177,15 +182,15 @@ __device__ __forceinline__ void masses_within(const Row<T, kProcessed>& row) {
   __syncthreads();
 }
 
-// Returns a token's mass for counting equally distant tokens, at least 1.
+// Returns the mass of a token for summing equally distant tokens; at least 1.
 template <typename T, bool kProcessed>
 __device__ inline Mass counted_mass(const Row<T, kProcessed>& row, float x) {
   Mass own = row.mass(row.weight(x));
   return own > 0 ? own : 1;
 }
 
-// Returns the first token, in id order, at which the kept tokens of a distance weigh `wanted`, or
-// the last such token if they never do. Each warp owns a run of leaves, each lane a run of a leaf.
+// Returns the first token, in order of ids, at which the kept tokens at a distance weigh `wanted`;
+// if they never do, the last such token. Each warp sums a run of leaves, each lane a run of a leaf.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ int32_t id_reaching(const Row<T, kProcessed>& row,
                                                int32_t distance,
@@ -207,7 +212,7 @@ __device__ __forceinline__ int32_t id_reaching(const Row<T, kProcessed>& row,
 #pragma unroll 1
   for (int32_t leaf = begin; leaf < end; ++leaf) own += lane_amount(leaf);
   Mass upto = block_inclusive(row.shared, own, &total);
-  Mass before = __shfl_sync(kFullMask, upto - own, 0);  // mass before the warp's run
+  Mass before = __shfl_sync(kFullMask, upto - own, 0);  // mass before the run of this warp
   wanted = wanted < total ? wanted : total;
   wanted = wanted > 0 ? wanted : 1;
 #pragma unroll 1

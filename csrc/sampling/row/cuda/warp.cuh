@@ -11,15 +11,15 @@ __device__ inline int lane_id() { return static_cast<int>(threadIdx.x) % kWarpSi
 __device__ inline int warp_id() { return static_cast<int>(threadIdx.x) / kWarpSize; }
 __device__ inline int num_warps() { return static_cast<int>(blockDim.x) / kWarpSize; }
 
-// Returns warp_id(), computed anew. Otherwise the compiler keeps values derived from the thread
-// index in registers from one block_reduce to the next.
+// Returns warp_id(), but computed again. Otherwise the compiler would keep values derived from the
+// thread index in registers from one block_reduce to the next.
 __device__ inline int fresh_warp_id() {
   uint32_t thread = threadIdx.x;
   ptx::forget(thread);
   return static_cast<int>(thread) / kWarpSize;
 }
 
-// Returns the sum over the warp, with the same bits in every lane.
+// Returns the sum over the warp; all lanes get the same bits.
 __device__ inline float warp_sum(float x) {
 #pragma unroll
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
