@@ -11,7 +11,7 @@ class Place:
     """Location of a model's tensors in a checkpoint.
 
     Attributes:
-        prefix: of the names of the embedding, the layers and the final norm.
+        prefix: name prefix of the embedding, the layers and the final norm.
         head: name of the LM head, without ".weight".
     """
 
@@ -29,7 +29,7 @@ class ModelConfig:
         hidden_size: width of the states between layers.
         layers: configuration of each layer; all may differ.
         mtp_layer: configuration of a drafting module's layer; None: that of the last layer.
-        rms_norm_eps: of every norm.
+        rms_norm_eps: epsilon of every norm.
         max_model_len: number of positions that the model supports.
         tie_word_embeddings: whether the LM head is the embedding.
         dtype: of the checkpoint: "bfloat16", "float16" or "float32"; None: config.json names none.

@@ -114,7 +114,7 @@ class BlockDrafter(StateHead):
     """A head on top of its target.
 
     Args:
-        config: of the head.
+        config: the head's configuration.
         weights: of the head.
         target_size: width of the target's states.
     """
@@ -144,7 +144,7 @@ class BlockDrafter(StateHead):
         Args:
             batch: the rows.
             states: [source rows, hidden_size], from `states_of`.
-            cache: from `new_kv_cache`.
+            cache: KV cache from `new_kv_cache`.
 
         Returns:
             The states of the rows, in the head's own buffer.
@@ -169,7 +169,7 @@ class BlockDrafter(StateHead):
             token_ids: int32 [rows], the newest tokens and the masks.
             places: int32 [rows], index of each row in its block.
             batch: the rows; not causal.
-            cache: from `new_kv_cache`.
+            cache: KV cache from `new_kv_cache`.
 
         Returns:
             [rows, hidden_size], the states after the final norm, in the head's own buffer.
@@ -228,7 +228,7 @@ class BlockDrafter(StateHead):
         Args:
             logits: fp32 [rows, draft vocabulary].
             states: [rows, hidden_size], from which the logits were computed.
-            token_ids: int32 [rows], the tokens before.
+            token_ids: int32 [rows], the token before each draft.
             sums: linear workspace.
         """
         if self.weights.markov is not None:
@@ -252,7 +252,7 @@ def load_dflash(
 
     Args:
         target: the model that it drafts for.
-        directory: of the head, with its own config.json.
+        directory: the head's directory, with a config.json of its own.
         target_directory: the directory that the target was loaded from.
         quantization: of the layers' projections and of the head's LM head; None: the layers are
             quantized like the target's.

@@ -32,7 +32,7 @@ class Dflash2Config:
     Attributes:
         taps: rows that a convolution reads, its own included.
         group: channels per group.
-        rank: of the selector.
+        rank: rank of the selector.
         num_candidates: candidates per draft.
         embedding_scale: factor of the block's embeddings.
         logit_scale: factor of logits.
@@ -60,7 +60,7 @@ class Dflash2Weights:
     """Weights of DFlash2's parts; projections packed.
 
     Attributes:
-        kernels: of each layer, for its attention and its MLP.
+        kernels: convolution weights of each layer, for its attention and its MLP.
         predecessors: [vocab_size, rank].
         hidden: projection of a draft's state to [rank].
         successors: projection from there to [vocab_size].
@@ -83,8 +83,8 @@ def read_dflash2(own: Mapping[str, Any], hidden_size: int, vocab_size: int) -> D
 
     Args:
         own: fields of config.json merged with those of dflash_config.
-        hidden_size: of the head.
-        vocab_size: of the target.
+        hidden_size: width of the head's states.
+        vocab_size: the target's vocabulary size.
 
     Raises:
         KeyError: a field is missing.
@@ -126,11 +126,11 @@ def load_dflash2(
     """Load the weights.
 
     Args:
-        source: of the weights.
-        config: of the parts.
-        num_layers: of the head.
-        hidden_size: of the head.
-        vocab_size: of the target.
+        source: source of the weights.
+        config: configuration of these parts.
+        num_layers: number of layers of the head.
+        hidden_size: width of the head's states.
+        vocab_size: the target's vocabulary size.
 
     Raises:
         ModelError: a tensor is missing, or has another shape.
@@ -165,7 +165,7 @@ class Convolution:
     """Convolutions over the rows of blocks, before and after an attention or MLP.
 
     Args:
-        kernel: its weights.
+        kernel: weights of the convolutions.
         places: int32 [rows], index of each row in its block.
         sums: linear workspace.
     """
@@ -208,7 +208,7 @@ def candidate_logits(
     """Replace logits of drafts, in place, by those of their candidates; others become -inf.
 
     Args:
-        config: of the selector.
+        config: the selector's configuration.
         weights: of the selector.
         logits: float32 [rows, vocab_size], of the LM head.
         states: [rows, hidden_size], from which the logits were computed.

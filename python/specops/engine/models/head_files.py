@@ -34,8 +34,8 @@ class HeadFile(WeightSource):
     """Tensors of one file: safetensors, or pickled by torch.
 
     Args:
-        path: of the file.
-        settings: for reading.
+        path: path of the file.
+        settings: settings for reading.
 
     Raises:
         ModelError: the file is damaged, or holds something else.
@@ -70,8 +70,8 @@ def open_head(directory: Path, settings: WeightSettings, files: Sequence[str]) -
     """Return the weights of a draft head.
 
     Args:
-        directory: of the head.
-        settings: for reading.
+        directory: the head's directory.
+        settings: settings for reading.
         files: alternative file names, tried after those of a model's files.
 
     Raises:
@@ -95,8 +95,8 @@ def refuse_unread(source: WeightSource, directory: Path, what: str, left: Sequen
     """Reject tensors that were not read.
 
     Args:
-        source: of the weights, after loading.
-        directory: of the head.
+        source: source of the weights, after loading.
+        directory: the head's directory.
         what: name of the head with its article, for the error.
         left: suffixes of names that may stay unread.
 

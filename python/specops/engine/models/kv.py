@@ -16,9 +16,9 @@ class KvBytes(NamedTuple):
     """Bytes that the caches of layers take.
 
     Attributes:
-        per_token: on pages.
-        per_slot: per running request, whatever its length.
-        per_prefix: per prefix whose states are kept.
+        per_token: bytes per token on pages.
+        per_slot: bytes per running request that do not depend on its length.
+        per_prefix: bytes per prefix with stored states.
     """
 
     per_token: int = 0
@@ -30,9 +30,9 @@ class CacheCapacity(NamedTuple):
     """Capacity of a cache.
 
     Attributes:
-        num_pages: of tokens.
+        num_pages: number of pages.
         page_size: tokens of a page.
-        num_slots: requests that run at once.
+        num_slots: number of request slots.
         num_drafts: most drafts that a step verifies for one of them.
         num_prefix_states: most prefixes with states, for layers with linear attention.
     """
@@ -65,7 +65,7 @@ class KvSpec:
 
     Attributes:
         num_heads: heads of keys, and as many of values.
-        all_heads: heads of all ranks; some ranks may hold the same head.
+        all_heads: number of different heads over all ranks; several ranks may hold the same head.
         head_dim: elements of a head.
         dtype: of the elements. 8-bit elements have a float32 scale per token and head.
         has_values: False: values are part of the keys, as in latent attention.
@@ -122,8 +122,8 @@ class StateSpec:
         all_key_heads: key heads of all ranks.
         key_dim: rows of a state.
         value_dim: columns of a state.
-        taps: of the convolution.
-        dtype: of the convolution's input.
+        taps: taps (kernel size) of the convolution.
+        dtype: dtype of the convolution's input.
     """
 
     bytes_per_token: ClassVar[int] = 0

@@ -56,14 +56,14 @@ def load_model(
             may be quantized; or one that is made from a GGUF file.
         dtype: "bfloat16", "float32", or "auto" for the checkpoint's own.
         max_model_len: positions to prepare; None: the model's own limit.
-        device: where the weights live.
+        device: device of the weights.
         load_format: "auto"; or "dummy" for random weights, which need no file but config.json.
         kv_cache_dtype: "auto" for that of the weights, "int8" or "fp8_e4m3".
         quantization: of those projections of the layers that the file has not quantized; see
             `WeightSettings`.
         quantize_head: the same for the LM head. A tied embedding stays as it is.
         weight_cache: cache of packed weights; None: no cache.
-        ranks: the ranks that the model is sharded over; this rank's shard is loaded.
+        ranks: tensor-parallel ranks over which the model is sharded; loads this rank's shard.
 
     Raises:
         ModelError: a file or tensor is missing, damaged or misshapen, the kind is unsupported, an
@@ -171,11 +171,11 @@ def build(
     """Make a model.
 
     Args:
-        config: of the model.
-        source: of its weights.
-        kv_dtype: of keys and values on pages.
+        config: the model's configuration.
+        source: source of the weights.
+        kv_dtype: dtype of keys and values on pages.
         max_model_len: positions to prepare.
-        ranks: that the model is sharded over.
+        ranks: tensor-parallel ranks over which the model is sharded.
 
     Raises:
         ModelError: a tensor is missing, has another shape, or cannot be sharded.

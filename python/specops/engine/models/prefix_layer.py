@@ -36,9 +36,9 @@ class PrefixLayer(LayerStack):
     """A decoder layer on the target's last states.
 
     Args:
-        layer: this.
+        layer: the decoder layer.
         final_norm: after the layer.
-        lm_head: of the first head that reads it.
+        lm_head: LM head of the first draft head.
         target: the model that it is for.
     """
 
@@ -60,7 +60,7 @@ class PrefixLayer(LayerStack):
         Args:
             batch: the rows.
             states: [source rows, hidden_size], the target's after its final norm.
-            cache: from `new_kv_cache`.
+            cache: KV cache from `new_kv_cache`.
 
         Returns:
             The input of the heads for all rows. It lies in the layer's own buffers: the next call
@@ -81,9 +81,9 @@ def load_prefix(
     """Load the prefix layer of a Hydra++ checkpoint.
 
     Args:
-        source: of its weights.
-        directory: of the checkpoint.
-        lm_head: of the first head.
+        source: source of the weights.
+        directory: the checkpoint's directory.
+        lm_head: LM head of the first draft head.
         target: the model that it is for.
 
     Raises:

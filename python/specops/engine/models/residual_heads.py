@@ -99,15 +99,15 @@ class ResidualHeads:
     """The heads of a checkpoint, in drafting order.
 
     Args:
-        heads: in order.
+        heads: the heads in drafting order.
         target: the model that they draft for.
         reads_tokens: whether a head reads the newest token and the drafts before it.
         prefix: the layer whose states they read; None: they read the target's.
 
     Attributes:
-        heads, reads_tokens, prefix: these.
-        hidden_size, dtype, device: of the target's states.
-        vocab_size: of the target.
+        heads, reads_tokens, prefix: the arguments.
+        hidden_size, dtype, device: properties of the target's states.
+        vocab_size: the target's vocabulary size.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class ResidualHeads:
         """Return the fp32 logits of head `index`.
 
         Args:
-            index: of the head, from 0.
+            index: index of the head, from 0.
             states: [requests, hidden_size], the target's or the prefix layer's.
             out: [requests, vocab_size], receives the logits.
             sums: linear workspace.
@@ -193,8 +193,8 @@ def load_medusa(
 
     Args:
         target: the model that they draft for.
-        directory: of the heads.
-        quantization: of their LM heads; None: like the target's.
+        directory: the heads' directory.
+        quantization: format of the heads' LM heads; None: the target's.
 
     Raises:
         ModelError: a file, a field or a tensor is missing, damaged or does not fit the target.

@@ -36,8 +36,8 @@ class StateHeadConfig:
 
     Attributes:
         hidden_size: width of its states.
-        layers: in order.
-        norm_eps: of every norm.
+        layers: the layers in order.
+        norm_eps: epsilon of every norm.
         aux_layers: the target's layers whose output it reads.
         draft_vocab_size: rows of its LM head.
     """
@@ -56,10 +56,10 @@ class StateHeadWeights:
     Attributes:
         embedding: [vocab_size, hidden_size].
         fc: projection of the head's input, such as the auxiliary hidden states, to its width.
-        fc_bias: of that; None: there is none.
-        layers: in order.
+        fc_bias: bias of `fc`, or None.
+        layers: the layers in order.
         final_norm: after the layers; None: there is none.
-        lm_head: of drafts.
+        lm_head: LM head over the draft vocabulary.
         token_map: int32 [draft vocabulary], the token of each LM head row; None: all tokens.
     """
 
@@ -76,7 +76,7 @@ class StateHead(LayerStack):
     """A head on top of its target.
 
     Args:
-        config: of the head.
+        config: the head's configuration.
         weights: of the head.
         target_size: width of the target's states.
         projections: further projections that it runs, besides those of `weights` and its layers.
@@ -165,16 +165,16 @@ class StateHeadLoader:
     """Loads the parts of a head.
 
     Args:
-        source: of its weights.
-        config: of the head.
-        directory: of the head.
+        source: source of the weights.
+        config: the head's configuration.
+        directory: the head's directory.
         target: the model that it drafts for.
         target_directory: the directory that the target was loaded from.
-        prefix: of the names of its tensors.
+        prefix: name prefix of the head's tensors.
 
     Attributes:
         blocks: loads norms and layers.
-        vocab_size: of the target.
+        vocab_size: the target's vocabulary size.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class StateHeadLoader:
         """Load the weights common to all heads.
 
         Args:
-            layer_prefixes: prefix of the names of each layer's tensors.
+            layer_prefixes: name prefix of each layer's tensors.
             fc_inputs: input width of `fc`.
             has_final_norm: whether a norm follows the layers.
         """
@@ -300,8 +300,8 @@ def try_row(directory: Path, head: LayerStack, run: Callable[[MtpBatch, KvCache]
     """Run one row, so that errors of ops show at load time, not in a request.
 
     Args:
-        directory: of the head.
-        head: to run.
+        directory: the head's directory.
+        head: the head to run.
         run: runs a batch of one row and returns the LM head's input.
 
     Raises:

@@ -28,17 +28,17 @@ class Transformer(LayerStack):
     """The model: weights and the forward pass, on the device of the weights.
 
     Args:
-        config: of the model.
+        config: the model's configuration.
         max_model_len: number of prepared positions.
         embedding: [vocab_size, hidden_size], scaled.
-        layers: in order.
+        layers: the layers in order.
         final_norm: after the layers.
-        lm_head: for the tokens of this rank.
-        kv_dtype: of keys and values on pages.
-        settings: that its weights were read with.
+        lm_head: LM head for this rank's range of the vocabulary.
+        kv_dtype: dtype of keys and values on pages.
+        settings: settings that the weights were read with.
         cached: cache of its packed weights, if any.
         ropes: the layers' RoPE tables, which drafting modules share.
-        ranks: that the model is sharded over.
+        ranks: tensor-parallel ranks over which the model is sharded.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Transformer(LayerStack):
 
         Args:
             batch: the rows.
-            cache: from `new_kv_cache`.
+            cache: KV cache from `new_kv_cache`.
             aux_hidden_states: by layer, [rows, hidden_size]: receives the output of the layer.
 
         Returns:

@@ -86,7 +86,7 @@ class WeightCache:
         Args:
             setting: a folder; "auto" for the user's cache folder, which takes only checkpoints that
                 are slow to pack; or "none".
-            max_bytes: see above.
+            max_bytes: as for `WeightCache`.
         """
         if setting == "none":
             return None
@@ -102,7 +102,7 @@ class WeightCache:
         """Return the cached weights of a checkpoint; None if it is not cached.
 
         Args:
-            files: of the checkpoint.
+            files: the checkpoint's files.
             how: configuration outside these files that describes how weights are stored in them.
         """
         try:
@@ -135,8 +135,8 @@ class WeightCache:
         """Evict other checkpoints until a file fits.
 
         Args:
-            num_bytes: of the file.
-            folder: of the file, which is not evicted.
+            num_bytes: size of the file.
+            folder: folder of the new file, which is not evicted.
 
         Returns:
             None, or the reason why the file does not fit.
@@ -206,7 +206,7 @@ class CachedWeights:
         Args:
             key: identifies the numbers within the folder.
             measure: returns `count` numbers, each finite and at least 0.
-            count: of numbers.
+            count: how many numbers `measure` returns.
         """
         path = self._folder / f"{_digest([key])}.json"
         try:

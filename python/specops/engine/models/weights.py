@@ -38,8 +38,8 @@ class WeightSettings:
     """Settings for reading the weights of a model and of its drafters.
 
     Attributes:
-        dtype: of the tensors.
-        device: of the tensors.
+        dtype: dtype of the tensors.
+        device: device of the tensors.
         load_format: "auto" reads checkpoints; "dummy" makes random numbers instead.
         quantization: format of the layers' projections, applied while loading: "none", or
             FastDeploy's "wint8", 8 bits per number and a scale per output; "wint4", 4 bits and a
@@ -68,7 +68,7 @@ class WeightSettings:
         """Return the settings for a drafter's own weights.
 
         Args:
-            quantization: of all its projections and its LM head; None: as the target's.
+            quantization: format of all its projections and its LM head; None: the target's.
         """
         if quantization is None:
             return self
@@ -80,7 +80,7 @@ class WeightSource(ABC):
 
     Attributes:
         settings: used for reading.
-        dtype, device: of the settings.
+        dtype, device: dtype and device from the settings.
         norm_offset: added to every norm weight before it is rounded to the dtype: 1 if a checkpoint
             stores w of norms that multiply by 1 + w.
         read: names of the tensors that were read.
@@ -109,9 +109,9 @@ class WeightSource(ABC):
         """Return one tensor; a quantized weight is dequantized.
 
         Args:
-            name: of the tensor.
+            name: name of the tensor.
             shape: required shape.
-            dtype: of the result; None: that of the source.
+            dtype: dtype of the result; None: the source's dtype.
 
         Raises:
             ModelError: the tensor is missing, or has another shape.
@@ -162,7 +162,7 @@ class WeightSource(ABC):
         """Return a projection.
 
         Args:
-            prefix: of the names of its parts.
+            prefix: name prefix of the parts.
             parts: modules whose outputs are concatenated, such as q_proj, k_proj and v_proj.
             outputs: outputs of each part.
             inputs: inputs of all parts.
@@ -202,9 +202,9 @@ class WeightSource(ABC):
         """Return a projection of all experts, stacked; see `moe.stack_experts`.
 
         Args:
-            prefix: of the names of all experts; the expert's number follows.
+            prefix: name prefix of all experts, before the expert's number.
             which: numbers of the experts.
-            parts, outputs, inputs, activation, shard: of each expert; see `linear`.
+            parts, outputs, inputs, activation, shard: as for `linear`, for each expert.
         """
         each = [[f"{prefix}{e}.{part}.weight" for part in parts] for e in which]
         quantization = self.settings.quantization
@@ -338,8 +338,8 @@ class Checkpoint(WeightSource):
     """Tensors of a directory, read on demand from the files that hold them.
 
     Args:
-        directory: with safetensors files, or a GGUF file.
-        settings: for reading.
+        directory: directory with safetensors files or a GGUF file.
+        settings: settings for reading.
 
     Raises:
         ModelError: a file is missing or damaged.

@@ -50,9 +50,9 @@ class Eagle(StateHead):
     """A head on top of its target.
 
     Args:
-        config: of the head.
+        config: the head's configuration.
         weights: of the head.
-        num_slots: of requests.
+        num_slots: number of request slots.
     """
 
     def __init__(self, config: StateHeadConfig, weights: StateHeadWeights, num_slots: int) -> None:
@@ -77,7 +77,7 @@ class Eagle(StateHead):
             batch: the rows.
             states: [source rows, hidden_size]: the target's after its final norm, or the result of
                 this method.
-            cache: from `new_kv_cache`.
+            cache: KV cache from `new_kv_cache`.
 
         Returns:
             The states of all rows, which the LM head and the next draft read. They lie in the
@@ -127,9 +127,9 @@ def load_eagle(
 
     Args:
         target: the model that it drafts for.
-        directory: of the head, with its own config.json.
+        directory: the head's directory, with a config.json of its own.
         target_directory: the directory that the target was loaded from.
-        num_slots: of requests.
+        num_slots: number of request slots.
         quantization: of its layers' projections and of its own LM head, if any; None: as the
             target's.
 

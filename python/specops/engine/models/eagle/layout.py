@@ -70,8 +70,8 @@ class Eagle3Config(StateHeadConfig):
         norm_output: whether a later draft reads the state after the last norm, not before it.
         mask_token_id: token whose embedding the parallel drafting rows after the newest token read
             (P-EAGLE); None: the head drafts token by token.
-        prefix: of the names of its tensors.
-        layer_prefixes: of the names of each layer's tensors.
+        prefix: name prefix of the head's tensors.
+        layer_prefixes: name prefix of each layer's tensors.
     """
 
     norm_before_residual: bool
@@ -89,8 +89,8 @@ def read_eagle3_config(
     """Read a head's config.json and tensor names.
 
     Args:
-        directory: of the head.
-        names: of its tensors.
+        directory: the head's directory.
+        names: names of the head's tensors.
         target: the model that it drafts for.
 
     Raises:
@@ -233,8 +233,8 @@ def aux_layers_of(
 
     Args:
         own: fields of config.json.
-        directory: of the head.
-        num_layers: of the target.
+        directory: the head's directory.
+        num_layers: number of layers of the target.
         default: layers numbered by the states that enter them, used if no field names any or the
             list is empty; None: a field must name them.
         counts_left: whether all fields number layers by the states that leave them.

@@ -32,7 +32,7 @@ def load_eagle3(
 
     Args:
         target: the model that it drafts for.
-        directory: of the head, with its own config.json.
+        directory: the head's directory, with a config.json of its own.
         target_directory: the directory that the target was loaded from.
         quantization: of the layers' projections and of the head's LM head; None: the layers are
             quantized like the target's.

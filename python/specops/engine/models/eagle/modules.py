@@ -36,8 +36,8 @@ class Eagle3Weights:
         parts: weights common to all heads on a target's states; the first layer's input norm is the
             embedding's.
         fc_norms: one per target layer read; empty: there are no such norms.
-        input_norm: of these layers' states together; None: there is no such norm.
-        hidden_norm: of the state that a row reads.
+        input_norm: one norm of all these states together, or None.
+        hidden_norm: norm of the state that a row reads.
         mask_hidden: [1, states of all layers], which P-EAGLE's masks read instead; None: the head
             drafts token by token.
     """
@@ -53,7 +53,7 @@ class Eagle3(StateHead):
     """A head on top of its target.
 
     Args:
-        config: of the head.
+        config: the head's configuration.
         weights: of the head.
         target_size: width of the target's states.
     """
@@ -104,7 +104,7 @@ class Eagle3(StateHead):
             batch: the rows.
             states: [source rows, hidden_size], from `states_of`, or the second result of this
                 method.
-            cache: from `new_kv_cache`.
+            cache: KV cache from `new_kv_cache`.
 
         Returns:
             The input of the LM head, and the states that the next draft reads, both of all rows.
@@ -145,7 +145,7 @@ class Eagle3(StateHead):
 
         Args:
             batch: the rows.
-            cache: from `new_kv_cache`.
+            cache: KV cache from `new_kv_cache`.
 
         Returns:
             The input of the LM head for all rows, in the head's own buffers.

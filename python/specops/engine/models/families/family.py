@@ -17,12 +17,12 @@ class MtpConvention:
     it. A name without either is shared by all modules.
 
     Attributes:
-        name: of the convention.
+        name: name of the convention.
         families: the models that use it.
         count_fields: fields of config.json with the number of modules; the first present one
             counts.
-        embed_norm: of the embedding's norm.
-        hidden_norm: of the hidden state's norm.
+        embed_norm: name of the embedding's norm.
+        hidden_norm: name of the hidden state's norm.
         projection: of the matrix [hidden_size, 2 * hidden_size], without ".weight" or ".bias".
         head_norm: of the norm before the LM head; None: it is the target's own final norm.
         block: prefix of the names of the decoder layer.

@@ -19,7 +19,7 @@ def read_token_map(path: Path, vocab_size: int) -> Tensor:
 
     Args:
         path: a safetensors file with the tensor `d2t`; see `load_mtp`.
-        vocab_size: of the target.
+        vocab_size: the target's vocabulary size.
 
     Raises:
         ModelError: the file is missing or damaged, or its content is invalid.
@@ -42,7 +42,7 @@ def token_map_of(offsets: Tensor, where: str, vocab_size: int) -> Tensor:
     Args:
         offsets: int64 [draft vocabulary]: row i of the draft head is token i + offsets[i].
         where: the file and the tensor, for errors.
-        vocab_size: of the target.
+        vocab_size: the target's vocabulary size.
 
     Raises:
         ModelError: the tensor is not a valid `d2t`.
@@ -68,7 +68,7 @@ def draft_head(
 
     Args:
         target: the model.
-        settings: of the drafter's weights.
+        settings: settings of the drafter's weights.
         directory: the directory that the target was loaded from.
         token_map: from `read_token_map`, on the target's device; None: all tokens.
     """

@@ -66,7 +66,7 @@ class MtpModules(LayerStack):
 
     Attributes:
         convention: describes the inputs of the modules.
-        modules: in drafting order.
+        modules: the modules in drafting order.
         lm_head: the target's, or its rows in a reduced draft vocabulary.
         token_map: int32 [draft vocabulary]: the token of each row of `lm_head`; None: all tokens.
     """
@@ -109,11 +109,11 @@ class MtpModules(LayerStack):
         """Run module `index` over rows, and write their keys and values.
 
         Args:
-            index: of the module, from 0; its row at position i reads token i + index + 1.
+            index: index of the module, from 0; its row at position i reads token i + index + 1.
             batch: the rows.
             hidden: [source rows, hidden_size], the target's states after its final norm, or the
                 `recycled` output of this module or the one before it.
-            cache: from `new_kv_cache`.
+            cache: KV cache from `new_kv_cache`.
 
         Returns:
             The states. They lie in this object's own buffers: the next call overwrites them.
