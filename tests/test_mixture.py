@@ -70,8 +70,8 @@ def logits_of(model: Model, tokens: Tensor) -> Tensor:
 
 def test_neurons_that_are_strong_together_share_an_expert() -> None:
     generator = torch.Generator().manual_seed(1)
-    kinds = torch.randint(0, 3, (200,), generator=generator)  # of rows
-    own = torch.arange(12) % 3  # of neurons
+    kinds = torch.randint(0, 3, (200,), generator=generator)  # kind of each row
+    own = torch.arange(12) % 3  # kind of each neuron
     strengths = (kinds[:, None] == own).float() + 0.1 * torch.rand(200, 12, generator=generator)
     shared = share_out(strengths, 3)
     assert {tuple(sorted(one)) for one in shared.tolist()} == {

@@ -24,7 +24,7 @@ from specops.cli.serve import main
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.drafters import mtp as drafters_mtp
 
-LAYERS = 3  # of the target
+LAYERS = 3  # layers of the target
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +249,7 @@ def test_invalid_draft_vocabularies_are_refused(
 def test_draft_vocabulary_without_modules_is_refused(
     capsys: pytest.CaptureFixture[str], bare: Path, tmp_path: Path
 ) -> None:
-    """Even if the server's own method needs no modules."""
+    """The refusal does not depend on whether the server's method needs modules."""
     path = tmp_path / "vocab.safetensors"
     save_file({"d2t": torch.zeros(8, dtype=torch.int64)}, path)
     message = error_of(capsys, bare, method="ngram", draft_vocab=str(path))

@@ -25,10 +25,10 @@ Tokens = tuple[int, ...]
 
 @dataclass
 class Row:
-    """Page slot: the tokens that its keys and values were computed from."""
+    """Cache slot of a page: the tokens from which its keys and values were computed."""
 
-    model: Tokens | None = None  # all tokens up to and including its own
-    drafts: Tokens | None = None  # the tokens after it that modules drafted from
+    model: Tokens | None = None  # all tokens up to and including the row's token
+    drafts: Tokens | None = None  # the later tokens that modules drafted from
 
 
 def make_request(
@@ -279,7 +279,7 @@ class Simulation:
             self._finish(request)
 
     def _draft(self, request: Request) -> None:
-        """Write what the modules know, then what they draft."""
+        """Write the rows of known tokens, then the rows of drafts."""
         tokens = tuple(request.token_ids)
         final = min(request.num_computed, len(tokens) - self.lookahead)
         for position in range(request.num_final_draft_kv, len(request.pages) * self.size):
@@ -410,7 +410,7 @@ def test_pages_are_registered_once_the_tokens_after_them_are_known(lookahead: in
     first.num_final_draft_kv = min(first.num_computed, len(first.token_ids) - lookahead)
     scheduler.register_full_pages(first, scheduler.part(first, 1, emits=True))
     assert first.num_registered_pages == 2
-    # With all tokens that follow, with fewer, and by a request without drafts.
+    # Match with all tokens that follow, with fewer, and for a request without drafts.
     for count, hits in ((lookahead, 8), (lookahead - 1, 4)):
         second = make_request(1, first.token_ids[: 8 + count], "mtp", 8, **own)
         start(second)
@@ -462,7 +462,7 @@ def test_calls_get_equal_numbers_of_slots() -> None:
     run(scheduler, 1)
     assert owners_of(scheduler) == [("", "many")] * 6
     scheduler.waiting += [owned(20 + i, "", f"one {i}") for i in range(3)]
-    run(scheduler, 1)  # at once, not when one of the many ends
+    run(scheduler, 1)  # it starts at once, before any of the many ends
     assert owners_of(scheduler) == [("", "many")] * 3 + [("", f"one {i}") for i in range(3)]
     scheduler.waiting += [owned(23 + i, "", "few") for i in range(4)]
     run(scheduler, 1)

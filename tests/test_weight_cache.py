@@ -184,7 +184,7 @@ def test_changed_file_is_read_again(
     after = read(source(model_dir, root))
     assert_equal(after, read(source(model_dir, None)))
     assert not torch.equal(before.data, after.data)
-    # A valid digest of this very file is trusted, and no other.
+    # Only a valid digest of exactly this file is trusted.
     (other,) = set((root / "digests").iterdir()) - {known}
     (digest, _), whole = known.read_text().split(" "), other.read_bytes()
     check = weight_cache._check([*weight_cache._facts(file), digest])
