@@ -151,7 +151,6 @@ def test_every_error_code_has_a_sentence() -> None:
         found = re.match(r"(\w+): (?:(weight)\.\w+|([\w.]+)) must .*, got \S", sentence)
         assert found is not None, sentence
         op, argument = found[1], found[2] or found[3]
-        owner = (
-            "verify" if op in ("sample", "top_logprobs") else op
-        )  # verify has all fields that they share
+        # `verify` has all fields that it shares with these ops.
+        owner = "verify" if op in ("sample", "top_logprobs") else op
         assert op in TENSOR_OPS and argument in TENSOR_OPS[owner], sentence

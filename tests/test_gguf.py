@@ -494,9 +494,8 @@ def test_converted_directory_is_reused_until_the_file_changes(tmp_path: Path, ca
     assert first.is_relative_to(cache) and gguf_directory(file) == first
     config = first / "config.json"
     config.write_text("{}")
-    assert (
-        gguf_directory(file) == first and config.read_text() == "{}"
-    )  # the directory was not written again
+    # The directory is not written again.
+    assert gguf_directory(file) == first and config.read_text() == "{}"
     os.utime(file, (1, 1))
     assert gguf_directory(file) != first
     assert not [path for path in first.parent.iterdir() if path.name.startswith(".")]

@@ -40,8 +40,8 @@ class PromptRows:
     """Consecutive rows of a request, each followed by a prompt token that has no logprob yet.
 
     Attributes:
-        request_id: the request.
-        slot: its slot.
+        request_id: id of the request.
+        slot: slot of the request.
         row: index of the first row, among the request's rows in a `Part`, else among all rows.
         position: position of the token after the first row.
         token_ids: the token after each row.

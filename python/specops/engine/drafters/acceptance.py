@@ -9,7 +9,7 @@ _BUCKETS = 8
 _PRIOR = 2.0  # weight of a draft's confidence against the counts, as a number of drafts
 _LIMIT = 256.0  # when a method has counted more drafts than this, its counts are halved
 _OWN_PRIOR = 8.0  # weight of the method against a request's counts, as a number of drafts
-_OWN_MEMORY = 0.97  # decay of a request's counts per verification
+_OWN_MEMORY = 0.97  # factor on a request's counts at each verification
 
 
 class MethodAcceptance:
@@ -39,7 +39,7 @@ class MethodAcceptance:
 
 
 class RequestAcceptance:
-    """Acceptance probabilities of one request's drafts: the method's, corrected by its own counts.
+    """Acceptance probabilities of a request's drafts: its method's, corrected by its own counts.
 
     If fewer of its drafts were accepted than the method's counts predict, all acceptance
     probabilities are scaled down; if more were, the rejection probabilities are.

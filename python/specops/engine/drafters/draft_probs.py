@@ -63,7 +63,7 @@ class DraftProbTable:
         }
 
     def of_step(self, width: int, rows: Tensor) -> DraftProbs:
-        """Return the table for steps with `width` drafts, with the row of each request."""
+        """Return the argument of `verify` for `width` drafts; `rows` has each request's row."""
         assert self.probs is not None
         listed = None if self.token_ids is None else self.token_ids[:, :width]
         return DraftProbs(self.probs[:, :width], listed, rows)

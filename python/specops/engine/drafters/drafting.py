@@ -101,13 +101,13 @@ class Drafting:
         self._requests: dict[Drafter, set[Request]] = {one: set() for one in everyone}
         self.num_failures = 0
         self.failures = dict.fromkeys((*(one.name for one in everyone), _SELECTION), 0)
-        self._num_logged: dict[str, int] = {}  # failures by description
+        self._num_logged: dict[str, int] = {}  # number of failures by description
         self._selector: DraftSelector | None = None
-        self._acceptance: dict[Request, RequestAcceptance] = {}  # requests with draft selection
+        self._acceptance: dict[Request, RequestAcceptance] = {}  # of requests with draft selection
         self._selected: dict[Request, list[float]] = {}  # confidences of the selected drafts
-        self._running: dict[int, Request] = {}  # by slot
+        self._running: dict[int, Request] = {}  # requests by slot
         self.scheduled: list[Scheduled] = []
-        self._places: dict[int, int] = {}  # by slot, index of the request in the last step
+        self._places: dict[int, int] = {}  # index in the last step by slot
         # Limit on drafts if the target stores a state per draft; None: no limit.
         own = context.config.speculative_config
         self._most_kept = own.num_speculative_tokens if context.target.keeps_states else None
@@ -121,7 +121,7 @@ class Drafting:
             if one.drawn_from is not None
         }
         self.draft_probs = DraftProbTable(drawing, slots, context.device.device)
-        self._most_drawn = 0  # most drafts of any request with a drafter that draws
+        self._most_drawn = 0  # most drafts of any request whose drafter samples
         self._check_lengths(context.config.speculative_config)
         self._check_room(context.config.speculative_config)
 

@@ -57,7 +57,7 @@ class NgramDrafter(Drafter):
         if self._index is None:
             self._index = self._new_index()
             self._choices = torch.ones((3, self._slots), dtype=torch.int32, device=self._device)
-            self._rows = tuple(self._choices)  # shortest, longest, is leftmost
+            self._rows = tuple(self._choices)  # min and max n-gram size, is leftmost
         choices = [own.min_ngram_size, own.max_ngram_size, own.ngram_match == "leftmost"]
         self._choices[:, request.slot] = torch.tensor(choices, dtype=torch.int32)
         self._index.reset(request.slot)

@@ -48,7 +48,7 @@ class PredictionDrafter(Drafter):
             if proposals.token_ids[slot, :count].tolist() == drafts and (
                 proposals.counts[slot] >= count
             ):
-                continue  # both agree; the earlier drafts may go on after the prediction
+                continue  # both agree; the earlier drafts may extend beyond the prediction
             proposals.counts[slot] = count
             proposals.token_ids[slot, :count] = drafts
             proposals.stages[slot, :count] = list(request.draft_stages).index(self.name)

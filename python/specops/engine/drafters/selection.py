@@ -58,7 +58,8 @@ class DraftSelector:
         count = rates.index(max(rates))
         least = best[count - 1] if count else 2.0
         ties = best[:count].count(least)  # number of chosen drafts as likely as the last
-        # Probabilities fall along a chain, so the likeliest drafts of a chain are its first ones.
+        # Probabilities never rise along a chain, so the likeliest drafts of a chain are its first
+        # ones.
         chosen = [
             sum(p > least or (p == least and (ties := ties - 1) >= 0) for p in own)
             for own in products

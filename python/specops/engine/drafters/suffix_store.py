@@ -316,7 +316,7 @@ def _pieces(file: Path) -> Iterator[str]:
             while text := opened.read(_PIECE_CHARACTERS - len(rest)):
                 text, rest = rest + text, ""
                 if len(text) < _PIECE_CHARACTERS:
-                    rest = text  # the end of the file, or near it
+                    rest = text  # the last piece of the file
                     continue
                 end = text.rfind("\n", _PIECE_CHARACTERS // 2) + 1 or len(text)
                 rest = text[end:]

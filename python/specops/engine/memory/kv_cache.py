@@ -60,9 +60,9 @@ class Prefix:
 
     def __init__(self, parent: "Prefix | None", tokens: bytes, salt: str | None = None) -> None:
         self.parent = parent  # None for the empty prefix
-        self.tokens = tokens  # tokens of its last page
-        self.salt = salt  # only of the empty prefix: only requests with this salt use the tree
-        self.children: dict[bytes, Prefix] = {}  # by the tokens of their last page
+        self.tokens = tokens  # tokens of the last page
+        self.salt = salt  # set for the root only: salt of the requests that use the tree
+        self.children: dict[bytes, Prefix] = {}  # by tokens of their last page
         # Pages by the key of their draft KV, oldest first; key None: a page without draft KV.
         self.pages: dict[bytes | None, int] = {}
 
@@ -80,7 +80,7 @@ class PrefixListener(Protocol):
     """Receiver of the changes of a prefix cache, in the thread that makes them."""
 
     def stored(self, prefix: Prefix, token_ids: Sequence[int], salt: str | None) -> None:
-        """Handle a new prefix; `token_ids` are those of its last page."""
+        """Handle a new prefix; `token_ids` are the tokens of its last page."""
 
     def removed(self, prefix: Prefix) -> None:
         """Handle a prefix whose last page was evicted."""
@@ -115,7 +115,7 @@ class PagePool:
         self._refs = [0] * num_pages
         # A heap, because pages in ascending order are read faster than pages in random order.
         self._free = list(range(num_pages))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # count 0, content known
+        self._cached: OrderedDict[int, None] = OrderedDict()  # registered, held by no request
         self._roots: dict[str | None, Prefix] = {}  # by salt
         # The prefix of each registered page, and its key there.
         self._place_of: dict[int, tuple[Prefix, bytes | None]] = {}

@@ -78,7 +78,7 @@ class Array:
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         self.dtype, self._shape = dtype, shape
         self.num_bytes = dtype.itemsize * math.prod(shape)
-        self.offset = 0  # in its block
+        self.offset = 0  # offset in its block
         self.host: Any  # a numpy array
         self.device: Tensor
 

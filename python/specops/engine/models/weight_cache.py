@@ -57,7 +57,7 @@ _LEAST_BYTES = 256 << 20
 _FREE_SHARE = 20  # 1 / _FREE_SHARE of the disk stays free
 _SETTLED_SECONDS = 2.0  # resolution of the coarsest file timestamps
 _PIECE = 1 << 20  # bytes per read
-_ALIGNMENT = 4096  # bytes; of a file's first tensor
+_ALIGNMENT = 4096  # bytes; alignment of a file's first tensor
 _VECTOR = 64  # bytes; alignment of its other tensors
 
 _DIGESTS = "digests"  # folder of stored digests
@@ -77,7 +77,7 @@ class WeightCache:
 
     def __init__(self, root: Path, max_bytes: int, least_bytes: int = 0) -> None:
         self._root, self._max_bytes, self._least_bytes = root, max_bytes, least_bytes
-        self._left: int | None = None  # bytes left; None: not counted yet
+        self._left: int | None = None  # bytes left below the limit; None: not counted yet
 
     @classmethod
     def of_setting(cls, setting: str, max_bytes: int) -> "WeightCache | None":

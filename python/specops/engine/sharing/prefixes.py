@@ -27,8 +27,8 @@ class PrefixFinder:
     Args:
         pool: the page pool.
         leaf_tokens: tokens per leaf of the attention sum; only whole leaves are shared.
-        least_saved_tokens: prefixes are shared only if the step then reads the keys and values of
-            this many tokens less, since sharing costs additional launches.
+        least_saved_tokens: prefixes are shared only if this saves reading the keys and values of
+            at least this many tokens, since sharing costs additional launches.
     """
 
     def __init__(self, pool: PagePool, *, leaf_tokens: int, least_saved_tokens: int = 0) -> None:

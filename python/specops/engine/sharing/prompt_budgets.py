@@ -42,7 +42,7 @@ class PromptBudgets:
         self._costs = costs
         needed: Counter[str] = Counter()  # rows by client
         time: dict[str, float] = {}  # time of these rows
-        least: dict[str, float] = {}  # time of the most expensive row
+        least: dict[str, float] = {}  # time of one of these rows, at most
         for request in prompts:
             client, row = client_of(request), costs.of_prompt_row(request)
             rows = len(request.token_ids) - request.num_computed

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 _MAX_KEPT = 64  # grammars in the LRU cache
-_MAX_LEXER_STATES = 50_000  # per grammar; each takes one to two KB
+_MAX_LEXER_STATES = 50_000  # most lexer states of a grammar; each takes one to two KB
 
 # Limits on the work for one mask, since other requests wait for it. Schemas with thousands of
 # properties need only a fraction.
-_MAX_ROW_ITEMS = 500  # parser items between two bytes
-_MAX_STEP_ITEMS = 10_000  # parser items
-_MAX_STEP_FUEL = 100_000  # lexer steps
+_MAX_ROW_ITEMS = 500  # parser items per byte of text
+_MAX_STEP_ITEMS = 10_000  # parser items per mask
+_MAX_STEP_FUEL = 100_000  # lexer steps per mask
 # All other limits are llguidance's defaults: 500,000 symbols, and a million lexer steps initially.
 
 # Stack size for compilation: llguidance recurses into referenced rules, and the longest grammar can
@@ -43,7 +43,7 @@ _STACK_BYTES = 1 << 29
 # Processor time of a compilation after which `overdue` is called. Wall time would include other
 # processes and time in which this process was stopped.
 _COMPILE_SECONDS = 10.0
-_LEAST_WAIT_SECONDS = 0.05  # minimum time between two checks of it
+_LEAST_WAIT_SECONDS = 0.05  # minimum time between two checks of the processor time
 
 
 class GrammarCompiler:
@@ -108,7 +108,8 @@ class GrammarCompiler:
 
 
 _EBNF = re.compile(r"^\s*<[\w -]+>\s*::=", re.MULTILINE)
-_TEMPERATURE = re.compile(r"^\s*\w+\s*\[[^\]\n]*\btemperature\b", re.MULTILINE)  # of a rule
+# Attribute of a Lark rule.
+_TEMPERATURE = re.compile(r"^\s*\w+\s*\[[^\]\n]*\btemperature\b", re.MULTILINE)
 _starting = threading.Lock()  # the stack size of new threads is set for the whole process
 
 
@@ -146,7 +147,7 @@ def _with_a_deep_stack(work: Callable[[], Grammar], overdue: Callable[[], None] 
 
 
 def _seconds_of(clocks: list[int]) -> float:
-    """Return the processor time of a thread; 0 before it has begun and after it has ended."""
+    """Return the processor time of a thread; 0 before it starts and after it has ended."""
     try:
         return time.clock_gettime(clocks[0]) if clocks else 0.0
     except OSError:

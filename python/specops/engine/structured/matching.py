@@ -78,7 +78,7 @@ class Grammar:
         return self._matcher.deep_copy()
 
 
-Ending: TypeAlias = tuple[str, "int | str | None"]  # a finish_reason and a stop_reason
+Ending: TypeAlias = tuple[str, "int | str | None"]  # finish_reason and stop_reason
 
 
 class GrammarState:
@@ -141,11 +141,11 @@ class GrammarState:
         return self.row_seconds > _SLOW_SECONDS
 
     def judge(self, token_id: int, is_end: bool) -> tuple[bool, Ending | None]:
-        """Consume the next token of the output, or check a token that ends it.
+        """Consume the next token of the output, or check a token that ends the output.
 
         Returns:
-            Whether the token fits, and the ending if the output ends here. It also ends if the
-            token does not fit.
+            Whether the token fits, and the ending if the output ends with it. An output always ends
+            at a token that does not fit.
         """
         if is_end and self.fits_end(token_id):
             # An end token may cut a text short; only then is it the stop_reason.
@@ -198,7 +198,7 @@ class GrammarState:
             self.limit = f"llguidance met a limit: {' '.join(message.split())}"
 
     def advance(self, token_id: int) -> bool:
-        """Move only the matcher by a token, if the token fits; `go_back` undoes the move."""
+        """Advance only the matcher by a token, unless it does not fit; `go_back` undoes this."""
         if self.matcher.is_stopped() or not self.vocabulary.is_text(token_id):
             return False
         begun = self.timer()
@@ -207,7 +207,7 @@ class GrammarState:
         return fits
 
     def go_back(self, count: int) -> None:
-        """Undo the last `count` moves of `advance`."""
+        """Undo the last `count` successful calls of `advance`."""
         if count and not self.matcher.rollback(count):
             self.restart()
 

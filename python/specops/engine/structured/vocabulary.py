@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from specops.api.tokenizer import Tokenizer
 
-_MARK = "\x02"  # a character that tokenizers never merge with others
+_MARK = "\x02"  # character that tokenizers never merge with others
 _MARKER = 0xFF  # first byte of special tokens in llguidance; no text contains it
 
 

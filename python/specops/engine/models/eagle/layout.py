@@ -275,10 +275,10 @@ def _of_pairs(layer: LayerConfig, width: int) -> AttentionConfig:
 
 
 def flag_of(own: Mapping[str, Any], field: str, *, default: bool = False) -> bool:
-    """Return the value of a field that is true or false.
+    """Return the value of a field that must be true or false.
 
     Raises:
-        ModelError: the value is something else.
+        ModelError: the value is neither true nor false.
     """
     value = own.get(field)
     if value is not None and not isinstance(value, bool):

@@ -25,7 +25,7 @@ from specops.engine.models.families.fields import (
     refuse_values,
 )
 
-Windows = Sequence[int | None]  # window of each layer
+Windows = Sequence[int | None]  # sliding window of each layer
 Mlps = Callable[[Mapping[str, Any], int], Sequence[AnyMlpConfig]]  # MLP of each layer
 
 

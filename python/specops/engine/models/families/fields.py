@@ -53,10 +53,10 @@ def _without_nulls(value: Any) -> Any:
 
 
 def flag(raw: Mapping[str, Any], field: str, default: bool = False) -> bool:
-    """Return the value of a field that is true or false.
+    """Return the value of a field that must be true or false.
 
     Raises:
-        ModelError: the value is something else.
+        ModelError: the value is neither true nor false.
     """
     value = raw.get(field, default)
     if not isinstance(value, bool):
@@ -89,10 +89,10 @@ def count(raw: Mapping[str, Any], field: str, default: int | None = None) -> int
 
 
 def index(raw: Mapping[str, Any], field: str, default: int) -> int:
-    """Return the value of a field that is an integer of at least 0.
+    """Return the value of a field that must be an integer of at least 0.
 
     Raises:
-        ModelError: the value is something else.
+        ModelError: the value is not an integer of at least 0.
     """
     value = raw.get(field, default)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST:
@@ -106,10 +106,10 @@ def dtype_of(raw: Mapping[str, Any]) -> str | None:
 
 
 def number(field: str, value: Any, *, or_zero: bool = False) -> float:
-    """Check that the value of a field is a number above 0 (or at least 0), and return it.
+    """Return the value of a field that must be a number above 0, or at least 0 with `or_zero`.
 
     Raises:
-        ModelError: the value is something else.
+        ModelError: the value is not such a number.
     """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value < 0 or (value == 0 and not or_zero):

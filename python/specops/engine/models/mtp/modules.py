@@ -58,7 +58,7 @@ class MtpBatch(LayerBatch):
     token_ids: Tensor  # int32 [num_slots, max_len]
     lens: Tensor  # int32 [num_slots]
     draft_token_ids: Tensor  # int32 [num_slots, k]
-    kept: Tensor | None = None  # [num_slots, window, hidden_size]
+    kept: Tensor | None = None  # [num_slots, window, hidden_size]: states of earlier steps
 
 
 class MtpModules(LayerStack):
