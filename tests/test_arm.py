@@ -144,7 +144,7 @@ def test_neon_code_exists_wherever_avx2_code_does(path: Path) -> None:
 
 
 def test_emulation_names_missing_packages(tmp_path: Path) -> None:
-    """With --if-possible, missing packages are no error."""
+    """With --if-possible, the program succeeds despite missing packages."""
     for option, code in (("--if-possible", 0), ("--build-only", 1)):
         done = subprocess.run(
             [sys.executable, "-m", "tools.emulate_arm", option],

@@ -123,7 +123,7 @@ def test_request_larger_than_its_share_runs_at_times() -> None:
 
 
 def test_random_requests_are_treated_fairly() -> None:
-    """No step is too long, no request gets more rows than it needs, and none starves."""
+    """No step is too long, no request gets more rows than it needs, and no request starves."""
     draw, narrow = random.Random(0), 0
     for _ in range(200):
         clients = draw.randrange(1, 5)
@@ -508,7 +508,7 @@ def test_requests_of_a_single_client_are_never_paused() -> None:
 
 
 def test_costs_of_rows_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only steps move the clock. Afterwards the engine is as if nothing had run."""
+    """Only steps advance the clock. After the measurement, the engine has no trace of it."""
     engine = engine_of("ngram")
     clock, kinds = [0.0], list[tuple[int, bool, bool]]()
     launch = engine._runner.launch

@@ -616,7 +616,7 @@ import specops.engine
 
 
 def test_server_never_refers_to_an_engine() -> None:
-    """Its process need not load torch either."""
+    """The server's process need not load torch either."""
     for path in sources(PACKAGE / "server", ".py"):
         for node in ast.walk(ast.parse(path.read_text())):
             name = getattr(node, "id", getattr(node, "attr", getattr(node, "arg", None)))

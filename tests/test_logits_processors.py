@@ -294,7 +294,7 @@ def typical_row(kind: str, vocab: int) -> Tensor:
 def test_typical_p_retains_the_tokens_nearest_to_the_mean_surprise(
     device: str, isa: str, kind: str, dtype: torch.dtype
 ) -> None:
-    """It retains as many tokens as have a mass of typical_p."""
+    """The retained tokens are the fewest with a mass of at least typical_p."""
     vocab, masses = 20_011, [0.02, 0.3, 0.8, 0.995]
     logits = torch.stack([typical_row(kind, vocab)] * len(masses)).to(dtype)
     params = row_params(len(masses), temperature=0.75, top_k=[0, 0, 9000, 0])

@@ -218,7 +218,7 @@ def test_model_card_has_the_measured_figures(metrics: dict[str, Any]) -> None:
 def test_measured_steps_read_the_experts_of_different_rows(
     directory: Path, metrics: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the costs of drafts would not include the experts that drafts read."""
+    """If rows were equal, the costs of drafts would not include the experts that drafts read."""
     monkeypatch.setattr(step_costs, "_FACTOR", math.inf)  # no step is too long
     engine = Engine(
         EngineConfig(

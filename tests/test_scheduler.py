@@ -339,7 +339,7 @@ def test_states_match_the_tokens(lookahead: int, num_prefix_states: int) -> None
 @pytest.mark.parametrize("has_states", [True, False], ids=["both", "drafter only"])
 @pytest.mark.parametrize("num_prefix_states", [1, 4, 24])
 def test_drafter_states_match_the_tokens(num_prefix_states: int, has_states: bool) -> None:
-    """With and without states of the target, only for requests with drafts, and after pauses."""
+    """Cases: with and without states of the target, only for requests with drafts, after pauses."""
     num_keeps = num_preemptions = num_loads = 0
     for seed in range(3):
         settings = {
@@ -378,7 +378,7 @@ def test_no_request_is_preempted_for_spare_draft_rows(lookahead: int) -> None:
 
 
 def test_single_request_may_fill_the_pool() -> None:
-    """Its spare pages end with its text: all of the text fits, and nothing more is reserved."""
+    """Pages are reserved up to the end of the request's text and no further."""
     sim = Simulation(0, 1, num_pages=6, k=12)
     request = make_request(0, [1] * 5, "mtp", 19, lookahead=1, num_speculative_tokens=12)
     sim.scheduler.waiting.append(request)

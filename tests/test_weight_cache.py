@@ -170,7 +170,7 @@ def test_digest_of_a_build_covers_the_code_that_reads_and_packs() -> None:
 def test_changed_file_is_read_again(
     model_dir: Path, root: Path, packed: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its size and modification time stay the same."""
+    """The changed file has the same size and modification time."""
     monkeypatch.setattr(weight_cache, "_SETTLED_SECONDS", -1.0)
     file = model_dir / "model.safetensors"
     before = read(source(model_dir, root))
