@@ -96,11 +96,11 @@ class Drafting:
                     raise
                 self.missing[name] = error.reason
         self._companions: list[Drafter] = [companion(name).load(context) for name in COMPANIONS]
-        everyone = (*self.drafters.values(), *self._companions)
+        all_drafters = (*self.drafters.values(), *self._companions)
         # Running requests of each drafter.
-        self._requests: dict[Drafter, set[Request]] = {one: set() for one in everyone}
+        self._requests: dict[Drafter, set[Request]] = {one: set() for one in all_drafters}
         self.num_failures = 0
-        self.failures = dict.fromkeys((*(one.name for one in everyone), _SELECTION), 0)
+        self.failures = dict.fromkeys((*(one.name for one in all_drafters), _SELECTION), 0)
         self._num_logged: dict[str, int] = {}  # number of failures by description
         self._selector: DraftSelector | None = None
         self._acceptance: dict[Request, RequestAcceptance] = {}  # of requests with draft selection
@@ -109,9 +109,9 @@ class Drafting:
         self.scheduled: list[Scheduled] = []
         self._places: dict[int, int] = {}  # index in the last step by slot
         # Limit on drafts if the target stores a state per draft; None: no limit.
-        own = context.config.speculative_config
-        self._most_kept = own.num_speculative_tokens if context.target.keeps_states else None
-        if self._most_kept == 0:
+        defaults = context.config.speculative_config
+        self._max_drafts = defaults.num_speculative_tokens if context.target.keeps_states else None
+        if self._max_drafts == 0:
             self.missing = dict.fromkeys(METHODS, _NO_ROOM)
         slots = context.config.max_num_seqs
         self.proposals = Proposals.empty(slots, 0)
@@ -142,20 +142,20 @@ class Drafting:
 
     def _check_lengths(self, config: SpeculativeConfig) -> None:
         """Reject chains longer than a drafter makes."""
-        for name, wanted in config.draft_stages:
+        for name, count in config.draft_stages:
             most = self.drafters[name].max_drafts
-            if most is not None and wanted > most:
+            if most is not None and count > most:
                 raise ValueError(
                     f"num_model_steps must be at most {most}, the drafts of a step that the "
-                    f'weights of "{name}" make in this engine, got {wanted}; where it is not '
+                    f'weights of "{name}" make in this engine, got {count}; where it is not '
                     "given, it is num_speculative_tokens"
                 )
 
     def _check_room(self, config: SpeculativeConfig) -> None:
         """Reject more drafts than the server's limit if the target stores a state per draft."""
-        if self._most_kept is not None and config.num_speculative_tokens > self._most_kept:
+        if self._max_drafts is not None and config.num_speculative_tokens > self._max_drafts:
             raise ValueError(
-                f"num_speculative_tokens must be at most {self._most_kept}, the server's own, for "
+                f"num_speculative_tokens must be at most {self._max_drafts}, the server's own, for "
                 "a model with linear attention, whose slots have room for so many drafts; got "
                 f"{config.num_speculative_tokens}"
             )
@@ -163,7 +163,7 @@ class Drafting:
     @property
     def methods(self) -> tuple[str, ...]:
         """Names of the methods that requests may choose."""
-        if self._most_kept == 0:
+        if self._max_drafts == 0:
             return (NAIVE,)
         return (NAIVE, *(name for name in METHODS if name in self.drafters))
 
@@ -522,8 +522,8 @@ class Drafting:
 
     def _drafters_of(self, request: Request) -> list[Drafter]:
         """Return a request's drafters in drafting order; empty if it does not speculate."""
-        own = [self.drafters[name] for name in request.draft_stages]
-        return own + self._companions if own else own
+        drafters = [self.drafters[name] for name in request.draft_stages]
+        return drafters + self._companions if drafters else drafters
 
     def _ask(self, drafter: Drafter, hook: str, *arguments: Any) -> Any:
         """Call a drafter's hook for a step; return None if it has no requests or raises."""

@@ -269,13 +269,13 @@ class KvCache:
 
     def keep_states(self, slot: int, num_tokens: int, entry: int) -> None:
         """Copy a slot's states after `num_tokens` tokens to an entry of `prefix_states`."""
-        for own, of_prefixes in zip(self._states, self.prefix_states, strict=True):
-            own.copy(slot, of_prefixes, entry, num_tokens)
+        for slots, entries in zip(self._states, self.prefix_states, strict=True):
+            slots.copy(slot, entries, entry, num_tokens)
 
     def load_states(self, entry: int, num_tokens: int, slot: int) -> None:
         """Copy an entry's states after `num_tokens` tokens to the slot of a request."""
-        for own, of_prefixes in zip(self._states, self.prefix_states, strict=True):
-            of_prefixes.copy(entry, own, slot, num_tokens)
+        for slots, entries in zip(self._states, self.prefix_states, strict=True):
+            entries.copy(entry, slots, slot, num_tokens)
 
     @property
     def pairs(self) -> list[tuple[Tensor, Tensor | None]]:
