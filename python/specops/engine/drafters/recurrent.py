@@ -288,8 +288,8 @@ class RecurrentStep(DrafterStep):
         self._kv_indptr = inputs.int32(batch + 1 if shape.skips_pages else 0)
         # Row ranges for a head whose rows read the token at their position: they include one more
         # row for the newest token.
-        num_own_rows = batch if drafter.reads_own_tokens and shape.rows else 0
-        self._qo_indptr, self._kv_lens = inputs.int32(num_own_rows + 1), inputs.int32(num_own_rows)
+        num_ranges = batch if drafter.reads_own_tokens and shape.rows else 0
+        self._qo_indptr, self._kv_lens = inputs.int32(num_ranges + 1), inputs.int32(num_ranges)
         passes = min(drafter.num_steps, step.proposals) if shape.reports_probs else 0
         self.reports = PassReports(results, batch, drafter.slots, passes)
         # `target_states` may project the target's states even if no pass runs.
