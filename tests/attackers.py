@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-ADDRESS = "127.0.0.2"  # of the attackers; the normal client uses 127.0.0.1
+ADDRESS = "127.0.0.2"  # address of the attackers; the normal client uses 127.0.0.1
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Sizes:
     clients: int = 16  # for attacks with few concurrent requests
     body: int = 64 << 20
     tokens: int = 200
-    prompt: int = 1000  # tokens
+    prompt: int = 1000  # tokens of a prompt
     one_prompt: int = 900  # tokens of a prompt sent alone
 
 
@@ -62,8 +62,8 @@ def request(body: bytes, *, length: int | None = None, headers: str = "") -> byt
     """Return a POST request for a completion.
 
     Args:
-        body: the part of the body that is sent.
-        length: Content-Length; by default the body's.
+        body: part of the body that is sent.
+        length: value of Content-Length; None: the length of `body`.
         headers: additional header lines, each with its line ending.
     """
     size = len(body) if length is None else length

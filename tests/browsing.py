@@ -21,7 +21,7 @@ needs_chromium = pytest.mark.skipif(
 _MILLISECONDS = 120_000
 expect.set_options(timeout=_MILLISECONDS)
 
-# Otherwise Chromium contacts its maker's hosts for updates.
+# Without these options, Chromium contacts Google's hosts for updates.
 _QUIET = ("--disable-background-networking", "--disable-component-update", "--disable-sync")
 
 

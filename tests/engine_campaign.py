@@ -120,17 +120,18 @@ _STATES = {one: FAMILIES["qwen3_5"][one] for one in FAMILIES["qwen3_5"] if "line
 _MIXED = ["linear_attention", "full_attention"] * (small_heads.LAYERS // 2)
 HEAD_FAMILIES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "qwen3 with heads": ("Qwen3", {}, set()),
-    # A prefix layer is like the target's, which must then have attention only.
+    # A prefix layer is a layer of the target's family, so the target must have attention layers
+    # only.
     "qwen3_5 with heads": ("Qwen3_5", {**_STATES, "layer_types": _MIXED}, {"hydra++"}),
     "gemma3 with heads": (
         "Gemma3",
         {"sliding_window": 24, "sliding_window_pattern": 2, "query_pre_attn_scalar": 50},
-        # These read unscaled embeddings, and Gemma scales them.
+        # These heads read unscaled embeddings, but Gemma scales its embeddings.
         {"hydra", "hydra++", "dflash", "anchored", "dspark", "dflash2", "windows"},
     ),
 }
 NO_MTP = {"gemma3", *HEAD_FAMILIES}
-NO_8_BIT_CACHES = {"deepseek_v3"}  # caches of latents
+NO_8_BIT_CACHES = {"deepseek_v3"}  # latents have no 8-bit caches
 # Models with recurrent states: the state memory limits the number of drafts.
 HAVE_STATES = {"qwen3_next", "qwen3_5", "qwen3_5 with heads"}
 MOST_DRAFTS = 12
@@ -399,7 +400,7 @@ def run_round(
         if name in HAVE_STATES:
             own = {"method": "ngram", "num_speculative_tokens": MOST_DRAFTS}
             states = load_model(model, load_format="dummy").kv_bytes_per_slot(0)
-            if heads:  # the draft model needs as many states again
+            if heads:  # the draft model needs the same state memory again
                 states *= 2
             limits["state_cache_bytes"] = draw.choice([1, 2, 4, 30]) * states
         options = {method: {"model": str(directory)} for method, (_, directory, _) in heads.items()}

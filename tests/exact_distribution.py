@@ -29,8 +29,8 @@ from specops.sampling import VerifyStrategy
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
-LATTICE = 2**24  # the values of a uniform
-OWN = 99  # a purpose that no op uses: a game's own uniforms
+LATTICE = 2**24  # number of values of a uniform
+OWN = 99  # purpose of the games' own uniforms; no op uses it
 
 Key = tuple[int, int, int, int, int]  # position, purpose, choice_index, sub_index, anchor
 

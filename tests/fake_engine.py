@@ -74,9 +74,9 @@ class FakeEngine:
         flaw: int | None = None,
         times_drafting: bool = True,
     ) -> None:
-        """Create an engine whose drafts are all right, or the first `most_accepted` of each step.
+        """Create an engine whose drafts are all right, or only the first `most_accepted` per step.
 
-        With `flaw`, speculation changes the token at that place of the output, as it never may.
+        With `flaw`, speculation changes the output token at that index, which is an error.
         """
         self.config = config or EngineConfig(
             speculative_config=SpeculativeConfig(method="ngram", num_speculative_tokens=3),
@@ -98,15 +98,15 @@ class FakeEngine:
         self.drafter_gauges = dict.fromkeys(names, 0)
         self.has_unsaved_drafters = False
         self.drafters_of_common_text: set[str] = set()
-        self.salts: list[str | None] = []  # of all requests so far
+        self.salts: list[str | None] = []  # cache salts of all requests so far
         self.times_drafting = times_drafting
         self.num_pages = 1000
         self.step_seconds = step_seconds
         self.most_accepted, self.flaw = most_accepted, flaw
         self.num_failures = 0  # number of coming steps that fail
         self.keeps_failed = False  # whether a failed step keeps its requests
-        self.holds_at: int | None = None  # a request with this many tokens gets no more
-        self.owners: set[tuple[str, ...]] = set()  # of all requests so far
+        self.holds_at: int | None = None  # requests stop at this number of tokens
+        self.owners: set[tuple[str, ...]] = set()  # owners of all requests so far
         self._running: list[_Request] = []
         self._waiting: list[_Request] = []
         self._done: dict[str, _Request] = {}

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fuzzed arguments: invalid values for every argument of every op, as a separate program.
+"""Program that calls every op with invalid values for every argument.
 
-`python tests/fuzzed_arguments.py MODULE CALLS [EVERY]` goes through the ops that _C.pyi lists,
-called as in test_errors.py. MODULE is `cpu`, or `simt` for the interpreter of the CUDA kernels;
-CALLS is `compiled` for the functions of the compiled module, `public` for the documented ones.
-Every EVERYth case is tried. A call may succeed, or raise a ValueError that names the op and the
-argument, says what the argument must be and what it is; anything else is printed, and the exit code
-is 1. A crash ends the program, so tensors are placed right before an inaccessible page.
+`python tests/fuzzed_arguments.py MODULE CALLS [EVERY]` calls the ops that _C.pyi lists, with the
+valid calls of test_errors.py as a basis. MODULE is `cpu`, or `simt` for the interpreter of the CUDA
+kernels; CALLS is `compiled` for the functions of the compiled module, `public` for the documented
+ones. Every EVERYth case is tried. A call may succeed, or raise a ValueError that names the op and
+the argument, says what the argument must be and what it is; anything else is printed, and the exit
+code is 1. A crash ends the program, so tensors are placed right before an inaccessible page.
 """
 
 import ctypes
@@ -116,7 +116,7 @@ NUMBERS: dict[str, Any] = {
     "tuple of fifteen": (3,) * 15,
 }
 
-# Changes of a good tensor.
+# Ways to change a valid tensor.
 TENSORS: dict[str, Callable[[Tensor], Any]] = {
     "scalar": lambda t: torch.zeros((), dtype=t.dtype),
     "rank": lambda t: t.unsqueeze(-1),

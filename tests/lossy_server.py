@@ -31,9 +31,10 @@ class Lossy:
     Attributes:
         flaw: "text", "token", "logprob", "alternative" or "ending" of requests with drafts is
             wrong; None for nothing.
-        in_batch: wrong only beside other requests. A batch is answered once all of it has arrived.
-        seeded: wrong only for requests with a seed.
-        plain: wrong for requests without drafts, too.
+        in_batch: the flaw affects only requests in a batch, which is answered once all have
+            arrived.
+        seeded: the flaw affects only requests with a seed.
+        plain: the flaw also affects requests without drafts.
         speculates: whether requests without a speculative_config have drafts.
         card: card of its model.
         shape: shape of logprobs: "completions", "chat" in both endpoints, or None to refuse them.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts of docs/mtp.md for a prefix, computed from scratch: no cache, no state, no batches.
+"""Oracle of MTP drafts: computes the drafts of docs/mtp.md from scratch, without caches or batches.
 
-It calls the ops that an engine calls, and a row has the same bits however it is computed. So an
-engine's drafts must equal these, and the bits of their logits, too. `SlowModules.drafts` is the
-same in plain torch and float64.
+It calls the same ops as an engine, and a row has the same bits in any batch. So an engine's drafts
+and their logits must have the oracle's bits. `SlowModules.drafts` computes the drafts in plain
+torch and float64.
 """
 
 from collections.abc import Callable
@@ -35,8 +35,8 @@ def oracle_drafts(
 ) -> Drafts:
     """Return the first `count` drafts after `prefix`, whose last token the target has just chosen.
 
-    The modules see nothing before position `begin`. `choose` takes a draft's number and its logits,
-    and returns the token; without it, the most likely token is drafted.
+    The modules do not attend to positions before `begin`. `choose` takes a draft's number and its
+    logits, and returns the token; without it, the most likely token is drafted.
     """
     rows, num_modules = len(prefix) - 1, modules.num_modules
     text, logits = list(prefix), []

@@ -5,7 +5,7 @@ import torch
 from specops.sampling import LogitsProcessors
 from torch import Tensor
 
-# What a request can set, and the corresponding fields.
+# Names of the rules that a request can set, with their fields.
 RULES = {
     "mask": ("allowed_token_mask", "mask_indices"),
     "bad_words": ("bad_words", "token_ids"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks as threads of one process, which exchange data in memory."""
+"""Tensor-parallel ranks as threads of one process, which exchange data in memory."""
 
 import threading
 from collections.abc import Callable

@@ -22,7 +22,7 @@ from rounding import assert_error_at_most, distance, rounding_errors
 from specops import _C
 from torch import Tensor
 
-# The references' torch ops: a barrier among threads that share a core costs more than they save.
+# Threads for the references' torch ops: if they share a core, barriers cost more than they save.
 torch.set_num_threads(1)
 
 
@@ -251,7 +251,7 @@ def repeatable_seeds() -> Iterator[None]:
 def patient_clients() -> None:
     """Let httpx wait five minutes unless a test sets a timeout.
 
-    Its own default of five seconds is too short for a server on a busy machine.
+    The default of httpx, five seconds, is too short for a server on a busy machine.
     """
     try:
         from httpx._config import DEFAULT_TIMEOUT_CONFIG
@@ -297,7 +297,7 @@ def place(request: pytest.FixtureRequest, device: str) -> Iterator[Callable[[int
     params=[*simt.ACCUMULATIONS[:2], pytest.param(simt.ACCUMULATIONS[2], marks=pytest.mark.slow)]
 )
 def accumulation(request: pytest.FixtureRequest, device: str) -> Iterator[str]:
-    """Run the test under each rounding rule of mma; only once on hardware, which has its own."""
+    """Run the test under each rounding rule of mma; on a GPU only once, under the GPU's rule."""
     if request.node.callspec.params["device"] != "simt":
         if request.param != simt.ACCUMULATIONS[0]:
             pytest.skip("only the interpreter has a choice of rounding rules")

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interpreter's module in place of `_C`: CUDA kernels on CPU tensors, under every schedule.
 
-An op call runs under several schedules on the same inputs, and every tensor argument must end with
-the same bits: most missing barriers and every dependence on the order of blocks show here. In a
-test, the first two calls of an op run under two schedules, or under all four where
-SPECOPS_SIMT_SCHEDULES is "first calls" (CI). The later ones, which test values, use one schedule
-each, in rotation: a result that depends on the schedule then differs from the test's expectation.
-SPECOPS_SIMT_SCHEDULES=all (`make prove`) runs every call under all schedules. The race
-detector and AddressSanitizer compare nothing: there, all calls rotate through the schedules.
+A call of an op runs under several schedules on the same inputs. All tensor arguments must end with
+the same bits, which reveals most missing barriers and every dependence on the order of blocks.
+
+In a test, the first two calls of an op run under two schedules, or under all four if
+SPECOPS_SIMT_SCHEDULES is "first calls" (CI). Each later call uses one schedule, in rotation: a
+result that depends on the schedule then differs from what the test expects. With
+SPECOPS_SIMT_SCHEDULES=all (`make prove`), every call runs under all schedules. Builds with the race
+detector or AddressSanitizer compare no results; their calls use one schedule each, in rotation.
 """
 
 import importlib.util
@@ -25,11 +26,11 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# plain, race (every access to memory is checked) or asan (under AddressSanitizer).
+# Build of the interpreter: plain, race (checks every memory access), or asan (AddressSanitizer).
 BUILD = os.environ.get("SPECOPS_SIMT_BUILD", "plain")
 TARGETS = {"plain": "simt", "race": "simt-race", "asan": "simt-asan"}
 
-# (schedule, seed, landing of cp.async)
+# Order of blocks and threads, its seed, and the time when cp.async writes.
 SCHEDULES = [
     ("in_order", 0, "late"),
     ("reverse", 0, "early"),
@@ -37,10 +38,13 @@ SCHEDULES = [
     ("random", 1, "random"),
 ]
 ACCUMULATIONS = ["fma", "hopper", "ampere"]
-WHOLE_CALLS = 2  # first calls of an op in a test, repeated under several schedules
-DAILY = [SCHEDULES[0], SCHEDULES[3]]  # the schedules of those calls in `make test`; CI takes all
+WHOLE_CALLS = 2  # number of first calls of an op in a test that run under several schedules
+DAILY = [
+    SCHEDULES[0],
+    SCHEDULES[3],
+]  # schedules of these calls in `make test`; CI uses all schedules
 
-# Calls that hold state outside their tensors, so that they cannot be repeated.
+# Calls with state outside their tensors, which cannot be repeated.
 _ONCE = {"take_error"}
 
 

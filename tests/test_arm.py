@@ -110,7 +110,7 @@ def test_bf16_dot_products_are_close(folder: Path, name: str) -> None:
     assert len(products(name)) == 3
     for row, other in zip(products(name), products(ours), strict=True):
         for got, want in zip(row, other, strict=True):
-            assert abs(got - want) <= 200 * 2**-22  # of two products of at most 10 x 10
+            assert abs(got - want) <= 200 * 2**-22  # sum of two products of at most 10 x 10
 
 
 @pytest.mark.parametrize("cpu,best", [("cortex-a57", "neon"), ("max", "neon_bf16")])
@@ -144,7 +144,7 @@ def test_neon_code_exists_wherever_avx2_code_does(path: Path) -> None:
 
 
 def test_emulation_names_missing_packages(tmp_path: Path) -> None:
-    """With --if-possible, missing packages are no error."""
+    """With --if-possible, the program succeeds despite missing packages."""
     for option, code in (("--if-possible", 0), ("--build-only", 1)):
         done = subprocess.run(
             [sys.executable, "-m", "tools.emulate_arm", option],

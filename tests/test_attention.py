@@ -16,7 +16,7 @@ from shared_fixtures import assert_close, expect_fault
 from specops import attention, reference
 from torch import Tensor
 
-# Floats at the head of the workspace that are zero on CUDA, as in csrc/attention.
+# Number of leading floats of the workspace that must be zero on CUDA, as in csrc/attention.
 COUNTERS = 8192
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SCALINGS = [
@@ -103,7 +103,7 @@ def make_batch(
         v_cache=v_cache,
         qo_indptr=lengths_to_indptr([q.shape[0] for q in queries]),
         kv_indptr=indptr,
-        # The tail of the index array is not a page.
+        # Entries behind the page lists are invalid pages.
         kv_indices=torch.cat([indices, torch.tensor([2**30, -7])]).int(),
         kv_lens=torch.tensor([k.shape[0] for k in keys], dtype=torch.int32),
     )
@@ -972,7 +972,7 @@ def test_rope_append_kv_matches_the_reference(
     )
     got = torch.cat([out.flatten(), k_cache.flatten(), v_cache.flatten()])
     assert_close(expected_out, got, q, k, v, *([w for w in weights if w is not None]))
-    # Each row alone, in place, on one thread.
+    # Run each row alone, in place, on one thread.
     specops.set_num_threads(1)
     for row in {0, rows // 2, rows - 1}:
         k_one, v_one = cache.clone(), cache.clone()

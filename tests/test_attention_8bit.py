@@ -351,7 +351,7 @@ def test_prefill_rows_equal_decode_rows(
     heads: tuple[int, int],
     head_dim: int,
 ) -> None:
-    """For any chunks, page size and threads; a NaN in a later token affects no earlier row."""
+    """Chunks, page sizes and threads vary; a NaN in a later token affects no earlier row."""
     skip_unsupported(on_cuda, dtype)
     length = 580 if on_cuda else 1093
     q = torch.randn(length, heads[0], head_dim).to(dtype)

@@ -77,7 +77,7 @@ def new_model(layers: tuple[LayerConfig, ...] = LAYERS) -> Transformer:
 
 
 class TorchModel:
-    """The same model in plain torch."""
+    """Reference of the model in plain torch."""
 
     def __init__(self, dtype: torch.dtype, config: ModelConfig = CONFIG) -> None:
         self.weights, self.dtype = Weights(SETTINGS), dtype

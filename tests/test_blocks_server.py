@@ -248,7 +248,7 @@ def test_stored_responses_are_bounded_per_client() -> None:
     keep("small", "s", 1000)
     for number in range(100):
         keep("large", f"l{number}", 100_000)
-        assert conversations.find("large", "l0")  # keeps it from being the least recently used
+        assert conversations.find("large", "l0")  # so that "l0" is not the least recently used
     small = conversations.find("small", "s")
     assert small and small.messages[0].content == "x" * 1000
     assert json.loads(small.response) == {"id": "s"} and json.loads(small.items) == [{"id": "i"}]

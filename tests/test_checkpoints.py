@@ -588,7 +588,7 @@ def random_weight(kind: str, group: int, seed: int, **fields: Any) -> QuantizedW
     "one,other,kind",
     [
         (("int4", 32), ("int4", 32), ("int4", 32)),
-        (("int4", 64), ("int8", 16), ("int8", 16)),  # a Q4_K beside a Q6_K
+        (("int4", 64), ("int8", 16), ("int8", 16)),  # fused Q4_K and Q6_K
         (("int4", 0), ("int4", 128), ("int4", 128)),
         (("int8", 0), ("int8", 0), ("int8", 0)),
     ],

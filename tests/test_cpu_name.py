@@ -24,5 +24,5 @@ def test_cpu_name_identifies_the_model(cpuinfo: str, name: str) -> None:
     assert name_in(cpuinfo) == name
 
 
-def test_this_cpu_has_a_name() -> None:
+def test_cpu_of_this_machine_has_a_name() -> None:
     assert runtime.get_cpu_name() or not Path("/proc/cpuinfo").exists()

@@ -758,7 +758,7 @@ def test_rms_norm_matches_the_reference(
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.no_bf16
 def test_rms_norm_rounds_like_the_reference(device: str, isa: str, dtype: torch.dtype) -> None:
-    """Both round twice at the same places, so at most 1 % of the elements differ."""
+    """Op and reference round twice at the same places, so at most 1 % of the elements differ."""
     x, residual = torch.randn(2, 40, 512).to(dtype).to(device)
     weight = torch.randn(512).to(dtype).to(device)
     expected, _ = reference.rms_norm(x, weight, 1e-5, residual)

@@ -36,7 +36,7 @@ TESTS_OF = {
     sampling: "test_sampling.py",
     ngram: "test_ngram.py",
 }
-# Ops with a file of their own.
+# Ops that are tested in a separate file.
 OWN_TESTS = {
     "prepare_draft_batch": "test_draft_batch.py",
     "advance_draft_batch": "test_draft_batch.py",
@@ -151,5 +151,6 @@ def test_every_error_code_has_a_sentence() -> None:
         found = re.match(r"(\w+): (?:(weight)\.\w+|([\w.]+)) must .*, got \S", sentence)
         assert found is not None, sentence
         op, argument = found[1], found[2] or found[3]
-        owner = "verify" if op in ("sample", "top_logprobs") else op  # verify has all they share
+        # `verify` has all fields that it shares with these ops.
+        owner = "verify" if op in ("sample", "top_logprobs") else op
         assert op in TENSOR_OPS and argument in TENSOR_OPS[owner], sentence

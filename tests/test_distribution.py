@@ -46,7 +46,7 @@ FORMS = ["dense", "sparse", "one_hot"]
 CHAIN_FORMS = [*FORMS, "rows"]
 TREE = [-1, -1, 0]  # two siblings, and a child of the first
 
-SEED = 7  # of a world in which every decision matters
+SEED = 7  # seed of a world in which every decision matters
 
 world = cache(make_world)
 
@@ -389,7 +389,7 @@ DISTRIBUTIONS: dict[str, Callable[[Any], None]] = {
     "tree processors": tree_processors,
     "tree GREEDY": partial(tree, strategy=GREEDY, form="one_hot"),
 }
-# The same cases with three tokens, which take the interpreter a third of the time.
+# The same cases with three tokens take the interpreter a third of the time.
 THREE_TOKENS: dict[str, Callable[[Any], None]] = {
     name: partial(DISTRIBUTIONS[name], vocab=3)
     for name in (

@@ -194,7 +194,7 @@ class Drafts:
 
     tokens: list[int] = field(default_factory=list)
     probs: list[Tensor] = field(default_factory=list)
-    # Half of the vocabulary in which the position's earlier draft lies, or -1.
+    # Half of the vocabulary that contains the position's earlier draft, or -1.
     before: list[int] = field(default_factory=list)
     _last: dict[tuple[int, int], int] = field(default_factory=dict)
 
@@ -203,7 +203,7 @@ class Drafts:
         indptr, drafts, _ = arguments["drafts"]
         table, listed, sources = arguments["draft_probs"]
         table = table.double()
-        if listed is not None:  # of a head with a reduced vocabulary
+        if listed is not None:  # the head has a reduced vocabulary
             of_tokens = torch.zeros(*table.shape[:2], VOCAB, dtype=torch.float64)
             table = of_tokens.scatter_add_(2, listed.long().clamp(min=0), table * (listed >= 0))
         columns = (indptr.diff(), sources, arguments["sampling"].seeds, arguments["positions"])
@@ -453,11 +453,11 @@ def test_planted_faults_are_noticed(
 def test_harmless_changes_keep_the_distribution(
     tinies: dict[int, Tiny], fault: Fault, trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They can only cost accepted drafts.
+    """Such changes can only reduce the number of accepted drafts.
 
-    No uniform decides twice: the draft of a position and the target's own token there never meet in
-    one text. A draft d may be treated as one-hot: accepting it with probability p(d), and otherwise
-    drawing from p without d, gives p.
+    No uniform decides twice: a text has either the draft or the target's own token at a position. A
+    draft d may be treated as one-hot: accepting it with probability p(d), and otherwise drawing
+    from p without d, gives p.
     """
     found = p_values_with(tinies[trial.modules], trial, fault, 3000, monkeypatch)
     del found["drafts"]

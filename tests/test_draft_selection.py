@@ -86,7 +86,7 @@ def test_free_rows_are_filled_with_the_likeliest_drafts() -> None:
     assert selector.select([], [], 5, 0) == []
     for _ in range(100):
         selector.observe(states[:1], [[0.9]], [0])
-    # The method's counts are bad, and the first request's own counts are worse.
+    # The method has low acceptance, and the first request even lower.
     assert selector.select(states, [[0.9], [0.9]], 1, 0) == [0, 1]
 
 

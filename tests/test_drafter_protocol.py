@@ -94,7 +94,7 @@ def test_toy_drafter_changes_no_bit(toy: dict[str, Any], limits: dict[str, Any])
     assert spec.num_draft_tokens > 1000 and spec.num_accepted_tokens > spec.num_draft_tokens // 10
     assert (engine.stats.num_preemptions > 0) == ("num_pages" in limits)
     assert engine.num_free_pages == engine.num_pages
-    # Together with other methods, in the same steps and on the same pages.
+    # Other methods run in the same steps and on the same pages.
     RandomLengths().decide_for(engine)
     kinds: list[Any] = [None, {"method": "ngram"}, {"method": "mtp"}, {"method": "toy+ngram"}]
     names = [
@@ -132,7 +132,7 @@ def test_kept_states_belong_to_their_tokens(
     engine = make(SpeculativeConfig.from_dict({"num_speculative_tokens": 2, **toy}), max_num_seqs=4)
     text = engine.tokenizer.encode(prompts()[0])[:80]
     greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-    # The pages of a plain request have no states of the drafter, and give no hits.
+    # Pages of a request without drafts lack the drafter's states, so they give no hits.
     engine.generate([text], greedy, speculative_config={"method": "naive"})
     assert engine.stats.prefix_cache_hits == 0
     engine.generate([text, text[:50], [*text[:70], 7, 8]], greedy)

@@ -49,7 +49,7 @@ NO_DRAFTS: dict[str, Any] = {"method": "naive"}
 NAIVE = SpeculativeConfig.from_dict(NO_DRAFTS)
 VOCAB = 64
 NUM = 8
-VICTIM = 1  # index of the request that fails, if it is a single one
+VICTIM = 1  # index of the failing request, in tests with a single failing request
 
 # Hooks of the drafter protocol, by how often an engine calls them.
 OF_A_REQUEST = {"draft_kv", "start", "stop", "leave"}
@@ -129,10 +129,10 @@ class Run:
 
 
 def run(engine: Engine, methods: Callable[[int], dict[str, Any]], *, forgets: bool = True) -> Run:
-    """Run all requests, half of them later, each with another one that is aborted after some steps.
+    """Run all requests, half of them later. Another request is added with each and later aborted.
 
-    At the end, the engine must have no state of the requests. With `forgets` false, drafters may
-    keep theirs.
+    At the end, the engine must have no state of the requests. Only if `forgets` is false may
+    drafters have state of them.
     """
     numbers: dict[str, int] = {}
     found = Run([], [[] for _ in range(NUM)])

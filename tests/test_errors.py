@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every tensor argument of every op, given wrongly in every way: a ValueError says what is wrong.
+"""Invalid tensor arguments of every op: a ValueError names the argument and what is wrong with it.
 
-The compiled module is called directly, so that no wrapper stands in between; its arguments are read
-from _C.pyi. A new op needs its good call in GOOD_CALLS and nothing else.
+The tests call the compiled module directly, without the Python wrappers, and read its arguments
+from _C.pyi. A new op only needs a valid call in GOOD_CALLS.
 """
 
 import ast
@@ -65,23 +65,23 @@ def kinds_of(node: ast.FunctionDef) -> dict[str, str]:
 
 
 OPS = {node.name: kinds_of(node) for node in DEFS}
-CLASSES = {"SuffixCache"}  # with tests of errors of their own
+CLASSES = {"SuffixCache"}  # classes whose errors are tested elsewhere
 TENSOR_OPS = {name: args for name, args in OPS.items() if "Tensor" in str(args.values())}
 
 OPS_OF_TORCH = torch_ops.OPS
 
-# Arrays of DraftIndices that go by another name than the op's other arguments.
+# Public argument names of those DraftIndices arrays whose name is also another argument's.
 PUBLIC_DRAFT_NAMES = {"qo_indptr": "draft_qo_indptr", "kv_lens": "draft_kv_lens"}
-# Optional arguments without which others of commit's good call could not be.
+# Optional arguments that other arguments of commit's valid call require.
 NEEDED_IN_COMMIT = {"prompt_lens", "counts.counted_token_ids", "counts.token_counts"}
 NEEDED_IN_COMMIT |= {"status.thinking_state", "status.finish_reasons"}
 
-# Ops that compute nothing a reference could say better.
+# Ops without a reference, which would not be simpler than the op.
 NO_REFERENCE = {"pack_weight", "take_error"}
 
 
 def fields_apart(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a good call in the form that `torch.ops` takes."""
+    """Return the arguments of a valid call in the form that `torch.ops` takes."""
     apart = {}
     for name, value in arguments.items():
         if isinstance(value, dense.PackedWeight):
@@ -109,8 +109,8 @@ def gathered(name: str, apart: dict[str, Any]) -> dict[str, Any]:
     for argument, good in WHOLE_CALLS[name]().items():
         if type(good) in GROUPS.values():
             fields = [apart[f"{argument}.{field}"] for field in good._fields]
-            is_given = any(field is not None for field in fields)
-            whole[argument] = type(good)(*fields) if is_given else None
+            is_present = any(field is not None for field in fields)
+            whole[argument] = type(good)(*fields) if is_present else None
         else:
             whole[argument] = apart[argument]
     return whole
@@ -487,7 +487,7 @@ def moe_combine() -> dict[str, Any]:
 
 
 def processors(rows: int) -> sampling.LogitsProcessors:
-    """For two requests, in slots 2 and 0 of three, and logits 9 wide."""
+    """Return processors of two requests, in slots 2 and 0 of three, for a vocabulary of 9."""
     return sampling.LogitsProcessors(
         slots=ints(2, 0),
         token_ids=torch.zeros(3, 6, dtype=torch.int32),
@@ -692,11 +692,11 @@ GOOD_CALLS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def strided(tensor: Tensor) -> Tensor:
-    """Equal numbers, but two elements apart in the last dimension."""
+    """Return a view with the same values and stride 2 in the last dimension."""
     return tensor.repeat_interleave(2, dim=-1)[..., ::2]
 
 
-# What is done to a good argument, and what the message must then hold.
+# Ways to make a valid argument invalid, with a pattern that the message must contain.
 WRONG: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "dtype": (lambda t: t.to(torch.complex64), r"got complex64 \["),
     "another integer": (lambda t: t.to(torch.int16), r"got int16 \["),
@@ -710,7 +710,7 @@ WRONG: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 }
 
 
-def test_every_op_is_here_under_one_name() -> None:
+def test_every_op_has_a_valid_call_and_one_family() -> None:
     compiled = {name for name in dir(_C) if callable(getattr(_C, name)) and name[0] != "_"}
     assert compiled == {*OPS, *CLASSES}, "the compiled module and its types"
     assert set(GOOD_CALLS) == set(TENSOR_OPS)
@@ -720,7 +720,7 @@ def test_every_op_is_here_under_one_name() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(GOOD_CALLS))
-def test_the_good_calls_are_good(name: str) -> None:
+def test_valid_calls_are_accepted(name: str) -> None:
     arguments = GOOD_CALLS[name]()
     assert list(arguments) == list(OPS[name])
     call(name, arguments)
@@ -728,8 +728,8 @@ def test_the_good_calls_are_good(name: str) -> None:
         assert ("Tensor" in kind) == isinstance(arguments[argument], Tensor)
         if kind.startswith("Tensor") and kind.endswith("None"):
             without = {**GOOD_CALLS[name](), argument: None}
-            # The arrays of max_seq_len go together, those of prefixes and of sampling do, and
-            # 8-bit caches with their scales.
+            # These arrays are only valid together: those of max_seq_len, of prefixes and of
+            # sampling, and 8-bit caches with their scales.
             together = name in ("prepare_batch", "advance_draft_batch") or argument.startswith(
                 ("prefix_", "processors.", "k_scales", "v_scales")
             )
@@ -740,14 +740,14 @@ def test_the_good_calls_are_good(name: str) -> None:
             needed |= {"drafts.output_indptr", "drafts.token_ids"}
             needed |= {"outputs.logprobs"} if name == "top_logprobs" else set()
             needed |= NEEDED_IN_COMMIT if name == "commit" else set()
-            # The mask by its starts, values by keys that are no latents.
+            # `mask` is required by its starts, and `v_cache` by keys that are not latents.
             needed |= {"mask", "v_cache"} if name == "append_attention" else set()
             if not together and argument not in needed:
                 call(name, without)
 
 
-def told(name: str, arguments: dict[str, Any]) -> str:
-    """What a call is refused with."""
+def error_of(name: str, arguments: dict[str, Any]) -> str:
+    """Return the message of the ValueError that a call raises, or "nothing"."""
     try:
         call(name, arguments)
     except ValueError as error:
@@ -756,8 +756,8 @@ def told(name: str, arguments: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", TENSOR_OPS)
-def test_wrong_arguments(name: str) -> None:
-    """Every mistake in every tensor."""
+def test_invalid_tensors_are_named(name: str) -> None:
+    """Try every way to make each tensor argument invalid."""
     tried = 0
     for argument, kind in TENSOR_OPS[name].items():
         if "Tensor" not in kind:
@@ -769,15 +769,15 @@ def test_wrong_arguments(name: str) -> None:
                 continue
             arguments = GOOD_CALLS[name]()
             arguments[argument] = change(arguments[argument])
-            message = told(name, arguments)
-            wanted = rf"^{name}: {re.escape(argument)} must be .*{got}"
-            assert re.search(wanted, message), f"{argument}, {wrong}: {message}"
+            message = error_of(name, arguments)
+            pattern = rf"^{name}: {re.escape(argument)} must be .*{got}"
+            assert re.search(pattern, message), f"{argument}, {wrong}: {message}"
             tried += 1
     assert tried
 
 
 @pytest.mark.parametrize("name", sorted(WHOLE_CALLS))
-def test_wrong_groups(name: str) -> None:
+def test_invalid_named_tuples_are_refused(name: str) -> None:
     for argument, good in WHOLE_CALLS[name]().items():
         if type(good) not in GROUPS.values():
             continue
@@ -790,7 +790,7 @@ def test_wrong_groups(name: str) -> None:
 
 @pytest.mark.parametrize("wrong", [wrong for wrong in WRONG if wrong != "none"])
 @pytest.mark.parametrize("field", ["data", "scales", "offsets", "input_order", "code_values"])
-def test_wrong_field_of_a_weight(field: str, wrong: str) -> None:
+def test_invalid_fields_of_a_weight_are_named(field: str, wrong: str) -> None:
     quantized = quantize_weight(torch.zeros(5, 4), kind="int4", group=32)
     table, order = torch.zeros(16, dtype=torch.int8), torch.arange(4, dtype=torch.int32)
     weight = dense.pack_weight(
@@ -804,7 +804,7 @@ def test_wrong_field_of_a_weight(field: str, wrong: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "int8"])
-def test_fields_of_a_weight_agree(kind: str) -> None:
+def test_fields_of_a_weight_must_agree(kind: str) -> None:
     zeros = torch.zeros(5, 4)
     both = [dense.pack_weight(zeros), dense.pack_weight(quantize_weight(zeros))]
     weight, other = both if kind == "plain" else both[::-1]
@@ -836,8 +836,8 @@ def test_fields_of_a_weight_agree(kind: str) -> None:
 
 
 @pytest.mark.parametrize("field", sampling.LogitsProcessors._fields)
-def test_fields_that_need_each_other(field: str) -> None:
-    """Without one field, the others still stand or the message names what is missing."""
+def test_missing_processor_field_is_accepted_or_named(field: str) -> None:
+    """Without a field, the call is still valid, or the message names the missing field."""
     try:
         call("verify", {**GOOD_CALLS["verify"](), f"processors.{field}": None})
     except ValueError as error:
@@ -847,7 +847,7 @@ def test_fields_that_need_each_other(field: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(GOOD_CALLS))
 def test_dimensions_must_agree(name: str) -> None:
-    """One more in any dimension of any tensor either is a new good call or names two sizes."""
+    """If a dimension of a tensor grows by one, the call is valid or the message names the sizes."""
     refused = 0
     for argument, good in GOOD_CALLS[name]().items():
         for axis in range(good.dim() if isinstance(good, Tensor) else 0):
@@ -862,7 +862,7 @@ def test_dimensions_must_agree(name: str) -> None:
 
 
 def empty_like_numpy(shape: list[int], dtype: torch.dtype) -> Tensor:
-    """As `torch.from_numpy` gives it: every stride is 0."""
+    """Return an empty tensor whose strides are all 0, like one from `torch.from_numpy`."""
     empty = torch.empty(0, dtype=dtype).as_strided(shape, [0] * len(shape))
     assert empty.is_contiguous()
     return empty
@@ -870,7 +870,7 @@ def empty_like_numpy(shape: list[int], dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("name", sorted(GOOD_CALLS))
 def test_empty_tensors_may_have_any_strides(name: str) -> None:
-    """One empty tensor, and all of them at once, fare as torch's own do, whose strides are full."""
+    """Outcomes equal those with torch's own empty tensors, for one empty tensor and for all."""
 
     def outcome(empty: Callable[..., Tensor], axes: dict[str, int]) -> str:
         arguments = GOOD_CALLS[name]()
@@ -891,13 +891,13 @@ def test_empty_tensors_may_have_any_strides(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(GOOD_CALLS))
-def test_an_argument_too_few(name: str) -> None:
+def test_missing_argument_is_a_type_error(name: str) -> None:
     with pytest.raises(TypeError):
         getattr(_C, name)(*list(WHOLE_CALLS[name]().values())[:-1])
 
 
 def public_call(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The documented function of an op, and a good call of it that leaves allocation to it."""
+    """Return the public function of an op, and arguments with which it allocates the outputs."""
     function = next(getattr(family, name) for family in FAMILIES if hasattr(family, name))
     good = WHOLE_CALLS[name]()
     if name == "top_logprobs":
@@ -925,8 +925,8 @@ WRONG_KINDS: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("wrong", WRONG_KINDS)
 @pytest.mark.parametrize("name", sorted(GOOD_CALLS))
-def test_wrong_kind_before_allocation(name: str, wrong: str) -> None:
-    """A function that allocates for its caller still lets the op say which argument is wrong."""
+def test_invalid_tensors_are_named_before_allocation(name: str, wrong: str) -> None:
+    """A public function that allocates outputs still lets the op name the invalid argument."""
     function, good = public_call(name)
     function(**good)
     for argument, value in spread(public_call(name)[1]).items():
@@ -945,7 +945,7 @@ def test_wrong_kind_before_allocation(name: str, wrong: str) -> None:
         assert re.search(rf"^{name}: {argument} must be .*got ", str(caught.value)), caught.value
 
 
-def test_wrong_sizes_before_allocation() -> None:
+def test_invalid_sizes_are_named_before_allocation() -> None:
     def refused(message: str, name: str, **changes: Any) -> None:
         function, good = public_call(name)
         with pytest.raises(ValueError, match=message):
@@ -988,16 +988,16 @@ def test_rms_norm_refuses_memory_it_would_read_after_writing() -> None:
     dense.rms_norm(**good, residual=x[3:], out=x[:3])
 
 
-# ---- what is no argument's fault, and gradients ----
+# ---- out of memory, and gradients ----
 
-# Functions that make nothing when the caller leaves outputs out.
+# Functions that allocate nothing if the caller passes no outputs.
 ALLOCATE_NOTHING = {"advance_draft_batch", "commit", "compact_kv", "copy_kv", "keep_hidden_rows"}
 ALLOCATE_NOTHING |= {"take_error"}
 
 
 @pytest.mark.parametrize("name", sorted(set(GOOD_CALLS) - ALLOCATE_NOTHING))
-def test_out_of_memory_is_told_as_such(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where an output finds no room, torch's own error comes out and no argument is blamed."""
+def test_out_of_memory_blames_no_argument(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If an output cannot be allocated, the caller gets torch's own error."""
     function, good = public_call(name)
 
     def no_room(*args: Any, **kwargs: Any) -> Tensor:
@@ -1010,8 +1010,8 @@ def test_out_of_memory_is_told_as_such(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.ci
-def test_out_of_memory_by_the_system() -> None:
-    """An output beyond what the address space may hold."""
+def test_output_beyond_the_address_space_is_an_out_of_memory_error() -> None:
+    """The process limits its address space, so the allocation itself fails."""
     program = """if True:
         import resource
         import torch
@@ -1038,8 +1038,8 @@ NO_GRADIENT = "must be a tensor that needs no gradient.*no_grad.*, got requires_
 
 
 @pytest.mark.parametrize("name,argument", REAL_CASES)
-def test_a_gradient_is_refused(name: str, argument: str) -> None:
-    """Not silently dropped: in eager mode, by torch.ops and by what traces a graph."""
+def test_gradient_is_refused(name: str, argument: str) -> None:
+    """Gradients are not dropped silently: in eager mode, by torch.ops, and while tracing."""
     arguments = GOOD_CALLS[name]()
     arguments[argument].requires_grad_()
     by_torch = OPS_OF_TORCH[name]
@@ -1061,7 +1061,7 @@ def test_a_gradient_is_refused(name: str, argument: str) -> None:
             by_torch(*fake.values())
 
 
-def test_a_compiled_function_refuses_a_gradient() -> None:
+def test_compiled_function_refuses_a_gradient() -> None:
     weight = torch.ones(8)
     compiled = torch.compile(
         lambda x: dense.rms_norm(x, weight, 1e-6), backend="aot_eager", fullgraph=True
@@ -1073,8 +1073,8 @@ def test_a_compiled_function_refuses_a_gradient() -> None:
         assert torch.equal(compiled(x), dense.rms_norm(x, weight, 1e-6))
 
 
-def test_the_packing_of_a_parameter() -> None:
-    """What a module holds needs a gradient; packed, it no longer does."""
+def test_packed_parameter_requires_no_gradient() -> None:
+    """A module's parameter requires a gradient; its packed weight does not."""
     layer = torch.nn.Linear(4, 5)
     with pytest.raises(ValueError, match=f"^pack_weight: weight {NO_GRADIENT}"):
         dense.pack_weight(layer.weight)
@@ -1084,7 +1084,7 @@ def test_the_packing_of_a_parameter() -> None:
     assert not dense.linear(torch.zeros(3, 4), packed).requires_grad
 
 
-# ---- one rule for one kind of number ----
+# ---- numbers ----
 
 
 @pytest.mark.parametrize("value", [-1.0, -1e-9, float("nan"), float("inf"), 1e39, True, "1", None])
@@ -1098,7 +1098,7 @@ def test_the_packing_of_a_parameter() -> None:
         ("append_attention", "sm_scale"),
     ],
 )
-def test_scales_and_epsilons(name: str, argument: str, value: Any) -> None:
+def test_invalid_scales_and_epsilons_are_refused(name: str, argument: str, value: Any) -> None:
     arguments = GOOD_CALLS[name]()
     call(name, {**arguments, argument: 0})
     if value is None and argument == "sm_scale":
@@ -1109,8 +1109,8 @@ def test_scales_and_epsilons(name: str, argument: str, value: Any) -> None:
         call(name, {**arguments, argument: value})
 
 
-def test_the_size_that_is_wrong_is_named() -> None:
-    """Not another argument, or an output that follows from it."""
+def test_invalid_size_is_named() -> None:
+    """The message does not name another argument, or an output that depends on the size."""
 
     def refused(message: str, name: str, **changes: Any) -> None:
         function, good = public_call(name)
@@ -1136,9 +1136,9 @@ def test_the_size_that_is_wrong_is_named() -> None:
         sampling.sampling_workspace(3)  # type: ignore[arg-type]
 
 
-def test_a_fake_tensor_is_told_the_way() -> None:
+def test_error_for_a_fake_tensor_names_torch_ops() -> None:
     with FakeTensorMode(), warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch's own, about the memory that it has not
+        warnings.simplefilter("error")  # such as torch's warning about memory that does not exist
         x, weight = torch.zeros(3, 4), torch.ones(4)
         with pytest.raises(
             ValueError, match=r"got FakeTensor .*strict=True.*specops\.torch_ops.*OPS"

@@ -150,7 +150,7 @@ FAMILIES["qwen3_next_dense"] = (
     },
 )
 
-# As Qwen3-Next, with other names of the projections of linear attention.
+# Like Qwen3-Next, but the projections of linear attention have other names.
 FAMILIES["qwen3_5"] = ("Qwen3_5", {**LINEAR, "linear_num_value_heads": 6})
 FAMILIES["qwen3_5_experts"] = ("Qwen3_5Moe", LINEAR)
 

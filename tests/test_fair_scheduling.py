@@ -81,7 +81,7 @@ def test_single_client_gets_all_rows() -> None:
     assert select_decoding(demands(*many), 512, FREE) is None
     assert select_decoding(demands(*[(5, ())] * 32), 512, FREE) is None
     assert select_decoding([], 512, FREE) is None
-    # So do equal clients, and those that fit into the free rows of a step.
+    # Equal clients, and clients that fit into the free rows of a step, are not limited either.
     assert (
         select_decoding(demands(*[(5, ("a", f"call {i}")) for i in range(32)]), 512, FREE) is None
     )
@@ -89,7 +89,7 @@ def test_single_client_gets_all_rows() -> None:
     assert select_decoding(demands(*many, (1, ("a", "one"))), 512, free_rows=160) is None
 
 
-def test_step_is_as_long_as_if_all_had_the_rows_of_the_least() -> None:
+def test_owners_share_as_many_rows_as_the_owner_with_the_fewest() -> None:
     many = [(5, ("a", "many"))] * 32
     assert rows_by(demands(*many, (3, ("b", "one")))) == {"a": 5, "b": 3}
     assert rows_by(demands(*many, (6, ("b", "one")))) == {"a": 10, "b": 6}
@@ -103,7 +103,7 @@ def test_rows_are_divided_among_clients_and_then_calls() -> None:
     """A client's rows are divided among its calls, however many requests they have."""
     given = [(2, ("a", "many"))] * 30 + [(2, ("a", "few"))] * 2 + [(2, ("b", "one"))] * 6
     requests = demands(*given)
-    # Alone, a would have 2 * 4 + 4 rows, as many as b requests.
+    # Without b, client a would have 2 * 4 + 4 rows, as many as b requests.
     assert rows_by(requests) == {"a": 12, "b": 12}
     calls = rows_by(requests, level=1)
     assert calls == {"many": 8, "few": 4, "one": 12}
@@ -123,7 +123,7 @@ def test_request_larger_than_its_share_runs_at_times() -> None:
 
 
 def test_random_requests_are_treated_fairly() -> None:
-    """No step is too long, no request gets more rows than it needs, and none starves."""
+    """No step is too long, no request gets more rows than it needs, and no request starves."""
     draw, narrow = random.Random(0), 0
     for _ in range(200):
         clients = draw.randrange(1, 5)
@@ -231,7 +231,7 @@ def test_prompts_beside_other_clients_have_bounded_rows() -> None:
     run(scheduler, 2)
     scheduler.waiting.append(owned(1, "other", "one", tokens=300))
     plans = run(scheduler, 61)
-    # They take as much time as a step of the other client's row.
+    # The prompts take as much time as a step with only the other client's row.
     assert [rows_of(plan, "other") for plan in plans] == [1 + FREE] * 60 + [1]
     assert [rows_of(plan, "normal") for plan in plans] == [1] * 61
 
@@ -267,7 +267,7 @@ def test_prompts_take_as_much_time_as_decoding_beside_them(
         assert rows_of(plan, "normal") == 1 + drafts, "decoding waited for a prompt"
     most = min(decoding, 4 * FREE * costs.row)
     assert min(rows) == max(rows) == int(most / row + 1e-6) > 0, "prompts must get their full share"
-    # Alone, they get the rows of a step that costs as much as it may.
+    # Without other clients, prompts get all rows that fit the cost limit of a step.
     alone = slots(4, costs=costs)
     prompt.num_computed, prompt.slot = 0, -1
     alone.waiting.append(prompt)
@@ -296,7 +296,7 @@ def test_prompts_beside_calls_of_the_same_client_get_all_prompt_rows() -> None:
 def test_short_prompts_do_not_wait_for_long_ones() -> None:
     """Clients with waiting prompts get equal parts of a step.
 
-    Others get the rows that one leaves.
+    Rows that a client does not need go to the others.
     """
     scheduler = slots(8)
     scheduler.waiting += [owned(i, "greedy", f"call {i}", tokens=400) for i in range(4)]
@@ -319,7 +319,7 @@ def test_long_prompts_of_several_clients_share_the_prompt_rows() -> None:
     scheduler.waiting += [owned(i, client, "one", tokens=400) for i, client in enumerate("ab")]
     (plan,) = run(scheduler, 1)
     assert [rows_of(plan, client) for client in "ab"] == [16 * FREE, 16 * FREE]
-    # Both end in one step: neither is postponed for the other.
+    # Both prompts end in one step: neither is postponed for the other.
     both = slots(8)
     both.waiting += [owned(i, client, "one", tokens=40) for i, client in enumerate("ab")]
     (plan,) = run(both, 1)
@@ -510,7 +510,7 @@ def test_requests_of_a_single_client_are_never_paused() -> None:
 
 
 def test_costs_of_rows_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only steps move the clock. Afterwards the engine is as if nothing had run."""
+    """Only steps advance the clock. After the measurement, the engine has no trace of it."""
     engine = engine_of("ngram")
     clock, kinds = [0.0], list[tuple[int, bool, bool]]()
     launch = engine._runner.launch

@@ -494,7 +494,8 @@ def test_converted_directory_is_reused_until_the_file_changes(tmp_path: Path, ca
     assert first.is_relative_to(cache) and gguf_directory(file) == first
     config = first / "config.json"
     config.write_text("{}")
-    assert gguf_directory(file) == first and config.read_text() == "{}"  # it was not written again
+    # The directory is not written again.
+    assert gguf_directory(file) == first and config.read_text() == "{}"
     os.utime(file, (1, 1))
     assert gguf_directory(file) != first
     assert not [path for path in first.parent.iterdir() if path.name.startswith(".")]
@@ -558,7 +559,7 @@ def test_byte_level_tokenizer_survives_conversion(tmp_path: Path) -> None:
     assert config == {"eos_token": "<|end|>", "chat_template": "{{ messages }}"}
 
 
-def test_scores_become_merges(tmp_path: Path) -> None:
+def test_merges_are_derived_from_token_scores(tmp_path: Path) -> None:
     """The neighbors whose joint token scores best merge first; of equals, the leftmost."""
     pieces = ["▁", "a", "b", "c", "ab", "abc", "▁a", "bc", "▁ab", "ca", "cab", "aa", "aaaa"]
     specials = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -604,7 +605,8 @@ def test_scores_become_merges(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "texts,keys,ends",
     [
-        # Gemma 3: a key names the end of a document, the text that of a turn. </s> is an HTML tag.
+        # Gemma 3: a key names the end of a document, the token text the end of a turn. </s> is
+        # HTML.
         (["<pad>", "<eos>", "<bos>", "</s>", "<end_of_turn>"], {"eos": 1}, [1, 4]),
         # Llama 3.1: ends of a turn, a message and a document.
         (["<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "a"], {"eos": 0}, [0, 1, 2]),
@@ -614,7 +616,7 @@ def test_scores_become_merges(tmp_path: Path) -> None:
             {"eos": 2},
             [2, 0, 3, 4],
         ),
-        # SmolLM2; then keys of tokens with unknown texts.
+        # SmolLM2, followed by keys that name tokens with unknown texts.
         (["<|endoftext|>", "<|im_end|>", "a"], {"eos": 1}, [1, 0]),
         (["a", "b", "c", "d", "e"], {"eos": 4, "eot": 1, "eom": 0, "fim_sep": 2}, [4, 1, 0, 2]),
         # In harmony, <|end|> ends a message but not the output.
@@ -636,7 +638,7 @@ def test_end_tokens_are_those_of_llama_cpp(
     tensors = {"token_embd.weight": torch.zeros(len(texts) + 3, 32)}
     found = Tokenizer.from_dir(gguf_directory(write(tmp_path, tensors, "llama", **metadata)))
     assert found.eos_token_ids == set(ends)
-    # The file calls them normal tokens; outputs must not contain their text.
+    # The file marks them as normal tokens, but outputs must not contain their text.
     assert all(found.is_special(one) for one in ends)
 
 

@@ -134,7 +134,7 @@ def test_slow_grammars_alone_wait_only_for_their_masks(stepping: Any) -> None:
 
 
 def test_slowness_is_relative_to_the_rest_of_a_step(stepping: Any) -> None:
-    """With a large model, a mask of some milliseconds defers no request."""
+    """If steps of a large model take long, a mask of some milliseconds defers no request."""
     steps = stepping(None, 0.004)
     assert steps.deferred(0, 1) == {1}
     steps.note([0, 1], rest=0.05)

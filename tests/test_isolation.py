@@ -130,7 +130,7 @@ def test_requests_of_one_key_are_invisible_to_another(keyed: Served) -> None:
         assert ask(keyed, "bob", {**body, "cache_salt": f"{number}"}) == before[number]
     fresh = ask(keyed, "bob", {**bodies[2], "cache_salt": "new"})
     assert not set(rejected(fresh)) & (set(output_ids[4:]) - set(output_ids[:4]))
-    # Alice sees her own drafts: the comparisons above are not vacuous.
+    # Alice does see her own drafts, so the comparisons above are not vacuous.
     own = rejected(ask(keyed, "alice", probe(output_ids[:4])))
     assert own[:2] == output_ids[4:6]
 

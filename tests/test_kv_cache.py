@@ -161,11 +161,12 @@ def test_draft_page_is_matched_with_the_tokens_behind_it(lookahead: int) -> None
         pool = make()
         first = fill(pool, one, lookahead)
         assert len(first) == 2
-        # Both share the first page and what follows it; different tokens follow the second.
+        # Both texts share the first page and the token after it, but different tokens follow the
+        # second.
         second = fill(pool, other, lookahead)
         assert second[0] == first[0] and second[1] != first[1]
         assert fill(pool, one, lookahead) == first and fill(pool, other, lookahead) == second
-        # One token behind the page differs, or is not known yet.
+        # One token behind the page differs or is unknown so far.
         almost = [*one[:-1], 99]
         assert pool.match_prefix(almost, 8, kv(lookahead)) == first[:1]
         assert pool.match_prefix(one[:-1], 8, kv(lookahead)) == first[:1]
@@ -228,7 +229,7 @@ def test_draft_kv_is_matched_only_by_its_own_drafter() -> None:
     tokens = [*range(8), 50]
     pages = fill(pool, tokens, 1)
     assert pool.match_prefix(tokens, 8, kv(1, "another")) == []
-    # So is the draft KV of a drafter that depends on no token behind a page.
+    # The same holds for a drafter whose draft KV depends on no token behind a page.
     own = DraftKv("another", 0, 1)
     theirs = pool.allocate(1)
     assert theirs is not None
@@ -244,9 +245,9 @@ class SlowPool:
 
     num_pages: int
     page_size: int
-    refs: dict[int, int] = field(default_factory=dict)  # of held pages
+    refs: dict[int, int] = field(default_factory=dict)  # reference counts of held pages
     cached: list[int] = field(default_factory=list)
-    # Of each page, oldest first: all tokens up to its end, and those behind it if it has draft KV.
+    # By page, oldest first: all tokens up to its end, and the tokens behind it if it has draft KV.
     known: dict[int, tuple[tuple[int, ...], tuple[int, ...] | None]] = field(default_factory=dict)
 
     def find(self, tokens: tuple[int, ...], following: tuple[int, ...] | None) -> int | None:

@@ -116,7 +116,7 @@ def test_speculation_changes_no_bit(
 
 
 def test_cache_dtypes_give_different_logprobs(expected: dict[str, list[Any]]) -> None:
-    """Otherwise the test above would not show that the dtype is used."""
+    """Without a difference, the test above would not show that the dtype is used."""
     logprobs = [[one[2] for one in expected[kind]] for kind in ("auto", *KINDS)]
     assert all(logprobs[a] != logprobs[b] for a, b in ((0, 1), (0, 2), (1, 2)))
 

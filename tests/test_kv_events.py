@@ -159,7 +159,7 @@ def replayed(settings: KvEventSettings, first: int) -> dict[int, bytes]:
 def test_subscriber_rebuilds_the_set_of_cached_blocks(
     engine: Engine, events: KvEvents, settings: KvEventSettings
 ) -> None:
-    """It requests the messages that were sent before it subscribed."""
+    """The subscriber requests the messages that were sent before it subscribed."""
     run(engine, events, 2)
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:
         socket.linger = 0
@@ -299,7 +299,7 @@ def test_size_of_messages_is_limited(busy_publisher: KvEvents, settings: KvEvent
 def test_clients_that_do_not_read_replays_do_not_block_others(
     busy_publisher: KvEvents, settings: KvEventSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They send many requests. A client that reads gets all messages, the others a full queue."""
+    """Some clients do not read what they request. A client that reads gets all messages."""
     monkeypatch.setattr(kv_events, "_MAX_REPLAYS", 4)
     sent: Counter[bytes] = Counter()
     assert busy_publisher._replayer is not None
@@ -383,7 +383,7 @@ def test_oversized_request_closes_the_connection(
 
 
 def test_only_the_latest_messages_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both their number and their bytes are limited; the numbering continues."""
+    """The number and the bytes of stored messages are limited; the numbering continues."""
     monkeypatch.setattr(kv_events, "_MAX_RETAINED", 3)
     monkeypatch.setattr(kv_events, "_MAX_RETAINED_BYTES", 10)
     log = kv_events._RetainedMessages()

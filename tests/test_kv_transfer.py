@@ -159,7 +159,7 @@ CASES = [
 def test_transferred_prompt_continues_with_the_same_bits(
     models: dict[str, Path], kind: str, cache: str, method: str
 ) -> None:
-    """As many pages of each prompt are transferred as a prefix cache would hold."""
+    """The transferred pages of each prompt are as many as a prefix cache would hold."""
     settings = {**CACHES[cache], "model": str(models[kind])}
     alone = make(NAIVE, **settings)
     prefill, decode = (make(method_of(models, method), **settings) for _ in range(2))

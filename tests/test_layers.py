@@ -230,12 +230,12 @@ def test_only_kernels_with_bf16_or_tiles_are_compiled_for_those_sets() -> None:
         if not is_of_floats and any(uses_bf16.search(text) for text in texts):
             own.add(name)
     assert own == named["SPECOPS_BF16_KERNELS"]
-    # The same for tiles.
+    # The same rule for kernels with tiles.
     tiles = {path for path in CPP if "SPECOPS_AMX_MODEL" in path.read_text()}
     users = {
         relative(path) for path in CPP if path.suffix == ".cpp" and tiles & closure(path, set())
     }
-    users.add("csrc/moe/moe_linear_cpu.cpp")  # over ranges of tiles
+    users.add("csrc/moe/moe_linear_cpu.cpp")  # uses tiles through ranges
     assert users == kernels_of(cmake, "SPECOPS_AMX_KERNELS")
     # simd.h names each set twice: with the set without bf16, and for dot_pairs.
     for isa in ("avx512_bf16", "neon_bf16"):
@@ -616,7 +616,7 @@ import specops.engine
 
 
 def test_server_never_refers_to_an_engine() -> None:
-    """Its process need not load torch either."""
+    """The server's process need not load torch either."""
     for path in sources(PACKAGE / "server", ".py"):
         for node in ast.walk(ast.parse(path.read_text())):
             name = getattr(node, "id", getattr(node, "attr", getattr(node, "arg", None)))

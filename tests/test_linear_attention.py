@@ -238,7 +238,7 @@ def test_delta_rule_rows_keep_their_bits(
 
 @pytest.mark.no_bf16
 def test_new_request_ignores_the_states_of_its_slot(device: str, isa: str) -> None:
-    """Even NaN of an earlier request has no effect."""
+    """NaN states of an earlier request have no effect."""
     heads = HEADS[0]
     inputs = delta_inputs(heads, 3, torch.float32, device)
     arguments = indices([Rows(1, 0, 3)], device)

@@ -294,7 +294,7 @@ def typical_row(kind: str, vocab: int) -> Tensor:
 def test_typical_p_retains_the_tokens_nearest_to_the_mean_surprise(
     device: str, isa: str, kind: str, dtype: torch.dtype
 ) -> None:
-    """It retains as many tokens as have a mass of typical_p."""
+    """The retained tokens are the fewest with a mass of at least typical_p."""
     vocab, masses = 20_011, [0.02, 0.3, 0.8, 0.995]
     logits = torch.stack([typical_row(kind, vocab)] * len(masses)).to(dtype)
     params = row_params(len(masses), temperature=0.75, top_k=[0, 0, 9000, 0])
@@ -318,7 +318,7 @@ def test_typical_p_retains_the_tokens_nearest_to_the_mean_surprise(
             weights[retained & (distance >= furthest - 1e-5)].max(),
         )
         assert required - 1e-5 <= mass < required + last + 1e-5
-        # of equal logits, the lower ids stay
+        # of equal logits, the lower ids are retained
         for value in x[retained & (distance >= furthest - 1e-5)].unique():
             tied = (x == value).nonzero().flatten()
             stays = retained[tied]
@@ -401,7 +401,7 @@ def test_processed_top_logprobs(
     torch.testing.assert_close(got[1].cpu(), want[1], rtol=0, atol=1e-5)
     torch.testing.assert_close(got[2].cpu(), want[2], rtol=0, atol=4e-6)
     assert torch.equal(got[2], sampling.top_logprobs(logits.to(device), 0)[2])
-    # the bits of `sample` where it chooses one of these tokens
+    # bits equal those of `sample` where it chooses one of these tokens
     params = {**own, "seeds": torch.arange(rows)}
     choice = run(edited.to(device), torch.zeros(rows).int(), params, processed_logprobs=True)
     found = got[0].cpu() == choice[0][:, None]

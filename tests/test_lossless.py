@@ -236,7 +236,7 @@ def test_earlier_texts_change_nothing(temperature: float, tmp_path: Path) -> Non
         enable_prefix_caching=False,
     )
     engine = Engine(config)
-    steps, known = [], []  # of all requests, and of those with answers in the corpus
+    steps, known = [], []  # steps of all requests, and of those with answers in the corpus
 
     def decode() -> None:
         before = engine.stats.num_steps

@@ -39,9 +39,9 @@ HYBRIDS = ("mtp", "mtp+ngram", "mtp+suffix")
 
 
 def make_tiny(directory: Path, modules: int, **changes: Any) -> Tiny:
-    """Write a target that mostly depends on its last token, and modules that mostly do the same.
+    """Write a target and modules whose next token depends mostly on the last token.
 
-    The layers and states make the difference between a right and a wrong draft.
+    Layers and states have enough influence that some drafts are wrong.
     """
     changes = {"tie_word_embeddings": False, "num_hidden_layers": 2, **changes}
     tiny = make_mtp_checkpoint(directory, "deepseek_v3", modules, base=("Qwen3", changes))
@@ -136,7 +136,7 @@ class Record:
     """All drafts of modules, by what they may depend on: the text and the key of their draws."""
 
     drafts: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict)
-    # Bits of the logits from which the last of a number of drafts was chosen.
+    # Bits of the logits from which the last draft was chosen, by number of drafts.
     logits: dict[tuple[Any, ...], bytes] = field(default_factory=dict)
     num_seen_again: int = 0
     num_logits_seen_again: int = 0
@@ -183,7 +183,7 @@ class Record:
             if config.num_model_steps > drafter.num_passes:
                 return  # fewer passes than configured, for lack of a page
         known = self.drafts.get(key, ())
-        # The end of the text or of the pages may have shortened one of them.
+        # The end of the text or of the pages may have shortened one of the drafts.
         short = min(len(known), count)
         assert known[:short] == drafts[:short], f"{request.request_id}: {len(text)} tokens"
         self.num_seen_again += short > 0

@@ -334,7 +334,7 @@ def test_thinking_and_tool_calls_are_compared_as_text() -> None:
     assert read_answer(reply) == Answer("hm[{'id': 1}]", "tool_calls")
 
 
-def test_answer_without_text_lacks_nothing() -> None:
+def test_answers_without_text_can_be_compared() -> None:
     one = Comparison("m", True, "alone", "greedy")
     one.add(TEXTS[0], Answer(ending="stop"), Answer(ending="stop"))
     assert one.num_compared == 1 and not one.missing

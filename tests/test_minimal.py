@@ -62,7 +62,7 @@ def test_tokens_and_logprob_bits_are_those_of_the_serving_engine(
 
 
 def test_mtp_drafts_are_those_of_the_serving_engine() -> None:
-    """Both engines accept as many drafts."""
+    """Both engines accept the same number of drafts."""
     prompt = [300, 12, 77, 5, 300, 12]
     minimal = MinimalEngine(method="mtp", num_drafts=3)
     list(minimal.generate([Request(prompt, 60)]))

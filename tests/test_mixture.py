@@ -70,8 +70,8 @@ def logits_of(model: Model, tokens: Tensor) -> Tensor:
 
 def test_neurons_that_are_strong_together_share_an_expert() -> None:
     generator = torch.Generator().manual_seed(1)
-    kinds = torch.randint(0, 3, (200,), generator=generator)  # of rows
-    own = torch.arange(12) % 3  # of neurons
+    kinds = torch.randint(0, 3, (200,), generator=generator)  # kind of each row
+    own = torch.arange(12) % 3  # kind of each neuron
     strengths = (kinds[:, None] == own).float() + 0.1 * torch.rand(200, 12, generator=generator)
     shared = share_out(strengths, 3)
     assert {tuple(sorted(one)) for one in shared.tolist()} == {
@@ -218,7 +218,7 @@ def test_model_card_has_the_measured_figures(metrics: dict[str, Any]) -> None:
 def test_measured_steps_read_the_experts_of_different_rows(
     directory: Path, metrics: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the costs of drafts would not include the experts that drafts read."""
+    """If rows were equal, the costs of drafts would not include the experts that drafts read."""
     monkeypatch.setattr(step_costs, "_FACTOR", math.inf)  # no step is too long
     engine = Engine(
         EngineConfig(

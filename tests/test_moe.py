@@ -69,13 +69,13 @@ def test_equal_scores_go_to_the_lowest_expert(device: str, isa: str, scoring: st
     assert chosen([0.0] * 40, 3) == [0, 1, 2]
     assert chosen([0.0] * 33 + [1.0] * 7, 3) == [33, 34, 35]
     assert chosen([0, 1, 1, 0, 1, 1, 0, 1], 4) == [1, 2, 4, 5]
-    # Groups 1 and 3 are alike, and group 2 is worse though it has the best expert.
+    # Groups 1 and 3 are equal. Group 2 is worse, although it has the best expert.
     grouped = [0, 0, 2, 2, 2.5, -9, 2, 2]
     assert chosen(grouped, 1, num_groups=4, top_k_groups=1) == [2]
     assert chosen(grouped, 3, num_groups=4, top_k_groups=2) == [2, 3, 6]
     bias = torch.tensor([0.0, 0, 0, 0, 0, 9, 0, 9], device=device)
     assert chosen(grouped, 2, bias=bias) == [5, 7]
-    # No expert of another group, however low the scores in the chosen one.
+    # No expert of another group is chosen, even if the scores in the chosen group are low.
     low = torch.tensor([-8.0, -8.0, -20.0, 20.0], device=device)
     assert chosen([1, 1, 1, -9], 2, num_groups=2, top_k_groups=1, bias=low) == [2, 3]
 

@@ -24,7 +24,7 @@ from specops.cli.serve import main
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.drafters import mtp as drafters_mtp
 
-LAYERS = 3  # of the target
+LAYERS = 3  # layers of the target
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_drafts_do_not_depend_on_where_modules_and_options_come_from(tmp_path: P
 
 
 def test_draft_vocabulary_changes_no_text(tmp_path: Path) -> None:
-    """It only restricts the drafts."""
+    """A draft vocabulary only restricts the drafts."""
     path = tmp_path / "vocab.safetensors"
     save_file({"d2t": torch.zeros(500, dtype=torch.int64)}, path)
     own = {"method": "mtp", "num_speculative_tokens": 3}
@@ -169,7 +169,7 @@ def test_draft_directory_of_another_model_is_refused(
 def test_draft_directory_of_other_shapes_is_refused(
     capsys: pytest.CaptureFixture[str], whole: Tiny, bare: Path, tmp_path: Path
 ) -> None:
-    """Its config.json is right, but its tensors are not."""
+    """The directory's config.json is right, but its tensors are not."""
     drafts = draft_directory(whole, tmp_path / "drafts")
     own = f"model.layers.{LAYERS}."
     halved = {k: v[..., :64] for k, v in whole.tensors.items() if k.startswith(own)}
@@ -249,7 +249,7 @@ def test_invalid_draft_vocabularies_are_refused(
 def test_draft_vocabulary_without_modules_is_refused(
     capsys: pytest.CaptureFixture[str], bare: Path, tmp_path: Path
 ) -> None:
-    """Even if the server's own method needs no modules."""
+    """The refusal does not depend on whether the server's method needs modules."""
     path = tmp_path / "vocab.safetensors"
     save_file({"d2t": torch.zeros(8, dtype=torch.int64)}, path)
     message = error_of(capsys, bare, method="ngram", draft_vocab=str(path))

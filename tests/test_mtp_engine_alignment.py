@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MTP drafts of the engine equal the oracle's at every step, to the bit of their logits.
+"""MTP drafts of the engine equal the oracle's at every step, including the bits of their logits.
 
-Logits show what drafts hide: on a random model, a wrong row of the cache seldom changes the
-likeliest token, but it changes every logit. Every known mistake is planted in the engine's drafter,
-and the comparison must notice it.
+Logits are compared because drafts hide errors: on a random model, a wrong row of the cache seldom
+changes the likeliest token, but it changes every logit. Every known mistake is planted in the
+engine's drafter, and the comparison must notice it.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ class Made:
     drafts: list[int]
     logits: Tensor  # [drafts, draft vocabulary]
     requested: int
-    begin: int  # first position that the modules see
+    begin: int  # first position that the modules attend to
 
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
@@ -81,7 +81,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
     return made
 
 
-# From the logits of drafts and the number of tokens before them to the drafts.
+# Function from the logits of drafts, and the number of tokens before them, to the drafts.
 Choice = Callable[[Tensor, int], Tensor]
 
 
@@ -90,7 +90,7 @@ def likeliest(logits: Tensor, known: int) -> Tensor:
 
 
 class Oracle:
-    """The drafts of docs/mtp.md, on weights of its own."""
+    """Oracle of the drafts of docs/mtp.md, with its own copy of the weights."""
 
     def __init__(self, directory: Path | None, **config: Any) -> None:
         where = EngineConfig(model=None if directory is None else str(directory)).model_dir
@@ -372,7 +372,7 @@ def test_drafts_of_a_reduced_vocabulary_equal_the_oracle(
 
 
 Plant = Callable[[pytest.MonkeyPatch], None]
-LONGEST = 51  # of the prompts below
+LONGEST = 51  # tokens of the longest prompt below
 REQUESTS, SOURCES, TOKENS = 0, 2, 4  # arguments of `dense.mtp_input`
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bugs planted in the real kernels, one at a time; the tests of the op must notice every one.
+"""Mutation tests: bugs are planted in the real kernels one by one, and tests must notice them.
 
 The tests run in the interpreter. Bugs in the rules of verification are planted in the CPU kernels,
-for the tests of the exact distribution. A mutation that no longer applies fails, too: plant a
-similar bug in the new code. build/mutations.md lists which test of which tier noticed which bug.
+for the tests of the exact distribution. A mutation that no longer applies fails: plant a
+similar bug in the new code instead. build/mutations.md lists which test of which tier noticed which bug.
 """
 
 import os
@@ -25,13 +25,12 @@ Run = subprocess.CompletedProcess[str]
 @dataclass(frozen=True)
 class Mutation:
     name: str
-    file: str  # of csrc
-    old: str  # stands in the file once
+    file: str  # path below csrc
+    old: str  # occurs in the file once
     new: str
-    tests: str  # file of tests, and what to select there
-    build: str = (
-        "plain"  # or race: in which the bug shows; or scripted: exact distributions; or program
-    )
+    tests: str  # file of tests, and a pytest -k expression
+    # Build that shows the bug: "plain", "race", "scripted" (exact distributions) or "program".
+    build: str = "plain"
 
 
 LINEAR = "test_dense.py linear and not wide_output"
@@ -1230,7 +1229,7 @@ LAWS = [
         "scripted",
     ),
 ]
-# The suffix tree has no kernels: the fuzz target, a program of its own, must notice.
+# The suffix tree is no kernel: its fuzzing program must notice these bugs.
 PROGRAM = "test_suffix_programs.py test_fuzz"
 SUFFIX = [
     Mutation(
@@ -1426,7 +1425,7 @@ SELECTIONS = sorted({(mutation.tests, mutation.build) for mutation in MUTATIONS}
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what the interpreter and its tests are made of."""
+    """Copy the sources of the interpreter and its tests, and configure a build."""
     root = tmp_path_factory.mktemp("mutations")
     skip = shutil.ignore_patterns("__pycache__", "assets", "*.egg-info")
     for name in ("csrc", "tests", "python", "tools"):
@@ -1448,7 +1447,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def table() -> Iterator[list[str]]:
-    """Lines of the table, written at the end."""
+    """Yield the list of the table's lines, and write the table at the end."""
     lines: list[str] = []
     yield lines
     head = ["| kernel file | mutation | tier | noticed by | how |", "| --- " * 5 + "|"]
@@ -1459,7 +1458,7 @@ def table() -> Iterator[list[str]]:
 def run(command: list[str], root: Path, **env: str) -> Run:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     whole = {**os.environ, "PATH": path, "PYTHONPATH": str(root / "python"), **env}
-    # A fuzzer stops at the first fault: the longer it may run, the surer it is to meet a rare one.
+    # A fuzzer stops at the first fault, so a long limit costs time only if a rare fault is missed.
     whole["FUZZ_SECONDS"] = "120"
     return subprocess.run(
         command, cwd=root, env=whole, capture_output=True, text=True, timeout=1800
@@ -1467,7 +1466,7 @@ def run(command: list[str], root: Path, **env: str) -> Run:
 
 
 def build_and_test(root: Path, tests: str, build: str) -> dict[str, Run]:
-    if build == "program":  # which the test builds
+    if build == "program":  # the test builds the program
         return run_tests(root, *tests.split(" ", 1), "plain")
     target = {"plain": "_simt", "scripted": "_scripted"}.get(build, f"_simt_{build}")
     where = "_scripted-" if build == "scripted" else "simt"
@@ -1497,7 +1496,7 @@ def run_tests(root: Path, file: str, select: str, build: str) -> dict[str, Run]:
 
 
 def test_every_mutation_applies() -> None:
-    """The proofs take half an hour; this says at once that a kernel has changed under the table."""
+    """The mutation runs take half an hour; this test fails at once if a kernel has changed."""
     for mutation in MUTATIONS:
         text = (simt.ROOT / "csrc" / mutation.file).read_text()
         assert text.count(mutation.old) == 1, f"{mutation.file}: {mutation.name}"
@@ -1505,7 +1504,7 @@ def test_every_mutation_applies() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tests", SELECTIONS, ids=lambda pair: "-".join(pair))
-def test_the_kernels_as_they_are_pass(scratch: Path, tests: tuple[str, str]) -> None:
+def test_unchanged_kernels_pass(scratch: Path, tests: tuple[str, str]) -> None:
     runs = build_and_test(scratch, *tests).values()
     assert {pytest.ExitCode.OK} <= {one.returncode for one in runs} <= PASSED, [*runs][-1].stdout
 

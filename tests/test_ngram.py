@@ -96,7 +96,7 @@ def poisoned_index(batch: int, entries: int, device: str, **options: Any) -> Ngr
         ([1, 2, 3, 4], (1, 3), []),  # nothing repeats
         ([1, 2, 3, 2], (2, 3), []),  # shorter than the minimum
         ([1, 2, 3, 2], (1, 3), [3, 2]),  # clipped at the end of the row
-        ([8, 8, 8, 8], (1, 3), [8]),  # an occurrence overlapping the tail, one token earlier
+        ([8, 8, 8, 8], (1, 3), [8]),  # an occurrence that overlaps the end, one token earlier
         ([3, 1, 3, 1, 3], (1, 9), [1, 3]),  # sizes beyond the row are skipped
         ([7, 7], (1, 5), [7]),
         ([7], (1, 5), []),

@@ -210,7 +210,7 @@ print({{"torch", "numpy"}} & set(sys.modules))
 
 
 def test_suffix_cache_is_a_small_wheel_without_torch(tmp_path: Path) -> None:
-    """Its results equal those of the full package, which can be loaded beside it."""
+    """The wheel has the results of the full package, which can be loaded in the same process."""
     pytest.importorskip("pybind11")
 
     def run(*command: object, **env: str) -> str:

@@ -189,7 +189,7 @@ def test_click_in_the_timeline_goes_to_its_step(page: Page) -> None:
 
 
 @needs_chromium
-def test_row_opens_its_text(page: Page) -> None:
+def test_click_on_a_row_shows_its_text(page: Page) -> None:
     choose(page, "compare")
     fill(page, prompt="abcd", tokens="9")
     run(page)

@@ -123,14 +123,14 @@ def check(model: Path, count: int, size: int = 2, **changes: Any) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.fast("one_kv_head", "deepseek_v3", "qwen3_5", ci=("*",))
-def test_ranks_have_the_bits_of_one(name: str, directory_of: Any) -> None:
+def test_several_ranks_have_the_bits_of_one_rank(name: str, directory_of: Any) -> None:
     check(directory_of(name), 7)
 
 
 @pytest.mark.parametrize("name", WITH_EXPERTS)
 @pytest.mark.fast("qwen3", ci=("*",))
 def test_expert_parallelism_has_the_same_bits_on_any_ranks(name: str, directory_of: Any) -> None:
-    """Its sums differ from those of sharded experts."""
+    """Sums of whole experts have other bits than sums of sharded experts."""
     model, apart = directory_of(name), {"enable_expert_parallel": True}
     check(model, 5, **apart)
     if name != "qwen3_next":  # it has two heads of linear attention

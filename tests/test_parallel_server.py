@@ -131,7 +131,7 @@ def test_folders_of_killed_ranks_are_removed(
 def test_rank_that_ends_on_request_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may end before the first rank does."""
+    """A rank that was asked to end may do so before the first rank does."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     settings = {"tensor_parallel_size": 2, "device": "cpu"}
     ends, lost = [], list[str]()

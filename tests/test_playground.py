@@ -610,7 +610,7 @@ def test_link_carries_the_drawn_seed(page: Page, mode: str) -> None:
     first = {one["seed"] for one in sent}
     run(page)
     assert len(first) == 1 and {one["seed"] for one in sent} > first
-    choose(page, "write" if mode == "race" else "race")  # which clears the screen
+    choose(page, "write" if mode == "race" else "race")  # clears the screen
     page.locator("#share").click()
     expect(page.locator("#status")).to_contain_text("link")
     assert "seed=" not in page.url
@@ -739,7 +739,7 @@ def test_opening_an_earlier_run_keeps_the_results(page: Page) -> None:
     fill(page, prompt="abc")
     run(page)
     page.locator("#history summary").click()
-    page.locator("#runs button").nth(1).click()  # the chat's
+    page.locator("#runs button").nth(1).click()  # run of the chat
     tops = "lanes => lanes.map(lane => lane.getBoundingClientRect().top)"
     left, right = page.locator(".lane").evaluate_all(tops)
     assert left == right, "still side by side"

@@ -103,7 +103,7 @@ def test_plot_shows_the_conditions_and_the_spread(tmp_path: Path) -> None:
     assert float(line[1]) - left == pytest.approx(3 * width, abs=0.5)
 
 
-def test_picture_grows_with_its_names_and_panels() -> None:
+def test_picture_size_follows_its_names_and_panels() -> None:
     def size(names: list[str], panels: int) -> tuple[int, int]:
         panel = Panel("t", ("a", "b"), {name: 1.0 for name in names})
         found = re.search(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicted outputs: what drafts from them, who chooses them, and that no token depends on them."""
+"""Predicted outputs: their drafts, their selection by requests, and unchanged tokens."""
 
 import random
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def make(method: str, **config: Any) -> Engine:
 
 @cache
 def plain() -> tuple[Sequence[str], Sequence[SamplingParams], Sequence[Completion]]:
-    """Prompts, parameters with what will be said as the prediction, changed, and what is said."""
+    """Return prompts, parameters with partly wrong predictions, and the outputs without drafts."""
     texts = prompts()[:COUNT]
     each = [replace(params(i, 0.8 * (i % 2)), max_tokens=64) for i in range(COUNT)]
     done = make("naive", max_num_seqs=COUNT).generate(texts, each)
@@ -33,7 +33,7 @@ def plain() -> tuple[Sequence[str], Sequence[SamplingParams], Sequence[Completio
 
 
 def changed(done: Completion) -> tuple[int, ...]:
-    """What was said, with some tokens gone and some that nobody says."""
+    """Return an output in which some tokens are removed or replaced by random ones."""
     chance, tokens = random.Random(done.token_ids[0]), list(done.token_ids)
     for _ in range(3):
         place = chance.randrange(len(tokens))
@@ -57,7 +57,7 @@ LIMITS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.fast("mtp-wide", ci=("naive-narrow",))
-def test_a_prediction_changes_no_token(base: str, limits: str) -> None:
+def test_prediction_changes_no_token(base: str, limits: str) -> None:
     texts, each, expected = plain()
     engine = make(**BASES[base], **{"max_model_len": 900, **LIMITS[limits]})
     done = engine.generate(texts, each)
@@ -68,14 +68,14 @@ def test_a_prediction_changes_no_token(base: str, limits: str) -> None:
     assert not engine.drafters["prediction"]._texts  # type: ignore[attr-defined]
 
 
-def test_drafts_are_the_prediction_s_in_any_batch() -> None:
-    """Alone and in a batch, chunked and whole: the same drafts, and so the same steps."""
+def test_drafts_from_predictions_do_not_depend_on_the_batch() -> None:
+    """Requests have the same drafts in any batch and in any chunks, so also the same steps."""
     texts, each, _ = plain()
-    told = [replace(one, report_drafts=True) for one in each]
+    reporting = [replace(one, report_drafts=True) for one in each]
 
     def drafts(order: Sequence[int], **limits: Any) -> dict[int, list[Any]]:
         engine = make("naive", **limits)
-        names = {engine.add_request(texts[i], told[i]): i for i in order}
+        names = {engine.add_request(texts[i], reporting[i]): i for i in order}
         found: dict[int, list[Any]] = {i: [] for i in order}
         while engine.has_unfinished():
             for one in engine.step():
@@ -90,13 +90,13 @@ def test_drafts_are_the_prediction_s_in_any_batch() -> None:
     }
 
 
-def test_it_stands_before_what_the_method_drafts() -> None:
-    """While the output is in it; behind another token the server's method drafts."""
+def test_prediction_takes_precedence_over_the_servers_method() -> None:
+    """This holds while the output follows the prediction; elsewhere the server's method drafts."""
     engine = make("ngram", num_speculative_tokens=3, max_num_seqs=2, adaptive_verification=False)
     text = [5, 6, 7, 8, 9, 10] * 4
     greedy = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, report_drafts=True)
     (plain_one,) = engine.generate([text], replace(greedy, report_drafts=False))
-    # The first half of what comes, and then nothing of it.
+    # The prediction has only the first half of the output.
     engine.add_request(text, replace(greedy, prediction=tuple(plain_one.token_ids[:20])))
     sources: list[str] = []
     while engine.has_unfinished():
@@ -105,22 +105,22 @@ def test_it_stands_before_what_the_method_drafts() -> None:
     assert sources[:2] == ["prediction", "prediction"] and sources[-1] == "ngram"
 
 
-def test_who_chooses_it() -> None:
+def test_prediction_parameter_adds_the_method() -> None:
     config = SpeculativeConfig(method="mtp", num_speculative_tokens=4)
-    given, none = SamplingParams(prediction="text"), SamplingParams()
-    assert config.choices_of(none, None, METHODS) is None
+    predicted, plain_params = SamplingParams(prediction="text"), SamplingParams()
+    assert config.choices_of(plain_params, None, METHODS) is None
     own = {"num_speculative_tokens": 6}
-    assert config.choices_of(none, own, METHODS) is own
-    chosen = config.override(config.choices_of(given, own, METHODS) or {})
+    assert config.choices_of(plain_params, own, METHODS) is own
+    chosen = config.override(config.choices_of(predicted, own, METHODS) or {})
     assert chosen.draft_stages == (("mtp", 4), ("prediction", 6))
     named = {"method": "ngram"}
-    assert config.choices_of(given, named, METHODS) is named
+    assert config.choices_of(predicted, named, METHODS) is named
     naive = SpeculativeConfig()
-    alone = naive.override(naive.choices_of(given, None, METHODS) or {})
+    alone = naive.override(naive.choices_of(predicted, None, METHODS) or {})
     assert alone.draft_stages == (("prediction", 8),)
-    assert naive.choices_of(given, None, ("naive",)) is None
+    assert naive.choices_of(predicted, None, ("naive",)) is None
     again = SpeculativeConfig(method="ngram+prediction")
-    assert again.choices_of(given, None, METHODS) is None
+    assert again.choices_of(predicted, None, METHODS) is None
     assert SpeculativeConfig(method="mtp+prediction").stages == (
         "mtp",
         "prediction",
@@ -138,7 +138,7 @@ def test_who_chooses_it() -> None:
         ("x = 1\n" * 65, "prediction must hold at most the context's 64 tokens, got"),
     ],
 )
-def test_what_is_no_prediction(prediction: Any, message: str) -> None:
+def test_invalid_predictions_are_refused(prediction: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         small().add_request([1, 2], SamplingParams(prediction=prediction))
 

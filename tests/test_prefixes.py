@@ -434,7 +434,7 @@ def test_captured_steps_share_prefixes(
 def test_cuda_kernels_share_prefixes(
     tmp_path: Path, use_fake_gpu: Callable[..., FakeGpu], interpreter: None
 ) -> None:
-    """They share leaves of 256 tokens."""
+    """CUDA kernels share leaves of 256 tokens."""
     model_dir = write_config(
         tmp_path,
         num_hidden_layers=1,

@@ -205,7 +205,7 @@ def lm_eval_loglikelihoods(answer: Any, context_lens: list[int]) -> list[tuple[f
 
 
 def test_request_of_lm_eval(tmp_path: Path) -> None:
-    """Its request for log-likelihoods has token ids of several prompts and one output token."""
+    """lm-eval requests log-likelihoods with token ids of several prompts and one output token."""
     model = make_checkpoint(tmp_path, "Qwen3", num_hidden_layers=2)
     write_tokenizer(tmp_path)
     contexts = [[5, 6, 7, 8], [9], [*range(20, 60)]]

@@ -137,7 +137,7 @@ def test_rounding_per_output_by_hand() -> None:
     weight = torch.tensor([[127.0, 0.5, -0.5, 2.5, -126.5, 126.49, 0.4999, -1.0]])
     q = quantize_weight(weight)
     assert q.scales.tolist() == [[1.0]] and q.values.tolist() == [[127, 1, -1, 3, -127, 126, 0, -1]]
-    # a 127th of it is not representable in bfloat16
+    # 1/127 of it is not representable in bfloat16
     peak = torch.tensor([[1.0078125, 0.50390625]]).bfloat16()
     q = quantize_weight(peak)
     scale = (peak[0, 0].float() / 127).bfloat16().float()

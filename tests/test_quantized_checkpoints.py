@@ -119,7 +119,7 @@ def test_head_that_the_file_leaves_unquantized_is_quantized_at_load(tmp_path: Pa
 
 
 def test_quantized_mtp_layers_may_have_an_unquantized_projection(tmp_path: Path) -> None:
-    """The config lists neither of them."""
+    """The config lists neither the layers nor the projection."""
     make_mtp_checkpoint(tmp_path, "deepseek_v3", base=("Qwen3", SIZES))
     write_tokenizer(tmp_path)
     quantize(tmp_path, "pack-quantized")

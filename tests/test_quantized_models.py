@@ -59,7 +59,7 @@ def test_quantized_logits_are_close_to_those_of_rounded_weights(
 
 @pytest.mark.parametrize("name", KINDS)
 def test_only_layer_projections_are_quantized(tmp_path: Path, name: str) -> None:
-    """MTP layers included."""
+    """This includes the layers of MTP modules."""
     make_mtp_model(tmp_path)
     model = load_model(tmp_path, quantization=name)
     modules = load_mtp(model, tmp_path)

@@ -25,10 +25,10 @@ Tokens = tuple[int, ...]
 
 @dataclass
 class Row:
-    """Page slot: the tokens that its keys and values were computed from."""
+    """Cache slot of a page: the tokens from which its keys and values were computed."""
 
-    model: Tokens | None = None  # all tokens up to and including its own
-    drafts: Tokens | None = None  # the tokens after it that modules drafted from
+    model: Tokens | None = None  # all tokens up to and including the row's token
+    drafts: Tokens | None = None  # the later tokens that modules drafted from
 
 
 def make_request(
@@ -279,7 +279,7 @@ class Simulation:
             self._finish(request)
 
     def _draft(self, request: Request) -> None:
-        """Write what the modules know, then what they draft."""
+        """Write the rows of known tokens, then the rows of drafts."""
         tokens = tuple(request.token_ids)
         final = min(request.num_computed, len(tokens) - self.lookahead)
         for position in range(request.num_final_draft_kv, len(request.pages) * self.size):
@@ -339,7 +339,7 @@ def test_states_match_the_tokens(lookahead: int, num_prefix_states: int) -> None
 @pytest.mark.parametrize("has_states", [True, False], ids=["both", "drafter only"])
 @pytest.mark.parametrize("num_prefix_states", [1, 4, 24])
 def test_drafter_states_match_the_tokens(num_prefix_states: int, has_states: bool) -> None:
-    """With and without states of the target, only for requests with drafts, and after pauses."""
+    """Cases: with and without states of the target, only for requests with drafts, after pauses."""
     num_keeps = num_preemptions = num_loads = 0
     for seed in range(3):
         settings = {
@@ -378,7 +378,7 @@ def test_no_request_is_preempted_for_spare_draft_rows(lookahead: int) -> None:
 
 
 def test_single_request_may_fill_the_pool() -> None:
-    """Its spare pages end with its text: all of the text fits, and nothing more is reserved."""
+    """Pages are reserved up to the end of the request's text and no further."""
     sim = Simulation(0, 1, num_pages=6, k=12)
     request = make_request(0, [1] * 5, "mtp", 19, lookahead=1, num_speculative_tokens=12)
     sim.scheduler.waiting.append(request)
@@ -410,7 +410,7 @@ def test_pages_are_registered_once_the_tokens_after_them_are_known(lookahead: in
     first.num_final_draft_kv = min(first.num_computed, len(first.token_ids) - lookahead)
     scheduler.register_full_pages(first, scheduler.part(first, 1, emits=True))
     assert first.num_registered_pages == 2
-    # With all tokens that follow, with fewer, and by a request without drafts.
+    # Match with all tokens that follow, with fewer, and for a request without drafts.
     for count, hits in ((lookahead, 8), (lookahead - 1, 4)):
         second = make_request(1, first.token_ids[: 8 + count], "mtp", 8, **own)
         start(second)
@@ -462,7 +462,7 @@ def test_calls_get_equal_numbers_of_slots() -> None:
     run(scheduler, 1)
     assert owners_of(scheduler) == [("", "many")] * 6
     scheduler.waiting += [owned(20 + i, "", f"one {i}") for i in range(3)]
-    run(scheduler, 1)  # at once, not when one of the many ends
+    run(scheduler, 1)  # it starts at once, before any of the many ends
     assert owners_of(scheduler) == [("", "many")] * 3 + [("", f"one {i}") for i in range(3)]
     scheduler.waiting += [owned(23 + i, "", "few") for i in range(4)]
     run(scheduler, 1)

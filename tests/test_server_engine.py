@@ -124,7 +124,7 @@ def tiny(mtp_model: Path) -> Iterator[Served]:
 
 
 def test_zero_token_requests_work_without_cached_responses(mtp_model: Path) -> None:
-    """They end, and so do the requests beside them, with unchanged texts."""
+    """Zero-token requests end, and other requests end with unchanged texts."""
     suffix = SpeculativeConfig.from_dict(
         {"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max_cached_requests": 0}
     )

@@ -254,7 +254,7 @@ class CannotAbort(FakeEngine):
 
 class LosesPages(FakeEngine):
     def abort(self, request_id: str) -> bool:
-        self.num_pages += 1  # one of them is never freed
+        self.num_pages += 1  # so that one page seems never to be freed
         self.lost = True
         return super().abort(request_id)
 
@@ -277,7 +277,7 @@ def test_requests_leave_no_reference_cycles(fake: Served) -> None:
     """Collecting cycles would pause every request (service/garbage.py)."""
     whole = {"prompt": "a", "max_tokens": 4}
     stream = whole | {"stream": True, "max_tokens": 200}
-    full = whole | {"n": 40, "max_tokens": 200}  # two of these are more than may wait
+    full = whole | {"n": 40, "max_tokens": 200}  # two of these exceed the waiting queue
     wrong = whole | {"speculative_config": {"method": "suffix"}}
 
     def ask() -> None:

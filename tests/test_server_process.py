@@ -343,7 +343,7 @@ def test_bytes_sent_to_a_hung_engine_are_bounded(
 
 
 def test_engine_with_another_model_does_not_take_over(apart: Apart) -> None:
-    """Its bits would differ, so the operator must decide."""
+    """Another model has other bits, so the operator must decide."""
     was = apart.client.capabilities
     hello = Hello(was, apart.client.status)
     other = msgspec.structs.replace(was, contract=was.contract | {"digest": "of another model"})

@@ -356,7 +356,7 @@ PLANTED: dict[str, dict[str, str | None]] = {
     "blocks_write": {"plain": "differs", "race": "race: .* by another block"},
     "last_block": {"plain": None, "race": "race: .* written by another block .* no fence"},
 }
-# Undefined behaviour, which is not checked under AddressSanitizer.
+# Kernels with undefined behavior, which AddressSanitizer does not check.
 UNDEFINED = ("misaligned_vector", "null_pointer", "register_array")
 POISON = 0x7FA17FA1
 

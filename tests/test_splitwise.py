@@ -258,7 +258,7 @@ TOGETHER: list[dict[str, Any]] = [
 def test_unusual_requests_get_the_answers_of_one_server(
     nodes: list[ServerProcess], reference_server: Served
 ) -> None:
-    """None of them stops the queue: an ordinary request after them is answered, too."""
+    """No unusual request stops the queue: an ordinary request after it is answered, too."""
     assert not CompletionRequest.model_fields.keys() - UNUSUAL.keys(), "fields without values here"
     requests = [{name: value} for name, values in UNUSUAL.items() for value in values] + TOGETHER
     plain = {"prompt": "def f(x):", "max_tokens": 8, "seed": 3, "temperature": 0.7}
@@ -329,7 +329,7 @@ def test_pausing_a_process_loses_no_request(
     count: int,
     seconds: float,
 ) -> None:
-    """It is paused for longer than a node may be silent or pages are waited for, then continues."""
+    """The pause is longer than the timeouts of heartbeats and of page transfers."""
     stopped: list[Any] = [redis] if victim == "redis" else nodes
     if victim.isdigit():
         stopped = [nodes[int(victim)]]
@@ -347,7 +347,7 @@ def test_pausing_a_process_loses_no_request(
 def test_one_node_is_enough(
     nodes: list[ServerProcess], reference_server: Served, redis: Redis, left: int
 ) -> None:
-    """It also does the work of dead nodes of other roles."""
+    """The last node also does the work of dead nodes of other roles."""
     dead = [one for one in nodes if one is not nodes[left]]
     requests = bodies(8, seed=11)
     for one in dead:
@@ -394,7 +394,7 @@ def test_node_reads_streams_that_no_other_node_reads(
 
 
 def test_consumer_that_reads_again_keeps_its_jobs(redis: Redis) -> None:
-    """It was silent, is declared dead, and reads again before it is removed."""
+    """The consumer was silent and is declared dead, but reads again before it is removed."""
 
     async def run() -> tuple[list[int], float]:
         one = node("decode", redis)
@@ -422,7 +422,7 @@ def test_consumer_that_reads_again_keeps_its_jobs(redis: Redis) -> None:
 
 
 def test_unreadable_entries_are_dropped(redis: Redis) -> None:
-    """For example, a job and a heartbeat of another version of specops."""
+    """Examples are a job and a heartbeat of another version of specops."""
 
     async def run() -> None:
         one = node("decode", redis)
@@ -896,7 +896,7 @@ def test_unreachable_redis_is_an_error_in_the_arguments(
 
 
 def test_stopping_node_returns_its_jobs(redis: Redis) -> None:
-    """It does so at once and unchanged: the next node need not wait for a missing heartbeat."""
+    """Jobs return at once and unchanged: the next node need not wait for a missing heartbeat."""
 
     class Held(FakeClient):
         async def stop(self) -> None:
@@ -1067,7 +1067,7 @@ def message_of(run: str, place: int, *events: Event) -> RunEvents:
 
 
 def test_new_run_continues_where_the_last_one_was() -> None:
-    """Its steps may differ, yet each token and character is forwarded once."""
+    """The new run's steps may differ, yet each token and character is forwarded once."""
     one = waiting()
     found = one.new_events(message_of("a", 0, Accepted(9, 4), output("abc", 0)))
     found += one.new_events(message_of("b", 0, Accepted(9, 4), output("ab", 0)))

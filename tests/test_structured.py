@@ -572,7 +572,7 @@ def test_complete_matcher_takes_no_more_tokens() -> None:
     assert masks_of(state, [5, EOS, 7])[0] == {EOS}
     assert not state.take(EOS) and not state.take(5) and state.forced() == []
     assert state.is_complete, "refused tokens must not break the state"
-    # The same holds for drafts that reach the end and continue.
+    # This also holds for drafts that continue after the end.
     state = state_of(choice=("ab",))
     drafts = [*tokens_of("ab"), 5, EOS]
     got = masks_of(state, drafts)

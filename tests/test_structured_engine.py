@@ -411,21 +411,21 @@ def one(form: dict[str, Any], method: str = "", **params: Any) -> Completion:
 @pytest.mark.parametrize(
     "form,params,reason,text",
     [
-        # Complete, and nothing can follow: no end of sequence is needed, whatever min_tokens is.
+        # A complete text that cannot continue needs no end of sequence, regardless of min_tokens.
         ({"choice": ("None",)}, {}, "stop", "None"),
         ({"choice": ("None",)}, {"min_tokens": 30}, "stop", "None"),
         ({"choice": ("None",)}, {"ignore_eos": True}, "stop", "None"),
-        # Complete at the last token allowed.
+        # The text is complete at the last allowed token.
         ({"choice": ("None",)}, {"max_tokens": 1}, "stop", "None"),
         ({"choice": ("None, None, None, None",)}, {"max_tokens": 3}, "length", None),
         # A stop string in the middle and at the end of the text.
         ({"choice": ("(None, None)",)}, {"stop": (", ",)}, "stop", "(None"),
         ({"choice": ("(None, None)",)}, {"stop": (")",)}, "stop", "(None, None"),
-        # Only an end of sequence can end it, or nothing does.
+        # The text ends only by an end-of-sequence token, or not at all.
         ({"regex": "[ab]*"}, {"max_tokens": 4, "ignore_eos": True}, "length", None),
         ({"regex": ""}, {}, "stop", ""),
         ({"regex": "x?"}, {"logit_bias": {0: 100.0}}, "stop", ""),
-        # The other parameters allow no token, after a whole text or in its middle.
+        # Other parameters allow no token, after a complete text or in its middle.
         ({"regex": "(ab)?"}, {"bad_words": ("ab", "a"), "ignore_eos": True}, "stop", ""),
         ({"choice": ("ab",)}, {"allowed_token_ids": (5, 6)}, "abort", ""),
     ],

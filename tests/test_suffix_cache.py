@@ -77,7 +77,7 @@ def test_own_tree_wins_if_scores_are_equal() -> None:
     cache.extend("other", [1, 2, 8, 8, 1, 2])
     cache.start("a", [1, 2, 7, 7, 1, 2])
     assert cache.speculate("a", 2).token_ids == [7, 7]
-    # Two of the shared tree's five continuations beat one of the own tree's three.
+    # In the shared tree 2 of 5 continuations agree, which beats 1 of 3 in the request's own tree.
     cache.start("b", [1, 7, 1, 6, 1])
     cache.extend("other", [1, 5, 1, 5, 1, 4])
     assert cache.speculate("b", 2).token_ids == [5]
@@ -861,7 +861,7 @@ def test_loaded_cache_drafts_like_the_saved_one(tmp_path: Path) -> None:
         assert drafts_of(again) == drafts_of(cache)
         sound(again)
         again.reclaim()
-    # The loaded cache is like any other: new requests are younger, and budgets evict the oldest.
+    # A loaded cache is an ordinary cache: new requests are younger, and budgets evict the oldest.
     again.start("new", [])
     again.extend("new", [0, 1, 2])
     again.save(path)

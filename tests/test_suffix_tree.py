@@ -52,7 +52,7 @@ class Histories(RuleBasedStateMachine):
         self.background_tokens = data.draw(st.sampled_from([-1, 5]))
         self.cache = SuffixCache(**self.options, background_tokens=self.background_tokens)
         self.model = reference.SuffixCache(**self.options)
-        self.numbers: dict[str, int] = {}  # of running requests, for step
+        self.numbers: dict[str, int] = {}  # numbers of running requests, for `step`
 
     # ---- operations ----
 

@@ -116,7 +116,8 @@ GROUP = "sys/fs/cgroup"
             {f"{GROUP}/cpu/cpu.cfs_quota_us": "-1", f"{GROUP}/cpu/cpu.cfs_period_us": "100000"},
             0,
         ),
-        # Inside a container the group's folder is the root of the mount; its name is the outer one.
+        # Inside a container, the group's folder is the root of the mount, but its name is that
+        # outside.
         (
             SUB,
             "2:cpu,cpuacct:/docker/ab\n",
@@ -126,7 +127,7 @@ GROUP = "sys/fs/cgroup"
             },
             4,
         ),
-        # cpuset and cpuacct have no quota of their own.
+        # The controllers cpuset and cpuacct have no quota.
         (
             V1.replace("cpu,cpuacct", "cpuset"),
             "2:cpuset:/\n",

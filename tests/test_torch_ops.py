@@ -58,7 +58,7 @@ def test_every_op_has_a_schema_of_its_arguments(name: str) -> None:
         for argument in arguments:
             if argument.name not in kinds:  # a field of a packed weight
                 continue
-            # Each overload of `int | Tensor` is one side of it.
+            # An overload exists for each type in `int | Tensor`.
             wanted = kinds[argument.name]
             if wanted not in ("int | Tensor", "bool | Tensor"):
                 kind = str(argument.type).replace("Optional[Tensor]", "Tensor | None")
@@ -191,7 +191,7 @@ def test_ngram_sizes_may_be_numbers_or_tensors(low: Any, high: Any, leftmost: An
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_one_number_applies_to_all_rows(traced: bool) -> None:
-    """It equals a tensor of that number, in eager code and in a graph."""
+    """A number equals a tensor filled with it, in eager code and in a graph."""
     logits = 3 * torch.randn(6, 50)
     drafts = logits.argmax(-1).int().view(2, 3)[:, :2].contiguous()
     positions, starts, indptr = ints(*range(6)), ints(4, 9), ints(0, 3, 6)

@@ -73,7 +73,7 @@ def test_engine_drafts_what_was_trained(
 
 @torch.no_grad()
 def _chain(model: Model, head: Any, text: Sequence[int], count: int) -> tuple[int, ...]:
-    """Return the likeliest drafts at the end of a text, each after those before it."""
+    """Return the likeliest drafts at the end of a text, each conditional on the earlier ones."""
     tokens = torch.tensor([[*text, 0, 0, 0, 0, 0, 0]])
     target = run_target(model, tokens, *rope_cos_sin(tokens.shape[1], model.config, tokens.device))
     logits = head.chains(target, torch.tensor([len(text) - count - 2]))

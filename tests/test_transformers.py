@@ -372,7 +372,7 @@ def test_masks_of_four_dimensions_are_refused(model: Any, dtype: torch.dtype) ->
 
 
 def test_gradients_are_refused(model: Any) -> None:
-    """They would be missing silently for all that comes before attention."""
+    """Otherwise, all layers before attention would silently get no gradient."""
     model.set_attn_implementation("specops")
     ids = torch.ones(1, 5, dtype=torch.int64)
     with torch.enable_grad():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees of drafts: every row of one is, to the bit, the row that plain decoding would compute."""
+"""Trees of drafts: every row of a tree has the bits of the row in plain decoding."""
 
 import random
 from typing import Any
@@ -21,7 +21,7 @@ def ints(values: list[int], device: str = "cpu") -> Tensor:
 
 
 def random_tree(draw: random.Random, nodes: int, reach: int | None = None) -> list[int]:
-    """Parents in the order in which a drafter might have thought of them."""
+    """Return random parents, with the nodes in an order in which a drafter might add them."""
     reach = reach or draw.choice([1, 2, 3, 5, nodes + 1])
     return [max(draw.randrange(node - reach, node), -1) for node in range(nodes)]
 
@@ -38,7 +38,7 @@ def depths(parents: list[int]) -> list[int]:
 
 
 def path_to(parents: list[int], node: int) -> list[int]:
-    """The nodes from the root down to one; -1 is the root itself."""
+    """Return the nodes on the path from the root to a node; -1 is the root."""
     path: list[int] = []
     while node >= 0:
         path.insert(0, node)
@@ -74,7 +74,9 @@ def test_preorder_keeps_families_together() -> None:
         ([-1, -1], [2], r"nodes must be .*below len\(parents\)=2, got 2 after -1"),
     ],
 )
-def test_what_preorder_refuses(parents: list[int], nodes: list[int] | None, message: str) -> None:
+def test_preorder_refuses_invalid_trees(
+    parents: list[int], nodes: list[int] | None, message: str
+) -> None:
     with pytest.raises(ValueError, match="^preorder: " + message):
         batching.preorder(parents, nodes)
 
@@ -102,7 +104,7 @@ def test_preorder_of_random_trees() -> None:
 def tree_batch(
     draw: random.Random, trees: list[list[int]], texts: list[int], page_size: int
 ) -> dict[str, Any]:
-    """Requests whose rows are a root and its nodes; a tree without nodes has up to six rows."""
+    """Return requests whose rows are a root and its nodes; without nodes, up to six rows."""
     nodes = max([len(tree) for tree in trees], default=0)
     parents = torch.full((len(trees), nodes + 1), 2**30, dtype=torch.int32)
     qo_lens, kv_lens, indptr = [], [], [0]
@@ -129,7 +131,7 @@ def tree_batch(
 
 
 def room(want: dict[str, Tensor], more: int) -> TreeChains:
-    """Arrays with some more elements than are needed."""
+    """Return output arrays with `more` elements beyond the required ones."""
     sizes = {name: len(tensor) for name, tensor in want.items()}
     return TreeChains.empty(
         sizes["chain_indptr"] - 1,
@@ -141,7 +143,7 @@ def room(want: dict[str, Tensor], more: int) -> TreeChains:
 
 @pytest.mark.parametrize("page_size", [1, 7, 16, 64])
 def test_tree_chains(device: str, page_size: int) -> None:
-    """On the host, wherever the chains are computed."""
+    """The arrays are on the host for every device."""
     draw = random.Random(page_size)
     for seed in range(60):
         count = draw.randrange(6)
@@ -172,7 +174,7 @@ def test_tree_chains(device: str, page_size: int) -> None:
 
 @pytest.mark.parametrize("page_size", [1, 7, 16])
 def test_spare_pages_are_those_that_trees_take(page_size: int) -> None:
-    """All of them are written to, and without one of them there are too few."""
+    """All spare pages are written to, and with one page less there are too few."""
     draw = random.Random(page_size)
     for _ in range(200):
         tree = preorder(random_tree(draw, draw.randrange(1, 30)))
@@ -202,7 +204,7 @@ def test_tree_chains_example_of_the_docstring() -> None:
     assert got.chain_indptr.tolist() == [0, 2]
     assert got.qo_lens[:2].tolist() == [3, 1] and got.kv_lens[:2].tolist() == [13, 12]
     assert got.kv_indptr[:3].tolist() == [0, 1, 2] and got.kv_indices[:2].tolist() == [5, 8]
-    # The root is at 10; node 2 lies at 13 of the request's page, and at 11 of the chain's.
+    # The root is at position 10. Node 2 is at 13 on the request's page, and at 11 on the chain's.
     assert got.from_slots[:12].tolist() == [5 * 16 + i for i in (*range(11), 13)]
     assert got.to_slots[:12].tolist() == [8 * 16 + i for i in range(12)]
 
@@ -223,10 +225,10 @@ def test_tree_chains_example_of_the_docstring() -> None:
         ("kv_indptr", 1, -1, r"kv_indptr\[1\] must be at least the entry before it=0 .*got -1"),
     ],
 )
-def test_tree_chains_faults(
+def test_tree_chains_refuses_invalid_arguments(
     argument: str, index: int | tuple[int, int], value: int, message: str
 ) -> None:
-    """Nothing has been written then."""
+    """No output is written."""
     case = {
         "parents": ints([9, 9, 9, 9, 9, -1, 0, -1, 2, 9]).view(2, 5),
         "num_draft_tokens": ints([0, 4]),
@@ -257,7 +259,9 @@ def test_tree_chains_faults(
         ({"page_size": 0}, "page_size must be an int32 of at least 1, got 0"),
     ],
 )
-def test_tree_chains_says_what_is_too_small(change: dict[str, Any], message: str) -> None:
+def test_tree_chains_names_the_output_that_is_too_small(
+    change: dict[str, Any], message: str
+) -> None:
     case: dict[str, Any] = {
         "parents": ints([-1, -1, -1]).view(1, 3),
         "num_draft_tokens": ints([3]),
@@ -291,7 +295,7 @@ def test_tree_chains_says_what_is_too_small(change: dict[str, Any], message: str
 def test_copy_kv(device: str, isa: str, dtype: torch.dtype, heads: int, head_dim: int) -> None:
     slots = torch.randperm(12 * 16)
     from_slots, to_slots = slots[:70].clone(), slots[70:140].clone()
-    from_slots[3], to_slots[3] = 2**40, -1  # no copy
+    from_slots[3], to_slots[3] = 2**40, -1  # negative: nothing is copied
     caches = [torch.randn(12, 16, heads, head_dim).to(dtype).to(device) for _ in range(2)]
     want = [cache.clone() for cache in caches]
     reference.copy_kv(want[0], want[1], from_slots.to(device), to_slots.to(device))
@@ -314,10 +318,10 @@ def test_copy_kv(device: str, isa: str, dtype: torch.dtype, heads: int, head_dim
         ("to_slots", 64, r"to_slots\[1\] must be .*got 64"),
     ],
 )
-def test_copy_kv_faults(
+def test_copy_kv_reports_invalid_data(
     device: str, on_cuda: bool, argument: str, value: int, message: str
 ) -> None:
-    """Cpu writes nothing; on CUDA the other copies are made."""
+    """The CPU writes nothing; CUDA makes the valid copies."""
     slots = {"from_slots": torch.tensor([1, 2, 3]), "to_slots": torch.tensor([10, 20, 30])}
     k_cache, v_cache = torch.randn(2, 4, 16, 1, 8).to(device)
     want = [k_cache.clone(), v_cache.clone()]
@@ -331,11 +335,11 @@ def test_copy_kv_faults(
     assert torch.equal(k_cache, want[0]) and torch.equal(v_cache, want[1])
 
 
-# ---- a tree's rows are those of plain decoding ----
+# ---- rows of a tree equal rows of plain decoding ----
 
 
 class TreeStep:
-    """A ragged step: trees, chains, chunks and idle requests over one poisoned cache."""
+    """Ragged step of trees, chains, chunks and idle requests over a poisoned cache."""
 
     def __init__(
         self,
@@ -354,7 +358,7 @@ class TreeStep:
         self.qo_lens = self.case["qo_lens"].tolist()
         rows = sum(self.qo_lens)
         self.q = torch.randn(rows, heads[0], 64).to(dtype)
-        # What every request has said, then its rows in their order.
+        # Keys and values of each request: its text, then its rows in order.
         self.kv = [
             torch.randn(2, kv_len, heads[1], 64).to(dtype) for kv_len in self.case["kv_lens"]
         ]
@@ -373,7 +377,7 @@ class TreeStep:
         return {name: self.case[name].to(self.device) for name in names}
 
     def attend(self, window: int | None, shared: bool) -> tuple[Tensor, ...]:
-        """Attention over the chains, which may be told what they share."""
+        """Compute attention over the chains, with or without declaring shared prefixes."""
         chains = {name: one.to(self.device) for name, one in vars(self.chains).items()}
         attention.copy_kv(*self.cache, chains["from_slots"], chains["to_slots"])
         indices = batching.prepare_batch(
@@ -426,7 +430,7 @@ class TreeStep:
         assert indices.positions.tolist() == want
 
     def plain(self, window: int | None) -> tuple[Tensor, ...]:
-        """Every row by itself, behind exactly the tokens that it follows."""
+        """Compute attention for each row alone, over exactly the tokens that it follows."""
         outs, row = [], 0
         for kv, tree, text, rows in zip(self.kv, self.trees, self.texts, self.qo_lens, strict=True):
             for i in range(rows):
@@ -460,7 +464,7 @@ class TreeStep:
 def test_a_node_is_a_row_of_plain_decoding(
     device: str, isa: str, on_cuda: bool, dtype: torch.dtype, page_size: int, window: int | None
 ) -> None:
-    """Trees of up to 64 nodes beside chains, chunks and idle requests, told to share and not."""
+    """Trees, chains, chunks and idle requests run in one step, with and without shared prefixes."""
     draw = random.Random(page_size + (window or 0))
     sizes = [64, 0, 9, 0, 24] if not on_cuda else [20, 0, 7, 0]
     trees = [preorder(random_tree(draw, size, reach=5)) for size in sizes] + [CHAIN]
@@ -476,10 +480,10 @@ def test_a_node_is_a_row_of_plain_decoding(
 
 
 @pytest.mark.parametrize("page_size", [16, 32])
-def test_after_compaction_the_cache_is_plain_decodings(
+def test_cache_after_compaction_equals_plain_decoding(
     device: str, isa: str, page_size: int
 ) -> None:
-    """Whatever path was accepted, and the chains' own pages belong to nobody."""
+    """Any path may be accepted; the spare pages of chains are not used afterwards."""
     draw = random.Random(page_size)
     trees = [preorder(random_tree(draw, 30)) for _ in range(5)] + [CHAIN, []]
     texts = [3, 14, 15, 16, 100, 20, 7]
@@ -508,7 +512,7 @@ def test_after_compaction_the_cache_is_plain_decodings(
 @pytest.mark.no_bf16
 @pytest.mark.parametrize("width", [64, 13])
 def test_states_of_a_path_follow_the_roots(device: str, isa: str, width: int) -> None:
-    """A step's rows, compacted as pages of one token; what is behind the path is nobody's."""
+    """Hidden states of rows are compacted as pages of one token; rows after the path are free."""
     draw = random.Random(width)
     trees = [preorder(random_tree(draw, 20)) for _ in range(4)] + [CHAIN, []]
     paths = [path_to(tree, draw.randrange(-1, len(tree))) for tree in trees]
@@ -531,7 +535,7 @@ def test_states_of_a_path_follow_the_roots(device: str, isa: str, width: int) ->
             ints([*range(indptr[-1])], device),
         )
         for b, path in enumerate(paths):
-            mine = states[indptr[b] : indptr[b + 1]]
-            want = mine[[0, *(1 + node for node in path)]]
+            rows_of_request = states[indptr[b] : indptr[b + 1]]
+            want = rows_of_request[[0, *(1 + node for node in path)]]
             assert torch.equal(reads.cpu()[indptr[b] : indptr[b] + len(want)], want)
     assert any(path != list(range(len(path))) for path in paths)

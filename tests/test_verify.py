@@ -974,7 +974,7 @@ def test_verify_without_parameters_is_greedy(device: str, isa: str) -> None:
 
 
 def test_one_workspace_serves_calls_of_any_size(device: str, on_cuda: bool) -> None:
-    """It was made for the largest call."""
+    """The workspace was made for the largest call."""
     steps = [ragged_step(batch, 3, 20_000) for batch in (2, 5, 1)]
     largest = on_device(steps[1], device)["logits"]
     workspace = sampling.sampling_workspace(largest, 5)
@@ -1178,7 +1178,7 @@ def test_verify_refuses_rows_without_probabilities(device: str) -> None:
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_verify_refuses_draft_probs_of_another_size(device: str, sparse: bool) -> None:
-    """Only with draft_prob_rows may they differ from [batch, k, ..], with at most k drafts."""
+    """Only with draft_prob_rows may shapes differ from [batch, k, ...], with at most k drafts."""
     step = ragged_step(2, 3, 9)
     for shape, rows, message in (
         ((3, 3, 9), None, r"draft_probs.probs must be float32 \[batch=2, k=3, "),

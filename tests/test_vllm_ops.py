@@ -51,7 +51,7 @@ COMPUTED: dict[str, tuple[Callable[[Tensor, Tensor], Any], list[str]]] = {
 
 
 class Gate(nn.Module):
-    """Layer of a model's own."""
+    """Layer that a model defines itself."""
 
     def __init__(self, function: Callable[[Tensor, Tensor], Any]) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def test_check_covers_the_model_but_not_its_drafter() -> None:
     def dummy_run(num_tokens: int, is_profile: bool) -> tuple[Tensor, Tensor]:
         sizes.append(num_tokens)
         hidden = model(torch.ones(num_tokens, 3))
-        hidden.erf()  # by a drafter
+        hidden.erf()  # computed by a drafter
         return hidden, hidden[-1:]
 
     runner = SimpleNamespace(get_model=lambda: model, _dummy_run=dummy_run, max_num_tokens=2)

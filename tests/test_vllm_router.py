@@ -160,7 +160,7 @@ def test_router_supports_chats_and_streams(router: str, pair: list[ServerProcess
 
 
 def test_router_sends_a_prompt_to_the_server_with_its_pages(mtp_model: Path) -> None:
-    """It knows this from events only: no request with these prompts went through the router."""
+    """The router knows the pages from events only: it has seen no request with these prompts."""
     pytest.importorskip("zmq")
     ports = [[free_port(), free_port()] for _ in range(2)]
     endpoints = [[f"tcp://127.0.0.1:{port}" for port in own] for own in ports]

@@ -170,7 +170,7 @@ def test_digest_of_a_build_covers_the_code_that_reads_and_packs() -> None:
 def test_changed_file_is_read_again(
     model_dir: Path, root: Path, packed: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its size and modification time stay the same."""
+    """The changed file has the same size and modification time."""
     monkeypatch.setattr(weight_cache, "_SETTLED_SECONDS", -1.0)
     file = model_dir / "model.safetensors"
     before = read(source(model_dir, root))
@@ -184,7 +184,7 @@ def test_changed_file_is_read_again(
     after = read(source(model_dir, root))
     assert_equal(after, read(source(model_dir, None)))
     assert not torch.equal(before.data, after.data)
-    # A valid digest of this very file is trusted, and no other.
+    # Only a valid digest of exactly this file is trusted.
     (other,) = set((root / "digests").iterdir()) - {known}
     (digest, _), whole = known.read_text().split(" "), other.read_bytes()
     check = weight_cache._check([*weight_cache._facts(file), digest])

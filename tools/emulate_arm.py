@@ -55,7 +55,7 @@ tests/test_dense.py tests/test_quantized.py tests/test_moe.py tests/test_attenti
 tests/test_attention_8bit.py tests/test_attention_sinks.py tests/test_linear_attention.py
 tests/test_sampling.py tests/test_verify.py
 tests/test_trees.py::test_a_node_is_a_row_of_plain_decoding
-tests/test_trees.py::test_after_compaction_the_cache_is_plain_decodings
+tests/test_trees.py::test_cache_after_compaction_equals_plain_decoding
 tests/test_suffix_cache.py tests/test_suffix_tree.py tests/test_ngram.py
 tests/test_threads.py::test_thread_count_changes_no_bit
 tests/test_lossless.py::test_speculation_changes_no_bit_on_any_instruction_set

@@ -18,7 +18,7 @@ from specops.engine.structured import Grammar, GrammarCompiler, GrammarState
 
 
 class Admission:
-    """Factory of one engine's requests.
+    """Factory of an engine's requests, which validates their arguments.
 
     Args:
         config: the engine's configuration.
@@ -63,7 +63,7 @@ class Admission:
         Args:
             prompt, params, request_id, choice_index, speculative_config, owners: as for
                 `Engine.add_request`.
-            taken: the request ids that are in use.
+            taken: request ids that are in use.
 
         Raises:
             ContextOverflow: prompt and max_tokens do not fit the context.
@@ -108,7 +108,7 @@ class Admission:
     def compile(
         self, wanted: StructuredOutput, overdue: Callable[[], None] | None = None
     ) -> Grammar:
-        """Compile a constraint; any thread may call this. Requests reuse a grammar that is in use.
+        """Compile a constraint to a grammar, or return the one in use; any thread may call this.
 
         Args:
             wanted, overdue: as in `GrammarCompiler.compile`.
@@ -133,7 +133,7 @@ class Admission:
         return asked
 
     def _room(self, token_ids: Sequence[int], params: SamplingParams) -> int:
-        """Return how many tokens fit the context after a prompt; check max_tokens against it."""
+        """Return how many tokens fit the context after a prompt; reject a larger max_tokens."""
         room = self.max_model_len - len(token_ids)
         if (1 if params.max_tokens is None else params.max_tokens) > room:
             asked = "" if params.max_tokens is None else f" and max_tokens {params.max_tokens}"
@@ -203,7 +203,7 @@ class Admission:
         )
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Return the token sequences that spell a bad word, inside a text and after a space."""
+        """Return the token sequences of each bad word, without and with a space before it."""
         sequences = list(params.bad_words_token_ids)
         for word in params.bad_words:
             stem = word.lstrip(" ") or word
@@ -211,7 +211,7 @@ class Admission:
             spaced = tuple(self.tokenizer.encode(" " + stem, add_special_tokens=False))
             self._check_ids("bad_words", (*bare, *spaced))
             sequences.append(bare)
-            # A sequence that ends with the bare word is already refused by the bare word.
+            # The sequence without a space also bans every sequence that ends with it.
             if spaced[-len(bare) :] != bare:
                 sequences.append(spaced)
         check_sequences("bad_words", tuple(sequences))
@@ -231,7 +231,7 @@ class Admission:
         return token_ids
 
     def _thinking(self, params: SamplingParams) -> tuple[int, tuple[int, ...]]:
-        """Return the token that ends the thinking, and the tokens injected to end it by force."""
+        """Return the token that ends the thinking, and the tokens injected to end it early."""
         if not params.thinks:
             return -1, ()
         think_end = params.think_end_token_id
@@ -248,11 +248,11 @@ class Admission:
 
 
 def _no_time() -> float:
-    """Return 0: a timer that stands still, so that tensor-parallel ranks decide the same."""
+    """Return 0, as a timer that never advances: tensor-parallel ranks must decide the same."""
     return 0.0
 
 
 def _signed64(seed: int) -> int:
-    """Return the signed integer with the same 64 bits."""
+    """Return an unsigned 64-bit seed as the signed integer with the same bits."""
     seed &= 2**64 - 1
     return seed - 2**64 if seed >= 2**63 else seed

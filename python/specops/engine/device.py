@@ -2,8 +2,8 @@
 """Devices that run steps: host and device memory, copies between them, and CUDA graphs.
 
 The engine uses devices only through the class `Device`. On the CPU, host and device memory are the
-same and a step is a sequence of calls; on CUDA, a step is one copy in, a captured graph, one copy
-out and one wait.
+same, and a step is a sequence of calls. On CUDA, a step is one copy to the GPU, a captured graph,
+one copy back and one wait.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from specops.api.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
-# The kernels use bfloat16 mma and cp.async, which this architecture introduced.
+# The kernels use bfloat16 mma and cp.async instructions, which exist from this architecture on.
 _LEAST_CAPABILITY = (8, 0)
 
 
@@ -27,7 +27,7 @@ def raise_reported(code: int) -> None:
     """Raise the error that a kernel has reported; do nothing if the code is 0.
 
     Raises:
-        ValueError: the code is not 0; the message is the op's.
+        ValueError: the code is not 0; the message names the op and the reason.
     """
     if code:
         raise ValueError(specops.error_sentence(code) or f"a kernel reported code {code}")
@@ -57,17 +57,17 @@ class Device:
         return self.host_block(num_bytes) if host is None else host
 
     def workspace(self, num_bytes: int) -> Tensor:
-        """Return a zeroed block for ops whose counters must start, and are left, at zero."""
+        """Return a zeroed block for ops that expect counters of zero and reset them to zero."""
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
     def copy_in(self, block: Tensor, host: Tensor, num_bytes: int) -> None:
         """Start copying the first bytes of a host block to its device counterpart."""
 
     def copy_out(self, host: Tensor, block: Tensor, num_bytes: int) -> None:
-        """Start copying the first bytes of a device block back, after all work launched before."""
+        """Start copying the first bytes of a device block back, after all earlier work."""
 
     def wait(self) -> None:
-        """Wait for all work that was launched."""
+        """Wait for all launched work."""
 
     def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
         """Record the work that `launch` starts; return a function that replays it."""
@@ -88,7 +88,7 @@ class CudaDevice(Device):
 
     Args:
         index: index of the GPU.
-        graphs: capture the steps that repeat.
+        graphs: capture repeated steps as CUDA graphs.
     """
 
     is_async = True
@@ -103,7 +103,7 @@ class CudaDevice(Device):
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
 
     def host_block(self, num_bytes: int) -> Tensor:
-        """Return a new block of pinned memory, which is copied while the host goes on."""
+        """Return a new block of pinned host memory, which can be copied asynchronously."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def device_block(self, num_bytes: int, host: Tensor | None = None) -> Tensor:
@@ -168,10 +168,10 @@ def open_device(name: str, *, graphs: bool = True) -> Device:
     Args:
         name: "cpu", "cuda" (the first GPU), "cuda:N", or "auto": the first GPU if this build
             and this machine can use it, else the CPU.
-        graphs: let a GPU capture the steps that repeat.
+        graphs: let a GPU capture repeated steps as CUDA graphs.
 
     Raises:
-        ValueError: the name is none of these, or the device cannot be used.
+        ValueError: the name is unknown, or the device cannot be used.
     """
     if name == "cpu":
         return Device()

@@ -15,10 +15,10 @@ class Emitted:
 
     token_ids: Sequence[int] = ()
     num_accepted: int = 0  # drafts that verification accepted; some may not be committed
-    num_from_drafts: int = 0  # leading tokens that are these drafts
+    num_from_drafts: int = 0  # leading tokens that equal these drafts
     logprobs: list[TokenLogprob] = field(default_factory=list)  # if the request asked for logprobs
     drafts: StepDrafts | None = None  # if the request asked to report drafts
     finish_reason: FinishReason = FinishReason.RUNNING
-    stop_index: int = -1  # index of the stop token or sequence that ended it
-    thinking_state: int | None = None  # after `sampling.commit`; None: unchanged
-    prompt_scores: Sequence[Any] = ()  # of prompt tokens; arguments of `PromptLogprobs.add`
+    stop_index: int = -1  # index of the stop token or sequence that ended the request
+    thinking_state: int | None = None  # value after `sampling.commit`; None: unchanged
+    prompt_scores: Sequence[Any] = ()  # scores of prompt tokens, for `PromptLogprobs.add`

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine: requests in, tokens out. One step selects drafts, plans, runs, commits and drafts."""
+"""The engine. Each step selects drafts, plans rows, runs the model, commits tokens and drafts."""
 
 import logging
 import time
@@ -55,15 +55,15 @@ class Engine:
     Args:
         config: the configuration; the default serves the bundled model.
         ranks: tensor-parallel group of this engine; None for a single rank.
-        on_prefix: receiver of the changes of the prefix cache; None: there is none.
+        on_prefix: listener for changes of the prefix cache, or None.
 
     Attributes:
-        ranks: this rank and the others.
-        pages: pages of prompts in the prefix cache, to copy from and to other engines.
+        ranks: tensor-parallel group of this engine.
+        pages: access to the pages of prompts, for KV transfer to and from other engines.
         device: device of the model: "cpu" or "cuda:N".
-        drafters: drafters by method; some have public state of their own, such as a cache.
-        runnable_methods: methods that a request's own speculative_config may name.
-        missing_methods: by method, why it cannot run; the texts name no path.
+        drafters: drafters by method; some have public state, such as a cache.
+        runnable_methods: methods that a request's speculative_config may name.
+        missing_methods: reason why each of the other methods cannot run, without file paths.
         times_drafting: whether drafting and verification are timed separately (CPU only).
 
     Raises:
@@ -121,7 +121,7 @@ class Engine:
         states = PrefixStates(self._pool, capacity, self._runner.parts.cache, self._drafting.states)
         self._scheduler = Scheduler(self._pool, config, states, *sharing)
         shared = self.tokenizer, self._drafting, self.max_model_len
-        if config.speculative_config.adaptive_verification:  # without it, no request can enable it
+        if config.speculative_config.adaptive_verification:  # needed by its requests
             measure = partial(self._measure_steps, model.bytes_read)
             count = config.max_num_batched_tokens + 1
             self._drafting.select_by(known_steps(model.cached, config, measure, count))
@@ -129,11 +129,11 @@ class Engine:
         self._admission = Admission(config, *shared, self.vocab_size)
         self._requests: dict[str, Request] = {}
         self.pages = PromptPages(self._pool, states, self._runner.parts.cache, self.drafters)
-        self._plan: Plan | None = None  # of the step in flight
+        self._plan: Plan | None = None  # plan of the step in flight
         # On a CPU, this thread's processor time; with a GPU, the wall clock.
         self._timer = time.perf_counter if self._device.is_async else time.thread_time
-        self._spent = 0.0, 0.0  # launching the step in flight, by `_timer` and by the wall clock
-        self._aborted: list[Request] = []  # while a step that may hold their rows is in flight
+        self._spent = 0.0, 0.0  # time to launch this step, by `_timer` and by the wall clock
+        self._aborted: list[Request] = []  # requests that may have rows in the step in flight
         self.stats = EngineStats(drafter_failures=self._drafting.failures)
 
     def _measure_steps(self, bytes_read: Callable[[int], float]) -> list[float]:
@@ -151,9 +151,9 @@ class Engine:
         )
 
     def measure_row_costs(self) -> None:
-        """Measure the costs of rows, used to share steps fairly. Call before any request is added.
+        """Measure the costs of rows, for fair scheduling. Call this before any request is added.
 
-        Without a measurement, the costs are constants for each kind of device.
+        Without a measurement, the costs are constants that depend on the kind of device.
         """
         num_before = min(_TOKENS_BEFORE, self.max_model_len // 2)
         most = min(self.config.max_num_batched_tokens, self.max_model_len - num_before - 2)
@@ -188,15 +188,15 @@ class Engine:
     def has_unsaved_drafters(self) -> bool:
         """True if drafters hold data that `save_drafters` has not written yet.
 
-        All ranks hold the same data, which only the first one saves.
+        All ranks hold the same data, and only rank 0 saves it.
         """
         return self.ranks.rank == 0 and self._drafting.has_unsaved
 
     def save_drafters(self) -> None:
-        """Write what drafters have learned to the files that the configuration names for it.
+        """Write the data that drafters have collected to the files named in the configuration.
 
-        The next engine that is given such a file drafts from it from the start. Each file is
-        replaced atomically.
+        An engine that is started with such a file drafts from it at once. Each file is replaced
+        atomically.
 
         Raises:
             ValueError: a file cannot be written.
@@ -245,10 +245,11 @@ class Engine:
 
         Args:
             prompt: text, or token ids.
-            params: its sampling parameters; `n` is ignored: call once per choice.
-            request_id: a name for it; generated when absent.
-            choice_index: which of `n` choices this is; part of the key of its random numbers.
-            speculative_config: the request's own choices, or a result of `speculative_for`.
+            params: sampling parameters; `n` is ignored: call once per choice.
+            request_id: id of the request; None: generate one.
+            choice_index: index of the choice among `n`; part of the key of its random numbers.
+            speculative_config: options that override the engine's, or a `SpeculativeConfig`; None:
+                use the engine's.
             owners: the request's owners, outermost first, such as a client and one of its calls.
                 When slots are short, each outer owner gets an equal share of them, and divides its
                 share equally among its inner owners. Requests without owners are served in order
@@ -296,7 +297,7 @@ class Engine:
         thread that owns the engine does not have to compile it.
 
         Args:
-            wanted: the constraint.
+            wanted: the constraint to compile.
             overdue: called from the calling thread if compilation takes more than 10 seconds of
                 processor time. Compilation cannot be interrupted, and continues.
 
@@ -333,7 +334,7 @@ class Engine:
         return self._admission.draw_seed(bits)
 
     def abort(self, request_id: str) -> bool:
-        """Drop a request at once, in any state; return False if there is no request of this id."""
+        """Drop a request in any state at once; return False if no request has this id."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return False
@@ -348,7 +349,7 @@ class Engine:
         return bool(self._scheduler.running or self._scheduler.waiting)
 
     def step(self, *, even_if_idle: bool = False) -> list[RequestOutput]:
-        """Select drafts, plan, run, commit and draft once; return what was added to each request.
+        """Run one step: select drafts, plan, run, commit and draft. Return the new output.
 
         A failure confined to one request ends only that request, with `finish_reason` "error" and
         a message in `RequestOutput.error`. A failing drafter ends no request. Details are logged.
@@ -413,7 +414,7 @@ class Engine:
         return self._end_failed(plan, outputs)
 
     def _planned(self) -> Plan:
-        """Plan a step. If that raises, end all requests that are, or were before it, running."""
+        """Plan a step. If that raises, end all requests that run now or ran before the call."""
         before = [(request, request.slot) for request in self._scheduler.running]
         try:
             self._drafting.select(*self._scheduler.decoding(self._drafting.num_proposed))
@@ -427,7 +428,7 @@ class Engine:
             self._end_all(Plan(failed=ended), error)
 
     def _change_slots(self, plan: Plan) -> None:
-        """Inform the runner of the requests that lost or got a slot for a step."""
+        """Notify the runner of the requests that lost or got a slot for a step."""
         self.stats.num_preemptions += len(plan.stopped)
         for request_id, slot in plan.stopped:
             self._runner.stop(self._requests[request_id], slot)
@@ -474,18 +475,19 @@ class Engine:
         return outputs
 
     def _take_over(self, request: Request, part: Part, result: Emitted) -> list[RequestOutput]:
-        """Commit a step's result to a request; return one output, or none inside its prompt."""
+        """Commit a step's result to a request; return its output, if it is past its prompt."""
         for scores in result.prompt_scores:
             assert request.prompt_logprobs is not None
             request.prompt_logprobs.add(scores)
-        # KV of drafts that were accepted but not committed belongs to tokens outside the text.
+        # Drafts that were accepted but not committed are not part of the text, so they do not
+        # count.
         computed = part.begin + part.num_rows - part.num_drafts + max(len(result.token_ids) - 1, 0)
         outputs: list[RequestOutput] = []
         if part.emits:
             outputs = [request.commit(result, part.num_drafts, self.stats.speculative)]
             self._runner.commit(request)
             self.stats.generation_tokens += len(outputs[0].token_ids)
-            # Keys and values of tokens that were cut off are never read again.
+            # A stop string may have removed tokens whose keys and values are computed.
             computed = min(computed, len(request.token_ids) - 1)
         elif request.has_no_output and computed == request.prompt_len:
             outputs = [request.end_without_output()]
@@ -519,7 +521,7 @@ class Engine:
         raise EngineError(f"a step failed: {described(error)}", outputs) from error
 
     def _end_failed(self, plan: Plan, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """Remove the requests that failed in a step; the only output of each reports its error.
+        """Remove the requests that failed in a step; replace their outputs by one with the error.
 
         Also remove requests that were aborted while the step was in flight; they get no output.
         """
@@ -554,11 +556,11 @@ class Engine:
 
         Args:
             prompts: texts, or lists of token ids.
-            params: one for all prompts, or one per prompt.
-            speculative_config: overrides the engine's for these requests.
+            params: sampling parameters of all prompts, or a list with those of each prompt.
+            speculative_config: options that override the engine's for these requests.
 
         Returns:
-            `n` completions per prompt, in the order of the prompts, then of the choices.
+            `n` completions per prompt, ordered by prompt, then by choice.
 
         Raises:
             EngineError: a step or one of the requests failed; all these requests are removed.

@@ -8,7 +8,7 @@ from specops.api.speculative_config import SpeculativeConfig
 class Feature:
     """Bits for optional features of a step; a step has the bits of all its requests.
 
-    They are plain integers, since they are tested for every request of every step.
+    They are plain integers for speed: they are tested for every request of every step.
     """
 
     PROCESSORS = 1  # logits are changed before the filters

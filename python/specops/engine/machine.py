@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes derived from the machine and the model: pages, and when sharing prefixes pays."""
+"""Settings derived from the machine and the model, such as the number of pages."""
 
 import logging
 
@@ -16,19 +16,20 @@ from specops.engine.sharing.row_costs import RowCosts
 
 logger = logging.getLogger(__name__)
 
-# Fraction of the GPU memory left by the weights that keys and values get; the rest is for
+# Fraction for the KV cache of the GPU memory that the weights leave free; the rest is for
 # activations, logits and graphs.
 _GPU_SHARE = 0.85
-_CPU_BYTES = 4 << 30  # for keys and values by default
-_STATE_SHARE = 0.25  # default fraction of these bytes for states of prefixes
+_CPU_BYTES = 4 << 30  # default size of the KV cache
+_STATE_SHARE = 0.25  # default fraction of the KV cache for states of prefixes
 
-# Attention shares whole leaves of LEAF_TOKENS tokens. On a GPU, declaring a shared prefix adds two
-# launches to each layer; in that time, _LEAST_SAVED_BYTES are read from memory.
+# Requests share the work of attention in whole leaves of LEAF_TOKENS tokens. On a GPU, sharing adds
+# two launches to each layer, in whose time _LEAST_SAVED_BYTES could be read from memory.
 LEAF_TOKENS = {"cpu": 64, "cuda": 256}
 _LEAST_SAVED_BYTES = {"cpu": 0, "cuda": 16 << 20}
 
-# Rows that a step computes in about the time in which it reads the weights and starts its ops. With
-# the bundled model on two cores of a Zen 5, a step takes 0.33 ms and a row 0.07 to 0.11 ms.
+# Number of rows that a step can compute in about the time it takes to read the weights and start
+# the ops. With the bundled model on two Zen 5 cores, a step takes 0.33 ms and a row 0.07 to 0.11
+# ms.
 FREE_ROWS = {"cpu": 4, "cuda": 64}
 
 # Costs of rows for an engine that does not measure them; servers do (step_costs.py). With the
@@ -56,7 +57,7 @@ def free_rows_of(config: EngineConfig, device: Device) -> int:
 
 
 def one_rank(config: EngineConfig) -> Ranks:
-    """Return the rank of an engine that runs alone.
+    """Return the tensor-parallel group of an engine with a single rank.
 
     Raises:
         ValueError: tensor_parallel_size is above 1.
@@ -72,8 +73,8 @@ def one_rank(config: EngineConfig) -> Ranks:
 def tokenizer_of(config: EngineConfig, vocab_size: int) -> Tokenizer:
     """Read the model's tokenizer.
 
-    A tokenizer with more tokens than the model is accepted. Logits have no column for such tokens,
-    so they are never sampled; a prompt that holds one is refused.
+    A tokenizer may have more tokens than the model. The additional tokens have no logits and are
+    never sampled; prompts that contain one are rejected.
 
     Raises:
         ModelError: the tokenizer cannot be read.
@@ -101,8 +102,8 @@ def capacity_of(
 ) -> CacheCapacity:
     """Choose the capacity of an engine's caches.
 
-    Memory goes to per-slot data first, then to states of prefixes, then to pages. All ranks get the
-    same counts, each for its own heads. Ranks on a CPU share one memory.
+    Memory goes to per-slot data first, then to states of prefixes, then to pages. All ranks have
+    the same numbers of pages and slots, for different heads. Ranks on a CPU share its memory.
 
     Args:
         config: the engine's configuration.
@@ -133,7 +134,7 @@ def capacity_of(
     num_prefix_states = 0
     state_bytes = model.kv_bytes_per_slot(0) + of_drafters.per_prefix
     if state_bytes and config.enable_prefix_caching:
-        # States are kept at ends of pages, so there are at most as many as pages.
+        # A prefix ends at the end of a page, so there are at most as many prefixes as pages.
         num_prefix_states = min(
             _num_prefix_states(config, state_bytes, min(budget, free)), most_pages
         )
@@ -161,7 +162,7 @@ def capacity_of(
 
 
 def _num_prefix_states(config: EngineConfig, state_bytes: int, budget: int) -> int:
-    """Return the number of prefixes whose states are kept, at least one."""
+    """Return the number of prefixes whose states can be stored, at least one."""
     requested = config.state_cache_bytes
     if requested is None:
         requested = max(int(budget * _STATE_SHARE), state_bytes)
@@ -177,7 +178,7 @@ def _num_prefix_states(config: EngineConfig, state_bytes: int, budget: int) -> i
 def prefix_finder_of(
     config: EngineConfig, model: Transformer, pool: PagePool
 ) -> PrefixFinder | None:
-    """Return a finder of shared prefixes that cascade attention speeds up; None if it is off."""
+    """Return the finder of shared prefixes for cascade attention, or None if that is off."""
     if not config.enable_cascade_attention:
         return None
     kind = model.device.type

@@ -30,7 +30,7 @@ from specops.sampling import (
     VerifyStrategy,
 )
 
-# Logits computed at a time. The limit bounds the memory, and changes no bit.
+# Limits on the logits computed at a time. They bound the memory and do not change the results.
 _MAX_LOGITS_BYTES = 32 << 20
 _MAX_ROWS = 1024
 
@@ -40,9 +40,9 @@ class PromptRows:
     """Consecutive rows of a request, each followed by a prompt token that has no logprob yet.
 
     Attributes:
-        request_id: the request.
-        slot: its slot.
-        row: index of the first row: among the request's rows in a plan, else among the step's rows.
+        request_id: id of the request.
+        slot: slot of the request.
+        row: index of the first row, among the request's rows in a `Part`, else among all rows.
         position: position of the token after the first row.
         token_ids: the token after each row.
         num_alternatives: number of alternatives requested for each token.
@@ -72,7 +72,7 @@ class PromptRows:
         return cls(request_id, slot, first - begin, first + 1, token_ids, count)
 
     def cut(self, count: int) -> "tuple[PromptRows, PromptRows]":
-        """Return the first `count` rows, and the other rows."""
+        """Split into the first `count` rows and the remaining rows."""
         first, rest = self.token_ids[:count], self.token_ids[count:]
         row, position = self.row + count, self.position + count
         return (
@@ -82,7 +82,7 @@ class PromptRows:
 
 
 class PromptScorer:
-    """Computes log-probabilities of prompt tokens from the rows of a step.
+    """Scorer that computes log-probabilities of prompt tokens from the rows of a step.
 
     Args:
         model: the model.
@@ -104,13 +104,14 @@ class PromptScorer:
         sampling_of: Callable[[Sequence[int]], dict[str, NDArray[Any]]],
         fail: Callable[[str, Exception], None],
     ) -> dict[str, list[PromptScores]]:
-        """Compute the scores of prompt tokens, after a step has run and before the next one.
+        """Compute the scores of prompt tokens after a step, before the next step runs.
 
         Args:
             parts: for each part of the step: its number of rows, and the rows to score. The model
                 still holds the hidden states of the step.
             sampling_of: returns the sampling parameters of some slots, by name.
-            fail: ends the request with this id if its scores cannot be computed.
+            fail: function that ends the request with an id, called if its scores cannot be
+                computed.
 
         Returns:
             Scores by request id, in several pieces for a long chunk.
@@ -130,7 +131,7 @@ class PromptScorer:
             except Exception as error:
                 if len(tile) == 1:
                     fail(tile[0].request_id, error)
-                else:  # one at a time, to find the request at fault; this changes no bit
+                else:  # one at a time, to find the failing request; results are the same
                     tiles.extendleft([piece] for piece in reversed(tile))
                 continue
             for piece, own in zip(tile, scores, strict=True):
@@ -159,7 +160,7 @@ class PromptScorer:
         rows, ends = [], [0]
         drafts = np.full((len(tile), max(len(piece.token_ids) for piece in tile)), -1, np.int32)
         for index, piece in enumerate(tile):
-            # A chain has one row more than drafts; the token that this row chooses is ignored.
+            # `verify` expects one row after the last draft; the token chosen there is ignored.
             last = piece.row + len(piece.token_ids) - 1
             rows += [*range(piece.row, last + 1), last]
             ends.append(len(rows))
@@ -179,7 +180,7 @@ class PromptScorer:
         width = max(piece.num_alternatives for piece in tile)
         more = {"processed_logprobs": True, **chains} if self._processed else {}
         top_ids, top_logprobs, _ = sampling.top_logprobs(logits, width, **more)
-        if self._device.is_async:  # on the CPU, ops raise by themselves
+        if self._device.is_async:  # on the CPU, ops raise at once
             raise_reported(int(specops.take_error(self._tensor([0])).item()))
         found = [one.cpu().numpy() for one in (logprobs, ranks, top_ids, top_logprobs)]
         return [

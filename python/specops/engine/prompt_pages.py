@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of prompts in an engine's prefix cache, copied from it and to it as bytes.
+"""Export and import of prompts' pages in an engine's prefix cache, as bytes.
 
-For a model with linear attention, the states at the end of the last page follow the pages.
+For a model with linear attention, the data ends with the states at the end of the last page.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from specops.engine.models.kv import KvCache, TensorShard
 
 
 class PromptPages:
-    """Access to the pages of prompts. Only the thread that owns the engine may use it.
+    """Export and import of prompts' pages. Only the thread that owns the engine may use it.
 
     Args:
         pool: the engine's page pool.
@@ -41,15 +41,15 @@ class PromptPages:
         """Copy the cached pages of a prompt.
 
         The copy ends before the first page that was evicted, or that lacks the draft KV. For a
-        model with linear attention, it ends at a page with retained states.
+        model with linear attention, it ends at a page whose states are stored.
 
         Args:
             token_ids: the prompt.
-            draft_kv: draft KV that the pages must hold; None: they need none.
+            draft_kv: draft KV that the pages must hold; None: no draft KV is required.
             salt: cache salt of the request that computed the pages.
 
         Returns:
-            The number of pages, and the bytes of this rank's shard: each tensor of `tensors` in
+            The number of pages, and the bytes of this rank's shard: all tensors of `tensors` in
             turn, then the states.
         """
         pages = self._pool.match_prefix(token_ids, len(token_ids) - 1, draft_kv, salt)
@@ -74,18 +74,17 @@ class PromptPages:
     ) -> int:
         """Put pages into the prefix cache for the next request with this prompt.
 
-        Pages that the cache already has stay. If not enough pages are free, none are added. The
-        same holds if required states have no free entry, because all entries wait for pages of
-        running requests.
+        Pages that the cache has already are not replaced. Nothing is added if too few pages are
+        free, or if required states have no entry, because all wait for pages of running requests.
 
         Args:
             token_ids: the prompt.
             num_pages: number of pages in `data`.
-            data: result of `take` of an engine with equal tensors.
+            data: result of `take`, from an engine with equal tensors.
             draft_kv, salt: as in `take`.
 
         Returns:
-            The number of leading pages of the prompt that are in the cache.
+            The number of leading pages of the prompt that are in the cache now.
         """
         size = self._pool.page_size
         held = self._pool.match_prefix(token_ids, num_pages * size, draft_kv, salt)
@@ -114,15 +113,15 @@ class PromptPages:
     def tensors(
         self, draft_kv: DraftKv | None
     ) -> tuple[Sequence[TensorShard], Sequence[TensorShard]]:
-        """Return the page-indexed tensors: the model's, and a drafter's.
+        """Return the tensors indexed by page: those of the model, and those of a drafter.
 
-        Every rank holds all of a drafter's tensors, which are described as a single head.
+        Every rank holds a drafter's whole tensors, which are described as a single head.
         """
         draft = () if draft_kv is None else self._drafters[draft_kv.owner].kv_tensors()
         return self._cache.page_shards, list(map(_whole, draft))
 
     def states(self, draft_kv: DraftKv | None) -> Sequence[TensorShard]:
-        """Return the tensors indexed by entries of prefix states: the model's, and a drafter's."""
+        """Return the tensors indexed by prefix state entry: the model's, and a drafter's."""
         states = None if draft_kv is None else self._drafters[draft_kv.owner].states
         draft = () if states is None else states.prefix_shards
         return [*self._cache.prefix_shards, *(_whole(one.tensor) for one in draft)]
@@ -148,7 +147,7 @@ class PromptPages:
             begin += count
 
     def _put_states(self, data: bytearray, held: Sequence[int], draft_kv: DraftKv | None) -> None:
-        """Copy the states at the end of the pages to their cache entry, unless it exists."""
+        """Copy the states at the end of the pages into the cache, unless it holds them already."""
         entry, kept = self._states.new_entry(held, draft_kv), self.states(draft_kv)
         begin = len(data) - sum(_bytes_of(shard).shape[1] for shard in kept)
         for shard in kept if entry is not None else ():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements at engine start of how long steps and their rows take."""
+"""Measurements of the duration of steps and rows, done at engine start."""
 
 import json
 import math
@@ -27,13 +27,13 @@ from specops.engine.prompt_logprobs import PromptRows
 from specops.engine.request import Request
 from specops.engine.steps.runner import Runner
 
-_ROUNDS = 4  # at most; exactly on a GPU: one round builds a step, the next captures it
-_ROW_ROUNDS = 20  # at most; rounds are short, and other work of the machine disturbs some of them
+_ROUNDS = 4  # maximum; a GPU runs all: one builds a step, the next captures it
+_ROW_ROUNDS = 20  # maximum; larger, since rounds are short and easily disturbed
 _SECONDS = 1.0  # no new round starts after this time
-# The last step measured is the first to take longer than this multiple of the one-row step, scaled
-# by the bytes read. From there on, the time is extrapolated as a line.
+# Measuring stops after the first step that takes longer than this multiple of the one-row step,
+# scaled by the bytes read. Times of longer steps are extrapolated linearly.
 _FACTOR = 3.0
-# A step takes at most as long as this many rows: bounds a row's measured time from below.
+# Upper bound of the cost of a step in rows, which bounds the measured time of a row from below.
 _MOST_FREE_ROWS = 1024
 
 
@@ -45,16 +45,16 @@ def known_steps(
     *,
     what: str = "steps",
 ) -> list[float]:
-    """Return the numbers of a measurement, from the cache beside the packed weights if present.
+    """Return the numbers of a measurement, from the weight cache if they are stored there.
 
     Args:
-        cached: the packed weights.
+        cached: the model's entry of the weight cache; None: measure always.
         config: the engine's configuration.
-        measure: calls `measure_steps` or `measure_row_costs`.
+        measure: function that calls `measure_steps` or `measure_row_costs`.
         count: how many numbers `measure` returns.
         what: name of the measurement.
     """
-    if cached is None or config.tensor_parallel_size > 1:  # all ranks measure, or none does
+    if cached is None or config.tensor_parallel_size > 1:  # either all ranks measure or none
         return measure()
     sizes = (config.max_num_batched_tokens, config.max_model_len, config.page_size)
     kinds = (config.dtype, config.kv_cache_dtype, config.quantization, config.quantize_head)
@@ -76,22 +76,22 @@ def measure_steps(
     max_model_len: int,
     ranks: Ranks = ALONE,
 ) -> list[float]:
-    """Time steps of 1, 2, 4, ... rows of an engine that has no request yet.
+    """Time steps of 1, 2, 4, ... rows in an engine without requests.
 
     Args:
-        tokenizer, runner, drafting, pool, device: the engine's. All pages are free before and
-            after.
-        bytes_read: returns how many bytes of weights a step of some number of rows reads. More rows
-            read more experts of an MoE model, but not in proportion, so that longer steps are
-            measured there.
-        vocab_size: rows of the target's embedding.
+        tokenizer, runner, drafting, pool, device: parts of the engine. All pages are free before
+            and after the call.
+        bytes_read: returns the bytes of weights that a step reads, by its number of rows. For an
+            MoE model, steps up to a larger number of rows are measured, as more rows read more
+            experts.
+        vocab_size: the target's vocabulary size.
         max_rows: maximum number of rows of a step.
         max_model_len: tokens of the longest request.
-        ranks: all ranks use the times of the first one.
+        ranks: tensor-parallel group; all ranks use the times of rank 0.
 
     Returns:
         Seconds by the number of rows, from 0 to `max_rows`: the minimum of a few runs of each step,
-        made non-decreasing, interpolated linearly between the measured steps and beyond them.
+        made non-decreasing, interpolated and extrapolated linearly.
     """
     most = max(min(max_rows, max_model_len // 2), 1)
     counts = [1 << i for i in range(most.bit_length())]
@@ -104,7 +104,7 @@ def measure_steps(
         for number in range(-1, _ROUNDS):
             passed = of_first(time.perf_counter() - begun)
             if number == 0:
-                begun, seconds = time.perf_counter(), {}  # the first round only built the steps
+                begun, seconds = time.perf_counter(), {}  # the round before only built the steps
             elif number and not device.is_async and passed > _SECONDS:
                 break
             for count in counts:
@@ -142,11 +142,11 @@ def measure_row_costs(
     """Time a decode row, a short and a long prompt chunk, and the long chunk with logprobs.
 
     Args:
-        tokenizer, runner, drafting, pool: of an engine that has no request yet. All pages are free
-            before and after.
+        tokenizer, runner, drafting, pool: parts of an engine without requests. All pages are free
+            before and after the call.
         num_rows: rows of the long chunk, at least 2.
-        num_before: tokens before the rows. The contents of their keys and values do not matter.
-        ranks: all ranks use the times of the first one.
+        num_before: number of tokens before the rows; their keys and values may be anything.
+        ranks: tensor-parallel group; all ranks use the times of rank 0.
 
     Returns:
         The fields of `RowCosts` in seconds, each computed from the minimum of a few runs.
@@ -190,7 +190,7 @@ def measure_row_costs(
 def _chunk(
     request: Request, begin: int, num_rows: int, num_alternatives: int | None = None
 ) -> Plan:
-    """Return a plan with one prompt chunk, scored if `num_alternatives` is given."""
+    """Return a plan with one prompt chunk, scored unless `num_alternatives` is None."""
     end = begin + num_rows
     part = Part(
         request.request_id,
@@ -212,7 +212,7 @@ def _chunk(
 
 
 def _plan(request: Request, count: int) -> Plan:
-    """Return a plan that verifies `count - 1` drafts."""
+    """Return a plan with `count` rows, which verifies `count - 1` drafts."""
     part = Part(
         request.request_id,
         request.slot,
@@ -240,10 +240,10 @@ def _line(seconds: dict[int, float], max_rows: int) -> list[float]:
 def _trial(
     tokenizer: Tokenizer, pool: PagePool, most: int, tokens: Sequence[int] = (1,)
 ) -> Request:
-    """Return a request with pages for `most` rows; its tokens are never committed."""
+    """Return a trial request with pages for `most` rows; no tokens are committed to it."""
     return Request(
         request_id="trial",
-        arrival=-1,  # no real request has it
+        arrival=-1,  # real requests have numbers from 0
         params=SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True),
         speculative=SpeculativeConfig(
             method=default_method(), num_speculative_tokens=most, accept_policy="reject_all"

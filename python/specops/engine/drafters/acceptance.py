@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Acceptance probabilities of drafts, given that the drafts before them were accepted."""
+"""Acceptance probabilities of drafts: each is conditional on all earlier drafts being accepted."""
 
 from collections.abc import Sequence
 
-_BUCKETS = 8  # of squared confidence, so narrower near 1; one more bucket for a confidence of 1
-_PRIOR = 2.0  # weight of the confidence itself against the counts, in drafts
+# Buckets of the squared confidence, so that buckets are narrower near 1. One more bucket holds a
+# confidence of exactly 1.
+_BUCKETS = 8
+_PRIOR = 2.0  # weight of a draft's confidence against the counts, as a number of drafts
 _LIMIT = 256.0  # when a method has counted more drafts than this, its counts are halved
-_OWN_PRIOR = 8.0  # weight of the method's probabilities against a request's counts, in drafts
-_OWN_MEMORY = 0.97  # decay of a request's counts per verification
+_OWN_PRIOR = 8.0  # weight of the method against a request's counts, as a number of drafts
+_OWN_MEMORY = 0.97  # factor on a request's counts at each verification
 
 
 class MethodAcceptance:
-    """Counts of a method's decided drafts, by bucket of confidence.
+    """Counts of a method's accepted and rejected drafts, by bucket of confidence.
+
+    Drafts after the first rejected one are undecided and are not counted.
 
     Attributes:
-        tries: decided drafts.
-        hits: accepted drafts.
-        table: acceptance probabilities as of the last `update`.
+        tries: number of accepted and rejected drafts by bucket.
+        hits: number of accepted drafts by bucket.
+        table: acceptance probabilities by bucket, as of the last `update`.
     """
 
     def __init__(self) -> None:
@@ -25,7 +29,7 @@ class MethodAcceptance:
         self.table = self._middles.copy()
 
     def update(self) -> None:
-        """Compute the probabilities from the counts, which decay in favor of the confidences."""
+        """Recompute `table` from the counts, after halving the counts if they are large."""
         if sum(self.tries) > _LIMIT:
             self.tries, self.hits = [n / 2 for n in self.tries], [n / 2 for n in self.hits]
         self.table = [
@@ -35,13 +39,13 @@ class MethodAcceptance:
 
 
 class RequestAcceptance:
-    """Acceptance probabilities of one request's drafts: the method's, corrected by its own counts.
+    """Acceptance probabilities of a request's drafts: its method's, corrected by its own counts.
 
     If fewer of its drafts were accepted than the method's counts predict, all acceptance
-    probabilities are scaled; if more were, the rejection probabilities are scaled.
+    probabilities are scaled down; if more were, the rejection probabilities are.
 
     Args:
-        method: counts of its method.
+        method: counts of the request's method.
     """
 
     __slots__ = ("_accepted", "_decided", "_expected", "_method", "_offset", "_scale")
@@ -55,7 +59,7 @@ class RequestAcceptance:
         """Return for each draft the probability that it and all drafts before it are accepted.
 
         Args:
-            confidences: of the drafts, in [0, 1].
+            confidences: confidences of the drafts, in [0, 1].
         """
         table, offset, scale = self._method.table, self._offset, self._scale
         products: list[float] = []
@@ -66,11 +70,10 @@ class RequestAcceptance:
         return products
 
     def observe(self, decided: Sequence[float], accepted: int) -> None:
-        """Count the decided drafts of a verification, for the request and for its method.
+        """Count the accepted and rejected drafts of a verification, for the request and its method.
 
         Args:
-            decided: confidences of the accepted drafts, followed by that of the first rejected
-                draft, if there is one.
+            decided: confidences of the accepted drafts and of the first rejected draft, if any.
             accepted: number of accepted drafts.
         """
         method, expected, count = self._method, 0.0, len(decided)

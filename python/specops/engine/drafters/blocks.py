@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks of rows that a head runs after the text of a request to draft several tokens at once.
 
-For one step, their keys and values lie on pages after those of the text; the next step overwrites
-them.
+The keys and values of a block lie on the request's pages, after the text. They are used in one step
+only: the next step overwrites them.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from specops.engine.request import Request
 
 
 class PlacedRows(NamedTuple):
-    """The rows of the blocks of a step."""
+    """Rows of all blocks of a step."""
 
     batch: LayerBatch
     requests: Tensor  # int64 [rows], index of each row's request in the step
@@ -31,18 +31,18 @@ class PlacedRows(NamedTuple):
 
 
 class Blocks:
-    """Places the rows of blocks, and finds the rows that draft a given token.
+    """Positions and cache slots of block rows, and lookup of the rows that draft a given token.
 
     The first row of a block is at the position of the newest token.
 
     Args:
-        num_rows: of a block.
-        context: of the engine.
+        num_rows: rows of a block.
+        context: the engine's config, target, tokenizer and device.
 
     Attributes:
         num_rows: rows of a block.
-        most_rows: maximum rows of a step.
-        max_len: tokens of the context.
+        most_rows: most block rows of a step.
+        max_len: maximum number of tokens of a request.
     """
 
     def __init__(self, num_rows: int, context: DrafterContext) -> None:
@@ -51,19 +51,19 @@ class Blocks:
         self.max_len = context.target.max_model_len
         self._is_async, self._page_size = context.device.is_async, context.config.page_size
         self._by_size: dict[int, BatchIndices] = {}
-        # By request, the first row of its block and the number of rows.
+        # The first row of each request's block, and the number of rows in it.
         self._first_rows: Tensor
         self._num_rows: Tensor
 
     def place(self, rows: DraftRows, *, is_causal: bool) -> PlacedRows | None:
-        """Give a block to each request whose newest token follows its last row.
+        """Place a block after each request whose last row in this pass precedes its newest token.
 
         Args:
-            rows: of the pass over the text.
-            is_causal: whether a row does not see the rows after it.
+            rows: rows of the pass over the text.
+            is_causal: whether attention inside a block is causal.
 
         Returns:
-            The rows; None if there are none.
+            The rows of all blocks; None if no request has a block.
         """
         size = rows.slots.shape[0]
         qo_lens, lens = self._lens_of(rows)
@@ -106,14 +106,15 @@ class Blocks:
         return PlacedRows(batch, indices.row_to_request[:end].clamp(min=0), lens)
 
     def states(self, hidden: Tensor, place: int, out: Tensor) -> Tensor:
-        """Gather the state of row `place` of each block; zeros where a block is shorter."""
+        """Gather the state of row `place` of each block; zeros for blocks that are shorter."""
         chosen = (self._first_rows + place).masked_fill_(self._num_rows <= place, -1)
         return batching.gather_output_rows(hidden, chosen, out=out)
 
     def _lens_of(self, rows: DraftRows) -> tuple[Tensor, Tensor]:
-        """Return how many block rows each request has, and its number of tokens.
+        """Return the number of block rows and the number of tokens of each request.
 
-        A request has only as many rows as its pages can hold, and none if it does not draft.
+        A block is limited to the rows that the request's pages can hold. A request that does not
+        draft has no block.
         """
         assert rows.whole_kv_indptr is not None
         lens = rows.lens.index_select(0, rows.slots.clamp(min=0))
@@ -126,15 +127,15 @@ class Blocks:
 
 
 class BlockStackHead(StackHead):
-    """A head of decoder layers that drafts with blocks.
+    """Draft head of decoder layers that drafts with blocks.
 
     Args:
         stack: the layers.
-        num_rows: of a block.
-        context: of the engine.
+        num_rows: rows of a block.
+        context: the engine's config, target, tokenizer and device.
 
     Attributes:
-        blocks: places the rows of blocks.
+        blocks: the blocks of the head.
     """
 
     is_chained = False
@@ -146,7 +147,7 @@ class BlockStackHead(StackHead):
         self._states = torch.empty(slots, stack.hidden_size, dtype=stack.dtype, device=where)
 
     def reserve(self, rows: int) -> None:
-        """Allocate the buffers of passes with up to `rows` rows, and of blocks."""
+        """Allocate the buffers for passes with up to `rows` rows, and for blocks."""
         super().reserve(max(rows, self.blocks.most_rows))
 
     def workspace_size(self, rows: int, batch: int, pages: int) -> int:
@@ -160,12 +161,12 @@ class BlockStackHead(StackHead):
     def logits_of_row(
         self, place: int, hidden: Tensor | None, size: int, out: Tensor | None, sums: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the logits of row `place` of each block, and the states that they come from.
+        """Return the logits of row `place` of each block, and the states they were computed from.
 
         Args:
             place: index of a row in its block.
-            hidden: states of the rows of blocks; None: there are no blocks.
-            size: requests of the step.
+            hidden: states of all block rows; None: there are no blocks.
+            size: number of requests of the step.
             out: [size, vocabulary], receives the logits.
             sums: linear workspace.
 
@@ -180,35 +181,35 @@ class BlockStackHead(StackHead):
 
 @dataclass(frozen=True)
 class BlockKv(DraftKv):
-    """Draft KV of a drafter of blocks, which writes whole blocks after the text.
+    """Draft KV of a block drafter, which writes whole blocks after the text.
 
     Attributes:
-        num_rows: of a block.
-        context_len: tokens of the context.
+        num_rows: rows of a block.
+        context_len: maximum number of tokens of a request.
     """
 
     num_rows: int
     context_len: int
 
     def num_rows_behind(self, draft_limit: int) -> int:
-        """Return the rows that drafting writes after those of the step itself."""
+        """Return how many rows drafting writes after the rows of the step itself."""
         return self.num_rows
 
     def end_of_rows(self, max_len: int) -> int:
-        """Return the end of the context: a block cut off at the request's end drafts otherwise."""
+        """Return the end of the context: a block cut off at the request's end has other drafts."""
         return self.context_len
 
 
 class HasBlocks(DraftHead, Protocol):
-    """A head that drafts with blocks."""
+    """Draft head that drafts with blocks."""
 
     @property
     def blocks(self) -> Blocks:
-        """Places the rows of blocks."""
+        """Blocks of the head."""
 
 
 class BlocksDrafter(RecurrentDrafter):
-    """The recurrent drafter with pages for whole blocks."""
+    """Recurrent drafter that reserves pages for whole blocks."""
 
     head: HasBlocks
 

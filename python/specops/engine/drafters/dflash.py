@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DFlash and DSpark: a block of drafts in one pass that reads states of the target."""
+"""DFlash and DSpark: draft a whole block of tokens in one pass that reads target states."""
 
 from typing import cast
 
@@ -15,11 +15,11 @@ from specops.engine.models import BlockDrafter, MtpBatch, load_dflash
 
 
 def load(context: DrafterContext) -> Drafter:
-    """Make the drafter of the head that the configuration names.
+    """Make the drafter for the head that the configuration names.
 
     Raises:
         MethodUnavailable: the configuration names no head.
-        ModelError: the head cannot be used, or not with this target.
+        ModelError: the head cannot be used, or does not fit this target.
     """
     own, directory = named_weights(context, DflashOptions, "head of DFlash or DSpark is")
     model = load_dflash(
@@ -33,14 +33,14 @@ def load(context: DrafterContext) -> Drafter:
 
 
 class BlockHead(BlockStackHead):
-    """A block drafter as a `DraftHead`: the first pass runs the block; each pass drafts one token.
+    """Block drafter as a `DraftHead`: pass 0 runs the block; each pass yields one of its drafts.
 
     Args:
-        model: on top of its target.
-        context: of the engine.
+        model: the head's model, loaded for its target.
+        context: the engine's config, target, tokenizer and device.
 
     Attributes:
-        model: this.
+        model: the argument.
     """
 
     lookahead = 0
@@ -51,24 +51,24 @@ class BlockHead(BlockStackHead):
         # Each drafting row of a block drafts one token.
         self.num_passes = self.max_drafts = model.config.num_drafts
         self._tokens = NewestTokens(context.config.max_num_seqs, context.device.device)
-        self._hidden: Tensor | None = None  # of the block's rows; None: no rows
+        self._hidden: Tensor | None = None  # states of all block rows; None: no blocks
         self._rows: DraftRows
-        self._given: Tensor  # output of the latest pass 0
+        self._first_states: Tensor  # states from the latest pass 0
 
     def target_states(self, target: TargetStep) -> Tensor:
-        """Return the states that keys and values are computed from."""
+        """Return the target states from which the layers' keys and values are computed."""
         return self.model.states_of(target.aux_hidden_states, target.sums)
 
     def forward(self, index: int, rows: DraftRows, states: Tensor) -> tuple[Tensor, Tensor]:
-        """In pass 0, write the keys and values of rows, then run each request's block.
+        """In pass 0, write the keys and values of the rows, then run each request's block.
 
         Later passes run nothing and return the states of pass 0.
         """
         if index == 0:
-            self._given = self.model.append(cast(MtpBatch, rows), states, self.cache)
+            self._first_states = self.model.append(cast(MtpBatch, rows), states, self.cache)
             self._run_blocks(rows)
         self._rows = rows
-        return self._given, self._given
+        return self._first_states, self._first_states
 
     def logits(
         self, index: int, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None

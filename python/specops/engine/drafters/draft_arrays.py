@@ -16,33 +16,33 @@ _MAX_KEPT_VIEWS = 64  # views of the index arrays
 
 @dataclass(frozen=True)
 class Choices:
-    """Per-request arrays of a step: inputs to the choice of a draft, and the choice."""
+    """Per-request arrays for choosing one draft token per request."""
 
     states: Tensor  # [batch, hidden_size]
     logits: Tensor  # float32 [batch, draft vocabulary]
-    sampled: Tensor  # int32 [batch]
+    sampled: Tensor  # int32 [batch]; chosen with the target's random numbers, or greedily
     drawn: Tensor  # int32 [batch]; drawn with the drafter's own random numbers
     token_ids: Tensor  # int32 [batch]; `sampled`, mapped if the draft vocabulary is reduced
-    positions: Tensor  # int32 [batch]; positions of the tokens, from a second pass over rows on
-    anchors: Tensor  # int32 [batch]
-    is_drawn: Tensor  # bool [batch]; whether `drawn` is the choice
+    positions: Tensor  # int32 [batch]; positions of the tokens, unused in the first pass
+    anchors: Tensor  # int32 [batch]; as in `sampling.sample`
+    is_drawn: Tensor  # bool [batch]; whether the draft is `drawn` instead of `sampled`
 
 
 class DraftArrays:
-    """Rows of the passes of a step, and arrays for choosing drafts.
+    """Index arrays of the passes of a step, and arrays for choosing drafts.
 
     Args:
         head: the model that drafts.
-        slots: requests that run at once.
+        slots: number of request slots.
         max_rows: rows of the longest pass.
-        device: where steps run.
+        device: device that runs the steps.
 
     Attributes:
-        same_rows: int32 [max_rows], 0, 1, 2 and so on.
-        kv_lens: int32 [slots], for a head that does not see all pages.
-        lens: int32 [slots], for a head that reads tokens at their own positions.
-        choices: arrays of all requests.
-        workspace: of the sampling ops.
+        same_rows: int32 [max_rows], the identity mapping 0, 1, 2, ...
+        kv_lens: int32 [slots], KV lengths for a head that skips leading pages.
+        lens: int32 [slots], text lengths for a head whose rows read the token at their position.
+        choices: arrays for choosing drafts, sized for all slots.
+        workspace: workspace of the sampling ops.
     """
 
     def __init__(self, head: DraftHead, slots: int, max_rows: int, device: Device) -> None:
@@ -50,7 +50,7 @@ class DraftArrays:
         # One set for the first pass of a step, and two that later passes read and write in turn.
         sizes = (max_rows, slots, slots)
         self._indices = [DraftIndices.empty(slots, total_rows=n, device=where) for n in sizes]
-        # On the CPU, the host reads these between passes; numpy is the quickest way.
+        # On the CPU, the host reads these arrays between passes; numpy is the fastest way to do so.
         self._row_ends = [] if device.is_async else [one.qo_indptr.numpy() for one in self._indices]
         self.same_rows = torch.arange(max_rows, dtype=torch.int32, device=where)
         self.kv_lens, self.lens = torch.zeros((2, slots), dtype=torch.int32, device=where)
@@ -66,14 +66,14 @@ class DraftArrays:
             torch.zeros(slots, dtype=torch.bool, device=where),
         )
         workspace = sampling.sampling_workspace(self.choices.logits)
-        if workspace is None:  # pass an empty one, so that no call looks for it
+        if workspace is None:  # with None, each call would determine the size again
             workspace = torch.empty(0, dtype=torch.uint8, device=where)
         self.workspace = workspace
         self._index_views: dict[tuple[int, int, int], DraftIndices] = {}
         self._choice_views: dict[int, Choices] = {}
 
     def with_rows(self, which: int, indices: DraftIndices) -> DraftIndices | None:
-        """Return `indices` without padding rows if the host can see them; None if none is left."""
+        """Return `indices` without padding rows; None if none is left. A GPU keeps the padding."""
         if not self._row_ends:
             return indices
         size = indices.kv_lens.shape[0]
@@ -81,7 +81,7 @@ class DraftArrays:
         return self.index_view(which, size, rows) if rows else None
 
     def index_view(self, which: int, size: int, rows: int) -> DraftIndices:
-        """Return a view of the first requests and rows of index arrays `which`."""
+        """Return a view of index arrays `which`: the first `size` requests and `rows` rows."""
         view = self._index_views.get((which, size, rows))
         if view is None:
             if len(self._index_views) >= _MAX_KEPT_VIEWS:

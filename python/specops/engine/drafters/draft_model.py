@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A smaller model with the same vocabulary that decodes ahead of the target on its own pages."""
+"""Draft model: a smaller model with the target's vocabulary that decodes ahead of the target."""
 
 from pathlib import Path
 
@@ -18,11 +18,11 @@ from specops.engine.models import CacheCapacity, KvBytes, StepBatch, Transformer
 
 
 def load(context: DrafterContext) -> Drafter:
-    """Make the drafter of the model that the configuration names.
+    """Make the drafter for the draft model that the configuration names.
 
     Raises:
         MethodUnavailable: the configuration names no model.
-        ModelError: the model cannot be used, or not with this target.
+        ModelError: the model cannot be used, or does not fit this target.
     """
     config = context.config
     own, named = named_weights(context, DraftModelOptions, "draft model is")
@@ -64,14 +64,15 @@ def _check_vocabulary(directory: Path, context: DrafterContext) -> None:
 
 
 class DraftModelDrafter(RecurrentDrafter):
-    """The recurrent drafter with the per-slot states of a model with linear attention.
+    """Recurrent drafter that also supports draft models with linear attention.
 
-    Its slots hold the states of the last positions, like the target's slots. A step continues after
-    the last token known before it, whatever was drafted there; so nothing is rolled back.
+    Their states lie in slots, which hold the states of the last positions as the target's slots do.
+    Each step continues from the state after the last token known before it, so rejected drafts need
+    no rollback.
 
     Args:
-        context: of the engine.
-        model: on the target's device.
+        context: the engine's config, target, tokenizer and device.
+        model: the draft model, on the target's device.
     """
 
     head: "DraftModelHead"
@@ -81,8 +82,8 @@ class DraftModelDrafter(RecurrentDrafter):
         max_drafts = config.speculative_config.num_speculative_tokens
         head = DraftModelHead(model, config.max_num_seqs, max_drafts)
         super().__init__(METHOD.name, context, head, draws=True)
-        # States of the drafts after the last known token. With prefix caching, states within the
-        # step's own tokens must be kept, too: as many again.
+        # A slot keeps the states of the drafts after the last known token. With prefix caching, it
+        # also keeps as many states within the step's own tokens.
         self._num_behind = max_drafts * (1 + config.enable_prefix_caching)
         self.kv_bytes = KvBytes(
             model.kv_bytes_per_token(),
@@ -98,15 +99,15 @@ class DraftModelDrafter(RecurrentDrafter):
 
 
 class DraftModelHead(StackHead):
-    """A model as a `DraftHead`: a row reads the token at its own position, and no states.
+    """Draft model as a `DraftHead`: a row reads the token at its own position, and no states.
 
     Args:
-        model: on the target's device.
-        slots: requests that run at once.
-        max_drafts: drafts that slots have memory for, if the model keeps states.
+        model: the draft model, on the target's device.
+        slots: number of request slots.
+        max_drafts: number of drafts that slots have memory for, if the model keeps states.
 
     Attributes:
-        model: this.
+        model: the argument.
     """
 
     reads_states = False
@@ -120,7 +121,7 @@ class DraftModelHead(StackHead):
         self._ints: Tensor
 
     def reserve(self, rows: int) -> None:
-        """Allocate the buffers of passes with up to `rows` rows."""
+        """Allocate the buffers for passes with up to `rows` rows."""
         super().reserve(rows)
         self._ints = torch.empty((3, rows), dtype=torch.int32, device=self.model.device)
 
@@ -144,7 +145,7 @@ class DraftModelHead(StackHead):
         return hidden, hidden
 
     def _token_ids(self, rows: DraftRows) -> Tensor:
-        """Return the tokens of rows, from the text or from the drafts after it."""
+        """Return the token of each row, from the text or from the drafts after it."""
         request, slot, out = self._ints[:, : rows.positions.shape[0]]
         torch.clamp(rows.row_to_request, min=0, out=request)
         torch.index_select(rows.slots, 0, request, out=slot)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distributions that drafts were drawn from: one table for all drafters, as `verify` reads it."""
+"""Table of the distributions that drafts were drawn from, in the layout that `verify` reads."""
 
 from collections.abc import Mapping
 
@@ -11,20 +11,20 @@ from specops.sampling import DraftProbs
 
 
 class DraftProbTable:
-    """A table of draft distributions with one row per slot for each drafter that draws.
+    """Table of draft distributions with one row per slot for each drafter that samples its drafts.
 
-    If any drafter has a reduced vocabulary, the table also lists the token id of every entry. This
-    depends on the loaded drafters and not on a step, so a request's bits do not depend on its
-    batch.
+    If any drafter has a reduced vocabulary, the table also lists the token id of every entry, in
+    every step: results must not depend on the batch.
 
     Args:
-        owners: vocabularies of the drafters that draw, by drafter name.
-        slots: requests that run at once.
-        device: where steps run.
+        owners: draft vocabulary of each drafter that samples, by drafter name.
+        slots: number of request slots.
+        device: device that runs the steps.
 
     Attributes:
         probs: [rows, drafts, entries], float32; None: no request has needed it yet.
-        token_ids: int32, the same shape, -1 padded; None: entry i is token i.
+        token_ids: token id of each entry, int32, the same shape, padded with -1; None: entry i is
+            token i.
     """
 
     def __init__(self, owners: Mapping[str, DrawnFrom], slots: int, device: torch.device) -> None:
@@ -42,7 +42,7 @@ class DraftProbTable:
         rows = self._slots * len(self._owners)
         shape = (rows, drafts, max(one.size for one in self._owners.values()))
         self.probs = torch.zeros(shape, dtype=torch.float32, device=self._device)
-        if old is not None:  # still needed for drafts that the next step verifies
+        if old is not None:  # the next step still verifies with these
             self.probs[:, : old.shape[1]] = old
         if self._is_listed:
             self.token_ids = torch.full(shape, -1, dtype=torch.int32, device=self._device)
@@ -54,7 +54,7 @@ class DraftProbTable:
         return True
 
     def views(self) -> dict[str, Tensor]:
-        """Return each drafter's part of the table, [slots, drafts, vocabulary]; empty if unused."""
+        """Return each drafter's part of the table, [slots, drafts, vocabulary]; {} if unused."""
         if self.probs is None:
             return {}
         return {
@@ -63,13 +63,13 @@ class DraftProbTable:
         }
 
     def of_step(self, width: int, rows: Tensor) -> DraftProbs:
-        """Return the table for steps with `width` drafts, with the row of each request."""
+        """Return the argument of `verify` for `width` drafts; `rows` has each request's row."""
         assert self.probs is not None
         listed = None if self.token_ids is None else self.token_ids[:, :width]
         return DraftProbs(self.probs[:, :width], listed, rows)
 
     def row(self, name: str, place: int) -> int:
-        """Return the table row that a drafter wrote for request `place` of the step."""
+        """Return the table row that a drafter wrote for the step's request with index `place`."""
         return self._first_row[name] + place
 
     def _rows_of(self, name: str) -> slice:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All drafters of an engine in drafting order, and the table of their proposals.
 
-Exceptions that drafters raise end in this module. No token depends on drafts, so the requests that
-a failure concerns are decoded plainly from then on; later requests use the drafter again.
+This module catches all exceptions of drafters. No token depends on drafts, so the affected requests
+are decoded without drafts from then on; later requests use the drafter again.
 """
 
 import logging
@@ -59,21 +59,21 @@ _NO_ROOM = (
 
 
 class Drafting:
-    """The drafters of each request, run by hook, with the step and the proposals that they share.
+    """All drafters of an engine, the requests that use them, and their shared table of proposals.
 
     Args:
-        context: of the engine.
+        context: the engine's config, target, tokenizer and device.
 
     Attributes:
-        drafters: by method name, in drafting order.
-        missing: by method name, why the method is not in `drafters`, in words that name no path.
+        drafters: the drafters by method name, in drafting order.
+        missing: by method name, the reason why it is not in `drafters`, without file paths.
         proposals: drafts for the next step, by slot.
         draft_probs: the distributions that drafts were drawn from.
         scheduled: the parts of the step, in the form that drafters read.
-        num_failures: how often a drafter has raised. Steps made before a failure may not run again:
-            a drafter's part may be missing from them, or be captured incompletely.
-        failures: the same count by method, including zeros; "adaptive_verification" counts failures
-            of draft selection. The keys never change.
+        num_failures: number of exceptions that drafters have raised. Steps built before a failure
+            must not run again: a drafter's part may be missing or incompletely captured.
+        failures: number of exceptions by method, including zeros; "adaptive_verification" counts
+            failures of draft selection. The keys never change.
 
     Raises:
         ModelError: a method that the configuration names cannot run.
@@ -96,22 +96,22 @@ class Drafting:
                     raise
                 self.missing[name] = error.reason
         self._companions: list[Drafter] = [companion(name).load(context) for name in COMPANIONS]
-        everyone = (*self.drafters.values(), *self._companions)
+        all_drafters = (*self.drafters.values(), *self._companions)
         # Running requests of each drafter.
-        self._requests: dict[Drafter, set[Request]] = {one: set() for one in everyone}
+        self._requests: dict[Drafter, set[Request]] = {one: set() for one in all_drafters}
         self.num_failures = 0
-        self.failures = dict.fromkeys((*(one.name for one in everyone), _SELECTION), 0)
-        self._num_logged: dict[str, int] = {}  # failures by description
+        self.failures = dict.fromkeys((*(one.name for one in all_drafters), _SELECTION), 0)
+        self._num_logged: dict[str, int] = {}  # number of failures by description
         self._selector: DraftSelector | None = None
-        self._acceptance: dict[Request, RequestAcceptance] = {}  # requests with draft selection
+        self._acceptance: dict[Request, RequestAcceptance] = {}  # of requests with draft selection
         self._selected: dict[Request, list[float]] = {}  # confidences of the selected drafts
-        self._running: dict[int, Request] = {}  # by slot
+        self._running: dict[int, Request] = {}  # requests by slot
         self.scheduled: list[Scheduled] = []
-        self._places: dict[int, int] = {}  # by slot, index of the request in the last step
-        # Limit on drafts if the target keeps a state per draft; None: no limit.
-        own = context.config.speculative_config
-        self._most_kept = own.num_speculative_tokens if context.target.keeps_states else None
-        if self._most_kept == 0:
+        self._places: dict[int, int] = {}  # index in the last step by slot
+        # Limit on drafts if the target stores a state per draft; None: no limit.
+        defaults = context.config.speculative_config
+        self._max_drafts = defaults.num_speculative_tokens if context.target.keeps_states else None
+        if self._max_drafts == 0:
             self.missing = dict.fromkeys(METHODS, _NO_ROOM)
         slots = context.config.max_num_seqs
         self.proposals = Proposals.empty(slots, 0)
@@ -121,7 +121,7 @@ class Drafting:
             if one.drawn_from is not None
         }
         self.draft_probs = DraftProbTable(drawing, slots, context.device.device)
-        self._most_drawn = 0  # most drafts of any request with a drafter that draws
+        self._most_drawn = 0  # most drafts of any request whose drafter samples
         self._check_lengths(context.config.speculative_config)
         self._check_room(context.config.speculative_config)
 
@@ -129,8 +129,8 @@ class Drafting:
         """Reject a request's configuration if the drafters do not support it.
 
         Raises:
-            ValueError: it requests a longer chain than a drafter makes, a selection although step
-                times are unknown, or drafts that the model's slots have no memory for.
+            ValueError: the request wants a longer chain than a drafter makes, draft selection
+                although step times are unknown, or more drafts than slots have memory for.
         """
         self._check_lengths(config)
         self._check_room(config)
@@ -142,44 +142,44 @@ class Drafting:
 
     def _check_lengths(self, config: SpeculativeConfig) -> None:
         """Reject chains longer than a drafter makes."""
-        for name, wanted in config.draft_stages:
+        for name, count in config.draft_stages:
             most = self.drafters[name].max_drafts
-            if most is not None and wanted > most:
+            if most is not None and count > most:
                 raise ValueError(
                     f"num_model_steps must be at most {most}, the drafts of a step that the "
-                    f'weights of "{name}" make in this engine, got {wanted}; where it is not '
+                    f'weights of "{name}" make in this engine, got {count}; where it is not '
                     "given, it is num_speculative_tokens"
                 )
 
     def _check_room(self, config: SpeculativeConfig) -> None:
-        """Reject drafts beyond the server's limit if the target keeps draft states."""
-        if self._most_kept is not None and config.num_speculative_tokens > self._most_kept:
+        """Reject more drafts than the server's limit if the target stores a state per draft."""
+        if self._max_drafts is not None and config.num_speculative_tokens > self._max_drafts:
             raise ValueError(
-                f"num_speculative_tokens must be at most {self._most_kept}, the server's own, for "
+                f"num_speculative_tokens must be at most {self._max_drafts}, the server's own, for "
                 "a model with linear attention, whose slots have room for so many drafts; got "
                 f"{config.num_speculative_tokens}"
             )
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """The methods that requests may choose."""
-        if self._most_kept == 0:
+        """Names of the methods that requests may choose."""
+        if self._max_drafts == 0:
             return (NAIVE,)
         return (NAIVE, *(name for name in METHODS if name in self.drafters))
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """Layers of the target that drafters read auxiliary hidden states from, ascending."""
+        """Target layers whose auxiliary hidden states drafters read, ascending."""
         return tuple(sorted({layer for one in self.drafters.values() for layer in one.aux_layers}))
 
     @property
     def width(self) -> int:
-        """Columns of the proposals: the largest number of drafts of any request so far."""
+        """Number of columns of the proposals: the most drafts of any request so far."""
         return int(self.proposals.token_ids.shape[1])
 
     @property
     def kv_bytes(self) -> KvBytes:
-        """Memory that the caches of all drafters take."""
+        """Bytes that the caches of all drafters take."""
         each = [KvBytes(), *(one.kv_bytes for one in self.drafters.values())]
         return KvBytes(*map(sum, zip(*each, strict=True)))
 
@@ -190,7 +190,7 @@ class Drafting:
         return {name: cache for name, cache in found.items() if cache is not None}
 
     def aux_layers_of(self, shape: StepShape) -> tuple[int, ...]:
-        """Return the auxiliary layers read by the drafters that have work in steps of a shape."""
+        """Return the target layers read by the drafters that run in steps of a shape."""
         return tuple(
             sorted(
                 {layer for name, _ in shape.drafters for layer in self.drafters[name].aux_layers}
@@ -204,7 +204,7 @@ class Drafting:
 
     @property
     def has_unsaved(self) -> bool:
-        """True if a drafter has unsaved data. A drafter that raises counts as having none."""
+        """True if a drafter has unsaved data. A drafter that raises counts as saved."""
         for drafter in self.drafters.values():
             try:
                 if drafter.is_unsaved:
@@ -248,7 +248,7 @@ class Drafting:
         return found
 
     def draft_kv(self, request: Request) -> DraftKv | None:
-        """Return the draft KV of a request, or None. At most one of its drafters keeps any."""
+        """Return the draft KV of a request, or None. At most one of its drafters has draft KV."""
         drafters = self._drafters_of(request)
         found = [one for one in self._ask_each(drafters, "draft_kv", request) if one is not None]
         assert len(found) <= 1, "two drafters of one request keep keys and values on its pages"
@@ -289,7 +289,7 @@ class Drafting:
         for name, limit in request.draft_stages.items():
             if self.drafters[name].drawn_from is not None:
                 self._most_drawn = max(self._most_drawn, limit)
-        # Once the table exists, drafters write every pass to it, for all of their requests.
+        # Once the table exists, drafters write the distributions of all their requests to it.
         if not request.speculative.draws_drafts and self.draft_probs.probs is None:
             return False
         return self.draft_probs.reserve(self._most_drawn)
@@ -315,7 +315,7 @@ class Drafting:
         self.proposals = Proposals.empty(len(self.proposals.counts), 0)
 
     def select_by(self, seconds: Sequence[float]) -> None:
-        """Enable selection of drafts for requests that ask for it.
+        """Enable draft selection, for requests whose configuration turns it on.
 
         Args:
             seconds: duration of a step by its number of rows, from 0 rows on.
@@ -323,10 +323,10 @@ class Drafting:
         self._selector = DraftSelector(seconds)
 
     def select(self, requests: Sequence[Request], room: int) -> None:
-        """Decide how many of their proposed drafts requests verify.
+        """Decide how many of its proposed drafts each request verifies; set `num_drafts`.
 
         Args:
-            requests: all that decode.
+            requests: all requests that decode in the step.
             room: limit on the total number of drafts.
         """
         if not self.width:  # no request has ever drafted
@@ -371,10 +371,10 @@ class Drafting:
                 self._selected[request] = own[:count]
 
     def observe(self, parts: Sequence[Part], accepted: Sequence[int]) -> None:
-        """Learn from the outcome of a step after `select`.
+        """Update acceptance probabilities with the outcome of a step planned by `select`.
 
         Args:
-            parts: of the step.
+            parts: the parts of the step.
             accepted: for each part, the number of its accepted drafts.
         """
         if not self._selected or self._selector is None:
@@ -383,7 +383,7 @@ class Drafting:
         seen = [
             (self._acceptance[request], own[: part.num_drafts], count)
             for request, part, count in zip(requests, parts, accepted, strict=True)
-            if part.num_drafts and request in self._acceptance  # not ended in the meantime
+            if part.num_drafts and request in self._acceptance  # has not ended meanwhile
             if (own := self._selected.get(request))
         ]
         if not seen:
@@ -394,7 +394,7 @@ class Drafting:
             self._lose(_SELECTION, "the selection of drafts", error, list(self._selected))
 
     def num_proposed(self, request: Request) -> int:
-        """Return how many drafts a request has, up to the number that could be emitted."""
+        """Return how many drafts a request has, up to the number that it may still emit."""
         return max(min(int(self.proposals.counts[request.slot]), request.draft_room), 0)
 
     def drafts_of(self, slot: int, count: int) -> NDArray[np.int32]:
@@ -404,12 +404,12 @@ class Drafting:
     def sources_of(self, slot: int, count: int) -> list[str]:
         """Return the name of the drafter that proposed each of the first `count` drafts."""
         places = self.proposals.stages[slot, :count].tolist()
-        stages = self._running[slot].speculative.draft_stages  # includes failed ones
+        stages = self._running[slot].speculative.draft_stages  # includes drafters that failed
         names = (*(name for name, _ in stages), *reversed(COMPANIONS))  # -1: the first companion
         return [names[place] for place in places]
 
     def plan(self, parts: Sequence[Part], shape: StepShape) -> StepShape:
-        """Add the drafters' work after a step to its shape."""
+        """Return the shape with the drafters that run after the step."""
         if not self.width:
             return shape
         running = self._running
@@ -422,7 +422,7 @@ class Drafting:
             key = self._ask(drafter, "plan", self.scheduled, shape)
             if key is not None:
                 work.append((name, key))
-        # If only one drafter works on the device, the host knows the source of the drafts.
+        # If only one drafter runs on the device, the host knows the source of the drafts.
         reports = len(work) > 1 and bool(self._reporting())
         return shape._replace(drafters=tuple(work), reports_stages=reports)
 
@@ -447,13 +447,13 @@ class Drafting:
         counts: NDArray[np.int32],
         steps: Sequence[WatchedStep],
     ) -> None:
-        """Copy what a step's drafters on the device have drafted, and record each draft's source.
+        """Copy the drafts of the drafters on the device, and record the source of each draft.
 
-        Proposals of requests that were not in the step stay. But the distributions that drafts were
-        drawn from are kept for one step only, so requests that need them lose their proposals.
+        Requests that skipped the step keep their proposals, except those whose drafts are verified
+        with draft distributions: these last for one step only.
 
         Args:
-            plan: of the step.
+            plan: the step's plan.
             token_ids: int32 [slots, k], the drafts; copied, because the next step's inputs may
                 reuse the memory.
             counts: int32 [slots], number of drafts.
@@ -462,15 +462,15 @@ class Drafting:
         if not self.width:  # no request has ever drafted
             return
         proposals, running, draws = self.proposals, self._running, Feature.DRAFT_PROBS
-        kept = [slot for slot in plan.paused if not running[slot].features & draws]
-        before = proposals.of_slots(kept) if kept else None
+        paused = [slot for slot in plan.paused if not running[slot].features & draws]
+        before = proposals.of_slots(paused) if paused else None
         proposals.confidences.fill(0)
         proposals.stages.fill(0)
         if steps:
             proposals.token_ids[:] = token_ids
         proposals.counts[:] = counts
         if before is not None:
-            proposals.put(kept, before)
+            proposals.put(paused, before)
         if self.draft_probs.probs is not None:
             self._places = {part.slot: place for place, part in enumerate(plan.parts)}
         for step in steps:
@@ -487,10 +487,10 @@ class Drafting:
         return [request for request in requests if request.params.report_drafts]
 
     def _attribute(self, request: Request, drafter: str, begin: int, end: int) -> int:
-        """Record `drafter` as the source of drafts `begin` to `end`.
+        """Record `drafter` as the source of a request's drafts from `begin` to `end`.
 
         Returns:
-            `end`, or `begin` if the drafts are not from `drafter`.
+            `end`, or `begin` if the request does not use `drafter`.
         """
         if drafter not in request.draft_stages:
             return begin
@@ -499,11 +499,11 @@ class Drafting:
         return end
 
     def finish(self, plan: Plan, **results: Any) -> None:
-        """Run the drafters on the host, once all requests of a step have committed its tokens.
+        """Run the host part of all drafters, once all requests have committed the step's tokens.
 
         Args:
-            plan: of the step.
-            results: the remaining fields of `StepResults`.
+            plan: the step's plan.
+            results: fields of `StepResults`, except those that this call sets.
         """
         if not self.width:  # no request has ever drafted
             return
@@ -513,20 +513,20 @@ class Drafting:
             fail=lambda request, error: plan.fail(request.request_id, error),
             **results,
         )
-        told, counts = self._reporting(), self.proposals.counts
+        reporting, counts = self._reporting(), self.proposals.counts
         for drafter in self._requests:
-            before = [int(counts[request.slot]) for request in told]
+            before = [int(counts[request.slot]) for request in reporting]
             self._ask(drafter, "finish", step)
-            for request, begin in zip(told, before, strict=True):
+            for request, begin in zip(reporting, before, strict=True):
                 self._attribute(request, drafter.name, begin, int(counts[request.slot]))
 
     def _drafters_of(self, request: Request) -> list[Drafter]:
         """Return a request's drafters in drafting order; empty if it does not speculate."""
-        own = [self.drafters[name] for name in request.draft_stages]
-        return own + self._companions if own else own
+        drafters = [self.drafters[name] for name in request.draft_stages]
+        return drafters + self._companions if drafters else drafters
 
     def _ask(self, drafter: Drafter, hook: str, *arguments: Any) -> Any:
-        """Call a drafter's hook for a step; return None if it has no request or raises."""
+        """Call a drafter's hook for a step; return None if it has no requests or raises."""
         if not self._requests[drafter]:
             return None
         try:
@@ -540,20 +540,21 @@ class Drafting:
     ) -> list[Any]:
         """Call a hook of several drafters for a request.
 
-        If one raises, the others are still called, and then the request continues without drafts.
+        If a hook raises, the other drafters' hooks are still called; then the request continues
+        without drafts.
         """
-        said, failures = [], []
+        answers, failures = [], []
         for drafter in drafters:
             try:
-                said.append(getattr(drafter, hook)(request, *arguments))
+                answers.append(getattr(drafter, hook)(request, *arguments))
             except Exception as error:
                 failures.append((drafter.name, error))
         for name, failure in failures:  # after all hooks have run
             self._lose(name, f"{hook} of drafter {name}", failure, [request])
-        return said
+        return answers
 
     def lose_all_of(self, drafter: Drafter, hook: str, error: Exception) -> None:
-        """Continue without the drafts of a drafter that raised in its part of a step."""
+        """Decode the requests of a drafter without drafts after its part of a step raised."""
         requests = self._requests[drafter]
         if isinstance(error, RequestsFailed):
             requests = requests.intersection(error.requests)
@@ -562,12 +563,11 @@ class Drafting:
     def _lose(
         self, method: str, what: str, error: Exception, requests: Collection[Request]
     ) -> None:
-        """Decode some requests plainly from here on.
+        """Record a failure, and decode the affected requests without drafts from now on.
 
         Args:
             method: the key of `failures` to increment.
-            what: description of the part that failed. Its 1st, 10th, 100th failure and so on are
-                logged.
+            what: description of the part that failed. Failures 1, 10, 100 and so on are logged.
             error: the exception.
             requests: requests that lose their drafts.
         """
@@ -589,9 +589,9 @@ class Drafting:
 
 
 def share_out(wanted: Sequence[int], total: int) -> list[int]:
-    """Clip every number to the largest common cap that keeps the sum within the total.
+    """Return the numbers clipped to the largest common cap that keeps their sum within `total`.
 
-    The remainder goes to the first clipped numbers, one each.
+    What is left of the total goes to the first clipped numbers, one each.
     """
     if sum(wanted) <= total:
         return list(wanted)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE-1 and 2: a head that reads the target's last states, and later its own."""
+"""EAGLE-1 and 2: a head that reads the target's final states first, and then its own states."""
 
 from typing import cast
 
@@ -14,11 +14,11 @@ from specops.engine.models import Eagle, MtpBatch, load_eagle
 
 
 def load(context: DrafterContext) -> Drafter:
-    """Make the drafter of the head that the configuration names.
+    """Make the drafter for the head that the configuration names.
 
     Raises:
         MethodUnavailable: the configuration names no head.
-        ModelError: the head cannot be used, or not with this target.
+        ModelError: the head cannot be used, or does not fit this target.
     """
     own, directory = named_weights(context, EagleOptions, "EAGLE head is")
     head = load_eagle(
@@ -32,13 +32,13 @@ def load(context: DrafterContext) -> Drafter:
 
 
 class EagleHead(StackHead):
-    """EAGLE's head as a `DraftHead`.
+    """EAGLE head as a `DraftHead`.
 
     Args:
-        head: on top of its target.
+        head: the head's model, loaded for its target.
 
     Attributes:
-        head: this.
+        head: the argument.
     """
 
     def __init__(self, head: Eagle) -> None:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE-3: a head that reads auxiliary hidden states of the target, and later its own states.
+"""EAGLE-3: a head that reads auxiliary hidden states of the target first, and then its own states.
 
-P-EAGLE heads do not read the states of drafts: all drafts but the first come from mask rows that
-run in one pass.
+P-EAGLE heads do not read their own states: mask rows yield all drafts but the first in one pass.
 """
 
 from typing import cast
@@ -19,11 +18,11 @@ from specops.engine.models import Eagle3, MtpBatch, load_eagle3
 
 
 def load(context: DrafterContext) -> Drafter:
-    """Make the drafter of the head that the configuration names.
+    """Make the drafter for the head that the configuration names.
 
     Raises:
         MethodUnavailable: the configuration names no head.
-        ModelError: the head cannot be used, or not with this target.
+        ModelError: the head cannot be used, or does not fit this target.
     """
     own, directory = named_weights(context, Eagle3Options, "EAGLE-3 head is")
     head = load_eagle3(
@@ -37,18 +36,18 @@ def load(context: DrafterContext) -> Drafter:
     return BlocksDrafter(METHOD.name, context, ParallelHead(head, context), draws=True)
 
 
-# Default number of P-EAGLE drafts: as many as the speculators library trains.
+# Default number of P-EAGLE drafts: the number that the speculators library trains.
 _DRAFTS = 8
 
 
 class Eagle3Head(StackHead):
-    """EAGLE-3's head as a `DraftHead`.
+    """EAGLE-3 head as a `DraftHead`.
 
     Args:
-        head: on top of its target.
+        head: the head's model, loaded for its target.
 
     Attributes:
-        head: this.
+        head: the argument.
     """
 
     def __init__(self, head: Eagle3) -> None:
@@ -65,43 +64,43 @@ class Eagle3Head(StackHead):
 
 
 class ParallelHead(BlockStackHead):
-    """P-EAGLE's head as a `DraftHead`.
+    """P-EAGLE head as a `DraftHead`.
 
-    The row of the newest token drafts the first token, and each mask after it drafts the next one.
+    The row of the newest token drafts the first token, and each mask row after it drafts one more.
     The masks form a block, which runs in the second pass.
 
     Args:
-        head: on top of its target.
-        context: of the engine.
+        head: the head's model, loaded for its target.
+        context: the engine's config, target, tokenizer and device.
 
     Attributes:
-        head: this.
+        head: the argument.
     """
 
     def __init__(self, head: Eagle3, context: DrafterContext) -> None:
-        # The head does not limit the number of drafts; the engine fixes the number of masks when it
-        # is made. If the configuration's own method is another one, it gives no number.
+        # The head does not limit the number of drafts, but an engine has a fixed number of masks.
+        # The configuration gives no number if its default method is a different one.
         drafts = context.config.speculative_config.num_model_steps or _DRAFTS
         super().__init__(head, drafts - 1, context)
         self.head, self.aux_layers, self.token_map = head, head.aux_layers, head.token_map
         self.num_passes = self.max_drafts = drafts
-        self._hidden: Tensor | None = None  # of the masks; None: no masks
-        self._given: Tensor  # output of the latest pass 0
+        self._hidden: Tensor | None = None  # states of the masks; None: no masks
+        self._first_states: Tensor  # states from the latest pass 0
 
     def target_states(self, target: TargetStep) -> Tensor:
         """Return the auxiliary hidden states of the target, projected to the head's width."""
         return self.head.states_of(target.aux_hidden_states, target.sums)
 
     def forward(self, index: int, rows: DraftRows, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the head over rows, then over the masks after them; see `DraftHead.forward`."""
+        """Run the head over rows (pass 0) or the masks (pass 1); see `DraftHead.forward`."""
         if index == 0:
-            self._given, _ = self.head.forward(cast(MtpBatch, rows), states, self.cache)
+            self._first_states, _ = self.head.forward(cast(MtpBatch, rows), states, self.cache)
         if index == 1:
             placed = self.blocks.place(rows, is_causal=True)
             self._hidden = None
             if placed is not None:
                 self._hidden = self.head.forward_masks(placed.batch, self.cache)
-        return self._given, self._given
+        return self._first_states, self._first_states
 
     def logits(
         self, index: int, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forced tokens: tokens that a grammar fixes are drafted at no cost and always accepted.
+"""Forced tokens: where a grammar allows a single token, it is a free draft that is always accepted.
 
-This drafter completes the drafts of a request's method, and drafts alone if the method finds none.
-No request selects it: every request that speculates and has a grammar uses it.
+This drafter adds forced tokens to the drafts of a request's method, or drafts alone if the method
+finds none. It is no method of its own: every speculating request with a grammar uses it.
 """
 
 from specops.engine.drafters.base import Drafter, DrafterContext, Proposals, StepResults
@@ -18,10 +18,10 @@ def load(context: DrafterContext) -> Drafter:
 
 
 class ForcedDrafter(Drafter):
-    """Drafts on the host, when a step's tokens are committed.
+    """Drafter that adds forced tokens on the host, once a step's tokens are committed.
 
-    Drafts that are verified with the distributions that they were drawn from stay as they are: a
-    forced token in their place was not drawn from these.
+    It skips requests whose drafts are verified with the distributions that they were drawn from: a
+    forced token was not drawn from such a distribution.
     """
 
     name = "forced"
@@ -30,17 +30,17 @@ class ForcedDrafter(Drafter):
         self._requests: set[Request] = set()
 
     def start(self, request: Request) -> bool:
-        """Record a request with a grammar."""
+        """Track the request if it has a grammar."""
         if request.grammar is not None and not request.features & Feature.DRAFT_PROBS:
             self._requests.add(request)
         return False
 
     def stop(self, request: Request, slot: int) -> None:
-        """Drop a request that gave its slot back."""
+        """Stop tracking a request that lost its slot."""
         self._requests.discard(request)
 
     def finish(self, results: StepResults) -> None:
-        """Complete the proposals of unfinished requests whose grammar has begun."""
+        """Add forced tokens to the proposals of requests whose grammar applies already."""
         if not self._requests:
             return
         for part in results.parts:
@@ -51,7 +51,7 @@ class ForcedDrafter(Drafter):
             if has_begun(request.thinking_state, injected):
                 try:
                     self._complete(request, results.proposals)
-                except Exception as error:  # the grammar's state is unknown now
+                except Exception as error:  # leaves the grammar in an unknown state
                     results.fail(request, error)
 
     def _complete(self, request: Request, proposals: Proposals) -> None:
@@ -59,7 +59,7 @@ class ForcedDrafter(Drafter):
         slot = request.slot
         count = int(proposals.counts[slot])
         if count and request.grammar.is_slow:
-            return  # walking along drafts would take as long as verifying them
+            return  # advancing the grammar along the drafts would take too long
         completed = complete(
             request.grammar,
             proposals.token_ids[slot, :count].tolist(),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Medusa heads: each drafts a token from the last state alone."""
+"""Medusa heads: each drafts one token from the last hidden state alone."""
 
 from specops.api.methods.medusa import METHOD, MedusaOptions
 from specops.engine.drafters.base import Drafter, DrafterContext
@@ -8,5 +8,5 @@ from specops.engine.models import load_medusa
 
 
 def load(context: DrafterContext) -> Drafter:
-    """Make the drafter of the heads that the configuration names; see `load_residual`."""
+    """Make the drafter for the heads that the configuration names; see `load_residual`."""
     return load_residual(context, METHOD, MedusaOptions, load_medusa)

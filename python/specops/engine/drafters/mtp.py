@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-token prediction: the target's own drafting modules, which read its hidden states.
 
-docs/mtp.md describes which state and token each module reads.
+docs/mtp.md describes which hidden state and token each module reads.
 """
 
 import os
@@ -19,7 +19,7 @@ from specops.engine.models import MtpBatch, MtpModules, load_mtp
 
 
 def load(context: DrafterContext) -> Drafter:
-    """Make the drafter of the modules in the target's checkpoint or in a separate directory.
+    """Make the drafter for the modules in the target's checkpoint or in a separate directory.
 
     Raises:
         MethodUnavailable: the checkpoint has no usable modules.
@@ -46,13 +46,13 @@ def load(context: DrafterContext) -> Drafter:
 
 
 class MtpHead(StackHead):
-    """A checkpoint's modules as a `DraftHead`: each module is a pass over the rows of a step.
+    """MTP modules as a `DraftHead`: each module is one pass over the rows of a step.
 
     Args:
-        modules: on top of their target.
+        modules: the modules, loaded for their target.
 
     Attributes:
-        modules: these.
+        modules: the argument.
     """
 
     def __init__(self, modules: MtpModules) -> None:

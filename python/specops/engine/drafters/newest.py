@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The token before a given draft, for each request of a step."""
+"""Lookup of the token before a given draft, for each request of a step."""
 
 import torch
 from torch import Tensor
@@ -9,11 +9,11 @@ from specops.engine.drafters.head import DraftRows
 
 
 class NewestTokens:
-    """Gathers the newest token of each request, or one of its drafts.
+    """Gatherer of each request's newest token, or of one of its drafts.
 
     Args:
-        slots: requests that run at once.
-        device: where steps run.
+        slots: number of request slots.
+        device: device that runs the steps.
     """
 
     def __init__(self, slots: int, device: torch.device) -> None:
@@ -26,12 +26,12 @@ class NewestTokens:
         torch.clamp(rows.slots, min=0, out=slot)
         torch.index_select(rows.lens, 0, slot, out=position)
         position.add_(index - 1)
-        is_nobody = rows.slots < 0
+        is_absent = rows.slots < 0
         if index:
-            # Read nothing for requests without this draft.
+            # Requests without the preceding draft have no token to gather.
             draft = rows.draft_token_ids.index_select(0, slot)[:, index - 1]
-            is_nobody = is_nobody | (draft < 0)
-        slot.masked_fill_(is_nobody, -1)
+            is_absent = is_absent | (draft < 0)
+        slot.masked_fill_(is_absent, -1)
         return batching.gather_input_ids(
             slot,
             position,

@@ -22,7 +22,7 @@ from specops.engine.memory.step_shape import StepShape
 from specops.engine.request import Request
 from specops.ngram import NgramIndex, ngram_propose
 
-_MAX_SIZES = 16  # limit on the sizes with index memory of their own; more sizes share it
+_MAX_SIZES = 16  # most n-gram sizes with index memory of their own; more sizes share it
 
 
 def load(context: DrafterContext) -> Drafter:
@@ -31,10 +31,10 @@ def load(context: DrafterContext) -> Drafter:
 
 
 class NgramDrafter(Drafter):
-    """Drafts with `specops.ngram.ngram_propose`, all requests of a step in one call.
+    """Drafter that calls `specops.ngram.ngram_propose` once per step, for all requests.
 
-    Each slot's tokens are indexed as they arrive, so the cost of a step does not depend on the
-    length. After a preemption a request is indexed anew, a piece per step. The index is allocated
+    Each slot's tokens are indexed as they arrive, so the cost of a step does not depend on the text
+    length. After a preemption, a request is indexed again, a piece per step. The index is allocated
     when the first request uses this method.
     """
 
@@ -46,7 +46,7 @@ class NgramDrafter(Drafter):
         self._slots, self._max_len = config.max_num_seqs, context.target.max_model_len
         self._device = context.target.device
         self._index: NgramIndex | None = None
-        self.limits: list[tuple[int, int]] = []  # of the step: (slot, most drafts)
+        self.limits: list[tuple[int, int]] = []  # (slot, most drafts) of the step
         self._choices: Tensor
         self._rows: tuple[Tensor, ...]
 
@@ -57,7 +57,7 @@ class NgramDrafter(Drafter):
         if self._index is None:
             self._index = self._new_index()
             self._choices = torch.ones((3, self._slots), dtype=torch.int32, device=self._device)
-            self._rows = tuple(self._choices)  # shortest, longest, is leftmost
+            self._rows = tuple(self._choices)  # min and max n-gram size, is leftmost
         choices = [own.min_ngram_size, own.max_ngram_size, own.ngram_match == "leftmost"]
         self._choices[:, request.slot] = torch.tensor(choices, dtype=torch.int32)
         self._index.reset(request.slot)
@@ -71,7 +71,7 @@ class NgramDrafter(Drafter):
         )
 
     def plan(self, parts: Sequence[Scheduled], shape: StepShape) -> Hashable | None:
-        """Return a key if a request takes drafts, or None."""
+        """Return a key if any request may get drafts, else None."""
         if self._index is None:
             return None
         self.limits = []
@@ -84,12 +84,12 @@ class NgramDrafter(Drafter):
     def new_step(
         self, key: Hashable, shape: StepShape, inputs: Layout, results: Layout
     ) -> DrafterStep:
-        """Make its part of the steps of one shape."""
+        """Make the drafter's part of the steps of one shape."""
         slots = self._slots
         return _NgramStep(self, _Found(inputs.int32(slots), results.int32(slots)))
 
     def propose(self, target: TargetStep, found: "_Found") -> None:
-        """Continue the proposals of every request in one call."""
+        """Append drafts to the proposals of every request, in one call."""
         ngram_propose(
             target.token_ids,
             target.lens,
@@ -108,7 +108,7 @@ class NgramDrafter(Drafter):
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Input and output of the n-gram search, by slot: draft limits, and lengths of matches."""
+    """Arrays of the n-gram search by slot: draft limits (in), and match lengths (out)."""
 
     limits: Array
     match_lens: Array
@@ -132,5 +132,5 @@ class _NgramStep(DrafterStep):
             length = int(self._found.match_lens.host[slot])
             if length and part.request.speculative.selects_drafts:
                 found = proposals.confidences[slot, : proposals.counts[slot]]
-                # Confidence grows with the match; the method's counts calibrate it.
+                # Longer matches give higher confidence; acceptance counts calibrate it.
                 found[found == 0] = length / (length + 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Probabilities that a recurrent drafter's passes give to their drafts, as the host reads them."""
+"""Draft probabilities that a recurrent drafter's passes report to the host."""
 
 from collections.abc import Sequence
 
@@ -12,16 +12,16 @@ from specops.engine.request import Request
 
 
 class PassReports:
-    """Draft probabilities that the passes of a step report; `read` makes confidences of them.
+    """Draft probabilities that the passes of a step report; `read` stores them as confidences.
 
     Args:
         results: allocates the memory.
-        batch: requests of the step.
+        batch: number of requests of the step.
         slots: rows of the table of proposals.
         passes: number of passes that report the probability of each draft.
 
     Attributes:
-        logprobs: of the drafts, by pass.
+        logprobs: log-probabilities of the drafts, one array per pass.
     """
 
     def __init__(self, results: Layout, batch: int, slots: int, passes: int) -> None:
@@ -31,26 +31,26 @@ class PassReports:
     def note_counts(self, num_draft_tokens: Tensor) -> None:
         """Record the number of drafts after the passes have run, int32 [slots].
 
-        Later drafters continue the proposals before the host reads them.
+        They are recorded on the device, since later drafters may add drafts before the host reads.
         """
         if self.logprobs:
             self._counts.device.copy_(num_draft_tokens)
 
     def read(self, parts: Sequence[Scheduled], ran: Sequence[bool], proposals: Proposals) -> None:
-        """Write the probabilities of drafts as confidences.
+        """Write the reported probabilities to the proposals' confidences.
 
         Args:
-            parts: of the step.
+            parts: the parts of the step.
             ran: for each part, whether passes ran for it.
-            proposals: with the drafts.
+            proposals: the table with the drafts; its confidences are written.
 
         Raises:
-            RequestsFailed: a probability of a request is NaN. Its drafts are dropped.
+            RequestsFailed: probabilities of these requests are NaN. Their drafts are dropped.
         """
         if not self.logprobs:
             return
         logprobs = np.array([array.host[: len(parts)] for array in self.logprobs])
-        # Only drafts of these passes: the report memory of other drafts is not written.
+        # Read only drafts of passes that ran: the memory for other drafts is uninitialized.
         counts = self._counts.host[[part.request.slot for part in parts]]
         counts = np.where(ran, np.minimum(counts, len(logprobs)), 0)
         written = np.arange(len(logprobs))[:, None] < counts

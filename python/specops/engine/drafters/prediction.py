@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicted outputs: drafts are read from the text that a request expects."""
+"""Predicted outputs: drafts are copied from the output text that the client predicted."""
 
 from specops.engine.drafters.base import Drafter, DrafterContext, StepResults, stage_limit
 from specops.engine.request import Request
@@ -12,10 +12,10 @@ def load(context: DrafterContext) -> Drafter:
 
 
 class PredictionDrafter(Drafter):
-    """Drafts with `specops.predicted_text.PredictedText`.
+    """Drafter that reads drafts from a request's `specops.predicted_text.PredictedText`.
 
-    While the output follows the prediction, its drafts replace those of earlier methods. Elsewhere
-    the earlier drafts stay, so those methods draft what the prediction does not contain.
+    While the output follows the prediction, drafts from the prediction replace those of earlier
+    drafters. Elsewhere, the earlier drafters' drafts stay.
     """
 
     name = "prediction"
@@ -24,13 +24,13 @@ class PredictionDrafter(Drafter):
         self._texts: dict[Request, PredictedText] = {}
 
     def start(self, request: Request) -> bool:
-        """Index the prediction, unless this was done before."""
+        """Index the request's prediction, unless it is indexed already."""
         if request.prediction and request not in self._texts:
             self._texts[request] = PredictedText(request.prediction, request.prompt_len)
         return False
 
     def leave(self, request: Request) -> None:
-        """Drop the prediction."""
+        """Drop the request's prediction."""
         self._texts.pop(request, None)
 
     def finish(self, results: StepResults) -> None:
@@ -48,9 +48,9 @@ class PredictionDrafter(Drafter):
             if proposals.token_ids[slot, :count].tolist() == drafts and (
                 proposals.counts[slot] >= count
             ):
-                continue  # they agree, and may continue after the end of the prediction
+                continue  # both agree; the earlier drafts may extend beyond the prediction
             proposals.counts[slot] = count
             proposals.token_ids[slot, :count] = drafts
             proposals.stages[slot, :count] = list(request.draft_stages).index(self.name)
-            # Confidence grows with the match; the method's counts calibrate it.
+            # Longer matches give higher confidence; acceptance counts calibrate it.
             proposals.confidences[slot, :count] = (text.match_len + 1) / (text.match_len + 2)

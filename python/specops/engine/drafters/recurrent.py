@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafting token by token with a head that reads the target's states first and then its own.
 
-This module has everything that does not depend on the head: the progress of a request, rows that
-run again, pages, kept states, and choosing drafts. pass_reports.py has their probabilities.
+This module implements all that does not depend on the kind of head: the progress of requests, rows
+that run again, pages, stored target states, and the choice of drafts.
 """
 
 from collections.abc import Hashable, Sequence
@@ -37,33 +37,33 @@ from specops.engine.models import CacheCapacity, KvBytes
 from specops.engine.request import Request
 from specops.sampling import LogitsProcessors, Purpose, SampleOutputs, SamplingTensors
 
-# Positions of a request whose states are kept for heads that lag behind. This covers CATCH_UP, and
-# BEGIN_ANEW plus the positions before these on the same page.
+# Number of a request's last positions whose target states are stored, for heads that lag behind.
+# It covers CATCH_UP, and BEGIN_ANEW plus the earlier positions of the same page.
 WINDOW = 128
-# A head catches up with a lag of at most CATCH_UP positions. After a longer lag it begins anew with
-# BEGIN_ANEW positions.
+# A head catches up if it lags by at most CATCH_UP positions. If it lags further, it starts over at
+# about the last BEGIN_ANEW positions and never attends to earlier ones.
 CATCH_UP, BEGIN_ANEW = 64, 32
 
 
 class RecurrentShape(NamedTuple):
-    """Parameters that the head's part of a step depends on."""
+    """Parameters of the head's part of a step; steps with equal parameters share launches."""
 
-    rows: int  # of the first pass; 0: no pass runs, the target's states are only kept
-    skips_pages: bool  # the head does not see all pages of a request
+    rows: int  # rows of the first pass; 0: no pass runs, target states are only stored
+    skips_pages: bool  # for some request, the head does not attend to all pages
     draws: bool  # some drafts are sampled, not greedy
-    has_own_numbers: bool  # some of these use the drafter's own random numbers
-    tells: bool  # reports the probability of each draft
+    has_own_numbers: bool  # some drafts are sampled with the drafter's own random numbers
+    reports_probs: bool  # the probability of each draft is reported to the host
 
 
 class _Inputs(NamedTuple):
     """Per-request columns of a step; each is a row of one int32 array."""
 
-    slots: Tensor  # -1: a request of another method
-    drafting_slots: Tensor  # -1: as above, or a request that the head does not run for
+    slots: Tensor  # -1: the request uses another method
+    drafting_slots: Tensor  # -1: the head does not run for the request in this step
     redraft_lens: Tensor  # number of rows before the step's rows that run again
-    skipped: Tensor  # number of leading positions that the head does not see
-    # 1: drafts are drawn with the drafter's own random numbers, not with those that the target will
-    # draw with; and 1: these numbers are anchored, as strategy "block" requires.
+    skipped: Tensor  # number of leading positions that the head does not attend to
+    # own_numbers: 1 if drafts are sampled with the drafter's own random numbers, instead of those
+    # that the target will use. has_anchors: 1 if these are anchored, as strategy "block" requires.
     own_numbers: Tensor
     has_anchors: Tensor
 
@@ -74,35 +74,36 @@ class _Progress:
 
     request: Request
     num_drafted: int  # number of leading positions whose draft keys and values are final
-    begin: int = 0  # first position that the head sees
-    redraft_len: int = -1  # in this step, rows before its own that run again; -1: no row runs
+    begin: int = 0  # first position that the head attends to
+    redraft_len: int = -1  # rows before the step's rows that run again; -1: no row runs
 
 
 class RecurrentDrafter(Drafter):
-    """A drafter that runs a head recurrently.
+    """Drafter that runs a draft head recurrently.
 
-    In every step the head runs over the rows whose next token the step made known, replacing what
-    it drafted there before, and then continues into the drafts. While a request takes no drafts,
-    the states of its last positions are kept; they run in one pass when it takes drafts again.
-    After a longer pause the head begins anew with the last of them and sees nothing before.
+    In every step, the head runs over the rows whose next token the step made known, which replaces
+    the keys and values that it wrote there from drafts. Then it continues on its own drafts. While
+    a request takes no drafts, the target states of its last positions are stored, and the head runs
+    over them in one pass when the request takes drafts again. After a longer pause, the head starts
+    over at the last positions and does not attend to earlier ones.
 
     Args:
-        name: of the method.
-        context: of the engine.
-        head: on the target's device.
-        draws: whether it may draw drafts with its own random numbers.
+        name: name of the method.
+        context: the engine's config, target, tokenizer and device.
+        head: the model that drafts, on the target's device.
+        draws: whether it may sample drafts with its own random numbers.
 
     Attributes:
         head: the model that drafts.
         num_passes: passes of the head over the rows of a step.
-        max_redrafts: limit on rows before the step's that run again in one step, not counting the
-            rows that heads with several passes always run again.
+        max_redrafts: limit on earlier rows that run again in one step, not counting those that a
+            head with several passes always runs again.
         max_rows: rows of the longest pass.
-        arrays: shared by its steps.
-        kept: [slots, WINDOW, hidden_size], the target's states of each slot's last positions.
-        keeps_states: whether `kept` is used: not for a head that reads no states, or only those of
-            the step.
-        window: positions before a step's that may run again.
+        arrays: arrays that all steps share.
+        kept: [slots, WINDOW, hidden_size], stored target states of each slot's last positions.
+        keeps_states: whether `kept` is used; False for a head that reads no states, or only states
+            of the current step.
+        window: most positions before the step's rows that may run again.
         reads_own_tokens: whether a row reads the token at its own position; see `DraftHead`.
     """
 
@@ -113,10 +114,10 @@ class RecurrentDrafter(Drafter):
         self.reads_own_tokens = not head.reads_states
         self.kv_bytes, self.max_drafts = KvBytes(head.kv_bytes_per_token), head.max_drafts
         self.max_redrafts = max(max_rows, WINDOW)
-        # Each request has one row after the step's rows, or one per pass except the first.
+        # Each request may have additional rows: one for its newest token, or one per later pass.
         more = 1 if self.reads_own_tokens else head.num_passes - 1
         self.max_rows = max_rows + self.max_redrafts + slots * more
-        # From the draft vocabulary to the target's, on the host; None: they are the same.
+        # Token id of each draft vocabulary entry, on the host; None: entry i is token i.
         token_map = head.token_map
         self.token_map = None if token_map is None else token_map.cpu().numpy()
         if draws:
@@ -125,11 +126,11 @@ class RecurrentDrafter(Drafter):
         self.slots = slots
         self._device = device = context.device
         self._progress: dict[int, _Progress] = {}  # by slot
-        # By slot: sampling parameters of drafts.
+        # Sampling parameters of drafts, by slot.
         self.temperatures: NDArray[np.float32] = np.zeros(slots, dtype=np.float32)
         self.own_numbers: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
         self.has_anchors: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
-        self.num_steps = 0  # most passes that any request needs
+        self.num_steps = 0  # most drafts that any request needs
         head.reserve(self.max_rows)
         self.arrays = DraftArrays(head, slots, self.max_rows, device)
         where, width = device.device, head.hidden_size
@@ -153,7 +154,7 @@ class RecurrentDrafter(Drafter):
         return DraftKv(self.name, self.head.lookahead, request.draft_stages[self.name])
 
     def start(self, request: Request) -> bool:
-        """Set up the sampling parameters and passes that the request's drafts need."""
+        """Set up the sampling parameters and the number of drafts that the request needs."""
         config, slot = request.speculative, request.slot
         self._progress[slot] = _Progress(request, request.num_computed)
         draws = config.draws_drafts or config.drafts_with_target_numbers
@@ -166,11 +167,11 @@ class RecurrentDrafter(Drafter):
         return has_moved
 
     def stop(self, request: Request, slot: int) -> None:
-        """Drop per-slot progress; shared pages track their own draft KV."""
+        """Drop the slot's progress; the pages record which draft KV they hold."""
         self._progress.pop(slot, None)
 
     def plan(self, parts: Sequence[Scheduled], shape: StepShape) -> Hashable | None:
-        """Plan for which requests and rows the head runs; states of all requests are kept."""
+        """Plan over which rows the head runs. Target states are stored for all requests."""
         if not self._progress:
             return None
         ours = [
@@ -181,7 +182,7 @@ class RecurrentDrafter(Drafter):
         if not ours:
             return None
         redrafts, room = 0, self.max_redrafts
-        runs = draws = own_numbers = skips = tells = False
+        runs = draws = own_numbers = skips = reports_probs = False
         for part, progress in ours:
             progress.redraft_len = -1
             slot = part.request.slot
@@ -193,25 +194,25 @@ class RecurrentDrafter(Drafter):
                     self.own_numbers[slot] and self.temperatures[slot] > 0
                 )
                 if not part.draft_limit and part.num_rows - part.num_drafts == 1:
-                    continue  # no drafts requested; prompt rows run through the head in any case
+                    continue  # no drafts requested; only prompt rows run through the head anyway
             missing = self._redraft_len(progress, room)
             progress.redraft_len = missing
             if missing >= 0:
                 runs = True
-                tells = tells or part.request.speculative.selects_drafts
+                reports_probs = reports_probs or part.request.speculative.selects_drafts
                 redrafts += missing
                 room -= max(missing - (self.num_passes - 1), 0)
                 skips = skips or progress.begin > 0
         if not runs:
-            return RecurrentShape(0, False, draws, own_numbers, tells=False)
-        rows = self.max_rows  # one size on the CPU, so that shapes recur: see `with_rows`
+            return RecurrentShape(0, False, draws, own_numbers, reports_probs=False)
+        rows = self.max_rows  # one size on the CPU, so that shapes recur; see `with_rows`
         if self._device.is_async:
             own = shape.batch if self.reads_own_tokens else 0
             rows = min(shape.rows + own + (bucket(redrafts) if redrafts else 0), self.max_rows)
-        return RecurrentShape(rows, skips, draws, own_numbers, tells)
+        return RecurrentShape(rows, skips, draws, own_numbers, reports_probs)
 
     def _begin(self, progress: _Progress) -> int:
-        """Return the first position that runs if the head runs in the next step."""
+        """Return the first position that the head would run over in the next step."""
         begin, end = progress.num_drafted, progress.request.num_computed
         if not self.kv_bytes.per_token:
             return end
@@ -220,13 +221,13 @@ class RecurrentDrafter(Drafter):
         return max(begin, (end - BEGIN_ANEW) // self.page_size * self.page_size)
 
     def _redraft_len(self, progress: _Progress, room: int) -> int:
-        """Return how many rows before the step's run again; -1: the head cannot run.
+        """Return how many earlier rows run again in the step; -1: the head cannot run.
 
-        If the head lags too far behind, it begins anew on the first position of a page.
+        If the head lags too far behind, it starts over at the first position of a page.
 
         Args:
-            progress: of a request.
-            room: limit on rows that run again in the step, not counting those that always do.
+            progress: progress of the request.
+            room: limit on these rows, not counting those that always run again.
         """
         begin = self._begin(progress)
         missing = progress.request.num_computed - begin
@@ -244,7 +245,7 @@ class RecurrentDrafter(Drafter):
         return RecurrentStep(self, key, shape, inputs, results)
 
     def finish(self, results: StepResults) -> None:
-        """Record which positions the head has run over, after a step and its commit."""
+        """Record which positions the head has run over, after the step's tokens are committed."""
         if not self._progress:
             return
         for part in results.parts:
@@ -254,21 +255,21 @@ class RecurrentDrafter(Drafter):
             request = part.request
             known = len(request.token_ids) - self.head.lookahead
             progress.num_drafted = max(progress.num_drafted, min(request.num_computed, known))
-            # Rows that do not see their whole prefix cannot be shared with other requests.
+            # Rows that do not attend to their whole prefix cannot be shared with other requests.
             request.num_final_draft_kv = 0 if progress.begin else progress.num_drafted
 
     def progress_of(self, part: Scheduled) -> _Progress | None:
-        """Return how far the head is with a request; None: a request of another method."""
+        """Return the head's progress on a request, or None if the request uses another method."""
         return self._progress.get(part.request.slot)
 
 
 class RecurrentStep(DrafterStep):
-    """The head's work after the steps of one shape.
+    """The head's part of the steps of one shape.
 
     Attributes:
-        reports: results of its passes for the host.
-        rows: per-request columns that the host fills; bound when the step is launched.
-        max_draft_tokens: [slots], int32.
+        reports: draft probabilities for the host.
+        rows: per-request columns that the host fills; set when the step is launched.
+        max_draft_tokens: draft limits, int32 [slots].
     """
 
     def __init__(
@@ -285,25 +286,25 @@ class RecurrentStep(DrafterStep):
         self._temperatures = inputs.float32(batch)
         self._max_drafts = inputs.int32(drafter.slots)
         self._kv_indptr = inputs.int32(batch + 1 if shape.skips_pages else 0)
-        # For a head that reads tokens at their own positions: rows including the one after the
-        # step's.
-        of_own = batch if drafter.reads_own_tokens and shape.rows else 0
-        self._qo_indptr, self._kv_lens = inputs.int32(of_own + 1), inputs.int32(of_own)
-        passes = min(drafter.num_steps, step.proposals) if shape.tells else 0
+        # Row ranges for a head whose rows read the token at their position: they include one more
+        # row for the newest token.
+        num_ranges = batch if drafter.reads_own_tokens and shape.rows else 0
+        self._qo_indptr, self._kv_lens = inputs.int32(num_ranges + 1), inputs.int32(num_ranges)
+        passes = min(drafter.num_steps, step.proposals) if shape.reports_probs else 0
         self.reports = PassReports(results, batch, drafter.slots, passes)
-        # The target's states may be projected even if no rows run.
+        # `target_states` may project the target's states even if no pass runs.
         self.sums_size = drafter.head.sums_size(max(shape.rows, step.rows), batch)
         if shape.rows:
             self.workspace_size = drafter.head.workspace_size(shape.rows, batch, step.pages)
         self.rows: _Inputs
         self.max_draft_tokens: Tensor
         self._sampling: SamplingTensors | None
-        # Changes to the logits of the first draft; None: no changes.
+        # Logits processors of the first draft; None: no changes to the logits.
         self._processors: LogitsProcessors | None
         self._target: TargetStep | None = None
 
     def fill(self, parts: Sequence[Scheduled]) -> None:
-        """Write the requests and rows that the head runs for."""
+        """Write the per-request columns, draft limits and row ranges of a step."""
         drafter, ints, count = self._drafter, self._ints.host, len(parts)
         slots, drafting, redrafts, skipped, own_numbers, has_anchors = ints
         self._max_drafts.host.fill(0)
@@ -333,15 +334,15 @@ class RecurrentStep(DrafterStep):
             indptr = self._kv_indptr.host
             indptr[: count + 1] = ends
             indptr[count + 1 :] = ends[-1]
-            # A request's page list now also covers the pages that the next request skips, but the
-            # head does not read those.
+            # This moves the end of each page list as well, into pages that the next request skips;
+            # the KV lengths keep the head from reading these.
             indptr[:-1] += skipped // drafter.page_size
 
     def _fill_own_rows(self, parts: Sequence[Scheduled]) -> None:
-        """Write the row ranges including one row per request for its newest token.
+        """Write the row ranges, with one additional row per request for its newest token.
 
-        This row is added if the step emits, drafts are requested and a page is available. If drafts
-        are rejected, the newest token lies at an earlier position.
+        The row is added if the step emits a token, drafts are requested and a page has space. If
+        drafts are rejected, the newest token lies at an earlier position.
         """
         indptr, kv_lens, size = self._qo_indptr.host, self._kv_lens.host, self._drafter.page_size
         kv_lens.fill(0)
@@ -356,7 +357,7 @@ class RecurrentStep(DrafterStep):
         indptr[len(parts) :] = end
 
     def launch(self, target: TargetStep) -> None:
-        """Run the head after the target's step, and write the drafts."""
+        """Run the head after the target, write the drafts, and store target states."""
         if self._target is not target:
             self._bind(target)
         states = self._drafter.head.target_states(target)
@@ -365,7 +366,7 @@ class RecurrentStep(DrafterStep):
         self.reports.note_counts(target.num_draft_tokens)
         if not self._drafter.keeps_states:
             return
-        # After the passes, because these rows may overwrite some of those that ran again.
+        # After the passes, since this may overwrite stored states that the passes read.
         rows = self.rows
         batching.keep_hidden_rows(
             states,
@@ -377,13 +378,13 @@ class RecurrentStep(DrafterStep):
         )
 
     def read(self, parts: Sequence[Scheduled], proposals: Proposals) -> None:
-        """Read the probabilities of the drafts."""
+        """Read the probabilities of the drafts as confidences."""
         found = [self._drafter.progress_of(part) for part in parts]
         ran = [progress is not None and progress.redraft_len >= 0 for progress in found]
         self.reports.read(parts, ran, proposals)
 
     def _bind(self, target: TargetStep) -> None:
-        """Make the views that launches use, once."""
+        """Create the views that launches use, once per target step."""
         self._target = target
         self.rows = _Inputs(*self._ints.device)
         self.max_draft_tokens = self._max_drafts.device
@@ -399,7 +400,7 @@ class RecurrentStep(DrafterStep):
 
     @property
     def num_skipped(self) -> Tensor | None:
-        """Number of leading positions that the head does not see, by request; None: it sees all."""
+        """Number of leading positions that the head skips, by request; None: it skips none."""
         return self.rows.skipped if self._shape.skips_pages else None
 
     def _draft(self, target: TargetStep, states: Tensor) -> None:
@@ -415,9 +416,8 @@ class RecurrentStep(DrafterStep):
             torch.add(first.draft_positions, 1, out=anchors)
             anchors.mul_(rows.has_anchors)
         source_rows = indices.source_rows
-        # The first pass, and passes whose keys and values later steps read, run in every step.
-        # Others only draft, and the proposals have no column for the tokens that those after
-        # `count` would read.
+        # The first pass, and passes whose keys and values later steps read, run in every step. The
+        # other passes only draft, so those beyond `count` drafts are skipped.
         num_passes = min(drafter.num_passes, max(count, head.lookahead, 1))
         for index in range(num_passes):
             passed = self._pass(target, indices, source_rows)
@@ -437,11 +437,12 @@ class RecurrentStep(DrafterStep):
             self._choose(target, indices, hidden, step=step, count=count)
 
     def _first_rows(self, target: TargetStep) -> DraftIndices:
-        """Make the rows of the first pass."""
+        """Compute the rows of the first pass."""
         drafter, rows, size = self._drafter, self.rows, self._step.batch
         qo_indptr, kv_lens, lens = target.qo_indptr, target.kv_lens, target.lens
         if drafter.reads_own_tokens:
-            # Pretend that one more token is known: row i reads token i, not the next one.
+            # The op assumes that row i reads token i + 1, but here it reads token i. So pretend
+            # that one more token is known.
             qo_indptr, kv_lens = self._qo_indptr.device, self._kv_lens.device
             lens = torch.add(target.lens, 1, out=drafter.arrays.lens)
         first = batching.prepare_draft_batch(
@@ -462,7 +463,7 @@ class RecurrentStep(DrafterStep):
         return first
 
     def _note_positions(self, indices: DraftIndices) -> None:
-        """Correct the positions of drafts for the extra token that `_first_rows` adds."""
+        """Correct draft positions for the additional token that `_first_rows` pretends is known."""
         if self._drafter.reads_own_tokens:
             indices.draft_positions.sub_(1).clamp_(min=0)
 
@@ -470,7 +471,7 @@ class RecurrentStep(DrafterStep):
         kv_lens, skipped = indices.kv_lens, self.num_skipped
         prefix_leaders, prefix_lens = target.prefix_leaders, target.prefix_lens
         if skipped is not None:
-            # Some page lists begin later here and no longer start with the shared prefix.
+            # Some page lists now begin later, so they do not start with the shared prefix.
             prefix_leaders = prefix_lens = None
             kv_lens = self._drafter.arrays.kv_lens[: skipped.shape[0]]
             torch.sub(indices.kv_lens, skipped, out=kv_lens)
@@ -505,14 +506,14 @@ class RecurrentStep(DrafterStep):
         step: int,
         count: int,
     ) -> None:
-        """Choose draft `step` of `count`, and make the rows of the pass after it."""
+        """Choose draft `step` of `count`, and compute the rows of the next pass."""
         drafter, head, size = self._drafter, self._drafter.head, self._step.batch
         choices = drafter.arrays.choice_view(size)
         batching.gather_output_rows(hidden, indices.last_rows, out=choices.states)
         head.logits(step, choices.states, out=choices.logits, sums=target.sums)
         positions = indices.draft_positions
         if 0 < step < drafter.num_passes and (self._sampling or self._processors):
-            # The rows are those of the first pass; each pass drafts one position further on.
+            # All passes share the rows of the first one, but each drafts one position further.
             positions = torch.add(positions, step, out=choices.positions)
             positions.clamp_(max=target.token_ids.shape[1])
         processors = self._processors
@@ -566,13 +567,13 @@ class RecurrentStep(DrafterStep):
 
 
 def later_processors(first: LogitsProcessors) -> LogitsProcessors:
-    """Return the changes to the logits of the drafts after the first one.
+    """Return the logits processors of all drafts after the first one.
 
-    The preceding drafts are in no token table. So penalties do not count them, and bad words of
-    several tokens, which may begin in them, are left out.
+    The earlier drafts are not in the token table. So penalties do not count them, and bad words of
+    several tokens are left out: they may begin within these drafts.
 
     Args:
-        first: changes to the logits of the first draft.
+        first: logits processors of the first draft.
     """
     words = first.bad_words
     if words is None or words.shape[2] == 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads of residual blocks for the recurrent drafter: each head is a pass over the last rows."""
+"""Medusa and Hydra heads for the recurrent drafter: each head is one pass over the last rows."""
 
 from collections.abc import Sequence
 from typing import Protocol, cast
@@ -18,7 +18,7 @@ from specops.engine.models import CacheCapacity, MtpBatch, PrefixLayer, Residual
 
 
 class Loader(Protocol):
-    """A function that loads the heads in a directory."""
+    """Function that loads the heads in a directory."""
 
     def __call__(
         self, target: Transformer, directory: str, *, quantization: str | None
@@ -31,17 +31,17 @@ def load_residual(
     options: type[WeightOptions],
     loader: Loader,
 ) -> Drafter:
-    """Make the drafter of the heads that the configuration names.
+    """Make the drafter for the heads that the configuration names.
 
     Args:
-        context: of the engine.
-        method: of the drafter.
+        context: the engine's config, target, tokenizer and device.
+        method: the drafting method.
         options: class of the method's options.
-        loader: of its heads.
+        loader: function that loads the heads.
 
     Raises:
         MethodUnavailable: the configuration names no heads.
-        ModelError: the heads cannot be used, or not with this target.
+        ModelError: the heads cannot be used, or do not fit this target.
     """
     own, directory = named_weights(context, options, f"{method.title} are")
     heads = loader(context.target, directory, quantization=own.quantization)
@@ -53,14 +53,14 @@ def load_residual(
 
 
 class ResidualDraftHead:
-    """Medusa or Hydra heads as a `DraftHead` that keeps nothing on pages.
+    """Medusa or Hydra heads as a `DraftHead` without a KV cache.
 
     Args:
-        heads: of a checkpoint.
-        slots: requests that run at once.
+        heads: the heads of a checkpoint.
+        slots: number of request slots.
 
     Attributes:
-        heads: these.
+        heads: the argument.
     """
 
     is_chained = False
@@ -106,14 +106,14 @@ class ResidualDraftHead:
         self._gathered = self._gathered.new_empty(rows, self.hidden_size)
 
     def allocate(self, capacity: CacheCapacity) -> None:
-        """Do nothing: the heads keep nothing on pages."""
+        """Do nothing: the heads have no KV cache."""
 
     def kv_tensors(self) -> Sequence[Tensor]:
-        """Return an empty tuple."""
+        """Return an empty tuple: the heads have no KV cache."""
         return ()
 
     def workspace_size(self, rows: int, batch: int, pages: int) -> int:
-        """Return 0: there is no attention."""
+        """Return 0: the heads have no attention."""
         return 0
 
     def sums_size(self, rows: int, outputs: int) -> int:
@@ -125,7 +125,7 @@ class ResidualDraftHead:
         return target.hidden
 
     def forward(self, index: int, rows: DraftRows, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather the states that rows read, and let head `index` read its first token."""
+        """Gather the states of the rows, and embed the token that head `index` reads first."""
         gathered = self._gathered[: rows.positions.shape[0]]
         if index == 0:
             batching.gather_output_rows(states, rows.source_rows, out=gathered)
@@ -141,26 +141,26 @@ class ResidualDraftHead:
 
 
 class PrefixedHead(StackHead):
-    """Hydra++ heads as a `DraftHead`: their prefix layer runs in the first pass.
+    """Hydra++ heads as a `DraftHead`, whose prefix layer runs in the first pass.
 
     Args:
-        heads: of a checkpoint.
-        prefix: the layer before the heads.
-        slots: requests that run at once.
+        heads: the heads of a checkpoint.
+        prefix: the decoder layer before the heads.
+        slots: number of request slots.
 
     Attributes:
-        heads: these.
+        heads: the argument.
     """
 
     is_chained = False
-    lookahead = 0  # the layer reads no token
+    lookahead = 0  # the prefix layer reads no token
 
     def __init__(self, heads: ResidualHeads, prefix: PrefixLayer, slots: int) -> None:
         super().__init__(prefix)
         self.heads, self._prefix = heads, prefix
         self.num_passes = self.max_drafts = len(heads.heads)
         self._tokens = NewestTokens(slots, heads.device)
-        self._states: Tensor  # output of the latest pass 0
+        self._states: Tensor  # states from the latest pass 0
         heads.reserve(slots)
 
     def sums_size(self, rows: int, outputs: int) -> int:
@@ -168,7 +168,7 @@ class PrefixedHead(StackHead):
         return max(super().sums_size(rows, outputs), self.heads.sums_size(outputs))
 
     def forward(self, index: int, rows: DraftRows, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the prefix layer over rows in pass 0 only, and return its states in every pass.
+        """Run the prefix layer over the rows in pass 0; return its states in every pass.
 
         If the heads read tokens, also embed the token before draft `index` for head `index`.
         """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft selection: verify the likeliest drafts of all requests while they pay for their rows.
+"""Draft selection: verify the drafts that are likely enough to be worth their rows.
 
-The selection maximizes tokens per second, from counted acceptance probabilities and from step times
-that were measured once. No clock is read, so equal calls give equal selections, and no token
-depends on them.
+The selection maximizes the expected tokens per second, from counted acceptance probabilities and
+from step times that were measured once. It reads no clock, so equal calls give equal selections. No
+token depends on a selection.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from specops.engine.drafters.acceptance import MethodAcceptance, RequestAcceptan
 Acceptances: TypeAlias = Sequence[RequestAcceptance]
 Floats: TypeAlias = Sequence[Sequence[float]]
 
-_LOSS = 0.02  # share of plain decoding's tokens that testing unlikely drafts may cost
+_LOSS = 0.02  # fraction of the throughput without drafts that testing unlikely drafts may cost
 
 
 class DraftSelector:
-    """Selects the drafts of every step: call `select` to plan a step and `observe` after it.
+    """Selector of the drafts of every step: call `select` to plan a step and `observe` after it.
 
     Args:
         seconds: duration of a step by its number of rows, from 0 rows on; never decreasing.
@@ -28,11 +28,11 @@ class DraftSelector:
     def __init__(self, seconds: Sequence[float]) -> None:
         self.seconds = seconds
         self._methods: dict[str, MethodAcceptance] = {}
-        self._credit = 0.0  # tokens that tests may still cost
+        self._credit = 0.0  # number of tokens that tests may still cost
         self._tested: set[RequestAcceptance] = set()  # requests tested in the step
 
     def start(self, method: str) -> RequestAcceptance:
-        """Return the acceptance probabilities of a new request."""
+        """Return the acceptance probabilities of a new request of a method."""
         return RequestAcceptance(self._methods.setdefault(method, MethodAcceptance()))
 
     def select(
@@ -42,7 +42,7 @@ class DraftSelector:
 
         Args:
             acceptance: acceptance probabilities of all requests with draft selection in the step.
-            confidences: of each request's drafts, in [0, 1]; empty if it has no drafts.
+            confidences: confidences of each request's drafts, in [0, 1]; empty without drafts.
             room: limit on the number of chosen drafts.
             others: rows of the step that belong to other requests.
 
@@ -53,12 +53,13 @@ class DraftSelector:
         self._tested.clear()
         rows = len(acceptance) + others
         best = sorted(chain.from_iterable(products), reverse=True)[:room]
-        tokens = accumulate(best, initial=float(rows))  # other rows count as one token each
+        tokens = accumulate(best, initial=float(rows))  # each request's first row emits one token
         rates = [n / t for n, t in zip(tokens, self.seconds[rows:], strict=False)]
         count = rates.index(max(rates))
         least = best[count - 1] if count else 2.0
-        ties = best[:count].count(least)  # how many drafts as likely as the last to take
-        # Probabilities fall along a chain, so the likeliest drafts of a chain are its first ones.
+        ties = best[:count].count(least)  # number of chosen drafts as likely as the last
+        # Probabilities never rise along a chain, so the likeliest drafts of a chain are its first
+        # ones.
         chosen = [
             sum(p > least or (p == least and (ties := ties - 1) >= 0) for p in own)
             for own in products
@@ -71,16 +72,17 @@ class DraftSelector:
         return chosen
 
     def _may_test(self, count: int, rows: int, room: int) -> bool:
-        """Return whether to add `count` drafts to the step although they do not seem to pay.
+        """Return whether to verify `count` drafts although they do not seem worth their rows.
 
-        Drafts that are never verified are never counted, yet they may have become likelier. So the
-        likeliest draft of each idle request is tested now and then, and again while that pays off.
+        Acceptance probabilities are only counted for verified drafts, so those of requests without
+        verified drafts go stale. So the first draft of each such request is tested from time to
+        time, and sooner again if it is accepted.
         """
         if count > room:
             return False
-        price = rows * (self.seconds[rows + count] / self.seconds[rows] - 1.0)  # in tokens
-        self._credit = min(self._credit + _LOSS * count, price)
-        is_due = self._credit >= price
+        cost = rows * (self.seconds[rows + count] / self.seconds[rows] - 1.0)  # in tokens
+        self._credit = min(self._credit + _LOSS * count, cost)
+        is_due = self._credit >= cost
         self._credit = 0.0 if is_due else self._credit
         return is_due
 
@@ -88,9 +90,9 @@ class DraftSelector:
         """Count the outcome of the verified drafts of some requests.
 
         Args:
-            acceptance: of the requests, as in `select`.
-            verified: confidences of their verified drafts.
-            accepted: how many of these were accepted.
+            acceptance: acceptance probabilities of the requests, as in `select`.
+            verified: confidences of the verified drafts of each request.
+            accepted: number of accepted drafts of each request.
         """
         for one, own, count in zip(acceptance, verified, accepted, strict=True):
             one.observe(own[: count + 1], count)

@@ -15,12 +15,12 @@ Options = TypeVar("Options", bound=WeightOptions)
 
 
 def named_weights(context: DrafterContext, kind: type[Options], what: str) -> tuple[Options, str]:
-    """Return the options of a method that needs a named checkpoint, and its directory.
+    """Return a method's options, and the directory of the checkpoint that they must name.
 
     Args:
-        context: of the engine.
+        context: the engine's config, target, tokenizer and device.
         kind: class of the options.
-        what: name of the weights with a verb for error messages, such as "EAGLE head is".
+        what: subject and verb of the error message, such as "EAGLE head is".
 
     Raises:
         MethodUnavailable: the configuration names no directory.
@@ -33,17 +33,17 @@ def named_weights(context: DrafterContext, kind: type[Options], what: str) -> tu
 
 
 class StackHead:
-    """The parts of a `DraftHead` that a `LayerStack` implements.
+    """Base class of draft heads that run a `LayerStack`.
 
     The class constants describe most heads: one pass over the rows of a step, which reads the token
-    after each row, and later its own states.
+    after each row. For further drafts, it is repeated on its own states.
 
     Args:
         stack: the layers.
 
     Attributes:
-        stack: this.
-        cache: its keys and values.
+        stack: the argument.
+        cache: KV cache of the layers.
     """
 
     num_passes = 1
@@ -60,22 +60,22 @@ class StackHead:
 
     @property
     def hidden_size(self) -> int:
-        """Width of the states that it reads."""
+        """Width of the hidden states that rows read."""
         return self.stack.hidden_size
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of these states."""
+        """Dtype of the hidden states that rows read."""
         return self.stack.dtype
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens that it may draft."""
+        """Size of the draft vocabulary."""
         return self.stack.lm_head.num_outputs
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes per token over all of its layers."""
+        """KV bytes per token, over all layers."""
         return self.stack.kv_bytes_per_token()
 
     def reserve(self, rows: int) -> None:
@@ -83,11 +83,11 @@ class StackHead:
         self.stack.reserve(rows)
 
     def allocate(self, capacity: CacheCapacity) -> None:
-        """Allocate its keys and values on the target's pages."""
+        """Allocate the layers' keys and values on the target's pages."""
         self.cache = self.stack.new_kv_cache(*capacity)
 
     def kv_tensors(self) -> Sequence[Tensor]:
-        """Return its keys and values."""
+        """Return the tensors of the layers' keys and values."""
         return [shard.tensor for shard in self.cache.page_shards]
 
     def workspace_size(self, rows: int, batch: int, pages: int) -> int:
@@ -105,5 +105,5 @@ class StackHead:
     def logits(
         self, index: int, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
     ) -> Tensor:
-        """Return the logits of rows."""
+        """Return the logits of the rows `hidden`."""
         return self.stack.logits(hidden, out=out, sums=sums)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suffix decoding: draft what most often followed the last tokens in this or in other requests."""
+"""Suffix decoding: draft what most often followed the last tokens, in this and other requests."""
 
 import secrets
 from collections.abc import Mapping
@@ -23,21 +23,21 @@ def load(context: DrafterContext) -> Drafter:
     """Make the drafter; every model supports it.
 
     Raises:
-        ValueError: the corpus or the file of the configuration cannot be used.
+        ValueError: the corpus or the cache file that the configuration names cannot be used.
     """
     store = SuffixStore(context.config, context.tokenizer, context.target.config.vocab_size)
     return SuffixDrafter(context.config.max_num_seqs, store)
 
 
 class SuffixDrafter(Drafter):
-    """Drafts with `specops.suffix_tree.SuffixCache`, all requests of a step in one call.
+    """Drafter that calls `specops.suffix_tree.SuffixCache` once per step, for all requests.
 
-    The cache knows a request from its first slot until it leaves; a preemption loses nothing. While
-    no request takes drafts, the cache does not receive emitted tokens: it receives all of them at
-    once before it drafts again, or when the request stops.
+    The cache has a tree for each request from its first slot until `leave`, also while the request
+    is preempted. While no request takes drafts, the cache receives no emitted tokens; it receives
+    all of them at once before it drafts again, or when the request loses its slot.
 
     Args:
-        slots: requests that run at once.
+        slots: number of request slots.
         store: owner of the cache, which also adds texts to it.
     """
 
@@ -47,10 +47,10 @@ class SuffixDrafter(Drafter):
         self.cache = store.cache
         self._store = store
         self._requests: dict[int, Request] = {}  # by slot
-        # By slot: number in the cache, and how many tokens the cache has.
-        self._numbers: NDArray[np.int64] = np.full(slots, -1, dtype=np.int64)  # -1: not here
-        self._lens_told: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
-        # By row of the step.
+        # By slot: the request's number in the cache, and how many tokens the cache has received.
+        self._numbers: NDArray[np.int64] = np.full(slots, -1, dtype=np.int64)  # -1: none
+        self._lens_sent: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
+        # Arguments of `SuffixCache.step`, by request of the step.
         self._rows: NDArray[np.int64] = np.empty(slots, dtype=np.int64)
         self._num_tokens: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
         self._max_drafts: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
@@ -58,11 +58,12 @@ class SuffixDrafter(Drafter):
         self._counts: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
         self._drafts: NDArray[np.int32] = np.empty((slots, 0), dtype=np.int32)
         self._probs: NDArray[np.float32] = np.empty((slots, 0), dtype=np.float32)
-        # Views of the first rows, by their number, so that a step makes none.
+        # Tensors over the first n entries of these arrays, by n, so that steps need not create
+        # them.
         self._tensors: dict[int, tuple[Tensor, ...]] = {}
-        self._started: dict[int, int] = {}  # numbers in the cache, by arrival of the request
-        # A response stays in the cache under its request's name, and may be saved and loaded, so no
-        # later request may have the same name.
+        self._started: dict[int, int] = {}  # number in the cache by `Request.arrival`
+        # A response stays in the cache under its request's name and may be saved to a file. So
+        # names must be unique across engines, too.
         self._prefix = secrets.token_hex(8)
 
     def start(self, request: Request) -> bool:
@@ -74,39 +75,39 @@ class SuffixDrafter(Drafter):
             number = self.cache.start(self._name_of(request), text, scope=scope)
             self._started[request.arrival] = number
         self._numbers[request.slot] = number
-        self._lens_told[request.slot] = len(request.token_ids)
+        self._lens_sent[request.slot] = len(request.token_ids)
         self._requests[request.slot] = request
         return False
 
     def stop(self, request: Request, slot: int) -> None:
-        """Free the slot; the request's tree stays."""
+        """Release the slot; the request's tree stays in the cache."""
         if self._requests.pop(slot, None) is not None:
             self._numbers[slot] = -1
-            self._tell(request, slot, len(request.token_ids))
+            self._send(request, slot, len(request.token_ids))
 
     def leave(self, request: Request) -> None:
-        """Drop the request's own tree; its response stays in the shared one."""
+        """Drop the request's own tree; its response stays in the shared tree."""
         if self._started.pop(request.arrival, None) is not None:
             self.cache.stop(self._name_of(request))
             self._store.answers.add(
                 _prompt_of(request), request.output_token_ids, _scope_of(request)
             )
-            if not request.output_token_ids:  # there is no response
+            if not request.output_token_ids:  # there is no response to keep
                 self.cache.discard(self._name_of(request))
 
     def finish(self, results: StepResults) -> None:
-        """Append the emitted tokens to the trees, and continue the proposals."""
+        """Append the emitted tokens to the trees, and add drafts to the proposals."""
         if not self._requests:
             return
         limits = [stage_limit(part, self.name) for part in results.parts]
         if not any(limits):
             return
         slots, lens, before = results.slots, results.lens, results.lens_before
-        for row in (self._lens_told[slots] != before).nonzero()[0].tolist():
+        for row in (self._lens_sent[slots] != before).nonzero()[0].tolist():
             slot = int(slots[row])
             if slot in self._requests:
-                self._tell(self._requests[slot], slot, int(before[row]))
-        self._lens_told[slots] = lens[slots]
+                self._send(self._requests[slot], slot, int(before[row]))
+        self._lens_sent[slots] = lens[slots]
         self._draft(results, limits)
 
     def _draft(self, results: StepResults, limits: list[int]) -> None:
@@ -122,7 +123,7 @@ class SuffixDrafter(Drafter):
         np.take(proposals.counts, slots, out=given, mode="clip")
         np.subtract(limits, given, out=self._max_drafts[:batch], casting="unsafe")
         np.maximum(self._max_drafts[:batch], 0, out=self._max_drafts[:batch])
-        given[self._max_drafts[:batch] == 0] = 0  # nothing to continue
+        given[self._max_drafts[:batch] == 0] = 0  # no drafts to add
         if given.any():
             np.take(proposals.token_ids, slots, axis=0, out=self._drafts[:batch], mode="clip")
         self.cache.step(
@@ -147,12 +148,12 @@ class SuffixDrafter(Drafter):
 
     @property
     def drafts_common_text(self) -> bool:
-        """True if there is a corpus, or was when the loaded file was saved."""
+        """True if the cache holds corpus texts, also from a loaded file."""
         return self._store.has_common_text
 
     @property
     def is_unsaved(self) -> bool:
-        """True if there is a file that is not up to date."""
+        """True if a cache file is configured and is not up to date."""
         return self._store.is_unsaved
 
     def gauges(self) -> Mapping[str, int]:
@@ -168,19 +169,19 @@ class SuffixDrafter(Drafter):
         self._store.forget()
 
     def save(self) -> None:
-        """Write the shared responses to the `suffix_cache` file, all of them or none.
+        """Write the shared responses to the `suffix_cache` file, which is replaced atomically.
 
         Raises:
             ValueError: no file is configured, or it cannot be written.
         """
         self._store.save()
 
-    def _tell(self, request: Request, slot: int, length: int) -> None:
-        """Append a request's first `length` tokens to the cache, as far as it lacks them."""
-        told = int(self._lens_told[slot])
-        if told < length:
-            self.cache.extend(self._name_of(request), request.token_ids[told:length])
-            self._lens_told[slot] = length
+    def _send(self, request: Request, slot: int, length: int) -> None:
+        """Send those of a request's first `length` tokens to the cache that it lacks."""
+        sent = int(self._lens_sent[slot])
+        if sent < length:
+            self.cache.extend(self._name_of(request), request.token_ids[sent:length])
+            self._lens_sent[slot] = length
 
     def _views(self, batch: int, width: int) -> tuple[Tensor, ...]:
         if self._drafts.shape[1] != width:

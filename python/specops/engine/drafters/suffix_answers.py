@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Earlier answers to the same prompts, from which samples of a group and retries are drafted."""
+"""Earlier answers to the same prompt, from which further samples and retries are drafted."""
 
 import hashlib
 from collections import OrderedDict, deque
@@ -16,10 +16,10 @@ Tokens = NDArray[np.int32]
 
 
 class EarlierAnswers:
-    """The latest answers to each prompt; the least recently answered prompt is evicted first.
+    """Latest answers to each prompt; the least recently answered prompt is evicted first.
 
     Args:
-        options: number of answers per prompt, and the budgets, which are those of the shared tree.
+        options: number of answers per prompt; and the shared tree's budgets, which apply here too.
     """
 
     def __init__(self, options: SuffixOptions) -> None:
@@ -36,12 +36,15 @@ class EarlierAnswers:
     def text_of(
         self, prompt: Sequence[int], token_ids: list[int], scope: str = ""
     ) -> list[int] | Tokens:
-        """Return the initial text of a request's tree: each answer after the end of its prompt.
+        """Return the initial text of a request's tree.
+
+        It has the end of the prompt followed by an answer, for each earlier answer, and then
+        `token_ids`.
 
         Args:
-            prompt: of the request.
-            token_ids: its text so far, including the prompt; the returned text ends with it.
-            scope: of the request, as in `SuffixCache.start`.
+            prompt: the request's prompt.
+            token_ids: the request's text so far, including the prompt.
+            scope: the request's scope, as in `SuffixCache.start`.
         """
         answers = self._by_prompt.get(_digest(prompt, scope)) if self._by_prompt else None
         if answers is None:
@@ -51,7 +54,7 @@ class EarlierAnswers:
         return np.concatenate((*parts, np.array(token_ids, dtype=np.int32)))
 
     def add(self, prompt: Sequence[int], answer: Sequence[int], scope: str = "") -> None:
-        """Store an answer in its scope, and drop the oldest answers over a budget."""
+        """Store an answer, and drop the oldest answers that exceed a limit."""
         if not (self._each and answer):
             return
         key = _digest(prompt, scope)
@@ -79,13 +82,13 @@ class EarlierAnswers:
         self._num_answers -= 1
 
     def _is_over(self) -> bool:
-        """Return whether a budget is exceeded; a budget of -1 has no limit."""
-        has = {
+        """Return whether a budget is exceeded; a budget of -1 used no limit."""
+        used = {
             "answers": self._num_answers,
             "tokens": self._num_tokens,
             "bytes": self._num_tokens * _TOKEN_BYTES,
         }
-        return any(0 <= most < has[name] for name, most in self._most.items())
+        return any(0 <= most < used[name] for name, most in self._most.items())
 
 
 def _digest(prompt: Sequence[int], scope: str) -> bytes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources of suffix decoding: the corpus read at the start, and the file of saved responses."""
+"""Sources of suffix decoding: a corpus read at engine start, and a file of saved responses."""
 
 import codecs
 import hashlib
@@ -19,47 +19,47 @@ from specops.suffix_tree import SuffixCache
 
 logger = logging.getLogger(__name__)
 
-# A longer text becomes several responses, cut at line ends, because tokenizing takes memory.
+# Longer texts are split at line ends into several responses, because tokenizing takes memory.
 _PIECE_CHARACTERS = 1 << 20
 _READ_BYTES = 1 << 20
 _CORPUS = "corpus-"  # prefix of the names of corpus texts
-_NAMES_TOLD = 3  # names of skipped files in the log
+_MAX_LOGGED_NAMES = 3  # names of skipped files in the log
 
 
 class SuffixStore:
-    """An engine's suffix cache with its corpus and file.
+    """An engine's suffix cache, its corpus and its file.
 
     Args:
-        config: its budgets, corpus and file.
-        tokenizer: of the model.
-        vocab_size: of the model.
+        config: the engine's configuration: budgets, corpus and file.
+        tokenizer: the model's tokenizer.
+        vocab_size: the model's vocabulary size.
 
     Attributes:
-        cache: requests with the same cache salt share a scope, and the corpus is in all scopes.
-        answers: earlier answers by prompt, which are not saved in the file.
+        cache: the suffix cache. Its scopes are cache salts; the corpus belongs to all scopes.
+        answers: earlier answers by prompt; they are not saved to the file.
 
     Raises:
         ValueError: the corpus or the file cannot be used.
     """
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer, vocab_size: int) -> None:
-        own = config.speculative_config.options_of(SuffixOptions)
+        options = config.speculative_config.options_of(SuffixOptions)
         self.cache = SuffixCache(
-            max_tree_depth=own.suffix_decoding_max_tree_depth,
-            max_cached_requests=own.suffix_decoding_max_cached_requests,
-            max_spec_factor=own.suffix_decoding_max_spec_factor,
-            min_token_prob=own.suffix_decoding_min_token_prob,
-            max_cached_tokens=own.suffix_decoding_max_cached_tokens,
-            max_cached_bytes=own.suffix_decoding_max_cached_bytes,
-            read_on=own.suffix_decoding_read_on,
+            max_tree_depth=options.suffix_decoding_max_tree_depth,
+            max_cached_requests=options.suffix_decoding_max_cached_requests,
+            max_spec_factor=options.suffix_decoding_max_spec_factor,
+            min_token_prob=options.suffix_decoding_min_token_prob,
+            max_cached_tokens=options.suffix_decoding_max_cached_tokens,
+            max_cached_bytes=options.suffix_decoding_max_cached_bytes,
+            read_on=options.suffix_decoding_read_on,
         )
-        self.answers = EarlierAnswers(own)
+        self.answers = EarlierAnswers(options)
         self._path: Path | None = None
         self._vocabulary = ""
-        self._saved: tuple[int, int] | None = None  # size of the file's cache
+        self._saved: tuple[int, int] | None = None  # size of the cache when the file was written
         # A file of specops 0.x mixes the corpus with the responses of requests without a salt.
         self._mixes_corpus = False
-        # Of each loaded response, oldest first, its name if it is a corpus text.
+        # Name of each loaded response if it is a corpus text, else None; oldest first.
         self._loaded: list[str | None] = []
         if config.suffix_cache is not None:
             self._path = Path(config.suffix_cache)
@@ -82,14 +82,14 @@ class SuffixStore:
 
     @property
     def is_unsaved(self) -> bool:
-        """True if there is a file that is not up to date."""
+        """True if a file is configured and is not up to date."""
         return self._path is not None and self._saved != self._size()
 
     def save(self) -> None:
         """Write the responses seen so far to the file.
 
         Raises:
-            ValueError: no file is configured, or it cannot be written; then its old content stays.
+            ValueError: no file is configured, or it cannot be written; it then keeps its content.
         """
         if self._path is None:
             raise ValueError("suffix_cache must name a file to be saved to, got None")
@@ -98,13 +98,12 @@ class SuffixStore:
         except (OSError, ValueError) as error:
             raise ValueError(f"suffix_cache could not be saved: {error}") from None
         self._saved = self._size()
-        logger.info("suffix cache saved: %s in %s", self._told(), self._path)
+        logger.info("suffix cache saved: %s in %s", self._summary(), self._path)
 
     def _load(self, path: Path) -> None:
-        """Read the file if it exists; reject one that could not be replaced later.
+        """Read the file if it exists; reject a file that could not be replaced later.
 
-        A damaged file is useless but no reason not to start: it is renamed, and the cache begins
-        empty.
+        A damaged file must not prevent the start: it is renamed, and the cache starts empty.
         """
         folder = path.parent
         if not folder.is_dir():
@@ -132,7 +131,7 @@ class SuffixStore:
         # If the file exceeds a budget, its oldest responses were not loaded.
         self._loaded = names[len(names) - self.cache.num_cached_requests :]
         self._saved = self._size()
-        logger.info("suffix cache loaded: %s from %s", self._told(), path)
+        logger.info("suffix cache loaded: %s from %s", self._summary(), path)
 
     def _add_corpus(self, path: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
         """Add the text of a file, or of all files below a folder."""
@@ -145,7 +144,7 @@ class SuffixStore:
                 tokenizer.check_ids(f"suffix_corpus: {file}", ids, vocab_size)
                 token_ids = np.array(ids, np.int32)
                 num_tokens += len(token_ids)
-                # Named by content, so that texts in the saved cache of an earlier run are not added
+                # Name texts by content: those that the loaded file holds already are not added
                 # again.
                 name = _CORPUS + hashlib.sha256(token_ids.tobytes()).hexdigest()[:32]
                 if name in cached:
@@ -165,12 +164,12 @@ class SuffixStore:
         )
 
     def _names(self) -> list[str | None]:
-        """Return for each response, oldest first, its name if it is a corpus text, or None."""
+        """Return the name of each response if it is a corpus text, else None; oldest first."""
         names = [
             name if isinstance(name, str) and name.startswith(_CORPUS) else None
             for name in self.cache.cached_requests
         ]
-        # Loaded responses have lost their names. They are the oldest, and are evicted in order.
+        # The cache does not know the names of loaded responses, which are evicted oldest first.
         num_gone = len(self._loaded) - self._num_loaded()
         names[: len(self._loaded) - num_gone] = self._loaded[num_gone:]
         return names
@@ -183,7 +182,7 @@ class SuffixStore:
         return min(len(self._loaded), self.cache.num_cached_requests)
 
     def _label(self) -> str:
-        """Return the label that is written into the file with the responses."""
+        """Return the label to write to the file: vocabulary and names of the responses."""
         names = self._names()
         corpus = {index: name for index, name in enumerate(names) if name is not None}
         return json.dumps(
@@ -191,7 +190,7 @@ class SuffixStore:
         )
 
     def _read_label(self, path: Path) -> list[str | None]:
-        """Return the names in a file's label.
+        """Return the names of the responses from a file's label.
 
         Raises:
             ValueError: the label is not from an engine, or is for another vocabulary.
@@ -204,7 +203,7 @@ class SuffixStore:
             if "common" in values:
                 for index, name in values["common"].items():
                     names[int(index)] = name
-            else:  # format 1: the corpus is added again
+            else:  # older format without names: the corpus is added again
                 self._mixes_corpus = bool(values["corpus"])
         except (ValueError, TypeError, KeyError, IndexError):
             raise ValueError(
@@ -220,13 +219,13 @@ class SuffixStore:
     def _size(self) -> tuple[int, int]:
         return self.cache.num_cached_requests, self.cache.num_cached_tokens
 
-    def _told(self) -> str:
+    def _summary(self) -> str:
         responses, tokens = self._size()
         return f"{responses} responses of {tokens} tokens"
 
 
 def _is_damaged(path: Path, error: Exception) -> bool:
-    """Return whether an unloadable file is a damaged or truncated suffix cache, or empty."""
+    """Return whether a file that failed to load is empty, or a damaged suffix cache."""
     fault = str(error).partition(f"{path}' ")[2]
     return fault.startswith(("is damaged", "is cut short")) or not path.stat().st_size
 
@@ -235,7 +234,7 @@ def _texts_below(path: Path) -> list[Path]:
     """Return the text files of a corpus, sorted.
 
     Raises:
-        ValueError: there are none, the named file is not text, or a file cannot be read.
+        ValueError: there is no text file, `path` is not text, or a file cannot be read.
     """
     try:
         if not path.is_dir():
@@ -256,8 +255,8 @@ def _texts_below(path: Path) -> list[Path]:
     if not texts:
         raise ValueError(f"suffix_corpus: there is no text file below {path}")
     if left_out:
-        names = ", ".join(str(file.relative_to(path)) for file in left_out[:_NAMES_TOLD])
-        more = ", ..." if len(left_out) > _NAMES_TOLD else ""
+        names = ", ".join(str(file.relative_to(path)) for file in left_out[:_MAX_LOGGED_NAMES])
+        more = ", ..." if len(left_out) > _MAX_LOGGED_NAMES else ""
         logger.warning(
             "suffix corpus %s: %d of %d files are empty or no text and are left out: %s%s",
             path,
@@ -283,10 +282,10 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 
 def _problem(file: Path) -> str | None:
-    """Return why a file is no text; None if it is.
+    """Return why a file is not text, or None if it is.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     if not file.is_file() and file.exists():
         return "is no regular file"
@@ -309,7 +308,7 @@ def _problem(file: Path) -> str | None:
 
 
 def _pieces(file: Path) -> Iterator[str]:
-    """Yield the text of a file in pieces, which end at line ends unless lines are too long."""
+    """Yield the text of a file in pieces, split at line ends unless lines are too long."""
     rest = ""
     try:
         # Keep line ends unchanged, as a model would write them.
@@ -317,7 +316,7 @@ def _pieces(file: Path) -> Iterator[str]:
             while text := opened.read(_PIECE_CHARACTERS - len(rest)):
                 text, rest = rest + text, ""
                 if len(text) < _PIECE_CHARACTERS:
-                    rest = text  # the end of the file, or near it
+                    rest = text  # the last piece of the file
                     continue
                 end = text.rfind("\n", _PIECE_CHARACTERS // 2) + 1 or len(text)
                 rest = text[end:]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter's part in steps, with its exceptions caught."""
+"""Wrapper of a drafter's part in steps that catches its exceptions."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,17 +8,17 @@ from specops.engine.memory.step_memory import Array
 
 
 class WatchedStep:
-    """A drafter's part in the steps of one shape, wrapped so that it does not raise.
+    """Wrapper of a drafter's part in the steps of one shape that never raises.
 
     Args:
-        step: the part.
-        name: of the drafter.
-        counts: as below.
+        step: the drafter's part.
+        name: name of the drafter.
+        counts: see the attribute.
         scheduled: returns the parts of the step, in the form that drafters read.
-        lose: continues without the drafter; called with the name of the hook and its exception.
+        lose: called when a hook raises, with its name and the exception; drops the drafts.
 
     Attributes:
-        name: of the drafter.
+        name: name of the drafter.
         counts: int32 [slots], number of drafts after this drafter; None: not recorded.
     """
 
@@ -36,7 +36,7 @@ class WatchedStep:
         self._error: Exception | None = None  # raised by a launch; reported by `read`
 
     def fill(self) -> None:
-        """Write the host side of its arrays before the step runs."""
+        """Write the host side of the drafter's arrays before the step runs."""
         self._error = None
         try:
             self._step.fill(self._scheduled())
@@ -44,7 +44,7 @@ class WatchedStep:
             self._lose("fill", error)
 
     def launch(self, target: TargetStep) -> None:
-        """Draft on the device."""
+        """Launch the drafter on the device."""
         try:
             self._step.launch(target)
         except Exception as error:
@@ -53,7 +53,7 @@ class WatchedStep:
             self.counts.device.copy_(target.num_draft_tokens)
 
     def read(self, proposals: Proposals) -> None:
-        """Read its results other than the drafts."""
+        """Read the drafter's results other than the drafts, and report an error of `launch`."""
         error, self._error = self._error, None
         if error is not None:
             self._lose("launch", error)

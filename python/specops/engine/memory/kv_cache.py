@@ -5,8 +5,8 @@ A page is in exactly one of three states: held (reference count > 0), cached (co
 known, least recently used first), or free. Content is identified exactly, not by hash: prefixes
 form a tree whose edges are the tokens of pages, so two prefixes are never confused.
 
-A page may also hold draft KV, which a drafter computed from the same tokens and, with some
-drafters, from the tokens right after the page. One prefix may therefore have several pages, which
+A page may also hold draft KV: keys and values of a drafter for the same tokens. With some drafters
+they also depend on the tokens right after the page, so one prefix may have several pages, which
 differ in the tokens that follow.
 """
 
@@ -37,11 +37,11 @@ class DraftKv:
         return self.owner.encode() + b":" + _token_bytes(token_ids[end : end + self.lookahead])
 
     def num_rows_behind(self, draft_limit: int) -> int:
-        """Return how many rows drafting writes after the rows of the step itself."""
+        """Return how many rows a drafter may write after the rows of the step itself."""
         return min(draft_limit, self.max_drafts) - self.lookahead
 
     def end_of_rows(self, max_len: int) -> int:
-        """Return the position before which these rows end.
+        """Return the end of the positions that a drafter may write to.
 
         Args:
             max_len: the number of tokens at which the request ends.
@@ -50,27 +50,28 @@ class DraftKv:
 
 
 class Prefix:
-    """A prefix that ends at a page boundary, and the pages that hold its last tokens.
+    """Node of the prefix tree: a prefix that ends at a page boundary, and its last pages.
 
-    A prefix exists as long as it has pages. They outlive the pages of longer prefixes: a request
-    that holds a page also holds one of each shorter prefix, and releases it later.
+    A prefix exists as long as it has pages. Its pages outlive those of longer prefixes: a request
+    that holds a page also holds a page of each shorter prefix, and releases that one later.
     """
 
     __slots__ = ("children", "pages", "parent", "salt", "tokens")
 
     def __init__(self, parent: "Prefix | None", tokens: bytes, salt: str | None = None) -> None:
         self.parent = parent  # None for the empty prefix
-        self.tokens = tokens  # tokens of its last page
-        self.salt = salt  # set on the empty prefix: only requests of this salt find its children
-        self.children: dict[bytes, Prefix] = {}  # by the tokens of their last page
-        # Oldest first, by the key of their draft KV; None for the page without draft KV.
+        self.tokens = tokens  # tokens of the last page
+        self.salt = salt  # set for the root only: salt of the requests that use the tree
+        self.children: dict[bytes, Prefix] = {}  # by tokens of their last page
+        # Pages by the key of their draft KV, oldest first; key None: a page without draft KV.
         self.pages: dict[bytes | None, int] = {}
 
     @property
     def youngest(self) -> int | None:
-        """Youngest page of the prefix. For the model's own keys and values, any page would do.
+        """Youngest page of the prefix, for requests that need no draft KV.
 
-        Using the youngest lets a page without draft KV be evicted once a page with it exists.
+        Any page would do. Using the youngest one lets an older page without draft KV be evicted
+        once a page with draft KV exists.
         """
         return next(reversed(self.pages.values()), None)
 
@@ -79,10 +80,10 @@ class PrefixListener(Protocol):
     """Receiver of the changes of a prefix cache, in the thread that makes them."""
 
     def stored(self, prefix: Prefix, token_ids: Sequence[int], salt: str | None) -> None:
-        """Handle a new prefix; `token_ids` are those of its last page."""
+        """Handle a new prefix; `token_ids` are the tokens of its last page."""
 
     def removed(self, prefix: Prefix) -> None:
-        """Handle a prefix that has lost its last page."""
+        """Handle a prefix whose last page was evicted."""
 
 
 class PagePool:
@@ -94,7 +95,7 @@ class PagePool:
         num_pages: number of pages.
         page_size: tokens per page.
         enable_prefix_caching: False: `register` has no effect.
-        listener: receiver of the changes of prefixes; None: there is none.
+        listener: listener for changes of prefixes, or None.
     """
 
     def __init__(
@@ -109,19 +110,19 @@ class PagePool:
         self.page_size = page_size
         self._listener = listener
         self.num_shared_pages = 0  # pages that more than one request holds
-        self.num_sharing_changes = 0  # how often a shared page gained or lost a holder
+        self.num_sharing_changes = 0  # how often a shared page gained or lost a request
         self._caching = enable_prefix_caching
         self._refs = [0] * num_pages
         # A heap, because pages in ascending order are read faster than pages in random order.
         self._free = list(range(num_pages))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # count 0, content known
+        self._cached: OrderedDict[int, None] = OrderedDict()  # registered, held by no request
         self._roots: dict[str | None, Prefix] = {}  # by salt
         # The prefix of each registered page, and its key there.
         self._place_of: dict[int, tuple[Prefix, bytes | None]] = {}
 
     @property
     def num_available(self) -> int:
-        """Number of pages that can be allocated: free pages, and cached pages without a holder."""
+        """Number of pages that can be allocated: free pages, and cached pages to be evicted."""
         return len(self._free) + len(self._cached)
 
     def match_prefix(
@@ -135,13 +136,13 @@ class PagePool:
 
         Args:
             token_ids: a request's tokens.
-            max_tokens: most tokens that the pages may cover.
+            max_tokens: limit on the number of tokens that the pages cover.
             draft_kv: draft KV that the pages must hold, computed only from tokens in `token_ids`;
                 None accepts pages with and without draft KV.
             salt: only pages registered with the same salt are found.
 
         Returns:
-            The pages in order. The caller holds them.
+            The pages in order. The caller holds them and must release them.
         """
         pages: list[int] = []
         prefix = self._roots.get(salt)
@@ -166,7 +167,7 @@ class PagePool:
         return pages
 
     def prefix_of(self, page: int) -> Prefix:
-        """Return the prefix that ends with a registered page."""
+        """Return the prefix whose last page is a given registered page."""
         return self._place_of[page][0]
 
     def allocate(self, count: int) -> list[int] | None:
@@ -195,8 +196,8 @@ class PagePool:
         """Register a full page by its content, so that `match_prefix` finds it.
 
         Args:
-            page: a page the caller holds, whose keys and values are complete and not registered.
-            parent: the registered page before it; None for the first page.
+            page: page that the caller holds, with complete keys and values, not registered yet.
+            parent: registered page before it; None for the first page.
             token_ids: the page's tokens, exactly page_size of them.
             draft_key: `DraftKv.key` of the page's draft KV; None if it has none.
             salt: the request's salt; the same for all pages of a prefix.
@@ -259,7 +260,7 @@ class PagePool:
                 self._listener.removed(prefix)
 
     def _root_of(self, salt: str | None) -> Prefix:
-        """Return the empty prefix of a salt, which the caller extends."""
+        """Return the empty prefix of a salt, created if missing; the caller adds a child to it."""
         root = self._roots.get(salt)
         if root is None:
             root = self._roots[salt] = Prefix(None, b"", salt)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of steps: blocks that all steps share, and the arrays of a step inside them."""
+"""Memory of steps: blocks shared by all steps, and the arrays of a step within the blocks."""
 
 import math
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from torch import Tensor
 from specops.engine.device import Device
 from specops.engine.memory.step_shape import StepShape
 
-# Limits of kept steps, whose views take 17 KB each, or whose graphs are kept (evicted LRU).
+# Most steps in the LRU cache: without CUDA graphs (17 KB of views each), and with graphs.
 _MAX_KEPT_STEPS, _MAX_KEPT_GRAPHS = 1024, 128
-_MAX_KEPT_VIEWS = 4096  # per block
-_ALIGNMENT = 128  # of each array in a block, in bytes
+_MAX_KEPT_VIEWS = 4096  # most cached views per block
+_ALIGNMENT = 128  # bytes; alignment of each array in a block
 _NUMPY: dict[torch.dtype, Any] = {
     torch.int32: np.int32,
     torch.int64: np.int64,
@@ -24,18 +24,18 @@ _NUMPY: dict[torch.dtype, Any] = {
 }
 
 
-S = TypeVar("S")  # a step
+S = TypeVar("S")  # type of a step
 
 
 class Block:
     """Memory that all steps share, with a cache of views into it.
 
-    Most arrays of two shapes lie at the same offset, and looking a view up is faster than making
-    one.
+    Most arrays lie at the same offset in steps of different shapes, and looking up a view is faster
+    than creating one.
 
     Attributes:
-        device: the bytes in device memory.
-        host: their counterpart in host memory; None if there is none.
+        device: block in device memory.
+        host: its counterpart in host memory, or None.
     """
 
     def __init__(self, device: Tensor, host: Tensor | None = None) -> None:
@@ -46,7 +46,7 @@ class Block:
     def view(
         self, dtype: torch.dtype, offset: int, shape: tuple[int, ...]
     ) -> tuple[Tensor, NDArray[Any] | None]:
-        """Return the array at some offset as a device tensor and, if there is one, a host array."""
+        """Return the array at an offset: the device tensor, and the host array or None."""
         key = (dtype, offset, shape)
         found = self._views.get(key)
         if found is None:
@@ -65,7 +65,7 @@ def _view(block: Tensor, dtype: torch.dtype, offset: int, shape: tuple[int, ...]
 
 
 class Array:
-    """One array of a step. It has memory once its layout has been placed.
+    """One array of a step. It gets its memory when its layout is placed.
 
     Attributes:
         host: numpy array in host memory, if the block has a host side.
@@ -78,7 +78,7 @@ class Array:
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         self.dtype, self._shape = dtype, shape
         self.num_bytes = dtype.itemsize * math.prod(shape)
-        self.offset = 0  # in its block
+        self.offset = 0  # offset in its block
         self.host: Any  # a numpy array
         self.device: Tensor
 
@@ -107,7 +107,7 @@ class Layout:
         return self._add(Array(torch.float32, shape))
 
     def add(self, dtype: torch.dtype, *shape: int) -> Array:
-        """Add an array of any dtype; a block with a host side requires that numpy has it too."""
+        """Add an array of any dtype; in a block with a host side, numpy must support the dtype."""
         return self._add(Array(dtype, shape))
 
     def append(self, other: "Layout") -> None:
@@ -141,7 +141,7 @@ class StepMemory(Generic[S]):
         self.num_captures = 0
         self._blocks: dict[str, Block] = {}
         self._steps: dict[StepShape, S] = {}  # least recently used first
-        # The most recently used of these steps, and its shape.
+        # The most recently used step, and its shape.
         self._last: S | None = None
         self._last_shape: StepShape | None = None
 
@@ -183,9 +183,9 @@ class StepMemory(Generic[S]):
         If the block has to grow, all steps are dropped.
 
         Args:
-            name: "exchange" has a host side. "scratch", "workspace" (for attention) and "sums"
-                (workspace of projections) are in device memory only. The contents of the last two
-                persist between calls and start as zeros.
+            name: "exchange" has a host side. "scratch", "workspace" (of attention) and "sums"
+                (workspace of linear layers) are in device memory only. The latter two start as
+                zeros and keep their contents between calls.
             num_bytes: bytes needed.
         """
         have = self._blocks.get(name)
@@ -196,7 +196,7 @@ class StepMemory(Generic[S]):
             size = -(-size // _ALIGNMENT) * _ALIGNMENT
             self.forget()
             if name == "exchange":
-                host = self.device.host_block(size).zero_()  # zeroed, since ranks compare all of it
+                host = self.device.host_block(size).zero_()  # zeroed, since ranks compare all bytes
                 have = Block(self.device.device_block(size, host), host)
             elif name in ("workspace", "sums"):
                 have = Block(self.device.workspace(size))

@@ -6,19 +6,19 @@ from typing import NamedTuple
 
 
 class StepShape(NamedTuple):
-    """All sizes of a step. Everything else is data and may differ between steps of one shape."""
+    """All sizes of a step. Everything else is data, which differs between steps of one shape."""
 
-    batch: int  # requests
+    batch: int  # number of requests
     rows: int
-    outputs: int  # rows with logits
-    width: int  # most drafts a request verifies
-    pages: int  # entries of the page lists
-    logprobs: int = -1  # -1: none; otherwise the alternatives beside each emitted token
+    outputs: int  # number of rows with logits
+    width: int  # most drafts that a request verifies
+    pages: int  # number of entries of all page lists
+    logprobs: int = -1  # number of alternatives for each emitted token; -1: no log-probabilities
     proposals: int = 0  # most drafts that a request may get for the next step
     features: int = 0  # `Feature` bits of its requests
-    prefix_levels: int = 0  # levels of groups that share prefixes
-    masks: int = 0  # token masks of constrained outputs
-    # The drafters that run on the device after the target, in order, each with its plan's key.
+    prefix_levels: int = 0  # number of levels of groups that share prefixes
+    masks: int = 0  # number of token masks of constrained outputs
+    # Names of the drafters that run on the device after the target, with the key from `plan`.
     drafters: tuple[tuple[str, Hashable], ...] = ()
     reports_stages: bool = False  # whether the number of drafts after each drafter is reported
 
@@ -26,8 +26,8 @@ class StepShape(NamedTuple):
 def rounded(shape: StepShape, most: StepShape) -> StepShape:
     """Return the bucket of a step that only decodes and verifies.
 
-    Rows have buckets of their own, which always include full verification of every request. So
-    there are graphs of exactly the right size for any number of drafts.
+    The bucket of rows is at most the rows of full verification by every request of the bucket. So
+    there are graphs of exactly this size for any number of drafts.
 
     Args:
         shape: shape of the step; all its rows have logits.
@@ -45,7 +45,7 @@ def page_capacity(pages: int, most: int) -> int:
 
 
 def bucket(value: int, finest: int = 1) -> int:
-    """Return the next power of two or, above `finest` > 1, the next multiple of 1/8 of it."""
+    """Round up to a power of two or, above `finest` > 1, to a multiple of 1/8 of that power."""
     power = 1 << (value - 1).bit_length() if value > 1 else 1
     if value <= finest or finest == 1:
         return power

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoder-only models and draft heads over the specops ops, and loaders for both."""
+"""Decoder-only models and draft heads, computed with the specops ops, and their loaders."""
 
 from specops.engine.models.batch import LayerBatch, StepBatch
 from specops.engine.models.blocks.stack import LayerStack

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows that a model's layers run over, and the locations of their keys and values."""
+"""Batches of rows that a model's layers run over, and the locations of their keys and values."""
 
 from dataclasses import dataclass
 
@@ -8,27 +8,27 @@ from torch import Tensor
 
 @dataclass(slots=True, kw_only=True)
 class LayerBatch:
-    """Rows that layers run over."""
+    """Batch of rows for a model's layers."""
 
     positions: Tensor  # int32 [rows]
     cache_slots: Tensor  # int64 [rows]
     qo_indptr: Tensor  # int32 [batch + 1]
-    kv_indptr: Tensor  # int32 [batch + 1], pages
-    kv_indices: Tensor  # int32 [pages]
+    kv_indptr: Tensor  # int32 [batch + 1], ranges of `kv_indices`
+    kv_indices: Tensor  # int32 [pages], page numbers of each request in turn
     kv_lens: Tensor  # int32 [batch]
-    slots: Tensor | None = None  # int32 [batch]; None: for models without per-slot states
-    # Both int32 [levels, batch]; None: no shared prefixes.
+    slots: Tensor | None = None  # int32 [batch]; only needed by models with per-slot states
+    # Shared prefixes as in `PrefixGroups`, both int32 [levels, batch]; None: none are shared.
     prefix_leaders: Tensor | None = None
     prefix_lens: Tensor | None = None
-    # Both float32, shared by all layers, which run in turn; None: allocated per layer.
+    # Both float32, reused by all layers; None: each layer allocates its own.
     workspace: Tensor | None = None  # [workspace_size()], for attention
     sums: Tensor | None = None  # [sums_size()], for linear layers
-    # False: a row sees all positions of its request, as the rows of a block drafter do.
+    # False: a row attends to all positions of its request, as in a block drafter.
     is_causal: bool = True
 
 
 @dataclass(slots=True, kw_only=True)
 class StepBatch(LayerBatch):
-    """The rows of one step of the target."""
+    """Batch of the target model's rows in one step."""
 
     token_ids: Tensor  # int32 [rows]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of a model of any family: its layers, and everything around them."""
+"""Configuration of a model of any family: its layers, embedding, norms and LM head."""
 
 from dataclasses import dataclass, replace
 
@@ -8,10 +8,10 @@ from specops.engine.models.blocks.layer import LayerConfig
 
 @dataclass(frozen=True)
 class Place:
-    """Location of a model's tensors in a checkpoint.
+    """Name prefixes of a model's tensors in a checkpoint.
 
     Attributes:
-        prefix: of the names of the embedding, the layers and the final norm.
+        prefix: name prefix of the embedding, the layers and the final norm.
         head: name of the LM head, without ".weight".
     """
 
@@ -28,17 +28,17 @@ class ModelConfig:
         vocab_size: rows of the embedding and of the LM head.
         hidden_size: width of the states between layers.
         layers: configuration of each layer; all may differ.
-        mtp_layer: configuration of a drafting module's layer; None: that of the last layer.
-        rms_norm_eps: of every norm.
+        mtp_layer: configuration of an MTP module's layer; None: that of the last layer.
+        rms_norm_eps: epsilon of every norm.
         max_model_len: number of positions that the model supports.
-        tie_word_embeddings: whether the LM head is the embedding.
-        dtype: of the checkpoint: "bfloat16", "float16" or "float32"; None: config.json names none.
-        norm_offset: added to every norm weight of the checkpoint, for norms that multiply by
-            1 + w.
-        embedding_scale: factor of embeddings, rounded to the model's dtype.
+        tie_word_embeddings: whether the LM head and the embedding share their weight.
+        dtype: "bfloat16", "float16" or "float32", from config.json; None if it names no dtype.
+        norm_offset: number added to every norm weight w of the checkpoint: 1 for norms that
+            multiply by 1 + w.
+        embedding_scale: factor on embeddings, rounded to the model's dtype.
         wint4_is_mixed: whether quantization to "wint4" means "mix_quant", as for the models that
             FastDeploy was made for.
-        places: possible locations in checkpoints of the family; the first that fits is read.
+        places: possible name prefixes in the family's checkpoints; the first that fits is used.
     """
 
     architecture: str
@@ -61,7 +61,7 @@ class ModelConfig:
         return len(self.layers)
 
     def narrowed(self, width: int) -> "ModelConfig":
-        """Return a config with one layer of each attention kind and all other sizes minimal."""
+        """Return a minimal config for a dry run, with one layer of each kind of attention."""
         kinds: list[LayerConfig] = []
         for layer in self.layers:
             narrow = layer.narrowed(width)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DFlash, DFlash2 and DSpark: a few layers that draft a whole block in one pass.
+"""DFlash, DFlash2 and DSpark: draft heads whose few layers draft a whole block in one pass.
 
 The rows of a block attend to earlier positions through keys and values computed from the target's
-auxiliary hidden states, which are concatenated, projected and normed once for all layers. The block
-consists of the newest token and masks after it, which all see each other. A mask drafts the token
-at its own position; DSpark's rows, including the newest token's, draft the next one. DSpark also
-adds to the logits of a draft a term that depends on the token before it (its Markov head). The
-parts of DFlash2 are in dflash2.py.
+auxiliary hidden states, which are concatenated, projected and normed once for all layers. A block
+consists of the newest token and masks after it, which all attend to each other. In DFlash, each
+mask drafts the token at its own position. In DSpark, each row, including the newest token's, drafts
+the token at the next position, and a Markov head adds a term to its logits that depends on the
+token before the draft. dflash2.py has the additions of DFlash2.
 
 Source: arXiv 2602.06036 (DFlash); arXiv 2607.05147 (DSpark).
 """
@@ -59,23 +59,23 @@ from specops.engine.models.state_head import (
 from specops.engine.models.transformer import Transformer
 from specops.engine.models.weights import WeightSource
 
-# Tensors that are not read: t2d duplicates d2t, and inv_freq is computed. The confidence head is
-# unused because a draft's own probability predicts acceptance better (tools/notebook/drafters.md).
+# Ignored tensors: t2d duplicates d2t, and inv_freq is computed. The confidence head is unused,
+# because a draft's probability predicts acceptance better (tools/notebook/drafters.md).
 _UNREAD = ("t2d", "rotary_emb.inv_freq", "confidence_head.proj.weight", "confidence_head.proj.bias")
 _KINDS = ("dflash", "dspark")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig(StateHeadConfig):
-    """Configuration of a head.
+    """Configuration of a block drafter.
 
     Attributes:
-        num_rows: rows of a block, including the newest token's.
+        num_rows: rows of a block, including the newest token's row.
         samples_anchor: whether the newest token's row drafts as well; then each row drafts the next
             token.
-        mask_token_id: token whose embedding masks use.
+        mask_token_id: token whose embedding is the input of masks.
         markov_rank: rank of the Markov head; 0: there is none.
-        second: parts of DFlash2; None: there are none.
+        second: configuration of DFlash2's parts; None: the head is not a DFlash2.
     """
 
     num_rows: int
@@ -92,15 +92,15 @@ class BlockConfig(StateHeadConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockWeights:
-    """Weights of a head; projections packed.
+    """Weights of a block drafter, with packed projections.
 
     Attributes:
-        parts: weights common to all heads on a target's states.
+        parts: weights that all heads on target states have.
         hidden_norm: norm of the projected target states.
-        markov: [vocab_size, rank] and the projection from there to the draft vocabulary; None:
-            there is no Markov head.
-        second: parts of DFlash2; None: there are none.
-        mask: [hidden_size], embedding of masks; None: that of mask_token_id.
+        markov: Markov head: [vocab_size, rank], and a projection from rank to the draft vocabulary;
+            or None.
+        second: weights of DFlash2's parts; None: the head is not a DFlash2.
+        mask: [hidden_size], embedding of masks; None: the embedding of mask_token_id.
     """
 
     parts: StateHeadWeights
@@ -111,11 +111,11 @@ class BlockWeights:
 
 
 class BlockDrafter(StateHead):
-    """A head on top of its target.
+    """Block drafter on top of its target.
 
     Args:
-        config: of the head.
-        weights: of the head.
+        config: the head's configuration.
+        weights: the head's weights.
         target_size: width of the target's states.
     """
 
@@ -134,7 +134,7 @@ class BlockDrafter(StateHead):
             self._source_rows = self._new(rows, self.hidden_size)
 
     def states_of(self, aux_hidden_states: Mapping[int, Tensor], sums: Tensor | None) -> Tensor:
-        """Return the states that keys and values are computed from; see `StateHead.states_of`."""
+        """Return the projected and normed target states, the input of keys and values."""
         states = super().states_of(aux_hidden_states, sums)
         return dense.rms_norm(states, *self.weights.hidden_norm, out=states)
 
@@ -143,11 +143,11 @@ class BlockDrafter(StateHead):
 
         Args:
             batch: the rows.
-            states: [source rows, hidden_size], from `states_of`.
-            cache: from `new_kv_cache`.
+            states: [source rows, hidden_size], result of `states_of`.
+            cache: KV cache from `new_kv_cache`.
 
         Returns:
-            The states of the rows, in the head's own buffer.
+            The states of the rows, in the head's buffer.
         """
         num_rows = batch.positions.shape[0]
         self.reserve(num_rows)
@@ -163,16 +163,16 @@ class BlockDrafter(StateHead):
     def forward(
         self, token_ids: Tensor, places: Tensor, batch: LayerBatch, cache: KvCache
     ) -> Tensor:
-        """Run the layers over rows of blocks, and write their keys and values after the text's.
+        """Run the layers over block rows; write their keys and values after those of the text.
 
         Args:
-            token_ids: int32 [rows], the newest tokens and the masks.
+            token_ids: int32 [rows], newest tokens and mask tokens.
             places: int32 [rows], index of each row in its block.
-            batch: the rows; not causal.
-            cache: from `new_kv_cache`.
+            batch: the rows, with `is_causal` False.
+            cache: KV cache from `new_kv_cache`.
 
         Returns:
-            [rows, hidden_size], the states after the final norm, in the head's own buffer.
+            [rows, hidden_size], the states after the final norm, in the head's buffer.
         """
         num_rows = token_ids.shape[0]
         self.reserve(num_rows)
@@ -196,7 +196,7 @@ class BlockDrafter(StateHead):
         cache: KvCache,
         rows: Rows,
     ) -> Tensor:
-        """Run the layers as `_run_layers` does, with DFlash2's convolutions."""
+        """Run the layers like `_run_layers`, with DFlash2's convolutions."""
         residual, normed, branch = rows.residual, rows.normed, rows.branch
         for index, layer in enumerate(self.layers):
             views, kv = rows.layers[index], cache.layers[index]
@@ -217,18 +217,18 @@ class BlockDrafter(StateHead):
 
     @property
     def reads_drafts(self) -> bool:
-        """True if a draft depends on the token before it."""
+        """True if the logits of a draft depend on the token before it."""
         return self.weights.markov is not None or self.weights.second is not None
 
     def with_tokens_before(
         self, logits: Tensor, states: Tensor, token_ids: Tensor, sums: Tensor | None
     ) -> Tensor:
-        """Add the terms that depend on the token before each draft to its logits, in place.
+        """Apply the Markov head or DFlash2's selector to the logits of drafts, in place.
 
         Args:
             logits: fp32 [rows, draft vocabulary].
-            states: [rows, hidden_size], from which the logits were computed.
-            token_ids: int32 [rows], the tokens before.
+            states: [rows, hidden_size], the states that the logits were computed from.
+            token_ids: int32 [rows], the token before each draft.
             sums: linear workspace.
         """
         if self.weights.markov is not None:
@@ -248,14 +248,14 @@ def load_dflash(
     target_directory: str | Path,
     quantization: str | None = None,
 ) -> BlockDrafter:
-    """Load a head of DFlash or DSpark.
+    """Load a DFlash, DFlash2 or DSpark head.
 
     Args:
         target: the model that it drafts for.
-        directory: of the head, with its own config.json.
+        directory: the head's directory, with a config.json of its own.
         target_directory: the directory that the target was loaded from.
-        quantization: of the layers' projections and of the head's LM head; None: the layers are
-            quantized like the target's.
+        quantization: format of the layers' projections and of the head's LM head; None: quantize
+            the layers like the target's.
 
     Raises:
         ModelError: a file, a field or a tensor is missing, damaged or does not fit the target.
@@ -280,15 +280,15 @@ def load_dflash(
 
 
 def _windows(raw: Mapping[str, Any], num_layers: int) -> Windows:
-    """Return the window of each layer: the file's for sliding layers, None for others."""
+    """Return the window of each layer: that of config.json for sliding layers, else None."""
     types = layer_types(raw, num_layers) or [FULL] * num_layers
     return [count(raw, "sliding_window") if one == SLIDING else None for one in types]
 
 
 def _is_causal(own: Mapping[str, Any], kind: str | None) -> bool:
-    """Return whether block rows do not see later rows in layers with a window.
+    """Return whether attention within a block is causal in layers with a sliding window.
 
-    Source: vLLM, which merges the two fields into one, and has these defaults.
+    vLLM merges the two fields in the same way and has the same defaults.
     """
     if own.get("sliding_window_non_causal") is not None:
         return not flag_of(own, "sliding_window_non_causal")
@@ -367,15 +367,15 @@ def _read(
 
 
 def _mask_embedding(path: Path, config: BlockConfig) -> Tensor | None:
-    """Read the embedding of masks if the file exists: a vector, or a dict with it and its token."""
+    """Read the embedding of masks, if the file exists: a vector, or a dict with the vector."""
     if not path.exists():
         return None
     found, token_id = read_tensors(path), config.mask_token_id
     if isinstance(found, dict):
-        own = found.get("mask_token_id", token_id)
-        own = own.tolist() if isinstance(own, Tensor) else own
-        if own != token_id:
-            raise ModelError(f"{path}: mask_token_id is {own}, and {token_id} in config.json")
+        stored_id = found.get("mask_token_id", token_id)
+        stored_id = stored_id.tolist() if isinstance(stored_id, Tensor) else stored_id
+        if stored_id != token_id:
+            raise ModelError(f"{path}: mask_token_id is {stored_id}, and {token_id} in config.json")
         found = found.get("embedding")
     if not isinstance(found, Tensor) or not found.is_floating_point():
         got = found.dtype if isinstance(found, Tensor) else type(found).__name__

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """DFlash2's additions to DFlash: convolutions along a block, and a selector of candidates.
 
-A convolution mixes a row with the rows before it in its block. Each channel has its own weight per
-tap, to which a projection of the row adds one per group of channels. There is one before and one
-after every attention and every MLP of the block's rows; the context's keys and values have none.
+A convolution mixes a row with the rows before it in its block. The weight of a tap is the sum of a
+fixed weight per channel and a weight per group of channels, which is projected from the row. There
+is a convolution before and after every attention and every MLP of block rows, but none for the keys
+and values computed from target states.
 
-The selector keeps the likeliest tokens of a draft, its candidates, and adds to the logit of each a
-term that depends on the token before, weighted by the draft's state: <a(before) * p(state), b(c)>.
+The selector keeps the likeliest tokens of a draft, its candidates. To the logit of candidate c, it
+adds <a(before) * p(state), b(c)>, which depends on the token before the draft and on its state.
 
-Source: vLLM's reading of published heads, `DFlash2DraftModel`.
+Source: `DFlash2DraftModel`, which is vLLM's implementation of published heads.
 """
 
 from collections.abc import Mapping
@@ -30,13 +31,13 @@ class Dflash2Config:
     """Configuration of DFlash2's parts.
 
     Attributes:
-        taps: rows that a convolution reads, its own included.
-        group: channels per group.
-        rank: of the selector.
-        num_candidates: candidates per draft.
-        embedding_scale: factor of the block's embeddings.
-        logit_scale: factor of logits.
-        softcap: bound of logits; None: there is none.
+        taps: number of rows that a convolution reads, including the current one.
+        group: number of channels per group.
+        rank: rank of the selector.
+        num_candidates: number of candidates per draft.
+        embedding_scale: factor on the block's embeddings.
+        logit_scale: factor on logits.
+        softcap: soft bound of logits; None: no bound.
     """
 
     taps: int
@@ -49,21 +50,21 @@ class Dflash2Config:
 
 
 class Kernel(NamedTuple):
-    """Weights of the two convolutions before and after an attention or MLP."""
+    """Weights of the convolutions before and after one attention or MLP."""
 
     base: Tensor  # float32 [2, taps, channels]
-    projection: PackedWeight  # to [2 * taps * groups]
+    projection: PackedWeight  # from a row to [2 * taps * groups]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dflash2Weights:
-    """Weights of DFlash2's parts; projections packed.
+    """Weights of DFlash2's parts, with packed projections.
 
     Attributes:
-        kernels: of each layer, for its attention and its MLP.
-        predecessors: [vocab_size, rank].
-        hidden: projection of a draft's state to [rank].
-        successors: projection from there to [vocab_size].
+        kernels: convolution weights of each layer, for its attention and its MLP.
+        predecessors: [vocab_size, rank], embedding a of the token before a draft.
+        hidden: projection p from a draft's state to rank.
+        successors: projection b from rank to the vocabulary.
     """
 
     kernels: tuple[tuple[Kernel, Kernel], ...]
@@ -73,18 +74,18 @@ class Dflash2Weights:
 
     @property
     def projections(self) -> list[PackedWeight]:
-        """All projections."""
+        """All packed projections."""
         kernels = [kernel.projection for layer in self.kernels for kernel in layer]
         return [*kernels, self.hidden, self.successors]
 
 
 def read_dflash2(own: Mapping[str, Any], hidden_size: int, vocab_size: int) -> Dflash2Config | None:
-    """Read the config fields of DFlash2's parts; return None if there are none.
+    """Read the config fields of DFlash2's parts; return None if the head is not a DFlash2.
 
     Args:
         own: fields of config.json merged with those of dflash_config.
-        hidden_size: of the head.
-        vocab_size: of the target.
+        hidden_size: width of the head's states.
+        vocab_size: the target's vocabulary size.
 
     Raises:
         KeyError: a field is missing.
@@ -123,17 +124,17 @@ def _number(own: Mapping[str, Any], field: str, default: float) -> float:
 def load_dflash2(
     source: WeightSource, config: Dflash2Config, num_layers: int, hidden_size: int, vocab_size: int
 ) -> Dflash2Weights:
-    """Load the weights.
+    """Load the weights of DFlash2's parts.
 
     Args:
-        source: of the weights.
-        config: of the parts.
-        num_layers: of the head.
-        hidden_size: of the head.
-        vocab_size: of the target.
+        source: source of the weights.
+        config: configuration of these parts.
+        num_layers: number of layers of the head.
+        hidden_size: width of the head's states.
+        vocab_size: the target's vocabulary size.
 
     Raises:
-        ModelError: a tensor is missing, or has another shape.
+        ModelError: a tensor is missing or has the wrong shape.
     """
     outputs = 2 * config.taps * (hidden_size // config.group)
 
@@ -162,10 +163,10 @@ def load_dflash2(
 
 
 class Convolution:
-    """Convolutions over the rows of blocks, before and after an attention or MLP.
+    """Convolutions over block rows, before and after one attention or MLP.
 
     Args:
-        kernel: its weights.
+        kernel: weights of the convolutions.
         places: int32 [rows], index of each row in its block.
         sums: linear workspace.
     """
@@ -182,7 +183,7 @@ class Convolution:
         self._mix(x, 0)
 
     def behind(self, x: Tensor) -> None:
-        """Mix the output rows, in place, with the weights computed from the input rows."""
+        """Mix the output rows, in place. The weights depend on the rows given to `before`."""
         self._mix(x, 1)
 
     def _mix(self, x: Tensor, side: int) -> None:
@@ -192,8 +193,8 @@ class Convolution:
         mixed = torch.zeros_like(grouped)
         for tap in range(base.shape[0]):
             weights = base[tap].view(num_groups, -1) + deltas[:, tap, :, None]
-            there = (self._places[tap:] >= tap)[:, None, None]
-            mixed[tap:] += weights[tap:] * grouped[: num_rows - tap] * there
+            is_in_block = (self._places[tap:] >= tap)[:, None, None]
+            mixed[tap:] += weights[tap:] * grouped[: num_rows - tap] * is_in_block
         x.copy_(mixed.view_as(x))
 
 
@@ -205,24 +206,24 @@ def candidate_logits(
     before: Tensor,
     sums: Tensor | None,
 ) -> Tensor:
-    """Replace logits of drafts, in place, by those of their candidates; others become -inf.
+    """Add the selector's terms to the logits of candidates, in place; set other logits to -inf.
 
     Args:
-        config: of the selector.
-        weights: of the selector.
-        logits: float32 [rows, vocab_size], of the LM head.
-        states: [rows, hidden_size], from which the logits were computed.
+        config: the selector's configuration.
+        weights: the selector's weights.
+        logits: float32 [rows, vocab_size], from the LM head.
+        states: [rows, hidden_size], the states that the logits were computed from.
         before: int32 [rows], the token before each draft.
         sums: linear workspace.
     """
-    # Compare with the least candidate logit: all ties with it are candidates, so that the order in
-    # which topk returns them does not matter.
+    # All tokens that tie with the least candidate become candidates, so that the order in which
+    # topk returns ties does not matter.
     least = logits.topk(config.num_candidates, dim=1).values[:, -1:]
-    is_none = logits < least
+    is_excluded = logits < least
     logits.mul_(config.logit_scale)
     if config.softcap is not None:
         logits.div_(config.softcap).tanh_().mul_(config.softcap)
     pairs = dense.linear(states, weights.hidden, workspace=sums)
     pairs.mul_(dense.embedding(before, weights.predecessors))
     logits.add_(dense.linear(pairs, weights.successors, out_dtype=torch.float32, workspace=sums))
-    return logits.masked_fill_(is_none, -torch.inf)
+    return logits.masked_fill_(is_excluded, -torch.inf)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running one row through a model, so that errors of ops show at load time, not in a request."""
+"""Dry run of a model over one row, so that ops raise at load time instead of in a request."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ def dry_run(model: Transformer) -> Tensor:
         [1, vocab_size], fp32, on the CPU.
 
     Raises:
-        ValueError: an op refused its arguments; the message begins with the op's name.
+        ValueError: an op rejected its arguments; the message begins with the op's name.
     """
 
     def ints(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of draft heads in files with other names than a model's, including pickled tensors."""
+"""Readers of draft head weights, also from pickled tensors and files with unusual names."""
 
 from collections.abc import Sequence, Set
 from pathlib import Path
@@ -17,10 +17,10 @@ from specops.engine.models.weights import WeightSettings, WeightSource
 def read_tensors(path: Path) -> Any:
     """Return the content of a safetensors file or of a file pickled by torch.
 
-    From a pickle only tensors are read, and no code is run.
+    Reading a pickle yields only tensors and runs no code from it.
 
     Raises:
-        ModelError: the file is damaged, or holds something else.
+        ModelError: the file is damaged or not of these formats.
     """
     try:
         if path.suffix == ".safetensors":
@@ -31,14 +31,14 @@ def read_tensors(path: Path) -> Any:
 
 
 class HeadFile(WeightSource):
-    """Tensors of one file: safetensors, or pickled by torch.
+    """Weight source for one file: safetensors, or pickled by torch.
 
     Args:
-        path: of the file.
-        settings: for reading.
+        path: path of the file.
+        settings: settings for reading.
 
     Raises:
-        ModelError: the file is damaged, or holds something else.
+        ModelError: the file is damaged or not of these formats.
     """
 
     def __init__(self, path: Path, settings: WeightSettings) -> None:
@@ -70,9 +70,9 @@ def open_head(directory: Path, settings: WeightSettings, files: Sequence[str]) -
     """Return the weights of a draft head.
 
     Args:
-        directory: of the head.
-        settings: for reading.
-        files: alternative file names, tried after those of a model's files.
+        directory: the head's directory.
+        settings: settings for reading.
+        files: additional file names to try after the usual ones of a model.
 
     Raises:
         ModelError: none of the files exists, one is damaged, or random weights are requested.
@@ -95,10 +95,10 @@ def refuse_unread(source: WeightSource, directory: Path, what: str, left: Sequen
     """Reject tensors that were not read.
 
     Args:
-        source: of the weights, after loading.
-        directory: of the head.
-        what: name of the head with its article, for the error.
-        left: suffixes of names that may stay unread.
+        source: source of the weights, after loading.
+        directory: the head's directory.
+        what: name of the head with its article, for the error message.
+        left: name suffixes of tensors that may stay unread.
 
     Raises:
         ModelError: another tensor was not read.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches of layers: per-token data on pages, per-request data in slots, and their tensors."""
+"""KV caches: per-token data on pages and per-request states in slots, for each layer."""
 
 import math
 import mmap
@@ -13,12 +13,12 @@ from torch import Tensor
 
 
 class KvBytes(NamedTuple):
-    """Bytes that the caches of layers take.
+    """Memory that the caches of layers take.
 
     Attributes:
-        per_token: on pages.
-        per_slot: per running request, whatever its length.
-        per_prefix: per prefix whose states are kept.
+        per_token: bytes per token on pages.
+        per_slot: bytes per running request that do not depend on its length.
+        per_prefix: bytes per prefix with stored states.
     """
 
     per_token: int = 0
@@ -30,11 +30,11 @@ class CacheCapacity(NamedTuple):
     """Capacity of a cache.
 
     Attributes:
-        num_pages: of tokens.
+        num_pages: number of pages.
         page_size: tokens of a page.
-        num_slots: requests that run at once.
-        num_drafts: most drafts that a step verifies for one of them.
-        num_prefix_states: most prefixes with states, for layers with linear attention.
+        num_slots: number of request slots.
+        num_drafts: most drafts that a step verifies for one request.
+        num_prefix_states: number of prefixes whose states can be stored, for linear attention.
     """
 
     num_pages: int
@@ -45,13 +45,13 @@ class CacheCapacity(NamedTuple):
 
 
 class TensorShard(NamedTuple):
-    """A rank's shard of a tensor whose third axis has heads.
+    """One rank's shard of a tensor whose third axis holds heads.
 
     Attributes:
         tensor: [pages or slots, rows, this rank's heads, ...].
-        all_heads: heads of all ranks; `parallel.ranks.shard_range` returns this rank's range.
-        widths: elements per head on that axis, for each part. The parts, such as q|k|v, follow each
-            other, and each has all of the rank's heads.
+        all_heads: number of heads over all ranks; `shard_range` returns this rank's range.
+        widths: elements per head on the third axis, for each part such as q, k and v. The parts
+            lie one after the other, each with all heads of the rank.
     """
 
     tensor: Tensor
@@ -64,10 +64,10 @@ class KvSpec:
     """Per-token cache of an attention layer.
 
     Attributes:
-        num_heads: heads of keys, and as many of values.
-        all_heads: heads of all ranks; some ranks may hold the same head.
+        num_heads: number of key heads, and of value heads.
+        all_heads: number of different heads over all ranks; several ranks may hold the same head.
         head_dim: elements of a head.
-        dtype: of the elements. 8-bit elements have a float32 scale per token and head.
+        dtype: dtype of the elements. 8-bit elements have a float32 scale per token and head.
         has_values: False: values are part of the keys, as in latent attention.
     """
 
@@ -79,19 +79,19 @@ class KvSpec:
 
     @property
     def has_scales(self) -> bool:
-        """True if elements need a scale."""
+        """True if the elements have scales."""
         return self.dtype.itemsize == 1
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes per token."""
+        """Bytes per token, including scales."""
         head_bytes = self.head_dim * self.dtype.itemsize
         if self.has_scales:
             head_bytes += torch.float32.itemsize
         return (1 + self.has_values) * self.num_heads * head_bytes
 
     def bytes_per_slot(self, num_drafts: int) -> int:
-        """Return 0: the layer keeps nothing per slot."""
+        """Return 0: the layer stores nothing per slot."""
         return 0
 
     def new(self, capacity: CacheCapacity, device: torch.device) -> "LayerKv":
@@ -111,19 +111,19 @@ class KvSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class StateSpec:
-    """Per-request state of a layer with linear attention, whatever the request's length.
+    """Per-request state of a layer with linear attention, of a size independent of the text length.
 
-    Each row that a step may accept as its last leaves its own state, by its position, so that
-    rejected drafts need no rollback; see `specops.linear_attention`.
+    A step stores a state for each row that may turn out to be the last accepted one, at the row's
+    position, so rejected drafts need no rollback; see `specops.linear_attention`.
 
     Attributes:
-        num_heads: number of states, each [key_dim, value_dim] float32.
-        num_key_heads: heads of queries and keys, each shared by equally many states.
-        all_key_heads: key heads of all ranks.
+        num_heads: number of value heads. Each has a state, float32 [key_dim, value_dim].
+        num_key_heads: number of query/key heads; each serves the same number of value heads.
+        all_key_heads: number of key heads over all ranks.
         key_dim: rows of a state.
         value_dim: columns of a state.
-        taps: of the convolution.
-        dtype: of the convolution's input.
+        taps: taps (kernel size) of the convolution.
+        dtype: dtype of the convolution's input.
     """
 
     bytes_per_token: ClassVar[int] = 0
@@ -137,7 +137,7 @@ class StateSpec:
     dtype: torch.dtype
 
     def bytes_per_slot(self, num_drafts: int) -> int:
-        """Return the bytes of a request in steps with up to `num_drafts` drafts."""
+        """Return the bytes per request if steps verify up to `num_drafts` drafts."""
         conv, states = self._shapes(CacheCapacity(0, 0, 1, num_drafts))
         return math.prod(conv) * self.dtype.itemsize + math.prod(states) * torch.float32.itemsize
 
@@ -161,7 +161,7 @@ class StateSpec:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros; on the CPU the system allocates each page when it is first written to."""
+    """Return zeros; on a CPU, the system allocates memory pages only when they are written to."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not num_bytes:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -171,18 +171,18 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 @dataclass(frozen=True)
 class LayerKv:
-    """The paged key and value caches of one layer."""
+    """Paged key and value caches of one layer."""
 
-    all_heads: int  # of all ranks
+    all_heads: int  # number of heads over all ranks
     k: Tensor  # [num_pages, page_size, num_kv_heads, head_dim]
     v: Tensor | None  # None: values are part of the keys
-    # For 8-bit caches, float32 [num_pages, page_size, num_kv_heads]; None: the model's dtype.
+    # Float32 [num_pages, page_size, num_kv_heads]; None: the cache is not 8-bit.
     k_scales: Tensor | None = None
     v_scales: Tensor | None = None
 
     @cached_property
     def pairs(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Tensors to copy when tokens move: the caches, and their scales as caches of width 1."""
+        """Pairs of k and v tensors to copy when tokens move; scales count as caches of width 1."""
         pairs = [(self.k, self.v)]
         if self.k_scales is not None:
             v_scales = None if self.v_scales is None else self.v_scales[..., None]
@@ -191,7 +191,7 @@ class LayerKv:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors, including scales."""
+        """All tensors of the layer, including scales."""
         tensors = (self.k, self.v, self.k_scales, self.v_scales)
         return [tensor for tensor in tensors if tensor is not None]
 
@@ -203,16 +203,16 @@ class LayerKv:
 
 @dataclass(frozen=True)
 class LayerStates:
-    """Slots of one layer with linear attention."""
+    """Per-slot states of one layer with linear attention."""
 
-    conv: Tensor  # [num_slots, window, channels], the channels q|k|v
+    conv: Tensor  # [num_slots, window, channels], inputs of the convolution, channels q|k|v
     states: Tensor  # float32 [num_slots, window, num_heads, key_dim, value_dim]
-    all_key_heads: int  # of all ranks
+    all_key_heads: int  # number of key heads over all ranks
     widths: tuple[tuple[int, ...], ...]  # per tensor: elements per key head in each part
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Both tensors."""
+        """Both tensors of the layer."""
         return [self.conv, self.states]
 
     @property
@@ -222,10 +222,10 @@ class LayerStates:
         return [TensorShard(tensor, self.all_key_heads, widths) for tensor, widths in both]
 
     def copy(self, slot: int, to: "LayerStates", to_slot: int, num_tokens: int) -> None:
-        """Copy the state of a request after `num_tokens` tokens to a slot of `to`.
+        """Copy a slot's state after `num_tokens` tokens to slot `to_slot` of `to`.
 
-        Both objects store the state of position i at i modulo their window, and copying the smaller
-        window is enough.
+        Both objects store the state of position i at index i modulo their window. The positions of
+        the smaller window are copied.
         """
         for own, other in zip(self.tensors, to.tensors, strict=True):
             window, other_window = own.shape[1], other.shape[1]
@@ -235,11 +235,11 @@ class LayerStates:
 
 @dataclass(frozen=True)
 class KvCache:
-    """Caches of all layers. The layers may differ in all but the page size."""
+    """Caches of all layers, which may differ in everything but the page size."""
 
-    layers: list[Any]  # a LayerKv or LayerStates each
+    layers: list[Any]  # LayerKv or LayerStates of each layer
     capacity: CacheCapacity
-    # For each layer with LayerStates, in order: states of prefixes, with windows for no drafts.
+    # States of prefixes for each layer with LayerStates, in order, with windows for no drafts.
     prefix_states: list[LayerStates]
 
     @classmethod
@@ -268,18 +268,18 @@ class KvCache:
         return [layer for layer in self.layers if isinstance(layer, LayerStates)]
 
     def keep_states(self, slot: int, num_tokens: int, entry: int) -> None:
-        """Copy the states after `num_tokens` tokens of a slot to an entry of `prefix_states`."""
-        for own, of_prefixes in zip(self._states, self.prefix_states, strict=True):
-            own.copy(slot, of_prefixes, entry, num_tokens)
+        """Copy a slot's states after `num_tokens` tokens to an entry of `prefix_states`."""
+        for slots, entries in zip(self._states, self.prefix_states, strict=True):
+            slots.copy(slot, entries, entry, num_tokens)
 
     def load_states(self, entry: int, num_tokens: int, slot: int) -> None:
-        """Copy the states after `num_tokens` tokens to the slot of a request with this prefix."""
-        for own, of_prefixes in zip(self._states, self.prefix_states, strict=True):
-            of_prefixes.copy(entry, own, slot, num_tokens)
+        """Copy an entry's states after `num_tokens` tokens to the slot of a request."""
+        for slots, entries in zip(self._states, self.prefix_states, strict=True):
+            entries.copy(entry, slots, slot, num_tokens)
 
     @property
     def pairs(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Tensors of all layers, as `LayerKv.pairs`, to copy when tokens move to other slots."""
+        """`LayerKv.pairs` of all layers: tensors to copy when tokens move to other cache slots."""
         return [pair for layer in self._on_pages for pair in layer.pairs]
 
     @property

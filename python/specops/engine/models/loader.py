@@ -25,15 +25,15 @@ from specops.engine.parallel.ranks import ALONE, Ranks
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _KV_CACHE_DTYPES = {"auto": None, "int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
 
-# Arguments of ops that have other names in config.json.
+# Names in config.json of op arguments, for error messages.
 _FIELD_OF_ARGUMENT = {
     "num_qo_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
     "rotary_dim": "head_dim * partial_rotary_factor",
     "theta": "rope_theta",
 }
-_NARROW = 16  # for sizes that no op restricts, in the dry run
-_LARGEST_PAGE = 64  # tokens
+_NARROW = 16  # value of sizes that no op restricts, in the dry run
+_LARGEST_PAGE = 64  # tokens per page
 
 
 def load_model(
@@ -49,25 +49,25 @@ def load_model(
     weight_cache: WeightCache | None = None,
     ranks: Ranks = ALONE,
 ) -> Transformer:
-    """Load a checkpoint of one of the families.
+    """Load a checkpoint of any supported model family.
 
     Args:
         directory: a Hugging Face directory with config.json and safetensors files, whose weights
-            may be quantized; or one that is made from a GGUF file.
-        dtype: "bfloat16", "float32", or "auto" for the checkpoint's own.
-        max_model_len: positions to prepare; None: the model's own limit.
-        device: where the weights live.
+            may be quantized; or a directory made from a GGUF file.
+        dtype: "bfloat16", "float32", or "auto" for the checkpoint's dtype.
+        max_model_len: number of positions to support; None: the model's limit.
+        device: device of the weights.
         load_format: "auto"; or "dummy" for random weights, which need no file but config.json.
-        kv_cache_dtype: "auto" for that of the weights, "int8" or "fp8_e4m3".
-        quantization: of those projections of the layers that the file has not quantized; see
-            `WeightSettings`.
-        quantize_head: the same for the LM head. A tied embedding stays as it is.
+        kv_cache_dtype: "int8", "fp8_e4m3", or "auto" for the dtype of the weights.
+        quantization: format to which the layers' projections are quantized, unless the file has
+            quantized them; see `WeightSettings`.
+        quantize_head: the same for the LM head. A tied embedding is not quantized.
         weight_cache: cache of packed weights; None: no cache.
-        ranks: the ranks that the model is sharded over; this rank's shard is loaded.
+        ranks: tensor-parallel ranks over which the model is sharded; loads this rank's shard.
 
     Raises:
-        ModelError: a file or tensor is missing, damaged or misshapen, the kind is unsupported, an
-            op does not run the model's shapes, or the model cannot be sharded over the ranks.
+        ModelError: a file or tensor is missing, damaged or misshapen, the model is unsupported, an
+            op does not support its shapes, or it cannot be sharded over the ranks.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -122,7 +122,7 @@ def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
 
 
 def _dtype_of(config: ModelConfig, dtype: str, file: Path) -> torch.dtype:
-    """Return the dtype of weights and states; `file` is config.json."""
+    """Return the dtype of weights and states. Errors name `file`, which is config.json."""
     chosen = (config.dtype or "float32") if dtype == "auto" else dtype
     if not isinstance(chosen, str) or chosen not in _DTYPES:
         where = f"{file}: " if dtype == "auto" else ""
@@ -134,9 +134,9 @@ def _dtype_of(config: ModelConfig, dtype: str, file: Path) -> torch.dtype:
 
 
 def _stored_dtype(config: ModelConfig, directory: Path) -> str | None:
-    """Return the dtype of the embedding in the checkpoint's files; None: quantized or missing.
+    """Return the dtype of the embedding in the checkpoint, or None if it is quantized or missing.
 
-    transformers uses the dtype of the tensors in the same way if config.json names none.
+    If config.json names no dtype, transformers uses the dtype of the tensors as well.
     """
     checkpoint = open_checkpoint(directory)
     names = (f"{place.prefix}embed_tokens.weight" for place in config.places)
@@ -146,8 +146,8 @@ def _stored_dtype(config: ModelConfig, directory: Path) -> str | None:
 def head_name(config: ModelConfig, source: WeightSource) -> str:
     """Return the name of the LM head, without ".weight".
 
-    A checkpoint whose config.json ties the head to the embedding may still have a head of its own,
-    which then counts, as in transformers.
+    If config.json ties the head to the embedding but the checkpoint has a separate head, the
+    separate head is used, as in transformers.
     """
     place = place_of(config, source)
     is_tied = config.tie_word_embeddings and f"{place.head}.weight" not in source.names()
@@ -155,7 +155,7 @@ def head_name(config: ModelConfig, source: WeightSource) -> str:
 
 
 def place_of(config: ModelConfig, source: WeightSource) -> Place:
-    """Return the location whose embedding is in the source, or the family's first location."""
+    """Return the place whose embedding is in the source, or the family's first place."""
     names = source.names()
     found = [one for one in config.places if f"{one.prefix}embed_tokens.weight" in names]
     return found[0] if found else config.places[0]
@@ -168,18 +168,18 @@ def build(
     max_model_len: int,
     ranks: Ranks = ALONE,
 ) -> Transformer:
-    """Make a model.
+    """Build a model from its config and weights.
 
     Args:
-        config: of the model.
-        source: of its weights.
-        kv_dtype: of keys and values on pages.
-        max_model_len: positions to prepare.
-        ranks: that the model is sharded over.
+        config: the model's configuration.
+        source: source of the weights.
+        kv_dtype: dtype of keys and values on pages.
+        max_model_len: number of positions to support.
+        ranks: tensor-parallel ranks over which the model is sharded.
 
     Raises:
-        ModelError: a tensor is missing, has another shape, or cannot be sharded.
-        ValueError: an op refuses a size.
+        ModelError: a tensor is missing, has the wrong shape, or cannot be sharded.
+        ValueError: an op rejects a size.
     """
     # Round up to whole pages: drafting modules may run past the end of the longest text.
     max_positions = -(-max_model_len // _LARGEST_PAGE) * _LARGEST_PAGE
@@ -203,7 +203,7 @@ def build(
         quantization=source.settings.quantize_head,
         shard=Shard(outputs=(Sharding(ranks).of_vocabulary(config.vocab_size),)),
     )
-    if config.embedding_scale != 1.0:  # the same bits as scaling single rows
+    if config.embedding_scale != 1.0:  # bit-identical to scaling rows after the lookup
         embedding = embedding * torch.tensor(config.embedding_scale, dtype=source.dtype)
     layers = [
         layer.load(loader, f"{prefix}layers.{index}.") for index, layer in enumerate(config.layers)
@@ -228,8 +228,10 @@ def _refuse_what_ops_refuse(
 ) -> None:
     """Run a narrow dummy model with the heads, windows and positions of `config`.
 
+    So unsupported sizes are found before any weight is read.
+
     Raises:
-        ModelError: an op refuses a size, before any weight is read.
+        ModelError: an op rejects a size.
     """
     try:
         source = replace(settings, load_format="dummy").open(file.parent)

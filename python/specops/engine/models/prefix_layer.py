@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hydra++'s prefix layer: a decoder layer whose states its heads read in place of the target's.
+"""Hydra++'s prefix layer: a decoder layer whose output its heads read instead of target states.
 
-Its row i reads the target's state of position i after the final norm, and no token. Through its
-attention the heads see the states of earlier positions, which a head on one state does not.
+Row i of the layer reads the target's state of position i after the final norm, and no token.
+Through its attention, the heads also use the states of earlier positions.
 
 Source: Ankner et al. 2024, "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding",
-section 4. The layout is that of the authors' code: the layer is one of the target's own family.
+section 4. As in the authors' code, the layer is a decoder layer of the target's family.
 """
 
 from collections.abc import Collection
@@ -28,18 +28,18 @@ from specops.engine.models.transformer import Transformer
 from specops.engine.models.weights import WeightSource
 
 _PREFIX = "prefix_embeding_layer."  # the authors' spelling
-# An unused embedding, and frequencies that are computed here.
+# Ignored tensors: an unused embedding, and frequencies that are computed here.
 UNREAD = (f"{_PREFIX}embed_tokens.weight", "rotary_emb.inv_freq")
 
 
 class PrefixLayer(LayerStack):
-    """A decoder layer on the target's last states.
+    """Decoder layer on the target's final states.
 
     Args:
-        layer: this.
-        final_norm: after the layer.
-        lm_head: of the first head that reads it.
-        target: the model that it is for.
+        layer: the decoder layer.
+        final_norm: norm after the layer.
+        lm_head: LM head of the first draft head.
+        target: the model that the heads draft for.
     """
 
     def __init__(
@@ -55,15 +55,15 @@ class PrefixLayer(LayerStack):
         self._final_norm = final_norm
 
     def forward(self, batch: MtpBatch, states: Tensor, cache: KvCache) -> Tensor:
-        """Run the layer over rows, and write their keys and values.
+        """Run the layer over the rows, and write their keys and values.
 
         Args:
             batch: the rows.
-            states: [source rows, hidden_size], the target's after its final norm.
-            cache: from `new_kv_cache`.
+            states: [source rows, hidden_size], the target's states after its final norm.
+            cache: KV cache from `new_kv_cache`.
 
         Returns:
-            The input of the heads for all rows. It lies in the layer's own buffers: the next call
+            The input of the heads for all rows. It lies in the layer's buffers: the next call
             overwrites it.
         """
         rows = self.activations.first(batch.positions.shape[0])
@@ -81,10 +81,10 @@ def load_prefix(
     """Load the prefix layer of a Hydra++ checkpoint.
 
     Args:
-        source: of its weights.
-        directory: of the checkpoint.
-        lm_head: of the first head.
-        target: the model that it is for.
+        source: source of the weights.
+        directory: the checkpoint's directory.
+        lm_head: LM head of the first draft head.
+        target: the model that the heads draft for.
 
     Raises:
         ModelError: a tensor is missing or does not fit the target.

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection of prefixes whose states are kept, so that other requests can continue from their end.
+"""Selection of the prefixes whose states are stored, for layers with linear attention.
 
-Layers with linear attention have one state per request, which every token changes. Pages of a
-prefix are useful to another request only with the states at their end. States are kept for few
-prefixes, since one state takes as much memory as thousands of tokens on pages. These are prefixes
-that are likely to recur:
+Such layers have one state per request, which every token changes. So another request can continue
+from the pages of a prefix only if the states at its end are stored. One state takes as much memory
+as thousands of tokens on pages, so states are stored only for prefixes that are likely to recur:
 
 - a prompt up to its last whole page, for requests that begin with it or repeat it;
 - the common prefix of a prompt and earlier ones, once two prompts share it;
-- a text up to the last page that decoding has filled, for the next turn of a conversation. The
-  state at the end of the next page replaces it.
+- a text up to the last page that decoding has filled, for the next turn of a conversation. Once
+  decoding fills the next page, the state at its end replaces this one.
 
-Chunks of prompts end at the first two kinds of borders. States do not depend on how a text was
-split, so a request has the same bits wherever it continues.
+The ends of these prefixes are called borders. Prompt chunks end at borders of the first two kinds.
+States do not depend on how a text was split, so results have the same bits wherever a request
+continues.
 
-A drafter whose layers have states keeps them next to the target's, for the same prefixes, so that
-its drafts also depend on the text alone. Such an entry has both and is useful to requests of this
-drafter, as are pages with the drafter's keys and values.
+States of a drafter with linear attention are stored together with the target's, for the same
+prefixes, so that its drafts also depend on the text alone. Only requests that use this drafter can
+use such an entry, as with pages that hold the drafter's keys and values.
 
-Source: the second rule is that of SGLang's radix cache for such models, which calls the place a
-branching point; vLLM's chunks end at borders as well.
+Source: the second rule is from SGLang's radix cache, which calls such a border a branching point.
+In vLLM, prompt chunks end at borders as well.
 """
 
 from collections import OrderedDict
@@ -31,28 +31,28 @@ from specops.engine.models.kv import CacheCapacity, KvCache
 
 _NO_CAPACITY = CacheCapacity(0, 0)
 
-_Key = tuple[Prefix, str]  # the name is of the drafter with its own states; empty: none
+_Key = tuple[Prefix, str]  # the string names a drafter with states; empty: none
 
 
 @dataclass(slots=True)
 class _Running:
     """Progress of a request with a slot."""
 
-    owner: str  # the drafter with its own states; empty: none
+    owner: str  # name of its drafter if that has states, else empty
     borders: Sequence[int]  # token counts of its prompt at which to store states, ascending
-    end: int  # the last border, or the first token that runs if later
-    waiting: tuple[int, int] | None = None  # tokens and entry, until the page is registered
-    decoded: _Key | None = None  # entry of decoded text, to be replaced by the next one
+    end: int  # the last border, or the first token that runs if that is later
+    waiting: tuple[int, int] | None = None  # token count and entry, until the page is registered
+    decoded: _Key | None = None  # key of the state of decoded text, which the next one replaces
 
 
 class PrefixStates:
-    """States of prefixes in a least-recently-used cache; an entry has the states of all layers.
+    """LRU cache of the states of prefixes; an entry holds the states of all layers.
 
     If the model has no states, or no entries are configured, pages are usable without states.
 
-    An entry is free, belongs to a prefix, or waits for its prefix: some drafters complete a page
-    later than the model does. A prefix whose pages are gone is never found again and is evicted
-    first; after these, the least recently used prefix is evicted.
+    An entry is free, belongs to a prefix, or waits until the prefix's last page is registered: some
+    drafters complete a page later than the model does. Prefixes whose pages were evicted are never
+    found again, so their entries are evicted first, followed by the least recently used ones.
 
     Args:
         pool: page pool.
@@ -69,11 +69,12 @@ class PrefixStates:
         drafters: Mapping[str, KvCache] | None = None,
     ) -> None:
         self._pool = pool
-        # Caches with states of a request, by its drafter with its own states.
+        # Caches that hold states of a request, by the name of its drafter with states.
         self._caches: dict[str, Sequence[KvCache]] = {"": ()}
         if capacity.num_prefix_states:
-            own = (target,) if target is not None and target.prefix_states else ()
-            self._caches = {"": own} | {name: (*own, one) for name, one in (drafters or {}).items()}
+            shared = (target,) if target is not None and target.prefix_states else ()
+            self._caches = {"": shared}
+            self._caches |= {name: (*shared, cache) for name, cache in (drafters or {}).items()}
         # Slots hold the states of this many positions before the last row.
         self._num_drafts = capacity.num_drafts
         # A chunk may end this many tokens after its last border.
@@ -83,7 +84,7 @@ class PrefixStates:
         self._running: dict[int, _Running] = {}  # by slot
 
     def release_unusable(self, pages: list[int], draft_kv: DraftKv | None) -> int:
-        """Release those cached pages of a request that it cannot use because states are missing.
+        """Release the cached pages that a request cannot use because states are missing.
 
         Args:
             pages: pages from `PagePool.match_prefix`; pages after the last one with states are
@@ -91,7 +92,7 @@ class PrefixStates:
             draft_kv: draft KV of the request.
 
         Returns:
-            Number of tokens on the pages found.
+            Number of tokens on all pages that were passed.
         """
         count = found = len(pages)
         owner = self._owner(draft_kv)
@@ -114,9 +115,9 @@ class PrefixStates:
 
         Args:
             slot: slot of the request.
-            pages: its cached pages, after `release_unusable`.
+            pages: the request's cached pages, after `release_unusable`.
             num_cached: number of tokens that `release_unusable` returned.
-            num_tokens: tokens of the request.
+            num_tokens: number of tokens of the request.
             draft_kv: draft KV of the request.
         """
         owner, size = self._owner(draft_kv), self._pool.page_size
@@ -128,15 +129,15 @@ class PrefixStates:
             self._entry_of.move_to_end(key)
             for cache in self._caches[owner]:
                 cache.load_states(self._entry_of[key], begin, slot)
-        # The end of the pages that another request with these tokens can use.
+        # The end of the last page that another request with these tokens can use.
         last = (num_tokens - max(1, 0 if draft_kv is None else draft_kv.lookahead)) // size * size
         borders = [one for one in sorted({num_cached, last}) if one > begin]
         self._running[slot] = _Running(owner, borders, max(last, begin))
 
     def chunk(self, slot: int, begin: int, rows: int) -> int:
-        """Return how many of `rows` prompt rows a step may run: up to the first border inside."""
-        own = self._running.get(slot)
-        for border in () if own is None else own.borders:
+        """Return how many of `rows` prompt rows to run in a step, so that it ends at a border."""
+        progress = self._running.get(slot)
+        for border in () if progress is None else progress.borders:
             if begin < border < begin + rows - self._slack:
                 return border - begin
         return rows
@@ -155,39 +156,41 @@ class PrefixStates:
 
         Args:
             slot: slot of the request.
-            pages: pages of its text.
-            num_registered: number of its first pages that are registered.
-            num_computed: committed tokens whose rows are computed.
-            num_drafted: tokens whose draft KV is final.
-            begin: position of the first row of the step.
-            num_rows: rows of the step; some of the last may be rejected.
+            pages: pages of the request.
+            num_registered: number of leading pages that are registered.
+            num_computed: number of committed tokens whose rows are computed.
+            num_drafted: number of tokens whose draft KV is final.
+            begin: position of the request's first row in the step.
+            num_rows: number of the request's rows in the step, including rejected drafts.
         """
-        own = self._running.get(slot)
-        if own is None:
+        progress = self._running.get(slot)
+        if progress is None:
             return
-        self._assign_waiting(pages, num_registered, own)
+        self._assign_waiting(pages, num_registered, progress)
         size = self._pool.page_size
-        border = (min(num_computed, num_drafted) if own.owner else num_computed) // size * size
-        is_useful = border in own.borders or border > own.end
-        # States from before this step are not used: rejected rows may have overwritten them.
+        border = (min(num_computed, num_drafted) if progress.owner else num_computed) // size * size
+        is_useful = border in progress.borders or border > progress.end
+        # Only states that this step wrote are valid: rejected rows may have overwritten earlier
+        # ones.
         if not is_useful or not begin < border or begin + num_rows > border + self._num_drafts:
             return
-        entry = self._entry_to_overwrite(own)
+        entry = self._entry_to_overwrite(progress)
         if entry is not None:
-            own.waiting = border, entry
-            for cache in self._caches[own.owner]:
+            progress.waiting = border, entry
+            for cache in self._caches[progress.owner]:
                 cache.keep_states(slot, border, entry)
-            self._assign_waiting(pages, num_registered, own)
+            self._assign_waiting(pages, num_registered, progress)
 
     def entry_of(self, pages: Sequence[int], draft_kv: DraftKv | None) -> int | None:
-        """Return the entry with the states at the end of a text's first pages, or None."""
+        """Return the entry with the states at the end of these pages, or None."""
         return self._entry_of.get(self._key(pages[-1], self._owner(draft_kv))) if pages else None
 
     def new_entry(self, pages: Sequence[int], draft_kv: DraftKv | None) -> int | None:
         """Reserve an entry for the states at the end of registered pages; the caller writes it.
 
         Returns:
-            The entry. None if it exists already, no states are needed, or all entries wait.
+            The entry; None if these states are stored already, if no states are needed, or if all
+            entries wait for their prefixes.
         """
         owner = self._owner(draft_kv)
         if not self._caches[owner] or not pages or self.entry_of(pages, draft_kv) is not None:
@@ -198,10 +201,10 @@ class PrefixStates:
         return entry
 
     def leave(self, slot: int) -> None:
-        """Forget the request of a slot."""
-        own = self._running.pop(slot, None)
-        if own is not None and own.waiting is not None:
-            self._free.append(own.waiting[1])
+        """Forget the request of a slot, and free its waiting entry."""
+        progress = self._running.pop(slot, None)
+        if progress is not None and progress.waiting is not None:
+            self._free.append(progress.waiting[1])
 
     def _owner(self, draft_kv: DraftKv | None) -> str:
         """Return the name of a request's drafter if the drafter has states, else ""."""
@@ -210,30 +213,32 @@ class PrefixStates:
     def _key(self, page: int, owner: str) -> _Key:
         return self._pool.prefix_of(page), owner
 
-    def _assign_waiting(self, pages: Sequence[int], num_registered: int, own: _Running) -> None:
-        """Assign the waiting entry to its prefix if the prefix's page is registered by now."""
-        if own.waiting is None:
+    def _assign_waiting(
+        self, pages: Sequence[int], num_registered: int, progress: _Running
+    ) -> None:
+        """Assign the request's waiting entry to its prefix once the prefix's page is registered."""
+        if progress.waiting is None:
             return
-        border, entry = own.waiting
+        border, entry = progress.waiting
         index = border // self._pool.page_size
         if index > num_registered:
             return
-        own.waiting = own.decoded = None
-        key = self._key(pages[index - 1], own.owner)
-        if key in self._entry_of:  # the same states
+        progress.waiting = progress.decoded = None
+        key = self._key(pages[index - 1], progress.owner)
+        if key in self._entry_of:  # another request stored the same states
             self._entry_of.move_to_end(key)
             self._free.append(entry)
             return
         self._entry_of[key] = entry
-        if border > own.end:
-            own.decoded = key
+        if border > progress.end:
+            progress.decoded = key
 
-    def _entry_to_overwrite(self, own: _Running) -> int | None:
+    def _entry_to_overwrite(self, progress: _Running) -> int | None:
         """Return an entry to overwrite; None if all wait for prefixes of other requests."""
-        if own.waiting is not None:
-            return own.waiting[1]
-        if own.decoded is not None and own.decoded in self._entry_of:
-            return self._entry_of.pop(own.decoded)
+        if progress.waiting is not None:
+            return progress.waiting[1]
+        if progress.decoded is not None and progress.decoded in self._entry_of:
+            return self._entry_of.pop(progress.decoded)
         return self._free_entry()
 
     def _free_entry(self) -> int | None:
@@ -242,5 +247,5 @@ class PrefixStates:
             return self._free.pop()
         if not self._entry_of:
             return None
-        gone = (key for key in self._entry_of if not key[0].pages)
-        return self._entry_of.pop(next(gone, next(iter(self._entry_of))))
+        unusable = (key for key in self._entry_of if not key[0].pages)
+        return self._entry_of.pop(next(unusable, next(iter(self._entry_of))))

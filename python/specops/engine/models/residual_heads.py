@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads of residual blocks on the target's last state: Medusa and Hydra.
+"""Medusa and Hydra heads: residual blocks on the target's last state.
 
 Each head drafts the token at a fixed distance. Medusa heads read only the state that the newest
-token was sampled from. Hydra heads also read the embeddings of the newest token and of the drafts
-before, concatenated to the state. The input passes through blocks x + silu(W x + b) and then the
+token was sampled from. Hydra heads also read the embeddings of the newest token and of the earlier
+drafts, concatenated to the state. The input passes through blocks x + silu(W x + b) and then the
 head's own LM head. Hydra++ heads read the states of a prefix layer instead of the target's.
 
 Source: Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding
@@ -38,12 +38,12 @@ class _Layout(NamedTuple):
 
     block: str
     lm_head: str
-    # Blocks are numbered 0, 1, .., or are every second module, with dropouts in between.
+    # Module number of the first block, and distance to the next: 2 if dropout modules lie between.
     first: int = 0
     step: int = 1
 
     def name(self, head: int, block: int) -> str:
-        """Return the module name of a head's block in the checkpoint."""
+        """Return the name of a head's block in the checkpoint."""
         return self.block.format(head=head, block=self.first + self.step * block)
 
 
@@ -63,7 +63,7 @@ _HYDRA_FILES = ("hydra_lm_head.safetensors", "hydra_lm_head.pt")
 
 @dataclass(frozen=True)
 class Projection:
-    """A matrix and its bias."""
+    """Linear projection with an optional bias."""
 
     weight: PackedWeight
     bias: Tensor | None
@@ -81,7 +81,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class ResidualBlock:
-    """x + silu(inner x); if x is wider than the output, `outer` x replaces the first x."""
+    """Residual block: x + silu(inner(x)); outer(x) replaces the first x if widths differ."""
 
     inner: Projection
     outer: Projection | None
@@ -89,25 +89,25 @@ class ResidualBlock:
 
 @dataclass(frozen=True)
 class ResidualHead:
-    """One head: its blocks and its LM head."""
+    """One draft head: residual blocks and an LM head."""
 
     blocks: tuple[ResidualBlock, ...]
     lm_head: Projection
 
 
 class ResidualHeads:
-    """The heads of a checkpoint, in drafting order.
+    """Medusa or Hydra heads of a checkpoint.
 
     Args:
-        heads: in order.
+        heads: the heads in drafting order.
         target: the model that they draft for.
-        reads_tokens: whether a head reads the newest token and the drafts before it.
-        prefix: the layer whose states they read; None: they read the target's.
+        reads_tokens: whether heads read the newest token and the earlier drafts.
+        prefix: prefix layer whose states the heads read; None: they read the target's states.
 
     Attributes:
-        heads, reads_tokens, prefix: these.
-        hidden_size, dtype, device: of the target's states.
-        vocab_size: of the target.
+        heads, reads_tokens, prefix: the arguments.
+        hidden_size, dtype, device: properties of the target's states.
+        vocab_size: the target's vocabulary size.
     """
 
     def __init__(
@@ -136,14 +136,14 @@ class ResidualHeads:
         ) * 6
 
     def reserve(self, requests: int) -> None:
-        """Allocate buffers for `requests` requests."""
+        """Allocate buffers for up to `requests` requests."""
         width = self.hidden_size
 
         def new(columns: int) -> Tensor:
             return torch.empty(requests, columns, dtype=self.dtype, device=self.device)
 
         self._inputs = new((1 + len(self.heads) * self.reads_tokens) * width)
-        self._gates = new(2 * width).fill_(1)  # ones: silu_mul multiplies by the second half
+        self._gates = new(2 * width).fill_(1)  # second half stays 1: silu_mul multiplies by it
         self._added, self._wide = new(width), new(width)
         self._even, self._odd = new(width), new(width)
 
@@ -152,7 +152,7 @@ class ResidualHeads:
         return max(dense.linear_workspace_size(requests, one) for one in self._weights)
 
     def read_token(self, index: int, token_ids: Tensor) -> None:
-        """Embed the tokens that head `index` is the first to read, int32 [requests]."""
+        """Embed the tokens, int32 [requests], that head `index` is the first to read."""
         begin = (1 + index) * self.hidden_size
         into = self._inputs[: token_ids.shape[0], begin : begin + self.hidden_size]
         into.copy_(dense.embedding(token_ids, self._embedding))
@@ -161,8 +161,8 @@ class ResidualHeads:
         """Return the fp32 logits of head `index`.
 
         Args:
-            index: of the head, from 0.
-            states: [requests, hidden_size], the target's or the prefix layer's.
+            index: index of the head, from 0.
+            states: [requests, hidden_size], states of the target or of the prefix layer.
             out: [requests, vocab_size], receives the logits.
             sums: linear workspace.
         """
@@ -189,12 +189,12 @@ def load_medusa(
 ) -> ResidualHeads:
     """Load Medusa heads, in the layout of the authors or of vLLM.
 
-    The tensors determine the number of heads: config.json is wrong in some published files.
+    The tensors determine the number of heads, since config.json is wrong in some published files.
 
     Args:
         target: the model that they draft for.
-        directory: of the heads.
-        quantization: of their LM heads; None: like the target's.
+        directory: the heads' directory.
+        quantization: format of the heads' LM heads; None: the target's.
 
     Raises:
         ModelError: a file, a field or a tensor is missing, damaged or does not fit the target.
@@ -221,7 +221,7 @@ def load_hydra(
 
     Raises:
         ModelError: a file, a field or a tensor is missing, damaged or does not fit the target; or
-            the heads are of another kind, such as those with cross attention.
+            the heads are of an unsupported kind, such as those with cross attention.
     """
     directory = Path(directory)
     source = open_head(directory, target.settings.of_drafter(quantization), _HYDRA_FILES)

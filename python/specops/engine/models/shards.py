@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor-parallel shards of weights: the outputs and inputs that a rank holds."""
+"""Tensor-parallel shards of weights: the ranges of outputs and inputs that a rank holds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,43 +16,45 @@ class Sharding:
     """Assignment of heads, widths, experts and vocabulary to ranks.
 
     Attributes:
-        ranks: ranks that the model is sharded over.
+        ranks: tensor-parallel ranks over which the model is sharded.
     """
 
     ranks: Ranks = ALONE
 
     def of_rank(self, total: int, what: str, each: int = 1) -> range:
-        """Return this rank's equal shard of `total` units of `each` numbers, as a range of numbers.
+        """Return this rank's channels if `total` units of `each` channels are split equally.
 
         Raises:
             ModelError: the units cannot be divided equally.
         """
-        own = self._units_of_virtual_rank(total, what)
-        begin = self.ranks.rank * self.ranks.num_local_virtual_ranks * own * each
-        return range(begin, begin + self.ranks.num_local_virtual_ranks * own * each)
+        count = self._units_of_virtual_rank(total, what)
+        begin = self.ranks.rank * self.ranks.num_local_virtual_ranks * count * each
+        return range(begin, begin + self.ranks.num_local_virtual_ranks * count * each)
 
     def of_inputs(self, total: int, what: str, each: int = 1) -> "list[Shard]":
         """Return the shard of each local virtual TP rank; [WHOLE] if there is one virtual rank.
 
-        Each shard is an equal range of the inputs, which are `total` units of `each` numbers.
+        The shards are equal ranges of the inputs, which are `total` units of `each` channels.
 
         Raises:
             ModelError: the units cannot be divided equally.
         """
-        own = self._units_of_virtual_rank(total, what) * each
+        size = self._units_of_virtual_rank(total, what) * each
         if self.ranks.num_virtual_ranks == 1:
             return [WHOLE]
         first = self.ranks.rank * self.ranks.num_local_virtual_ranks
         return [
-            Shard(inputs=range(i * own, (i + 1) * own))
+            Shard(inputs=range(i * size, (i + 1) * size))
             for i in range(first, first + self.ranks.num_local_virtual_ranks)
         ]
 
     def of_copies(self, total: int, what: str, each: int = 1) -> range:
-        """Return this rank's shard; neighboring ranks hold the same unit if there are too few.
+        """Return this rank's range of channels, like `of_rank`, with copies if there are few units.
+
+        If there are more ranks than units, neighboring ranks hold the same unit.
 
         Raises:
-            ModelError: neither number divides the other.
+            ModelError: neither of the numbers of units and ranks divides the other.
         """
         size, rank = self.ranks.size, self.ranks.rank
         if total % size and size % total:
@@ -60,11 +62,11 @@ class Sharding:
                 f"tensor_parallel_size must divide the {total} {what}, or be a multiple of them, "
                 f"got {size}"
             )
-        own = shard_range(total, size, rank)
-        return range(own.start * each, own.stop * each)
+        shard = shard_range(total, size, rank)
+        return range(shard.start * each, shard.stop * each)
 
     def of_vocabulary(self, total: int) -> range:
-        """Return this rank's range of tokens; the last ranks may have fewer."""
+        """Return this rank's range of token ids; the last ranks may have fewer."""
         most = -(-total // self.ranks.size)
         begin = min(self.ranks.rank * most, total)
         return range(begin, min(begin + most, total))
@@ -82,10 +84,10 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a weight that a rank holds.
+    """Shard of a weight that a rank holds.
 
     Attributes:
-        outputs: range of outputs of each fused weight; None: all.
+        outputs: range of outputs of each fused part; None: all.
         inputs: range of inputs; None: all.
     """
 
@@ -94,7 +96,7 @@ class Shard:
 
     @property
     def key(self) -> str:
-        """Text that identifies the shard."""
+        """String that identifies the shard."""
         return f"{self.outputs} {self.inputs}"
 
 
@@ -104,7 +106,7 @@ WHOLE = Shard()
 def outputs_of(
     weight: Tensor | QuantizedWeight, outputs: range, name: str
 ) -> Tensor | QuantizedWeight:
-    """Return a range of a weight's outputs, without a copy.
+    """Return the part of a weight with a range of outputs, without a copy.
 
     Raises:
         ModelError: the range begins or ends within a block that shares a scale.
@@ -126,7 +128,7 @@ def outputs_of(
 def inputs_of(
     weight: Tensor | QuantizedWeight, inputs: range, name: str
 ) -> Tensor | QuantizedWeight:
-    """Return a range of a weight's inputs, without a copy of its numbers.
+    """Return the part of a weight with a range of inputs, without a copy of the values.
 
     Raises:
         ModelError: the range begins or ends within a group that shares a scale, or the groups do

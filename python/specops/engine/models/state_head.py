@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Common parts of heads on a target's states, which are EAGLE-3 and DFlash.
+"""Base of EAGLE and DFlash heads, which run decoder layers on the target's states.
 
-They read auxiliary hidden states of the target, concatenated and projected to their own width, run
-layers, and compute logits of all or some of the target's tokens. Embedding and LM head may be the
+Such a head reads hidden states of the target, projected to the head's width, runs its layers, and
+computes logits over the vocabulary or a part of it. Its embedding and its LM head may be the
 target's.
 """
 
@@ -32,14 +32,14 @@ from specops.engine.models.weights import WeightSource
 
 @dataclass(frozen=True, kw_only=True)
 class StateHeadConfig:
-    """Configuration of a head.
+    """Configuration of a head on target states.
 
     Attributes:
-        hidden_size: width of its states.
-        layers: in order.
-        norm_eps: of every norm.
-        aux_layers: the target's layers whose output it reads.
-        draft_vocab_size: rows of its LM head.
+        hidden_size: width of the head's states.
+        layers: the layers in order.
+        norm_eps: epsilon of every norm.
+        aux_layers: target layers whose output the head reads.
+        draft_vocab_size: size of the draft vocabulary.
     """
 
     hidden_size: int
@@ -51,16 +51,16 @@ class StateHeadConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StateHeadWeights:
-    """Weights of a head; projections packed.
+    """Weights of a head on target states, with packed projections.
 
     Attributes:
         embedding: [vocab_size, hidden_size].
         fc: projection of the head's input, such as the auxiliary hidden states, to its width.
-        fc_bias: of that; None: there is none.
-        layers: in order.
-        final_norm: after the layers; None: there is none.
-        lm_head: of drafts.
-        token_map: int32 [draft vocabulary], the token of each LM head row; None: all tokens.
+        fc_bias: bias of `fc`, or None.
+        layers: the layers in order.
+        final_norm: norm after the layers, or None.
+        lm_head: LM head over the draft vocabulary.
+        token_map: int32 [draft vocabulary], token id of each LM head row; None: all tokens.
     """
 
     embedding: Tensor
@@ -73,13 +73,13 @@ class StateHeadWeights:
 
 
 class StateHead(LayerStack):
-    """A head on top of its target.
+    """Base class of heads on target states.
 
     Args:
-        config: of the head.
-        weights: of the head.
+        config: the head's configuration.
+        weights: the head's weights.
         target_size: width of the target's states.
-        projections: further projections that it runs, besides those of `weights` and its layers.
+        projections: further packed projections that the head runs with the same workspace.
     """
 
     def __init__(
@@ -117,11 +117,11 @@ class StateHead(LayerStack):
         """Return the target's auxiliary hidden states, projected to the head's width.
 
         Args:
-            aux_hidden_states: by layer, its output [rows, target's hidden_size].
+            aux_hidden_states: outputs [rows, target's hidden_size] of target layers, by layer.
             sums: linear workspace; None: allocated.
 
         Returns:
-            [rows, hidden_size], in the head's own buffer, which the next call overwrites.
+            [rows, hidden_size], in the head's buffer, which the next call overwrites.
         """
         states = [aux_hidden_states[layer] for layer in self.aux_layers]
         num_rows, weights = states[0].shape[0], self._weights_of_head
@@ -132,12 +132,12 @@ class StateHead(LayerStack):
         )
 
     def _norm_joined(self, joined: Tensor) -> None:
-        """Norm the concatenated states in place before they are projected; the default does not."""
+        """Norm the concatenated states in place before the projection; by default, do nothing."""
 
     def _run_layers(
         self, batch: LayerBatch, cache: KvCache, rows: Rows, own_input: Tensor | None = None
     ) -> Tensor:
-        """Run the layers over the residual of `rows`; the first layer reads `own_input` if present.
+        """Run the layers over `rows`; the first layer's attention reads `own_input` if present.
 
         Returns:
             The states after the final norm, or the residual if there is no final norm.
@@ -153,7 +153,7 @@ class StateHead(LayerStack):
 
 
 def gather_states(batch: MtpBatch, states: Tensor, out: Tensor) -> None:
-    """Copy the state that each row reads from `states` or from the kept states."""
+    """Copy the state that each row reads to `out`, from `states` or from stored states."""
     source = batch.source_rows
     torch.index_select(states, 0, source.clamp(min=0), out=out)
     if batch.kept is not None:
@@ -162,19 +162,19 @@ def gather_states(batch: MtpBatch, states: Tensor, out: Tensor) -> None:
 
 
 class StateHeadLoader:
-    """Loads the parts of a head.
+    """Loader of the weights of a head on target states.
 
     Args:
-        source: of its weights.
-        config: of the head.
-        directory: of the head.
+        source: source of the weights.
+        config: the head's configuration.
+        directory: the head's directory.
         target: the model that it drafts for.
         target_directory: the directory that the target was loaded from.
-        prefix: of the names of its tensors.
+        prefix: name prefix of the head's tensors.
 
     Attributes:
-        blocks: loads norms and layers.
-        vocab_size: of the target.
+        blocks: loader of norms and layers.
+        vocab_size: the target's vocabulary size.
     """
 
     def __init__(
@@ -201,10 +201,10 @@ class StateHeadLoader:
     def parts(
         self, layer_prefixes: Sequence[str], fc_inputs: int, *, has_final_norm: bool = True
     ) -> StateHeadWeights:
-        """Load the weights common to all heads.
+        """Load the weights that all heads on target states have.
 
         Args:
-            layer_prefixes: prefix of the names of each layer's tensors.
+            layer_prefixes: name prefix of each layer's tensors.
             fc_inputs: input width of `fc`.
             has_final_norm: whether a norm follows the layers.
         """
@@ -228,7 +228,7 @@ class StateHeadLoader:
         )
 
     def _token_map(self) -> Tensor | None:
-        """Return the tokens that the head may draft; None: all."""
+        """Return the token ids of the draft vocabulary; None: all tokens."""
         size, vocab_size = self._config.draft_vocab_size, self.vocab_size
         where = f"{self._directory}: tensor d2t"
         if "d2t" in self._source.names():
@@ -261,7 +261,7 @@ class StateHeadLoader:
         return target.embedding
 
     def _lm_head(self, token_map: Tensor | None) -> PackedWeight:
-        """Return the head's own LM head, or the rows of the target's that it may draft."""
+        """Return the head's LM head, or the target's rows of the draft vocabulary."""
         source, width, target = self._source, self._config.hidden_size, self._target
         names = [
             name
@@ -277,14 +277,14 @@ class StateHeadLoader:
 
 
 def with_qk_norms(layer: LayerConfig, has_norms: bool) -> LayerConfig:
-    """Return a copy of the layer that norms q and k if the checkpoint has these norms."""
+    """Return a layer config with norms of q and k if the checkpoint has them."""
     assert isinstance(layer.attention, AttentionConfig)
     return replace(layer, attention=replace(layer.attention, qk_norm=has_norms))
 
 
 @contextmanager
 def naming(directory: Path) -> Iterator[None]:
-    """Name the head's config.json in errors about its fields."""
+    """Convert errors about fields to a ModelError that names the head's config.json."""
     file = directory / "config.json"
     try:
         yield
@@ -297,15 +297,15 @@ def naming(directory: Path) -> Iterator[None]:
 
 
 def try_row(directory: Path, head: LayerStack, run: Callable[[MtpBatch, KvCache], Tensor]) -> None:
-    """Run one row, so that errors of ops show at load time, not in a request.
+    """Run one row, so that ops raise at load time instead of in a request.
 
     Args:
-        directory: of the head.
-        head: to run.
+        directory: the head's directory.
+        head: the head to run.
         run: runs a batch of one row and returns the LM head's input.
 
     Raises:
-        ModelError: an op refuses its arguments.
+        ModelError: an op rejects its arguments.
     """
 
     def ints(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:

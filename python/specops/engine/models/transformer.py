@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder as a sequence of specops calls, for layers of any kind.
+"""Decoder model that calls the specops ops, with layers of any kind.
 
-The forward pass runs a ragged batch: any number of rows per request, with prefill chunks, decode
-and verification rows in one batch. Activations share one set of buffers, so that a step allocates
-nothing.
+The forward pass runs a ragged batch with any number of rows per request: prefill chunks, decode and
+verification rows can be in one batch. All steps use one set of activation buffers, so a step
+allocates nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,20 +25,20 @@ from specops.engine.parallel.ranks import ALONE, Ranks
 
 
 class Transformer(LayerStack):
-    """The model: weights and the forward pass, on the device of the weights.
+    """Decoder model: weights and forward pass, on the device of the weights.
 
     Args:
-        config: of the model.
-        max_model_len: number of prepared positions.
-        embedding: [vocab_size, hidden_size], scaled.
-        layers: in order.
-        final_norm: after the layers.
-        lm_head: for the tokens of this rank.
-        kv_dtype: of keys and values on pages.
-        settings: that its weights were read with.
-        cached: cache of its packed weights, if any.
-        ropes: the layers' RoPE tables, which drafting modules share.
-        ranks: that the model is sharded over.
+        config: the model's configuration.
+        max_model_len: number of supported positions.
+        embedding: [vocab_size, hidden_size], scaled already.
+        layers: the layers in order.
+        final_norm: norm after the layers.
+        lm_head: LM head for this rank's range of the vocabulary.
+        kv_dtype: dtype of keys and values on pages.
+        settings: settings that the weights were read with.
+        cached: cache of the packed weights, if any.
+        ropes: the layers' RoPE tables, which MTP modules share.
+        ranks: tensor-parallel ranks over which the model is sharded.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Transformer(LayerStack):
         self.final_norm = final_norm
         self.kv_dtype, self.settings, self.ropes = kv_dtype, settings, ropes
         self.cached, self.ranks = cached, ranks
-        # The norm that follows each layer: the next layer's input norm, or the final one.
+        # The norm after each layer: the next layer's input norm, or the final norm.
         self._next_norms = [layer.input_norm for layer in layers[1:]] + [final_norm]
         self._row_numbers = torch.empty(0, dtype=torch.int32, device=self.device)
 
@@ -81,9 +81,9 @@ class Transformer(LayerStack):
             self._row_numbers = torch.arange(rows, dtype=torch.int32, device=self.device)
 
     def bytes_of_whole_layers(self) -> int:
-        """Return the bytes per cached token in layers that attend to the whole text.
+        """Return the KV bytes per token of the layers without a sliding window.
 
-        Layers with a sliding window cannot see a prefix outside the window.
+        Only these layers read all of a shared prefix.
         """
         windows = [(layer.attention.sliding_window, layer.attention.kv) for layer in self.layers]
         return sum(
@@ -98,16 +98,17 @@ class Transformer(LayerStack):
         cache: KvCache,
         aux_hidden_states: Mapping[int, Tensor] | None = None,
     ) -> Tensor:
-        """Run every layer over the rows of a step, and write their keys and values.
+        """Run all layers over the rows of a step, and write their keys and values.
 
         Args:
             batch: the rows.
-            cache: from `new_kv_cache`.
-            aux_hidden_states: by layer, [rows, hidden_size]: receives the output of the layer.
+            cache: KV cache from `new_kv_cache`.
+            aux_hidden_states: tensors [rows, hidden_size] by layer; each receives its layer's
+                output.
 
         Returns:
-            [rows, hidden_size], the states after the final norm, which the LM head and the MTP
-            modules read. They are in one of the model's own buffers: the next call overwrites it.
+            [rows, hidden_size], the states after the final norm, which the LM head and MTP modules
+            read. They are in one of the model's buffers: the next call overwrites it.
         """
         rows = self.activations.first(batch.token_ids.shape[0])
         residual, normed, branch = rows.residual, rows.normed, rows.branch
@@ -125,7 +126,7 @@ class Transformer(LayerStack):
     def logits(
         self, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
     ) -> Tensor:
-        """Return the fp32 logits [rows, vocabulary] of rows that `forward` returned."""
+        """Return the fp32 logits [rows, vocabulary] of states that `forward` returned."""
         if self.ranks.size == 1:
             return super().logits(hidden, out=out, sums=sums)
         if out is None:
@@ -135,5 +136,5 @@ class Transformer(LayerStack):
         return out
 
     def states(self, rows: int) -> Tensor:
-        """Return the memory that `forward` returns for `rows` rows; it is always the same."""
+        """Return the buffer in which `forward` returns the states of `rows` rows."""
         return self.activations.first(rows).normed

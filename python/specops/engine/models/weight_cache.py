@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed weights on disk: made from a checkpoint once, and mapped from then on.
+"""Disk cache of packed weights, which are packed once per checkpoint and memory-mapped later.
 
-The cache has a folder for each checkpoint, build and instruction set, and in it a safetensors file
-for each packed weight. A folder is named by a digest of
+The cache has a folder for each combination of checkpoint, build and instruction set. It holds a
+safetensors file for each packed weight. The folder's name is a digest of
 
-    the bytes of the checkpoint's files, wherever they lie and whatever their names, and the part of
-        its configuration that describes how weights are stored in them;
+    the bytes of the checkpoint's files, regardless of their names and location, and the part of the
+        configuration that describes how weights are stored in them;
     the sources of the kernels, the compiler, and the Python code that reads and packs weights;
     the instruction set,
 
-and a file by a digest of the request: names, shape, dtype, kind. So no cache entry is ever out of
-date, and a lookup compares names only. Reading all of a checkpoint for its digest takes seconds, so
-digests are stored by the file's path, size, inode and times of the last change. A program can set a
-file's mtime but not its ctime, which the system records: a file that was written to is read again.
-The digest of a file that changed within the last seconds is not stored, because a second change
-might have the same time.
+and a file's name is a digest of the requested weight: names, shape, dtype, kind. So no entry is
+ever out of date, and a lookup compares names only.
+
+Computing the digest of a whole checkpoint takes seconds. So digests are stored, together with the
+file's path, size, inode, mtime and ctime. A program can set a file's mtime but not its ctime, so
+every change of a file is noticed. The digest of a file that changed within the last seconds is not
+stored, because a second change might have the same time.
 
 Files are written under a temporary name and then renamed, so that other processes see a whole file
-or none. Each file holds a checksum of every tensor, which is compared when it is mapped, so that a
-truncated or damaged file is made anew. Users with write access to the folder are trusted, as those
-of the checkpoint are.
+or none. Each file holds a checksum of every tensor, which is verified when the file is mapped; a
+truncated or damaged file is replaced. Users with write access to the folder are trusted, like those
+with write access to the checkpoint.
 
 Mapped memory belongs to the page cache: it is available at once, processes share it, and the system
 may reclaim it. Kernels never write to a weight.
@@ -51,42 +52,41 @@ from specops.dense import PackedWeight
 
 logger = logging.getLogger(__name__)
 
-_LEAST_BYTES = (
-    256 << 20
-)  # size from which "auto" caches a checkpoint: smaller ones are packed within a second
+# "auto" caches checkpoints of at least this size; smaller ones are packed within a second.
+_LEAST_BYTES = 256 << 20
 _FREE_SHARE = 20  # 1 / _FREE_SHARE of the disk stays free
-_SETTLED_SECONDS = 2.0  # some file systems have timestamps this coarse
+_SETTLED_SECONDS = 2.0  # resolution of the coarsest file timestamps
 _PIECE = 1 << 20  # bytes per read
-_ALIGNMENT = 4096  # of a file's first tensor; the others have vector alignment:
-_VECTOR = 64
+_ALIGNMENT = 4096  # bytes; alignment of a file's first tensor
+_VECTOR = 64  # bytes; alignment of its other tensors
 
 _DIGESTS = "digests"  # folder of stored digests
-_OWN_FOLDER = re.compile(r"[0-9a-f]{32}")  # a checkpoint's folder is named by a digest
+_OWN_FOLDER = re.compile(r"[0-9a-f]{32}")  # name of a checkpoint's folder: a digest
 _UNFINISHED = "unfinished-"
-_STALE_SECONDS = 3600.0  # the writer of an unfinished file this old has died
+_STALE_SECONDS = 3600.0  # age at which the writer of an unfinished file must have died
 
 
 class WeightCache:
-    """Packed weights of checkpoints, on disk.
+    """Disk cache of the packed weights of checkpoints.
 
     Args:
-        root: the folder; created if missing.
+        root: the cache's folder; created if missing.
         max_bytes: limit on the size of all files. The least recently used checkpoint is evicted.
         least_bytes: smaller checkpoints are not cached.
     """
 
     def __init__(self, root: Path, max_bytes: int, least_bytes: int = 0) -> None:
         self._root, self._max_bytes, self._least_bytes = root, max_bytes, least_bytes
-        self._left: int | None = None  # bytes left; None: not counted yet
+        self._left: int | None = None  # bytes left below the limit; None: not counted yet
 
     @classmethod
     def of_setting(cls, setting: str, max_bytes: int) -> "WeightCache | None":
-        """Return the cache that a setting selects, or None.
+        """Return the cache that a setting selects; None for no cache.
 
         Args:
             setting: a folder; "auto" for the user's cache folder, which takes only checkpoints that
                 are slow to pack; or "none".
-            max_bytes: see above.
+            max_bytes: as for `WeightCache`.
         """
         if setting == "none":
             return None
@@ -94,7 +94,7 @@ class WeightCache:
             return cls(Path(setting), max_bytes)
         try:
             home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        except RuntimeError:  # no home directory
+        except RuntimeError:  # the user has no home directory
             return None
         return cls(Path(home) / "specops" / "weights", max_bytes, _LEAST_BYTES)
 
@@ -102,7 +102,7 @@ class WeightCache:
         """Return the cached weights of a checkpoint; None if it is not cached.
 
         Args:
-            files: of the checkpoint.
+            files: the checkpoint's files.
             how: configuration outside these files that describes how weights are stored in them.
         """
         try:
@@ -112,15 +112,15 @@ class WeightCache:
             name = _digest([*digests, how, _code_digest(), specops.get_isa()])
             folder = self._root / name
             folder.mkdir(mode=0o700, exist_ok=True)
-            with contextlib.suppress(OSError):  # existing files can still be read
-                os.utime(folder)  # the eviction order
+            with contextlib.suppress(OSError):  # a read-only cache can still be read
+                os.utime(folder)  # determines the eviction order
         except OSError as error:
             logger.warning("the weight cache %s is disabled: %s", self._root, error)
             return None
         return CachedWeights(self, folder)
 
     def digests(self, files: Sequence[Path]) -> list[str] | None:
-        """Return the digest of each file, stored or computed; None: the checkpoint is too small.
+        """Return the stored or computed digest of each file; None if the checkpoint is too small.
 
         Raises:
             OSError: a file cannot be read, or the folder cannot be written to.
@@ -132,11 +132,11 @@ class WeightCache:
             return list(pool.map(self._digest_of, files))
 
     def make_room(self, num_bytes: int, folder: Path) -> str | None:
-        """Evict other checkpoints until a file fits.
+        """Evict other checkpoints until a new file fits.
 
         Args:
-            num_bytes: of the file.
-            folder: of the file, which is not evicted.
+            num_bytes: size of the file.
+            folder: folder of the new file, which is not evicted.
 
         Returns:
             None, or the reason why the file does not fit.
@@ -157,7 +157,7 @@ class WeightCache:
         return None
 
     def _folders(self) -> list[Path]:
-        """Return the folders of checkpoints, least recently used first; skip other entries."""
+        """Return the folders of checkpoints, least recently used first."""
         found = [one for one in self._root.iterdir() if _OWN_FOLDER.fullmatch(one.name)]
         return sorted(found, key=lambda one: one.stat().st_mtime)
 
@@ -178,14 +178,14 @@ class WeightCache:
 
 
 class CachedWeights:
-    """The packed weights of one checkpoint; made by `WeightCache.of`."""
+    """Packed weights of one checkpoint; created by `WeightCache.of`."""
 
     def __init__(self, cache: WeightCache, folder: Path) -> None:
         self._cache, self._folder = cache, folder
         self._writes = True
 
     def get(self, key: str, make: Callable[[], PackedWeight]) -> PackedWeight:
-        """Return a weight: mapped from its file, which is made and written if missing.
+        """Return a weight mapped from its file; make the weight and write the file if missing.
 
         Args:
             key: identifies the weight within the folder.
@@ -201,12 +201,12 @@ class CachedWeights:
         return made if weight is None else weight
 
     def numbers(self, key: str, measure: Callable[[], list[float]], count: int) -> list[float]:
-        """Return numbers that were measured before, or measure them.
+        """Return stored measurements, or measure and store them.
 
         Args:
             key: identifies the numbers within the folder.
-            measure: returns `count` numbers, each finite and at least 0.
-            count: of numbers.
+            measure: function that returns `count` numbers, each finite and at least 0.
+            count: how many numbers `measure` returns.
         """
         path = self._folder / f"{_digest([key])}.json"
         try:
@@ -214,8 +214,8 @@ class CachedWeights:
         except OSError:
             data = b""
         text, _, check = data.partition(b"\n")
-        # The checksum proves that the file is intact. Count and range are still checked, since
-        # other code may have written it.
+        # The checksum shows that the file is intact. Other code may have written it, so count and
+        # range are checked, too.
         if check and check == _check([key, text.decode("latin-1")]):
             with contextlib.suppress(ValueError, RecursionError):
                 found = json.loads(text)
@@ -228,7 +228,7 @@ class CachedWeights:
         return numbers
 
     def _read(self, path: Path, key: str) -> PackedWeight | None:
-        """Map a file; return None if it is missing or damaged."""
+        """Map a file and return its weight; return None if the file is missing or damaged."""
         try:
             return _mapped(path, key)
         except FileNotFoundError:
@@ -294,7 +294,7 @@ def _mapped(path: Path, key: str) -> PackedWeight:
     """Map a file and return its weight.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file is missing.
         OSError, SafetensorError, RuntimeError, TypeError, ValueError: the file is damaged.
     """
     with safe_open(path, framework="pt") as file:
@@ -319,13 +319,13 @@ def _mapped(path: Path, key: str) -> PackedWeight:
 
 
 def _sum(data: Tensor) -> int:
-    """Return the sum of bytes as 8-byte integers: a checksum as fast as memory."""
+    """Return a fast checksum: the sum of the bytes as 8-byte integers."""
     return int(data.view(torch.int64).sum())
 
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file that replaces `path` at the end, or is removed on failure."""
+    """Open a temporary file that replaces `path` on success and is removed on failure."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=_UNFINISHED, delete=False) as out:
         try:
             yield out
@@ -338,14 +338,14 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _facts(file: Path) -> list[str]:
-    """Return strings that change whenever a file does."""
+    """Return strings that change whenever the file changes: path, size, inode and times."""
     of = file.stat()
     times = (of.st_mtime_ns, of.st_ctime_ns)
     return list(map(str, (file.resolve(), of.st_size, of.st_dev, of.st_ino, *times)))
 
 
 def _bytes_of(folder: Path) -> int:
-    """Return the size of a folder's files; remove stale unfinished ones."""
+    """Return the size of a folder's files; remove stale unfinished files."""
     found = 0
     for file in folder.iterdir():
         with contextlib.suppress(OSError):
@@ -381,7 +381,7 @@ def _are_numbers(found: Any, count: int) -> bool:
 
 
 def _check(texts: Sequence[str]) -> bytes:
-    """Return the checksum that is stored after a small file's content to detect damage."""
+    """Return the checksum that is stored behind a small file's content to detect damage."""
     return _digest(texts).encode()
 
 

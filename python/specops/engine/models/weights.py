@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sources of a model's weights: safetensors files, or random numbers.
 
-A source returns a projection as one packed weight, of a kind that the source decides; norms, biases
-and embeddings are tensors.
+A source returns a projection as one packed weight, in the format that its file or the settings
+specify. Norms, biases and embeddings are plain tensors.
 """
 
 import json
@@ -26,10 +26,10 @@ from specops.engine.models.shards import WHOLE, Shard, inputs_of, outputs_of
 from specops.engine.models.weight_cache import CachedWeights, WeightCache
 from specops.quantization import QuantizedWeight, dequantize_weight, quantize_weight
 
-_SEED = 1  # for random weights
-# Name suffixes of ignored tensors: tables that are computed, and scales of activations.
+_SEED = 1  # seed of random weights
+# Name suffixes of ignored tensors: RoPE tables, which are computed, and scales of activations.
 _NO_WEIGHTS = (".rotary_emb.inv_freq", *(f".{suffix}" for suffix in sorted(ACTIVATION_SCALES)))
-# The quantization of experts, and of everything else, for a mixed setting.
+# Formats of experts and of all other projections, for a mixed setting.
 _OF_EXPERTS, _OF_DENSE = {"mix_quant": "wint4"}, {"mix_quant": "wint8"}
 
 
@@ -38,15 +38,15 @@ class WeightSettings:
     """Settings for reading the weights of a model and of its drafters.
 
     Attributes:
-        dtype: of the tensors.
-        device: of the tensors.
+        dtype: dtype of the tensors.
+        device: device of the tensors.
         load_format: "auto" reads checkpoints; "dummy" makes random numbers instead.
         quantization: format of the layers' projections, applied while loading: "none", or
             FastDeploy's "wint8", 8 bits per number and a scale per output; "wint4", 4 bits and a
             scale per 128 inputs of an output (64 if 128 does not divide them); or "mix_quant",
             wint4 for experts and wint8 for everything else.
         quantize_head: the same for the LM head.
-        cache: keeps packed weights; None: they are packed each time.
+        cache: disk cache of packed weights; None: weights are packed on each load.
     """
 
     dtype: torch.dtype
@@ -68,7 +68,7 @@ class WeightSettings:
         """Return the settings for a drafter's own weights.
 
         Args:
-            quantization: of all its projections and its LM head; None: as the target's.
+            quantization: format of all its projections and its LM head; None: the target's.
         """
         if quantization is None:
             return self
@@ -76,16 +76,16 @@ class WeightSettings:
 
 
 class WeightSource(ABC):
-    """Weights of a model by name.
+    """Source of a model's weights by tensor name.
 
     Attributes:
-        settings: used for reading.
-        dtype, device: of the settings.
-        norm_offset: added to every norm weight before it is rounded to the dtype: 1 if a checkpoint
-            stores w of norms that multiply by 1 + w.
+        settings: settings for reading.
+        dtype, device: dtype and device from the settings.
+        norm_offset: number added to every norm weight before rounding to the dtype: 1 if the
+            checkpoint stores w of norms that multiply by 1 + w.
         read: names of the tensors that were read.
-        cached: cache of packed weights; None: weights are packed whenever they are read.
-        where: start of messages about its tensors, with the file or directory.
+        cached: disk cache of packed weights; None: weights are packed on each load.
+        where: start of error messages about tensors; it names the file or directory.
     """
 
     where = ""
@@ -103,24 +103,24 @@ class WeightSource(ABC):
 
     @abstractmethod
     def _load(self, name: str, shape: tuple[int, ...]) -> Tensor | QuantizedWeight:
-        """Return one tensor of this shape, in any dtype and on any device."""
+        """Read one tensor of this shape; it may have any dtype and device."""
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return one tensor; a quantized weight is dequantized.
+        """Return one tensor, dequantized if it is a quantized weight.
 
         Args:
-            name: of the tensor.
+            name: name of the tensor.
             shape: required shape.
-            dtype: of the result; None: that of the source.
+            dtype: dtype of the result; None: the source's dtype.
 
         Raises:
-            ModelError: the tensor is missing, or has another shape.
+            ModelError: the tensor is missing or has the wrong shape.
         """
         dtype = dtype or self.dtype
         return self._placed(self._named(name, shape, dtype), dtype)
 
     def integers(self, name: str, *shape: int) -> Tensor:
-        """Return an integer tensor, such as token ids, in its file's dtype and on the CPU."""
+        """Return an integer tensor, such as token ids, in the file's dtype, on the CPU."""
         self.read.add(name)
         ids = self._load(name, shape)
         if not isinstance(ids, Tensor):
@@ -159,23 +159,23 @@ class WeightSource(ABC):
         rows: Tensor | None = None,
         shard: Shard = WHOLE,
     ) -> PackedWeight:
-        """Return a projection.
+        """Return a packed projection.
 
         Args:
-            prefix: of the names of its parts.
+            prefix: name prefix of the parts.
             parts: modules whose outputs are concatenated, such as q_proj, k_proj and v_proj.
             outputs: outputs of each part.
             inputs: inputs of all parts.
-            activation: for two parts, a gate and an up: `dense.linear` then computes
-                `activation(gate) * up`; see `dense.pack_weight`.
-            quantization: of this projection; None: that of the layers' dense projections. A weight
-                that is quantized in its file stays as it is.
+            activation: activation of gated projections with two parts, gate and up: `dense.linear`
+                then computes `activation(gate) * up`; see `dense.pack_weight`.
+            quantization: format of this projection; None: that of the layers' dense projections. A
+                weight that is quantized in the file keeps its format.
             rows: int32 [selected outputs], on the device: outputs to select; None: all.
-            shard: this rank's shard. It does not change the weights, except that groups of inputs
-                that are quantized while loading end at its border.
+            shard: this rank's shard. Sharding does not change the values, except that quantization
+                groups formed while loading end at the shard's border.
 
         Raises:
-            ModelError: a tensor is missing or has another shape, or cannot be sharded there.
+            ModelError: a tensor is missing, has the wrong shape, or cannot be sharded.
         """
         names = [f"{prefix}{part}.weight" for part in parts]
         quantization = quantization or self.settings.quantization
@@ -199,12 +199,12 @@ class WeightSource(ABC):
         activation: str | None = None,
         shard: Shard = WHOLE,
     ) -> PackedWeight:
-        """Return a projection of all experts, stacked; see `moe.stack_experts`.
+        """Return a packed projection of several experts, stacked; see `moe.stack_experts`.
 
         Args:
-            prefix: of the names of all experts; the expert's number follows.
+            prefix: name prefix of all experts, before the expert's number.
             which: numbers of the experts.
-            parts, outputs, inputs, activation, shard: of each expert; see `linear`.
+            parts, outputs, inputs, activation, shard: as for `linear`, for each expert.
         """
         each = [[f"{prefix}{e}.{part}.weight" for part in parts] for e in which]
         quantization = self.settings.quantization
@@ -258,7 +258,7 @@ class WeightSource(ABC):
             shards = zip(weights, shard.outputs, names, strict=True)
             weights = [outputs_of(*one) for one in shards]
         rounds = quantization != "none" and isinstance(weights[0], Tensor)
-        if shard.inputs is not None and not rounds:  # read only the shard's inputs
+        if shard.inputs is not None and not rounds:  # read the shard's inputs only
             weights = [
                 inputs_of(one, shard.inputs, name) for one, name in zip(weights, names, strict=True)
             ]
@@ -274,13 +274,13 @@ class WeightSource(ABC):
     def _packed(
         self, weight: Tensor | QuantizedWeight, quantization: str, activation: str | None
     ) -> PackedWeight:
-        """Return the packed weight, in the kind that the source decides."""
+        """Return the packed weight; subclasses may use `quantization`."""
         return dense.pack_weight(weight, activation=activation)
 
     def _rounded(
         self, weight: Tensor | QuantizedWeight, quantization: str, inputs: range | None
     ) -> Tensor | QuantizedWeight:
-        """Quantize a weight unless it already is; groups end where the shard ends."""
+        """Quantize a weight unless it is quantized; groups end at the borders of `inputs`."""
         if not isinstance(weight, Tensor):
             return weight
         if inputs is None:
@@ -291,7 +291,7 @@ class WeightSource(ABC):
         return quantize_weight(weight, kind=kind[0], group=kind[1])
 
     def leave_to_others(self, prefix: str) -> None:
-        """Mark tensors with this prefix as read: other ranks read them."""
+        """Mark tensors with this name prefix as read, since other ranks read them."""
         self.read.update(name for name in self.names() if name.startswith(prefix))
 
     def _cached_or_made(
@@ -304,16 +304,16 @@ class WeightSource(ABC):
         return self.cached.get(json.dumps([names, str(self.dtype), *what]), make)
 
     def _named(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a tensor; a quantized weight is dequantized to `dtype`."""
+        """Read a tensor; dequantize a quantized weight to `dtype`."""
         self.read.add(name)
         weight = self._numbers(name, shape)
         return weight if isinstance(weight, Tensor) else dequantize_weight(weight, dtype)
 
     def _numbers(self, name: str, shape: tuple[int, ...]) -> Tensor | QuantizedWeight:
-        """Return a weight, either a float tensor or quantized.
+        """Read a weight: a float tensor or a quantized weight.
 
         Raises:
-            ModelError: it is a tensor of another dtype.
+            ModelError: the tensor is not of a float dtype.
         """
         weight = self._load(name, shape)
         if isinstance(weight, Tensor) and not weight.is_floating_point():
@@ -335,11 +335,11 @@ class WeightSource(ABC):
 
 
 class Checkpoint(WeightSource):
-    """Tensors of a directory, read on demand from the files that hold them.
+    """Weight source for a directory, which reads tensors from its files on demand.
 
     Args:
-        directory: with safetensors files, or a GGUF file.
-        settings: for reading.
+        directory: directory with safetensors files or a GGUF file.
+        settings: settings for reading.
 
     Raises:
         ModelError: a file is missing or damaged.
@@ -349,7 +349,7 @@ class Checkpoint(WeightSource):
         super().__init__(settings)
         self._directory, self.where = directory, f"{directory}: "
         self._checkpoint = open_checkpoint(directory)
-        # A GPU packs weights as fast as they are read, so only CPU weights are cached.
+        # Only CPU weights are cached: a GPU packs weights as fast as they are read.
         if settings.cache is not None and settings.device.type == "cpu":
             files = [directory / name for name in weight_files(directory)]
             how = json.dumps(dict(self._checkpoint.settings), sort_keys=True)
@@ -360,14 +360,13 @@ class Checkpoint(WeightSource):
         return self._checkpoint.names()
 
     def refuse_unread(self, prefixes: tuple[str, ...]) -> None:
-        """Reject tensors that were not read: the model has parts that specops does not run.
+        """Reject unread tensors: they belong to parts of the model that specops does not support.
 
         Args:
-            prefixes: of the names that are checked; ignored for a GGUF file, which holds nothing
-                but one model.
+            prefixes: name prefixes to check; ignored for a GGUF file, which holds one model only.
 
         Raises:
-            ModelError: there is such a tensor, and it is not a bias of zeros.
+            ModelError: there is an unread tensor that is not a bias of zeros.
         """
         for name in sorted(self.names() - self.read):
             is_own = self._checkpoint.is_one_model or name.startswith(prefixes)
@@ -388,7 +387,7 @@ class Checkpoint(WeightSource):
 
 
 class RandomWeights(WeightSource):
-    """Random weights in the shapes of a model, made on the device; the name determines each tensor.
+    """Source of random weights, made on the device; a tensor's name determines its values.
 
     Matrices are scaled so that activations neither grow nor vanish with depth.
     """
@@ -398,17 +397,17 @@ class RandomWeights(WeightSource):
         self._generator = torch.Generator(self.device)
 
     def names(self) -> Set[str]:
-        """Return no names: any tensor can be requested."""
+        """Return an empty set, although every tensor exists."""
         return frozenset()
 
     def norm(self, name: str, width: int) -> Tensor:
-        """Return ones."""
+        """Return ones, the neutral weight of a norm."""
         return torch.ones(width, dtype=self.dtype, device=self.device)
 
     def bias(
         self, prefix: str, parts: Sequence[str], outputs: Sequence[int], *, shard: Shard = WHOLE
     ) -> Tensor:
-        """Return zeros."""
+        """Return zeros as the bias."""
         sizes = outputs if shard.outputs is None else [len(one) for one in shard.outputs]
         return torch.zeros(sum(sizes), dtype=self.dtype, device=self.device)
 

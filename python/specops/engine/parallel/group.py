@@ -14,24 +14,24 @@ from torch import Tensor
 from specops.api.errors import EngineError
 from specops.engine.parallel.ranks import Ranks
 
-# One rank may finish loading this much later than another; waits within a step are short.
+# Ranks may finish loading at times this far apart; waits within a step are short.
 _TIMEOUT = timedelta(minutes=30)
 _LOOPBACK = "lo"  # loopback network device: all ranks run on one machine
 
 
 class RanksDiverged(EngineError):
-    """Ranks have diverged, so the results of their collectives are invalid."""
+    """Error of ranks that have diverged, so that the results of collectives are invalid."""
 
 
 class Group(Ranks):
     """One rank of several; a process has at most one.
 
     Args:
-        store: file by which ranks find each other, the same for all; it must not exist yet.
+        store: file through which the ranks find each other; it must not exist yet.
         rank: index of this rank.
         size: number of ranks; each constructs a `Group`, which waits for the others.
         num_virtual_ranks: as in `Ranks`; a multiple of `size`.
-        device: "cpu" or "cuda": device of the exchanged tensors. Host data always goes through
+        device: device of the exchanged tensors, "cpu" or "cuda". Host data always goes through
             gloo.
         has_whole_experts: as in `Ranks`.
 
@@ -50,7 +50,7 @@ class Group(Ranks):
     ) -> None:
         self.rank, self.size = rank, size
         super().__init__(num_virtual_ranks, has_whole_experts)
-        # Without this, gloo listens at the address to which the host name resolves.
+        # By default, gloo listens at the address to which the host name resolves.
         if any(name == _LOOPBACK for _, name in socket.if_nameindex()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
         dist.init_process_group(
@@ -66,11 +66,11 @@ class Group(Ranks):
         return int(self._of_all(number, torch.int64).min())
 
     def of_first(self, number: float) -> float:
-        """Return the first rank's number."""
+        """Return the number that rank 0 passed."""
         return float(self._of_all(number, torch.float64)[0])
 
     def check(self, inputs: Tensor, num_bytes: int) -> None:
-        """Check by a CRC that the inputs of a step are equal on all ranks."""
+        """Compare CRCs of the inputs of a step between all ranks."""
         own = zlib.crc32(inputs.numpy().data[:num_bytes])
         found = self._of_all(own, torch.int64).tolist()
         if found != [own] * self.size:

@@ -2,13 +2,14 @@
 """Tensor-parallel group, as seen by one rank.
 
 Every rank runs the whole engine on the same commands and makes the same decisions: it samples,
-verifies and drafts by itself. Only projections, heads and their keys and values are sharded, so
-ranks communicate in two places: all-reducing sums over inputs, and gathering logits.
+verifies and drafts by itself. Only projections, heads and their keys and values are sharded. So
+ranks communicate in two places: they all-reduce the outputs of row-parallel projections and gather
+logits.
 
-A sum over inputs has one partial sum per virtual TP rank, over the same inputs for any number of
-ranks. Partial sums are added in pairs of neighbors, then pairs of pairs, and so on. A rank with
-several virtual ranks adds its own partial sums first. They are a subtree of that tree, so the bits
-depend on the number of virtual ranks only.
+The output of a row-parallel projection is the sum of one partial sum per virtual TP rank. Each
+virtual rank has the same inputs for any number of real ranks. Partial sums are added in pairs of
+neighbors, then pairs of pairs, and so on. A rank with several virtual ranks adds its own partial
+sums first. They form a subtree, so the bits depend only on the number of virtual ranks.
 """
 
 import math
@@ -18,12 +19,12 @@ from torch import Tensor
 
 
 class Ranks:
-    """A single rank; `group.Group` is one rank of several.
+    """Tensor-parallel group of a single rank; `group.Group` is one rank of several.
 
     Args:
-        num_virtual_ranks: number of virtual TP ranks: partial sums of a sum over sharded inputs.
-        has_whole_experts: with several virtual ranks, each has whole experts instead of a part of
-            each expert.
+        num_virtual_ranks: number of virtual TP ranks, and of partial sums of an all-reduce.
+        has_whole_experts: whether each virtual rank has whole experts instead of a shard of each
+            expert.
 
     Attributes:
         rank: index of this rank, from 0.
@@ -43,7 +44,7 @@ class Ranks:
     # ---- sums and logits ----
 
     def reserve(self, rows: int, width: int, device: torch.device) -> None:
-        """Allocate the buffers for sums of up to `rows` rows, so that they do not move later."""
+        """Allocate the buffers for partial sums of up to `rows` rows; they do not move later."""
         if self.num_virtual_ranks > 1:
             self.partial_sums((rows, width), device)
             self._buffer("gathered", (self.size, rows, width), device)
@@ -56,11 +57,11 @@ class Ranks:
         return self._buffer("partial sums", (self.num_local_virtual_ranks, *shape), device)
 
     def add(self, partial_sums: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """Add the partial sums of all ranks, and round once.
+        """Add the partial sums of all ranks (all-reduce), and round once.
 
         Args:
             partial_sums: the buffer from `partial_sums`; overwritten.
-            bias: [width], added last; or None.
+            bias: [width], added last, or None.
             out: [rows, width], float32 or the dtype of the states; written.
         """
         own = _folded(partial_sums)
@@ -71,11 +72,11 @@ class Ranks:
         out.copy_(own if bias is None else own.add_(bias))
 
     def join_columns(self, own: Tensor, out: Tensor) -> None:
-        """Gather the columns of all ranks side by side.
+        """Gather the columns of all ranks side by side (all-gather).
 
         Args:
-            own: float32 [rows, columns], this rank's columns. All ranks have equally many, except
-                that the last ranks have only the rest of `out`.
+            own: float32 [rows, columns], this rank's columns. All ranks have the same number,
+                except that the last ranks may have fewer.
             out: float32 [rows, all columns]; written.
         """
         rows, total = out.shape
@@ -95,7 +96,7 @@ class Ranks:
         return number
 
     def of_first(self, number: float) -> float:
-        """Return the first rank's number, such as a measured time."""
+        """Return the number that rank 0 passed, such as a measured time."""
         return number
 
     def check(self, inputs: Tensor, num_bytes: int) -> None:
@@ -106,7 +107,7 @@ class Ranks:
             num_bytes: number of leading bytes to compare.
 
         Raises:
-            RanksDiverged: they differ between ranks.
+            RanksDiverged: the inputs differ between ranks.
         """
 
     def _gather(self, own: Tensor, everyone: Tensor) -> None:
@@ -114,7 +115,7 @@ class Ranks:
         raise NotImplementedError
 
     def _buffer(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return uninitialized memory. Earlier buffers stay alive: a captured step may use them."""
+        """Return an uninitialized buffer. Old buffers stay alive: captured steps may use them."""
         count = math.prod(shape)
         buffers = self._buffers.setdefault(name, [])
         if not buffers or buffers[-1].numel() < count:
@@ -126,7 +127,7 @@ class Ranks:
 
 
 def _folded(partial_sums: Tensor) -> Tensor:
-    """Add neighbors pairwise until one tensor is left, in the memory of the first."""
+    """Add neighbors pairwise in place until one tensor is left; return it."""
     parts: list[Tensor] = list(partial_sums)
     while len(parts) > 1:
         pairs = [one.add_(other) for one, other in zip(parts[::2], parts[1::2], strict=False)]
@@ -139,10 +140,10 @@ ALONE = Ranks()
 
 
 def shard_range(total: int, size: int, rank: int) -> range:
-    """Return the range of units in a rank's shard; neighbors share one if there are too few.
+    """Return the range of units in a rank's shard; with fewer units than ranks, neighbors share.
 
     Args:
-        total: number of units; it divides `size`, or is a multiple of it.
+        total: number of units: a divisor or a multiple of `size`.
         size: number of ranks.
         rank: index of the rank.
     """

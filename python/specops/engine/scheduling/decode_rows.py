@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pass that plans rows of decoding requests: one for the newest token and one per draft."""
+"""Scheduling pass for decoding requests: a row for the newest token and a row per draft."""
 
 from collections.abc import Set
 
@@ -12,11 +12,11 @@ from specops.engine.sharing.grammar_scheduling import GrammarScheduler
 def plan_decode_rows(
     plan: Plan, slots: Slots, turns: Set[Request] | None, grammar_scheduler: GrammarScheduler
 ) -> None:
-    """Plan verification rows in order of arrival, before those of prompts.
+    """Plan the rows of decoding requests in order of arrival, before those of prompts.
 
     Args:
         plan: the step's plan, empty so far; extended.
-        slots: the engine's slots. If pages are short, a later arrival loses its slot.
+        slots: the engine's slots. If pages are short, a later arrival is preempted.
         turns: the requests that decode in this step; None: all of them.
         grammar_scheduler: limits the drafts of requests with slow grammars.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pass that reserves pages for the drafters' rows of one step."""
+"""Scheduling pass that reserves pages for rows of drafters in one step."""
 
 from specops.engine.plan import Plan
 from specops.engine.scheduling.slots import Slots
@@ -9,15 +9,15 @@ from specops.engine.sharing.grammar_scheduling import GrammarScheduler
 def reserve_draft_pages(plan: Plan, slots: Slots, grammar_scheduler: GrammarScheduler) -> None:
     """Limit the drafts for the next step, and reserve pages for drafters' rows after the text.
 
-    Drafters that continue past the text write their keys and values to these pages. Only pages that
-    the plan leaves free are reserved, and only until the next plan: no request waits, loses drafts
-    or is preempted for them.
+    Drafters that run past the text write keys and values to these pages. Only pages that the plan
+    leaves free are reserved, and only until the next plan. So no request waits, loses drafts or is
+    preempted because of them.
     """
     for part in plan.parts:
         request = slots.at[part.slot]
         if not part.emits or not request.draft_limit:
             continue
-        # This step emits at least one token, and so will the step that verifies the drafts.
+        # This step emits at least one token, and the step that verifies the drafts emits one more.
         limit = max(min(request.draft_limit, request.draft_room - 1), 0)
         most = grammar_scheduler.most_drafts(request)
         part.draft_limit = limit if most is None else min(limit, most)

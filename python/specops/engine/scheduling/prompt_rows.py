@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pass that plans prompt chunks in the rows left by decoding, and gives slots to new requests."""
+"""Scheduling pass for prompt chunks in the remaining rows, and for slots of new requests."""
 
 from collections import Counter
 from itertools import chain
@@ -12,10 +12,10 @@ from specops.engine.sharing.prompt_budgets import PromptBudgets, client_of
 from specops.engine.sharing.row_costs import RowCosts
 
 # Limits on the rows of prompts, as multiples of the rows that hardly prolong a step (free_rows).
-# The first limit applies to a step with decoding requests of other clients. The time of these
-# requests also limits prompts; the constant matters when there are many of them. The second limit
-# applies to every step, since a new request waits for the end of the step. Longer steps would not
-# compute a prompt faster.
+# The first limit applies to a step with decoding requests of other clients. The time that those
+# requests take limits prompts as well; this constant matters if there are many of them. The second
+# limit applies to every step, because a new request waits for the end of the current step. Longer
+# steps would not compute prompts faster.
 PROMPT_ROWS_BESIDE = 4
 MAX_PROMPT_ROWS = 32
 
@@ -27,7 +27,7 @@ def plan_prompt_rows(
 
     Args:
         plan: the step's plan with its decode rows; extended.
-        slots: the engine's slots. Clients with too many slots lose some to waiting requests.
+        slots: the engine's slots. Clients with too many slots lose some to other clients.
         max_rows: maximum number of rows of the step.
         free_rows: number of rows that hardly prolong a step; None: prompts may use all rows.
         costs: costs of the rows of a step.
@@ -62,7 +62,7 @@ def plan_prompt_rows(
             continue
         victim = next(filter(None, map(slots.fair.victim, candidates)), None)
         if victim is None:
-            # With a free slot, pages are missing, and any step may release some of them.
+            # If a slot is free, only pages are missing, and any step may release pages.
             if not slots.has_free_slot and len(candidates) == len(waiting):
                 slots.settle()
             return
@@ -73,7 +73,7 @@ def plan_prompt_rows(
 def _plan_chunk(
     plan: Plan, slots: Slots, request: Request, budget: int, budgets: PromptBudgets
 ) -> int:
-    """Plan the next rows of a prompt; return how many."""
+    """Plan the next rows of a prompt; return their number."""
     missing = len(request.token_ids) - request.num_computed
     rows = min(missing, budget, budgets.left(request))
     rows = slots.states.chunk(request.slot, request.num_computed, rows)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scheduler: plans the rows of the next step, verification rows first, then prefill chunks.
 
-Scheduling never changes a result, because every op is row-identical; it only decides when a token
-is computed. It reads requests and pages and returns a plan, and calls no other part of the engine.
+Scheduling only decides when a token is computed. It never changes a result, because a row has the
+same bits in any batch. The scheduler reads requests and pages and returns a plan; it calls no other
+part of the engine.
 """
 
 from collections.abc import Callable, Set
@@ -29,14 +30,15 @@ class Scheduler(Slots):
     Args:
         pool: the page pool.
         config: the engine's configuration: slots, and rows and drafts of a step.
-        states: states of cached prefixes; None if the model has none.
+        states: states of cached prefixes; None if the model has no states.
         free_rows: number of rows that hardly prolong a step; None: a step is never shortened in
             favor of a client with few rows.
-        prefix_finder: finds prefixes that requests of a step share; None: do not share them.
+        prefix_finder: finder of prefixes that requests of a step share; None: share no attention
+            work.
         costs: costs of the rows of a step; by default a step costs as much as `free_rows` rows.
 
     Attributes:
-        costs: the argument. The engine may replace it by measured costs.
+        costs: the argument; the engine may replace it by measured costs.
     """
 
     def __init__(

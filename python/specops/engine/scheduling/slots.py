@@ -18,13 +18,13 @@ class Slots:
     Args:
         pool: the page pool.
         max_num_seqs: number of slots.
-        states: states of cached prefixes; None if the model has none.
+        states: states of cached prefixes; None if the model has no states.
 
     Attributes:
         waiting: requests without a slot; preempted requests first, then in order of arrival.
         running: requests with a slot, in order of arrival.
         at: the running requests by slot.
-        fair: fair order of clients: which request is next, and which one is preempted.
+        fair: fair order of requests: which one gets a slot next, and which one is preempted.
         states: states of cached prefixes.
     """
 
@@ -37,15 +37,15 @@ class Slots:
         self.at: dict[int, Request] = {}
         self.fair = FairSlots(self.running)
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        # Count of starts and departures, and length of the queue, when no waiting request could get
-        # a slot.
+        # Number of times that a request got or gave up a slot. `_settled_at` is its value, and the
+        # queue length, when no waiting request could get a slot.
         self._num_changes = 0
         self._settled_at = (-1, -1)
-        # Requests with pages reserved for one step after their own, and how many are their own.
+        # Requests with pages reserved for drafts of one step, and the number of their other pages.
         self._borrowers: list[tuple[Request, int]] = []
 
     def part(self, request: Request, rows: int, drafts: int = 0, *, emits: bool) -> Part:
-        """Return a request's part in a step, of `rows` rows, the last `drafts` of them drafts."""
+        """Return a request's part in a step: `rows` rows, of which the last `drafts` are drafts."""
         begin, known = request.num_computed, request.token_ids
         return Part(
             request.request_id,
@@ -74,7 +74,7 @@ class Slots:
         self._settled_at = (self._num_changes, len(self.waiting))
 
     def newcomers(self) -> list[Request]:
-        """Return the requests that get a slot next if pages suffice, at most one per client."""
+        """Return the requests to start next if pages suffice, at most one per client."""
         if not self.may_start:
             return []
         candidates = self.fair.in_order(self.waiting)
@@ -133,7 +133,7 @@ class Slots:
         """Take slot and pages from a request, and put it first in the waiting queue."""
         slot = request.slot
         plan.stopped.append((request.request_id, slot))
-        # It may be planned already: an earlier arrival's chunk can need a later arrival's pages.
+        # The request may be planned already: an earlier arrival's chunk may need its pages.
         plan.parts[:] = [part for part in plan.parts if part.slot != slot]
         if slot in plan.paused:
             plan.paused.remove(slot)
@@ -143,7 +143,7 @@ class Slots:
         self.waiting.appendleft(request)
 
     def reserve_behind(self, request: Request, num_tokens: int) -> None:
-        """Reserve pages for a request up to `num_tokens`, as far as pages are free."""
+        """Reserve pages for up to `num_tokens` tokens of a request, as far as pages are free."""
         missing = self.num_pages_for(num_tokens) - len(request.pages)
         count = min(missing, self.pool.num_available)
         if count > 0:
@@ -151,9 +151,9 @@ class Slots:
             request.pages.extend(self.pool.allocate(count) or ())
 
     def take_back(self) -> None:
-        """Release the pages that were reserved for a step."""
+        """Release the pages that `reserve_behind` reserved."""
         for request, count in self._borrowers:
-            self.pool.release(request.pages[count:])  # empty if released already
+            self.pool.release(request.pages[count:])  # empty if the request has been released
             del request.pages[count:]
         self._borrowers.clear()
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fair scheduling of decode rows: which requests decode in a step if several clients have some.
 
-The rows of a step determine how long it takes, so a client with many rows delays the tokens of all
-clients. If several clients decode, their rows in a step are limited to the number that they would
-have if each had as many as the one with fewest, plus the rows that hardly prolong a step. Requests
-beyond their client's share keep slot and pages, and run in later steps. A client that only has a
-prompt to compute counts as if it decoded that many rows, so that its first step is no longer than
-its later ones. prompt_budgets.py limits the rows of the prompts themselves. None of this can change
-a token: it only decides when a token is computed.
+The number of rows determines how long a step takes, so a client with many rows delays the tokens of
+all clients. If several clients decode, the rows of a step are limited: each client gets about as
+many as the client with the fewest rows, plus the rows that hardly prolong a step. Requests beyond
+their client's share keep their slot and pages, and run in later steps. A client that only has a
+prompt to compute counts as if it decoded as many rows, so that its first step is no longer than its
+later ones. prompt_budgets.py limits the rows of the prompts themselves. Fair scheduling only
+decides when a token is computed; it never changes a token.
 """
 
 from collections import Counter
@@ -27,12 +27,12 @@ class Demand:
 
 @dataclass(slots=True)
 class _Owner:
-    """An owner with work: it holds either inner owners or the requests themselves."""
+    """Owner with work: holds either inner owners or requests."""
 
     within: "dict[str, _Owner]" = field(default_factory=dict)
     demands: list[Demand] = field(default_factory=list)
-    rows: int = 0  # rows that it gets in the step
-    last_step: int = 1 << 62  # last step with rows of its longest waiting request
+    rows: int = 0  # rows assigned to it in the step
+    last_step: int = 1 << 62  # step in which its longest waiting request last had rows
 
     def add(self, demand: Demand, path: Sequence[str]) -> None:
         """Add a request at the end of a path of owners."""
@@ -46,11 +46,11 @@ class _Owner:
         owner.demands.append(demand)
 
     def width(self, free_rows: int, beside: Collection[int] = ()) -> int:
-        """Return the most rows of this owner in a step that its inner owners share equally.
+        """Return the most rows that this owner may have if its inner owners share them equally.
 
         Args:
             free_rows: as in `select_decoding`.
-            beside: rows of further owners, each entitled to the same share as an inner owner.
+            beside: rows needed by further owners, each entitled to the same share.
         """
         if not self.within:
             return sum(demand.rows for demand in self.demands)
@@ -60,20 +60,20 @@ class _Owner:
         return min(sum(widths), equal)
 
     def next_in(self) -> "list[tuple[str, _Owner]]":
-        """Return the path of inner owners down to the owner of the next request."""
+        """Return the path of inner owners to the owner of the request to schedule next."""
         path: list[tuple[str, _Owner]] = []
         owner = self
         while owner.within:
             path.append(min(owner.within.items(), key=_priority))
             owner = path[-1][1]
-        if not path[-1][1].rows:  # its first request in this step
+        if not path[-1][1].rows:  # no request of this owner is scheduled yet
             owner.demands.sort(
                 key=lambda demand: (-demand.request.last_step, -demand.request.arrival)
             )
         return path
 
     def drop(self, path: "Sequence[tuple[str, _Owner]]") -> None:
-        """Drop the request at the end of a path, and owners left without requests."""
+        """Remove the scheduled request at the end of a path, and owners without requests."""
         path[-1][1].demands.pop()
         around = [self, *(owner for _, owner in path)]
         for (name, owner), outer in reversed(list(zip(path, around, strict=False))):
@@ -82,15 +82,15 @@ class _Owner:
 
 
 def _priority(item: tuple[str, _Owner]) -> tuple[int, int]:
-    """Return the sort key of the next owner: fewest rows in this step, then longest waiting.
+    """Return the sort key of an owner: fewest rows in this step first, then longest waiting.
 
-    So a request with too many rows for the rest of a step comes first in a later step.
+    So a request that does not fit the remaining rows comes first in a later step.
     """
     return item[1].rows, item[1].last_step
 
 
 def _beside(root: _Owner, prompts: Iterable[Demand], level: int) -> Mapping[str, int]:
-    """Return the prompt rows of owners on a level that have no decoding request."""
+    """Return the prompt rows of those owners on a level that have no decoding request."""
     rows: Counter[str] = Counter()
     for demand in prompts:
         path = (*demand.request.owners, "")
@@ -104,13 +104,13 @@ def select_decoding(
 ) -> Set[Request] | None:
     """Divide the rows of a step among outer owners, and an owner's rows among its inner owners.
 
-    Each owner on the outermost level has at least one request in the step, however large.
+    Each outermost owner gets at least one request, regardless of the request's rows.
 
     Args:
         demands: rows that all decoding requests need.
         max_rows: maximum number of rows of a step.
         free_rows: number of rows that hardly prolong a step.
-        prompts: rows that prompts need. This call assigns them no rows, but their owners count.
+        prompts: rows that prompts need. They get no rows here, but their owners' shares count.
 
     Returns:
         The requests that decode in this step, each with all rows it needs. None: all requests.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fair sharing of slots: the order in which requests get slots, and which ones are preempted.
 
-A request has owners, outermost first: a client, then one of the client's calls. Owners with fewer
-running requests go first; if they are equal on one level, the next level decides, and then the
-order of waiting. None of this can change a token: it only decides when a token is computed.
+A request has owners, outermost first: a client, then one of the client's calls. Requests whose
+owner has fewer running requests go first. If owners are equal on one level, the next level decides,
+and finally the order of waiting. This only decides when a token is computed; it never changes a
+token.
 """
 
 from collections import Counter
@@ -13,7 +14,7 @@ from specops.engine.request import Request
 
 
 class FairSlots:
-    """Number of running requests of each owner, on every level.
+    """Counts of running requests per owner on every level, and the orders that follow from them.
 
     Args:
         running: requests that hold a slot. The caller reports changes by `started` and `stopped`.
@@ -32,13 +33,13 @@ class FairSlots:
         for path in _paths(request):
             self._counts[path] -= 1
             if not self._counts[path]:
-                del self._counts[path]  # else clients that are gone would stay in the table
+                del self._counts[path]  # so that the table does not grow with every client
 
     def in_order(self, waiting: Iterable[Request]) -> list[Request]:
         """Return waiting requests in scheduling order: owners with the fewest requests first.
 
-        Requests that differ only in their innermost owner yield one request: the first whose
-        innermost owner has the fewest. So the result holds the next call of each client.
+        Of requests that differ only in their innermost owner, the result has one: the first whose
+        innermost owner has the fewest. So it has the next call of each client.
         """
         best: dict[tuple[str, ...], tuple[int, Request]] = {}
         last = None
@@ -54,16 +55,16 @@ class FairSlots:
     def last(self) -> Request:
         """Return the running request to preempt first if pages are short.
 
-        It is the latest arrival among the requests whose owners have the most.
+        It is the latest arrival among the requests whose owners have the most running requests.
         """
         return max(self._running, key=lambda request: (self._counts_of(request), request.arrival))
 
     def victim(self, newcomer: Request) -> Request | None:
         """Return the running request to preempt in favor of a new request, or None.
 
-        The outermost level decides on which some owner has more requests than the new one's owner,
-        and still has as many after giving one up (else the two would preempt each other forever).
-        The request returned is the last one of the owner that has most.
+        The outermost level decides on which some owner has more requests than the new request's
+        owner, and at least as many after giving one up (or the two would preempt each other
+        forever). The result is the last request of the owner with the most.
         """
         among = self._running
         for level, own in enumerate(_paths(newcomer)):
@@ -81,5 +82,5 @@ class FairSlots:
 
 
 def _paths(request: Request) -> list[tuple[str, ...]]:
-    """Return the request's owners, each as the path of owners from the outermost down to it."""
+    """Return the path from the outermost owner to each of the request's owners."""
     return [request.owners[:end] for end in range(1, len(request.owners) + 1)]

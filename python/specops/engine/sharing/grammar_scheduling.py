@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scheduling of slow grammars: their requests skip steps until their mask is ready.
+"""Scheduling of slow grammars: their requests skip steps until their token mask is ready.
 
-A mask takes 20 us. If an ambiguous grammar parses a text in ever more ways, a mask may take
-hundreds of times as long, and all requests of the step would wait for it. For a request that was
-slow in its last steps, a background thread computes the next mask. Beside other requests, slow ones
-get a small part of the time, and they get few drafts. None of this can change a token: it only
-decides when a token is computed.
+A mask usually takes 20 us. If an ambiguous grammar parses a text in ever more ways, a mask may take
+hundreds of times as long, and all requests of the step would wait for it. So a background thread
+computes the next mask of requests that were slow in their last steps. If there are other requests,
+slow ones get a small part of the time, and few drafts. This only decides when a token is computed;
+it never changes a token.
 """
 
 import time
@@ -18,22 +18,22 @@ from specops.engine.request import Request
 # A request is slow if its grammar takes longer per step than this, and longer than _SLOW_FRACTION
 # of the rest of the step.
 _SLOW_SECONDS = 2e-3
-_DRAFTS_SECONDS = 2e-3  # for a slow request's drafts, or the rest of the step if that is longer
-_STEP_SECONDS = 5e-3  # for slow requests in a step of slow requests only, or the rest if longer
-_SLOW_FRACTION = 0.1  # fraction of the time for slow requests beside others
-_WAIT_SECONDS = 1e-3  # wait for a mask when idle; short, since a request may arrive
+_DRAFTS_SECONDS = 2e-3  # for a slow request's drafts; more if the rest of the step is longer
+_STEP_SECONDS = 5e-3  # for the masks of a step of slow requests only; more if the rest is longer
+_SLOW_FRACTION = 0.1  # fraction of the time for slow requests if there are others
+_WAIT_SECONDS = 1e-3  # waiting time for a mask when idle; short, since requests may arrive
 
 
 class GrammarScheduler:
-    """Selection of the requests that skip a step because of slow grammars."""
+    """Selector of the requests that skip a step because of slow grammars."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="specops-masks")
-        self._rest_seconds = 0.0  # of the last step, without grammars
-        self._next_at = 0.0  # earliest start of a mask beside other requests
+        self._rest_seconds = 0.0  # duration of the last step without grammars
+        self._next_at = 0.0  # earliest start of a mask while there are other requests
 
     def requests_to_skip(self, decoding: Sequence[Request], has_prompts: bool) -> Set[Request]:
-        """Return the requests that must skip the next step, among all that could decode."""
+        """Return those of the decoding requests that must skip the next step."""
         slow = [one for one in decoding if one.grammar is not None and self._is_slow(one)]
         if not slow:
             return frozenset()
@@ -58,13 +58,13 @@ class GrammarScheduler:
         return late
 
     def most_drafts(self, request: Request) -> int | None:
-        """Return the most drafts of a request's next step; None if there is no limit."""
+        """Return the limit on a request's drafts in the next step, or None."""
         if request.grammar is None or not self._is_slow(request):
             return None
         return int(max(_DRAFTS_SECONDS, self._rest_seconds) / request.grammar.row_seconds)
 
     def note(self, plan: Plan, at: Mapping[int, Request], seconds: float) -> None:
-        """Record the time that a step took.
+        """Record the duration of a step.
 
         Args:
             plan: the step's plan; its tokens are committed.
@@ -91,12 +91,12 @@ class GrammarScheduler:
 
 
 def _seconds(request: Request) -> float:
-    """Return the time per step that a request's grammar takes."""
+    """Return the average time per step of a request's grammar."""
     return 0.0 if request.grammar is None else request.grammar.step_seconds
 
 
 def _jobs(requests: Sequence[Request]) -> dict[Request, "Future[None]"]:
-    """Return the computations of next masks that have been started, by request."""
+    """Return the started computations of next masks, by request."""
     return {
         request: request.grammar.preparing
         for request in requests

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefixes shared by requests of a step, which attention then reads only once.
+"""Prefixes that requests of a step share, so that attention reads them only once (cascade).
 
-`batching.find_shared_prefixes` finds them in the page lists; requests do not declare them. They
-only affect scheduling: no bit of a result depends on what is found.
+`batching.find_shared_prefixes` finds them in the page lists. Results have the same bits whether a
+shared prefix is found or not.
 """
 
 from array import array
@@ -18,7 +18,7 @@ from specops.engine.memory.kv_cache import PagePool
 from specops.engine.plan import Plan, PrefixGroups
 from specops.engine.request import Request
 
-_MAX_LEVELS = 8  # members of deeper groups share the prefix of their group at this level
+_MAX_LEVELS = 8  # groups below this level share the prefix of the enclosing group
 
 
 class PrefixFinder:
@@ -26,21 +26,21 @@ class PrefixFinder:
 
     Args:
         pool: the page pool.
-        leaf_tokens: tokens of a leaf; attention shares whole leaves.
-        least_saved_tokens: sharing is declared only if it saves the step from reading keys and
-            values of this many tokens, since it costs additional launches.
+        leaf_tokens: tokens per leaf of the attention sum; only whole leaves are shared.
+        least_saved_tokens: prefixes are shared only if this saves reading the keys and values of
+            at least this many tokens, since sharing costs additional launches.
     """
 
     def __init__(self, pool: PagePool, *, leaf_tokens: int, least_saved_tokens: int = 0) -> None:
         self._pool = pool
         self._leaf_tokens = leaf_tokens
         self._least_saved_tokens = least_saved_tokens
-        # The last result, the requests it is for, and the pool's count of changes at that time.
+        # The last result, its requests, and the pool's count of changes at that time.
         self._prefixes: PrefixGroups | None = None
         self._order: list[int] = []
         self._requests: list[Request] = []
         self._num_changes = -1
-        self._arrays_of = lru_cache(maxsize=64)(_Arrays)  # by the number of requests
+        self._arrays_of = lru_cache(maxsize=64)(_Arrays)  # by number of requests
 
     def arrange(self, plan: Plan, at: Mapping[int, Request]) -> None:
         """Put requests that share pages next to each other, and set the plan's prefixes.
@@ -63,8 +63,8 @@ class PrefixFinder:
                 plan.prefixes = self._prefixes
 
     def _find(self, requests: Sequence[Request]) -> None:
-        # A page that is not registered yet is still written to, so it is never shared. Requests may
-        # hold different pages of equal text before a shared page, since pages differ by draft KV.
+        # Unregistered pages are still written to, so they are never shared. Requests may hold
+        # different pages of equal text before a shared page, because pages differ by draft KV.
         lists = [one.pages[: one.num_registered_pages] for one in requests]
         arrays = self._arrays_of(len(requests))
         levels, num_saved_tokens = arrays.find(lists, self._pool.page_size, self._leaf_tokens)
@@ -78,8 +78,8 @@ class PrefixFinder:
 class _Arrays:
     """Arguments and results of `find_shared_prefixes` for `batch` requests.
 
-    They are kept between steps, with views for access from Python: the CPU's caches are cold after
-    a step, and creating tensors would take several times as long as the search.
+    They are reused in all steps, together with their numpy views: the CPU's caches are cold after a
+    step, so creating tensors would take several times as long as the search.
     """
 
     def __init__(self, batch: int) -> None:

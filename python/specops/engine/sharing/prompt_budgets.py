@@ -2,11 +2,11 @@
 """Budgets of a step's time for the prompts of each client.
 
 A single client gets all of the time. Several clients with prompts get equal shares, so that a short
-prompt does not wait for all long prompts of another client. Decoding requests of another client
-wait for the end of the step, so prompts beside them get only as much time as these requests take.
-The same holds for long prompts beside another client's prompt that an equal share completes. A row
-takes more time if log-probabilities of the prompt are reported for it, so such a prompt gets fewer
-rows. None of this can change a token: it only decides when a token is computed.
+prompt does not wait for all long prompts of another client. If other clients' requests decode in
+the step, they wait for its end, so prompts get only as much time as these requests take. Long
+prompts are limited in the same way if the step completes another client's short prompt. A row with
+prompt log-probabilities takes more time, so such a prompt gets fewer rows. Budgets only decide when
+a token is computed; they never change a token.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from specops.engine.request import Request
 from specops.engine.sharing.row_costs import RowCosts
 
-_EPSILON = 1e-6  # rows; a share is a quotient of floats
+_EPSILON = 1e-6  # rows; makes up for the rounding of quotients
 
 
 class PromptBudgets:
@@ -25,9 +25,9 @@ class PromptBudgets:
         prompts: requests that may get rows, in scheduling order.
         costs: costs of steps and rows.
         decoding: decode rows of the step, by client.
-        max_rows: most rows of prompts in the step.
-        max_rows_beside: most rows of prompts without log-probabilities in a step from which another
-            client gets tokens; None: `max_rows`.
+        max_rows: most prompt rows of the step.
+        max_rows_beside: the same limit for a step from which another client gets tokens, in rows
+            without log-probabilities; None: `max_rows`.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class PromptBudgets:
         max_rows_beside: int | None,
     ) -> None:
         self._costs = costs
-        needed: Counter[str] = Counter()  # rows
-        time: dict[str, float] = {}  # of these rows
-        least: dict[str, float] = {}  # time of one of the rows
+        needed: Counter[str] = Counter()  # rows by client
+        time: dict[str, float] = {}  # time of these rows
+        least: dict[str, float] = {}  # time of one of these rows, at most
         for request in prompts:
             client, row = client_of(request), costs.of_prompt_row(request)
             rows = len(request.token_ids) - request.num_computed
@@ -82,9 +82,9 @@ def client_of(request: Request) -> str:
 def _shared(
     time: float, needed: Mapping[str, float], least: Mapping[str, float]
 ) -> dict[str, float]:
-    """Divide time equally among clients; each gets at least its `least`.
+    """Divide time equally among clients, with at least `least` for each.
 
-    Time that one client does not need goes to the others.
+    Time that a client does not need goes to the others.
     """
     parts = {}
     for count, client in zip(

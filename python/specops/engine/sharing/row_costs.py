@@ -8,13 +8,13 @@ from specops.engine.request import Request
 
 @dataclass(frozen=True, slots=True)
 class RowCosts:
-    """Time of a step, and time that its rows add. Only the ratios matter.
+    """Time of a step without rows, and time that each row adds. Only the ratios matter.
 
     Attributes:
         step: time of a step without rows.
         row: time that a row adds, of a prompt or of a decoding request.
         scored_row: additional time of a prompt row with log-probabilities, with as many
-            alternatives as a request may ask for.
+            alternatives as a request may have.
     """
 
     step: float

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Per-slot tables on the device: the tokens of each running request and its sampling options.
 
-A table has a row per slot and does not move, so that steps can be captured. A table exists only
-once a request has needed it. When a table is created or widened, all steps that use the tables must
-be rebuilt. The host writes a row when a request gets its slot; the device updates some rows later.
+A table has a row per slot and a fixed address, so that steps can be captured. It is created when a
+request needs it for the first time. When a table is created or widened, all steps must be rebuilt.
+The host writes a row when a request gets its slot; the device updates some rows later.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from specops.engine.memory.step_shape import bucket
 from specops.engine.request import Request
 from specops.sampling import EndingRules, LogitsProcessors, TokenCounts, count_tokens
 
-# Value of an unused entry, by table: tables that end requests, tables that change logits, and
-# tables in which `commit` counts tokens.
+# Value of unused entries, by table, for tables that end requests, that change logits, and in which
+# `commit` counts tokens.
 _ENDINGS: dict[str, float] = {
     "stop_sequences": -1,
     "think_end_token_id": -1,
@@ -41,16 +41,17 @@ _OFF = {"stop_token_ids": -1, **_ENDINGS, **_PROCESSORS, **_COUNTS}
 
 
 class SlotTables:
-    """The tables, and the rows that the host has written to them.
+    """Per-slot tables, and a record of the rows that the host has written to them.
 
     Args:
         slots: number of rows of each table.
-        max_len: tokens of the longest request.
+        max_len: maximum number of tokens of a request.
         vocab_size: the model's vocabulary size.
         device: device of the tables.
 
     Attributes:
-        token_ids: [slots, max_len], int32. Prompt and output of each request; `commit` appends.
+        token_ids: [slots, max_len], int32. Prompt and output of each request; `commit` appends to
+            them.
     """
 
     def __init__(self, slots: int, max_len: int, vocab_size: int, device: torch.device) -> None:
@@ -58,16 +59,16 @@ class SlotTables:
         self._vocab_size = vocab_size
         self._device = device
         self._tables: dict[str, Tensor] = {}
-        # The last row written, by table and slot: an equal row is not written again.
+        # Bytes of the last row written, by table and slot: equal rows are not written again.
         self._written: dict[tuple[str, int], bytes] = {}
         self._max_lens = [0] * slots
         self.token_ids = torch.zeros((slots, max_len), dtype=torch.int32, device=device)
 
     def start(self, request: Request) -> bool:
-        """Write a request's rows into the tables, for all its tokens so far, once it has a slot.
+        """Write the rows of a request that got a slot, including all its tokens so far.
 
         All missing tables are allocated before any of them is stored. So if memory runs out, no
-        table exists without those that belong to it.
+        table exists without the tables that are used together with it.
 
         Returns:
             Whether a table was created or moved.
@@ -79,7 +80,7 @@ class SlotTables:
         rows = self._rows_of(request)
         grown = {name: self._grown(name, row.shape) for name, row in rows.items()}
         if request.params.has_penalties or "token_counts" in self._tables:
-            # `commit` requires room for all of a step's tokens, but leaves the last one's unused.
+            # `commit` requires entries for all of a step's tokens, but does not use the last one.
             room = (min(max(self._max_lens), self._vocab_size),)
             grown |= {name: self._grown(name, room) for name in _COUNTS}
         moved = {name: table for name, table in grown.items() if table is not None}
@@ -93,9 +94,9 @@ class SlotTables:
         return bool(moved)
 
     def _rows_of(self, request: Request) -> dict[str, NDArray[Any]]:
-        """Return a request's rows, leaving out unused options that have no table."""
+        """Return a request's rows by table, without unused options that have no table."""
         params = request.params
-        # A bias of 0 has no effect; it must not cause a table to be created.
+        # Do not create a table for biases of 0, which have no effect.
         biases = [(token_id, bias) for token_id, bias in params.bias() if np.float32(bias)]
         budgets = params.reasoning_max_tokens, params.response_max_tokens
         thinking, reply = (-1 if budget is None else budget for budget in budgets)
@@ -128,10 +129,10 @@ class SlotTables:
         mask_indices: Tensor,
         token_masks: Tensor | None = None,
     ) -> LogitsProcessors:
-        """Return logits processors that use the existing tables.
+        """Return the logits processors that the existing tables define.
 
         Args:
-            slots: [batch], int32. Slot of each request with processors; -1 for other requests.
+            slots: [batch], int32. Slot of each request; -1 if it needs no processors.
             prompt_lens: [slots], int32.
             mask_indices: [rows of logits], int32; read only together with `token_masks`.
             token_masks: [masks, words], int32; None: all tokens are allowed.
@@ -139,7 +140,7 @@ class SlotTables:
         given = {name: self._tables.get(name) for name in (*_PROCESSORS, *_COUNTS)}
         given["stop_token_ids"] = self._tables.get("stop_token_ids")
         if given["stop_token_ids"] is None:
-            given["min_tokens"] = None  # without stop tokens it has no effect
+            given["min_tokens"] = None  # without stop tokens, it has no effect
         if token_masks is not None:
             given |= {"allowed_token_mask": token_masks, "mask_indices": mask_indices}
         return LogitsProcessors(
@@ -147,18 +148,18 @@ class SlotTables:
         )
 
     def endings(self, max_lens: Tensor, *, all_rules: bool) -> EndingRules:
-        """Return the rules of existing tables; all of them, or only the length and stop tokens."""
+        """Return the ending rules of existing tables: all, or only length and stop tokens."""
         names = ["stop_token_ids", *(("min_tokens", *_ENDINGS) if all_rules else ())]
         given = {name: self._tables[name] for name in names if name in self._tables}
         return EndingRules(max_lens=max_lens, **given)
 
     def counts(self) -> TokenCounts | None:
-        """Return the token counts, if a request has needed them."""
+        """Return the token counts, or None if no request has needed them."""
         has_counts = "token_counts" in self._tables
         return TokenCounts(*(self._tables[name] for name in _COUNTS)) if has_counts else None
 
     def _write(self, name: str, slot: int, values: NDArray[Any]) -> None:
-        """Write a row unless the table holds it already."""
+        """Write a row of a table unless the table holds it already."""
         table = self._tables[name]
         padded: NDArray[Any] = np.full(tuple(table.shape[1:]), _OFF[name], dtype=values.dtype)
         padded[tuple(slice(size) for size in values.shape)] = values
@@ -168,7 +169,7 @@ class SlotTables:
             self._written[name, slot] = content
 
     def _grown(self, name: str, shape: Sequence[int]) -> Tensor | None:
-        """Return a wider table that fits rows of `shape`; None if the present table fits them."""
+        """Return a new table that fits rows of `shape`; None if the present table fits them."""
         old = self._tables.get(name)
         have = [0] * len(shape) if old is None else list(old.shape[1:])
         if old is not None and all(got >= want for got, want in zip(have, shape, strict=True)):
@@ -208,7 +209,7 @@ def _dtype_of(name: str) -> Any:
 
 
 def _rectangle(sequences: Sequence[Sequence[int]]) -> NDArray[np.int32]:
-    """Return sequences as rows of an array, padded with -1."""
+    """Return an array with the sequences as rows, padded with -1."""
     longest = max(map(len, sequences), default=0)
     rows: NDArray[np.int32] = np.full((len(sequences), longest), -1, dtype=np.int32)
     for row, sequence in zip(rows, sequences, strict=True):

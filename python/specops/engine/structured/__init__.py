@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Structured output: constraints, compiled grammars, their state per request, and token masks."""
+"""Structured output: compiled grammars, their state per request, and token masks."""
 
 from specops.engine.structured.compiler import GrammarCompiler
 from specops.engine.structured.masks import MaskFiller, MaskRows

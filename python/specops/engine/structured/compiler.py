@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiler of constraints to grammars, with limits on size and time, and a cache.
 
-Any thread may compile: a server compiles beside the engine's thread, which then finds the result.
+Any thread may compile: a server compiles in other threads, and the engine's thread then finds the
+grammar in the cache.
 """
 
 import json
@@ -25,25 +26,24 @@ from specops.engine.structured.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-_MAX_KEPT = 64  # most recently used grammars
-_MAX_LEXER_STATES = 50_000  # per grammar; each takes one to two KB
+_MAX_KEPT = 64  # grammars in the LRU cache
+_MAX_LEXER_STATES = 50_000  # most lexer states of a grammar; each takes one to two KB
 
-# Limits of one mask, for which other requests wait. Schemas with thousands of properties take only
-# a fraction.
-_MAX_ROW_ITEMS = 500  # parser items between two bytes
-_MAX_STEP_ITEMS = 10_000  # parser items
-_MAX_STEP_FUEL = 100_000  # lexer steps
-# All other limits are llguidance's defaults: 500,000 symbols, and a million lexer steps at the
-# start.
+# Limits on the work for one mask, since other requests wait for it. Schemas with thousands of
+# properties need only a fraction.
+_MAX_ROW_ITEMS = 500  # parser items per byte of text
+_MAX_STEP_ITEMS = 10_000  # parser items per mask
+_MAX_STEP_FUEL = 100_000  # lexer steps per mask
+# All other limits are llguidance's defaults: 500,000 symbols, and a million lexer steps initially.
 
-# llguidance recurses into every rule that a rule refers to, and the longest grammar can hold a
-# chain of more than ten thousand rules. Only the used part of a stack takes memory.
+# Stack size for compilation: llguidance recurses into referenced rules, and the longest grammar can
+# have a chain of more than ten thousand rules. Only the used part of a stack takes memory.
 _STACK_BYTES = 1 << 29
 
-# Processor time of one compilation. Wall time would include other work of the machine, and time in
-# which the process was stopped.
+# Processor time of a compilation after which `overdue` is called. Wall time would include other
+# processes and time in which this process was stopped.
 _COMPILE_SECONDS = 10.0
-_LEAST_WAIT_SECONDS = 0.05  # between two checks of that time
+_LEAST_WAIT_SECONDS = 0.05  # minimum time between two checks of the processor time
 
 
 class GrammarCompiler:
@@ -68,7 +68,7 @@ class GrammarCompiler:
     def compile(
         self, constraint: StructuredOutput, overdue: Callable[[], None] | None = None
     ) -> Grammar:
-        """Return the grammar of a constraint, at once if it is in the cache or in use.
+        """Return the grammar of a constraint, from the cache if it is there or in use.
 
         Args:
             constraint: the constraint.
@@ -84,7 +84,7 @@ class GrammarCompiler:
             if found is None:
                 vocabulary = self._vocabulary_of_model()
         if found is None:
-            # Compile without the lock, so that threads do not wait; two may compile the same.
+            # Compile without holding the lock; two threads may compile the same constraint.
             work = partial(_grammar, vocabulary, constraint, self._whitespace)
             found = _with_a_deep_stack(work, overdue)
         with self._lock:
@@ -108,7 +108,8 @@ class GrammarCompiler:
 
 
 _EBNF = re.compile(r"^\s*<[\w -]+>\s*::=", re.MULTILINE)
-_TEMPERATURE = re.compile(r"^\s*\w+\s*\[[^\]\n]*\btemperature\b", re.MULTILINE)  # in a rule
+# Attribute of a Lark rule.
+_TEMPERATURE = re.compile(r"^\s*\w+\s*\[[^\]\n]*\btemperature\b", re.MULTILINE)
 _starting = threading.Lock()  # the stack size of new threads is set for the whole process
 
 
@@ -116,7 +117,7 @@ def _with_a_deep_stack(work: Callable[[], Grammar], overdue: Callable[[], None] 
     """Run `work` in a thread whose stack is deep enough for long chains of rules."""
     done: list[Grammar] = []
     failed: list[Exception] = []
-    clocks: list[int] = []  # the thread's CPU clock; only the thread itself can look it up safely
+    clocks: list[int] = []  # the thread's CPU clock, which only the thread can look up safely
 
     def run() -> None:
         clocks.append(time.pthread_getcpuclockid(threading.get_ident()))
@@ -146,7 +147,7 @@ def _with_a_deep_stack(work: Callable[[], Grammar], overdue: Callable[[], None] 
 
 
 def _seconds_of(clocks: list[int]) -> float:
-    """Return the processor time of a thread; 0 before it has begun and after it has ended."""
+    """Return the processor time of a thread; 0 before it starts and after it has ended."""
     try:
         return time.clock_gettime(clocks[0]) if clocks else 0.0
     except OSError:
@@ -164,7 +165,7 @@ def _matcher(vocabulary: Vocabulary, constraint: StructuredOutput, whitespace: s
     """Return llguidance's matcher at the start of a text.
 
     Raises:
-        ValueError: llguidance refuses the grammar.
+        ValueError: llguidance rejects the grammar.
     """
     from llguidance import LLMatcher, LLParserLimits
 
@@ -189,7 +190,7 @@ def _matcher(vocabulary: Vocabulary, constraint: StructuredOutput, whitespace: s
 
 
 def _source(constraint: StructuredOutput, whitespace: str) -> str:
-    """Return a constraint as a grammar in llguidance's serialized form.
+    """Convert a constraint to a grammar in llguidance's serialized form.
 
     Raises:
         ValueError: the constraint is not valid, or llguidance would misinterpret it.
@@ -225,7 +226,7 @@ def _source(constraint: StructuredOutput, whitespace: str) -> str:
 
 
 def _lark(grammar: str) -> str:
-    """Convert a grammar to llguidance's dialect of Lark if it is in GBNF.
+    """Return a Lark grammar as it is, or convert a GBNF grammar to llguidance's dialect of Lark.
 
     Raises:
         ValueError: the grammar is in neither of the two notations, or sets a temperature.
@@ -250,7 +251,7 @@ def _literally(text: str) -> str:
 
 
 def _refused(constraint: StructuredOutput, reason: str) -> ValueError:
-    message = " ".join(reason.partition("<state>")[0].split())  # then follows internal state
+    message = " ".join(reason.partition("<state>")[0].split())  # the rest is internal state
     if message.startswith("NoExtension"):
         message = (
             "no text matches it: its first rule or $ref only refers back to itself, or "

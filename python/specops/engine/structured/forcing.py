@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merging of drafts with tokens that a grammar forces.
+"""Merging of drafts with forced tokens: tokens that are the only ones that a grammar allows.
 
-The target chooses a forced token with probability one, whatever was drafted there. So replacing a
-draft by it does not change the output distribution, as long as verification does not use the
-distribution that the draft was drawn from.
+The target chooses a forced token with probability one, so drafting it instead of another token does
+not change the output distribution. This requires that verification does not use the distribution
+that the replaced draft was drawn from.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from specops.engine.structured.matching import GrammarState
 
 @dataclass(frozen=True, slots=True)
 class CompletedDrafts:
-    """Drafts with forced tokens.
+    """Drafts merged with forced tokens.
 
     Attributes:
         token_ids: the drafts.
-        num_given: how many of the first drafts are the original ones; the others are forced.
+        num_given: number of leading tokens that are original drafts; the others are forced.
     """
 
     token_ids: list[int]
@@ -26,7 +26,7 @@ class CompletedDrafts:
 
 
 def complete(state: GrammarState, token_ids: Sequence[int], limit: int) -> CompletedDrafts | None:
-    """Put tokens that are forced next in place of the drafts, or tokens forced later after them.
+    """Replace drafts that differ from the tokens forced next, or append tokens forced later.
 
     Args:
         state: grammar state of the request; unchanged on return.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks of a step, one for each row that chooses a token of a request with a grammar.
+"""Token masks of a step: one for each row that chooses a token of a request with a grammar.
 
-A row after a draft is masked as if the draft had been emitted. Rows after a draft that does not
-fit, and rows after the end of a text, are never reached; their masks allow every text token.
+A row after a draft is masked as if the draft had been emitted. Tokens of rows after a draft that
+the grammar rejects, or after the end of a text, are never emitted; their masks allow every text
+token.
 """
 
 import time
@@ -18,10 +19,10 @@ from specops.engine.structured.matching import GrammarState
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-# A mask takes 20 us. Fewer rows are done before another thread has woken up, which may take
-# milliseconds if other work uses the same cores.
+# Number of rows from which threads are used. A mask takes 20 us, so fewer rows are done before
+# another thread has woken up, which may take milliseconds if other work uses the same cores.
 _MANY_ROWS = 64
-_SLOW_SECONDS = 50e-6  # per row of a parallel call; above it, some request's rows are slow
+_SLOW_SECONDS = 50e-6  # per row of a parallel call; above it, some request is slow
 
 
 @dataclass(slots=True)
@@ -30,10 +31,10 @@ class MaskRows:
 
     Attributes:
         state: the request's grammar state.
-        first: index of the first row.
-        drafts: tokens of the other rows.
-        opening: for a request in its thinking, the token after which the grammar applies; -1: the
-            grammar applies already.
+        first: index of the first row in the step.
+        drafts: draft tokens of the other rows.
+        opening: during the thinking, the token after which the grammar applies; -1: the grammar
+            applies already.
     """
 
     state: GrammarState
@@ -48,7 +49,7 @@ class MaskRows:
 
 
 class MaskFiller:
-    """Computes the masks of steps, for several requests at a time.
+    """Filler that computes the masks of steps, for several requests at a time.
 
     Args:
         num_threads: number of threads that compute masks.
@@ -59,15 +60,14 @@ class MaskFiller:
 
         self._num_threads = num_threads
         self._executor = LLExecutor(num_threads)
-        self._is_slow = False  # some request is slow, and it is not known which
+        self._is_slow = False  # some request is slow, but it is unknown which one
         self._rows: NDArray[np.int32] = np.empty((0, 0), dtype=np.int32)
 
     def fill(self, rows_to_fill: Sequence[MaskRows], out: NDArray[np.int32]) -> None:
         """Fill the masks of some requests.
 
         Args:
-            rows_to_fill: rows of each request, in ascending order. Together they are all rows from
-                0 up to the last request's `last`, exclusive.
+            rows_to_fill: rows of each request, in ascending order, without gaps from row 0 on.
             out: int32 [rows, ceil(vocab_size / 32)]; written.
         """
         rows = self._buffer(rows_to_fill[-1].last, rows_to_fill[0].state.vocabulary.size + 1)
@@ -101,10 +101,10 @@ class MaskFiller:
         chains: list[tuple[GrammarState, "LLMatcher", int, list[int]]],
         rows: NDArray[np.int32],
     ) -> None:
-        """Fill the rows of single tokens and of chains, with several threads if there are many.
+        """Fill single rows (`roots`) and rows with drafts (`chains`), many rows in parallel.
 
         A parallel call does not report how long each request took. So if a parallel call was slow,
-        the next step's rows are computed one by one.
+        the next step computes its rows one by one, to find the slow request.
         """
         place = rows.ctypes.data, 4 * rows.shape[1], len(rows)
         executor = self._executor
@@ -128,12 +128,12 @@ class MaskFiller:
             state.compute_mask(rows[row])
         for state, matcher, row, drafts in chains:
             begun = state.timer()
-            chain = [(matcher, row, drafts)]  # computed on the calling thread
+            chain = [(matcher, row, drafts)]  # runs on the calling thread
             executor.unsafe_compute_mask_ptr_with_draft_token(chain, *place)
             state.seconds += state.timer() - begun
 
     def _buffer(self, count: int, vocab_size: int) -> NDArray[np.int32]:
-        """Return rows in which all bits are set."""
+        """Return `count` mask rows in which all bits are set."""
         words = -(-vocab_size // 32)
         if len(self._rows) < count or self._rows.shape[1] != words:
             self._rows = np.empty((max(count, 2 * len(self._rows)), words), dtype=np.int32)
@@ -142,7 +142,7 @@ class MaskFiller:
 
 
 def _begin(one: MaskRows) -> int:
-    """Return the first row of a chain to which the grammar applies, or the end of the chain."""
+    """Return the first row of a request to which the grammar applies, or the end of its rows."""
     if one.opening < 0:
         return 0
     found = one.opening in one.drafts
@@ -156,7 +156,7 @@ def _readable(state: GrammarState, drafts: Sequence[int]) -> list[int]:
 
 
 def _fill_anew(one: MaskRows, rows: NDArray[np.int32]) -> None:
-    """Fill each row from a fresh matcher copy, after a limit was met; such a row stays empty."""
+    """Fill each row from a fresh matcher copy, as a limit was exceeded; such rows stay empty."""
     state = one.state
     if state.matcher.is_error():
         state.restart()
@@ -177,7 +177,7 @@ def _fill_anew(one: MaskRows, rows: NDArray[np.int32]) -> None:
 
 
 def _path(one: MaskRows, node: int) -> list[int] | None:
-    """Return the drafts to feed the grammar for a row; None if it does not apply there yet."""
+    """Return the drafts that precede a row in the grammar; None: it does not apply there yet."""
     path = one.drafts[: node + 1]
     if one.opening < 0:
         return path

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A compiled grammar, and its state for the text of one request.
+"""Compiled grammars, and their state for the text of one request.
 
-Four rules apply to llguidance's matcher. (1) It consumes the tokens that a request has committed;
-drafts are rolled back in the same call. (2) It is fed nothing past its end, where a rejected call
-would leave it unusable. (3) No special token ever reaches it. (4) If it meets a limit on drafts, it
-is recreated from the committed tokens.
+Four rules apply to the use of llguidance's matcher. (1) It consumes the tokens that a request has
+committed; drafts are rolled back in the same call. (2) It gets no tokens past the end of a text,
+where a rejected call would leave it unusable. (3) It never gets special tokens. (4) If drafts make
+it exceed a limit, it is recreated from the committed tokens.
 
-All work of a matcher is timed, in seconds of the thread that does it, since a step waits for it.
-Tensor-parallel ranks have to make the same decisions, so their timer stands still.
+All work of a matcher is timed by its thread's processor time, because steps wait for this work. On
+tensor-parallel ranks, which must make the same decisions, the timer always reads 0.
 """
 
 import time
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 
-# Time of a row; most rows take 20 us. Slower rows may meet limits. A matcher that met a limit must
-# be recreated from all tokens, unless it is a copy, which takes about 40 us to make.
+# Time of a row from which limits may be exceeded; most rows take 20 us. A matcher that exceeded a
+# limit must be recreated from all tokens. So slow rows use a copy, which takes about 40 us to make.
 _SLOW_SECONDS = 2e-3
 
 
 def has_begun(thinking_state: int, num_injected: int) -> bool:
-    """Return whether a grammar constrains the next token, which is not so during the thinking.
+    """Return whether a grammar applies to the next token; it does not during the thinking.
 
     Args:
-        thinking_state: the request's, as in `sampling.commit`.
-        num_injected: number of tokens that end the thinking by force.
+        thinking_state: the request's thinking state, as in `sampling.commit`.
+        num_injected: number of tokens injected to end the thinking early.
     """
     return not 0 <= thinking_state <= num_injected
 
@@ -43,13 +43,13 @@ def num_unconstrained(thinking_state: int, num_injected: int, count: int) -> int
     """Return how many of the last `count` tokens of an output precede the constrained text."""
     if thinking_state < 0:
         return 0
-    # After the thinking, the state counts 1 for its end and 1 for each token of the reply.
+    # After the thinking, the state has counted its end and each token of the reply.
     in_reply = max(thinking_state - num_injected - 1, 0)
     return count - min(count, in_reply)
 
 
 class Grammar:
-    """A compiled grammar, which any number of requests share.
+    """Compiled grammar, shared by any number of requests.
 
     Args:
         matcher: matcher at the start of a text, owned by this object.
@@ -61,7 +61,7 @@ class Grammar:
         self._matcher = matcher
 
     def why_unusable(self) -> str:
-        """Return why no text can match, or "" if one can. Call once, before sharing the grammar."""
+        """Return why no text can match, or "" if any can. Call once, before sharing the grammar."""
         matcher = self._matcher.deep_copy()
         allowed = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)
         if matcher.is_error():
@@ -78,7 +78,7 @@ class Grammar:
         return self._matcher.deep_copy()
 
 
-Ending: TypeAlias = tuple[str, "int | str | None"]  # a finish_reason and a stop_reason
+Ending: TypeAlias = tuple[str, "int | str | None"]  # finish_reason and stop_reason
 
 
 class GrammarState:
@@ -86,18 +86,18 @@ class GrammarState:
 
     Args:
         grammar: grammar of its output.
-        end_token_ids: tokens that end its output; each is allowed where the text may end.
-        allowed_token_ids: if given, the only tokens that the request may choose.
+        end_token_ids: tokens that end the output; each is allowed where the text may end.
+        allowed_token_ids: the only tokens that the request may choose, or None.
         timer: clock for the work of the matcher.
 
     Attributes:
         ready: mask of the next token, once `prepare` has computed it.
         preparing: future of `prepare` while it may be running; the matcher must not be used then.
-        limit: the llguidance limit that the committed text met; empty if it met none.
+        limit: name of the llguidance limit that the committed text exceeded; empty: none.
         has_limited_rows: whether a limit left a row of the last step without a mask.
-        seconds: work since the last `note_step`.
-        step_seconds: exponential moving average of the work per step.
-        row_seconds: exponential moving average of the work per row.
+        seconds: time of all work since the last `note_step`.
+        step_seconds: exponential moving average of the time per step.
+        row_seconds: exponential moving average of the time per row.
         timer: the argument.
     """
 
@@ -137,30 +137,30 @@ class GrammarState:
 
     @property
     def is_slow(self) -> bool:
-        """True if rows are slow enough that limits may be met."""
+        """True if rows are so slow that limits may be exceeded."""
         return self.row_seconds > _SLOW_SECONDS
 
     def judge(self, token_id: int, is_end: bool) -> tuple[bool, Ending | None]:
-        """Consume the next token of the output, or check a token that ends it.
+        """Consume the next token of the output, or check a token that ends the output.
 
         Returns:
-            Whether the token fits, and the ending if the output ends here. It also ends if the
-            token does not fit.
+            Whether the token fits, and the ending if the output ends with it. An output always ends
+            at a token that does not fit.
         """
         if is_end and self.fits_end(token_id):
-            # An end token that is text may cut a text short; a complete text has no stop_reason.
+            # An end token may cut a text short; only then is it the stop_reason.
             return True, ("stop", None if self.may_end else token_id)
         if not is_end and self.take(token_id):
             return True, ("stop", None) if self.is_complete else None
         if self.limit:
             return False, ("abort", f"structured_output: {self.limit}")
-        # If the text is complete, only parameters other than the grammar excluded all tokens.
+        # If the text is complete, other parameters than the grammar excluded all tokens.
         return False, ("stop", None) if self.may_end else ("abort", "structured_output")
 
     def take(self, token_id: int) -> bool:
         """Consume the next token of the output; return False if it does not fit.
 
-        It does not fit only if no token fits or a limit was met (`limit`): the step then chose an
+        This happens only if no token fits or a limit was exceeded (`limit`): the step then chose an
         arbitrary token, and the output ends.
         """
         if self._is_limited() or not self.advance(token_id):
@@ -192,15 +192,13 @@ class GrammarState:
         return bool(self.limit)
 
     def note_limit(self) -> None:
-        """Record the limit that the matcher has met at the end of the text, if any."""
+        """Record the limit that the matcher has exceeded at the end of the text, if any."""
         if self.matcher.is_error() and not self.limit:
-            message = self.matcher.get_error().partition("<state>")[
-                0
-            ]  # then follows internal state
+            message = self.matcher.get_error().partition("<state>")[0]  # the rest is internal state
             self.limit = f"llguidance met a limit: {' '.join(message.split())}"
 
     def advance(self, token_id: int) -> bool:
-        """Move only the matcher by a token, if the token fits; `go_back` undoes the move."""
+        """Advance only the matcher by a token, unless it does not fit; `go_back` undoes this."""
         if self.matcher.is_stopped() or not self.vocabulary.is_text(token_id):
             return False
         begun = self.timer()
@@ -209,7 +207,7 @@ class GrammarState:
         return fits
 
     def go_back(self, count: int) -> None:
-        """Undo the last `count` moves of `advance`."""
+        """Undo the last `count` successful calls of `advance`."""
         if count and not self.matcher.rollback(count):
             self.restart()
 
@@ -227,7 +225,7 @@ class GrammarState:
         self.seconds += self.timer() - begun
 
     def prepare(self) -> None:
-        """Compute the next mask in advance; any thread may, if no other uses the matcher."""
+        """Compute the next mask in advance, in any thread; no other thread may use the matcher."""
         row = np.empty(self.vocabulary.size // 32 + 1, dtype=np.int32)
         self.compute_mask(row)
         if self.matcher.is_error():
@@ -242,7 +240,7 @@ class GrammarState:
             self.preparing = None
 
     def tried(self) -> "LLMatcher":
-        """Return a matcher for work that may meet a limit: a copy if rows are slow."""
+        """Return a matcher for work that may exceed a limit: a copy if rows are slow."""
         return self.matcher.deep_copy() if self.is_slow else self.matcher
 
     def note_step(self, num_rows: int) -> None:
@@ -265,13 +263,13 @@ class GrammarState:
         out |= self._ends & -may_end[:, None]
 
     def allow_all(self, out: NDArray[np.int32]) -> None:
-        """Write masks of rows to which the grammar does not apply."""
+        """Write masks for rows to which the grammar does not apply."""
         out[:] = -1 if self._always is None else self._always
 
     def forced(self) -> list[int]:
         """Return the next tokens that the grammar forces.
 
-        Return none if computing them has been slow on average.
+        The list is empty if computing them has been slow on average.
         """
         if self.matcher.is_stopped() or self._forced_seconds > _SLOW_SECONDS:
             return []
@@ -280,7 +278,8 @@ class GrammarState:
         found = matcher.compute_ff_tokens()
         seconds = self.timer() - begun
         self.seconds += seconds
-        # A moving average, so that one slow call on a busy machine does not turn this off.
+        # Use a moving average, so that one slow call on a busy machine does not disable forced
+        # tokens.
         self._forced_seconds += (seconds - self._forced_seconds) / 4
         if matcher.is_error():
             if matcher is self.matcher:

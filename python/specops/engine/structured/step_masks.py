@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token masks of steps with constrained outputs: their number and their contents.
+"""Token masks of steps with constrained outputs.
 
-Every row that may not choose all tokens has a mask among the step's inputs.
+Every row whose tokens are constrained has a mask among the step's inputs.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,12 +19,12 @@ DraftsOf = Callable[[int, int], NDArray[np.int32]]
 
 @dataclass(frozen=True, slots=True)
 class TokenRule:
-    """Constraint on a request's tokens; a grammar applies only after the thinking."""
+    """Constraint on a request's tokens. If it is a grammar, it applies only after the thinking."""
 
     grammar: GrammarState | None
     allowed_token_ids: Sequence[int] | None
     think_end_token_id: int
-    num_injected: int  # tokens that end the thinking by force
+    num_injected: int  # number of tokens injected to end the thinking early
 
 
 class StepMasks:
@@ -37,7 +37,7 @@ class StepMasks:
 
     def __init__(self, vocab_size: int, num_threads: int) -> None:
         self._vocab_size, self._num_threads = vocab_size, num_threads
-        # Constraints by slot, and the fixed masks of requests with allowed_token_ids.
+        # By slot: constraints, and fixed masks of requests with allowed_token_ids.
         self._rules: dict[int, TokenRule] = {}
         self._fixed: dict[int, NDArray[np.int32]] = {}
         self._filler: MaskFiller | None = None
@@ -68,11 +68,11 @@ class StepMasks:
         indices: NDArray[np.int32],
         draft_indices: NDArray[np.int32],
     ) -> None:
-        """Fill the masks of a step; a request whose masks cannot be computed fails.
+        """Fill the masks of a step. If a request's masks cannot be computed, the request fails.
 
         Args:
             plan: the step's plan.
-            drafts_of: returns the drafts that a slot's request verifies, given slot and count.
+            drafts_of: function that returns the drafts to verify, by slot and count.
             thinking: int32 [slots], `thinking_state` of `sampling.commit`.
             masks: int32 [masks, ceil(vocab_size / 32)]; written.
             indices: int32 [rows with logits], filled with -1; set for rows with a mask.
@@ -86,7 +86,8 @@ class StepMasks:
                 continue
             rows, rule = 1 + part.num_drafts, self._rules.get(part.slot)
             if rule is not None and rule.grammar is not None:
-                # While the thinking is being ended by force, sampled tokens are replaced anyway.
+                # While tokens are injected to end the thinking, they replace the sampled tokens
+                # anyway.
                 is_reply = has_begun(int(thinking[part.slot]), rule.num_injected)
                 opening = -1 if is_reply else rule.think_end_token_id
                 drafts = drafts_of(part.slot, part.num_drafts).tolist() if part.num_drafts else []
@@ -106,7 +107,7 @@ class StepMasks:
             self._filler = MaskFiller(self._num_threads)
         try:
             self._filler.fill([one for _, one in to_fill], masks)
-        except Exception:  # retry one by one from the committed text, to find the request at fault
+        except Exception:  # retry one by one, to find the failing request
             for request_id, one in to_fill:
                 try:
                     one.state.settle()
@@ -117,7 +118,7 @@ class StepMasks:
 
 
 def token_mask(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
-    """Return a mask with one bit per token of a vocabulary, set for these tokens."""
+    """Return a token mask, with one bit per token of the vocabulary, that allows these tokens."""
     bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)

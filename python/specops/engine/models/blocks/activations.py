@@ -16,7 +16,7 @@ _MAX_KEPT_VIEWS = 64
 
 
 class LayerViews(NamedTuple):
-    """Views of one layer's two blocks."""
+    """Activation views of a layer's attention and MLP."""
 
     attention: Any
     mlp: Any
@@ -33,10 +33,10 @@ class Rows:
 
 
 class Activations:
-    """One set of buffers for steps of any size, so that a step allocates nothing.
+    """Set of activation buffers for steps of any size, so that a step allocates nothing.
 
-    Layers run one after the other and share the buffers. Each buffer is sized for the layer that
-    needs the most of it.
+    All layers share the buffers, since they run one after the other. Each buffer is sized for the
+    layer that needs the largest one.
 
     Args:
         shapes: attention shape and MLP shape of each layer.
@@ -64,7 +64,7 @@ class Activations:
         return list(self._buffers.values())
 
     def reserve(self, num_rows: int) -> None:
-        """Allocate buffers for up to `num_rows` rows. They do not move up to that size."""
+        """Allocate buffers for up to `num_rows` rows; up to that size, they do not move."""
         if self._num_rows >= num_rows:
             return
         widths: dict[str, int] = {}

@@ -80,7 +80,7 @@ class Attention(AttentionBlock):
 
     @property
     def weights(self) -> Sequence[PackedWeight]:
-        """The packed projections of this block."""
+        """Packed projections of this block."""
         return (self._qkv, *self._o.shards)
 
     def workspace_size(self, rows: int, batch: int, pages: int, page_size: int) -> int:
@@ -93,7 +93,7 @@ class Attention(AttentionBlock):
     def append_kv(
         self, x: Tensor, batch: LayerBatch, cache: LayerKv, views: AttentionViews
     ) -> None:
-        """Write the keys and values of the rows to the cache. Also rotates queries, for `run`."""
+        """Write the keys and values of the rows to the cache; also rotate the queries for `run`."""
         assert cache.v is not None
         dense.linear(x, self._qkv, self._qkv_bias, out=views.qkv, workspace=batch.sums)
         attention.rope_append_kv(
@@ -153,14 +153,14 @@ class AttentionConfig:
         head_dim: elements of a head.
         sm_scale: factor on attention scores before the softmax.
         rope: rotary embedding.
-        sliding_window: positions visible to a row, including its own; None: all.
-        is_causal: apply the causal mask even in a batch that is not causal.
+        sliding_window: number of positions that a row attends to, including its own; None: all.
+        is_causal: whether attention is causal even in a batch whose `is_causal` is False.
         qkv_bias: whether q_proj, k_proj and v_proj have biases.
         o_bias: whether o_proj has a bias.
         qk_norm: whether q and k are normalized per head.
         interleaved: RoPE rotates adjacent elements instead of the two halves of a head.
         has_sinks: whether each query head has an attention sink, a logit without a value.
-        has_gate: whether q_proj also outputs, after each head's query, a gate for its output.
+        has_gate: whether q_proj outputs a gate of the head's output after the query of each head.
         input_size: input width of q, k and v projections; None: the hidden size.
     """
 
@@ -240,7 +240,7 @@ class AttentionConfig:
 
 
 def _gates_last(shape: AttentionShape, device: torch.device) -> Tensor:
-    """Return an int32 order of the q|k|v outputs that moves the gates from q to the end."""
+    """Return the int32 order of q|k|v outputs that moves the gates from q to the end."""
     q_size, kv_size = shape.num_qo_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     places = torch.arange(2 * (q_size + kv_size), dtype=torch.int32, device=device)
     q, gate = places[: 2 * q_size].view(shape.num_qo_heads, 2, shape.head_dim).unbind(1)

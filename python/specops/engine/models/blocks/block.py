@@ -20,7 +20,7 @@ from specops.engine.parallel.ranks import ALONE, Ranks
 
 
 class NewRows(Protocol):
-    """Factory of activation tensors [rows, width], each in the buffer of a given name."""
+    """Factory of activation tensors [rows, width] in named buffers."""
 
     def __call__(self, name: str, width: int, dtype: torch.dtype | None = None, /) -> Tensor:
         """Return a tensor [rows, width].
@@ -40,7 +40,7 @@ class Shape(Hashable, Protocol):
 
 
 class Block(ABC):
-    """Base class of the parts of a layer.
+    """Base class of the attention and MLP blocks of a layer.
 
     Attributes:
         shape: sizes of the block.
@@ -51,7 +51,7 @@ class Block(ABC):
     @property
     @abstractmethod
     def weights(self) -> Sequence[PackedWeight]:
-        """The packed projections of this block."""
+        """Packed projections of this block."""
 
     def bytes_read(self, rows: int) -> float:
         """Return the expected bytes of weights that a step of `rows` rows reads."""
@@ -64,11 +64,11 @@ def bytes_of(weight: PackedWeight) -> int:
 
 
 class MixingBlock(Block):
-    """Base class of blocks that mix rows of a request through cached keys and values or states.
+    """Base class of attention blocks: rows interact through cached keys and values or states.
 
     Attributes:
         kv: layout of the cached data.
-        sliding_window: positions visible to a row; None: all of them.
+        sliding_window: number of positions that a row attends to; None: all.
     """
 
     kv: KvSpec | StateSpec
@@ -92,7 +92,7 @@ class MixingBlock(Block):
 
 
 class AttentionBlock(MixingBlock):
-    """Base class of blocks that keep keys and values of every token on pages.
+    """Base class of attention blocks with keys and values of every token on pages.
 
     Attributes:
         kv: layout of a token's keys and values.
@@ -104,8 +104,8 @@ class AttentionBlock(MixingBlock):
     def append_kv(self, x: Tensor, batch: LayerBatch, cache: LayerKv, views: Any) -> None:
         """Write the keys and values of the rows, without computing attention.
 
-        Block drafters use this: their rows attend to keys and values projected from hidden states
-        of the target.
+        Block drafters use this: the keys and values of the text are projected from hidden states of
+        the target.
 
         Args:
             x: [rows, hidden_size], input of the key and value projections.
@@ -116,7 +116,7 @@ class AttentionBlock(MixingBlock):
 
 
 class MlpBlock(Block):
-    """Base class of blocks that compute each row independently of the others."""
+    """Base class of MLP blocks, which compute each row independently of the others."""
 
     @abstractmethod
     def run(self, x: Tensor, sums: Tensor | None, views: Any, out: Tensor) -> None:
@@ -131,7 +131,7 @@ class MlpBlock(Block):
 
 
 class Norm(NamedTuple):
-    """Arguments of an RMSNorm, as `dense.rms_norm` takes them."""
+    """Weight and epsilon of an RMSNorm, in the order of `dense.rms_norm`."""
 
     weight: Tensor
     eps: float
@@ -139,7 +139,7 @@ class Norm(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """A rotary embedding: base, scaling as in config.json, and number of rotated elements."""
+    """Rotary embedding: base, scaling as in config.json, and number of rotated elements."""
 
     theta: float
     scaling: Mapping[str, Any] | None
@@ -176,7 +176,7 @@ class RopeTables:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockLoader:
-    """Settings and weight source with which blocks are loaded.
+    """Weight source and settings for loading blocks.
 
     Attributes:
         source: source of the weights.

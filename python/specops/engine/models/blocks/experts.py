@@ -22,7 +22,7 @@ _WIDTHS = "inner widths of an expert"
 
 @dataclass(frozen=True)
 class ExpertsViews:
-    """Activations of a step's rows. A pair is a row and one of its experts, rows * top_k pairs."""
+    """Activations of a step's rows. A pair is a row with one of its experts: rows * top_k pairs."""
 
     x: Tensor  # [rows, hidden_size], float32: router input
     scores: Tensor  # [rows, num_experts + gates], float32: router output
@@ -36,7 +36,7 @@ class ExpertsViews:
     expert_out: Tensor  # [pairs, hidden_size], float32
     shared_gated: Tensor  # [rows, shared_width]
     shared_out: Tensor  # [rows, hidden_size], float32; [rows, 0] without a shared MLP
-    own_ids: Tensor  # [rows, top_k], int32; [rows, 0] unless experts are split by rank
+    own_ids: Tensor  # [rows, top_k], int32: local expert indices; [rows, 0] without EP
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Routing:
         scoring: "softmax" or "sigmoid".
         num_groups: number of expert groups.
         top_k_groups: number of groups that a row may use.
-        min_sum: lower bound of the weight sum used for normalization; None: not normalized.
+        min_sum: lower bound of the sum by which weights are normalized; None: no normalization.
         scale: factor on all weights.
         bias: name of a tensor added to the scores for selection only; None: no such tensor.
         bias_shape: leading dimensions of that tensor, before the experts.
@@ -100,10 +100,10 @@ class Routing:
 
 
 class Experts(MlpBlock):
-    """`sum of weight * down(activation(gate) * up)` over a row's experts, plus the shared MLP.
+    """Mixture of experts: sum of weight * down(activation(gate) * up), plus the shared MLP.
 
-    The router computes in float32, whatever the dtype of the model: its weights and inputs are
-    converted to float32 and nothing is rounded before experts are chosen.
+    The router always computes in float32: its weights and inputs are converted to float32, and
+    nothing is rounded before experts are chosen.
 
     Attributes:
         gate_up: gate and up projections of all experts, from `moe.stack_experts`.
@@ -143,11 +143,11 @@ class Experts(MlpBlock):
 
     @property
     def weights(self) -> Sequence[PackedWeight]:
-        """The packed projections that need `linear` workspace: those of the shared MLP."""
+        """Packed projections that need `linear` workspace: those of the shared MLP."""
         return () if self._shared is None else self._shared.weights
 
     def bytes_read(self, rows: int) -> float:
-        """Return the expected bytes read if rows choose their experts independently."""
+        """Return the expected bytes of weights read if rows choose their experts independently."""
         routing, count = self._routing, self._shape.num_experts
         read = 1.0 - (1.0 - routing.top_k / count) ** rows
         experts = sum(map(bytes_of, (self.gate_up, *self.down.shards)))
@@ -178,7 +178,7 @@ class Experts(MlpBlock):
             ranks.add(partial_sums, None, out)
 
     def _combine(self, index: int, sums: Tensor | None, views: ExpertsViews, out: Tensor) -> None:
-        """Combine experts' outputs with virtual TP rank `index` of the shared MLP into `out`."""
+        """Add experts' outputs and shared MLP of virtual TP rank `index` into `out`."""
         of_shared = None
         if self._shared is not None:
             of_shared = views.shared_out
@@ -189,7 +189,7 @@ class Experts(MlpBlock):
         moe.moe_combine(views.expert_out, views.places, views.expert_weights, of_shared, out=out)
 
     def _route(self, x: Tensor, views: ExpertsViews) -> None:
-        """Choose the experts of the rows."""
+        """Compute the router, and choose the experts of each row."""
         routing = self._routing
         views.x.copy_(x)
         dense.linear(views.x, self._router, self._router_bias, out=views.scores)
@@ -209,10 +209,10 @@ class Experts(MlpBlock):
 
 @dataclass(frozen=True)
 class OwnExperts:
-    """Whole experts that one virtual TP rank holds.
+    """Experts that one virtual TP rank holds as a whole.
 
     Attributes:
-        places: int32 [num_experts of the block]; local index of each expert, -1: held elsewhere.
+        places: int32 [num_experts of the block]: local index of each expert; -1: on another rank.
         gate_up, down: stacks from `moe.stack_experts`, with their biases.
     """
 
@@ -226,8 +226,8 @@ class OwnExperts:
 class ExpertsApart(Experts):
     """Mixture of experts with whole experts distributed over ranks (expert parallelism).
 
-    A partial sum covers a range of experts, instead of a range of every expert's inner width.
-    The shared MLP is still sharded by its inner width.
+    A partial sum covers a range of experts instead of a range of every expert's inner width. The
+    shared MLP is still sharded by its inner width.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class ExpertsApart(Experts):
         self._indptr = self._indptr[: config.num_experts // ranks.num_virtual_ranks + 1]
 
     def bytes_read(self, rows: int) -> float:
-        """Return the expected bytes read, counting the experts of all local virtual TP ranks."""
+        """Return the expected bytes of weights read, over all local virtual TP ranks."""
         others = sum(bytes_of(one.gate_up) for one in self._own[1:])
         routing, count = self._routing, self._shape.num_experts
         return super().bytes_read(rows) + (1.0 - (1.0 - routing.top_k / count) ** rows) * others
@@ -349,8 +349,8 @@ class ExpertsConfig:
                 ranks=loader.ranks,
             )
         every = range(count)
-        own = loader.sharding.of_rank(self.width, _WIDTHS)
-        shard = Shard(outputs=(own, own))
+        local_width = loader.sharding.of_rank(self.width, _WIDTHS)
+        shard = Shard(outputs=(local_width, local_width))
         gate_up_bias = down_bias = None
         if self.has_bias:
             gate_up_bias = source.expert_biases(experts, every, _GATE_UP, sizes, shard=shard)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-head latent attention (MLA): heads share one short key per token, which contains the value.
+"""Multi-head latent attention (MLA): all heads share one short latent per token as key and value.
 
-The absorbed form is used: each query head is multiplied by the matrix that would expand keys, so
-that attention runs on the latents, and its result is expanded to values afterwards. Prompts,
-decoding and verification all use this one form, so that their results have the same bits.
+The absorbed form is used: each query head is multiplied by the matrix that would expand the latents
+to keys. So attention runs on the latents, and its result is expanded to values afterwards. Prefill,
+decoding and verification all use this form, so that their results have the same bits.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from specops.engine.models.blocks.row_parallel import RowParallelLinear, load_ro
 from specops.engine.models.kv import KvSpec, LayerKv
 from specops.engine.models.shards import Shard
 
-_NORM_EPS = 1e-6  # of the norms inside the block, whatever the model's own epsilon is
+_NORM_EPS = 1e-6  # epsilon of the norms inside the block; independent of the model's
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class LatentViews:
     attended: Tensor  # [rows, num_qo_heads, LATENT_DIM]
     values: Tensor  # [rows, num_qo_heads, value_dim]
     value_rows: Tensor  # `values` as a matrix
-    of_head: Tensor  # [rows, LATENT_DIM], scratch of one head at a time
-    value_of_head: Tensor  # [rows, value_dim], scratch of one head at a time
+    of_head: Tensor  # [rows, LATENT_DIM], scratch for one head at a time
+    value_of_head: Tensor  # [rows, value_dim], scratch for one head at a time
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,13 @@ class LatentWeights:
     kv: PackedWeight
     kv_bias: Tensor | None
     kv_norm: Tensor
-    key_of_head: Sequence[PackedWeight]  # [LATENT_DIM, nope_dim] each: absorbs a query
+    key_of_head: Sequence[PackedWeight]  # [LATENT_DIM, nope_dim] each: converts a query
     value_of_head: Sequence[PackedWeight]  # [value_dim, LATENT_DIM] each
     o: RowParallelLinear
 
 
 class LatentAttention(AttentionBlock):
-    """Latent attention with packed projections; each head has its own key and value weights."""
+    """Latent attention with packed projections, and separate key and value weights per head."""
 
     sliding_window = None
 
@@ -105,10 +105,17 @@ class LatentAttention(AttentionBlock):
 
     @property
     def weights(self) -> Sequence[PackedWeight]:
-        """The packed projections of this block."""
-        own = self._weights
-        optional = [] if own.q_low_rank is None else [own.q_low_rank]
-        return (*optional, own.q, own.kv, *own.key_of_head, *own.value_of_head, *own.o.shards)
+        """Packed projections of this block."""
+        weights = self._weights
+        optional = [] if weights.q_low_rank is None else [weights.q_low_rank]
+        return (
+            *optional,
+            weights.q,
+            weights.kv,
+            *weights.key_of_head,
+            *weights.value_of_head,
+            *weights.o.shards,
+        )
 
     def workspace_size(self, rows: int, batch: int, pages: int, page_size: int) -> int:
         """Return how many floats of attention workspace steps of up to these sizes need."""
@@ -118,9 +125,9 @@ class LatentAttention(AttentionBlock):
         return attention.attention_workspace_size(q_shape, cache_shape, pages, batch, device)
 
     def append_kv(self, x: Tensor, batch: LayerBatch, cache: LayerKv, views: LatentViews) -> None:
-        """Write the latents and rotated keys of the rows; also rotate the queries in `absorbed`."""
-        own, sums = self._weights, batch.sums
-        dense.linear(x, own.kv, own.kv_bias, out=views.kv, workspace=sums)
+        """Write the latents and rotated keys of the rows to the cache; also rotate the queries."""
+        weights, sums = self._weights, batch.sums
+        dense.linear(x, weights.kv, weights.kv_bias, out=views.kv, workspace=sums)
         attention.rope_append_latent(
             views.absorbed,
             views.kv,
@@ -129,7 +136,7 @@ class LatentAttention(AttentionBlock):
             batch.positions,
             self._cos_sin,
             interleaved=self._config.interleaved,
-            norm_weight=own.kv_norm,
+            norm_weight=weights.kv_norm,
             norm_eps=_NORM_EPS,
             q_out=views.absorbed,
         )
@@ -138,7 +145,7 @@ class LatentAttention(AttentionBlock):
         self, x: Tensor, batch: LayerBatch, cache: LayerKv, views: LatentViews, out: Tensor
     ) -> None:
         """Write latents and keys to the cache, then compute attention into `out`."""
-        own, sums = self._weights, batch.sums
+        weights, sums = self._weights, batch.sums
         self._absorb(x, sums, views)
         self.append_kv(x, batch, cache, views)
         attention.append_attention(
@@ -156,20 +163,22 @@ class LatentAttention(AttentionBlock):
             out=views.attended,
             workspace=batch.workspace,
         )
-        for head, weight in enumerate(own.value_of_head):
+        for head, weight in enumerate(weights.value_of_head):
             dense.linear(views.attended[:, head], weight, out=views.value_of_head, workspace=sums)
             views.values[:, head].copy_(views.value_of_head)
-        own.o.run(views.value_rows, out, sums)
+        weights.o.run(views.value_rows, out, sums)
 
     def _absorb(self, x: Tensor, sums: Tensor | None, views: LatentViews) -> None:
-        """Compute the absorbed queries of the rows, not yet rotated."""
-        own, nope = self._weights, self._config.nope_dim
-        if own.q_low_rank is not None and own.q_norm is not None:
+        """Compute the absorbed queries of the rows, without RoPE."""
+        weights, nope = self._weights, self._config.nope_dim
+        if weights.q_low_rank is not None and weights.q_norm is not None:
             low_rank = views.low_rank
-            dense.linear(x, own.q_low_rank, own.q_low_rank_bias, out=low_rank, workspace=sums)
-            x = dense.rms_norm(low_rank, *own.q_norm, out=low_rank)
-        dense.linear(x, own.q, out=views.q_rows, workspace=sums)
-        for head, weight in enumerate(own.key_of_head):
+            dense.linear(
+                x, weights.q_low_rank, weights.q_low_rank_bias, out=low_rank, workspace=sums
+            )
+            x = dense.rms_norm(low_rank, *weights.q_norm, out=low_rank)
+        dense.linear(x, weights.q, out=views.q_rows, workspace=sums)
+        for head, weight in enumerate(weights.key_of_head):
             dense.linear(views.q[:, head, :nope], weight, out=views.of_head, workspace=sums)
             views.absorbed[:, head, :LATENT_DIM].copy_(views.of_head)
         views.absorbed[..., LATENT_DIM:].copy_(views.q[..., nope:])
@@ -181,13 +190,13 @@ class LatentAttentionConfig:
 
     Attributes:
         num_qo_heads: query heads of the whole model.
-        q_rank: width between the two query projections; None: a single projection.
+        q_rank: width between the two query projections; None: there is a single projection.
         nope_dim: elements of a query head that are not rotated.
         value_dim: elements of a head's value.
         sm_scale: factor on attention scores before the softmax.
-        rope: rotary embedding of a query's other elements, and of as many of the key.
-        interleaved: RoPE rotates adjacent elements instead of two halves.
-        has_bias: whether the first projections and the output projection have biases.
+        rope: rotary embedding of a query's other elements, and of the same number of key elements.
+        interleaved: whether RoPE rotates adjacent elements instead of the two halves.
+        has_bias: whether the input projections to low rank and the output projection have biases.
     """
 
     kind: ClassVar[str] = "multi-head latent attention"
@@ -224,12 +233,12 @@ class LatentAttentionConfig:
         def bias(name: str, size: int) -> Tensor | None:
             return source.bias(prefix, (name,), (size,)) if self.has_bias else None
 
-        own = loader.sharding.of_rank(heads, "heads of queries")
+        local_heads = loader.sharding.of_rank(heads, "heads of queries")
         per_head, q_dim = self.nope_dim + self.value_dim, self.nope_dim + self.rope.dim
-        shard = Shard(outputs=(range(own.start * q_dim, own.stop * q_dim),))
+        shard = Shard(outputs=(range(local_heads.start * q_dim, local_heads.stop * q_dim),))
         expanding = source.tensor(f"{prefix}kv_b_proj.weight", heads * per_head, LATENT_DIM)
-        of_heads = expanding.view(heads, per_head, LATENT_DIM)[own.start : own.stop]
-        keys = [one[: self.nope_dim].T.contiguous() for one in of_heads]
+        by_head = expanding.view(heads, per_head, LATENT_DIM)[local_heads.start : local_heads.stop]
+        keys = [one[: self.nope_dim].T.contiguous() for one in by_head]
         weights = LatentWeights(
             q_low_rank=q_low_rank,
             q_low_rank_bias=bias("q_a_proj", inputs) if q_low_rank is not None else None,
@@ -239,7 +248,7 @@ class LatentAttentionConfig:
             kv_bias=bias("kv_a_proj_with_mqa", key_dim),
             kv_norm=source.norm(f"{prefix}kv_a_layernorm.weight", LATENT_DIM),
             key_of_head=[dense.pack_weight(key) for key in keys],
-            value_of_head=[dense.pack_weight(one[self.nope_dim :]) for one in of_heads],
+            value_of_head=[dense.pack_weight(one[self.nope_dim :]) for one in by_head],
             o=load_row_parallel(
                 source,
                 f"{prefix}o_proj",
@@ -259,5 +268,5 @@ class LatentAttentionConfig:
             has_values=False,
         )
         ranks = (self.q_rank or 0, self.nope_dim, self.rope.dim, self.value_dim)
-        shape = LatentShape(len(own), *ranks)
+        shape = LatentShape(len(local_heads), *ranks)
         return LatentAttention(self, shape, kv, weights, loader.ropes.of(self.rope))

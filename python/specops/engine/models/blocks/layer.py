@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder layer: norms, attention and an MLP."""
+"""Decoder layer: norms, attention and an MLP."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,11 +16,11 @@ from specops.engine.models.blocks.block import BlockLoader, MixingBlock, MlpBloc
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A decoder layer. The input of each branch is normalized, in some families the output too.
+    """Decoder layer. The input of each branch is normed, in some families the output, too.
 
     Attributes:
         input_norm: norm before attention.
-        attention: first branch, any kind of attention.
+        attention: first branch, with any kind of attention.
         attention_norm: norm of the attention output; None: no such norm.
         mlp_norm: norm before the MLP.
         mlp: second branch.
@@ -36,7 +36,7 @@ class Layer:
 
     @property
     def weights(self) -> Sequence[PackedWeight]:
-        """The packed projections of both blocks."""
+        """Packed projections of both blocks."""
         return (*self.attention.weights, *self.mlp.weights)
 
     def bytes_read(self, rows: int) -> float:
@@ -54,14 +54,14 @@ class Layer:
         """Run the layer on `rows.normed`, except for the last residual addition.
 
         The attention output is added to `residual`. The MLP output stays in `branch`: the caller
-        adds it with the fused norm that follows, because that norm belongs to the next layer.
+        adds it in the fused norm that follows, which belongs to the next layer.
 
         Args:
             batch: metadata of the rows.
             cache: cache of this layer.
             rows: activations of the rows.
             views: views of the two blocks.
-            own_input: input of attention in place of `normed`, if its width differs.
+            own_input: input of attention that replaces `normed`; its width may differ.
         """
         normed, branch = rows.normed, rows.branch
         self.attention.run(
@@ -114,7 +114,7 @@ class AnyMlpConfig(Protocol):
 class LayerNames:
     """Tensor name prefixes of a layer's parts, relative to the prefix of the layer.
 
-    None: the layer has no such norm.
+    The name of a norm is None if the layer has no such norm.
     """
 
     input_norm: str = "input_layernorm"
@@ -138,7 +138,7 @@ class LayerConfig:
         return replace(self, mlp=self.mlp.narrowed(width))
 
     def load(self, loader: BlockLoader, prefix: str) -> Layer:
-        """Load the layer whose tensor names begin with `prefix`, and pack its projections.
+        """Load the layer whose tensor names begin with `prefix`, with packed projections.
 
         Raises:
             ModelError: a tensor is missing or has the wrong shape.

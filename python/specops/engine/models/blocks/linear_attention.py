@@ -49,17 +49,17 @@ class LinearAttentionShape:
 
     @property
     def key_size(self) -> int:
-        """Elements of all keys of a row."""
+        """Number of elements of all keys of a row."""
         return self.num_key_heads * self.key_dim
 
     @property
     def value_size(self) -> int:
-        """Elements of all values of a row."""
+        """Number of elements of all values of a row."""
         return self.num_value_heads * self.value_dim
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution: q|k|v."""
+        """Number of channels of the convolution over q|k|v."""
         return 2 * self.key_size + self.value_size
 
     def views(self, new: NewRows) -> LinearAttentionViews:
@@ -90,7 +90,7 @@ class LinearAttentionShape:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearAttentionWeights:
-    """Weights of a linear attention block; projection outputs are in the order of the views."""
+    """Weights of a linear attention block; projection outputs are ordered like the views."""
 
     projection: PackedWeight
     ba: PackedWeight
@@ -102,7 +102,7 @@ class LinearAttentionWeights:
 
 
 class LinearAttention(MixingBlock):
-    """A short convolution, the gated delta rule, then a norm and a gate per head."""
+    """Linear attention: a short convolution, the gated delta rule, a norm and a gate per head."""
 
     sliding_window = None
 
@@ -127,7 +127,7 @@ class LinearAttention(MixingBlock):
 
     @property
     def weights(self) -> Sequence[PackedWeight]:
-        """The packed projections of this block."""
+        """Packed projections of this block."""
         return (self._weights.projection, self._weights.ba, *self._weights.o.shards)
 
     def workspace_size(self, rows: int, batch: int, pages: int, page_size: int) -> int:
@@ -142,21 +142,23 @@ class LinearAttention(MixingBlock):
         views: LinearAttentionViews,
         out: Tensor,
     ) -> None:
-        """Continue from each request's state before its first row; store the states of its rows."""
-        own = self._weights
-        dense.linear(x, own.projection, out=views.projected, workspace=batch.sums)
-        dense.linear(x, own.ba, out=views.ba, workspace=batch.sums)
+        """Continue from the state before each request's first row; store the states of its rows."""
+        weights = self._weights
+        dense.linear(x, weights.projection, out=views.projected, workspace=batch.sums)
+        dense.linear(x, weights.ba, out=views.ba, workspace=batch.sums)
         assert batch.slots is not None, "the rows are those of a model, not of a head"
         requests = batch.slots, batch.qo_indptr, batch.kv_lens
-        linear_attention.causal_conv1d(views.qkv, own.conv, cache.conv, *requests, out=views.mixed)
+        linear_attention.causal_conv1d(
+            views.qkv, weights.conv, cache.conv, *requests, out=views.mixed
+        )
         linear_attention.gated_delta_rule(
             views.q,
             views.k,
             views.v,
             views.a,
             views.b,
-            own.a_log,
-            own.dt_bias,
+            weights.a_log,
+            weights.dt_bias,
             cache.states,
             *requests,
             out=views.attended,
@@ -165,11 +167,11 @@ class LinearAttention(MixingBlock):
             views.attended,
             views.z,
             "silu",
-            norm_weight=own.norm,
+            norm_weight=weights.norm,
             norm_eps=self._norm_eps,
             out=views.attended,
         )
-        own.o.run(views.attended_rows, out, batch.sums)
+        weights.o.run(views.attended_rows, out, batch.sums)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +185,7 @@ class LinearAttentionConfig:
         value_dim: elements of a value.
         taps: taps (kernel size) of the convolution.
         is_fused: whether files store q, k, v and z in one tensor, interleaved by key head, and b
-            and a in another. Otherwise q|k|v is one tensor, and z, b and a are one each.
+            and a in a second one; False: q|k|v, z, b and a are four tensors.
     """
 
     kind: ClassVar[str] = "linear attention"
@@ -201,12 +203,12 @@ class LinearAttentionConfig:
 
     @property
     def _values_of_key(self) -> int:
-        """Value heads per key head."""
+        """Number of value heads per key head."""
         return self.num_value_heads // self.num_key_heads
 
     @property
     def _widths(self) -> Sequence[int]:
-        """Outputs of q, k, v and z per key head."""
+        """Number of outputs of q, k, v and z per key head."""
         values = self._values_of_key * self.value_dim
         return (self.key_dim, self.key_dim, values, values)
 
@@ -218,7 +220,7 @@ class LinearAttentionConfig:
         """
         source = loader.source
         heads = loader.sharding.of_rank(self.num_key_heads, _KEY_HEADS)
-        whole, own = self._shape(self.num_key_heads), self._shape(len(heads))
+        whole, local = self._shape(self.num_key_heads), self._shape(len(heads))
         own_values = _times(heads, self._values_of_key)
 
         def of_heads(name: str) -> Tensor:
@@ -226,7 +228,7 @@ class LinearAttentionConfig:
             return values[own_values.start : own_values.stop].contiguous()
 
         conv = source.tensor(f"{prefix}conv1d.weight", whole.channels, 1, self.taps)[:, 0]
-        places = self._places(heads, conv.device)[: own.channels].long()
+        places = self._places(heads, conv.device)[: local.channels].long()
         make = self._fused if self.is_fused else self._apart
         projection, ba = make(source, prefix, loader.hidden_size, heads)
         weights = LinearAttentionWeights(
@@ -247,14 +249,14 @@ class LinearAttentionConfig:
                 ranks=loader.ranks,
             ),
         )
-        return LinearAttention(own, weights, loader.norm_eps, self.num_key_heads)
+        return LinearAttention(local, weights, loader.norm_eps, self.num_key_heads)
 
     def _shape(self, key_heads: int) -> LinearAttentionShape:
         value_heads = key_heads * self._values_of_key
         return LinearAttentionShape(key_heads, value_heads, self.key_dim, self.value_dim)
 
     def _places(self, heads: range, device: torch.device) -> Tensor:
-        """Return the int32 indices in q|k|v|z of the outputs that belong to some key heads."""
+        """Return the int32 indices in q|k|v|z of the outputs of some key heads."""
         places, begin = [], 0
         for width in self._widths:
             own = _times(heads, width)
@@ -287,7 +289,7 @@ class LinearAttentionConfig:
     def _apart(
         self, source: WeightSource, prefix: str, hidden: int, heads: range
     ) -> tuple[PackedWeight, PackedWeight]:
-        """Load q|k|v|z and b|a from files that store q|k|v, z, b and a one after the other."""
+        """Load q|k|v|z and b|a from files that store q|k|v, z, b and a as separate tensors."""
         whole = self._shape(self.num_key_heads)
         is_whole = len(heads) == self.num_key_heads
         own_values = _times(heads, self._values_of_key)
@@ -310,5 +312,5 @@ class LinearAttentionConfig:
 
 
 def _times(heads: range, width: int) -> range:
-    """Return the elements of some heads of `width` elements each."""
+    """Return the range of elements of a range of heads with `width` elements each."""
     return range(heads.start * width, heads.stop * width)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dense gated MLP."""
+"""Dense gated MLP."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,13 +23,13 @@ class DenseMlpShape:
     width: int
 
     def views(self, new: NewRows) -> Tensor:
-        """Return the view [rows, width] of the gated activations."""
+        """Return the buffer [rows, width] of the gated activations."""
         return new("activated", self.width)
 
 
 @dataclass(frozen=True)
 class DenseMlp(MlpBlock):
-    """`down(activation(gate) * up)`; gate|up is one packed weight; `linear` also gates."""
+    """Dense MLP: down(activation(gate) * up). `linear` computes gate, up and activation at once."""
 
     shape: DenseMlpShape
     gate_up: PackedWeight
@@ -38,7 +38,7 @@ class DenseMlp(MlpBlock):
 
     @property
     def weights(self) -> Sequence[PackedWeight]:
-        """The packed projections of this block."""
+        """Packed projections of this block."""
         return (self.gate_up, *self.down.shards)
 
     def run(self, x: Tensor, sums: Tensor | None, views: Tensor, out: Tensor) -> None:
@@ -80,10 +80,10 @@ class DenseMlpConfig:
         source = loader.source
         hidden = loader.hidden_size
         sizes = (self.width, self.width)
-        own = loader.sharding.of_rank(self.width, "inner widths of an MLP")
-        shard = Shard(outputs=(own, own))
+        local_width = loader.sharding.of_rank(self.width, "inner widths of an MLP")
+        shard = Shard(outputs=(local_width, local_width))
         return DenseMlp(
-            DenseMlpShape(len(own)),
+            DenseMlpShape(len(local_width)),
             source.linear(prefix, _GATE_UP, sizes, hidden, activation=self.activation, shard=shard),
             source.bias(prefix, _GATE_UP, sizes, shard=shard) if self.has_bias else None,
             load_row_parallel(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row-parallel projection to the hidden states: ranks hold different inputs."""
+"""Row-parallel projection to the hidden states: ranks hold the weights of different inputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class RowParallelLinear:
 
     Attributes:
         shards: weights of consecutive input ranges, one for each local virtual TP rank.
-        bias: bias, added once to the sum over all ranks; or None.
+        bias: bias that is added once to the sum over all ranks, or None.
         ranks: tensor-parallel ranks that hold the shards.
     """
 

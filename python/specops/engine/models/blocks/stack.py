@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stack of layers with an LM head: the core of a target model and of its drafting modules."""
+"""Stack of layers with an LM head: the core of target models and draft heads."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from specops.engine.models.kv import CacheCapacity, KvCache
 
 
 class LayerStack:
-    """Layers, their LM head and the buffers that both need.
+    """Decoder layers with an LM head, and buffers for both.
 
     Args:
         layers: layers in order, each of any kind.
@@ -23,7 +23,7 @@ class LayerStack:
         hidden_size: width of the hidden states.
         dtype: dtype of the hidden states.
         device: device of the weights.
-        projections: packed weights outside the layers that share their workspace.
+        projections: packed weights outside the layers that use the same workspace.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class LayerStack:
         self._weights = list(sizes.values())
 
     def reserve(self, rows: int) -> None:
-        """Allocate buffers for steps of up to `rows` rows. Later calls for fewer rows keep them."""
+        """Allocate buffers for steps of up to `rows` rows; calls for fewer rows do nothing."""
         self.activations.reserve(rows)
 
     def new_kv_cache(
@@ -66,16 +66,16 @@ class LayerStack:
         return KvCache.new(specs, capacity, self.device)
 
     def kv_bytes_per_token(self) -> int:
-        """Return the bytes per cached token, over all layers."""
+        """Return the KV bytes per token, over all layers."""
         return sum(layer.attention.kv.bytes_per_token for layer in self.layers)
 
     def kv_bytes_per_slot(self, num_drafts: int) -> int:
-        """Return the bytes per request that do not depend on its length, over all layers."""
+        """Return the bytes of per-slot states, over all layers."""
         return sum(layer.attention.kv.bytes_per_slot(num_drafts) for layer in self.layers)
 
     @property
     def keeps_states(self) -> bool:
-        """True if a layer keeps per-request states, which are not paged."""
+        """True if a layer has per-slot states, as in linear attention."""
         return self.kv_bytes_per_slot(0) > 0
 
     def bytes_read(self, rows: int) -> float:
@@ -88,7 +88,7 @@ class LayerStack:
         return max(one.workspace_size(*sizes) for one in self._attentions)
 
     def sums_size(self, rows: int, outputs: int) -> int:
-        """Return the floats of `linear` workspace for `rows` layer rows and `outputs` head rows."""
+        """Return the floats of `linear` workspace for `rows` rows, `outputs` of them for logits."""
         sizes = [dense.linear_workspace_size(rows, weight) for weight in self._weights]
         return max(*sizes, dense.linear_workspace_size(outputs, self.lm_head))
 

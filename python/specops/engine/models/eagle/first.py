@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE-1 and 2: a head that reads the target's last state; both have the same files.
+"""EAGLE-1 and 2: a head that reads the target's final states; both versions have the same files.
 
-Its row i reads the embedding of token i + 1 and the state of position i: the target's after its
-final norm or, for a draft, the head's own. Both are concatenated, the embedding first, and
-projected to the head's width. There is no norm before the first layer's attention and none after
-the last layer: its output is a state like the target's, which the target's LM head reads.
+Row i of the head reads the embedding of token i + 1 and the state of position i: the target's state
+after its final norm or, after the first draft, the head's own state. Embedding and state are
+concatenated in this order and projected to the head's width. There is no norm before the first
+layer's attention and none after the last layer. The output is a state like the target's, which the
+target's LM head reads.
 
 Source: Li et al. 2024, "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty",
 section 3.1. The layout is that of the authors' published files.
@@ -40,19 +41,19 @@ from specops.engine.models.transformer import Transformer
 
 _FILES = ("pytorch_model.bin",)
 _UNREAD = ("rotary_emb.inv_freq",)  # computed from the configuration
-# Fields of variants that compute something else.
+# Fields of unsupported variants, with their neutral values.
 _FOREIGN = {"add_para_norm": (False, None), "logit_scale": (1, None)}
-# The first layer has no norm before attention: this existing tensor is only a placeholder.
+# The first layer has no norm before attention. This tensor exists, so it serves as a placeholder.
 _FIRST = LayerNames(input_norm="post_attention_layernorm")
 
 
 class Eagle(StateHead):
-    """A head on top of its target.
+    """EAGLE-1 or 2 head on top of its target.
 
     Args:
-        config: of the head.
-        weights: of the head.
-        num_slots: of requests.
+        config: the head's configuration.
+        weights: the head's weights.
+        num_slots: number of request slots.
     """
 
     def __init__(self, config: StateHeadConfig, weights: StateHeadWeights, num_slots: int) -> None:
@@ -71,17 +72,17 @@ class Eagle(StateHead):
             self._places = self._places.new_empty(3, rows)
 
     def forward(self, batch: MtpBatch, states: Tensor, cache: KvCache) -> Tensor:
-        """Run the layers over rows, and write their keys and values.
+        """Run the layers over the rows, and write their keys and values.
 
         Args:
             batch: the rows.
-            states: [source rows, hidden_size]: the target's after its final norm, or the result of
-                this method.
-            cache: from `new_kv_cache`.
+            states: [source rows, hidden_size]: the target's states after its final norm, or the
+                result of this method.
+            cache: KV cache from `new_kv_cache`.
 
         Returns:
             The states of all rows, which the LM head and the next draft read. They lie in the
-            head's own buffers: the next call overwrites them.
+            head's buffers: the next call overwrites them.
         """
         num_rows = batch.positions.shape[0]
         width = self.hidden_size
@@ -103,7 +104,7 @@ class Eagle(StateHead):
         torch.index_select(batch.slots, 0, batch.row_to_request.clamp(min=0), out=slot)
         slot.masked_fill_(is_nobody, -1)
         torch.add(batch.positions, 1, out=position)
-        # Indexed by slot, not by request, as the drafts are.
+        # Indexed by slot, not by request, because `draft_token_ids` is.
         return batching.gather_input_ids(
             slot,
             position,
@@ -123,15 +124,15 @@ def load_eagle(
     num_slots: int,
     quantization: str | None = None,
 ) -> Eagle:
-    """Load a head of EAGLE-1 or 2.
+    """Load an EAGLE-1 or 2 head.
 
     Args:
         target: the model that it drafts for.
-        directory: of the head, with its own config.json.
+        directory: the head's directory, with a config.json of its own.
         target_directory: the directory that the target was loaded from.
-        num_slots: of requests.
-        quantization: of its layers' projections and of its own LM head, if any; None: as the
-            target's.
+        num_slots: number of request slots.
+        quantization: format of the layers' projections and of the head's own LM head, if any; None:
+            the target's.
 
     Raises:
         ModelError: a file, a field or a tensor is missing, damaged or does not fit the target.
@@ -181,7 +182,7 @@ def _read(
         )
     if any(name.endswith("hidden_norm.weight") for name in names):
         raise ModelError(f"{directory}: the head is an EAGLE-3 head; use method eagle3")
-    # The number of layers is the target's in some files, and biases are not named in all.
+    # Some files state the target's number of layers, and some do not mention biases.
     decoder = dense_decoder(
         {**raw, "architectures": ["EAGLE"], "num_hidden_layers": num_layers},
         qkv_bias=f"{prefix}layers.0.self_attn.q_proj.bias" in names,

@@ -23,8 +23,8 @@ from specops.engine.models.transformer import Transformer
 
 logger = logging.getLogger(__name__)
 
-# Fields that name the layers whose states are read. Some number a state by the layer that it
-# enters, which is the output of the layer before.
+# Fields that list the target layers whose states are read. Some number a state by the layer that it
+# enters: that state is the output of the layer before.
 _ENTERED = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 _LEFT = ("target_layer_ids", "layer_ids")
 # Fields that only ModelOpt writes into eagle_config. ModelOpt numbers states by the layer that they
@@ -37,7 +37,7 @@ _OF_MODELOPT = (
     "next_layer_regular",
     "parallel_draft_step",
 )
-# Fields of unsupported variants, with their allowed values; None: absent.
+# Fields that unsupported variants set, with the supported values; None: absent.
 _VARIANTS: Mapping[str, tuple[Any, ...]] = {
     "use_aux_hidden_state": (True, None),
     "use_input_layernorm_in_first_layer": (True, None),
@@ -50,9 +50,9 @@ _KINDS = ("eagle3", "peagle")
 # Field names of P-EAGLE's mask in speculators, vLLM's converter and its first trainer.
 _MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
 
-MASK_HIDDEN = "mask_hidden"  # P-EAGLE's masks read this tensor in place of the target's states
+MASK_HIDDEN = "mask_hidden"  # tensor that P-EAGLE's masks read instead of target states
 
-# Tensor name parts that reveal unsupported heads.
+# Parts of tensor names that only unsupported heads have.
 _FOREIGN = {
     "mlp.experts.": "a mixture of experts",
     "self_attn.kv_a_proj": "multi-head latent attention",
@@ -61,17 +61,17 @@ _FOREIGN = {
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config(StateHeadConfig):
-    """Configuration of a head. The first layer's attention reads a token and a state, concatenated.
+    """Configuration of an EAGLE-3 head. Its first layer's attention reads embeddings and states.
 
     Attributes:
-        norm_before_residual: whether the first layer's branches are added to the normed state.
-        norm_before_fc: whether the states of all layers are normed together before projection.
-        fc_norm: whether each layer's states are normed separately before projection.
-        norm_output: whether a later draft reads the state after the last norm, not before it.
-        mask_token_id: token whose embedding the parallel drafting rows after the newest token read
-            (P-EAGLE); None: the head drafts token by token.
-        prefix: of the names of its tensors.
-        layer_prefixes: of the names of each layer's tensors.
+        norm_before_residual: whether the first layer's residual is the state after its norm.
+        norm_before_fc: whether the states of all target layers are normed together before `fc`.
+        fc_norm: whether the states of each target layer are normed separately before `fc`.
+        norm_output: whether the next draft reads the state after the final norm, not before it.
+        mask_token_id: token whose embedding is the input of P-EAGLE's masks; None: the head drafts
+            token by token.
+        prefix: name prefix of the head's tensors.
+        layer_prefixes: name prefix of each layer's tensors.
     """
 
     norm_before_residual: bool
@@ -89,8 +89,8 @@ def read_eagle3_config(
     """Read a head's config.json and tensor names.
 
     Args:
-        directory: of the head.
-        names: of its tensors.
+        directory: the head's directory.
+        names: names of the head's tensors.
         target: the model that it drafts for.
 
     Raises:
@@ -115,7 +115,7 @@ def _read(
         raise ModelError(f"layer_types must only hold {FULL}, got {layer['layer_types']!r:.60}")
     prefix = "model." if any(name.startswith("model.") for name in names) else ""
     layer_prefixes = _layer_prefixes(directory, names, prefix)
-    # The number of layers is wrong in some files, and so are their kinds.
+    # The number and the kinds of layers are wrong in some files.
     left = {name: value for name, value in layer.items() if name != "layer_types"}
     left |= {"architectures": ["EAGLE-3"], "num_hidden_layers": len(layer_prefixes)}
     decoder = dense_decoder(left)
@@ -157,7 +157,7 @@ def _read(
 
 
 def _layer_prefixes(directory: Path, names: Collection[str], prefix: str) -> tuple[str, ...]:
-    """Return the prefix of each layer's tensor names; the first layer has two possible names."""
+    """Return the name prefix of each layer's tensors; the first layer has two possible names."""
     found: list[str] = []
     for index in range(len(names)):
         candidates = [f"{prefix}layers.{index}."]
@@ -191,7 +191,7 @@ def _mask_of(
     kind: str | None,
     vocab_size: int,
 ) -> int | None:
-    """Return the mask token of a P-EAGLE head, which its tensors identify; None for others."""
+    """Return the mask token of a P-EAGLE head, recognized by its tensors; None for other heads."""
     if MASK_HIDDEN not in names:
         if kind == "peagle":
             raise ModelError(f"{directory}: tensor {MASK_HIDDEN} is missing")
@@ -201,11 +201,11 @@ def _mask_of(
 
 
 def token_of(own: Mapping[str, Any], field: str, vocab_size: int) -> int:
-    """Return a field that is a token.
+    """Return the value of a field that is a token id.
 
     Raises:
         KeyError: the field is missing.
-        ModelError: the value is not a token below `vocab_size`.
+        ModelError: the value is not a token id below `vocab_size`.
     """
     token = own[field]
     if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
@@ -229,19 +229,19 @@ def aux_layers_of(
     *,
     counts_left: bool = False,
 ) -> tuple[int, ...]:
-    """Return the target's layers whose outputs the head reads.
+    """Return the target layers whose outputs the head reads.
 
     Args:
         own: fields of config.json.
-        directory: of the head.
-        num_layers: of the target.
-        default: layers numbered by the states that enter them, used if no field names any or the
-            list is empty; None: a field must name them.
-        counts_left: whether all fields number layers by the states that leave them.
+        directory: the head's directory.
+        num_layers: number of layers of the target.
+        default: layers, numbered by the states that enter them, used if no field lists any or the
+            list is empty; None: a field must list them.
+        counts_left: whether all fields number states by the layer that they leave.
 
     Raises:
-        KeyError: no field names layers, and there is no default.
-        ModelError: a field names an invalid layer.
+        KeyError: no field lists layers, and there is no default.
+        ModelError: a field lists an invalid layer.
     """
     for fields, shift in ((_ENTERED, 1), (_LEFT, 0)):
         for field in fields:
@@ -275,10 +275,10 @@ def _of_pairs(layer: LayerConfig, width: int) -> AttentionConfig:
 
 
 def flag_of(own: Mapping[str, Any], field: str, *, default: bool = False) -> bool:
-    """Return a field that is true or false.
+    """Return the value of a field that must be true or false.
 
     Raises:
-        ModelError: the value is something else.
+        ModelError: the value is neither true nor false.
     """
     value = own.get(field)
     if value is not None and not isinstance(value, bool):
@@ -287,6 +287,6 @@ def flag_of(own: Mapping[str, Any], field: str, *, default: bool = False) -> boo
 
 
 def mapping_of(raw: Mapping[str, Any], field: str) -> Mapping[str, Any]:
-    """Return a field that is an object; an empty mapping if it is not."""
+    """Return the value of a field if it is an object, else an empty mapping."""
     value = raw.get(field)
     return value if isinstance(value, dict) else {}

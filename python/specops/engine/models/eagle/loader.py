@@ -17,7 +17,7 @@ from specops.engine.models.transformer import Transformer
 from specops.engine.models.weights import WeightSource
 
 _FILES = ("pytorch_model.bin",)
-# t2d duplicates d2t; inv_freq is computed from the configuration.
+# Ignored tensors: t2d duplicates d2t, and inv_freq is computed from the configuration.
 _UNREAD = ("t2d", "rotary_emb.inv_freq")
 
 
@@ -28,14 +28,14 @@ def load_eagle3(
     target_directory: str | Path,
     quantization: str | None = None,
 ) -> Eagle3:
-    """Load a head.
+    """Load an EAGLE-3 head.
 
     Args:
         target: the model that it drafts for.
-        directory: of the head, with its own config.json.
+        directory: the head's directory, with a config.json of its own.
         target_directory: the directory that the target was loaded from.
-        quantization: of the layers' projections and of the head's LM head; None: the layers are
-            quantized like the target's.
+        quantization: format of the layers' projections and of the head's LM head; None: quantize
+            the layers like the target's.
 
     Raises:
         ModelError: a file, a field or a tensor is missing, damaged or does not fit the target.

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """EAGLE-3's head: one or a few decoder layers that read auxiliary hidden states of the target.
 
-Its row i reads the embedding of token i + 1 and a state of position i: the outputs of some target
-layers, concatenated and projected to the head's width; or, for a draft, the head's own state. Token
-and state are normed and concatenated, and the first layer's attention reads both. The head has its
-own LM head, often with fewer tokens than the target's.
+Row i of the head reads the embedding of token i + 1 and a state of position i: the outputs of some
+target layers, concatenated and projected to the head's width; or, after the first draft, the head's
+own state. Embedding and state are normed and concatenated, and the first layer's attention reads
+both. The head has its own LM head, often with a reduced vocabulary.
 
-P-EAGLE drafts all tokens at once: the row of the newest token is followed by masks, which read a
-mask token and a learned state in place of those that are not known yet. Each mask drafts the token
-two places after its row, as the row of the newest token does.
+P-EAGLE drafts all tokens at once: the row of the newest token is followed by masks. Instead of the
+unknown token and state, a mask reads a mask token and a learned state. Like the other rows, it
+drafts the token two positions after its row.
 
 Source: Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
 Training-Time Test", section 3; arXiv 2602.01469 (P-EAGLE).
@@ -30,15 +30,15 @@ from specops.engine.models.state_head import StateHead, StateHeadWeights, gather
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Weights:
-    """Weights of a head; projections packed.
+    """Weights of an EAGLE-3 head, with packed projections.
 
     Attributes:
-        parts: weights common to all heads on a target's states; the first layer's input norm is the
-            embedding's.
-        fc_norms: one per target layer read; empty: there are no such norms.
-        input_norm: of these layers' states together; None: there is no such norm.
-        hidden_norm: of the state that a row reads.
-        mask_hidden: [1, states of all layers], which P-EAGLE's masks read instead; None: the head
+        parts: weights that all heads on target states have; the first layer's input norm applies to
+            the embedding.
+        fc_norms: norms of the states of each target layer; may be empty.
+        input_norm: norm of the states of all target layers together, or None.
+        hidden_norm: norm of the state that a row reads.
+        mask_hidden: [1, concatenated states] that P-EAGLE's masks read instead; None: the head
             drafts token by token.
     """
 
@@ -50,11 +50,11 @@ class Eagle3Weights:
 
 
 class Eagle3(StateHead):
-    """A head on top of its target.
+    """EAGLE-3 head on top of its target.
 
     Args:
-        config: of the head.
-        weights: of the head.
+        config: the head's configuration.
+        weights: the head's weights.
         target_size: width of the target's states.
     """
 
@@ -63,7 +63,7 @@ class Eagle3(StateHead):
         self.config, self.weights = config, weights
         self._pairs = self._new(0, 2 * self.hidden_size)
         self._recycled = self._new(0, self.hidden_size)
-        self._normed = self._new(0, target_size if weights.fc_norms else 0)  # states of a layer
+        self._normed = self._new(0, target_size if weights.fc_norms else 0)  # scratch
         if weights.mask_hidden is not None:
             self._mask_pair, self._mask_residual = self._mask_row(weights.mask_hidden.clone())
 
@@ -76,7 +76,7 @@ class Eagle3(StateHead):
             self._normed = self._new(rows, self._normed.shape[1])
 
     def _mask_row(self, joined: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the attention input of a mask, and its residual; both [1, width]."""
+        """Return the attention input and the residual of a mask, both [1, width]."""
         self.reserve(1)
         self._norm_joined(joined)
         parts = self.weights.parts
@@ -89,7 +89,7 @@ class Eagle3(StateHead):
         return torch.cat([embedded, normed], dim=1), residual
 
     def _norm_joined(self, joined: Tensor) -> None:
-        """Norm the states of each layer, or all of them together, in place."""
+        """Norm the states of each target layer, or all of them together, in place."""
         width = joined.shape[1] // len(self.aux_layers)
         for index, norm in enumerate(self.weights.fc_norms):
             of_layer = joined[:, index * width : (index + 1) * width]
@@ -98,17 +98,17 @@ class Eagle3(StateHead):
             dense.rms_norm(joined, *self.weights.input_norm, out=joined)
 
     def forward(self, batch: MtpBatch, states: Tensor, cache: KvCache) -> tuple[Tensor, Tensor]:
-        """Run the layers over rows, and write their keys and values.
+        """Run the layers over the rows, and write their keys and values.
 
         Args:
             batch: the rows.
-            states: [source rows, hidden_size], from `states_of`, or the second result of this
+            states: [source rows, hidden_size], result of `states_of` or second result of this
                 method.
-            cache: from `new_kv_cache`.
+            cache: KV cache from `new_kv_cache`.
 
         Returns:
-            The input of the LM head, and the states that the next draft reads, both of all rows.
-            They lie in the head's own buffers: the next call overwrites them.
+            The input of the LM head, and the states that the next draft reads, both for all rows.
+            They lie in the head's buffers: the next call overwrites them.
         """
         weights = self.weights
         config = self.config
@@ -145,10 +145,10 @@ class Eagle3(StateHead):
 
         Args:
             batch: the rows.
-            cache: from `new_kv_cache`.
+            cache: KV cache from `new_kv_cache`.
 
         Returns:
-            The input of the LM head for all rows, in the head's own buffers.
+            The input of the LM head for all rows, in the head's buffers.
         """
         num_rows = batch.positions.shape[0]
         self.reserve(num_rows)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registry of the supported model families: a file and a line each."""
+"""Registry of the supported model families; each has one file and one line in the registry."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -32,16 +32,16 @@ FAMILIES: tuple[Family, ...] = tuple(import_module(f"{__name__}.{name}").FAMILY 
 CONVENTIONS: dict[str, MtpConvention] = {
     family.mtp.name: family.mtp for family in FAMILIES if family.mtp is not None
 }
-# For models whose family has no MTP convention.
+# Convention for models whose family has no MTP convention.
 DEFAULT_CONVENTION = CONVENTIONS["deepseek_v3"]
 
 
 def read_model_config(directory: str | Path) -> ModelConfig:
-    """Read `directory/config.json`.
+    """Read a model's configuration from `directory/config.json`.
 
     Raises:
         ModelError: the file is missing or unreadable, a field is missing or has an invalid value,
-            or the architecture, activation, quantization or adapter that it names is not supported.
+            or it names an unsupported architecture, activation, quantization or adapter.
     """
     path = Path(directory) / "config.json"
     if (Path(directory) / "adapter_config.json").exists():
@@ -64,7 +64,7 @@ def read_model_config(directory: str | Path) -> ModelConfig:
 
 
 def _read_gguf(raw: Mapping[str, Any]) -> ModelConfig:
-    """Read the metadata of a GGUF file, whose norms have no offset to their weights."""
+    """Read the metadata of a GGUF file, in which norm weights include the family's offset."""
     forms = {one.gguf.architecture: one for one in FAMILIES if one.gguf is not None}
     architecture = mapping(raw, "gguf").get("general.architecture")
     family = forms.get(architecture) if isinstance(architecture, str) else None
@@ -77,7 +77,7 @@ def _read_gguf(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def convention_of(architecture: str) -> MtpConvention:
-    """Return the naming convention of an architecture's MTP modules, if no checkpoint shows it."""
+    """Return the default naming convention of an architecture's MTP modules."""
     return _family_of(architecture).mtp or DEFAULT_CONVENTION
 
 

@@ -57,7 +57,7 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _sharpness(rope: Mapping[str, Any]) -> float:
-    """Return YaRN's factor of queries and keys."""
+    """Return YaRN's factor on queries and keys (mscale)."""
     scaling = scaling_of(rope)
     if scaling is None or not scaling.get("mscale_all_dim"):
         return 1.0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Default values of fields that files omit, by transformers' config class of a family.
+"""Default values of config.json fields that files omit, from the config classes of transformers.
 
-A class that is not listed has Llama's defaults. Fields without a value here must be in the file,
-except those whose value follows from others. `tests/test_models.py` compares every value with its
-class.
+Families that are not listed have Llama's defaults. Fields without a default must be in the file,
+except those whose value follows from others. `tests/test_models.py` compares every value with the
+class in transformers.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ QWEN2: Fields = {
     "max_window_layers": 28,
 }
 QWEN3: Fields = {**QWEN2, "head_dim": 128}
-# Null means no window.
+# A null window means that there is none.
 MISTRAL: Fields = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 131_072,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder that most families share: grouped-query attention, a gated MLP, two norms a layer."""
+"""Decoder of most families: grouped-query attention, a gated MLP and two norms per layer."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +25,8 @@ from specops.engine.models.families.fields import (
     refuse_values,
 )
 
-Windows = Sequence[int | None]  # of each layer
-Mlps = Callable[[Mapping[str, Any], int], Sequence[AnyMlpConfig]]  # of each layer
+Windows = Sequence[int | None]  # sliding window of each layer
+Mlps = Callable[[Mapping[str, Any], int], Sequence[AnyMlpConfig]]  # MLP of each layer
 
 
 def dense_mlp(raw: Mapping[str, Any]) -> DenseMlpConfig:
@@ -40,7 +40,7 @@ def no_windows(raw: Mapping[str, Any], num_layers: int) -> Windows:
 
 
 def windows_of_all(raw: Mapping[str, Any], num_layers: int) -> Windows:
-    """Return the file's window for every layer, unless layer_types says otherwise."""
+    """Return the file's window for every layer, or for those that layer_types marks as sliding."""
     types = layer_types(raw, num_layers)
     window = None if raw.get("sliding_window") is None else count(raw, "sliding_window")
     if types is not None:
@@ -76,17 +76,17 @@ def dense_decoder(
     """Read a config.json.
 
     Args:
-        raw: the file.
-        windows: returns the sliding window of each layer.
-        qkv_bias: whether q, k and v have biases; None: as attention_bias in the file says.
-        o_bias: whether the output projection has a bias; None: as attention_bias says.
+        raw: content of the file.
+        windows: function that returns the sliding window of each layer.
+        qkv_bias: whether q, k and v have biases; None: use attention_bias from the file.
+        o_bias: whether the output projection has a bias; None: use attention_bias.
         qk_norm: whether q and k are normed per head.
         partial_rotary_factor: default fraction of a head that is rotated.
         interleaved: whether RoPE rotates adjacent elements, not halves.
-        has_sinks: whether each query head has an attention sink, a score without a value.
+        has_sinks: whether each query head has an attention sink, a logit without a value.
         has_gate: whether q_proj also outputs a gate for each head's output.
-        mlps: returns the MLP config of each layer; None: all are dense.
-        defaults: of fields that files of the family may omit; they override Llama's.
+        mlps: function that returns the MLP config of each layer; None: all are dense.
+        defaults: defaults of fields that the family's files may omit; they override Llama's.
 
     Raises:
         KeyError: a field is missing.
@@ -100,7 +100,7 @@ def dense_decoder(
     has_bias = flag(raw, "attention_bias")
     rope = _rope(raw, head_dim, partial_rotary_factor)
     of_layers = [dense_mlp(raw)] * num_layers if mlps is None else mlps(raw, num_layers)
-    layer_types(raw, num_layers)  # rejects other kinds of attention
+    layer_types(raw, num_layers)  # called to reject other kinds of attention
     layers = [
         LayerConfig(
             attention=AttentionConfig(
@@ -125,7 +125,7 @@ def dense_decoder(
 
 
 def model_config(raw: Mapping[str, Any], layers: Sequence[LayerConfig]) -> ModelConfig:
-    """Return the model config for some layers, with all other fields from the file."""
+    """Return a model config with the given layers and all other fields from the file."""
     raw = {**LLAMA, **raw}
     return ModelConfig(
         architecture=raw["architectures"][0],
@@ -140,7 +140,7 @@ def model_config(raw: Mapping[str, Any], layers: Sequence[LayerConfig]) -> Model
 
 
 def _rope(raw: Mapping[str, Any], head_dim: int, partial_rotary_factor: float) -> Rope:
-    # transformers 5 keeps RoPE in one mapping, older files in two keys.
+    # Files of transformers 5 have RoPE in one mapping, older files in two fields.
     scaling = mapping(raw, "rope_scaling", "rope_parameters")
     theta = scaling.pop("rope_theta", None) or raw["rope_theta"]
     part = scaling.pop(
@@ -161,6 +161,6 @@ def scaling_of(rope: Mapping[str, Any]) -> Mapping[str, Any] | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
-    # These fields change no result: training with the scaling or not, and a factor of 1.
+    # These values change no result: whether training used the scaling, and a factor of 1.
     neutral = {"finetuned": (True, False), "attn_factor": (1.0,)}
     return {key: one for key, one in rope.items() if one not in neutral.get(key, ())}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ERNIE-4.5, dense and with mixtures of experts. MTP modules have a dense MLP in both."""
+"""ERNIE-4.5, dense and with mixtures of experts. MTP modules always have a dense MLP."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -48,7 +48,7 @@ def read_experts(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def mlps(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMlpConfig]:
-    """Return experts for every moe_layer_interval-th layer in the start-to-end index range."""
+    """Return experts for every moe_layer_interval-th layer from start to end, else dense MLPs."""
     first = index(raw, "moe_layer_start_index", 1)
     last = raw.get("moe_layer_end_index", -1)
     last = num_layers - 1 if last == -1 else index(raw, "moe_layer_end_index", 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts chosen by sigmoid scores and biases, in groups: used by DeepSeek-V3 and GLM-4.5."""
+"""Experts chosen from groups by sigmoid scores and biases, as in DeepSeek-V3 and GLM-4.5."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

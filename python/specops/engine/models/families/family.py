@@ -11,30 +11,31 @@ from specops.engine.models.families.gguf import GgufForm
 
 @dataclass(frozen=True, kw_only=True)
 class MtpConvention:
-    """Tensor names of a family's MTP modules, and the inputs of the modules.
+    """Tensor names and inputs of a family's MTP modules.
 
-    In names, {index} is the module's number from 0 and {layer} the number of decoder layers below
-    it. A name without either is shared by all modules.
+    In names, {index} is the module's number from 0, and {layer} is the number of decoder layers
+    below it. All modules share the tensor of a name that contains neither.
 
     Attributes:
-        name: of the convention.
-        families: the models that use it.
-        count_fields: fields of config.json with the number of modules; the first present one
-            counts.
-        embed_norm: of the embedding's norm.
-        hidden_norm: of the hidden state's norm.
-        projection: of the matrix [hidden_size, 2 * hidden_size], without ".weight" or ".bias".
-        head_norm: of the norm before the LM head; None: it is the target's own final norm.
-        block: prefix of the names of the decoder layer.
-        copies: tensors that checkpoints of the family repeat for each module; the target's own
-            embedding and LM head are used in their place.
+        name: name of the convention.
+        families: names of the models that use the convention.
+        count_fields: fields of config.json with the number of modules; the first one that is
+            present is used.
+        embed_norm: name of the embedding's norm.
+        hidden_norm: name of the hidden state's norm.
+        projection: name of the matrix [hidden_size, 2 * hidden_size], without ".weight" or ".bias".
+        head_norm: name of the norm before the LM head; None: the target's final norm is used.
+        block: name prefix of the decoder layer.
+        copies: names of tensors that checkpoints repeat for each module. They are ignored: the
+            target's embedding and LM head are used instead.
         hidden_first: whether the hidden state, not the embedding, is the projection's first half.
-        norm_offset: added to every norm weight of the modules, as `ModelConfig.norm_offset`.
-        recycle_normed: whether a later draft reads the state after the head norm, not before it.
-        masks_position_0: whether zeros replace the embedding read at position 0. False for all
-            families here: some engines do it, which hides the second token from every first draft.
-        chained: whether module m reads the output of module m - 1; otherwise each reads the
-            target's state.
+        norm_offset: number added to every norm weight of the modules, like
+            `ModelConfig.norm_offset`.
+        recycle_normed: whether the next draft reads the state after the head norm, not before it.
+        masks_position_0: whether zeros replace the embedding that the row at position 0 reads.
+            Some engines do this, but no family here needs it: it hides the second token.
+        chained: whether module m reads the output of module m - 1; otherwise each module reads
+            the target's state.
     """
 
     name: str
@@ -55,13 +56,13 @@ class MtpConvention:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A family of models: one file, and one line in the registry.
+    """Model family, defined by one file and one line in the registry.
 
     Attributes:
-        title: name of its models in documents.
-        read: by architecture as named in config.json, a function from that file to a `ModelConfig`.
-        mtp: the convention of its MTP modules; None: it has none of its own.
-        gguf: layout of its GGUF files; None: they are not supported.
+        title: name of the models in documents.
+        read: functions that read config.json to a `ModelConfig`, by the architecture named in it.
+        mtp: convention of the family's MTP modules; None: it defines none.
+        gguf: layout of the family's GGUF files; None: they are not supported.
     """
 
     title: str

@@ -9,9 +9,10 @@ from typing import Any
 
 from specops.api.errors import ModelError
 
-# Kinds of layers' attention.
+# Kinds of attention of a layer.
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-# Limits on counts that allocate memory before any tensor is read: they guard against damaged files.
+# Limits on counts, which guard against damaged files: memory for some is allocated before any
+# tensor is read.
 _COUNTED_ONE_BY_ONE = ("_layers", "_heads", "_experts")
 _MOST_OF_THESE, _MOST = 1 << 14, (1 << 31) - 1
 # Fields for which null is a value, while absence means the family's default. Null means: no window,
@@ -20,10 +21,10 @@ _NULL_IS_A_VALUE = frozenset({"sliding_window", "q_lora_rank", "head_dim", "num_
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
-    """Return the content of `directory/config.json`, without the fields that are null.
+    """Return the content of `directory/config.json`, without fields that are null.
 
-    Programs that save a configuration write null for every field that is not set, so null means
-    absent: no other code needs to tell the two apart. The exceptions are in `_NULL_IS_A_VALUE`.
+    Programs that save a configuration write null for fields that are not set. So null means absent,
+    except for the fields in `_NULL_IS_A_VALUE`.
 
     Raises:
         ModelError: the file is missing or not a JSON object.
@@ -52,10 +53,10 @@ def _without_nulls(value: Any) -> Any:
 
 
 def flag(raw: Mapping[str, Any], field: str, default: bool = False) -> bool:
-    """Return a field that is true or false.
+    """Return the value of a field that must be true or false.
 
     Raises:
-        ModelError: the value is something else.
+        ModelError: the value is neither true nor false.
     """
     value = raw.get(field, default)
     if not isinstance(value, bool):
@@ -64,17 +65,17 @@ def flag(raw: Mapping[str, Any], field: str, default: bool = False) -> bool:
 
 
 def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a config.json that describes the decoder: multimodal models nest it."""
+    """Return the part of a config.json that describes the decoder; multimodal models nest it."""
     text = raw.get("text_config")
     return text if isinstance(text, dict) else raw
 
 
 def count(raw: Mapping[str, Any], field: str, default: int | None = None) -> int:
-    """Return a field that is a count, or the default if it is absent or null.
+    """Return the value of a field that is a count, or the default if it is absent or null.
 
     Raises:
         KeyError: the field is absent, and there is no default.
-        ModelError: it is not an integer of at least 1, or it exceeds the limits above.
+        ModelError: the value is not an integer of at least 1, or it exceeds the limits above.
     """
     value = raw[field] if default is None else raw.get(field)
     if value is None and default is not None:
@@ -88,10 +89,10 @@ def count(raw: Mapping[str, Any], field: str, default: int | None = None) -> int
 
 
 def index(raw: Mapping[str, Any], field: str, default: int) -> int:
-    """Return a field that is an integer of at least 0.
+    """Return the value of a field that must be an integer of at least 0.
 
     Raises:
-        ModelError: the value is something else.
+        ModelError: the value is not an integer of at least 0.
     """
     value = raw.get(field, default)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST:
@@ -100,15 +101,15 @@ def index(raw: Mapping[str, Any], field: str, default: int) -> int:
 
 
 def dtype_of(raw: Mapping[str, Any]) -> str | None:
-    """Return `dtype` from a config.json, else the older `torch_dtype`; None without both."""
+    """Return `dtype` from a config.json, or the older `torch_dtype`; None if both are absent."""
     return raw.get("dtype") or raw.get("torch_dtype")
 
 
 def number(field: str, value: Any, *, or_zero: bool = False) -> float:
-    """Return the value of a field that is a number above 0, or at least 0.
+    """Return the value of a field that must be a number above 0, or at least 0 with `or_zero`.
 
     Raises:
-        ModelError: the value is something else.
+        ModelError: the value is not such a number.
     """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value < 0 or (value == 0 and not or_zero):
@@ -136,7 +137,7 @@ def layer_types(raw: Mapping[str, Any], num_layers: int, other: str = SLIDING) -
     """Return each layer's kind of attention, FULL or `other`; None if the file does not list them.
 
     Raises:
-        ModelError: the list has another length, or another kind.
+        ModelError: the list has the wrong length, or lists another kind.
     """
     types = raw.get("layer_types")
     if not types:
@@ -151,7 +152,7 @@ def layer_types(raw: Mapping[str, Any], num_layers: int, other: str = SLIDING) -
 
 
 def refuse_values(raw: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> None:
-    """Reject fields with a value that is not among the allowed ones; absent fields count as None.
+    """Reject fields whose value is not among the allowed ones; absent fields count as None.
 
     Raises:
         ModelError: a field has another value.

@@ -26,7 +26,7 @@ from specops.engine.models.families.fields import (
 )
 from specops.engine.models.families.gguf import GgufForm
 
-# Fields that multimodal files have outside text_config.
+# Fields that lie outside text_config in multimodal files.
 _AROUND = ("tie_word_embeddings", "dtype", "torch_dtype")
 _GELU = "gelu_pytorch_tanh"
 _NAMES = LayerNames(
@@ -107,7 +107,7 @@ def _kinds(raw: Mapping[str, Any], num_layers: int) -> list[str]:
 
 
 def _rope(raw: Mapping[str, Any], kind: str, head_dim: int) -> Rope:
-    """Return the RoPE config of a kind of layers, from its mapping or from older files' keys."""
+    """Return the RoPE config of layers of one kind, from new or old config fields."""
     whole = mapping(raw, "rope_parameters")
     rope = mapping(whole, kind)
     if kind == FULL:
@@ -120,7 +120,7 @@ def _rope(raw: Mapping[str, Any], kind: str, head_dim: int) -> Rope:
 
 
 def _scale_of_queries(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the field that GGUF files omit: head_dim, or a fixed quotient in the 27B model."""
+    """Return query_pre_attn_scalar, which GGUF files omit: head_dim, except in the 27B model."""
     if raw["num_hidden_layers"] == 62:
         return {"query_pre_attn_scalar": raw["hidden_size"] // raw["num_attention_heads"]}
     return {"query_pre_attn_scalar": raw["head_dim"]}

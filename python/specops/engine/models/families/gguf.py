@@ -12,7 +12,7 @@ from typing import Any
 from specops.api.errors import ModelError
 from specops.engine.models.families.fields import count, mapping, number
 
-# Fields of a config.json, by GGUF keys without the architecture's prefix.
+# Names of config.json fields by GGUF key, without the architecture's prefix.
 _FIELDS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -28,10 +28,10 @@ _FIELDS = {
 _SCALING = "rope.scaling."
 _SCALINGS = {"linear": ("factor",), "yarn": ("factor", "original_context_length")}
 _SCALING_FIELDS = {"original_context_length": "original_max_position_embeddings"}
-# Sizes that must equal head_dim, and keys whose value config.json has from the tensors.
+# Keys whose value must equal head_dim, and keys whose value is taken from the tensors instead.
 _HEAD_SIZES = ("attention.value_length", "rope.dimension_count")
 _ELSEWHERE = ("vocab_size",)
-# Keys that have no effect with these values; `_PAIRED` of checkpoints/gguf.py handles the layout.
+# Keys that have no effect with these values. `_PAIRED` in checkpoints/gguf.py handles the layout.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "expert_count": (0,),
     "expert_used_count": (0,),
@@ -42,12 +42,12 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_beta_fast": (32.0,),
     "rope.scaling.yarn_beta_slow": (1.0,),
 }
-# Parameters of all models whose files have factors in place of scaling parameters.
+# Llama 3 RoPE scaling parameters, which files omit: they hold frequency factors instead.
 _LLAMA3_LENGTH, _LLAMA3_LOW, _LLAMA3_HIGH = 8192, 1.0, 4.0
 
 
 def no_fields(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return no fields."""
+    """Return no additional fields."""
     return {}
 
 
@@ -58,8 +58,8 @@ class GgufForm:
     Attributes:
         architecture: name in the files' general.architecture.
         read_as: the equivalent architecture of a config.json.
-        keys: further keys without the architecture's prefix, and their config.json fields.
-        fields: returns fields that follow from other fields, which are its argument.
+        keys: config.json fields of further keys, without the architecture's prefix.
+        fields: function that computes further fields from the other fields.
     """
 
     architecture: str
@@ -68,13 +68,13 @@ class GgufForm:
     fields: Callable[[Mapping[str, Any]], Mapping[str, Any]] = no_fields
 
     def config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a config.json in Hugging Face's form.
+        """Convert the metadata to the content of a Hugging Face config.json.
 
         Args:
-            raw: config.json of a directory that is made from a GGUF file.
+            raw: config.json of a directory that was made from a GGUF file.
 
         Raises:
-            ModelError: the metadata have an unknown key or an unsupported value.
+            ModelError: the metadata has an unknown key or an unsupported value.
         """
         prefix = f"{self.architecture}."
         metadata = {
@@ -127,10 +127,10 @@ class GgufForm:
 
 
 def _scaling_of_factors(factors: Sequence[float], theta: float, head_dim: int) -> dict[str, Any]:
-    """Return the Llama 3 RoPE scaling with these frequency factors; files have only the factors.
+    """Return the Llama 3 RoPE scaling parameters that yield these frequency factors.
 
     Raises:
-        ModelError: the factors are of another scaling.
+        ModelError: the factors belong to another kind of scaling.
     """
     factor, pairs = max(factors), head_dim // 2
     for i in range(pairs):

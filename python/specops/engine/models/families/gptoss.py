@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gpt-oss: experts with clamped gates, attention sinks, a window on every other layer."""
+"""gpt-oss: experts with clamped gates, attention sinks, a sliding window in every other layer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,7 +29,7 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def mlps(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMlpConfig]:
-    """Return experts for every layer, weighted by a softmax over the chosen ones."""
+    """Return experts for every layer, weighted by a softmax over the chosen experts."""
     experts = ExpertsConfig(
         num_experts=count(raw, "num_local_experts"),
         width=count(raw, "intermediate_size"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MiMo-7B: a Qwen2 with MTP modules."""
+"""MiMo-7B: Qwen2 with MTP modules."""
 
 from functools import partial
 

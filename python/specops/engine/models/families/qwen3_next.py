@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen3-Next and Qwen3.5: linear attention next to gated attention, and their MTP modules."""
+"""Qwen3-Next and Qwen3.5: layers of linear and of gated attention, with MTP modules."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +24,7 @@ from specops.engine.models.families.fields import (
     text_config,
 )
 
-# Fields that multimodal files have outside text_config.
+# Fields that lie outside text_config in multimodal files.
 _AROUND = ("architectures", "tie_word_embeddings", "dtype", "torch_dtype")
 _PLACES = (Place("model.", "lm_head"), Place("model.language_model.", "lm_head"))
 
@@ -109,7 +109,7 @@ def _linear_attention(raw: Mapping[str, Any]) -> LinearAttentionConfig:
 
 
 def mlps(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMlpConfig]:
-    """Return MLPs as Qwen3-MoE does, but with a gated shared expert next to the experts."""
+    """Return the MLPs of Qwen3-MoE with an additional gated shared expert."""
     shared = DenseMlpConfig(width=count(raw, "shared_expert_intermediate_size"))
     return [
         replace(

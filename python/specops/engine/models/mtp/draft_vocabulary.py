@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduced draft vocabularies: the tokens of a draft head, and the head itself."""
+"""Reduced draft vocabularies, and the LM heads over them."""
 
 from pathlib import Path
 
@@ -15,11 +15,11 @@ from specops.engine.models.weights import WeightSettings
 
 
 def read_token_map(path: Path, vocab_size: int) -> Tensor:
-    """Return the tokens of a reduced draft vocabulary, int32, ascending.
+    """Read a reduced draft vocabulary; return its token ids, int32, ascending.
 
     Args:
         path: a safetensors file with the tensor `d2t`; see `load_mtp`.
-        vocab_size: of the target.
+        vocab_size: the target's vocabulary size.
 
     Raises:
         ModelError: the file is missing or damaged, or its content is invalid.
@@ -37,12 +37,12 @@ def read_token_map(path: Path, vocab_size: int) -> Tensor:
 
 
 def token_map_of(offsets: Tensor, where: str, vocab_size: int) -> Tensor:
-    """Return the tokens that a tensor `d2t` names, int32, ascending.
+    """Return the token ids that a tensor `d2t` encodes, int32, ascending.
 
     Args:
         offsets: int64 [draft vocabulary]: row i of the draft head is token i + offsets[i].
-        where: the file and the tensor, for errors.
-        vocab_size: of the target.
+        where: name of the file and the tensor, for error messages.
+        vocab_size: the target's vocabulary size.
 
     Raises:
         ModelError: the tensor is not a valid `d2t`.
@@ -62,15 +62,15 @@ def token_map_of(offsets: Tensor, where: str, vocab_size: int) -> Tensor:
 def draft_head(
     target: Transformer, settings: WeightSettings, directory: Path, token_map: Tensor | None
 ) -> PackedWeight:
-    """Return the LM head of drafts: the target's, or its rows in a draft vocabulary.
+    """Return the LM head for drafting: the target's rows of the draft vocabulary.
 
-    Every rank drafts by itself, so each holds the whole head.
+    Every rank drafts by itself, so each rank holds the whole head.
 
     Args:
-        target: the model.
-        settings: of the drafter's weights.
+        target: the target model.
+        settings: settings of the drafter's weights.
         directory: the directory that the target was loaded from.
-        token_map: from `read_token_map`, on the target's device; None: all tokens.
+        token_map: result of `read_token_map`, on the target's device; None: all tokens.
     """
     quantization = settings.quantize_head
     is_alike = quantization == target.settings.quantize_head and target.ranks.size == 1

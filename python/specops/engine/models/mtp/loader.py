@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loader of a checkpoint's MTP modules: it finds their number, tensor names and weights."""
+"""Loader of a checkpoint's MTP modules: finds their number, tensor names and weights."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -19,7 +19,7 @@ from specops.engine.models.mtp.modules import MtpModule, MtpModules
 from specops.engine.models.transformer import Transformer
 from specops.engine.models.weights import WeightSource
 
-# Tensor name parts that reveal a kind of block which the target's layers may not have.
+# Parts of tensor names that reveal a kind of block, which must be that of the target's layers.
 _FOREIGN_BLOCKS = {
     "mlp.experts.": "a mixture of experts",
     "mlp.shared_expert": "a mixture of experts",
@@ -38,17 +38,17 @@ def load_mtp(
 ) -> MtpModules:
     """Load the MTP modules that belong to a target.
 
-    Tensor names determine the convention, and config.json the number of modules. The modules share
-    the target's embedding and LM head: copies in the checkpoint are not read. If the target has
-    random weights, so have the modules.
+    The tensor names determine the naming convention, and config.json the number of modules. The
+    modules share the target's embedding and LM head; copies in the checkpoint are not read. The
+    modules have random weights if the target has.
 
     Args:
         target: the model that the modules draft for.
-        directory: the directory the target was loaded from.
-        draft_directory: another directory that holds the modules, with its own config.json.
+        directory: the directory that the target was loaded from.
+        draft_directory: separate directory with the modules and a config.json of its own, or None.
         draft_vocab: a safetensors file with the tensor `d2t`, int64 [draft vocabulary], in
             ascending order: row i of the draft head is token i + d2t[i], as in EAGLE-3's
-            checkpoints. The head then proposes no other tokens, and costs less.
+            checkpoints. A smaller draft head takes less time, but drafts no other tokens.
         quantization: format to which the modules' projections, and a copy of the target's LM head
             for drafting, are quantized while loading; None: the modules' layers are quantized like
             the target's, and the target's LM head itself is used.
@@ -91,7 +91,7 @@ def load_mtp(
 def _found_layers(
     names: Collection[str], config: ModelConfig, raw: Mapping[str, Any], where: Path
 ) -> tuple[MtpConvention, list[int]]:
-    """Return the convention of a checkpoint's modules, and the modules' numbers."""
+    """Return the convention of a checkpoint's modules, and the number in each module's names."""
     convention = _convention_of(names, raw, where)
     layers = _layers_of(names, convention, raw, where)
     _refuse_foreign(names, _block(config), convention, layers, where)
@@ -101,7 +101,7 @@ def _found_layers(
 def _dummy_layers(
     config: ModelConfig, raw: Mapping[str, Any], where: Path
 ) -> tuple[MtpConvention, list[int]]:
-    """Return the convention of modules without a checkpoint, and the modules' numbers."""
+    """Return the convention of modules with random weights, and the number in each one's names."""
     convention = convention_of(config.architecture)
     field, count = _declared(raw, convention, where)
     if not count:
@@ -110,7 +110,7 @@ def _dummy_layers(
 
 
 def _pattern(convention: MtpConvention) -> re.Pattern[str]:
-    """Return a pattern for one tensor of each module; group 1 is its {index} or {layer}."""
+    """Return a pattern for the name of one tensor per module; group 1 is {index} or {layer}."""
     name = convention.projection + ".weight"
     if "{" not in name:
         name = convention.block + "input_layernorm.weight"
@@ -133,7 +133,7 @@ def _convention_of(names: Collection[str], raw: Mapping[str, Any], where: Path) 
 def _declared(
     raw: Mapping[str, Any], convention: MtpConvention, where: Path
 ) -> tuple[str, int | None]:
-    """Return the config field for the number of modules, and its value or None."""
+    """Return the name of the config field for the number of modules, and its value or None."""
     for field in convention.count_fields:
         if raw.get(field) is not None:
             count = raw[field]
@@ -216,7 +216,7 @@ def _load_module(
 
 
 def _block(config: ModelConfig) -> LayerConfig:
-    """Return the layer config of modules: the target's MTP or last layer, without a window."""
+    """Return the modules' layer config: the target's MTP or last layer, without a window."""
     last = config.mtp_layer or config.layers[-1]
     return replace(last, attention=last.attention.without_window())
 
@@ -229,15 +229,15 @@ def _refuse_foreign(
     where: Path,
 ) -> None:
     """Reject modules whose tensor names show another kind of decoder layer than the target's."""
-    own = (block.mlp.kind, block.attention.kind)
+    kinds = (block.mlp.kind, block.attention.kind)
     for index, layer in enumerate(layers):
         prefix = convention.block.format(index=index, layer=layer)
         for part, kind in _FOREIGN_BLOCKS.items():
             for name in names:
-                if kind not in own and name.startswith(prefix + part):
+                if kind not in kinds and name.startswith(prefix + part):
                     raise ModelError(
                         f"{where}: the MTP module's block is {kind} (tensor {name}), but the "
-                        f"target's modules are {' and '.join(own)}"
+                        f"target's modules are {' and '.join(kinds)}"
                     )
 
 
@@ -247,7 +247,7 @@ def _refuse_unread(
     layers: list[int],
     where: Path,
 ) -> None:
-    """Reject tensors of the modules that were not read: their block is of another kind."""
+    """Reject unread tensors of the modules: they belong to an unsupported kind of block."""
     for index, layer in enumerate(layers):
         prefix = convention.block.format(index=index, layer=layer)
         copies = tuple(one.format(index=index, layer=layer) for one in convention.copies)

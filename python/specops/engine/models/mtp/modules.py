@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-token prediction modules: their weights and their pass.
+"""Multi-token prediction (MTP) modules: their weights and their forward pass.
 
-A module drafts one token further than the target. Its row i reads the embedding of token i + m
-(module m = 1, 2, ..) and a hidden state of position i: the target's, after its final norm, or that
-of the module before it. Both are normalized, concatenated, projected back to the hidden size, and
-passed through one decoder layer; the target's own LM head reads the result.
+Module m = 1, 2, ... drafts the token m positions after the one that the target predicts. Its row i
+reads the embedding of token i + m and a hidden state of position i: the target's after its final
+norm, or that of the module before it. Both are normed, concatenated, projected to the hidden size
+and passed through one decoder layer; the target's LM head reads the result.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from specops.engine.models.transformer import Transformer
 
 @dataclass(frozen=True)
 class MtpModule:
-    """The weights of one module; the projection packed."""
+    """Weights of one module, with a packed projection."""
 
     embed_norm: Norm
     hidden_norm: Norm
@@ -46,7 +46,7 @@ class MtpOutput(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class MtpBatch(LayerBatch):
-    """The rows of one pass of a module, and the locations of their tokens and states.
+    """Rows of one pass of a module, and the locations of their tokens and states.
 
     The first two fields are from `batching.DraftIndices`; the others are arguments of
     `dense.mtp_input`.
@@ -58,17 +58,17 @@ class MtpBatch(LayerBatch):
     token_ids: Tensor  # int32 [num_slots, max_len]
     lens: Tensor  # int32 [num_slots]
     draft_token_ids: Tensor  # int32 [num_slots, k]
-    kept: Tensor | None = None  # [num_slots, window, hidden_size]
+    kept: Tensor | None = None  # [num_slots, window, hidden_size]: states of earlier steps
 
 
 class MtpModules(LayerStack):
-    """The modules of a checkpoint on top of their target, whose embedding and RoPE they share.
+    """MTP modules of a checkpoint on top of their target, whose embedding and RoPE they share.
 
     Attributes:
-        convention: describes the inputs of the modules.
-        modules: in drafting order.
-        lm_head: the target's, or its rows in a reduced draft vocabulary.
-        token_map: int32 [draft vocabulary]: the token of each row of `lm_head`; None: all tokens.
+        convention: tensor names and inputs of the modules.
+        modules: the modules in drafting order.
+        lm_head: the target's LM head, or its rows for a reduced draft vocabulary.
+        token_map: int32 [draft vocabulary]: token id of each row of `lm_head`; None: all tokens.
     """
 
     def __init__(
@@ -106,17 +106,17 @@ class MtpModules(LayerStack):
             self._pairs = self._pairs.new_empty(rows, 2 * self.hidden_size)
 
     def forward(self, index: int, batch: MtpBatch, hidden: Tensor, cache: KvCache) -> MtpOutput:
-        """Run module `index` over rows, and write their keys and values.
+        """Run module `index` over the rows, and write their keys and values.
 
         Args:
-            index: of the module, from 0; its row at position i reads token i + index + 1.
+            index: index of the module, from 0; its row at position i reads token i + index + 1.
             batch: the rows.
             hidden: [source rows, hidden_size], the target's states after its final norm, or the
-                `recycled` output of this module or the one before it.
-            cache: from `new_kv_cache`.
+                `recycled` output of this or the previous module.
+            cache: KV cache from `new_kv_cache`.
 
         Returns:
-            The states. They lie in this object's own buffers: the next call overwrites them.
+            The states. They lie in this object's buffers: the next call overwrites them.
         """
         module, convention = self.modules[index], self.convention
         num_rows = batch.positions.shape[0]
