@@ -65,12 +65,12 @@ class ApiError(Exception):
 def bad_value(
     error: ValueError, model: type[BaseModel] | None = None, otherwise: str | None = None
 ) -> ApiError:
-    """Return the error for a value that the engine refused.
+    """Return the HTTP 400 error for a parameter that the engine refused.
 
     Args:
         error: the engine's error; its message may begin with the parameter's name.
         model: the body's class; a name that is one of its fields becomes `param`.
-        otherwise: `param` if the message does not begin with a field's name.
+        otherwise: value of `param` if the message does not begin with a field's name.
     """
     message = str(error)
     first_word = re.match(r"\w+", message)
@@ -90,7 +90,7 @@ def shutting_down() -> ApiError:
 
 
 def restarting(message: str) -> ApiError:
-    """Return the error for a request that finds no engine, or one that does not respond."""
+    """Return the error for a request while the engine is restarting or does not respond."""
     return _unavailable(message, "engine_restarting")
 
 
@@ -106,7 +106,7 @@ def _unavailable(message: str, code: str) -> ApiError:
 
 
 def not_read(message: str) -> ApiError:
-    """Return the error for a client that does not read its output."""
+    """Return the error that ends the stream of a client that does not read its output."""
     return ApiError(408, message, code="output_not_read")
 
 

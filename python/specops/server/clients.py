@@ -44,7 +44,7 @@ class Clients:
         """Return the client's name, and whether its requests are authorized."""
         headers = connection.headers
         sent = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
-        # Compare every key, so that the time does not reveal which one was close.
+        # Compare with every key, so that the time reveals nothing about the keys.
         same = [hmac.compare_digest(sent.encode(), expected) for expected in self._expected]
         if any(same):
             return f"key-{same.index(True)}", True

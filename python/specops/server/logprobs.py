@@ -11,7 +11,7 @@ from specops.api.tokenizer import Tokenizer
 from specops.server.api_error import ApiError
 from specops.server.streaming import dumped
 
-# Maximum number of prompts' log-probabilities in one answer, including alternatives: some 20 MB of
+# Maximum number of prompt log-probabilities in one answer, including alternatives: about 20 MB of
 # JSON.
 MAX_PROMPT_LOGPROBS = 1 << 18
 
@@ -19,7 +19,7 @@ _ENTRY = '"%d":{"logprob":%r,"rank":%d,"decoded_token":%s}'
 
 
 def num_prompt_logprobs(prompts: Sequence[Sequence[int]], params: SamplingParams) -> int:
-    """Return the number of prompts' log-probabilities in an answer, including alternatives."""
+    """Return how many prompt log-probabilities an answer has, including alternatives."""
     if params.prompt_logprobs is None:
         return 0
     return params.n * sum(map(len, prompts)) * (1 + params.prompt_logprobs)

@@ -99,7 +99,7 @@ def without_body(
 
     Args:
         reply: class of the answer.
-        errors: statuses of the route's errors, except that for a wrong key.
+        errors: HTTP statuses of the route's errors, except the status for a wrong API key.
         query: schemas of the query parameters; the route itself reads and validates them.
     """
     declared: dict[str, Any] = {"responses": {200: {"model": reply}, **_refusals(errors)}}
