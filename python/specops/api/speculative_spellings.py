@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other spellings of a speculative configuration, translated to the fields of SpeculativeConfig.
+"""Translation of FastDeploy's and vLLM's speculative configurations to SpeculativeConfig.
 
-Users may write an option of a method beside the fields that all methods share, as FastDeploy and
-vLLM do, and FastDeploy's `mtp_strategy` in place of a method "mtp+ngram". Inside the program, an
-option stands under its method in `options`, and the method has one spelling.
+As in FastDeploy and vLLM, users may write a method's options at the top level of the object, and
+FastDeploy's `mtp_strategy` for methods such as "mtp+ngram". Internally, options are nested under
+their method in `options`, and each method has one name.
 """
 
 import difflib
@@ -17,7 +17,7 @@ _NO_TREES = (
     "the engine verifies chains of drafts; trees are a feature of the ops, for your own loop "
     "(docs/own_loop.md)"
 )
-# Fields that this engine refuses, each with the reason; most are FastDeploy's.
+# Refused fields, mostly FastDeploy's, with the reasons.
 REFUSED_FIELDS = {
     "max_candidate_len": "topp looks at the whole top-p set, not at a list of candidates",
     "verify_window": "a rejected draft is never let through by the drafts behind it",
@@ -30,9 +30,9 @@ REFUSED_FIELDS = {
     **dict.fromkeys(("tree", "medusa_choices", "speculative_token_tree"), _NO_TREES),
 }
 
-OTHER_FIELDS = ("mtp_strategy",)  # accepted beside those of SpeculativeConfig and its options
+OTHER_FIELDS = ("mtp_strategy",)  # accepted besides SpeculativeConfig's fields and options
 
-# By FastDeploy's `mtp_strategy`, the method that continues the MTP modules.
+# FastDeploy's `mtp_strategy` -> method that continues the drafts of the MTP modules.
 _MTP_STRATEGIES = {
     "default": "",
     "with_ngram": "+ngram",
@@ -66,7 +66,7 @@ def parse_object(text: str) -> dict[str, Any]:
 def translate(
     values: Mapping[str, Any], shared: Iterable[str], server_method: str
 ) -> dict[str, Any]:
-    """Return the same configuration with every option under its method in `options`.
+    """Return a configuration with every method's options nested under the method in `options`.
 
     Args:
         values: a configuration of a server, or the object that a request sent.

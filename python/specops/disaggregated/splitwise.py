@@ -297,7 +297,7 @@ class SplitwiseClient(EngineClient):
             self._forget(command.job)
 
     def _enqueue(self, job: Submit) -> None:
-        """Write a job to the prefill stream, or to the decode stream if it needs no prefill."""
+        """Write a job to the prefill stream, or the decode stream if no prefill node may run it."""
         params = job.params
         has_prefill = bool(self._roles & {"prefill"}) and len(job.prompts) == 1
         wants_rows = params.prompt_logprobs is not None or params.max_tokens == 0
@@ -309,7 +309,7 @@ class SplitwiseClient(EngineClient):
         self._post(("XADD", self._streams[name], "*", "t", _encode(ticket)), job=job.job)
 
     def _submit_again(self, waiting: Waiting) -> None:
-        """Submit a job again, whose messages or entry were lost; its tokens will be the same."""
+        """Submit a job again after its messages or entry were lost; its tokens stay the same."""
         for node, run in waiting.abandon_runs():
             self._post(*self._message_commands(node, Drop(run)))
         self._enqueue(waiting.job)
