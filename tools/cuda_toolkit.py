@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Location of nvcc, the CUDA version of the installed torch, and the GPUs of this machine.
 
-Used by setup.py, the gates and the GPU check; standard library only, and torch is never imported.
-As a program it prints the path of nvcc (or of nvdisasm, with that argument), or fails with a
-message.
+setup.py, the gates and the GPU check use it, so it needs only the standard library, not torch. As a
+program it prints the path of nvcc (or of nvdisasm, with that argument), or fails with a message.
 """
 
 import importlib.util
@@ -17,23 +16,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Machine code for the two generations the kernels know, if there is no GPU to ask.
+# Default architectures, for a machine without a GPU: those that the kernels support.
 DEFAULT_ARCHS = ("80", "90a")
 
-# Folder where `make` installs nvcc's wheels on a machine without it, with nvdisasm's below: pip
-# does not add to a folder that another wheel has made.
+# Folder where `make` installs nvcc's wheels if the machine has no nvcc. nvdisasm gets a folder
+# below it, since pip does not add to a folder that another wheel has made.
 WHEELS = ROOT / ".venv" / "cuda"
 
 
 @cache
 def find_nvcc() -> Path | None:
-    """Find nvcc in CUDA_HOME, on the PATH, or in the wheel (installed, or fetched by `make`)."""
+    """Return nvcc from CUDA_HOME, the PATH, or a wheel (installed, or fetched by `make`)."""
     return _find_tool("nvcc", WHEELS)
 
 
 @cache
 def find_nvdisasm() -> Path | None:
-    """Find the disassembler in the same places; it may be newer than nvcc."""
+    """Return nvdisasm, found as `find_nvcc` finds nvcc; it may be newer than nvcc."""
     return _find_tool("nvdisasm", WHEELS / "nvdisasm")
 
 
@@ -53,7 +52,7 @@ def _find_tool(name: str, wheels: Path) -> Path | None:
 
 @cache
 def nvcc_version(nvcc: Path) -> tuple[int, int]:
-    """Return the release, as (13, 0)."""
+    """Return nvcc's release, such as (13, 0)."""
     told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     match = re.search(r"release (\d+)\.(\d+)", told)
     assert match, f"{nvcc} --version names no release"
@@ -62,7 +61,7 @@ def nvcc_version(nvcc: Path) -> tuple[int, int]:
 
 @cache
 def toolkit_root(nvcc: Path) -> Path:
-    """Return the folder of nvcc's own headers and libraries; nvcc may be a link or a script."""
+    """Return the folder of nvcc's headers and libraries, even if `nvcc` is a link or a script."""
     command = [nvcc, "--dryrun", "-c", "none.cu"]
     told = subprocess.run(command, capture_output=True, text=True, check=False).stderr
     match = re.search(r"^#\$ TOP=(.+)$", told, re.MULTILINE)
@@ -98,19 +97,19 @@ def gpu_property(name: str) -> list[str]:
 
 
 def gpu_names() -> list[str]:
-    """Return the GPUs of this machine, like `NVIDIA H200`."""
+    """Return the names of this machine's GPUs, such as `NVIDIA H200`."""
     return gpu_property("name")
 
 
 def gpu_archs() -> list[str]:
     """Return the architectures of this machine's GPUs, as nvcc names them; empty without one."""
     archs = sorted({number.replace(".", "") for number in gpu_property("compute_cap")})
-    # Hopper's own instructions exist only under the name 90a.
+    # nvcc accepts Hopper-only instructions only for 90a.
     return ["90a" if arch == "90" else arch for arch in archs if arch.isdecimal()]
 
 
 def wanted_archs() -> list[str]:
-    """Return SPECOPS_CUDA_ARCHS (`80 90a`), else those of the GPUs here, else the default list."""
+    """Return the architectures of SPECOPS_CUDA_ARCHS, else of the GPUs, else the default list."""
     asked = os.environ.get("SPECOPS_CUDA_ARCHS", "").replace(";", " ").replace(",", " ").split()
     if bad := [arch for arch in asked if not re.fullmatch(r"\d{2,3}[af]?", arch)]:
         raise SystemExit(f"SPECOPS_CUDA_ARCHS must be like `80 90a`, got {' '.join(bad)}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Take the screenshots of the page for docs/: `python -m tools.screenshots`.
 
-Also records the race that the page plays at the first visit.
+Also records the race (plain decoding against drafts) that the page replays on the first visit.
 """
 
 import json
@@ -27,7 +27,7 @@ DOCS = ROOT / "docs"
 RECORDED = ROOT / "python/specops/server/playground/recorded.json"
 RACE = {"mode": "race", "method": "ngram", "k": "4", "tokens": "96"}
 RECORDED_RACES = 8
-MOST_BYTES = 200_000  # per picture
+MOST_BYTES = 200_000  # maximum size of a picture
 START_SECONDS = 120.0
 SEED = "6"
 
@@ -76,7 +76,7 @@ def answers(url: str) -> bool:
 
 
 def run(page: Page, url: str, **settings: str) -> None:
-    """Run the page with a link's settings twice; the first run warms up caches."""
+    """Run the page twice with the settings of a link; the first run warms up caches."""
     page.goto(f"{url}#{urlencode({'seed': SEED, **settings})}")
     expect(page.locator("#model")).to_contain_text("context of")
     for _ in range(2):
@@ -100,13 +100,13 @@ def save(page: Page, path: Path, *, above: str = "#history") -> None:
 
 
 def machine() -> str:
-    """Return the CPUs that the server runs on."""
+    """Return a description of the CPUs that the server runs on."""
     names = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return f"{len(os.sched_getaffinity(0))} threads of {names[0] if names else 'this machine'}"
 
 
 def events_of(body: str) -> list[Any]:
-    """Return the step events of a stream, without fields that the page does not read."""
+    """Return the step events in a stream's body, without fields that the page does not read."""
     kept = []
     for frame in body.split("\n\n"):
         data = frame.removeprefix("data: ")
@@ -130,7 +130,7 @@ def events_of(body: str) -> list[Any]:
 
 
 def last_second(events: list[Any]) -> float:
-    """Return when the last step of a stream ended."""
+    """Return the time at which the last step of a stream ended, in seconds."""
     return float(
         max(one["step"]["seconds"] for event in events for one in event["choices"] if one["step"])
     )
@@ -162,7 +162,7 @@ def record(browser: Browser, url: str, path: Path) -> None:
 
 
 def race(browser: Browser, url: str, path: Path) -> None:
-    """Take a race of plain decoding against n-gram drafts, without the charts, for the README."""
+    """Take the README's screenshot: plain decoding against n-gram drafts, without the charts."""
     page = browser.new_page(viewport={"width": 1040, "height": 900})
     run(page, url, **RACE)
     page.evaluate("document.activeElement.blur()")

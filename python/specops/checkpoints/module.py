@@ -9,9 +9,9 @@ from torch import Tensor
 
 from specops.checkpoints.errors import ModelError
 
-# Suffixes of scales of activations and KV caches, which are ignored: the kernels compute these
-# scales themselves. The names are those of compressed-tensors, AutoFP8, ModelOpt (k_proj.k_scale),
-# Quark (output_scale) and FBGEMM (input_scale_ub).
+# Suffixes of scales of activations and KV caches, which are ignored: activations are not rounded
+# with them, and an 8-bit cache computes its own scales. The names are those of compressed-tensors,
+# AutoFP8, ModelOpt (k_proj.k_scale), Quark (output_scale) and FBGEMM (input_scale_ub).
 ACTIVATION_SCALES = frozenset(
     {
         "input_scale",
