@@ -74,7 +74,7 @@ def run_ablations_cuda(bench: CudaBench) -> None:
 
 
 def _verify(bench: CudaBench) -> None:
-    """Measure the parts of `verify` with top-p: scan of logits, choice of tokens, walk of drafts."""
+    """Measure the parts of `verify` with top-p: scanning, choosing tokens, walking drafts."""
     batch = bench.pick(BATCH, 2)
     cold = random_logits(bench, batch * VERIFY_ROWS, torch.bfloat16)
     leaf = [cold[0][:, : bench.pick(LEAF_LOGITS, 64)].contiguous()]

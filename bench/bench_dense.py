@@ -79,7 +79,7 @@ def _gate_up(bench: Bench) -> None:
 
 
 def _gated(x: Tensor, weights: list[PackedWeight], outputs: int) -> list[Call]:
-    """Return calls that compute silu(gate) * up, one per weight: fused, or linear plus silu_mul."""
+    """Return one call per weight that computes silu(gate) * up: fused, or linear plus silu_mul."""
     apart = x.new_empty(x.shape[0], outputs)
     out = x.new_empty(x.shape[0], outputs // 2)
     multiply = _linear(x.shape[0], weights)
@@ -103,7 +103,7 @@ def _in_turn(calls: list[Call]) -> Callable[[], None]:
 
 
 def _cached(bench: Bench) -> None:
-    """Time one call including its output allocation, on weights of 512 KiB."""
+    """Time one call on weights of 512 KiB, including the allocation of its output."""
     weight = torch.randn(SMALL).to(torch.bfloat16) * 0.02
     packed = pack_weight(weight)
     for rows in (1, 5):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Constrained output: the cost of a mask and of a step, and the gain of forced tokens.
 
-Masks are timed for rows in the middle of a text, and at every token of texts that the bundled model
-writes, over its own vocabulary and over a synthetic one of the size of today's models. A step is
-compared with one of the same requests without a grammar, where the grammar allows every text.
-Tokens per step depend on no clock.
+Masks are timed in the middle of a text, and at every token of texts by the bundled model, over the
+model's vocabulary and over a synthetic one of the size of today's models. A step with a grammar
+that allows every text is compared with the same step without a grammar. Tokens per step are
+counted, not timed.
 """
 
 import json
@@ -63,7 +63,7 @@ BEGUN = '{"name": "get_'
 
 
 class _MadeUp:
-    """A tokenizer with the vocabulary size of today's models: bytes, and made-up words."""
+    """Synthetic tokenizer with the vocabulary size of today's models: bytes, and made-up words."""
 
     def __init__(self, size: int) -> None:
         draw = random.Random(0)
@@ -147,7 +147,7 @@ def _add_masks_of_texts(
     size: int,
     texts: list[tuple[dict[str, Any], str]],
 ) -> None:
-    """Add the time of the masks at every token: the median, and the 99th percentile."""
+    """Add the median and the 99th percentile of the time of a mask, over all tokens of texts."""
     filler = MaskFiller(bench.num_threads)
     out = np.empty((1, -(-size // 32)), dtype=np.int32)
     passes = []
@@ -189,7 +189,7 @@ def _engine(bench: Bench, method: str, k: int) -> Engine:
 
 
 def _add_step(bench: Bench) -> None:
-    """Time plain decoding with a mask for every row, beside the same without masks."""
+    """Time plain decoding with a mask for every row, and without masks."""
     engine = _engine(bench, "naive", 0)
     prompts = [[4 + index, 5, 6, 7] for index in range(BATCH)]
 
@@ -247,7 +247,7 @@ def _texts(bench: Bench) -> list[tuple[dict[str, Any], str]]:
 
 
 def _add_tokens(bench: Bench, method: str, k: int) -> None:
-    """Add emitted tokens per step, with and without drafting of forced tokens."""
+    """Add tokens per step with and without drafting of tokens that the grammar forces."""
     tokens, texts = {}, []
     for forced in (False, True):
         engine = _engine(bench, method, k)
