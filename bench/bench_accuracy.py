@@ -26,7 +26,7 @@ from bench.common import Bench, Figure
 from bench.recorded_logits import one_step, prompts
 
 TEXTS = 12
-TOKENS = 160  # per text
+TOKENS = 160  # tokens per text
 FP8_BLOCK = 128  # inputs and outputs
 GEMMA = Path.home() / ".cache" / "specops" / "gemma" / "gemma-3-270m-q4_k_m.gguf"
 

@@ -34,8 +34,8 @@ from bench.common import Bench, Figure
 
 QO_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LEAF = 16, 8, 128, 16, 64
 SHARING, PREFIX_LEN, OWN_LEN = 16, 4096, 256
-PROMPT_LEN, NEW_TOKENS = 2048, 24  # of an engine run
-SHORT_PROMPT_LEN, SHORT_TOKENS = 512, 64  # of a run with the bundled model
+PROMPT_LEN, NEW_TOKENS = 2048, 24  # tokens of an engine run
+SHORT_PROMPT_LEN, SHORT_TOKENS = 512, 64  # tokens of a run with the bundled model
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def _add_engine(bench: Bench) -> None:
     }
     prompt = [3 + i % 61 for i in range(PROMPT_LEN)]
     texts: dict[str, list[list[int]]] = {}
-    shares = []  # by run with sharing, the fraction of time spent on finding shared pages
+    shares = []  # fraction of each run's time spent on finding shared pages
 
     def run(name: str, count: int = SHARING, max_tokens: int = NEW_TOKENS) -> float:
         params = [

@@ -19,8 +19,8 @@ MM_SIZE = 8192
 ROUNDS = 1000  # number of dependent reads in a latency chain
 CLOCK_NS = 50_000_000
 CHAIN_STEP = 1 << 16  # bytes between two reads of a chain, so that each is on another memory page
-READ_BLOCK_BYTES = 256 * 8 * 16  # of read_cached_kernel: threads, loads, bytes per load
-MMA_WARPS, MMA_CHAINS, MMA_FLOPS = 8, 8, 2 * 16 * 8 * 16  # of mma_peak_kernel
+READ_BLOCK_BYTES = 256 * 8 * 16  # bytes per block of read_cached_kernel: threads, loads, size
+MMA_WARPS, MMA_CHAINS, MMA_FLOPS = 8, 8, 2 * 16 * 8 * 16  # constants of mma_peak_kernel
 WGMMA_TILES = 1_000_000  # tiles of 16 x 8
 WGMMA_OUTPUTS = (8, 64)
 RANDOM, EXACT, UNLIKE = range(3)  # numbers in gpu_facts.cu
@@ -237,7 +237,7 @@ def _clocks(bench: CudaBench, probes: Probes, loads: Mapping[str, Callable[[], o
         bench.synchronize()
         handle = 0 if side is None else side.cuda_stream
         probes.start("start_clock", passed, CLOCK_NS, stream=handle)
-        while side is not None and not side.query():  # until the probe ends
+        while side is not None and not side.query():  # repeat until the probe ends
             load()
             torch.cuda.current_stream().synchronize()
         bench.synchronize()

@@ -19,7 +19,7 @@ from bench.common import Bench, Figure
 LATENT, KEY, NOPE, VALUE = 512, 576, 128, 128
 PAGE_SIZE, KV_LEN = 16, 4096
 SIZES = ((16, 4), (128, 1))  # (heads, requests)
-FLOPS = 2 * (KEY + LATENT)  # per row, head and token
+FLOPS = 2 * (KEY + LATENT)  # flops per row, head and token
 
 
 def run_latent(bench: Bench) -> None:

@@ -67,7 +67,7 @@ SIZES = (Size(1, 128, 8), Size(8, 96, 6), Size(32, 48, 6), Size(64, 32, 6))
 
 DRAFTS = 5  # drafts per chain
 STRIDE = 16  # tokens between chains in held-out text
-PROMPT_TOKENS, NEW_TOKENS = 192, 64  # of a continuation by the model
+PROMPT_TOKENS, NEW_TOKENS = 192, 64  # tokens of a continuation by the model
 CHAINS_AT_ONCE = 32
 
 

@@ -26,7 +26,7 @@ from bench.engine_runs import Stepper
 COLD_BYTES = 512 << 20
 LAYER = ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072))
 ROWS = (1, 5, 8)
-KV_LEN, STEPS, DRAFTS = 256, 6, 4  # of the steps of a model
+KV_LEN, STEPS, DRAFTS = 256, 6, 4  # tokens, steps and drafts of a model's run
 NAMES = {"llama_cpp_peer": "llama.cpp", "openvino_peer": "OpenVINO"}
 STEP_GOALS = {
     ("wint8", 1, "none"): "ratio >= 1.9",

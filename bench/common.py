@@ -170,7 +170,7 @@ class Bench:
         return result
 
     def _foreign_seconds(self) -> float:
-        """Return the seconds of this run's cores that other processes than the peers have used."""
+        """Return the CPU seconds that foreign processes (not peers) used on this run's cores."""
         wanted = {f"cpu{cpu}" for cpu in self.cpus}
         busy = 0
         for line in Path("/proc/stat").read_text().splitlines():

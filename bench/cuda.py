@@ -33,7 +33,7 @@ Size = TypeVar("Size")
 ROUNDS = 9
 REPEATS = 2
 GRAPH_S = 1e-3  # work in a graph, large enough to make its launch negligible
-MAX_CALLS = 512  # per graph
+MAX_CALLS = 512  # maximum number of calls in a graph
 READ_BYTES = 1 << 30
 
 

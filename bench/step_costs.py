@@ -74,7 +74,7 @@ class StepCosts:
         """Return the seconds of a step by rows alone, as the engine measures them at start-up."""
         least = {}
         for (_, count), taken in sorted(self.points.items(), reverse=True):
-            least[count] = taken  # of equal row counts, use the one with fewest requests
+            least[count] = taken  # of equal row counts, the one with the fewest requests
         return float(_along(sorted(least.items()), np.array([rows]))[0])
 
     def curve(self, requests: int) -> list[float]:

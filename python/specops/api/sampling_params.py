@@ -192,7 +192,7 @@ class SamplingParams:
             for sequence in getattr(self, name):
                 _check_token_ids(name, sequence)
             check_sequences(name, getattr(self, name))
-        if len(self.bad_words) > MAX_SEQUENCES:  # before they are tokenized
+        if len(self.bad_words) > MAX_SEQUENCES:  # checked first, since tokenizing takes long
             raise ValueError(
                 f"bad_words must hold at most {MAX_SEQUENCES} strings, got {len(self.bad_words)}"
             )

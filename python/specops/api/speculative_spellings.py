@@ -79,7 +79,7 @@ def translate(
     """
     known = (*shared, "options", *all_option_names())
     for key in values:
-        if key not in (*known, *OTHER_FIELDS):  # before any value is checked
+        if key not in (*known, *OTHER_FIELDS):  # check all names before any value
             refuse_unknown(key, known)
     found = {key: value for key, value in values.items() if key in shared}
     if values.get("mtp_strategy") is not None:

@@ -13,7 +13,7 @@ from specops.engine import Completion, Engine, RequestOutput, SamplingParams
 
 _PLAIN = {"method": "naive"}
 _MAX_PAIRS = 7  # upper bound on the timed pairs of runs
-_TIMING_SECONDS = 3.0  # for all timed pairs together
+_TIMING_SECONDS = 3.0  # time limit of all timed pairs together
 
 
 @dataclass(frozen=True)

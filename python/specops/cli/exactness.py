@@ -49,7 +49,7 @@ class Comparison:
     num_drafts: int = 0
     num_accepted: int = 0
     num_different: int = 0  # number of prompts
-    num_failures: int = 0  # of drafters
+    num_failures: int = 0  # number of failures of drafters
     lost_drafts: str | None = None  # a sentence, if a drafter failed or drafted nothing
     differences: list[str] = field(default_factory=list)  # one text per differing prompt
 
@@ -458,7 +458,7 @@ def _bits(completion: Completion) -> list[tuple[Any, ...]]:
 
 
 def forget_responses(engine: Engine) -> None:
-    """Clear the suffix trees, so that a repeated text is not drafted from its previous run."""
+    """Clear the texts that drafters store, so that repeated decoding does not use them."""
     for drafter in engine.drafters.values():
         drafter.forget()
 

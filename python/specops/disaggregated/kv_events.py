@@ -38,7 +38,7 @@ from specops.service.wire import KvEventSettings
 
 logger = logging.getLogger(__name__)
 
-_MAX_EVENTS = 32  # per message
+_MAX_EVENTS = 32  # maximum number of events per message
 _MAX_RETAINED = 10_000  # messages that are retained for replays
 _MAX_RETAINED_BYTES = 64 << 20
 _UNSENT = 2048  # messages queued for a slow subscriber; further messages to it are dropped
@@ -48,9 +48,9 @@ _MAX_REQUESTS = 100  # replay requests that are read before the next message is 
 _STALLED_SECONDS = 10.0  # a replay that sends no message for this long ends
 _MAX_FRAME_BYTES = 1024  # per part of a client's message; a longer part ends the connection
 _HANDSHAKE_SECONDS = 5  # time limit for a connection to become a client
-_MAX_CLIENTS = 64  # per endpoint
+_MAX_CLIENTS = 64  # maximum number of clients per endpoint
 _POLL_SECONDS = 0.1
-_REPLAY_SECONDS = 0.002  # between two parts of a replay
+_REPLAY_SECONDS = 0.002  # pause between two parts of a replay
 _HANDSHAKE_FAILED = {
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
@@ -342,7 +342,7 @@ class _Clients:
         self._monitor = monitor
         self._host_of: dict[int, str] = {}  # host of every connection, by file descriptor
         self._admitted: Counter[str] = Counter()  # by host
-        self._is_handshake_over = True  # before the next disconnection
+        self._is_handshake_over = True  # whether the next disconnection follows one
 
     def count(self) -> None:
         """Process the connections that have begun or ended."""

@@ -214,7 +214,7 @@ class SplitwiseClient(EngineClient):
         self._runs: dict[int, _Run] = {}
         self._outbox: deque[_Transaction] = deque()
         self._has_commands = asyncio.Event()
-        self._roles: set[str] = set()  # of live nodes
+        self._roles: set[str] = set()  # roles of live nodes
         self._identity: tuple[str, bytes] | None = None  # Redis' run id and the epoch
         self._has_lost_stream = False  # whether the stream of messages to this node was lost
         self._last = b"0"  # id of the last message that was read

@@ -46,7 +46,7 @@ _MAX_REQUEST_BYTES = 1 << 12
 _BLOCK_BYTES = 1 << 20  # bytes of pages per checksum
 SECONDS = 10.0  # time limit of connecting and of a message; `seconds_for` is that of pages
 _BYTES_PER_SECOND = 10e6  # minimum network speed that the time limit of pages allows for
-_MAX_CONNECTIONS = 256  # to the port; each takes a thread and a file descriptor
+_MAX_CONNECTIONS = 256  # maximum number; each takes a thread and a file descriptor
 _PAUSE_SECONDS = 0.1  # pause before accepting again if no file descriptor is left
 
 
@@ -403,7 +403,7 @@ class _Connections:
             oldest = max(by_host.values(), key=len)[0]
             del self._open[oldest.socket]
             with contextlib.suppress(OSError):
-                oldest.socket.shutdown(socket.SHUT_RDWR)  # its thread closes it
+                oldest.socket.shutdown(socket.SHUT_RDWR)  # the connection's thread closes it
 
     def mark_reader(self, connection: socket.socket) -> None:
         """Mark a connection that has named an existing lease."""

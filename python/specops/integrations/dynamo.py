@@ -243,7 +243,7 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
             params = params_of(request)
             transfer = None
             if self._role == "prefill":
-                params = params.for_prompt()  # one token completes the pages
+                params = params.for_prompt()  # prefill ends with the first token
                 transfer = KvTransfer(do_remote_decode=True)
             elif self._role == "decode":
                 result = request.get("prefill_result") or {}

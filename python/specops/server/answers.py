@@ -255,7 +255,7 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._readers: dict[int, CallReader] = {}  # by choice, if tools may be called
+        self._readers: dict[int, CallReader] = {}  # by choice index, if tools may be called
 
     def first(self, index: int) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
@@ -342,7 +342,7 @@ class TextAnswer(Answer[CompletionRequest]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._logprobs: dict[int, LegacyLogprobs] = {}  # by choice; carries offsets
+        self._logprobs: dict[int, LegacyLogprobs] = {}  # by choice index; tracks offsets
 
     def first(self, index: int) -> list[dict[str, Any]]:
         echo = self._echo(index)

@@ -24,7 +24,7 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        if len(message) > _MAX_MESSAGE:  # it may quote the client's input
+        if len(message) > _MAX_MESSAGE:  # the message may quote the client's input
             message = message[:_MAX_MESSAGE] + "..."
         self.status = status
         self.message = message

@@ -115,7 +115,7 @@ class CallReader:
         self._opening = ""  # text before a possible call in `_held`; content if it is no call
         self._is_open = False
         self._is_content = False  # for a form without an opening: the text began without a call
-        self._scanner: ObjectScanner | None = None  # for the object that `_held` begins with
+        self._scanner: ObjectScanner | None = None  # scanner of the object that `_held` begins with
         self._end: int | None = None  # end of that object in `_held`
 
     def feed(self, text: str) -> tuple[str, list[dict[str, Any]]]:

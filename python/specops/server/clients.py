@@ -72,7 +72,7 @@ def network_of(host: str) -> str:
     """Return an IPv4 address, or the /64 network of an IPv6 address: a client may own all of it."""
     try:
         address = ipaddress.ip_address(host)
-    except ValueError:  # for example a Unix socket of this machine
+    except ValueError:  # not an IP address, for example a Unix socket
         return "here"
     if address.version == 6:
         return str(ipaddress.ip_network((address, 64), strict=False))

@@ -153,7 +153,7 @@ class Generation:
         """
         try:
             self._dispatch.require_capacity(http.state.client)
-        except QueueFull as error:  # before any work is done for it
+        except QueueFull as error:  # refuse it before doing any work for it
             raise _busy(error) from None
         body = with_defaults(await self.read(http, body_type), self._sampling_defaults)
         try:
@@ -170,7 +170,7 @@ class Generation:
         params = await self._with_prediction(await self._sampling_params(http, request))
         prompts = await self._tokenize(request)
         check_prompt_logprobs(prompts, params)
-        if http.state.is_gone():  # before the engine does work for it
+        if http.state.is_gone():  # stop before the engine works for it
             raise ClientDisconnect
         speculative = request.speculative_config
         kv_transfer = kv_transfer_of(request, len(prompts), self._capabilities.role)

@@ -51,7 +51,7 @@ class ChoiceOutput:
     """Output of one choice: of one step if the job streams, else of all steps."""
 
     output: Output
-    seconds: float  # from its job's arrival to the end of the step
+    seconds: float  # time from the job's arrival to the end of the step
     span: Span | None = None  # set when the choice is finished
 
 

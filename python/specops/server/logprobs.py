@@ -122,7 +122,7 @@ class LegacyLogprobs:
             if not self._tokenizer.is_special(token_id):
                 self._offset += len(self._utf8.decode(data))
             elif is_added and len(offsets) == 1:
-                pass  # not in the text, even if the client wrote the same token after it
+                pass  # the tokenizer added it, so the text does not contain it
             elif text and text.startswith(name := token_text(data), self._offset):
                 self._offset += len(name)
             values.append(None if token is None else _finite(token.logprob))

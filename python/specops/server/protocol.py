@@ -44,7 +44,7 @@ MAX_LISTS = {
     "allowed_token_ids": 1 << 18,  # no vocabulary is larger
     "logit_bias": MAX_BIASES,
 }
-MAX_PARTS = 1000  # of one message
+MAX_PARTS = 1000  # maximum number of parts of a message
 
 # JSON's escape of half a surrogate pair; a complete pair is written as two of these.
 _HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")

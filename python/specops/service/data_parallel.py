@@ -35,7 +35,7 @@ from specops.api.messages import (
 from specops.api.outputs import EngineStats
 from specops.service.client import EngineClient
 
-_SEED_BITS = 53  # as in loop.py, where an engine draws seeds
+_SEED_BITS = 53  # as in loop.py, where engines draw seeds
 _MAX_PREFIXES = 1 << 18  # maximum number of pages in the record of prefixes
 _BEST_FIRST: tuple[Health, ...] = (
     "ok",
@@ -89,7 +89,7 @@ class Prefixes:
 
     def note(self, pages: Sequence[bytes], engine: int) -> None:
         """Record that an engine computes these pages."""
-        for name in reversed(pages):  # so that the end of a prompt is forgotten first
+        for name in reversed(pages):  # so that the end of a prompt is evicted first
             self._engines.setdefault(name, set()).add(engine)
             self._engines.move_to_end(name)
         while len(self._engines) > self._max_pages:
@@ -117,7 +117,7 @@ class DataParallelClient(EngineClient):
         # Each engine times its own steps; their sum would be no meaningful time of drafting.
         total = sum(client.capabilities.num_pages for client in clients)
         capabilities = structs.replace(first, num_pages=total, times_drafting=False)
-        self._lost_stats = EngineStats()  # of dead engines, so that counters never decrease
+        self._lost_stats = EngineStats()  # counters of dead engines, so that sums never decrease
         super().__init__(capabilities, self._all_status())
         self._random = random.Random(seed) if seed is not None else random.SystemRandom()
         self._jobs: dict[int, _Running] = {}

@@ -42,7 +42,7 @@ class FileLock:
                 f"{option}: {file} is in use by another server"
                 f"{f' (process {owner})' if owner else ''}; name another file"
             ) from None
-        except OSError as error:  # such as a file system without locks
+        except OSError as error:  # for example, the file system has no locks
             logger.warning(
                 "%s: cannot lock %s (%s); make sure that no other server uses the file",
                 option,

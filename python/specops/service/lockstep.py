@@ -185,7 +185,7 @@ class Followers:
     def _watch(self) -> None:
         """Wait until a rank ends, and report it unless all ranks are to end."""
         poll = select.poll()
-        rank_of = {}  # by file descriptor
+        rank_of = {}  # rank by file descriptor
         for rank, process in enumerate(self._processes, 1):
             file = process.connection.fileno()
             poll.register(file, select.POLLIN | select.POLLHUP)

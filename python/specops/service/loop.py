@@ -141,13 +141,13 @@ class EngineLoop:
         self._seen: set[str] = set()
         # Error message of each client whose share of the queue is full.
         self._full: dict[str, str] = {}
-        self._sent_full: dict[str, str] = {}  # as last sent in a batch
+        self._sent_full: dict[str, str] = {}  # `_full` as last sent in a batch
         self._events: list[Event] = []
         self._dropped: Counter[str] = Counter()
         self._has_changes = False  # whether to send a batch even without events
         self._num_requests = 0
         self._num_failures = 0  # failed steps since the last successful one
-        self._num_inbox_failures = 0  # since commands were last taken
+        self._num_inbox_failures = 0  # failures since commands were last taken
         self._saved_at = time.monotonic()  # time of the last save of drafters' state
 
     def run(self) -> None:

@@ -160,8 +160,8 @@ class ProcessClient(EngineClient):
         self._loop_has_ended = asyncio.Event()
         self._is_gone = asyncio.Event()
         self._restarting: asyncio.Task[None] | None = None
-        self._num_deaths = 0  # in a row
-        self._begun_at: float | None = None  # of the current engine; None until it begins
+        self._num_deaths = 0  # number of deaths in a row
+        self._begun_at: float | None = None  # when the current engine began; None until it begins
 
     @property
     def is_behind(self) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Conversion of grammars in GBNF (llama.cpp's notation) to llguidance's dialect of Lark.
+r"""Conversion of grammars in the notation GBNF to llguidance's dialect of Lark.
 
 llguidance's converter does the work, with three corrections. (1) It turns rules without references
 into terminals. A lexer takes the longest match of a terminal, so `ws "\n"` could never match if
