@@ -126,10 +126,10 @@ def main() -> int:
         parser.error("--isa needs --results: the machine's file is of its default set")
     if arguments.device != "cpu":
         return main_cuda(parser, arguments)
-    asked = [name for name in arguments.only.split(",") if name] or [
+    names = [name for name in arguments.only.split(",") if name] or [
         family for family in FAMILIES if family not in ON_REQUEST
     ]
-    chosen = [family for name in asked for family in GROUPS.get(name, (name,))]
+    chosen = [family for name in names for family in GROUPS.get(name, (name,))]
     if unknown := set(chosen) - set(FAMILIES):
         parser.error(f"unknown family {', '.join(sorted(unknown))}; one of {', '.join(FAMILIES)}")
 

@@ -63,11 +63,11 @@ def _installed(bench: CudaBench, family: str, labels: tuple[str, ...]) -> tuple[
 def _paths(
     bench: CudaBench, id: str, case: flashinfer.Case, ours: list[Call], labels: tuple[str, ...]
 ) -> dict[str, list[Call]]:
-    wanted = _result(bench, ours[0])
+    expected = _result(bench, ours[0])
     found = {}
     for label in labels:
         try:
-            found[label] = flashinfer.attention(label, case, wanted)
+            found[label] = flashinfer.attention(label, case, expected)
         except Refused as refused:
             bench.note(f"{id}.{label}", str(refused))
     return found
@@ -183,11 +183,11 @@ def _cascades(
     flat: list[Call],
     labels: tuple[str, ...],
 ) -> dict[str, list[Call]]:
-    wanted = _result(bench, flat[0])
+    expected = _result(bench, flat[0])
     found = {}
     for label in labels:
         try:
-            found[label] = flashinfer_cascade.cascade(label, levels, case, wanted)
+            found[label] = flashinfer_cascade.cascade(label, levels, case, expected)
         except Refused as refused:
             bench.note(f"{id}.{label}", str(refused))
     return found

@@ -74,10 +74,10 @@ def _inputs(rows: int) -> list[Tensor]:
 
 def _ours(inputs: list[Tensor], rows: int) -> Callable[[], object]:
     states = torch.zeros(1, 1 + DRAFTS, VALUE_HEADS, KEY_DIM, VALUE_DIM)
-    given = [torch.tensor(one, dtype=torch.int32) for one in ([0], [0, rows], [rows + 1])]
+    indices = [torch.tensor(one, dtype=torch.int32) for one in ([0], [0, rows], [rows + 1])]
     gates = torch.zeros(VALUE_HEADS), torch.zeros(VALUE_HEADS)
     out = torch.empty_like(inputs[2])
-    return lambda: gated_delta_rule(*inputs, *gates, states, *given, out=out)
+    return lambda: gated_delta_rule(*inputs, *gates, states, *indices, out=out)
 
 
 def _torch(inputs: list[Tensor], rows: int) -> Callable[[], object]:

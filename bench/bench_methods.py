@@ -91,8 +91,8 @@ def _compare(
 ) -> None:
     slots = max(size.batch for size in sizes)
     engines = {case: _engine(bench, config, slots, model) for case, config in cases.items()}
-    some = next(iter(engines.values()))
-    prompts = {kind: prompt_token_ids(some, kind) for kind in ("completions", "edits")}
+    any_engine = next(iter(engines.values()))
+    prompts = {kind: prompt_token_ids(any_engine, kind) for kind in ("completions", "edits")}
     for engine in engines.values():
         _warm_up(engine, prompts, sizes)
     for kind, texts in prompts.items():

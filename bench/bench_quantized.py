@@ -248,16 +248,16 @@ def run_qwen06_quantized(bench: Bench) -> None:
                 cases[which] = partial(_peer_step, peer)
             timing = bench.rounds(cases, rounds=7)
             for which in list(cases)[1:]:
-                told = NAMES.get(which, "own bfloat16")
+                peer_name = NAMES.get(which, "own bfloat16")
                 short = "bfloat16" if which == "none" else which.removesuffix("_peer")
                 bench.add(
                     Figure(
                         f"qwen06_quantized.{name}.rows{rows}.vs_{short}",
                         f"Qwen3-0.6B shape in {name}, batch 1, kv {KV_LEN}, {rows} rows: a step, "
-                        f"times faster than {told}",
+                        f"times faster than {peer_name}",
                         timing.median(name) * 1e3,
                         "ms",
-                        told,
+                        peer_name,
                         timing.median(which) * 1e3,
                         timing.ratio(which, name),
                         STEP_GOALS.get((name, rows, which)),

@@ -130,9 +130,9 @@ def _code(tokenizer: Tokenizer, prompt_tokens: int, new_tokens: int) -> Iterator
 
 def chosen_of(kind: str, count: int) -> list[Text]:
     """Return `count` evenly spaced texts of a kind, or the first ones of "mixed"."""
-    some = texts(PROMPT_TOKENS, NEW_TOKENS)[kind]
-    stride = 1 if kind == "mixed" else len(some) // count
-    return some[::stride][:count]
+    candidates = texts(PROMPT_TOKENS, NEW_TOKENS)[kind]
+    stride = 1 if kind == "mixed" else len(candidates) // count
+    return candidates[::stride][:count]
 
 
 @contextmanager
@@ -206,10 +206,10 @@ class Replayer:
             return launch(plan, **options)
 
         def making(*arguments: Any) -> Any:
-            made = new_steps(*arguments)
-            for step in made:
+            steps = new_steps(*arguments)
+            for step in steps:
                 step.launch = self._timed(step.launch)  # type: ignore[method-assign]
-            return made
+            return steps
 
         runner.launch = launching  # type: ignore[method-assign]
         drafters.new_steps = making  # type: ignore[method-assign]
@@ -225,12 +225,12 @@ class Replayer:
 
         return call
 
-    def cache(self, some: Sequence[Text]) -> None:
+    def cache(self, chosen: Sequence[Text]) -> None:
         """Compute prompts, so that later requests find their pages in the prefix cache."""
         params = SamplingParams(max_tokens=1, temperature=0.0)
-        self.engine.generate([text.prompt for text in some], params, speculative_config=NAIVE)
+        self.engine.generate([text.prompt for text in chosen], params, speculative_config=NAIVE)
 
-    def run(self, some: Sequence[Text], speculative_config: Mapping[str, object]) -> Run:
+    def run(self, chosen: Sequence[Text], speculative_config: Mapping[str, object]) -> Run:
         """Emit texts until no request waits, so that the batch is always full."""
         engine = self.engine
         cache = engine.drafters["suffix"].cache  # type: ignore[attr-defined]
@@ -241,9 +241,9 @@ class Replayer:
         self._run = run = Run()
         begun = time.perf_counter()
         replies: dict[str, list[int]] = {}
-        with forced([[*text.prompt, *text.reply] for text in some]):
+        with forced([[*text.prompt, *text.reply] for text in chosen]):
             names = {}
-            for seed, text in enumerate(some):
+            for seed, text in enumerate(chosen):
                 params = SamplingParams(
                     max_tokens=len(text.reply), temperature=0.0, seed=seed, ignore_eos=True
                 )
@@ -292,14 +292,14 @@ def run_replay(bench: Bench) -> None:
         replayers = {
             costs.name: Replayer(checkpoint, batch, costs, num_threads=1) for costs in all_costs
         }
-        some = next(iter(replayers.values()))
+        any_replayer = next(iter(replayers.values()))
         for kind in KINDS:
             chosen = chosen_of(kind, count)
             for replayer in replayers.values():
                 replayer.cache(chosen)
-            plain = some.run(chosen, NAIVE)
+            plain = any_replayer.run(chosen, NAIVE)
             for method in METHODS:
-                lengths = {n: some.run(chosen, fixed(method, n)) for n in LENGTHS}
+                lengths = {n: any_replayer.run(chosen, fixed(method, n)) for n in LENGTHS}
                 for costs in all_costs:
                     ours = replayers[costs.name].run(chosen, selected(method))
                     done = [plain, *lengths.values(), ours]
@@ -363,8 +363,8 @@ def _llama_cpp(bench: Bench) -> None:
     peer = bench.peer("llama_cpp_peer")
     if peer is None:
         return
-    for kind, some in texts(PROMPT_TOKENS, NEW_TOKENS).items():
-        prompts, replies = [text.prompt for text in some], [text.reply for text in some]
+    for kind, chosen in texts(PROMPT_TOKENS, NEW_TOKENS).items():
+        prompts, replies = [text.prompt for text in chosen], [text.reply for text in chosen]
         for lookup in LENGTHS:
             steps = peer.ask("replay", prompts=prompts, replies=replies, lookup=lookup)["steps"]
             tokens = sum(1 + accepted for accepted, _ in steps)
@@ -390,14 +390,14 @@ def run_replay_whole(bench: Bench) -> None:
     for kind in KINDS:
         # Use prompts of whole pages plus one token, so that cached prompts need no prefill rows.
         page = replayer.engine.config.page_size
-        some = [
+        chosen = [
             Text(text.prompt[(len(text.prompt) - 1) % page :], text.reply)
             for text in chosen_of(kind, count)
         ]
-        replayer.cache(some)
+        replayer.cache(chosen)
         cases = {"plain": NAIVE, **{f"{m}.selected": selected(m) for m in ("ngram", "suffix")}}
         cases |= {f"{m}.{n}": fixed(m, n) for m in ("ngram", "suffix") for n in LENGTHS[1::2]}
-        runs = {case: replayer.run(some, config) for case, config in cases.items()}
+        runs = {case: replayer.run(chosen, config) for case, config in cases.items()}
         plain = runs["plain"]
         for case, run in runs.items():
             gain = run.tokens / run.seconds * plain.seconds / plain.tokens

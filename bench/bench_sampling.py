@@ -173,13 +173,13 @@ def _sample(logits: list[Tensor], *, temperature: float, top_p: float) -> Callab
     rotated = cycle(logits)
     positions = torch.arange(ROWS, dtype=torch.int32)
     out = torch.empty(ROWS, dtype=torch.int32)
-    given = SamplingTensors(
+    parameters = SamplingTensors(
         temperature=torch.full((ROWS,), temperature),
         top_p=torch.full((ROWS,), top_p),
         seeds=torch.arange(ROWS),
     )
     outputs = SampleOutputs(out)
-    return lambda: sample(next(rotated), positions, sampling=given, outputs=outputs)
+    return lambda: sample(next(rotated), positions, sampling=parameters, outputs=outputs)
 
 
 EVERY_FILTER = {"temperature": 0.8, "top_k": TOP_K, "top_p": TOP_P, "min_p": 0.02}
@@ -285,8 +285,8 @@ def _torch_sort(logits: list[Tensor], top_k: int) -> Callable[[], Tensor]:
             ordered[:, top_k:] = -torch.inf
         probs = ordered.softmax(-1)
         cut = probs.cumsum(-1) - probs > TOP_P
-        kept = torch.zeros_like(probs).scatter_(-1, ids, probs.masked_fill(cut, 0.0))
-        return torch.multinomial(kept, 1)
+        filtered = torch.zeros_like(probs).scatter_(-1, ids, probs.masked_fill(cut, 0.0))
+        return torch.multinomial(filtered, 1)
 
     return call
 

@@ -203,7 +203,7 @@ def _accepted(call: Call) -> float:
 def _sample_calls(bench: CudaBench, logits: list[Tensor], top_k: int, top_p: float) -> list[Call]:
     rows = logits[0].shape[0]
     real = torch.ones(rows, device=bench.device)
-    given = SamplingTensors(
+    filters = SamplingTensors(
         temperature=real,
         top_k=bench.ints([top_k] * rows),
         top_p=real * top_p,
@@ -211,7 +211,7 @@ def _sample_calls(bench: CudaBench, logits: list[Tensor], top_k: int, top_p: flo
         seeds=bench.ints(torch.arange(rows), torch.int64),
     )
     parameters: dict[str, Any] = {
-        "sampling": given,
+        "sampling": filters,
         "outputs": SampleOutputs(bench.ints([0] * rows)),
         "workspace": sampling_workspace(logits[0]),
     }

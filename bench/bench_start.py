@@ -62,17 +62,17 @@ def run_start(bench: Bench) -> None:
             "quantization": quantization,
             "quantize_head": quantization,
         }
-        told = "bfloat16" if quantization == "none" else quantization
+        label = "bfloat16" if quantization == "none" else quantization
         for which in STARTS:
             where = "none" if which == "without" else str(cache)
             ours = partial(_start, {**settings, "weight_cache": where})
             if which != "next":
-                _add(bench, told, which, [ours()])
+                _add(bench, label, which, [ours()])
                 continue
             cases = {which: ours, **_llama_cpp(bench, checkpoint, kind)}
             found = [{name: start() for name, start in cases.items()} for _ in range(ROUNDS)]
             for name in cases:
-                _add(bench, told, name, [one[name] for one in found])
+                _add(bench, label, name, [one[name] for one in found])
     shutil.rmtree(cache)
 
 
@@ -116,7 +116,7 @@ def _llama_cpp(
     return {"llama_cpp_mapped": partial(start, True), "llama_cpp_read": partial(start, False)}
 
 
-def _add(bench: Bench, told: str, which: str, starts: list[Start]) -> None:
+def _add(bench: Bench, label: str, which: str, starts: list[Start]) -> None:
     for name, what, unit in (
         ("seconds", "to the first token", "s"),
         ("own", "memory of its own", "GB"),
@@ -124,8 +124,8 @@ def _add(bench: Bench, told: str, which: str, starts: list[Start]) -> None:
     ):
         bench.add(
             Figure(
-                f"start.{told}.{which}.{name}",
-                f"3B in {told}, {WORDS[which]}: {what}",
+                f"start.{label}.{which}.{name}",
+                f"3B in {label}, {WORDS[which]}: {what}",
                 median(getattr(one, name) for one in starts),
                 unit,
                 bar="value <= 3" if (which, name) == ("next", "seconds") else None,

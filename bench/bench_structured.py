@@ -114,13 +114,13 @@ def _add_masks(
 
     def filling(schema: str, requests: int, width: int) -> Callable[[], object]:
         grammar = compiler.compile(StructuredOutput(json_schema=SCHEMAS[schema]))
-        wanted = []
+        rows = []
         for index in range(requests):
             state = GrammarState(grammar, [0])
             assert all(map(state.take, tokenizer.encode_as_text(BEGUN)))
-            wanted.append(MaskRows(state, index * (1 + width), drafts[:width]))
+            rows.append(MaskRows(state, index * (1 + width), drafts[:width]))
         out = np.empty((requests * (1 + width), -(-size // 32)), dtype=np.int32)
-        return lambda: filler.fill(wanted, out)
+        return lambda: filler.fill(rows, out)
 
     for schema in ("tool", "any"):
         cases = {"one": filling(schema, 1, 0), "step": filling(schema, BATCH, DRAFTS)}
@@ -156,9 +156,9 @@ def _add_masks_of_texts(
         for schema, text in texts:
             state = GrammarState(compiler.compile(StructuredOutput(json_schema=schema)), [0])
             for token in tokenizer.encode_as_text(text):
-                wanted = [MaskRows(state, 0, [])]
+                rows = [MaskRows(state, 0, [])]
                 begin = time.perf_counter_ns()
-                filler.fill(wanted, out)
+                filler.fill(rows, out)
                 times.append(time.perf_counter_ns() - begin)
                 assert state.take(token), "the text left its grammar"
         passes.append(times)
@@ -193,13 +193,13 @@ def _add_step(bench: Bench) -> None:
     engine = _engine(bench, "naive", 0)
     prompts = [[4 + index, 5, 6, 7] for index in range(BATCH)]
 
-    def decode(wanted: StructuredOutput | None) -> Callable[[], object]:
+    def decode(constraint: StructuredOutput | None) -> Callable[[], object]:
         params = SamplingParams(
             max_tokens=NEW_TOKENS,
             temperature=0.8,
             seed=1,
             ignore_eos=True,
-            structured_output=wanted,
+            structured_output=constraint,
         )
         return lambda: engine.generate(prompts, params)
 
@@ -227,13 +227,13 @@ def _requests() -> tuple[list[dict[str, Any]], list[str], list[SamplingParams]]:
         schema = list(SCHEMAS.values())[index % 3]
         schemas.append(schema)
         prompts.append(f"# {json.dumps(schema)}\nvalue = ")
-        wanted = StructuredOutput(
+        constraint = StructuredOutput(
             json_schema=schema, disable_any_whitespace=(None, True)[index % 2]
         )
         params.append(
             SamplingParams(
                 max_tokens=NEW_TOKENS, temperature=0.8 * (index % 4 > 1), seed=index,
-                structured_output=wanted,
+                structured_output=constraint,
             )
         )  # fmt: skip
     return schemas, prompts, params

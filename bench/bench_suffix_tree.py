@@ -201,18 +201,18 @@ class _Tree:
         needed = self.sizes.prompt // SHORTEST + 1
         for turn in range(5):
             begin = (self.limit + 40 * turn) % (len(self.ends) - needed)
-            asked = self._ask("prompt", begin=begin, size=self.sizes.prompt)
-            for name, answer in asked.items():
+            replies = self._ask("prompt", begin=begin, size=self.sizes.prompt)
+            for name, answer in replies.items():
                 answers[name].append(answer)
         what = f"a prompt of {self.sizes.prompt:,} tokens"
-        for id, field, told, bar in (
+        for id, field, description, bar in (
             ("wait", "wait_ns", "until its caller goes on, wall", "ratio >= 100"),
             ("wait_cpu", "wait_cpu_ns", "CPU of its caller", None),
             ("complete", "complete_ns", "until its drafts are complete, wall", "ratio >= 2"),
             ("complete_cpu", "complete_cpu_ns", "CPU of all threads", None),
         ):
             times = {name: median([a[field] for a in of]) / 1e6 for name, of in answers.items()}
-            self._add(f"prompt.{id}", f"{what}: {told}", times, "ms", bar=bar)
+            self._add(f"prompt.{id}", f"{what}: {description}", times, "ms", bar=bar)
 
     def _full(self) -> None:
         """Measure a full cache: longest pauses, memory after replacing every request, eviction."""
@@ -227,15 +227,15 @@ class _Tree:
             ):
                 times = {name: answer[clock][field] / 1e6 for name, answer in churned.items()}
                 bar = "value <= 0.3" if (clock, id) == ("cpu", "longest") else None
-                told = f"a full cache, {what}: {clock if clock == 'wall' else 'CPU'}"
-                self._add(f"full.{id}.{clock}", told, times, "ms", bar=bar)
+                description = f"a full cache, {what}: {clock if clock == 'wall' else 'CPU'}"
+                self._add(f"full.{id}.{clock}", description, times, "ms", bar=bar)
         first += self.sizes.churn
         steps = self._steps()
         self._ask("end_batch", evict=False)
         for id, percent, what in (("", 50, ""), (".longest", 100, ", the longest")):
             times = {name: float(np.percentile(of, percent)) / 1e3 for name, of in steps.items()}
-            told = f"a full cache, a step of {len(self.batched)} requests{what}: CPU"
-            self._add(f"full.step{id}", told, times, "us")
+            description = f"a full cache, a step of {len(self.batched)} requests{what}: CPU"
+            self._add(f"full.step{id}", description, times, "us")
         self._pieces("insert", first, first + self.limit)
         first += self.limit
         after = self._ask("resident")
@@ -343,8 +343,8 @@ def _load(bench: Bench, sizes: Sizes, folder: Path, stream: str) -> None:
             peer.close()
     values = {**inserted, "ours": median(loaded)}
     what = f"{last} saved requests of {int(tree.ends[last - 1]):,} tokens"
-    told = f"{what} loaded, against inserting them: CPU"
-    tree._add("load", told, values, "ms", bar="ratio >= 35")
+    description = f"{what} loaded, against inserting them: CPU"
+    tree._add("load", description, values, "ms", bar="ratio >= 35")
     tree._add("reinsert", f"{what} inserted: CPU", inserted, "ms")
     tree._figure("file", f"{what}: file", size / 2**20, "MiB", None, None, None, None)
 

@@ -171,11 +171,11 @@ class Bench:
 
     def _foreign_seconds(self) -> float:
         """Return the CPU seconds that foreign processes (not peers) used on this run's cores."""
-        wanted = {f"cpu{cpu}" for cpu in self.cpus}
+        names = {f"cpu{cpu}" for cpu in self.cpus}
         busy = 0
         for line in Path("/proc/stat").read_text().splitlines():
             name, *ticks = line.split()
-            if name in wanted:
+            if name in names:
                 user, nice, system, _, _, irq, softirq, steal = map(int, ticks[:8])
                 busy += user + nice + system + irq + softirq + steal
         seconds = busy / os.sysconf("SC_CLK_TCK")
@@ -434,8 +434,8 @@ def save(
     old = {row["id"]: row for row in saved["figures"] if not row["id"].startswith(f"{family}.")}
     saved["figures"] = sorted({**old, **fresh}.values(), key=lambda row: row["id"])
     if notes is not None:
-        kept = {id: n for id, n in saved.get("notes", {}).items() if _family(id) != family}
-        saved["notes"] = dict(sorted({**kept, **notes}.items()))
+        others = {id: n for id, n in saved.get("notes", {}).items() if _family(id) != family}
+        saved["notes"] = dict(sorted({**others, **notes}.items()))
     path.parent.mkdir(exist_ok=True)
     write_whole(path, json.dumps(saved, indent=1) + "\n")
 

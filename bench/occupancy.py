@@ -92,7 +92,7 @@ def add_occupancy(bench: CudaBench) -> None:
 
 def look(bench: CudaBench, driver: Driver, binary: bytes, arch: str) -> None:
     """Compare the kernels of a compiled module for one architecture."""
-    asked = fewer = 0
+    count = fewer = 0
     try:
         found = [kernel for fat in fat_binaries(binary) for kernel in driver.kernels(fat)]
         names = demangle([name for name, _ in found])
@@ -101,15 +101,15 @@ def look(bench: CudaBench, driver: Driver, binary: bytes, arch: str) -> None:
             if arch not in budget.launched_on:
                 continue
             threads = budget.threads or driver.attribute(function, MAX_THREADS)
-            told = driver.blocks(function, threads, budget.smem_bytes)
+            reported = driver.blocks(function, threads, budget.smem_bytes)
             registers = driver.attribute(function, REGISTERS)
             reckoned = blocks_per_sm(LIMITS[arch], registers, threads, budget.smem_bytes)
-            asked, fewer = asked + 1, fewer + (told < reckoned)
-            if told != reckoned:
+            count, fewer = count + 1, fewer + (reported < reckoned)
+            if reported != reckoned:
                 id = f"facts.occupancy.{name}"
-                bench.note(id, f"{told} blocks an SM, {reckoned} by the gates' arithmetic")
+                bench.note(id, f"{reported} blocks an SM, {reckoned} by the gates' arithmetic")
     except RuntimeError as error:  # the driver is too old for these functions
         bench.note("facts.occupancy", str(error))
         return
-    what = f"kernels of {asked} with fewer blocks on an SM than the gates reckon"
+    what = f"kernels of {count} with fewer blocks on an SM than the gates reckon"
     bench.add(Figure("facts.occupancy", what, fewer, "kernels"))

@@ -102,9 +102,9 @@ def _revised(generator: np.random.Generator, document: Tokens, words: Tokens) ->
     """Return a document in which runs of tokens are replaced, usually changing its length."""
     pieces, begin = [], 0
     while True:
-        kept = int(generator.geometric(1 / TOKENS_AN_EDIT))
-        pieces.append(document[begin : begin + kept])
-        begin += kept + int(generator.integers(1, LONGEST_EDIT + 1))
+        length = int(generator.geometric(1 / TOKENS_AN_EDIT))
+        pieces.append(document[begin : begin + length])
+        begin += length + int(generator.integers(1, LONGEST_EDIT + 1))
         if begin >= len(document):
             break
         size = int(generator.integers(1, LONGEST_EDIT + 1))

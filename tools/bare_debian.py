@@ -67,21 +67,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--wheel", type=Path, help="default: that of build/wheels")
     parser.add_argument("--suite", default="bookworm", help="of Debian (default: %(default)s)")
-    given = parser.parse_args(arguments)
-    wheels = [given.wheel] if given.wheel else sorted((ROOT / "build/wheels").glob("*.whl"))
+    args = parser.parse_args(arguments)
+    wheels = [args.wheel] if args.wheel else sorted((ROOT / "build/wheels").glob("*.whl"))
     lack = missing()
     if len(wheels) != 1:
         lack = f"build/wheels must hold one wheel, which `make wheel` makes, got {len(wheels)}"
     if lack:
         print(lack)
         return 2
-    make_system(given.suite)
+    make_system(args.suite)
     target = SYSTEM / "wheels"
     shutil.rmtree(target, ignore_errors=True)
     shutil.rmtree(SYSTEM / "specops", ignore_errors=True)
-    wanted = [f"{wheels[0]}[server]", "-c", str(ROOT / "constraints.txt")]
+    packages = [f"{wheels[0]}[server]", "-c", str(ROOT / "constraints.txt")]
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(target)]
-    subprocess.run([*pip, *wanted], check=True)
+    subprocess.run([*pip, *packages], check=True)
 
     making, _ = inside(["usr/bin/python3", "-m", "venv", "specops"])
     install = ["specops/bin/pip", "install", "--quiet", "--no-deps"]

@@ -53,8 +53,8 @@ def _find_tool(name: str, wheels: Path) -> Path | None:
 @cache
 def nvcc_version(nvcc: Path) -> tuple[int, int]:
     """Return nvcc's release, such as (13, 0)."""
-    told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-    match = re.search(r"release (\d+)\.(\d+)", told)
+    output = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    match = re.search(r"release (\d+)\.(\d+)", output)
     assert match, f"{nvcc} --version names no release"
     return int(match[1]), int(match[2])
 
@@ -63,8 +63,8 @@ def nvcc_version(nvcc: Path) -> tuple[int, int]:
 def toolkit_root(nvcc: Path) -> Path:
     """Return the folder of nvcc's headers and libraries, even if `nvcc` is a link or a script."""
     command = [nvcc, "--dryrun", "-c", "none.cu"]
-    told = subprocess.run(command, capture_output=True, text=True, check=False).stderr
-    match = re.search(r"^#\$ TOP=(.+)$", told, re.MULTILINE)
+    output = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    match = re.search(r"^#\$ TOP=(.+)$", output, re.MULTILINE)
     return Path(match[1]).resolve() if match else nvcc.resolve().parent.parent
 
 
@@ -92,8 +92,8 @@ def gpu_property(name: str) -> list[str]:
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", f"--query-gpu={name}", "--format=csv,noheader"]
-    told = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    return [line.strip() for line in told.stdout.splitlines()] if told.returncode == 0 else []
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return [line.strip() for line in done.stdout.splitlines()] if done.returncode == 0 else []
 
 
 def gpu_names() -> list[str]:
@@ -110,10 +110,10 @@ def gpu_archs() -> list[str]:
 
 def wanted_archs() -> list[str]:
     """Return the architectures of SPECOPS_CUDA_ARCHS, else of the GPUs, else the default list."""
-    asked = os.environ.get("SPECOPS_CUDA_ARCHS", "").replace(";", " ").replace(",", " ").split()
-    if bad := [arch for arch in asked if not re.fullmatch(r"\d{2,3}[af]?", arch)]:
+    archs = os.environ.get("SPECOPS_CUDA_ARCHS", "").replace(";", " ").replace(",", " ").split()
+    if bad := [arch for arch in archs if not re.fullmatch(r"\d{2,3}[af]?", arch)]:
         raise SystemExit(f"SPECOPS_CUDA_ARCHS must be like `80 90a`, got {' '.join(bad)}")
-    return asked or gpu_archs() or list(DEFAULT_ARCHS)
+    return archs or gpu_archs() or list(DEFAULT_ARCHS)
 
 
 def cuda_choice() -> tuple[bool, str]:
@@ -121,14 +121,14 @@ def cuda_choice() -> tuple[bool, str]:
 
     `auto` requires nvcc and a torch with CUDA but no GPU: a build machine may have none.
     """
-    asked = os.environ.get("SPECOPS_CUDA", "") or "auto"
-    if asked not in ("auto", "ON", "OFF"):
-        raise SystemExit(f"SPECOPS_CUDA must be auto, ON or OFF, got {asked}")
-    if asked == "OFF":
+    choice = os.environ.get("SPECOPS_CUDA", "") or "auto"
+    if choice not in ("auto", "ON", "OFF"):
+        raise SystemExit(f"SPECOPS_CUDA must be auto, ON or OFF, got {choice}")
+    if choice == "OFF":
         return False, "SPECOPS_CUDA=OFF"
     nvcc = find_nvcc()
     problem = _problem_of(nvcc)
-    if asked == "ON":
+    if choice == "ON":
         if problem:
             raise SystemExit(f"SPECOPS_CUDA=ON, but {problem}")
         return True, "SPECOPS_CUDA=ON"
@@ -153,8 +153,8 @@ def cuda_choice() -> tuple[bool, str]:
 
 def cmake_options() -> list[str]:
     """Return the CUDA options for CMake and print the choice, so that it is never silent."""
-    wanted, why = cuda_choice()
-    if not wanted:
+    has_cuda, why = cuda_choice()
+    if not has_cuda:
         print(f"specops: without CUDA kernels: {why}", flush=True)
         return ["-DSPECOPS_CUDA=OFF"]
     archs, nvcc = wanted_archs(), find_nvcc()

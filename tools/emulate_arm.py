@@ -75,28 +75,28 @@ def missing() -> list[str]:
     packages = sorted(name for program, name in PROGRAMS.items() if not shutil.which(program))
     commands = []
     if shutil.which("dpkg"):
-        told = subprocess.run(["dpkg", "--print-foreign-architectures"], **_TEXT).stdout
-        if "arm64" not in told.split():
+        output = subprocess.run(["dpkg", "--print-foreign-architectures"], **_TEXT).stdout
+        if "arm64" not in output.split():
             commands.append("dpkg --add-architecture arm64 && apt-get update")
     if packages:
         commands.append("apt-get install " + " ".join(packages))
     return commands
 
 
-def needed(name: str, wanted: str) -> bool:
-    """Return whether a step must run, because its mark in build/arm is not `wanted`."""
+def needed(name: str, state: str) -> bool:
+    """Return whether a step must run, because its mark in build/arm is not `state`."""
     mark = WORK / f"{name}.done"
-    return not (mark.exists() and mark.read_text() == wanted)
+    return not (mark.exists() and mark.read_text() == state)
 
 
-def done(name: str, wanted: str) -> None:
-    (WORK / f"{name}.done").write_text(wanted)
+def done(name: str, state: str) -> None:
+    (WORK / f"{name}.done").write_text(state)
 
 
 def python_version() -> str:
     """Return the version of Debian's Python, such as 3.11."""
-    told = subprocess.run(["apt-cache", "show", "python3-minimal:arm64"], **_TEXT).stdout
-    match = re.search(r"python(3\.\d+)-minimal", told)
+    output = subprocess.run(["apt-cache", "show", "python3-minimal:arm64"], **_TEXT).stdout
+    match = re.search(r"python(3\.\d+)-minimal", output)
     if match is None:
         raise SystemExit("test-arm: apt-cache knows no python3-minimal:arm64; run apt-get update")
     return match[1]
@@ -107,9 +107,9 @@ def make_sysroot(version: str) -> None:
     if not needed("sysroot", version):
         return
     shutil.rmtree(SYSROOT, ignore_errors=True)
-    asked = [f"{name}:arm64" for name in (f"python{version}", *PACKAGES)]
+    packages = [f"{name}:arm64" for name in (f"python{version}", *PACKAGES)]
     no = ("recommends", "suggests", "conflicts", "breaks", "replaces", "enhances", "pre-depends")
-    command = ["apt-cache", "depends", "--recurse", *(f"--no-{kind}" for kind in no), *asked]
+    command = ["apt-cache", "depends", "--recurse", *(f"--no-{kind}" for kind in no), *packages]
     names = re.findall(r"^(\S+):arm64$", subprocess.run(command, **_TEXT).stdout, re.MULTILINE)
     names = sorted({name for name in names if not LEFT_OUT.match(name)})
     names.append(f"libpython{version}-dev")  # Python's headers; its dependencies would add libc's
@@ -128,8 +128,8 @@ def make_site(version: str) -> None:
     pins = (ROOT / "constraints.txt").read_text().splitlines()
     pins = [line for line in pins if not line.startswith("torch==")]
     wheels = [TORCH, *WHEELS.split()]
-    wanted = " ".join([version, *wheels, *pins])
-    if not needed("site", wanted):
+    state = " ".join([version, *wheels, *pins])
+    if not needed("site", state):
         return
     shutil.rmtree(SITE, ignore_errors=True)
     (WORK / "constraints.txt").write_text("\n".join(pins))
@@ -140,7 +140,7 @@ def make_site(version: str) -> None:
         command += ["--platform", f"manylinux_2_{glibc}_aarch64"]
     command += ["--platform", "manylinux2014_aarch64", "-c", str(WORK / "constraints.txt")]
     subprocess.run([*command, *wheels], check=True)
-    done("site", wanted)
+    done("site", state)
 
 
 def make_python(version: str, cpu: str, *paths: Path) -> None:
@@ -179,13 +179,13 @@ def build(version: str) -> None:
     """Build specops._C for ARM, with every instruction set."""
     import pybind11
 
-    given = [
+    options = [
         f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
         f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={ROOT / 'python' / 'specops'}",
         *options_of(version),
     ]
     folder = WORK / "cmake"
-    command = ["cmake", "-G", "Ninja", "-S", ROOT, "-B", folder, "--log-level=NOTICE", *given]
+    command = ["cmake", "-G", "Ninja", "-S", ROOT, "-B", folder, "--log-level=NOTICE", *options]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     subprocess.run(["cmake", "--build", folder], check=True)
 

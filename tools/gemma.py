@@ -122,8 +122,8 @@ def text_of(page: str) -> str:
     parser = _Text()
     parser.feed(page)
     lines = [" ".join(line.split()) for line in "".join(parser.parts).splitlines()]
-    kept = [line for i, line in enumerate(lines) if line or (i and lines[i - 1])]
-    return "\n".join(kept).strip()
+    shown = [line for i, line in enumerate(lines) if line or (i and lines[i - 1])]
+    return "\n".join(shown).strip()
 
 
 if __name__ == "__main__":

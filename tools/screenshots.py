@@ -107,7 +107,7 @@ def machine() -> str:
 
 def events_of(body: str) -> list[Any]:
     """Return the step events in a stream's body, without fields that the page does not read."""
-    kept = []
+    events = []
     for frame in body.split("\n\n"):
         data = frame.removeprefix("data: ")
         if not data or data == "[DONE]":
@@ -125,8 +125,8 @@ def events_of(body: str) -> list[Any]:
             }
             for one in event["choices"]
         ]
-        kept += [{"choices": choices}] * bool(choices)
-    return kept
+        events += [{"choices": choices}] * bool(choices)
+    return events
 
 
 def last_second(events: list[Any]) -> float:
@@ -148,15 +148,15 @@ def record(browser: Browser, url: str, path: Path) -> None:
         run(page, url, alone="false", alternatives="3", **RACE)
     races = []
     for pair in zip(responses[::2], responses[1::2], strict=True):
-        asked = [one.request.post_data_json for one in pair]
+        bodies = [one.request.post_data_json for one in pair]
         runs = [
             {"method": body["speculative_config"]["method"], "events": events_of(one.text())}
-            for body, one in zip(asked, pair, strict=True)
+            for body, one in zip(bodies, pair, strict=True)
         ]
         races.append(sorted(runs, key=lambda one: one["method"] != "naive"))
     page.close()
     quickest = min(races, key=lambda runs: max(last_second(one["events"]) for one in runs))
-    recording = {"prompt": asked[0]["prompt"], "machine": machine(), "runs": quickest}
+    recording = {"prompt": bodies[0]["prompt"], "machine": machine(), "runs": quickest}
     path.write_text(json.dumps(recording, separators=(",", ":"), ensure_ascii=False) + "\n")
     print(f"{path.name}: {path.stat().st_size} bytes")
 

@@ -76,17 +76,20 @@ class PromptLogprobs(Sequence["TokenLogprob | None"]):
     def unpacked(cls, packed: tuple[int, list[bytes]]) -> "PromptLogprobs":
         """Rebuild the object from `packed` data in which all tokens or none have a logprob."""
         num_alternatives, arrays = packed
-        made = cls(np.frombuffer(arrays[0], np.int32), num_alternatives)
+        result = cls(np.frombuffer(arrays[0], np.int32), num_alternatives)
         if len(arrays) > 1:
-            made.num_scored = count = len(made.token_ids) - 1
+            result.num_scored = count = len(result.token_ids) - 1
             shape = count, num_alternatives
-            made._scores = np.frombuffer(arrays[1], np.float32), np.frombuffer(arrays[2], np.int32)
+            result._scores = (
+                np.frombuffer(arrays[1], np.float32),
+                np.frombuffer(arrays[2], np.int32),
+            )
             ids, logprobs = arrays[3:]
-            made._tops = (
+            result._tops = (
                 np.frombuffer(ids, np.int32).reshape(shape),
                 np.frombuffer(logprobs, np.float32).reshape(shape),
             )
-        return made
+        return result
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -72,15 +72,15 @@ def _stages(value: object) -> tuple[str, ...]:
     return tuple(parts)
 
 
-def _complete_options(given: Any) -> dict[str, Options]:
-    """Return the options of every method; `given` has `Options` or mappings of some methods."""
-    if not isinstance(given, Mapping):
-        raise ValueError(f"options must be an object by method, got {given!r}")
-    for name in given:
+def _complete_options(values: Any) -> dict[str, Options]:
+    """Return the options of every method; `values` has `Options` or mappings of some methods."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"options must be an object by method, got {values!r}")
+    for name in values:
         checks.choice("options", name, tuple(METHODS))
     found = {}
     for one in methods():
-        own = given.get(one.name, {})
+        own = values.get(one.name, {})
         if isinstance(own, Mapping):
             check_option_names(one.name, own)
             own = one.options(**own)
@@ -109,8 +109,8 @@ def _check_request(values: object, server_method: str) -> dict[str, Any]:
         if key in _SHARED or key in all_option_names():
             _refuse_of_server(key, known)
         refuse_unknown(key, known)
-    given = {key: value for key, value in values.items() if value is not None}
-    found = translate(given, _OF_REQUESTS, server_method)
+    fields = {key: value for key, value in values.items() if value is not None}
+    found = translate(fields, _OF_REQUESTS, server_method)
     for name, own in found.get("options", {}).items():
         for key in own:
             if key not in method_of(name).of_requests:

@@ -117,12 +117,12 @@ def _method_with_strategy(method: Any, strategy: Any) -> str:
     return first + follower
 
 
-def _options_by_method(given: Any) -> dict[str, dict[str, Any]]:
+def _options_by_method(by_method: Any) -> dict[str, dict[str, Any]]:
     """Check the shape of an `options` object; return a copy of it."""
-    if given is not None and not isinstance(given, Mapping):
-        raise ValueError(f"options must be an object by method, got {given!r}")
+    if by_method is not None and not isinstance(by_method, Mapping):
+        raise ValueError(f"options must be an object by method, got {by_method!r}")
     options: dict[str, dict[str, Any]] = {}
-    for name, own in (given or {}).items():
+    for name, own in (by_method or {}).items():
         checks.choice("options", name, tuple(METHODS))
         if not isinstance(own, Mapping):
             raise ValueError(f"options.{name} must be an object, got {own!r}")

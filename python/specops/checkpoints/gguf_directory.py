@@ -52,13 +52,13 @@ def _make(path: Path, directory: Path) -> None:
     files = _files(read_gguf(path))
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".") as parent:
-        made = Path(parent, directory.name)
-        made.mkdir()
+        unfinished = Path(parent, directory.name)
+        unfinished.mkdir()
         for name, value in files.items():
-            (made / name).write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
-        (made / f"model{SUFFIX}").symlink_to(path)
+            (unfinished / name).write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
+        (unfinished / f"model{SUFFIX}").symlink_to(path)
         try:
-            made.rename(directory)
+            unfinished.rename(directory)
         except OSError:
             if not directory.is_dir():  # else another process has created it
                 raise

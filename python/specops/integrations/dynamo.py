@@ -388,11 +388,11 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until a stop signal, and return the exit code: 2 for invalid arguments."""
     try:
-        made = asyncio.run(SpecopsBackend.from_args(arguments))
+        backend_and_config = asyncio.run(SpecopsBackend.from_args(arguments))
     except ValueError as error:
         print(f"specops: {error}", file=sys.stderr)
         return 2
-    uvloop.run(Worker(*made).run())
+    uvloop.run(Worker(*backend_and_config).run())
     return 0
 
 

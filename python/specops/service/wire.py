@@ -137,9 +137,9 @@ def _values(source: Any, cls: type) -> dict[str, Any]:
 
 
 def _restored(message: Any, cls: type[T]) -> T:
-    made = object.__new__(cls)
-    made.__dict__.update(_values(message, cls))
-    return made
+    result = object.__new__(cls)
+    result.__dict__.update(_values(message, cls))
+    return result
 
 
 _Form = _message_class(StructuredOutput)
