@@ -218,7 +218,7 @@ def _run_table(bench: Bench) -> None:
     )
     model = engine._runner.parts.model
     bytes_read = model.bytes_read
-    seconds = engine._measure_steps(bytes_read, model.ranks)
+    seconds = engine._measure_steps(bytes_read)
     for rows in STEPS:
         more, expected = seconds[rows] / seconds[1], bytes_read(rows) / bytes_read(1)
         bench.add(
