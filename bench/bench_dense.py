@@ -224,7 +224,7 @@ def _torch(plain: list[list[Tensor]], inputs: list[Tensor]) -> Callable[[], None
     return call
 
 
-# On a GPU: the layer and the head of Llama 3.1 8B
+# Shapes on a GPU: the layer and the head of Llama 3.1 8B
 
 CUDA_LAYER = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 CUDA_HEAD = ((128256, 4096),)

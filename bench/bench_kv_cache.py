@@ -35,7 +35,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def run_kv_cache(bench: Bench) -> None:
-    """Measure attention, then the model, then its drafts."""
+    """Measure the errors of attention, then the model's perplexity, then accepted drafts."""
     tokenizer = Tokenizer.from_dir(BUNDLED_MODEL)
     texts = [
         tokenizer.encode(prompt["text"])[:TOKENS]

@@ -77,7 +77,7 @@ def run_methods(bench: Bench) -> None:
 
 
 def run_mixture(bench: Bench) -> None:
-    """Measure the same for a mixture of experts."""
+    """Measure tokens per second of every method for a mixture of experts."""
     _compare(bench, "mixture", "mixture of experts", mixture().path, CASES, MIXTURE_SIZES)
 
 

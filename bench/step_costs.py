@@ -102,7 +102,7 @@ class StepCosts:
 
 
 def _along(points: Sequence[tuple[float, float]], at: Floats) -> Floats:
-    """Interpolate the points, made monotone, and extrapolate with the last slope."""
+    """Make the points monotone, interpolate them, and extrapolate with the last slope."""
     places, seconds = np.array(points).T
     seconds = np.maximum.accumulate(seconds)
     slope = np.diff(seconds[-2:]).sum() / max(np.diff(places[-2:]).sum(), 1e-9)

@@ -58,7 +58,7 @@ class PromptLogprobs(Sequence["TokenLogprob | None"]):
         """Append the logprobs of the next tokens of the prompt."""
         logprobs, ranks, top_ids, top_logprobs = scores
         count, width = len(self.token_ids) - 1, self.num_alternatives
-        if self._scores is None or self._tops is None:  # allocated only once the prompt is computed
+        if self._scores is None or self._tops is None:  # allocated when the first scores arrive
             self._scores = np.empty(count, np.float32), np.empty(count, np.int32)
             self._tops = np.empty((count, width), np.int32), np.empty((count, width), np.float32)
         new = slice(self.num_scored, self.num_scored + len(logprobs))

@@ -207,7 +207,7 @@ class Leases:
             self._drop_old()
 
     def get(self, name: str) -> Pages | None:
-        """Return the pages of a lease, or None if it is over."""
+        """Return the pages of a lease, or None if the lease has ended."""
         with self._lock:
             self._drop_old()
             lease = self._leases.get(name)
@@ -354,7 +354,7 @@ class TcpTransport:
         return _exactly(connection, num_bytes, deadline)
 
     def close(self) -> None:
-        """Stop serving; all leases are over."""
+        """Stop serving, and end all leases."""
         self._server.shutdown()
         self._server.server_close()
 

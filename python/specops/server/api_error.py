@@ -48,7 +48,8 @@ class ApiError(Exception):
         """Return this error with fields renamed for an API that has other names for them."""
 
         def renamed(word: re.Match[str]) -> str:
-            # "messages" is a field name only at the beginning, max_tokens anywhere.
+            # Replace "messages" only at the beginning, where it is a field's name, but max_tokens
+            # anywhere.
             is_field = not word.start() or "_" in word[0]
             return names.get(word[0], word[0]) if is_field else word[0]
 

@@ -173,7 +173,7 @@ class ObjectScanner:
         self._in_string = False
 
     def end_in(self, text: str) -> int | None:
-        """Return the end of the object that the text begins with, or None if it goes on.
+        """Return the end of the object that the text begins with; None if the object is incomplete.
 
         Args:
             text: text that begins with "{" and extends the text of the previous call.

@@ -97,7 +97,7 @@ class CompletionDetails(Strict):
 
 
 class Usage(Strict):
-    """Numbers of tokens of an answer."""
+    """Token counts of an answer."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -293,7 +293,7 @@ class OutputDetails(Strict):
 
 
 class ResponsesUsage(Strict):
-    """Numbers of tokens of a response."""
+    """Token counts of a response."""
 
     input_tokens: int
     input_tokens_details: InputDetails
@@ -407,7 +407,7 @@ class MessageToolUse(Strict):
 
 
 class MessageUsage(Strict):
-    """Numbers of tokens of a message."""
+    """Token counts of a message."""
 
     input_tokens: int
     cache_read_input_tokens: int

@@ -14,7 +14,7 @@ from specops.server.strict import Strict
 _SCHEMA = re.compile(r"^(structured_output: (?:\w+ needs )?)json_schema")
 
 
-# llguidance's error for a schema in the grammar of calls: line, reason, and the lines around it.
+# Pattern of llguidance's error for a schema of a tool: line, reason, and nearby lines.
 _OF_A_TOOL = re.compile(
     r"at (?P<line>\d+)\(\d+\): failed to compile JSON schema: (?P<why>.*?)\s+\d+ \| .*"
     r'call(?P<tool>\d+): "\{\\"name\\": \\"(?P<name>[\w.-]+)\\".*'
