@@ -35,7 +35,7 @@ _SILU_ROWS = 64  # rows per chunk of silu_mul
 
 
 def run_machine(bench: Bench) -> None:
-    """Measure bandwidth, latency, rates, and `linear` beside the resulting limits."""
+    """Measure bandwidth, latency, rates, and `linear` against the resulting limits."""
     _bandwidth(bench)
     rates = _rates(bench)
     _latency(bench)
