@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks of specops beside its best peers; `python -m bench` runs them."""
+"""Benchmarks of specops and of its fastest peers; `python -m bench` runs them."""

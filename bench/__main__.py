@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m bench [--only FAMILY[,FAMILY]]`: measure, print the table, write the JSON file.
 
-The read line, the threads and the cores are fixed before torch is imported. Families run in an
-order in which the big ones, which need most memory, come last; a family that fails is reported and
-the rest still runs. `--device cuda` measures on a GPU, with separate families; `--device rehearsal`
-runs their code on the CPU with small sizes, and saves its figures, which mean nothing, only if
---results names a file.
+Threads and cores are set before torch is imported. Families that need the most memory run last. If
+a family fails, the others still run. `--device cuda` runs the GPU's families. `--device rehearsal`
+runs the GPU's families with small sizes on the CPU to test their code; the figures mean nothing and
+are saved only with --results.
 """
 
 import argparse
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from bench.common import Figure
     from bench.cuda import CudaBench
 
-# Each family and its module: bench/bench_<module>.py, or a full name.
+# Family -> its module: bench/bench_<module>.py, or a full name.
 FAMILIES = {
     "machine": "machine",
     "binding": "binding",
@@ -66,7 +65,7 @@ FAMILIES = {
     "qwen06_quantized": "quantized",
     "vllm": "tools.benches.bench_vllm",
 }
-# The most informative first (tools/gpu_check/steps.py runs them separately).
+# The most informative families first (tools/gpu_check/steps.py runs each separately).
 CUDA_FAMILIES = {
     "facts": "gpu_facts",
     "ablations": "ablations",
@@ -90,7 +89,7 @@ GROUPS = {
     "engine": ("server", "lossless", "ngram", "suffix", "bundled", "qwen06"),
     "mtp": ("methods", "acceptance"),
 }
-# These take minutes each and run only by name: `make bench ONLY=methods`.
+# These families take minutes each and run only if named: `make bench ONLY=methods`.
 ON_REQUEST = (
     "accuracy",
     "answers",
@@ -115,7 +114,7 @@ def module_of(name: str) -> ModuleType:
 
 
 def main() -> int:
-    """Run the chosen families; return how many failed (missed bars do not count)."""
+    """Run the chosen families; return how many failed. A missed bar is not a failure."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--only", default="", help=f"comma-separated: {', '.join(FAMILIES)}")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda", "rehearsal"))
@@ -127,10 +126,10 @@ def main() -> int:
         parser.error("--isa needs --results: the machine's file is of its default set")
     if arguments.device != "cpu":
         return main_cuda(parser, arguments)
-    asked = [name for name in arguments.only.split(",") if name] or [
+    names = [name for name in arguments.only.split(",") if name] or [
         family for family in FAMILIES if family not in ON_REQUEST
     ]
-    chosen = [family for name in asked for family in GROUPS.get(name, (name,))]
+    chosen = [family for name in names for family in GROUPS.get(name, (name,))]
     if unknown := set(chosen) - set(FAMILIES):
         parser.error(f"unknown family {', '.join(sorted(unknown))}; one of {', '.join(FAMILIES)}")
 
@@ -181,7 +180,7 @@ def main() -> int:
 
 
 def main_cuda(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    """Run the families on a GPU, or their rehearsal."""
+    """Run the GPU's families, or rehearse them."""
     from bench import common, cuda
 
     chosen = [name for name in arguments.only.split(",") if name] or list(CUDA_FAMILIES)
@@ -208,7 +207,7 @@ def main_cuda(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
 
 
 def _keeper(family: str, path: Path) -> "Callable[[CudaBench], None]":
-    """Return a function that saves a family's figures after each one, in case the run is killed."""
+    """Return a callback that saves a family's figures after each new one, in case of a kill."""
     from bench import common, cuda
 
     begun = time.monotonic()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Phases of `append_attention`'s blocks as fractions of a call, from their time stamps.
 
-A call lasts from the start of its first block to the end of its last one. Each block has that time
-once: the fraction spent in a phase is its share, and the rest is `idle`.
+A call lasts from the start of its first block to the end of its last block. A phase's fraction is
+the time that blocks spend in it, over the number of blocks times the call's duration; `idle` is the
+rest.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from torch import Tensor
 from bench.common import Figure
 from bench.cuda import Call, CudaBench
 
-IDLE = "idle"  # blocks that have not begun or have ended
+IDLE = "idle"  # time before a block begins and after it ends
 SHARES = (*attention.PHASES, IDLE)
 WORDS = 3 + len(attention.PHASES)
 MOST_BLOCKS = 1024  # upper bound on any GPU's grid
@@ -33,8 +34,8 @@ WHAT = {
 def add_phases(bench: CudaBench, id: str, what: str, calls: Sequence[Call]) -> None:
     """Add the microseconds and the fraction of a call that its blocks spend in each phase.
 
-    Several calls on cold pages are stamped; a figure is their median. If the calls cannot be
-    stamped, a note says why.
+    A figure is the median of several calls on cold pages. If blocks cannot record time stamps, a
+    note says why.
     """
     stamps = torch.zeros(MOST_BLOCKS, WORDS, dtype=torch.int64, device=bench.device)
     if not bench.runs(f"{id}.phases", lambda: attention.set_phase_stamps(stamps)):
@@ -66,16 +67,16 @@ def add_phases(bench: CudaBench, id: str, what: str, calls: Sequence[Call]) -> N
 
 
 def shares_of(stamps: Tensor) -> tuple[float, dict[str, float]]:
-    """Return a call's duration in microseconds, and the fraction of it that each phase took.
+    """Return a call's duration in microseconds, and each phase's fraction of the blocks' time.
 
     Args:
-        stamps: [rows, 8], int64, as `attention.set_phase_stamps` describes them; rows of zeros
-            belong to no block.
+        stamps: [rows, 8], int64, as `attention.set_phase_stamps` describes them; unused rows are
+            zero.
     """
     rows = stamps[stamps[:, 0] != 0].double()
     begin, end, cycles = rows[:, 0], rows[:, 1], rows[:, 2:-1]
     took = float(end.max() - begin.min())
-    # The global clock has steps of up to a microsecond, so all blocks share one rate.
+    # The global clock has steps of up to a microsecond, so use one clock rate for all blocks.
     ns_of_cycle = float((end - begin).sum() / cycles.sum())
     spent = cycles.mean(dim=0) * ns_of_cycle / took
     shares = dict(zip(attention.PHASES, spent.tolist(), strict=True))

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Costs of the parts of `append_attention` on a GPU, measured by calls with less to do.
+"""Costs of the parts of `append_attention` on a GPU, measured by leaving out one at a time.
 
-Each case removes one thing from the whole call; only the last needs its own build of the kernel:
+Each case leaves out one part of the whole call; only the last case needs another build:
 
-* `hot`: the pages are from 16 MB that stay in the L2 cache, different ones for each block: no key
-  or value comes from DRAM. If it takes as long as the whole call, memory is not the bottleneck.
-* `launch`: the requests are no longer than their rows. The grid, the plan, the results and one
-  tile are left: the cost of a call before it streams.
-* `unsplit`: a workspace too small to split in. No states are written and merged: if it is faster
-  than the whole call, splitting costs more than it gains; if slower, the difference is its gain.
-* `no_mma`: another build of the kernel, without tensor-core instructions; its results mean
-  nothing. If it takes as long as the whole call, arithmetic is not the bottleneck.
+* `hot`: all pages are in 16 MB that stay in the L2 cache, so no key or value comes from DRAM. If
+  the case takes as long as the whole call, memory is not the bottleneck.
+* `launch`: requests have no tokens before their rows. Only the grid, the plan, the results and one
+  tile remain: the fixed cost of a call.
+* `unsplit`: the workspace is too small to split requests, so no partial results are written and
+  merged. If the case is faster than the whole call, splitting costs more than it gains; if it is
+  slower, the difference is the gain of splitting.
+* `no_mma`: a build of the kernel without tensor-core instructions, whose results mean nothing. If
+  the case takes as long as the whole call, arithmetic is not the bottleneck.
 
 `verify` with top-p is analyzed in the same way, for 256 requests of 5 rows.
 
@@ -61,7 +62,7 @@ def run_ablations_cuda(bench: CudaBench) -> None:
         _add(bench, id, what, cases)
         add_phases(bench, id, what, cases["whole"])
     _verify(bench)
-    # Last, because its kernel must be compiled first, which takes long.
+    # Last, because compiling this kernel takes long.
     module = attention._C
     if not bench.rehearsal:
         variants = {"no_mma": NO_MMA}
@@ -73,7 +74,7 @@ def run_ablations_cuda(bench: CudaBench) -> None:
 
 
 def _verify(bench: CudaBench) -> None:
-    """Measure the parts of `verify` with top-p: scanning, choosing and walking."""
+    """Measure the parts of `verify` with top-p: scanning, choosing tokens, walking drafts."""
     batch = bench.pick(BATCH, 2)
     cold = random_logits(bench, batch * VERIFY_ROWS, torch.bfloat16)
     leaf = [cold[0][:, : bench.pick(LEAF_LOGITS, 64)].contiguous()]

@@ -2,8 +2,7 @@
 """Accuracy of quantized models against float32: KL divergence, and the most likely token.
 
 The texts are the benchmarks' prompts. Models: the bundled one, and Gemma 3 270M if `make gemma` has
-fetched it. Weights are rounded as they are loaded; otherwise each row of the table runs in
-bfloat16.
+fetched it. Weights are quantized at load time; everything else runs in bfloat16.
 """
 
 from collections.abc import Iterator
@@ -27,20 +26,20 @@ from bench.common import Bench, Figure
 from bench.recorded_logits import one_step, prompts
 
 TEXTS = 12
-TOKENS = 160  # per text
+TOKENS = 160  # tokens per text
 FP8_BLOCK = 128  # inputs and outputs
 GEMMA = Path.home() / ".cache" / "specops" / "gemma" / "gemma-3-270m-q4_k_m.gguf"
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """Quantization of the layers' projections and of the head.
+    """Quantization of a model: of its layers' projections, its activations and its head.
 
     Attributes:
         name: name in the figures.
-        kind: "int8", "int4" or "fp8"; "file": as in the file; None: not quantized.
-        group: inputs that share a scale; 0 for all.
-        activations: rounding of rows; None for the kind's default.
+        kind: "int8", "int4" or "fp8"; "file": the quantization of the file; None: not quantized.
+        group: number of inputs that share a scale; 0: all inputs.
+        activations: quantization of the inputs; None: the kind's default.
         head: the head's kind, as in `quantize_head`.
     """
 
@@ -67,7 +66,7 @@ ROUNDINGS = (
 
 
 class _Rounded(Checkpoint):
-    """A checkpoint that quantizes its weights by a Rounding."""
+    """Checkpoint that quantizes the weights of another one as a Rounding says."""
 
     def __init__(self, directory: Path, rounding: Rounding, dtype: torch.dtype) -> None:
         settings = WeightSettings(
@@ -84,7 +83,7 @@ class _Rounded(Checkpoint):
     def _rounded(
         self, weight: Tensor | QuantizedWeight, quantization: str, inputs: range | None
     ) -> Tensor | QuantizedWeight:
-        return weight  # `_packed` rounds
+        return weight  # `_packed` quantizes it
 
     def _packed(
         self, weight: Tensor | QuantizedWeight, quantization: str, activation: str | None
@@ -92,7 +91,7 @@ class _Rounded(Checkpoint):
         kind, group, rows = self._of[quantization]
         if kind == "file":
             return dense.pack_weight(weight, activation=activation)
-        if isinstance(weight, QuantizedWeight):  # use its values in the model's dtype
+        if isinstance(weight, QuantizedWeight):  # dequantize it to the model's dtype
             weight = dequantize_weight(weight, self.dtype)
         if kind is None:
             return dense.pack_weight(weight, activation=activation)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suffix drafts from earlier answers to the same prompt: tokens per step, which need no clock.
+"""Suffix drafts from earlier answers to the same prompt: tokens per step (no timing).
 
-Groups of samples of one prompt, as in reinforcement learning: all of a group at once, and one of
-each prompt after the other; and retries, which give the same answer again.
+Measured are groups of samples of one prompt, as in reinforcement learning: all samples of a group
+at once, or one per prompt at a time; and retries, whose answer repeats.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ def _add(
     *,
     last_alone: bool = False,
 ) -> None:
-    """Add tokens per step with earlier answers and without, of all rounds or the last one."""
+    """Add tokens per step with and without earlier answers, over all rounds or the last one."""
     lengths, texts = {}, {}
     for answers in (0, GROUP):
         engine = Engine(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`append_attention` over a paged cache in bf16, against the read line of the same run.
+"""`append_attention` over a paged cache in bf16, against the run's read line (bench/common.py).
 
-On a CPU: batch 8, 16 query and 8 KV heads of 128, kv 4,096. Bytes are those of the keys and values,
-128 MiB, which fits no cache of this kind of machine. 8-bit caches are compared with bf16 ones with
-as many tokens: 8 requests, and one request of 16,384.
+On a CPU: batch 8, 16 query and 8 KV heads of 128, kv 4,096. Bytes are those of the keys and values:
+128 MiB, more than any CPU cache of such machines. 8-bit caches are compared with bf16 caches of the
+same tokens: 8 requests, and one request of 16,384 tokens.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ SIZES_8BIT = ((8, 4096), (1, 16384))
 
 
 def run_attention(bench: Bench) -> None:
-    """Time q_len 1 and 5 with pages ascending and shuffled; torch SDPA on the same lengths."""
+    """Time q_len 1 and 5 with ascending and shuffled pages, and torch's SDPA at equal lengths."""
     pages = BATCH * KV_LEN // PAGE_SIZE
     generator = torch.Generator().manual_seed(0)
     caches = [
@@ -80,7 +80,7 @@ def run_attention(bench: Bench) -> None:
 
 
 def _run_8bit(bench: Bench, batch: int, kv_len: int, q_len: int) -> None:
-    """Time int8 and float8_e4m3fn caches beside bf16."""
+    """Time int8 and float8_e4m3fn caches in turn with bf16."""
     pages = batch * kv_len // PAGE_SIZE
     generator = torch.Generator().manual_seed(0)
     slots = (pages, PAGE_SIZE, KV_HEADS)
@@ -137,7 +137,7 @@ def _ours(q: Tensor, q_len: int, caches: list[Tensor], kv_indices: Tensor) -> Ca
 
 def _torch(q: Tensor, q_len: int, dense: list[Tensor]) -> Callable[[], object]:
     query = q.view(BATCH, q_len, QO_HEADS, HEAD_DIM).transpose(1, 2).contiguous()
-    # With one row everything is visible, so torch can use its path without a mask.
+    # One row attends to everything, so torch can use its path without a mask.
     mask = None
     if q_len > 1:
         mask = torch.ones(q_len, KV_LEN, dtype=torch.bool).tril(KV_LEN - q_len)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`append_attention` on a GPU against the read line of the same run, and the cost of exactness.
+"""`append_attention` on a GPU against the run's read line, and the cost of exactness.
 
 8 KV heads of 128, several batches and lengths, groups of 4 and 8 query heads, 1 to 8 rows, pages
 shuffled.
@@ -21,7 +21,7 @@ GROUPS = (4, 8)
 
 
 def run_attention_cuda(bench: CudaBench) -> None:
-    """Measure the fraction of the read line by load, group and rows, and 8 rows over 1."""
+    """Measure fractions of the read line by load, group and rows, and the time of 8 rows over 1."""
     for load in loads(bench).values():
         for page_size in (16, 64) if load.name == "b32.4k" else (16,):
             cache = Cache(bench, load, page_size)
@@ -63,7 +63,7 @@ KINDS_8BIT = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def run_attention_8bit_cuda(bench: CudaBench) -> None:
-    """Measure 8-bit caches: their fraction of the read line, and their time over bf16 caches."""
+    """Measure 8-bit caches: fraction of the read line, and time over that of bf16 caches."""
     for load in loads(bench).values():
         caches = {"bf16": Cache(bench, load)}
         caches |= {kind: Cache(bench, load, dtype=dtype) for kind, dtype in KINDS_8BIT.items()}
@@ -84,8 +84,8 @@ def run_attention_8bit_cuda(bench: CudaBench) -> None:
         del caches, cases
 
 
-# Other sizes of leaves and chunks. The product's sizes never depend on the load; a schedule that is
-# free to choose would take the fastest of these, so they show the price of exactness.
+# Other sizes of leaves and chunks. The product's sizes are fixed, so that bits do not depend on the
+# load; the fastest of these for each load shows what this costs.
 SPLITS_HEADER = "attention/append_attention/cuda/plan.cuh"
 FREE_SPLITS = {
     "leaf512": constants(kLeafTokens=512, kChunkLeaves=4),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`append_attention` on a GPU against FlashInfer's fastest path, and cascades of both.
+"""`append_attention` on a GPU against FlashInfer's fastest path; cascade attention of both.
 
-Every path of FlashInfer that runs is timed in turn with ours on the same memory. For a path that
-does not run, the reason is recorded with the figures. A path counts only if its result equals ours.
+All paths of FlashInfer that run are timed in turn with ours on the same memory; for others the
+reason is recorded as a note. A path counts only if its result equals ours.
 """
 
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ def run_attention_peers_cuda(bench: CudaBench) -> None:
 
 
 def _installed(bench: CudaBench, family: str, labels: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the labels; empty if the package is missing, which is noted once."""
+    """Return the labels if FlashInfer is installed; else add a note and return no labels."""
     try:
         module()
     except Refused as refused:
@@ -63,18 +63,18 @@ def _installed(bench: CudaBench, family: str, labels: tuple[str, ...]) -> tuple[
 def _paths(
     bench: CudaBench, id: str, case: flashinfer.Case, ours: list[Call], labels: tuple[str, ...]
 ) -> dict[str, list[Call]]:
-    wanted = _result(bench, ours[0])
+    expected = _result(bench, ours[0])
     found = {}
     for label in labels:
         try:
-            found[label] = flashinfer.attention(label, case, wanted)
+            found[label] = flashinfer.attention(label, case, expected)
         except Refused as refused:
             bench.note(f"{id}.{label}", str(refused))
     return found
 
 
 def _result(bench: CudaBench, call: Call) -> Tensor:
-    """Return a copy of our call's result."""
+    """Run our call and return a copy of its result."""
     out = call()
     assert isinstance(out, Tensor)
     bench.synchronize()
@@ -83,7 +83,7 @@ def _result(bench: CudaBench, call: Call) -> Tensor:
 
 @dataclass(frozen=True)
 class Shared:
-    """Requests that begin with the same tokens."""
+    """Load of requests that begin with the same tokens."""
 
     name: str
     batch: int
@@ -138,7 +138,7 @@ class SharedCache(Cache):
         self._bench = bench
 
     def declared(self) -> dict[str, Tensor]:
-        """Return the arguments that declare the prefix to our op."""
+        """Return the arguments of our op that declare the shared prefix."""
         batch, ints = self.shared.batch, self._bench.ints
         return {
             "prefix_leaders": ints([[0] * batch]),
@@ -146,7 +146,7 @@ class SharedCache(Cache):
         }
 
     def levels(self, qo_indptr: Tensor) -> list[flashinfer_cascade.Level]:
-        """Return FlashInfer's levels: all rows as one group, then each request as its own."""
+        """Return FlashInfer's levels: one group of all rows, then one group per request."""
         rows = [qo_indptr[[0, -1]].contiguous(), qo_indptr]
         ints = self._bench.ints
         return [
@@ -156,7 +156,7 @@ class SharedCache(Cache):
 
 
 def run_cascade_cuda(bench: CudaBench) -> None:
-    """Time the declared prefix against none, the read line, and FlashInfer's cascades."""
+    """Time a declared prefix against no declaration, the read line and FlashInfer's cascades."""
     space = flashinfer.workspaces(bench.device, bench.pick(flashinfer.WORKSPACE_BYTES, 64))
     labels = _installed(bench, "cascade", flashinfer_cascade.CASCADES)
     for shared in shared_loads(bench):
@@ -183,11 +183,11 @@ def _cascades(
     flat: list[Call],
     labels: tuple[str, ...],
 ) -> dict[str, list[Call]]:
-    wanted = _result(bench, flat[0])
+    expected = _result(bench, flat[0])
     found = {}
     for label in labels:
         try:
-            found[label] = flashinfer_cascade.cascade(label, levels, case, wanted)
+            found[label] = flashinfer_cascade.cascade(label, levels, case, expected)
         except Refused as refused:
             bench.note(f"{id}.{label}", str(refused))
     return found

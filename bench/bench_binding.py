@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The overhead of a call into specops before any work: binding, checks, Python function."""
+"""Overhead of a call into specops before any work: Python function, binding and checks."""
 
 from typing import Any
 from unittest import mock
@@ -14,7 +14,7 @@ from bench.cuda import CudaBench
 
 
 def run_binding(bench: Bench) -> None:
-    """Time `sample` on no rows: it takes ten tensors, is checked in full, and has no work to do."""
+    """Time `sample` on zero rows, which checks ten tensor arguments and then has no work."""
     real, whole = torch.empty(0), torch.empty(0, dtype=torch.int32)
     logits, seeds = torch.empty(0, 16), torch.empty(0, dtype=torch.int64)
     keywords: dict[str, Any] = {
@@ -51,7 +51,7 @@ def run_binding(bench: Bench) -> None:
 
 
 def run_binding_cuda(bench: CudaBench) -> None:
-    """Time eager calls on the host, including checks and launch; the caller provides buffers."""
+    """Time eager calls on the host, including checks and launch, with preallocated outputs."""
     width = 1024
     x, weight, out = bench.randn(1, width), bench.randn(width), bench.randn(1, width)
     pair = bench.randn(1, 2 * width)

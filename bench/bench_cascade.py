@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests that share a prefix: `append_attention` with detected sharing, and whole engine runs.
 
-The op: 16 requests that share 4,096 tokens and have 256 of their own, bf16, 16 query and 8 KV heads
-with head_dim 128. The groups that the engine finds in the page lists are compared with the same
-call without them. Groups that can hardly pay, with few members or few tokens, are measured as well:
-there, declaring them must cost nothing.
+The op: 16 requests that share 4,096 tokens and have 256 more each, bf16, 16 query and 8 KV heads
+with head_dim 128. A call with the groups that the engine finds in the page lists is compared with
+the same call without groups. Groups of few requests or few tokens, which gain almost nothing, are
+measured as well: they must cost nothing.
 
 The engine: 16 requests on one prompt of 2,048 tokens in the shape of Qwen3-0.6B with random
 weights, with sharing and without; and the fraction of a run spent on finding shared pages.
@@ -34,13 +34,13 @@ from bench.common import Bench, Figure
 
 QO_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LEAF = 16, 8, 128, 16, 64
 SHARING, PREFIX_LEN, OWN_LEN = 16, 4096, 256
-PROMPT_LEN, NEW_TOKENS = 2048, 24  # of an engine run
-SHORT_PROMPT_LEN, SHORT_TOKENS = 512, 64  # of a run with the bundled model
+PROMPT_LEN, NEW_TOKENS = 2048, 24  # tokens of an engine run
+SHORT_PROMPT_LEN, SHORT_TOKENS = 512, 64  # tokens of a run with the bundled model
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """Requests in groups of equal size that share their first tokens."""
+    """Requests in groups of equal size; a group shares its first tokens."""
 
     name: str
     requests: int
@@ -50,7 +50,7 @@ class Sharing:
 
 
 GAIN_REQUESTS, GAIN_PREFIX_LENS = (4, 16, 64), (512, 2048, 8192)
-# Sharing saves at most a few percent of these calls.
+# Cases in which sharing saves at most a few percent.
 HARDLY = (
     Sharing("pairs", 16, 2, 64, 960),
     Sharing("short", 16, 16, 64, 1984),
@@ -61,8 +61,8 @@ HARDLY = (
 def run_cascade(bench: Bench) -> None:
     """Measure `append_attention` and the engine with and without declared shared prefixes.
 
-    The op is timed with much, little and varied sharing. The engine's search for shared pages is
-    timed, too.
+    The op is timed with much, little and mixed sharing; the engine's search for shared pages is
+    timed as well.
     """
     whole = Sharing("whole", SHARING, SHARING, PREFIX_LEN, OWN_LEN)
     for q_len, bar in ((1, "ratio >= 3"), (5, "ratio >= 1.5")):
@@ -86,7 +86,7 @@ def run_cascade(bench: Bench) -> None:
 
 
 def gain_id(requests: int, length: int) -> str:
-    """Return the id of the figure of one size, in results files."""
+    """Return the figure id, in results files, of a number of requests and a prefix length."""
     return f"cascade.gain.r{requests}.p{length}"
 
 
@@ -112,7 +112,7 @@ def _add_op(
 
 
 def _cases(sharing: Sharing, q_len: int) -> dict[str, Callable[[], object]]:
-    """Return a call with the groups that are found, and the same without."""
+    """Return the call with the groups that the engine finds, and the call without groups."""
     count, generator = sharing.requests, torch.Generator().manual_seed(0)
     shared_pages, own_pages = sharing.shared // PAGE_SIZE, sharing.own // PAGE_SIZE
     num_shared = count // sharing.group * shared_pages
@@ -174,7 +174,7 @@ def _engine(
 
 
 def _add_engine(bench: Bench) -> None:
-    """Time both engines in turn, with the prompt in their caches."""
+    """Time engines with and without sharing in turn, with the prompt in their prefix caches."""
     model = checkpoints.without_weights("qwen06_shape", checkpoints.QWEN06).path
     engines = {
         name: _engine(bench, model, PROMPT_LEN + NEW_TOKENS + 1, SHARING, shares=shares)
@@ -182,7 +182,7 @@ def _add_engine(bench: Bench) -> None:
     }
     prompt = [3 + i % 61 for i in range(PROMPT_LEN)]
     texts: dict[str, list[list[int]]] = {}
-    shares = []  # fraction of the runs with sharing that finding takes
+    shares = []  # fraction of each run's time spent on finding shared pages
 
     def run(name: str, count: int = SHARING, max_tokens: int = NEW_TOKENS) -> float:
         params = [
@@ -241,7 +241,7 @@ def _add_engine(bench: Bench) -> None:
 
 @contextmanager
 def _finding_timed() -> Iterator[list[float]]:
-    """Yield the seconds that finding takes in each step."""
+    """Patch the engine to time its search for shared pages; yield the list of seconds per step."""
     arrange, taken = PrefixFinder.arrange, []
 
     def timed(self: PrefixFinder, plan: Plan, at: Mapping[int, Request]) -> None:
@@ -254,7 +254,7 @@ def _finding_timed() -> Iterator[list[float]]:
 
 
 def _add_finding(bench: Bench) -> None:
-    """Time finding on the smallest model, whose steps are shortest; requests of all lengths."""
+    """Time the search on the smallest model, whose steps are shortest, with varied lengths."""
     count = 2 * SHARING
     limit = SHORT_PROMPT_LEN + SHORT_TOKENS + 1
     engine = _engine(bench, checkpoints.BUNDLED, limit, count, shares=True)

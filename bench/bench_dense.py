@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`linear` on cold weights: the four matrices of a Qwen3-0.6B layer, and its LM head.
 
-A call multiplies all four of one layer; layers rotate over at least 512 MiB, so every weight comes
-from memory. Bytes are the weights'; torch multiplies the same numbers. One matrix of a small model,
-which stays in cache, shows the overhead of a call. On a GPU the layer is that of an 8B model, and
-the elementwise ops of a layer are timed as well.
+A call multiplies all four matrices of a layer; calls rotate over layers of at least 512 MiB, so
+that every weight comes from memory. Bytes are those of the weights; torch multiplies the same
+weights. One matrix of a small model, which stays in cache, shows the overhead of a call. On a GPU
+the layer is that of an 8B model, and the elementwise ops of a layer are timed as well.
 """
 
 from collections.abc import Callable
@@ -34,9 +34,9 @@ SMALL = (1024, 256)
 
 
 def run_linear(bench: Bench) -> None:
-    """Measure `linear` by number of rows M, against read bandwidth, M=1 and torch.
+    """Measure `linear` by number of rows M, against the read line, M=1 and torch.
 
-    Also measure a fused gate and up projection, and a small weight that stays in cache.
+    A fused gate and up projection and a small weight that stays in cache are measured as well.
     """
     for dtype, name, row_counts in (
         (torch.bfloat16, "bf16", (1, 2, 3, 4, 5, 8, 64, 256)),
@@ -49,7 +49,7 @@ def run_linear(bench: Bench) -> None:
 
 
 def _gate_up(bench: Bench) -> None:
-    """Time gate, up and activation of a layer in one call, beside two."""
+    """Time gate, up and activation of a layer in one call, and in two calls."""
     outputs, inputs = LAYER[2]
     copies = -(-COLD_BYTES // (2 * outputs * inputs))
     plain = [torch.randn(outputs, inputs).to(torch.bfloat16) * 0.02 for _ in range(copies)]
@@ -79,7 +79,7 @@ def _gate_up(bench: Bench) -> None:
 
 
 def _gated(x: Tensor, weights: list[PackedWeight], outputs: int) -> list[Call]:
-    """Return calls that compute silu(gate) * up, one per weight: fused, or linear plus silu_mul."""
+    """Return one call per weight that computes silu(gate) * up: fused, or linear plus silu_mul."""
     apart = x.new_empty(x.shape[0], outputs)
     out = x.new_empty(x.shape[0], outputs // 2)
     multiply = _linear(x.shape[0], weights)
@@ -103,7 +103,7 @@ def _in_turn(calls: list[Call]) -> Callable[[], None]:
 
 
 def _cached(bench: Bench) -> None:
-    """Time one call including its output allocation, on weights of 512 KiB."""
+    """Time one call on weights of 512 KiB, including the allocation of its output."""
     weight = torch.randn(SMALL).to(torch.bfloat16) * 0.02
     packed = pack_weight(weight)
     for rows in (1, 5):
@@ -183,7 +183,7 @@ def _matrices(
                 read_gb_s=timing.read_gb_s(case, peer),
             )
         )
-    # torch's slowdown after M=1 in fp32 is a factor of 1.5 to 3; ours must stay far below it.
+    # In fp32, torch takes 1.5 to 3 times as long with more rows than one; ours must stay far below.
     bench.add(
         Figure(
             f"{prefix}.m5_over_m1",
@@ -224,16 +224,16 @@ def _torch(plain: list[list[Tensor]], inputs: list[Tensor]) -> Callable[[], None
     return call
 
 
-# On a GPU: the layer and the head of Llama 3.1 8B
+# Shapes on a GPU: the layer and the head of Llama 3.1 8B
 
 CUDA_LAYER = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 CUDA_HEAD = ((128256, 4096),)
-# Covers every form of the kernel: weights streamed past few rows, then tiles of three sizes.
+# Row counts that cover all forms of the kernel: streamed weights, and tiles of three sizes.
 CUDA_ROWS = (1, 2, 4, 5, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 
 def run_linear_cuda(bench: CudaBench) -> None:
-    """Measure the fraction of the read line at M rows, and torch's matmul beside each."""
+    """Measure the fraction of the read line at M rows, and torch's matmul in turn."""
     _cuda_matrices(bench, "layer", CUDA_LAYER, CUDA_ROWS)
     _cuda_matrices(bench, "head", CUDA_HEAD, (1, 5, 8, 64, 512, 1280))
     _cuda_matrices(bench, "small", (SMALL,), (1, 5, 8))
@@ -274,7 +274,7 @@ def _cuda_matrices(
 
 
 def _cuda_gate_up(bench: CudaBench) -> None:
-    """Time gate, up and their activation in one launch, beside two."""
+    """Time gate, up and activation in one launch, and in two."""
     outputs, inputs = bench.pick(CUDA_LAYER[2], (64, 64))
     copies = range(bench.copies(2 * outputs * inputs))
     plain = [bench.randn(outputs, inputs, scale=0.02) for _ in copies]

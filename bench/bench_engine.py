@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine steps compared with peers' on the same weights, n-gram speculation, server start.
+"""Engine steps compared with peers' on the same weights; speculation; server start.
 
-A peer's step does no more than ours: one forward pass over the same number of rows and an argmax.
+A peer's step is one forward pass over the same number of rows and an argmax, no more than ours.
 """
 
 import json
@@ -54,7 +54,7 @@ def run_qwen06(bench: Bench) -> None:
                 (1, 1): {
                     "floor": "ratio <= 1.25",
                     "llama_cpp_peer": "ratio >= 0.95",
-                    "openvino_peer": "ratio >= 1.1",  # it is within 1.3 times the floor itself
+                    "openvino_peer": "ratio >= 1.1",  # OpenVINO is near the memory floor
                 },
                 (1, 5): {"one_row": "ratio <= 1.2"},
                 (8, 1): {"openvino_peer": "ratio >= 1.15"},
@@ -64,7 +64,7 @@ def run_qwen06(bench: Bench) -> None:
 
 
 def run_bundled(bench: Bench) -> None:
-    """Measure the bundled model at kv 384: decoding, verification, host time, load, pauses."""
+    """Measure the bundled model at kv 384: decoding, verification, host time, busy core, pauses."""
     peers = load_peers(bench, bundled(), PEERS)
     for batch in (1, 8):
         _steps(
@@ -74,7 +74,7 @@ def run_bundled(bench: Bench) -> None:
             family="bundled",
             batch=batch,
             kv_len=384,
-            # Long enough that the first step, which finds the weights evicted, hardly counts.
+            # Many steps, so that the first one, which finds the weights evicted, hardly counts.
             steps=28,
             rounds=7,
             bars={
@@ -101,7 +101,7 @@ def run_bundled(bench: Bench) -> None:
 
 
 def run_ngram(bench: Bench) -> None:
-    """Measure the bundled model with n-gram drafts on both kinds of prompts, batch 1."""
+    """Measure n-gram drafts with the bundled model on both kinds of prompts, batch 1."""
     checkpoint = bundled()
     peers = load_peers(bench, checkpoint, PEERS[:1])
     engine = Engine(
@@ -119,7 +119,7 @@ def run_ngram(bench: Bench) -> None:
 
 
 def run_suffix(bench: Bench) -> None:
-    """Measure suffix drafts on the bundled model, from an empty shared tree and known answers."""
+    """Measure suffix drafts with the bundled model, with an empty shared tree and a filled one."""
     engine = Engine(
         EngineConfig(
             device="cpu",
@@ -147,7 +147,7 @@ def _suffix(
     def run(index: int, config: Mapping[str, object], known: Iterable[int]) -> Decoding:
         for name in cache.cached_requests:
             cache.evict(name)
-        cache.reclaim()  # evicted answers are drafted from until then
+        cache.reclaim()  # free evicted answers now, since drafts may use them until then
         for other in known:
             cache.add(answers[other], request_id=other)
         return decode(engine, prompts[index], params[index], config)
@@ -234,7 +234,7 @@ def prompt_token_ids(engine: Engine, kind: str) -> list[list[int]]:
 def load_peers(
     bench: Bench, checkpoint: Checkpoint, names: tuple[str, ...], kind: str = "bf16"
 ) -> dict[str, Peer]:
-    """Start the installed peers, each with its copy of the weights in format `kind`."""
+    """Start the installed peers, each with a copy of the weights in format `kind`."""
     peers = {}
     for name in names:
         peer = bench.peer(name)
@@ -261,7 +261,7 @@ def _steps(
     rounds: int,
     bars: dict[tuple[int, int], dict[str, str]],
 ) -> None:
-    """Time one row, then 1 + DRAFTS rows per request: ours and every peer's, in turn."""
+    """Time steps of 1 and of 1 + DRAFTS rows per request, ours and every peer's in turn."""
     stepper = Stepper(
         checkpoint, batch=batch, kv_len=kv_len, drafts=DRAFTS, num_threads=bench.num_threads
     )
@@ -296,7 +296,7 @@ def step_figures(
     bytes_read: float,
     bars: dict[str, str],
 ) -> None:
-    """Add a step's figures: over the memory floor, and beside one row and peers of the same run."""
+    """Add a step's figures: time over the memory floor, over one row, and against peers."""
     step = timing.median("ours")
     common = {"threads": bench.num_threads, "read_gb_s": timing.read_gb_s("ours")}
     bench.add(
@@ -367,7 +367,7 @@ def _busy_neighbour(bench: Bench, stepper: Stepper) -> None:
 
 
 def _after_a_pause(bench: Bench, stepper: Stepper) -> None:
-    """Time steps after a pause, as in a server: the threads have gone to sleep."""
+    """Time steps after a pause, as in a server, when the worker threads have gone to sleep."""
 
     def after() -> float:
         time.sleep(0.03)
@@ -500,7 +500,7 @@ def _first_token_seconds() -> float:
 
 
 def run_bundled_cuda(bench: CudaBench) -> None:
-    """Measure the bundled model's speed with and without n-gram drafts, and changed texts."""
+    """Measure the bundled model with and without n-gram drafts: speed, and texts that differ."""
     device = bench.pick("cuda", "cpu")
     count, max_tokens = bench.pick((20, MAX_TOKENS), (2, 8))
     for batch in (1, 8):
@@ -518,7 +518,7 @@ def run_bundled_cuda(bench: CudaBench) -> None:
             texts, rates = {}, {}
             for case, config in (("plain", {"method": "naive"}), ("ngram", NGRAM)):
                 took = []
-                for _ in range(bench.pick(3, 1)):  # the first one captures graphs
+                for _ in range(bench.pick(3, 1)):  # the first round captures CUDA graphs
                     begun = time.perf_counter()
                     done = engine.generate(prompts, params, speculative_config=config)
                     took.append(time.perf_counter() - begun)
@@ -549,7 +549,7 @@ def run_bundled_cuda(bench: CudaBench) -> None:
 
 
 def run_qwen8_cuda(bench: CudaBench) -> None:
-    """Time whole steps in the shape of Qwen3-8B, random weights, beside the time to read them."""
+    """Time steps in the shape of Qwen3-8B (random weights), over the time to read the weights."""
     small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 64}
     small |= {"num_key_value_heads": 1, "intermediate_size": 64}
     config = bench.pick(QWEN8, {**QWEN8, **small})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 3 270M beside llama.cpp on the same GGUF file: speed, and texts that speculation changes.
+"""Gemma 3 270M against llama.cpp on the same GGUF file: speed, and texts that speculation changes.
 
 `make gemma` fetches the file. Texts are of four kinds: edits and completions of Python, openings of
 prose, and questions; 25 each. specops selects its drafts, as it does by default on such a model;
@@ -22,20 +22,20 @@ from bench.common import BENCH, Bench, Figure, Peer, PeerError
 from bench.engine_runs import Decoding, Stepper, decode
 
 MODEL: Path = GEMMA
-# Required gain of speculation at its defaults: over plain decoding, at temperature 0.
+# Required speed-up of default speculation over plain decoding, at temperature 0.
 KINDS = {"edits": 1.3, "completions": 1.3, "prose": 0.97, "chat": 0.97}
 METHODS = ("ngram", "suffix")
 DRAFTS = 4
 MAX_TOKENS = 128
-TIMED, COUNTED = 6, 25  # texts per kind
-COUNTED_TOKENS = 32  # per text
-BATCH = 8  # for counted texts
+TIMED, COUNTED = 6, 25  # number of timed and of counted texts per kind
+COUNTED_TOKENS = 32  # tokens per text
+BATCH = 8  # batch size for counted texts
 KV_LEN = 384
 TEMPERATURES = (0.0, 0.8)
 
 
 def run_gemma(bench: Bench) -> None:
-    """Measure tokens per second of steps and texts, plain and with drafts, beside llama.cpp."""
+    """Measure tokens per second of steps and texts, plain and with drafts, against llama.cpp."""
     peer = _llama_cpp(bench)
     for batch in (1, 8):
         _steps(bench, peer, batch)
@@ -70,7 +70,7 @@ def run_gemma_greedy(bench: Bench) -> None:
 
 
 def run_gemma_seeded(bench: Bench) -> None:
-    """Count the changed texts of seeded sampling."""
+    """Count the texts that speculation changes with seeded sampling."""
     _count(bench, 0.8)
 
 
@@ -131,7 +131,7 @@ def _speeds(
     temperature: float,
     plain: dict[str, list[float]],
 ) -> None:
-    """Time one kind's texts, one by one, after the first token; prompt prefixes stay cached."""
+    """Time texts of one kind, one at a time, from the first token on; prefixes stay cached."""
     runs: dict[str, list[Decoding]] = {name: [] for name in ("plain", *METHODS)}
     theirs: dict[int, list[float]] = {0: [], DRAFTS: []}
     reads = []
@@ -221,11 +221,11 @@ def _engine(bench: Bench, method: str, batch: int) -> Engine:
 
 
 def _forget(engine: Engine) -> None:
-    """Clear the cache of suffix decoding, which would otherwise draft from the same text."""
+    """Clear the cache of suffix decoding, which would otherwise draft the same text again."""
     if suffix := engine.drafters.get("suffix"):
         for name in suffix.cache.cached_requests:
             suffix.cache.evict(name)
-        suffix.cache.reclaim()  # evicted texts are drafted from until then
+        suffix.cache.reclaim()  # free evicted texts now, since drafts may use them until then
 
 
 def _prompts(engine: Engine, kind: str) -> list[list[int]]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Properties of the GPU: bandwidths, clocks under load, gaps between kernels, latencies, flops.
 
-Predictions are computed from these, so they are measured first and in the same run.
+They are measured first, since predictions of other figures are computed from them.
 """
 
 import ctypes
@@ -16,15 +16,15 @@ from bench.occupancy import add_occupancy
 
 COPY_BYTES = 1 << 30
 MM_SIZE = 8192
-ROUNDS = 1000  # length of a latency chain
+ROUNDS = 1000  # number of dependent reads in a latency chain
 CLOCK_NS = 50_000_000
-CHAIN_STEP = 1 << 16  # bytes between two links: each is on another memory page
-READ_BLOCK_BYTES = 256 * 8 * 16  # of read_cached_kernel: threads, loads, bytes per load
-MMA_WARPS, MMA_CHAINS, MMA_FLOPS = 8, 8, 2 * 16 * 8 * 16  # of mma_peak_kernel
+CHAIN_STEP = 1 << 16  # bytes between two reads of a chain, so that each is on another memory page
+READ_BLOCK_BYTES = 256 * 8 * 16  # bytes per block of read_cached_kernel: threads, loads, size
+MMA_WARPS, MMA_CHAINS, MMA_FLOPS = 8, 8, 2 * 16 * 8 * 16  # constants of mma_peak_kernel
 WGMMA_TILES = 1_000_000  # tiles of 16 x 8
 WGMMA_OUTPUTS = (8, 64)
 RANDOM, EXACT, UNLIKE = range(3)  # numbers in gpu_facts.cu
-# By their numbers in gpu_facts.cu (Arrival).
+# By number in the enum Arrival of gpu_facts.cu.
 ARRIVALS = {
     "fence_atomic": "a fence (MEMBAR.SC) and an atomic behind it",
     "fence_acq_rel": "a fence.acq_rel and an atomic behind it",
@@ -51,10 +51,10 @@ _START = {
 
 
 class Probes:
-    """The kernels of gpu_facts.cu; in a rehearsal none of them runs.
+    """Launcher of the kernels of gpu_facts.cu; in a rehearsal it runs none.
 
-    A probe whose kernel skips the timed work is useless, although its figure may look good. So each
-    leaves a value that only the work itself produces, and `proven` compares it.
+    If the compiler removed a kernel's timed work, its figure would look too good. So each kernel
+    returns a value that only the work produces, and `proven` checks the value.
     """
 
     def __init__(self, bench: CudaBench) -> None:
@@ -104,7 +104,7 @@ def run_facts_cuda(bench: CudaBench) -> None:
     _wgmma(bench, probes)
     add_occupancy(bench)
     _clocks(bench, probes, {"idle": lambda: None, "reading": bench.read_gb_s, "mm": _mm(bench)})
-    _gaps(bench, probes)  # last: an old driver may refuse to capture a dependent launch
+    _gaps(bench, probes)  # last, since an old driver may refuse to capture a dependent launch
 
 
 def _copy(bench: CudaBench) -> None:
@@ -117,7 +117,7 @@ def _copy(bench: CudaBench) -> None:
 
 
 def _gaps(bench: CudaBench, probes: Probes) -> None:
-    """Measure kernel-to-kernel time in one graph: the full cost of an empty kernel."""
+    """Measure the time from kernel to kernel in a graph: the full cost of an empty kernel."""
     timings = bench.time({"gap": [lambda: probes.start("start_empty")]})
     bench.add(time_figure(timings, "gap", "facts.gap", "an empty kernel of a graph"))
     if not bench.rehearsal and torch.cuda.get_device_capability() < (9, 0):
@@ -142,7 +142,7 @@ def _latencies(bench: CudaBench, probes: Probes) -> None:
         if probes.proven(f"facts.{name}", "arrivals that were counted", counter.item(), rounds):
             text = f"latency of {what}, seen by the same thread"
             bench.add(Figure(f"facts.{name}", text, int(passed[0]) / rounds, "cycles"))
-    bench.read_gb_s()  # clears the chain from the caches
+    bench.read_gb_s()  # evict the chain from the caches
     probes.start("start_chase", chain, passed, rounds)
     bench.synchronize()
     cycles, last = passed.tolist()
@@ -152,7 +152,7 @@ def _latencies(bench: CudaBench, probes: Probes) -> None:
 
 
 def _cached(bench: CudaBench, probes: Probes) -> None:
-    """Measure the bandwidth of L2: data that fits it, read by every SM in turn."""
+    """Measure the bandwidth of the L2 cache, on data that fits it."""
     blocks, rounds = 4 * num_sms(bench), bench.pick(100, 1)
     num_bytes = blocks * READ_BLOCK_BYTES
     data = torch.ones(num_bytes // 4, dtype=torch.int32, device=bench.device)
@@ -169,7 +169,7 @@ def _cached(bench: CudaBench, probes: Probes) -> None:
 
 
 def _mma(bench: CudaBench, probes: Probes) -> None:
-    """Measure the peak of mma.sync: the limit of its kernels if nothing else took time."""
+    """Measure the peak rate of mma.sync, which bounds all kernels that use it."""
     blocks, rounds = 4 * num_sms(bench), bench.pick(100, 1)
     once, sums = torch.zeros(2, blocks * MMA_WARPS * 32, device=bench.device)
     probes.start("start_mma_peak", 1, blocks, once)
@@ -186,7 +186,7 @@ def _mma(bench: CudaBench, probes: Probes) -> None:
 
 
 def _wgmma(bench: CudaBench, probes: Probes) -> None:
-    """Check whether wgmma gives the bits of mma.sync: if so, kernels may use either."""
+    """Check whether wgmma gives the same bits as mma.sync, so that kernels may use either."""
     if not bench.rehearsal and torch.cuda.get_device_capability() != (9, 0):
         for outputs in WGMMA_OUTPUTS:
             bench.note(f"facts.wgmma_n{outputs}", "only compute capability 9.0 has wgmma")
@@ -215,7 +215,7 @@ def _wgmma(bench: CudaBench, probes: Probes) -> None:
 
 
 def _mm(bench: CudaBench) -> Callable[[], object]:
-    """Return a large bf16 matmul, timed once as the peak of the tensor cores."""
+    """Time a large bf16 matmul as the peak of the tensor cores, and return a call of it."""
     size = bench.pick(MM_SIZE, 16)
     a, b, out = (bench.randn(size, size) for _ in range(3))
 
@@ -229,7 +229,7 @@ def _mm(bench: CudaBench) -> Callable[[], object]:
 
 
 def _clocks(bench: CudaBench, probes: Probes, loads: Mapping[str, Callable[[], object]]) -> None:
-    """Measure the clock of one SM while the others work: its cycles over the chip's timer."""
+    """Measure an SM's clock under loads on the other SMs, as its cycles over the GPU's timer."""
     passed = bench.ints([0, 1], torch.int64)
     side = None if bench.rehearsal else torch.cuda.Stream()
     for name, load in loads.items():
@@ -237,7 +237,7 @@ def _clocks(bench: CudaBench, probes: Probes, loads: Mapping[str, Callable[[], o
         bench.synchronize()
         handle = 0 if side is None else side.cuda_stream
         probes.start("start_clock", passed, CLOCK_NS, stream=handle)
-        while side is not None and not side.query():  # until the probe ends
+        while side is not None and not side.query():  # repeat until the probe ends
             load()
             torch.cuda.current_stream().synchronize()
         bench.synchronize()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The accuracy of 8-bit caches, compared with those of the model's dtype.
+"""Accuracy of 8-bit KV caches, compared with caches of the model's dtype.
 
-It measures errors of attention against float64 over the bf16 keys and values, on random ones and on
-the bundled model's own. The bundled model also runs on texts that it has not seen: perplexity, the
-fraction of positions with the same most likely token as with a bf16 cache, and the fraction of
-accepted drafts. Nothing here is timed.
+Errors of attention are measured against float64 over bf16 keys and values, for random ones and for
+those of the bundled model. The bundled model also runs on texts outside its training data, for its
+perplexity, the fraction of positions with the same most likely token as with a bf16 cache, and the
+fraction of accepted drafts. Nothing here is timed.
 """
 
 import json
@@ -35,7 +35,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def run_kv_cache(bench: Bench) -> None:
-    """Measure attention, then the model, then its drafts."""
+    """Measure the errors of attention, then the model's perplexity, then accepted drafts."""
     tokenizer = Tokenizer.from_dir(BUNDLED_MODEL)
     texts = [
         tokenizer.encode(prompt["text"])[:TOKENS]
@@ -57,7 +57,7 @@ def run_kv_cache(bench: Bench) -> None:
 def _add_errors(
     bench: Bench, id: str, what: str, calls: list[tuple[Tensor, Tensor, Tensor]]
 ) -> None:
-    """Add the root mean square of the errors over that of the outputs."""
+    """Add the root mean square of the errors, divided by the outputs' root mean square."""
     for kind in KINDS:
         error = size = 0.0
         for q, k, v in calls:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latent attention (MLA) over a paged cache in bf16, against torch's attention of the same rows.
+"""Latent attention (MLA) over a paged cache in bf16, against torch's attention on the same rows.
 
 Tokens have 576 elements; decoding and verification with 16 heads (DeepSeek-V2-Lite, or an eighth of
-V3) and with 128. torch attends to the keys and values of every head, expanded in advance, as the
-models define it: 640 flops per row, head and token, and 320 elements to read for each head. Its
-fast kernel requires values as wide as keys, so they are padded, as is usual. The absorbed form
-takes 2,176 flops, and 576 elements for all heads, so it is bound by arithmetic.
+V3) and with 128. torch gets each head's keys and values, expanded in advance as the models define:
+640 flops per row, head and token, and 320 elements to read per head. Its fast kernel requires
+values as wide as keys, so values are padded, as is usual. Our absorbed form takes 2,176 flops and
+reads 576 elements for all heads together, so arithmetic limits it.
 """
 
 from collections.abc import Callable
@@ -19,11 +19,11 @@ from bench.common import Bench, Figure
 LATENT, KEY, NOPE, VALUE = 512, 576, 128, 128
 PAGE_SIZE, KV_LEN = 16, 4096
 SIZES = ((16, 4), (128, 1))  # (heads, requests)
-FLOPS = 2 * (KEY + LATENT)  # per row, head and token
+FLOPS = 2 * (KEY + LATENT)  # flops per row, head and token
 
 
 def run_latent(bench: Bench) -> None:
-    """Time q_len 1 and 5, each beside torch SDPA on expanded keys and values in bf16."""
+    """Time q_len 1 and 5, each in turn with torch's SDPA on expanded keys and values in bf16."""
     for heads, batch in SIZES:
         for q_len in (1, 5):
             _run(bench, heads, batch, q_len)

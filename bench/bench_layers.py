@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's layers in one CUDA graph: the gaps between its kernels, and the gain of overlap.
+"""A model's layers in one CUDA graph: gaps between kernels, and the gain of overlapping them.
 
-It runs one forward pass, from the embedding to the last norm, with random weights. Each case runs
+The graph is one forward pass, from the embedding to the last norm, with random weights. Each case
+runs
 twice: with kernels that start while the previous one ends (`specops.runtime.set_kernel_overlap`),
 and with kernels that do not. A graph keeps the setting that was active when it was captured.
 """
@@ -22,7 +23,7 @@ SMALL |= {"num_key_value_heads": 1, "intermediate_size": 64, "vocab_size": 256}
 
 
 def run_layers_cuda(bench: CudaBench) -> None:
-    """Measure GB/s of weights and KV beside the read line, and the speedup of overlap."""
+    """Measure the GB/s of weights and KV against the read line, and the speedup of overlap."""
     shapes = {"qwen06": QWEN06, "qwen8": {**QWEN8, "num_hidden_layers": 12}}
     for name, shape in shapes.items():
         config = bench.pick(shape, {**shape, **SMALL})

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gated delta rule in Qwen3-Next-80B's shape, against the torch code of transformers.
 
-In decoding and verification, the states of a request are read once and written once per row: 2 MB
-each, of 32 heads of 128 by 128. A prompt's rows update them in the L2 cache, so arithmetic is the
-limit; transformers computes these by chunks of 64 rows as matrix products, a form whose bits depend
-on the chunks (docs/models.md).
+In decoding and verification, a request's states (2 MB: 32 heads of 128 by 128) are read once, and
+written once per row. The rows of a prompt update the states in the L2 cache, so arithmetic is the
+limit. transformers computes prompts in chunks of 64 rows as matrix products, a form whose bits
+depend on the chunks (docs/models.md).
 """
 
 from collections.abc import Callable
@@ -17,13 +17,13 @@ from torch import Tensor
 from bench.common import Bench, Figure
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 16, 32, 128, 128
-ROWS = (1, 5, 256)  # per request
-FLOPS = 7 * KEY_DIM * VALUE_DIM  # per row and value head
+ROWS = (1, 5, 256)  # rows per request
+FLOPS = 7 * KEY_DIM * VALUE_DIM  # flops per row and value head
 DRAFTS = 4
 
 
 def run_linear_attention(bench: Bench) -> None:
-    """Time rows of one request beside transformers' rule, by row for few and by chunks for many."""
+    """Time one request against transformers: few rows one by one, many rows in its chunks."""
     for rows in ROWS:
         _run(bench, rows)
 
@@ -74,10 +74,10 @@ def _inputs(rows: int) -> list[Tensor]:
 
 def _ours(inputs: list[Tensor], rows: int) -> Callable[[], object]:
     states = torch.zeros(1, 1 + DRAFTS, VALUE_HEADS, KEY_DIM, VALUE_DIM)
-    given = [torch.tensor(one, dtype=torch.int32) for one in ([0], [0, rows], [rows + 1])]
+    indices = [torch.tensor(one, dtype=torch.int32) for one in ([0], [0, rows], [rows + 1])]
     gates = torch.zeros(VALUE_HEADS), torch.zeros(VALUE_HEADS)
     out = torch.empty_like(inputs[2])
-    return lambda: gated_delta_rule(*inputs, *gates, states, *given, out=out)
+    return lambda: gated_delta_rule(*inputs, *gates, states, *indices, out=out)
 
 
 def _torch(inputs: list[Tensor], rows: int) -> Callable[[], object]:

@@ -2,9 +2,9 @@
 """The limits of this machine's cores and memory, and what they allow the kernels.
 
 It measures read bandwidth by number of threads, the latency of an unpredictable read, the cost of
-sharing a call among threads, and the issue rates of the instructions of inner loops. For each way
-to multiply bf16 these give the number of rows up to which arithmetic keeps up with weights (or keys
-and values) that stream from memory: with more rows, no kernel can run at the read line. `linear` is
+splitting a call among threads, and issue rates of the instructions in inner loops. For each way to
+multiply bf16, these determine up to how many rows arithmetic keeps up with weights (or keys and
+values) that stream from memory. With more rows, no kernel can run at the read line. `linear` is
 measured in the same run, against the lower of the two limits of the active instruction set.
 """
 
@@ -20,22 +20,22 @@ from specops.dense import PackedWeight, linear, pack_weight, silu_mul
 
 from bench.common import Bench, Figure, host_library
 
-# Instructions by name in machine_rates.cpp, and the bf16 products that each contributes to.
+# Instruction, by its name in machine_rates.cpp -> number of bf16 products it contributes to.
 RATES = {"fma512": 16, "dpbf16_512": 32, "widen512": 16, "fma256": 8, "widen256": 8}
-# By instruction set: the multiply instruction, and the one that first widens a vector of weights.
+# Instruction set -> the multiply instruction, and the instruction that widens weights before it.
 WAYS = {
     "avx512_bf16": ("dpbf16_512", None),
     "avx512": ("fma512", "widen512"),
     "avx2": ("fma256", "widen256"),
 }
 LATENCIES = {"l2": 256 << 10, "l3": 8 << 20, "memory": 256 << 20}
-OUTPUTS, INPUTS = 4096, 2048  # of a matrix of 16 MiB
+OUTPUTS, INPUTS = 4096, 2048  # a bf16 matrix of 16 MiB
 COLD_BYTES = 512 << 20
 _SILU_ROWS = 64  # rows per chunk of silu_mul
 
 
 def run_machine(bench: Bench) -> None:
-    """Measure bandwidth, latency, rates, and `linear` beside the resulting limits."""
+    """Measure bandwidth, latency, rates, and `linear` against the resulting limits."""
     _bandwidth(bench)
     rates = _rates(bench)
     _latency(bench)
@@ -60,7 +60,7 @@ def _add(bench: Bench, id: str, what: str, value: float, unit: str, threads: int
 
 
 def _rates(bench: Bench) -> dict[str, float]:
-    """Return instructions per second of all threads together, for those that this CPU has."""
+    """Return each instruction's rate per second over all threads, if the CPU has it."""
     function = _function("issue_rate", (ctypes.c_char_p, ctypes.c_double, ctypes.c_int))
     seconds, found = bench.pick(0.05, 0.0), {}
     for name in RATES:
@@ -89,7 +89,7 @@ def _latency(bench: Bench) -> None:
 
 
 def _dispatch(bench: Bench) -> None:
-    """Measure the cost of sharing a call among threads: nearly empty chunks, one per thread."""
+    """Measure the cost of splitting a call among threads: one nearly empty chunk per thread."""
     counts = sorted({2, 4, 8, 16, 32, 64, bench.num_threads})
     for count in (number for number in counts if number <= bench.num_threads):
         gate_up = torch.zeros(_SILU_ROWS * count, 2)
@@ -107,7 +107,7 @@ def _dispatch(bench: Bench) -> None:
 
 
 def _call_us(bench: Bench, gate_up: torch.Tensor, num_threads: int) -> float:
-    """Return the microseconds per call of many consecutive calls, so that workers stay awake."""
+    """Return the microseconds per call of many consecutive calls, which keep workers awake."""
     specops.set_num_threads(num_threads)
     out, calls = torch.empty(len(gate_up), 1), bench.pick(2000, 5)
     silu_mul(gate_up, out=out)
@@ -125,7 +125,7 @@ def _function(name: str, argtypes: tuple[type, ...]) -> Callable[..., float]:
 
 
 def products_gb_s(isa: str, rates: Mapping[str, float], rows: int) -> float:
-    """Return the GB/s of bf16 that arithmetic can consume, with `rows` products per element."""
+    """Return the GB/s of bf16 weights that arithmetic can use, with `rows` products per element."""
     multiply, widen = WAYS[isa]
     seconds = rows / (rates[multiply] * RATES[multiply])
     if widen is not None:

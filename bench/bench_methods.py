@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All methods on the bundled model: speed against plain decoding, MTP drafts against its card.
+"""All methods on the bundled model: speed-up over plain decoding; MTP acceptance.
 
 The mixture of experts made from it is measured in the same way, at fewer sizes.
 
-Each case has its own engine, as a server with that configuration does. All engines get the same
-requests in turn, once with drafts and once plainly, since two equal engines may differ by some
-percent because of their memory placement.
+Each case has its own engine, like a server with that configuration. Engines get the same requests
+in turn. Each engine also decodes plainly, since equal engines may differ by some percent because of
+memory placement.
 """
 
 import json
@@ -45,17 +45,17 @@ METHODS: dict[str, dict[str, object]] = {
     },
 }
 CASES: dict[str, dict[str, object]] = {
-    "plain": {"method": "naive"},  # shows how far two equal runs differ
+    "plain": {"method": "naive"},  # shows by how much two equal runs differ
     **METHODS,
 }
-# Methods whose heads are trained for the bundled model; only available ones run (trained_head).
+# Methods whose heads were trained for the bundled model; they run if available (trained_head).
 HEADS = ("eagle", "eagle3", "dflash", "dspark", "hydra", "medusa", "draft_model")
 HEAD_DRAFTS = 3
 
 
 @dataclass(frozen=True)
 class Size:
-    """Concurrent requests, the tokens of each, and how often all cases run."""
+    """Number of concurrent requests, tokens of each, and rounds of all cases."""
 
     batch: int
     max_tokens: int
@@ -65,9 +65,9 @@ class Size:
 MIXTURE_SIZES = (Size(1, 128, 6), Size(8, 96, 4))
 SIZES = (Size(1, 128, 8), Size(8, 96, 6), Size(32, 48, 6), Size(64, 32, 6))
 
-DRAFTS = 5  # per chain
-STRIDE = 16  # between chains in held-out text
-PROMPT_TOKENS, NEW_TOKENS = 192, 64  # of a continuation
+DRAFTS = 5  # drafts per chain
+STRIDE = 16  # tokens between chains in held-out text
+PROMPT_TOKENS, NEW_TOKENS = 192, 64  # tokens of a continuation by the model
 CHAINS_AT_ONCE = 32
 
 
@@ -77,7 +77,7 @@ def run_methods(bench: Bench) -> None:
 
 
 def run_mixture(bench: Bench) -> None:
-    """Measure the same for a mixture of experts."""
+    """Measure tokens per second of every method for a mixture of experts."""
     _compare(bench, "mixture", "mixture of experts", mixture().path, CASES, MIXTURE_SIZES)
 
 
@@ -91,8 +91,8 @@ def _compare(
 ) -> None:
     slots = max(size.batch for size in sizes)
     engines = {case: _engine(bench, config, slots, model) for case, config in cases.items()}
-    some = next(iter(engines.values()))
-    prompts = {kind: prompt_token_ids(some, kind) for kind in ("completions", "edits")}
+    any_engine = next(iter(engines.values()))
+    prompts = {kind: prompt_token_ids(any_engine, kind) for kind in ("completions", "edits")}
     for engine in engines.values():
         _warm_up(engine, prompts, sizes)
     for kind, texts in prompts.items():
@@ -105,7 +105,7 @@ def _compare(
 
 
 def _trained_heads() -> dict[str, dict[str, object]]:
-    """Return a case for each available head."""
+    """Return a case for each available trained head."""
     found = {method: trained_head(method) for method in HEADS}
     return {
         method: {
@@ -119,9 +119,9 @@ def _trained_heads() -> dict[str, dict[str, object]]:
 
 
 def _warm_up(engine: Engine, prompts: dict[str, list[list[int]]], sizes: Sequence[Size]) -> None:
-    """Warm up an engine as a server would be: with cached prefixes and known step costs."""
+    """Warm up an engine like a long-running server: cached prefixes, known step costs."""
     texts = [text for kind in prompts.values() for text in kind]
-    # With their prompts in the cache, the requests of a run begin together.
+    # With their prompts in the prefix cache, all requests of a run start at the same step.
     engine.generate(texts, SamplingParams(max_tokens=1))
     for size in sizes:
         params = SamplingParams(max_tokens=size.max_tokens, temperature=0.8, ignore_eos=True)
@@ -151,7 +151,7 @@ def _methods(
     size: Size,
     temperature: float,
 ) -> None:
-    """Run all cases in turn on the same requests; every round has other requests."""
+    """Run all cases in turn on the same requests; each round has different requests."""
     runs: dict[str, list[tuple[Decoding, Decoding]]] = {case: [] for case in engines}
     reads, differ = [], 0
     for turn in range(size.rounds):
@@ -182,8 +182,8 @@ def _methods(
             (done.num_tokens / done.seconds, plain.num_tokens / plain.seconds)
             for done, plain in rounds
         ]
-        # Not the median, which would hide a drafter's occasional losses; the extremes may be
-        # disturbed runs.
+        # Mean without extremes: the median would hide a drafter's occasional losses, and the
+        # extremes may be disturbed runs.
         gains = sorted(rate / plain_rate for rate, plain_rate in rates)[1:-1]
         bench.add(
             Figure(
@@ -217,29 +217,29 @@ def _decode_afresh(
     params: list[SamplingParams],
     speculative_config: dict[str, object],
 ) -> Decoding:
-    """Generate all at once, with an empty shared suffix tree."""
+    """Generate all prompts at once, with an empty shared suffix tree."""
     cache = engine.drafters["suffix"].cache
     for name in cache.cached_requests:
         cache.evict(name)
-    cache.reclaim()  # evicted answers are drafted from until then
+    cache.reclaim()  # free evicted answers now, since drafts may use them until then
     return decode_together(engine, prompts, params, speculative_config)
 
 
 @dataclass
 class Chains:
-    """Drafts after given tokens: how often the first n are all kept."""
+    """Statistics of chains of drafts: how often the first n drafts of a chain are all accepted."""
 
     count: int = 0
     kept: list[int] = field(default_factory=lambda: [0] * DRAFTS)
 
     def add(self, num_accepted: int) -> None:
-        """Add a chain with `num_accepted` kept drafts."""
+        """Add a chain with `num_accepted` accepted drafts."""
         self.count += 1
         for position in range(num_accepted):
             self.kept[position] += 1
 
     def length(self, drafts: int) -> float:
-        """Return the mean tokens per step with `drafts` drafts: kept ones and the target's."""
+        """Return the mean tokens per step with `drafts` drafts, including the target's token."""
         return 1 + sum(self.kept[:drafts]) / self.count
 
 
@@ -269,7 +269,7 @@ def run_acceptance(bench: Bench) -> None:
 
 
 def _windows(engine: Engine, encoded: Sequence[Ids]) -> list[list[int]]:
-    """Return texts cut to the context; each begins with the last token of the previous one."""
+    """Return texts cut to the context; each part begins with the last token of its predecessor."""
     size = engine.max_model_len
     return [
         ids[start : start + size].tolist()
@@ -279,14 +279,15 @@ def _windows(engine: Engine, encoded: Sequence[Ids]) -> list[list[int]]:
 
 
 def _follow(engine: Engine, texts: Sequence[Sequence[int]], stride: int, first: int) -> Chains:
-    """Draft a chain after every `stride`-th token of texts from token `first` + 1 on.
+    """Draft a chain after every `stride`-th token of texts, from token `first` + 1 on.
 
-    A request with the text up to there is forced to emit the next token, drafts, and verifies once.
+    For each chain, a request whose prompt is the text up to there is forced to emit the text's next
+    token, then drafts and verifies once.
     """
     chains = Chains()
     for text in texts:
         room = engine.max_model_len - DRAFTS
-        # Run the whole text first, so that the other requests find its pages.
+        # Run the whole text first, so that its pages are in the prefix cache.
         engine.generate([text[:room]], SamplingParams(max_tokens=1))
         ends = iter(range(first, min(len(text) - 1, room), stride))
         while part := list(islice(ends, CHAINS_AT_ONCE)):
@@ -296,7 +297,7 @@ def _follow(engine: Engine, texts: Sequence[Sequence[int]], stride: int, first: 
 
 
 def _verify_once(engine: Engine, text: Sequence[int], ends: list[int]) -> Iterator[int]:
-    """Yield how many drafts each request keeps after reading the text up to its end plus one."""
+    """Yield for each of `ends` how many drafts after the text up to that token + 1 are accepted."""
     waiting = {}
     for end in ends:
         forced = text[end + 1]
@@ -304,7 +305,8 @@ def _verify_once(engine: Engine, text: Sequence[int], ends: list[int]) -> Iterat
             max_tokens=DRAFTS + 2,
             temperature=0.0,
             ignore_eos=True,
-            # A thinking budget of 0 ends at once and injects these tokens: that forces `forced`.
+            # A thinking budget of 0 injects these tokens at once, which forces the request to emit
+            # `forced`.
             reasoning_max_tokens=0,
             think_end_token_id=forced,
             think_inject_token_ids=(forced,),

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture of experts, from routed rows to their sum, beside the bytes of the experts it reads.
+"""The mixture-of-experts op, from routing to the weighted sum, against the bytes that it reads.
 
-Sizes are those of Qwen3-30B-A3B: 128 experts of width 768, eight per row. Rows choose experts
-independently of each other, so five rows read about 35 of them; neighbouring tokens share more. The
-second shape is DeepSeek-V3's, with as many of its 256 experts as five rows need at most. Calls
-alternate among rows of other experts, so that no cache keeps weights. torch's case computes as
-transformers does: expert by expert, its rows gathered, and added to the sum, with bf16 weights.
+Sizes are those of Qwen3-30B-A3B: 128 experts of width 768, eight per row. Random rows choose
+experts independently, so five rows read about 35 experts; real neighboring tokens share more. The
+second shape is DeepSeek-V3's, with the maximum number of its 256 experts that five rows can need.
+Calls rotate over rows with different experts, so that no cache keeps weights. torch's case computes
+like transformers with bf16 weights: expert by expert, gathering the expert's rows and adding the
+results to the sum.
 
-Then a step of one request runs on two layers of the first shape, with attention and a small head:
-beside llama.cpp, and over the bytes that its rows are expected to read. Finally, the engine's
-start-up measurement of the same model: seconds of steps by rows, by which adaptive verification
-decides how many drafts pay.
+Then steps of one request run on two layers of the first shape with attention and a small head,
+against llama.cpp and over the bytes that the rows are expected to read. Finally, the engine's
+start-up measurement of this model is compared: seconds of steps by rows, from which adaptive
+verification decides how many drafts to verify.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,12 +48,12 @@ SHAPES = (
     Shape("Qwen3-30B-A3B", 128, 8, 2048, 768, (1, 5, 16)),
     Shape("DeepSeek-V3", 40, 8, 7168, 2048, (5,)),
 )
-TURNS = 6  # sets of rows
+TURNS = 6  # number of different sets of rows
 STEP_ROWS = (1, 5, 16)
 STEPS_OF_CASE = 20
 KV_LEN = 256
-STEPS = (2, 5, 16, 64)  # rows of steps that an engine measures
-# Kind and group, by name.
+STEPS = (2, 5, 16, 64)  # numbers of rows of the steps that an engine measures at start-up
+# Name -> kind and group of the weights.
 KINDS = {"bf16": ("plain", 0), "int8": ("int8", 0), "int4": ("int4", 128)}
 
 
@@ -74,7 +75,7 @@ class Rows:
 
 
 def run_moe(bench: Bench) -> None:
-    """Time each kind at several numbers of rows; bfloat16 beside torch."""
+    """Time each kind of weights at several numbers of rows; bfloat16 in turn with torch."""
     for shape in SHAPES:
         generator = torch.Generator().manual_seed(0)
 
@@ -174,7 +175,7 @@ def _run(
 
 
 def _run_step(bench: Bench) -> None:
-    """Time a step of one request, ours and llama.cpp's in turn."""
+    """Time steps of one request, ours and llama.cpp's in turn."""
     checkpoint = qwen30()
     stepper = Stepper(
         checkpoint,
@@ -203,7 +204,7 @@ def _run_step(bench: Bench) -> None:
 
 
 def _run_table(bench: Bench) -> None:
-    """Compare the engine's start-up measurements with the bytes of distinct experts."""
+    """Compare the engine's start-up measurements with the bytes of the distinct experts."""
     engine = Engine(
         EngineConfig(
             model=str(qwen30().path),
@@ -217,7 +218,7 @@ def _run_table(bench: Bench) -> None:
     )
     model = engine._runner.parts.model
     bytes_read = model.bytes_read
-    seconds = engine._measure_steps(bytes_read, model.ranks)
+    seconds = engine._measure_steps(bytes_read)
     for rows in STEPS:
         more, expected = seconds[rows] / seconds[1], bytes_read(rows) / bytes_read(1)
         bench.add(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ngram_propose` for 64 requests whose contexts hold no match: with its index, and without.
+"""`ngram_propose` for 64 requests whose contexts have no match, with and without an index.
 
-Every step appends one token to each request. Without an index a step reads all contexts, as
-KMP-like passes do; with it, the cost is that of the new tokens.
+Every step appends one token to each request. Without an index, a step reads all contexts, as a KMP
+search does; with an index, it reads only the new tokens.
 """
 
 import time
@@ -20,14 +20,14 @@ STEPS, ROUNDS = 64, 7
 
 
 def run_ngram_propose(bench: Bench) -> None:
-    """Time a step at each length of context."""
+    """Time a step at each context length."""
     for context in CONTEXTS:
         _context(bench, context)
 
 
 def _context(bench: Bench, context: int) -> None:
-    """Add the microseconds of a step with the index, beside one without."""
-    # A disturbed window is measured again, up to three times in all.
+    """Add the microseconds of a step with the index, and of a step without."""
+    # Measure a disturbed window again, up to three times in all.
     length = context + (3 * ROUNDS + 1) * STEPS
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(0, VOCAB, (BATCH, length), dtype=torch.int32, generator=generator)
@@ -55,7 +55,7 @@ def _context(bench: Bench, context: int) -> None:
 
 
 def _steps(rows: torch.Tensor, context: int, index: NgramIndex | None) -> Callable[[int], float]:
-    """Return a function that runs steps where the last call ended and returns seconds per step."""
+    """Return a function that runs a number of further steps and returns the seconds per step."""
     lens = torch.full((BATCH,), context, dtype=torch.int32)
     limits = torch.full((BATCH,), DRAFTS, dtype=torch.int32)
     drafts = torch.empty(BATCH, DRAFTS, dtype=torch.int32)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`linear` of quantized weights, cold, beside torch's own products; steps of quantized models.
+"""`linear` of quantized weights, cold, against torch's products; steps of quantized models.
 
-A call multiplies the four matrices of a Qwen3-0.6B layer; layers rotate over at least 512 MiB, so
-every quantized value comes from memory. Bytes are those of values and scales. torch multiplies int8
-weights with a scale per output, and int4 weights in groups; it rounds no rows.
+A call multiplies the four matrices of a Qwen3-0.6B layer; calls rotate over layers of at least 512
+MiB, so that every quantized value comes from memory. Bytes are those of values and scales. torch
+multiplies int8 weights with a scale per output, and int4 weights in groups; it does not quantize
+inputs.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from bench.engine_runs import Stepper
 COLD_BYTES = 512 << 20
 LAYER = ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072))
 ROWS = (1, 5, 8)
-KV_LEN, STEPS, DRAFTS = 256, 6, 4  # of a model's steps
+KV_LEN, STEPS, DRAFTS = 256, 6, 4  # tokens, steps and drafts of a model's run
 NAMES = {"llama_cpp_peer": "llama.cpp", "openvino_peer": "OpenVINO"}
 STEP_GOALS = {
     ("wint8", 1, "none"): "ratio >= 1.9",
@@ -41,7 +42,7 @@ STEP_GOALS = {
 
 
 class Form(NamedTuple):
-    """A kind of weight, and the rounding of its rows; goals: fractions of the read line at ROWS."""
+    """A kind of weight, and the rounding of inputs; goals: required fractions of the read line."""
 
     kind: str
     group: int
@@ -60,7 +61,7 @@ FORMS = (
 
 
 def run_quantized(bench: Bench) -> None:
-    """Measure the fraction of the read line, five rows against one, and torch beside each."""
+    """Measure fractions of the read line, the time of five rows over one, and torch in turn."""
     for form in FORMS:
         _layer(bench, form)
     if "avx2" in specops.supported_isas():
@@ -216,14 +217,14 @@ def _torch_int4(layers: list[list[QuantizedWeight]], inputs: list[Tensor]) -> Ca
 _TORCH = {"int8": _torch_int8, "int4": _torch_int4}
 
 
-# A model with such weights
+# Models with quantized weights
 
 
 def run_qwen06_quantized(bench: Bench) -> None:
-    """Time steps in the shape of Qwen3-0.6B, batch 1, beside bfloat16 and quantized peers.
+    """Time steps in the shape of Qwen3-0.6B, batch 1, against bfloat16 and quantized peers.
 
-    The peers' layers are Q8_0 and Q4_0, or int8 by output and int4 in groups of 128; all heads have
-    8 bits.
+    llama.cpp's layers are Q8_0 or Q4_0; OpenVINO's are int8 with a scale per output, or int4 in
+    groups of 128. All LM heads have 8 bits.
     """
     steppers = {
         name: Stepper(
@@ -247,16 +248,16 @@ def run_qwen06_quantized(bench: Bench) -> None:
                 cases[which] = partial(_peer_step, peer)
             timing = bench.rounds(cases, rounds=7)
             for which in list(cases)[1:]:
-                told = NAMES.get(which, "own bfloat16")
+                peer_name = NAMES.get(which, "own bfloat16")
                 short = "bfloat16" if which == "none" else which.removesuffix("_peer")
                 bench.add(
                     Figure(
                         f"qwen06_quantized.{name}.rows{rows}.vs_{short}",
                         f"Qwen3-0.6B shape in {name}, batch 1, kv {KV_LEN}, {rows} rows: a step, "
-                        f"times faster than {told}",
+                        f"times faster than {peer_name}",
                         timing.median(name) * 1e3,
                         "ms",
-                        told,
+                        peer_name,
                         timing.median(which) * 1e3,
                         timing.ratio(which, name),
                         STEP_GOALS.get((name, rows, which)),

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real texts through n-gram and suffix decoding, priced as steps of a realistic model.
+"""N-gram and suffix decoding of real texts, with the step costs of a realistic model.
 
-Each request emits a given text: before the target's tokens are verified, the logit of the text's
-next token is raised in every row. So drafts and acceptance are those of real code, edits, dialogue
-and coding-agent sessions, and the methods run unchanged. A small model does the work, and each step
-is priced by a table of measured steps of the Qwen3-0.6B shape (step_costs.py); the drafters' own
-time is measured and added. `run_replay_whole` runs some of it on that shape for real, and
-`run_step_costs` measures the table of a machine.
+Each request is forced to emit a recorded text: before verification, the logit of the text's next
+token is raised in every row. So the methods run unchanged, and drafts and acceptance are those of
+real code, edits, dialogue and coding-agent sessions. A small model computes the steps. Each step's
+duration is looked up in a table of measured steps of the Qwen3-0.6B shape (step_costs.py), and the
+drafters' measured time is added. `run_replay_whole` runs a part on that shape itself, and
+`run_step_costs` measures the table for a machine.
 
-A run keeps its batch full until no more requests wait, and ends then. Prompts are in the prefix
-cache.
+A run ends as soon as no request waits any more, so that its batch is always full. Prompts are in
+the prefix cache.
 """
 
 import json
@@ -41,7 +41,7 @@ TEXTS = Path(make_prompts.__file__).parent / "replay"
 PROMPT_TOKENS, NEW_TOKENS = 512, 160
 KINDS = ("code", "edits", "dialogue", "agent", "mixed")
 LENGTHS = (2, 4, 8, 16)
-BATCHES = {1: 8, 8: 32, 32: 64}  # batch size, and requests of a run
+BATCHES = {1: 8, 8: 32, 32: 64}  # batch size -> number of requests of a run
 SMALL = {
     "vocab_size": 4096,
     "hidden_size": 64,
@@ -73,11 +73,11 @@ class Run:
     """Result of a run.
 
     Attributes:
-        steps: requests and rows of each.
+        steps: (requests, rows) of each step.
         tokens: emitted tokens.
-        drafting: seconds of the drafters and of selection, on one thread.
-        seconds: total time.
-        wrong: tokens that differ from the texts.
+        drafting: seconds spent in drafters and in the selection of drafts, on one thread.
+        seconds: total seconds.
+        wrong: number of tokens that differ from the texts.
     """
 
     steps: list[tuple[int, int]] = field(default_factory=list)
@@ -88,11 +88,11 @@ class Run:
 
     @property
     def length(self) -> float:
-        """Tokens per request and step."""
+        """Mean tokens per request and step."""
         return self.tokens / sum(requests for requests, _ in self.steps)
 
     def priced(self, costs: StepCosts) -> float:
-        """Return the tokens per second at the step costs of a table."""
+        """Return the tokens per second with the step costs of a table."""
         return self.tokens / (costs.total(self.steps) + self.drafting)
 
 
@@ -103,7 +103,7 @@ def texts(prompt_tokens: int, new_tokens: int) -> dict[str, list[Text]]:
     found = {"code": list(_code(tokenizer, prompt_tokens, new_tokens))}
     for kind in ("edits", "dialogue", "agent"):
         documents = json.loads((TEXTS / f"{kind}.json").read_text())
-        # The second replies of documents come after the first replies of all documents.
+        # First replies of all documents come first, then all second replies.
         most = max(len(document["starts"]) for document in documents)
         found[kind] = [
             Text(
@@ -118,7 +118,7 @@ def texts(prompt_tokens: int, new_tokens: int) -> dict[str, list[Text]]:
 
 
 def _code(tokenizer: Tokenizer, prompt_tokens: int, new_tokens: int) -> Iterator[Text]:
-    """Yield library modules from their beginning, and from their middle if long enough."""
+    """Yield texts from the beginning of library modules, and from the middle of long ones."""
     for text in make_prompts.sources().values():
         ids = tokenizer.encode(text)
         room = len(ids) - prompt_tokens - new_tokens
@@ -129,15 +129,15 @@ def _code(tokenizer: Tokenizer, prompt_tokens: int, new_tokens: int) -> Iterator
 
 
 def chosen_of(kind: str, count: int) -> list[Text]:
-    """Return `count` texts of a kind, evenly spaced; of "mixed", the first ones."""
-    some = texts(PROMPT_TOKENS, NEW_TOKENS)[kind]
-    stride = 1 if kind == "mixed" else len(some) // count
-    return some[::stride][:count]
+    """Return `count` evenly spaced texts of a kind, or the first ones of "mixed"."""
+    candidates = texts(PROMPT_TOKENS, NEW_TOKENS)[kind]
+    stride = 1 if kind == "mixed" else len(candidates) // count
+    return candidates[::stride][:count]
 
 
 @contextmanager
 def forced(scripts: Sequence[Sequence[int]]) -> Iterator[None]:
-    """Force requests to emit their scripts: prompt and reply, indexed by the request's seed."""
+    """Force each request to emit a script (prompt and reply), which the request's seed selects."""
     verify = sampling.verify
 
     def forcing(logits: torch.Tensor, **others: Any) -> Any:
@@ -160,12 +160,12 @@ def forced(scripts: Sequence[Sequence[int]]) -> Iterator[None]:
 
 
 class Replayer:
-    """An engine that emits given texts, `batch` requests at a time.
+    """Engine that is forced to emit given texts, `batch` requests at a time.
 
     Args:
         checkpoint: the model.
         batch: concurrent requests.
-        costs: step costs for draft selection; None for those that the engine measures.
+        costs: step costs for the selection of drafts; None: the engine's own measurements.
         num_threads: threads of the engine.
     """
 
@@ -206,10 +206,10 @@ class Replayer:
             return launch(plan, **options)
 
         def making(*arguments: Any) -> Any:
-            made = new_steps(*arguments)
-            for step in made:
+            steps = new_steps(*arguments)
+            for step in steps:
                 step.launch = self._timed(step.launch)  # type: ignore[method-assign]
-            return made
+            return steps
 
         runner.launch = launching  # type: ignore[method-assign]
         drafters.new_steps = making  # type: ignore[method-assign]
@@ -225,25 +225,25 @@ class Replayer:
 
         return call
 
-    def cache(self, some: Sequence[Text]) -> None:
-        """Compute prompts, so that later requests find them in the cache."""
+    def cache(self, chosen: Sequence[Text]) -> None:
+        """Compute prompts, so that later requests find their pages in the prefix cache."""
         params = SamplingParams(max_tokens=1, temperature=0.0)
-        self.engine.generate([text.prompt for text in some], params, speculative_config=NAIVE)
+        self.engine.generate([text.prompt for text in chosen], params, speculative_config=NAIVE)
 
-    def run(self, some: Sequence[Text], speculative_config: Mapping[str, object]) -> Run:
+    def run(self, chosen: Sequence[Text], speculative_config: Mapping[str, object]) -> Run:
         """Emit texts until no request waits, so that the batch is always full."""
         engine = self.engine
         cache = engine.drafters["suffix"].cache  # type: ignore[attr-defined]
         for name in cache.cached_requests:
             cache.evict(name)
-        cache.reclaim()  # evicted texts are drafted from until then
-        engine._drafting.select_by(engine._drafting._selector.seconds)  # with no history
+        cache.reclaim()  # free evicted texts now, since drafts may use them until then
+        engine._drafting.select_by(engine._drafting._selector.seconds)  # resets its statistics
         self._run = run = Run()
         begun = time.perf_counter()
         replies: dict[str, list[int]] = {}
-        with forced([[*text.prompt, *text.reply] for text in some]):
+        with forced([[*text.prompt, *text.reply] for text in chosen]):
             names = {}
-            for seed, text in enumerate(some):
+            for seed, text in enumerate(chosen):
                 params = SamplingParams(
                     max_tokens=len(text.reply), temperature=0.0, seed=seed, ignore_eos=True
                 )
@@ -269,7 +269,7 @@ NAIVE: dict[str, object] = {"method": "naive"}
 
 
 def fixed(method: str, length: int) -> dict[str, object]:
-    """Return the configuration of a method that verifies all of its drafts."""
+    """Return the configuration of a method with `length` drafts, all of which are verified."""
     return {
         **METHODS[method],
         "num_speculative_tokens": length,
@@ -278,12 +278,12 @@ def fixed(method: str, length: int) -> dict[str, object]:
 
 
 def selected(method: str) -> dict[str, object]:
-    """Return the configuration of a method that selects how many drafts to verify."""
+    """Return the configuration of a method with adaptive verification."""
     return {**METHODS[method], "num_speculative_tokens": max(LENGTHS)}
 
 
 def run_replay(bench: Bench) -> None:
-    """Run every kind of text, method and batch size, with every table of costs."""
+    """Run every kind of text, method and batch size with every table of step costs."""
     checkpoint = checkpoints.without_weights("replay", {**checkpoints.QWEN06, **SMALL})
     gains: dict[str, dict[str, list[float]]] = {}
     wrong = tokens = 0
@@ -292,14 +292,14 @@ def run_replay(bench: Bench) -> None:
         replayers = {
             costs.name: Replayer(checkpoint, batch, costs, num_threads=1) for costs in all_costs
         }
-        some = next(iter(replayers.values()))
+        any_replayer = next(iter(replayers.values()))
         for kind in KINDS:
             chosen = chosen_of(kind, count)
             for replayer in replayers.values():
                 replayer.cache(chosen)
-            plain = some.run(chosen, NAIVE)
+            plain = any_replayer.run(chosen, NAIVE)
             for method in METHODS:
-                lengths = {n: some.run(chosen, fixed(method, n)) for n in LENGTHS}
+                lengths = {n: any_replayer.run(chosen, fixed(method, n)) for n in LENGTHS}
                 for costs in all_costs:
                     ours = replayers[costs.name].run(chosen, selected(method))
                     done = [plain, *lengths.values(), ours]
@@ -338,7 +338,7 @@ def run_replay(bench: Bench) -> None:
 
 
 def _means(bench: Bench, gains: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
-    """Add the mean gain of each draft length, and of selection, over all cells of a cost table."""
+    """Add each draft length's mean gain, and that of adaptive verification, per table of costs."""
     for table, by_name in gains.items():
         means = {n: math.exp(sum(map(math.log, v)) / len(v)) for n, v in by_name.items()}
         best = max(value for name, value in means.items() if name != "selected")
@@ -359,12 +359,12 @@ def _means(bench: Bench, gains: Mapping[str, Mapping[str, Sequence[float]]]) -> 
 
 
 def _llama_cpp(bench: Bench) -> None:
-    """Run llama.cpp's prompt lookup on the same texts, one at a time, priced as our steps."""
+    """Run llama.cpp's prompt lookup on the same texts, one at a time, with our step costs."""
     peer = bench.peer("llama_cpp_peer")
     if peer is None:
         return
-    for kind, some in texts(PROMPT_TOKENS, NEW_TOKENS).items():
-        prompts, replies = [text.prompt for text in some], [text.reply for text in some]
+    for kind, chosen in texts(PROMPT_TOKENS, NEW_TOKENS).items():
+        prompts, replies = [text.prompt for text in chosen], [text.reply for text in chosen]
         for lookup in LENGTHS:
             steps = peer.ask("replay", prompts=prompts, replies=replies, lookup=lookup)["steps"]
             tokens = sum(1 + accepted for accepted, _ in steps)
@@ -382,22 +382,22 @@ def _llama_cpp(bench: Bench) -> None:
 
 
 def run_replay_whole(bench: Bench) -> None:
-    """Run some texts on the Qwen3-0.6B shape itself, beside this machine's priced predictions."""
+    """Run some texts on the Qwen3-0.6B shape itself, and compare with predictions by step costs."""
     batch, count = WHOLE
     replayer = Replayer(checkpoints.qwen06(), batch, None, num_threads=bench.num_threads)
     isa, cpu = specops.get_isa(), specops.runtime.get_cpu_name()
     priced = [one for one in tables() if (one.cpu, one.isa) == (cpu, isa)]
     for kind in KINDS:
-        # Prompts of whole pages plus one token, so that no prompt rows are left to compute.
+        # Use prompts of whole pages plus one token, so that cached prompts need no prefill rows.
         page = replayer.engine.config.page_size
-        some = [
+        chosen = [
             Text(text.prompt[(len(text.prompt) - 1) % page :], text.reply)
             for text in chosen_of(kind, count)
         ]
-        replayer.cache(some)
+        replayer.cache(chosen)
         cases = {"plain": NAIVE, **{f"{m}.selected": selected(m) for m in ("ngram", "suffix")}}
         cases |= {f"{m}.{n}": fixed(m, n) for m in ("ngram", "suffix") for n in LENGTHS[1::2]}
-        runs = {case: replayer.run(some, config) for case, config in cases.items()}
+        runs = {case: replayer.run(chosen, config) for case, config in cases.items()}
         plain = runs["plain"]
         for case, run in runs.items():
             gain = run.tokens / run.seconds * plain.seconds / plain.tokens
@@ -418,7 +418,7 @@ def run_replay_whole(bench: Bench) -> None:
 
 
 def run_step_costs(bench: Bench) -> None:
-    """Measure the table of this machine and instruction set."""
+    """Measure and save the table of step costs of this machine and instruction set."""
     isa, cpu = specops.get_isa(), specops.runtime.get_cpu_name()
     points: dict[tuple[int, int], float] = {}
     for batch in COST_BATCHES:

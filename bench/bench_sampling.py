@@ -30,12 +30,12 @@ ROWS, VOCAB = 48, 151936
 BATCH, DRAFTS = 8, 5
 COLD_BYTES = 512 << 20
 TOP_K, TOP_P = 50, 0.9
-# Standard deviation of the logits, peaked like those of a trained model.
+# Standard deviation of the logits, with which they are as peaked as a trained model's.
 SCALE = 3.0
 
 
 def run_sampling(bench: Bench) -> None:
-    """Time sampling against torch's and transformers' pipelines, and all against the read."""
+    """Time sampling against torch's and transformers' pipelines, and against reading the logits."""
     with torch.inference_mode():
         for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
             generator = torch.Generator().manual_seed(0)
@@ -52,7 +52,7 @@ def run_sampling(bench: Bench) -> None:
 
 
 def _strategies(bench: Bench, logits: list[Tensor], name: str) -> None:
-    """Measure the cost of each kind of verification, and greedy's fraction of the read line."""
+    """Measure each kind of verification, and greedy verification's fraction of the read line."""
     greedy, target = VerifyStrategy.GREEDY, VerifyStrategy.TARGET_MATCH
     cases = {
         "greedy": _verify(logits, greedy),
@@ -101,7 +101,7 @@ def _over(
     peer: str,
     bar: str | None,
 ) -> Figure:
-    """Return the figure of a case's time over another case's, round by round."""
+    """Return the figure of a case's time over another's in the same round."""
     return Figure(
         f"sampling.verify.{id}",
         f"{what}, 48 x 151,936: time over {peer}",
@@ -117,7 +117,7 @@ def _over(
 
 
 def _pipelines(bench: Bench, logits: list[Tensor]) -> None:
-    """Time the pipelines of other libraries, on fp32 logits."""
+    """Time other libraries' sampling pipelines on fp32 logits."""
     target = VerifyStrategy.TARGET_MATCH
     cases = {
         "top_p": _sample(logits, temperature=1.0, top_p=TOP_P),
@@ -173,13 +173,13 @@ def _sample(logits: list[Tensor], *, temperature: float, top_p: float) -> Callab
     rotated = cycle(logits)
     positions = torch.arange(ROWS, dtype=torch.int32)
     out = torch.empty(ROWS, dtype=torch.int32)
-    given = SamplingTensors(
+    parameters = SamplingTensors(
         temperature=torch.full((ROWS,), temperature),
         top_p=torch.full((ROWS,), top_p),
         seeds=torch.arange(ROWS),
     )
     outputs = SampleOutputs(out)
-    return lambda: sample(next(rotated), positions, sampling=given, outputs=outputs)
+    return lambda: sample(next(rotated), positions, sampling=parameters, outputs=outputs)
 
 
 EVERY_FILTER = {"temperature": 0.8, "top_k": TOP_K, "top_p": TOP_P, "min_p": 0.02}
@@ -187,7 +187,7 @@ HISTORY, BIASES, BAD_WORDS = 2000, 100, 10
 
 
 def request_filters(batch: int, values: dict[str, float], device: torch.device) -> SamplingTensors:
-    """Return sampling parameters of every request; the temperature is 1 unless given."""
+    """Return tensors of sampling parameters, equal for all requests; default temperature 1."""
     tensors: dict[str, Tensor] = {"seeds": torch.arange(batch, device=device)}
     for name, value in {"temperature": 1.0, **values}.items():
         dtype = torch.int32 if name == "top_k" else torch.float32
@@ -198,10 +198,10 @@ def request_filters(batch: int, values: dict[str, float], device: torch.device) 
 def every_processor(
     batch: int, rows: int, vocab_size: int, device: torch.device
 ) -> tuple[LogitsProcessors, Tensor]:
-    """Return all processors at once, for requests with a long history; and their positions.
+    """Return logits processors of all kinds, for requests with a long history, and positions.
 
-    Penalties over 2,000 tokens, 100 biases, 10 bad words of up to 3 tokens, a minimal length, and a
-    mask for every row that allows half of the tokens.
+    They are penalties over 2,000 tokens, 100 biases, 10 bad words of up to 3 tokens, a minimum
+    length, and a mask for each row that allows half of the tokens.
     """
     generator = torch.Generator().manual_seed(1)
 
@@ -247,7 +247,7 @@ def _verify(
     values: dict[str, float] | None = None,
     processors: bool = False,
 ) -> Callable[[], object]:
-    """Return calls whose drafts are the rows' most probable tokens."""
+    """Return a `verify` call whose drafts are the rows' most probable tokens."""
     device, dtype = logits[0].device, torch.int32
     output_indptr = torch.arange(BATCH + 1, dtype=dtype) * (DRAFTS + 1)
     rotated = cycle([(x, Drafts(output_indptr, top_drafts(x, BATCH))) for x in logits])
@@ -276,7 +276,7 @@ def top_drafts(logits: Tensor, batch: int) -> Tensor:
 
 
 def _torch_sort(logits: list[Tensor], top_k: int) -> Callable[[], Tensor]:
-    """Return the usual pipeline: sort, softmax, cumulative sum, cut, scatter back, draw."""
+    """Return torch's usual pipeline: sort, softmax, cumsum, mask, scatter back, sample."""
     rotated = cycle(logits)
 
     def call() -> Tensor:
@@ -285,14 +285,14 @@ def _torch_sort(logits: list[Tensor], top_k: int) -> Callable[[], Tensor]:
             ordered[:, top_k:] = -torch.inf
         probs = ordered.softmax(-1)
         cut = probs.cumsum(-1) - probs > TOP_P
-        kept = torch.zeros_like(probs).scatter_(-1, ids, probs.masked_fill(cut, 0.0))
-        return torch.multinomial(kept, 1)
+        filtered = torch.zeros_like(probs).scatter_(-1, ids, probs.masked_fill(cut, 0.0))
+        return torch.multinomial(filtered, 1)
 
     return call
 
 
 def _transformers(logits: list[Tensor]) -> Callable[[], Tensor] | None:
-    """Return transformers' `generate` processors for top-k and top-p, and its draw."""
+    """Return a call of transformers' top-k and top-p processors and of its sampling."""
     try:
         from transformers.generation import logits_process
     except ImportError as error:
@@ -311,7 +311,7 @@ def _argmax(logits: list[Tensor]) -> Callable[[], Tensor]:
 
 
 def _commit(bench: Bench) -> None:
-    """Time `commit` of 256 requests after verification, with every rule on."""
+    """Time `commit` of 256 requests after verification, with all stop rules enabled."""
     call = commit_call(256, 5, torch.device("cpu"))
     timing = bench.alternate({"commit": call}, rounds=9)
     what = "commit of 256 requests, 5 tokens each, with every rule: time"
@@ -320,7 +320,7 @@ def _commit(bench: Bench) -> None:
 
 
 def commit_call(batch: int, num_tokens: int, device: torch.device) -> Callable[[], object]:
-    """Return a `commit` call that resets the lengths, so that rows never fill; no request ends."""
+    """Return a `commit` call that first resets lengths, so that no request reaches its limit."""
 
     def ints(*shape: int, fill: int = -1) -> Tensor:
         return torch.full(shape, fill, dtype=torch.int32, device=device)

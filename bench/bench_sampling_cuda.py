@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sample` and `verify` on a GPU: 256 requests with 4 drafts each over 128,256 tokens, and one.
 
-The logits are random, with the spread of a trained model's, and the bundled model's own. The peers
-are FlashInfer's pipelines. Outputs and workspaces are allocated before the calls.
+Logits are random with a trained model's spread, or recorded from the bundled model. The peers are
+FlashInfer's pipelines. Outputs and workspaces are allocated before the calls.
 """
 
 from typing import Any
@@ -41,7 +41,7 @@ DTYPES = ((torch.bfloat16, "bf16"), (torch.float32, "fp32"))
 
 
 def random_logits(bench: CudaBench, rows: int, dtype: torch.dtype) -> list[Tensor]:
-    """Return enough buffers of [rows, vocab] that each is cold when its turn comes."""
+    """Return so many buffers of [rows, vocab] that each is cold whenever it is used."""
     vocab = bench.pick(VOCAB, 512)
     copies = bench.copies(rows * vocab * dtype.itemsize)
     return [bench.randn(rows, vocab, dtype=dtype, scale=SCALE) for _ in range(copies)]
@@ -79,7 +79,7 @@ def verify_calls(
 
 
 def argmax_calls(bench: CudaBench, logits: list[Tensor]) -> list[Call]:
-    """Return torch's argmax of every row, as a call per buffer."""
+    """Return a call per buffer of torch's argmax over each row."""
     out = bench.ints(torch.zeros(logits[0].shape[0]), torch.int64)
     return [lambda x=x: torch.argmax(x, -1, out=out) for x in logits]
 
@@ -104,11 +104,11 @@ def strategy_calls(
 
 
 def run_sampling_cuda(bench: CudaBench) -> None:
-    """Time verification of every kind, beside the read line and greedy verification."""
+    """Time verification of every kind, against the read line and greedy verification."""
     for dtype, name in DTYPES:
         for batch in bench.pick((BATCH, 1), (4, 1)):
             logits = random_logits(bench, batch * ROWS, dtype)
-            # The rows' most probable tokens: greedy walks whole chains.
+            # Draft the rows' most probable tokens, so that greedy verification walks whole chains.
             cases = strategy_calls(bench, logits, [top_drafts(x, batch) for x in logits])
             cases["torch argmax"] = argmax_calls(bench, logits)
             timings = bench.time(cases)
@@ -164,12 +164,13 @@ def _strategy_figures(
 
 
 def run_recorded_cuda(bench: CudaBench) -> None:
-    """Time verification of the bundled model's logits, with its input text as drafts."""
+    """Time verification of the bundled model's recorded logits, with the text as drafts."""
     batch = bench.pick(BATCH, 2)
     rows = batch * ROWS
     recorded = record(bench.device, rows, bench.pick(768, 16))
     for dtype, name in DTYPES:
-        # Each buffer has other rows, as far as there are enough; they are small, so there are many.
+        # Buffers hold different rows as long as there are enough; buffers are small, so there are
+        # many.
         num_bytes = rows * recorded.logits.shape[1] * dtype.itemsize
         sets = [recorded.rolled(number * ROWS) for number in range(bench.copies(num_bytes))]
         logits = [one.logits.to(dtype) for one in sets]
@@ -202,7 +203,7 @@ def _accepted(call: Call) -> float:
 def _sample_calls(bench: CudaBench, logits: list[Tensor], top_k: int, top_p: float) -> list[Call]:
     rows = logits[0].shape[0]
     real = torch.ones(rows, device=bench.device)
-    given = SamplingTensors(
+    filters = SamplingTensors(
         temperature=real,
         top_k=bench.ints([top_k] * rows),
         top_p=real * top_p,
@@ -210,7 +211,7 @@ def _sample_calls(bench: CudaBench, logits: list[Tensor], top_k: int, top_p: flo
         seeds=bench.ints(torch.arange(rows), torch.int64),
     )
     parameters: dict[str, Any] = {
-        "sampling": given,
+        "sampling": filters,
         "outputs": SampleOutputs(bench.ints([0] * rows)),
         "workspace": sampling_workspace(logits[0]),
     }
@@ -219,7 +220,7 @@ def _sample_calls(bench: CudaBench, logits: list[Tensor], top_k: int, top_p: flo
 
 
 def run_sampling_peers_cuda(bench: CudaBench) -> None:
-    """Time sampling and verification beside FlashInfer's pipelines on the same fp32 logits."""
+    """Time sampling and verification against FlashInfer's pipelines on the same fp32 logits."""
     batch = bench.pick(BATCH, 4)
     logits = random_logits(bench, batch, torch.float32)
     for what, top_k in (("top-p", 0), ("top-k top-p", 50)):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of HTTP: CPU time per streamed token beyond the engine's own, and first tokens.
+"""The server's cost: CPU time per streamed token beyond the engine's, and time to first token.
 
-The server is a separate process, and its CPU time comes from its metrics. Every stream is decoded
-plainly, so each token has its own step and chunk, which costs most.
+The server is a separate process, and its CPU time comes from its metrics. Streams are decoded
+plainly, so that each token has its own step and chunk: the worst case.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ NAIVE = {"method": "naive"}
 
 
 def run_serving(bench: Bench) -> None:
-    """Measure CPU time per token at 64 streams, and the time to the first token of one alone."""
+    """Measure CPU time per token at 64 streams, and the time to first token of a single stream."""
     with _serving() as port:
-        _load(port)  # warms up both
+        _load(port)  # warm up the server and the engine
         alone = _offline_seconds()
         served, without = [], []
         for _ in range(bench.pick(ROUNDS, 1)):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time to the first token of an engine with a 3B model, and the memory that it then holds.
+"""Time to first token of a new engine with a 3B model, and its memory after that.
 
-Every start is a new process, timed from its command on. "First" fills a cache of packed weights,
-"next" finds it, and "without" has none. llama.cpp starts from a GGUF file of the same weights, in
-bf16 or Q4_0 (embedding Q8_0), which it maps or reads. The files are in the page cache, as after a
-download.
+Every start is a new process, and time counts from its command. "First" fills the cache of packed
+weights, "next" reads it, and "without" uses no cache. llama.cpp starts from a GGUF file of the same
+weights, in bf16 or Q4_0 (embedding Q8_0), which it maps or reads. The files are in the page cache,
+as after a download.
 """
 
 import json
@@ -20,7 +20,7 @@ from typing import NamedTuple
 from bench import checkpoints
 from bench.common import Bench, Figure, PeerError, resident_gb
 
-# Our quantization, and the kind of llama.cpp's file.
+# Our quantization -> type of llama.cpp's file.
 QUANTIZATIONS = {"none": "bf16", "wint4": "int4"}
 STARTS = ("without", "first", "next")
 WORDS = {
@@ -43,7 +43,7 @@ sys.stdin.read()
 
 
 class Start(NamedTuple):
-    """Seconds to the first token; GB of memory: anonymous pages, and pages of files."""
+    """Seconds to the first token, and GB of anonymous memory and of mapped files."""
 
     seconds: float
     own: float
@@ -62,22 +62,22 @@ def run_start(bench: Bench) -> None:
             "quantization": quantization,
             "quantize_head": quantization,
         }
-        told = "bfloat16" if quantization == "none" else quantization
+        label = "bfloat16" if quantization == "none" else quantization
         for which in STARTS:
             where = "none" if which == "without" else str(cache)
             ours = partial(_start, {**settings, "weight_cache": where})
             if which != "next":
-                _add(bench, told, which, [ours()])
+                _add(bench, label, which, [ours()])
                 continue
             cases = {which: ours, **_llama_cpp(bench, checkpoint, kind)}
             found = [{name: start() for name, start in cases.items()} for _ in range(ROUNDS)]
             for name in cases:
-                _add(bench, told, name, [one[name] for one in found])
+                _add(bench, label, name, [one[name] for one in found])
     shutil.rmtree(cache)
 
 
 def _start(settings: dict[str, object]) -> Start:
-    """Start an engine in a process that ends afterwards."""
+    """Start an engine in a process, measure it, and end the process."""
     begun = time.perf_counter()
     command = [sys.executable, "-c", _CHILD, json.dumps(settings)]
     pipe = subprocess.PIPE
@@ -94,7 +94,7 @@ def _start(settings: dict[str, object]) -> Start:
 def _llama_cpp(
     bench: Bench, checkpoint: checkpoints.Checkpoint, kind: str
 ) -> dict[str, Callable[[], Start]]:
-    """Return llama.cpp's starts, if it is installed; its file is made before, if missing."""
+    """Return functions that start llama.cpp, if it is installed; make its file if missing."""
     peer = bench.peer("llama_cpp_peer")
     if peer is None:
         return {}
@@ -116,7 +116,7 @@ def _llama_cpp(
     return {"llama_cpp_mapped": partial(start, True), "llama_cpp_read": partial(start, False)}
 
 
-def _add(bench: Bench, told: str, which: str, starts: list[Start]) -> None:
+def _add(bench: Bench, label: str, which: str, starts: list[Start]) -> None:
     for name, what, unit in (
         ("seconds", "to the first token", "s"),
         ("own", "memory of its own", "GB"),
@@ -124,8 +124,8 @@ def _add(bench: Bench, told: str, which: str, starts: list[Start]) -> None:
     ):
         bench.add(
             Figure(
-                f"start.{told}.{which}.{name}",
-                f"3B in {told}, {WORDS[which]}: {what}",
+                f"start.{label}.{which}.{name}",
+                f"3B in {label}, {WORDS[which]}: {what}",
                 median(getattr(one, name) for one in starts),
                 unit,
                 bar="value <= 3" if (which, name) == ("next", "seconds") else None,

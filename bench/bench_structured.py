@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Constrained output: the cost of a mask and of a step, and the gain of forced tokens.
 
-Masks are timed for rows in the middle of a text, and at every token of texts that the bundled model
-writes, over its own vocabulary and over a synthetic one of the size of today's models. A step is
-compared with one of the same requests without a grammar, where the grammar allows every text.
-Tokens per step depend on no clock.
+Masks are timed in the middle of a text, and at every token of texts by the bundled model, over the
+model's vocabulary and over a synthetic one of the size of today's models. A step with a grammar
+that allows every text is compared with the same step without a grammar. Tokens per step are
+counted, not timed.
 """
 
 import json
@@ -63,7 +63,7 @@ BEGUN = '{"name": "get_'
 
 
 class _MadeUp:
-    """A tokenizer with the vocabulary size of today's models: bytes, and made-up words."""
+    """Synthetic tokenizer with the vocabulary size of today's models: bytes, and made-up words."""
 
     def __init__(self, size: int) -> None:
         draw = random.Random(0)
@@ -90,7 +90,7 @@ class _MadeUp:
 
 
 def run_structured(bench: Bench) -> None:
-    """Measure masks, steps and forced tokens."""
+    """Measure the time of masks and steps, and the gain of drafting forced tokens."""
     bundled = Tokenizer.from_dir(EngineConfig().model_dir)
     vocabularies: dict[str, tuple[Tokenizer, int]] = {
         "bundled": (bundled, bundled.vocab_size),
@@ -114,13 +114,13 @@ def _add_masks(
 
     def filling(schema: str, requests: int, width: int) -> Callable[[], object]:
         grammar = compiler.compile(StructuredOutput(json_schema=SCHEMAS[schema]))
-        wanted = []
+        rows = []
         for index in range(requests):
             state = GrammarState(grammar, [0])
             assert all(map(state.take, tokenizer.encode_as_text(BEGUN)))
-            wanted.append(MaskRows(state, index * (1 + width), drafts[:width]))
+            rows.append(MaskRows(state, index * (1 + width), drafts[:width]))
         out = np.empty((requests * (1 + width), -(-size // 32)), dtype=np.int32)
-        return lambda: filler.fill(wanted, out)
+        return lambda: filler.fill(rows, out)
 
     for schema in ("tool", "any"):
         cases = {"one": filling(schema, 1, 0), "step": filling(schema, BATCH, DRAFTS)}
@@ -147,7 +147,7 @@ def _add_masks_of_texts(
     size: int,
     texts: list[tuple[dict[str, Any], str]],
 ) -> None:
-    """Add the time of the masks at every token: the median, and the 99th percentile."""
+    """Add the median and the 99th percentile of the time of a mask, over all tokens of texts."""
     filler = MaskFiller(bench.num_threads)
     out = np.empty((1, -(-size // 32)), dtype=np.int32)
     passes = []
@@ -156,9 +156,9 @@ def _add_masks_of_texts(
         for schema, text in texts:
             state = GrammarState(compiler.compile(StructuredOutput(json_schema=schema)), [0])
             for token in tokenizer.encode_as_text(text):
-                wanted = [MaskRows(state, 0, [])]
+                rows = [MaskRows(state, 0, [])]
                 begin = time.perf_counter_ns()
-                filler.fill(wanted, out)
+                filler.fill(rows, out)
                 times.append(time.perf_counter_ns() - begin)
                 assert state.take(token), "the text left its grammar"
         passes.append(times)
@@ -189,17 +189,17 @@ def _engine(bench: Bench, method: str, k: int) -> Engine:
 
 
 def _add_step(bench: Bench) -> None:
-    """Time plain decoding with a mask for every row, beside the same without masks."""
+    """Time plain decoding with a mask for every row, and without masks."""
     engine = _engine(bench, "naive", 0)
     prompts = [[4 + index, 5, 6, 7] for index in range(BATCH)]
 
-    def decode(wanted: StructuredOutput | None) -> Callable[[], object]:
+    def decode(constraint: StructuredOutput | None) -> Callable[[], object]:
         params = SamplingParams(
             max_tokens=NEW_TOKENS,
             temperature=0.8,
             seed=1,
             ignore_eos=True,
-            structured_output=wanted,
+            structured_output=constraint,
         )
         return lambda: engine.generate(prompts, params)
 
@@ -227,13 +227,13 @@ def _requests() -> tuple[list[dict[str, Any]], list[str], list[SamplingParams]]:
         schema = list(SCHEMAS.values())[index % 3]
         schemas.append(schema)
         prompts.append(f"# {json.dumps(schema)}\nvalue = ")
-        wanted = StructuredOutput(
+        constraint = StructuredOutput(
             json_schema=schema, disable_any_whitespace=(None, True)[index % 2]
         )
         params.append(
             SamplingParams(
                 max_tokens=NEW_TOKENS, temperature=0.8 * (index % 4 > 1), seed=index,
-                structured_output=wanted,
+                structured_output=constraint,
             )
         )  # fmt: skip
     return schemas, prompts, params
@@ -247,7 +247,7 @@ def _texts(bench: Bench) -> list[tuple[dict[str, Any], str]]:
 
 
 def _add_tokens(bench: Bench, method: str, k: int) -> None:
-    """Add emitted tokens per step, with and without drafting of forced tokens."""
+    """Add tokens per step with and without drafting of tokens that the grammar forces."""
     tokens, texts = {}, []
     for forced in (False, True):
         engine = _engine(bench, method, k)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The suffix tree against arctic-inference's, by public APIs, on one core, in CPU time.
+"""The suffix tree against arctic-inference's, through public APIs, in CPU time on one core.
 
-Each side runs the loops of bench/peers/suffix_replay.py in a separate process, on the same core,
-and the two alternate piece by piece. Drafts end at the depth of the tree on both sides, unless a
-figure says that they read on. `ratio` is the peer's time, or bytes, over ours.
+Both trees run the loops of bench/peers/suffix_replay.py in separate processes on the same core,
+alternating piece by piece. Drafts end at the depth of the tree, unless a figure says "read on".
+`ratio` is the peer's time or bytes over ours.
 """
 
 from collections.abc import Sequence
@@ -39,8 +39,8 @@ class Sizes:
     loads: int = 3
 
 
-# Minimum of a figure's ratio: (stream, depth) or depth -> bar. Where the peer waits for memory, a
-# CPU with faster memory helps the peer more than us; these bars hold on a Zen 4 and on a Zen 5.
+# Required ratio of a figure: (stream, depth) or depth -> bar. Faster memory helps the peer more
+# than us where the peer waits for memory; these bars hold on a Zen 4 and on a Zen 5.
 BARS: dict[str, dict[tuple[str, int], float]] = {
     "insert": {("code", 64): 5, ("edit", 64): 4},
     "resident": {("code", 64): 7, ("edit", 64): 7, ("code", 24): 5.5, ("edit", 24): 5.5},
@@ -51,17 +51,18 @@ BARS: dict[str, dict[tuple[str, int], float]] = {
     "read_on": {("edit", 24): 1.15},
     "evict": {("code", 64): 3, ("edit", 64): 3},
 }
-# Speedup of two threads over one. Most of a step on near-copies appends to the one shared tree.
+# Required speedup of two threads over one. On near-copies, most of a step appends to the single
+# shared tree, which is serial.
 THREADS_BARS = {"code": 1.5, "edit": 1.1}
 
 
 def run_suffix_tree(bench: Bench) -> None:
-    """Measure every stream at both depths, then the gain of a saved cache."""
+    """Measure every stream at both depths, then loading a saved cache."""
     measure(bench, Sizes(), streams(), (64, 24))
 
 
 def measure(bench: Bench, sizes: Sizes, folder: Path, depths: Sequence[int]) -> None:
-    """Add all figures, over the streams in a folder."""
+    """Add all figures for the streams in a folder."""
     for depth in depths:
         for stream in NAMES:
             _Tree(bench, sizes, folder, stream, depth).run()
@@ -70,18 +71,17 @@ def measure(bench: Bench, sizes: Sizes, folder: Path, depths: Sequence[int]) -> 
 
 
 class _Tree:
-    """One stream at one depth: our process, the peer's if it is installed, and the figures."""
+    """Measurements of one stream at one depth: our process, and the peer's if it is installed."""
 
     def __init__(self, bench: Bench, sizes: Sizes, folder: Path, stream: str, depth: int) -> None:
         self.bench, self.sizes, self.stream, self.depth = bench, sizes, stream, depth
         self.where = {"streams": str(folder), "stream": stream, "depth": depth}
         self.ends = np.load(folder / f"{stream}.ends.npy")
         num_held = len(np.load(folder / f"{stream}.held.ends.npy"))
-        # Requests that together have the tokens to cache.
+        # As many requests as have the number of tokens to cache.
         self.cached = int(np.searchsorted(self.ends, sizes.cached_tokens)) + 1
         if stream == "edit":
-            # Only documents whose revisions are in the cache; one ninth revision of each comes
-            # first.
+            # Only documents whose revisions are in the cache; first one ninth revision of each.
             num_held = self.cached // REVISIONS * HELD_REVISIONS
             order = sorted(range(num_held), key=lambda i: (i % HELD_REVISIONS, i))
         else:
@@ -122,7 +122,7 @@ class _Tree:
         self._add("resident", "resident memory", bytes_a_token, "B/token")
 
     def _replay(self) -> dict[str, float]:
-        """Replay held-out requests one by one: the cost of a draft, and how much of it is right."""
+        """Replay held-out requests one by one: cost of drafts, and fraction of accepted ones."""
         passes: list[dict[str, list[Answer]]] = []
         for _ in range(self.sizes.passes):
             answers: dict[str, list[Answer]] = {name: [] for name in self.sides}
@@ -144,7 +144,7 @@ class _Tree:
         return tokens
 
     def _read_on(self, tokens: dict[str, float]) -> None:
-        """Measure the same with drafts that read on past the depth of the tree."""
+        """Replay with drafts that continue beyond the depth of the tree ("read on")."""
         ours = self.sides["ours"]
         ours.ask("open", **self.where, max_cached_requests=self.limit, read_on=True)
         ours.ask("insert", first=0, last=self.cached)
@@ -153,14 +153,14 @@ class _Tree:
         self._add("read_on", "tokens a step, reading on", reading, "tokens", better=1)
 
     def _batch(self) -> None:
-        """Time a decode step of the whole batch: one call against a loop."""
+        """Time a decode step of a whole batch: our single call against a loop."""
         took = self._steps()
         self._ask("end_batch")
         step = {name: median(times) / 1e3 for name, times in took.items()}
         self._add("step", f"a step of {len(self.batched)} requests: CPU", step, "us")
 
     def _steps(self) -> dict[str, list[int]]:
-        """Run steps of a batch with 128 generated tokens, alternating, a few at a time."""
+        """Run steps of a batch whose requests have 128 generated tokens, alternating both sides."""
         self._ask("begin_batch", held=self.batched, generated=128)
         took: dict[str, list[int]] = {name: [] for name in self.sides}
         for _ in range(4):
@@ -169,7 +169,7 @@ class _Tree:
         return took
 
     def _threads(self) -> None:
-        """Time our batch with two threads beside one, by the wall clock."""
+        """Time our batch with two threads and with one, in wall-clock time."""
         ours = self.sides["ours"]
         ours.ask("begin_batch", held=self.batched, generated=128)
         took: dict[int, list[float]] = {1: [], 2: []}
@@ -196,26 +196,26 @@ class _Tree:
         )
 
     def _prompt(self) -> None:
-        """Time a long prompt: how long its caller waits, and when all of it can be drafted from."""
+        """Time a long prompt: how long the caller waits, and when drafts can use all of it."""
         answers: dict[str, list[Answer]] = {name: [] for name in self.sides}
         needed = self.sizes.prompt // SHORTEST + 1
         for turn in range(5):
             begin = (self.limit + 40 * turn) % (len(self.ends) - needed)
-            asked = self._ask("prompt", begin=begin, size=self.sizes.prompt)
-            for name, answer in asked.items():
+            replies = self._ask("prompt", begin=begin, size=self.sizes.prompt)
+            for name, answer in replies.items():
                 answers[name].append(answer)
         what = f"a prompt of {self.sizes.prompt:,} tokens"
-        for id, field, told, bar in (
+        for id, field, description, bar in (
             ("wait", "wait_ns", "until its caller goes on, wall", "ratio >= 100"),
             ("wait_cpu", "wait_cpu_ns", "CPU of its caller", None),
             ("complete", "complete_ns", "until its drafts are complete, wall", "ratio >= 2"),
             ("complete_cpu", "complete_cpu_ns", "CPU of all threads", None),
         ):
             times = {name: median([a[field] for a in of]) / 1e6 for name, of in answers.items()}
-            self._add(f"prompt.{id}", f"{what}: {told}", times, "ms", bar=bar)
+            self._add(f"prompt.{id}", f"{what}: {description}", times, "ms", bar=bar)
 
     def _full(self) -> None:
-        """Measure a full cache: longest pauses, memory after a full turnover, and eviction."""
+        """Measure a full cache: longest pauses, memory after replacing every request, eviction."""
         first = self.limit
         self._ask("insert", first=self.cached, last=first)
         full = self._ask("resident")
@@ -227,15 +227,15 @@ class _Tree:
             ):
                 times = {name: answer[clock][field] / 1e6 for name, answer in churned.items()}
                 bar = "value <= 0.3" if (clock, id) == ("cpu", "longest") else None
-                told = f"a full cache, {what}: {clock if clock == 'wall' else 'CPU'}"
-                self._add(f"full.{id}.{clock}", told, times, "ms", bar=bar)
+                description = f"a full cache, {what}: {clock if clock == 'wall' else 'CPU'}"
+                self._add(f"full.{id}.{clock}", description, times, "ms", bar=bar)
         first += self.sizes.churn
         steps = self._steps()
         self._ask("end_batch", evict=False)
         for id, percent, what in (("", 50, ""), (".longest", 100, ", the longest")):
             times = {name: float(np.percentile(of, percent)) / 1e3 for name, of in steps.items()}
-            told = f"a full cache, a step of {len(self.batched)} requests{what}: CPU"
-            self._add(f"full.step{id}", told, times, "us")
+            description = f"a full cache, a step of {len(self.batched)} requests{what}: CPU"
+            self._add(f"full.step{id}", description, times, "us")
         self._pieces("insert", first, first + self.limit)
         first += self.limit
         after = self._ask("resident")
@@ -245,11 +245,11 @@ class _Tree:
         self._time("evict", "evicted and given back: CPU a token", took)
 
     def _ask(self, op: str, **arguments: Any) -> dict[str, Answer]:
-        """Send the same request to each side, in turn."""
+        """Send the same request to both sides in turn, and return the answers."""
         return {name: side.ask(op, **arguments) for name, side in self.sides.items()}
 
     def _pieces(self, op: str, first: int, last: int) -> dict[str, list[Answer]]:
-        """Run requests `first` to `last`, alternating, a piece at a time."""
+        """Run requests `first` to `last` piece by piece, alternating both sides."""
         edges = np.linspace(first, last, self.sizes.pieces + 1).astype(int).tolist()
         answers: dict[str, list[Answer]] = {name: [] for name in self.sides}
         for begin, end in pairwise(edges):
@@ -258,7 +258,7 @@ class _Tree:
         return answers
 
     def _time(self, id: str, what: str, took: dict[str, list[Answer]]) -> None:
-        """Add the nanoseconds per token, over all pieces."""
+        """Add the nanoseconds per token over all pieces."""
         times = {
             name: sum(a["ns"] for a in answers) / sum(a["tokens"] for a in answers)
             for name, answers in took.items()
@@ -275,7 +275,7 @@ class _Tree:
         better: int = -1,
         bar: str | None = None,
     ) -> None:
-        """Add a figure of both sides; better: -1 if less is, 1 if more is, 0 for no ratio."""
+        """Add a figure of both sides; `better`: -1 if less is better, 1 if more, 0 for no ratio."""
         ours, peer = values["ours"], values.get("peer")
         ratio = None
         if peer is not None and better:
@@ -316,7 +316,7 @@ class _Tree:
 
 
 def _load(bench: Bench, sizes: Sizes, folder: Path, stream: str) -> None:
-    """Time loading a saved cache against inserting all of it again."""
+    """Time loading a saved cache against inserting all its requests again."""
     tree = _Tree(bench, sizes, folder, stream, 64)
     last = int(np.searchsorted(tree.ends, sizes.saved_tokens)) + 1
     ours, peer = bench.peer("specops_suffix", own=True), bench.peer("arctic_peer")
@@ -343,8 +343,8 @@ def _load(bench: Bench, sizes: Sizes, folder: Path, stream: str) -> None:
             peer.close()
     values = {**inserted, "ours": median(loaded)}
     what = f"{last} saved requests of {int(tree.ends[last - 1]):,} tokens"
-    told = f"{what} loaded, against inserting them: CPU"
-    tree._add("load", told, values, "ms", bar="ratio >= 35")
+    description = f"{what} loaded, against inserting them: CPU"
+    tree._add("load", description, values, "ms", bar="ratio >= 35")
     tree._add("reinsert", f"{what} inserted: CPU", inserted, "ms")
     tree._figure("file", f"{what}: file", size / 2**20, "MiB", None, None, None, None)
 
@@ -356,6 +356,6 @@ def _tokens_a_step(answers: Sequence[Answer]) -> float:
 def _percentile(
     passes: Sequence[dict[str, list[Answer]]], name: str, field: str, percent: float
 ) -> float:
-    """Return a percentile of one side's calls in microseconds: the median over passes."""
+    """Return the median over passes of a percentile of one side's calls, in microseconds."""
     times = [np.concatenate([answer[field] for answer in answers[name]]) for answers in passes]
     return float(median([np.percentile(of, percent) for of in times])) / 1e3

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops between the cases that have goals: sweeps over sizes and workspace.
+"""Sweeps over sizes and workspaces, between the cases that have goals.
 
-The sweeps cover batch, rows and group of `append_attention` at 4,096 tokens; the fraction of its
-workspace that it gets; and the batch of `verify`. `linear` over M is a separate family.
+The sweeps cover batch, rows and group of `append_attention` at 4,096 tokens; the size of its
+workspace; and the batch of `verify`. `linear` over M is a separate family.
 """
 
 from specops.sampling import VerifyStrategy
@@ -20,7 +20,7 @@ SHARES = (0.0, 0.25, 0.5, 1.0)
 
 
 def run_sweeps_cuda(bench: CudaBench) -> None:
-    """Measure fractions of the read line. There are no bars: bars are chosen by these."""
+    """Measure fractions of the read line, without bars: bars are chosen from these figures."""
     _workspaces(bench)
     _verify(bench)
     for batch in bench.pick(BATCHES, (1, 3)):

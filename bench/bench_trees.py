@@ -19,7 +19,7 @@ from bench.common import Bench, Figure
 
 QO_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LEAF = 16, 8, 128, 16, 64
 BATCH, KV_LEN, HOST_BATCH = 4, 4096, 16
-# 16 nodes: a likely path with an alternative at every other token; and a binary tree.
+# Parents of 16 nodes: a path with an alternative at every other token; and a binary tree.
 TREES = {
     "likely_path": [-1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 7, 5, 3, 1, 0, -1],
     "binary": [-1, 0, 1, 2, 2, 1, 5, 0, 7, 7, -1, 10, 11, 11, 10, 14],
@@ -28,7 +28,7 @@ CHAIN = list(range(-1, 15))
 
 
 def run_trees(bench: Bench) -> None:
-    """Measure the op and the host's part."""
+    """Measure attention over trees, and the host's part."""
     for name, parents in TREES.items():
         cases = {"tree": _attention(parents), "chain": _attention(CHAIN)}
         timing = bench.alternate(cases, rounds=15, window_s=0.06)
@@ -52,7 +52,7 @@ def run_trees(bench: Bench) -> None:
 
 
 def _requests(parents: list[int], batch: int) -> dict[str, Tensor]:
-    """Return the `tree_chains` arguments of a batch in which all requests have one tree."""
+    """Return the `tree_chains` arguments of a batch whose requests all have the same tree."""
     nodes, root = len(parents), KV_LEN - 1
     pages = -(-(KV_LEN + nodes) // PAGE_SIZE)
     order = torch.randperm(batch * (pages + 2 * nodes), generator=_seeded()).int()
@@ -121,7 +121,7 @@ def _attention(parents: list[int]) -> Callable[[], object]:
 
 
 def _add_host(bench: Bench) -> None:
-    """Time the host's part of a step."""
+    """Time `tree_chains`, the host's part of a step."""
     requests = _requests(TREES["likely_path"], HOST_BATCH)
     found = batching.tree_chains(**requests, page_size=PAGE_SIZE)
     sizes = (len(found.qo_lens), len(found.kv_indices), len(found.from_slots))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of the engine figures, and their copies in each peer's format (bench/work/).
+"""The benchmarks' models, and copies of them in each peer's format (bench/work/).
 
 Every copy holds the same bf16 weights. Copies are made once, and again when the source changes.
 """
@@ -90,20 +90,20 @@ QWEN30 = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model: the directory that specops reads, and the location of the peers' copies."""
+    """A benchmark's model: directory for specops, and location of the peers' copies."""
 
     name: str
     path: Path
 
     @property
     def config(self) -> dict[str, int]:
-        """The model's config.json."""
+        """Contents of the model's config.json."""
         config: dict[str, int] = json.loads((self.path / "config.json").read_text())
         return config
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that a decode step reads: all but the MTP layer, head shared."""
+        """Bytes of weights that a decode step reads: without the MTP layer; a tied head once."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._weights().values())
 
     @property
@@ -114,7 +114,7 @@ class Checkpoint:
         return 2 * 2 * config["num_hidden_layers"] * heads
 
     def for_peer(self, peer: str, kind: str = "bf16") -> Path:
-        """Return the copy that `peer` loads; raises CalledProcessError if it cannot be made.
+        """Return the copy that `peer` loads; raise CalledProcessError if it cannot be made.
 
         kind: weight format: "bf16"; for llama.cpp and OpenVINO also "int8" or "int4".
         """
@@ -210,7 +210,7 @@ def llama3() -> Checkpoint:
 
 
 def without_weights(name: str, config: dict[str, object]) -> Checkpoint:
-    """Return a directory for load_format="dummy": config.json and the required tokenizer."""
+    """Return a checkpoint for load_format="dummy": only config.json and a tokenizer."""
     path = WORK / name
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config, indent=1))
@@ -245,7 +245,8 @@ def _random_parts(config: dict[str, Any]) -> Iterator[dict[str, torch.Tensor]]:
         head_dim * config[name] for name in ("num_attention_heads", "num_key_value_heads")
     )
     yield {
-        # With a smaller embedding, attention outputs would dominate and rows would share experts.
+        # Large enough that attention's outputs do not dominate, which would give rows equal
+        # experts.
         "model.embed_tokens.weight": matrix(
             config["vocab_size"], width, 1.0 if num_experts else 0.02
         ),
@@ -273,7 +274,7 @@ def _random_parts(config: dict[str, Any]) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _mlp_shapes(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """Return the shapes of the matrices of a layer's MLP, or of its router and experts."""
+    """Return the shapes of a layer's MLP matrices, or of its router and experts."""
     width, num_experts = config["hidden_size"], config.get("num_experts", 0)
     wide = config["moe_intermediate_size" if num_experts else "intermediate_size"]
     parts = {"gate_proj": (wide, width), "up_proj": (wide, width), "down_proj": (width, wide)}

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by all benchmarks: alternating timings with a read line, figures with bars, one table.
+"""Tools of all benchmarks: alternating timings with a read line, and figures with bars.
 
-A figure's `bar` tells how to read its `ratio`: `ratio >= x` counts how many times better than the
-peer (or which fraction of a limit), `ratio <= x` is our value over the peer's, and `value <= x`
-judges the value alone. Memory bandwidth drifts on shared machines, so cases alternate, each with
-its own read line (a bandwidth measurement), and a fraction of bandwidth is computed per round.
+A figure's `bar` is its required value. With `ratio >= x`, the ratio is how many times better we are
+than the peer, or which fraction of a limit we reach. With `ratio <= x`, the ratio is our value over
+the peer's. `value <= x` bounds our value alone. Memory bandwidth drifts on shared machines. So
+cases alternate, the read bandwidth (the "read line") is measured right before each case, and
+fractions of it are computed per round.
 """
 
 import ctypes
@@ -40,7 +41,7 @@ BAR = re.compile(r"(value|ratio) (<=|>=|==) ([0-9.]+)")
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of the table and one JSON object; later figures and plots depend on it."""
+    """One measured figure: a line of the table, and an object of the results file."""
 
     id: str
     what: str
@@ -59,7 +60,7 @@ class Figure:
 
 @dataclass
 class Timing:
-    """Seconds per call of each case, round by round, with the read line just before each."""
+    """Seconds per call of each case by round, with the read line measured just before each."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     reads: dict[str, list[float]] = field(default_factory=dict)
@@ -69,7 +70,7 @@ class Timing:
         return median(self.seconds[case])
 
     def read_gb_s(self, *cases: str) -> float:
-        """Return the median read line beside these cases (all of them by default)."""
+        """Return the median read line of these cases (by default, of all), in GB/s."""
         return median([x for case in cases or self.reads for x in self.reads[case]])
 
     def share(self, case: str, num_bytes: float) -> float:
@@ -84,10 +85,10 @@ class Timing:
 
 
 class Bench:
-    """One run: its threads, its read line, its figures."""
+    """One run of the benchmarks: threads, read line and figures."""
 
     def __init__(self, num_threads: int, *, rehearsal: bool = False) -> None:
-        """Prepare a run; a rehearsal runs every case once, without peers or meaningful figures."""
+        """Prepare a run; a rehearsal runs every case once without peers, to test the code."""
         self.num_threads = num_threads
         self.rehearsal = rehearsal
         self.cpus = sorted(os.sched_getaffinity(0))
@@ -102,7 +103,7 @@ class Bench:
         return rehearsed if self.rehearsal else real
 
     def read_gb_s(self, num_threads: int | None = None) -> float:
-        """Read 256 MiB once, by default with the run's threads; return GB/s (10^9)."""
+        """Measure the read line: read 256 MiB once, and return GB/s (10^9)."""
         return self._read(num_threads or self.num_threads)
 
     def alternate(
@@ -114,8 +115,8 @@ class Bench:
     ) -> Timing:
         """Time the cases in turn, `rounds` times; each window runs a case for about `window_s`.
 
-        A window in which other processes took over 5 % of this run's cores is repeated up to three
-        times; then its result is kept and counted as disturbed.
+        A window in which other processes used over 5 % of this run's cores is repeated up to three
+        times; the last result is used even if disturbed, and counted.
         """
         calls: dict[str, int] = {}
         for case, function in cases.items():
@@ -135,7 +136,7 @@ class Bench:
     def rounds(
         self, cases: Mapping[str, Callable[[], float]], *, rounds: int, guarded: bool = True
     ) -> Timing:
-        """Run the cases in turn, `rounds` times, and measure read bandwidth right before each run.
+        """Run the cases in turn, `rounds` times, and measure the read line right before each.
 
         Args:
             cases: functions that each return the seconds they took.
@@ -145,7 +146,7 @@ class Bench:
         timing = Timing({case: [] for case in cases}, {case: [] for case in cases})
         for _ in range(self.pick(rounds, 1)):
             for case, window in cases.items():
-                # OpenMP threads of the previous case spin for some more milliseconds.
+                # Wait for OpenMP threads of the previous case, which spin for some milliseconds.
                 time.sleep(0.015)
                 timing.reads[case].append(self.read_gb_s())
                 seconds = self.undisturbed(window) if guarded else window()
@@ -153,7 +154,7 @@ class Bench:
         return timing
 
     def undisturbed(self, window: Callable[[], Result]) -> Result:
-        """Run `window`, again if other processes took over 5 % of the cores during it."""
+        """Run `window`; repeat it if other processes used over 5 % of the cores meanwhile."""
         if self.rehearsal:
             return window()
         for _ in range(3):
@@ -162,23 +163,23 @@ class Bench:
             result = window()
             elapsed = time.perf_counter() - started
             foreign = self._foreign_seconds() - before
-            # /proc counts in steps of 10 ms, so less than three of them is noise.
+            # /proc counts in steps of 10 ms, so less than three steps is noise.
             if foreign < max(0.03, 0.05 * elapsed * len(self.cpus)):
                 return result
         self.disturbed_windows += 1
         return result
 
     def _foreign_seconds(self) -> float:
-        """Return the busy seconds of this run's cores that neither we nor our peers used."""
-        wanted = {f"cpu{cpu}" for cpu in self.cpus}
+        """Return the CPU seconds that foreign processes (not peers) used on this run's cores."""
+        names = {f"cpu{cpu}" for cpu in self.cpus}
         busy = 0
         for line in Path("/proc/stat").read_text().splitlines():
             name, *ticks = line.split()
-            if name in wanted:
+            if name in names:
                 user, nice, system, _, _, irq, softirq, steal = map(int, ticks[:8])
                 busy += user + nice + system + irq + softirq + steal
         seconds = busy / os.sysconf("SC_CLK_TCK")
-        # Children that have ended; running children are the peers.
+        # Time of ended children; the running children are peers.
         for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
             usage = resource.getrusage(who)
             seconds -= usage.ru_utime + usage.ru_stime
@@ -187,7 +188,7 @@ class Bench:
     def peer(self, name: str, *, own: bool = False) -> "Peer | None":
         """Start bench/peers/`name`.py in the peers' environment; return None if it cannot run.
 
-        own: use this environment, for measurements of specops itself in a separate process.
+        own: use this environment instead, to measure specops in a separate process.
         """
         if self.rehearsal and not own:
             return None
@@ -204,7 +205,7 @@ class Bench:
         return {peer.name: peer.version for peer in self._peers if not peer.own}
 
     def add(self, figure: Figure) -> None:
-        """Judge a figure against its bar, record and print it."""
+        """Compare a figure with its bar, record it and print it."""
         self.figures.append(judged(figure))
         print(format_row(self.figures[-1]), flush=True)
 
@@ -215,7 +216,7 @@ class Bench:
 
 
 def judged(figure: Figure) -> Figure:
-    """Return the figure with `met` filled in from its bar."""
+    """Return the figure with `met` set: whether it meets its bar."""
     if figure.bar is None:
         return figure
     match = BAR.match(figure.bar)
@@ -232,7 +233,7 @@ class PeerError(Exception):
 
 
 class Peer:
-    """A peer in its own process: a JSON request per line in, a JSON answer per line out."""
+    """A peer in its own process, which answers each line with a JSON request by a line of JSON."""
 
     def __init__(self, name: str, num_threads: int, own: bool = False) -> None:
         self.name, self.own = name, own
@@ -276,7 +277,7 @@ class Peer:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def resident_gb(self) -> tuple[float, float]:
-        """Return the peer's memory in GB: anonymous pages, and pages of files."""
+        """Return the peer's memory in GB: (anonymous pages, pages of files)."""
         return resident_gb(self._process.pid)
 
     def close(self) -> None:
@@ -288,7 +289,7 @@ class Peer:
 
 
 def resident_gb(pid: int) -> tuple[float, float]:
-    """Return the memory that a process uses: anonymous pages, and pages of files (10^9 bytes)."""
+    """Return a process's memory in GB (10^9): (anonymous pages, pages of files)."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     sizes = {
         name: int(value.split()[0]) * 1024e-9
@@ -310,7 +311,7 @@ def _timed(function: Callable[[], object], calls: int) -> float:
 
 
 def host_library(name: str) -> ctypes.CDLL:
-    """Load the library of bench/`name`.cpp, compiled for this CPU at its first use."""
+    """Load the library of bench/`name`.cpp; compile it for this CPU at the first use."""
     WORK.mkdir(exist_ok=True)
     source, library = BENCH / f"{name}.cpp", WORK / f"{name}.so"
     if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
@@ -320,7 +321,7 @@ def host_library(name: str) -> ctypes.CDLL:
 
 
 def _read_line() -> Callable[[int], float]:
-    """Load read_bandwidth.cpp and fill the memory it reads."""
+    """Load read_bandwidth.cpp and initialize the memory that it reads."""
     function = host_library("read_bandwidth").read_gb_s
     function.restype = ctypes.c_double
     function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p]
@@ -354,8 +355,8 @@ def format_row(figure: Figure) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Return the kind of machine, not the instance."""
-    from specops import runtime  # tools.gpu_check starts before specops is built
+    """Return a description of the kind of machine, which does not identify the instance."""
+    from specops import runtime  # tools.gpu_check imports us before specops is built
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cpu = runtime.get_cpu_name()
@@ -363,7 +364,7 @@ def machine() -> dict[str, Any]:
 
 
 def cpu_results(cpu: str) -> Path:
-    """Return the results file of a kind of CPU: bench/results/amd-epyc-family-26.json."""
+    """Return the results file of a kind of CPU, such as bench/results/amd-epyc-family-26.json."""
     bare = re.sub(r"@.*|[(]R[)]|[(]TM[)]|CPU", " ", cpu)
     return RESULTS / f"{_file_name(bare)}.json"
 
@@ -383,7 +384,7 @@ def commit() -> str:
 
 @cache
 def _head(root: Path) -> str:
-    """Return git's HEAD; empty without git. Cached, because figures are saved one by one."""
+    """Return git's HEAD; empty without git. Cached, because each figure is saved separately."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(root), *arguments]
@@ -395,7 +396,7 @@ def _head(root: Path) -> str:
 
 
 def gpu_results(date: str) -> Path:
-    """Return the GPU's results file of a day: bench/results/nvidia-h200-2026-11-21.json."""
+    """Return the GPU's results file of a day, such as bench/results/nvidia-h200-2026-11-21.json."""
     name = (gpu_names() or ["no gpu"])[0]
     return RESULTS / f"{_file_name(name)}-{date}.json"
 
@@ -412,9 +413,9 @@ def save(
     path: Path,
     notes: Mapping[str, str] | None = None,
 ) -> None:
-    """Merge one family's figures into the results by id; remove its ids that vanished.
+    """Merge one family's figures into the results by id; remove figures that it no longer has.
 
-    notes: why cases are missing, by id.
+    notes: figure id -> reason why the case is missing.
     """
     saved: dict[str, Any] = {"machine": {}, "runs": {}, "figures": []}
     if path.exists():
@@ -433,8 +434,8 @@ def save(
     old = {row["id"]: row for row in saved["figures"] if not row["id"].startswith(f"{family}.")}
     saved["figures"] = sorted({**old, **fresh}.values(), key=lambda row: row["id"])
     if notes is not None:
-        kept = {id: n for id, n in saved.get("notes", {}).items() if _family(id) != family}
-        saved["notes"] = dict(sorted({**kept, **notes}.items()))
+        others = {id: n for id, n in saved.get("notes", {}).items() if _family(id) != family}
+        saved["notes"] = dict(sorted({**others, **notes}.items()))
     path.parent.mkdir(exist_ok=True)
     write_whole(path, json.dumps(saved, indent=1) + "\n")
 
@@ -444,7 +445,7 @@ def _family(id: str) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically: a killed process leaves the previous version."""
+    """Write a file atomically, so that a killed process leaves the previous version."""
     new = path.with_name(path.name + ".new")
     new.write_text(text)
     new.replace(path)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Timings on a GPU: CUDA-graph replay, cold L2, random data, medians, everything twice.
 
-A case is a list of calls that touch different memory, together more than three times the L2, so
-that each call's data has been evicted since it was last read. The calls are captured in turn into
-one CUDA graph; a window replays it between two events, right after a read line.
+A case is a list of calls on different memory, together more than three times the L2 cache, so that
+each call's data has been evicted since it was last read. The calls are captured into one CUDA
+graph; a window replays the graph between two events, right after measuring the read line.
 
 On `cpu` the same code runs with small sizes and a host clock: a rehearsal, which tests use, so that
 a typo does not end the first run on a GPU. Its figures mean nothing and are not saved.
@@ -33,17 +33,17 @@ Size = TypeVar("Size")
 ROUNDS = 9
 REPEATS = 2
 GRAPH_S = 1e-3  # work in a graph, large enough to make its launch negligible
-MAX_CALLS = 512  # per graph
+MAX_CALLS = 512  # maximum number of calls in a graph
 READ_BYTES = 1 << 30
 
 
 class CudaBench:
-    """One run on one GPU, or its rehearsal on `cpu`: its read line and its figures."""
+    """One run on a GPU, or a rehearsal on `cpu`: read line and figures."""
 
     def __init__(
         self, device: str = "cuda", keep: "Callable[[CudaBench], None] | None" = None
     ) -> None:
-        """Prepare a run; `keep` is called after each figure and note, to survive a kill."""
+        """Prepare a run; `keep` is called after each figure and note, to save them."""
         self.device = torch.device(device)
         self.rehearsal = self.device.type == "cpu"
         self.figures: list[Figure] = []
@@ -64,7 +64,7 @@ class CudaBench:
         return rehearsed if self.rehearsal else real
 
     def copies(self, num_bytes: float) -> int:
-        """Return how many buffers of this size a case rotates over: over three times the L2."""
+        """Return how many buffers of this size a case needs for cold reads: three times the L2."""
         return max(2, int(self.cold_bytes // num_bytes) + 1)
 
     def goal(self, id: str) -> str | None:
@@ -72,7 +72,7 @@ class CudaBench:
         return bar_of(id, self.gpu)
 
     def on(self, gpu: str, bar: str) -> str | None:
-        """Return a bar in absolute units, which applies to one kind of GPU only."""
+        """Return a bar in absolute units if this is the kind of GPU to which it applies."""
         return bar if gpu in self.gpu else None
 
     def randn(self, *shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
@@ -85,7 +85,7 @@ class CudaBench:
         return torch.as_tensor(values, dtype=dtype).to(self.device)
 
     def time(self, cases: Mapping[str, Sequence[Call]]) -> "list[Timing]":
-        """Time the cases in turn, each window beside its read line; all of it REPEATS times."""
+        """Time the cases in turn, each window after its read line; repeat it all REPEATS times."""
         windows = {case: self._window(calls) for case, calls in cases.items()}
         timings = []
         for _ in range(self.pick(REPEATS, 1)):
@@ -98,7 +98,7 @@ class CudaBench:
         return timings
 
     def host_us(self, call: Call, calls: int = 300) -> float:
-        """Return the microseconds the host spends in a call; the device catches up now and then."""
+        """Return the host's microseconds per call; wait for the device now and then, untimed."""
         per_call = []
         for _ in range(self.pick(20, 2)):
             self.synchronize()
@@ -127,13 +127,13 @@ class CudaBench:
         print(format_row(self.figures[-1]), flush=True)
 
     def note(self, id: str, reason: str) -> None:
-        """Record and print why a case is missing; `id` begins with the family, as a figure's."""
+        """Record and print why a case is missing; `id` begins with the family's name."""
         self.notes[id] = reason
         self._keep(self)
         print(f"  {id}: {reason}", flush=True)
 
     def runs(self, id: str, call: Call) -> bool:
-        """Return whether a call runs; otherwise note why the case is missing."""
+        """Return whether a call succeeds; if not, add a note why the case is missing."""
         try:
             call()
             self.synchronize()
@@ -147,7 +147,7 @@ class CudaBench:
         if self.rehearsal:
             return lambda: _host_seconds(calls)
         stream = torch.cuda.Stream()
-        torch.cuda.synchronize()  # the inputs were written on another stream
+        torch.cuda.synchronize()  # inputs were written on another stream
         with torch.cuda.stream(stream):
             for call in calls[:2]:
                 call()
@@ -231,7 +231,7 @@ def compiled(name: str) -> ctypes.CDLL:
 
 
 def spread(timings: Sequence[Timing], case: str) -> float:
-    """Return how far the repeats differ, relative to the fastest."""
+    """Return how much the repeats' medians differ, relative to the fastest."""
     medians = [timing.median(case) for timing in timings]
     return max(medians) / min(medians) - 1.0
 
@@ -242,14 +242,14 @@ def seconds(timings: Sequence[Timing], case: str) -> float:
 
 
 def read_line(timings: Sequence[Timing], case: str) -> float:
-    """Return the median read line beside a case, GB/s."""
+    """Return the median read line of a case, in GB/s."""
     return median([x for timing in timings for x in timing.reads[case]])
 
 
 def bandwidth_figure(
     timings: Sequence[Timing], case: str, id: str, what: str, num_bytes: float, bar: str | None
 ) -> Figure:
-    """Return the figure of a case's bytes per second beside the read line of the same run."""
+    """Return the figure of a case's bytes per second as a fraction of its read line."""
     share = median([timing.share(case, num_bytes) for timing in timings])
     read = read_line(timings, case)
     took = seconds(timings, case)
@@ -277,9 +277,9 @@ def time_figure(
     bar: str | None = None,
     over: tuple[str, str] | None = None,
 ) -> Figure:
-    """Return a case's microseconds beside its fastest peer (case: name; ratio = peer / ours).
+    """Return the figure of a case's microseconds and of its fastest peer; ratio = peer / ours.
 
-    `over` names another case and its label: the ratio is then ours over that.
+    `peers` maps cases to names. `over` names another case and its label; then ratio = ours / other.
     """
     ours = seconds(timings, case)
     figure = Figure(
@@ -306,7 +306,7 @@ def time_figure(
 
 
 def gpu_machine() -> dict[str, Any]:
-    """Return the kind of GPU and driver, not the instance."""
+    """Return a description of the kind of GPU and driver, which does not identify the instance."""
     if not torch.cuda.is_available():
         return {"gpu": "none"}
     properties = torch.cuda.get_device_properties(0)
@@ -335,13 +335,13 @@ def gpu_versions() -> dict[str, str]:
         import flashinfer
 
         found["flashinfer"] = str(flashinfer.__version__)
-    except Exception:  # any failure counts as missing
+    except Exception:  # a module that cannot be imported counts as missing
         found["flashinfer"] = "none"
     return found
 
 
 def free_memory() -> None:
-    """Return the memory of a family to the device."""
+    """Free the GPU memory that a family has allocated."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

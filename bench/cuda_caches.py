@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged caches of the attention benchmarks on a GPU, and calls of `append_attention` over them.
 
-8 KV heads of 128, in bf16 or in 8 bits with scales. A case has as many shuffled sets of pages as
-needed for cold reads. The outputs and the workspace are allocated before the calls, so that a call
-consists of the op's kernels alone.
+Caches have 8 KV heads of 128, in bf16 or in 8 bits with scales. A case has as many shuffled sets of
+pages as cold reads need. Outputs and workspace are allocated beforehand, so that a call consists of
+the op's kernels alone.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from bench.cuda import Call, CudaBench
 
 KV_HEADS, HEAD_DIM, PAGE_SIZE = 8, 128, 16
 TOKEN_BYTES = 2 * 2 * KV_HEADS * HEAD_DIM  # keys and values of one token
-TOKEN_BYTES_8BIT = 2 * KV_HEADS * (HEAD_DIM + 4)  # with their scales
-BIG_BYTES = 128 << 20  # of keys and values: larger loads have a bandwidth bar
+TOKEN_BYTES_8BIT = 2 * KV_HEADS * (HEAD_DIM + 4)  # one token with its scales
+BIG_BYTES = 128 << 20  # loads with more bytes of keys and values have a bandwidth bar
 
 
 @dataclass(frozen=True)
 class Load:
-    """Content of the cache: requests and their lengths."""
+    """Content of a cache: the lengths of its requests."""
 
     name: str
     kv_lens: tuple[int, ...]
@@ -37,17 +37,17 @@ class Load:
 
     @property
     def is_big(self) -> bool:
-        """True if reading it takes long enough for bandwidth to matter most."""
+        """True if reading the cache takes so long that bandwidth matters most."""
         return self.num_bytes >= BIG_BYTES
 
 
 def load(bench: CudaBench, name: str, *kv_lens: int) -> Load:
-    """Return a load; in a rehearsal three requests of a 256th of the length."""
+    """Return a load; in a rehearsal, only three requests of a 256th of the length."""
     return Load(name, bench.pick(kv_lens, tuple(max(16, length // 256) for length in kv_lens[:3])))
 
 
 def skewed_lens() -> list[int]:
-    """Return 32 lengths from 256 to 32,768, evenly in their logarithm."""
+    """Return 32 lengths from 256 to 32,768, evenly spaced in their logarithm."""
     return [int(256 * 128 ** (i / 31)) for i in range(32)]
 
 
@@ -98,7 +98,7 @@ class Cache:
         return q, bench.ints(torch.arange(self.batch + 1) * q_len)
 
     def workspace(self, q: Tensor, share: float = 1.0) -> Tensor:
-        """Return the op's default workspace, or a fraction of it, which means less splitting."""
+        """Return a workspace of the op's default size, or of a fraction, to limit splitting."""
         floats = attention_workspace_size(
             q.shape, self.k.shape, self.kv_indices[0].shape[0], self.batch, self.device
         )

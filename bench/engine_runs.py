@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine drivers for the benchmarks: steps at a fixed length, and single generations."""
+"""Engine drivers of the benchmarks: steps at a fixed length, and generations."""
 
 import time
 from collections.abc import Hashable, Mapping, Sequence
@@ -20,13 +20,13 @@ from bench.checkpoints import Checkpoint
 
 
 class FixedDrafter(Drafter):
-    """A drafter that proposes a fixed number of distinct tokens per step, to time verification."""
+    """Drafter that proposes a fixed number of distinct tokens per step, to time verification."""
 
-    name = "ngram"  # the drafter that it replaces
+    name = "ngram"  # replaces the n-gram drafter
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self._slots = slots
-        # On the device, because the launches of a step may have been captured.
+        # On the device, because a step's launches may be captured in a CUDA graph.
         self._num_drafts = torch.zeros(1, dtype=torch.int32, device=device)
 
     def set_num_drafts(self, num_drafts: int) -> None:
@@ -34,13 +34,13 @@ class FixedDrafter(Drafter):
         self._num_drafts.fill_(num_drafts)
 
     def plan(self, parts: Sequence[Scheduled], shape: StepShape) -> Hashable | None:
-        """Return a key for every plan: it always drafts."""
+        """Return a constant key, since the drafter always drafts."""
         return True
 
     def new_step(
         self, key: Hashable, shape: StepShape, inputs: Layout, results: Layout
     ) -> DrafterStep:
-        """Return its part of the steps of one shape."""
+        """Return the drafter's part of the steps of one shape."""
         return _FixedStep(self._num_drafts, inputs.int32(self._slots), self.name)
 
 
@@ -55,16 +55,16 @@ class _FixedStep(DrafterStep):
 
     def launch(self, target: TargetStep) -> None:
         torch.minimum(self._limits.device, self._num_drafts, out=target.num_draft_tokens)
-        # 1, 2, 3, ..: equal rows would share the experts of a mixture.
+        # Draft 1, 2, 3, ..., since rows of equal tokens would use the same experts.
         target.draft_token_ids.fill_(1).cumsum_(1)
 
 
 class Stepper:
-    """An engine with `batch` decoding requests of `kv_len` tokens, ready to be stepped.
+    """Engine with `batch` decoding requests of `kv_len` tokens, for timing steps.
 
-    Drafts are rejected, so a step moves every request by one token, however many rows it has.
-    Prompts differ and share no page. If `quantization` quantizes the layers' weights, the head's
-    have 8 bits.
+    All drafts are rejected, so a step adds one token to each request, however many rows it has.
+    Prompts differ, so that they share no page. If `quantization` quantizes the layers, the head has
+    8 bits.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Stepper:
             self._start()
 
     def _start(self) -> None:
-        """Replace the current requests by newly prefilled ones."""
+        """Replace the current requests by new ones, and prefill them."""
         batch, kv_len, room = self._shape
         for name in self._names:
             self.engine.abort(name)
@@ -123,13 +123,13 @@ class Stepper:
             for _ in range(batch)
         ]
         self._starts += 1
-        # The first request decodes while the others are prefilled.
+        # The first request already decodes while the others are prefilled.
         self._steps = 1
         while len(self.engine.step()) < batch:
             self._steps += 1
 
     def _make_room(self, steps: int) -> None:
-        """Restart if the requests would end within `steps` steps."""
+        """Start new requests if the current ones would end within `steps` steps."""
         if self._steps + steps >= self._shape[2]:
             self._start()
 
@@ -137,7 +137,7 @@ class Stepper:
         """Return the mean seconds of one `Engine.step` with 1 + `drafts` rows per request."""
         self._make_room(steps + 1)
         self._drafter.set_num_drafts(drafts)
-        self.engine.step()  # drafts for the next step
+        self.engine.step()  # untimed step, which drafts for the next one
         self._steps += 1
         begun = time.perf_counter()
         for _ in range(steps):
@@ -149,11 +149,11 @@ class Stepper:
 
     @property
     def kv_len(self) -> float:
-        """Mean length of a request over the windows so far."""
+        """Mean length of a request over all timed steps so far."""
         return mean(self._lengths)
 
     def host_seconds(self, steps: int) -> float:
-        """Return the mean seconds of a step outside the compiled ops."""
+        """Return the mean seconds that a step spends outside the compiled ops."""
         self._make_room(steps)
         inside = [0.0]
 
@@ -173,12 +173,12 @@ class Stepper:
 
 @dataclass(frozen=True)
 class Decoding:
-    """Tokens, and the seconds from the first of them to the last."""
+    """Generated tokens, and the seconds from the first token to the last."""
 
     token_ids: list[int]
     seconds: float
     num_steps: int  # steps that emitted the tokens after the first
-    num_tokens: int = 0  # emitted in that time
+    num_tokens: int = 0  # tokens emitted in that time
 
 
 def decode_together(
@@ -187,9 +187,9 @@ def decode_together(
     params: Sequence[SamplingParams],
     speculative_config: Mapping[str, object],
 ) -> Decoding:
-    """Generate all at once; timed from the end of the last prefill until the last token.
+    """Generate all prompts together; time from the end of the last prefill to the last token.
 
-    The tokens are those of all prompts, concatenated, including those from before the timing.
+    The result has the tokens of all prompts, concatenated, including tokens from before the timing.
     """
     names = [
         engine.add_request(prompt, one, speculative_config=speculative_config)
@@ -215,7 +215,7 @@ def decode(
     params: SamplingParams,
     speculative_config: Mapping[str, object],
 ) -> Decoding:
-    """Generate alone in the engine; the prefill is not timed."""
+    """Generate one prompt alone; time from the end of the prefill."""
     name = engine.add_request(prompt, params, speculative_config=speculative_config)
     while not engine.step():
         pass

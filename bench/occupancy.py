@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's number of blocks per SM for each kernel, compared with the gates' arithmetic.
+"""The driver's blocks per SM for each kernel, compared with the computation of tools/gates.
 
 The machine code is extracted from the compiled module and loaded by the driver, which knows every
 kernel's registers and how its shared memory is rounded up. The launch parameters are in
@@ -25,7 +25,7 @@ MAX_THREADS, REGISTERS, DYNAMIC_SHARED_BYTES = 0, 4, 8  # CUfunction_attribute
 
 
 def fat_binaries(module: bytes) -> Iterator[bytes]:
-    """Yield the fat binaries in a compiled module, one for each source file."""
+    """Yield the fat binaries in a compiled module; each source file has one."""
     at = module.find(MAGIC)
     while at >= 0:
         _, version, head, size = HEAD.unpack_from(module, at)
@@ -36,7 +36,7 @@ def fat_binaries(module: bytes) -> Iterator[bytes]:
 
 
 class Driver:
-    """The CUDA driver, in the context that torch has created."""
+    """The CUDA driver's API, in the context that torch has created."""
 
     def __init__(self, library: Any = None) -> None:
         self._library = library or ctypes.CDLL("libcuda.so.1")
@@ -67,7 +67,7 @@ class Driver:
         return value.value
 
     def blocks(self, function: Any, threads: int, smem_bytes: int) -> int:
-        """Return how many blocks an SM holds at once."""
+        """Return how many blocks of a kernel an SM runs at once."""
         self.call("cuFuncSetAttribute", function, DYNAMIC_SHARED_BYTES, smem_bytes)
         value = ctypes.c_int()
         self.call(
@@ -81,7 +81,7 @@ class Driver:
 
 
 def add_occupancy(bench: CudaBench) -> None:
-    """Count the kernels with fewer blocks per SM than the gates compute, with a note for each."""
+    """Add the number of kernels with fewer blocks per SM than tools/gates computes, with notes."""
     if bench.rehearsal:
         return
     if (arch := gpu_arch()) in LIMITS:
@@ -91,8 +91,8 @@ def add_occupancy(bench: CudaBench) -> None:
 
 
 def look(bench: CudaBench, driver: Driver, binary: bytes, arch: str) -> None:
-    """Compare the kernels of a compiled module, for an architecture that the gates know."""
-    asked = fewer = 0
+    """Compare the kernels of a compiled module for one architecture."""
+    count = fewer = 0
     try:
         found = [kernel for fat in fat_binaries(binary) for kernel in driver.kernels(fat)]
         names = demangle([name for name, _ in found])
@@ -101,15 +101,15 @@ def look(bench: CudaBench, driver: Driver, binary: bytes, arch: str) -> None:
             if arch not in budget.launched_on:
                 continue
             threads = budget.threads or driver.attribute(function, MAX_THREADS)
-            told = driver.blocks(function, threads, budget.smem_bytes)
+            reported = driver.blocks(function, threads, budget.smem_bytes)
             registers = driver.attribute(function, REGISTERS)
             reckoned = blocks_per_sm(LIMITS[arch], registers, threads, budget.smem_bytes)
-            asked, fewer = asked + 1, fewer + (told < reckoned)
-            if told != reckoned:
+            count, fewer = count + 1, fewer + (reported < reckoned)
+            if reported != reckoned:
                 id = f"facts.occupancy.{name}"
-                bench.note(id, f"{told} blocks an SM, {reckoned} by the gates' arithmetic")
-    except RuntimeError as error:  # from a driver that is older than these functions
+                bench.note(id, f"{reported} blocks an SM, {reckoned} by the gates' arithmetic")
+    except RuntimeError as error:  # the driver is too old for these functions
         bench.note("facts.occupancy", str(error))
         return
-    what = f"kernels of {asked} with fewer blocks on an SM than the gates reckon"
+    what = f"kernels of {count} with fewer blocks on an SM than the gates reckon"
     bench.add(Figure("facts.occupancy", what, fewer, "kernels"))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logits of a real model on real text: the bundled model reads the benchmarks' own prompts.
 
-A trained model's rows differ from random ones: some are certain, some flat, and tokens that never
-occur are far below the rest. So kernels take different times on them.
+Kernels take different times on a trained model's rows than on random ones: some rows are peaked,
+some flat, and tokens that never occur have much lower logits.
 """
 
 import json
@@ -24,7 +24,7 @@ PAGE_SIZE = 16
 
 @dataclass(frozen=True)
 class Recorded:
-    """Rows of logits in the order of the text, and the tokens that came next.
+    """Rows of logits in the order of the text, and the token that follows each row in the text.
 
     Attributes:
         logits: [rows, vocab_size], float32.
@@ -35,12 +35,12 @@ class Recorded:
     next_token_ids: Tensor
 
     def rolled(self, rows: int) -> "Recorded":
-        """Return the rows rotated so that the first `rows` come last."""
+        """Return a copy with the first `rows` rows moved to the end."""
         return Recorded(self.logits.roll(-rows, 0), self.next_token_ids.roll(-rows, 0))
 
 
 def record(device: torch.device, num_rows: int, max_prompt: int) -> Recorded:
-    """Read prompts until there are `num_rows` rows, at most `max_prompt` tokens of each."""
+    """Run the model on prompts, at most `max_prompt` tokens of each, for `num_rows` rows."""
     model = load_model(MODEL, device=device)
     logits, following = [], []
     left = num_rows

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured costs of steps of the Qwen3-0.6B shape, by requests and rows.
+"""Measured durations of steps of the Qwen3-0.6B shape, by number of requests and rows.
 
 A table is a file of bench/results/step_costs/: {"machine", "command", "seconds": [[requests, rows,
-seconds], ...]}. With it, the steps of a method on a small model are priced as on the large one: the
-number of accepted drafts depends on the texts alone.
+seconds], ...]}. With a table, a method's steps on a small model get the durations of the large
+model; the number of accepted drafts depends only on the texts.
 """
 
 import json
@@ -25,11 +25,11 @@ TABLES = RESULTS / "step_costs"
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of steps.
+    """Seconds of a step by its numbers of requests and rows.
 
-    Seconds never fall with rows; they are linear between measured points and continue with the last
-    slope. For a number of requests between two measured ones, seconds are interpolated at the same
-    rows per request.
+    Seconds never decrease with rows. They are interpolated linearly between measured points and
+    extrapolated with the last slope. Between two measured numbers of requests, seconds are
+    interpolated at equal rows per request.
 
     Attributes:
         name: name of the table.
@@ -63,7 +63,7 @@ class StepCosts:
 
     @property
     def max_requests(self) -> int:
-        """The largest measured number of requests."""
+        """Largest measured number of requests."""
         return max(self._batches)
 
     @cached_property
@@ -71,14 +71,14 @@ class StepCosts:
         return sorted({requests for requests, _ in self.points})
 
     def of_rows(self, rows: int) -> float:
-        """Return the seconds of a step by its rows alone, as the engine measures them."""
+        """Return the seconds of a step by rows alone, as the engine measures them at start-up."""
         least = {}
         for (_, count), taken in sorted(self.points.items(), reverse=True):
-            least[count] = taken  # keeps the fewest requests
+            least[count] = taken  # of equal row counts, the one with the fewest requests
         return float(_along(sorted(least.items()), np.array([rows]))[0])
 
     def curve(self, requests: int) -> list[float]:
-        """Return the seconds of a step of `requests` decoding requests, by its rows from 0 on."""
+        """Return the seconds of steps of `requests` decoding requests, by rows from 0 on."""
         if requests not in self._curves:
             known = self._batches
             index = max(min(bisect_right(known, requests) - 1, len(known) - 2), 0)
@@ -96,13 +96,13 @@ class StepCosts:
         return sum(self.curve(requests)[rows] for requests, rows in steps if requests)
 
     def _at(self, batch: int, per_request: Floats) -> Floats:
-        """Return the seconds for a measured number of requests, by rows per request."""
+        """Return the seconds at rows per request, for a measured number of requests."""
         points = sorted((m / n, taken) for (n, m), taken in self.points.items() if n == batch)
         return _along(points, per_request)
 
 
 def _along(points: Sequence[tuple[float, float]], at: Floats) -> Floats:
-    """Interpolate the points, made monotone, and extrapolate with the last slope."""
+    """Make the points monotone, interpolate them, and extrapolate with the last slope."""
     places, seconds = np.array(points).T
     seconds = np.maximum.accumulate(seconds)
     slope = np.diff(seconds[-2:]).sum() / max(np.diff(places[-2:]).sum(), 1e-9)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token streams for the suffix tree: Python's standard library as requests, and near-copies of it.
+"""Token streams for the suffix tree: Python's standard library, and near-copies of it.
 
 `code`: a BPE of 8,192 entries is trained on a third of the files; the files are cut into requests
 of 1,024 to 4,096 tokens, and 5 % of the files are held out. `edit` imitates an agent's loop: each
@@ -46,7 +46,7 @@ def streams() -> Path:
 
 
 def _code(generator: np.random.Generator) -> tuple[list[Tokens], list[Tokens]]:
-    """Return the requests of the standard library, and those of the files held out."""
+    """Return requests from files of the standard library, and from its held-out files."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     texts = []
@@ -71,7 +71,7 @@ def _code(generator: np.random.Generator) -> tuple[list[Tokens], list[Tokens]]:
 
 
 def _cut(generator: np.random.Generator, token_ids: Tokens) -> Iterator[Tokens]:
-    """Yield pieces of SHORTEST to LONGEST tokens; a shorter rest is dropped."""
+    """Yield consecutive pieces of SHORTEST to LONGEST tokens; drop a shorter rest."""
     begin = 0
     while len(token_ids) - begin >= SHORTEST:
         size = min(int(generator.integers(SHORTEST, LONGEST + 1)), len(token_ids) - begin)
@@ -82,7 +82,7 @@ def _cut(generator: np.random.Generator, token_ids: Tokens) -> Iterator[Tokens]:
 def _edit(
     generator: np.random.Generator, documents: Sequence[Tokens]
 ) -> tuple[list[Tokens], list[Tokens]]:
-    """Return the revisions of each document, and its held-out last ones."""
+    """Return the revisions of all documents, and the held-out ninth revisions."""
     words = np.concatenate(documents)
     shown: list[Tokens] = []
     held: list[Tokens] = []
@@ -99,12 +99,12 @@ def _edit(
 
 
 def _revised(generator: np.random.Generator, document: Tokens, words: Tokens) -> Tokens:
-    """Return the document with runs of tokens replaced, usually by another number of tokens."""
+    """Return a document in which runs of tokens are replaced, usually changing its length."""
     pieces, begin = [], 0
     while True:
-        kept = int(generator.geometric(1 / TOKENS_AN_EDIT))
-        pieces.append(document[begin : begin + kept])
-        begin += kept + int(generator.integers(1, LONGEST_EDIT + 1))
+        length = int(generator.geometric(1 / TOKENS_AN_EDIT))
+        pieces.append(document[begin : begin + length])
+        begin += length + int(generator.integers(1, LONGEST_EDIT + 1))
         if begin >= len(document):
             break
         size = int(generator.integers(1, LONGEST_EDIT + 1))
@@ -114,7 +114,7 @@ def _revised(generator: np.random.Generator, document: Tokens, words: Tokens) ->
 
 
 def save(stem: Path, shown: Sequence[Tokens], held: Sequence[Tokens]) -> None:
-    """Write both halves; the file that `streams` looks for comes last."""
+    """Write cached and held-out requests; write the file that `streams` looks for last."""
     for name, requests in ((stem.name, shown), (f"{stem.name}.held", held)):
         np.save(stem.parent / f"{name}.npy", np.concatenate(requests))
         ends = np.cumsum([len(request) for request in requests])

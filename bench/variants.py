@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds of the package with a changed line in a CUDA kernel: the cost of a choice.
+"""Builds of the package with an edited CUDA header, to measure alternatives.
 
-A variant is a header of csrc/ with edited text, in a folder that nvcc searches first when it
-compiles some sources; every other object is the package's own. Variants are never shipped.
+The edited header is in a folder that nvcc searches first when it compiles some sources; all other
+objects are those of the package. Variants are never shipped.
 """
 
 import importlib.util
@@ -21,17 +21,17 @@ from tools.cuda_toolkit import cmake_options
 
 Result = TypeVar("Result")
 
-# The plan and the bf16 forms of append_attention.
+# Sources of append_attention's plan and of its bf16 kernels.
 BF16_ATTENTION = (
     "attention/append_attention/append_attention.cu",
     "attention/append_attention/append_attention_bf16.cu",
 )
 
-Edits = Mapping[str, str]  # patterns, each of which must match once, and their replacements
+Edits = Mapping[str, str]  # pattern, which must match exactly once -> replacement
 
 
 def constants(**values: int) -> Edits:
-    """Return edits that change values of `constexpr int`."""
+    """Return edits that change the values of `constexpr int` constants."""
     return {
         rf"(constexpr int {name} = )[^;]+;": rf"\g<1>{value};" for name, value in values.items()
     }
@@ -52,7 +52,7 @@ def write_overlay(folder: Path, header: str, edits: Edits) -> None:
 def build(
     variants: Mapping[str, Edits], header: str, sources: Sequence[str]
 ) -> dict[str, ModuleType]:
-    """Build and load a module for every variant, all at the same time.
+    """Build all variants at the same time, and load their modules.
 
     Args:
         variants: edits, by name of the variant.
@@ -81,7 +81,7 @@ def build(
 
 
 def _tree() -> tuple[Path, list[str]]:
-    """Return a build folder and its CMake arguments, reusing one of the package's build if any."""
+    """Return a build folder and its CMake arguments; reuse the package's build if there is one."""
     for name in (f"cmake-{sys.implementation.cache_tag}", "prebuilt"):
         cache = ROOT / "build" / name / "CMakeCache.txt"
         if cache.exists() and "SPECOPS_CUDA:BOOL=ON" in cache.read_text():
@@ -103,7 +103,7 @@ def _tree() -> tuple[Path, list[str]]:
 
 
 def using(module: ModuleType, call: Callable[[], Result]) -> Callable[[], Result]:
-    """Return a call of attention ops with another compiled module, which graphs keep."""
+    """Return `call` bound to another compiled module of attention ops; CUDA graphs keep it."""
 
     def run() -> Result:
         before = attention._C
@@ -118,7 +118,7 @@ def using(module: ModuleType, call: Callable[[], Result]) -> Callable[[], Result
 
 def _load(name: str, folder: Path) -> ModuleType:
     (path,) = folder.glob("_C*.so")
-    # The last part of the name determines the entry point that Python looks up.
+    # Python derives the entry point from the last part of the module's name.
     spec = importlib.util.spec_from_file_location(f"variant_{name}._C", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)

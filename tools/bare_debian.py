@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tools.bare_debian`: from a wheel to the first token, on a Debian with only Python.
+"""`python -m tools.bare_debian`: check that the wheel runs on a minimal Debian with Python.
 
-It uses debootstrap as root to make the smallest Debian with Python in build/bare, without compiler
-or make. The wheel of `make wheel` and its dependencies are installed there without a network. The
-bundled model completes a text twice, and instruction sets are those of this tree. Prints seconds
-and MB. Dependencies are downloaded outside first, so this Python must be Debian's version.
+As root, it makes a minimal Debian in build/bare by debootstrap, without compiler or make, and
+installs the wheel of `make wheel` and its dependencies there without a network. Then the bundled
+model completes a text twice, and the wheel must have the instruction sets of this tree's build. The
+check prints seconds and MB. Dependencies are downloaded outside the system, so the running Python
+must have the version of Debian's.
 """
 
 import argparse
@@ -24,13 +25,13 @@ WORK = ROOT / "build" / "bare"
 SYSTEM = WORK / "root"
 PACKAGES = "python3,python3-venv"
 PROMPT = "def add(a, b):"
-# Programs that could compile.
+# Build tools, which the system must not have.
 COMPILERS = ("gcc", "g++", "cc", "c++", "clang", "make", "cmake", "ninja", "ld", "as")
 PATHS = ("usr/bin", "usr/local/bin", "specops/bin")
 
 
 def make_system(suite: str) -> None:
-    """Make the system, unless it exists."""
+    """Make the Debian system, unless it exists."""
     if (SYSTEM / "usr/bin/python3").is_file():
         return
     command = ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", suite]
@@ -38,7 +39,7 @@ def make_system(suite: str) -> None:
 
 
 def inside(command: Sequence[str]) -> tuple[float, str]:
-    """Run a command in the system with a clean environment; return seconds and its output."""
+    """Run a command in the Debian system with a clean environment; return seconds and output."""
     clean = ["env", "-i", "LANG=C.UTF-8"]  # commands start in the root directory
     begin = time.monotonic()
     done = subprocess.run(
@@ -53,7 +54,7 @@ def megabytes(path: Path) -> float:
 
 
 def missing() -> str:
-    """Return what is missing on this machine; empty if nothing."""
+    """Return what this machine lacks for the check; empty if nothing."""
     if os.geteuid():
         return "root is needed, for debootstrap and chroot"
     if shutil.which("debootstrap") is None and not SYSTEM.is_dir():
@@ -66,21 +67,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--wheel", type=Path, help="default: that of build/wheels")
     parser.add_argument("--suite", default="bookworm", help="of Debian (default: %(default)s)")
-    given = parser.parse_args(arguments)
-    wheels = [given.wheel] if given.wheel else sorted((ROOT / "build/wheels").glob("*.whl"))
+    args = parser.parse_args(arguments)
+    wheels = [args.wheel] if args.wheel else sorted((ROOT / "build/wheels").glob("*.whl"))
     lack = missing()
     if len(wheels) != 1:
         lack = f"build/wheels must hold one wheel, which `make wheel` makes, got {len(wheels)}"
     if lack:
         print(lack)
         return 2
-    make_system(given.suite)
+    make_system(args.suite)
     target = SYSTEM / "wheels"
     shutil.rmtree(target, ignore_errors=True)
     shutil.rmtree(SYSTEM / "specops", ignore_errors=True)
-    wanted = [f"{wheels[0]}[server]", "-c", str(ROOT / "constraints.txt")]
+    packages = [f"{wheels[0]}[server]", "-c", str(ROOT / "constraints.txt")]
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(target)]
-    subprocess.run([*pip, *wanted], check=True)
+    subprocess.run([*pip, *packages], check=True)
 
     making, _ = inside(["usr/bin/python3", "-m", "venv", "specops"])
     install = ["specops/bin/pip", "install", "--quiet", "--no-deps"]

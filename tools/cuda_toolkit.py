@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Location of nvcc, the CUDA version of the installed torch, and the GPUs of this machine.
 
-Used by setup.py, the gates and the GPU check; standard library only, and torch is never imported.
-As a program it prints the path of nvcc (or of nvdisasm, with that argument), or fails with a
-message.
+setup.py, the gates and the GPU check use it, so it needs only the standard library, not torch. As a
+program it prints the path of nvcc (or of nvdisasm, with that argument), or fails with a message.
 """
 
 import importlib.util
@@ -17,23 +16,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Machine code for the two generations the kernels know, if there is no GPU to ask.
+# Default architectures, for a machine without a GPU: those that the kernels support.
 DEFAULT_ARCHS = ("80", "90a")
 
-# Folder where `make` installs nvcc's wheels on a machine without it, with nvdisasm's below: pip
-# does not add to a folder that another wheel has made.
+# Folder where `make` installs nvcc's wheels if the machine has no nvcc. nvdisasm gets a folder
+# below it, since pip does not add to a folder that another wheel has made.
 WHEELS = ROOT / ".venv" / "cuda"
 
 
 @cache
 def find_nvcc() -> Path | None:
-    """Find nvcc in CUDA_HOME, on the PATH, or in the wheel (installed, or fetched by `make`)."""
+    """Return nvcc from CUDA_HOME, the PATH, or a wheel (installed, or fetched by `make`)."""
     return _find_tool("nvcc", WHEELS)
 
 
 @cache
 def find_nvdisasm() -> Path | None:
-    """Find the disassembler in the same places; it may be newer than nvcc."""
+    """Return nvdisasm, found as `find_nvcc` finds nvcc; it may be newer than nvcc."""
     return _find_tool("nvdisasm", WHEELS / "nvdisasm")
 
 
@@ -53,19 +52,19 @@ def _find_tool(name: str, wheels: Path) -> Path | None:
 
 @cache
 def nvcc_version(nvcc: Path) -> tuple[int, int]:
-    """Return the release, as (13, 0)."""
-    told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-    match = re.search(r"release (\d+)\.(\d+)", told)
+    """Return nvcc's release, such as (13, 0)."""
+    output = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    match = re.search(r"release (\d+)\.(\d+)", output)
     assert match, f"{nvcc} --version names no release"
     return int(match[1]), int(match[2])
 
 
 @cache
 def toolkit_root(nvcc: Path) -> Path:
-    """Return the folder of nvcc's own headers and libraries; nvcc may be a link or a script."""
+    """Return the folder of nvcc's headers and libraries, even if `nvcc` is a link or a script."""
     command = [nvcc, "--dryrun", "-c", "none.cu"]
-    told = subprocess.run(command, capture_output=True, text=True, check=False).stderr
-    match = re.search(r"^#\$ TOP=(.+)$", told, re.MULTILINE)
+    output = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    match = re.search(r"^#\$ TOP=(.+)$", output, re.MULTILINE)
     return Path(match[1]).resolve() if match else nvcc.resolve().parent.parent
 
 
@@ -93,28 +92,28 @@ def gpu_property(name: str) -> list[str]:
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", f"--query-gpu={name}", "--format=csv,noheader"]
-    told = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    return [line.strip() for line in told.stdout.splitlines()] if told.returncode == 0 else []
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return [line.strip() for line in done.stdout.splitlines()] if done.returncode == 0 else []
 
 
 def gpu_names() -> list[str]:
-    """Return the GPUs of this machine, like `NVIDIA H200`."""
+    """Return the names of this machine's GPUs, such as `NVIDIA H200`."""
     return gpu_property("name")
 
 
 def gpu_archs() -> list[str]:
     """Return the architectures of this machine's GPUs, as nvcc names them; empty without one."""
     archs = sorted({number.replace(".", "") for number in gpu_property("compute_cap")})
-    # Hopper's own instructions exist only under the name 90a.
+    # nvcc accepts Hopper-only instructions only for 90a.
     return ["90a" if arch == "90" else arch for arch in archs if arch.isdecimal()]
 
 
 def wanted_archs() -> list[str]:
-    """Return SPECOPS_CUDA_ARCHS (`80 90a`), else those of the GPUs here, else the default list."""
-    asked = os.environ.get("SPECOPS_CUDA_ARCHS", "").replace(";", " ").replace(",", " ").split()
-    if bad := [arch for arch in asked if not re.fullmatch(r"\d{2,3}[af]?", arch)]:
+    """Return the architectures of SPECOPS_CUDA_ARCHS, else of the GPUs, else the default list."""
+    archs = os.environ.get("SPECOPS_CUDA_ARCHS", "").replace(";", " ").replace(",", " ").split()
+    if bad := [arch for arch in archs if not re.fullmatch(r"\d{2,3}[af]?", arch)]:
         raise SystemExit(f"SPECOPS_CUDA_ARCHS must be like `80 90a`, got {' '.join(bad)}")
-    return asked or gpu_archs() or list(DEFAULT_ARCHS)
+    return archs or gpu_archs() or list(DEFAULT_ARCHS)
 
 
 def cuda_choice() -> tuple[bool, str]:
@@ -122,14 +121,14 @@ def cuda_choice() -> tuple[bool, str]:
 
     `auto` requires nvcc and a torch with CUDA but no GPU: a build machine may have none.
     """
-    asked = os.environ.get("SPECOPS_CUDA", "") or "auto"
-    if asked not in ("auto", "ON", "OFF"):
-        raise SystemExit(f"SPECOPS_CUDA must be auto, ON or OFF, got {asked}")
-    if asked == "OFF":
+    choice = os.environ.get("SPECOPS_CUDA", "") or "auto"
+    if choice not in ("auto", "ON", "OFF"):
+        raise SystemExit(f"SPECOPS_CUDA must be auto, ON or OFF, got {choice}")
+    if choice == "OFF":
         return False, "SPECOPS_CUDA=OFF"
     nvcc = find_nvcc()
     problem = _problem_of(nvcc)
-    if asked == "ON":
+    if choice == "ON":
         if problem:
             raise SystemExit(f"SPECOPS_CUDA=ON, but {problem}")
         return True, "SPECOPS_CUDA=ON"
@@ -154,8 +153,8 @@ def cuda_choice() -> tuple[bool, str]:
 
 def cmake_options() -> list[str]:
     """Return the CUDA options for CMake and print the choice, so that it is never silent."""
-    wanted, why = cuda_choice()
-    if not wanted:
+    has_cuda, why = cuda_choice()
+    if not has_cuda:
         print(f"specops: without CUDA kernels: {why}", flush=True)
         return ["-DSPECOPS_CUDA=OFF"]
     archs, nvcc = wanted_archs(), find_nvcc()

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tools.emulate_arm`: specops on 64-bit ARM Linux, on a machine of another kind.
+"""`python -m tools.emulate_arm`: build and test specops for 64-bit ARM Linux on another machine.
 
 It cross-compiles specops._C, downloads an ARM system (Python and its libraries from Debian's
 packages, torch and the test dependencies from wheels), and runs tests under qemu's user-mode
-emulation: every ARM instruction set, compared bit by bit. Nothing is installed on this machine. All
-of it is in build/arm, and the module is with the others in python/specops. An emulator shows
-neither timing nor the order in which threads of a real ARM see each other's writes.
+emulation, which compare all ARM instruction sets bit by bit. Nothing is installed on this machine:
+everything is in build/arm, except the module, which is in python/specops. An emulator shows neither
+timing nor the order in which threads of a real ARM see each other's writes.
 
-With --wheel, it makes a wheel of the same module instead, for Debian's Python and C library or
-newer ones, and the bundled model completes a text from it.
+With --wheel, it makes a wheel instead, for Debian's Python and C library or newer ones, and checks
+that the bundled model completes a text with it.
 """
 
 import argparse
@@ -35,19 +35,19 @@ PROGRAMS = {
     "cmake": "cmake",
     "ninja": "ninja-build",
 }
-# Debian's Python with its dependencies, except those that only an installation runs.
+# Debian's Python and its dependencies, except those that are needed only for installation.
 PACKAGES = ("libgomp1", "libstdc++6")
 LEFT_OUT = re.compile(r"(dpkg|tar|install-info|gcc-\d+-base|perl.*|libperl.*)$")
 
 # The last version supported by specops whose ARM wheel is not a GPU build.
 TORCH = "torch==2.10.0"
-# Installed without dependencies, which pip would choose for this machine's architecture.
+# Installed with --no-deps, since pip would choose dependencies for this machine's architecture.
 WHEELS = """
 numpy safetensors tokenizers jinja2 markupsafe
 pytest pytest-xdist execnet iniconfig packaging pluggy pygments hypothesis sortedcontainers
 sympy mpmath networkx filelock fsspec typing_extensions
 """
-GLIBCS = (28, 27, 17)  # glibc versions of wheels that run there
+GLIBCS = (28, 27, 17)  # minor glibc versions of the wheels that ARM's system accepts
 
 # Tests that run by default: bits of the vectorized ops, and texts of the engine.
 TESTS = """
@@ -60,10 +60,10 @@ tests/test_suffix_cache.py tests/test_suffix_tree.py tests/test_ngram.py
 tests/test_threads.py::test_thread_count_changes_no_bit
 tests/test_lossless.py::test_speculation_changes_no_bit_on_any_instruction_set
 """
-# Excluded: the interpreter is not built here (one CPU test needs it, too), and the portable set is
-# tested on every machine.
+# Excluded: tests of the interpreter, which is not built for ARM (one CPU test needs it, too), and
+# of the portable instruction set, which is tested on every machine.
 ELSEWHERE = "simt cuda portable"
-# The longest cases, of tests whose shorter cases stay.
+# Excluded long cases of tests whose shorter cases run.
 LONGEST = """
 the_overlay_in_the_workspace 256-1024 700-640 4200-70
 heads3-128 600-heads2-96 neon_bf16-13
@@ -71,32 +71,32 @@ heads3-128 600-heads2-96 neon_bf16-13
 
 
 def missing() -> list[str]:
-    """Return the commands that install what is missing; empty if nothing is."""
+    """Return the commands that install missing programs; empty if none is missing."""
     packages = sorted(name for program, name in PROGRAMS.items() if not shutil.which(program))
     commands = []
     if shutil.which("dpkg"):
-        told = subprocess.run(["dpkg", "--print-foreign-architectures"], **_TEXT).stdout
-        if "arm64" not in told.split():
+        output = subprocess.run(["dpkg", "--print-foreign-architectures"], **_TEXT).stdout
+        if "arm64" not in output.split():
             commands.append("dpkg --add-architecture arm64 && apt-get update")
     if packages:
         commands.append("apt-get install " + " ".join(packages))
     return commands
 
 
-def needed(name: str, wanted: str) -> bool:
-    """Return whether a step must run: its mark in build/arm differs from `wanted`."""
+def needed(name: str, state: str) -> bool:
+    """Return whether a step must run, because its mark in build/arm is not `state`."""
     mark = WORK / f"{name}.done"
-    return not (mark.exists() and mark.read_text() == wanted)
+    return not (mark.exists() and mark.read_text() == state)
 
 
-def done(name: str, wanted: str) -> None:
-    (WORK / f"{name}.done").write_text(wanted)
+def done(name: str, state: str) -> None:
+    (WORK / f"{name}.done").write_text(state)
 
 
 def python_version() -> str:
     """Return the version of Debian's Python, such as 3.11."""
-    told = subprocess.run(["apt-cache", "show", "python3-minimal:arm64"], **_TEXT).stdout
-    match = re.search(r"python(3\.\d+)-minimal", told)
+    output = subprocess.run(["apt-cache", "show", "python3-minimal:arm64"], **_TEXT).stdout
+    match = re.search(r"python(3\.\d+)-minimal", output)
     if match is None:
         raise SystemExit("test-arm: apt-cache knows no python3-minimal:arm64; run apt-get update")
     return match[1]
@@ -107,12 +107,12 @@ def make_sysroot(version: str) -> None:
     if not needed("sysroot", version):
         return
     shutil.rmtree(SYSROOT, ignore_errors=True)
-    asked = [f"{name}:arm64" for name in (f"python{version}", *PACKAGES)]
+    packages = [f"{name}:arm64" for name in (f"python{version}", *PACKAGES)]
     no = ("recommends", "suggests", "conflicts", "breaks", "replaces", "enhances", "pre-depends")
-    command = ["apt-cache", "depends", "--recurse", *(f"--no-{kind}" for kind in no), *asked]
+    command = ["apt-cache", "depends", "--recurse", *(f"--no-{kind}" for kind in no), *packages]
     names = re.findall(r"^(\S+):arm64$", subprocess.run(command, **_TEXT).stdout, re.MULTILINE)
     names = sorted({name for name in names if not LEFT_OUT.match(name)})
-    names.append(f"libpython{version}-dev")  # headers; its dependencies would add libc's
+    names.append(f"libpython{version}-dev")  # Python's headers; its dependencies would add libc's
     folder = WORK / "packages"
     folder.mkdir(parents=True, exist_ok=True)
     fetch = ["apt-get", "-qq", "download", *(f"{name}:arm64" for name in names)]
@@ -128,8 +128,8 @@ def make_site(version: str) -> None:
     pins = (ROOT / "constraints.txt").read_text().splitlines()
     pins = [line for line in pins if not line.startswith("torch==")]
     wheels = [TORCH, *WHEELS.split()]
-    wanted = " ".join([version, *wheels, *pins])
-    if not needed("site", wanted):
+    state = " ".join([version, *wheels, *pins])
+    if not needed("site", state):
         return
     shutil.rmtree(SITE, ignore_errors=True)
     (WORK / "constraints.txt").write_text("\n".join(pins))
@@ -140,11 +140,11 @@ def make_site(version: str) -> None:
         command += ["--platform", f"manylinux_2_{glibc}_aarch64"]
     command += ["--platform", "manylinux2014_aarch64", "-c", str(WORK / "constraints.txt")]
     subprocess.run([*command, *wheels], check=True)
-    done("site", wanted)
+    done("site", state)
 
 
 def make_python(version: str, cpu: str, *paths: Path) -> None:
-    """Write a script that acts as ARM's Python, also for child processes that Python starts.
+    """Write a script that runs ARM's Python under qemu, and that child processes run as well.
 
     Args:
         version: Python version.
@@ -179,13 +179,13 @@ def build(version: str) -> None:
     """Build specops._C for ARM, with every instruction set."""
     import pybind11
 
-    given = [
+    options = [
         f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
         f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={ROOT / 'python' / 'specops'}",
         *options_of(version),
     ]
     folder = WORK / "cmake"
-    command = ["cmake", "-G", "Ninja", "-S", ROOT, "-B", folder, "--log-level=NOTICE", *given]
+    command = ["cmake", "-G", "Ninja", "-S", ROOT, "-B", folder, "--log-level=NOTICE", *options]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     subprocess.run(["cmake", "--build", folder], check=True)
 
@@ -214,7 +214,7 @@ def make_wheel(version: str) -> Path:
 
 
 def complete_from(wheel: Path, version: str, cpu: str) -> None:
-    """Complete a text with only the specops of a wheel."""
+    """Complete a text with specops from a wheel, not from this tree."""
     installed = WORK / "installed"
     shutil.rmtree(installed, ignore_errors=True)
     shutil.unpack_archive(wheel, installed, "zip")

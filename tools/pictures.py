@@ -2,8 +2,8 @@
 """Draw the pictures of docs/how_exact.md: `python -m tools.pictures`.
 
 This script computes the numbers in them: it rounds sums to float32 as a kernel does and draws
-uniforms with the engine's generator. Each picture has its own background, so it looks the same on
-light and dark pages, and is narrow enough for a phone to show its text.
+uniforms with the engine's generator. Each picture has its own background, so that it looks the same
+on light and dark pages, and is narrow enough to be readable on a phone.
 """
 
 import struct
@@ -51,7 +51,7 @@ def box(x: float, y: float, width: float, text: str, kind: str = "text") -> str:
 
 
 def boxes(x: float, y: float, cells: Sequence[tuple[str, str, float]]) -> list[str]:
-    """Return boxes side by side from (text, kind, width) cells; cells without a kind stay empty."""
+    """Return boxes side by side from (text, kind, width) cells; no box for cells without a kind."""
     drawn = []
     for text, kind, width in cells:
         if kind:
@@ -61,7 +61,7 @@ def boxes(x: float, y: float, cells: Sequence[tuple[str, str, float]]) -> list[s
 
 
 def rule(y: float) -> str:
-    """Return a line across the picture."""
+    """Return a horizontal line across the picture."""
     return f'  <path d="M{MARGIN} {y:g}H{WIDTH - MARGIN}" class="rule"/>'
 
 
@@ -143,7 +143,7 @@ def added(terms: Sequence[float]) -> float:
 
 
 def sums() -> str:
-    """Draw one logit summed in two orders, and the argmax that results from each."""
+    """Draw a logit that is summed in two orders, and the argmax that results from each."""
     half = len(TERMS) // 2
     in_order = added(TERMS)
     in_halves = float32(added(TERMS[:half]) + added(TERMS[half:]))
@@ -182,7 +182,7 @@ def sums() -> str:
 
 
 def leaves() -> str:
-    """Draw where attention splits a context with one query row and with five."""
+    """Draw where attention splits a context: with one query row, and with five."""
     scale = (WIDTH - 2 * MARGIN) / CONTEXT
 
     def cut(y: float, sizes: Sequence[int], kind: str) -> list[str]:
@@ -225,14 +225,14 @@ def leaves() -> str:
 
 
 def uniforms() -> str:
-    """Draw the random numbers by position: from a sequential stream, and keyed by position."""
+    """Draw random numbers by position: from a sequential generator, and keyed by position."""
     places = range(FIRST, FIRST + 5)
     width, left = 72.0, 150
     keyed = [f"{philox_uniform(SEED, place, TARGET):.3f}" for place in places]
     drawn = [
         f"{philox_uniform(SEED, place, TARGET):.3f}" for place in range(FIRST + 40, FIRST + 48)
     ]
-    # Two drafts after the second token were rejected, so their numbers are skipped.
+    # Two drafts after the second token were rejected, which used up two numbers of the stream.
     speculated = [*drawn[:2], *drawn[4:7]]
 
     def line(y: float, name: str, values: Sequence[str], expected: Sequence[str]) -> list[str]:

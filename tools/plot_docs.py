@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m tools.plot_docs [RESULTS]`: draw the charts of docs/ from a results file.
 
-docs/comparison.svg, the README's: three bar charts of specops, llama.cpp, OpenVINO and
-transformers: the greedy texts that speculation changes, and tokens per second of plain decoding on
-two models. docs/cascade.svg: the gain of a shared prefix, by its length and by the number of
+docs/comparison.svg, for the README: three bar charts of specops, llama.cpp, OpenVINO and
+transformers: greedy texts that speculation changes, and plain decoding's tokens per second on two
+models. docs/cascade.svg: speed-up by sharing a prefix, by length of the prefix and number of
 requests. The charts have their own background, so they look alike on light and dark pages.
 """
 
@@ -31,7 +31,7 @@ Figures = dict[str, dict[str, float]]  # figures of a results file by id
 
 
 def comparison(figures: Figures) -> list[Panel]:
-    """Return the charts of specops beside its peers."""
+    """Return the charts that compare specops with its peers."""
 
     def tokens_per_s(case: str) -> dict[str, float]:
         """Return the tokens per second of one request, from milliseconds per step."""
@@ -66,7 +66,7 @@ def comparison(figures: Figures) -> list[Panel]:
 
 
 def cascade(figures: Figures) -> list[Panel]:
-    """Return the charts of shared prefixes beside the same call without sharing."""
+    """Return the charts that compare shared prefixes with the same call without sharing."""
     return [
         Panel(
             f"{requests} requests",
@@ -82,7 +82,7 @@ def cascade(figures: Figures) -> list[Panel]:
 
 @dataclass(frozen=True)
 class Picture:
-    """One picture of docs/."""
+    """A picture in docs/."""
 
     name: str
     title: str  # alternative text
@@ -95,7 +95,7 @@ class Picture:
         return ROOT / "docs" / self.name
 
     def drawn(self, results: Path) -> str:
-        """Return the complete SVG of a results file.
+        """Return the SVG drawn from a results file.
 
         Raises:
             KeyError: the file lacks one of the figures.

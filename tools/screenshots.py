@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Take the screenshots of the page for docs/: `python -m tools.screenshots`.
 
-Also records the race that the page plays at the first visit.
+Also records the race (plain decoding against drafts) that the page replays on the first visit.
 """
 
 import json
@@ -27,7 +27,7 @@ DOCS = ROOT / "docs"
 RECORDED = ROOT / "python/specops/server/playground/recorded.json"
 RACE = {"mode": "race", "method": "ngram", "k": "4", "tokens": "96"}
 RECORDED_RACES = 8
-MOST_BYTES = 200_000  # per picture
+MOST_BYTES = 200_000  # maximum size of a picture
 START_SECONDS = 120.0
 SEED = "6"
 
@@ -76,7 +76,7 @@ def answers(url: str) -> bool:
 
 
 def run(page: Page, url: str, **settings: str) -> None:
-    """Run the page with a link's settings twice; the first run warms up caches."""
+    """Run the page twice with the settings of a link; the first run warms up caches."""
     page.goto(f"{url}#{urlencode({'seed': SEED, **settings})}")
     expect(page.locator("#model")).to_contain_text("context of")
     for _ in range(2):
@@ -100,14 +100,14 @@ def save(page: Page, path: Path, *, above: str = "#history") -> None:
 
 
 def machine() -> str:
-    """Return the CPUs that the server runs on."""
+    """Return a description of the CPUs that the server runs on."""
     names = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return f"{len(os.sched_getaffinity(0))} threads of {names[0] if names else 'this machine'}"
 
 
 def events_of(body: str) -> list[Any]:
-    """Return the step events of a stream, without fields that the page does not read."""
-    kept = []
+    """Return the step events in a stream's body, without fields that the page does not read."""
+    events = []
     for frame in body.split("\n\n"):
         data = frame.removeprefix("data: ")
         if not data or data == "[DONE]":
@@ -125,12 +125,12 @@ def events_of(body: str) -> list[Any]:
             }
             for one in event["choices"]
         ]
-        kept += [{"choices": choices}] * bool(choices)
-    return kept
+        events += [{"choices": choices}] * bool(choices)
+    return events
 
 
 def last_second(events: list[Any]) -> float:
-    """Return when the last step of a stream ended."""
+    """Return the time at which the last step of a stream ended, in seconds."""
     return float(
         max(one["step"]["seconds"] for event in events for one in event["choices"] if one["step"])
     )
@@ -148,21 +148,21 @@ def record(browser: Browser, url: str, path: Path) -> None:
         run(page, url, alone="false", alternatives="3", **RACE)
     races = []
     for pair in zip(responses[::2], responses[1::2], strict=True):
-        asked = [one.request.post_data_json for one in pair]
+        bodies = [one.request.post_data_json for one in pair]
         runs = [
             {"method": body["speculative_config"]["method"], "events": events_of(one.text())}
-            for body, one in zip(asked, pair, strict=True)
+            for body, one in zip(bodies, pair, strict=True)
         ]
         races.append(sorted(runs, key=lambda one: one["method"] != "naive"))
     page.close()
     quickest = min(races, key=lambda runs: max(last_second(one["events"]) for one in runs))
-    recording = {"prompt": asked[0]["prompt"], "machine": machine(), "runs": quickest}
+    recording = {"prompt": bodies[0]["prompt"], "machine": machine(), "runs": quickest}
     path.write_text(json.dumps(recording, separators=(",", ":"), ensure_ascii=False) + "\n")
     print(f"{path.name}: {path.stat().st_size} bytes")
 
 
 def race(browser: Browser, url: str, path: Path) -> None:
-    """Take a race of plain decoding against n-gram drafts, without the charts, for the README."""
+    """Take the README's screenshot: plain decoding against n-gram drafts, without the charts."""
     page = browser.new_page(viewport={"width": 1040, "height": 900})
     run(page, url, **RACE)
     page.evaluate("document.activeElement.blur()")

@@ -2,7 +2,7 @@
 """Plain data that callers, servers and engines exchange. Nothing here imports torch.
 
 sampling_params      parameters of one request
-speculative_config   how a server drafts, and what one request may change of it
+speculative_config   how a server drafts, and what a request may change
 config               configuration of an engine
 methods              descriptions of the drafting methods
 outputs              what a step returns for a request

@@ -24,11 +24,12 @@ BUNDLED_MODEL_NAME = "specops-bundled"
 
 ALL_METHODS = "all"  # value of `EngineConfig.methods`
 
-# Bytes of weights. With a smaller model, a step takes little longer than selecting its drafts.
+# Minimum bytes of weights for adaptive_verification: with a smaller model, selecting drafts takes
+# almost as long as verifying them.
 _LEAST_SELECTED_BYTES = 200_000_000
 
-# Each model step is a pass that the whole step waits for. The server's own configuration may exceed
-# this number; a request may not.
+# Maximum num_model_steps of a request; the server's configuration may exceed it. Each one is a pass
+# of the draft model that all requests of a step wait for.
 _MAX_REQUESTED_MODEL_STEPS = 16
 
 _CHOICES: dict[str, tuple[str, ...] | tuple[int, ...]] = {
@@ -257,16 +258,16 @@ class EngineConfig:
         object.__setattr__(self, "methods", tuple(self.methods))
 
     def wants_method(self, method: Method) -> bool:
-        """Return whether to load a method; requests that name a method not loaded are refused."""
+        """Return whether to load a method; requests that name another method are refused."""
         return not method.needs_weights or self.names_method(method.name) or self.wants_all_methods
 
     def names_method(self, name: str) -> bool:
-        """Return whether this configuration names a method; if it cannot run, that is an error."""
+        """Return whether this configuration names a method, which must then be able to run."""
         return name in (*self.speculative_config.named_methods, *(self.methods or ()))
 
     @property
     def wants_all_methods(self) -> bool:
-        """True to load every method that the model can run."""
+        """True if every method that the model can run must be loaded."""
         if self.methods is None:
             return self.model_dir == BUNDLED_MODEL
         return ALL_METHODS in self.methods
@@ -284,7 +285,7 @@ class EngineConfig:
             override: the request's own choices; None for the engine's configuration; or an earlier
                 result of this method, which is returned as it is.
             methods: the methods the engine can run.
-            missing: by method, why the engine cannot run it, worded for the client.
+            missing: method -> reason why the engine cannot run it, for the client.
             params: the request's `SamplingParams`; one of its fields may select a method.
 
         Raises:
@@ -306,11 +307,11 @@ class EngineConfig:
 
     @property
     def num_virtual_ranks(self) -> int:
-        """Number of virtual TP ranks: the partial sums of each all-reduce, which fix its bits."""
+        """Number of virtual TP ranks: the number of partial sums that each all-reduce adds."""
         return self.exact_across_tp or self.tensor_parallel_size
 
     def decided_for(self, device: str) -> "EngineConfig":
-        """Return a copy in which `adaptive_verification` is set, if it was left to the engine.
+        """Return a copy in which `adaptive_verification` is True or False instead of None.
 
         Args:
             device: "cpu" or "cuda".
@@ -321,14 +322,14 @@ class EngineConfig:
         weights = (".safetensors", GGUF_SUFFIX)
         files = [file for file in self.model_dir.glob("*") if file.suffix in weights]
         is_long = sum(file.stat().st_size for file in files) >= _LEAST_SELECTED_BYTES
-        # The cost of a drafter model's passes is unknown here, so drafts are not selected with one.
+        # Drafts of a draft model or head are not selected: the cost of its passes is unknown here.
         is_known = not any(method_of(name).needs_weights for name, _ in own.draft_stages)
         is_long = device == "cpu" and is_long and is_known and own.method != NAIVE
         return replace(self, speculative_config=replace(own, adaptive_verification=is_long))
 
     @property
     def model_dir(self) -> Path:
-        """Directory to load. For a GGUF file, the directory converted from it in the user's cache.
+        """Directory to load: for a GGUF file, a directory in the user's cache that is made from it.
 
         Raises:
             ModelError: the GGUF file is missing or damaged, or cannot be read.

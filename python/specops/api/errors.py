@@ -8,15 +8,15 @@ from specops.checkpoints.errors import ModelError as ModelError
 
 
 class ContextOverflow(ValueError):
-    """The prompt, or the prompt and max_tokens, do not fit the model's context."""
+    """Error: the prompt, or the prompt and max_tokens, do not fit the model's context."""
 
 
 class QueueFull(RuntimeError):
-    """The waiting queue holds `max_waiting` requests already."""
+    """Error: the waiting queue already holds `max_waiting` requests."""
 
 
 class EngineError(RuntimeError):
-    """A step failed as a whole, for example on the device. Its requests have been removed.
+    """Error: a whole step failed, for example on the device. Its requests have been removed.
 
     Attributes:
         outputs: the last output of each of these requests, with `finish_reason` "error".
@@ -28,7 +28,7 @@ class EngineError(RuntimeError):
 
 
 def described(error: BaseException) -> str:
-    """Return an exception's message, after its type unless it is an op's or the engine's own."""
+    """Return an exception's message, with its type in front unless specops raised it."""
     if isinstance(error, (EngineError, ValueError)):
         return str(error)
     return f"{type(error).__name__}: {error}"

@@ -29,7 +29,7 @@ class Capabilities(Struct, frozen=True):
         num_pages: number of KV pages.
         page_size: number of tokens of a page.
         enable_prefix_caching: whether requests share the pages of equal prefixes.
-        times_drafting: whether `EngineStats` separates the time of drafting from verification.
+        times_drafting: whether `EngineStats` times drafting and verification separately.
         methods: drafting methods that a request may name.
         drafters: description of every drafting method, from the method itself.
         drafter_gauges: descriptions of the numbers in `Status.drafter_gauges`, by name.
@@ -117,7 +117,7 @@ class Submit(Struct, tag=True, array_like=True, eq=False):
         client: name of the client; slots and queue capacity are shared fairly among clients.
         prompts: token ids of each prompt, within the vocabulary.
         params: sampling parameters of all prompts; each has `n` choices.
-        speculative_config: the job's own, as JSON; None uses the engine's.
+        speculative_config: JSON of the request's `speculative_config`; None uses the engine's.
         streaming: whether to report every step; otherwise only the end of each choice.
         kv_transfer: request to fetch the prompt's pages from another engine, or lease them to one.
     """
@@ -187,7 +187,7 @@ class Refused(Struct, tag=True, array_like=True):
 
 
 class Failed(Struct, tag=True, array_like=True):
-    """Failure of a job, accepted or not, through no fault of its own.
+    """Failure of a job, accepted or not, for a reason outside the job.
 
     Attributes:
         job: the job's number.
@@ -201,7 +201,7 @@ class Failed(Struct, tag=True, array_like=True):
 
 
 class Progress(Struct, tag=True, array_like=True):
-    """Number of tokens that a step added to a choice of a job that does not stream."""
+    """Report of how many tokens a step added to a choice of a job that does not stream."""
 
     job: int
     index: int
@@ -217,7 +217,8 @@ class End(Struct, array_like=True):
         seed: the seed that was sent or drawn.
         num_tokens: number of generated tokens.
         num_cached_tokens: number of prompt tokens found in the prefix cache.
-        begun: time when it got its slot, by `time.perf_counter`, one clock for all processes.
+        begun: time when the choice got its slot, by `time.perf_counter`, which all processes of a
+            machine share.
         stats: statistics of its drafts.
         kv_transfer: location of the prompt's pages, if they wait for another engine.
     """
@@ -266,8 +267,7 @@ class Batch(Struct, tag=True):
         now: time of the batch, by `time.perf_counter`.
         health: the engine's health; "failed" in the last batch, after which the loop ends.
         status: the engine's state after the step.
-        full: error messages by client, for clients whose share of the queue is full; None if
-            unchanged.
+        full: error message for each client whose share of the queue is full; None if unchanged.
         dropped: numbers of choices that ended early, by reason.
         events: events of jobs, in order.
     """
@@ -281,7 +281,7 @@ class Batch(Struct, tag=True):
 
 
 class Hello(Struct, tag=True):
-    """First message of an engine: it is loaded."""
+    """First message of an engine, which reports that it is loaded."""
 
     capabilities: Capabilities
     status: Status

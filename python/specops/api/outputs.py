@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, overload
 import numpy as np
 from numpy.typing import NDArray
 
-HIDDEN = -1  # in place of a rejected draft that is not reported
+HIDDEN = -1  # replaces the token id of a rejected draft that must not be reported
 TARGET = "target"  # source of the model's own tokens; no drafter has this name
 
 
@@ -23,10 +23,10 @@ class TokenLogprob:
     token_id: int
     logprob: float
     alternatives: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
-    rank: int = 0  # 1 + number of tokens with a greater logit, of the same kind
+    rank: int = 0  # 1 + number of tokens with a greater logit
 
 
-# Scores of the next tokens of a prompt: logprobs [tokens]; ranks [tokens], 1 + the number of
+# Scores of some consecutive prompt tokens: logprobs [tokens]; ranks [tokens], 1 + the number of
 # greater logits; ids of the most likely tokens [tokens, >= num_alternatives], and their logprobs.
 PromptScores: TypeAlias = Sequence[NDArray[Any]]
 
@@ -55,10 +55,10 @@ class PromptLogprobs(Sequence["TokenLogprob | None"]):
         return len(self.token_ids) - 1 - self.num_scored
 
     def add(self, scores: PromptScores) -> None:
-        """Append the logprobs of the next tokens."""
+        """Append the logprobs of the next tokens of the prompt."""
         logprobs, ranks, top_ids, top_logprobs = scores
         count, width = len(self.token_ids) - 1, self.num_alternatives
-        if self._scores is None or self._tops is None:  # allocated only once the prompt is computed
+        if self._scores is None or self._tops is None:  # allocated when the first scores arrive
             self._scores = np.empty(count, np.float32), np.empty(count, np.int32)
             self._tops = np.empty((count, width), np.int32), np.empty((count, width), np.float32)
         new = slice(self.num_scored, self.num_scored + len(logprobs))
@@ -76,17 +76,20 @@ class PromptLogprobs(Sequence["TokenLogprob | None"]):
     def unpacked(cls, packed: tuple[int, list[bytes]]) -> "PromptLogprobs":
         """Rebuild the object from `packed` data in which all tokens or none have a logprob."""
         num_alternatives, arrays = packed
-        made = cls(np.frombuffer(arrays[0], np.int32), num_alternatives)
+        result = cls(np.frombuffer(arrays[0], np.int32), num_alternatives)
         if len(arrays) > 1:
-            made.num_scored = count = len(made.token_ids) - 1
+            result.num_scored = count = len(result.token_ids) - 1
             shape = count, num_alternatives
-            made._scores = np.frombuffer(arrays[1], np.float32), np.frombuffer(arrays[2], np.int32)
+            result._scores = (
+                np.frombuffer(arrays[1], np.float32),
+                np.frombuffer(arrays[2], np.int32),
+            )
             ids, logprobs = arrays[3:]
-            made._tops = (
+            result._tops = (
                 np.frombuffer(ids, np.int32).reshape(shape),
                 np.frombuffer(logprobs, np.float32).reshape(shape),
             )
-        return made
+        return result
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -117,17 +120,17 @@ class PromptLogprobs(Sequence["TokenLogprob | None"]):
 
 @dataclass
 class SpeculativeStats:
-    """Counts of one request, or of the engine's whole life.
+    """Speculation statistics of one request, or of the engine since its start.
 
-    A draft counts as accepted if it was verified and is a token of the output. Drafts after the
-    token that ends a request do not count, nor do drafts that a limit on the thinking replaces.
+    A draft counts as accepted if it was verified and is in the output. So drafts after the token
+    that ends a request, and drafts that a limit on thinking replaces, are not accepted.
     """
 
     num_steps: int = 0  # steps in which a row of the request was verified or decoded
     num_drafts: int = 0  # steps with at least one draft token
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    num_emitted_tokens: int = 0  # in steps with drafts, accepted drafts included
+    num_emitted_tokens: int = 0  # tokens emitted by steps with drafts, including accepted drafts
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     num_drafts_per_length: list[int] = field(default_factory=list)  # steps by number of drafts
 
@@ -135,7 +138,7 @@ class SpeculativeStats:
         """Count a step that verified drafts.
 
         Args:
-            num_drafts: drafts that the step verified; 0 for plain decoding.
+            num_drafts: number of drafts that the step verified; 0 for plain decoding.
             num_accepted: drafts among these that are in the output.
             num_emitted: tokens that the step added to the output.
         """
@@ -154,7 +157,7 @@ class SpeculativeStats:
         per_length[num_drafts] += 1
 
     def num_draft_tokens_per_pos(self) -> list[int]:
-        """Return how many steps had a draft at each position."""
+        """Return the number of steps that had a draft at each position."""
         counts = list(self.num_drafts_per_length[1:])
         for position in range(len(counts) - 2, -1, -1):
             counts[position] += counts[position + 1]
@@ -201,14 +204,14 @@ class RequestOutput:
     text: str  # new text; text that may still become a stop string is held back
     logprobs: list[TokenLogprob]  # one per token if requested
     finish_reason: str | None  # None, "stop", "length", "abort" or "error"
-    drafts: StepDrafts | None = None  # if there were any, and the request asked for them
-    # In the first output, if requested: one entry per token of the prompt, None for the first.
+    drafts: StepDrafts | None = None  # None if there were none or not requested
+    # Only in the first output, if requested: one entry per prompt token, None for the first token.
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None
     error: str | None = None  # what failed, if the request ends with "error"
 
     @property
     def sources(self) -> list[str]:
-        """Source of each token: a drafter's name, or TARGET. Needs `drafts`."""
+        """Source of each token: a drafter's name, or TARGET. Requires `report_drafts`."""
         return sources_of(self.token_ids, self.drafts)
 
 
@@ -234,35 +237,36 @@ class Completion:
     seed: int
     num_cached_tokens: int  # prompt tokens found in the prefix cache
     stats: SpeculativeStats
-    queue_seconds: float = 0.0  # from add_request to the first slot
-    # The stop string, token or sequence that ended it; the reason if a constrained text could not
-    # go on. None for an end of sequence, for no stop, and for a stop token after a complete
-    # constrained text.
+    queue_seconds: float = 0.0  # time from add_request to the first slot
+    # The stop string, token or sequence that ended the output, or the reason why a constrained text
+    # could not continue. None after an end-of-sequence token, at the length limit, and for a stop
+    # token after a complete constrained text.
     stop_reason: int | str | tuple[int, ...] | None = None
-    # If requested: one entry per token of the prompt, None for the first.
+    # If requested, one entry per prompt token, None for the first token.
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None
     error: str | None = None  # what failed, if it ended with "error"; the text may be cut off
 
 
 @dataclass
 class EngineStats:
-    """Counters over the engine's life; they never decrease."""
+    """Counters since the engine's start; they never decrease."""
 
     num_steps: int = 0
     num_rows: int = 0  # rows of all steps: prompt tokens, decode tokens and drafts
     num_preemptions: int = 0
-    prompt_tokens: int = 0  # each accepted prompt once, however many choices it has
+    prompt_tokens: int = 0  # tokens of accepted prompts, each counted once for all its choices
     generation_tokens: int = 0
-    # Prompt tokens looked up. Prompts with logprobs are not counted: all their rows are computed.
+    # Prompt tokens looked up in the prefix cache; prompts with logprobs are computed, not looked
+    # up.
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0  # prompt tokens found
-    cascade_saved_bytes: int = 0  # of keys and values read once for several requests
+    cascade_saved_bytes: int = 0  # bytes of keys and values that shared reads did not read again
     speculative: SpeculativeStats = field(default_factory=SpeculativeStats)
-    num_paused_steps: int = 0  # counted per request: steps in which it was not its turn
+    num_paused_steps: int = 0  # steps that skipped a running request, counted per request
     # Pages received from other engines that were damaged in transfer and were recomputed here.
     num_damaged_kv_pages: int = 0
     # Sums over all steps; 0 if `Engine.times_drafting` is False.
-    verify_seconds: float = 0.0  # the model, and the choice of tokens
+    verify_seconds: float = 0.0  # running the model and choosing tokens
     draft_seconds: float = 0.0
     # Failures of drafters by method, zeros included; "adaptive_verification" counts failures of the
     # selection of drafts. The affected requests continue without drafts.

@@ -37,7 +37,7 @@ REAL_RANGES = {
 POSITIVE = ("top_p", "typical_p", "repetition_penalty")  # parameters that exclude 0
 MAX_BIAS = 100.0  # largest magnitude
 
-# Tables on the device have a row per slot of the largest size, so sizes need a limit.
+# Device tables have a row of maximum size for each slot, so sizes need a limit.
 MAX_BIASES = 4096
 MAX_SEQUENCES = 256
 MAX_SEQUENCE_LENGTH = 64
@@ -57,7 +57,7 @@ class SamplingParams:
         top_k: keep the k most likely tokens; 0 keeps all, and so does -1 over HTTP.
         top_p: keep the smallest set of tokens whose mass reaches top_p, in (0, 1].
         min_p: drop tokens less likely than min_p times the most likely one, in [0, 1].
-        typical_p: keep the tokens nearest to the expected surprise, up to this mass, in (0, 1].
+        typical_p: keep the tokens with surprise nearest to the entropy, up to this mass, in (0, 1].
         repetition_penalty: in (0, 1e6]. Logits of tokens that already occur in the prompt or the
             output are divided by it if they are positive, else multiplied by it.
         presence_penalty: subtracted once from the logits of tokens in the output, in [-2, 2].
@@ -75,7 +75,7 @@ class SamplingParams:
         stop: strings that end the text; they are not part of it.
         stop_token_ids: token ids that end the output; they are not part of the text.
         stop_token_sequences: sequences of token ids that end the output; they are part of the text.
-        ignore_eos: go on past the model's end-of-sequence tokens.
+        ignore_eos: continue past the model's end-of-sequence tokens.
         logprobs: None for none; otherwise the number of alternatives reported with each emitted
             token, 0 to 100.
         report_drafts: report with each step's output which drafts the step verified.
@@ -152,7 +152,7 @@ class SamplingParams:
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name, (low, high) in WHOLE_RANGES.items():
             value = getattr(self, name)
-            # None is valid only if it is the default, and for max_tokens.
+            # None is valid for max_tokens, and for parameters whose default is None.
             if value is None and (defaults[name] is None or name == "max_tokens"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
@@ -174,7 +174,7 @@ class SamplingParams:
             raise ValueError("top_p must be above 0, got 0; use temperature 0 for greedy decoding")
         for name in POSITIVE:
             value = getattr(self, name)
-            if name != "top_p" and np.float32(value) == 0.0:  # as the ops see it
+            if name != "top_p" and np.float32(value) == 0.0:  # the ops round to float32
                 raise ValueError(f"{name} must be above 0, got {value!r}; use 1 to disable it")
         for name in ("stop", "bad_words"):
             if any(not isinstance(text, str) or not text for text in getattr(self, name)):
@@ -192,7 +192,7 @@ class SamplingParams:
             for sequence in getattr(self, name):
                 _check_token_ids(name, sequence)
             check_sequences(name, getattr(self, name))
-        if len(self.bad_words) > MAX_SEQUENCES:  # checked before they are tokenized
+        if len(self.bad_words) > MAX_SEQUENCES:  # checked first, since tokenizing takes long
             raise ValueError(
                 f"bad_words must hold at most {MAX_SEQUENCES} strings, got {len(self.bad_words)}"
             )
@@ -222,7 +222,7 @@ class SamplingParams:
         structured: Any = self.structured_output
         if not isinstance(structured, StructuredOutput):
             raise ValueError(f"structured_output must be a StructuredOutput, got {structured!r}")
-        # Without a token to end it, the thinking would become the reply at an unconstrained token.
+        # Without an injected token the thinking could end at an unconstrained token.
         if self.think_inject_token_ids == () and self.reasoning_max_tokens is not None:
             raise ValueError(
                 "think_inject_token_ids must hold a token if structured_output and "
@@ -246,8 +246,9 @@ class SamplingParams:
     def for_prompt(self) -> "SamplingParams":
         """Return the parameters with which a prefill engine computes the prompt and one token.
 
-        Another engine generates the output, so limits and forms of the output are removed. All
-        other parameters stay: they choose the drafters whose pages the other engine fetches.
+        Another engine generates the output, so limits and constraints of the output are removed.
+        All other parameters stay, since they select the drafters whose pages the other engine
+        fetches.
         """
         return replace(
             self,

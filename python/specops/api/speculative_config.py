@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative configuration of the server, and the part of it that a request may change.
+"""Speculative configuration of the server, and the fields that a request may change.
 
 The fields here are common to all drafting methods; each method adds its own (`Options` in
 api/methods). docs/drafters.md lists all of them. Every invalid configuration raises a ValueError
@@ -45,7 +45,7 @@ _OF_REQUESTS = (
     "synthetic_acceptance_rates",
     "adaptive_verification",
 )
-_UNSET = cast(int, None)  # replaced in `__post_init__`, so that readers see plain integers
+_UNSET = cast(int, None)  # placeholder that `__post_init__` replaces by an integer
 
 OwnOptions = TypeVar("OwnOptions", bound=Options)
 
@@ -72,15 +72,15 @@ def _stages(value: object) -> tuple[str, ...]:
     return tuple(parts)
 
 
-def _complete_options(given: Any) -> dict[str, Options]:
-    """Return the options of every method, from `Options` or mappings of some."""
-    if not isinstance(given, Mapping):
-        raise ValueError(f"options must be an object by method, got {given!r}")
-    for name in given:
+def _complete_options(values: Any) -> dict[str, Options]:
+    """Return the options of every method; `values` has `Options` or mappings of some methods."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"options must be an object by method, got {values!r}")
+    for name in values:
         checks.choice("options", name, tuple(METHODS))
     found = {}
     for one in methods():
-        own = given.get(one.name, {})
+        own = values.get(one.name, {})
         if isinstance(own, Mapping):
             check_option_names(one.name, own)
             own = one.options(**own)
@@ -99,7 +99,7 @@ def request_fields() -> tuple[str, ...]:
 
 
 def _check_request(values: object, server_method: str) -> dict[str, Any]:
-    """Check the keys of a request's object; return its fields that are not None, unchecked."""
+    """Check the names of a request's fields; return the fields that are not None."""
     if not isinstance(values, Mapping):
         raise ValueError(f"speculative_config must be an object, got {values!r}")
     known = (*request_fields(), *OTHER_FIELDS)
@@ -109,8 +109,8 @@ def _check_request(values: object, server_method: str) -> dict[str, Any]:
         if key in _SHARED or key in all_option_names():
             _refuse_of_server(key, known)
         refuse_unknown(key, known)
-    given = {key: value for key, value in values.items() if value is not None}
-    found = translate(given, _OF_REQUESTS, server_method)
+    fields = {key: value for key, value in values.items() if value is not None}
+    found = translate(fields, _OF_REQUESTS, server_method)
     for name, own in found.get("options", {}).items():
         for key in own:
             if key not in method_of(name).of_requests:
@@ -213,7 +213,7 @@ class SpeculativeConfig:
 
     @property
     def named_methods(self) -> tuple[str, ...]:
-        """Methods that this configuration names: its stages, and methods with files."""
+        """Methods that this configuration names: its stages, and methods whose files it sets."""
         return tuple(
             name
             for name, own in self.options.items()
@@ -280,7 +280,7 @@ class SpeculativeConfig:
 
     @property
     def selects_drafts(self) -> bool:
-        """True if the engine decides how many drafts are verified; no token depends on it."""
+        """True if the engine selects how many drafts to verify, which changes no token."""
         return (
             self.adaptive_verification is True
             and self.method != NAIVE
@@ -301,23 +301,23 @@ class SpeculativeConfig:
 
     @property
     def drafters_name(self) -> str:
-        """Key under which acceptance probabilities of a request's drafters are stored."""
+        """Key under which the acceptance statistics of a request's drafters are stored."""
         return "+".join(self.stages)
 
     @property
     def drafts_with_target_numbers(self) -> bool:
-        """True if a draft is drawn with the random number that the target will use for its token.
+        """True if drafts are sampled with the random numbers that the target will use.
 
-        The closer the two distributions, the more often the two draws agree; they agree more often
-        than the most likely token does with the target's draw.
+        With the same random number, similar distributions mostly yield the same token. So these
+        drafts are accepted more often than the drafter's most likely tokens would be.
         """
         return self.method != NAIVE and self._first.draws and self.verify_strategy == "target_match"
 
     @property
     def draws_drafts(self) -> bool:
-        """True if drafts are drawn with random numbers of their own.
+        """True if drafts are sampled with separate random numbers.
 
-        That pays if verification weighs a draft by both distributions.
+        This helps if verification uses both distributions, as "rejection" and "block" do.
         """
         return (
             len(self.stages) == 1
@@ -327,7 +327,7 @@ class SpeculativeConfig:
         )
 
     def conditional_acceptance_rates(self) -> list[float]:
-        """Return each draft's rate given that all before it were emitted; empty without rates."""
+        """Return each draft's synthetic acceptance rate if all drafts before it were accepted."""
         rates = self.synthetic_acceptance_rates or ()
         before = (1.0, *rates)
         return [rate / last if last else 0.0 for rate, last in zip(rates, before, strict=False)]
@@ -352,7 +352,7 @@ class SpeculativeConfig:
     def require_effect(self, given: Mapping[str, Any], methods: Collection[str]) -> None:
         """Check that each field of a server's configuration is read by a method that it loads.
 
-        Options that stand in `options` are accepted: they are for requests that choose their own
+        Fields inside `options` are always accepted: they may be for requests that choose another
         method.
 
         Args:
@@ -360,8 +360,8 @@ class SpeculativeConfig:
             methods: further methods that the server loads.
 
         Raises:
-            ValueError: an option of another method stands beside the shared fields and is not at
-                its default.
+            ValueError: an option of a method that is not loaded is among the shared fields and is
+                not at its default.
         """
         loaded = {*self.named_methods, *methods}
         for key, value in given.items():
@@ -398,8 +398,8 @@ class SpeculativeConfig:
         Args:
             request: the object that the request sent; a field that is None is not changed.
             max_num_speculative_tokens: most drafts that the engine supports. None sets no limit.
-            max_num_model_steps: most drafts of methods that run a model; also caps their number if
-                the request does not set it. None sets no limit.
+            max_num_model_steps: maximum num_model_steps of a request; a default above it is
+                lowered. None sets no limit.
 
         Raises:
             ValueError: the object has a key a request may not set, a value is invalid, or a value
@@ -447,7 +447,7 @@ class SpeculativeConfig:
             if method.name not in available:
                 continue
             own["method"] = "+".join((*self.stages, method.name))
-            if self.stages and self._first.needs_weights:  # it drafts as before
+            if self.stages and self._first.needs_weights:  # it drafts as many as before
                 own.setdefault("num_model_steps", self.num_model_steps)
             return own
         return request
@@ -481,12 +481,12 @@ class SpeculativeConfig:
         Args:
             available: the methods that the engine can run.
             strategies: the verification strategies that it can run.
-            missing: by method, why the engine cannot run it.
+            missing: method -> reason why the engine cannot run it.
 
         Raises:
             ValueError: a method or the strategy is not available.
         """
-        # A stage that continues the first one and has no weights can always run.
+        # A later stage without weights can always run.
         others = [name for name in self.stages[1:] if method_of(name).needs_weights]
         for method in (*self.stages[:1], *others) or (NAIVE,):
             if method not in available:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other spellings of a speculative configuration, translated to the fields of SpeculativeConfig.
+"""Translation of FastDeploy's and vLLM's speculative configurations to SpeculativeConfig.
 
-Users may write an option of a method beside the fields that all methods share, as FastDeploy and
-vLLM do, and FastDeploy's `mtp_strategy` in place of a method "mtp+ngram". Inside the program, an
-option stands under its method in `options`, and the method has one spelling.
+As in FastDeploy and vLLM, users may write a method's options at the top level of the object, and
+FastDeploy's `mtp_strategy` for methods such as "mtp+ngram". Internally, options are nested under
+their method in `options`, and each method has one name.
 """
 
 import difflib
@@ -17,7 +17,7 @@ _NO_TREES = (
     "the engine verifies chains of drafts; trees are a feature of the ops, for your own loop "
     "(docs/own_loop.md)"
 )
-# Fields that this engine refuses, each with the reason; most are FastDeploy's.
+# Refused fields, mostly FastDeploy's, with the reasons.
 REFUSED_FIELDS = {
     "max_candidate_len": "topp looks at the whole top-p set, not at a list of candidates",
     "verify_window": "a rejected draft is never let through by the drafts behind it",
@@ -30,9 +30,9 @@ REFUSED_FIELDS = {
     **dict.fromkeys(("tree", "medusa_choices", "speculative_token_tree"), _NO_TREES),
 }
 
-OTHER_FIELDS = ("mtp_strategy",)  # accepted beside those of SpeculativeConfig and its options
+OTHER_FIELDS = ("mtp_strategy",)  # accepted besides SpeculativeConfig's fields and options
 
-# By FastDeploy's `mtp_strategy`, the method that continues the MTP modules.
+# FastDeploy's `mtp_strategy` -> method that continues the drafts of the MTP modules.
 _MTP_STRATEGIES = {
     "default": "",
     "with_ngram": "+ngram",
@@ -66,7 +66,7 @@ def parse_object(text: str) -> dict[str, Any]:
 def translate(
     values: Mapping[str, Any], shared: Iterable[str], server_method: str
 ) -> dict[str, Any]:
-    """Return the same configuration with every option under its method in `options`.
+    """Return a configuration with every method's options nested under the method in `options`.
 
     Args:
         values: a configuration of a server, or the object that a request sent.
@@ -79,7 +79,7 @@ def translate(
     """
     known = (*shared, "options", *all_option_names())
     for key in values:
-        if key not in (*known, *OTHER_FIELDS):  # before any value is checked
+        if key not in (*known, *OTHER_FIELDS):  # check all names before any value
             refuse_unknown(key, known)
     found = {key: value for key, value in values.items() if key in shared}
     if values.get("mtp_strategy") is not None:
@@ -117,12 +117,12 @@ def _method_with_strategy(method: Any, strategy: Any) -> str:
     return first + follower
 
 
-def _options_by_method(given: Any) -> dict[str, dict[str, Any]]:
+def _options_by_method(by_method: Any) -> dict[str, dict[str, Any]]:
     """Check the shape of an `options` object; return a copy of it."""
-    if given is not None and not isinstance(given, Mapping):
-        raise ValueError(f"options must be an object by method, got {given!r}")
+    if by_method is not None and not isinstance(by_method, Mapping):
+        raise ValueError(f"options must be an object by method, got {by_method!r}")
     options: dict[str, dict[str, Any]] = {}
-    for name, own in (given or {}).items():
+    for name, own in (by_method or {}).items():
         checks.choice("options", name, tuple(METHODS))
         if not isinstance(own, Mapping):
             raise ValueError(f"options.{name} must be an object, got {own!r}")

@@ -35,7 +35,7 @@ class Tokenizer:
 
     Attributes:
         vocab_size: one more than the largest token id of the tokenizer.
-        eos_token_ids: ids that end an output, of the model and of its chat format.
+        eos_token_ids: ids that end an output: those of the model and of its chat format.
         bos_token_id: id that starts a text, if the model has one.
         special_tokens: texts of special tokens by role, such as "eos_token".
     """
@@ -56,12 +56,12 @@ class Tokenizer:
         self._special_ids = frozenset(
             i for i, token in added.items() if token.special and token.content not in _SHOWN
         )
-        # Only the decoder is serialized: JSON of a large vocabulary takes seconds.
+        # Serialize only the decoder: a large vocabulary would take seconds.
         decoder = tokenizer.decoder
         state = None if decoder is None else json.loads(decoder.__getstate__())
         self._token_to_bytes = _bytes_of_tokens(state)
         self._as_text: tokenizers.Tokenizer | None = (
-            None  # encodes special tokens as plain text; created when first needed
+            None  # a copy that encodes special tokens as plain text; created when first needed
         )
         self._bytes: dict[int, bytes] = {}
         self.special_tokens = dict(special_tokens or {})
@@ -145,8 +145,7 @@ class Tokenizer:
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of a sequence: its bytes as UTF-8, with U+FFFD for broken characters.
 
-        No space is stripped from the beginning: the result is the text of the tokens inside a
-        longer text.
+        No leading space is stripped: the result is what the tokens contribute to a longer text.
         """
         skip: frozenset[int] = self._special_ids if skip_special_tokens else frozenset()
         data = b"".join(self.token_bytes(token) for token in token_ids if token not in skip)
@@ -230,7 +229,7 @@ class TextStream:
 
         Args:
             token_id: the next token.
-            may_stop: whether a stop string that this token completes counts.
+            may_stop: whether a stop string that this token completes ends the text.
 
         Returns:
             Whether a stop string is complete: the text then ends before it and ignores more tokens.
@@ -246,7 +245,7 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """Release the text held back, after the last token, and return all text not yet taken."""
+        """End the stream: release all held-back text, and return the text not yet taken."""
         if not self._stopped:
             self._add(self._utf8.decode(b"", final=True), True)
         if not self._stopped:
@@ -278,7 +277,7 @@ class TextStream:
 
 
 class _StopMatcher:
-    """Search for one string in a stream of characters (Knuth, Morris, Pratt)."""
+    """Incremental search for one string in a stream of characters (Knuth-Morris-Pratt)."""
 
     def __init__(self, text: str) -> None:
         if not text:
@@ -301,12 +300,12 @@ class _StopMatcher:
         self.state = k + (self.text[k] == char)
         if self.state < self.length:
             return False
-        self.state = self._fallback[-1]  # the string may occur again
+        self.state = self._fallback[-1]  # continue, since the string may occur again
         return True
 
 
 def _bytes_of_tokens(decoder: Mapping[str, Any] | None) -> Callable[[str], bytes]:
-    """Return the function from a token to its bytes, for the decoder section of tokenizer.json."""
+    """Return the function that maps a token to its bytes, given tokenizer.json's decoder."""
     steps = _flatten(decoder)
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
@@ -327,7 +326,7 @@ def _bytes_of_tokens(decoder: Mapping[str, Any] | None) -> Callable[[str], bytes
                     "tokenizer.json: a decoder that replaces regular expressions is not supported"
                 )
             replacements.append((step["pattern"]["String"], step["content"]))
-    # Fuse joins tokens, and Strip trims the start of a whole text: neither changes a token's bytes.
+    # Fuse joins tokens, and Strip trims the start of a text; neither changes a token's own bytes.
     has_byte_tokens = "ByteFallback" in kinds
 
     def spell(token: str) -> bytes:
@@ -350,7 +349,7 @@ def _flatten(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """Return the alphabet of byte-level BPE: printable bytes as they are, others above U+00FF."""
+    """Return byte-level BPE's map from characters to bytes: printable bytes map to themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)) - set(printable))
     return {chr(byte): byte for byte in printable} | {
@@ -386,7 +385,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _other_tokenizer(directory: Path) -> str:
-    """Return the hint for a tokenizer in another format, or "" if there is none."""
+    """Return advice if the directory has a tokenizer in another format, else ""."""
     found = next((name for name in _OTHER_FORMATS if (directory / name).is_file()), None)
     return "" if found is None else f", only {found}, which is not read: {_OTHER_FORMATS[found]}"
 
@@ -402,7 +401,7 @@ def _first(values: Iterable[Any]) -> Any:
 
 
 def _ids(file: Path, field: str) -> list[int] | None:
-    """Return the token ids of a field, or None if the file does not have the field.
+    """Return the token ids in a file's field, or None if the file does not have the field.
 
     Raises:
         ValueError: the field holds anything but a token id or a list of token ids.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unpacking of small integers from words, and groups of inputs in any order."""
+"""Unpacking of 4-bit and 8-bit integers from words, and groups of inputs that share a scale."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """Unpack the fields of words, lowest bits first.
+    """Unpack the bit fields of int32 words, lowest bits first.
 
     Args:
         words: int32 [rows, count].
@@ -32,8 +32,9 @@ class Groups(NamedTuple):
     """Groups of inputs that share a scale.
 
     Attributes:
-        size: inputs of each group but the last, which may have fewer; 0: one group of all inputs.
-        order: int32: the inputs, group by group; None: they are already in this order.
+        size: number of inputs of a group (the last group may have fewer); 0: one group of all
+            inputs.
+        order: int32 [num_inputs], the input indices group by group; None: groups are consecutive.
     """
 
     size: int
@@ -41,15 +42,15 @@ class Groups(NamedTuple):
 
 
 def groups_of(index: Tensor, count: int) -> Groups | None:
-    """Find the groups of inputs from each input's group index.
+    """Return the groups of inputs, given each input's group index (GPTQ's g_idx).
 
     Args:
         index: [num_inputs], the group of each input.
         count: number of groups.
 
     Returns:
-        The groups; None if an index is outside [0, count), or if the groups differ in size (the
-        last one may be smaller).
+        The groups; None if an index is outside [0, count), or if groups other than the last differ
+        in size.
     """
     index = index.long()
     if int(index.min()) < 0 or int(index.max()) >= count:
@@ -64,7 +65,7 @@ def groups_of(index: Tensor, count: int) -> Groups | None:
 
 
 def even_groups(num_inputs: int, count: int, size: int | None = None) -> Groups | None:
-    """Find the groups of inputs that are stored in order.
+    """Return the groups of consecutive inputs.
 
     Args:
         num_inputs: number of inputs.

@@ -12,12 +12,12 @@ from specops.quantization import QuantizedWeight
 
 
 class Checkpoint(ABC):
-    """Tensors by the names that Hugging Face models use, one for each weight.
+    """Tensors by the names that Hugging Face models use; a quantized weight is one tensor.
 
     Attributes:
-        is_one_model: whether the checkpoint holds one model and nothing else, such as a vision
+        is_one_model: whether the checkpoint holds one model only, without parts such as a vision
             tower or MTP modules.
-        settings: quantization settings that describe how weights are stored in its files.
+        settings: quantization settings of the checkpoint, which describe how weights are stored.
     """
 
     is_one_model = False

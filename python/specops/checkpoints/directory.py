@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens the weights of a directory, from safetensors or GGUF files.
+"""Opening of a directory's weights, in safetensors or GGUF files.
 
-The tensors of a module decide how its weight is read; lists of modules in a configuration are
-ignored. Every tensor of a module that is read is either used or rejected.
+How a module's weight is read depends on the module's tensors, not on lists of modules in a
+configuration. A tensor that the decoder of its module does not use is an error.
 """
 
 from pathlib import Path

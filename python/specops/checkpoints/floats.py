@@ -12,7 +12,7 @@ from specops.checkpoints.module import Module
 from specops.quantization import FP8_BLOCK, QuantizedWeight
 
 MX_GROUP = 32
-# Doubled values of the e2m1 values, so that they are integers. The scales are halved in return.
+# The e2m1 values times two, which makes them integers; scales are halved in return.
 E2M1_DOUBLED = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]).to(
     torch.int8
 )
@@ -22,8 +22,8 @@ _E8M0_BIAS, _E8M0_NAN = 127, 255
 def fp8(module: Module) -> QuantizedWeight:
     """Decode `weight` in e4m3 with scales `weight_scale_inv` or `weight_scale`.
 
-    The weight is multiplied by either tensor: one scale; one for each output; or one for each block
-    of 128 outputs and 128 inputs, where blocks at the edges may be smaller.
+    Either tensor holds factors of the weight: one scale, one per output, or one per block of 128
+    outputs and 128 inputs (blocks at the edges may be smaller).
     """
     values = module.take("weight", torch.float8_e4m3fn, dims=2)
     suffix = "weight_scale_inv" if "weight_scale_inv" in module else "weight_scale"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fusion of several weights along their outputs, without rounding."""
+"""Concatenation of weights along their outputs, without rounding."""
 
 import math
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ def fused(
 ) -> Tensor | QuantizedWeight:
     """Concatenate weights that read the same inputs into one weight.
 
-    Integer weights of several kinds are converted to one common kind: 8-bit values, the largest
-    common group, and offsets if any part has them. No value changes.
+    Integer weights of different formats are converted to a common one: 8-bit values, the largest
+    group size that divides all, and offsets if any part has them. No value changes.
 
     Args:
-        weights: weights of all parts.
-        names: names of the parts, for messages.
+        weights: the weights to concatenate.
+        names: names of the weights, for error messages.
 
     Raises:
-        ModelError: only some parts are quantized, or only some are FP8; their inputs have different
-            orders; or the FP8 parts are not aligned to blocks.
+        ModelError: only some weights are quantized, or only some are FP8; their inputs have
+            different orders; or FP8 weights are not aligned to blocks.
     """
     if len(weights) == 1:
         return weights[0]
@@ -57,7 +57,7 @@ def fused(
 
 
 def rows_of(weight: Tensor | QuantizedWeight, rows: Tensor) -> Tensor | QuantizedWeight:
-    """Select outputs of a weight, in any order.
+    """Return a weight with the selected outputs (rows), in any order.
 
     Raises:
         ModelError: the rows would split a block of outputs that share scales.
@@ -95,7 +95,7 @@ def _joined(values: Sequence[Tensor]) -> Tensor:
 
 
 def _alike(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
-    """Return the same values with one kind, one group size, and offsets in all parts or none."""
+    """Convert parts to one kind and one group size, with offsets in all parts or in none."""
     values = parts[0].code_values
     if any(one.kind != parts[0].kind or not _same(one.code_values, values) for one in parts):
         parts = [_in_bytes(one) for one in parts]
@@ -124,7 +124,7 @@ def _in_bytes(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def _regrouped(weight: QuantizedWeight, of_groups: Tensor, group: int) -> Tensor:
-    """Repeat per-group values for smaller groups."""
+    """Repeat per-group values so that they apply to smaller groups."""
     if weight.group == group:
         return of_groups
     inputs = weight.values.shape[1]

@@ -26,9 +26,9 @@ _IQ4_NL = torch.tensor(
 )
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-# Tensors of the whole model.
+# GGUF's names of tensors outside the layers -> Hugging Face's.
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-# Tensors of a layer.
+# GGUF's names of a layer's tensors -> Hugging Face's.
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -44,10 +44,11 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# In models that also normalize the output of attention, the norm before the MLP has another name.
+# Name of the norm before the MLP in models that also normalize attention's output.
 _MLP_NORM_OF_FOUR = "pre_feedforward_layernorm"
 # Architectures with interleaved RoPE rows in GGUF: elements i and i + half of a query or key head
-# are neighbors in the file. Here they are in two halves.
+# are neighbors in the file. Hugging Face models expect all first elements of the pairs, then all
+# second ones.
 _PAIRED = ("llama",)
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
@@ -86,7 +87,7 @@ class GgufCheckpoint(Checkpoint):
             str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8
         )
         self._tensors = dict(self._named(file.tensors))
-        self._paired: dict[str, int] = {}  # number of heads of each projection with paired rows
+        self._paired: dict[str, int] = {}  # projection with interleaved rows -> number of heads
         architecture = file.metadata.get("general.architecture")
         if architecture in _PAIRED:
             heads = file.metadata[f"{architecture}.attention.head_count"]
@@ -115,7 +116,7 @@ class GgufCheckpoint(Checkpoint):
     def _decoded(self, name: str, tensor: GgufTensor) -> Tensor | QuantizedWeight:
         data = self._data[tensor.offset : tensor.offset + tensor.num_bytes]
         if tensor.type in _PLAIN:
-            # Copied: the data may be unaligned in the file, and the mapping may be released.
+            # Copy: the data may be unaligned in the file, and the mapping may be released.
             return data.clone().view(_PLAIN[tensor.type]).view(tensor.shape)
         decode = _DECODERS.get(tensor.type)
         if decode is None or len(tensor.shape) != 2:
@@ -146,7 +147,7 @@ class GgufCheckpoint(Checkpoint):
 
 
 def _unpaired(rows: int, heads: int) -> Tensor:
-    """Return the order of rows that brings paired neighbors into halves."""
+    """Return the order of rows that converts interleaved RoPE rows to two halves per head."""
     return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
 
 
@@ -161,7 +162,7 @@ def _halves(octets: Tensor) -> Tensor:
 
 
 def _q4_0(blocks: Tensor) -> QuantizedWeight:
-    """Decode Q4_0: float16 scale; 16 bytes, elements 0 to 15 in low, 16 to 31 in high halves."""
+    """Decode Q4_0: float16 scale; 16 bytes with elements 0-15 in low and 16-31 in high halves."""
     values = low_then_high(blocks[..., 2:])
     return QuantizedWeight("int4", values.flatten(1), _halves(blocks[..., :2]), None, 32)
 
@@ -175,7 +176,7 @@ def _q4_1(blocks: Tensor) -> QuantizedWeight:
 
 
 def _iq4_nl(blocks: Tensor) -> QuantizedWeight:
-    """Decode IQ4_NL: as Q4_0, but values are indices into a table."""
+    """Decode IQ4_NL: like Q4_0, but the 4-bit numbers are indices into a table of values."""
     return _q4_0(blocks)._replace(code_values=_IQ4_NL)
 
 
@@ -214,10 +215,11 @@ def _q8_0(blocks: Tensor) -> QuantizedWeight:
 def _scales_and_minimums(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the scales and offsets [N, 8 for each block] of blocks of 256 elements.
 
-    The block starts with float16 units of scales and minimums. 12 bytes with eight scales and
-    eight minimums of 6 bits follow. The first four scales are in the low six bits of bytes 0 to 3,
-    the first four minimums in those of bytes 4 to 7. The others have their low four bits in halves
-    of bytes 8 to 11, and their high two bits above the first four.
+    A block starts with two float16 factors, of the scales and of the minimums. Then 12 bytes hold
+    eight scales and eight minimums of 6 bits. The first four scales are in the low six bits of
+    bytes 0 to 3, the first four minimums in those of bytes 4 to 7. The other scales and minimums
+    have their low four bits in the halves of bytes 8 to 11, and their high two bits in the high two
+    bits of bytes 0 to 7.
     """
     units = blocks[..., :4].contiguous().view(torch.float16).float()
     first, second, rest = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
@@ -227,14 +229,14 @@ def _scales_and_minimums(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _q4_k(blocks: Tensor) -> QuantizedWeight:
-    """Decode Q4_K: scales, minimums; 32 bytes hold 32 elements in low halves, then 32 in high."""
+    """Decode Q4_K: scales, minimums; 32 bytes hold 32 elements in low, 32 in high halves."""
     scales, least = _scales_and_minimums(blocks)
     values = low_then_high(_split(blocks[..., 16:], 32))
     return QuantizedWeight("int4", values.flatten(1), scales, least, 32, _AS_THEY_ARE)
 
 
 def _q5_k(blocks: Tensor) -> QuantizedWeight:
-    """Decode Q5_K: as Q4_K after 32 bytes of highest bits, with those of group i in bit i."""
+    """Decode Q5_K: like Q4_K, with 32 bytes of highest bits first: bit i is for group i."""
     scales, least = _scales_and_minimums(blocks)
     low = low_then_high(_split(blocks[..., 48:], 32))
     high = (blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1
@@ -246,9 +248,9 @@ def _q6_k(blocks: Tensor) -> QuantizedWeight:
     """Decode Q6_K.
 
     A block has 128 bytes of low four bits, 64 bytes of high two bits, 16 signed one-byte scales and
-    a float16 unit. For each half of 128 elements there are 64 bytes with elements 0 to 63 in the
-    low halves and 64 to 127 in the high halves; and 32 bytes with the high bits of elements j,
-    j + 32, j + 64 and j + 96.
+    a float16 factor of the scales. For each half of 128 elements there are 64 bytes with elements 0
+    to 63 in the low halves and 64 to 127 in the high halves; and 32 bytes with the high bits of
+    elements j, j + 32, j + 64 and j + 96.
     """
     low = low_then_high(_split(blocks[..., :128], 64))
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]

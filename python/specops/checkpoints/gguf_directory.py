@@ -2,7 +2,7 @@
 """Model directory made from a GGUF file: everything that an engine reads except the weights.
 
 It contains the files of a Hugging Face directory, and `model.gguf`, a link to the GGUF file.
-config.json holds the file's metadata unchanged under "gguf", where model families read them.
+config.json has the GGUF file's metadata, unchanged, under "gguf"; model families read them there.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from specops.checkpoints.gguf_tokenizer import end_token_ids, tokenizer_files
 SUFFIX = ".gguf"
 _VERSION = 2  # version of the directory format; part of the cache key
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
-ROPE_FACTORS = "rope_freqs.weight"  # divisors of the RoPE frequencies; copied to config.json
+ROPE_FACTORS = "rope_freqs.weight"  # tensor of divisors of RoPE frequencies, for config.json
 
 
 def gguf_directory(path: Path) -> Path:
@@ -48,19 +48,19 @@ def gguf_directory(path: Path) -> Path:
 
 
 def _make(path: Path, directory: Path) -> None:
-    """Create the directory under a temporary name first: several processes may do so at once."""
+    """Create the directory under a temporary name and rename it: other processes may do so, too."""
     files = _files(read_gguf(path))
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".") as parent:
-        made = Path(parent, directory.name)
-        made.mkdir()
+        unfinished = Path(parent, directory.name)
+        unfinished.mkdir()
         for name, value in files.items():
-            (made / name).write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
-        (made / f"model{SUFFIX}").symlink_to(path)
+            (unfinished / name).write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
+        (unfinished / f"model{SUFFIX}").symlink_to(path)
         try:
-            made.rename(directory)
+            unfinished.rename(directory)
         except OSError:
-            if not directory.is_dir():  # otherwise another process was first
+            if not directory.is_dir():  # else another process has created it
                 raise
 
 

@@ -16,7 +16,7 @@ from specops.checkpoints.errors import ModelError
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-# struct's format letter of each numeric value type; the other types are strings and arrays.
+# GGUF's number of each numeric value type -> struct's format letter.
 _NUMBERS = {
     0: "B",
     1: "b",
@@ -72,12 +72,12 @@ TYPES: dict[int, tuple[str, int, int]] = {
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Type, shape and location of a tensor.
+    """A tensor's type, shape and location in the file.
 
     Attributes:
-        type: type of its elements, a name in `TYPES`.
-        shape: its sizes, outermost first: a matrix is [outputs, inputs].
-        offset: offset of its first byte in the file.
+        type: type of the elements, a name in `TYPES`.
+        shape: sizes of the dimensions, outermost first: a matrix is [outputs, inputs].
+        offset: offset of the first byte in the file.
         num_bytes: size in bytes.
     """
 

@@ -26,7 +26,8 @@ _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _CASED = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
 )
-# Letters of scripts with case, as DeepSeek-LLM lists them.
+# Regular expression for letters of scripts with upper and lower case, as in DeepSeek-LLM's
+# tokenizer.
 _DEEPSEEK_LETTERS = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af"
     "\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5"
@@ -49,8 +50,9 @@ class _Split(NamedTuple):
 
     Attributes:
         patterns: regular expressions that split a text, applied in order.
-        like_gpt2: whether GPT-2's expression splits the parts further.
-        ignores_merges: whether a part that is a token stays one, whatever the merges are.
+        like_gpt2: whether GPT-2's regular expression then splits the parts further.
+        ignores_merges: whether a part that is a token is encoded as that token, even if merges
+            would not produce it.
         adds_bos: whether texts begin with the BOS token if the file does not specify it.
         is_normalized: whether texts are normalized to NFC.
     """
@@ -66,8 +68,8 @@ _GPT2 = _Split(like_gpt2=True)
 _QWEN2 = _Split((rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}",), is_normalized=True)
 _THREE_DIGITS = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 _LLAMA3 = _Split((_THREE_DIGITS,), ignores_merges=True, adds_bos=True)
-# Rules by tokenizer.ggml.pre. Source: llama.cpp (src/llama-vocab.cpp), which for most kinds quotes
-# the expression of the original tokenizer.json.
+# Value of tokenizer.ggml.pre -> rules. Source: llama.cpp (src/llama-vocab.cpp), which for most
+# kinds quotes the expression of the original tokenizer.json.
 _SPLITS = {
     "default": _GPT2,
     "gpt-2": _GPT2,
@@ -96,9 +98,9 @@ _SPLITS = {
     "deepseek-coder": _Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_CHINESE, r"\p{N}")),
 }
 
-# Texts of tokens that end an output in any file, from llama.cpp. They are needed because files of
-# chat models may name only the end of a document as their end of sequence. Ends of unsupported
-# architectures are omitted, such as </s>, which is an HTML tag in Gemma's vocabulary.
+# Texts of tokens that end an output in every file, from llama.cpp: the metadata of chat models may
+# name only the end of a document as end of sequence. End tokens of unsupported architectures are
+# omitted, such as </s>, which is an HTML tag in Gemma's vocabulary.
 _END_TEXTS = frozenset(
     (
         "<|eot_id|>",
@@ -117,20 +119,22 @@ _END_TEXTS = frozenset(
         "<end_of_utterance>",
     )
 )
-# End tokens of fill-in-the-middle requests: the metadata key, and alternative texts of the token.
+# End tokens of fill-in-the-middle requests: metadata key -> texts that the token may have.
 _FILL_IN_ENDS = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-_HARMONY = frozenset(("<|return|>", "<|call|>", "<|end|>"))  # here <|end|> ends a message only
+# A vocabulary with all of these is gpt-oss', whose <|end|> ends a message, not the output.
+_HARMONY = frozenset(("<|return|>", "<|call|>", "<|end|>"))
 
 
 def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
-    """Return the ids of the tokens that end an output, that of the key eos_token_id first.
+    """Return the ids of the tokens that end an output; eos_token_id comes first.
 
-    The rules are those of llama.cpp (src/llama-vocab.cpp, special_eog_ids): the keys for the end of
-    a sequence, a turn and a message; texts that are ends in any file; and tokens between files.
+    The rules are those of llama.cpp (src/llama-vocab.cpp, special_eog_ids): the metadata keys for
+    the end of a sequence, a turn and a message; texts that end outputs in every file; and the
+    fill-in-the-middle tokens that separate files.
 
     Args:
         metadata: key-value pairs of a GGUF file.
@@ -200,7 +204,7 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _list(metadata: Mapping[str, Any], key: str, of: str) -> list[Any] | None:
-    """Return a list of "texts" or "numbers" of the tokenizer, or None if the file has none."""
+    """Return a tokenizer list from the metadata, of "texts" or "numbers"; None if absent."""
     found = metadata.get(f"tokenizer.ggml.{key}")
     kinds = (str,) if of == "texts" else (int, float)
     is_list = isinstance(found, list) and all(isinstance(one, kinds) for one in found)
@@ -270,7 +274,7 @@ def _sentencepiece(
 
 
 def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return every pair of pieces that forms a token, by descending score of the token."""
+    """Return all pairs of tokens that together form a token, by descending score of that token."""
     merges = []
     for text in sorted(scores, key=lambda text: -scores[text]):
         pairs = ((text[:cut], text[cut:]) for cut in range(1, len(text)))

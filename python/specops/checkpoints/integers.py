@@ -24,7 +24,7 @@ from specops.quantization import QuantizedWeight
 
 _INTEGERS = (torch.int32, torch.int64)
 _BITS = (4, 8)
-# Field i of an AWQ word is output _AWQ_ORDER[i] of eight; _AWQ_FIELD is the inverse.
+# Bit field i of an AWQ word holds output _AWQ_ORDER[i] of eight outputs; _AWQ_FIELD is the inverse.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _AWQ_FIELD = torch.tensor(_AWQ_ORDER).argsort()
 
@@ -38,7 +38,7 @@ def pack_quantized(module: Module) -> QuantizedWeight:
         weight_zero_point  int32 [ceil(N * bits / 32), groups], fields along N; if asymmetric
         weight_g_idx       int32 [K], in older files: the group of each input
 
-    Each field, of values and of zero points, is the number plus 2^(bits - 1).
+    Each field holds a number (value or zero point) plus 2^(bits - 1).
     """
     shape = module.take("weight_shape", *_INTEGERS, dims=1)
     module.check_shape("weight_shape", shape, 2)
@@ -137,7 +137,7 @@ def qweight(module: Module) -> QuantizedWeight:
 
 
 def _layout_of(settings: Mapping[str, Any]) -> str | None:
-    """Return the layout that the settings name, GPTQ or AWQ; None if they name neither."""
+    """Return the layout named in the settings, GPTQ or AWQ; None if they name neither."""
     method = method_of(settings)
     if method == AUTO_ROUND:
         layout = AUTO_ROUND_LAYOUTS.get(settings.get("packing_format") or "")
@@ -163,7 +163,8 @@ def _gptq_version(module: Module, zeros: Tensor, bits: int) -> str:
         packing = settings.get("packing_format")
         if packing:
             return AUTO_ROUND_LAYOUTS[packing]
-        # Older files do not name it. Symmetric weights store the middle of the version's range.
+        # Older files do not name the version. For symmetric weights, the stored zero point reveals
+        # it.
         for version, middle in (("gptq", 2 ** (bits - 1) - 1), ("gptq_v2", 2 ** (bits - 1))):
             if bool((zeros == middle).all()):
                 return version
@@ -196,7 +197,7 @@ def _integers(
     zeros: Tensor | None,
     groups: Groups | None,
 ) -> QuantizedWeight:
-    """Return the weight of values [N, K] and zeros [N, groups], both from 0 to 2^bits - 1."""
+    """Return a weight from values [N, K] and zero points [N, groups], each from 0 to 2^bits - 1."""
     if groups is None:
         module.refuse(
             f"{module.name} must have groups of one size, got {values.shape[1]} inputs in "

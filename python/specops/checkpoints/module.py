@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Access of decoders to the tensors of one module."""
+"""The tensors of one module, as decoders read them."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from specops.checkpoints.errors import ModelError
 
-# Suffixes of scales for activations and caches, which are ignored: activations are not rounded with
-# these scales, and an 8-bit cache computes its own. The names are those of compressed-tensors,
+# Suffixes of scales of activations and KV caches, which are ignored: activations are not rounded
+# with them, and an 8-bit cache computes its own scales. The names are those of compressed-tensors,
 # AutoFP8, ModelOpt (k_proj.k_scale), Quark (output_scale) and FBGEMM (input_scale_ub).
 ACTIVATION_SCALES = frozenset(
     {
@@ -32,10 +32,10 @@ ACTIVATION_SCALES = frozenset(
 
 
 class Module:
-    """The tensors of one module.
+    """Tensors of one module; a decoder must take all of them.
 
     Args:
-        where: the directory, for messages.
+        where: the directory, for error messages.
         name: name of the module.
         suffixes: suffixes of its tensors' names, after the module's name.
         read: returns the tensor of a suffix.
@@ -61,7 +61,7 @@ class Module:
         return suffix in self._left
 
     def take(self, suffix: str, *dtypes: torch.dtype, dims: int | None = None) -> Tensor:
-        """Read a tensor.
+        """Read a tensor, and mark it as read.
 
         Args:
             suffix: suffix of its name.
@@ -93,7 +93,7 @@ class Module:
             self._refuse_tensor(suffix, str(list(shape)), str(list(tensor.shape)))
 
     def done(self) -> None:
-        """Raise a ModelError if tensors are left that the decoder did not read."""
+        """Raise a ModelError if the decoder has not read all tensors."""
         for suffix in sorted(self._left - ACTIVATION_SCALES - {"bias"}):
             self.refuse(f"tensor {self.name}.{suffix} is not used by this quantization format")
 

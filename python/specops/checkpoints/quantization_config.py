@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reader of a directory's quantization settings, which rejects unknown layouts.
+"""Reader of a directory's quantization settings; rejects unknown weight layouts.
 
-Tensors decide how a weight is read, but some layouts have the same names, dtypes and shapes. A
-field that distinguishes such layouts must hold a known value.
+How a weight is read depends on its tensors, but some layouts have equal names, dtypes and shapes. A
+field that distinguishes such layouts must therefore have a known value.
 """
 
 import json
@@ -35,8 +35,8 @@ _COMPRESSED = (
     "mxfp4-pack-quantized",
     "mixed-precision",
 )
-# By quant_method: the fields that state a layout or a transformation, with the supported values.
-# Absent, null and empty fields are accepted. A dot leads into a nested object.
+# quant_method -> fields that specify a layout or a transformation, with the supported values.
+# Absent, null and empty fields are accepted. A dot separates names of nested objects.
 _FIELDS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     GPTQ: {
         "checkpoint_format": _GPTQ_FORMATS,
@@ -47,7 +47,7 @@ _FIELDS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "rotation": (),
     },
     AWQ: {
-        "version": ("gemm", "exllama", "ipex"),  # the last two are other kernels, same layout
+        "version": ("gemm", "exllama", "ipex"),  # the last two are kernels for the same layout
         "checkpoint_format": ("gemm",),
         "format": ("gemm",),
         "pack_dtype": ("int32",),
@@ -99,7 +99,7 @@ def method_of(settings: Mapping[str, Any]) -> str | None:
 
 
 def _candidates(directory: Path) -> Iterator[tuple[Path, str, Any]]:
-    """Yield candidates for settings: the file, the prefix of their fields, and their value."""
+    """Yield places that may hold settings: (file, prefix of the field names, value)."""
     file = directory / "config.json"
     config = _object_of(file)
     nested = config.get("text_config")
@@ -150,7 +150,7 @@ def _check(file: Path, prefix: str, settings: Mapping[str, Any]) -> None:
 
 
 def _values(settings: Any, path: list[str]) -> Iterator[Any]:
-    """Yield the values of a field; a star stands for every key."""
+    """Yield all values of a field, given its path; a star matches every key."""
     if not path:
         yield settings
     elif isinstance(settings, dict):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Directories of safetensors files with plain or quantized modules; formats may be mixed."""
+"""Checkpoints of safetensors files, with plain and quantized modules of any formats."""
 
 import json
 from collections.abc import Callable, Set
@@ -18,34 +18,34 @@ from specops.checkpoints.module import Module
 from specops.checkpoints.quantization_config import quantization_settings
 from specops.quantization import QuantizedWeight
 
-# Tensors that identify a quantized module.
+# Suffixes of tensors that identify a quantized module.
 _MARKS = frozenset(
     {"weight_packed", "qweight", "weight_scale", "weight_scale_inv", "weight_zero_point"}
 )
-# Quantized values, which have no meaning without scales.
+# Dtypes of quantized values, which cannot be read without scales.
 _NO_NUMBERS = (torch.int8, torch.uint8, torch.float8_e5m2)
-# All experts in one tensor: the projections of each part, and the suffixes of MXFP4's tensors.
+# Tensors that hold all experts: part -> projections in it; and the suffixes of MXFP4's tensors.
 _STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _BLOCKS, _SCALES, _BIAS = "_blocks", "_scales", "_bias"
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _LFS = b"version https://git-lfs"  # the beginning of a git-lfs pointer file
 _LONGEST_NAME = 255  # characters of a file name
-_COPIED_BYTES = 1 << 20  # smaller tensors are copied, so that their file does not stay mapped
+_COPIED_BYTES = 1 << 20  # smaller tensors are copied, so that no file stays mapped for them
 
 
 class _Facts(NamedTuple):
-    """Header entry of a tensor: its dtype, with safetensors' name, and its shape."""
+    """Header entry of a tensor: shape, and dtype by safetensors' name."""
 
     dtype: str
     shape: list[int]
 
 
 class _Rows(NamedTuple):
-    """Outputs of one projection in a tensor of all experts.
+    """Location of one projection's outputs in a tensor that holds all experts.
 
-    There are two layouts. Experts with biases have weights [experts, inputs, outputs], or in MXFP4
-    [experts, outputs, inputs], with alternating gates and ups. Others have [experts, outputs,
-    inputs], with all gates first.
+    There are two layouts. Experts with biases have weights [experts, inputs, outputs] (in MXFP4
+    [experts, outputs, inputs]) with alternating gate and up outputs. Other experts have [experts,
+    outputs, inputs] with all gate outputs first.
     """
 
     expert: int
@@ -54,7 +54,7 @@ class _Rows(NamedTuple):
     takes_turns: bool
 
     def of(self, outputs: Tensor) -> Tensor:
-        """Return the projection's outputs."""
+        """Select the projection's outputs."""
         if self.takes_turns:
             return outputs[self.part :: self.parts]
         return outputs.chunk(self.parts)[self.part]
@@ -63,8 +63,8 @@ class _Rows(NamedTuple):
 class SafetensorsCheckpoint(Checkpoint):
     """The tensors of a directory, read on demand from the files that hold them.
 
-    A file is mapped separately for each tensor, so that its memory is released with the tensor. A
-    large tensor that is used unchanged, such as an embedding, takes memory only for the parts read.
+    Each tensor is mapped separately, so that its memory is released with the tensor. A large tensor
+    that is used unchanged, such as an embedding, takes memory only for the parts that are read.
 
     Args:
         directory: directory with safetensors files.
@@ -174,7 +174,7 @@ class SafetensorsCheckpoint(Checkpoint):
         return floats.fp8 if is_fp8 else integers.plain_integers
 
     def _add_experts(self, prefix: str, part: str, suffixes: set[str]) -> set[str]:
-        """Add names of single experts for a tensor that holds all experts.
+        """Add a name per expert and projection for a tensor that holds all experts.
 
         Returns:
             The suffixes of the tensors that are read this way.
@@ -233,7 +233,7 @@ def is_lfs_pointer(path: Path) -> bool:
 
 
 def _other_weights(directory: Path) -> str:
-    """Return the hint for weights in unsupported files, or "" if there are none."""
+    """Return advice if the directory has weights in unsupported files, else ""."""
     found = sorted(
         path.name
         for pattern in (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `specops` command. A subcommand's module is imported only when it runs, for instant help."""
+"""The `specops` command. Each subcommand's module is imported only when it runs, to start fast."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ class Command:
         function: name of a function that takes the arguments and the program's name, and returns
             the exit code.
         summary: one line of the help.
-        extra: the extra of the package that installs everything it needs.
+        extra: pip extra that installs everything the subcommand needs.
     """
 
     module: str
@@ -77,7 +77,7 @@ COMMANDS = {
         "cli",
     ),
 }
-# `verify-exactness --url` compares the outputs of a server over HTTP; it needs no package at all.
+# `verify-exactness --url` checks a server over HTTP and needs only the standard library.
 _SERVER_EXACTNESS = Command("specops.cli.lossless.command", "main", "", "cli")
 
 
@@ -126,11 +126,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def finite(text: str) -> float:
-    """Parse a number on the command line: the `type` of every option that is not an integer.
+    """Parse a number that is neither NaN nor infinite; for use as `type` of an option.
 
     Raises:
-        argparse.ArgumentTypeError: `text` is not a number, or is NaN or infinite. Range checks
-            let NaN pass.
+        argparse.ArgumentTypeError: `text` is not a number, or is NaN or infinite. (A range check
+        alone would accept NaN.)
     """
     try:
         value = float(text)
@@ -157,7 +157,7 @@ def write_file(option: str, file: str, text: str) -> None:
 
 
 def require_writable(option: str, file: str) -> None:
-    """Check that a result can be written to a file, before hours of work on it.
+    """Check that a result file can be written, before hours of work on the result.
 
     Raises:
         ValueError: the file cannot be written.
@@ -217,7 +217,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _missing(name: str, error: ImportError) -> str:
-    """Return the advice to print for a missing module; re-raise `error` if it is unexpected."""
+    """Return the advice for a missing module; re-raise `error` if no extra would install it."""
     if error.name == "specops" and "_C" in str(error):
         return "the kernels are not compiled: run `make setup`, or install the package with pip"
     package = str(error.name).partition(".")[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bar charts side by side, as one SVG that is readable on light and dark pages."""
+"""Bar charts in one SVG that is readable on light and dark pages."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class Panel:
         title: line above the chart.
         notes: two lines of small print.
         values: value by name; None draws no bar.
-        reach: by name, the end of a thin line behind the bar, such as a high percentile.
+        reach: by name, the value at which a thin line behind the bar ends, such as a percentile.
     """
 
     title: str

@@ -26,11 +26,11 @@ from specops.cli.load.server import draft_counts, first_model
 from specops.cli.prompts import PROMPTS, read_prompts
 from specops.cli.results import KIND, VERSION
 
-_LATE_MS = 10.0  # report the generator's own lateness only if p99 exceeds this
+_LATE_MS = 10.0  # report late sending by the generator only if its p99 exceeds this
 
 
 def main(arguments: Sequence[str], program: str) -> int:
-    """Measure, print, and return the exit code: 1 if a request failed, 2 for an invalid option."""
+    """Measure, print, and return the exit code: 1 for a failed request, 2 for an invalid option."""
     args = _parser(program).parse_args(arguments)
     try:
         if args.json is not None:
@@ -204,7 +204,7 @@ class _Target:
         url: base URL without /v1.
         bodies: request bodies without model and seed, one per prompt.
         model: model name; None: the first that the server lists.
-        name: name of its runs; None: the model's name.
+        name: name of the server's runs; None: the model's name.
     """
 
     url: str
@@ -214,7 +214,7 @@ class _Target:
 
 
 def _targets(args: argparse.Namespace) -> list[_Target]:
-    """Return the server to measure, or the two servers that are measured in turn.
+    """Return the server to measure, or two servers that are to be measured in turn.
 
     Raises:
         OSError: a file cannot be read.
@@ -247,7 +247,7 @@ async def _bench(args: argparse.Namespace) -> list[list[dict[str, Any]]]:
     ) as session:
         rounds = []
         for index in range(args.rounds if len(targets) > 1 else 1):
-            # The servers alternate in going first, so that drift does not always hit the same one.
+            # Alternate which server goes first, so that drift of the machine affects both equally.
             order = targets[:: -1 if index % 2 else 1]
             runs = [await _measure(args, session, target, is_first=not index) for target in order]
             rounds.append(runs[:: -1 if index % 2 else 1])
@@ -289,7 +289,7 @@ async def _measure(
 
 
 async def _run(args: argparse.Namespace, send: Callable[[int, float], Any]) -> list[Answer]:
-    """Send all requests, with a progress bar of the answered ones."""
+    """Send all requests; show the number of answers as a progress bar."""
     columns = (
         BarColumn(),
         MofNCompleteColumn(),
@@ -318,7 +318,7 @@ async def _run(args: argparse.Namespace, send: Callable[[int, float], Any]) -> l
 
 
 def _bodies(args: argparse.Namespace, option: str, fields: str | None) -> list[dict[str, Any]]:
-    """Return request bodies without model and seed, one per prompt, with the option's fields."""
+    """Return one request body per prompt, with the option's fields, without model and seed."""
     prompts = list(PROMPTS) if args.prompt_file is None else read_prompts(args.prompt_file)
     common: dict[str, Any] = {
         "max_tokens": args.max_tokens,
@@ -387,7 +387,7 @@ def _print_table(results: dict[str, Any]) -> None:
 
 
 def _print_comparison(rounds: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
-    """Print the medians of two servers and their ratios; return all of it as JSON."""
+    """Print the medians of two servers and their ratios; return both as a JSON object."""
     names = [str(run["name"]) for run in rounds[0]]
     rows = compare([(first["figures"], second["figures"]) for first, second in rounds])
     console = Console(highlight=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode a prompt with and without drafts; compare the outputs and the speed of both."""
+"""Comparison of decoding a prompt with and without drafts: outputs and speed."""
 
 import time
 from collections.abc import Callable
@@ -13,12 +13,12 @@ from specops.engine import Completion, Engine, RequestOutput, SamplingParams
 
 _PLAIN = {"method": "naive"}
 _MAX_PAIRS = 7  # upper bound on the timed pairs of runs
-_TIMING_SECONDS = 3.0  # for all timed pairs together
+_TIMING_SECONDS = 3.0  # time limit of all timed pairs together
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step that emitted tokens: its end, in seconds since the run began, and its output."""
+    """A step that emitted tokens: its output, and its end in seconds since the run began."""
 
     seconds: float
     output: RequestOutput
@@ -33,12 +33,12 @@ class Run:
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Mean tokens per step after the first step (the prefill); None if it is the only one."""
+        """Mean tokens per step after the first (the prefill); None if there was only one step."""
         return self._num_later / (len(self.steps) - 1) if len(self.steps) > 1 else None
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens per second after the first step; None if the first step is the only one."""
+        """Tokens per second after the first step; None if there was only one step."""
         seconds = self.steps[-1].seconds - self.steps[0].seconds
         return self._num_later / seconds if seconds > 0 else None
 
@@ -49,13 +49,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Decoder:
-    """Decodes one prompt repeatedly, each time to the same text.
+    """Repeated decoding of one prompt; every run produces the same text.
 
     Attributes:
         engine: engine without a prefix cache, if it decodes more than once.
         prompt: text to complete.
         params: sampling parameters, with a seed.
-        speculative_config: configuration of the drafted request; None: the engine's.
+        speculative_config: configuration of runs with drafts; None: the engine's.
     """
 
     engine: Engine
@@ -71,7 +71,7 @@ class Decoder:
         Raises:
             EngineError: the request failed.
         """
-        forget_responses(self.engine)  # the text must not be drafted from itself
+        forget_responses(self.engine)  # else it would draft from the previous run's text
         config = _PLAIN if plainly else self.speculative_config
         name = self.engine.add_request(self.prompt, self.params, speculative_config=config)
         begin = time.perf_counter()
@@ -122,7 +122,7 @@ def compare(decoder: Decoder, drafted: Run) -> Comparison:
         drafted: a run with drafts.
 
     Returns:
-        The comparison. If a timed run differs from the plain run, it replaces `drafted`.
+        The comparison. If a timed run's output differs from the plain run, it replaces `drafted`.
     """
     begin = time.perf_counter()
     plain = decoder.run(plainly=True)
@@ -135,17 +135,17 @@ def compare(decoder: Decoder, drafted: Run) -> Comparison:
     pairs: list[tuple[float, float]] = []
     while len(pairs) < _MAX_PAIRS and time.perf_counter() + seconds < end:
         speeds: dict[bool, float | None] = {}
-        # The kinds alternate in going first, so that drift does not always hit the same one.
+        # Alternate which kind goes first, so that drift of the machine affects both equally.
         for plainly in (True, False) if len(pairs) % 2 else (False, True):
             run = decoder.run(plainly=plainly)
             if first_difference(plain.completion, run.completion) is not None:
                 return Comparison(plain, run)
             speeds[plainly] = run.tokens_per_s
         pairs += _pair(speeds[True], speeds[False])
-    # The first runs include warm-up. They count only if there was no time for others.
+    # The first two runs include warm-up; use their times only if there are no later runs.
     return Comparison(plain, drafted, pairs or _pair(plain.tokens_per_s, drafted.tokens_per_s))
 
 
 def _pair(plain: float | None, drafted: float | None) -> list[tuple[float, float]]:
-    """Return one pair, or none if a text is so short that a single step produced all of it."""
+    """Return the speeds as a list of one pair; empty if a run had only one step and so no speed."""
     return [] if plain is None or drafted is None else [(plain, drafted)]

@@ -131,9 +131,9 @@ def _complete(args: argparse.Namespace) -> int:
     if args.json not in (None, "-"):
         require_writable("--json", args.json)
     settings = engine_settings(args)
-    if args.compare:  # the second run must not reuse pages of the first
+    if args.compare:  # a later run must compute the prompt again, not reuse its pages
         settings["enable_prefix_caching"] = False
-    if args.method is not None:  # loads the named methods; unknown names are reported below
+    if args.method is not None:  # load the named methods; unknown names are reported below
         parts = args.method.lower().split("+")
         settings["methods"] = tuple(name for name in parts if name in METHODS)
     engine = Engine(EngineConfig(max_num_seqs=1, **settings))
@@ -183,7 +183,7 @@ def _chosen(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 class _Screen:
-    """Standard output: text as it is produced, accepted drafts in their drafter's color."""
+    """Writer of text to standard output, with accepted drafts in their drafter's color."""
 
     def __init__(self, engine: Engine, stop: Sequence[str]) -> None:
         self._stream = TextStream(engine.tokenizer, stop)
@@ -210,7 +210,7 @@ class _Screen:
         if output.finish_reason is not None:
             pieces.append((self._stream.finish(), TARGET))
         if "".join(text for text, _ in pieces) != output.text:
-            return output.text  # cut by a stop token or the length, not by a stop string
+            return output.text  # cut at a stop token or a limit, of which the stream does not know
         self._drafters.update(source for _, source in pieces if source != TARGET)
         return "".join(
             text if source == TARGET or not text else tinted(text, source)
@@ -221,7 +221,7 @@ class _Screen:
 def _summary(
     method: str, params: SamplingParams, drafted: Run, compared: Comparison | None
 ) -> list[str]:
-    """Return one line per kind of decoding with its tokens, steps and speed."""
+    """Return one line for plain decoding and one with drafts: tokens, steps and speed."""
     if compared is None:
         lines = [_line(method, drafted, drafted.tokens_per_s)]
     else:
@@ -282,7 +282,7 @@ def _token_at(engine: Engine, completion: Completion, place: int) -> str:
 def _report(
     engine: Engine, speculative: SpeculativeConfig, drafted: Run, compared: Comparison | None
 ) -> dict[str, Any]:
-    """Return everything as a JSON object."""
+    """Return all results as a JSON object."""
     report = {
         "model": engine.model_name,
         "device": engine.device,

@@ -11,7 +11,7 @@ from specops.cli.fastdeploy import require_known
 
 
 def arguments_of(file: str, parser: argparse.ArgumentParser) -> list[str]:
-    """Return the options of a file as arguments, to be put before those of the command line.
+    """Return the options of a file as arguments; the caller puts them before the command line's.
 
     A flag's name may have hyphens or underscores. A list repeats a flag, a mapping becomes its
     JSON text, and true or false sets or clears a flag without a value.

@@ -30,9 +30,9 @@ from specops.service.contract import contract_of
 
 _SHOWN = 40  # characters of a prompt that are printed
 _ALTERNATIVES = 5  # top tokens per position that are compared by id and logprob
-_MAX_TOKENS_WITHOUT_DRAFTS = 3  # an output of up to this many tokens may end before its first draft
+_MAX_TOKENS_WITHOUT_DRAFTS = 3  # an output of at most this length may have no draft
 
-# Methods that are compared by default, if the model can run them.
+# Methods to compare by default, if the model can run them.
 METHODS = method_choices()
 
 
@@ -49,7 +49,7 @@ class Comparison:
     num_drafts: int = 0
     num_accepted: int = 0
     num_different: int = 0  # number of prompts
-    num_failures: int = 0  # of drafters
+    num_failures: int = 0  # number of failures of drafters
     lost_drafts: str | None = None  # a sentence, if a drafter failed or drafted nothing
     differences: list[str] = field(default_factory=list)  # one text per differing prompt
 
@@ -144,7 +144,7 @@ def _differences(comparisons: Sequence[Comparison]) -> Iterator[str]:
 
 
 def _doubts(comparisons: Sequence[Comparison]) -> list[str]:
-    """Return a line for each comparison with no draft or all drafts accepted: it says little."""
+    """Return a caution for each comparison in which all drafts or none were accepted."""
     return [
         f"At temperature {comparison.temperature:g}, {comparison.num_accepted} of "
         f"{comparison.num_drafts} drafts of {comparison.method} were accepted; compare more tokens "
@@ -247,17 +247,17 @@ def _compare_all(args: argparse.Namespace) -> tuple[list[Comparison], dict[str, 
         if not 1 <= args.prompts <= len(prompts):
             raise ValueError(f"--prompts must be 1 to {len(prompts)}, got {args.prompts}")
         prompts = prompts[: args.prompts]
-    if args.max_tokens == 0:  # there would be nothing to compare
+    if args.max_tokens == 0:  # no output to compare
         raise ValueError("--max-tokens must be at least 1, got 0")
     settings = {"speculative_config": SpeculativeConfig(), **engine_settings(args)}
     config = settings["speculative_config"]
-    # The second computation of a prompt must not reuse pages of the first.
+    # Decoding with drafts must compute the prompt again, not reuse pages of plain decoding.
     settings["enable_prefix_caching"] = False
     settings.setdefault("methods", (ALL_METHODS,))
     engine = Engine(EngineConfig(**settings))
     compared = _to_compare(args, config, engine.runnable_methods)
     for _, speculative_config in compared:
-        # Reports an invalid configuration before anything is computed.
+        # Reject an invalid configuration before computing anything.
         engine.config.speculative_for(
             speculative_config, engine.runnable_methods, engine.missing_methods
         )
@@ -275,7 +275,7 @@ def _compare_all(args: argparse.Namespace) -> tuple[list[Comparison], dict[str, 
                 )
                 advance(f"plain, temperature {temperature:g}", 1)
             for method, speculative_config in compared:
-                # A comparison must not draft from the texts that the previous one decoded.
+                # Drafters must not draft from the texts that the previous comparison decoded.
                 forget_responses(engine)
                 failures = num_failures(engine)
                 drafted = engine.generate(prompts, params, speculative_config=speculative_config)
@@ -321,8 +321,8 @@ def _params(
 def _to_compare(
     args: argparse.Namespace, config: SpeculativeConfig, runnable: Collection[str]
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Return the name of each method to compare and its requests' speculative_config."""
-    fixed = {"adaptive_verification": False}  # compares drafts even where they save no time
+    """Return the methods to compare: (name, speculative_config of its requests)."""
+    fixed = {"adaptive_verification": False}  # verify drafts even if they save no time
     lengths = {
         name: getattr(args, name)
         for name in ("num_speculative_tokens", "num_model_steps")
@@ -410,7 +410,7 @@ def lost_drafts(
             f"the drafter of {config.method} failed {num_failures} times (see the log), "
             "and requests were decoded without drafts"
         )
-    # A lookup may find nothing; a drafter with weights drafts something for every longer text.
+    # A lookup may find nothing, but a drafter with weights drafts something for any longer text.
     drafts = sum(completion.stats.num_draft_tokens for completion in drafted)
     needs_weights = config.stages and method_of(config.stages[0]).needs_weights
     is_long = (
@@ -439,7 +439,7 @@ def first_difference(first: Completion, second: Completion) -> int | None:
 
 
 def _bits(completion: Completion) -> list[tuple[Any, ...]]:
-    """Return a tuple per token of everything that is compared."""
+    """Return for each token a tuple of everything to compare."""
     if len(completion.logprobs) != len(completion.token_ids):
         raise ValueError(
             f"every output token must have a logprob, got {len(completion.logprobs)} for "
@@ -458,7 +458,7 @@ def _bits(completion: Completion) -> list[tuple[Any, ...]]:
 
 
 def forget_responses(engine: Engine) -> None:
-    """Clear what drafters have learned, so that repeated decoding does not draft from itself."""
+    """Clear the texts that drafters store, so that repeated decoding does not use them."""
     for drafter in engine.drafters.values():
         drafter.forget()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FastDeploy's command line: unsupported flags, and configurations with a different meaning.
+"""FastDeploy's command line: unsupported flags, and configurations that it reads differently.
 
 Names are as in FastDeploy's docs/parameters.md and docs/features/speculative_decoding.md.
 """
@@ -49,17 +49,18 @@ REFUSED = {
 }
 
 
-# If one of these fields is given, suffix fields beside method "mtp" are placed by it, or refused.
+# If one of these fields is present, `translated` leaves the suffix fields of method "mtp" alone.
 _OF_STAGES = ("mtp_strategy", "options")
 
 logger = logging.getLogger(__name__)
 
 
 def translated(text: str) -> str:
-    """Return a speculative configuration in the form specops reads; the log reports changes.
+    """Return a speculative configuration with the meaning that FastDeploy gives it; log changes.
 
-    FastDeploy decodes plainly with "naive", whatever the number of drafts. Its documentation has
-    a command with method "mtp" and fields of suffix decoding, where only the method takes effect.
+    With "naive", FastDeploy ignores the number of drafts. Its documentation has a command with
+    method "mtp" and fields of suffix decoding, which FastDeploy ignores as well; here they apply to
+    requests with method "suffix".
 
     Args:
         text: a JSON object. Any other text is returned unchanged; a later check refuses it.

@@ -5,12 +5,12 @@ import json
 import re
 from pathlib import Path
 
-# Files that are read beside weights, and the model card, which names the license.
-# Copies in the authors' own formats are skipped: they are as large as the model.
+# Files besides weights that are read, and the model card, which names the license. Copies of the
+# weights in the authors' own formats are not downloaded.
 _FILES = ("*.json", "*.jinja", "README.md", "mask_embedding.pt")
 _COPIES = ("original/*", "metal/*", "consolidated*")
 _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
-# Weights of draft heads, for repositories without a safetensors file.
+# Weight files of draft heads in repositories without a safetensors file.
 _HEADS = (
     "medusa_lm_head.safetensors",
     "hydra_lm_head.safetensors",

@@ -18,14 +18,14 @@ _GEMMA_BYTES = 253_113_024
 
 
 class _Model(NamedTuple):
-    """A line of the list.
+    """A row of the list of models.
 
     Attributes:
         name: value for `--model`.
         size: bytes on disk.
         licence: license of its weights, in the words of its authors.
-        pays: method that gives a speed-up, if it was measured (docs/figures.md).
-        says: whether it runs, or why not.
+        pays: method with a measured speed-up (docs/figures.md); empty if not measured.
+        says: note on whether the model runs, or why not.
     """
 
     name: str
@@ -64,7 +64,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
 
 
 def _gemma() -> _Model:
-    """Return the line of the Gemma model used for docs/figures.md; `make gemma` fetches it."""
+    """Return the row of the Gemma model of docs/figures.md, which `make gemma` downloads."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     file = Path(cache, "specops", "gemma", _GEMMA)
     is_here = file.is_file()

@@ -19,7 +19,7 @@ from specops.cli.hub import directory_of, is_name, resolved
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the model: which one, its dtypes, its device."""
+    """Add the options that select the model, its dtypes and its device."""
     add = parser.add_argument
     add(
         "--model",
@@ -277,7 +277,7 @@ def plain_settings(args: argparse.Namespace) -> dict[str, Any]:
     name = settings.get("model")
     if name is not None and is_name(name):
         settings["model"] = directory_of(name)
-        settings.setdefault("served_model_name", name)  # the directory's name is a digest
+        settings.setdefault("served_model_name", name)  # the cached directory's name is a digest
     if settings.get("speculative_config") is not None:
         settings["speculative_config"] = resolved(settings["speculative_config"])
     return settings

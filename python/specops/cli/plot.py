@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specops plot`: draw runs of `specops bench` side by side in one picture."""
+"""`specops plot`: chart of several runs of `specops bench` in one picture."""
 
 import argparse
 import json
@@ -91,7 +91,7 @@ def _read(file: str) -> dict[str, Any]:
 
 
 def _facts(name: str, run: dict[str, Any]) -> str:
-    """Return a line with the model, server, machine, load and date of a run."""
+    """Return a line that describes a run: model, server, machine, load and date."""
     options = run.get("options", {})
     facts = []
     if "model" in run:

@@ -25,7 +25,7 @@ def progress(total: int, *, is_shown: bool) -> Iterator[Callable[[str, int], Non
     console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     is_off = not (is_shown and console.is_terminal)
-    # Standard output may be redirected separately from the bar.
+    # rich must not redirect standard output, which may go to a file.
     with Progress(
         *columns, console=console, transient=True, redirect_stdout=False, disable=is_off
     ) as bar:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts to try speculation with: twenty built-in ones, or those of a file."""
+"""Prompts for trying speculation: twenty built-in ones, or prompts from a file."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of several engines and servers of one model that share its requests."""
+"""Command-line options of several engines or servers that serve one model together."""
 
 import argparse
 import math
@@ -19,7 +19,7 @@ _LOOPBACK = ["127.0.0.1", "localhost", "::1"]
 _PEER_FORM = "HOST:PORT or HOST:FIRST-LAST, the other server's --kv-host and --kv-port"
 
 
-# Options that have no effect unless the key is set.
+# Option -> options that have no effect without it.
 _NEEDS = {
     "role": (
         "kv_transport",
@@ -124,8 +124,8 @@ def role_settings(
 
     Args:
         args: the parsed command line.
-        clients_name_peers: whether clients' requests name the server that holds the pages. If
-            not, servers exchange their addresses themselves.
+        clients_name_peers: whether clients' requests name the server that holds the pages.
+            Otherwise servers exchange addresses themselves.
 
     Raises:
         ModuleNotFoundError: a package that the server needs is not installed.
@@ -135,7 +135,7 @@ def role_settings(
         return None
     if args.in_process:
         raise ValueError("role requires an engine in its own process; remove --in-process")
-    # Every rank of every engine listens on its own port.
+    # The ranks of all engines listen on consecutive ports.
     limit = 65536 - (args.tensor_parallel_size or 1) * args.data_parallel_size
     if not 0 <= args.kv_port <= limit:
         raise ValueError(f"kv_port must be in [0, {limit}], got {args.kv_port}")
@@ -151,7 +151,7 @@ def role_settings(
             import nixl  # noqa: F401  (the engine's process needs it; reported here if missing)
         except ModuleNotFoundError:
             raise
-        except ImportError as error:  # the library for this machine's CUDA is missing
+        except ImportError as error:  # nixl's library for the CUDA version is missing
             raise ValueError(f"kv_transport nixl cannot be used: {error}") from None
 
     from specops.service.wire import RoleSettings
@@ -270,7 +270,7 @@ def setups(args: argparse.Namespace, settings: dict[str, Any]) -> "list[Setup]":
 
 
 def _role_behind(role: "RoleSettings | None", offset: int) -> "RoleSettings | None":
-    """Return the role of another engine, with its port shifted by `offset`."""
+    """Return the role settings of a further engine, with the port shifted by `offset`."""
     if role is None or not role.port:
         return role
     from msgspec import structs
@@ -279,7 +279,7 @@ def _role_behind(role: "RoleSettings | None", offset: int) -> "RoleSettings | No
 
 
 def _events_behind(events: "KvEventSettings | None", offset: int) -> "KvEventSettings | None":
-    """Return the event endpoints of another engine, with ports shifted by `offset` as in vLLM.
+    """Return the event settings of a further engine, with ports shifted by `offset` as in vLLM.
 
     Raises:
         ValueError: an endpoint has no port.

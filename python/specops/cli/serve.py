@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m specops.engine`: serve a model over HTTP. Without arguments: the bundled model.
+"""`python -m specops.engine`: serve a model over HTTP, by default the bundled one.
 
 `python -m specops.engine verify-exactness` compares speculation with plain decoding instead.
 """
@@ -51,7 +51,7 @@ _EXTRAS = {
     "redis": "redis",
     "zmq": "events",
     "nixl": "nixl",
-}  # modules that the extra "server" does not install, and the extra that does
+}  # module -> extra that installs it, for modules not in the extra "server"
 
 
 def _parser(program: str = _PROGRAM) -> argparse.ArgumentParser:
@@ -85,7 +85,7 @@ def _parser(program: str = _PROGRAM) -> argparse.ArgumentParser:
 
 
 def _contract_parser(program: str) -> argparse.ArgumentParser:
-    """Return the server's parser, so that it accepts a server's command line, with less help."""
+    """Return the server's parser with shorter help, so that `contract` accepts the same options."""
     from specops.service.contract import OPTIONS
 
     parser = _parser(program)
@@ -321,7 +321,7 @@ def _app(
     _check_limits(args)
     check_scheduler(args)
     api_keys = _api_keys(args.api_key, args.api_key_file)
-    listener, metrics_listener = _listeners(args)  # fails early: loading the model takes longer
+    listener, metrics_listener = _listeners(args)  # first, since loading takes long
     default_hosts = server.default_hosts(listener.getsockname()[0], has_keys=bool(api_keys))
     access = server.Access(
         args.allowed_hosts or default_hosts, args.allowed_origins, args.forwarded_allow_ips
@@ -427,7 +427,7 @@ def _listeners(args: argparse.Namespace) -> tuple[socket.socket, socket.socket |
 
 
 def contract(arguments: Sequence[str], program: str) -> int:
-    """Print what output bits depend on with these options; return the exit code."""
+    """Print the execution contract of an engine with these options; return the exit code."""
     from specops.engine.engine import Engine
     from specops.service.contract import contract_of
 

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed-up of one way of decoding over another, from runs that alternate."""
+"""Speed-up of decoding with drafts over plain decoding, from alternating runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median_low, quantiles
 
-_FOR_QUARTERS = 4  # pairs that are required to compute quartiles
+_FOR_QUARTERS = 4  # minimum number of pairs for quartiles
 
 
 @dataclass(frozen=True)
 class SpeedUp:
     """A speed-up and its spread.
 
-    A step with drafts takes at least as long as one without, so the speed-up cannot exceed the
-    tokens per step. A higher measured value is a disturbance, so the figures are capped there.
+    A step with drafts takes at least as long as a step without, so the speed-up cannot exceed the
+    tokens per step. A higher measured value comes from disturbances, so values are capped there.
 
     Attributes:
         factor: median over the pairs; for an even number, the lower of the two middle values.
@@ -44,13 +44,13 @@ class SpeedUp:
 
 
 def speed_up(pairs: Sequence[tuple[float, float]], tokens_per_step: float) -> SpeedUp:
-    """Compare the speeds of runs that alternate.
+    """Return the speed-up from pairs of alternating runs.
 
     Args:
         pairs: at least one pair of tokens per second, (plain, with drafts).
-        tokens_per_step: mean of the runs with drafts; an upper bound on every speed-up.
+        tokens_per_step: mean tokens per step with drafts, the upper bound of the speed-up.
     """
-    # The ratios are within a pair, because a machine's speed varies over time.
+    # Take ratios within a pair, because a machine's speed varies over time.
     factors = sorted((drafted / plain, plain, drafted) for plain, drafted in pairs)
     middle, plain, drafted = median_low(factors)
     low, high = factors[0][0], factors[-1][0]

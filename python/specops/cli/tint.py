@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text in its drafter's color on a terminal."""
+"""Terminal colors of drafters' text."""
 
 from typing import TextIO
 
-# The closest of sixteen terminal colors to those of the web page.
+# Drafter -> the terminal color (of sixteen) that is closest to the web page's.
 _COLOURS = {"ngram": "bright_blue", "suffix": "yellow", "mtp": "bright_magenta"}
 _OTHER = "cyan"
 

@@ -12,9 +12,9 @@ _Work = Callable[[], T]
 
 
 class FairThreads(Generic[T]):
-    """A pool of threads that no single client can fill.
+    """Thread pool that no single client can fill.
 
-    A client may use half of the threads that other clients do not use, rounded up. Clients are
+    A client may use half (rounded up) of the threads that other clients leave free. Clients are
     served in round-robin order.
 
     Args:
@@ -31,7 +31,7 @@ class FairThreads(Generic[T]):
         self._lock = threading.Lock()
 
     def submit(self, client: str, work: _Work[T]) -> "Future[T]":
-        """Run a client's work on a thread, as soon as the client may use one."""
+        """Queue a client's work; it runs as soon as the client may use a thread."""
         future: Future[T] = Future()
         with self._lock:
             self._waiting.setdefault(client, deque()).append((future, work))
@@ -57,7 +57,7 @@ class FairThreads(Generic[T]):
             queue = self._waiting.pop(client)
             future, work = queue.popleft()
             if queue:
-                self._waiting[client] = queue  # re-inserted last: other clients go first
+                self._waiting[client] = queue  # moved to the end of the queue of clients
             self._running[client] += 1
             self._threads.submit(self._run, client, future, work)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contents of the prefix cache, published to routers that send a request to its cached prefix.
+"""Events of the prefix cache, published to routers that send requests where their prefix is cached.
 
 The messages are vLLM's (`vllm.distributed.kv_events` of vLLM 0.32): each is a ZeroMQ message of
 three parts, the topic, a sequence number of eight bytes (big-endian, from 0, increasing by one),
@@ -7,11 +7,11 @@ and an `EventBatch` in MessagePack, a list that holds events as maps. A subscrib
 messages sends the replay endpoint the first number it needs; it receives the retained messages from
 there on, and finally one with the number -1.
 
-A client that does not read costs a limited number of bytes: messages have at most 32 events, and
-therefore less than 16 KiB, and a limited number of them is queued for each client.
+A client that does not read costs limited memory: at most 32 events and 16 KiB per message, and a
+limited number of queued messages per client.
 
-A block is a page. Its hash covers all tokens from the prompt's first on, and the cache salt of its
-request.
+A block is a page. Its hash covers all tokens from the beginning of the prompt, and the cache salt
+of the request.
 """
 
 import contextlib
@@ -38,19 +38,19 @@ from specops.service.wire import KvEventSettings
 
 logger = logging.getLogger(__name__)
 
-_MAX_EVENTS = 32  # per message
+_MAX_EVENTS = 32  # maximum number of events per message
 _MAX_RETAINED = 10_000  # messages that are retained for replays
 _MAX_RETAINED_BYTES = 64 << 20
-_UNSENT = 2048  # messages queued for a slow subscriber; it misses further ones
+_UNSENT = 2048  # messages queued for a slow subscriber; further messages to it are dropped
 _UNSENT_REPLAYED = 64  # messages queued for a client of the replay endpoint
 _MAX_REPLAYS = 32  # clients with an unfinished replay
-_MAX_REQUESTS = 100  # requests that are read between two messages
-_STALLED_SECONDS = 10.0  # without a message sent, after which a replay ends
-_MAX_FRAME_BYTES = 1024  # of a part of a client's message; a longer one ends its connection
+_MAX_REQUESTS = 100  # replay requests that are read before the next message is sent
+_STALLED_SECONDS = 10.0  # a replay that sends no message for this long ends
+_MAX_FRAME_BYTES = 1024  # per part of a client's message; a longer part ends the connection
 _HANDSHAKE_SECONDS = 5  # time limit for a connection to become a client
-_MAX_CLIENTS = 64  # per endpoint
+_MAX_CLIENTS = 64  # maximum number of clients per endpoint
 _POLL_SECONDS = 0.1
-_REPLAY_SECONDS = 0.002  # between two parts of a replay
+_REPLAY_SECONDS = 0.002  # pause between two parts of a replay
 _HANDSHAKE_FAILED = {
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
@@ -61,11 +61,11 @@ _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 
 
 class BlockStored(Struct, tag=True):
-    """Blocks were added to the prefix cache.
+    """Addition of blocks to the prefix cache.
 
     Attributes:
         block_hashes: hashes of the blocks, in order.
-        parent_block_hash: hash of the block before the first one; None: it has no parent.
+        parent_block_hash: hash of the block before the first block; None at the start of a prompt.
         token_ids: tokens of the blocks.
         block_size: tokens per block.
         lora_id, lora_name: None.
@@ -82,14 +82,14 @@ class BlockStored(Struct, tag=True):
 
 
 class BlockRemoved(Struct, tag=True):
-    """Blocks were removed from the prefix cache."""
+    """Removal of blocks from the prefix cache."""
 
     block_hashes: list[int]
     medium: str | None
 
 
 class AllBlocksCleared(Struct, tag=True):
-    """The cache is empty: an engine starts."""
+    """Notice that the prefix cache is empty, because an engine has started."""
 
 
 CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
@@ -101,7 +101,7 @@ class EventBatch(Struct, array_like=True, omit_defaults=True):
     Attributes:
         ts: time of the changes, in seconds since 1970.
         events: changes, in order.
-        data_parallel_rank: rank of the engine, among those behind one frontend.
+        data_parallel_rank: rank of the engine among the engines of one frontend.
     """
 
     ts: float
@@ -130,7 +130,7 @@ class PrefixEvents:
         )
 
     def removed(self, prefix: Prefix) -> None:
-        """Record the end of a prefix."""
+        """Record that a prefix was removed."""
         self.events.append(BlockRemoved([self._hash_of.pop(prefix)], "GPU"))
 
 
@@ -151,7 +151,8 @@ class KvEvents:
     Args:
         prefixes: listener of the engine's page pool.
         settings: endpoints and topic.
-        data_parallel_rank: rank of the engine among those behind one frontend; None: the only one.
+        data_parallel_rank: rank of the engine among the engines of one frontend; None: a single
+            engine.
         deliver: called with every batch.
 
     Raises:
@@ -221,7 +222,7 @@ class KvEvents:
             self._queue.put(EventBatch(now, part, self._data_parallel_rank))
 
     def _run(self) -> None:
-        """Publish until the end. After a failure, events are dropped: a queue would only grow."""
+        """Publish until `__exit__`. After a failure, drop events, so that no queue grows."""
         try:
             self._work()
         except Exception:
@@ -251,7 +252,7 @@ class KvEvents:
     def _read_requests(
         self, replayer: "zmq.Socket[bytes]", replays: "dict[bytes, _Replay]"
     ) -> None:
-        """Begin the replays that clients request. A client has one replay: the latest."""
+        """Start the replays that clients request; a client's new replay replaces its last one."""
         for _ in range(_MAX_REQUESTS):
             if not replayer.poll(0):
                 return
@@ -276,7 +277,7 @@ class KvEvents:
         replay: "_Replay",
         retained: "_RetainedMessages",
     ) -> bool:
-        """Send as much of a replay as the client's queue takes; return False if it is over."""
+        """Send as much of a replay as fits the client's queue; return False if the replay ended."""
         now = time.monotonic()
         try:
             replay.next = max(replay.next, retained.first)
@@ -295,9 +296,9 @@ class KvEvents:
 
 
 class _Gate:
-    """Limiter of an endpoint's clients, by ZeroMQ's authentication protocol (ZAP, RFC 27).
+    """Limit on each endpoint's clients, enforced by ZeroMQ's authentication protocol (ZAP, RFC 27).
 
-    A host may have half of the clients of an endpoint that other hosts do not have, rounded up. A
+    A host may use half (rounded up) of an endpoint's client limit that other hosts leave free. A
     refused client tries again after the time limit of its handshake.
 
     Args:
@@ -310,12 +311,12 @@ class _Gate:
         self._clients: dict[bytes, _Clients] = {}  # by endpoint
 
     def watch(self, endpoint: "zmq.Socket[bytes]", name: str) -> None:
-        """Limit the clients of an endpoint, which is not bound yet."""
+        """Limit the clients of an endpoint; call this before the endpoint is bound."""
         endpoint.zap_domain = name.encode()
         self._clients[name.encode()] = _Clients(endpoint.get_monitor_socket())
 
     def answer(self) -> None:
-        """Admit or refuse the clients that have connected."""
+        """Admit or refuse clients that want to connect."""
         for clients in self._clients.values():
             clients.count()
         for _ in range(_MAX_REQUESTS):
@@ -330,7 +331,7 @@ class _Gate:
 
 
 class _Clients:
-    """Clients of an endpoint.
+    """Connected clients of an endpoint, counted by host.
 
     Args:
         monitor: reports events of the endpoint's connections. It does not report which of them were
@@ -339,9 +340,9 @@ class _Clients:
 
     def __init__(self, monitor: "zmq.Socket[bytes]") -> None:
         self._monitor = monitor
-        self._host_of: dict[int, str] = {}  # by file descriptor, of all connections
+        self._host_of: dict[int, str] = {}  # host of every connection, by file descriptor
         self._admitted: Counter[str] = Counter()  # by host
-        self._is_handshake_over = True  # of the next connection to end
+        self._is_handshake_over = True  # whether the next disconnection follows one
 
     def count(self) -> None:
         """Process the connections that have begun or ended."""
@@ -358,7 +359,7 @@ class _Clients:
         self._admitted &= connected  # a client may disconnect between admission and handshake
 
     def admits(self, host: str) -> bool:
-        """Return whether a host may have one more client, and count it if so."""
+        """Return whether a host may have one more client; if so, count that client."""
         host = host if host in self._host_of.values() else ""  # a connection without an address
         others = self._admitted.total() - self._admitted[host]
         if self._admitted[host] >= (_MAX_CLIENTS - others + 1) // 2:
@@ -377,7 +378,7 @@ def _peer_of(file: int) -> str:
 
 @dataclass
 class _Replay:
-    """Messages that a client has requested again.
+    """Replay of retained messages for one client.
 
     Attributes:
         next: number of the next message.
@@ -393,7 +394,7 @@ class _RetainedMessages:
 
     Attributes:
         data: messages by number.
-        first, end: number of the oldest message, and of the next new one.
+        first, end: numbers of the oldest message and of the next new message.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfer of pages by NIXL: a reader receives their address in the other engine's memory.
+"""Transfer of pages by NIXL: the reader gets their address in the sender's memory and reads them.
 
-UCX, NIXL's backend here, chooses the transfer: RDMA, shared memory or TCP. Names, headers and
-releases still use TCP. NIXL's own form of addresses is pickled, so this module sends plain numbers.
+UCX, NIXL's backend here, chooses the transfer: RDMA, shared memory or TCP. Requests, headers and
+releases still use TCP. NIXL serializes addresses with pickle, so this module sends plain numbers
+instead.
 
 Source: https://github.com/ai-dynamo/nixl (1.5.1), src/api/python/_api.py.
 """
@@ -69,7 +70,7 @@ class NixlTransport(TcpTransport):
     def send_data(
         self, connection: socket.socket, data: bytearray, deadline: Deadline
     ) -> Iterator[None]:
-        """Offer the bytes of pages to a reader; the block ends when it has released them."""
+        """Offer the bytes of pages to a reader, who may read them until the `with` block ends."""
         if not data:
             yield
             return
@@ -119,7 +120,7 @@ def _read(place: Place, data: bytearray, deadline: Deadline) -> None:
     except Exception as error:  # NIXL's exceptions have no common class
         raise ConnectionError(f"NIXL cannot read the pages: {error}") from None
     finally:
-        # Must precede the end of `data`, which can be written to while they exist.
+        # Release these before `data` is freed: until then UCX may write to it.
         del reading, agent
     if state != "DONE":
         raise ConnectionError(f"NIXL cannot read the pages: the transfer ended in state {state}")

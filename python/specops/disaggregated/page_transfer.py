@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prompt's pages with a header that says which requests of which engines may use them.
+"""Export and import of a prompt's pages, with a header that tells which engines may use them.
 
-A prompt found in the prefix cache gives the same bits as a computed one, so only pages need to be
-transferred. The receiving engine computes the rest of the prompt itself (less than a page plus the
-drafters' lookahead), and with it the first token. Random numbers depend only on the seed and the
-position. Pages that arrive too late, or not at all, cost only time.
+Pages from the prefix cache give the same bits as computing the prompt, and random numbers depend
+only on seed and position, so only pages are transferred. The receiving engine computes the last
+tokens of the prompt itself (less than a page plus the drafters' lookahead), which yields the first
+token. If pages arrive late or never, the engine computes the whole prompt instead.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from specops.service.contract import contract_of
 class PageTransfer:
     """Export and import of the pages of prompts of one engine.
 
-    With several ranks, each has a shard of every page, and all ranks agree on which pages exist.
+    With several ranks, each rank holds a shard of every page; all ranks have the same pages.
 
     Args:
         engine: an engine with prefix caching.
@@ -45,7 +45,7 @@ class PageTransfer:
         params: SamplingParams,
         speculative_config: Mapping[str, object] | SpeculativeConfig | None = None,
     ) -> Pages:
-        """Copy the full pages of a prompt in the prefix cache, for another engine.
+        """Copy a prompt's full pages from the prefix cache, for another engine.
 
         Args:
             token_ids: the prompt.
@@ -68,7 +68,7 @@ class PageTransfer:
         params: SamplingParams,
         speculative_config: Mapping[str, object] | SpeculativeConfig | None = None,
     ) -> Header:
-        """Return the header that the pages of a request's prompt must match."""
+        """Return the header that another engine's pages must match to be used for a request."""
         draft_kv = self._engine.draft_kv_of(token_ids, params, speculative_config)
         num_pages = (len(token_ids) - 1) // self._engine.config.page_size
         return self._header(token_ids, draft_kv, num_pages)
@@ -76,7 +76,7 @@ class PageTransfer:
     def give(self, pages: Pages, expected: Header, cache_salt: str | None = None) -> int:
         """Put pages into the prefix cache for the next request with this prompt.
 
-        If they do not fit, the request computes its prompt (`PromptPages.give`).
+        If there are too few free pages, the request computes its prompt (`PromptPages.give`).
 
         Args:
             pages: this rank's shard of pages that another engine has computed.
@@ -84,7 +84,7 @@ class PageTransfer:
             cache_salt: cache salt of that request.
 
         Returns:
-            Number of leading pages of the prompt in the cache; computation continues after them.
+            Number of leading pages of the prompt that are in the cache now.
 
         Raises:
             KvTransferError: the pages have another contract, prompt or layout.

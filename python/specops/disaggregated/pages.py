@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prompt's pages in transfer: their description, and which heads of them a reader gets.
+"""A prompt's pages in transfer: their description, and the heads that each reading rank gets.
 
 Keys, values and states are sharded over ranks by heads. The two engines may have different numbers
-of ranks: a reader gets its heads from one or more ranks of the other engine, each head once. A
-message therefore holds a part of one rank's shard, and its header names that rank and the reader.
+of ranks: a rank of the receiving engine (the reader) gets its heads from one or more ranks of the
+sending engine, each head once. A message therefore holds part of one rank's shard, and its header
+names that rank and the reader.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +38,7 @@ _CHECKED = [
 
 
 class KvTransferError(ValueError):
-    """These pages are of no use to this engine."""
+    """Error: pages cannot be used by this engine, or cannot be transferred."""
 
 
 class Layout(Struct, frozen=True, array_like=True):
@@ -46,8 +47,8 @@ class Layout(Struct, frozen=True, array_like=True):
     Attributes:
         dtype: dtype of its elements.
         shape: [rows, heads of all ranks, ...] of one page, or of the states of one prefix.
-        widths: elements of a head on the second axis, for each part of that axis. Parts are
-            consecutive.
+        widths: the second axis consists of consecutive parts, each with all heads; for each part,
+            the number of elements of a head.
     """
 
     dtype: str
@@ -61,7 +62,7 @@ class Layout(Struct, frozen=True, array_like=True):
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of an element of the second axis, in one row."""
+        """Bytes of one element of the second axis: all later axes, in one row."""
         return int(getattr(torch, self.dtype).itemsize * torch.Size(self.shape[2:]).numel())
 
 
@@ -77,14 +78,14 @@ class Header(Struct, frozen=True, tag=True):
         num_readers: number of ranks of the receiving engine.
         reader: rank of the receiving engine that gets this part.
         page_size: tokens of a page.
-        token_ids: the whole prompt: draft KV of the last page may depend on later tokens.
-        num_pages: number of pages that follow, from the prompt's first on.
-        owner: drafter with keys and values on the pages beside the model's; empty: none.
+        token_ids: the whole prompt, since draft KV of the last page may depend on later tokens.
+        num_pages: number of pages that follow, from the beginning of the prompt.
+        owner: drafter whose keys and values are on the pages as well; empty: none.
         lookahead: number of tokens after a position that its draft KV depends on.
         model: the model's tensors, in order.
         draft: the drafter's tensors, after the model's.
-        states: states of layers with linear attention, the model's and then the drafter's, after
-            all pages, if there are any pages.
+        states: states of layers with linear attention, the model's and then the drafter's; they
+            follow the pages.
     """
 
     version: int
@@ -120,7 +121,7 @@ class Header(Struct, frozen=True, tag=True):
         return layout.shape[0] * columns * layout.element_bytes
 
     def heads_of(self, layout: Layout) -> range:
-        """Return the heads that the reader gets from this rank, the first rank that has them."""
+        """Return the heads that the reader gets from this rank, and not from an earlier one."""
         held = shard_range(layout.num_heads, self.num_ranks, self.rank)
         required = shard_range(layout.num_heads, self.num_readers, self.reader)
         begin = max(held.start, required.start)
@@ -134,7 +135,7 @@ class Pages(Struct, array_like=True):
 
     Attributes:
         header: description of the pages.
-        data: tensor by tensor, the pages of each in order; then the states.
+        data: for each tensor, its pages in order; then the states.
     """
 
     header: Header
@@ -147,7 +148,7 @@ class Pages(Struct, array_like=True):
 
 
 def check(header: Header, expected: Header) -> None:
-    """Refuse pages that would not have the bits of the engine that reads them.
+    """Refuse pages unless the reading engine would have computed the same bits.
 
     Raises:
         KvTransferError: a field of the header does not match; the message names it.
@@ -167,7 +168,7 @@ def check(header: Header, expected: Header) -> None:
 
 
 def sources(num_ranks: int, num_readers: int, reader: int) -> range:
-    """Return the ranks of an engine from which one of `num_readers` readers gets its heads.
+    """Return the ranks of the sending engine from which a reader gets its heads.
 
     Raises:
         KvTransferError: neither number of ranks divides the other.
@@ -181,12 +182,12 @@ def sources(num_ranks: int, num_readers: int, reader: int) -> range:
 
 
 def cut(pages: Pages, num_readers: int, reader: int) -> Pages:
-    """Return the part of a rank's pages that a reader gets from it.
+    """Return the part of a rank's pages that a reader gets from that rank.
 
     Args:
         pages: the rank's whole shard.
         num_readers: number of ranks of the reading engine.
-        reader: one of them.
+        reader: rank of the reader.
 
     Raises:
         KvTransferError: the reader gets nothing from this rank.
@@ -228,7 +229,7 @@ def joined(parts: Sequence[Pages], expected: Header) -> Pages:
 
 
 def _copy(source: Pages, target: Pages, header: Header) -> None:
-    """Copy the heads of one header from pages that contain them to other pages."""
+    """Copy the heads that `header` selects from one set of pages to another."""
     every = zip(source.header.tensors, _tensors(source), _tensors(target), strict=True)
     for (layout, _), (source_heads, old), (target_heads, new) in every:
         moved = header.heads_of(layout)
@@ -244,7 +245,7 @@ def _copy(source: Pages, target: Pages, header: Header) -> None:
 
 
 def _tensors(pages: Pages) -> Iterator[tuple[range, Tensor]]:
-    """Yield heads and bytes of each tensor, [pages, rows, columns, bytes of an element]."""
+    """Yield each tensor's heads, and its bytes as [pages, rows, columns, bytes of an element]."""
     header = pages.header
     begin = 0
     data = torch.empty(0, dtype=torch.uint8)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addresses that pages are fetched from, and the peers that recently did not answer."""
+"""Peers from which pages may be fetched, and a pause for those that do not answer."""
 
 import contextlib
 import threading
@@ -12,17 +12,17 @@ from specops.service.wire import Peer
 
 _FIRST_PAUSE = 1.0  # seconds after the first failure; each further failure doubles the pause
 _LONGEST_PAUSE = 30.0
-_MAX_OUTAGES = 1024  # of ports; the oldest is dropped
+_MAX_OUTAGES = 1024  # maximum number of recorded outages; the oldest is dropped
 
 
 @dataclass
 class _Outage:
-    """A peer that did not answer.
+    """Outage of a peer that did not answer.
 
     Attributes:
         count: failed attempts in a row; attempts that ran at the same time count as one.
         noted_at: time of the last of these failures.
-        next_at: time from which it is tried again.
+        next_at: time from which the peer may be tried again.
     """
 
     count: int
@@ -33,12 +33,13 @@ class _Outage:
 class Peers:
     """Configured peers. Methods may be called from any thread.
 
-    A peer that did not answer is not tried for a second. Then one request tries it, and each
-    further failure doubles the pause, up to 30 s. Meanwhile, other requests fail at once.
+    A peer that did not answer is not tried again for one second; requests fail at once meanwhile.
+    Then a single request tries the peer. Each further failure doubles the pause, up to 30 s.
 
     Args:
         allowed: the addresses that the operator has configured.
-        attempt_seconds: time limit of an attempt. While one runs, no other request tries the peer.
+        attempt_seconds: time limit of an attempt after a failure; no other request tries the peer
+            meanwhile.
         clock: clock in seconds.
     """
 
@@ -68,7 +69,7 @@ class Peers:
 
     @contextlib.contextmanager
     def attempt(self, host: str, port: int) -> Iterator[None]:
-        """Run a block that connects to a peer; an OSError of the block marks the peer as away.
+        """Run a `with` block that connects to a peer; an OSError in it marks the peer as away.
 
         Raises:
             KvTransferError: the peer is not configured, or did not answer recently.
@@ -80,7 +81,7 @@ class Peers:
         except OSError:
             self._note_failure(host, port, begin)
             raise
-        except KvTransferError:  # the peer did answer
+        except KvTransferError:  # not an outage: the peer answered
             self._note_answer(host, port)
             raise
         self._note_answer(host, port)

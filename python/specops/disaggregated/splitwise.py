@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many engines behind many frontends: a queue of jobs in Redis.
+"""Queue of jobs in Redis that many frontends write to and many engines read from.
 
 Every node has a frontend and an engine. A job that arrives at a node's frontend goes into a stream,
 and the first node to read it runs it: a node of role prefill computes only the prompt, leases its
@@ -9,14 +9,14 @@ Events of its steps go to the stream of the node where the job arrived.
 No loss of a node or of keys loses a job. A node that dies stops its heartbeat, and another one
 writes the jobs it had read to the stream again. If Redis has lost keys, the nodes resubmit the jobs
 that they wait for. Such a job is computed again with the same bits, because its seed was drawn at
-the frontend. The frontend counts what it has passed on, so that no token is repeated. A node that
-was presumed dead but continues does no harm: it only duplicates a run.
+the frontend. The frontend counts the tokens that it has passed on, so that none is repeated. A node
+that was presumed dead but is alive does no harm: its runs are only duplicates.
 
-An error while one job or message is handled ends that job. An error of the connection restarts the
-work. Other errors that repeat end the process.
+An error in handling a job or a message ends that job. After a connection error the node reconnects.
+Any other error that repeats ends the process.
 
-Names begin with the topic and the digest of the execution contract: engines with different bits
-never share jobs. All values are MessagePack.
+Keys in Redis begin with the topic and the digest of the execution contract, so that engines with
+different bits never share jobs. All values are MessagePack.
 """
 
 import asyncio
@@ -56,16 +56,17 @@ logger = logging.getLogger(__name__)
 
 _GROUP = "nodes"
 _BEAT_SECONDS = 0.3
-_DEAD_SECONDS = 2.0  # without a heartbeat
+_DEAD_SECONDS = 2.0  # a node without a heartbeat for this long counts as dead
 _BLOCK_MILLISECONDS = 500
-_AWAY_SECONDS = 0.2  # before Redis is tried again
-# Streams of jobs that each role reads. If all readers of a stream are dead, the others read it.
+_AWAY_SECONDS = 0.2  # pause before reconnecting to Redis
+# Streams of jobs that each role reads. If all readers of a stream are dead, other roles read it.
 _READS = {"prefill": {"prefill"}, "decode": {"decode"}, "mixed": {"prefill", "decode"}}
-# Write a node's heartbeat, and create what Redis lacks: the groups of the two streams of jobs and
-# of the node's own stream (KEYS 1 to 3), and the epoch. The epoch is new whenever a stream of jobs
-# is: all nodes then resubmit their jobs. The own stream has a group only to detect its loss: a
-# stream that a sender has created since then has no group. EXPIRE comes first: a script that has
-# written may continue when Redis is out of memory, and reading frees memory.
+# Write a node's heartbeat, and create missing keys: the groups of the two job streams and of the
+# node's own stream (KEYS 1 to 3), and the epoch. If a job stream was missing, the epoch is
+# replaced, and all nodes then resubmit their jobs. The own stream has a group only to detect its
+# loss: if a sender re-creates the stream, it has no group. EXPIRE comes first, because a script
+# that has already written may continue when Redis is out of memory, and jobs must be read to free
+# memory.
 _BEAT = """
 local streams, epoch, alive = {KEYS[1], KEYS[2], KEYS[3]}, KEYS[4], KEYS[5]
 local group, new_epoch, node, heartbeat, seconds = unpack(ARGV)
@@ -97,31 +98,31 @@ redis.call('EXPIRE', epoch, seconds)
 redis.call('EXPIRE', alive, seconds)
 return {redis.call('GET', epoch), made[3] and 1 or 0}
 """
-_MIN_TTL_SECONDS = 60  # lower bound on the time to live of keys, which each heartbeat renews
-# A consumer that has read something since it was checked stays: its jobs would be lost.
+_MIN_TTL_SECONDS = 60  # minimum time to live of keys; each heartbeat renews it
+# Delete a dead consumer, unless it has read a job since it was checked: that job would be lost.
 _FORGET = """
 if #redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1, ARGV[2]) == 0 then
   redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], ARGV[2])
 end
 """
 _MAX_RUNS = 32  # jobs of all nodes that this node runs at a time
-_MAX_ATTEMPTS = 5  # of a job, if its nodes die or messages are lost: it may be the cause
-_BRIDGED_SECONDS = 2.0  # for which new jobs wait while Redis is away
-_OUTAGE_SECONDS = 30.0  # for which Redis may be away before waiting jobs end
-_MAX_FAILURES = 10  # of the queue's work in a row, each after less than _WELL_SECONDS
+_MAX_ATTEMPTS = 5  # maximum runs of a job whose nodes die, since the job may be the cause
+_BRIDGED_SECONDS = 2.0  # new jobs wait this long while Redis is unreachable
+_OUTAGE_SECONDS = 30.0  # if Redis is unreachable for longer, waiting jobs fail
+_MAX_FAILURES = 10  # failures of `_work` in a row, each after less than _WELL_SECONDS
 _WELL_SECONDS = 10.0
-_STOP_SECONDS = 2.0  # for handing jobs back
-_FRAME = 4  # bytes before a message that `encoded` writes
+_STOP_SECONDS = 2.0  # time to return jobs to their streams at a stop
+_FRAME = 4  # size of the length prefix of a message from `encoded`
 _ACCEPTING = ("ok", "failing")  # health of an engine that accepts jobs
 _CODE = re.compile("(?!ERR )[A-Z]+ ")
 _ERRORS = (RedisError, OSError, asyncio.TimeoutError)
-# Errors of values written by another node: decoding them again cannot succeed.
+# Errors of decoding a malformed value from another node; a retry cannot succeed.
 _MALFORMED = (KeyError, TypeError, ValueError, RecursionError, msgspec.MsgspecError)
 
 
 @dataclass
 class _Transaction:
-    """Commands for Redis, executed in one transaction.
+    """Commands for Redis that are executed in one transaction.
 
     Attributes:
         commands: the commands.
@@ -139,8 +140,8 @@ class Ticket(Struct, array_like=True):
         node: node where the job arrived.
         job: its number at that node.
         submit: the job, encoded as for an engine's socket.
-        attempt: number of earlier attempts that ended with the loss of a node.
-        kv_transfer: where the pages of its prompt are; None: nowhere.
+        attempt: number of earlier runs that were lost with their nodes.
+        kv_transfer: location of the pages of its prompt; None: there are none.
     """
 
     node: str
@@ -151,7 +152,7 @@ class Ticket(Struct, array_like=True):
 
 
 class Drop(Struct, tag=True, array_like=True):
-    """No client waits for this run any more."""
+    """Message: no client waits for this run any more, so it may stop."""
 
     run: str
 
@@ -176,13 +177,13 @@ class _Run:
 
 
 class SplitwiseClient(EngineClient):
-    """A node: sends its frontend's jobs to Redis, and jobs from Redis to its engine.
+    """Client of a node: sends its frontend's jobs to Redis, and jobs from Redis to its engine.
 
     Args:
-        engine: engine of this node; its exchange leases and fetches pages.
+        engine: engine of this node, which leases and fetches pages.
         role: "prefill", "decode" or "mixed".
         topic: prefix of the names in Redis.
-        ttl: seconds after which unread entries are dropped, and a job without an answer fails.
+        ttl: seconds after which unread entries are dropped, and jobs without an answer fail.
         connect: opens a connection to Redis.
     """
 
@@ -195,7 +196,7 @@ class SplitwiseClient(EngineClient):
         ttl: float,
         connect: Callable[[], Any],
     ) -> None:
-        # Clients' requests have no kv_transfer here: the nodes transfer KV themselves.
+        # Clients must not send kv_transfer_params here: the nodes transfer KV themselves.
         super().__init__(structs.replace(engine.capabilities, role=""), engine.status)
         self._engine = engine
         self._role = role
@@ -213,8 +214,8 @@ class SplitwiseClient(EngineClient):
         self._runs: dict[int, _Run] = {}
         self._outbox: deque[_Transaction] = deque()
         self._has_commands = asyncio.Event()
-        self._roles: set[str] = set()  # of live nodes
-        self._identity: tuple[str, bytes] | None = None  # Redis' run and epoch
+        self._roles: set[str] = set()  # roles of live nodes
+        self._identity: tuple[str, bytes] | None = None  # Redis' run id and the epoch
         self._has_lost_stream = False  # whether the stream of messages to this node was lost
         self._last = b"0"  # id of the last message that was read
         self._away_since: float | None = None  # time since when there is no connection
@@ -228,8 +229,9 @@ class SplitwiseClient(EngineClient):
     def health(self) -> Health:
         """Health of the queue and of this node's engine.
 
-        "disconnected" if Redis has been away for longer than new jobs wait for it. A restarting
-        engine is "ok": its node still accepts jobs, which wait for it or for another node's engine.
+        "disconnected" if Redis has been unreachable for longer than new jobs wait. A restarting
+        engine counts as "ok": its node still accepts jobs, which wait for this engine or run on
+        another node.
         """
         if self._has_failed:
             return "failed"
@@ -260,7 +262,7 @@ class SplitwiseClient(EngineClient):
         self._task = asyncio.ensure_future(self._work())
 
     async def stop(self) -> None:
-        """Hand other nodes' jobs back, drop the node's own, and wait for the engine to end."""
+        """Return others' jobs to their streams, drop own jobs, and wait for the engine to end."""
         self._is_stopping = True
         for job in list(self._waiting):
             self._forget(job)
@@ -276,7 +278,7 @@ class SplitwiseClient(EngineClient):
         await self._engine.stop()
 
     async def _all_written(self) -> None:
-        """Wait until no more jobs can be read, and Redis has received all commands."""
+        """Wait until reading has stopped and Redis has received all commands."""
         await self._has_stopped_reading.wait()
         self._post(("HDEL", self._alive, self.node))
         while self._outbox:
@@ -286,7 +288,7 @@ class SplitwiseClient(EngineClient):
 
     def _send(self, command: Command) -> None:
         if isinstance(command, Submit):
-            if command.params.seed is None:  # every run must draw the same random numbers
+            if command.params.seed is None:  # all runs of the job must draw the same random numbers
                 seeded = replace(command.params, seed=secrets.randbits(53))
                 command = structs.replace(command, params=seeded)
             self._enqueue(command)
@@ -295,11 +297,11 @@ class SplitwiseClient(EngineClient):
             self._forget(command.job)
 
     def _enqueue(self, job: Submit) -> None:
-        """Write a job to the first stream it has to go through."""
+        """Write a job to the prefill stream, or the decode stream if no prefill node may run it."""
         params = job.params
         has_prefill = bool(self._roles & {"prefill"}) and len(job.prompts) == 1
         wants_rows = params.prompt_logprobs is not None or params.max_tokens == 0
-        # A decode engine refuses what exceeds the context; a prefill engine would compute it first.
+        # A job that exceeds the context goes to a decode engine, which refuses it at once.
         length = len(job.prompts[0]) + (1 if params.max_tokens is None else params.max_tokens)
         fits = length <= self.capabilities.max_model_len
         name = "prefill" if has_prefill and fits and not wants_rows else "decode"
@@ -307,7 +309,7 @@ class SplitwiseClient(EngineClient):
         self._post(("XADD", self._streams[name], "*", "t", _encode(ticket)), job=job.job)
 
     def _submit_again(self, waiting: Waiting) -> None:
-        """Submit a job again if its messages or its entry are lost; it gets the same tokens."""
+        """Submit a job again after its messages or entry were lost; its tokens stay the same."""
         for node, run in waiting.abandon_runs():
             self._post(*self._message_commands(node, Drop(run)))
         self._enqueue(waiting.job)
@@ -329,7 +331,7 @@ class SplitwiseClient(EngineClient):
         if any(isinstance(event, (Refused, Failed)) for event in events) or (
             len(waiting.ended) == len(waiting.job.prompts) * waiting.job.params.n
         ):
-            if waiting.abandoned:  # the job may be in a stream again
+            if waiting.abandoned:  # nodes may have written the job to a stream again
                 self._forget(message.job)
             else:
                 del self._waiting[message.job]
@@ -356,7 +358,7 @@ class SplitwiseClient(EngineClient):
         self._notify_frontend([event])
 
     def _forget(self, job: int) -> None:
-        """Stop waiting for a job: nodes that read it drop it, and the node that runs it stops."""
+        """Stop waiting for a job, and make other nodes stop or drop it."""
         waiting = self._waiting.pop(job, None)
         if waiting is None:
             return
@@ -426,7 +428,7 @@ class SplitwiseClient(EngineClient):
         self._post(*commands, *self._done(run.stream, run.entry, is_over))
 
     def _transfer(self, run: _Run, events: Iterable[Event]) -> None:
-        """Write a prefilled job to the next stream, with its pages if it has any."""
+        """Write a prefilled job to the decode stream, with the location of its pages if any."""
         transfers = [
             event.end.kv_transfer for event in events if isinstance(event, Output) and event.end
         ]
@@ -442,19 +444,19 @@ class SplitwiseClient(EngineClient):
             self._requeue_lost(run.stream, run.entry, run.ticket)
 
     def _requeue_lost(self, stream: str, entry: bytes, ticket: Ticket) -> None:
-        """Write a job with a lost run to its stream again."""
+        """Write a job whose run was lost to its stream again, unless it has had too many runs."""
         if ticket.attempt + 1 >= _MAX_ATTEMPTS:
             sentence = f"the request was lost with its node {_MAX_ATTEMPTS} times"
             return self._fail(stream, entry, ticket, sentence)
         self._requeue(stream, entry, structs.replace(ticket, attempt=ticket.attempt + 1))
 
     def _requeue(self, stream: str, entry: bytes, ticket: Ticket) -> None:
-        """Write a job that another node must run to its stream."""
+        """Write a job to its stream again, for another node."""
         added = ("XADD", stream, "*", "t", _encode(ticket))
         self._post(added, *self._done(stream, entry, True))
 
     def _refuse(self, stream: str, entry: bytes, ticket: Ticket, error: Exception) -> None:
-        """End a job after an error in its handling, so that no node meets the error again."""
+        """End a job whose handling failed, so that no other node runs into the same error."""
         is_malformed = isinstance(error, _MALFORMED)
         why = str(error) if is_malformed else "internal error"
         log_error = None if is_malformed else error
@@ -471,7 +473,7 @@ class SplitwiseClient(EngineClient):
 
     def _message_commands(self, node: str, message: RunEvents | Drop) -> list[tuple[Any, ...]]:
         stream = f"{self._prefix}:node:{node}"
-        # The expiration removes the stream of a dead node, which would not renew it.
+        # The expiration removes the stream of a dead node, which does not renew it.
         return [("XADD", stream, "*", "m", _encode(message)), self._expiring(stream)]
 
     def _expiring(self, stream: str) -> tuple[Any, ...]:
@@ -487,7 +489,7 @@ class SplitwiseClient(EngineClient):
         self._has_commands.set()
 
     async def _work(self) -> None:
-        """Communicate with Redis, and start again when it goes away."""
+        """Read from and write to Redis; reconnect whenever the connection is lost."""
         num_failures = 0
         while True:
             client = self._connect()
@@ -497,7 +499,7 @@ class SplitwiseClient(EngineClient):
             try:
                 await self._restore_keys(client)
                 has_keys = True
-                if self._identity != identity:  # the last failure was the loss of keys
+                if self._identity != identity:  # Redis lost its keys, so do not count the failure
                     num_failures = 0
                 parts = (self._beat, self._write, self._read, self._listen, self._recover_jobs)
                 tasks = [asyncio.ensure_future(part(client)) for part in parts]
@@ -513,7 +515,7 @@ class SplitwiseClient(EngineClient):
                     logger.warning("Redis is unreachable or has lost keys: %s", error)
                 if time.monotonic() - begin > _WELL_SECONDS:
                     num_failures = 0
-                # Waiting is right for a Redis that refuses even the heartbeat.
+                # If Redis refuses even the heartbeat, waiting is right.
                 num_failures += not is_away or (has_keys and isinstance(error, ResponseError))
                 if num_failures >= _MAX_FAILURES:
                     return self._end_process()
@@ -525,7 +527,7 @@ class SplitwiseClient(EngineClient):
                 await client.aclose()
 
     def _end_process(self) -> None:
-        """End the server, so that its supervisor restarts it: the queue's work always fails."""
+        """End the server, so that its supervisor restarts it, because `_work` keeps failing."""
         sentence = f"the queue failed {_MAX_FAILURES} times in a row"
         logger.critical("%s; stopping the server", sentence)
         self._has_failed = True
@@ -533,12 +535,12 @@ class SplitwiseClient(EngineClient):
         signal.raise_signal(signal.SIGTERM)
 
     async def _restore_keys(self, client: Any) -> None:
-        """Create what Redis lacks; if it has lost keys, write again what may be lost."""
+        """Create missing keys; if Redis has lost keys, submit jobs again that may be lost."""
         last = self._identity
         identity = await self._beat_once(client)
         if last is not None and identity != last:
-            # The latest writes may be lost: runs end here, and begin again on the nodes that read
-            # their jobs.
+            # The latest writes may be lost, so stop all runs here; they start again on the nodes
+            # that read the jobs again.
             for number in self._runs:
                 self._engine.abort(number)
             self._runs.clear()
@@ -551,7 +553,7 @@ class SplitwiseClient(EngineClient):
         self._has_lost_stream = False
 
     async def _beat(self, client: Any) -> None:
-        """Write heartbeats; raise ConnectionError if Redis has lost keys."""
+        """Write heartbeats regularly; raise ConnectionError if Redis has lost keys."""
         while True:
             await asyncio.sleep(_BEAT_SECONDS)
             if await self._beat_once(client) != self._identity or self._has_lost_stream:
@@ -564,10 +566,11 @@ class SplitwiseClient(EngineClient):
     async def _beat_once(self, client: Any) -> tuple[str, bytes]:
         """Write the heartbeat of this node, create what Redis lacks, and read other heartbeats.
 
-        A node writes no heartbeat while its engine accepts no jobs: other nodes run its jobs.
+        A node writes no heartbeat while its engine accepts no jobs, so that other nodes run its
+        jobs.
 
         Returns:
-            Redis' run and epoch, which change if it has lost its memory.
+            Redis' run id and the epoch; either changes if Redis has lost keys.
         """
         now, _ = await client.time()
         is_accepting = self._engine.health in _ACCEPTING and not self._is_stopping
@@ -619,9 +622,9 @@ class SplitwiseClient(EngineClient):
             self._has_commands.clear()
 
     async def _read(self, client: Any) -> None:
-        """Read jobs while the engine may have more."""
+        """Read jobs while the engine can take more."""
         running = {run.entry for run in self._runs.values()}
-        for stream in self._streams.values():  # entries read before the connection was lost
+        for stream in self._streams.values():  # entries left over from a lost connection
             for _, entries in await client.xreadgroup(_GROUP, self.node, {stream: "0"}, count=1000):
                 for entry, fields in entries:
                     if entry not in running and fields:
@@ -644,7 +647,7 @@ class SplitwiseClient(EngineClient):
         self._has_stopped_reading.set()
 
     def _readable(self) -> list[str]:
-        """Return the streams that this node reads now: its own, and those without other readers."""
+        """Return the job streams to read now: its role's, and those without a live reader."""
         live_roles = set[str]().union(*(_READS[role] for role in self._roles))
         own_roles = _READS[self._role]
         return [
@@ -656,7 +659,7 @@ class SplitwiseClient(EngineClient):
     async def _accept(
         self, client: Any, stream: str, entry: bytes, fields: Mapping[bytes, Any]
     ) -> None:
-        """Begin a job that was read, unless its client has left."""
+        """Begin a job that was read, unless its client has disconnected."""
         ticket = self._ticket_of(stream, entry, fields)
         if ticket is None:
             return
@@ -668,7 +671,7 @@ class SplitwiseClient(EngineClient):
             self._refuse(stream, entry, ticket, error)
 
     def _ticket_of(self, stream: str, entry: bytes, fields: Mapping[bytes, Any]) -> Ticket | None:
-        """Return the ticket of an entry. An unreadable one is dropped: it names no client."""
+        """Return the ticket of an entry. Drop an unreadable entry, since its client is unknown."""
         try:
             return _ticket.decode(fields[b"t"])
         except _MALFORMED:
@@ -677,7 +680,7 @@ class SplitwiseClient(EngineClient):
             return None
 
     async def _listen(self, client: Any) -> None:
-        """Read the messages of other nodes to this one."""
+        """Read messages that other nodes send to this node."""
         stream = self._own_stream
         while True:
             answer = await client.xread({stream: self._last}, count=256, block=_BLOCK_MILLISECONDS)
@@ -716,7 +719,7 @@ class SplitwiseClient(EngineClient):
             await asyncio.sleep(_DEAD_SECONDS / 2)
             alive = {*await self._nodes(client), self.node.encode()}
             if time.monotonic() - begin > _DEAD_SECONDS:
-                continue  # this node or Redis was suspended, so the others may be alive as well
+                continue  # this node or Redis was suspended, so other nodes may be alive
             for stream in self._streams.values():
                 for consumer in await client.xinfo_consumers(stream, _GROUP):
                     if consumer["name"] not in alive:
@@ -731,7 +734,7 @@ class SplitwiseClient(EngineClient):
             await client.eval(_FORGET, 1, stream, _GROUP, dead)
             return
         ids = [item["message_id"] for item in pending]
-        # The first node to claim an entry gets it: for the others it is no longer idle.
+        # Only the first node that claims an entry gets it: a claimed entry is no longer idle.
         idle = int(_DEAD_SECONDS * 500)
         for entry, fields in await client.xclaim(stream, _GROUP, self.node, idle, ids):
             if fields and (ticket := self._ticket_of(stream, entry, fields)) is not None:
@@ -739,7 +742,7 @@ class SplitwiseClient(EngineClient):
 
 
 def _job_of(ticket: Ticket) -> Submit:
-    """Return the job of a ticket, and check values that the engine does not check.
+    """Return a ticket's job after checking values that the engine does not check.
 
     Raises:
         Exception: the ticket holds no job that an engine could run.
@@ -782,7 +785,7 @@ def _is_final(error: RedisError) -> bool:
 
 
 async def _cancelled(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Cancel tasks until they have ended: a Redis client sometimes swallows a cancellation."""
+    """Cancel tasks repeatedly until they have ended: a Redis client may swallow a cancellation."""
     running = set(tasks)
     while running:
         for task in running:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV transfer between an engine's loop and other engines, as jobs' `kv_transfer` requests it.
+"""KV transfer between an engine's loop and other engines, as requested by jobs' `kv_transfer`.
 
 Incoming: if another engine has computed a job's prompt, the job waits for the pages and then finds
 them in the prefix cache. If they do not arrive, the job continues without them: the engine computes
@@ -53,13 +53,13 @@ logger = logging.getLogger(__name__)
 
 _FETCHING_THREADS = 16  # a single client may use half of them
 _LEASE_NAME = re.compile(r"[0-9a-f]{32}")
-_MAX_REASON_LENGTH = 300  # characters of a peer's or a client's text that a line of the log repeats
-_SECRET_BITS = 53  # width of an integer that ranks can exchange exactly, as a float64
+_MAX_REASON_LENGTH = 300  # maximum characters of a peer's or client's text in a log line
+_SECRET_BITS = 53  # ranks exchange integers as float64, exact up to this width
 
 
 @dataclass(frozen=True)
 class _Fetching:
-    """A job that waits for its pages."""
+    """Job that waits for its pages."""
 
     job: Submit
     expected: Header
@@ -67,11 +67,11 @@ class _Fetching:
 
 
 class KvTransferInbox(Inbox):
-    """The inbox of the loop of an engine with a role, and the last stage of its batches.
+    """Inbox of an engine loop with KV transfer; the loop's batches pass through `send` as well.
 
     With several ranks, each has such an inbox, and all receive the same commands. Each rank leases
     its own shard of a prompt's pages, and fetches its shard from the ranks of the other engine that
-    hold it. If one rank lacks its shard, no rank uses its own.
+    hold it. Pages are used only if every rank has its shard.
 
     Args:
         engine: engine of the loop.
@@ -122,7 +122,7 @@ class KvTransferInbox(Inbox):
         self._inbox.put(command)
 
     def take(self, seconds: float | None) -> Sequence[Command | Compiled]:
-        """Return commands that need no pages or have them; called between two steps."""
+        """Return commands whose jobs need no pages or have them; called between two steps."""
         ready: list[Command | Compiled] = []
         for command in self._inbox.take(seconds):
             if isinstance(command, Submit) and command.kv_transfer is not None:
@@ -147,7 +147,7 @@ class KvTransferInbox(Inbox):
         return ready
 
     def send(self, batch: Batch) -> None:
-        """Deliver the events of a step, with the leases of prompts that it has finished."""
+        """Deliver the events of a step, after leasing the pages of prompts that it finished."""
         for event in batch.events:
             job = self._leasing.get(event.job)
             if job is None:
@@ -161,7 +161,7 @@ class KvTransferInbox(Inbox):
         self._deliver(batch)
 
     def _starts_fetching(self, job: Submit, transfer: KvTransfer) -> bool:
-        """Begin to fetch a job's pages; return False if there is nothing to wait for."""
+        """Start to fetch a job's pages; return False if the job need not wait."""
         if not transfer.do_remote_prefill:
             return False
         try:
@@ -181,8 +181,8 @@ class KvTransferInbox(Inbox):
         """Fetch a job's pages from the ranks of the other engine, and join them.
 
         Raises:
-            KvTransferError: the time `latest` has passed, because earlier fetches took too long; or
-                a transfer failed.
+            KvTransferError: earlier fetches took so long that the time `latest` has passed; or a
+                transfer failed.
             OSError: the other engine cannot be reached, or disconnected.
         """
         if time.monotonic() > latest:
@@ -198,7 +198,7 @@ class KvTransferInbox(Inbox):
     def _addresses_of(self, transfer: KvTransfer) -> list[Address]:
         """Return the addresses of the ranks of the other engine.
 
-        All ranks of this engine come to the same decision here.
+        All ranks of this engine return the same addresses or raise the same error.
 
         Raises:
             KvTransferError: an address is missing or not configured, the lease's name is malformed,
@@ -223,7 +223,7 @@ class KvTransferInbox(Inbox):
         return addresses
 
     def _finish_fetch(self, fetching: _Fetching) -> None:
-        """Give a job's pages to the engine, if they reached all ranks undamaged."""
+        """Put a job's pages into the prefix cache, if all ranks received theirs undamaged."""
         pages = None
         num_damaged = 0
         reason: object = "another rank lacks its shard of the pages"
@@ -244,7 +244,7 @@ class KvTransferInbox(Inbox):
         self._pages.give(pages, fetching.expected, fetching.job.params.cache_salt)
 
     def _leased(self, job: Submit) -> KvTransfer | None:
-        """Lease a prompt's pages; return where another engine finds them, or None if it failed."""
+        """Lease a prompt's pages; return their location for another engine, or None on failure."""
         is_leased = True
         count = 0
         self._num_leases += 1
@@ -271,7 +271,7 @@ class KvTransferInbox(Inbox):
 
 
 def _log_computed(why: object) -> None:
-    """Log that this engine computes a prompt that another engine has computed, and the reason."""
+    """Log why this engine computes a prompt itself that another engine has already computed."""
     reason = str(why)
     if len(reason) > _MAX_REASON_LENGTH:
         reason = f"{reason[:_MAX_REASON_LENGTH]} ..."
@@ -286,7 +286,7 @@ def speculative_of(job: Submit) -> dict[str, object] | None:
 def transfer_inbox_of(
     engine: Engine, role: RoleSettings, inbox: Inbox, deliver: Callable[[Batch], None]
 ) -> KvTransferInbox:
-    """Return the inbox of an engine process, or of one rank, that has a role.
+    """Return the inbox of an engine process, or of one rank's process, with KV transfer.
 
     Raises:
         ValueError: its transport cannot listen at the configured address.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transfer of pages between engines: leases on the sending side, and a reader on the other.
 
-An engine that has computed a prompt leases its pages: a copy of them waits under a name until it is
-fetched and released, or until its time limit. A reader that comes too late computes the prompt
-itself. If the other engine has more ranks, several of them read one lease, which ends with the last
-of them.
+An engine that has computed a prompt leases its pages: it keeps a copy under a name until readers
+have fetched and released it, or until a time limit. A reader that is too late computes the prompt
+itself. If the reading engine has more ranks, several ranks read one lease, which ends when the last
+of them releases it.
 
 One connection fetches one lease. The reader sends a `Fetch` with the lease's name and its own rank.
 The other engine answers with an `Offer`, followed by the bytes that this rank needs. The reader
@@ -13,10 +13,9 @@ ends with a `Release`. `TcpTransport` sends the bytes on the same connection; `N
 
 A message is MessagePack after eight bytes: its length and its CRC-32. An offer contains a CRC-32 of
 each block of the bytes. So a damaged message or damaged pages are refused, and the reader computes
-the prompt. Nothing on the wire is code, encrypted or signed, and a checksum does not stop an
-attacker: a peer can give wrong pages, so engines fetch only from configured addresses.
-
-A whole message has a time limit, and the port has a limit of connections.
+the prompt. Messages contain no code, but are neither encrypted nor signed. A peer could send wrong
+pages with right checksums, so engines fetch only from configured addresses. Each message has a time
+limit, and the port has a limit of connections.
 """
 
 import contextlib
@@ -41,18 +40,18 @@ from specops.service.wire import Peer
 logger = logging.getLogger(__name__)
 
 _PREFIX = struct.Struct("<II")  # the length of a message, and its CRC-32
-_MAX_HEADER_BYTES = 64 << 20  # mostly a prompt's token ids
-# Of a reader's message: any host that reaches the port can send one.
+_MAX_HEADER_BYTES = 64 << 20  # a header consists mostly of a prompt's token ids
+# Maximum size of a reader's message: any host that reaches the port can send one.
 _MAX_REQUEST_BYTES = 1 << 12
 _BLOCK_BYTES = 1 << 20  # bytes of pages per checksum
-SECONDS = 10.0  # time limit of connecting and of a message; pages have `seconds_for`
-_BYTES_PER_SECOND = 10e6  # lower bound on the speed of a network
-_MAX_CONNECTIONS = 256  # to the port, each with a thread and a file descriptor
-_PAUSE_SECONDS = 0.1  # before the next connection if no file descriptor is left
+SECONDS = 10.0  # time limit of connecting and of a message; `seconds_for` is that of pages
+_BYTES_PER_SECOND = 10e6  # minimum network speed that the time limit of pages allows for
+_MAX_CONNECTIONS = 256  # maximum number; each takes a thread and a file descriptor
+_PAUSE_SECONDS = 0.1  # pause before accepting again if no file descriptor is left
 
 
 class DamagedError(KvTransferError):
-    """A message or pages were damaged in transit: a checksum does not match."""
+    """Error: a message or pages were damaged in transit, since a checksum does not match."""
 
 
 class Deadline:
@@ -111,17 +110,17 @@ class Offer(Struct, frozen=True, tag=True):
 
 
 class Gone(Struct, frozen=True, tag=True):
-    """The lease does not exist, or has ended."""
+    """Answer to a reader: the lease does not exist, or has ended."""
 
 
 class Refused(Struct, frozen=True, tag=True):
-    """The reader gets nothing of the lease, for the reason in `sentence`."""
+    """Answer to a reader that gets no part of the lease; `sentence` gives the reason."""
 
     sentence: str
 
 
 class Release(Struct, frozen=True, tag=True):
-    """The pages have arrived: the lease may end."""
+    """Confirmation of a reader that its pages have arrived, so that the lease may end."""
 
 
 class Address(Struct, frozen=True):
@@ -183,11 +182,12 @@ class _Lease:
 
 
 class Leases:
-    """Pages that wait for their readers.
+    """Store of leased pages that wait for their readers.
 
     Args:
         seconds: time limit of each lease.
-        max_bytes: upper bound on all leases together. The oldest are dropped for a new one.
+        max_bytes: upper bound on the bytes of all leases. The oldest leases are dropped for a new
+            one.
         clock: clock in seconds.
     """
 
@@ -207,14 +207,14 @@ class Leases:
             self._drop_old()
 
     def get(self, name: str) -> Pages | None:
-        """Return the pages of a lease, or None if it is over."""
+        """Return the pages of a lease, or None if the lease has ended."""
         with self._lock:
             self._drop_old()
             lease = self._leases.get(name)
         return None if lease is None else lease.pages
 
     def release(self, name: str, num_readers: int, reader: int) -> None:
-        """End a lease when all its readers have released it; it may have ended before.
+        """Release one reader's part; end the lease once all readers have. No-op if it has ended.
 
         Args:
             name: name of the lease.
@@ -251,7 +251,7 @@ class Leases:
 class TcpTransport:
     """Transport of pages over TCP, with a thread for each reader.
 
-    A subclass with another `name`, `send_data` and `receive_data` moves the bytes in another way.
+    A subclass may override `name`, `send_data` and `receive_data` to move the bytes in another way.
 
     Args:
         host, port: address to listen on; port 0: any free one.
@@ -323,10 +323,10 @@ class TcpTransport:
             if isinstance(answer, Refused):
                 raise KvTransferError(answer.sentence)
             header = answer.header
-            check(header, expected)  # also bounds the number of bytes
+            check(header, expected)  # this also bounds the number of bytes to read
             deadline = Deadline(seconds_for(header.num_bytes))
             data = self.receive_data(connection, header.num_bytes, deadline)
-            with contextlib.suppress(OSError):  # the lease then ends by its time limit
+            with contextlib.suppress(OSError):  # if this fails, the lease ends by its time limit
                 send(connection, Release(), Deadline(SECONDS))
         if checksums_of(data) != answer.checksums:
             raise DamagedError(
@@ -338,8 +338,8 @@ class TcpTransport:
     def send_data(
         self, connection: socket.socket, data: bytearray, deadline: Deadline
     ) -> Iterator[None]:
-        """Offer the bytes of pages to a reader; the block ends when it has released them."""
-        connection.settimeout(deadline.remaining())  # for all bytes: `sendall` counts it down
+        """Send the bytes of pages to a reader; its release ends the `with` block."""
+        connection.settimeout(deadline.remaining())  # a limit for all bytes together
         connection.sendall(data)
         yield
 
@@ -354,7 +354,7 @@ class TcpTransport:
         return _exactly(connection, num_bytes, deadline)
 
     def close(self) -> None:
-        """Stop serving; all leases are over."""
+        """Stop serving, and end all leases."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -366,7 +366,7 @@ class _Connection:
     Attributes:
         socket: socket of the connection.
         host: address of the other end.
-        is_reader: whether it has named an existing lease.
+        is_reader: whether the other end has named an existing lease.
     """
 
     socket: socket.socket
@@ -379,7 +379,7 @@ class _Connections:
 
     A connection that has named a lease stays until its time limit. Names of leases cannot be
     guessed, so these are known peers. If there are too many connections, the host with the most
-    other connections loses the oldest of them.
+    remaining ones loses its oldest.
 
     Args:
         max_connections: upper bound on the connections.
@@ -403,7 +403,7 @@ class _Connections:
             oldest = max(by_host.values(), key=len)[0]
             del self._open[oldest.socket]
             with contextlib.suppress(OSError):
-                oldest.socket.shutdown(socket.SHUT_RDWR)  # its thread closes it
+                oldest.socket.shutdown(socket.SHUT_RDWR)  # the connection's thread closes it
 
     def mark_reader(self, connection: socket.socket) -> None:
         """Mark a connection that has named an existing lease."""

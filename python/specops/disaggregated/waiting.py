@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress of a job that other nodes run: no token is passed on twice, and none is lost.
+"""Progress of a job that other nodes run, so that every token is passed on exactly once.
 
 If the node that runs a job is lost, the job runs again, with the same bits. Events of all its runs
 are counted, and only new ones are passed on.
@@ -42,7 +42,7 @@ class RunEvents(Struct, tag=True, array_like=True):
 
 @dataclass
 class _Counts:
-    """Counts for a choice: tokens, characters of text, and tokens reported by `Progress`."""
+    """Counts of a choice: tokens, characters of text, and tokens that `Progress` reported."""
 
     tokens: int = 0
     text: int = 0
@@ -51,17 +51,18 @@ class _Counts:
 
 @dataclass
 class Waiting:
-    """A job that arrived at this node."""
+    """Job that arrived at this node's frontend, with the progress of its runs."""
 
     job: Submit
     since: float
     sent: dict[int, _Counts] = field(default_factory=lambda: defaultdict(_Counts))  # per choice
-    # Per run, the sequence number of the next message; per run and choice, what it has reported.
+    # By run, the sequence number of the next message; by run and choice, the counts it has
+    # reported.
     places: dict[str, int] = field(default_factory=dict)
     reported: dict[tuple[str, int], _Counts] = field(default_factory=lambda: defaultdict(_Counts))
-    nodes: dict[str, str] = field(default_factory=dict)  # of runs that are not abandoned
+    nodes: dict[str, str] = field(default_factory=dict)  # node of each run that is not abandoned
     abandoned: set[str] = field(default_factory=set)  # runs with a lost message
-    num_gaps: int = 0  # lost messages that were noticed
+    num_gaps: int = 0  # number of lost messages noticed so far
     runner: tuple[str, str] | None = None  # node and run of the last message
     accepted_at: float = 0.0
     ended: set[int] = field(default_factory=set)
@@ -70,7 +71,8 @@ class Waiting:
         """Return the events of a message that have not been passed on yet.
 
         Returns:
-            The events; None for a message after a lost one: the caller must abandon the run.
+            The events; None if an earlier message was lost, in which case the caller must abandon
+            the run.
 
         Raises:
             ValueError: an event names a choice that the job does not have.
@@ -107,7 +109,7 @@ class Waiting:
                 return None
             self.accepted_at = time.perf_counter()
             return event
-        if isinstance(event, Refused) and self.accepted_at:  # refused by a later node
+        if isinstance(event, Refused) and self.accepted_at:  # a later run was refused
             return Failed(event.job, event.message)
         if not isinstance(event, (Progress, Output)):
             return event
@@ -129,7 +131,7 @@ class Waiting:
         reported.text += len(event.text)
         if event.end is not None:
             self.ended.add(event.index)
-            event.end.begun = self.accepted_at  # another machine has another clock
+            event.end.begun = self.accepted_at  # clocks of machines differ
         elif reported.tokens <= sent.tokens and reported.text <= sent.text and known_tokens:
             return None
         if sent.tokens or sent.text:
@@ -137,7 +139,7 @@ class Waiting:
         if known_tokens:
             event.token_ids = event.token_ids[known_tokens:]
             event.logprobs = event.logprobs[known_tokens:]
-            event.drafts = None  # they belong to a step that another run executed differently
+            event.drafts = None  # this run's steps differ from the earlier run's
         event.text = event.text[known_text:]
         sent.tokens = max(sent.tokens, reported.tokens)
         sent.text = max(sent.text, reported.text)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops and the engine inside other projects: vLLM, Hugging Face transformers, NVIDIA Dynamo."""
+"""specops inside other projects: its ops in vLLM and transformers, its engine in NVIDIA Dynamo."""

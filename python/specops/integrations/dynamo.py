@@ -2,10 +2,10 @@
 """`python -m specops.integrations.dynamo`: an engine behind NVIDIA Dynamo's frontend and router.
 
 Dynamo handles HTTP, chat templates, tokenization, text, discovery and routing. This module
-implements its "unified backend" (`dynamo.common.backend`, ai-dynamo 1.4.2): a worker that receives
-and returns token ids. The engine runs in a separate process, as behind our server, so every token
-has the bits of plain decoding. With `--role prefill` and `--role decode`, Dynamo's router passes
-the location of a prompt's pages from one worker to the other.
+implements Dynamo's "unified backend" (`dynamo.common.backend`, ai-dynamo 1.4.2): a worker that
+receives and returns token ids. As with our server, the engine runs in a separate process and every
+token has the bits of plain decoding. With `--role prefill` and `--role decode`, Dynamo's router
+passes the location of a prompt's pages from one worker to the other.
 """
 
 import argparse
@@ -47,7 +47,7 @@ _MODES = {
     "decode": DisaggregationMode.DECODE,
 }
 _PENALTIES = ("repetition", "presence", "frequency")
-# Fields of a Dynamo request, and the sampling parameters that they map to.
+# Field of a Dynamo request -> our sampling parameter.
 _FIELDS = {
     "sampling_options": {
         **{name: name for name in ("temperature", "top_p", "min_p", "seed")},
@@ -60,7 +60,7 @@ _FIELDS = {
     "output_options": {"logprobs": "logprobs"},
 }
 _STOP_TOKENS = ("stop_token_ids", "stop_token_ids_visible", "stop_token_ids_hidden")
-# Fields that are handled separately below, or by the frontend.
+# Fields that this module handles separately, or that Dynamo's frontend handles.
 _OTHERS = {
     "n",
     "top_k",
@@ -71,7 +71,7 @@ _OTHERS = {
     "return_tokens_as_token_ids",
     *_STOP_TOKENS,
 }
-_FORMS = {"json": "json_schema"}  # forms of guided decoding that have another name here
+_FORMS = {"json": "json_schema"}  # form of guided decoding -> its other name in specops
 
 
 def params_of(request: Mapping[str, Any]) -> SamplingParams:
@@ -96,9 +96,9 @@ def params_of(request: Mapping[str, Any]) -> SamplingParams:
             values[names[name]] = value
     sampling = request.get("sampling_options") or {}
     stops = request.get("stop_conditions") or {}
-    if (sampling.get("n") or 1) > 1:  # Dynamo's frontend ends all choices with the first
+    if (sampling.get("n") or 1) > 1:  # Dynamo's frontend would end all at the first end
         raise ValueError(f"n must be 1 with Dynamo, got {sampling['n']}")
-    values["top_k"] = max(sampling.get("top_k") or 0, 0)  # Dynamo's -1 also means all tokens
+    values["top_k"] = max(sampling.get("top_k") or 0, 0)  # Dynamo's -1 means all tokens
     values["stop_token_ids"] = sorted(
         {token_id for name in _STOP_TOKENS for token_id in stops.get(name) or ()}
     )
@@ -125,7 +125,7 @@ def _cache_salt(request: Mapping[str, Any]) -> str | None:
 
 
 class SpecopsBackend(LLMEngine):  # type: ignore[misc]
-    """Dynamo's engine interface: passes requests to our engine, and tokens back.
+    """Implementation of Dynamo's engine interface by our engine in its own process.
 
     Args:
         setup: setup of the engine process.
@@ -243,7 +243,7 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
             params = params_of(request)
             transfer = None
             if self._role == "prefill":
-                params = params.for_prompt()  # the pages are complete with the first token
+                params = params.for_prompt()  # prefill ends with the first token
                 transfer = KvTransfer(do_remote_decode=True)
             elif self._role == "decode":
                 result = request.get("prefill_result") or {}
@@ -315,7 +315,7 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
         return [ZmqSource(endpoint=settings.endpoint, topic=settings.topic)]
 
     def component_metrics_dp_ranks(self) -> list[int]:
-        """Return the data-parallel ranks that report their load: the only engine."""
+        """Return the data-parallel ranks that report their load: rank 0, the only engine."""
         return [0]
 
     def attach_snapshot_publisher(self, publisher: Any) -> None:
@@ -380,19 +380,19 @@ def _parser() -> argparse.ArgumentParser:
         help="transport of events (default: %(default)s)",
     )
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
-    # The shared helpers read these options, which a Dynamo worker does not offer.
+    # Defaults of server options that shared helpers read but a Dynamo worker does not offer.
     parser.set_defaults(in_process=False, data_parallel_size=1)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until a stop signal, and return the exit code: 2 for a mistake in the arguments."""
+    """Serve until a stop signal, and return the exit code: 2 for invalid arguments."""
     try:
-        made = asyncio.run(SpecopsBackend.from_args(arguments))
+        backend_and_config = asyncio.run(SpecopsBackend.from_args(arguments))
     except ValueError as error:
         print(f"specops: {error}", file=sys.stderr)
         return 2
-    uvloop.run(Worker(*made).run())
+    uvloop.run(Worker(*backend_and_config).run())
     return 0
 
 

@@ -7,13 +7,12 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="specops")
     model.generate(**inputs, past_key_values=specops_transformers.PagedCache())
 
-Attention computes a row the same way in prefill, decoding and verification: its bits do not depend
-on the other rows of the call, the batch or the padding. The model's other layers are torch's.
-
-The tokens that a row sees are derived from transformers' masks, once per step. Supported are causal
-masks with padding, a sliding window or packed sequences, in any cache. Other features raise an
-error that names them: other kinds of masks, four-dimensional masks, dropout, soft caps, position
-biases, and inputs that require gradients.
+Attention computes a row in the same way in prefill, decoding and verification: its bits depend
+neither on other rows of the call nor on the batch or the padding. All other layers of the model
+remain torch's. The tokens that a row attends to are derived from transformers' masks, once per
+step. Supported are causal masks with padding, a sliding window or packed sequences, in any cache.
+Other features raise an error that names them: other kinds of masks, four-dimensional masks,
+dropout, soft caps, position biases, and inputs that require gradients.
 """
 
 from collections.abc import Callable
@@ -46,14 +45,14 @@ _UNSUPPORTED = (
 
 def register() -> None:
     """Make "specops" an `attn_implementation` of transformers."""
-    # With a static cache `generate` compiles the model; attention stays uncompiled.
+    # With a static cache, `generate` compiles the model, but attention must stay uncompiled.
     uncompiled = torch.compiler.disable(attention)  # type: ignore[no-untyped-call]
     AttentionInterface.register("specops", uncompiled)
     AttentionMaskInterface.register("specops", make_mask)
 
 
 class PagedCache(Cache):  # type: ignore[misc]
-    """KV cache with tensors of whole pages, which `attention` reads in place."""
+    """KV cache whose tensors consist of whole pages, which `attention` reads in place."""
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=_PagedLayer)
@@ -90,9 +89,9 @@ def _appended(old: Tensor, new: Tensor) -> Tensor:
 
 
 def _buffer_of(x: Tensor) -> Tensor | None:
-    """Return the whole buffer [batch, tokens, heads, head_dim] of a view, or None.
+    """Return the whole buffer [batch, tokens, heads, head_dim] of a view.
 
-    None: the buffer does not consist of whole pages in this layout.
+    Return None if the buffer does not consist of whole pages in this layout.
     """
     batch, heads, _, head_dim = x.shape
     stride, token = x.stride(0), heads * head_dim
@@ -109,17 +108,17 @@ def _whole_pages(num_tokens: int) -> int:
 
 @dataclass
 class StepMask:
-    """Tokens that a step's rows see, in the form that `append_attention` takes; for all layers.
+    """Attention mask of a step in the form that `append_attention` takes, shared by all layers.
 
-    transformers passes it through unchanged, like a finished four-dimensional mask.
+    transformers passes it to `attention` unchanged, like a four-dimensional mask.
 
     Attributes:
         qo_indptr: [sequences + 1], int32.
         kv_lens: [sequences], int32.
-        rows: [rows], int64. Indices of the batch's rows that see any token. None: all rows.
+        rows: [rows], int64. Indices of the batch's rows that attend to any token. None: all rows.
         slots: [2, sequences, tokens], int64. For each slot of a sequence's pages, the batch index
             and the column of its key. None: each sequence is a batch entry, from column 0 on.
-        window: tokens that a row sees, if the mask hides earlier tokens of its sequence.
+        window: number of tokens that a row attends to with a sliding window; None: no window.
     """
 
     qo_indptr: Tensor
@@ -133,11 +132,11 @@ class StepMask:
     _page_tables: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def contiguous(self) -> "StepMask":
-        """Return itself: transformers calls this on masks."""
+        """Return the mask itself; transformers calls this method on masks."""
         return self
 
     def page_table(self, num_pages: int) -> tuple[Tensor, Tensor]:
-        """Return kv_indptr and kv_indices of consecutive pages, equally many per sequence.
+        """Return kv_indptr and kv_indices of consecutive pages, `num_pages` per sequence.
 
         They are computed once per step.
         """
@@ -165,11 +164,11 @@ def make_mask(
     Args:
         batch_size: number of sequences in the batch.
         q_length: rows per sequence.
-        kv_length: tokens of the keys, including the unused capacity of a static cache.
-        q_offset: tokens before the rows.
-        kv_offset: tokens before the keys that a sliding cache has dropped.
-        mask_function: selects the tokens that a row sees: all before it, a window, or its packed
-            sequence.
+        kv_length: number of key tokens, including the unused capacity of a static cache.
+        q_offset: number of tokens before the rows.
+        kv_offset: number of tokens that a sliding cache has dropped before its first key.
+        mask_function: selects the tokens that a row attends to: all before it, a window, or its
+            packed sequence.
         attention_mask: bool [batch, tokens], False for padding; None: no padding.
         device: device of the layers.
         options: passed on to transformers' own masks.
@@ -185,7 +184,7 @@ def make_mask(
     is_causal = mask_function is causal_mask_function
     if is_causal and attention_mask is None:
         return _causal(batch_size, q_length, q_offset - kv_offset + q_length, device)
-    end = int(q_offset) + q_length - kv_offset  # used columns, including those of the rows
+    end = int(q_offset) + q_length - kv_offset  # number of used columns, including the new rows
     text = torch.ones(batch_size, end, dtype=torch.bool, device=device)
     if attention_mask is not None:
         padding = attention_mask[:, kv_offset : kv_offset + end]
@@ -211,23 +210,23 @@ def make_mask(
 
 
 def _causal(batch: int, rows: int, kv_len: int | Tensor, device: torch.device | str) -> StepMask:
-    """Return a mask in which every row sees all earlier tokens, without reading the device."""
+    """Return a purely causal mask, without reading device memory."""
     qo_indptr = torch.arange(batch + 1, dtype=torch.int32, device=device) * rows
     kv_lens = torch.zeros(batch, dtype=torch.int32, device=device) + kv_len
     return StepMask(qo_indptr, kv_lens)
 
 
 def _read(seen: Tensor, text: Tensor) -> StepMask:
-    """Return the mask for `seen` [batch, q_length, columns].
+    """Convert a boolean mask `seen` [batch, q_length, columns].
 
-    Each row must see its sequence up to itself, from a window's begin on; others raise ValueError.
+    Each row must see its sequence up to itself, perhaps only a window of it; else raise ValueError.
     """
     q_length, end = seen.shape[1:]
     columns = torch.arange(end, device=seen.device)
     own_columns = columns[end - q_length :]
     firsts = seen.byte().argmax(2)
     text_begins = text.byte().argmax(1)
-    # A row that sees only itself begins a sequence. The first row may continue the cache's.
+    # A row that sees only itself begins a sequence; the first row may continue a cached one.
     begins = torch.where(firsts == own_columns, own_columns, text_begins[:, None])
     begins[:, 0] = text_begins
     begins = begins.cummax(1).values
@@ -252,13 +251,13 @@ def _read(seen: Tensor, text: Tensor) -> StepMask:
 
 
 def _gathered(text: Tensor, begins: Tensor) -> StepMask:
-    """Return the mask of rows with the begin column of each row's sequence [batch, q_length]."""
+    """Return the mask of packed sequences, given the first column of each row's sequence."""
     device = text.device
     batch, end = text.shape
     q_length = begins.shape[1]
     text, begins = text.cpu(), begins.cpu()
     rows = text[:, end - q_length :].flatten().nonzero()[:, 0]
-    # Columns are numbered consecutively over the whole batch; so are tokens (`places`).
+    # Columns and tokens (`places`) are numbered consecutively over the whole batch.
     of_batch = torch.arange(batch)[:, None] * end
     own_columns = (of_batch + torch.arange(end - q_length, end)).flatten()[rows]
     begins = (of_batch + begins).flatten()[rows]
@@ -268,7 +267,7 @@ def _gathered(text: Tensor, begins: Tensor) -> StepMask:
     begin = places[firsts][:, None]
     last = places[own_columns[qo_indptr[1:] - 1]][:, None]
     kv_lens = (last - begin + 1)[:, 0]
-    # Slots past the end of a sequence are not read; they get its last key.
+    # Slots past the end of a sequence are never read; fill them with the last key's position.
     slots = torch.arange(_whole_pages(max(kv_lens.tolist(), default=0)))
     columns = text.flatten().nonzero()[:, 0][torch.minimum(begin + slots, last)]
     return StepMask(
@@ -293,7 +292,7 @@ def attention(
     s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention from the last rows of each sequence, by transformers' interface.
+    """Compute causal attention of the last rows of each sequence; transformers' interface.
 
     Args:
         module: the layer.
@@ -301,13 +300,13 @@ def attention(
         key: [batch, num_kv_heads, tokens, head_dim]; copied into pages unless it comes from a
             `PagedCache`.
         value: as `key`.
-        attention_mask: made by `make_mask`; None: every row sees all tokens before it.
-        dropout: 0.
+        attention_mask: mask from `make_mask`; None: every row sees all earlier tokens.
+        dropout: must be 0.
         scaling: scale of the scores. None: 1 / sqrt(head_dim).
-        sliding_window: tokens a row sees. None: all.
-        is_causal: True. None: the layer's setting.
-        s_aux: [num_qo_heads], the sinks of gpt-oss. None: no sinks.
-        options: arguments of other implementations.
+        sliding_window: number of tokens that a row attends to. None: all.
+        is_causal: must be True; None: the layer's setting, which must be True.
+        s_aux: [num_qo_heads], attention sinks of gpt-oss. None: no sinks.
+        options: arguments of other attention implementations.
 
     Returns:
         [batch, rows, num_qo_heads, head_dim], zeros in rows of padding; and None for the weights.

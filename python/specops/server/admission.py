@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Admission of requests to the server: one request of each client is prepared at a time.
 
-The event loop runs a piece of work for every ready task in sequence. If one client sent a hundred
-requests at once, every piece of any client's work would wait behind a hundred others. So a
-request needs a permit, of which each client has one. A client's requests get the permit in order of
-arrival, and each keeps it until it is on its way to the engine. Another client's request thus waits
-for at most one of them. A request holds no permit while its body is read or while it waits for long
-work of the engine or of other threads. The engine's thread takes requests between two steps, so a
-client may have only a few requests on their way to it; the next one keeps its permit until one of
-those has been taken.
+The event loop runs all ready tasks in turn. If one client sent a hundred requests at once, every
+task of the other clients would wait behind a hundred tasks of that client. So a request needs a
+permit, of which each client has one. A client's requests get the permit in order of arrival, and
+each keeps it until it is on its way to the engine. Another client's request thus waits for at most
+one of them. A request holds no permit while its body is read or while it waits for long work of the
+engine or of other threads. The engine accepts requests only between two steps. Only a few requests
+of a client may wait for that at a time; the next one keeps its permit until the engine has accepted
+one of them.
 
 A request whose client has left before it gets its permit is dropped. A request that was begun and
 then abandoned has cost work but no longer holds a permit, so the client's next permit is delayed by
@@ -27,12 +27,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specops.server.clients import Clients
 from specops.server.unread import Unread
 
-# Delay of the client's next permit per abandoned request, and the maximum of the sum: a client that
-# ends may abandon many requests at once.
+# Pause of a client per abandoned request, and the maximum total pause: a client that exits may
+# abandon many requests at once.
 _PAUSE_SECONDS = 0.01
 _MAX_PAUSE_SECONDS = 1.0
 
-# Bytes of a body that are written at a time; the write buffer pauses at this many.
+# Size of the pieces in which a long body is written; uvicorn's write buffer also pauses at this
+# size.
 _PIECE_BYTES = 1 << 16
 
 
@@ -136,17 +137,17 @@ class Admission:
 
     It sets these attributes of a request's `state`: `client`, the client's name; `cache_scope`, the
     client's cache scope; `is_authorized`, whether its API key is valid; `permit`, a `Permit`; and
-    `send_body`, which bypasses the other middleware, because that only needs to see how an answer
-    begins.
-    `is_gone` is set already: it returns whether the connection has ended (connections.py).
+    `send_body`, which sends the rest of a body without the other middleware, since they only need
+    the beginning of a response. `is_gone` is set already: it returns whether the connection has
+    ended (connections.py).
 
     Args:
         app: the application.
         clients: identifies clients.
         permits: the permits of all clients.
         unread: counts the unsent bytes of long bodies.
-        cancelled: makes the answer to a request that is cancelled before its answer has begun,
-            which happens when the time for draining is over.
+        cancelled: makes the response to a request that is cancelled at the end of `drain_timeout`
+            before its response has begun.
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class Admission:
         cache_scope = self._clients.cache_scope(name)
         state.update(client=name, cache_scope=cache_scope, is_authorized=is_authorized)
         state.update(permit=permit, send_body=send)
-        # Other HTTP servers than ours do not set it.
+        # Our HTTP protocol (connections.py) sets `is_gone`; other ASGI servers do not.
         is_gone: Callable[[], bool] = state.setdefault("is_gone", lambda: False)
 
         has_begun = False

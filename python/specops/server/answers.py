@@ -37,7 +37,7 @@ from specops.server.usage import add_stats, metrics, timings, usage
 
 R = TypeVar("R", CompletionRequest, ChatCompletionRequest)
 
-# This many take milliseconds to convert to JSON, so that is done in a thread.
+# An answer with this many logprobs takes milliseconds to convert to JSON, so a thread does it.
 _MANY_LOGPROBS = 2048
 
 _DONE = b"data: [DONE]\n\n"  # the end of a stream, after an error as well
@@ -70,8 +70,7 @@ class Answer(Generic[R]):
             "system_fingerprint": fingerprint,
         }
         self._ends: dict[int, End] = {}
-        # By prompt. They come with the first output of a prompt's first choice, before other
-        # choices.
+        # By prompt index. The engine sends them with the first output of the prompt's first choice.
         self._prompt_logprobs: dict[int, Sequence[TokenLogprob | None]] = {}
         self._spans: list[Span] = []
 
@@ -79,8 +78,8 @@ class Answer(Generic[R]):
         """Wait for all choices and return the complete answer, not streamed, as JSON.
 
         Args:
-            permit: the request's permit. A long answer is converted to JSON while the
-                request holds it, so that only one request of a client blocks other threads.
+            permit: the request's permit. The request holds it while a long answer is converted to
+                JSON, so that only one request of a client at a time holds Python's lock for that.
         """
         outputs: dict[int, ChoiceOutput] = {}
         while self.job.num_unfinished:
@@ -119,8 +118,7 @@ class Answer(Generic[R]):
         options = self.request.stream_options or StreamOptions()
         prompt_tokens = sum(map(len, self.job.prompts))
         num_tokens = 0
-        # Equal in every chunk, so it is converted to JSON once; `chunk` appends choices and the
-        # end.
+        # All chunks begin with the same fields, which are converted to JSON only once.
         begin = event({**self._frame, "object": self.chunk_name}).removesuffix(b"}\n\n") + b","
 
         def chunk(choices: list[dict[str, Any]], **members: Any) -> bytes:
@@ -154,7 +152,7 @@ class Answer(Generic[R]):
                     if step.end is None:
                         continue
                     last = len(self._ends) == len(self.job.times)
-                    # With include_usage the counts come in a chunk of their own.
+                    # With include_usage, a separate last chunk has the counts.
                     members = {} if options.include_usage or not last else self._metrics()
                     yield chunk([self.last(step.index, step.end)], **members)
             if options.include_usage:
@@ -173,7 +171,7 @@ class Answer(Generic[R]):
         raise NotImplementedError
 
     def late_first(self, index: int) -> list[dict[str, Any]]:
-        """Return the chunks before an output that need the choice's first output."""
+        """Return chunks to send before a choice's first output that depend on that output."""
         return []
 
     def delta(self, step: Output) -> dict[str, Any]:
@@ -189,11 +187,11 @@ class Answer(Generic[R]):
         raise NotImplementedError
 
     def extras(self) -> dict[str, bytes]:
-        """Return the answer's optional members beside the choices, with values in JSON."""
+        """Return optional fields of the answer besides the choices; the values are JSON text."""
         return {}
 
     def choice_extras(self, index: int) -> dict[str, bytes]:
-        """Return a choice's optional members, with values in JSON."""
+        """Return optional fields of a choice; the values are JSON text."""
         return {}
 
     def prompt_of(self, index: int) -> int:
@@ -257,7 +255,7 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._readers: dict[int, CallReader] = {}  # by choice, if tools may be called
+        self._readers: dict[int, CallReader] = {}  # by choice index, if tools may be called
 
     def first(self, index: int) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
@@ -284,7 +282,7 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
         return self._readers.setdefault(index, CallReader(self._call_form))
 
     def _reason(self, end: End, num_calls: int) -> str:
-        """Return OpenAI's finish reason; calls of a tool required by name do not count as one."""
+        """Return OpenAI's finish reason: "stop", not "tool_calls", if a request named its tool."""
         is_named = isinstance(self.request.tool_choice, NamedTool)
         if num_calls and end.finish_reason == "stop" and not is_named:
             return "tool_calls"
@@ -344,7 +342,7 @@ class TextAnswer(Answer[CompletionRequest]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._logprobs: dict[int, LegacyLogprobs] = {}  # by choice; carries offsets
+        self._logprobs: dict[int, LegacyLogprobs] = {}  # by choice index; tracks offsets
 
     def first(self, index: int) -> list[dict[str, Any]]:
         echo = self._echo(index)

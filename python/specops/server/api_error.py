@@ -24,7 +24,7 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        if len(message) > _MAX_MESSAGE:  # it may quote the client's input
+        if len(message) > _MAX_MESSAGE:  # the message may quote the client's input
             message = message[:_MAX_MESSAGE] + "..."
         self.status = status
         self.message = message
@@ -48,7 +48,8 @@ class ApiError(Exception):
         """Return this error with fields renamed for an API that has other names for them."""
 
         def renamed(word: re.Match[str]) -> str:
-            # "messages" is a field name only at the beginning, max_tokens anywhere.
+            # Replace "messages" only at the beginning, where it is a field's name, but max_tokens
+            # anywhere.
             is_field = not word.start() or "_" in word[0]
             return names.get(word[0], word[0]) if is_field else word[0]
 
@@ -65,12 +66,12 @@ class ApiError(Exception):
 def bad_value(
     error: ValueError, model: type[BaseModel] | None = None, otherwise: str | None = None
 ) -> ApiError:
-    """Return the error for a value that the engine refused.
+    """Return the HTTP 400 error for a parameter that the engine refused.
 
     Args:
         error: the engine's error; its message may begin with the parameter's name.
         model: the body's class; a name that is one of its fields becomes `param`.
-        otherwise: `param` if the message does not begin with a field's name.
+        otherwise: value of `param` if the message does not begin with a field's name.
     """
     message = str(error)
     first_word = re.match(r"\w+", message)
@@ -90,7 +91,7 @@ def shutting_down() -> ApiError:
 
 
 def restarting(message: str) -> ApiError:
-    """Return the error for a request that finds no engine, or one that does not respond."""
+    """Return the error for a request while the engine is restarting or does not respond."""
     return _unavailable(message, "engine_restarting")
 
 
@@ -106,7 +107,7 @@ def _unavailable(message: str, code: str) -> ApiError:
 
 
 def not_read(message: str) -> ApiError:
-    """Return the error for a client that does not read its output."""
+    """Return the error that ends the stream of a client that does not read its output."""
     return ApiError(408, message, code="output_not_read")
 
 

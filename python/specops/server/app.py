@@ -84,15 +84,14 @@ from specops.service.garbage import raise_gc_thresholds
 R = TypeVar("R", CompletionRequest, ChatCompletionRequest)
 A = TypeVar("A", TextAnswer, ChatAnswer)
 
-# Time after which a thread that holds Python's lock yields it to the event loop, whose pieces of
-# work are short. Such a thread parses a request, or runs the engine with --in-process. Python's
-# default is ten times as long.
+# Time after which a thread must yield Python's lock to the event loop, so that a thread that parses
+# a request, or runs the engine with --in-process, does not delay streams. Python's default is ten
+# times as long.
 _SWITCH_SECONDS = 0.0005
 
-# Connections accepted in a round of the event loop. libuv accepts one from each listener, and a
-# round lasts a millisecond while the engine's thread runs. If the server accepted them more slowly
-# than one client makes them, thousands of that client's connections would wait before those of
-# others.
+# Connections accepted per round of the event loop, which may last a millisecond; libuv accepts only
+# one from each listener. If one client opened connections faster than the server accepts them,
+# thousands of its connections would wait ahead of other clients' connections.
 _ACCEPTED_AT_ONCE = 8
 
 # Chat templates that are part of specops, by their names as `chat_template`.
@@ -101,7 +100,7 @@ _TEMPLATES = {"tools": Path(__file__).with_name("tools.jinja")}
 # Errors below this path have Anthropic's format.
 _ANTHROPIC = "/v1/messages"
 
-# Routes that clients call but that do not exist, with the reasons.
+# Routes that clients may call but this server lacks, with the reason in the 404 error.
 _ABSENT = {
     "/v1/embeddings": ": embeddings are not supported",
     "/metrics": ": metrics are on the port of --metrics-port",
@@ -134,7 +133,7 @@ def make_app(
     """Return the application that serves an engine.
 
     Args:
-        client: connection to an engine without other users; it starts and stops with the
+        client: connection to an engine that nothing else uses; it starts and stops with the
             application.
         tokenizer: tokenizer of the engine's model.
         chat_format: converts chats to prompts; overrides the next two arguments about chats.
@@ -247,7 +246,7 @@ def _chat_format(
 
 
 def _add_own_routes(app: FastAPI, client: EngineClient, *, has_metrics: bool) -> None:
-    """Add the web page and the routes for operators."""
+    """Add the web page and the routes for operators: /health, /version, /metrics."""
     add_page(app, has_metrics=has_metrics)
 
     @app.api_route("/health", methods=_READ, **_HEALTH)
@@ -311,12 +310,12 @@ def _openai_routes(generation: Generation) -> APIRouter:
 
     @api.api_route("/v1/contract", methods=_READ, **without_body(Contract))
     async def contract() -> Response:
-        """Return everything that the bits of outputs depend on, and a digest of it."""
+        """Return the execution contract: everything that output bits depend on, and its digest."""
         return JSONResponse(generation.contract)
 
     @api.post("/v1/completions", **with_body(CompletionRequest, TextCompletion, streams=True))
     async def completions(request: Request) -> Response:
-        """Continue a text, in OpenAI's format."""
+        """Complete a prompt, in OpenAI's format."""
         return await generation.answer(request, CompletionRequest, _unconverted(TextAnswer))
 
     @api.post(
@@ -346,7 +345,7 @@ def _unconverted(answer_type: type[A]) -> Callable[[R, str], tuple[R, type[A]]]:
 
 
 def _add_blocks_routes(api: APIRouter, generation: Generation) -> None:
-    """Add the APIs that convert requests to chats and answer with lists of blocks."""
+    """Add the routes of OpenAI's Responses API and Anthropic's Messages API."""
     responses = Responses()
 
     @api.post("/v1/responses", **with_body(ResponsesRequest, ResponsesReply, streams=True))
@@ -373,7 +372,7 @@ def _add_blocks_routes(api: APIRouter, generation: Generation) -> None:
 
     @api.api_route(items, methods=_READ, **without_body(InputItems, 400, 404, query=OF_ITEMS))
     async def input_items(request: Request, response_id: str) -> Response:
-        """Return the input items of the request that led to a stored response."""
+        """Return the input items of the request that created a stored response."""
         page = responses.input_items(request.state.client, response_id, request.query_params)
         return Response(dumped(page), media_type="application/json")
 
@@ -414,7 +413,7 @@ def _error_response(error: ApiError, path: str) -> Response:
 
 
 def _cancelled(scope: Scope) -> Response:
-    """Return the answer to a request that had none when the time for draining was over."""
+    """Return the response to a request that is still waiting when `drain_timeout` has passed."""
     return _error_response(shutting_down(), scope["path"])
 
 
@@ -497,7 +496,7 @@ def serve(
         max_connections: maximum number of open connections. When it is exceeded, the address with
             the most connections loses the one that has waited longest for its client.
         header_timeout: seconds that a client may take to send the headers of a request.
-        write_timeout: seconds that a client may take to read what was written for it.
+        write_timeout: seconds that a client may take to read the contents of the write buffer.
         metrics_listener: from `listen`, for an application with `metrics_apart`.
 
     Returns:

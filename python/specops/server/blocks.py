@@ -18,7 +18,7 @@ from specops.server.streaming import dumped
 
 @dataclass
 class TextBlock:
-    """Text between calls that has arrived so far; `is_cut` if it ended before the model's stop."""
+    """Text before, between or after calls; `is_cut` if it ended before the model's own end."""
 
     text: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
@@ -39,7 +39,7 @@ Block = TextBlock | CallBlock
 
 @dataclass
 class Change:
-    """Change of the last block: it begins, its text grows, or it is complete.
+    """Change of an answer's last block: the block begins, its text grows, or it is complete.
 
     Attributes:
         kind: kind of the change.
@@ -103,7 +103,7 @@ class BlockAnswer(ChatAnswer):
         return self.complete_reply(self._why())
 
     def _why(self) -> str:
-        """Return a chat's finish reason; unlike in chats, required calls count as "tool_calls"."""
+        """Return the finish reason: "tool_calls" after any call, even of a tool that was named."""
         reason = self._ends[0].finish_reason
         has_called = any(isinstance(block, CallBlock) for block in self.blocks)
         return "tool_calls" if has_called and reason == "stop" else reason
@@ -128,7 +128,7 @@ class BlockAnswer(ChatAnswer):
             yield from self._close(is_cut=step.end.finish_reason != "stop")
 
     def _pieces(self, step: Output) -> Iterator[str | dict[str, Any]]:
-        """Yield the texts and calls that are final after a step."""
+        """Yield the texts and calls that a step has made final."""
         if not self.request.may_call:
             if step.text or step.logprobs:
                 yield step.text

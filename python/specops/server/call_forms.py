@@ -24,8 +24,8 @@ class CallForm:
 
     Attributes:
         name: name of the syntax for vLLM's `--tool-call-parser`.
-        opening: text before calls; if empty, a text that begins with an object consists of calls.
-        closing: text after every call, or after all of them.
+        opening: text that introduces calls; if empty, an output that begins with "{" is a call.
+        closing: text after each call, or after the list of calls if `is_list`.
         arguments: name of the member with a call's arguments.
         is_list: whether the calls are one JSON list that ends the text.
         id_length: length of a call's id, if templates require a certain one.
@@ -85,7 +85,7 @@ def _rest(text: str) -> list[str]:
 def form_of_template(source: str) -> CallForm | None:
     """Return the syntax of tool calls in a chat template, or None if it has no known one."""
     if "[TOOL_CALLS]" in source:
-        return None if "[ARGS]" in source else MISTRAL  # newer ones name the tool outside of JSON
+        return None if "[ARGS]" in source else MISTRAL  # newer ones have names outside the JSON
     if "<tool_call>" in source:
         others = ("<function=", "<arg_key>")
         has_form = all(word in source for word in ("name", "arguments"))
@@ -115,7 +115,7 @@ class CallReader:
         self._opening = ""  # text before a possible call in `_held`; content if it is no call
         self._is_open = False
         self._is_content = False  # for a form without an opening: the text began without a call
-        self._scanner: ObjectScanner | None = None  # for the object that `_held` begins with
+        self._scanner: ObjectScanner | None = None  # scanner of the object that `_held` begins with
         self._end: int | None = None  # end of that object in `_held`
 
     def feed(self, text: str) -> tuple[str, list[dict[str, Any]]]:
@@ -141,7 +141,7 @@ class CallReader:
                 yield piece
 
     def finish(self) -> str:
-        """Return the content that is left at the end of the text, such as half of a call."""
+        """Return the content that is still held at the end of the text, such as half of a call."""
         rest = (self._opening if self._is_open else "") + self._held
         is_rest = self._is_open and not self._held.strip(_SPACE + "[],;")
         self._held = ""
@@ -151,7 +151,7 @@ class CallReader:
         return rest
 
     def _outside(self) -> tuple[str, bool]:
-        """Remove content from the held text; return it, and whether calls begin after it."""
+        """Remove and return content at the start of the held text, and whether calls follow it."""
         opening = self._form.opening
         if not opening:
             begun = self._held.lstrip(_SPACE)
@@ -178,10 +178,10 @@ class CallReader:
         return content, False
 
     def _next(self) -> str | dict[str, Any] | None:
-        """Remove the next call from the held text, or text that is no call.
+        """Remove the next call, or text that is not a call, from the held text.
 
         Returns:
-            The call or the text, which is empty at the end of a list; None if more must arrive.
+            The call; or the text, "" at the end of a list; or None if more text must arrive first.
         """
         form = self._form
         if self._scanner is None:
@@ -245,7 +245,7 @@ class CallReader:
 
 
 def _num_held(text: str, opening: str) -> int:
-    """Return the number of final characters that may be space and the beginning of an opening."""
+    """Return how many of the last characters may be space and the beginning of an opening."""
     length = next(size for size in range(len(opening), -1, -1) if text.endswith(opening[:size]))
     before = text[: len(text) - length]
     return length + len(before) - len(before.rstrip())

@@ -114,7 +114,7 @@ class ChatFormat:
         """Return the text of a conversation, up to where the assistant is to speak.
 
         Args:
-            messages: messages with role and content.
+            messages: messages of the conversation, each with role and content.
             add_generation_prompt: end with the prefix of the assistant's next message.
             variables: further variables that the template reads, such as "enable_thinking".
             tools: tools that the assistant may call, as the client has sent them.
@@ -145,7 +145,7 @@ class ChatFormat:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Extension that ignores `{% generation %}`, which marks the assistant's part for training."""
+    """Jinja extension that ignores `{% generation %}`, which marks training targets."""
 
     tags = {"generation"}  # noqa: RUF012  (the base class says what this is)
 
@@ -167,8 +167,7 @@ def _compile(source: str) -> jinja2.Template:
 
 
 def _environment() -> jinja2.Environment:
-    # The settings that chat templates are written for; sandboxed, since templates come with
-    # weights.
+    # The Jinja settings of transformers. Sandboxed, since templates are downloaded with weights.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )

@@ -44,7 +44,7 @@ class Clients:
         """Return the client's name, and whether its requests are authorized."""
         headers = connection.headers
         sent = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
-        # Compare every key, so that the time does not reveal which one was close.
+        # Compare with every key, so that the time reveals nothing about the keys.
         same = [hmac.compare_digest(sent.encode(), expected) for expected in self._expected]
         if any(same):
             return f"key-{same.index(True)}", True
@@ -72,7 +72,7 @@ def network_of(host: str) -> str:
     """Return an IPv4 address, or the /64 network of an IPv6 address: a client may own all of it."""
     try:
         address = ipaddress.ip_address(host)
-    except ValueError:  # for example a Unix socket of this machine
+    except ValueError:  # not an IP address, for example a Unix socket
         return "here"
     if address.version == 6:
         return str(ipaddress.ip_network((address, 64), strict=False))

@@ -20,9 +20,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_HEAD_BYTES = 1 << 16  # a request's line and headers
 _LONG_HEAD = f"The headers exceed {_MAX_HEAD_BYTES} bytes."
-# Delay between a connection's timeout and its closing. A process that was suspended finds timers
-# due and requests unread. Timers run first, and the delay lets it read the requests before it
-# closes.
+# Delay between a connection's timeout and its closing. When a suspended process resumes, timers run
+# before unread requests are read; the delay lets it read them before it closes connections.
 _MOMENT = 0.05
 
 # Connections reserved for addresses that have none: one in _RESERVED_SHARE, at most _MAX_RESERVED.
@@ -34,7 +33,7 @@ _OWN_FILES = 128
 # While the server shuts down, clients get less time to read their output.
 _SHUTDOWN_WRITE_SECONDS = 5.0
 
-_MOMENTS = itertools.count()  # logical clock: the event loop's own stands still within a round
+_MOMENTS = itertools.count()  # logical clock; the event loop's is constant within a round
 
 
 class _BoundedProtocol(HttpToolsProtocol):
@@ -61,14 +60,14 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _num_reserved(self) -> int:
-        """Connections that only addresses without another connection may open."""
+        """Number of connections reserved for addresses that have no other connection."""
         return min(self.max_connections // _RESERVED_SHARE, _MAX_RESERVED)
 
     def _close_excess(self) -> None:
         """Close a connection if there are too many.
 
-        Choose the address with the most connections, and of these the one that has waited longest
-        for its client. If the server is working for all of them, close this connection.
+        Of the address with the most connections, close the one that has waited longest for its
+        client. If none of them waits for its client, close this new connection.
         """
         connections = [
             connection
@@ -98,7 +97,7 @@ class _BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _is_closed(self) -> bool:
-        """Return whether the connection ends in this round of the event loop."""
+        """Return whether the connection is closing and has nothing left to write."""
         return self.transport.is_closing() and not self.transport.get_write_buffer_size()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -135,8 +134,8 @@ class _BoundedProtocol(HttpToolsProtocol):
     def _end_writing(self) -> None:
         """End the connection of a client that does not read its output.
 
-        The end of an answer fits the write buffer, and further answers may follow it there. In that
-        case the client counts as reading as long as the buffer's size changes.
+        If the rest of an answer fits into the write buffer, writing is not paused. The client then
+        counts as reading as long as the buffer's size changes between two deadlines.
         """
         self._write_deadline = None
         size = self.transport.get_write_buffer_size()

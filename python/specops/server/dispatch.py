@@ -37,7 +37,7 @@ _REFUSALS: dict[str, type[Exception]] = {
 
 
 class Dispatch:
-    """Table of the jobs that were submitted to an engine.
+    """Submission of jobs to an engine, and a table of the unfinished ones.
 
     Args:
         client: connection to the engine.
@@ -60,7 +60,7 @@ class Dispatch:
         self._client = client
         self._metrics = metrics
         self._num_clients = num_clients
-        self._jobs: dict[int, Job] = {}  # by number, until every choice has its last output
+        self._jobs: dict[int, Job] = {}  # unfinished jobs by number
         self._outbox: Outbox | None = None
         self._num_rows = client.status.stats.num_rows
         self.unread = Unread(max_unread_bytes, self._end_unread)
@@ -76,7 +76,7 @@ class Dispatch:
         await self._client.stop()
 
     def require_capacity(self, client: str) -> None:
-        """Check that a client may submit another request.
+        """Check that a client may submit another request now.
 
         Raises:
             QueueFull: the client has its share of waiting requests, or too much unread output.
@@ -126,13 +126,13 @@ class Dispatch:
             raise
 
     def abort(self, job: Job) -> None:
-        """Drop a job and its output, and free its pages; harmless for a finished one."""
+        """Abort a job, drop its output, and free its pages; no-op if the job has finished."""
         job.close()
         if self._jobs.pop(job.number, None) is not None:
             self._client.abort(job.number)
 
     def _end_unread(self, stream: Stream) -> None:
-        """End a stream whose client has left too much output unread."""
+        """End the stream of a client that has left too much output unread."""
         assert isinstance(stream, Job)
         logger.warning("ending a stream, since its client %s does not read it", stream.client)
         if self._jobs.pop(stream.number, None) is not None:

@@ -62,9 +62,8 @@ B = TypeVar("B", bound=Body)
 # Bodies of at least this many bytes are parsed in a thread, off the event loop.
 _SHORT_BODY = 1 << 15
 
-# A client may send its whole body before it reads an answer, and would miss an error after which
-# the connection closes. So the server reads up to this multiple of the body limit before it gives
-# up.
+# A client that sends its whole body before it reads would miss an error if the server closed the
+# connection at once. So the server reads on, up to this multiple of the body limit.
 _READ_ON = 16
 
 # Maximum number of one client's jobs that wait for acceptance by the engine's thread.
@@ -91,7 +90,7 @@ class Generation:
     ) -> None:
         self._capabilities = capabilities
         self._sampling_defaults = sampling_defaults
-        # A rejected draft of these drafters may come from another client's answer.
+        # Rejected drafts of these drafters may be text of another client, so they are not reported.
         self._hidden_drafters = frozenset(
             drafter["name"]
             for drafter in capabilities.drafters
@@ -102,7 +101,8 @@ class Generation:
         self._dispatch = dispatch
         self._tokenizer = tokenizer
         self._chat_format = chat_format
-        # HERMES stands in where tools are unsupported; require_tools refuses such requests later.
+        # Without a known syntax of calls, use HERMES; require_tools refuses requests with tools
+        # later.
         self._call_form = chat_format.call_form or HERMES
         self._submitting = ClientPermits(_SUBMITTED)
         self._max_body_bytes = max_body_bytes
@@ -153,7 +153,7 @@ class Generation:
         """
         try:
             self._dispatch.require_capacity(http.state.client)
-        except QueueFull as error:  # before any work is done for it
+        except QueueFull as error:  # refuse it before doing any work for it
             raise _busy(error) from None
         body = with_defaults(await self.read(http, body_type), self._sampling_defaults)
         try:
@@ -170,7 +170,7 @@ class Generation:
         params = await self._with_prediction(await self._sampling_params(http, request))
         prompts = await self._tokenize(request)
         check_prompt_logprobs(prompts, params)
-        if http.state.is_gone():  # before the engine does work for it
+        if http.state.is_gone():  # stop before the engine works for it
             raise ClientDisconnect
         speculative = request.speculative_config
         kv_transfer = kv_transfer_of(request, len(prompts), self._capabilities.role)
@@ -221,7 +221,7 @@ class Generation:
             raise error.under_names(body_type.chat_names) from None
 
     async def _submit(self, job: Job, permit: Permit) -> None:
-        """Submit a job to the engine; release the permit once few enough jobs are on their way."""
+        """Submit a job to the engine; release the permit once fewer than _SUBMITTED jobs wait."""
         if job.params.structured_output is not None:  # the engine compiles its grammar first
             permit.release()
             return await self._dispatch.submit(job)
@@ -327,8 +327,9 @@ class Generation:
         """Refuse a body whose announced length exceeds the limit, before it arrives."""
         length = int(http.headers.get("content-length", 0))
         if length > self._max_body_bytes:
-            # A body that arrives anyway is dropped, so that the client gets to read the answer. A
-            # client that sent "Expect" may omit the body, so the connection cannot be reused.
+            # If the client sends the body anyway, read and drop it, so that the client reads the
+            # error. A client that sent "Expect" may omit the body, so the connection cannot be
+            # reused.
             waits = "expect" in http.headers
             raise self._too_large(closes=waits or length > _READ_ON * self._max_body_bytes)
 
@@ -436,7 +437,7 @@ class Generation:
 
 
 def _refusal(error: BaseException, request: CompletionRequest | ChatCompletionRequest) -> ApiError:
-    """Return the error for a job that is refused or ends before it is complete."""
+    """Return the API error for an exception that refused a job or ended it early."""
     if isinstance(error, ContextOverflow):
         return too_long(str(error), request.prompt_field)
     if isinstance(error, QueueFull):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Infilling: completion between a prompt and a suffix, for models that have tokens for it."""
+"""Infilling (fill-in-the-middle) for models that have special tokens for it."""
 
 from specops.api.tokenizer import Tokenizer
 
-# Marks before the prompt, before the suffix and after it, as several families of models are
-# trained.
+# Special tokens before the prompt, before the suffix and after the suffix, of several model
+# families.
 _MARKS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),

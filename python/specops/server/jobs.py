@@ -29,13 +29,13 @@ class Span:
     """Timeline of one choice, in seconds after its job's arrival.
 
     Attributes:
-        begin: time when it got its slot.
+        begin: time when the choice got its slot.
         first: time of its first tokens.
         last: time of its last tokens.
-        num_first: number of tokens that came first; a step may emit several.
-        steps_at_first: total duration of all of the engine's steps by the time of its first tokens;
-            None if the engine does not measure it.
-        steps_at_last: the same by the time of its last tokens.
+        num_first: number of tokens in the first step that emitted any.
+        steps_at_first: total duration of the engine's steps, since its start, when the first tokens
+            arrived; None if the engine does not measure it.
+        steps_at_last: the same total when the last tokens arrived.
     """
 
     begin: float
@@ -48,15 +48,15 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceOutput:
-    """Output of one step for one choice of a streaming job; otherwise the whole choice."""
+    """Output of one choice: of one step if the job streams, else of all steps."""
 
     output: Output
-    seconds: float  # from its job's arrival to the end of the step
+    seconds: float  # time from the job's arrival to the end of the step
     span: Span | None = None  # set when the choice is finished
 
 
 class JobFailed(Exception):
-    """Failure of a job that the engine could not finish; the log has the reason."""
+    """Failure of a job that the engine could not finish; the server's log has the reason."""
 
     def as_api_error(self) -> ApiError:
         """Return the error that ends the job's stream."""
@@ -99,18 +99,19 @@ class Job:
     Args:
         prompts: token ids of each prompt.
         params: sampling parameters of all prompts.
-        speculative_config: the request's own, as JSON, or None.
+        speculative_config: JSON of the request's `speculative_config`, or None.
         client: name of the client, since slots are shared fairly among clients.
         streaming: report every step's output, rather than finished choices only.
         unread: counts the outputs of a streaming job until they are taken.
-        kv_transfer: request to fetch the prompt's pages from another engine, or keep them for one.
+        kv_transfer: request to fetch the prompt's pages from another engine, or to lease them to
+            one.
         hidden_drafters: drafters whose rejected drafts are not reported.
 
     Attributes:
         number: unique number of the job.
         times: token times of each choice.
         num_running: number of choices whose last output has not arrived yet.
-        num_unfinished: number of choices whose last output `next_outputs` has not returned yet.
+        num_unfinished: number of choices whose last output the caller has not received yet.
         num_speculative_tokens: maximum number of drafts per step; set when the job is accepted.
     """
 
@@ -147,7 +148,7 @@ class Job:
 
     @property
     def is_accepted(self) -> bool:
-        """True once the engine has accepted or refused the job, or the caller stopped waiting."""
+        """True once the engine has accepted or refused the job, or `until_accepted` has ended."""
         return self._accepted is None or self._accepted.done()
 
     async def until_accepted(self) -> None:
@@ -188,20 +189,20 @@ class Job:
         return outputs
 
     def fail(self, error: JobFailed) -> None:
-        """End the job with an error, and drop the outputs that were not taken."""
+        """End the job with an error, and drop outputs that the caller has not received."""
         self._events.clear()
         self._unread.drop(self)
         self.put(error)
         self._is_closed = True
 
     def close(self) -> None:
-        """Drop the outputs that were not taken, and those that are still to come."""
+        """Drop all outputs that the caller has not received, and ignore later ones."""
         self._is_closed = True
         self._events.clear()
         self._unread.drop(self)
 
     def put(self, event: ChoiceOutput | Accepted | Exception) -> None:
-        """Take an acceptance, a refusal, a failure or an output. Runs on the event loop."""
+        """Handle an event of the engine: acceptance, refusal, failure or output."""
         if self._is_closed:
             return
         if isinstance(event, Accepted):

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON text: strict parsing without recursion, which keeps numbers as they are written."""
+"""JSON text: strict parsing that keeps the spelling of numbers; depth checks without recursion."""
 
 import json
 import re
 import secrets
 from typing import Any
 
-# Maximum levels of lists and objects in a body. JSON parsers of other languages read this many, and
-# Python's recursive functions many more. Arguments of calls leave levels for the body around them.
+# Maximum nesting of lists and objects in a body: other languages' JSON parsers support it, and it
+# is far below Python's recursion limit. Tool arguments may nest less, since a body encloses them.
 MAX_DEPTH = 128
 MAX_ARGUMENTS_DEPTH = 100
 
@@ -63,7 +63,7 @@ def refuse_constant(name: str) -> None:
 
 
 def loads(text: str) -> Any:
-    """Parse a call's arguments; `dumps` writes the numbers exactly as they are in the text.
+    """Parse a call's arguments; `dumps` writes their numbers back exactly as in the text.
 
     Raises:
         ValueError: the text is not valid JSON, or nested more than MAX_ARGUMENTS_DEPTH levels deep.
@@ -116,7 +116,7 @@ def with_short_integers(text: str) -> str:
     return _STRING_OR_NUMBER.sub(shorter, text) if len(text) > MAX_DIGITS else text
 
 
-# Validates a member's value without converting numbers.
+# Finds the end of a member's value and validates it, without converting numbers.
 _DECODER = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=refuse_constant)
 
 
@@ -173,7 +173,7 @@ class ObjectScanner:
         self._in_string = False
 
     def end_in(self, text: str) -> int | None:
-        """Return the end of the object that the text begins with, or None if it goes on.
+        """Return the end of the object that the text begins with; None if the object is incomplete.
 
         Args:
             text: text that begins with "{" and extends the text of the previous call.

@@ -11,7 +11,7 @@ from specops.api.tokenizer import Tokenizer
 from specops.server.api_error import ApiError
 from specops.server.streaming import dumped
 
-# Maximum number of prompts' log-probabilities in one answer, including alternatives: some 20 MB of
+# Maximum number of prompt log-probabilities in one answer, including alternatives: about 20 MB of
 # JSON.
 MAX_PROMPT_LOGPROBS = 1 << 18
 
@@ -19,7 +19,7 @@ _ENTRY = '"%d":{"logprob":%r,"rank":%d,"decoded_token":%s}'
 
 
 def num_prompt_logprobs(prompts: Sequence[Sequence[int]], params: SamplingParams) -> int:
-    """Return the number of prompts' log-probabilities in an answer, including alternatives."""
+    """Return how many prompt log-probabilities an answer has, including alternatives."""
     if params.prompt_logprobs is None:
         return 0
     return params.n * sum(map(len, prompts)) * (1 + params.prompt_logprobs)
@@ -122,7 +122,7 @@ class LegacyLogprobs:
             if not self._tokenizer.is_special(token_id):
                 self._offset += len(self._utf8.decode(data))
             elif is_added and len(offsets) == 1:
-                pass  # not in the text, even if the client wrote the same token after it
+                pass  # the tokenizer added it, so the text does not contain it
             elif text and text.startswith(name := token_text(data), self._offset):
                 self._offset += len(name)
             values.append(None if token is None else _finite(token.logprob))

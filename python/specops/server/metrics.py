@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prometheus metrics: vLLM's names and meanings under the prefix `specops:`.
 
-Counters are the engine's own, as it last reported them, so that there is one source of truth. Only
-distributions of times and lengths, which a scrape cannot reconstruct, are recorded as they occur.
+Counters are copied from the engine's last status, so that they cannot disagree with it. Only
+histograms of times and lengths are recorded here, as events occur.
 """
 
 import time
@@ -129,7 +129,7 @@ class Metrics:
         return labelled
 
     def watch(self, unread: Unread) -> None:
-        """Add a gauge of the output that clients have not read; call this once."""
+        """Add a gauge of the bytes of output that clients have not read; call this once."""
         text = "Estimated bytes of output that clients have not read yet"
         gauge = Gauge("specops:unread_output_bytes", text, _LABELS, registry=self._registry)
         gauge.labels(self._model).set_function(lambda: unread.total)
@@ -138,7 +138,7 @@ class Metrics:
         """Record `count` new tokens of a choice, `seconds` after its last ones or its arrival."""
         if first:
             self._first_token.observe(seconds)
-            # To a client, tokens that came with the first one took no time of their own.
+            # For a client, further tokens of the first step arrive together with the first token.
             for _ in range(count - 1):
                 self._between_tokens.observe(0.0)
         else:
@@ -163,7 +163,7 @@ class Metrics:
         self._generated.observe(num_tokens)
 
     def step(self, num_rows: int) -> None:
-        """Record a step of the engine with its number of rows; 0 means no step."""
+        """Record a step of the engine with its number of rows; do nothing if 0."""
         if num_rows:
             self._step_tokens.observe(num_rows)
 

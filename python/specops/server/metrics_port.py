@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics on a port of their own, which may be closed to the model's clients.
+"""Metrics on a separate port, which may be closed to the model's clients.
 
-They have their own thread and event loop, so that scrapes and answers do not wait for each other.
+The port has its own thread and event loop, so that scrapes and answers do not wait for each other.
 """
 
 import contextlib

@@ -62,7 +62,7 @@ _MESSAGES = (
     "FunctionCallOutput",
 )
 
-# There is no `schema` beside `itemSchema`: OpenAPI would read it as an array of all events.
+# Only `itemSchema`, without `schema`, which OpenAPI would read as an array of all events.
 _EVENTS = {
     "itemSchema": {
         "type": "object",
@@ -99,7 +99,7 @@ def without_body(
 
     Args:
         reply: class of the answer.
-        errors: statuses of the route's errors, except that for a wrong key.
+        errors: HTTP statuses of the route's errors, except the status for a wrong API key.
         query: schemas of the query parameters; the route itself reads and validates them.
     """
     declared: dict[str, Any] = {"responses": {200: {"model": reply}, **_refusals(errors)}}
@@ -205,7 +205,7 @@ def _body_schemas() -> dict[str, Any]:
     message["required"].remove("type")
     message["properties"]["type"] = _nullable(message["properties"]["type"])
     for name in _MESSAGES:
-        # Client libraries echo empty fields.
+        # Allow empty fields, which client libraries send back.
         nothing = [{"type": "null"}, {"type": "array", "maxItems": 0}]
         schemas[name]["additionalProperties"] = {"anyOf": nothing}
         for branch in _branches(schemas[name]["properties"].get("content", {}), "array"):

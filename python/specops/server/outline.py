@@ -2,11 +2,10 @@
 """Detection of overlong lists in a JSON body before their elements are parsed.
 
 Python's JSON parser holds the interpreter's lock until it has created the last value: 20 to 40 ms
-for a body of 600,000 values, during which neither the event loop nor the engine's thread runs. So
-the outline of a body with many values is read first, which creates none of the values. Lists that
-exceed their limits are removed from the body, and stand-ins that know their lengths are validated
-instead. `json` reads the rest and decides whether it is valid. A body with a stand-in is always
-refused.
+for a body of 600,000 values, during which neither the event loop nor the engine's thread runs. So a
+body with many values is first split into its top-level fields, without creating the values. Lists
+that exceed their limits are removed from the body; pydantic validates a placeholder with the list's
+length instead, and always refuses it. `json` parses the rest.
 """
 
 import codecs
@@ -21,13 +20,13 @@ _MANY = 1 << 12
 
 _OUTLINE = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
-# For text that is valid JSON: strings and flat lists, which may contain commas; commas; brackets.
+# Tokens of valid JSON: strings and flat lists, which may contain commas; commas; brackets.
 _INNER = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|\[[^\[\]{}"]*\]|[,\[\]{}]')
 _NUMBER = re.compile(rb"\[\s*-?[0-9]+\s*,")  # the beginning of a list of token ids
 
 
 class ListPlaceholder(list[Any]):
-    """Stand-in for a long list: it reports the list's length but holds one sample element."""
+    """Placeholder for a long list: `len` is the list's length, but it holds one element."""
 
     def __init__(self, element: Any, length: int) -> None:
         super().__init__([element])
@@ -48,7 +47,7 @@ def without_long_lists(
         max_ids: maximum number of token ids of a prompt.
 
     Returns:
-        The body with empty lists in place of those that are too long, and the stand-ins by field.
+        The body with an empty list in place of each removed list, and the placeholders by field.
     """
     if body.count(b",") < _MANY:
         return body, {}
@@ -96,7 +95,7 @@ def _is_flat(value: bytes) -> bool:
 
 
 def _long_prompt(value: bytes, max_ids: int) -> list[Any] | None:
-    """Return a stand-in if a prompt, or the first of several, has too many ids; else None."""
+    """Return a placeholder if a prompt, or the first of several, has too many ids; else None."""
     if value.count(b",") < max_ids:
         return None
     if _is_flat(value):
@@ -107,13 +106,13 @@ def _long_prompt(value: bytes, max_ids: int) -> list[Any] | None:
 
 
 def _long_ids(value: bytes, max_ids: int) -> ListPlaceholder | None:
-    """Return a stand-in for a flat list that begins with an integer and is too long, else None."""
+    """Return a placeholder for an overlong flat list that begins with an integer, else None."""
     length = value.count(b",") + 1
     return ListPlaceholder(0, length) if length > max_ids and _NUMBER.match(value) else None
 
 
 def _replaced(body: bytes, name: str, value: bytes) -> bytes | None:
-    """Return a body with an empty list as a field's value; None if the value is not found."""
+    """Return a body in which an empty list replaces a field's value; None if it is not found."""
     for match in re.finditer(rb'"%s"\s*:\s*' % name.encode(), body):
         if body.startswith(value, match.end()):
             return body[: match.end()] + b"[]" + body[match.end() + len(value) :]

@@ -13,8 +13,8 @@ _TYPES = {
     ".json": "application/json",
 }
 _HEADERS = {
-    # Allow only the page's own files: nothing inline, no other host, and no text that becomes
-    # markup. Model output is shown as text; browsers that support Trusted Types enforce this.
+    # Content security policy: only files of the page, no inline code and no other host. Trusted
+    # Types enforces that model output is shown as text, never as markup.
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Request bodies of OpenAI's protocol: validation by pydantic, and conversion for the engine.
 
-A field is either honoured or refused by name, never ignored.
+A field either takes effect or is refused by name; none is silently ignored.
 """
 
 import json
@@ -44,7 +44,7 @@ MAX_LISTS = {
     "allowed_token_ids": 1 << 18,  # no vocabulary is larger
     "logit_bias": MAX_BIASES,
 }
-MAX_PARTS = 1000  # of one message
+MAX_PARTS = 1000  # maximum number of parts of a message
 
 # JSON's escape of half a surrogate pair; a complete pair is written as two of these.
 _HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -77,8 +77,8 @@ _TYPES = {
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "an object"),
 }
 
-# Fields of OpenAI's API and of similar engines, for features that this engine lacks. With these
-# values, or null, they ask for nothing and are ignored: client libraries send many by default.
+# Fields of OpenAI's API and of similar engines, for features that this engine lacks. These values,
+# or null, have no effect and are accepted, since client libraries send many of them by default.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "continue_final_message": (False,),
@@ -117,8 +117,8 @@ class Body(Strict):
     """Body of a request.
 
     Attributes:
-        neutral: unsupported fields, with the values that ask for nothing and are ignored.
-        chat_names: this API's names of those chat fields that it names differently.
+        neutral: unsupported fields, each with the values that have no effect and are accepted.
+        chat_names: chat field -> this API's name for it, for fields with another name.
     """
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
@@ -259,7 +259,7 @@ class _Request(Sampling):
             raise bad_value(error, type(self)) from None
 
     def output_format(self, call_form: CallForm) -> StructuredOutput | None:
-        """Return the format that the output must have; None if it is free.
+        """Return the required format of the output; None for free text.
 
         Raises:
             ApiError: the format is invalid, or two are given.
@@ -375,7 +375,7 @@ class CompletionRequest(_Request):
     def sampling_params(
         self, call_form: CallForm = HERMES, cache_scope: str = ""
     ) -> SamplingParams:
-        """Return the request's parameters; check the fields that only completions have, too."""
+        """Return the parameters in the engine's form; check the fields of completions as well."""
         if self.best_of is not None and self.best_of != self.n:
             raise ApiError(
                 400,
@@ -473,7 +473,7 @@ AnyMessage = Annotated[Message | AssistantMessage | ToolMessage, Field(discrimin
 
 
 class Prediction(Strict):
-    """Predicted output: text that the answer is expected to repeat in part."""
+    """OpenAI's predicted output: text that the answer is expected to repeat in part."""
 
     type: Literal["content"]
     content: str | list[TextPart]
@@ -509,7 +509,7 @@ class ChatCompletionRequest(_Request):
         return bool(self.tools) and self.tool_choice != "none"
 
     def output_format(self, call_form: CallForm) -> StructuredOutput | None:
-        """Return the format that the output must have, including that of tool calls."""
+        """Return the required format of the output, including the format of tool calls."""
         check_tools(self.tools, self.tool_choice)
         form = super().output_format(call_form)
         calls = calls_format(self.tools, self.tool_choice, self.parallel_tool_calls, call_form)
@@ -620,7 +620,7 @@ def parse(model: type[B], body: bytes, max_ids: int) -> B:
 
 
 def _check_unicode(name: str, value: Any) -> None:
-    """Refuse halves of surrogate pairs, also where a field may hold any JSON, such as a schema."""
+    """Refuse halves of surrogate pairs, also inside nested JSON such as a schema."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -629,7 +629,7 @@ def _check_unicode(name: str, value: Any) -> None:
 
 
 def _from_validation(error: ValidationError) -> ApiError:
-    """Return one of pydantic's errors; for a union, that of the branch that matched furthest."""
+    """Convert a pydantic error; of a union's errors, use the branch that matched furthest."""
     if error.error_count() > 100:  # formatting each one would take long
         return ApiError(400, f"the body has {error.error_count()} invalid fields")
     errors = error.errors()
@@ -638,7 +638,7 @@ def _from_validation(error: ValidationError) -> ApiError:
     param = _path(first["loc"])
     if kind == "extra_forbidden":
         return _unknown_field(param)
-    if kind in ("union_tag_invalid", "union_tag_not_found"):  # messages, told apart by role
+    if kind in ("union_tag_invalid", "union_tag_not_found"):  # a message with an unknown role
         context = first["ctx"]
         param = f"{param}.{context['discriminator'].strip(chr(39))}"
         if "tag" not in context:
@@ -664,7 +664,7 @@ def _from_validation(error: ValidationError) -> ApiError:
 
 
 def _path(place: tuple[int | str, ...]) -> str:
-    """Return the path of a pydantic error in a body, without the names of union branches."""
+    """Return the path of an erroneous field in a body, without names of union branches."""
     names: list[str] = []
     kind = ""  # union type of the elements of the list last entered
     for index, part in enumerate(place):
@@ -672,7 +672,7 @@ def _path(place: tuple[int | str, ...]) -> str:
             kind = part
         elif index and isinstance(place[index - 1], int) and "tagged-union" in kind:
             kind = ""
-        elif not index or part not in _UNION_BRANCHES:  # a body's own field may have such a name
+        elif not index or part not in _UNION_BRANCHES:  # the first part is a field
             names.append(str(part))
     return ".".join(names)
 
@@ -686,7 +686,7 @@ def _object(items: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(items)
     if len(values) < len(items):
         for name, _ in items:
-            if name not in values:  # deleted at its first occurrence
+            if name not in values:  # an earlier round deleted it
                 raise ApiError(
                     400, f"{name} occurs more than once", param=name, code="invalid_json"
                 )

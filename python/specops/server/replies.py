@@ -33,8 +33,8 @@ class Health(Strict):
     """Health of the engine."""
 
     status: Literal["ok", "failing", "stalled", "restarting", "disconnected", "failed"]
-    # Failures by method since the start; absent if there are none. They affect neither tokens nor
-    # the status.
+    # Failures of drafters by method since the start; absent if there are none. A failure changes
+    # neither tokens nor the status.
     drafter_failures: dict[str, int] | None = None
 
 
@@ -81,7 +81,7 @@ class TextReply(Strict):
 
 
 class Contract(BaseModel):
-    """Everything that the bits of outputs depend on; there may be further fields."""
+    """Execution contract: everything that output bits depend on; may have further fields."""
 
     specops: str
     digest: str
@@ -97,7 +97,7 @@ class CompletionDetails(Strict):
 
 
 class Usage(Strict):
-    """Numbers of tokens of an answer."""
+    """Token counts of an answer."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -293,7 +293,7 @@ class OutputDetails(Strict):
 
 
 class ResponsesUsage(Strict):
-    """Numbers of tokens of a response."""
+    """Token counts of a response."""
 
     input_tokens: int
     input_tokens_details: InputDetails
@@ -355,7 +355,7 @@ class ListedMessage(_InputItem):
 
 
 class ListedCall(_InputItem):
-    """Call in a request's input, which repeats an earlier answer."""
+    """Function call in a request's input, sent back from an earlier answer."""
 
     type: Literal["function_call"]
     call_id: str
@@ -407,7 +407,7 @@ class MessageToolUse(Strict):
 
 
 class MessageUsage(Strict):
-    """Numbers of tokens of a message."""
+    """Token counts of a message."""
 
     input_tokens: int
     cache_read_input_tokens: int

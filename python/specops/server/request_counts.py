@@ -26,7 +26,8 @@ class RequestCounts:
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                # Paths and methods that clients invent must not each create a time series.
+                # Unknown paths and methods share one label, so that clients cannot create time
+                # series.
                 route = getattr(scope.get("route"), "path", "none")
                 method = scope["method"] if route != "none" else "any"
                 self._count(method, route, message["status"])

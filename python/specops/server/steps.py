@@ -14,8 +14,8 @@ def step_report(
 ) -> dict[str, Any]:
     """Return the tokens of a step, the proposer of each, and the drafts that were verified.
 
-    A rejected draft that may be text of another client or of an operator has no token id and no
-    bytes.
+    A rejected draft that may come from another client's or the operator's text has no token id and
+    no bytes.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -25,8 +25,8 @@ def step_report(
     Returns:
         `seconds` from the request's arrival to the end of the step; `token_ids`, `bytes` (empty for
         a special token, which is no text) and `sources` (a drafter's name, or "target") of the
-        tokens that it emitted; and `drafts`, null if it verified none, of which the first
-        `num_accepted` are in the output.
+        tokens that it emitted; and `drafts`, the verified drafts, of which the first `num_accepted`
+        are in the output; null if the step verified none.
     """
     step = output.output
     report: dict[str, Any] = {

@@ -21,7 +21,7 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 class ClientGone(Exception):
-    """Closing of the connection by the client before the answer was complete."""
+    """Error: the client closed the connection before the answer was complete."""
 
 
 async def until_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
@@ -73,7 +73,7 @@ class EventStream(Response):
     Args:
         chunks: the events in wire format.
         close: function that is called when the stream ends for any reason.
-        failed: makes the last events of a stream that ends with an error.
+        failed: returns the last events of a stream that ends with an error.
     """
 
     media_type = "text/event-stream"

@@ -10,11 +10,11 @@ from specops.api.structured import StructuredOutput
 from specops.server.api_error import ApiError
 from specops.server.strict import Strict
 
-# The engine's name of the schema in messages; vLLM's API calls it json.
+# In error messages, the engine's name of the schema becomes "json", its name in vLLM's API.
 _SCHEMA = re.compile(r"^(structured_output: (?:\w+ needs )?)json_schema")
 
 
-# llguidance's error for a schema in the grammar of calls: line, reason, and the lines around it.
+# Pattern of llguidance's error for a schema of a tool: line, reason, and nearby lines.
 _OF_A_TOOL = re.compile(
     r"at (?P<line>\d+)\(\d+\): failed to compile JSON schema: (?P<why>.*?)\s+\d+ \| .*"
     r'call(?P<tool>\d+): "\{\\"name\\": \\"(?P<name>[\w.-]+)\\".*'
@@ -33,7 +33,7 @@ class JsonSchema(Strict):
 
 
 class Structure(Strict):
-    """Structural tag: its beginning, the schema of the JSON in it, and its end."""
+    """Structural tag: begin text, schema of the JSON inside, and end text."""
 
     begin: str
     schema_: dict[str, Any] | bool = Field(alias="schema")
@@ -152,7 +152,7 @@ def _checked(param: str, **fields: Any) -> StructuredOutput:
 
 
 def refusal(error: ValueError, param: str) -> ApiError:
-    """Return the engine's error about an output format, with names changed to the client's."""
+    """Convert the engine's error about an output format: use the client's names of fields."""
     message = str(error)
     if param == "tools":  # clients do not know the grammar of calls
         message = message.replace("structured_output: grammar", param, 1)

@@ -13,7 +13,7 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: list[AnyMessage] | None = None
-    add_special_tokens: bool = True  # for a prompt only; a chat template writes them itself
+    add_special_tokens: bool = True  # only for a prompt; a chat template writes special tokens
     add_generation_prompt: bool = True
     return_token_strs: bool = False
 

@@ -23,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class Function(Strict):
-    """Name of a tool and schema of its arguments; without a schema it takes no arguments."""
+    """Name of a tool and the schema of its arguments; no schema means no arguments."""
 
     name: str
     description: str | None = None
@@ -59,7 +59,7 @@ class AllowedTools(Strict):
 
 
 class ToolsAllowed(Strict):
-    """Choice that allows only some of the tools, while the prompt lists all of them."""
+    """`tool_choice` "allowed_tools": the prompt lists all tools, but only some may be called."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools

@@ -46,7 +46,7 @@ class Unread:
         return self._totals[client]
 
     def add(self, stream: Stream, size: int) -> None:
-        """Count an output that a stream has not sent yet; negative if it has."""
+        """Add to a stream's unsent bytes; `size` is negative for sent bytes."""
         client = stream.client
         streams = self._streams.setdefault(client, Counter())
         streams[stream] += size
@@ -57,14 +57,14 @@ class Unread:
             self._end(max(streams, key=streams.__getitem__))
 
     def add_body(self, client: str, size: int) -> None:
-        """Count bytes of an answer that is complete; negative if they have been sent."""
+        """Add to a client's unsent bytes of complete answers; `size` is negative for sent bytes."""
         self.total += size
         self._totals[client] += size
         if not self._totals[client]:
             del self._totals[client]
 
     def drop(self, stream: Stream) -> None:
-        """Forget a stream that sends nothing more."""
+        """Remove a stream that has ended, with all its unsent bytes."""
         size = self._streams.get(stream.client, Counter())[stream]
         if size:
             self._forget(stream)

@@ -50,7 +50,7 @@ def metrics(stats: SpeculativeStats, num_speculative_tokens: int) -> dict[str, A
 
 
 def timings(spans: Sequence[Span], num_tokens: int) -> dict[str, Any]:
-    """Return how long an answer took by the server's clock, for all of its choices together.
+    """Return the durations of an answer's phases by the server's clock, over all of its choices.
 
     `decode_seconds` runs from the first tokens of the first choice to the last tokens of the last
     choice. `verify_seconds` and `draft_seconds` are the time that the engine's steps spent on each

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     MakeEngine = Callable[[Setup, PrefixListener | None], Engine]
 
-# Time after which a thread that holds Python's lock yields it: threads that compile grammars must
-# not delay the loop.
+# Time after which a thread must yield Python's lock, so that threads that compile grammars do not
+# delay the loop.
 _SWITCH_SECONDS = 0.0005
 # Time for an engine to end, and to save what its drafters learnt, after its server has ended.
 _LAST_SECONDS = 90.0
@@ -52,7 +52,7 @@ class SocketInbox:
         self._frames = frames
         self._queued: deque[Command | Compiled] = deque(first_commands)
         self._decoded: list[Command | Compiled] = []
-        self._has_unread = False  # whether received messages remain undecoded after a failure
+        self._has_unread = False  # whether an error left received messages undecoded
         self._waker, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         self._poll = select.poll()
@@ -60,7 +60,7 @@ class SocketInbox:
         self._poll.register(self._waker, select.POLLIN)
 
     def put(self, command: "Compiled | Fetched | Overdue") -> None:
-        """Add a command, from any thread; a `take` that waits returns it at once."""
+        """Add a command, from any thread; a waiting `take` returns it at once."""
         self._queued.append(command)
         with contextlib.suppress(BlockingIOError):  # enough bytes are there to wake it
             self._wake.send(b"x")
@@ -94,18 +94,18 @@ class SocketInbox:
 
 
 def run(connection: socket.socket, make: "MakeEngine") -> int:
-    """Make the engine that the first message describes, and run it until it ends.
+    """Make the engine that the first message (`Setup`) describes, and run it until it ends.
 
     Args:
         connection: socket to the parent process.
-        make: makes the engine, given the receiver of its cache's changes; it raises ValueError with
-            the reason if that is impossible.
+        make: makes the engine, given a listener for changes of the prefix cache; raises ValueError
+            with the reason if the engine cannot be made.
 
     Returns:
         The exit code.
     """
-    # Terminals and supervisors signal all processes, but this process ends only when its parent
-    # says so.
+    # Terminals and supervisors send signals to all processes of a group; ignore these, since this
+    # process must end only when its parent ends it.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     frames = Frames()
@@ -123,7 +123,7 @@ def run(connection: socket.socket, make: "MakeEngine") -> int:
 
 
 class _Parent:
-    """Parent process, which started this process and receives its messages.
+    """Connection to the parent process, which started this process.
 
     Args:
         connection: socket to the parent.
@@ -144,7 +144,7 @@ class _Parent:
             self._connection.sendall(encoded(message))
 
     def refuse(self, sentence: str) -> None:
-        """Report why the engine cannot be made; only the first call in any thread does so."""
+        """Report why the engine cannot be made; only the first call, in any thread, does so."""
         if self._has_reported.acquire(blocking=False):
             self.send(NoEngine(sentence))
 
@@ -157,7 +157,7 @@ class _Parent:
 
 
 def _serve(parent: _Parent, setup: Setup, inbox: SocketInbox, make: "MakeEngine") -> int:
-    """Make the engine, or that of the first rank, and run it; return the exit code."""
+    """Make and run a single engine or the engine of the first rank; return the exit code."""
     from specops.service.snapshot import capabilities_of, status_of
 
     commands: Inbox = inbox
@@ -239,10 +239,10 @@ def _loop_of(engine: "Engine", commands: "Inbox", send: Callable[[Batch], None])
 
 
 def _watch(connection: socket.socket, loaded: threading.Event) -> None:
-    """End this process when the other end goes away.
+    """End this process when the other end of its socket is closed.
 
-    While the engine loads, the process ends at once. Later the loop also sees the connection end,
-    and ends by itself unless it hangs.
+    While the engine loads, end the process at once. Later, leave time for the loop, which also
+    notices the end of the connection and stops by itself unless it hangs.
     """
     poll = select.poll()
     poll.register(connection, 0)  # POLLHUP is always reported
@@ -268,7 +268,7 @@ def main() -> None:
         elif setup.data_parallel_rank is not None:
             setup.settings = of_rank(setup.settings, setup.data_parallel_rank)
         engine = Engine(EngineConfig.from_plain(setup.settings), ranks, on_prefix)
-        # From now on the kernels' own threads use the cores; torch's threads would spin beside
+        # The kernels' own threads use all cores from now on; torch's threads would only spin beside
         # them.
         torch.set_num_threads(1)
         engine.measure_row_costs()

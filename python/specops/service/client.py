@@ -19,11 +19,11 @@ class EngineClient:
         health: "ok"; "failing": its last steps failed; "stalled": it has been silent for long;
             "restarting"; "disconnected": the queue of its jobs cannot be reached; or "failed": it
             has ended for good.
-        silent_seconds: time since the engine's last sign of life, not counting time in which this
-            process was suspended. An engine gives one after each step, and every second when idle.
-            0 while an engine loads, for an engine in a thread of this process, and for several
+        silent_seconds: time since the engine's last batch, not counting time in which this process
+            was suspended. An engine sends a batch after each step, and every second when idle. 0
+            while an engine loads, for an engine in a thread of this process, and for several
             engines.
-        full: error messages by client, for clients whose share of the queue is full.
+        full: error message for each client whose share of the queue is full.
         pid: process id of the engine; None if it runs in this process.
     """
 
@@ -39,7 +39,7 @@ class EngineClient:
 
     @property
     def is_behind(self) -> bool:
-        """True if too much data waits for the engine to accept further jobs."""
+        """True if so much unread input waits for the engine that further jobs must be refused."""
         return False
 
     async def start(

@@ -2,8 +2,8 @@
 """The execution contract: everything that an engine's output bits depend on, and its digest.
 
 Two engines with the same digest give a request with the same seed the same tokens and the same
-bits of logprobs, if drafts are verified by `target_match`, the default. Anything outside the
-contract changes no bit: drafters and their settings, batches, chunks, threads, pages. With other
+bits of logprobs, if drafts are verified by `target_match`, the default. What is not in the contract
+changes no bit: drafters and their settings, batching, chunked prefill, threads, pages. With other
 verification methods, and with forced acceptance, tokens depend on the drafts (docs/exactness.md,
 "The execution contract").
 """
@@ -40,7 +40,7 @@ OPTIONS = (
     "json_whitespace",
 )
 
-# Sums over the vocabulary are made of partial sums over this many logits, for the engine's float32.
+# Number of logits per partial sum of a sum over the vocabulary, in float32.
 _SAMPLING_LEAF_TOKENS = {"cpu": 1024, "cuda": 512}
 
 
@@ -95,7 +95,7 @@ def _device(name: str) -> dict[str, str]:
 
 
 def _model_digest(config: EngineConfig) -> str:
-    """Return the digest of configuration and weights; random weights follow from the former."""
+    """Return the digest of config.json and the weights; config.json determines random weights."""
     directory = Path(config.model_dir)
     digests = [digest_of_bytes(directory / "config.json")]
     if config.load_format == "dummy":
@@ -106,10 +106,10 @@ def _model_digest(config: EngineConfig) -> str:
 
 
 def _digests_of(files: Sequence[Path], config: EngineConfig) -> list[str]:
-    """Return each file's digest, from the weight cache if possible: reading dominates a start."""
+    """Return each file's digest, from the weight cache if possible, since hashing is slow."""
     cache = WeightCache.of_setting(config.weight_cache, config.weight_cache_bytes)
     if cache is not None:
-        with contextlib.suppress(OSError):  # the cache cannot be used
+        with contextlib.suppress(OSError):  # if the cache is unusable, hash the files
             if (digests := cache.digests(files)) is not None:
                 return digests
     return [digest_of_bytes(file) for file in files]

@@ -35,7 +35,7 @@ from specops.api.messages import (
 from specops.api.outputs import EngineStats
 from specops.service.client import EngineClient
 
-_SEED_BITS = 53  # as in loop.py, where an engine draws seeds
+_SEED_BITS = 53  # as in loop.py, where engines draw seeds
 _MAX_PREFIXES = 1 << 18  # maximum number of pages in the record of prefixes
 _BEST_FIRST: tuple[Health, ...] = (
     "ok",
@@ -56,9 +56,9 @@ class _Running:
 
 
 class Prefixes:
-    """Record of the engines that recently computed each prefix of prompts.
+    """Record of which engines recently computed which prefixes of prompts.
 
-    An engine may have evicted a prefix since; it then computes the prefix again.
+    The record is only a hint: an engine that has evicted a prefix computes it again.
 
     Args:
         page_size: number of tokens of a page.
@@ -71,7 +71,7 @@ class Prefixes:
         self._engines: OrderedDict[bytes, set[int]] = OrderedDict()  # oldest first
 
     def pages(self, prompt: Sequence[int], salt: str | None = None) -> list[bytes]:
-        """Return a name of each full page of a prompt, for its salt and its tokens so far."""
+        """Return a hash per full page of a prompt, of the salt and all tokens up to its end."""
         names = list[bytes]()
         name = b"" if salt is None else hashlib.blake2b(salt.encode(), digest_size=16).digest()
         for end in range(self._size, len(prompt) + 1, self._size):
@@ -89,7 +89,7 @@ class Prefixes:
 
     def note(self, pages: Sequence[bytes], engine: int) -> None:
         """Record that an engine computes these pages."""
-        for name in reversed(pages):  # so that the end of a prompt is forgotten first
+        for name in reversed(pages):  # so that the end of a prompt is evicted first
             self._engines.setdefault(name, set()).add(engine)
             self._engines.move_to_end(name)
         while len(self._engines) > self._max_pages:
@@ -108,16 +108,16 @@ class DataParallelClient(EngineClient):
 
     Args:
         clients: clients of engines with the same configuration.
-        seed: seed for drawing the seeds of jobs without one, as `EngineConfig.seed`.
+        seed: seed of the generator that draws seeds for jobs without one, as `EngineConfig.seed`.
     """
 
     def __init__(self, clients: Sequence[EngineClient], seed: int | None) -> None:
         first = clients[0].capabilities
         self._clients = clients
-        # Engines time their own steps, so there is no common time of drafting and verification.
+        # Each engine times its own steps; their sum would be no meaningful time of drafting.
         total = sum(client.capabilities.num_pages for client in clients)
         capabilities = structs.replace(first, num_pages=total, times_drafting=False)
-        self._lost_stats = EngineStats()  # of dead engines, so that counters never decrease
+        self._lost_stats = EngineStats()  # counters of dead engines, so that sums never decrease
         super().__init__(capabilities, self._all_status())
         self._random = random.Random(seed) if seed is not None else random.SystemRandom()
         self._jobs: dict[int, _Running] = {}
@@ -125,7 +125,7 @@ class DataParallelClient(EngineClient):
 
     @property
     def health(self) -> Health:
-        """Health of the healthiest engine, since one engine suffices to serve jobs."""
+        """Health of the healthiest engine, since one working engine can serve all jobs."""
         return min((client.health for client in self._clients), key=_BEST_FIRST.index)
 
     @health.setter
@@ -153,7 +153,7 @@ class DataParallelClient(EngineClient):
 
     def _send(self, command: Command) -> None:
         if isinstance(command, Submit):
-            if command.params.seed is None:  # all engines would draw the same seeds
+            if command.params.seed is None:  # else all engines would draw the same seeds
                 seeded = replace(command.params, seed=self._random.getrandbits(_SEED_BITS))
                 command = structs.replace(command, params=seeded)
             engine = self._choose(command)
@@ -168,7 +168,7 @@ class DataParallelClient(EngineClient):
     def _choose(self, job: Submit) -> int:
         """Choose an engine for a job, and return its index.
 
-        Record that this engine computes the pages of the job's prompt.
+        The prompt's pages are recorded as computed by that engine.
         """
         pages = self._prefixes.pages(job.prompts[0], job.params.cache_salt)
         loads = [0] * len(self._clients)
@@ -239,7 +239,7 @@ class DataParallelClient(EngineClient):
 def _added(first: Any, second: Any) -> Any:
     """Return the sum of the counters of two engines.
 
-    They are numbers, lists of numbers, numbers by name, and dataclasses of these.
+    Counters may be numbers, lists, dicts, and dataclasses that hold these.
     """
     if isinstance(first, dict):
         return {name: first.get(name, 0) + second.get(name, 0) for name in first | second}

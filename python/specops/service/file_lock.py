@@ -11,10 +11,10 @@ logger = logging.getLogger(__name__)
 
 
 class FileLock:
-    """Exclusive use of a file, from now on until `release` or the end of this process.
+    """Exclusive lock of a file, held from construction until `release` or the end of this process.
 
-    A file that is replaced as a whole cannot be locked itself, so the lock is on another file,
-    FILE.lock, which stays. The lock is the process's own: processes it starts do not inherit it.
+    The file itself is replaced when it is saved, which would lose a lock on it. So the lock is on a
+    second file, FILE.lock, which stays. Child processes do not inherit the lock.
 
     Args:
         option: option that names the file, for errors.
@@ -42,7 +42,7 @@ class FileLock:
                 f"{option}: {file} is in use by another server"
                 f"{f' (process {owner})' if owner else ''}; name another file"
             ) from None
-        except OSError as error:  # such as a file system without locks
+        except OSError as error:  # for example, the file system has no locks
             logger.warning(
                 "%s: cannot lock %s (%s); make sure that no other server uses the file",
                 option,

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor-parallel ranks in lockstep, a process each: all loops take equal commands per step.
+"""Tensor-parallel ranks in lockstep, one process each: all process the same commands per step.
 
-The server talks only to the first rank. The first rank starts the other ranks and forwards to them
-all commands that its own loop takes. The loops and engines of the other ranks process the commands
-in the same way, and their results are discarded. If one rank ends, or fails in a step, all ranks
-end, and the server starts a new first rank.
+The server talks only to the first rank. The first rank starts the other ranks and forwards all
+commands that its own loop takes. The other ranks run the same loops on the same commands; their
+results are discarded. If one rank ends, or fails in a step, all ranks end, and the server starts a
+new first rank.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 _END_SECONDS = 3.0  # time for all other ranks to end; they have nothing to save
 _PR_SET_PDEATHSIG = 1  # option of Linux's prctl
-_NEWS_SECONDS = 1.0  # time for the watcher to notice and report the end of a rank
+_NEWS_SECONDS = 1.0  # time for the watcher thread to notice and report the end of a rank
 _FOLDERS = "specops-ranks-"  # prefix of the folders through which ranks meet
 _OWNER = "owner"  # file in such a folder; the first rank holds a lock on it
 _NEW_SECONDS = 60.0  # a younger folder may not have its lock yet
@@ -114,7 +114,8 @@ class Followers:
     """Processes of the other ranks, which the first rank starts and ends.
 
     Args:
-        setup: setup of the first rank; settings that all ranks must agree on are filled in.
+        setup: setup of the first rank; the constructor fills in settings on which all ranks must
+            agree.
         lost: called from a thread, with an error message, when a rank ends unexpectedly.
     """
 
@@ -172,7 +173,7 @@ class Followers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
         """Wait for the other ranks to end, which they do after the first rank's loop."""
-        if error is not None:  # another rank's end may have caused it; let the watcher report that
+        if error is not None:  # perhaps another rank has ended: let the watcher report that
             self._watcher.join(_NEWS_SECONDS)
         self._is_ending = True
         latest = time.monotonic() + _END_SECONDS
@@ -184,7 +185,7 @@ class Followers:
     def _watch(self) -> None:
         """Wait until a rank ends, and report it unless all ranks are to end."""
         poll = select.poll()
-        rank_of = {}  # by file descriptor
+        rank_of = {}  # rank by file descriptor
         for rank, process in enumerate(self._processes, 1):
             file = process.connection.fileno()
             poll.register(file, select.POLLIN | select.POLLHUP)
@@ -209,7 +210,7 @@ def remove_abandoned_folders() -> None:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Return whether a folder is this user's, and no process has the lock on it.
+    """Return whether a folder belongs to this user and no process holds its lock.
 
     Process ids are no evidence, because containers may share a folder of temporary files.
     """
@@ -231,7 +232,7 @@ def _is_abandoned(folder: Path) -> bool:
 
 
 def of_rank(settings: dict[str, object], rank: int) -> dict[str, object]:
-    """Return the settings of one rank, or of one engine of several: each has a GPU of its own."""
+    """Return the settings of one rank, or of one of several engines: each uses its own GPU."""
     device = str(settings.get("device", "auto"))
     is_gpu = device != "cpu" and open_device(device).device.type == "cuda"
     return {**settings, "device": f"cuda:{rank}" if is_gpu else "cpu"}
@@ -281,7 +282,7 @@ class LeadInbox:
 
 
 class FollowInbox:
-    """Inbox of another rank, which receives the commands that the first rank took.
+    """Inbox of a follower rank, which receives the commands that the first rank took.
 
     Args:
         connection: socket to the first rank.
@@ -324,7 +325,7 @@ class FollowInbox:
 
 def end_with_the_first(connection: socket.socket, store: str) -> None:
     """Start a thread that ends this process as soon as the first rank has ended."""
-    if sys.platform == "linux":  # the kernel resumes a suspended rank, whose thread then ends it
+    if sys.platform == "linux":  # wake a suspended rank as well, so that its thread ends it
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
     def watch() -> None:

@@ -43,13 +43,13 @@ from specops.service.snapshot import status_of
 
 logger = logging.getLogger(__name__)
 
-# Drawn seeds are exact in JavaScript, so that a browser can send back the seed it received.
+# Width of drawn seeds: JavaScript represents them exactly, so a browser can send one back.
 _SEED_BITS = 53
 # Failed steps in a row after which the engine counts as failing. A single failure may be caused by
 # one request.
 _FAILING = 3
-# Failures in a row to take commands, after which the loop ends. Such failures, for example for lack
-# of memory, may never end otherwise.
+# Failures in a row to take commands, for example for lack of memory, after which the loop ends
+# instead of retrying forever.
 _MAX_INBOX_FAILURES = 10
 _FAILURE_SECONDS = 0.1  # pause after each of them
 # Seconds between batches of an idle loop, which show the server that the loop does not hang.
@@ -91,7 +91,8 @@ class _Choice:
     params: SamplingParams
     seed: int
     speculative: SpeculativeConfig
-    # Choices that wait for this choice's prefill, so that they find its pages in the prefix cache.
+    # Other choices of the prompt, added to the engine after this choice's prefill, so that they
+    # find its pages in the prefix cache.
     siblings: "list[_Choice]"
     added_at: float = 0.0  # time when it was added to the engine
     has_tokens: bool = False
@@ -111,8 +112,9 @@ class EngineLoop:
         inbox: source of commands, of which `Begin` is the first.
         send: called with every batch.
         step: runs a step; None: the engine's own `step`.
-        barrier: called before each batch of an idle loop; it returns when the other ranks' loops
-            have called it, too. So if one rank hangs, all ranks become silent.
+        barrier: called before each batch of an idle loop; returns when the loops of all ranks have
+            called it. So if one rank hangs, the first rank's batches stop, which the server
+            notices.
     """
 
     def __init__(
@@ -131,20 +133,21 @@ class EngineLoop:
         self._has_begun = False
         self._num_clients = 1  # clients with API keys
         self._choices: dict[str, _Choice] = {}  # in the engine, by request id
-        self._held: list[_Choice] = []  # ready, but the engine's queue has no capacity
+        self._held: list[_Choice] = []  # ready, but the engine's queue is full
         self._compiling: dict[int, Submit] = {}  # jobs that wait for their grammars, by number
         self._num_compiling = 0  # grammars in compilation, including those of dropped jobs
         self._threads = ThreadPoolExecutor(_COMPILING_THREADS, "specops-grammars")
-        self._seen: set[str] = set()  # clients so far, up to two: then queue capacity is shared
-        # Error messages by client, for clients whose share of the queue is full.
+        # The first two clients; from the second on, clients share the queue's capacity.
+        self._seen: set[str] = set()
+        # Error message of each client whose share of the queue is full.
         self._full: dict[str, str] = {}
-        self._sent_full: dict[str, str] = {}  # as last sent in a batch
+        self._sent_full: dict[str, str] = {}  # `_full` as last sent in a batch
         self._events: list[Event] = []
         self._dropped: Counter[str] = Counter()
         self._has_changes = False  # whether to send a batch even without events
         self._num_requests = 0
         self._num_failures = 0  # failed steps since the last successful one
-        self._num_inbox_failures = 0  # since commands were last taken
+        self._num_inbox_failures = 0  # failures since commands were last taken
         self._saved_at = time.monotonic()  # time of the last save of drafters' state
 
     def run(self) -> None:
@@ -195,7 +198,7 @@ class EngineLoop:
         while is_idle and not commands:
             if self._seconds_to_save() == 0.0:
                 self._save_drafters()
-            if self._has_begun:  # the server does not read earlier batches
+            if self._has_begun:  # the server reads no batches before `Begin`
                 self._barrier()
                 self._has_changes = True
                 self._deliver(self._health)
@@ -270,7 +273,7 @@ class EngineLoop:
             self._events.append(Refused(number, "value", reason))
 
     def _take_compiled(self, compiled: Compiled) -> None:
-        """Add a job after compilation; `compiled` keeps the grammar alive until it is added."""
+        """Add a job whose grammar has been compiled; `compiled` keeps the grammar in memory."""
         self._num_compiling -= 1
         job = self._compiling.pop(compiled.job, None)
         if job is None or compiled.grammar.cancelled():
@@ -329,13 +332,13 @@ class EngineLoop:
     def _first_choice(
         self, job: Submit, position: int, prompt: list[int], speculative: SpeculativeConfig
     ) -> _Choice:
-        """Return the first choice of a prompt, with the others as its siblings."""
+        """Return the first choice of a prompt, which holds the other choices as its siblings."""
         params = job.params
         seed = self._engine.draw_seed(_SEED_BITS) if params.seed is None else params.seed
         # The choices of a prompt share the seed; their random numbers differ by the choice's index.
         params = replace(params, seed=seed)
         first = _Choice(job, position * params.n, prompt, params, seed, speculative, siblings=[])
-        others = replace(params, prompt_logprobs=None)  # reported once, with the first choice
+        others = replace(params, prompt_logprobs=None)  # only the first choice reports them
         first.siblings = [
             _Choice(job, first.index + i, prompt, others, seed, speculative, siblings=[])
             for i in range(1, params.n)
@@ -360,7 +363,7 @@ class EngineLoop:
         while self._held:
             try:
                 self._add_choice(self._held[0])
-            except QueueFull:  # preempted requests took its place; try again after the next step
+            except QueueFull:  # preempted requests filled the queue; try again after the next step
                 return
             except Exception:
                 logger.exception("could not add a choice")
@@ -389,9 +392,10 @@ class EngineLoop:
         self._require_client_capacity(job.client, total)
 
     def _require_client_capacity(self, client: str, total: int) -> None:
-        """Check a client's share of the queue: half of the capacity that other clients leave free.
+        """Check a client's share of the queue.
 
-        The rest remains for clients that come later.
+        A client may use half of the capacity that other clients leave free; the rest remains for
+        clients that come later.
 
         Raises:
             QueueFull: the client has too many waiting choices already.
@@ -430,12 +434,12 @@ class EngineLoop:
 
     @property
     def _has_several_clients(self) -> bool:
-        """True if clients must share the queue: there are several keys, or two addresses so far."""
+        """True if clients must share the queue: there are several keys, or two clients so far."""
         return self._num_clients > 1 or len(self._seen) > 1
 
     @property
     def _num_outside(self) -> int:
-        """Number of choices outside the engine, which wait for a sibling or for queue capacity."""
+        """Number of choices outside the engine, which wait for a sibling's prefill or capacity."""
         return len(self._held) + sum(len(choice.siblings) for choice in self._choices.values())
 
     # ---- steps ----
@@ -469,7 +473,7 @@ class EngineLoop:
             raise RuntimeError("pages are missing after a failed step")
 
     def _queue_event(self, choice: _Choice, output: RequestOutput) -> None:
-        """Queue the event for a step's output of a choice, in the detail that its job requests."""
+        """Queue the event for an output: `Output`, or `Progress` if the job does not stream."""
         job = choice.job
         index = choice.index
         if output.token_ids:

@@ -19,19 +19,20 @@ from specops.service.wire import Frames, Setup, encoded, from_process, receive
 
 logger = logging.getLogger(__name__)
 
-# Program of the process. It has this process's module search path.
+# Python program of the engine's process; it imports modules from the same paths as this process.
 _CODE = "import sys; sys.path[:] = {path!r}; from specops.service.child import main; main()"
 
-# Seconds before each restart of a process that has died; their number is that of the attempts.
+# Seconds to wait before the first, second and third restart after deaths in a row.
 _PAUSES = (0.0, 2.0, 8.0)
 _WELL_SECONDS = 60.0  # an engine that ran this long resets the count of deaths
-_STOP_SECONDS = 4.0  # time for the loop to end; after that, the process hangs
+_STOP_SECONDS = 4.0  # time for the loop to end; a process that takes longer has hung
 _END_SECONDS = 60.0  # time for the process to end, since it may save what its drafters learnt
 _REAP_SECONDS = 2.0  # time for the process to end once its socket is closed
 _MAX_UNREAD_BYTES = 64 << 20  # bytes that may wait for a process before jobs are refused
 _LOST = "the engine's process has ended; the server's log says more"
 
-# Longest silence in seconds of an engine that does not hang: a step, or saving drafters' state.
+# Seconds without a batch after which an engine counts as hung: more than a step, or saving the
+# drafters' state, takes.
 ENGINE_TIMEOUT = 300.0
 _STALLED_SHARE = 0.1  # fraction of the timeout after which the engine counts as stalled
 _TICKS = 100  # checks per timeout
@@ -62,7 +63,7 @@ class EngineProcess:
         self.connection.sendall(encoded(setup))
 
     def again(self) -> "EngineProcess":
-        """Start another process with the same setup."""
+        """Start and return another process with the same setup."""
         return EngineProcess(self._setup, self._code)
 
     def hello(self) -> Hello:
@@ -132,10 +133,9 @@ class ProcessClient(EngineClient):
     """Client of an engine in a process, which it restarts when the process dies.
 
     The jobs of a process that dies are lost. After a few deaths in a row it is not restarted. An
-    engine that hangs is killed. Silence is measured in ticks of this process's event loop, so that
-    neither a changed clock nor a suspended machine counts. Signs of life arrive over the socket.
-    This process reads all available data before it waits, so a full socket means that this process
-    is slow, and then its ticks are slow, too.
+    engine that sends nothing for `timeout` seconds is killed. Time is counted in ticks of this
+    process's event loop, so that changes of the clock and a suspended machine do not count. If this
+    process is too slow to read the engine's batches, its ticks are late as well.
 
     Args:
         process: the process; the constructor waits until its engine is loaded.
@@ -160,12 +160,12 @@ class ProcessClient(EngineClient):
         self._loop_has_ended = asyncio.Event()
         self._is_gone = asyncio.Event()
         self._restarting: asyncio.Task[None] | None = None
-        self._num_deaths = 0  # in a row
-        self._begun_at: float | None = None  # of the current engine; None until it begins
+        self._num_deaths = 0  # number of deaths in a row
+        self._begun_at: float | None = None  # when the current engine began; None until it begins
 
     @property
     def is_behind(self) -> bool:
-        """True if too much data waits for the engine to accept further jobs."""
+        """True if so much unread input waits for the engine that further jobs must be refused."""
         unread = sum(map(len, self._outgoing))
         if self._transport is not None:
             unread += self._transport.get_write_buffer_size()
@@ -204,7 +204,7 @@ class ProcessClient(EngineClient):
     def received(self, message: Hello | NoEngine | Batch) -> None:
         """Handle a message of the process."""
         if isinstance(message, Batch):
-            if message.health == "failed":  # its last batch; another process will start
+            if message.health == "failed":  # its last batch; `disconnected` restarts the process
                 self._loop_has_ended.set()
                 message.health = "restarting"
             self._handle_batch(message)
@@ -239,7 +239,7 @@ class ProcessClient(EngineClient):
         self._restarting = asyncio.ensure_future(self._restart())
 
     async def _watch(self) -> None:
-        """Measure the time since the engine's last sign of life, and kill an engine that hangs."""
+        """Measure the time since the engine's last batch, and kill an engine that hangs."""
         while True:
             stalled = _STALLED_SHARE * self._timeout
             tick = min(self._timeout / _TICKS, _TICK_SECONDS)

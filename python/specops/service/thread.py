@@ -32,7 +32,7 @@ class _QueueInbox:
                 commands.append(self._queue.get(timeout=seconds))
             except queue.Empty:
                 return ()
-        while not self._queue.empty():  # this is the only consumer
+        while not self._queue.empty():  # no other thread takes from the queue
             commands.append(self._queue.get())
         return commands
 

@@ -88,10 +88,10 @@ class Setup(Struct, tag=True, array_like=True):
         settings: argument of `EngineConfig.from_plain`.
         log_level: level of its log, which goes to standard error.
         rank: tensor-parallel rank of the process.
-        store: file through which the ranks meet; empty if the first rank chooses it.
+        store: file of the `FileStore` by which ranks connect; empty if the first rank chooses it.
         role: settings of KV transfer; None for none.
         kv_events: settings of prefix cache events; None for none.
-        data_parallel_rank: rank of the engine among those behind one frontend; None for a single
+        data_parallel_rank: rank of the engine among the engines of one frontend; None for a single
             engine.
     """
 
@@ -121,11 +121,11 @@ class GrammarReady(Struct, tag=True, array_like=True):
 
 
 def _message_class(cls: type, **types: Any) -> type[Struct]:
-    """Return a message class with the fields of a dataclass; it omits fields with default values.
+    """Return a message class with the fields of a dataclass; messages omit default values.
 
     Args:
         cls: the dataclass, which validates its values. Receivers need not validate them again.
-        types: message classes for fields that are such dataclasses themselves.
+        types: message classes of fields that hold dataclasses.
     """
     hints = get_type_hints(cls) | types
     listed = [(field.name, hints[field.name], field.default) for field in fields(cls)]
@@ -137,9 +137,9 @@ def _values(source: Any, cls: type) -> dict[str, Any]:
 
 
 def _restored(message: Any, cls: type[T]) -> T:
-    made = object.__new__(cls)
-    made.__dict__.update(_values(message, cls))
-    return made
+    result = object.__new__(cls)
+    result.__dict__.update(_values(message, cls))
+    return result
 
 
 _Form = _message_class(StructuredOutput)
@@ -171,14 +171,14 @@ class _Submit(Struct, tag="Submit", array_like=True):
 
 
 def packed(value: Any) -> Any:
-    """Return a value that MessagePack can encode in place of one that it cannot."""
+    """Convert a value that MessagePack cannot encode to one that it can."""
     if isinstance(value, PromptLogprobs):
         return value.packed()
     raise TypeError(f"cannot encode {type(value).__name__} for an engine's socket")
 
 
 def unpacked(kind: type, value: Any) -> Any:
-    """Return the value that `packed` converted."""
+    """Convert a value from the form of `packed` back."""
     assert kind is PromptLogprobs
     return PromptLogprobs.unpacked(value)
 

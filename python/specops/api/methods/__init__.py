@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registry of drafting methods: one line for each, and the only place that lists them.
+"""Registry of drafting methods; no other place lists them.
 
-A method is a module with a `METHOD`, which describes it to the rest of the code, and a line here.
-Descriptions need only the standard library: the drafter itself is imported when it is loaded.
+To add a method, write a module with a `METHOD` that describes it, and add a line here. Descriptions
+need only the standard library; the drafter's module is imported when it is loaded.
 """
 
 import importlib
@@ -30,8 +30,8 @@ __all__ = [
 
 NAIVE = "naive"  # no drafter
 
-# By name, the module with the METHOD that describes it. The first one is the default of an engine:
-# it needs no other model, and helps where text repeats itself.
+# Method -> module with its METHOD. The first method is an engine's default: n-gram drafting needs
+# no draft model, and helps where text repeats itself.
 METHODS: dict[str, str] = {
     "ngram": "specops.api.methods.ngram",
     "suffix": "specops.api.methods.suffix",
@@ -45,12 +45,12 @@ METHODS: dict[str, str] = {
     "dflash": "specops.api.methods.dflash",
 }
 
-# Drafters that no request selects: they follow the method of every request that speculates.
+# Drafters that no request selects: they run after the method of every request that speculates.
 COMPANIONS: dict[str, str] = {"forced": "specops.engine.drafters.forced"}
 
 
 def method_names() -> tuple[str, ...]:
-    """Return the allowed values of `method`."""
+    """Return all method names, including "naive"."""
     return (NAIVE, *METHODS)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of single configuration values, whose errors give the name and the allowed values."""
+"""Checks of single configuration values; their errors name the field and the allowed values."""
 
 from collections.abc import Collection
 
-# Formats that weights can be quantized to while they are loaded.
+# Formats that weights can be quantized to at load time.
 QUANTIZATIONS = ("none", "wint8", "wint4", "mix_quant")
 
 
@@ -14,7 +14,7 @@ def choice(name: str, value: object, choices: Collection[str]) -> None:
 
 
 def spelling(holder: object, name: str, choices: Collection[str]) -> None:
-    """Raise ValueError unless a field is one of the choices in any case; store it in lower case."""
+    """Raise ValueError unless a field is one of the choices in any letter case; lower-case it."""
     value = getattr(holder, name)
     lower = value.lower() if isinstance(value, str) else value
     if lower not in choices:

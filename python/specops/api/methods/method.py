@@ -11,14 +11,14 @@ from specops.api.methods.checks import QUANTIZATIONS, path, spelling
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The configuration fields of one method.
+    """Base class of a method's configuration fields.
 
-    A method with fields derives from this class and checks them in `__post_init__`.
+    A method with fields derives a class from this one and checks the fields in `__post_init__`.
     """
 
     @property
     def draws(self) -> bool:
-        """True if a method that can draw drafts does so with these options."""
+        """True unless these options keep a method from sampling its drafts."""
         return True
 
     def check_engine(self, config: Any) -> None:
@@ -31,13 +31,13 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightOptions(Options):
-    """The fields of a method whose weights lie in a separate directory.
+    """Fields of a method whose weights are in a separate directory.
 
     Attributes:
         model: the directory.
         quantization: format that the drafter's projections, including its LM head, are quantized
             to while they are loaded: "none", "wint8", "wint4" or "mix_quant". No token depends on
-            it, only the acceptance rate. None: as the target.
+            it, only the acceptance rate. None: the target's format.
     """
 
     model: str | None = None
@@ -54,27 +54,28 @@ class Method:
     """Description of a drafting method for the rest of the code.
 
     Attributes:
-        name: in the registry and in configurations.
-        title: name for users.
-        short: name for headings.
+        name: name in the registry and in configurations.
+        title: name shown to users.
+        short: short name for headings.
         drafter: module whose `load(context)` makes the drafter; imported only then.
-        options: class of its own configuration fields.
-        of_requests: those of the fields that a request may set. Only the server sets the others.
-        files: those of the fields that name a file or folder. Setting one names the method, so that
-            it is loaded.
+        options: class of the method's configuration fields.
+        of_requests: names of the fields that a request may set; only the server sets the others.
+        files: names of the fields that hold a file or folder. A configuration that sets one loads
+            the method.
         aliases: other spellings of the name.
         names_of_vllm: pairs (vLLM's name, name here) of fields that vLLM names differently.
-        parameter: the sampling parameter that it drafts from. A request that sets it and names no
-            method uses this method after the engine's.
+        parameter: sampling parameter that the method drafts from. A request that sets it and names
+            no method uses this method as a stage after the engine's method.
         default_tokens: default number of drafts per step.
-        needs_weights: whether it runs a model. It is then loaded only if the configuration names
-            it, and drafts up to `num_model_steps`.
-        draws: whether it draws drafts where that pays: with the target's random numbers under
-            "target_match", and with its own under "rejection" and "block".
-        may_follow: whether it can continue the drafts of another method.
-        is_on_host: whether it drafts on the host, after all methods that draft on the device.
-        learns: whether the same request may get other drafts the next time.
-        gauges: (name, description) of its drafter's metrics.
+        needs_weights: whether the method runs a model. Such a method is loaded only if the
+            configuration names it, and drafts at most `num_model_steps` tokens.
+        draws: whether the method can sample drafts: with the target's random numbers under
+            "target_match", and with separate ones under "rejection" and "block".
+        may_follow: whether the method can continue the drafts of another method.
+        is_on_host: whether the method drafts on the host, after all methods that draft on the
+            device.
+        learns: whether earlier requests change the drafts of later ones.
+        gauges: (name, description) of the drafter's metrics.
     """
 
     name: str
@@ -97,7 +98,7 @@ class Method:
 
     @cached_property
     def option_names(self) -> tuple[str, ...]:
-        """Names of its own configuration fields."""
+        """Names of the method's own configuration fields."""
         return tuple(one.name for one in fields(self.options))
 
     def load(self, context: Any) -> Any:
@@ -105,13 +106,13 @@ class Method:
 
         Raises:
             MethodUnavailable: the model does not support this method.
-            ModelError: the weights that the configuration names cannot be used.
-            ValueError: another file that it names cannot be used.
+            ModelError: weights that the configuration names cannot be used.
+            ValueError: another file that the configuration names cannot be used.
         """
         return importlib.import_module(self.drafter).load(context)
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts about the method that clients may see, as JSON."""
+        """Return the description of the method for clients, as a JSON object."""
         return {
             "name": self.name,
             "title": self.title,

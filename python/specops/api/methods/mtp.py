@@ -9,17 +9,18 @@ from specops.api.methods.method import Method, Options
 
 @dataclass(frozen=True, kw_only=True)
 class MtpOptions(Options):
-    """The source of the modules, and what they may draft.
+    """The options of multi-token prediction (MTP) modules.
 
     Attributes:
         model: directory of the modules. None: they are in the target's checkpoint. Like
-            draft_vocab it may be set with a method that has no weights, for requests that choose
+            draft_vocab, it may be set although `method` is another one, for requests that choose
             "mtp".
         draft_vocab: safetensors file with the tensor d2t, the tokens that the modules may draft.
             None: they may draft all tokens.
         quantization: format of the modules' projections, and of a copy of the target's LM head that
             they draft with: "none", "wint8", "wint4" or "mix_quant". No token depends on it, only
-            the acceptance rate. None: the modules' layers as the target's, and its own LM head.
+            the acceptance rate. None: the target's format for the modules' layers, and no copy of
+            the LM head.
     """
 
     model: str | None = None

@@ -16,18 +16,19 @@ class SuffixOptions(Options):
     """The options of suffix decoding.
 
     Attributes:
-        suffix_decoding_max_tree_depth: longest context the suffix tree holds.
+        suffix_decoding_max_tree_depth: maximum depth of the suffix tree, and so the longest context
+            that it can match.
         suffix_decoding_max_cached_requests: finished requests kept in the shared tree; 0 keeps
             none, -1 all.
-        suffix_decoding_max_spec_factor: drafts per matched token.
-        suffix_decoding_min_token_prob: least estimated probability of a drafted path.
+        suffix_decoding_max_spec_factor: maximum drafts per token of the matched context.
+        suffix_decoding_min_token_prob: minimum estimated probability of a drafted path.
         suffix_decoding_max_cached_tokens: tokens kept in the shared tree; 0 keeps none, -1 all. As
             with the other two budgets, the oldest responses are evicted.
         suffix_decoding_max_cached_bytes: memory of the shared tree; 0 for no tree, -1 for no limit.
-        suffix_decoding_read_on: past the longest context, or where only one text is left, drafts
-            continue along the most recent text that matches.
-        suffix_decoding_earlier_answers: number of latest answers to the same prompt that a
-            request's own tree begins with; 0: none. They are kept under the budgets above.
+        suffix_decoding_read_on: whether drafts continue along the most recent matching text beyond
+            the depth of the tree, or where only one text matches.
+        suffix_decoding_earlier_answers: number of latest answers to the same prompt that are added
+            to a request's own tree at its start; 0: none. They count towards the budgets above.
     """
 
     suffix_decoding_max_tree_depth: int = 64
@@ -65,7 +66,7 @@ class SuffixOptions(Options):
                 )
 
     def check_engine(self, config: Any) -> None:
-        """Reject a corpus or a file without the shared tree, which a budget of 0 switches off."""
+        """Reject a corpus or a file if a budget of 0 disables the shared tree that it needs."""
         for budget in _BUDGETS:
             field_name = f"suffix_decoding_max_cached_{budget}"
             for name in ("suffix_corpus", "suffix_cache"):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Formats of structural tags: a tree of texts, JSON, regular expressions, grammars and tags.
 
-The shape is that of xgrammar's structural tags, which vLLM takes (https://github.com/mlc-ai/xgrammar,
-documentation of version 0.2.6). Free text (`any_text`, `triggered_tags`) needs something that ends
-it: the `end` of the tag around it, or the end of the output. `wanted` checks the length of texts.
+The syntax is that of xgrammar's structural tags, which vLLM accepts
+(https://github.com/mlc-ai/xgrammar, documentation of version 0.2.6). Free text (`any_text`,
+`triggered_tags`) must be ended by the `end` of the enclosing tag or by the end of the output.
+output.py checks the length of texts.
 """
 
 import json
@@ -11,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-MAX_PARTS = 128  # most entries of one list in a format
+MAX_PARTS = 128  # maximum number of entries of a list in a format
 
 _FIELDS: dict[str, tuple[set[str], set[str]]] = {  # required fields, optional fields
     "const_string": ({"value"}, set()),
@@ -28,19 +29,20 @@ _FIELDS: dict[str, tuple[set[str], set[str]]] = {  # required fields, optional f
 _FLAGS = ("at_least_one", "stop_after_first")
 _ONLY = {"style": "json", "any_order": False, "max_tokens": None, "max_chars": None}
 
-_Parts = list[tuple[str, bool]]  # Lark text, and whether its language is regular
+_Parts = list[tuple[str, bool]]  # (Lark text, whether it is a regular expression)
 
 
 def check_format(value: Any, where: str = "format", ends: Sequence[str] | None = None) -> None:
-    """Check that a value is a format that can be expressed.
+    """Check that a value is a valid format that llguidance's Lark can express.
 
     Args:
         value: the format.
-        where: its field, for messages.
-        ends: texts that end the format; empty: none ends it; None: the end of the output does.
+        where: path of the format in the request, for error messages.
+        ends: texts that may follow the format and end it; empty: nothing ends it; None: the end of
+            the output ends it.
 
     Raises:
-        ValueError: it is not; the message names the field and says what was expected.
+        ValueError: the value is not; the message names the field and what was expected.
     """
     if not isinstance(value, Mapping):
         raise ValueError(f"{where} must be an object, got {type(value).__name__}")
@@ -102,7 +104,7 @@ def _check_values(value: Mapping[str, Any], where: str) -> None:
 
 
 def check_triggers(triggers: Any, begins: Sequence[str], where: str, ends: Sequence[str]) -> None:
-    """Check that triggers can be told apart, and that each matches the begin of a tag."""
+    """Check that no trigger contains another or an end, and that each begins some tag."""
     check_texts(triggers, f"{where}triggers")
     for one in triggers:
         if sum(one in other for other in triggers) > 1:
@@ -166,7 +168,7 @@ def lark_of_format(value: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
 
 
 class _Writer:
-    """Writer of the rules that the parts of a format refer to.
+    """Conversion of a format to Lark rules, which are collected here.
 
     Adjacent regular parts become one terminal, so that the longest match of one part cannot swallow
     the start of the next. Free text and its end form a lazy rule, so the text stops at the first
@@ -184,7 +186,7 @@ class _Writer:
         return name
 
     def parts(self, value: Mapping[str, Any], ends: Sequence[str]) -> _Parts:
-        """Return a format followed by one of the ends, if there are any."""
+        """Return the parts of a format, followed by one of the ends if there are any."""
         kind = value.get("type", "tag")
         if kind == "sequence":
             *first, last = value["elements"]
@@ -199,7 +201,7 @@ class _Writer:
         return self.bounded(kind, value) + _one_of_texts(ends)
 
     def bounded(self, kind: str, value: Mapping[str, Any]) -> _Parts:
-        """Return a format that ends by itself."""
+        """Return the parts of a format that needs nothing after it to end."""
         if kind == "const_string":
             return _one_of_texts([value["value"]])
         if kind == "regex":
@@ -216,7 +218,7 @@ class _Writer:
         return self.separated(value)
 
     def one_of(self, forms: Sequence[_Parts]) -> _Parts:
-        """Return the name of a new rule for one of several forms; repeated use stays short."""
+        """Return a reference to a new rule that matches any of several forms."""
         if all(is_regular for form in forms for _, is_regular in form):
             inner = " | ".join(" ".join(text for text, _ in form) for form in forms)
             return [(self.rule("T", inner), True)]
@@ -235,7 +237,7 @@ class _Writer:
         return [(text + sign, is_regular)]
 
     def until(self, value: Mapping[str, Any], ends: Sequence[str]) -> tuple[str, bool]:
-        """Return text up to and including the first of the ends, or up to the end of the output."""
+        """Return Lark for free text, up to and including the first of the ends if there are any."""
         free = "TEXT"
         if value.get("excludes"):
             free = f"(TEXT & ~(TEXT ({' | '.join(map(json.dumps, value['excludes']))}) TEXT))"
@@ -270,7 +272,7 @@ class _Writer:
 
 
 def _joined(writer: _Writer, form: _Parts) -> str:
-    """Return a form as the body of a rule; each run of regular parts becomes one terminal."""
+    """Return the body of a rule for `form`; adjacent regular parts become one terminal."""
     texts: list[str] = []
     run: list[str] = []
     for text, is_regular in [*form, ("", False)]:
@@ -285,7 +287,7 @@ def _joined(writer: _Writer, form: _Parts) -> str:
 
 
 def _is_free(value: Mapping[str, Any]) -> bool:
-    """Return whether a format has text that continues until something ends it."""
+    """Return whether a format ends with free text, which continues until something ends it."""
     if value["type"] == "triggered_tags":
         return not all(value.get(name) for name in _FLAGS)
     return bool(value["type"] == "any_text")
@@ -296,7 +298,7 @@ def _ends(tag: Mapping[str, Any]) -> Any:
 
 
 def _one_of_texts(texts: Sequence[str]) -> _Parts:
-    """Return a choice of texts, optional if one of them is empty; no parts if all are empty."""
+    """Return Lark for one of several texts; optional if one is empty, no parts if all are."""
     literals = [json.dumps(text) for text in texts if text]
     if not literals:
         return []

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Conversion of grammars in GBNF, a notation that xgrammar reads as well, to llguidance's Lark.
+r"""Conversion of grammars in the notation GBNF to llguidance's dialect of Lark.
 
 llguidance's converter does the work, with three corrections. (1) It turns rules without references
 into terminals. A lexer takes the longest match of a terminal, so `ws "\n"` could never match if
 `ws` may be a line end. Here every rule stays a rule and every terminal is one character, so exactly
 the texts of the grammar match. (2) The converter's `.` excludes line ends; GBNF's `.` is any
-character. (3) Its escapes of characters beyond ASCII are not valid Lark, so it gets the characters.
-
-For each rule that becomes a terminal, the converter searches all rules again: hence the limits.
+character. (3) The converter's escapes of non-ASCII characters are not valid Lark, so it is given
+the characters themselves. Size is limited, since for each rule that becomes a terminal, the
+converter searches all rules again.
 """
 
 import re
@@ -23,7 +23,7 @@ _NAME = re.compile(r'("(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])*/|//[^\n]*)|\b[A-Z][A-Z0
 
 
 def is_gbnf(grammar: str) -> bool:
-    """Return whether a grammar is in GBNF: it has a rule with `::=`, which Lark does not allow."""
+    """Return whether a grammar is in GBNF, recognized by `::=`, which Lark does not have."""
     return _RULE.search(grammar) is not None
 
 

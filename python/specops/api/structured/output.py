@@ -13,10 +13,10 @@ from typing import Any
 
 from specops.api.structured.tags import check_tags, texts_of_tags
 
-MAX_TEXT = 1 << 18  # characters of a schema, of a grammar, or of all choices
+MAX_TEXT = 1 << 18  # maximum characters of a schema, of a grammar, or of all choices
 MAX_REGEX = 1 << 14
 MAX_CHOICES = 1024
-MAX_DEPTH = 64  # nesting of values, and of brackets
+MAX_DEPTH = 64  # maximum nesting of values, and of brackets
 
 _KINDS = ("json_schema", "regex", "grammar", "choice", "structural_tag")
 _OPENING, _CLOSING = "([{", ")]}"
@@ -36,7 +36,7 @@ class StructuredOutput:
         grammar: the output conforms to this context-free grammar, in llguidance's dialect of Lark
             or in GBNF.
         choice: the output is one of these texts.
-        structural_tag: an object, or its text. With `format`: a tree of formats such as tags,
+        structural_tag: an object, or its JSON text. With `format`: a tree of formats such as tags,
             texts, JSON, regular expressions and grammars. Otherwise: any text in which each part
             that begins with one of `triggers` is one of `structures`, each with `begin`, JSON of
             `schema`, and `end`. Stored as text.
@@ -109,7 +109,7 @@ class StructuredOutput:
 
     @property
     def kind(self) -> str:
-        """Name of the attribute that is set, of the first five."""
+        """Name of the one attribute that is set among the first five."""
         return next(name for name in _KINDS if getattr(self, name) is not None)
 
 
@@ -145,7 +145,7 @@ def _tags_text(tags: Any) -> str:
 
 
 def _json(name: str, value_or_text: Any) -> tuple[str, Any]:
-    """Return JSON as text and as a value, from either; check its length and depth."""
+    """Return JSON both as text and as a value, given either; check its length and depth."""
     text = value_or_text
     if not isinstance(text, str):
         _check_depth(name, value_or_text)

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 # llguidance's options for white space between JSON tokens, by the values of `json_whitespace`.
-# "bounded" is what compact and pretty JSON printers write: a space, or a line end and indentation,
-# at most once between two tokens. So a text whose strings and numbers are bounded always ends,
-# whatever the model prefers.
+# "bounded" allows what compact and pretty JSON printers write: at most one space, or a line end and
+# indentation, between two tokens. So white space cannot go on forever, whatever the model prefers.
 WHITESPACE: dict[str, dict[str, Any]] = {
     "bounded": {"whitespace_pattern": r"\x20|\r?\n[\x20\t]{0,32}"},
     "any": {"whitespace_flexible": True},
@@ -23,8 +22,8 @@ WHITESPACE: dict[str, dict[str, Any]] = {
 _MAX_EXACT = 2**53
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _VALUES = ("const", "enum")  # their contents are values, not schemas
-_NOTES = ("default", "examples")  # they constrain nothing
-_NAMED = ("properties", "patternProperties", "$defs", "definitions")  # schemas by any name
+_NOTES = ("default", "examples")  # annotations, which constrain nothing
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")  # map any name to a schema
 _WHITE_SPACE = ("whitespace_pattern", "whitespace_flexible")
 
 # Parts of a Lark grammar with any contents (strings, regular expressions, comments), or %json.

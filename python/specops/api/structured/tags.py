@@ -22,10 +22,10 @@ _TAG_FIELDS = {"begin", "schema", "end"}
 
 
 def check_tags(value: Any) -> None:
-    """Check that a value is valid structural tags whose triggers can be told apart.
+    """Check that a value is a valid structural tag object.
 
     Raises:
-        ValueError: it is not; the message says what was expected.
+        ValueError: the value is not; the message says what was expected.
     """
     if not isinstance(value, Mapping):
         raise ValueError(f"must be an object, got {type(value).__name__}")
@@ -65,7 +65,7 @@ def grammar_of_tags(value: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
 
 
 def _format(value: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the format of checked tags of either shape."""
+    """Return checked tags of either shape as a format."""
     if "format" in value:
         found: Mapping[str, Any] = value["format"]
         return found

@@ -28,11 +28,12 @@ class Answer:
         prompt_tokens: as reported by the server; None if not reported.
         completion_tokens: as reported by the server; otherwise the number of pieces of text.
         pieces: number of events with text.
-        num_drafts: steps of the server with drafts; this and the next two are None if not reported.
+        num_drafts: number of the server's steps with drafts; None if not reported, like the next
+            two.
         num_draft_tokens: drafts that were verified.
         num_accepted_tokens: drafts that were accepted.
         timings: seconds by the server's clock, as specops reports them; None if not reported.
-        error: why there is no answer; None on success.
+        error: reason why there is no answer; None on success.
     """
 
     due: float
@@ -98,7 +99,7 @@ async def ask(
 
 
 def reason(error: Exception) -> str:
-    """Return why a server was not reached or stopped answering, in the OS's words if possible."""
+    """Return the reason of a failed connection, as the OS's error message if possible."""
     if isinstance(error, aiohttp.ClientConnectorError):
         number = error.os_error.errno
         return f"cannot connect: {os.strerror(number)}" if number else "cannot connect"
@@ -107,7 +108,7 @@ def reason(error: Exception) -> str:
 
 async def _read(answer: Answer, response: aiohttp.ClientResponse, clock: Clock) -> None:
     async for data in _events(response):
-        if answer.end:  # read the rest of the body, so that the connection can be reused
+        if answer.end:  # only read the rest of the body, so that the connection can be reused
             continue
         if data == b"[DONE]":
             answer.end = clock()

@@ -12,13 +12,13 @@ Sleep = Callable[[float], Awaitable[None]]
 
 
 def due_times(count: int, rate: float, *, even: bool, seed: int) -> list[float]:
-    """Return when requests are due, in seconds from the beginning.
+    """Return the times at which to send requests, in seconds from the beginning.
 
     Args:
         count: number of requests.
         rate: requests per second.
-        even: whether gaps are equal. Otherwise arrivals are a Poisson process, like requests of
-            many independent clients.
+        even: True for equal gaps; False for a Poisson process, like requests of many independent
+            clients.
         seed: seed of the random gaps.
     """
     numbers = random.Random(seed)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server's draft counts, in replies and in /metrics. Uses only the standard library."""
+"""Draft counts of a server, read from replies and from /metrics; standard library only."""
 
 import re
 from collections.abc import Mapping

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of a run, from its answers."""
+"""Statistics of a run, computed from its answers."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -29,8 +29,8 @@ def figures(answers: Sequence[Answer], metrics: DraftCounts | None = None) -> di
         "num_requests", "num_failed" and "failures" (a count per message); "seconds" from the
         first due time to the last answer; tokens, and tokens and requests per second;
         in milliseconds and for successful answers "first_token_ms", "per_output_token_ms" and
-        "whole_ms" by the client's clock; "sent_late_ms" (how late requests were sent, which is
-        the generator's fault); "server_ms" by the server's clock; "acceptance" of drafts, or None.
+        "whole_ms" by the client's clock; "sent_late_ms" (how late the generator sent requests);
+        "server_ms" by the server's clock; "acceptance" of drafts, or None.
     """
     successful = [answer for answer in answers if answer.error is None]
     seconds = max(a.end for a in answers) - min(a.due for a in answers)
@@ -81,7 +81,7 @@ def request_records(answers: Sequence[Answer]) -> list[dict[str, Any]]:
 
 
 def _counter(answers: Sequence[Answer]) -> str:
-    """Return how tokens were counted. Pieces of text are fewer if a step emits several tokens."""
+    """Return how tokens were counted: by the server, or as pieces of text, which may be fewer."""
     has_usage = all(answer.prompt_tokens is not None for answer in answers)
     return "the server" if has_usage else "pieces of text, since the server sends no usage"
 

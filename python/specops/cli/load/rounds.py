@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two servers measured in turn: medians, and ratios of adjacent runs."""
+"""Comparison of two servers measured in turn: medians, and ratios of adjacent runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
-# Title -> path of the figure in a run's figures. Latencies: the median over the run's requests.
+# Title -> path of a value in a run's figures. Latencies are medians over the run's requests.
 FIGURES = {
     "output tokens/s": ("output_tokens_per_s",),
     "requests/s": ("requests_per_s",),
@@ -31,9 +31,9 @@ class Row:
 
     Attributes:
         title: a key of FIGURES.
-        of_each: spread over the rounds, of the first and of the second server.
-        ratio: spread of the ratio first / second, each taken within a round, because a machine's
-            speed varies less within a round than over time.
+        of_each: spread over the rounds, for the first and the second server.
+        ratio: spread of the ratio first / second. Ratios are taken within a round, because a
+            machine's speed varies less within a round than over time.
     """
 
     title: str
@@ -50,7 +50,7 @@ def spread_of(values: Sequence[float]) -> Spread:
 
 
 def compare(rounds: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[Row]:
-    """Compare the figures of rounds; skip a figure that is missing or 0 in any run."""
+    """Return a row per figure; skip a figure that is missing or 0 in any run."""
     rows = []
     for title, path in FIGURES.items():
         pairs = [(_figure(first, path), _figure(second, path)) for first, second in rounds]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers in the formats of different servers: text, tokens, logprobs and finish reason."""
+"""Parser of answers of different servers: text, tokens, logprobs and finish reason."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ class Token:
     """An emitted token.
 
     Attributes:
-        text: as the server spells it; this and the next two are None if not reported.
+        text: the token's text as sent by the server; None if not reported, like id and logprob.
         id: index in the vocabulary.
         logprob: logprob of the token.
         alternatives: (text, logprob) of the most likely tokens, sorted by falling logprob.
@@ -27,7 +27,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Answer:
-    """A server's answer, or why there is none.
+    """A server's answer, or the reason why there is none.
 
     Attributes:
         text: all of the text; in a chat, reasoning and tool calls count as text.

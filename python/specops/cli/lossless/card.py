@@ -11,7 +11,7 @@ from specops.cli.lossless.verdict import DIFFERS, LOSSLESS, UNKNOWN, Comparison
 _WIDTH, _MARGIN, _LINE, _ROW = 640, 24, 20, 22
 _ENDS = (340, 430, 526, 616)  # right edges of the columns of numbers
 _TITLE, _SENTENCE, _TABLE_GAP = 52, 84, 18
-_LETTERS = 90  # per line
+_LETTERS = 90  # maximum characters per line
 _BACKGROUND, _BORDER, _TEXT, _FAINT = "#f6f8fa", "#d1d9e0", "#1f2328", "#59636e"
 _COLOURS = {LOSSLESS: "#1a7f37", DIFFERS: "#cf222e", UNKNOWN: "#9a6700"}
 _SIGNS = {LOSSLESS: "✓", DIFFERS: "✗", UNKNOWN: "?"}

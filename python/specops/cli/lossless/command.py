@@ -23,11 +23,11 @@ from specops.cli.lossless.verdict import STATUSES, Comparison, total, verdict
 from specops.cli.progress import progress
 from specops.cli.prompts import read_prompts
 
-_SHOWN = 3  # differences that are printed without --verbose
+_SHOWN = 3  # number of differences printed without --verbose
 
 
 def main(arguments: Sequence[str], program: str) -> int:
-    """Compare, print, and return the exit code: 0 lossless, 1 differs, 2 cannot say."""
+    """Compare, print, and return the exit code: 0 lossless, 1 different, 2 unknown."""
     args = _parser(program).parse_args(arguments)
     try:
         _check(args)
@@ -209,7 +209,7 @@ def _server(args: argparse.Namespace, url: str, model: str) -> Server:
 def _compare(
     args: argparse.Namespace, requests: Sequence[Request], plain: Mode, drafted: Sequence[Mode]
 ) -> list[Comparison]:
-    """Send all requests, first plainly and alone: those answers are the reference."""
+    """Send all requests in every mode. The reference is plain decoding, one request at a time."""
     comparisons: list[Comparison] = []
     rounds = 1 + 2 * (1 + len(drafted))
     with progress(rounds * len(requests), is_shown=not args.quiet) as advance:
@@ -255,7 +255,7 @@ def _comparisons(
     expected: Sequence[Answer],
     answers: Sequence[Answer],
 ) -> Iterable[Comparison]:
-    """Return one comparison for greedy and one for seeded answers."""
+    """Yield one comparison of the greedy answers and one of the seeded answers."""
     by_sampling: dict[str, Comparison] = {}
     for request, plain, other in zip(requests, expected, answers, strict=True):
         if request.sampling not in by_sampling:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differences of two answers to the same request, and the first place of each."""
+"""Differences between two answers to the same request, and where they begin."""
 
 import math
 import struct
@@ -15,14 +15,14 @@ _BEFORE, _AFTER = 48, 32  # characters of context around a difference
 
 @dataclass(frozen=True)
 class Side:
-    """One of two answers at the first difference.
+    """One of the two answers, at the first difference.
 
     Attributes:
-        next: the token there, or the text from there on if tokens are not reported; None at the end
-            of the answer.
+        next: the token there, or the following text if tokens are not reported; None at the end of
+            the answer.
         ending: finish reason of the answer.
         logprob: logprob of that token; this and the next are None if not reported.
-        others_logprob: logprob of the other answer's token, in this answer.
+        others_logprob: this answer's logprob of the other answer's token.
         alternatives: all reported (text, logprob) there, sorted by falling logprob.
     """
 
@@ -35,20 +35,20 @@ class Side:
 
 @dataclass(frozen=True)
 class Difference:
-    """Two answers that differ.
+    """Difference between two answers.
 
     Attributes:
-        kinds: the kinds of KINDS that differ. Logprobs are compared up to the first differing
+        kinds: what differs, entries of KINDS. Logprobs are compared up to the first differing
             token, and finish reasons only if texts and tokens are equal.
         place: index of the first differing token, or else of the first token with a differing
             logprob; the first differing character if tokens show no difference.
         unit: unit of `place`, "token" or "character".
         before: the end of the text before the difference.
-        plain: the answer without speculation.
-        other: the answer that is compared with it.
+        plain: side of the answer without speculation.
+        other: side of the answer that is compared with it.
         logprob_place: index of the first token with a differing logprob; None if there is none.
-        logprob_gap: largest difference of two logprobs of the same token in the same place; None
-            if no place has two.
+        logprob_gap: largest difference between the answers' logprobs of the same token at the same
+            place; None if there is no such pair.
     """
 
     kinds: tuple[str, ...]
@@ -97,7 +97,7 @@ def difference(plain: Answer, other: Answer) -> Difference | None:
 
 
 def _names(a: Sequence[Token], b: Sequence[Token]) -> tuple[list[Any], list[Any]]:
-    """Return two lists that identify the tokens: ids, else texts, or empty if one side has none."""
+    """Return both answers' token ids, else their token texts; empty if either reports neither."""
     if a and b:
         for name in ("id", "text"):
             names = [[getattr(token, name) for token in tokens] for tokens in (a, b)]

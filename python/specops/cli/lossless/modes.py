@@ -25,14 +25,14 @@ class Request(NamedTuple):
 
 @dataclass
 class Mode:
-    """A way of decoding.
+    """A way of decoding that is compared.
 
     Attributes:
         name: "plain", or the name of the kind of speculation.
         is_drafted: whether it speculates.
         server: server that receives the requests.
-        fields: fields added to its requests.
-        drafts: counts of the drafts it verified; None if not reported.
+        fields: fields added to the requests of this mode.
+        drafts: counts of the drafts that this mode verified; None if not reported.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Mode:
 def requests_of(
     texts: Sequence[Text], *, max_tokens: int, temperature: float, seed: int
 ) -> list[Request]:
-    """Return two requests per text, greedy and seeded, alternating so that a batch has both."""
+    """Return a greedy and a seeded request per text, in turn, so that a batch has both."""
     requests = []
     for index, text in enumerate(texts):
         greedy = {"max_tokens": max_tokens, "temperature": 0}
@@ -94,7 +94,7 @@ def modes_of(
         return [plain]
     bodies: list[tuple[str, dict[str, Any]]] = [(json.dumps(body), body) for body in drafted_bodies]
     if not bodies:
-        # By default specops stops verifying drafts that save no time; compare them as well.
+        # By default specops does not verify drafts that would save no time; make it verify all.
         bodies = [
             (name, {"speculative_config": {"method": name, "adaptive_verification": False}})
             for name in server.methods

@@ -16,8 +16,9 @@ from specops.cli.lossless.texts import Text
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _ALTERNATIVES = 5
-# Fields that request details of every token, in falling order; the first accepted entry is used.
-# vLLM reports token ids on request; llama.cpp always does; others ignore or refuse the field.
+# Fields that request details of every token, the most detailed first; the first set of fields that
+# the server accepts is used. vLLM reports token ids on request; llama.cpp always does; others
+# ignore or refuse the field.
 _DETAIL_FIELDS: dict[str, tuple[dict[str, Any], ...]] = {
     COMPLETIONS: (
         {"logprobs": _ALTERNATIVES, "return_token_ids": True},
@@ -38,7 +39,7 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class Unreachable(Exception):
-    """No answer was received; the message is the OS's reason."""
+    """Error: no answer was received; the message is the OS's reason."""
 
 
 @dataclass
@@ -51,8 +52,8 @@ class Server:
         timeout: seconds without a byte after which a request has failed.
         model: model name in requests; "": the first that the server lists.
         card: the model's entry in /v1/models.
-        fields: fields added to every request, by endpoint; an endpoint that refuses is absent.
-        refusals: by endpoint, why it does not answer, or not with logprobs.
+        fields: endpoint -> fields added to its requests; only endpoints that accept requests.
+        refusals: endpoint -> why it refuses requests, or requests with logprobs.
     """
 
     url: str
@@ -67,7 +68,8 @@ class Server:
     def methods(self) -> list[str]:
         """Draft methods that requests can choose by `speculative_config`, from specops' card.
 
-        Methods that draft from a parameter of the request are left out: requests here have none.
+        Methods that draft from a parameter of the request are left out, since requests here do not
+        set it.
         """
         if "speculative_config" not in self.card:
             return []

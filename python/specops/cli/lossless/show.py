@@ -27,7 +27,7 @@ _COLUMNS = (
 
 
 def table(comparisons: Sequence[Comparison]) -> list[str]:
-    """Return a table: per comparison, the outputs that differ in each respect, and drafts."""
+    """Return a table with a row per comparison: numbers of differing outputs, and of drafts."""
     rows = [list(_COLUMNS), *(_row(comparison) for comparison in comparisons)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
     return [
@@ -97,7 +97,7 @@ def cautions(comparisons: Sequence[Comparison], modes: Sequence[Mode]) -> list[s
 
 
 def difference_lines(comparisons: Sequence[Comparison], limit: int | None) -> list[str]:
-    """Return lines that show where answers first differ and the likely tokens of each there.
+    """Return lines that show where answers first differ, and both answers' likely tokens there.
 
     Args:
         comparisons: comparisons of all modes.
@@ -108,7 +108,7 @@ def difference_lines(comparisons: Sequence[Comparison], limit: int | None) -> li
         for comparison in comparisons
         for place, shown in enumerate(comparison.differences)
     ]
-    # Modes with speculation come first; then the first difference of each comparison, the second...
+    # Order: modes with speculation first; then each comparison's first difference, each second...
     items.sort(key=lambda item: (not item[1].is_drafted, item[0]))
     lines = [
         line for _, comparison, shown in items[:limit] for line in _description(comparison, shown)

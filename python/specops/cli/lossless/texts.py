@@ -40,8 +40,8 @@ _CHATS = (
     "What is the difference between a list and a tuple? Answer in two sentences.",
     "Count from one to twenty in words.",
 )
-# A file and the beginning of its copy under a new name: drafts copy the rest, and are wrong at the
-# new name. The prompts share a prefix, like edits of one file.
+# A file, and the beginning of a copy in which a name has changed: drafts copy the rest and are
+# wrong wherever the name occurs. The prompts share a prefix, like edits of one file.
 _FILE = """def load(path):
     with open(path) as file:
         lines = file.readlines()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparisons with plain decoding, and the verdict in one sentence."""
+"""Comparisons with plain decoding, and a verdict of one sentence."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -16,7 +16,7 @@ STATUSES = (LOSSLESS, DIFFERS, UNKNOWN)  # the index is the exit code
 
 @dataclass(frozen=True)
 class TextDifference:
-    """A text with two answers that differ."""
+    """A text, and the difference between the two answers to it."""
 
     text: Text
     difference: Difference
@@ -24,7 +24,7 @@ class TextDifference:
 
 @dataclass
 class Comparison:
-    """Answers compared with those of plain decoding, alone, to the same requests.
+    """Comparison of a mode's answers with the reference: plain decoding, one request at a time.
 
     Attributes:
         mode: "plain", or the name of the kind of speculation.
@@ -34,10 +34,10 @@ class Comparison:
         num_compared: pairs of answers.
         num_tokens: tokens of the compared answers; 0 if tokens are not reported.
         num_characters: characters of the compared answers.
-        failures: count per message of requests without a pair of answers.
+        failures: number of requests without two answers, by error message.
         drafts: counts in the answers; None if not reported.
         differences: texts with differing answers.
-        missing: number of pairs that do not both report "tokens", "ids" and "logprobs".
+        missing: number of pairs in which an answer lacks "tokens", "ids" or "logprobs", by name.
     """
 
     mode: str
@@ -110,8 +110,8 @@ def verdict(
 
     Args:
         comparisons: comparisons of all modes.
-        drafts: by mode, counts of all drafts it verified; None if not reported.
-        is_trusted: whether a server that reports no drafts is assumed to speculate.
+        drafts: mode -> counts of all drafts that it verified; None if not reported.
+        is_trusted: whether to assume that a server without draft counts speculates.
     """
     drafted = [comparison for comparison in comparisons if comparison.is_drafted]
     plain = [comparison for comparison in comparisons if not comparison.is_drafted]

@@ -4,8 +4,8 @@
 vLLM allocates one tensor [blocks, num_kv_heads, block_size, 2 * head_dim] per layer and moves only
 whole blocks. The layout inside a block is the backend's choice: here a page of keys [block_size,
 num_kv_heads, head_dim], then a page of values. The tensor is viewed, without a copy, as twice as
-many pages: block b's keys are page 2 * b, and its values are page 2 * b of a view that starts one
-page later.
+many pages: block b's keys are page 2 * b of the whole tensor, and its values are page 2 * b of a
+view that starts one page later.
 
 This module imports vLLM, so only vLLM's registry imports it, by the name the plug-in registers.
 """
@@ -32,7 +32,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class SpecopsAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
-    """Attention backend registered in place of vLLM's CPU backend, under the same name."""
+    """Attention backend that replaces vLLM's CPU backend under its name."""
 
     forward_includes_kv_cache_update = True
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float32", "bfloat16", "float16"]
@@ -49,7 +49,7 @@ class SpecopsAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_non_causal(cls) -> bool:
-        """Return True: blocks of a drafter may be non-causal (see `build_for_drafting`)."""
+        """Return True, since a drafter's blocks may be non-causal (see `build_for_drafting`)."""
         return True
 
     @classmethod
@@ -105,7 +105,7 @@ class SpecopsAttentionMetadata:
         kv_indices: [pages], int32. Pages of the keys; the pages of the values have the same
             numbers. Entries past a request's last page are arbitrary.
         kv_lens: [batch], int32.
-        causal: whether a row sees no later position. vLLM's DFlash reads it under this name.
+        causal: whether a row attends to no later position. vLLM's DFlash reads this attribute.
         slots: destinations of the new keys and values.
         workspaces: workspace of the op, by the shapes of q and the cache.
     """
@@ -153,7 +153,7 @@ class SpecopsMetadataBuilder(AttentionMetadataBuilder[SpecopsAttentionMetadata])
     def build_for_drafting(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
     ) -> SpecopsAttentionMetadata:
-        """Return the metadata as `build` does, for a drafter: its batch may be non-causal."""
+        """Return the metadata for a drafter's batch, which may be non-causal."""
         return self._metadata_of(common_attn_metadata)
 
     def _metadata_of(self, common: CommonAttentionMetadata) -> SpecopsAttentionMetadata:
@@ -181,8 +181,8 @@ class SpecopsAttentionImpl(AttentionImpl):  # type: ignore[misc]
     """The attention of one layer.
 
     Attributes:
-        specops_faults: unsupported options of the layer. If there are any, the engine is refused
-            and the layer never called.
+        specops_faults: unsupported options of the layer. If there are any, the engine does not
+            start.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class SpecopsAttentionImpl(AttentionImpl):  # type: ignore[misc]
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write keys and values without attending: the context of a DFlash head.
+        """Write keys and values without attention, as vLLM does for the context of a DFlash head.
 
         Args:
             layer: the layer.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Support for vLLM with torch.compile: specops' ops stay opaque calls, and nothing else computes.
+"""Support for vLLM with torch.compile: specops' ops stay opaque calls, and only they compute.
 
 `specops.torch_ops` registers the ops, so that no compiler traces into them or fuses them with
 others. Kernels that Inductor generates may then only move data, which `graph_check` enforces.
@@ -22,7 +22,7 @@ def is_on(config: Any) -> bool:
 
 
 def faults_of(config: Any) -> list[str]:
-    """Return the compiler settings of vLLM that cannot be exact or are untested."""
+    """Return vLLM's compiler settings that could change bits or are untested."""
     if not is_on(config):
         return []
     compilation = config.compilation_config
@@ -38,7 +38,7 @@ def faults_of(config: Any) -> list[str]:
 
 
 def prepare(config: Any, parts: Collection[str]) -> None:
-    """Configure later models to compile around specops' ops, and check their graphs.
+    """Make vLLM compile models around specops' ops, and check the compiled graphs.
 
     Args:
         config: vLLM's configuration. If it compiles at all, its custom_ops and compiler passes are

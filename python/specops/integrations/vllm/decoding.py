@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m specops.integrations.vllm.decoding JOB RESULT`: decode texts with one vLLM engine.
 
-Each engine has its own process, because the parts of SPECOPS_VLLM stay enabled in a process. The
-engine runs inside that process, and a request enters when another finishes, so that a run has a
-fixed number of concurrent requests.
+Each engine has its own process, because parts of SPECOPS_VLLM, once enabled, stay enabled in a
+process. A request is added whenever another one finishes, so that a run has a fixed number of
+concurrent requests.
 """
 
 import json
@@ -21,16 +21,16 @@ from typing import Any
 
 from specops.integrations.vllm.settings import TARGET_MATCH, VARIABLE, VERIFY_VARIABLE, parts_of
 
-_LOG_LINES = 25  # of a failed engine, shown in the error
+_LOG_LINES = 25  # last lines of a failed engine's output, shown in the error
 
 
 class DecodingError(RuntimeError):
-    """An engine could not be started, or failed."""
+    """Error: an engine could not be started, or failed."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Requests that are decoded together.
+    """A set of requests to decode together.
 
     Attributes:
         prompts: texts, or lists of token ids.
@@ -47,7 +47,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Job:
-    """An engine and its runs.
+    """An engine's configuration and the runs to execute on it.
 
     Attributes:
         engine: arguments of vLLM's LLM.
@@ -73,8 +73,8 @@ class Decoded:
         seconds: duration of the run.
         steps: number of engine steps.
         num_preemptions: preemptions since the engine started; 0 if it keeps no statistics.
-        num_drafts: drafts verified since then; 0 without statistics.
-        num_accepted: drafts accepted since then; 0 without statistics.
+        num_drafts: drafts verified since the engine started; 0 without statistics.
+        num_accepted: drafts accepted since the engine started; 0 without statistics.
     """
 
     token_ids: list[list[int]] = field(default_factory=list)
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str]) -> None:
     job = json.loads(job_file.read_text(encoding="utf-8"))
     engine = LLM(**job["engine"]).llm_engine
     if switched_on() != parts_of():
-        # vLLM only logs a plug-in that cannot be imported, and continues.
+        # Check this here, since vLLM only logs a plug-in that cannot be imported, and continues.
         raise DecodingError("specops: vLLM did not load the plug-in; see its log")
     results = [_decode(engine, Run(**run), str(number)) for number, run in enumerate(job["runs"])]
     result_file.write_text(json.dumps([asdict(result) for result in results]), encoding="utf-8")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test if speculation or batching changes vLLM's output.
+"""Check whether speculation or batching changes vLLM's output.
 
 Usage: python -m specops.integrations.vllm verify-exactness
 
@@ -42,10 +42,10 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Difference:
-    """One run compared with plain decoding of the same prompts, each alone.
+    """Comparison of a run with plain decoding of the same prompts, one at a time.
 
     Attributes:
-        kernels: the kernels that computed both, "vllm", "specops" or a mixture.
+        kernels: kernels of both runs: "vllm", "specops" or a mixture.
         method: name of the draft method.
         batch: number of concurrent requests.
         temperature: 0 is greedy.
@@ -79,7 +79,7 @@ class Difference:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare, print, return the exit code: 1 if specops' rows differ, 2 for an invalid option."""
+    """Compare, print, return the exit code: 1 if an exact run differs, 2 for an invalid option."""
     args = _parser().parse_args(arguments)
     try:
         differences = _bisect(args) if args.bisect else _compare_all(args)
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_promised(difference: Difference, strategy: str) -> bool:
-    """Return whether a run must not differ: only `target_match` keeps sampled tokens."""
+    """Return whether a run must equal plain decoding; sampled runs only with `target_match`."""
     return strategy == TARGET_MATCH or difference.temperature == 0 or difference.method == "plain"
 
 
@@ -189,7 +189,7 @@ def _compare_all(args: argparse.Namespace) -> list[Difference]:
 
 
 def _bisect(args: argparse.Namespace) -> list[Difference]:
-    """Compare with every part by specops except one; a difference is then due to that part."""
+    """Compare with all parts but one computed by specops; the missing part causes differences."""
     differences = []
     for part in PARTS:
         others = ",".join(other for other in PARTS if other != part)
@@ -221,7 +221,7 @@ def _methods(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 def _compare(
     args: argparse.Namespace, kernels: str, parts: str, methods: dict[str, dict[str, Any]]
 ) -> list[Difference]:
-    """Run one engine per method; compare all runs with the plain run of batch 1."""
+    """Run one engine per method; compare all runs with plain decoding at batch size 1."""
     prompts = _prompts(args)
     runs = [(t, batch) for t in args.temperature for batch in args.batch]
     differences: list[Difference] = []
@@ -247,7 +247,7 @@ def _compare(
 def compare(
     base: Decoded, decoded: Decoded, kernels: str, method: str, batch: int, temperature: float
 ) -> Difference:
-    """Count the prompts with different outputs in two runs."""
+    """Return the comparison of two runs: the numbers of prompts with different outputs."""
     pairs = list(zip(base.token_ids, decoded.token_ids, strict=True))
     texts = [index for index, (left, right) in enumerate(pairs) if left != right]
     bits = zip(base.logprobs, decoded.logprobs, strict=True)
@@ -279,9 +279,9 @@ def _engine(args: argparse.Namespace) -> dict[str, Any]:
         "max_model_len": args.max_model_len,
         "max_num_seqs": max(args.batch),
         "enforce_eager": not args.compiled,
-        # vLLM's default is nearly all memory of the machine, or an error if that is in use.
+        # By default vLLM takes nearly all memory of the machine, and fails if that is in use.
         "kv_cache_memory_bytes": int(args.kv_cache_gib * (1 << 30)),
-        # The second computation of a prompt must not reuse pages of the first.
+        # Each run must compute its prompts, not reuse pages of an earlier run.
         "enable_prefix_caching": False,
     }
 

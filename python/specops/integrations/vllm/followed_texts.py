@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Identification of requests by their texts.
+"""Identification of requests by their texts, for drafters that keep state.
 
 vLLM passes a proposer the rows of its batch without request ids. Rows move when requests finish,
 are preempted and resume, so a request's state is found by its text so far.
@@ -25,9 +25,9 @@ class Step:
 
     Attributes:
         numbers: number of each row's request; None for a row without new tokens.
-        started: rows with a new request: the drafter must learn their whole text.
-        forgotten: numbers without a row for a long time: the requests have finished, or will get
-            a new number if they return.
+        started: rows with a new request, whose whole text the drafter must learn.
+        forgotten: numbers of requests without a row for a long time. They have finished; a request
+            that returns gets a new number.
     """
 
     numbers: list[int | None]
@@ -36,12 +36,12 @@ class Step:
 
 
 class FollowedTexts:
-    """Finder of the requests in the rows of a batch.
+    """Assignment of a batch's rows to requests.
 
-    A row continues a request if the row's text without its new tokens is the request's text. The
-    request that had this row in the previous step is preferred. Requests with equal texts may be
-    confused, which makes no difference. A text that grew by more than its new tokens (for example
-    the next turn of a conversation) belongs to a new request.
+    A row continues a request if the row's text without its new tokens is the request's text. If
+    several requests match, the one that had this row in the previous step is preferred; confusing
+    requests with equal texts does no harm. A text that grew by more than its new tokens (for
+    example the next turn of a conversation) belongs to a new request.
 
     Args:
         forget_after: steps without a row after which a request is forgotten. If it returns later,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check of the graphs that Inductor compiles: only kernels of specops and vLLM may compute.
+"""Check of graphs before Inductor compiles them: only kernels of specops and vLLM may compute.
 
 This module imports torch's compiler, so it is imported only if vLLM compiles.
 """
@@ -18,7 +18,7 @@ _ARITHMETIC_OF_SIZES = frozenset({operator.getitem, torch.sym_sum})
 
 
 class GraphCheck(CustomGraphPass):
-    """Inductor pass that changes nothing and refuses a graph in which any other node computes."""
+    """Inductor pass that changes nothing, but refuses a graph in which another node computes."""
 
     def __call__(self, graph: Graph) -> None:
         """Check every call of a graph.
@@ -39,7 +39,7 @@ class GraphCheck(CustomGraphPass):
 
 
 def _computes(node: Node) -> str | None:
-    """Return the op's name if the node computes numbers of the model, else None."""
+    """Return the op's name if the node computes floating-point numbers of the model, else None."""
     if node.op != "call_function":
         return None
     target: Any = node.target

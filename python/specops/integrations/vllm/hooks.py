@@ -24,11 +24,11 @@ class Hook:
     Attributes:
         part: part of SPECOPS_VLLM that needs it; "" for all parts.
         target: module:name.
-        use: "registered" with a function that vLLM offers for it; "subclassed", by a class that is
-            registered; "replaced"; "wrapped": called, with a check before or after it; "called";
+        use: how the plug-in uses it: "registered" through vLLM's API; "subclassed" by a class that
+            is registered; "replaced"; "wrapped" with a check before or after the call; "called";
             "read".
-        names: all parameters in order for a function, the passed ones if `use` is "called"; fields
-            and methods for a class.
+        names: for a function, all its parameters in order, or only the passed ones if `use` is
+            "called"; for a class, the fields and methods used.
     """
 
     part: str
@@ -51,8 +51,8 @@ def _layers(names: str) -> tuple[str, ...]:
     return tuple(f"{_LAYERS}.{name}" for name in names.split())
 
 
-# Layers that a model may have. They compute nothing, or work on each element of a token on its own,
-# or copy rows, or are row-identical by test (rotary embedding).
+# vLLM layers that a model may use unchanged: they compute nothing, work elementwise, copy rows, or
+# are row-identical by test (rotary embedding).
 EXACT_LAYERS = _layers(
     "logits_processor:LogitsProcessor "
     "rotary_embedding.base:RotaryEmbedding "
@@ -314,7 +314,7 @@ def of_parts(parts: Collection[str]) -> list[Hook]:
 
 
 def find(target: str) -> Any:
-    """Return the object that a target names.
+    """Return the object that a hook's `target` names.
 
     Raises:
         HookError: it does not exist.
@@ -330,7 +330,7 @@ def find(target: str) -> Any:
 
 
 def fault_of(hook: Hook) -> str | None:
-    """Return the mismatch of a hook with the installed vLLM; None if there is none."""
+    """Return how a hook mismatches the installed vLLM; None if it matches."""
     try:
         value: Any = find(hook.target)
     except HookError as error:

@@ -31,7 +31,7 @@ class SpecopsRMSNorm(RMSNorm):  # type: ignore[misc]
     def forward_native(
         self, x: Tensor, residual: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Normalize the last dimension; with a residual, first add `x` to it, IN PLACE."""
+        """Normalize the last dimension; with a residual, first add `x` to the residual IN PLACE."""
         weight, eps = self.weight, self.variance_epsilon
         if x.dim() == 2:
             out = dense.rms_norm(x, weight, eps, residual=residual)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check of every model that vLLM's CPU worker loads: with all parts on, it must be exact."""
+"""Check of each model that vLLM's CPU worker loads: with all parts enabled, it must be exact."""
 
 import functools
 import logging
@@ -10,13 +10,13 @@ from specops.integrations.vllm import compiled, support, threads
 from specops.integrations.vllm.op_check import OpCheck, look_at
 from specops.integrations.vllm.settings import PARTS
 
-# vLLM's choice between its two model runners. The plug-in supports the first one.
+# Environment variable that selects vLLM's second model runner, which is unsupported.
 SECOND_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _logger = logging.getLogger("vllm.specops")
 
 
 def switch_on(parts: Collection[str]) -> None:
-    """Wrap the construction of vLLM's model runner, and its loading of a model.
+    """Install the checks: wrap vLLM's construction of the model runner and its model loading.
 
     Args:
         parts: parts of SPECOPS_VLLM. Unless all are enabled, inexact parts are only a warning.
@@ -60,12 +60,12 @@ def _refuse(faults: Sequence[str], is_error: bool) -> None:
 
 
 def _faults_of_model(runner: Any, parts: Collection[str], runs: bool) -> list[str]:
-    """Return the parts of a loaded model that cannot be exact.
+    """Return descriptions of the parts of a loaded model that cannot be exact.
 
     Args:
         runner: vLLM's model runner.
         parts: parts of SPECOPS_VLLM.
-        runs: whether the model can compute at all.
+        runs: whether the model can be run.
     """
     from vllm.distributed import get_tp_group
 
@@ -74,7 +74,7 @@ def _faults_of_model(runner: Any, parts: Collection[str], runs: bool) -> list[st
     if runs and len(parts) == len(PARTS):
         try:
             look_at(runner, check)
-        except Exception as raised:  # by a layer that is refused below: it has no KV cache yet
+        except Exception as raised:  # perhaps by a layer that is refused below
             error = raised
     faults = support.faults_of_layers(runner.get_model(), parts, check.found)
     if error is not None and not faults:

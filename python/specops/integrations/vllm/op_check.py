@@ -20,8 +20,8 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# vLLM's ops that are row-identical by test or contain specops' ops; and communication between
-# ranks: `support.faults_of_ranks` checks its order of summation.
+# vLLM's ops that are row-identical by test or contain specops' ops, and collectives, whose order of
+# summation `support.faults_of_ranks` checks.
 _OPAQUE = _names(
     "_C::rotary_embedding vllm::unified_attention_with_output vllm::unified_kv_cache_update "
     "vllm::all_reduce vllm::all_gather _C::shm_allreduce _C::shm_gather _C::shm_all_gather "
@@ -36,8 +36,8 @@ _MOVES = _names(
     "reshape scalar_tensor select slice slice_scatter split split_with_sizes squeeze stack "
     "sym_size t transpose unbind unsqueeze view where zero zeros zeros_like"
 )
-# One operation per element, rounded once and correctly: any instruction gives the same bits. A
-# compiler may fuse two of them and round once for both, so these are allowed in eager mode only.
+# Elementwise ops that round once and correctly, so that all instruction sets give the same bits. A
+# compiler may fuse two of them into one rounding, so they are allowed in eager mode only.
 _ROUNDED = _names("abs add clamp clamp_max clamp_min div maximum minimum mul neg relu rsub sub")
 _TORCH = frozenset({"aten", "prims"})
 _TOKENS = 4  # number of tokens in the checked pass
@@ -50,8 +50,9 @@ def is_allowed(
 
     Args:
         op: the called op.
-        outputs: outputs of the call. Tokens, positions, masks and sizes may be computed in any way.
-        alpha: factor that `add` and `sub` apply first.
+        outputs: outputs of the call; ops with integer or boolean outputs only (tokens, positions,
+            masks, sizes) are allowed.
+        alpha: factor of the second operand of `add` and `sub`.
         is_compiled: whether a compiler generates the kernel.
     """
     name = op._schema.name
@@ -71,7 +72,7 @@ def is_allowed(
 
 
 def _is_of_model(value: Any) -> bool:
-    """Return whether an output may hold floating-point numbers: it is not an integer or bool."""
+    """Return whether an output may hold floating-point numbers, not only integers or booleans."""
     if isinstance(value, torch.Tensor):
         return value.is_floating_point() or value.is_complex()
     return not isinstance(value, torch.SymInt | torch.SymBool | int)
@@ -81,7 +82,7 @@ class OpCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that records which forbidden ops are called, and by which module.
 
     Attributes:
-        found: names of ops, by the class of the module that called them; None: outside any module.
+        found: class of the calling module (None: outside any module) -> names of forbidden ops.
     """
 
     def __init__(self) -> None:
@@ -95,7 +96,7 @@ class OpCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call the op and check it, or the ops that it decomposes into."""
+        """Call an op, and check it or the ops that it decomposes into."""
         kwargs = kwargs or {}
         with self:
             result = func.decompose(*args, **kwargs)
@@ -111,7 +112,7 @@ class OpCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def look_at(runner: Any, check: OpCheck) -> None:
-    """Run a loaded model on a few tokens eagerly under a check, and compute their logits.
+    """Run a loaded model eagerly on a few tokens, including the logits, under a check.
 
     Args:
         runner: vLLM's GPUModelRunner; its model has no KV cache yet.
@@ -126,7 +127,7 @@ def look_at(runner: Any, check: OpCheck) -> None:
 
 @contextmanager
 def _looked_at(model: nn.Module, check: OpCheck) -> Iterator[None]:
-    """Make a model's forward run eagerly and under the check, without that of its drafter."""
+    """Make a model's `forward` run eagerly under the check, but not its drafter's."""
     forward = model.forward
     compiled: list[Any] = [
         module for module in model.modules() if getattr(module, "do_not_compile", None) is False

@@ -17,8 +17,8 @@ class PackedLinear:
     """Callable that vLLM uses as a layer's `cpu_linear`.
 
     Attributes:
-        specops_faults: reasons why the layer's weight is not supported. If there are any, the
-            engine is refused and the layer never called.
+        specops_faults: reasons why the layer's weight is unsupported. If there are any, the engine
+            does not start.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -37,7 +37,7 @@ class PackedLinear:
 
         Args:
             x: [.., inputs].
-            weight: the layer's weight; ignored in favor of the packed one.
+            weight: the layer's weight, which is ignored; the packed weight is used.
             bias: [outputs].
 
         Returns:
@@ -54,7 +54,7 @@ class PackedLinear:
     def pack(self) -> dense.PackedWeight:
         """Pack the layer's current weight, IN PLACE if it was packed before.
 
-        A compiled graph may hold the tensor.
+        A compiled graph may hold a reference to the packed tensor.
         """
         packed = dense.pack_weight(self._layer.weight.detach())
         if self._packed is None:
@@ -65,7 +65,7 @@ class PackedLinear:
         return self._packed
 
     def pack_again(self) -> None:
-        """Pack a weight again that the layer still holds, if it was packed: it may have changed."""
+        """Pack the layer's weight again, if the layer still has it, since it may have changed."""
         if self._packed is not None and self._layer.weight.numel() > 0:
             self.pack()
 
@@ -73,14 +73,14 @@ class PackedLinear:
 def use_packed_linear(layer: Any, remove_weight: bool) -> None:
     """Attach a `PackedLinear` to a layer; replaces vLLM's `dispatch_cpu_unquantized_gemm`.
 
-    vLLM calls it whenever the weight has been loaded or reloaded. A weight that must stay (an
-    embedding, which may be the LM head as well) is packed at its first product, so that a mere
-    embedding costs no extra memory. A weight that cannot be packed also stays: the model is refused
-    after loading.
+    vLLM calls this function whenever the weight has been loaded or reloaded. A weight that must be
+    kept (an embedding, which may be the LM head as well) is packed at its first product, so that a
+    mere embedding takes no extra memory. A weight that cannot be packed is also kept, and the model
+    is refused after loading.
 
     Args:
         layer: layer with `weight`; `cpu_linear` is set.
-        remove_weight: whether only this product uses the weight.
+        remove_weight: whether to free the weight, which nothing else uses.
     """
     product = getattr(layer, "cpu_linear", None)
     if not isinstance(product, PackedLinear):
@@ -95,9 +95,9 @@ def use_packed_linear(layer: Any, remove_weight: bool) -> None:
 
 
 def pack_again(modules: Iterable[Any]) -> None:
-    """Pack the weights that modules still hold again, after weights were reloaded.
+    """Pack weights again that modules have kept, after a reload.
 
-    Weights that were not kept are packed by `use_packed_linear` when they are loaded.
+    Other weights are packed by `use_packed_linear` when they are loaded.
     """
     for module in modules:
         product = getattr(module, "cpu_linear", None)

@@ -20,7 +20,7 @@ _registered: frozenset[str] | None = None
 
 
 def switched_on() -> frozenset[str]:
-    """Return the parts enabled by `register` in this process; none if vLLM did not call it."""
+    """Return the parts that `register` enabled in this process; empty if it was not called."""
     return _registered or frozenset()
 
 

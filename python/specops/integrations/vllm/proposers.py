@@ -4,7 +4,7 @@
     vllm serve DIR --speculative-config '{"method": "custom_class",
         "model": "specops.integrations.vllm.SuffixProposer", "num_speculative_tokens": 8}'
 
-vLLM verifies the drafts, so nothing here can change a token of a row-identical model. The drafters
+vLLM verifies the drafts, so with exact kernels no drafter here can change a token. The drafters
 need neither a compiled vLLM nor the rest of the plug-in, except `PredictedOutputs`.
 """
 
@@ -24,13 +24,13 @@ from specops.predicted_text import PredictedText
 from specops.suffix_tree import SuffixCache
 
 SUFFIX_FILE = "SPECOPS_VLLM_SUFFIX_FILE"
-# Defaults of specops' own n-gram drafter, for sizes that the configuration does not set.
+# Default n-gram sizes, which are those of specops' own n-gram drafter.
 _MIN_NGRAM, _MAX_NGRAM = 2, 5
 PREDICTION = "prediction_token_ids"
 
 
 class Proposer:
-    """Base class of the drafters: vLLM's interface, and a row's upper bound on drafts.
+    """Base class of the drafters, with vLLM's interface and the limit on a row's drafts.
 
     Args:
         vllm_config: vLLM's configuration; num_speculative_tokens and max_model_len are read.
@@ -44,14 +44,14 @@ class Proposer:
         """Do nothing: vLLM calls this, but there is no model to load."""
 
     def max_drafts(self, sampled: Sequence[int], num_tokens: int) -> int:
-        """Return the upper bound on a row's drafts; 0 if the row has no new token."""
+        """Return the maximum number of drafts of a row; 0 if the row has no new token."""
         if not sampled:
             return 0
         return max(0, min(self.num_speculative_tokens, self.max_model_len - num_tokens))
 
 
 class SuffixProposer(Proposer):
-    """Drafter by `specops.SuffixCache`, from the request's own text and all earlier responses.
+    """Suffix decoding with `specops.SuffixCache`: drafts from the request and earlier responses.
 
     The configuration's `suffix_decoding_max_tree_depth`, `suffix_decoding_max_cached_requests`,
     `suffix_decoding_max_spec_factor` and `suffix_decoding_min_token_prob` have the meaning of
@@ -123,7 +123,7 @@ class SuffixProposer(Proposer):
 
 
 class NgramProposer(Proposer):
-    """Drafter by `specops.ngram.ngram_propose`, from earlier matches of the last tokens.
+    """Prompt lookup with `specops.ngram.ngram_propose`: drafts from earlier matches in the text.
 
     The configuration's `prompt_lookup_min` and `prompt_lookup_max` are the n-gram sizes; the
     defaults are 2 and 5.
@@ -161,10 +161,10 @@ class NgramProposer(Proposer):
 
 
 class PredictedOutputs(Proposer):
-    """Drafter from a text in the request: `prediction_token_ids`, in `extra_args`.
+    """Predicted outputs: drafts from `prediction_token_ids` in the request's `extra_args`.
 
-    A request without it gets no drafts. vLLM passes rows without request ids to a proposer; the
-    plug-in's part `sampling`, which must be enabled, records the request of each row.
+    A request without the field gets no drafts. vLLM passes rows without request ids to a proposer;
+    the plug-in's part `sampling`, which must be enabled, records the request of each row.
     """
 
     def __init__(self, vllm_config: Any) -> None:

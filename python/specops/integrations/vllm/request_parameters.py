@@ -15,11 +15,11 @@ from specops.sampling import LogitsProcessors, SamplingTensors, count_tokens
 
 # vLLM decodes greedily below this temperature.
 _GREEDY_BELOW = 1e-5
-# Penalties, with the value that disables each.
+# Penalty -> value that disables it.
 _PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _WORD_BITS = 32
-# Parameters that the ops apply, and parameters for vLLM's processor, scheduler and frontend. Any
-# other parameter must have its default, since nothing would apply it.
+# Parameters that the ops, or vLLM's processor, scheduler and frontend apply. Any other parameter
+# must have its default, since nothing would apply it.
 _OF_THE_OPS = (
     "temperature top_k top_p min_p seed repetition_penalty presence_penalty frequency_penalty "
     "logit_bias bad_words _bad_words_token_ids allowed_token_ids min_tokens stop_token_ids "
@@ -65,7 +65,7 @@ def refused(params: Any) -> str | None:
 
 @functools.cache
 def _unknown_of(kind: type) -> dict[str, Any]:
-    """Return the parameters applied neither by the ops nor by vLLM, with their defaults."""
+    """Return the parameters that neither the ops nor vLLM apply, with their defaults."""
     defaults: Any = kind()
     unknown = [name for name in defaults.__struct_fields__ if name not in _KNOWN]
     return {name: getattr(defaults, name) for name in unknown}
@@ -80,15 +80,15 @@ class BatchParameters:
     """The sampling parameters of a batch, one row per request.
 
     Attributes:
-        is_greedy: whether every row is greedy; the next five are then ignored.
+        is_greedy: whether every row is greedy; temperature to seeds are then ignored.
         temperature: [batch], float32.
-        top_k: [batch], int32; this and the next two are None if no row sets them.
+        top_k: [batch], int32; None if no row sets it, like top_p and min_p.
         top_p: [batch], float32.
         min_p: [batch], float32.
         seeds: [batch], int64.
-        processors: changes of the logits; None if there are none. The counts and the rows of the
-            mask change from step to step and are filled in by `processors_of`.
-        penalised: rows with a penalty.
+        processors: logits processors; None if there are none. Token counts and mask rows change
+            with each step, so `processors_of` adds them.
+        penalised: indices of the rows with a penalty.
     """
 
     is_greedy: bool
@@ -151,7 +151,7 @@ class BatchParameters:
     def processors_of(
         self, rows: Sequence[Row], positions: Tensor, num_logits: Sequence[int]
     ) -> LogitsProcessors | None:
-        """Return the processors for one step; None if there are none.
+        """Return the logits processors for one step; None if there are none.
 
         Args:
             rows: the requests.
@@ -184,7 +184,7 @@ def _filter(values: Sequence[float], off: float) -> Tensor | None:
 
 
 def _signed(seed: int) -> int:
-    """Return the int64 with the bits of a 64-bit seed."""
+    """Reinterpret an unsigned 64-bit seed as int64."""
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -193,7 +193,7 @@ def _is_penalised(params: Any) -> bool:
 
 
 def _processors(rows: Sequence[Row], vocab_size: int, token_ids: Tensor) -> LogitsProcessors | None:
-    """Return the tables that change only with the batch; None if no row needs any."""
+    """Return logits processors, without parts that change every step; None if not needed."""
     every = [row.sampling_params for row in rows]
     tensors: dict[str, Tensor] = {}
     for name, off in _PENALTIES.items():
@@ -225,7 +225,7 @@ def _processors(rows: Sequence[Row], vocab_size: int, token_ids: Tensor) -> Logi
 def _with_counts(
     processors: LogitsProcessors, rows: Sequence[Row], positions: Tensor, penalised: Sequence[int]
 ) -> LogitsProcessors:
-    """Return processors with token counts of the rows that have a penalty."""
+    """Add token counts of the rows with a penalty to the logits processors."""
     assert processors.token_ids is not None
     lens = positions.tolist()
     shape = (len(rows), max(lens))
@@ -242,7 +242,7 @@ def _with_counts(
 
 
 def _table(rows: Sequence[Sequence[float]], off: float = -1) -> Tensor:
-    """Return rows padded with `off` to a rectangle; int32 unless `off` is a float."""
+    """Return rows as a tensor, padded with `off`; int32 unless `off` is a float."""
     width = max(1, *(len(row) for row in rows))
     dtype = torch.float32 if isinstance(off, float) else torch.int32
     return torch.tensor([[*row, *[off] * (width - len(row))] for row in rows], dtype=dtype)
@@ -265,7 +265,7 @@ def _table_of_lists(rows: Sequence[Sequence[Sequence[int]]]) -> Tensor:
 
 
 def _masks(allowed: Sequence[Sequence[int] | None], vocab_size: int) -> Tensor:
-    """Return a bit per token and row, set if the token is allowed; no bits for None."""
+    """Return bit masks, one row per list: the bits of allowed tokens; no bits set for None."""
     bits = torch.zeros((len(allowed), -(-vocab_size // _WORD_BITS) * _WORD_BITS), dtype=torch.int64)
     for row, token_ids in enumerate(allowed):
         if token_ids:

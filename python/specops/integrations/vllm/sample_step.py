@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's sampling step and its verification of drafts, by `specops.sampling`.
 
-The strategy is `target_match` unless SPECOPS_VLLM_VERIFY names another: every row samples the token
-that plain decoding would sample there, with a random number of the request's seed and the token's
-position, and drafts are compared with it. Under `rejection` and `block`, drafts count as drawn with
-probability 1. That is correct for any drafter that does not look at the random numbers used for
-verification: texts follow the model's distribution, and equal plain decoding at temperature 0.
+The strategy is `target_match` unless SPECOPS_VLLM_VERIFY names another one: each row samples the
+token that plain decoding would sample there, with a random number that depends on the request's
+seed and the token's position, and a draft is accepted if it equals this token. Under `rejection`
+and `block`, drafts count as drawn with probability 1. That is correct for any drafter that does not
+look at the random numbers used for verification: texts follow the model's distribution, and equal
+plain decoding at temperature 0.
 
 This module imports vLLM, so only the plug-in imports it, in a process of vLLM.
 """
@@ -28,7 +29,7 @@ _STRATEGIES = {name: sampling.VerifyStrategy[name.upper()] for name in STRATEGIE
 
 
 class _Batch:
-    """The requests of a runner's batch and their parameters, until the batch changes."""
+    """Requests of a runner's batch with their parameters, reused until the batch changes."""
 
     def __init__(self, rows: list[Row], parameters: BatchParameters) -> None:
         self.request_ids = [row.request_id for row in rows]
@@ -51,12 +52,14 @@ class _Step:
 
     Attributes:
         logits: [rows, vocab_size].
-        positions: [batch], int32. Tokens of each request, and so the position of its next one.
+        positions: [batch], int32. Number of tokens of each request, which is its next token's
+            position.
         parameters: temperature, filters and seeds; None if every row is greedy.
-        processors: changes of the logits, applied first.
+        processors: logits processors, which are applied first.
         num_logprobs: number of most probable tokens to report; None: no logprobs are requested.
         is_processed: whether logprobs are those of the sampled distribution.
-        drafts: drafts, and the rows of logits of each request; None: one row each, no drafts.
+        drafts: the drafts and the number of logits rows of each request; None: one row each, no
+            drafts.
     """
 
     logits: Tensor
@@ -68,7 +71,7 @@ class _Step:
     drafts: sampling.Drafts | None = None
 
     def results(self, *shape: int) -> dict[str, Tensor]:
-        """Return outputs for logprobs and ranks of the chosen tokens, if requested."""
+        """Allocate outputs for logprobs and ranks of the chosen tokens, if requested."""
         if self.num_logprobs is None:
             return {}
         return {
@@ -86,14 +89,14 @@ def sample_step(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> 
         spec_decode_metadata: vLLM's description of the drafts; None if there are none.
 
     Returns:
-        The tokens, [batch, 1] or [batch, most drafts + 1] with -1 after the accepted ones, and the
-        requested logprobs.
+        The tokens, [batch, 1] or [batch, maximum drafts + 1] padded with -1, and the requested
+        logprobs.
     """
     assert logits is not None
     threads.start()
     batch = _batch_of(self, logits)
     step_requests.note(batch.rows)
-    # The requests' generators are unused; and when vLLM resets them, that fails on a CPU.
+    # Remove the requests' generators: they are unused, and vLLM's resetting them fails on a CPU.
     self.input_batch.generators.clear()
     count = len(batch.rows)
     input_batch = self.input_batch
@@ -106,7 +109,7 @@ def sample_step(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> 
         indptr[1:] = spec_decode_metadata.cu_num_sampled_tokens
         drafts = sampling.Drafts(indptr, _padded(spec_decode_metadata.draft_token_ids, num_drafts))
     step = _Step(
-        # vLLM edits logits in float32, too.
+        # vLLM applies logits processors in float32 as well.
         logits if batch.parameters.processors is None else logits.float(),
         positions,
         batch.parameters.sampling(),
@@ -154,7 +157,7 @@ def _sample(step: _Step) -> SamplerOutput:
 
 
 def _verify(step: _Step) -> SamplerOutput:
-    """Return the accepted drafts of each request and one more token."""
+    """Verify drafts: return each request's accepted drafts and one more token."""
     assert step.drafts is not None
     batch, max_drafts = step.drafts.token_ids.shape
     results = step.results(batch, max_drafts + 1)
@@ -170,7 +173,7 @@ def _verify(step: _Step) -> SamplerOutput:
     )
     tensors = None
     if step.num_logprobs is not None:
-        # vLLM needs a row for every column of the tokens, and drops those after the accepted ones.
+        # vLLM needs a row of logprobs for each column of the tokens, and drops the unused rows.
         rows = step.drafts.output_indptr[:-1, None] + torch.arange(max_drafts + 1)
         rows = rows.clamp(max=len(step.logits) - 1).flatten()
         ids, values = _top(step)
@@ -211,7 +214,7 @@ def _top(step: _Step) -> tuple[Tensor, Tensor]:
 def _beside(
     tokens: Tensor, results: dict[str, Any], ids: Tensor, values: Tensor
 ) -> LogprobsTensors:
-    """Combine the outputs in vLLM's order: the chosen token, then the most probable ones."""
+    """Combine logprobs in vLLM's order: the chosen token, then the most probable tokens."""
     return LogprobsTensors(
         torch.cat([tokens[:, None], ids], dim=1),
         torch.cat([results["logprobs"].flatten()[:, None], values], dim=1),

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 VARIABLE = "SPECOPS_VLLM"
 VERIFY_VARIABLE = "SPECOPS_VLLM_VERIFY"
 
-# In the order of a step. Rotary embedding is not listed: vLLM's own is row-identical, which the
-# tests check.
+# Parts in the order of a step. Rotary embedding is not listed, since tests show that vLLM's is
+# row-identical.
 PARTS = ("norm", "linear", "attention", "activation", "sampling")
 EXACT = "exact"
-# Strategies that verify drafts, by the op's names. With the first one drafts change no seeded text.
+# Verification strategies. Only with the first one, drafts do not change seeded texts.
 TARGET_MATCH = "target_match"
 STRATEGIES = (TARGET_MATCH, "rejection", "block")
 

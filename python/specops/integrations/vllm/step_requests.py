@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of the current step's rows, which vLLM does not pass to proposers."""
+"""Record of the requests in the current step's rows, which vLLM does not pass to proposers."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ from specops.integrations.vllm.settings import VARIABLE
 
 
 class Row(NamedTuple):
-    """One row of the batch.
+    """Request in one row of the batch.
 
     Attributes:
         request_id: vLLM's request id.

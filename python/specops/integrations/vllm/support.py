@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks for parts of a vLLM engine that cannot be exact, which are refused before serving.
+"""Checks that refuse a vLLM engine, before it serves, if any part of it cannot be exact.
 
 A model is checked layer by layer. Layers of vLLM are accepted only if they are known to be
-row-identical. A model's own layers are accepted only if their ops are (`op_check`). Anything else
-is refused by name.
+row-identical: a row has the same bits in any batch. A model's own layers are accepted only if their
+ops are (`op_check`). Anything else is refused by name.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -28,11 +28,11 @@ _STATE_SPACE_PACKAGE = f"{_LAYER_PACKAGE}.mamba"
 
 
 class NotExactError(RuntimeError):
-    """The engine has something that specops cannot make exact."""
+    """Error: specops cannot make a part of the engine exact."""
 
 
 def faults_of_config(config: Any, parts: Collection[str]) -> list[str]:
-    """Return the settings of an engine that cannot be exact."""
+    """Return the settings with which an engine cannot be exact."""
     faults = []
     if config.lora_config is not None:
         faults.append("LoRA")
@@ -64,8 +64,8 @@ def faults_of_config(config: Any, parts: Collection[str]) -> list[str]:
 def faults_of_ranks(group: Any) -> list[str]:
     """Return the forms of tensor parallelism that cannot be exact.
 
-    A sum of two numbers has one order. vLLM's shared memory adds more numbers in a fixed order, but
-    gloo's order depends on a number's place in the batch.
+    Up to two ranks, a sum has only one order. With more, vLLM's shared-memory collectives add in a
+    fixed order, but gloo's order depends on an element's position in the batch.
 
     Args:
         group: vLLM's group of ranks.
@@ -77,7 +77,7 @@ def faults_of_ranks(group: Any) -> list[str]:
 
 
 def faults_of_ops(model: Any) -> list[str]:
-    """Return the features of a model that specops' own layers cannot compute, each once."""
+    """Return the distinct features of a model that specops' layers do not support."""
     faults: dict[str, None] = {}
     for module in model.modules():
         for holder in (module, getattr(module, "impl", None), getattr(module, "cpu_linear", None)):
@@ -88,7 +88,7 @@ def faults_of_ops(model: Any) -> list[str]:
 def faults_of_layers(
     model: Any, parts: Collection[str], computed: Mapping[type | None, Sequence[str]]
 ) -> list[str]:
-    """Return the layers of a model that cannot be exact, each kind once.
+    """Return the kinds of layers of a model that cannot be exact, each once.
 
     Args:
         model: the loaded model.
@@ -120,7 +120,7 @@ def _fault_of_layer(module: Any, parts: Collection[str]) -> str | None:
             return None
         return f"torch.nn.{name}, which is not known to be row-identical"
     if not kind.__module__.startswith(_LAYER_PACKAGE):
-        return None  # a model's own layer, with ops that are checked elsewhere, or one of specops
+        return None  # a layer of specops, or of the model's file, whose ops `op_check` checks
     if full_name in REPLACED_LAYERS:
         is_wrong = REPLACED_LAYERS[full_name] in parts
         return f"{name} of vLLM in place of specops'" if is_wrong else None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Startup of specops' threads on the CPUs that vLLM gave this process, and idling of other pools.
+"""Start of specops' threads on the CPUs that vLLM assigned, and idling of other thread pools.
 
-vLLM's OpenMP pins the main thread to one core, and a thread that is created later inherits its
-creator's mask. So the mask is widened while the pool starts, and restored afterwards.
+vLLM's OpenMP pins the main thread to one core, and new threads inherit the CPU mask of their
+creator. So the mask is widened while specops' pool starts, and restored afterwards.
 """
 
 import os
@@ -16,11 +16,11 @@ import torch
 import specops
 from specops import dense
 
-# Variables by which vLLM binds its threads; the loaded OpenMP library decides which.
+# Environment variables by which vLLM binds its threads; which one depends on the OpenMP library.
 _BINDINGS = ("KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PLACES")
-# Number of threads that numba starts; vLLM's n-gram drafter is compiled with numba.
+# Variable for the number of numba's threads; vLLM's n-gram drafter is compiled with numba.
 _NUMBA = "NUMBA_NUM_THREADS"
-# A product large enough to be split among any number of threads.
+# Size of a product that is large enough to be split among any number of threads.
 _ROWS, _WIDTH = 64, 1024
 
 # vLLM's CPU worker replaces torch.set_num_threads by a no-op before it loads a model.
@@ -37,7 +37,7 @@ def remember_mask() -> None:
 
 
 def _usable_cpus() -> set[int]:
-    """Return the CPUs of the calling thread; all if the OS does not bind threads (macOS)."""
+    """Return the CPUs that this thread may use; all if the OS does not bind threads (macOS)."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
@@ -49,7 +49,7 @@ def _bind(cpus: set[int]) -> None:
 
 
 def bound_cpus(environment: Mapping[str, str]) -> set[int]:
-    """Return the CPUs that vLLM's binding names; an empty set if it binds nothing."""
+    """Return the CPUs that vLLM's binding variables name; an empty set if there is no binding."""
     for name in _BINDINGS:
         text = environment.get(name, "")
         numbers = re.search(r"proclist=\[([^]]*)\]", text) if "proclist" in text else None
@@ -60,7 +60,7 @@ def bound_cpus(environment: Mapping[str, str]) -> set[int]:
 
 
 def start() -> None:
-    """Start the pool, once: as many threads as torch has, on the CPUs of this process."""
+    """Start specops' pool once: as many threads as torch has, on the CPUs of this process."""
     global _started
     if _started:
         return
@@ -70,7 +70,7 @@ def start() -> None:
     _bind(cpus)
     try:
         specops.set_num_threads(max(1, min(torch.get_num_threads(), len(cpus))))
-        # The dtype is explicit, because vLLM's default dtype is the model's at this point.
+        # Set the dtype, because vLLM has set torch's default dtype to the model's by now.
         weight = dense.pack_weight(torch.zeros(_WIDTH, _WIDTH, dtype=torch.float32))
         dense.linear(torch.zeros(_ROWS, _WIDTH, dtype=torch.float32), weight)
     finally:
@@ -80,9 +80,9 @@ def start() -> None:
 def rest_openmp() -> None:
     """Make vLLM's and torch's own computations run on the calling thread.
 
-    Two pools on the same cores delay each other: an OpenMP thread spins after each of its parallel
-    regions, and a region waits for threads whose core is taken. OpenMP's remaining work (rotary
-    embedding, slots) is small, and every element of it is computed independently.
+    Two pools on the same cores delay each other: OpenMP threads spin after each parallel region,
+    and a region waits for threads whose cores are busy. OpenMP's remaining work (rotary embedding,
+    slots) is small, and every element of it is computed independently.
     """
     start()
     _set_openmp_threads(1)
@@ -103,6 +103,7 @@ def rest_numba() -> None:
     try:
         numba.config.reload_config()
     except RuntimeError:
-        # Its threads run already. Unset the variable: numba reads it again whenever it compiles.
+        # numba's threads are already running; unset the variable, which numba reads at each
+        # compilation.
         del os.environ[_NUMBA]
         numba.set_num_threads(1)

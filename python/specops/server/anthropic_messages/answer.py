@@ -15,7 +15,7 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 
 
 class MessagesAnswer(BlockAnswer):
-    """Message, whose blocks are texts and uses of tools.
+    """Answer in the form of an Anthropic message: text blocks and tool_use blocks.
 
     Args:
         body: the request's body.
@@ -28,7 +28,7 @@ class MessagesAnswer(BlockAnswer):
         self._body = body
 
     def begin(self) -> Iterator[bytes]:
-        """Yield the event with the empty message."""
+        """Yield the event that starts the message, which is still empty."""
         num_tokens = sum(map(len, self.job.prompts))
         usage = {"input_tokens": num_tokens, "output_tokens": 0}
         message = {**self._message(None, None, usage), "content": []}
@@ -69,7 +69,7 @@ class MessagesAnswer(BlockAnswer):
         return with_members(dumped(self.reply(end)), {"content": b"[%b]" % blocks})
 
     def reply(self, end: str) -> dict[str, Any]:
-        """Return the message without its content, which a stream has sent already."""
+        """Return the message without its content blocks, which the caller sends separately."""
         totals = self._totals()
         counts = totals.pop("usage")
         cached = counts["prompt_tokens_details"]["cached_tokens"]

@@ -31,7 +31,7 @@ from specops.server.tools import (
     ToolChoice,
 )
 
-# Unsupported fields, with the values that client libraries may send because they ask for nothing.
+# Unsupported fields, each with the values that have no effect: client libraries may send these.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "container": (),
     "context_management": (),
@@ -55,7 +55,7 @@ class _Block(Strict):
 
 
 class Text(_Block):
-    """Part of a message that is text."""
+    """Text part of a message."""
 
     type: Literal["text"]
     text: str
@@ -91,7 +91,7 @@ class AnthropicMessage(Strict):
 
 
 class AnthropicTool(_Block):
-    """Tool that may be called; tools that a server runs are not supported."""
+    """Tool that the model may call; server-side tools are not supported."""
 
     type: Literal["custom"] | None = None
     name: str
@@ -101,21 +101,21 @@ class AnthropicTool(_Block):
 
 
 class Auto(Strict):
-    """Choice by the model whether to call tools."""
+    """`tool_choice` "auto": the model may call tools or answer with text."""
 
     type: Literal["auto"]
     disable_parallel_tool_use: bool = False
 
 
 class AnyTool(Strict):
-    """Requirement that some tool is called."""
+    """`tool_choice` "any": the model must call at least one tool."""
 
     type: Literal["any"]
     disable_parallel_tool_use: bool = False
 
 
 class ThisTool(Strict):
-    """Requirement that a certain tool is called."""
+    """`tool_choice` "tool": the model must call the named tool."""
 
     type: Literal["tool"]
     name: str
@@ -123,7 +123,7 @@ class ThisTool(Strict):
 
 
 class NoTool(Strict):
-    """Requirement that no tool is called."""
+    """`tool_choice` "none": the model must not call a tool."""
 
     type: Literal["none"]
 
@@ -132,21 +132,21 @@ Choice = Annotated[Auto | AnyTool | ThisTool | NoTool, Field(discriminator="type
 
 
 class OutputFormat(Strict):
-    """Schema of the JSON that the text must be."""
+    """JSON Schema that the text must match."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(Strict):
-    """Format of the text, and effort of the model's reasoning."""
+    """Format of the text, and reasoning effort of the model."""
 
     format: OutputFormat | None = None
     effort: str | None = None
 
 
 class Thinking(Strict):
-    """Reasoning as in the model's chat template; `chat_template_kwargs` may change it."""
+    """Thinking mode, which has no effect: the model's chat template decides whether it thinks."""
 
     type: Literal["adaptive"]
 
@@ -181,7 +181,7 @@ class CountTokensRequest(Body):
         """Return the chat that this request asks for.
 
         Args:
-            more: further fields of the chat, which do not affect its prompt.
+            fields: further fields of the chat, which do not affect its prompt.
 
         Raises:
             ApiError: the request cannot be converted to a chat.
@@ -243,7 +243,7 @@ def _text(content: str | list[Text]) -> str | list[TextPart]:
 
 
 def _messages(message: AnthropicMessage) -> Iterator[AnyMessage]:
-    """Yield a message's chat messages; a user's has one per tool result, then one for the text."""
+    """Yield a message as chat messages; a user's yields one per tool result, then one for text."""
     content = message.content
     is_user = message.role == "user"
     blocks = [Text(type="text", text=content)] if isinstance(content, str) else content

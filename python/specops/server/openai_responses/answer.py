@@ -11,12 +11,12 @@ from specops.server.streaming import event
 
 
 class ResponsesAnswer(BlockAnswer):
-    """Response, whose items are a message for each text and a function call for each tool call.
+    """Answer in the form of a response: one item per text and one per function call.
 
     Args:
         body: the request's body.
-        store: stores a complete response; it gets the response, and the response's items as input
-            items of a next request.
+        store: called with a complete response, and with its items in the form of input items of a
+            later request.
     """
 
     id_prefix = "resp_"
@@ -33,13 +33,13 @@ class ResponsesAnswer(BlockAnswer):
         self._num_events = 0
 
     def begin(self) -> Iterator[bytes]:
-        """Yield the events with the empty response."""
+        """Yield the events that start the response, which is still empty."""
         response = self._response("in_progress")
         yield self._event("response.created", response=response)
         yield self._event("response.in_progress", response=response)
 
     def change(self, index: int, change: Change) -> Iterator[bytes]:
-        """Yield the events of a change of an item and of its single part."""
+        """Yield the events of a change of an item and of its only content part."""
         block, kind = change.block, change.kind
         place = {"item_id": self._item_id(index, block), "output_index": index}
         part = {**place, "content_index": 0}

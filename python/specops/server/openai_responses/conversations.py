@@ -45,7 +45,7 @@ class Conversations:
         self._max_bytes = max_bytes
         self._stored: dict[
             str, OrderedDict[str, tuple[StoredResponse, int]]
-        ] = {}  # by client, by response
+        ] = {}  # by client, then by response id
         self._sizes: Counter[str] = Counter()  # bytes by client
 
     @property

@@ -32,7 +32,7 @@ from specops.server.tools import (
 
 Status = Literal["completed", "incomplete", "in_progress"]
 
-# Unsupported fields, with the values that client libraries may send because they ask for nothing.
+# Unsupported fields, each with the values that have no effect: client libraries may send these.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "access_programs": (),
     "background": (False,),
@@ -50,7 +50,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class InputPart(Strict):
-    """Part of a message; a repeated answer may also have its annotations and logprobs."""
+    """Text part of a message; an answer that is sent back may include annotations and logprobs."""
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -141,7 +141,7 @@ class TextConfig(Strict):
 
 
 class Reasoning(Strict):
-    """Effort of the model's reasoning, a variable of its chat template."""
+    """Reasoning effort, which becomes a variable of the chat template."""
 
     effort: str | None = None
     summary: None = None  # summaries are not supported
@@ -188,12 +188,12 @@ class ResponsesRequest(Sampling):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    max_tool_calls: int | None = None  # limit on tools that a server runs, which do not exist
+    max_tool_calls: int | None = None  # limit on server-side tools, which do not exist here
 
     @model_validator(mode="before")
     @classmethod
     def _typed(cls, values: Any) -> Any:
-        """Add the type to messages, in which it may be absent."""
+        """Add the type "message" to items that lack a type but have a role."""
         items = values.get("input") if isinstance(values, dict) else None
         if not isinstance(items, list):
             return values

@@ -87,7 +87,7 @@ def listed(items: Iterable[Item], response_id: str) -> Iterator[dict[str, Any]]:
 
 
 def _parts(item: InputMessage) -> Iterator[dict[str, Any]]:
-    """Yield a message's texts; the assistant's include annotations and logprobs."""
+    """Yield a message's text parts; those of the assistant include annotations and logprobs."""
     parts = item.content
     if isinstance(parts, str):
         parts = [InputPart.model_validate({"type": "input_text", "text": parts})]
@@ -107,7 +107,7 @@ def page_of(items: bytes, query: Mapping[str, Any]) -> dict[str, Any]:
     """Return one page of a list of items.
 
     Raises:
-        ApiError: no item has the id given as "after".
+        ApiError: no item has the id in the query parameter "after".
     """
     all_items = json.loads(items)
     if query["order"] == "desc":
