@@ -3,7 +3,7 @@
 
 The tests run in the interpreter. Bugs in the rules of verification are planted in the CPU kernels,
 for the tests of the exact distribution. A mutation that no longer applies fails: plant a
-similar bug in the new code instead. build/mutations.md lists which test of which tier noticed which bug.
+similar bug in the new code instead. build/mutations.md lists the test and tier that noticed each.
 """
 
 import os
