@@ -11,6 +11,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from specops.attention import PagedKv
+
 
 class KvBytes(NamedTuple):
     """Bytes that the caches of layers take.
@@ -179,6 +181,11 @@ class LayerKv:
     # For 8-bit caches, float32 [num_pages, page_size, num_kv_heads]; None: the model's dtype.
     k_scales: Tensor | None = None
     v_scales: Tensor | None = None
+
+    @cached_property
+    def paged(self) -> PagedKv:
+        """The tensors as an argument of the ops of `specops.attention`."""
+        return PagedKv(self.k, self.v, self.k_scales, self.v_scales)
 
     @cached_property
     def pairs(self) -> list[tuple[Tensor, Tensor | None]]:
