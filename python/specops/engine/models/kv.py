@@ -182,7 +182,7 @@ class LayerKv:
     k_scales: Tensor | None = None
     v_scales: Tensor | None = None
 
-    @cached_property
+    @property
     def paged(self) -> PagedKv:
         """The tensors as an argument of the ops of `specops.attention`."""
         return PagedKv(self.k, self.v, self.k_scales, self.v_scales)
