@@ -11,7 +11,7 @@
 namespace specops {
 
 // Declares an error code and its sentence, in the header of the op that reports it:
-//   SPECOPS_FAULT(2006, kAttentionPage) = "append_attention: kv_indices must be ...";
+//   SPECOPS_FAULT(2006, kAttentionPage) = "append_attention: batch.kv_indices must be ...";
 // Each family has a thousand codes, which its ops.cpp registers. A second sentence for a code is a
 // compiler error. error_sentence.h describes the sentences; kernels use only the codes.
 enum class ErrorCode : int32_t { kNone = 0 };
