@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from specops.attention import append_attention
+from specops.attention import PagedBatch, PagedKv, append_attention
 from torch import Tensor
 
 from bench.common import Bench, Figure
@@ -85,7 +85,7 @@ def _run_8bit(bench: Bench, batch: int, kv_len: int, q_len: int) -> None:
     generator = torch.Generator().manual_seed(0)
     slots = (pages, PAGE_SIZE, KV_HEADS)
     q = torch.randn(batch * q_len, QO_HEADS, HEAD_DIM, generator=generator).bfloat16()
-    index = (
+    paged = PagedBatch(
         torch.arange(batch + 1, dtype=torch.int32) * q_len,
         torch.arange(batch + 1, dtype=torch.int32) * (kv_len // PAGE_SIZE),
         torch.arange(pages, dtype=torch.int32),
@@ -101,9 +101,9 @@ def _run_8bit(bench: Bench, batch: int, kv_len: int, q_len: int) -> None:
             .view(dtype)
             for _ in range(2)
         ]
-        scales = {} if dtype is None else {n: torch.full(slots, 0.01) for n in _SCALES}
-        call = partial(append_attention, q, *caches, *index, out=torch.empty_like(q), **scales)
-        cases[name] = call
+        scales = [] if dtype is None else [torch.full(slots, 0.01) for _ in range(2)]
+        cache = PagedKv(*caches, *scales)
+        cases[name] = partial(append_attention, q, cache, paged, out=torch.empty_like(q))
     timing = bench.alternate(cases, rounds=9, window_s=0.1)
     for name in ("int8", "fp8"):
         is_goal = (name, kv_len, q_len) == ("int8", 16384, 1)
@@ -124,15 +124,13 @@ def _run_8bit(bench: Bench, batch: int, kv_len: int, q_len: int) -> None:
         )
 
 
-_SCALES = ("k_scales", "v_scales")
-
-
 def _ours(q: Tensor, q_len: int, caches: list[Tensor], kv_indices: Tensor) -> Callable[[], object]:
     qo_indptr = torch.arange(BATCH + 1, dtype=torch.int32) * q_len
     kv_indptr = torch.arange(BATCH + 1, dtype=torch.int32) * (KV_LEN // PAGE_SIZE)
     kv_lens = torch.full((BATCH,), KV_LEN, dtype=torch.int32)
-    out = torch.empty_like(q)
-    return lambda: append_attention(q, *caches, qo_indptr, kv_indptr, kv_indices, kv_lens, out=out)
+    cache, out = PagedKv(*caches), torch.empty_like(q)
+    paged = PagedBatch(qo_indptr, kv_indptr, kv_indices, kv_lens)
+    return lambda: append_attention(q, cache, paged, out=out)
 
 
 def _torch(q: Tensor, q_len: int, dense: list[Tensor]) -> Callable[[], object]:

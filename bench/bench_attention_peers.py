@@ -8,6 +8,7 @@ reason is recorded as a note. A path counts only if its result equals ours.
 from dataclasses import dataclass
 
 import torch
+from specops.attention import PrefixTensors
 from torch import Tensor
 
 from bench.cuda import Call, CudaBench, bandwidth_figure, time_figure
@@ -137,13 +138,10 @@ class SharedCache(Cache):
         ]
         self._bench = bench
 
-    def declared(self) -> dict[str, Tensor]:
+    def declared(self) -> PrefixTensors:
         """Return the arguments of our op that declare the shared prefix."""
         batch, ints = self.shared.batch, self._bench.ints
-        return {
-            "prefix_leaders": ints([[0] * batch]),
-            "prefix_lens": ints([[self.shared.prefix_len] * batch]),
-        }
+        return PrefixTensors(ints([[0] * batch]), ints([[self.shared.prefix_len] * batch]))
 
     def levels(self, qo_indptr: Tensor) -> list[flashinfer_cascade.Level]:
         """Return FlashInfer's levels: one group of all rows, then one group per request."""
@@ -166,7 +164,7 @@ def run_cascade_cuda(bench: CudaBench) -> None:
             id = f"cascade.{shared.name}.q{q_len}"
             cases = {
                 "flat": cache.ours(case.q, case.qo_indptr),
-                "ours": cache.ours(case.q, case.qo_indptr, **cache.declared()),
+                "ours": cache.ours(case.q, case.qo_indptr, prefixes=cache.declared()),
             }
             levels = cache.levels(case.qo_indptr)
             cases |= _cascades(bench, id, case, levels, cases["flat"], labels)

@@ -6,7 +6,12 @@ from unittest import mock
 
 import torch
 from specops import _C, sampling, torch_ops
-from specops.attention import append_attention, attention_workspace_size
+from specops.attention import (
+    PagedBatch,
+    PagedKv,
+    append_attention,
+    attention_workspace_size,
+)
 from specops.dense import rms_norm, silu_mul
 
 from bench.common import Bench, Figure
@@ -65,13 +70,13 @@ def run_binding_cuda(bench: CudaBench) -> None:
         "outputs": sampling.SampleOutputs(bench.ints([0])),
         "workspace": sampling.sampling_workspace(logits),
     }
-    where = (both, both, zero, one)
+    where = (PagedKv(kv_cache, kv_cache), PagedBatch(both, both, zero, one))
     floats = attention_workspace_size(q.shape, kv_cache.shape, 1, 1, bench.device)
     buffers = {"out": attended, "workspace": torch.zeros(floats or 1, device=bench.device)}
     for name, call in (
         ("silu_mul", lambda: silu_mul(pair, out=out)),
         ("rms_norm", lambda: rms_norm(x, weight, 1e-6, out=out)),
-        ("append_attention", lambda: append_attention(q, kv_cache, kv_cache, *where, **buffers)),
+        ("append_attention", lambda: append_attention(q, *where, **buffers)),
         ("sample", lambda: sampling.sample(logits, zero, **parameters)),
         ("torch.mul", lambda: torch.mul(x, weight, out=out)),
     ):

@@ -21,13 +21,17 @@ from unittest import mock
 
 import numpy as np
 import torch
-from specops.attention import append_attention, attention_workspace_size
+from specops.attention import (
+    PagedBatch,
+    PagedKv,
+    append_attention,
+    attention_workspace_size,
+)
 from specops.batching import find_shared_prefixes
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.plan import Plan
 from specops.engine.request import Request
 from specops.engine.sharing.prefixes import PrefixFinder
-from torch import Tensor
 
 from bench import checkpoints
 from bench.common import Bench, Figure
@@ -139,20 +143,17 @@ def _cases(sharing: Sharing, q_len: int) -> dict[str, Callable[[], object]]:
     call = partial(
         append_attention,
         q,
-        caches[0],
-        caches[1],
-        torch.arange(count + 1, dtype=torch.int32) * q_len,
-        kv_indptr,
-        kv_indices,
-        torch.full((count,), sharing.shared + sharing.own, dtype=torch.int32),
+        PagedKv(*caches),
+        PagedBatch(
+            torch.arange(count + 1, dtype=torch.int32) * q_len,
+            kv_indptr,
+            kv_indices,
+            torch.full((count,), sharing.shared + sharing.own, dtype=torch.int32),
+        ),
         out=torch.empty_like(q),
         workspace=torch.empty(floats),
     )
-    groups: dict[str, Tensor] = {
-        "prefix_leaders": found.prefix_leaders,
-        "prefix_lens": found.prefix_lens,
-    }
-    return {"flat": call, "shared": partial(call, **groups)}
+    return {"flat": call, "shared": partial(call, prefixes=found.tensors)}
 
 
 def _engine(

@@ -16,6 +16,7 @@ import torch
 from specops import attention, reference
 from specops.api.config import BUNDLED_MODEL
 from specops.api.tokenizer import Tokenizer
+from specops.attention import PagedBatch, PagedKv
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.models import Transformer, load_model
 from torch import Tensor
@@ -77,17 +78,18 @@ def _add_errors(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, kind: str) -> Tensor:
-    k_cache, v_cache, *index = _paged(k, v, q)
-    scales: dict[str, Tensor] = {}
+    cache, batch = _paged(k, v, q)
     if kind in DTYPES:
-        k_cache, scales["k_scales"] = reference.quantized(k_cache, DTYPES[kind])
-        v_cache, scales["v_scales"] = reference.quantized(v_cache, DTYPES[kind])
-    out = attention.append_attention(q, k_cache, v_cache, *index, **scales)
+        assert cache.v is not None
+        k_cache, k_scales = reference.quantized(cache.k, DTYPES[kind])
+        v_cache, v_scales = reference.quantized(cache.v, DTYPES[kind])
+        cache = PagedKv(k_cache, v_cache, k_scales, v_scales)
+    out = attention.append_attention(q, cache, batch)
     assert isinstance(out, Tensor)
     return out
 
 
-def _paged(k: Tensor, v: Tensor, q: Tensor) -> tuple[Tensor, ...]:
+def _paged(k: Tensor, v: Tensor, q: Tensor) -> tuple[PagedKv, PagedBatch]:
     """Return one request's keys and values on pages, and their index arrays."""
     pages = -(-len(k) // PAGE_SIZE)
     caches = [one.new_zeros(pages * PAGE_SIZE, *one.shape[1:]) for one in (k, v)]
@@ -98,8 +100,8 @@ def _paged(k: Tensor, v: Tensor, q: Tensor) -> tuple[Tensor, ...]:
         return torch.tensor(values, dtype=torch.int32)
 
     whole = [cache.view(pages, PAGE_SIZE, *cache.shape[1:]) for cache in caches]
-    index = (ints(0, len(q)), ints(0, pages), torch.arange(pages, dtype=torch.int32), ints(len(k)))
-    return (*whole, *index)
+    kv_indices = torch.arange(pages, dtype=torch.int32)
+    return PagedKv(*whole), PagedBatch(ints(0, len(q)), ints(0, pages), kv_indices, ints(len(k)))
 
 
 def _calls_of(model: Transformer, text: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -107,10 +109,11 @@ def _calls_of(model: Transformer, text: list[int]) -> list[tuple[Tensor, Tensor,
     found = []
     run = attention.append_attention
 
-    def watch(q: Tensor, k_cache: Tensor, v_cache: Tensor, *index: Tensor, **options: Any) -> Any:
-        kv = [cache.flatten(0, 1)[: len(text)].clone() for cache in (k_cache, v_cache)]
+    def watch(q: Tensor, cache: PagedKv, batch: PagedBatch, **options: Any) -> Any:
+        assert cache.v is not None
+        kv = [one.flatten(0, 1)[: len(text)].clone() for one in (cache.k, cache.v)]
         found.append((q.clone(), *kv))
-        return run(q, k_cache, v_cache, *index, **options)
+        return run(q, cache, batch, **options)
 
     with mock.patch.object(attention, "append_attention", watch):
         one_step(model, text)

@@ -12,7 +12,12 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from specops.attention import append_attention, attention_workspace_size
+from specops.attention import (
+    PagedBatch,
+    PagedKv,
+    append_attention,
+    attention_workspace_size,
+)
 
 from bench.common import Bench, Figure
 
@@ -78,10 +83,10 @@ def _ours(heads: int, batch: int, q_len: int) -> Callable[[], object]:
     kv_lens = torch.full((batch,), KV_LEN, dtype=torch.int32)
     out = q.new_empty(*q.shape[:2], LATENT)
     size = attention_workspace_size(q.shape, cache.shape, pages, batch)
-    where = (qo_indptr, kv_indptr, kv_indices, kv_lens)
+    where = (PagedKv(cache), PagedBatch(qo_indptr, kv_indptr, kv_indices, kv_lens))
     options = {"sm_scale": (NOPE + KEY - LATENT) ** -0.5, "out": out}
     workspace = torch.empty(size)
-    return lambda: append_attention(q, cache, None, *where, workspace=workspace, **options)
+    return lambda: append_attention(q, *where, workspace=workspace, **options)
 
 
 def _torch(heads: int, batch: int, q_len: int) -> Callable[[], object]:

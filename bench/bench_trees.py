@@ -11,7 +11,14 @@ from functools import partial
 
 import torch
 from specops import batching
-from specops.attention import append_attention, attention_workspace_size, copy_kv
+from specops.attention import (
+    PagedBatch,
+    PagedKv,
+    PrefixTensors,
+    append_attention,
+    attention_workspace_size,
+    copy_kv,
+)
 from specops.batching import BatchIndices, TreeChains
 from torch import Tensor
 
@@ -92,23 +99,25 @@ def _attention(parents: list[int]) -> Callable[[], object]:
     shape, generator = (num_pages, PAGE_SIZE, KV_HEADS, HEAD_DIM), _seeded()
     caches = [torch.randn(shape, generator=generator).bfloat16() for _ in range(2)]
     q = torch.randn(rows, QO_HEADS, HEAD_DIM, generator=generator).bfloat16()
-    groups = {}
+    prefixes = None
     if count > BATCH:
         leaders = torch.repeat_interleave(chains.chain_indptr[:-1], chains.chain_indptr.diff())
-        groups["prefix_leaders"] = leaders[None].int()
-        groups["prefix_lens"] = torch.full((1, count), (KV_LEN - 1) // LEAF * LEAF).int()
+        lens = torch.full((1, count), (KV_LEN - 1) // LEAF * LEAF)
+        prefixes = PrefixTensors(leaders[None].int(), lens.int())
     floats = attention_workspace_size(q.shape, caches[0].shape, len(chains.kv_indices), count)
     call = partial(
         append_attention,
         q,
-        *caches,
-        indices.qo_indptr[: count + 1],
-        chains.kv_indptr[: count + 1],
-        chains.kv_indices,
-        chains.kv_lens[:count],
+        PagedKv(*caches),
+        PagedBatch(
+            indices.qo_indptr[: count + 1],
+            chains.kv_indptr[: count + 1],
+            chains.kv_indices,
+            chains.kv_lens[:count],
+        ),
+        prefixes=prefixes,
         out=torch.empty_like(q),
         workspace=torch.empty(floats),
-        **groups,
     )
     slots = chains.from_slots[:copies], chains.to_slots[:copies]
 

@@ -9,10 +9,15 @@ the op's kernels alone.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-from specops.attention import append_attention, attention_workspace_size
+from specops.attention import (
+    PagedBatch,
+    PagedKv,
+    PrefixTensors,
+    append_attention,
+    attention_workspace_size,
+)
 from torch import Tensor
 
 from bench.cuda import Call, CudaBench
@@ -80,11 +85,10 @@ class Cache:
         sets = bench.copies(load.num_bytes)
         shape = (sets * sum(num_pages), page_size, KV_HEADS, HEAD_DIM)
         self.k, self.v = bench.randn(*shape), bench.randn(*shape)
-        self.scales: dict[str, Tensor] = {}
+        self.scales: list[Tensor] = []
         if dtype != torch.bfloat16:
             self.k, self.v = ((x * 30).clamp(-120, 120).to(dtype) for x in (self.k, self.v))
-            names = ("k_scales", "v_scales")
-            self.scales = {name: bench.randn(*shape[:3]).float().abs() / 30 for name in names}
+            self.scales = [bench.randn(*shape[:3]).float().abs() / 30 for _ in range(2)]
         order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(1))
         self.kv_indices = [bench.ints(part) for part in order.chunk(sets)]
         self.kv_indptr = bench.ints([0, *torch.tensor(num_pages).cumsum(0).tolist()])
@@ -112,28 +116,22 @@ class Cache:
         workspace: Tensor | None = None,
         kv_lens: Tensor | None = None,
         kv_indices: Sequence[Tensor] | None = None,
-        **prefixes: Any,
+        prefixes: PrefixTensors | None = None,
     ) -> list[Call]:
         """Return a call per set of pages; all of them write to one output."""
         out = torch.empty_like(q)
-        keywords = {
-            "out": out,
-            "workspace": self.workspace(q) if workspace is None else workspace,
-            **self.scales,
-            **prefixes,
-        }
+        memory = self.workspace(q) if workspace is None else workspace
+        cache = PagedKv(self.k, self.v, *self.scales)
         lens = self.kv_lens if kv_lens is None else kv_lens
         return [
             partial(
                 append_attention,
                 q,
-                self.k,
-                self.v,
-                qo_indptr,
-                self.kv_indptr,
-                pages,
-                lens,
-                **keywords,
+                cache,
+                PagedBatch(qo_indptr, self.kv_indptr, pages, lens),
+                prefixes=prefixes,
+                out=out,
+                workspace=memory,
             )
             for pages in kv_indices or self.kv_indices
         ]

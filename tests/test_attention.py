@@ -14,6 +14,7 @@ import specops
 import torch
 from shared_fixtures import assert_close, expect_fault
 from specops import attention, reference
+from specops.attention import PagedBatch, PagedKv, PrefixTensors
 from torch import Tensor
 
 # Number of leading floats of the workspace that must be zero on CUDA, as in csrc/attention.
@@ -63,6 +64,8 @@ class Batch:
     kv_indptr: Tensor
     kv_indices: Tensor
     kv_lens: Tensor
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (
@@ -73,7 +76,27 @@ class Batch:
             self.kv_indptr,
             self.kv_indices,
             self.kv_lens,
+            *(scales for scales in (self.k_scales, self.v_scales) if scales is not None),
         )
+
+    def arguments(self) -> tuple[Tensor, PagedKv, PagedBatch]:
+        """Return the first arguments of `append_attention`."""
+        return grouped(*self.tensors())
+
+
+def grouped(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_lens: Tensor,
+    *scales: Tensor,
+) -> tuple[Tensor, PagedKv, PagedBatch]:
+    """Return the first arguments of `append_attention`, from the tensors of a `Batch`."""
+    cache = PagedKv(k_cache, v_cache, *scales)
+    return q, cache, PagedBatch(qo_indptr, kv_indptr, kv_indices, kv_lens)
 
 
 def lengths_to_indptr(lengths: list[int]) -> Tensor:
@@ -126,14 +149,16 @@ def random_batch(
 
 
 def check_against_reference(batch: Batch, window: int | None = None) -> None:
-    out, lse = attention.append_attention(*batch.tensors(), sliding_window=window, return_lse=True)
+    out, lse = attention.append_attention(
+        *batch.arguments(), sliding_window=window, return_lse=True
+    )
 
     def expected_out(*tensors: Tensor) -> Tensor:
-        return reference.append_attention(*tensors, sliding_window=window)[0]
+        return reference.append_attention(*grouped(*tensors), sliding_window=window)[0]
 
     assert_close(expected_out, out, *batch.tensors())
     wide = [x.double() if x.is_floating_point() else x for x in batch.tensors()]
-    truth = reference.append_attention(*wide, sliding_window=window)[1]
+    truth = reference.append_attention(*grouped(*wide), sliding_window=window)[1]
     used = int(batch.qo_indptr[-1])
     assert (lse[used:] == -torch.inf).all()
     assert (lse[:used] - truth[:used]).abs().max().item() <= 1e-4
@@ -171,19 +196,19 @@ def test_append_attention_supports_every_head_shape(
 def test_append_attention_zeroes_padding_and_accepts_empty_batches(device: str, isa: str) -> None:
     batch = random_batch([40, 30], [2, 1], torch.bfloat16)
     padded = replace(batch, q=torch.cat([batch.q, torch.full_like(batch.q, torch.nan)]))
-    out, lse = attention.append_attention(*padded.tensors(), return_lse=True)
-    assert torch.equal(out[:3], attention.append_attention(*batch.tensors()))
+    out, lse = attention.append_attention(*padded.arguments(), return_lse=True)
+    assert torch.equal(out[:3], attention.append_attention(*batch.arguments()))
     assert (out[3:] == 0).all() and (lse[3:] == -torch.inf).all()
 
     none = random_batch([40], [0], torch.bfloat16)
-    assert attention.append_attention(*none.tensors()).shape == (0, 4, 64)
+    assert attention.append_attention(*none.arguments()).shape == (0, 4, 64)
     empty = replace(
         none,
         qo_indptr=torch.zeros(1, dtype=torch.int32),
         kv_indptr=torch.zeros(1, dtype=torch.int32),
         kv_lens=torch.zeros(0, dtype=torch.int32),
     )
-    assert attention.append_attention(*empty.tensors()).shape == (0, 4, 64)
+    assert attention.append_attention(*empty.arguments()).shape == (0, 4, 64)
 
 
 def as_bits(x: Tensor) -> Tensor:
@@ -193,7 +218,7 @@ def as_bits(x: Tensor) -> Tensor:
 
 def attend_bits(batch: Batch, **options: Any) -> Tensor:
     """Return the bits of out and lse, a row each."""
-    out, lse = attention.append_attention(*batch.tensors(), return_lse=True, **options)
+    out, lse = attention.append_attention(*batch.arguments(), return_lse=True, **options)
     return torch.cat([as_bits(out).flatten(1), as_bits(lse).flatten(1)], 1)
 
 
@@ -201,7 +226,9 @@ def attend_one(
     k: Tensor, v: Tensor, q: Tensor, page_size: int, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
     batch = make_batch([k], [v], [q], page_size, shuffle=True)
-    out, lse = attention.append_attention(*batch.tensors(), sliding_window=window, return_lse=True)
+    out, lse = attention.append_attention(
+        *batch.arguments(), sliding_window=window, return_lse=True
+    )
     return out, lse
 
 
@@ -264,10 +291,10 @@ def test_append_attention_rows_are_the_same_alone_and_in_a_batch(
     for threads, page_size in [(1, 16), (2, 64), (3, 32)]:
         specops.set_num_threads(threads)
         batch = make_batch(keys, values, queries, page_size, shuffle=True)
-        assert torch.equal(attention.append_attention(*batch.tensors()), torch.cat(alone))
+        assert torch.equal(attention.append_attention(*batch.arguments()), torch.cat(alone))
         last = [q[-1:] for q in queries]
         batch = make_batch(keys, values, last, page_size, shuffle=False)
-        got = attention.append_attention(*batch.tensors())
+        got = attention.append_attention(*batch.arguments())
         assert torch.equal(got, torch.stack([x[-1] for x in alone]))
 
 
@@ -318,7 +345,7 @@ def test_append_attention_does_not_depend_on_the_number_of_sms(
         )
         workspace = None if floats is None else new_workspace(floats, on_cuda, device)
         out, lse = attention.append_attention(
-            *batch.tensors(), sliding_window=window, workspace=workspace, return_lse=True
+            *batch.arguments(), sliding_window=window, workspace=workspace, return_lse=True
         )
         got = [torch.cat([as_bits(out).flatten(1), as_bits(lse).flatten(1)], 1)]
         if workspace is not None and on_cuda:
@@ -359,10 +386,10 @@ def test_append_attention_does_not_depend_on_the_workspace(
 ) -> None:
     batch = random_batch([2000, 900, 30], [5, 2, 3], torch.bfloat16)
     specops.set_num_threads(3)
-    expected = attention.append_attention(*batch.tensors())
+    expected = attention.append_attention(*batch.arguments())
     for floats in (0, 20000, 10**6):
         workspace = new_workspace(floats, on_cuda, device)
-        got = attention.append_attention(*batch.tensors(), workspace=workspace)
+        got = attention.append_attention(*batch.arguments(), workspace=workspace)
         assert torch.equal(got, expected)
 
 
@@ -370,23 +397,23 @@ def test_append_attention_reports_a_workspace_without_leading_zeros(
     device: str, isa: str, on_cuda: bool
 ) -> None:
     batch = random_batch([2000, 30], [5, 3], torch.bfloat16)
-    expected = attention.append_attention(*batch.tensors())
+    expected = attention.append_attention(*batch.arguments())
     for head in (0.0, 1.0, -1.0):
         workspace = new_workspace(10**6, on_cuda, device)
         workspace[:COUNTERS] = head
         if not on_cuda or head == 0.0:  # a CPU uses no counters
-            got = attention.append_attention(*batch.tensors(), workspace=workspace)
+            got = attention.append_attention(*batch.arguments(), workspace=workspace)
             assert torch.equal(got, expected)
             continue
         with expect_fault(on_cuda, "append_attention: workspace must begin with zeros"):
-            attention.append_attention(*batch.tensors(), workspace=workspace)
+            attention.append_attention(*batch.arguments(), workspace=workspace)
 
 
 def attend_with_stamps(batch: Batch, stamps: Tensor, workspace: Tensor) -> tuple[Tensor, Tensor]:
     """Call append_attention with phase stamps."""
     attention.set_phase_stamps(stamps)
     try:
-        return attention.append_attention(*batch.tensors(), workspace=workspace, return_lse=True)
+        return attention.append_attention(*batch.arguments(), workspace=workspace, return_lse=True)
     finally:
         attention.set_phase_stamps(None)
 
@@ -403,7 +430,7 @@ def test_append_attention_with_phase_stamps_keeps_its_bits(
     if simt.BUILD == "race":
         pytest.skip("the race detector knows only the arguments of an op, not the stamps")
     batch = random_batch([2300, 40, 0], [3, 2, 0], torch.bfloat16, head_dim=128)
-    plain = attention.append_attention(*batch.tensors(), return_lse=True)
+    plain = attention.append_attention(*batch.arguments(), return_lse=True)
     floats = attention.attention_workspace_size(
         batch.q.shape, batch.k_cache.shape, batch.kv_indices.shape[0], 3, device
     )
@@ -421,7 +448,7 @@ def test_append_attention_with_phase_stamps_keeps_its_bits(
     ):  # the interpreter's clocks count their reads
         assert torch.equal(cycles.sum(1), last - (begin // 64 + 1) * 100)
     again = stamps.clone()
-    attention.append_attention(*batch.tensors())
+    attention.append_attention(*batch.arguments())
     assert torch.equal(stamps, again)
 
 
@@ -448,9 +475,9 @@ def test_append_attention_refuses_invalid_phase_stamps(device: str, on_cuda: boo
 
 def test_append_attention_ignores_pages_before_the_window(device: str, isa: str) -> None:
     batch = random_batch([300], [3], torch.bfloat16)
-    expected = attention.append_attention(*batch.tensors(), sliding_window=100)
+    expected = attention.append_attention(*batch.arguments(), sliding_window=100)
     batch.kv_indices[: (297 - 99) // 16] = -1
-    assert torch.equal(attention.append_attention(*batch.tensors(), sliding_window=100), expected)
+    assert torch.equal(attention.append_attention(*batch.arguments(), sliding_window=100), expected)
 
 
 def test_append_attention_refuses_invalid_heads(device: str) -> None:
@@ -459,13 +486,13 @@ def test_append_attention_refuses_invalid_heads(device: str) -> None:
     none = replace(batch, q=batch.q[:, :0].contiguous())
     for workspace in (None, torch.zeros(1 << 20)):
         with pytest.raises(ValueError, match=r"num_qo_heads must be 1 to 64 times .*, got 0"):
-            attention.append_attention(*none.tensors(), workspace=workspace)
+            attention.append_attention(*none.arguments(), workspace=workspace)
     none = replace(batch, q=batch.q[..., :0].contiguous())
-    with pytest.raises(ValueError, match=r"^append_attention: k_cache must be .*head_dim=0.*"):
-        attention.append_attention(*none.tensors())
+    with pytest.raises(ValueError, match=r"^append_attention: cache.k must be .*head_dim=0.*"):
+        attention.append_attention(*none.arguments())
     swapped = {name: getattr(batch, name).transpose(1, 2).contiguous() for name in CACHES}
     with pytest.raises(ValueError, match=r"page_size must be 16, 32 or 64 .*second dim.*got"):
-        attention.append_attention(*replace(batch, **swapped).tensors())
+        attention.append_attention(*replace(batch, **swapped).arguments())
 
 
 def test_attention_workspace_size_refuses_invalid_arguments(device: str) -> None:
@@ -494,22 +521,24 @@ def test_append_attention_refuses_invalid_arguments(device: str, on_cuda: bool) 
 
     def faulty(message: str, on_cuda_message: str, **changes: Tensor) -> None:
         with expect_fault(on_cuda, on_cuda_message if on_cuda else message):
-            attention.append_attention(*replace(batch, **changes).tensors())
+            attention.append_attention(*replace(batch, **changes).arguments())
 
     def refused(message: str, window: int | None = None, **changes: Tensor) -> None:
         changed = replace(batch, **changes)
         with pytest.raises(ValueError, match=message):
-            attention.append_attention(*changed.tensors(), sliding_window=window)
+            attention.append_attention(*changed.arguments(), sliding_window=window)
 
     gone = batch.kv_indices.clone()
     gone[4] = 99
     faulty(
-        r"append_attention: kv_indices\[4\] must be in \[0, num_pages=10\) where a row sees the "
-        "page, got 99",
-        r"append_attention: kv_indices must be in \[0, num_pages\) where",
+        r"append_attention: batch.kv_indices\[4\] must be in \[0, num_pages=10\) where a row sees "
+        "the page, got 99",
+        r"append_attention: batch.kv_indices must be in \[0, num_pages\) where",
         kv_indices=gone,
     )
-    lengths = r"append_attention: kv_lens must be at least the request's rows and at most the slots"
+    lengths = (
+        "append_attention: batch.kv_lens must be at least the request's rows and at most the slots"
+    )
     faulty(
         r"kv_lens\[1\] must be at least the request's rows=1 and at most the slots of its "
         "pages=64, got 0",
@@ -517,7 +546,9 @@ def test_append_attention_refuses_invalid_arguments(device: str, on_cuda: bool) 
         kv_lens=torch.tensor([40, 0], dtype=torch.int32),
     )
     faulty(r"kv_lens\[0\].*got 49", lengths, kv_lens=torch.tensor([49, 50], dtype=torch.int32))
-    in_order = "append_attention: {} must be non-decreasing from 0, at least the entry before it"
+    in_order = (
+        "append_attention: batch.{} must be non-decreasing from 0, at least the entry before it"
+    )
     least = -(2**31)  # its distance from 2 does not fit an int
     for entries, got in (([0, 2, 1], 1), ([0, 2, least], least), ([0, 2, 4], 4)):
         faulty(
@@ -527,36 +558,36 @@ def test_append_attention_refuses_invalid_arguments(device: str, on_cuda: bool) 
         )
     for entries, got in (([0, 3, 2], 2), ([0, 3, 10], 10)):
         faulty(
-            rf"kv_indptr\[2\].* = 3 and at most the size of kv_indices = 9, got {got}",
+            rf"kv_indptr\[2\].* = 3 and at most the size of batch.kv_indices = 9, got {got}",
             in_order.format("kv_indptr"),
             kv_indptr=torch.tensor(entries, dtype=torch.int32),
         )
     faulty(
-        r"kv_indptr\[0\].* at most the size of kv_indices = 9, got -1",
+        r"kv_indptr\[0\].* at most the size of batch.kv_indices = 9, got -1",
         in_order.format("kv_indptr"),
         kv_indptr=torch.tensor([-1, 3, 7], dtype=torch.int32),
     )
-    refused("k_cache must be float32", q=batch.q.float())
+    refused("cache.k must be float32", q=batch.q.float())
     refused("q must be float32|bfloat16|float16", q=batch.q.double())
     refused("sliding_window must be an int of at least 1", window=0)
     refused("num_qo_heads must be 1 to 64 times num_kv_heads=2, got 3", q=batch.q[:, :3].clone())
     if on_cuda:  # the invalid row is zero, and the others keep their values
         got, lse = attention.append_attention(
-            *replace(batch, kv_lens=torch.tensor([40, 0], dtype=torch.int32)).tensors(),
+            *replace(batch, kv_lens=torch.tensor([40, 0], dtype=torch.int32)).arguments(),
             return_lse=True,
         )
-        assert torch.equal(got[:2], attention.append_attention(*batch.tensors())[:2])
+        assert torch.equal(got[:2], attention.append_attention(*batch.arguments())[:2])
         assert (got[2] == 0).all() and (lse[2] == -torch.inf).all()
         with pytest.raises(ValueError, match=lengths):
             specops.check_errors()
     wide = random_batch([4], [1], torch.float32, head_dim=80)
     with pytest.raises(ValueError, match="head_dim must be 64, 96, 128 or 256, got 80"):
-        attention.append_attention(*wide.tensors())
+        attention.append_attention(*wide.arguments())
 
 
 def prefix_tree(
     seed: int, dtype: torch.dtype, heads: tuple[int, int], head_dim: int, most_tokens: int
-) -> tuple[Batch, dict[str, Tensor]]:
+) -> tuple[Batch, PrefixTensors]:
     """Return requests that share the pages of a random tree of prefixes, and the tree."""
     draw = random.Random(seed)
     size, page_size = draw.randint(1, 12), draw.choice([16, 32, 64])
@@ -594,8 +625,7 @@ def prefix_tree(
         kv_indices=torch.cat([order[x] for x in pages]).int(),
         kv_lens=torch.tensor(kv_lens, dtype=torch.int32),
     )
-    tree = {"prefix_leaders": leaders, "prefix_lens": lens}
-    return batch, {name: torch.tensor(x, dtype=torch.int32) for name, x in tree.items()}
+    return batch, PrefixTensors(*(torch.tensor(x, dtype=torch.int32) for x in (leaders, lens)))
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -612,14 +642,16 @@ def test_append_attention_does_not_depend_on_shared_prefixes(
     for window in (None, draw.choice([1, 60, 300, 1000])):
 
         def attend(
-            workspace: int | None = None, window: int | None = window, **tree: Tensor
+            workspace: int | None = None,
+            prefixes: PrefixTensors | None = None,
+            window: int | None = window,
         ) -> tuple[Tensor, ...]:
             out, lse = attention.append_attention(
-                *batch.tensors(),
+                *batch.arguments(),
                 sliding_window=window,
                 return_lse=True,
                 workspace=None if workspace is None else new_workspace(workspace, on_cuda, device),
-                **tree,
+                prefixes=prefixes,
             )
             return as_bits(out), as_bits(lse)
 
@@ -627,7 +659,7 @@ def test_append_attention_does_not_depend_on_shared_prefixes(
         schedules = [(1, None), (2, 0), (2, None), (3, 30_000), (3, None)]
         for threads, workspace in schedules[:1] if on_cuda else schedules:
             specops.set_num_threads(threads)
-            for got, flat in zip(attend(workspace, **tree), expected, strict=True):
+            for got, flat in zip(attend(workspace, tree), expected, strict=True):
                 assert torch.equal(got, flat)
 
 
@@ -640,7 +672,7 @@ def test_append_attention_supports_a_prefix_of_many_requests(
     own = torch.arange(count) + 9
     kv_indices = torch.cat([torch.cat([torch.arange(9), page[None]]) for page in own]).int()
     caches = [torch.randn(count + 9, page_size, 1, 64).bfloat16() for _ in range(2)]
-    tensors = (
+    arguments = grouped(
         torch.randn(sum(qo_lens), 2, 64).bfloat16(),
         *caches,
         lengths_to_indptr(qo_lens),
@@ -648,13 +680,12 @@ def test_append_attention_supports_a_prefix_of_many_requests(
         kv_indices,
         torch.full((count,), 150, dtype=torch.int32),
     )
-    expected = attention.append_attention(*tensors)
+    expected = attention.append_attention(*arguments)
     leaders = torch.zeros(1, count, dtype=torch.int32)
+    prefixes = PrefixTensors(leaders, torch.full_like(leaders, 9 * page_size))
     for threads in (1, 3):
         specops.set_num_threads(threads)
-        got = attention.append_attention(
-            *tensors, prefix_leaders=leaders, prefix_lens=torch.full_like(leaders, 9 * page_size)
-        )
+        got = attention.append_attention(*arguments, prefixes=prefixes)
         assert torch.equal(as_bits(got), as_bits(expected))
 
 
@@ -693,9 +724,9 @@ def test_append_attention_does_not_depend_on_the_size_of_a_bundle(
             kv_indices=pages_left.flatten(),
             kv_lens=kv_lens,
         )
-        flat = attention.append_attention(*part.tensors(), return_lse=True)
+        flat = attention.append_attention(*part.arguments(), return_lse=True)
         got = attention.append_attention(
-            *part.tensors(), return_lse=True, prefix_leaders=leaders, prefix_lens=lens - begin
+            *part.arguments(), return_lse=True, prefixes=PrefixTensors(leaders, lens - begin)
         )
         for x, y in zip(got, flat, strict=True):
             assert torch.equal(x.isnan(), y.isnan())
@@ -723,10 +754,10 @@ def test_append_attention_with_prefixes_does_not_depend_on_the_number_of_sms(
     # Prefixes of whole and partial chunks, with two row tiles and three levels.
     page_size, qo_lens, own = 64, [1, 4, 0, 2, 9, 1], [3, 300, 0, 700, 1, 40]
     shared = [4864, 4864, 4864, 2560, 2560, 2368]
-    tree = {
-        "prefix_leaders": [[0] * 6, [0, 0, 0, 3, 3, 5], [0, 0, 2, 3, 3, 5]],
-        "prefix_lens": [[2350] * 6, [4700] * 3 + [2560] * 2 + [0], [4864] * 2 + [0, 2560, 2560, 0]],
-    }
+    tree = (
+        [[0] * 6, [0, 0, 0, 3, 3, 5], [0, 0, 2, 3, 3, 5]],
+        [[2350] * 6, [4700] * 3 + [2560] * 2 + [0], [4864] * 2 + [0, 2560, 2560, 0]],
+    )
     kv_lens = [x + y + z for x, y, z in zip(shared, own, qo_lens, strict=True)]
     pages: list[list[int]] = []
     used = 0
@@ -746,19 +777,21 @@ def test_append_attention_with_prefixes_does_not_depend_on_the_number_of_sms(
         kv_indices=torch.tensor([page for x in pages for page in x], dtype=torch.int32),
         kv_lens=torch.tensor(kv_lens, dtype=torch.int32),
     )
-    prefixes = {name: torch.tensor(x, dtype=torch.int32) for name, x in tree.items()}
+    prefixes = PrefixTensors(*(torch.tensor(x, dtype=torch.int32) for x in tree))
     is_simt = request.node.callspec.params["device"] == "simt"
 
-    def attend(floats: int | None = None, **prefixes: Tensor) -> tuple[Tensor, Tensor, int]:
+    def attend(
+        floats: int | None = None, prefixes: PrefixTensors | None = None
+    ) -> tuple[Tensor, Tensor, int]:
         workspace = None if floats is None else new_workspace(floats, on_cuda, device)
         if is_simt:
             simt.load().reset_counters()
         out, lse = attention.append_attention(
-            *batch.tensors(),
+            *batch.arguments(),
             sliding_window=window,
             workspace=workspace,
             return_lse=True,
-            **prefixes,
+            prefixes=prefixes,
         )
         read = simt.load().counters()["copied_bytes"] if is_simt else 0
         return as_bits(out), as_bits(lse), read
@@ -773,7 +806,7 @@ def test_append_attention_with_prefixes_does_not_depend_on_the_number_of_sms(
         ]:
             if is_simt:
                 simt.load().set_num_sms(sms)
-            out, lse, read = attend(floats, **prefixes)
+            out, lse, read = attend(floats, prefixes)
             assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
             if is_simt and window is None:
                 assert (read < 0.5 * expected[2]) == is_shared
@@ -792,7 +825,7 @@ def test_append_attention_shares_prefixes_only_among_narrow_requests(
     pages = [[*range(prefix // page_size), 8 + b] for b in range(5)]
     caches = [torch.randn(13, page_size, 1, 64).bfloat16() for _ in range(2)]
 
-    def attend(members: list[int], **prefixes: Tensor) -> tuple[Tensor, int]:
+    def attend(members: list[int], prefixes: PrefixTensors | None = None) -> tuple[Tensor, int]:
         rows = [counts[b] for b in members]
         kv_lens = torch.tensor([prefix + n for n in rows], dtype=torch.int32)
         torch.manual_seed(len(rows))
@@ -808,16 +841,15 @@ def test_append_attention_shares_prefixes_only_among_narrow_requests(
         is_simt = request.node.callspec.params["device"] == "simt"
         if is_simt:
             simt.load().reset_counters()
-        out = attention.append_attention(*batch.tensors(), **prefixes)
+        out = attention.append_attention(*batch.arguments(), prefixes=prefixes)
         assert isinstance(out, Tensor)
         return as_bits(out), simt.load().counters()["copied_bytes"] if is_simt else 0
 
     for members, is_shared in (([0, 1], False), ([2, 3], True), ([0, 2, 3, 4], True)):
         leaders = torch.zeros(1, len(members), dtype=torch.int32)
         flat, whole = attend(members)
-        out, read = attend(
-            members, prefix_leaders=leaders, prefix_lens=torch.full_like(leaders, prefix)
-        )
+        prefixes = PrefixTensors(leaders, torch.full_like(leaders, prefix))
+        out, read = attend(members, prefixes)
         assert torch.equal(out, flat)
         assert not whole or (read < whole) == is_shared
 
@@ -832,10 +864,9 @@ def test_append_attention_refuses_invalid_prefixes(device: str, on_cuda: bool) -
         tensors = [torch.tensor(x, dtype=torch.int32).view(len(x), -1) for x in (leaders, lens)]
         window = changes.pop("window", None)
         return attention.append_attention(
-            *replace(good, **changes).tensors(),
+            *replace(good, **changes).arguments(),
             sliding_window=window,
-            prefix_leaders=tensors[0],
-            prefix_lens=tensors[1],
+            prefixes=PrefixTensors(*tensors),
         )
 
     def refused(
@@ -845,50 +876,51 @@ def test_append_attention_refuses_invalid_prefixes(device: str, on_cuda: bool) -
             call(leaders, lens, **kw)
 
     one = [[0, 0, 0, 0]]
-    expected = attention.append_attention(*good.tensors())
+    expected = attention.append_attention(*good.arguments())
     assert torch.equal(call(one, [[87] * 4]), expected)
     assert torch.equal(call([*one, [0, 0, 2, 2]], [[50] * 4, [98, 98, 60, 60]]), expected)
     refused(
-        "prefix_lens must be int32 \\[levels=1, batch=4\\], got int32 \\[2, 2\\]",
+        "prefixes.lens must be int32 \\[levels=1, batch=4\\], got int32 \\[2, 2\\]",
         one,
         [[0] * 2] * 2,
     )
-    with pytest.raises(ValueError, match=r"prefix_lens must be int32 .*got None$"):
-        attention.append_attention(*good.tensors(), prefix_leaders=torch.zeros(1, 4).int())
+    with pytest.raises(ValueError, match=r"prefixes.lens must be int32 .*got None$"):
+        half: Any = PrefixTensors(torch.zeros(1, 4).int(), None)
+        attention.append_attention(*good.arguments(), prefixes=half)
     if on_cuda:  # only the CPU checks the values
         return
-    refused(r"prefix_leaders\[0, 0\] must be 0, got 1", [[1, 1, 1, 1]], [[0] * 4])
+    refused(r"prefixes.leaders\[0, 0\] must be 0, got 1", [[1, 1, 1, 1]], [[0] * 4])
     refused(
-        r"prefix_leaders\[0, 2\] must be 2 \(a group of its own\) or 1 \(that of .*\), got 0",
+        r"prefixes.leaders\[0, 2\] must be 2 \(a group of its own\) or 1 \(that of .*\), got 0",
         [[0, 1, 0, 0]],
         [[9] * 4],
     )
-    refused(r"prefix_lens\[0, 0\] must be at least 0, got -1", one, [[-1] * 4])
+    refused(r"prefixes.lens\[0, 0\] must be at least 0, got -1", one, [[-1] * 4])
     refused(
-        r"prefix_lens\[0, 3\] must be 9 as in the rest of its group, got 8",
+        r"prefixes.lens\[0, 3\] must be 9 as in the rest of its group, got 8",
         one,
         [[9, 9, 9, 8]],
     )
     refused(
-        r"prefix_leaders\[1, 2\] must be 2, where a group of level 0 begins, got 0",
+        r"prefixes.leaders\[1, 2\] must be 2, where a group of level 0 begins, got 0",
         [[0, 0, 2, 2], [0, 0, 0, 3]],
         [[9] * 4, [9] * 4],
     )
     refused(
-        r"prefix_lens\[1, 1\] must be at least that of level 0, 9, got 8",
+        r"prefixes.lens\[1, 1\] must be at least that of level 0, 9, got 8",
         [[0, 0, 0, 0], [0, 0, 2, 3]],
         [[9] * 4, [8, 8, 0, 0]],
     )
     refused(
-        r"prefix_lens\[0, 3\] must be at most kv_lens - rows of request 3, 87, got 88",
+        r"prefixes.lens\[0, 3\] must be at most batch.kv_lens - rows of request 3, 87, got 88",
         one,
         [[88] * 4],
     )
     other = kv_indices.clone()
     other[7 * 3 + 4] = pages[1, 0]
     message = (
-        rf"page 4 of request 3 in kv_indices must be that of request 1, {pages[0, 4]}, as "
-        rf"prefix_lens\[0, 3\]=65 tokens are shared, got {pages[1, 0]}"
+        rf"page 4 of request 3 in batch.kv_indices must be that of request 1, {pages[0, 4]}, as "
+        rf"prefixes.lens\[0, 3\]=65 tokens are shared, got {pages[1, 0]}"
     )
     refused(message, one, [[65] * 4], kv_indices=other)
     call(one, [[64] * 4], kv_indices=other)
@@ -901,7 +933,7 @@ def test_comparison_detects_planted_faults() -> None:
     q, *rest = batch.tensors()
 
     def op(*tensors: Tensor, **options: Any) -> Tensor:
-        return reference.append_attention(*tensors, **options)[0]
+        return reference.append_attention(*grouped(*tensors), **options)[0]
 
     good = op(q, *rest)
     assert_close(op, good, q, *rest)
@@ -949,20 +981,19 @@ def test_rope_append_kv_matches_the_reference(
     weights = [torch.randn(head_dim).to(dtype) for _ in range(2)] if norm else [None, None]
 
     def expected_out(q: Tensor, k: Tensor, v: Tensor, *weights: Tensor) -> Tensor:
-        caches = [cache.to(q.dtype).clone() for _ in range(2)]
+        caches = PagedKv(cache.to(q.dtype).clone(), cache.to(q.dtype).clone())
         kw = dict(zip(["q_norm_weight", "k_norm_weight"], weights, strict=False))
         out = reference.rope_append_kv(
-            q, k, v, *caches, slots, positions, cos_sin, interleaved=interleaved, **kw
+            q, k, v, caches, slots, positions, cos_sin, interleaved=interleaved, **kw
         )
-        return torch.cat([out.flatten(), *(c.flatten() for c in caches)])
+        return torch.cat([out.flatten(), *(c.flatten() for c in caches[:2])])
 
     k_cache, v_cache = cache.clone(), cache.clone()
     out = attention.rope_append_kv(
         q,
         k,
         v,
-        k_cache,
-        v_cache,
+        PagedKv(k_cache, v_cache),
         slots,
         positions,
         cos_sin,
@@ -981,8 +1012,7 @@ def test_rope_append_kv_matches_the_reference(
             q_one,
             k[row : row + 1],
             v[row : row + 1],
-            k_one,
-            v_one,
+            PagedKv(k_one, v_one),
             slots[row : row + 1],
             positions[row : row + 1],
             cos_sin,
@@ -1018,7 +1048,7 @@ def test_rope_append_kv_does_not_depend_on_alignment(
         kv = [place(x) for x in cache]
         out = attention.rope_append_kv(
             *(place(x[rows]) for x in (q, k, v)),
-            *kv,
+            PagedKv(*kv),
             slots[rows],
             positions[rows],
             place(cos_sin),
@@ -1045,12 +1075,11 @@ def test_rope_append_kv_supports_zero_sizes(
     cache = torch.zeros(2, 16, kv_heads, head_dim)
     slots, positions = torch.tensor([3, 4]), torch.tensor([0, 1], dtype=torch.int32)
     table = attention.rope_cos_sin(8, 64, 1e4) if head_dim else torch.zeros(8, 0)
-    out = attention.rope_append_kv(q, k, k, cache, cache.clone(), slots, positions, table)
+    out = attention.rope_append_kv(q, k, k, PagedKv(cache, cache.clone()), slots, positions, table)
     assert out.shape == q.shape
     expected_cache = cache.clone().zero_()
-    reference.rope_append_kv(
-        q, k, k, expected_cache, expected_cache.clone(), slots, positions, table
-    )
+    expected = PagedKv(expected_cache, expected_cache.clone())
+    reference.rope_append_kv(q, k, k, expected, slots, positions, table)
     torch.testing.assert_close(cache, expected_cache)
 
 
@@ -1066,8 +1095,7 @@ def test_rope_append_kv_refuses_before_writing(device: str, on_cuda: bool) -> No
                 q,
                 k,
                 k,
-                k_cache,
-                v_cache,
+                PagedKv(k_cache, v_cache),
                 torch.tensor(slots),
                 torch.tensor(positions, dtype=torch.int32),
                 cos_sin,

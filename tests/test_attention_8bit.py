@@ -12,10 +12,12 @@ import torch
 from rounding import assert_error_at_most, rounding_errors
 from shared_fixtures import assert_close
 from specops import attention, reference
+from specops.attention import PagedBatch, PagedKv, PrefixTensors
 from test_attention import (
     DTYPES,
     Batch,
     as_bits,
+    grouped,
     lengths_to_indptr,
     make_batch,
     new_workspace,
@@ -25,7 +27,6 @@ from test_attention import (
 from torch import Tensor
 
 CACHE_DTYPES = [torch.int8, torch.float8_e4m3fn]
-Scales = dict[str, Tensor]
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +47,7 @@ def skip_unsupported(on_cuda: bool, dtype: torch.dtype) -> None:
         pytest.skip("CUDA kernels for 8-bit caches support bfloat16 queries only")
 
 
-def quantized(batch: Batch, dtype: torch.dtype) -> tuple[Batch, Scales]:
+def quantized(batch: Batch, dtype: torch.dtype) -> Batch:
     """Return the batch with 8-bit caches; unused slots have random elements and NaN scales."""
     caches, scales = [], []
     for cache in (batch.k_cache, batch.v_cache):
@@ -56,27 +57,23 @@ def quantized(batch: Batch, dtype: torch.dtype) -> tuple[Batch, Scales]:
         raw = torch.where(unused, anything, elements.view(torch.uint8))
         caches.append(raw.view(dtype))
         scales.append(of_heads)
-    return replace(batch, k_cache=caches[0], v_cache=caches[1]), {
-        "k_scales": scales[0],
-        "v_scales": scales[1],
-    }
+    return replace(
+        batch, k_cache=caches[0], v_cache=caches[1], k_scales=scales[0], v_scales=scales[1]
+    )
 
 
-def attend(batch: Batch, scales: Scales, **options: Any) -> tuple[Tensor, Tensor]:
-    out, lse = attention.append_attention(*batch.tensors(), **scales, return_lse=True, **options)
+def attend(batch: Batch, **options: Any) -> tuple[Tensor, Tensor]:
+    out, lse = attention.append_attention(*batch.arguments(), return_lse=True, **options)
     return out, lse
 
 
-def check_against_reference(batch: Batch, scales: Scales, window: int | None = None) -> None:
+def check_against_reference(batch: Batch, window: int | None = None) -> None:
     """Compare with the reference; bf16 softmax weights may be off by a relative 2^-9."""
-    out, lse = attend(batch, scales, sliding_window=window)
-    tensors = (*batch.tensors(), *scales.values())
+    out, lse = attend(batch, sliding_window=window)
+    tensors = batch.tensors()
 
     def expected_out(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        *rest, k_scales, v_scales = tensors
-        return reference.append_attention(
-            *rest, k_scales=k_scales, v_scales=v_scales, sliding_window=window
-        )
+        return reference.append_attention(*grouped(*tensors), sliding_window=window)
 
     wide = [x.double() if x.is_floating_point() else x for x in tensors]
     truth, true_lse = expected_out(*wide)
@@ -139,7 +136,7 @@ def test_written_elements_equal_quantized_16_bit_caches(
     where = (slots, positions, attention.rope_cos_sin(500, head_dim, 1e4))
     weight = torch.randn(head_dim).to(dtype) if norm else None
     plain = [torch.full((40, 16, heads, head_dim), 7.0, dtype=dtype) for _ in "kv"]
-    q_plain = attention.rope_append_kv(q, k, v, *plain, *where, k_norm_weight=weight)
+    q_plain = attention.rope_append_kv(q, k, v, PagedKv(*plain), *where, k_norm_weight=weight)
 
     def append(chosen: Tensor) -> tuple[list[Tensor], list[Tensor], Tensor]:
         caches = [torch.full((40, 16, heads, head_dim), 0x55, dtype=torch.uint8) for _ in "kv"]
@@ -149,14 +146,11 @@ def test_written_elements_equal_quantized_16_bit_caches(
             q[chosen],
             k[chosen],
             v[chosen],
-            k_cache,
-            v_cache,
+            PagedKv(k_cache, v_cache, *scales),
             slots[chosen],
             positions[chosen],
             where[2],
             k_norm_weight=weight,
-            k_scales=scales[0],
-            v_scales=scales[1],
         )
         return caches, scales, out
 
@@ -201,7 +195,7 @@ def test_reference_marks_heads_with_non_finite_values(cache_dtype: torch.dtype) 
     where = (torch.arange(40), torch.arange(40).int(), attention.rope_cos_sin(40, 64, 1e4))
     caches = [torch.zeros(3, 16, 4, 64, dtype=torch.uint8).view(cache_dtype) for _ in "kv"]
     scales = [torch.zeros(3, 16, 4) for _ in "kv"]
-    reference.rope_append_kv(q, k, v, *caches, *where, k_scales=scales[0], v_scales=scales[1])
+    reference.rope_append_kv(q, k, v, PagedKv(*caches, *scales), *where)
     elements, of_heads = reference.quantized(v, cache_dtype)
     got = caches[1].view(torch.uint8).flatten(0, 1)[:40]
     assert torch.equal(got, elements.view(torch.uint8))
@@ -231,14 +225,14 @@ def test_every_bit_pattern_has_its_value(
     count = 256
     out, lse = attention.append_attention(
         torch.eye(count, dtype=dtype)[:, None],
-        *[cache.view(cache_dtype)] * 2,
-        torch.arange(count + 1, dtype=torch.int32),
-        torch.arange(count + 1, dtype=torch.int32),
-        torch.zeros(count, dtype=torch.int32),
-        torch.ones(count, dtype=torch.int32),
+        PagedKv(*[cache.view(cache_dtype)] * 2, scales, scales),
+        PagedBatch(
+            torch.arange(count + 1, dtype=torch.int32),
+            torch.arange(count + 1, dtype=torch.int32),
+            torch.zeros(count, dtype=torch.int32),
+            torch.ones(count, dtype=torch.int32),
+        ),
         sm_scale=1.0,
-        k_scales=scales,
-        v_scales=scales,
         return_lse=True,
     )
     # CUDA computes scores in base 2 and rounds twice when it converts them back.
@@ -264,10 +258,10 @@ def test_attention_matches_the_reference(
         dtype,
         page_size=page_size,
     )
-    batch, scales = quantized(plain, cache_dtype)
-    check_against_reference(batch, scales)
-    check_against_reference(batch, scales, window=1)
-    check_against_reference(batch, scales, window=100)
+    batch = quantized(plain, cache_dtype)
+    check_against_reference(batch)
+    check_against_reference(batch, window=1)
+    check_against_reference(batch, window=100)
 
 
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES, ids=str)
@@ -285,7 +279,7 @@ def test_attention_supports_every_head_shape(
 ) -> None:
     for dtype in query_dtypes(on_cuda):
         plain = random_batch([90, 20, 3], [6, 1, 2], dtype, heads, head_dim)
-        check_against_reference(*quantized(plain, cache_dtype))
+        check_against_reference(quantized(plain, cache_dtype))
 
 
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES, ids=str)
@@ -293,26 +287,24 @@ def test_padding_is_zero_and_empty_batches_are_accepted(
     device: str, isa: str, on_cuda: bool, cache_dtype: torch.dtype
 ) -> None:
     for dtype in query_dtypes(on_cuda):
-        batch, scales = quantized(random_batch([40, 30], [2, 1], dtype), cache_dtype)
+        batch = quantized(random_batch([40, 30], [2, 1], dtype), cache_dtype)
         padded = replace(batch, q=torch.cat([batch.q, torch.full_like(batch.q, torch.nan)]))
-        out, lse = attend(padded, scales)
-        assert torch.equal(out[:3], attend(batch, scales)[0])
+        out, lse = attend(padded)
+        assert torch.equal(out[:3], attend(batch)[0])
         assert (out[3:] == 0).all() and (lse[3:] == -torch.inf).all()
-        none, scales = quantized(random_batch([40], [0], dtype), cache_dtype)
-        assert attend(none, scales)[0].shape == (0, 4, 64)
+        none = quantized(random_batch([40], [0], dtype), cache_dtype)
+        assert attend(none)[0].shape == (0, 4, 64)
 
 
 def test_comparison_detects_planted_faults() -> None:
     """The error allowed for rounding is far smaller than that of wrong scales."""
-    batch, scales = quantized(random_batch([40, 70], [3, 30], torch.float32), torch.int8)
-    tensors = (*batch.tensors(), *scales.values())
+    batch = quantized(random_batch([40, 70], [3, 30], torch.float32), torch.int8)
+    *rest, k_scales, v_scales = tensors = batch.tensors()
 
     def op(*tensors: Tensor) -> Tensor:
-        *rest, k_scales, v_scales = tensors
-        return reference.append_attention(*rest, k_scales=k_scales, v_scales=v_scales)[0]
+        return reference.append_attention(*grouped(*tensors))[0]
 
     assert_close(op, op(*tensors), *tensors)
-    k_scales, v_scales = scales.values()
     for wrong in (
         (k_scales, k_scales),
         (v_scales, v_scales),
@@ -320,7 +312,7 @@ def test_comparison_detects_planted_faults() -> None:
         (k_scales, v_scales.flip(2)),
         (k_scales * 1.001, v_scales),
     ):
-        faulty = op(*batch.tensors(), *wrong)
+        faulty = op(*rest, *wrong)
         with pytest.raises(AssertionError, match="max error"):
             assert_close(op, faulty, *tensors)
 
@@ -360,7 +352,7 @@ def test_prefill_rows_equal_decode_rows(
 
     def attend_one(end: int, rows: int, page_size: int) -> tuple[Tensor, Tensor]:
         plain = make_batch([k[:end]], [v[:end]], [q[end - rows : end]], page_size, shuffle=True)
-        out, lse = attend(*quantized(plain, cache_dtype), sliding_window=window)
+        out, lse = attend(quantized(plain, cache_dtype), sliding_window=window)
         return as_bits(out), as_bits(lse)
 
     whole = attend_one(length, length, 16)
@@ -391,7 +383,7 @@ def test_rows_are_the_same_alone_and_in_a_batch(
     def run(queries: list[Tensor], page_size: int, chosen: list[int]) -> Tensor:
         picked = ([of[b] for b in chosen] for of in (keys, values))
         plain = make_batch(*picked, queries, page_size, shuffle=True)
-        return as_bits(attend(*quantized(plain, cache_dtype))[0])
+        return as_bits(attend(quantized(plain, cache_dtype))[0])
 
     all_requests = list(range(len(kv_lens)))
     alone = [run([queries[b]], 16, [b]) for b in all_requests]
@@ -412,21 +404,23 @@ def test_rows_do_not_depend_on_shared_prefixes(
     heads, head_dim = draw.choice([((4, 2), 64), ((2, 1), 96), ((6, 3), 128), ((1, 1), 256)])
     dtype = torch.bfloat16 if on_cuda else DTYPES[seed % 3]
     plain, tree = prefix_tree(seed, dtype, heads, head_dim, draw.choice([200, 1500]))
-    batch, scales = quantized(plain, CACHE_DTYPES[seed % 2])
+    batch = quantized(plain, CACHE_DTYPES[seed % 2])
     for window in (None, draw.choice([1, 60, 300, 1000])):
 
         def run(
-            workspace: int | None = None, window: int | None = window, **tree: Tensor
+            workspace: int | None = None,
+            prefixes: PrefixTensors | None = None,
+            window: int | None = window,
         ) -> list[Tensor]:
             memory = None if workspace is None else new_workspace(workspace, on_cuda, device)
-            options = {"sliding_window": window, "workspace": memory, **tree}
-            return [as_bits(one) for one in attend(batch, scales, **options)]
+            options = {"sliding_window": window, "workspace": memory, "prefixes": prefixes}
+            return [as_bits(one) for one in attend(batch, **options)]
 
         expected = run()
         schedules = [(1, None), (2, 0), (2, None), (3, 30_000), (3, None)]
         for threads, workspace in schedules[:1] if on_cuda else schedules:
             specops.set_num_threads(threads)
-            for got, flat in zip(run(workspace, **tree), expected, strict=True):
+            for got, flat in zip(run(workspace, tree), expected, strict=True):
                 assert torch.equal(got, flat)
 
 
@@ -468,51 +462,52 @@ def test_moved_slots_keep_their_scales(
 
 
 def test_invalid_arguments_are_refused(device: str, on_cuda: bool) -> None:
-    batch, scales = quantized(random_batch([40], [2], torch.bfloat16), torch.int8)
-    k_scales, v_scales = scales.values()
+    batch = quantized(random_batch([40], [2], torch.bfloat16), torch.int8)
+    *_, k_scales, v_scales = batch.tensors()
 
-    def refused(message: str, scales: Scales, **changes: Tensor) -> None:
+    def refused(message: str, **changes: Tensor | None) -> None:
+        q, cache, paged = batch.arguments()
         with pytest.raises(ValueError, match=message):
-            attend(replace(batch, **changes), scales)
+            attention.append_attention(q, cache._replace(**changes), paged)
 
     shape = r"float32 \[num_pages=6, page_size=16, num_kv_heads=2\]"
-    refused(rf"append_attention: k_scales must be {shape}, got None", {})
-    refused(rf"append_attention: v_scales must be {shape}, got None", {"k_scales": k_scales})
+    refused(rf"append_attention: cache.k_scales must be {shape}, got None", k_scales=None)
+    refused(rf"append_attention: cache.v_scales must be {shape}, got None", v_scales=None)
     refused(
-        rf"k_scales must be {shape}, got float32 \[6, 16\]",
-        {"k_scales": k_scales[..., 0].contiguous(), "v_scales": v_scales},
+        rf"cache.k_scales must be {shape}, got float32 \[6, 16\]",
+        k_scales=k_scales[..., 0].contiguous(),
     )
     refused(
-        rf"v_scales must be {shape}, got bfloat16 \[6, 16, 2\]",
-        {"k_scales": k_scales, "v_scales": v_scales.bfloat16()},
+        rf"cache.v_scales must be {shape}, got bfloat16 \[6, 16, 2\]",
+        v_scales=v_scales.bfloat16(),
     )
     refused(
-        "k_cache must be bfloat16|int8|float8_e4m3fn .* got uint8",
-        scales,
-        k_cache=batch.k_cache.view(torch.uint8),
+        "cache.k must be bfloat16|int8|float8_e4m3fn .* got uint8",
+        k=batch.k_cache.view(torch.uint8),
     )
     refused(
-        r"v_cache must be int8 .* got float8_e4m3fn \[6, 16, 2, 64\]",
-        scales,
-        v_cache=batch.v_cache.view(torch.float8_e4m3fn),
+        r"cache.v must be int8 .* got float8_e4m3fn \[6, 16, 2, 64\]",
+        v=batch.v_cache.view(torch.float8_e4m3fn),
     )
     plain = random_batch([40], [2], torch.bfloat16)
-    with pytest.raises(ValueError, match="k_scales must be None where the caches are bfloat16"):
-        attend(plain, scales)
+    with pytest.raises(
+        ValueError, match=r"cache\.k_scales must be None where the caches are bfloat16"
+    ):
+        attend(replace(plain, k_scales=k_scales, v_scales=v_scales))
     if on_cuda:
-        other, other_scales = quantized(random_batch([40], [2], torch.float16), torch.int8)
+        other = quantized(random_batch([40], [2], torch.float16), torch.int8)
         with pytest.raises(ValueError, match="q must be bfloat16 where the caches have 8 bits on"):
-            attend(other, other_scales)
+            attend(other)
     rows: Callable[[int], Tensor] = lambda heads: torch.zeros(2, heads, 64).bfloat16()  # noqa: E731
-    with pytest.raises(ValueError, match=f"rope_append_kv: v_scales must be {shape}, got None"):
+    with pytest.raises(
+        ValueError, match=f"rope_append_kv: cache.v_scales must be {shape}, got None"
+    ):
         attention.rope_append_kv(
             rows(4),
             rows(2),
             rows(2),
-            batch.k_cache,
-            batch.v_cache,
+            PagedKv(batch.k_cache, batch.v_cache, k_scales),
             torch.tensor([0, 1]),
             torch.tensor([0, 1], dtype=torch.int32),
             torch.zeros(8, 64),
-            k_scales=k_scales,
         )

@@ -14,6 +14,7 @@ import torch
 from rounding import assert_error_at_most, distance, rounding_errors
 from shared_fixtures import assert_close, expect_fault
 from specops import attention, batching, dense, reference
+from specops.attention import AttentionMask, PagedBatch, PagedKv, PrefixTensors
 from test_attention import (
     COUNTERS,
     DTYPES,
@@ -31,10 +32,10 @@ LATENT, KEY = 512, 576
 SCALE = 192**-0.5  # the scale of DeepSeek-V3 without scaled RoPE
 
 
-def tensors(batch: Batch) -> tuple[Any, ...]:
-    """Return the arguments of a call with one cache, whose keys begin with the values."""
-    q, cache, _, *where = batch.tensors()
-    return q, cache, None, *where
+def arguments(batch: Batch) -> tuple[Tensor, PagedKv, PagedBatch]:
+    """Return the first arguments of a call with one cache, whose keys begin with the values."""
+    q, cache, paged = batch.arguments()
+    return q, cache._replace(v=None), paged
 
 
 def make_latent_batch(
@@ -56,7 +57,7 @@ def random_latents(
 def attend(batch: Batch, **options: Any) -> Tensor:
     """Return the bits of out and lse."""
     options.setdefault("sm_scale", SCALE)
-    out, lse = attention.append_attention(*tensors(batch), return_lse=True, **options)
+    out, lse = attention.append_attention(*arguments(batch), return_lse=True, **options)
     assert out.shape[-1] == LATENT
     return torch.cat([as_bits(out).flatten(1), as_bits(lse).flatten(1)], 1)
 
@@ -79,14 +80,16 @@ def test_attention_matches_the_reference(
 ) -> None:
     skip_float32(on_cuda, dtype)
     batch = random_latents([1, 5, 17, 70, 600], [1, 5, 0, 3, 20 // heads + 1], dtype, heads)
-    out, lse = attention.append_attention(*tensors(batch), sm_scale=SCALE, return_lse=True)
-    q, cache, _, *where = tensors(batch)
+    out, lse = attention.append_attention(*arguments(batch), sm_scale=SCALE, return_lse=True)
+    q, cache, paged = arguments(batch)
 
-    def expected_out(q: Tensor, cache: Tensor, *where: Tensor) -> Tensor:
-        return reference.append_attention(q, cache, None, *where, sm_scale=SCALE)[0]
+    def expected_out(q: Tensor, cache: Tensor, *paged: Tensor) -> Tensor:
+        whole = PagedKv(cache), PagedBatch(*paged)
+        return reference.append_attention(q, *whole, sm_scale=SCALE)[0]
 
-    assert_close(expected_out, out, q, cache, *where)
-    truth = reference.append_attention(q.double(), cache.double(), None, *where, sm_scale=SCALE)[1]
+    assert_close(expected_out, out, q, cache.k, *paged)
+    wide = q.double(), PagedKv(cache.k.double())
+    truth = reference.append_attention(*wide, paged, sm_scale=SCALE)[1]
     assert (lse - truth).abs().max().item() <= 1e-4
 
 
@@ -114,25 +117,25 @@ def test_attention_equals_attention_without_absorption(
         list(absorbed.to(dtype).split(qo_lens)),
         page_size=16,
     )
-    q, cache, _, *where = tensors(batch)
+    q, cache, paged = arguments(batch)
     scale = (nope + 64) ** -0.5
     truth, truth_lse = reference.expanded_attention(
-        q_nope, q_rope, w_uk, w_uv, cache.double(), *where, sm_scale=scale
+        q_nope, q_rope, w_uk, w_uv, cache.k.double(), paged, sm_scale=scale
     )
 
     def restored(out: Tensor) -> Tensor:
         return torch.einsum("rhc,hdc->rhd", out.double(), w_uv)
 
     def rounded() -> list[Tensor]:
-        return [restored(reference.append_attention(q, cache, None, *where, sm_scale=scale)[0])]
+        return [restored(reference.append_attention(q, cache, paged, sm_scale=scale)[0])]
 
     (allowed,) = rounding_errors(rounded, [truth])
-    out, lse = attention.append_attention(q, cache, None, *where, sm_scale=scale, return_lse=True)
+    out, lse = attention.append_attention(q, cache, paged, sm_scale=scale, return_lse=True)
     assert_error_at_most(distance(restored(out), truth), allowed)
     assert (lse - truth_lse).abs().max().item() <= (1e-4 if dtype == torch.float32 else 0.02)
     # In fp64 both forms give the same result.
     same, same_lse = reference.append_attention(
-        absorbed, cache.double(), None, *where, sm_scale=scale
+        absorbed, PagedKv(cache.k.double()), paged, sm_scale=scale
     )
     torch.testing.assert_close(restored(same), truth, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(same_lse, truth_lse, rtol=1e-10, atol=1e-10)
@@ -243,7 +246,7 @@ def test_head_bits_do_not_depend_on_the_tile(
         batch = make_latent_batch(cached, [q[:, begin:end].contiguous() for q in queries], 32)
         workspace = None if floats is None else new_workspace(floats, on_cuda, device)
         return attention.append_attention(
-            *tensors(batch), sm_scale=SCALE, workspace=workspace, return_lse=True
+            *arguments(batch), sm_scale=SCALE, workspace=workspace, return_lse=True
         )
 
     def same(got: Any, begin: int, end: int) -> bool:
@@ -274,7 +277,7 @@ def test_128_heads_read_latents_twice(
     for kib, times in ((227, 2), (99, 8)):
         with simt.block_memory(kib):
             simt.load().reset_counters()
-            attention.append_attention(*tensors(batch), sm_scale=SCALE)
+            attention.append_attention(*arguments(batch), sm_scale=SCALE)
             counters = simt.load().counters()
         assert counters["copied_bytes"] == counters["launches"] * (times * kv_len + heads) * 2 * KEY
 
@@ -294,7 +297,7 @@ def test_rows_do_not_depend_on_shared_prefixes(
     for threads, floats in schedules[:1] if on_cuda else schedules:
         specops.set_num_threads(threads)
         workspace = None if floats is None else new_workspace(floats, on_cuda, device)
-        assert torch.equal(attend(batch, workspace=workspace, **tree), expected)
+        assert torch.equal(attend(batch, workspace=workspace, prefixes=tree), expected)
 
 
 def test_bundled_requests_keep_their_bits(device: str, isa: str, on_cuda: bool) -> None:
@@ -316,7 +319,7 @@ def test_bundled_requests_keep_their_bits(device: str, isa: str, on_cuda: bool) 
     for threads in (1, 3):
         specops.set_num_threads(threads)
         lens = torch.full_like(leaders, 16 * shared)
-        got = attend(batch, prefix_leaders=leaders, prefix_lens=lens)
+        got = attend(batch, prefixes=PrefixTensors(leaders, lens))
         assert torch.equal(got, expected)
 
 
@@ -346,9 +349,8 @@ def test_tree_nodes_equal_rows_of_plain_decoding(
     chains = batching.tree_chains(**case)
     attention.copy_kv(cache, None, chains.from_slots, chains.to_slots)
     where = (lengths_to_indptr(chains.qo_lens.tolist()), chains.kv_indptr, chains.kv_indices)
-    out, lse = attention.append_attention(
-        q, cache, None, *where, chains.kv_lens, sm_scale=SCALE, return_lse=True
-    )
+    paged = PagedBatch(*where, chains.kv_lens)
+    out, lse = attention.append_attention(q, PagedKv(cache), paged, sm_scale=SCALE, return_lse=True)
     row = 0
     for x, tree, text, rows in zip(cached, trees, texts, qo_lens, strict=True):
         for i in range(rows):
@@ -379,16 +381,16 @@ def test_options_match_the_reference(device: str, isa: str, on_cuda: bool, optio
         "window": {"sliding_window": 70},
         "noncausal": {"is_causal": False},
         "sinks": {"sinks": torch.randn(heads)},
-        "mask": {"mask": torch.randint(-(2**31), 2**31 - 1, (10, 1)).int() | 1},
+        "mask": {"mask": AttentionMask(torch.randint(-(2**31), 2**31 - 1, (10, 1)).int() | 1)},
     }[option]
-    q, cache, _, *where = tensors(batch)
+    q, cache, paged = arguments(batch)
 
-    def expected_out(q: Tensor, cache: Tensor, *where: Tensor) -> Tensor:
-        got = reference.append_attention(q, cache, None, *where, sm_scale=SCALE, **options)
-        return got[0]
+    def expected_out(q: Tensor, cache: Tensor, *paged: Tensor) -> Tensor:
+        whole = PagedKv(cache), PagedBatch(*paged)
+        return reference.append_attention(q, *whole, sm_scale=SCALE, **options)[0]
 
-    out = attention.append_attention(*tensors(batch), sm_scale=SCALE, **options)
-    assert_close(expected_out, out, q, cache, *where)
+    out = attention.append_attention(*arguments(batch), sm_scale=SCALE, **options)
+    assert_close(expected_out, out, q, cache.k, *paged)
 
 
 def test_padding_is_zero_and_empty_batches_are_accepted(
@@ -397,22 +399,22 @@ def test_padding_is_zero_and_empty_batches_are_accepted(
     batch = random_latents([40, 30], [2, 1], torch.bfloat16, 4)
     expected = attend(batch)
     batch.q = torch.cat([batch.q, torch.full_like(batch.q, torch.nan)])
-    out, lse = attention.append_attention(*tensors(batch), sm_scale=SCALE, return_lse=True)
+    out, lse = attention.append_attention(*arguments(batch), sm_scale=SCALE, return_lse=True)
     got = torch.cat([as_bits(out).flatten(1), as_bits(lse).flatten(1)], 1)
     assert torch.equal(got[:3], expected)
     assert (out[3:] == 0).all() and (lse[3:] == -torch.inf).all()
     none = random_latents([40], [0], torch.bfloat16, 4)
-    assert attention.append_attention(*tensors(none), sm_scale=SCALE).shape == (0, 4, LATENT)
+    assert attention.append_attention(*arguments(none), sm_scale=SCALE).shape == (0, 4, LATENT)
 
 
 def test_invalid_arguments_are_refused(device: str, on_cuda: bool) -> None:
     def refused(message: str, batch: Batch, **options: Any) -> None:
         options.setdefault("sm_scale", SCALE)
         with pytest.raises(ValueError, match="^append_attention: " + message):
-            attention.append_attention(*tensors(batch), **options)
+            attention.append_attention(*arguments(batch), **options)
 
     good = random_latents([20], [1], torch.bfloat16, 4)
-    refused("sm_scale must be given where v_cache is None", good, sm_scale=None)
+    refused("sm_scale must be given where cache.v is None", good, sm_scale=None)
     refused(
         r"out must be bfloat16 \[rows=1, num_qo_heads=4, latent_dim=512\], got bfloat16 ",
         good,
@@ -420,19 +422,19 @@ def test_invalid_arguments_are_refused(device: str, on_cuda: bool) -> None:
     )
     x = torch.randn(20, 1, 128).bfloat16()
     other = make_latent_batch([x], [torch.randn(1, 4, 128).bfloat16()], 16)
-    refused("v_cache must be a tensor where head_dim=128, got None", other)
+    refused("cache.v must be a tensor where head_dim=128, got None", other)
     x = torch.randn(20, 2, KEY).bfloat16()
     heads = make_latent_batch([x], [torch.randn(1, 4, KEY).bfloat16()], 16)
     refused("num_kv_heads must be 1 of latents, got 2", heads)
     with pytest.raises(ValueError, match="head_dim must be 64, 96, 128 or 256, got 576"):
-        attention.append_attention(*good.tensors(), sm_scale=SCALE)
+        attention.append_attention(*good.arguments(), sm_scale=SCALE)
     good.k_cache = good.k_cache.to(torch.int8)
-    scales = {name: torch.ones(good.k_cache.shape[:3]) for name in ("k_scales", "v_scales")}
-    refused(r"k_cache must be .*float16 where v_cache is None.*, got int8", good, **scales)
+    good.k_scales, good.v_scales = torch.ones(2, *good.k_cache.shape[:3])
+    refused(r"cache.k must be .*float16 where cache.v is None.*, got int8", good)
     if on_cuda:
         single = random_latents([20], [1], torch.float32, 4)
         refused(
-            "k_cache must be bfloat16 or float16 where v_cache is None on cuda, got float32", single
+            "cache.k must be bfloat16 or float16 where cache.v is None on cuda, got float32", single
         )
 
 
@@ -578,10 +580,8 @@ def test_layer_matches_deepseek_in_transformers(isa: str, interleaved: bool) -> 
             q, kv, cache, *where, interleaved=interleaved,
             norm_weight=layer.kv_a_layernorm.weight, norm_eps=1e-6,
         )  # fmt: skip
-        out = attention.append_attention(
-            q, cache, None, ints([0, length]), ints([0, 6]), torch.arange(6).int(), ints([length]),
-            sm_scale=layer.scaling,
-        )  # fmt: skip
+        paged = PagedBatch(ints([0, length]), ints([0, 6]), torch.arange(6).int(), ints([length]))
+        out = attention.append_attention(q, PagedKv(cache), paged, sm_scale=layer.scaling)
         values = torch.einsum("rhc,hdc->rhd", out, w_uv)
         got = layer.o_proj(values.flatten(1))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-6)

@@ -9,9 +9,11 @@ import specops
 import torch
 from shared_fixtures import assert_close
 from specops import attention, batching, reference
+from specops.attention import AttentionMask, PrefixTensors
 from test_attention import (
     DTYPES,
     attend_bits,
+    grouped,
     make_batch,
     new_workspace,
     prefix_tree,
@@ -30,8 +32,8 @@ def packed(sees: Tensor) -> Tensor:
     return (bits.long() << torch.arange(32)).sum(-1).int()
 
 
-def random_mask(rows: int, tokens: int) -> Tensor:
-    return packed(torch.rand(rows, tokens) < 0.6)
+def random_mask(rows: int, tokens: int) -> AttentionMask:
+    return AttentionMask(packed(torch.rand(rows, tokens) < 0.6))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -58,18 +60,18 @@ def test_attention_matches_the_reference(
 ) -> None:
     batch = random_batch(KV_LENS, QO_LENS, dtype, heads, head_dim)
     mask = random_mask(sum(QO_LENS), 310)
-    mask[4] = -1
-    options: dict[str, Any] = {"mask": mask, "sliding_window": window, "is_causal": is_causal}
+    mask.bits[4] = -1
     if starts is not None:
-        options["mask_starts"] = torch.tensor(starts, dtype=torch.int32)
-    out, lse = attention.append_attention(*batch.tensors(), return_lse=True, **options)
+        mask = mask._replace(starts=torch.tensor(starts, dtype=torch.int32))
+    options: dict[str, Any] = {"mask": mask, "sliding_window": window, "is_causal": is_causal}
+    out, lse = attention.append_attention(*batch.arguments(), return_lse=True, **options)
 
     def expected_out(*tensors: Tensor) -> Tensor:
-        return reference.append_attention(*tensors, **options)[0]
+        return reference.append_attention(*grouped(*tensors), **options)[0]
 
     assert_close(expected_out, out, *batch.tensors())
     wide = [x.double() if x.is_floating_point() else x for x in batch.tensors()]
-    truth = reference.append_attention(*wide, **options)[1]
+    truth = reference.append_attention(*grouped(*wide), **options)[1]
     nothing = truth == -torch.inf
     assert torch.equal(lse == -torch.inf, nothing) and not out[nothing].any()
     assert (lse - truth)[~nothing].abs().max().item() <= 1e-4
@@ -85,19 +87,21 @@ def test_reference_matches_torch() -> None:
     want = torch.nn.functional.scaled_dot_product_attention(
         *(x.transpose(0, 1) for x in (q, keys, values)), attn_mask=allowed, enable_gqa=True
     )
-    out, _ = reference.append_attention(*batch.tensors(), is_causal=False, mask=packed(sees))
+    out, _ = reference.append_attention(
+        *batch.arguments(), is_causal=False, mask=AttentionMask(packed(sees))
+    )
     torch.testing.assert_close(out, want.transpose(0, 1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_mask_with_all_bits_set_has_no_effect(device: str, isa: str, dtype: torch.dtype) -> None:
     batch = random_batch(KV_LENS, QO_LENS, dtype)
-    mask = torch.full((sum(QO_LENS), 2), -1, dtype=torch.int32)
+    mask = AttentionMask(torch.full((sum(QO_LENS), 2), -1, dtype=torch.int32))
     for is_causal in (True, False):
         expected = attend_bits(batch, is_causal=is_causal)
         assert torch.equal(attend_bits(batch, is_causal=is_causal, mask=mask), expected)
     # A causal mask equals `is_causal`.
-    tril = packed(torch.cat([torch.ones(n, 40).tril() for n in QO_LENS]).bool())
+    tril = AttentionMask(packed(torch.cat([torch.ones(n, 40).tril() for n in QO_LENS]).bool()))
     assert torch.equal(attend_bits(batch, is_causal=False, mask=tril), attend_bits(batch))
 
 
@@ -111,8 +115,8 @@ def test_tree_mask_shows_each_node_its_path(device: str, isa: str) -> None:
     )
     k, v, q = (torch.randn(text + 6, n, 64) for n in (2, 2, 4))
     batch = make_batch([k], [v], [q[text:]], 16, True)
-    mask = tree.ancestor_mask.flatten(0, 1)
-    got, lse = attention.append_attention(*batch.tensors(), mask=mask, return_lse=True)
+    mask = AttentionMask(tree.ancestor_mask.flatten(0, 1))
+    got, lse = attention.append_attention(*batch.arguments(), mask=mask, return_lse=True)
     for node in range(-1, 5):
         path = [node]
         while path[0] >= 0:
@@ -120,7 +124,7 @@ def test_tree_mask_shows_each_node_its_path(device: str, isa: str) -> None:
         tokens = [*range(text), *(text + 1 + one for one in path)]
         row = text + 1 + node
         alone = make_batch([k[tokens]], [v[tokens]], [q[row : row + 1]], 16, True)
-        want, want_lse = attention.append_attention(*alone.tensors(), return_lse=True)
+        want, want_lse = attention.append_attention(*alone.arguments(), return_lse=True)
         torch.testing.assert_close(got[node + 1], want[0], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(lse[node + 1], want_lse[0], rtol=1e-5, atol=1e-6)
 
@@ -155,8 +159,10 @@ def test_rows_do_not_depend_on_batch_or_chunks(
         got = attend_bits(
             batch,
             is_causal=False,
-            mask=torch.cat([masks[b][-rows:] for b in requests]),
-            mask_starts=torch.tensor([starts[b] for b in requests], dtype=torch.int32),
+            mask=AttentionMask(
+                torch.cat([masks[b].bits[-rows:] for b in requests]),
+                torch.tensor([starts[b] for b in requests], dtype=torch.int32),
+            ),
             workspace=None if floats is None else new_workspace(floats, on_cuda, device),
         )
         if not expected:
@@ -186,7 +192,7 @@ def test_rows_do_not_depend_on_shared_prefixes(
         expected = attend_bits(batch, mask=mask, is_causal=is_causal)
         for threads in (1, 3):
             specops.set_num_threads(threads)
-            got = attend_bits(batch, mask=mask, is_causal=is_causal, **tree)
+            got = attend_bits(batch, mask=mask, is_causal=is_causal, prefixes=tree)
             assert torch.equal(got, expected)
 
 
@@ -196,22 +202,22 @@ def test_mask_may_begin_in_a_shared_prefix_on_cuda(device: str, on_cuda: bool) -
     batch = random_batch([shared + 20, shared + 20], [2, 3], torch.bfloat16, page_size=page_size)
     pages = -(-(shared + 20) // page_size)
     batch.kv_indices[pages : pages + shared // page_size] = batch.kv_indices[: shared // page_size]
-    mask, starts = random_mask(5, 400), torch.tensor([800, 700], dtype=torch.int32)
-    tree = {
-        "prefix_leaders": torch.zeros(1, 2, dtype=torch.int32),
-        "prefix_lens": torch.full((1, 2), shared // page_size * page_size, dtype=torch.int32),
-    }
-    options = {"mask": mask, "mask_starts": starts}
-    expected = attend_bits(batch, **options)
+    starts = torch.tensor([800, 700], dtype=torch.int32)
+    mask = random_mask(5, 400)._replace(starts=starts)
+    prefixes = PrefixTensors(
+        torch.zeros(1, 2, dtype=torch.int32),
+        torch.full((1, 2), shared // page_size * page_size, dtype=torch.int32),
+    )
+    expected = attend_bits(batch, mask=mask)
     if on_cuda:
-        assert torch.equal(attend_bits(batch, **options, **tree), expected)
+        assert torch.equal(attend_bits(batch, mask=mask, prefixes=prefixes), expected)
     else:
         with pytest.raises(
-            ValueError, match=r"prefix_lens\[0, 0\].* mask_starts\[0\]=800, got 896"
+            ValueError, match=r"prefixes.lens\[0, 0\].* mask.starts\[0\]=800, got 896"
         ):
-            attend_bits(batch, **options, **tree)
-    tree["prefix_lens"][:] = 700
-    assert torch.equal(attend_bits(batch, **options, **tree), expected)
+            attend_bits(batch, mask=mask, prefixes=prefixes)
+    prefixes.lens[:] = 700
+    assert torch.equal(attend_bits(batch, mask=mask, prefixes=prefixes), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -228,9 +234,8 @@ def test_rows_without_visible_tokens_are_zero(
         workspace = None if floats is None else new_workspace(floats, on_cuda, device)
         for row_sinks in (None, sinks):
             out, lse = attention.append_attention(
-                *batch.tensors(),
-                mask=mask,
-                mask_starts=starts,
+                *batch.arguments(),
+                mask=AttentionMask(mask, starts),
                 sinks=row_sinks,
                 return_lse=True,
                 workspace=workspace,
@@ -247,24 +252,23 @@ def test_rows_without_visible_tokens_are_zero(
 def test_noncausal_attention_supports_8_bit_caches(
     device: str, isa: str, cache_dtype: torch.dtype, has_mask: bool
 ) -> None:
-    batch, scales = quantized(
-        random_batch([300, 40], [9, 3], torch.bfloat16, (4, 2), 128), cache_dtype
-    )
-    options = {"mask": random_mask(12, 9) if has_mask else None, "is_causal": False, **scales}
-    out = attention.append_attention(*batch.tensors(), **options)
-    want = reference.append_attention(*batch.tensors(), **options)[0]
+    batch = quantized(random_batch([300, 40], [9, 3], torch.bfloat16, (4, 2), 128), cache_dtype)
+    options = {"mask": random_mask(12, 9) if has_mask else None, "is_causal": False}
+    out = attention.append_attention(*batch.arguments(), **options)
+    want = reference.append_attention(*batch.arguments(), **options)[0]
     torch.testing.assert_close(out, want, rtol=2e-2, atol=4e-3)
 
 
 def test_invalid_masks_are_refused(device: str) -> None:
     batch = random_batch([40, 9], [2, 1], torch.float32)
     good, starts = torch.zeros(3, 1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    for mask, mask_starts, message in [
-        (good[:2], None, r"mask must be int32 \[rows=3, words=1\], got int32 \[2, 1\]"),
-        (good.long(), None, r"mask must be int32 .*got int64"),
-        (good[:, :0], None, "mask must be of at least one word, got 0"),
-        (good, starts[:1], r"mask_starts must be int32 \[batch=2\], got int32 \[1\]"),
-        (None, starts, r"mask must be int32 .*got None"),
+    for bits, mask_starts, message in [
+        (good[:2], None, r"mask.bits must be int32 \[rows=3, words=1\], got int32 \[2, 1\]"),
+        (good.long(), None, r"mask.bits must be int32 .*got int64"),
+        (good[:, :0], None, "mask.bits must be of at least one word, got 0"),
+        (good, starts[:1], r"mask.starts must be int32 \[batch=2\], got int32 \[1\]"),
+        (None, starts, r"mask.bits must be int32 .*got None"),
     ]:
+        mask: Any = AttentionMask(bits, mask_starts)
         with pytest.raises(ValueError, match=f"^append_attention: {message}"):
-            attention.append_attention(*batch.tensors(), mask=mask, mask_starts=mask_starts)
+            attention.append_attention(*batch.arguments(), mask=mask)

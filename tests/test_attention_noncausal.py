@@ -13,6 +13,7 @@ from test_attention import (
     DTYPES,
     Batch,
     attend_bits,
+    grouped,
     make_batch,
     new_workspace,
     prefix_tree,
@@ -31,15 +32,17 @@ def test_attention_matches_the_reference(
 ) -> None:
     batch = random_batch([1, 5, 17, 64, 130, 600, 65], [1, 5, 0, 64, 3, 20, 1], dtype)
     out, lse = attention.append_attention(
-        *batch.tensors(), is_causal=False, sliding_window=window, return_lse=True
+        *batch.arguments(), is_causal=False, sliding_window=window, return_lse=True
     )
 
     def expected_out(*tensors: Tensor) -> Tensor:
-        return reference.append_attention(*tensors, is_causal=False, sliding_window=window)[0]
+        return reference.append_attention(
+            *grouped(*tensors), is_causal=False, sliding_window=window
+        )[0]
 
     assert_close(expected_out, out, *batch.tensors())
     wide = [x.double() if x.is_floating_point() else x for x in batch.tensors()]
-    truth = reference.append_attention(*wide, is_causal=False, sliding_window=window)[1]
+    truth = reference.append_attention(*grouped(*wide), is_causal=False, sliding_window=window)[1]
     assert (lse - truth).abs().max().item() <= 1e-4
 
 
@@ -50,7 +53,7 @@ def test_reference_matches_torch() -> None:
     want = torch.nn.functional.scaled_dot_product_attention(
         q.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1), enable_gqa=True
     )
-    out, _ = reference.append_attention(*batch.tensors(), is_causal=False)
+    out, _ = reference.append_attention(*batch.arguments(), is_causal=False)
     torch.testing.assert_close(out, want.transpose(0, 1))
 
 
@@ -113,7 +116,7 @@ def test_rows_do_not_depend_on_shared_prefixes(
         expected = attend(batch, sliding_window=window)
         for threads in (1, 3):
             specops.set_num_threads(threads)
-            assert torch.equal(attend(batch, sliding_window=window, **tree), expected)
+            assert torch.equal(attend(batch, sliding_window=window, prefixes=tree), expected)
 
 
 def test_window_counts_back_from_the_row(device: str, isa: str) -> None:

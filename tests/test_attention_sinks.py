@@ -13,6 +13,7 @@ from test_attention import (
     Batch,
     as_bits,
     attend_bits,
+    grouped,
     make_batch,
     new_workspace,
     prefix_tree,
@@ -47,25 +48,27 @@ def test_attention_matches_the_reference(
     batch = random_batch([1, 5, 17, 130, 600], [1, 5, 0, 3, 20], dtype, heads, head_dim)
     sinks = random_sinks(heads[0])
     out, lse = attention.append_attention(
-        *batch.tensors(), sliding_window=window, sinks=sinks, return_lse=True
+        *batch.arguments(), sliding_window=window, sinks=sinks, return_lse=True
     )
 
     def expected_out(sinks: Tensor, *tensors: Tensor) -> Tensor:
-        return reference.append_attention(*tensors, sliding_window=window, sinks=sinks)[0]
+        return reference.append_attention(*grouped(*tensors), sliding_window=window, sinks=sinks)[0]
 
     assert_close(expected_out, out, sinks, *batch.tensors())
     wide = [x.double() if x.is_floating_point() else x for x in batch.tensors()]
-    truth = reference.append_attention(*wide, sliding_window=window, sinks=sinks.double())[1]
+    truth = reference.append_attention(
+        *grouped(*wide), sliding_window=window, sinks=sinks.double()
+    )[1]
     assert (lse - truth).abs().max().item() <= 1e-4
 
 
 def test_sinks_follow_the_formula(device: str, isa: str) -> None:
     """The expected output is computed in fp64 from the output without sinks."""
     batch = random_batch([70], [1], torch.float32, (1, 1))
-    out, lse = attention.append_attention(*batch.tensors(), return_lse=True)
+    out, lse = attention.append_attention(*batch.arguments(), return_lse=True)
     for sink in (-50.0, -1.0, 0.0, 3.0, 200.0):
         sinks = torch.tensor([sink])
-        got, both = attention.append_attention(*batch.tensors(), sinks=sinks, return_lse=True)
+        got, both = attention.append_attention(*batch.arguments(), sinks=sinks, return_lse=True)
         total = torch.logaddexp(lse.double(), sinks.double())
         torch.testing.assert_close(both.double(), total, rtol=1e-6, atol=1e-6)
         fraction = (lse.double() - total).exp()[..., None]
@@ -82,7 +85,7 @@ def test_non_finite_sinks_affect_only_their_head(device: str, isa: str, dtype: t
         assert torch.equal(attend_bits(batch, sinks=no_sinks), expected)
     # A sink affects no other head.
     sinks = torch.tensor([-torch.inf, 1.0, torch.inf, torch.nan])
-    out, lse = attention.append_attention(*batch.tensors(), sinks=sinks, return_lse=True)
+    out, lse = attention.append_attention(*batch.arguments(), sinks=sinks, return_lse=True)
     assert torch.equal(as_bits(out[:, 0]), expected.view(9, -1)[:, : 128 * out.element_size()])
     assert out[:, :2].isfinite().all() and lse[:, :2].isfinite().all()
     assert out[:, 2:].isnan().all()
@@ -91,7 +94,7 @@ def test_non_finite_sinks_affect_only_their_head(device: str, isa: str, dtype: t
 def test_padding_has_no_sink(device: str, isa: str) -> None:
     batch = random_batch([40, 30], [2, 1], torch.bfloat16)
     batch.q = torch.cat([batch.q, batch.q])
-    out, lse = attention.append_attention(*batch.tensors(), sinks=torch.zeros(4), return_lse=True)
+    out, lse = attention.append_attention(*batch.arguments(), sinks=torch.zeros(4), return_lse=True)
     assert (out[3:] == 0).all() and (lse[3:] == -torch.inf).all()
 
 
@@ -153,21 +156,19 @@ def test_rows_do_not_depend_on_shared_prefixes(
         expected = attend_bits(batch, sliding_window=window, sinks=sinks)
         for threads in (1, 3):
             specops.set_num_threads(threads)
-            got = attend_bits(batch, sliding_window=window, sinks=sinks, **tree)
+            got = attend_bits(batch, sliding_window=window, sinks=sinks, prefixes=tree)
             assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_8_bit_caches_are_supported(device: str, isa: str, cache_dtype: torch.dtype) -> None:
-    batch, scales = quantized(
-        random_batch([300, 40], [4, 1], torch.bfloat16, (4, 2), 128), cache_dtype
-    )
+    batch = quantized(random_batch([300, 40], [4, 1], torch.bfloat16, (4, 2), 128), cache_dtype)
     sinks = random_sinks(4)
-    out = attention.append_attention(*batch.tensors(), sinks=sinks, **scales)
-    want = reference.append_attention(*batch.tensors(), sinks=sinks, **scales)[0]
+    out = attention.append_attention(*batch.arguments(), sinks=sinks)
+    want = reference.append_attention(*batch.arguments(), sinks=sinks)[0]
     torch.testing.assert_close(out, want, rtol=2e-2, atol=4e-3)
     no_sinks = torch.full((4,), -torch.inf)
-    assert torch.equal(attend_bits(batch, sinks=no_sinks, **scales), attend_bits(batch, **scales))
+    assert torch.equal(attend_bits(batch, sinks=no_sinks), attend_bits(batch))
 
 
 def test_merge_states_accepts_sinks_in_one_state(device: str, isa: str) -> None:
@@ -179,12 +180,12 @@ def test_merge_states_accepts_sinks_in_one_state(device: str, isa: str) -> None:
     second.kv_indptr = torch.tensor([0, 2, 4], dtype=torch.int32)
     sinks = random_sinks(4)
     parts = [
-        attention.append_attention(*first.tensors(), return_lse=True),
-        attention.append_attention(*second.tensors(), sinks=sinks, return_lse=True),
+        attention.append_attention(*first.arguments(), return_lse=True),
+        attention.append_attention(*second.arguments(), sinks=sinks, return_lse=True),
     ]
     outs, lses = (torch.stack(x) for x in zip(*parts, strict=True))
     merged, lse = attention.merge_states(outs, lses)
-    want, want_lse = attention.append_attention(*batch.tensors(), sinks=sinks, return_lse=True)
+    want, want_lse = attention.append_attention(*batch.arguments(), sinks=sinks, return_lse=True)
     torch.testing.assert_close(merged, want, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse, want_lse, rtol=1e-6, atol=1e-6)
 
@@ -198,4 +199,4 @@ def test_invalid_sinks_are_refused(device: str) -> None:
         (torch.zeros(8)[::2], "contiguous"),
     ]:
         with pytest.raises(ValueError, match=f"append_attention: sinks must be {got}"):
-            attention.append_attention(*batch.tensors(), sinks=sinks)
+            attention.append_attention(*batch.arguments(), sinks=sinks)

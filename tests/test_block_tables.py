@@ -32,13 +32,13 @@ def test_attention_is_the_same_with_block_tables(
         batch.q.shape, batch.k_cache.shape, int(batch.kv_indptr[-1]), len(KV_LENS), device
     )
     workspace = new_workspace(floats, on_cuda, device)
-    want = attention.append_attention(*batch.tensors(), return_lse=True, workspace=workspace)
+    want = attention.append_attention(*batch.arguments(), return_lse=True, workspace=workspace)
     table = block_table(batch, more)
     before = table.clone()
     kv_indptr, kv_indices = batching.pages_of_block_table(table)
     dense = replace(batch, kv_indptr=kv_indptr, kv_indices=kv_indices)
     for memory in (workspace, None):
-        got = attention.append_attention(*dense.tensors(), return_lse=True, workspace=memory)
+        got = attention.append_attention(*dense.arguments(), return_lse=True, workspace=memory)
         for ours, theirs in zip(got, want, strict=True):
             assert torch.equal(as_bits(ours), as_bits(theirs))
     assert torch.equal(table, before)
@@ -104,12 +104,12 @@ def test_block_tables_work_in_a_compiled_step() -> None:
     def step(table: Tensor) -> Tensor:
         kv_indptr, kv_indices = batching.pages_of_block_table(table)
         dense = replace(batch, kv_indptr=kv_indptr, kv_indices=kv_indices)
-        out = attention.append_attention(*dense.tensors())
+        out = attention.append_attention(*dense.arguments())
         assert isinstance(out, Tensor)
         return out
 
     compiled = torch.compile(step, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(table), attention.append_attention(*batch.tensors()))
+    assert torch.equal(compiled(table), attention.append_attention(*batch.arguments()))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 from shared_fixtures import expect_fault
 from specops import batching, dense, reference
 from specops.batching import DraftIndices
+from specops.dense import ModuleRows, TokenTables
 from torch import Tensor
 
 pytestmark = pytest.mark.no_bf16
@@ -192,13 +193,9 @@ def mtp_input_arguments(
         token_ids[slot, :known] = torch.randint(0, 50, (known,), generator=generator).int()
     drafts = torch.randint(0, 50, (step.num_slots, 2), generator=generator).int()
     drafts[::2, 1] = -1
-    names = ("row_to_request", "positions", "source_rows")
     return {
-        **{name: rows[name] for name in names},
-        "slots": step.tensors("cpu")["slots"],
-        "token_ids": token_ids,
-        "lens": lens,
-        "draft_token_ids": drafts,
+        "rows": ModuleRows(**{name: rows[name] for name in ModuleRows._fields}),
+        "tokens": TokenTables(step.tensors("cpu")["slots"], token_ids, lens, drafts),
         "embedding": random(50, width),
         "embedding_norm": random(width),
         "hidden_norm": random(width),
@@ -210,7 +207,12 @@ def mtp_input_arguments(
 
 
 def to(case: dict[str, Any], device: str) -> dict[str, Any]:
-    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in case.items()}
+    def moved(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return type(value)(*map(moved, value))
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    return {name: moved(value) for name, value in case.items()}
 
 
 @pytest.mark.parametrize("hidden_first,mask", [(False, False), (True, True)])
@@ -232,7 +234,7 @@ def test_mtp_input_matches_the_reference(
     got = dense.mtp_input(**to(case, device), **options).cpu()
     want = reference.mtp_input(**case, **options)
     torch.testing.assert_close(got, want, rtol=2e-2 if dtype != torch.float32 else 1e-5, atol=1e-6)
-    padding = case["row_to_request"] < 0
+    padding = case["rows"].row_to_request < 0
     assert bool(padding.any()) and not bool(got[padding].any())
 
 
@@ -240,35 +242,33 @@ def test_mtp_input_matches_the_reference(
 def test_halves_of_mtp_input_equal_rms_norms(device: str, isa: str, dtype: torch.dtype) -> None:
     """The unfused ops are gather, shift, embedding, and two norms."""
     case = mtp_input_arguments(dtype, 72)
-    rows = case["row_to_request"] >= 0
+    rows, tables = case["rows"], case["tokens"]
     got = dense.mtp_input(**to(case, device)).cpu()
     tokens, states = [], []
     for request, position, source in zip(
-        case["row_to_request"].tolist(),
-        case["positions"].tolist(),
-        case["source_rows"].tolist(),
+        *(of_rows.tolist() for of_rows in rows),
         strict=True,
     ):
         if request < 0:
             continue
-        slot = int(case["slots"][request])
-        text = case["token_ids"][slot, : int(case["lens"][slot])].tolist()
+        slot = int(tables.slots[request])
+        text = tables.token_ids[slot, : int(tables.lens[slot])].tolist()
         tokens.append(text[position + 1])
         kept = case["kept"].flatten(0, 1)
         states.append(case["hidden"][source] if source >= 0 else kept[-2 - source])
     embedded = dense.embedding(ints(tokens, device), case["embedding"].to(device))
     first = dense.rms_norm(embedded, case["embedding_norm"].to(device), 1e-6)
     second = dense.rms_norm(torch.stack(states).to(device), case["hidden_norm"].to(device), 1e-6)
-    assert torch.equal(got[rows], torch.cat([first, second], dim=1).cpu())
+    assert torch.equal(got[rows.row_to_request >= 0], torch.cat([first, second], dim=1).cpu())
 
 
 def test_mtp_input_rows_are_independent(device: str, isa: str) -> None:
     case = mtp_input_arguments(torch.bfloat16, 64)
     whole = dense.mtp_input(**to(case, device)).cpu()
     for row in torch.randperm(len(whole))[:5].tolist():
-        names = ("row_to_request", "positions", "source_rows")
-        alone = {name: case[name][row : row + 1] for name in names}
-        assert torch.equal(dense.mtp_input(**to({**case, **alone}, device)).cpu()[0], whole[row])
+        alone = ModuleRows(*(of_rows[row : row + 1] for of_rows in case["rows"]))
+        got = dense.mtp_input(**to({**case, "rows": alone}, device)).cpu()
+        assert torch.equal(got[0], whole[row])
 
 
 def fault_message(
@@ -412,20 +412,21 @@ def test_advance_draft_batch_refuses_inconsistent_arguments(device: str) -> None
 
 def test_mtp_input_reports_invalid_data(device: str, on_cuda: bool) -> None:
     for name, value, message in (
-        ("token_ids", 50, r"-1 or in \[0, vocab"),
-        ("source_rows", 10**6, "a row of hidden"),
-        ("row_to_request", 99, "-1 or below batch"),
-        ("positions", -1, "at least 0"),
+        ("tokens.token_ids", 50, r"-1 or in \[0, vocab"),
+        ("rows.source_rows", 10**6, "a row of hidden"),
+        ("rows.row_to_request", 99, "-1 or below batch"),
+        ("rows.positions", -1, "at least 0"),
     ):
         case = mtp_input_arguments(torch.float32, 16)
-        row = int((case["row_to_request"] >= 0).nonzero()[0])
-        if name == "token_ids":
-            slot = int(case["slots"][case["row_to_request"][row]])
-            position = int(case["positions"][row]) + 1
-            case[name][slot, position] = value
+        rows, tables = case["rows"], case["tokens"]
+        row = int((rows.row_to_request >= 0).nonzero()[0])
+        if name == "tokens.token_ids":
+            slot = int(tables.slots[rows.row_to_request[row]])
+            position = int(rows.positions[row]) + 1
+            tables.token_ids[slot, position] = value
             element = f"{slot}, {position}"
         else:
-            case[name][row] = value
+            getattr(rows, name.removeprefix("rows."))[row] = value
             element = str(row)
         with expect_fault(
             on_cuda, fault_message("mtp_input", name, message, on_cuda, element, value)

@@ -242,12 +242,9 @@ def paged_cache() -> dict[str, Any]:
     return {"k_cache": torch.zeros(3, 16, 2, 64), "v_cache": torch.zeros(3, 16, 2, 64)}
 
 
-def quantized_cache() -> dict[str, Any]:
-    return {
-        **{name: cache.to(torch.int8) for name, cache in paged_cache().items()},
-        "k_scales": torch.ones(3, 16, 2),
-        "v_scales": torch.ones(3, 16, 2),
-    }
+def quantized_cache() -> attention.PagedKv:
+    caches = [cache.to(torch.int8) for cache in paged_cache().values()]
+    return attention.PagedKv(*caches, torch.ones(3, 16, 2), torch.ones(3, 16, 2))
 
 
 def rope_append_kv() -> dict[str, Any]:
@@ -255,7 +252,7 @@ def rope_append_kv() -> dict[str, Any]:
         "q": torch.zeros(3, 4, 64),
         "k": torch.zeros(3, 2, 64),
         "v": torch.zeros(3, 2, 64),
-        **quantized_cache(),
+        "cache": quantized_cache(),
         "cache_slots": torch.tensor([0, 17, -1]),
         "positions": ints(0, 1, 2),
         "cos_sin": torch.zeros(8, 64),
@@ -285,19 +282,16 @@ def rope_append_latent() -> dict[str, Any]:
 def append_attention() -> dict[str, Any]:
     return {
         "q": torch.zeros(3, 4, 64),
-        **quantized_cache(),
-        "qo_indptr": ints(0, 1, 3),
-        "kv_indptr": ints(0, 1, 3),
-        "kv_indices": ints(0, 2, 1),
-        "kv_lens": ints(5, 20),
+        "cache": quantized_cache(),
+        "batch": attention.PagedBatch(
+            ints(0, 1, 3), ints(0, 1, 3), kv_indices=ints(0, 2, 1), kv_lens=ints(5, 20)
+        ),
         "sm_scale": 0.125,
         "sliding_window": None,
         "is_causal": True,
         "sinks": torch.zeros(4),
-        "mask": ints(1, 1, 3).view(3, 1),
-        "mask_starts": ints(4, 18),
-        "prefix_leaders": ints(0, 1).view(1, 2),
-        "prefix_lens": ints(0, 0).view(1, 2),
+        "mask": attention.AttentionMask(ints(1, 1, 3).view(3, 1), ints(4, 18)),
+        "prefixes": attention.PrefixTensors(ints(0, 1).view(1, 2), ints(0, 0).view(1, 2)),
         "out": torch.zeros(3, 4, 64),
         "lse": torch.zeros(3, 4),
         "workspace": torch.zeros(4096),
@@ -419,13 +413,13 @@ def embedding() -> dict[str, Any]:
 
 def mtp_input() -> dict[str, Any]:
     return {
-        "row_to_request": ints(0, 1, -1),
-        "positions": ints(3, 0, -1),
-        "source_rows": ints(1, 0, -1),
-        "slots": ints(1, 0),
-        "token_ids": torch.zeros(2, 6, dtype=torch.int32),
-        "lens": ints(2, 5),
-        "draft_token_ids": torch.zeros(2, 3, dtype=torch.int32),
+        "rows": dense.ModuleRows(ints(0, 1, -1), ints(3, 0, -1), source_rows=ints(1, 0, -1)),
+        "tokens": dense.TokenTables(
+            slots=ints(1, 0),
+            token_ids=torch.zeros(2, 6, dtype=torch.int32),
+            lens=ints(2, 5),
+            draft_token_ids=torch.zeros(2, 3, dtype=torch.int32),
+        ),
         "embedding": torch.zeros(5, 4),
         "embedding_norm": torch.ones(4),
         "hidden_norm": torch.ones(4),
@@ -731,7 +725,7 @@ def test_valid_calls_are_accepted(name: str) -> None:
             # These arrays are only valid together: those of max_seq_len, of prefixes and of
             # sampling, and 8-bit caches with their scales.
             together = name in ("prepare_batch", "advance_draft_batch") or argument.startswith(
-                ("prefix_", "processors.", "k_scales", "v_scales")
+                ("prefixes.", "processors.", "cache.k_scales", "cache.v_scales")
             )
             together |= name == "ngram_propose" and argument in ("table", "state")
             needed = {"sampling.temperature", "sampling.seeds", "accept_rates", "positions"}
@@ -740,8 +734,8 @@ def test_valid_calls_are_accepted(name: str) -> None:
             needed |= {"drafts.output_indptr", "drafts.token_ids"}
             needed |= {"outputs.logprobs"} if name == "top_logprobs" else set()
             needed |= NEEDED_IN_COMMIT if name == "commit" else set()
-            # `mask` is required by its starts, and `v_cache` by keys that are not latents.
-            needed |= {"mask", "v_cache"} if name == "append_attention" else set()
+            # `mask.bits` is required by its starts, and `cache.v` by keys that are not latents.
+            needed |= {"mask.bits", "cache.v"}
             if not together and argument not in needed:
                 call(name, without)
 
@@ -902,7 +896,7 @@ def public_call(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     good = WHOLE_CALLS[name]()
     if name == "top_logprobs":
         good = {"logits": good["logits"], "n": 3}
-    given = {"residual", "bias", "k_scales", "v_scales", "scales"}
+    given = {"residual", "bias", "scales"}
     needed = {
         argument
         for argument, parameter in inspect.signature(function).parameters.items()

@@ -373,7 +373,7 @@ def test_drafts_of_a_reduced_vocabulary_equal_the_oracle(
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 LONGEST = 51  # tokens of the longest prompt below
-REQUESTS, SOURCES, TOKENS = 0, 2, 4  # arguments of `dense.mtp_input`
+ROWS, TOKENS = 0, 1  # arguments of `dense.mtp_input`
 
 
 def exercise(directory: Path, naive_first: bool) -> None:
@@ -421,25 +421,27 @@ def inputs(change: Callable[[list[Any], dict[str, Any]], None]) -> Plant:
 
 
 def ids_not_shifted(arguments: list[Any], named: dict[str, Any]) -> None:
-    arguments[TOKENS] = arguments[TOKENS].roll(1, dims=1)
+    tokens = arguments[TOKENS]
+    arguments[TOKENS] = tokens._replace(token_ids=tokens.token_ids.roll(1, dims=1))
 
 
 def ids_shifted_twice(arguments: list[Any], named: dict[str, Any]) -> None:
-    arguments[TOKENS] = arguments[TOKENS].roll(-1, dims=1)
+    tokens = arguments[TOKENS]
+    arguments[TOKENS] = tokens._replace(token_ids=tokens.token_ids.roll(-1, dims=1))
 
 
 def states_shifted(arguments: list[Any], named: dict[str, Any]) -> None:
-    requests, sources = arguments[REQUESTS], arguments[SOURCES].clone()
-    same = requests[1:] == requests[:-1]
-    sources[:-1][same] = arguments[SOURCES][1:][same]
-    arguments[SOURCES] = sources
+    rows, sources = arguments[ROWS], arguments[ROWS].source_rows.clone()
+    same = rows.row_to_request[1:] == rows.row_to_request[:-1]
+    sources[:-1][same] = rows.source_rows[1:][same]
+    arguments[ROWS] = rows._replace(source_rows=sources)
 
 
 def states_late(arguments: list[Any], named: dict[str, Any]) -> None:
-    requests, sources = arguments[REQUESTS], arguments[SOURCES].clone()
-    same = requests[1:] == requests[:-1]
-    sources[1:][same] = arguments[SOURCES][:-1][same]
-    arguments[SOURCES] = sources
+    rows, sources = arguments[ROWS], arguments[ROWS].source_rows.clone()
+    same = rows.row_to_request[1:] == rows.row_to_request[:-1]
+    sources[1:][same] = rows.source_rows[:-1][same]
+    arguments[ROWS] = rows._replace(source_rows=sources)
 
 
 def chunk_tail_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -531,7 +533,7 @@ def recycled_elsewhere(by: int) -> Plant:
         def rope_append_kv(*args: Any, **named: Any) -> Any:
             arguments = list(args)
             if is_inside and is_recycled:
-                arguments[6] = arguments[6] + by
+                arguments[5] = arguments[5] + by  # positions
             return rope(*arguments, **named)
 
         monkeypatch.setattr(batching, "prepare_draft_batch", prepare_draft_batch)

@@ -16,6 +16,7 @@ import torch
 from checkpoints import BASE, write_config
 from fake_gpu import FakeGpu
 from specops import attention, batching, reference
+from specops.attention import PagedBatch, PagedKv, PrefixTensors
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.plan import Part, Plan
@@ -170,11 +171,10 @@ def test_find_shared_prefixes_writes_into_out() -> None:
             batching.find_shared_prefixes(kv_indptr, kv_indices, **sizes, max_levels=3, out=other)
 
 
-def found_for(lists: Lists, page_size: int, leaf: int) -> tuple[Lists, dict[str, Any]]:
+def found_for(lists: Lists, page_size: int, leaf: int) -> tuple[Lists, PrefixTensors]:
     """Return the lists in the order of the groups, and the groups."""
     found = find(lists, page_size, leaf)
-    groups = {"prefix_leaders": found.prefix_leaders, "prefix_lens": found.prefix_lens}
-    return [lists[index] for index in found.order], groups
+    return [lists[index] for index in found.order], found.tensors
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -198,31 +198,30 @@ def test_shared_prefixes_change_no_bit_of_append_attention(
     caches = [torch.randn(len(ids), page_size, 2, 64).to(dtype) for _ in range(2)]
     q = torch.randn(sum(qo_lens), 4, 64).to(dtype)
 
-    def tensors(only: Sequence[int]) -> tuple[Tensor, ...]:
+    def arguments(only: Sequence[int]) -> tuple[Tensor, PagedKv, PagedBatch]:
         def indptr(lengths: list[int]) -> Tensor:
             return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
 
         begins = indptr(qo_lens).tolist()
         rows = torch.cat([torch.arange(begins[b], begins[b + 1]) for b in only])
-        batch = (
-            q[rows],
-            *caches,
+        paged = (
             indptr([qo_lens[b] for b in only]),
             indptr([len(lists[b]) for b in only]),
             torch.tensor([page for b in only for page in lists[b]], dtype=torch.int32),
             torch.tensor([kv_lens[b] for b in only], dtype=torch.int32),
         )
-        return tuple(one.to(device) for one in batch)
+        cache = PagedKv(*(one.to(device) for one in caches))
+        return q[rows].to(device), cache, PagedBatch(*(one.to(device) for one in paged))
 
-    whole_batch = tensors(range(len(lists)))
-    prefixes = {name: one.to(device) for name, one in prefixes.items()}
+    whole_batch = arguments(range(len(lists)))
+    prefixes = PrefixTensors(*(one.to(device) for one in prefixes))
     flat = attention.append_attention(*whole_batch, return_lse=True)
     for threads in (1, 3):
         specops.set_num_threads(threads)
-        got = attention.append_attention(*whole_batch, return_lse=True, **prefixes)
+        got = attention.append_attention(*whole_batch, return_lse=True, prefixes=prefixes)
         for one, other in zip(got, flat, strict=True):
             assert torch.equal(one, other)
-    alone = [attention.append_attention(*tensors([b])) for b in range(len(lists)) if qo_lens[b]]
+    alone = [attention.append_attention(*arguments([b])) for b in range(len(lists)) if qo_lens[b]]
     assert torch.equal(torch.cat([x for x in alone if isinstance(x, Tensor)]), flat[0])
 
 

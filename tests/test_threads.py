@@ -263,20 +263,19 @@ def attention_job(generator: torch.Generator) -> list[Tensor]:
     kv_indptr = torch.cat([torch.zeros(1), pages.cumsum(0)]).int()
     indptr = torch.tensor([0, 6, 8, 14], dtype=torch.int32)
     k_cache, v_cache = torch.randn(2, num_pages, 16, 2, 64, generator=generator).bfloat16()
+    cache = attention.PagedKv(k_cache, v_cache)
     kv_indices = torch.randperm(num_pages, generator=generator)[: int(kv_indptr[-1])].int()
     rows = 700
     q = attention.rope_append_kv(
         torch.randn(rows, 8, 64, generator=generator).bfloat16(),
         *torch.randn(2, rows, 2, 64, generator=generator).bfloat16(),
-        k_cache,
-        v_cache,
+        cache,
         torch.randperm(num_pages * 16, generator=generator)[:rows],
         torch.randint(0, 2000, (rows,), generator=generator).int(),
         attention.rope_cos_sin(2000, 64, 10000.0),
     )
-    attended = attention.append_attention(
-        q[:14], k_cache, v_cache, indptr, kv_indptr, kv_indices, kv_lens, return_lse=True
-    )
+    paged = attention.PagedBatch(indptr, kv_indptr, kv_indices, kv_lens)
+    attended = attention.append_attention(q[:14], cache, paged, return_lse=True)
     merged = attention.merge_states(
         torch.randn(3, rows, 8, 64, generator=generator).bfloat16(),
         torch.randn(3, rows, 8, generator=generator),
@@ -312,8 +311,9 @@ def latent_job(generator: torch.Generator) -> list[Tensor]:
     kv_indptr = torch.tensor([0, num_pages], dtype=torch.int32)
     kv_lens = torch.tensor([num_pages * 16], dtype=torch.int32)
     indptr = torch.tensor([0, 6], dtype=torch.int32)
+    paged = attention.PagedBatch(indptr, kv_indptr, pages, kv_lens)
     attended = attention.append_attention(
-        q[:6], cache, None, indptr, kv_indptr, pages, kv_lens, sm_scale=0.07, return_lse=True
+        q[:6], attention.PagedKv(cache), paged, sm_scale=0.07, return_lse=True
     )
     return [q, cache, *attended]
 
@@ -391,13 +391,13 @@ def dense_job(generator: torch.Generator) -> list[Tensor]:
     out.append(dense.embedding(ids[0], table))
     out.append(
         dense.mtp_input(
-            zeros,
-            arange,
-            arange,
-            zeros[:1],
-            ids,
-            torch.tensor([rows, rows], dtype=torch.int32),
-            ids[:, :3].contiguous(),
+            dense.ModuleRows(zeros, arange, arange),
+            dense.TokenTables(
+                zeros[:1],
+                ids,
+                torch.tensor([rows, rows], dtype=torch.int32),
+                ids[:, :3].contiguous(),
+            ),
             table,
             torch.ones(512),
             torch.ones(512),

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
+from specops.attention import PagedBatch, PagedKv  # noqa: E402
 from specops.integrations import transformers as adapter  # noqa: E402
 from transformers.masking_utils import (  # noqa: E402
     and_masks,
@@ -123,9 +124,10 @@ def test_cache_is_read_in_place(model: Any, monkeypatch: pytest.MonkeyPatch) -> 
     """The op reads the memory of the cache, not a copy."""
     cache, read = adapter.PagedCache(), []
 
-    def recorded(q: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any, **options: Any) -> Any:
-        read.append((k_cache.data_ptr(), v_cache.data_ptr()))
-        return append_attention(q, k_cache, v_cache, *args, **options)
+    def recorded(q: Tensor, cache: PagedKv, *args: Any, **options: Any) -> Any:
+        assert cache.v is not None
+        read.append((cache.k.data_ptr(), cache.v.data_ptr()))
+        return append_attention(q, cache, *args, **options)
 
     append_attention = adapter.append_attention
     monkeypatch.setattr(adapter, "append_attention", recorded)
@@ -154,9 +156,9 @@ def test_layers_share_indices_without_synchronization(
 ) -> None:
     indices: list[tuple[Tensor, ...]] = []
 
-    def recorded(q: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any, **options: Any) -> Any:
-        indices.append((*args, options["sliding_window"]))
-        return append_attention(q, k_cache, v_cache, *args, **options)
+    def recorded(q: Tensor, cache: PagedKv, batch: PagedBatch, **options: Any) -> Any:
+        indices.append((*batch, options["sliding_window"]))
+        return append_attention(q, cache, batch, **options)
 
     def watched(*args: Any, **options: Any) -> Any:
         with NoWaiting():

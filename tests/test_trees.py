@@ -10,6 +10,7 @@ import specops
 import torch
 from shared_fixtures import expect_fault
 from specops import attention, batching, reference
+from specops.attention import PagedBatch, PagedKv, PrefixTensors
 from specops.batching import BatchIndices, TreeChains, num_spare_pages
 from torch import Tensor
 
@@ -397,7 +398,7 @@ class TreeStep:
             ),
         )
         self.check_positions(indices)
-        prefixes: dict[str, Tensor] = {}
+        prefixes = None
         if shared:
             leaders = np.arange(len(chains["qo_lens"]))
             lens = np.zeros_like(leaders)
@@ -405,20 +406,18 @@ class TreeStep:
                 begin, end = self.chains.chain_indptr[b : b + 2].tolist()
                 if end - begin > 1:
                     leaders[begin:end], lens[begin:end] = begin, text // 256 * 256
-            prefixes = {
-                "prefix_leaders": ints(leaders.tolist(), self.device)[None],
-                "prefix_lens": ints(lens.tolist(), self.device)[None],
-            }
+            prefixes = PrefixTensors(
+                ints(leaders.tolist(), self.device)[None], ints(lens.tolist(), self.device)[None]
+            )
         got = attention.append_attention(
             self.q.to(self.device),
-            *self.cache,
-            indices.qo_indptr,
-            chains["kv_indptr"],
-            chains["kv_indices"],
-            chains["kv_lens"],
+            PagedKv(*self.cache),
+            PagedBatch(
+                indices.qo_indptr, chains["kv_indptr"], chains["kv_indices"], chains["kv_lens"]
+            ),
             sliding_window=window,
             return_lse=True,
-            **prefixes,
+            prefixes=prefixes,
         )
         return tuple(one.cpu() for one in got)
 
@@ -444,11 +443,13 @@ class TreeStep:
                 cache = cache.view(2, pages, self.page_size, *kv.shape[2:])
                 got = attention.append_attention(
                     self.q[row : row + 1].to(self.device),
-                    *cache.to(self.device),
-                    ints([0, 1], self.device),
-                    ints([0, pages], self.device),
-                    ints([*range(pages)], self.device),
-                    ints([len(tokens)], self.device),
+                    PagedKv(*cache.to(self.device)),
+                    PagedBatch(
+                        ints([0, 1], self.device),
+                        ints([0, pages], self.device),
+                        ints([*range(pages)], self.device),
+                        ints([len(tokens)], self.device),
+                    ),
                     sliding_window=window,
                     return_lse=True,
                 )

@@ -34,20 +34,26 @@ struct CacheDims {
   Dim& head_dim;
 };
 
-// Checks caches of `dtype`, or 8-bit caches and their scales. Returns the dtype of the caches.
-DType check_caches(Checker& check,
-                   DType dtype,
-                   const TensorView& k_cache,
-                   const TensorView& v_cache,
-                   const TensorView& k_scales,
-                   const TensorView& v_scales,
-                   CacheDims d) {
+// Paged caches of keys and values, and the scales of 8-bit ones; fields as in argument_groups.py.
+struct PagedKv {
+  TensorView k;
+  TensorView v;  // absent: latents
+  TensorView k_scales;
+  TensorView v_scales;
+
+  DType dtype() const { return k.dtype(); }
+};
+
+// Checks caches of `dtype`, or 8-bit caches and their scales.
+PagedKv check_cache(Checker& check, Argument given, DType dtype, bool may_be_latent, CacheDims d) {
+  auto [k, v, k_scales, v_scales] = check.fields<4>("cache", "PagedKv", given);
   std::initializer_list<Dim*> slots = {&d.num_pages, &d.page_size, &d.heads, &d.head_dim};
   std::initializer_list<Dim*> scales = {&d.num_pages, &d.page_size, &d.heads};
-  check.tensor("k_cache", k_cache, {dtype, DType::kInt8, DType::kFloat8E4M3}, slots);
-  check.tensor("v_cache", v_cache, {k_cache.dtype()}, slots);
-  for (auto [name, view] : {std::pair{"k_scales", &k_scales}, std::pair{"v_scales", &v_scales}}) {
-    if (is_8_bit(k_cache.dtype())) {
+  check.tensor("cache.k", k, {dtype, DType::kInt8, DType::kFloat8E4M3}, slots);
+  if (!may_be_latent || v.defined()) check.tensor("cache.v", v, {k.dtype()}, slots);
+  for (auto [name, view] :
+       {std::pair{"cache.k_scales", &k_scales}, std::pair{"cache.v_scales", &v_scales}}) {
+    if (is_8_bit(k.dtype())) {
       check.tensor(name, *view, {DType::kFloat32}, scales);
     } else if (view->defined()) {
       check.fail(name,
@@ -55,20 +61,17 @@ DType check_caches(Checker& check,
                  Checker::describe_object(view->object));
     }
   }
-  check.that(!check.on_cuda() || !is_8_bit(k_cache.dtype()) || dtype == DType::kBFloat16,
+  check.that(!check.on_cuda() || !is_8_bit(k.dtype()) || dtype == DType::kBFloat16,
              "q",
              "bfloat16 where the caches have 8 bits on cuda",
              dtype_name(dtype));
-  return k_cache.dtype();
+  return {.k = k, .v = v, .k_scales = k_scales, .v_scales = v_scales};
 }
 
 void rope_append_kv(const TensorView& q,
                     const TensorView& k,
                     const TensorView& v,
-                    const TensorView& k_cache,
-                    const TensorView& v_cache,
-                    const TensorView& k_scales,
-                    const TensorView& v_scales,
+                    Argument cache_given,
                     const TensorView& cache_slots,
                     const TensorView& positions,
                     const TensorView& cos_sin,
@@ -85,13 +88,8 @@ void rope_append_kv(const TensorView& q,
   DType dtype = q.dtype();
   check.tensor("k", k, {dtype}, {&rows, &kv_heads, &head_dim}, Layout::kRows);
   check.tensor("v", v, {dtype}, {&rows, &kv_heads, &head_dim}, Layout::kRows);
-  DType cache_dtype = check_caches(check,
-                                   dtype,
-                                   k_cache,
-                                   v_cache,
-                                   k_scales,
-                                   v_scales,
-                                   {num_pages, page_size, kv_heads, head_dim});
+  PagedKv cache =
+      check_cache(check, cache_given, dtype, false, {num_pages, page_size, kv_heads, head_dim});
   check.tensor("cache_slots", cache_slots, {DType::kInt64}, {&rows});
   check.tensor("positions", positions, {DType::kInt32}, {&rows});
   check.tensor("cos_sin", cos_sin, {DType::kFloat32}, {&max_positions, &rotary_dim});
@@ -111,8 +109,8 @@ void rope_append_kv(const TensorView& q,
       .k = k.raw(),
       .v = v.raw(),
       .q_out = q_out.raw(),
-      .k_cache = k_cache.raw(),
-      .v_cache = v_cache.raw(),
+      .k_cache = cache.k.raw(),
+      .v_cache = cache.v.raw(),
       .cache_slots = cache_slots.data<int64_t>(),
       .positions = positions.data<int32_t>(),
       .cos_sin = cos_sin.data<float>(),
@@ -131,10 +129,10 @@ void rope_append_kv(const TensorView& q,
       .norm_eps = eps,
       .interleaved = are_pairs_neighbours,
       .dtype = dtype,
-      .cache_dtype = cache_dtype,
+      .cache_dtype = cache.dtype(),
       .error = check.error_flag(),
-      .k_scales = k_scales.data<float>(),
-      .v_scales = v_scales.data<float>(),
+      .k_scales = cache.k_scales.data<float>(),
+      .v_scales = cache.v_scales.data<float>(),
   };
   if (check.on_cuda()) return rope_append_kv_cuda(params, check.stream());
 
@@ -151,7 +149,7 @@ int64_t latent_head_groups(int64_t num_qo_heads) {
   return groups;
 }
 
-// Checks the head counts and head_dim of keys and values, or of latents (v_cache is None).
+// Checks the head counts and head_dim of keys and values, or of latents (cache.v is None).
 void check_heads(const Checker& check,
                  bool is_latent,
                  DType cache_dtype,
@@ -168,15 +166,15 @@ void check_heads(const Checker& check,
                std::to_string(qo_heads));
   }
   if (head_dim != kLatentKeyDim) {
-    check.fail("v_cache", "a tensor where head_dim=" + std::to_string(head_dim), "None");
+    check.fail("cache.v", "a tensor where head_dim=" + std::to_string(head_dim), "None");
   }
   if (kv_heads != 1) check.fail("num_kv_heads", "1 of latents", std::to_string(kv_heads));
   if (qo_heads < 1) check.fail("num_qo_heads", "at least 1", std::to_string(qo_heads));
   bool served = !is_8_bit(cache_dtype) && !(check.on_cuda() && cache_dtype == DType::kFloat32);
   if (served) return;
-  check.fail("k_cache",
-             check.on_cuda() ? "bfloat16 or float16 where v_cache is None on cuda"
-                             : "float32, bfloat16 or float16 where v_cache is None",
+  check.fail("cache.k",
+             check.on_cuda() ? "bfloat16 or float16 where cache.v is None on cuda"
+                             : "float32, bfloat16 or float16 where cache.v is None",
              dtype_name(cache_dtype));
 }
 
@@ -184,7 +182,7 @@ void check_heads(const Checker& check,
 // the KV tokens that the launch reads, summed over rows.
 int64_t check_paged_batch(Checker& check, const AppendAttentionParams& params) {
   int64_t work = 0;
-  check.that(params.qo_indptr[0] == 0, "qo_indptr[0]", "0", params.qo_indptr[0]);
+  check.that(params.qo_indptr[0] == 0, "batch.qo_indptr[0]", "0", params.qo_indptr[0]);
   for (int64_t batch_idx = 0; batch_idx < params.batch; ++batch_idx) {
     check.refuse(find_fault(params, batch_idx));
     int64_t qo_len = params.qo_indptr[batch_idx + 1] - params.qo_indptr[batch_idx];
@@ -215,30 +213,30 @@ void check_prefixes(Checker& check, const AppendAttentionParams& params) {
     for (int64_t b = 0; b < batch; ++b) {
       bool joined = b > 0 && leaders[b] == leaders[b - 1];
       if (leaders[b] != b && !joined) {
-        check.fail(at_level("prefix_leaders", level, b),
+        check.fail(at_level("prefixes.leaders", level, b),
                    b == 0 ? "0"
                           : std::to_string(b) + " (a group of its own) or " +
                                 std::to_string(leaders[b - 1]) + " (that of the request before)",
                    std::to_string(leaders[b]));
       }
       if (lens[b] < 0) {
-        check.fail(at_level("prefix_lens", level, b), "at least 0", std::to_string(lens[b]));
+        check.fail(at_level("prefixes.lens", level, b), "at least 0", std::to_string(lens[b]));
       }
       if (!joined) continue;
       if (lens[b] != lens[b - 1]) {
-        check.fail(at_level("prefix_lens", level, b),
+        check.fail(at_level("prefixes.lens", level, b),
                    std::to_string(lens[b - 1]) + " as in the rest of its group",
                    std::to_string(lens[b]));
       }
       if (level == 0) continue;
       if (leaders[b - batch] != leaders[b - batch - 1]) {
         check.fail(
-            at_level("prefix_leaders", level, b),
+            at_level("prefixes.leaders", level, b),
             std::to_string(b) + ", where a group of level " + std::to_string(level - 1) + " begins",
             std::to_string(leaders[b]));
       }
       if (lens[b] < lens[b - batch]) {
-        check.fail(at_level("prefix_lens", level, b),
+        check.fail(at_level("prefixes.lens", level, b),
                    "at least that of level " + std::to_string(level - 1) + ", " +
                        std::to_string(lens[b - batch]),
                    std::to_string(lens[b]));
@@ -253,15 +251,15 @@ void check_prefixes(Checker& check, const AppendAttentionParams& params) {
       if (qo_len == 0 || alone || lens[b] == 0) continue;
       int64_t first_position = params.kv_lens[b] - qo_len;
       if (lens[b] > first_position) {
-        check.fail(at_level("prefix_lens", level, b),
-                   "at most kv_lens - rows of request " + std::to_string(b) + ", " +
+        check.fail(at_level("prefixes.lens", level, b),
+                   "at most batch.kv_lens - rows of request " + std::to_string(b) + ", " +
                        std::to_string(first_position),
                    std::to_string(lens[b]));
       }
       int64_t begin = mask_begin(params, b, first_position);
       if (lens[b] > begin) {
-        check.fail(at_level("prefix_lens", level, b),
-                   "at most mask_starts[" + std::to_string(b) + "]=" + std::to_string(begin),
+        check.fail(at_level("prefixes.lens", level, b),
+                   "at most mask.starts[" + std::to_string(b) + "]=" + std::to_string(begin),
                    std::to_string(lens[b]));
       }
       int64_t previous = before;
@@ -277,12 +275,13 @@ void check_prefixes(Checker& check, const AppendAttentionParams& params) {
            page * params.page_size < lens[b];
            ++page) {
         if (ids[page] == other_ids[page]) continue;
-        check.fail(
-            "page " + std::to_string(page) + " of request " + std::to_string(b) + " in kv_indices",
-            "that of request " + std::to_string(previous) + ", " + std::to_string(other_ids[page]) +
-                ", as " + at_level("prefix_lens", level, b) + "=" + std::to_string(lens[b]) +
-                " tokens are shared",
-            std::to_string(ids[page]));
+        check.fail("page " + std::to_string(page) + " of request " + std::to_string(b) +
+                       " in batch.kv_indices",
+                   "that of request " + std::to_string(previous) + ", " +
+                       std::to_string(other_ids[page]) + ", as " +
+                       at_level("prefixes.lens", level, b) + "=" + std::to_string(lens[b]) +
+                       " tokens are shared",
+                   std::to_string(ids[page]));
       }
     }
   }
@@ -296,22 +295,14 @@ void set_phase_stamps(const TensorView& stamps) {
 }
 
 void append_attention(const TensorView& q,
-                      const TensorView& k_cache,
-                      const TensorView& v_cache,
-                      const TensorView& k_scales,
-                      const TensorView& v_scales,
-                      const TensorView& qo_indptr,
-                      const TensorView& kv_indptr,
-                      const TensorView& kv_indices,
-                      const TensorView& kv_lens,
+                      Argument cache_given,
+                      Argument batch_given,
                       Argument sm_scale,
                       Argument sliding_window,
                       Argument is_causal,
                       const TensorView& sinks,
-                      const TensorView& mask,
-                      const TensorView& mask_starts,
-                      const TensorView& prefix_leaders,
-                      const TensorView& prefix_lens,
+                      Argument mask_given,
+                      Argument prefixes_given,
                       const TensorView& out,
                       const TensorView& lse,
                       const TensorView& workspace) {
@@ -321,65 +312,64 @@ void append_attention(const TensorView& q,
   Dim num_indices{"pages"}, workspace_size{"floats"}, levels{"levels"}, mask_words{"words"};
   check.tensor("q", q, kFloats, {&rows, &qo_heads, &head_dim}, Layout::kRows);
   DType dtype = q.dtype();
-  bool is_latent = !v_cache.defined();
-  DType cache_dtype = check_caches(check,
-                                   dtype,
-                                   k_cache,
-                                   is_latent ? k_cache : v_cache,
-                                   k_scales,
-                                   v_scales,
-                                   {num_pages, page_size, kv_heads, head_dim});
+  PagedKv cache =
+      check_cache(check, cache_given, dtype, true, {num_pages, page_size, kv_heads, head_dim});
+  bool is_latent = !cache.v.defined();
   // Check this before the heads: it is the error to report for a cache with heads before slots.
   check.that(page_size == 16 || page_size == 32 || page_size == 64,
              "page_size",
-             "16, 32 or 64 (it is the second dimension of k_cache)",
+             "16, 32 or 64 (it is the second dimension of cache.k)",
              page_size.value);
-  check_heads(check, is_latent, cache_dtype, head_dim, qo_heads, kv_heads);
+  check_heads(check, is_latent, cache.dtype(), head_dim, qo_heads, kv_heads);
   auto scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(head_dim)));
   if (sm_scale.defined()) {
     scale = check.number("sm_scale", sm_scale);
   } else if (is_latent) {
-    check.fail("sm_scale", "given where v_cache is None", "None");
+    check.fail("sm_scale", "given where cache.v is None", "None");
   }
   int64_t window = 0;
   if (sliding_window.defined()) window = check.integer("sliding_window", sliding_window, 1);
   bool sees_no_later = check.flag("is_causal", is_causal);
   Dim value_dim{is_latent ? "latent_dim" : "head_dim", value_dim_of(head_dim)};
-  check.tensor("kv_lens", kv_lens, {DType::kInt32}, {&batch});
+  auto [qo_indptr, kv_indptr, kv_indices, kv_lens] =
+      check.fields<4>("batch", "PagedBatch", batch_given);
+  check.tensor("batch.kv_lens", kv_lens, {DType::kInt32}, {&batch});
   batch_plus_1.value = batch + 1;
-  check.tensor("qo_indptr", qo_indptr, {DType::kInt32}, {&batch_plus_1});
-  check.tensor("kv_indptr", kv_indptr, {DType::kInt32}, {&batch_plus_1});
-  check.tensor("kv_indices", kv_indices, {DType::kInt32}, {&num_indices});
+  check.tensor("batch.qo_indptr", qo_indptr, {DType::kInt32}, {&batch_plus_1});
+  check.tensor("batch.kv_indptr", kv_indptr, {DType::kInt32}, {&batch_plus_1});
+  check.tensor("batch.kv_indices", kv_indices, {DType::kInt32}, {&num_indices});
   check.optional("sinks", sinks, {DType::kFloat32}, {&qo_heads});
-  if (mask_starts.defined()) check.tensor("mask_starts", mask_starts, {DType::kInt32}, {&batch});
-  if (mask.defined() || mask_starts.defined()) {
-    check.tensor("mask", mask, {DType::kInt32}, {&rows, &mask_words});
-    check.that(mask_words >= 1, "mask", "of at least one word", mask_words.value);
+  auto [mask_bits, mask_starts] = check.fields<2>("mask", "AttentionMask", mask_given);
+  if (mask_given.defined()) {
+    check.optional("mask.starts", mask_starts, {DType::kInt32}, {&batch});
+    check.tensor("mask.bits", mask_bits, {DType::kInt32}, {&rows, &mask_words});
+    check.that(mask_words >= 1, "mask.bits", "of at least one word", mask_words.value);
   }
-  if (prefix_leaders.defined() || prefix_lens.defined()) {
-    check.tensor("prefix_leaders", prefix_leaders, {DType::kInt32}, {&levels, &batch});
-    check.tensor("prefix_lens", prefix_lens, {DType::kInt32}, {&levels, &batch});
+  auto [leaders, prefix_lens] = check.fields<2>("prefixes", "PrefixTensors", prefixes_given);
+  if (prefixes_given.defined()) {
+    check.tensor("prefixes.leaders", leaders, {DType::kInt32}, {&levels, &batch});
+    check.tensor("prefixes.lens", prefix_lens, {DType::kInt32}, {&levels, &batch});
   }
   check.tensor("out", out, {dtype}, {&rows, &qo_heads, &value_dim});
   check.optional("lse", lse, {DType::kFloat32}, {&rows, &qo_heads});
   check.optional("workspace", workspace, {DType::kFloat32}, {&workspace_size});
   AppendAttentionParams params{
       .q = q.raw(),
-      .k_cache = k_cache.raw(),
-      .v_cache = is_latent ? k_cache.raw() : v_cache.raw(),
-      .k_scales = k_scales.data<float>(),
-      .v_scales = v_scales.data<float>(),
+      .k_cache = cache.k.raw(),
+      .v_cache = is_latent ? cache.k.raw() : cache.v.raw(),
+      .k_scales = cache.k_scales.data<float>(),
+      .v_scales = cache.v_scales.data<float>(),
       .qo_indptr = qo_indptr.data<int32_t>(),
       .kv_indptr = kv_indptr.data<int32_t>(),
       .kv_indices = kv_indices.data<int32_t>(),
       .kv_lens = kv_lens.data<int32_t>(),
       .sinks = sinks.data<float>(),
-      .mask = mask.data<int32_t>(),
+      .mask = mask_bits.data<int32_t>(),
       .mask_starts = mask_starts.data<int32_t>(),
-      .mask_words = mask.defined() ? mask_words.value : 0,
-      .prefix_leaders = prefix_leaders.data<int32_t>(),
+      .mask_words = mask_given.defined() ? mask_words.value : 0,
+      .prefix_leaders = leaders.data<int32_t>(),
       .prefix_lens = prefix_lens.data<int32_t>(),
-      .num_prefix_levels = prefix_leaders.defined() ? levels.value : 0,
+      .num_prefix_levels = prefixes_given.defined() ? levels.value : 0,
       .out = out.raw(),
       .lse = lse.data<float>(),
       .workspace = workspace.data<float>(),
@@ -397,7 +387,7 @@ void append_attention(const TensorView& q,
       .is_causal = sees_no_later,
       .sm_scale = scale,
       .dtype = dtype,
-      .cache_dtype = cache_dtype,
+      .cache_dtype = cache.dtype(),
       .error = check.error_flag(),
       .stamps = nullptr,
       .stamped_blocks = 0,
@@ -411,8 +401,8 @@ void append_attention(const TensorView& q,
                "bfloat16 with head_dim=128 while phases are stamped",
                "head_dim=" + std::to_string(head_dim));
     check_aligned(check, "q", q);
-    check_aligned(check, "k_cache", k_cache);
-    if (!is_latent) check_aligned(check, "v_cache", v_cache);
+    check_aligned(check, "cache.k", cache.k);
+    if (!is_latent) check_aligned(check, "cache.v", cache.v);
     check_aligned(check, "out", out);
     if (workspace.defined()) check_aligned(check, "workspace", workspace);
     if (rows > 0) append_attention_cuda(params, check.stream());

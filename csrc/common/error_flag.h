@@ -12,7 +12,7 @@
 namespace specops {
 
 // Declares an error code and its sentence, in the header of the op that reports it:
-//   SPECOPS_FAULT(2006, kAttentionPage) = "append_attention: kv_indices must be ...";
+//   SPECOPS_FAULT(2006, kAttentionPage) = "append_attention: batch.kv_indices must be ...";
 // Each op family has a range of a thousand codes, which its ops.cpp registers. A second sentence
 // for the same code is a compiler error. The form of the sentences is described in
 // error_sentence.h; kernels use only the codes.

@@ -59,18 +59,19 @@ SPECOPS_HOST_DEVICE int32_t token_ahead(const MtpInputParams& params,
                   index);
 }
 
-SPECOPS_FAULT(1002, kMtpInputRequest) = "mtp_input: row_to_request must be -1 or below batch{ = #}";
+SPECOPS_FAULT(1002,
+              kMtpInputRequest) = "mtp_input: rows.row_to_request must be -1 or below batch{ = #}";
 SPECOPS_FAULT(1003, kMtpInputSlot) =
-    "mtp_input: slots must be a row of lens{, below #}, where the request has rows";
-SPECOPS_FAULT(1004,
-              kMtpInputLength) = "mtp_input: lens must be at least 0 and at most max_len{ = #}";
-SPECOPS_FAULT(1005, kMtpInputPosition) = "mtp_input: positions must be at least 0";
+    "mtp_input: tokens.slots must be a row of tokens.lens{, below #}, where the request has rows";
+SPECOPS_FAULT(1004, kMtpInputLength) =
+    "mtp_input: tokens.lens must be at least 0 and at most max_len{ = #}";
+SPECOPS_FAULT(1005, kMtpInputPosition) = "mtp_input: rows.positions must be at least 0";
 SPECOPS_FAULT(1006, kMtpInputSourceRow) =
-    "mtp_input: source_rows must be a row of hidden{, below #}, or -2 - a row of kept{, of #}";
+    "mtp_input: rows.source_rows must be a row of hidden{, below #}, or -2 - a row of kept{, of #}";
 SPECOPS_FAULT(1007, kMtpInputTokenId) =
-    "mtp_input: token_ids must be -1 or in [0, vocab{ = #}) where a row takes them";
+    "mtp_input: tokens.token_ids must be -1 or in [0, vocab{ = #}) where a row takes them";
 SPECOPS_FAULT(1008, kMtpInputDraftTokenId) =
-    "mtp_input: draft_token_ids must be -1 or in [0, vocab{ = #}) where a row takes them";
+    "mtp_input: tokens.draft_token_ids must be -1 or in [0, vocab{ = #}) where a row takes them";
 
 // Checks a row. Padding rows are valid, and so are rows whose token is not known yet.
 SPECOPS_HOST_DEVICE Fault find_fault(const MtpInputParams& params, int64_t row) {

@@ -329,13 +329,8 @@ void embedding(const TensorView& token_ids, const TensorView& weight, const Tens
   embedding_cpu(params);
 }
 
-void mtp_input(const TensorView& row_to_request,
-               const TensorView& positions,
-               const TensorView& source_rows,
-               const TensorView& slots,
-               const TensorView& token_ids,
-               const TensorView& lens,
-               const TensorView& draft_token_ids,
+void mtp_input(Argument rows_given,
+               Argument tokens_given,
                const TensorView& embedding,
                const TensorView& embedding_norm,
                const TensorView& hidden_norm,
@@ -350,13 +345,17 @@ void mtp_input(const TensorView& row_to_request,
   Dim rows{"rows"}, batch{"batch"}, num_slots{"num_slots"}, max_len{"max_len"}, capacity{"k"};
   Dim vocab{"vocab"}, width{"width"}, twice{"2 * width"}, hidden_rows{"hidden rows"};
   Dim window{"window"};
-  check.tensor("row_to_request", row_to_request, {DType::kInt32}, {&rows});
-  check.tensor("positions", positions, {DType::kInt32}, {&rows});
-  check.tensor("source_rows", source_rows, {DType::kInt32}, {&rows});
-  check.tensor("slots", slots, {DType::kInt32}, {&batch});
-  check.tensor("token_ids", token_ids, {DType::kInt32}, {&num_slots, &max_len}, Layout::kRows);
-  check.tensor("lens", lens, {DType::kInt32}, {&num_slots});
-  check.tensor("draft_token_ids", draft_token_ids, {DType::kInt32}, {&num_slots, &capacity});
+  auto [row_to_request, positions, source_rows] = check.fields<3>("rows", "ModuleRows", rows_given);
+  check.tensor("rows.row_to_request", row_to_request, {DType::kInt32}, {&rows});
+  check.tensor("rows.positions", positions, {DType::kInt32}, {&rows});
+  check.tensor("rows.source_rows", source_rows, {DType::kInt32}, {&rows});
+  auto [slots, token_ids, lens, draft_token_ids] =
+      check.fields<4>("tokens", "TokenTables", tokens_given);
+  check.tensor("tokens.slots", slots, {DType::kInt32}, {&batch});
+  check.tensor(
+      "tokens.token_ids", token_ids, {DType::kInt32}, {&num_slots, &max_len}, Layout::kRows);
+  check.tensor("tokens.lens", lens, {DType::kInt32}, {&num_slots});
+  check.tensor("tokens.draft_token_ids", draft_token_ids, {DType::kInt32}, {&num_slots, &capacity});
   check.tensor("embedding",
                embedding,
                {DType::kFloat32, DType::kBFloat16, DType::kFloat16},

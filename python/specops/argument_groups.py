@@ -254,3 +254,102 @@ class TopLogprobsOutputs(NamedTuple):
     logprobs: Tensor | None = None
     ranks: Tensor | None = None
     lse: Tensor | None = None
+
+
+class PagedKv(NamedTuple):
+    """Keys and values of a layer on pages.
+
+    Attributes:
+        k: [num_pages, page_size, num_kv_heads, head_dim], float32, bfloat16, float16, int8 or
+            float8_e4m3fn.
+        v: shape and dtype of `k`. None: the keys are latents, which contain the values.
+        k_scales: [num_pages, page_size, num_kv_heads], float32: the scales of the elements of `k`.
+            Required by 8-bit caches, None with others.
+        v_scales: as `k_scales`, for `v`.
+    """
+
+    k: Tensor
+    v: Tensor | None = None
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None
+
+
+class PagedBatch(NamedTuple):
+    """Rows and pages of every request of a call.
+
+    Attributes:
+        qo_indptr: [batch + 1], int32. Rows qo_indptr[b] to qo_indptr[b + 1] belong to request b;
+            a request may have none.
+        kv_indptr: [batch + 1], int32. Start of each request's pages in `kv_indices`.
+        kv_indices: [pages], int32. Page ids, in order of position.
+        kv_lens: [batch], int32. Length of each request, its rows of this call included.
+    """
+
+    qo_indptr: Tensor
+    kv_indptr: Tensor
+    kv_indices: Tensor
+    kv_lens: Tensor
+
+
+class AttentionMask(NamedTuple):
+    """Bits that hide tokens which a row would otherwise see.
+
+    Attributes:
+        bits: [rows, words], int32. Bit j % 32 of word j // 32 of a row says whether the row sees
+            the token at starts[b] + j of its request b. Tokens before starts[b] are seen, tokens
+            after the last bit are not.
+        starts: [batch], int32. None: each request's first row, so that bit j stands for its row j,
+            as in the `ancestor_mask` of `build_tree`.
+    """
+
+    bits: Tensor
+    starts: Tensor | None = None
+
+
+class PrefixTensors(NamedTuple):
+    """Groups of requests that begin with the same pages, in levels from the widest groups on.
+
+    Attributes:
+        leaders: [levels, batch], int32. Requests with the same value on a level are a group. They
+            are neighbors, and the value is the index of the first. A group lies within one group
+            of the level before.
+        lens: [levels, batch], int32. Number of leading tokens that the group shares: the same value
+            throughout the group, at least that of the level before and at most the kv_len - qo_len
+            (with a mask, also the `starts` of the mask) of each request with rows. The members must
+            name the same pages for these tokens. Ignored for a group of one.
+    """
+
+    leaders: Tensor
+    lens: Tensor
+
+
+class ModuleRows(NamedTuple):
+    """Rows of a pass of an MTP module, from `batching.DraftIndices`.
+
+    Attributes:
+        row_to_request: [rows], int32; -1: no request.
+        positions: [rows], int32.
+        source_rows: [rows], int32. Row of the hidden states that each row reads, or -2 - a row of
+            the kept ones.
+    """
+
+    row_to_request: Tensor
+    positions: Tensor
+    source_rows: Tensor
+
+
+class TokenTables(NamedTuple):
+    """Tokens of every request and the drafts after them, in tables with one row per slot.
+
+    Attributes:
+        slots: [batch], int32. Row of each request in the tables.
+        token_ids: [num_slots, max_len], int32. Prompt and output of each request; rows may be
+            strided.
+        lens: [num_slots], int32. Number of tokens in each row of `token_ids`.
+        draft_token_ids: [num_slots, k], int32. Drafts after those tokens; -1: no draft.
+    """
+
+    slots: Tensor
+    token_ids: Tensor
+    lens: Tensor
+    draft_token_ids: Tensor

@@ -16,6 +16,18 @@ from torch import Tensor
 
 from specops import _C
 from specops._checks import check_int, describe, empty, try_or_none
+from specops.argument_groups import (
+    AttentionMask as AttentionMask,
+)
+from specops.argument_groups import (
+    PagedBatch as PagedBatch,
+)
+from specops.argument_groups import (
+    PagedKv as PagedKv,
+)
+from specops.argument_groups import (
+    PrefixTensors as PrefixTensors,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -206,8 +218,7 @@ def rope_append_kv(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: PagedKv,
     cache_slots: Tensor,
     positions: Tensor,
     cos_sin: Tensor,
@@ -216,8 +227,6 @@ def rope_append_kv(
     q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
-    k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
     q_out: Tensor | None = None,
 ) -> Tensor:
     """Rotate q and k by their positions and write k and v INTO THE CACHE, in one pass.
@@ -240,9 +249,8 @@ def rope_append_kv(
             views of one packed qkv; each row is contiguous. head_dim is at most 256.
         k: [rows, num_kv_heads, head_dim], dtype of `q`.
         v: [rows, num_kv_heads, head_dim], dtype of `q`.
-        k_cache: [num_pages, page_size, num_kv_heads, head_dim], dtype of `q`, int8 or
-            float8_e4m3fn; on CUDA the last two require a bfloat16 `q`. Written.
-        v_cache: as `k_cache`. Written.
+        cache: keys and values, dtype of `q`, int8 or float8_e4m3fn; on CUDA the last two require a
+            bfloat16 `q`. Written, scales included.
         cache_slots: [rows], int64. Slot page * page_size + offset of each row; -1 writes nothing.
         positions: [rows], int32. Absolute position of each row; -1 is a padding row, whose slot
             must be -1 as well: its q_out is zero.
@@ -251,9 +259,6 @@ def rope_append_kv(
         q_norm_weight: [head_dim], dtype of `q`. None: q is not normalized.
         k_norm_weight: [head_dim], dtype of `q`. None: k is not normalized.
         norm_eps: added to the mean square of a head; finite, at least 0.
-        k_scales: [num_pages, page_size, num_kv_heads], float32: the scales of the elements of
-            `k_cache`. Written. Required by 8-bit caches, None with others.
-        v_scales: as `k_scales`, for `v_cache`.
         q_out: [rows, num_qo_heads, head_dim], dtype of `q`. May be `q`. Allocated when absent.
 
     Returns:
@@ -275,10 +280,7 @@ def rope_append_kv(
         q,
         k,
         v,
-        k_cache,
-        v_cache,
-        k_scales,
-        v_scales,
+        cache,
         cache_slots,
         positions,
         cos_sin,
@@ -364,12 +366,8 @@ class _AttentionOptions(TypedDict, total=False):
     sliding_window: int | None
     is_causal: bool
     sinks: Tensor | None
-    mask: Tensor | None
-    mask_starts: Tensor | None
-    k_scales: Tensor | None
-    v_scales: Tensor | None
-    prefix_leaders: Tensor | None
-    prefix_lens: Tensor | None
+    mask: AttentionMask | None
+    prefixes: PrefixTensors | None
     out: Tensor | None
     workspace: Tensor | None
 
@@ -377,12 +375,8 @@ class _AttentionOptions(TypedDict, total=False):
 @overload
 def append_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor | None,
-    qo_indptr: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    kv_lens: Tensor,
+    cache: PagedKv,
+    batch: PagedBatch,
     *,
     lse: None = None,
     return_lse: Literal[False] = False,
@@ -391,12 +385,8 @@ def append_attention(
 @overload
 def append_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor | None,
-    qo_indptr: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    kv_lens: Tensor,
+    cache: PagedKv,
+    batch: PagedBatch,
     *,
     lse: Tensor,
     return_lse: bool = False,
@@ -405,12 +395,8 @@ def append_attention(
 @overload
 def append_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor | None,
-    qo_indptr: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    kv_lens: Tensor,
+    cache: PagedKv,
+    batch: PagedBatch,
     *,
     lse: Tensor | None = None,
     return_lse: Literal[True],
@@ -419,12 +405,8 @@ def append_attention(
 @overload
 def append_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor | None,
-    qo_indptr: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    kv_lens: Tensor,
+    cache: PagedKv,
+    batch: PagedBatch,
     *,
     lse: Tensor | None = None,
     return_lse: bool = False,
@@ -432,23 +414,15 @@ def append_attention(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def append_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor | None,
-    qo_indptr: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    kv_lens: Tensor,
+    cache: PagedKv,
+    batch: PagedBatch,
     *,
     sm_scale: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool = True,
     sinks: Tensor | None = None,
-    mask: Tensor | None = None,
-    mask_starts: Tensor | None = None,
-    k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
-    prefix_leaders: Tensor | None = None,
-    prefix_lens: Tensor | None = None,
+    mask: AttentionMask | None = None,
+    prefixes: PrefixTensors | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     return_lse: bool = False,
@@ -474,11 +448,11 @@ def append_attention(
     Keys and values of 8-bit caches are elements times the scale of their token and head, as
     `rope_append_kv` writes them. The scales stay outside of the inner products::
 
-        score[t] = sum_d q[d] k_cache[t, d] * sm_scale * k_scales[t]
+        score[t] = sum_d q[d] k[t, d] * sm_scale * k_scales[t]
         p = softmax(score)
-        out[d] = sum_t (p[t] v_scales[t]) v_cache[t, d]
+        out[d] = sum_t (p[t] v_scales[t]) v[t, d]
 
-    Without a `v_cache` attention is latent (MLA): a token has one key of 576 elements for all query
+    Without `cache.v` attention is latent (MLA): a token has one key of 576 elements for all query
     heads. Its first 512 elements, the latent, are also its value; the last 64 are rotated. The
     caller absorbs the queries and expands the output of each head afterwards::
 
@@ -493,11 +467,11 @@ def append_attention(
     declared as groups, in levels from the widest to the narrowest, so that shared pages are read
     once for all of their rows instead of once per request::
 
-        requests           a    b    c    d    e      a to e begin with the same 100 tokens,
-        prefix_leaders = [[0,   0,   0,   0,   0],    a and b with the same 300,
-                          [0,   0,   2,   3,   3]]    d and e with the same 200
-        prefix_lens    = [[100, 100, 100, 100, 100],
-                          [300, 300, 0,   200, 200]]
+        requests             a    b    c    d    e      a to e begin with the same 100 tokens,
+        prefixes.leaders = [[0,   0,   0,   0,   0],    a and b with the same 300,
+                            [0,   0,   2,   3,   3]]    d and e with the same 200
+        prefixes.lens    = [[100, 100, 100, 100, 100],
+                            [300, 300, 0,   200, 200]]
 
     The groups change the schedule only: the result is the same bit for bit. A declared prefix is
     shared only if that saves more reading than it costs; on CUDA declaring any prefix takes two
@@ -506,17 +480,13 @@ def append_attention(
     Args:
         q: [rows, num_qo_heads, head_dim], float32, bfloat16 or float16. Rows may be strided.
             head_dim is 64, 96, 128 or 256; 576 for latent attention.
-        k_cache: [num_pages, page_size, num_kv_heads, head_dim], dtype of `q`, int8 or
-            float8_e4m3fn; on CUDA the last two require a bfloat16 `q`. page_size is 16, 32 or 64;
-            num_kv_heads divides num_qo_heads. The two bit patterns of float8_e4m3fn for NaN are
-            read as 480 and -480. For latent attention num_kv_heads is 1 and the dtype that of `q`,
-            on CUDA bfloat16 or float16.
-        v_cache: as `k_cache`. None: latent attention.
-        qo_indptr: [batch + 1], int32. Rows qo_indptr[b] to qo_indptr[b + 1] belong to request b;
-            a request may have none. Rows past the last entry yield zeros and an lse of -inf.
-        kv_indptr: [batch + 1], int32. Start of each request's pages in `kv_indices`.
-        kv_indices: [pages], int32. Page ids, in order of position.
-        kv_lens: [batch], int32. Length of each request, its rows of this call included.
+        cache: keys and values, dtype of `q`, int8 or float8_e4m3fn; on CUDA the last two require a
+            bfloat16 `q`. page_size is 16, 32 or 64; num_kv_heads divides num_qo_heads. The two bit
+            patterns of float8_e4m3fn for NaN are read as 480 and -480. To use one scale per head,
+            repeat it in all slots. Without values attention is latent: num_kv_heads is 1 and the
+            dtype that of `q`, on CUDA bfloat16 or float16.
+        batch: rows and pages of every request. Rows past the last entry of `qo_indptr` yield zeros
+            and an lse of -inf.
         sm_scale: scale of the scores; finite, at least 0. None: 1 / sqrt(head_dim). Required for
             latent attention: the scale of the heads before absorption, 1 / sqrt(qk_nope_head_dim +
             64), times any factor of a scaled RoPE.
@@ -525,23 +495,10 @@ def append_attention(
         is_causal: rows see no position after their own.
         sinks: [num_qo_heads], float32. Not scaled by `sm_scale`; a sink of +inf makes rows NaN.
             None: no sinks.
-        mask: [rows, words], int32. Bit j % 32 of word j // 32 of a row says whether the row sees
-            the token at mask_starts[b] + j of its request b; tokens before that are seen, tokens
-            after the last bit are not. The mask only hides tokens that the row would otherwise
-            see. A row that sees no token gives zeros and an lse of -inf, or of its sink. None:
-            nothing is hidden.
-        mask_starts: [batch], int32. None: each request's first row, so that bit j stands for its
-            row j, as in the `ancestor_mask` of `build_tree`.
-        k_scales: [num_pages, page_size, num_kv_heads], float32. Required by 8-bit caches, None with
-            others. To use one scale per head, repeat it in all slots.
-        v_scales: as `k_scales`, for `v_cache`.
-        prefix_leaders: [levels, batch], int32. Requests with the same value on a level are a group.
-            They are neighbors, and the value is the index of the first. A group lies within one
-            group of the level before. None: no request shares anything.
-        prefix_lens: [levels, batch], int32. Number of leading tokens that the group shares: the
-            same value throughout the group, at least that of the level before and at most the
-            kv_len - qo_len (with a mask, also the `mask_starts`) of each request with rows. The
-            members must name the same pages for these tokens. Ignored for a group of one.
+        mask: hides tokens that a row would otherwise see. A row that sees no token gives zeros and
+            an lse of -inf, or of its sink. None: nothing is hidden.
+        prefixes: groups of requests that begin with the same pages. None: no request shares
+            anything.
         out: [rows, num_qo_heads, head_dim], dtype of `q`; [rows, num_qo_heads, 512] for latent
             attention. Allocated when absent.
         lse: [rows, num_qo_heads], float32. If passed, receives the natural log-sum-exp of the
@@ -573,16 +530,16 @@ def append_attention(
     Source: Dao et al. 2022 and 2023 (FlashAttention); Kwon et al. 2023 (paged KV); Xiao et al. 2023
         (attention sinks), OpenAI 2025 (gpt-oss); DeepSeek-AI 2024 (DeepSeek-V2: MLA, absorption).
     """
-    if out is None and v_cache is None:
-        out = empty(lambda: ((*q.shape[:-1], LATENT_DIM), None, q))
-    elif out is None:
-        out = empty(lambda: (q.shape, None, q))
+    if out is None:
+        out = empty(
+            lambda: (q.shape if cache.v is not None else (*q.shape[:-1], LATENT_DIM), None, q)
+        )
     if lse is None and return_lse:
         lse = empty(lambda: (q.shape[:2], torch.float32, q))
     if workspace is None:
         sizes = try_or_none(
             lambda: _workspace_size(
-                q.shape, k_cache.shape, kv_indices.shape[0], kv_lens.shape[0], q.device
+                q.shape, cache.k.shape, batch.kv_indices.shape[0], batch.kv_lens.shape[0], q.device
             )
         )
         if sizes and sizes[0]:
@@ -590,22 +547,14 @@ def append_attention(
             workspace[: sizes[1]] = 0
     _C.append_attention(
         q,
-        k_cache,
-        v_cache,
-        k_scales,
-        v_scales,
-        qo_indptr,
-        kv_indptr,
-        kv_indices,
-        kv_lens,
+        cache,
+        batch,
         sm_scale,
         sliding_window,
         is_causal,
         sinks,
         mask,
-        mask_starts,
-        prefix_leaders,
-        prefix_lens,
+        prefixes,
         out,
         lse,
         workspace,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specops import _C
 from specops._checks import check_int, check_kind, describe, empty, try_or_none
+from specops.argument_groups import PrefixTensors
 
 _CPU = torch.device("cpu")
 
@@ -274,6 +275,12 @@ class SharedPrefixes:
     prefix_leaders: Tensor
     prefix_lens: Tensor
     counts: Tensor
+
+    @property
+    def tensors(self) -> PrefixTensors:
+        """The groups as an argument of `append_attention`."""
+        levels = self.num_levels
+        return PrefixTensors(self.prefix_leaders[:levels], self.prefix_lens[:levels])
 
     @property
     def num_levels(self) -> int:

@@ -13,6 +13,12 @@ from torch import Tensor
 from specops import _C
 from specops._checks import check_int, check_kind, describe, empty, try_or_none
 from specops._huge_pages import ask_for_huge_pages
+from specops.argument_groups import (
+    ModuleRows as ModuleRows,
+)
+from specops.argument_groups import (
+    TokenTables as TokenTables,
+)
 from specops.quantization import (
     FP8_BLOCK,
     VALUE_DTYPES,
@@ -539,13 +545,8 @@ def swiglu_oai_mul(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def mtp_input(
-    row_to_request: Tensor,
-    positions: Tensor,
-    source_rows: Tensor,
-    slots: Tensor,
-    token_ids: Tensor,
-    lens: Tensor,
-    draft_token_ids: Tensor,
+    rows: ModuleRows,
+    tokens: TokenTables,
     embedding: Tensor,
     embedding_norm: Tensor,
     hidden_norm: Tensor,
@@ -569,14 +570,8 @@ def mtp_input(
     flattened_kept is `kept` with its first two dimensions merged. A row of no request is zeros.
 
     Args:
-        row_to_request: [rows], int32, from `batching.DraftIndices`; -1: no request.
-        positions: [rows], int32, from `batching.DraftIndices`.
-        source_rows: [rows], int32, from `batching.DraftIndices`.
-        slots: [batch], int32. Row of each request in the next three arguments.
-        token_ids: [num_slots, max_len], int32. Prompt and output of each request; rows may be
-            strided.
-        lens: [num_slots], int32. Number of tokens in each row of `token_ids`.
-        draft_token_ids: [num_slots, k], int32. Drafts after those tokens; -1: no draft.
+        rows: rows of the pass.
+        tokens: tokens and drafts of every request.
         embedding: [vocab, width], float32, bfloat16 or float16.
         embedding_norm: [width], dtype of `embedding`.
         hidden_norm: [width], dtype of `embedding`.
@@ -605,19 +600,14 @@ def mtp_input(
     if out is None:
         out = empty(
             lambda: (
-                (row_to_request.numel(), 2 * embedding.shape[1]),
+                (rows.row_to_request.numel(), 2 * embedding.shape[1]),
                 None,
                 embedding,
             )
         )
     _C.mtp_input(
-        row_to_request,
-        positions,
-        source_rows,
-        slots,
-        token_ids,
-        lens,
-        draft_token_ids,
+        rows,
+        tokens,
         embedding,
         embedding_norm,
         hidden_norm,

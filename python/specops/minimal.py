@@ -32,7 +32,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -40,21 +40,13 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from specops import attention, batching, dense, sampling
+from specops.attention import PagedBatch
 from specops.dense import PackedWeight
 from specops.ngram import ngram_propose
 
 BUNDLED = Path(__file__).parent / "assets"
 PAGE_SIZE = 16  # tokens
 NO_LOGITS, LAST_ROW, ALL_ROWS = batching.OutputMode  # which rows of a request get logits
-
-
-class Sequences(NamedTuple):
-    """The requests of a pass as attention sees them: their rows, pages and lengths."""
-
-    qo_indptr: Tensor  # int32 [batch + 1], rows of request b: qo_indptr[b] to qo_indptr[b + 1]
-    kv_indptr: Tensor  # int32 [batch + 1], its pages: kv_indices[kv_indptr[b] : kv_indptr[b + 1]]
-    kv_indices: Tensor  # int32 [pages]
-    kv_lens: Tensor  # int32 [batch], tokens in the cache, those of this pass included
 
 
 # ---- the model ----
@@ -109,7 +101,7 @@ class Layer:
         kv: Tensor,
         cache_slots: Tensor,
         positions: Tensor,
-        sequences: Sequences,
+        paged: PagedBatch,
     ) -> Tensor:
         """Add attention to `residual` in place, and return the output of the MLP.
 
@@ -118,13 +110,12 @@ class Layer:
         heads = dense.linear(normed, self.qkv).view(len(normed), -1, self.head_dim)
         sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         q, k, v = torch.split(heads, sizes, dim=1)
-        k_cache, v_cache = kv.unbind()
+        cache = attention.PagedKv(*kv.unbind())
         q = attention.rope_append_kv(
             q,
             k,
             v,
-            k_cache,
-            v_cache,
+            cache,
             cache_slots,
             positions,
             self.cos_sin,
@@ -132,7 +123,7 @@ class Layer:
             k_norm_weight=self.k_norm,
             norm_eps=self.eps,
         )
-        attended = attention.append_attention(q, k_cache, v_cache, *sequences)
+        attended = attention.append_attention(q, cache, paged)
         branch = dense.linear(attended.flatten(1), self.o)
         normed = dense.rms_norm(branch, self.mlp_norm, self.eps, residual=residual)
         return dense.linear(dense.linear(normed, self.gate_up), self.down)
@@ -176,16 +167,14 @@ class Model:
         input_ids: Tensor,
         kv: Sequence[Tensor],
         rows: batching.BatchIndices,
-        sequences: Sequences,
+        paged: PagedBatch,
     ) -> Tensor:
         """Run all rows through all layers, and return their hidden states after the final norm."""
         residual = dense.embedding(input_ids, self.embedding)
         normed = dense.rms_norm(residual, self.layers[0].input_norm, self.eps)
         norms = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
         for layer, layer_kv, next_norm in zip(self.layers, kv, norms, strict=True):
-            branch = layer.run(
-                residual, normed, layer_kv, rows.cache_slots, rows.positions, sequences
-            )
+            branch = layer.run(residual, normed, layer_kv, rows.cache_slots, rows.positions, paged)
             normed = dense.rms_norm(branch, next_norm, self.eps, residual=residual)
         return normed
 
@@ -205,7 +194,7 @@ class MtpModule:
         self.head_norm = tensors[f"{prefix}shared_head.norm.weight"]
 
     def forward(
-        self, pairs: Tensor, kv: Tensor, rows: batching.DraftIndices, sequences: Sequences
+        self, pairs: Tensor, kv: Tensor, rows: batching.DraftIndices, paged: PagedBatch
     ) -> Tensor:
         """Return the hidden states from which the LM head computes logits.
 
@@ -214,7 +203,7 @@ class MtpModule:
         """
         residual, eps = dense.linear(pairs, self.projection), self.layer.eps
         normed = dense.rms_norm(residual, self.layer.input_norm, eps)
-        branch = self.layer.run(residual, normed, kv, rows.cache_slots, rows.positions, sequences)
+        branch = self.layer.run(residual, normed, kv, rows.cache_slots, rows.positions, paged)
         return dense.rms_norm(branch, self.head_norm, eps, residual=residual)
 
 
@@ -342,8 +331,8 @@ class MinimalEngine:
         )
 
         # The model computes all rows at once; a row's bits depend on its own request alone.
-        sequences = Sequences(rows.qo_indptr, *self.pages, kv_lens)
-        hidden = self.model.forward(input_ids, self.kv, rows, sequences)
+        paged = PagedBatch(rows.qo_indptr, *self.pages, kv_lens)
+        hidden = self.model.forward(input_ids, self.kv, rows, paged)
         logits = self.model.logits(batching.gather_output_rows(hidden, rows.output_rows))
 
         # At each row, the model's own choice is the argmax, or a sample that depends only on the
@@ -448,21 +437,16 @@ class MinimalEngine:
         )
         for index in range(self.num_drafts):
             pairs = dense.mtp_input(
-                indices.row_to_request,
-                indices.positions,
-                indices.source_rows,
-                slots,
-                self.token_ids,
-                self.lens,
-                self.drafts,
+                dense.ModuleRows(indices.row_to_request, indices.positions, indices.source_rows),
+                dense.TokenTables(slots, self.token_ids, self.lens, self.drafts),
                 self.model.embedding,
                 module.embed_norm,
                 module.hidden_norm,
                 states,
                 eps=self.model.eps,
             )
-            sequences = Sequences(indices.qo_indptr, *self.pages, indices.kv_lens)
-            states = module.forward(pairs, mtp_kv, indices, sequences)
+            paged = PagedBatch(indices.qo_indptr, *self.pages, indices.kv_lens)
+            states = module.forward(pairs, mtp_kv, indices, paged)
             last = batching.gather_output_rows(states, indices.last_rows)
             # The same random numbers as in verification make drafts agree with it more often.
             sampled = sampling.sample(

@@ -11,15 +11,16 @@ from itertools import pairwise
 
 import torch
 from specops import reference
+from specops.attention import PagedBatch, PagedKv
 from torch import Tensor
 
 
 def attend(q, caches, qo_indptr, kv_indptr, kv_indices, kv_lens, *, causal=True, **options):
     """Return out and the base-2 lse, as FlashInfer does."""
-    k, v = caches
+    cache = PagedKv(*caches)
     if causal:
-        where = (qo_indptr, kv_indptr, kv_indices, kv_lens)
-        out, lse = reference.append_attention(q, k, v, *where, **options)
+        batch = PagedBatch(qo_indptr, kv_indptr, kv_indices, kv_lens)
+        out, lse = reference.append_attention(q, cache, batch, **options)
         return out, lse / math.log(2)
     # Every row sees all of its group, as if it were alone after it.
     outs, lses = [], []
@@ -28,9 +29,8 @@ def attend(q, caches, qo_indptr, kv_indptr, kv_indices, kv_lens, *, causal=True,
         one = torch.tensor([0, 1], dtype=torch.int32)
         indptr, length = torch.tensor([0, len(pages)]).int(), kv_lens[group : group + 1]
         for row in range(int(start), int(end)):
-            out, lse = reference.append_attention(
-                q[row : row + 1], k, v, one, indptr, pages, length
-            )
+            batch = PagedBatch(one, indptr, pages, length)
+            out, lse = reference.append_attention(q[row : row + 1], cache, batch)
             outs.append(out)
             lses.append(lse / math.log(2))
     return torch.cat(outs), torch.cat(lses)

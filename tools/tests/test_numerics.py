@@ -259,11 +259,11 @@ def test_flushed_subnormal_codes_are_noticed(monkeypatch: pytest.MonkeyPatch, wh
     """As hardware would that takes a subnormal factor for zero: codes 1 to 7 and -1 to -7."""
     append = attention.append_attention
 
-    def flushed(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor, **keywords: Any) -> Any:
-        if k.dtype == torch.float8_e4m3fn:
+    def flushed(q: Tensor, cache: attention.PagedKv, *rest: Any, **keywords: Any) -> Any:
+        if cache.k.dtype == torch.float8_e4m3fn:
             small = lambda x: torch.where(x.float().abs() < 2.0**-6, 0.0, x.float()).to(x.dtype)  # noqa: E731
-            k, v = (small(k), v) if which == "k" else (k, small(v))
-        return append(q, k, v, *rest, **keywords)
+            cache = cache._replace(**{which: small(getattr(cache, which))})
+        return append(q, cache, *rest, **keywords)
 
     monkeypatch.setattr(attention, "append_attention", flushed)
     found = found_by(checks.codes_are_exact(machine()))

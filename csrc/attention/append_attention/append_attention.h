@@ -104,16 +104,16 @@ SPECOPS_HOST_DEVICE bool mask_allows(const AppendAttentionParams& params,
 }
 
 SPECOPS_FAULT(2003, kAttentionQoIndptr) =
-    "append_attention: qo_indptr must be non-decreasing from 0, at least the entry before it{ = #} "
-    "and at most the rows of q{ = #}";
+    "append_attention: batch.qo_indptr must be non-decreasing from 0, at least the entry before "
+    "it{ = #} and at most the rows of q{ = #}";
 SPECOPS_FAULT(2004, kAttentionKvIndptr) =
-    "append_attention: kv_indptr must be non-decreasing from 0, at least the entry before it{ = #} "
-    "and at most the size of kv_indices{ = #}";
+    "append_attention: batch.kv_indptr must be non-decreasing from 0, at least the entry before "
+    "it{ = #} and at most the size of batch.kv_indices{ = #}";
 SPECOPS_FAULT(2005, kAttentionKvLens) =
-    "append_attention: kv_lens must be at least the request's rows{=#} and at most the slots of "
-    "its pages{=#}";
+    "append_attention: batch.kv_lens must be at least the request's rows{=#} and at most the slots "
+    "of its pages{=#}";
 SPECOPS_FAULT(2006, kAttentionPage) =
-    "append_attention: kv_indices must be in [0, num_pages{=#}) where a row sees the page";
+    "append_attention: batch.kv_indices must be in [0, num_pages{=#}) where a row sees the page";
 SPECOPS_FAULT(2012, kAttentionWorkspace) =
     "append_attention: workspace must begin with zeros, which every call leaves there, and serve "
     "one stream at a time, got a counter with too many arrivals";

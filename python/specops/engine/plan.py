@@ -34,7 +34,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroups:
-    """Groups of requests that begin with the same pages, as arguments of `append_attention`.
+    """Groups of requests that begin with the same pages, in the form of `PrefixTensors`.
 
     Attributes:
         leaders: int32 [levels, parts], the index of the first part of each part's group.

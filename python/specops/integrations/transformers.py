@@ -25,7 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from specops.attention import append_attention
+from specops.attention import PagedBatch, PagedKv, append_attention
 
 PAGE_SIZE = 64
 
@@ -347,14 +347,11 @@ def attention(
             f"{sliding_window}, got one of {mask.window} tokens"
         )
     q = query.transpose(1, 2).contiguous().view(batch * rows, num_heads, head_dim)
-    k_cache, v_cache = _pages(key, mask.slots), _pages(value, mask.slots)
+    cache = PagedKv(_pages(key, mask.slots), _pages(value, mask.slots))
     out = append_attention(
         q if mask.rows is None else q[mask.rows],
-        k_cache,
-        v_cache,
-        mask.qo_indptr,
-        *mask.page_table(len(k_cache)),
-        mask.kv_lens,
+        cache,
+        PagedBatch(mask.qo_indptr, *mask.page_table(len(cache.k)), mask.kv_lens),
         sm_scale=scaling,
         sliding_window=sliding_window,
         sinks=None if s_aux is None else s_aux.float(),

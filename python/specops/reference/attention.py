@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specops.argument_groups import AttentionMask, PagedBatch, PagedKv, PrefixTensors
+
 
 def rope_cos_sin(
     max_positions: int, rotary_dim: int, theta: float, scaling: Mapping[str, Any] | None = None
@@ -103,8 +105,7 @@ def rope_append_kv(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: PagedKv,
     cache_slots: Tensor,
     positions: Tensor,
     cos_sin: Tensor,
@@ -113,13 +114,12 @@ def rope_append_kv(
     q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
-    k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
 ) -> Tensor:
-    """Apply RMSNorm per head and RoPE to q and k; return q and write k and v to the caches.
+    """Apply RMSNorm per head and RoPE to q and k; return q and write k and v to the cache.
 
-    Computed in fp32 (fp64 for fp64). Caches and scales are changed in place.
+    Computed in fp32 (fp64 for fp64). The cache and its scales are changed in place.
     """
+    assert cache.v is not None
 
     def turn(x: Tensor, weight: Tensor | None) -> Tensor:
         x = x if weight is None else _normalised(x, weight, norm_eps)
@@ -127,15 +127,15 @@ def rope_append_kv(
 
     kept = cache_slots >= 0
     slots = cache_slots[kept]
-    for cache, scales, x in (
-        (k_cache, k_scales, turn(k, k_norm_weight)[kept]),
-        (v_cache, v_scales, v[kept]),
+    for written, scales, x in (
+        (cache.k, cache.k_scales, turn(k, k_norm_weight)[kept]),
+        (cache.v, cache.v_scales, v[kept]),
     ):
         if scales is None:
-            cache.flatten(0, 1)[slots] = x
+            written.flatten(0, 1)[slots] = x
             continue
-        elements, of_heads = quantized(x, cache.dtype)
-        _as_bits(cache)[slots] = elements.view(torch.uint8)
+        elements, of_heads = quantized(x, written.dtype)
+        _as_bits(written)[slots] = elements.view(torch.uint8)
         scales.flatten(0, 1)[slots] = of_heads
     return turn(q, q_norm_weight) * (positions >= 0)[:, None, None]
 
@@ -173,10 +173,7 @@ def expanded_attention(
     w_uk: Tensor,
     w_uv: Tensor,
     latent_cache: Tensor,
-    qo_indptr: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    kv_lens: Tensor,
+    batch: PagedBatch,
     *,
     sm_scale: float,
 ) -> tuple[Tensor, Tensor]:
@@ -187,6 +184,7 @@ def expanded_attention(
     rotated; w_uk: [num_qo_heads, nope, 512]; w_uv: [num_qo_heads, v_head_dim, 512]. The output is
     [rows, num_qo_heads, v_head_dim]. Computed in fp64 if `q_nope` is fp64, else in fp32.
     """
+    qo_indptr, kv_indptr, kv_indices, kv_lens = batch
     wide = torch.float64 if q_nope.dtype == torch.float64 else torch.float32
     out = q_nope.new_zeros(*q_nope.shape[:2], w_uv.shape[1])
     lse = torch.full(q_nope.shape[:2], -torch.inf, dtype=wide)
@@ -218,31 +216,25 @@ def expanded_attention(
 
 def append_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor | None,
-    qo_indptr: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    kv_lens: Tensor,
+    cache: PagedKv,
+    batch: PagedBatch,
     *,
     sm_scale: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool = True,
     sinks: Tensor | None = None,
-    mask: Tensor | None = None,
-    mask_starts: Tensor | None = None,
-    k_scales: Tensor | None = None,
-    v_scales: Tensor | None = None,
-    prefix_leaders: Tensor | None = None,
-    prefix_lens: Tensor | None = None,
+    mask: AttentionMask | None = None,
+    prefixes: PrefixTensors | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of each request in fp32 (fp64 for fp64), rounded once; return out and lse.
 
     A score is multiplied by the scale of its key, and a probability by the scale of its value. A
-    sink is an extra logit in the softmax denominator. `prefix_leaders` and `prefix_lens` are
-    ignored: shared prefixes change no result. Without `v_cache`, the values are the first
-    LATENT_DIM elements of the keys; `expanded_attention` computes that case without absorption.
+    sink is an extra logit in the softmax denominator. `prefixes` is ignored: shared prefixes change
+    no result. Without `cache.v`, the values are the first LATENT_DIM elements of the keys;
+    `expanded_attention` computes that case without absorption.
     """
+    k_cache, v_cache, k_scales, v_scales = cache
+    qo_indptr, kv_indptr, kv_indices, kv_lens = batch
     if v_cache is None:
         v_cache = k_cache[..., :LATENT_DIM]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -265,8 +257,8 @@ def append_attention(
         if sliding_window is not None:
             seen &= column > position - sliding_window
         if mask is not None:
-            start = int(position[0]) if mask_starts is None else int(mask_starts[request])
-            bits = (mask[begin:end, :, None] >> torch.arange(32)) & 1
+            start = int(position[0]) if mask.starts is None else int(mask.starts[request])
+            bits = (mask.bits[begin:end, :, None] >> torch.arange(32)) & 1
             allowed = torch.nn.functional.pad(bits.flatten(1).bool(), (0, kv_len))
             place = column - start
             seen &= (place < 0) | allowed[:, place.clamp(0, allowed.shape[1] - 1)]

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specops.argument_groups import ModuleRows, TokenTables
 from specops.quantization import QuantizedWeight
 
 
@@ -246,13 +247,8 @@ def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
 
 
 def mtp_input(
-    row_to_request: Tensor,
-    positions: Tensor,
-    source_rows: Tensor,
-    slots: Tensor,
-    token_ids: Tensor,
-    lens: Tensor,
-    draft_token_ids: Tensor,
+    rows: ModuleRows,
+    tokens: TokenTables,
     embedding: Tensor,
     embedding_norm: Tensor,
     hidden_norm: Tensor,
@@ -267,9 +263,11 @@ def mtp_input(
     """Return [rows, 2 * width]: a normalized embedding beside a normalized hidden state.
 
     The embedding is that of the token `ahead` positions after the row. It is zeros if there is no
-    such token, and at position 0 with mask_first_position. `source_rows` selects the hidden state.
-    Rows of no request are zeros.
+    such token, and at position 0 with mask_first_position. `rows.source_rows` selects the hidden
+    state. Rows of no request are zeros.
     """
+    row_to_request, positions, source_rows = rows
+    slots, token_ids, lens, draft_token_ids = tokens
     out = embedding.new_zeros(len(positions), 2, embedding.shape[1])
     for row, request in enumerate(row_to_request.tolist()):
         if request < 0:

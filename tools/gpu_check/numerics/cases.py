@@ -156,7 +156,8 @@ def rope_append_kv(generator: torch.Generator, move: Move) -> Call:
 
     def call() -> list[Tensor]:
         caches = [torch.zeros(shape, dtype=dtype, device=q.device) for _ in range(2)]
-        return [attention.rope_append_kv(q, k, v, *caches, slots, positions, cos_sin), *caches]
+        cache = attention.PagedKv(*caches)
+        return [attention.rope_append_kv(q, k, v, cache, slots, positions, cos_sin), *caches]
 
     return call
 
@@ -166,23 +167,28 @@ class PagedCase:
     """A random call of `append_attention`, without the arguments that a check varies."""
 
     q: Tensor
-    caches: tuple[Tensor, Tensor | None]
-    where: tuple[Tensor, Tensor, Tensor, Tensor]  # qo_indptr, kv_indptr, kv_indices, kv_lens
-    scales: dict[str, Any]  # scales of 8-bit caches; for latents, the softmax scale
+    cache: attention.PagedKv
+    batch: attention.PagedBatch
+    sm_scale: float | None = None  # for latents
 
-    def call(self, **keywords: Tensor | None) -> list[Tensor]:
+    def call(self, **keywords: Any) -> list[Tensor]:
         """Run the call and return out and lse."""
         return list(
             attention.append_attention(
-                self.q, *self.caches, *self.where, return_lse=True, **self.scales, **keywords
+                self.q,
+                self.cache,
+                self.batch,
+                sm_scale=self.sm_scale,
+                return_lse=True,
+                **keywords,
             )
         )
 
     def workspace_size(self) -> int:
         """Return the workspace size in floats."""
-        batch, num_pages = self.where[3].shape[0], self.where[2].shape[0]
+        batch, num_pages = self.batch.kv_lens.shape[0], self.batch.kv_indices.shape[0]
         return attention.attention_workspace_size(
-            self.q.shape, self.caches[0].shape, num_pages, batch, self.q.device
+            self.q.shape, self.cache.k.shape, num_pages, batch, self.q.device
         )
 
 
@@ -215,21 +221,23 @@ def paged_case(
     shape = (total, page_size, 1 if is_latent else kv_heads, head_dim)
     q = _randn(generator, int(qo_lens.sum()), group * kv_heads, head_dim, dtype=dtype)
     caches = [_randn(generator, *shape, dtype=dtype) for _ in range(2)]
-    scales: dict[str, Any] = {"sm_scale": 192**-0.5} if is_latent else {}
+    scales: list[Tensor] = []
     if cache_dtype:
         caches = [(cache * 30).clamp(-120, 120).to(cache_dtype) for cache in caches]
-        for name in ("k_scales", "v_scales"):
-            scales[name] = move(torch.rand(shape[:3], generator=generator) / 30)
+        scales = [move(torch.rand(shape[:3], generator=generator) / 30) for _ in range(2)]
     where = (
         torch.cat([_ints(0), qo_lens.cumsum(0)]).int(),
         torch.cat([_ints(0), pages.cumsum(0)]).int(),
         torch.randperm(total, generator=generator).int(),
         kv_lens,
     )
-    qo_indptr, kv_indptr, kv_indices, lens = (move(tensor) for tensor in where)
-    where = (qo_indptr, kv_indptr, kv_indices, lens)
     values = None if is_latent else move(caches[1])
-    return PagedCase(move(q), (move(caches[0]), values), where, scales)
+    return PagedCase(
+        move(q),
+        attention.PagedKv(move(caches[0]), values, *scales),
+        attention.PagedBatch(*(move(tensor) for tensor in where)),
+        192**-0.5 if is_latent else None,
+    )
 
 
 def append_attention(generator: torch.Generator, move: Move) -> Call:

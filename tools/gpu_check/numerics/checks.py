@@ -2,7 +2,7 @@
 """Numeric checks; each yields its trials lazily."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from specops import attention, dense, sampling
@@ -13,7 +13,6 @@ from tools.gpu_check.numerics.cases import (
     LATENT_KEY,
     OPS,
     Op,
-    PagedCase,
     paged_case,
 )
 from tools.gpu_check.numerics.machines import Machine
@@ -202,10 +201,10 @@ def _rows_of_attention(device: Machine, sizes: Sizes) -> Iterator[Pair]:
             _generator(seed), device.move, most_tokens=2000, qo_len=5, cache_dtype=kind
         )
         whole = device.run(case.call)
-        qo_indptr, *rest = case.where
+        qo_indptr = case.batch.qo_indptr
         last = case.q[qo_indptr[1:].long() - 1]
-        batch = torch.arange(len(qo_indptr), dtype=torch.int32, device=device.device)
-        one = PagedCase(last, case.caches, (batch, *rest), case.scales)
+        single = torch.arange(len(qo_indptr), dtype=torch.int32, device=device.device)
+        one = replace(case, q=last, batch=case.batch._replace(qo_indptr=single))
         rows = qo_indptr[1:].long().cpu() - 1
         yield [result[rows] for result in whole], device.run(one.call)
 
@@ -267,11 +266,12 @@ def _codes(device: Machine, kind: torch.dtype) -> Iterator[Pair]:
         batch = q.shape[0]
         counts = device.move(torch.arange(batch + 1, dtype=torch.int32))
         lens = device.move(torch.full((batch,), length, dtype=torch.int32))
-        moved = [device.move(x) for x in (q.bfloat16(), k, v)]
-        scales = {"k_scales": ones, "v_scales": ones} if k.dtype == kind else {}
-        where = (counts, counts, device.move(pages.int()), lens)
+        rows, keys, values = (device.move(x) for x in (q.bfloat16(), k, v))
+        scales = [ones, ones] if k.dtype == kind else []
+        cache = attention.PagedKv(keys, values, *scales)
+        paged = attention.PagedBatch(counts, counts, device.move(pages.int()), lens)
         return device.run(
-            lambda: list(attention.append_attention(*moved, *where, return_lse=True, **scales))
+            lambda: list(attention.append_attention(rows, cache, paged, return_lse=True))
         )
 
     # Keys: a one-hot query reads one element as its score. With a single token, the output is its
@@ -322,13 +322,13 @@ def _largest(device: Machine, is_small: bool) -> Iterator[tuple[str, Callable[[]
         for head_dim in (64, 96, 128, 256, *of_latents):
             subject = f"append_attention {_name(dtype)} {head_dim}"
             case = paged_case(_generator(0), device.move, head_dim=head_dim, dtype=dtype, qo_len=9)
-            batch = case.where[3].shape[0]
+            batch = case.batch.kv_lens.shape[0]
             nothing = torch.zeros(1, batch, dtype=torch.int32, device=device.device)
             leaders = torch.arange(batch, dtype=torch.int32, device=device.device)[None]
-            prefixes = {"prefix_leaders": leaders, "prefix_lens": nothing}
+            prefixes = attention.PrefixTensors(leaders, nothing)
             small = torch.zeros(1, device=device.device)
             yield subject, case.call
-            yield f"{subject}, prefixes", lambda case=case, given=prefixes: case.call(**given)
+            yield f"{subject}, prefixes", lambda case=case, p=prefixes: case.call(prefixes=p)
             yield f"{subject}, no workspace", lambda case=case, w=small: case.call(workspace=w)
         for rows in (1, 8, 16, 64, 200):
             x = device.move(torch.randn(rows, 128).to(dtype))

@@ -136,8 +136,7 @@ class DraftModelHead(StackHead):
             kv_indices=rows.kv_indices,
             kv_lens=rows.kv_lens,
             slots=rows.slots,
-            prefix_leaders=rows.prefix_leaders,
-            prefix_lens=rows.prefix_lens,
+            prefixes=rows.prefixes,
             workspace=rows.workspace,
             sums=rows.sums,
         )

@@ -469,10 +469,10 @@ class RecurrentStep(DrafterStep):
 
     def _pass(self, target: TargetStep, indices: DraftIndices, source_rows: Tensor) -> DraftRows:
         kv_lens, skipped = indices.kv_lens, self.num_skipped
-        prefix_leaders, prefix_lens = target.prefix_leaders, target.prefix_lens
+        prefixes = target.prefixes
         if skipped is not None:
             # Some page lists now begin later, so they do not start with the shared prefix.
-            prefix_leaders = prefix_lens = None
+            prefixes = None
             kv_lens = self._drafter.arrays.kv_lens[: skipped.shape[0]]
             torch.sub(indices.kv_lens, skipped, out=kv_lens)
             kv_lens.clamp_(min=0)  # negative for requests without rows
@@ -483,8 +483,7 @@ class RecurrentStep(DrafterStep):
             kv_indptr=self._kv_indptr_seen,
             kv_indices=target.kv_indices,
             kv_lens=kv_lens,
-            prefix_leaders=prefix_leaders,
-            prefix_lens=prefix_lens,
+            prefixes=prefixes,
             workspace=target.workspace,
             sums=target.sums,
             row_to_request=indices.row_to_request,

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from specops.attention import PagedBatch, PrefixTensors
+
 
 @dataclass(slots=True, kw_only=True)
 class LayerBatch:
@@ -17,14 +19,17 @@ class LayerBatch:
     kv_indices: Tensor  # int32 [pages], page numbers of each request in turn
     kv_lens: Tensor  # int32 [batch]
     slots: Tensor | None = None  # int32 [batch]; only needed by models with per-slot states
-    # Shared prefixes as in `PrefixGroups`, both int32 [levels, batch]; None: none are shared.
-    prefix_leaders: Tensor | None = None
-    prefix_lens: Tensor | None = None
+    prefixes: PrefixTensors | None = None  # None: no shared prefixes
     # Both float32, reused by all layers; None: each layer allocates its own.
     workspace: Tensor | None = None  # [workspace_size()], for attention
     sums: Tensor | None = None  # [sums_size()], for linear layers
     # False: a row attends to all positions of its request, as in a block drafter.
     is_causal: bool = True
+
+    @property
+    def paged(self) -> PagedBatch:
+        """Rows and pages of the requests, as an argument of `append_attention`."""
+        return PagedBatch(self.qo_indptr, self.kv_indptr, self.kv_indices, self.kv_lens)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -11,6 +11,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from specops.attention import PagedKv
+
 
 class KvBytes(NamedTuple):
     """Memory that the caches of layers take.
@@ -179,6 +181,11 @@ class LayerKv:
     # Float32 [num_pages, page_size, num_kv_heads]; None: the cache is not 8-bit.
     k_scales: Tensor | None = None
     v_scales: Tensor | None = None
+
+    @property
+    def paged(self) -> PagedKv:
+        """The tensors as an argument of the ops of `specops.attention`."""
+        return PagedKv(self.k, self.v, self.k_scales, self.v_scales)
 
     @cached_property
     def pairs(self) -> list[tuple[Tensor, Tensor | None]]:

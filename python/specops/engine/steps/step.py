@@ -16,6 +16,7 @@ from torch import Tensor
 
 import specops
 from specops import batching, sampling
+from specops.attention import PrefixTensors
 from specops.batching import BatchIndices
 from specops.engine.device import raise_reported
 from specops.engine.drafters.base import TargetStep
@@ -231,7 +232,9 @@ class Step:
     def _bind_model(self, scratch: Scratch) -> None:
         """Collect the tensors that the model takes."""
         arrays, indices = self.arrays, self._indices
-        has_prefixes = self.shape.prefix_levels > 0
+        prefixes = None
+        if self.shape.prefix_levels > 0:
+            prefixes = PrefixTensors(arrays.prefix_leaders.device, arrays.prefix_lens.device)
         self._rows: dict[str, Any] = {
             "positions": indices.positions,
             "cache_slots": indices.cache_slots,
@@ -240,8 +243,7 @@ class Step:
             "kv_indices": arrays.kv_indices.device,
             "kv_lens": self._row.kv_lens,
             "slots": self._row.slots,
-            "prefix_leaders": arrays.prefix_leaders.device if has_prefixes else None,
-            "prefix_lens": arrays.prefix_lens.device if has_prefixes else None,
+            "prefixes": prefixes,
             "workspace": scratch.workspace.device,
             "sums": scratch.sums.device if scratch.sums.device.numel() else None,
         }

@@ -23,7 +23,12 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-from specops.attention import append_attention, attention_workspace_size
+from specops.attention import (
+    PagedBatch,
+    PagedKv,
+    append_attention,
+    attention_workspace_size,
+)
 from specops.integrations.vllm import threads
 
 HEAD_DIMS = [64, 96, 128, 256]
@@ -265,12 +270,13 @@ class SpecopsAttentionImpl(AttentionImpl):  # type: ignore[misc]
             _write(pages.slots, key[:num_tokens], value[:num_tokens], attn_metadata.slots)
         append_attention(
             query,
-            pages.keys,
-            pages.values,
-            attn_metadata.qo_indptr,
-            attn_metadata.kv_indptr,
-            attn_metadata.kv_indices,
-            attn_metadata.kv_lens,
+            PagedKv(pages.keys, pages.values),
+            PagedBatch(
+                attn_metadata.qo_indptr,
+                attn_metadata.kv_indptr,
+                attn_metadata.kv_indices,
+                attn_metadata.kv_lens,
+            ),
             sm_scale=self.scale,
             sliding_window=self.sliding_window,
             is_causal=attn_metadata.causal,

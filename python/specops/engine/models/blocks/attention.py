@@ -94,14 +94,12 @@ class Attention(AttentionBlock):
         self, x: Tensor, batch: LayerBatch, cache: LayerKv, views: AttentionViews
     ) -> None:
         """Write the keys and values of the rows to the cache; also rotate the queries for `run`."""
-        assert cache.v is not None
         dense.linear(x, self._qkv, self._qkv_bias, out=views.qkv, workspace=batch.sums)
         attention.rope_append_kv(
             views.q,
             views.k,
             views.v,
-            cache.k,
-            cache.v,
+            cache.paged,
             batch.cache_slots,
             batch.positions,
             self._cos_sin,
@@ -109,8 +107,6 @@ class Attention(AttentionBlock):
             q_norm_weight=self._q_norm,
             k_norm_weight=self._k_norm,
             norm_eps=self._norm_eps,
-            k_scales=cache.k_scales,
-            v_scales=cache.v_scales,
             q_out=views.q_rotated,
         )
 
@@ -121,20 +117,13 @@ class Attention(AttentionBlock):
         self.append_kv(x, batch, cache, views)
         attention.append_attention(
             views.q_rotated,
-            cache.k,
-            cache.v,
-            batch.qo_indptr,
-            batch.kv_indptr,
-            batch.kv_indices,
-            batch.kv_lens,
+            cache.paged,
+            batch.paged,
             sm_scale=self._sm_scale,
             sliding_window=self.sliding_window,
             is_causal=batch.is_causal or self._is_causal,
-            k_scales=cache.k_scales,
-            v_scales=cache.v_scales,
-            prefix_leaders=batch.prefix_leaders,
-            prefix_lens=batch.prefix_lens,
             sinks=self._sinks,
+            prefixes=batch.prefixes,
             out=views.attended,
             workspace=batch.workspace,
         )

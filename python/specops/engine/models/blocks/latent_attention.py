@@ -150,16 +150,11 @@ class LatentAttention(AttentionBlock):
         self.append_kv(x, batch, cache, views)
         attention.append_attention(
             views.absorbed,
-            cache.k,
-            None,
-            batch.qo_indptr,
-            batch.kv_indptr,
-            batch.kv_indices,
-            batch.kv_lens,
+            cache.paged,
+            batch.paged,
             sm_scale=self._config.sm_scale,
             is_causal=batch.is_causal,
-            prefix_leaders=batch.prefix_leaders,
-            prefix_lens=batch.prefix_lens,
+            prefixes=batch.prefixes,
             out=views.attended,
             workspace=batch.workspace,
         )

@@ -116,13 +116,8 @@ class Eagle3(StateHead):
         self.reserve(num_rows)
         rows = self.activations.first(num_rows)
         pairs = dense.mtp_input(
-            batch.row_to_request,
-            batch.positions,
-            batch.source_rows,
-            batch.slots,
-            batch.token_ids,
-            batch.lens,
-            batch.draft_token_ids,
+            dense.ModuleRows(batch.row_to_request, batch.positions, batch.source_rows),
+            dense.TokenTables(batch.slots, batch.token_ids, batch.lens, batch.draft_token_ids),
             weights.parts.embedding,
             self.layers[0].input_norm.weight,
             weights.hidden_norm.weight,

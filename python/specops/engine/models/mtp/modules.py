@@ -123,13 +123,8 @@ class MtpModules(LayerStack):
         self.reserve(num_rows)
         rows = self.activations.first(num_rows)
         pairs = dense.mtp_input(
-            batch.row_to_request,
-            batch.positions,
-            batch.source_rows,
-            batch.slots,
-            batch.token_ids,
-            batch.lens,
-            batch.draft_token_ids,
+            dense.ModuleRows(batch.row_to_request, batch.positions, batch.source_rows),
+            dense.TokenTables(batch.slots, batch.token_ids, batch.lens, batch.draft_token_ids),
             self._embedding,
             module.embed_norm.weight,
             module.hidden_norm.weight,
