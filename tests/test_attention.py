@@ -495,6 +495,31 @@ def test_append_attention_refuses_invalid_heads(device: str) -> None:
         attention.append_attention(*replace(batch, **swapped).arguments())
 
 
+@pytest.mark.parametrize(
+    "batch,tokens,rows,heads",
+    [
+        (1, 1 << 20, 8, 64),
+        (1, 512 << 10, 8, 64),
+        (1, 256 << 10, 17, 64),
+        (4, 256 << 10, 8, 64),
+        (8, 128 << 10, 8, 64),
+        (32, 32 << 10, 8, 64),
+        (64, 32 << 10, 5, 32),
+    ],
+)
+def test_workspace_has_room_to_split_long_contexts(
+    device: str, batch: int, tokens: int, rows: int, heads: int
+) -> None:
+    """Each chunk of 2,048 tokens stores a state for each row and head; a request needs them all."""
+    if device == "cpu":
+        pytest.skip("CPU threads divide requests in another way")
+    pages = batch * tokens // 16
+    size = attention.attention_workspace_size(
+        (batch * rows, heads, 128), (pages, 16, 8, 128), pages, batch, torch.device("cpu")
+    )
+    assert size >= batch * (tokens // 2048) * rows * heads * (128 + 2)
+
+
 def test_attention_workspace_size_refuses_invalid_arguments(device: str) -> None:
     def refused(message: str, *changes: Any) -> None:
         good = [(3, 4, 64), (9, 16, 2, 64), 9, 2, "cpu"]

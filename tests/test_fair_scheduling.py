@@ -388,7 +388,9 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def engine_of(name: str, **config: Any) -> Engine:
     own = METHODS.get(name, {})
-    speculative = SpeculativeConfig.from_dict({"method": name, **own})
+    # Selected drafts would depend on measured times, and so would the number of paused steps.
+    fixed = {"method": name, "adaptive_verification": False}
+    speculative = SpeculativeConfig.from_dict({**fixed, **own})
     return make(speculative, max_num_seqs=16, **config)
 
 
@@ -433,7 +435,7 @@ def test_paused_requests_continue_with_the_same_bits(
     done = complete_owned(engine, 24)
     assert [i for i, one in enumerate(done) if bits(one) != bits(expected[i])] == []
     # Few requests of the narrow engine decode at once, and without drafts their rows are free.
-    least = 200 if not limits else 5 if name != "naive" else 0
+    least = 100 if not limits else 3 if name != "naive" else 0
     assert engine.stats.num_paused_steps >= least
     assert engine.num_free_pages == engine.num_pages
     if name != "naive":

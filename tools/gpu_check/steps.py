@@ -12,21 +12,9 @@ from tools.cuda_toolkit import ROOT, find_nvcc, toolkit_root
 
 PARTS = ("facts", "numerics", "ablations", "bench", "sweeps", "peers", "tests", "sanitize")
 OP_TESTS = tuple(
-    f"tests/test_{name}.py"
-    for name in (
-        "attention",
-        "attention_8bit",
-        "batching",
-        "commit",
-        "dense",
-        "draft_batch",
-        "logits_processors",
-        "ngram",
-        "sampling",
-        "torch_ops",
-        "trees",
-        "verify",
-    )
+    f"tests/{path.name}"
+    for path in sorted(ROOT.glob("tests/test_*.py"))
+    if "device: str" in path.read_text()
 )
 TOOLS = ("memcheck", "racecheck", "initcheck")
 SANITIZER_ERROR = 9
@@ -193,7 +181,7 @@ def _pytest_plugins() -> tuple[str, ...]:
     command = [sys.executable, "-c", code.format(names=names)]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     cores = len(os.sched_getaffinity(0))
-    workers = ("-n", str(min(6, cores))) if told[0] == "True" else ()
+    workers = ("-n", str(min(12, cores))) if told[0] == "True" else ()
     limit = ("--timeout", "120", "--timeout-method", "thread") if told[1] == "True" else ()
     return workers + limit
 
