@@ -587,7 +587,7 @@ def test_device_fault_ends_the_requests_of_its_step(
     launch = engine._runner.launch
 
     def launching(plan: Any, **options: Any) -> None:
-        in_step.append({part.request_id for part in plan.parts})
+        in_step.append({part.request.request_id for part in plan.parts})
         launch(plan, **options)
 
     def failing(self: Transformer, *args: Any, **options: Any) -> Any:

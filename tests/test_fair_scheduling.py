@@ -173,7 +173,7 @@ def run(scheduler: Scheduler, steps: int, drafts: int = 0) -> list[Plan]:
             request.num_drafts = drafts
         plans.append(scheduler.schedule())
         for part in plans[-1].parts:
-            request = scheduler.at[part.slot]
+            request = part.request
             request.num_computed += part.num_rows - part.num_drafts
             if part.emits:
                 request.token_ids.append(1)
@@ -187,7 +187,7 @@ def rows_of(plan: Plan, client: str) -> int:
 
 
 def client_of(part: Part) -> str:
-    return part.request_id.rpartition("-")[0]
+    return part.request.request_id.rpartition("-")[0]
 
 
 @pytest.mark.parametrize("drafts", [0, 4])
@@ -446,18 +446,18 @@ def test_drafts_outlast_a_pause(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     engine = engine_of(name)
     had: dict[Request, list[int]] = {}
     verified = 0
-    collect, at = engine._runner.collect, engine._scheduler.at
+    collect = engine._runner.collect
 
     def watched(plan: Plan) -> Any:
         nonlocal verified
         for part in plan.parts:
-            request = at[part.slot]
+            request = part.request
             if request in had:
-                drafts = engine._drafting.drafts_of(part.slot, part.num_drafts).tolist()
+                drafts = engine._drafting.drafts_of(request.slot, part.num_drafts).tolist()
                 assert drafts == had.pop(request)
                 verified += bool(drafts)
         emitted = collect(plan)
-        for request in map(at.__getitem__, plan.paused):
+        for request in plan.paused:
             count = engine._drafting.num_proposed(request)
             drafts = engine._drafting.proposals.token_ids[request.slot, :count].tolist()
             assert had.setdefault(request, drafts) == drafts
@@ -475,18 +475,18 @@ def test_sampled_drafts_are_dropped_after_a_pause(
     """Modules sampled from probabilities of the last step; a request outside it drafts anew."""
     engine = engine_of("mtp")
     was_paused, dropped, num_drafts = set[Request](), 0, 0
-    launch, at = engine._runner.launch, engine._scheduler.at
+    launch = engine._runner.launch
 
     def watched(plan: Plan, **options: Any) -> None:
         nonlocal dropped, num_drafts
         for part in plan.parts:
-            request = at[part.slot]
+            request = part.request
             num_drafts += part.num_drafts
             if request in was_paused and request.params.temperature > 0:
                 was_paused.discard(request)
                 assert part.num_drafts == 0
                 dropped += 1
-        was_paused.update(map(at.__getitem__, plan.paused))
+        was_paused.update(plan.paused)
         launch(plan, **options)
 
     monkeypatch.setattr(engine._runner, "launch", watched)

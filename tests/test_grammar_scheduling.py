@@ -55,13 +55,12 @@ class Steps:
         return self.requests[index].grammar
 
     def note(self, indices: Any, rest: float = 0.0) -> None:
-        at = {index: self.requests[index] for index in indices}
-        for slot, request in at.items():
+        requests = [self.requests[index] for index in indices]
+        for request in requests:
             request.last_step += 1
-            request.slot = slot
         spent = sum(self.grammar(i).takes for i in indices if self.grammar(i) is not None)
-        parts = [Part("", slot, 1, 2, 1, 0, True, [2], one.pages) for slot, one in at.items()]
-        self.scheduler.note(Plan(parts=parts), at, spent + rest)
+        parts = [Part(request, 1, 1, 0, True) for request in requests]
+        self.scheduler.note(Plan(parts), spent + rest)
 
     def deferred(self, *indices: int, has_prompts: bool = False) -> set[int]:
         requests = [self.requests[index] for index in indices]

@@ -147,8 +147,7 @@ class Record:
         executed: list[tuple[int, Request]] = []
 
         def launching(plan: Plan, **options: Any) -> None:
-            at = engine._scheduler.at
-            emitting = [(row, at[part.slot]) for row, part in enumerate(plan.parts) if part.emits]
+            emitting = [(row, part.request) for row, part in enumerate(plan.parts) if part.emits]
             executed[:] = [(row, request) for row, request in emitting if request.draft_kv]
             launch(plan, **options)
 

@@ -428,10 +428,9 @@ class Engine:
     def _change_slots(self, plan: Plan) -> None:
         """Inform the runner of the requests that lost or got a slot for a step."""
         self.stats.num_preemptions += len(plan.stopped)
-        for request_id, slot in plan.stopped:
-            self._runner.stop(self._requests[request_id], slot)
-        for request_id, _ in plan.started:
-            request = self._requests[request_id]
+        for request, slot in plan.stopped:
+            self._runner.stop(request, slot)
+        for request in plan.started:
             if not request.was_preempted:
                 if self.config.enable_prefix_caching and request.prompt_logprobs is None:
                     self.stats.prefix_cache_queries += request.prompt_len
@@ -439,7 +438,7 @@ class Engine:
             try:
                 self._runner.start(request)
             except Exception as error:
-                plan.fail(request_id, error)
+                plan.fail(request.request_id, error)
 
     def _commit_and_draft(self, plan: Plan) -> list[RequestOutput]:
         """Commit the tokens of each request of a step, then let the drafters draft."""
@@ -450,13 +449,13 @@ class Engine:
         executed = self._spent[1] + time.perf_counter() - begun
         outputs: list[RequestOutput] = []
         for part, result in zip(plan.parts, emitted, strict=True):
-            request = self._scheduler.at[part.slot]
-            if part.request_id in plan.failed or request in self._aborted:
+            request = part.request
+            if request.request_id in plan.failed or request in self._aborted:
                 continue
             try:
-                outputs += self._take_over(request, part, result)
+                outputs += self._take_over(part, result)
             except Exception as error:
-                plan.fail(part.request_id, error)
+                plan.fail(request.request_id, error)
         self.stats.num_steps += 1
         self.stats.num_rows += plan.num_rows
         self.stats.num_paused_steps += len(plan.paused)
@@ -472,8 +471,9 @@ class Engine:
             self.stats.draft_seconds += time.perf_counter() - begun + within
         return outputs
 
-    def _take_over(self, request: Request, part: Part, result: Emitted) -> list[RequestOutput]:
+    def _take_over(self, part: Part, result: Emitted) -> list[RequestOutput]:
         """Commit a step's result to a request; return one output, or none inside its prompt."""
+        request = part.request
         for scores in result.prompt_scores:
             assert request.prompt_logprobs is not None
             request.prompt_logprobs.add(scores)
@@ -494,13 +494,13 @@ class Engine:
     def _release(self, plan: Plan) -> None:
         """Register full pages in the prefix cache, and remove the requests that have ended."""
         for part in plan.parts:
-            if part.request_id in plan.failed:
+            request = part.request
+            if request.request_id in plan.failed:
                 continue
-            request = self._scheduler.at[part.slot]
             try:
-                self._scheduler.register_full_pages(request, part)
+                self._scheduler.register_full_pages(part)
             except Exception as error:
-                plan.fail(part.request_id, error)
+                plan.fail(request.request_id, error)
                 continue
             if request.finish_reason is not None:
                 self._leave(request)

@@ -159,7 +159,6 @@ def measure_row_costs(
     runner.start(request)
     decode = _chunk(request, num_before, 1)
     decode.parts[0].emits = True
-    decode.parts[0].num_tokens = num_before + 1
     kinds = [decode, _chunk(request, num_before, 1), _chunk(request, num_before, num_rows)]
     kinds.append(_chunk(request, num_before, num_rows, num_alternatives))
     seconds = [math.inf] * len(kinds)
@@ -192,17 +191,7 @@ def _chunk(
 ) -> Plan:
     """Return a plan with one prompt chunk, scored if `num_alternatives` is given."""
     end = begin + num_rows
-    part = Part(
-        request.request_id,
-        request.slot,
-        begin,
-        num_tokens=len(request.token_ids),
-        num_rows=num_rows,
-        num_drafts=0,
-        emits=False,
-        token_ids=request.token_ids[begin:end],
-        pages=request.pages,
-    )
+    part = Part(request, begin, num_rows, num_drafts=0, emits=False)
     if num_alternatives is not None:
         requested = PromptLogprobs(request.token_ids, num_alternatives)
         requested.num_scored = begin
@@ -213,18 +202,7 @@ def _chunk(
 
 def _plan(request: Request, count: int) -> Plan:
     """Return a plan that verifies `count - 1` drafts."""
-    part = Part(
-        request.request_id,
-        request.slot,
-        begin=0,
-        num_tokens=1,
-        num_rows=count,
-        num_drafts=count - 1,
-        emits=True,
-        token_ids=request.token_ids,
-        pages=request.pages,
-    )
-    return Plan(parts=[part])
+    return Plan([Part(request, begin=0, num_rows=count, num_drafts=count - 1, emits=True)])
 
 
 def _line(seconds: dict[int, float], max_rows: int) -> list[float]:

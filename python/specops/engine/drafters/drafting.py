@@ -29,7 +29,6 @@ from specops.engine.drafters.base import (
     MethodUnavailable,
     Proposals,
     RequestsFailed,
-    Scheduled,
     StepResults,
 )
 from specops.engine.drafters.draft_probs import DraftProbTable
@@ -69,7 +68,7 @@ class Drafting:
         missing: by method name, why the method is not in `drafters`, in words that name no path.
         proposals: drafts for the next step, by slot.
         draft_probs: the distributions that drafts were drawn from.
-        scheduled: the parts of the step, in the form that drafters read.
+        parts: of the current step.
         num_failures: how often a drafter has raised. Steps made before a failure may not run again:
             a drafter's part may be missing from them, or be captured incompletely.
         failures: the same count by method, including zeros; "adaptive_verification" counts failures
@@ -105,8 +104,7 @@ class Drafting:
         self._selector: DraftSelector | None = None
         self._acceptance: dict[Request, RequestAcceptance] = {}  # requests with draft selection
         self._selected: dict[Request, list[float]] = {}  # confidences of the selected drafts
-        self._running: dict[int, Request] = {}  # by slot
-        self.scheduled: list[Scheduled] = []
+        self.parts: Sequence[Part] = []
         self._places: dict[int, int] = {}  # by slot, index of the request in the last step
         # Limit on drafts if the target keeps a state per draft; None: no limit.
         own = context.config.speculative_config
@@ -197,10 +195,10 @@ class Drafting:
             )
         )
 
-    def draft_prob_row(self, slot: int) -> int:
-        """Return the row of `draft_probs` that holds a slot's drafts; -1 if there is none."""
-        drafter = next(iter(self._running[slot].draft_stages), None)
-        return -1 if drafter is None else self.draft_probs.row(drafter, self._places[slot])
+    def draft_prob_row(self, request: Request) -> int:
+        """Return the row of `draft_probs` that holds a request's drafts; -1 if there is none."""
+        drafter = next(iter(request.draft_stages), None)
+        return -1 if drafter is None else self.draft_probs.row(drafter, self._places[request.slot])
 
     @property
     def has_unsaved(self) -> bool:
@@ -265,7 +263,6 @@ class Drafting:
         Returns:
             Whether memory that captured steps use has moved.
         """
-        self._running[request.slot] = request
         if not request.draft_stages:
             return False
         has_moved = request.speculative.num_speculative_tokens > self.width
@@ -379,12 +376,11 @@ class Drafting:
         """
         if not self._selected or self._selector is None:
             return
-        requests = [self._running.get(part.slot) for part in parts]
         seen = [
-            (self._acceptance[request], own[: part.num_drafts], count)
-            for request, part, count in zip(requests, parts, accepted, strict=True)
-            if part.num_drafts and request in self._acceptance  # not ended in the meantime
-            if (own := self._selected.get(request))
+            (self._acceptance[part.request], own[: part.num_drafts], count)
+            for part, count in zip(parts, accepted, strict=True)
+            if part.num_drafts and part.request in self._acceptance  # not ended in the meantime
+            if (own := self._selected.get(part.request))
         ]
         if not seen:
             return
@@ -401,10 +397,10 @@ class Drafting:
         """Return the first `count` drafts that a slot's request verifies, int32 [count]."""
         return self.proposals.token_ids[slot, :count]
 
-    def sources_of(self, slot: int, count: int) -> list[str]:
+    def sources_of(self, request: Request, count: int) -> list[str]:
         """Return the name of the drafter that proposed each of the first `count` drafts."""
-        places = self.proposals.stages[slot, :count].tolist()
-        stages = self._running[slot].speculative.draft_stages  # includes failed ones
+        places = self.proposals.stages[request.slot, :count].tolist()
+        stages = request.speculative.draft_stages  # includes failed ones
         names = (*(name for name, _ in stages), *reversed(COMPANIONS))  # -1: the first companion
         return [names[place] for place in places]
 
@@ -412,14 +408,10 @@ class Drafting:
         """Add the drafters' work after a step to its shape."""
         if not self.width:
             return shape
-        running = self._running
-        self.scheduled = [
-            Scheduled(running[one.slot], one.num_rows, one.num_drafts, one.emits, one.draft_limit)
-            for one in parts
-        ]
+        self.parts = parts
         work: list[tuple[str, Hashable]] = []
         for name, drafter in self.drafters.items():
-            key = self._ask(drafter, "plan", self.scheduled, shape)
+            key = self._ask(drafter, "plan", parts, shape)
             if key is not None:
                 work.append((name, key))
         # If only one drafter works on the device, the host knows the source of the drafts.
@@ -437,7 +429,7 @@ class Drafting:
                 if shape.reports_stages:
                     counts = results.int32(len(self.proposals.counts))
                 lose = partial(self.lose_all_of, drafter)
-                steps.append(WatchedStep(made, name, counts, lambda: self.scheduled, lose))
+                steps.append(WatchedStep(made, name, counts, lambda: self.parts, lose))
         return steps
 
     def read(
@@ -461,8 +453,8 @@ class Drafting:
         """
         if not self.width:  # no request has ever drafted
             return
-        proposals, running, draws = self.proposals, self._running, Feature.DRAFT_PROBS
-        kept = [slot for slot in plan.paused if not running[slot].features & draws]
+        proposals, draws = self.proposals, Feature.DRAFT_PROBS
+        kept = [request.slot for request in plan.paused if not request.features & draws]
         before = proposals.of_slots(kept) if kept else None
         proposals.confidences.fill(0)
         proposals.stages.fill(0)
@@ -472,7 +464,7 @@ class Drafting:
         if before is not None:
             proposals.put(kept, before)
         if self.draft_probs.probs is not None:
-            self._places = {part.slot: place for place, part in enumerate(plan.parts)}
+            self._places = {part.request.slot: place for place, part in enumerate(plan.parts)}
         for step in steps:
             step.read(proposals)
         for request in self._reporting():
@@ -483,7 +475,7 @@ class Drafting:
 
     def _reporting(self) -> list[Request]:
         """Return the requests of the step whose clients asked for the sources of drafts."""
-        requests = [part.request for part in self.scheduled]
+        requests = [part.request for part in self.parts]
         return [request for request in requests if request.params.report_drafts]
 
     def _attribute(self, request: Request, drafter: str, begin: int, end: int) -> int:
@@ -508,7 +500,7 @@ class Drafting:
         if not self.width:  # no request has ever drafted
             return
         step = StepResults(
-            parts=self.scheduled,
+            parts=plan.parts,
             proposals=self.proposals,
             fail=lambda request, error: plan.fail(request.request_id, error),
             **results,

@@ -22,7 +22,6 @@ from specops.engine.drafters.base import (
     DrafterStep,
     DrawnFrom,
     Proposals,
-    Scheduled,
     StepResults,
     TargetStep,
     stage_limit,
@@ -34,6 +33,7 @@ from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape, bucket
 from specops.engine.models import CacheCapacity, KvBytes
+from specops.engine.plan import Part
 from specops.engine.request import Request
 from specops.sampling import LogitsProcessors, Purpose, SampleOutputs, SamplingTensors
 
@@ -169,7 +169,7 @@ class RecurrentDrafter(Drafter):
         """Drop per-slot progress; shared pages track their own draft KV."""
         self._progress.pop(slot, None)
 
-    def plan(self, parts: Sequence[Scheduled], shape: StepShape) -> Hashable | None:
+    def plan(self, parts: Sequence[Part], shape: StepShape) -> Hashable | None:
         """Plan for which requests and rows the head runs; states of all requests are kept."""
         if not self._progress:
             return None
@@ -257,7 +257,7 @@ class RecurrentDrafter(Drafter):
             # Rows that do not see their whole prefix cannot be shared with other requests.
             request.num_final_draft_kv = 0 if progress.begin else progress.num_drafted
 
-    def progress_of(self, part: Scheduled) -> _Progress | None:
+    def progress_of(self, part: Part) -> _Progress | None:
         """Return how far the head is with a request; None: a request of another method."""
         return self._progress.get(part.request.slot)
 
@@ -302,7 +302,7 @@ class RecurrentStep(DrafterStep):
         self._processors: LogitsProcessors | None
         self._target: TargetStep | None = None
 
-    def fill(self, parts: Sequence[Scheduled]) -> None:
+    def fill(self, parts: Sequence[Part]) -> None:
         """Write the requests and rows that the head runs for."""
         drafter, ints, count = self._drafter, self._ints.host, len(parts)
         slots, drafting, redrafts, skipped, own_numbers, has_anchors = ints
@@ -337,7 +337,7 @@ class RecurrentStep(DrafterStep):
             # head does not read those.
             indptr[:-1] += skipped // drafter.page_size
 
-    def _fill_own_rows(self, parts: Sequence[Scheduled]) -> None:
+    def _fill_own_rows(self, parts: Sequence[Part]) -> None:
         """Write the row ranges including one row per request for its newest token.
 
         This row is added if the step emits, drafts are requested and a page is available. If drafts
@@ -376,7 +376,7 @@ class RecurrentStep(DrafterStep):
             self._drafter.kept,
         )
 
-    def read(self, parts: Sequence[Scheduled], proposals: Proposals) -> None:
+    def read(self, parts: Sequence[Part], proposals: Proposals) -> None:
         """Read the probabilities of the drafts."""
         found = [self._drafter.progress_of(part) for part in parts]
         ran = [progress is not None and progress.redraft_len >= 0 for progress in found]

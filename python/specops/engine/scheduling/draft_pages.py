@@ -14,7 +14,7 @@ def reserve_draft_pages(plan: Plan, slots: Slots, grammar_scheduler: GrammarSche
     or is preempted for them.
     """
     for part in plan.parts:
-        request = slots.at[part.slot]
+        request = part.request
         if not part.emits or not request.draft_limit:
             continue
         # This step emits at least one token, and so will the step that verifies the drafts.

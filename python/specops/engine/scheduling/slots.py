@@ -44,21 +44,6 @@ class Slots:
         # Requests with pages reserved for one step after their own, and how many are their own.
         self._borrowers: list[tuple[Request, int]] = []
 
-    def part(self, request: Request, rows: int, drafts: int = 0, *, emits: bool) -> Part:
-        """Return a request's part in a step, of `rows` rows, the last `drafts` of them drafts."""
-        begin, known = request.num_computed, request.token_ids
-        return Part(
-            request.request_id,
-            request.slot,
-            begin,
-            len(known),
-            rows,
-            drafts,
-            emits,
-            known[begin : begin + rows - drafts],
-            request.pages,
-        )
-
     @property
     def has_free_slot(self) -> bool:
         """True if a slot is free without preempting a request."""
@@ -106,7 +91,7 @@ class Slots:
         self.states.start(request.slot, hits, num_cached, len(request.token_ids), request.draft_kv)
         self.fair.started(request)
         self._num_changes += 1
-        plan.started.append((request.request_id, request.slot))
+        plan.started.append(request)
         return True
 
     def has_pages(self, request: Request, rows: int) -> bool:
@@ -131,12 +116,11 @@ class Slots:
 
     def preempt(self, request: Request, plan: Plan) -> None:
         """Take slot and pages from a request, and put it first in the waiting queue."""
-        slot = request.slot
-        plan.stopped.append((request.request_id, slot))
+        plan.stopped.append((request, request.slot))
         # It may be planned already: an earlier arrival's chunk can need a later arrival's pages.
-        plan.parts[:] = [part for part in plan.parts if part.slot != slot]
-        if slot in plan.paused:
-            plan.paused.remove(slot)
+        plan.parts[:] = [part for part in plan.parts if part.request is not request]
+        if request in plan.paused:
+            plan.paused.remove(request)
         self._give_back(request)
         request.num_computed = request.num_final_draft_kv = 0
         request.was_preempted = True
@@ -161,8 +145,9 @@ class Slots:
         """Record the number of tokens whose keys and values are computed."""
         request.num_computed = num_computed
 
-    def register_full_pages(self, request: Request, part: Part) -> None:
+    def register_full_pages(self, part: Part) -> None:
         """Register newly full pages in the prefix cache after a commit, and store prefix states."""
+        request = part.request
         size, complete, draft_kv = self.pool.page_size, request.num_computed, request.draft_kv
         if draft_kv is not None:
             complete = min(complete, request.num_final_draft_kv)
@@ -178,7 +163,9 @@ class Slots:
             )
             request.num_registered_pages += 1
         known = request.pages, request.num_registered_pages, request.num_computed
-        self.states.keep(part.slot, *known, request.num_final_draft_kv, part.begin, part.num_rows)
+        self.states.keep(
+            request.slot, *known, request.num_final_draft_kv, part.begin, part.num_rows
+        )
 
     def finish(self, request: Request) -> None:
         """Remove a running or waiting request, and release its slot and pages."""
