@@ -325,7 +325,7 @@ class Engine:
             owners=(),
             taken=self._requests.keys(),
         )
-        return request.draft_kv
+        return request.drafts.kv
 
     def draw_seed(self, bits: int = 64) -> int:
         """Draw a seed of `bits` bits, as `add_request` does for a request without a seed."""
@@ -431,10 +431,10 @@ class Engine:
         for request, slot in plan.stopped:
             self._runner.stop(request, slot)
         for request in plan.started:
-            if not request.was_preempted:
+            if not request.placement.was_preempted:
                 if self.config.enable_prefix_caching and request.prompt_logprobs is None:
                     self.stats.prefix_cache_queries += request.prompt_len
-                self.stats.prefix_cache_hits += request.num_cached_tokens
+                self.stats.prefix_cache_hits += request.placement.num_cached_tokens
             try:
                 self._runner.start(request)
             except Exception as error:
@@ -502,7 +502,7 @@ class Engine:
             except Exception as error:
                 plan.fail(request.request_id, error)
                 continue
-            if request.finish_reason is not None:
+            if request.output.finish_reason is not None:
                 self._leave(request)
 
     def _end_all(self, plan: Plan, error: BaseException) -> NoReturn:
@@ -578,7 +578,7 @@ class Engine:
                         prompt, one, choice_index=index, speculative_config=speculative_config
                     )
                     ids.append(name)
-            while any(self._requests[name].finish_reason is None for name in ids):
+            while any(self._requests[name].output.finish_reason is None for name in ids):
                 self.step()
         except BaseException:
             for name in ids:

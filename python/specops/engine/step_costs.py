@@ -24,7 +24,7 @@ from specops.engine.models import CachedWeights
 from specops.engine.parallel.ranks import ALONE, Ranks
 from specops.engine.plan import Part, Plan
 from specops.engine.prompt_logprobs import PromptRows
-from specops.engine.request import Request
+from specops.engine.request import DraftState, Placement, Request
 from specops.engine.steps.runner import Runner
 
 _ROUNDS = 4  # at most; exactly on a GPU: one round builds a step, the next captures it
@@ -219,19 +219,21 @@ def _trial(
     tokenizer: Tokenizer, pool: PagePool, most: int, tokens: Sequence[int] = (1,)
 ) -> Request:
     """Return a request with pages for `most` rows; its tokens are never committed."""
+    speculative = SpeculativeConfig(
+        method=default_method(), num_speculative_tokens=most, accept_policy="reject_all"
+    )
+    pages = array("i", pool.allocate(-(-(1 + most) // pool.page_size)) or ())
     return Request(
         request_id="trial",
         arrival=-1,  # no real request has it
         params=SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True),
-        speculative=SpeculativeConfig(
-            method=default_method(), num_speculative_tokens=most, accept_policy="reject_all"
-        ),
+        speculative=speculative,
         seed=0,
         choice_index=0,
         prompt_len=1,
         max_len=1 + most,
         token_ids=list(tokens),
         stream=TextStream(tokenizer, ()),
-        slot=0,
-        pages=array("i", pool.allocate(-(-(1 + most) // pool.page_size)) or ()),
+        drafts=DraftState.of(speculative),
+        placement=Placement(slot=0, pages=pages),
     )

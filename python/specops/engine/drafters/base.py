@@ -297,4 +297,4 @@ class Drafter:
 
 def stage_limit(part: Part, name: str) -> int:
     """Return how many drafts a request may have after drafter `name`; 0 if it does not use it."""
-    return min(part.draft_limit, part.request.draft_stages.get(name, 0))
+    return min(part.draft_limit, part.request.drafts.stages.get(name, 0))

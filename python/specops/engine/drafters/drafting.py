@@ -35,7 +35,6 @@ from specops.engine.drafters.draft_probs import DraftProbTable
 from specops.engine.drafters.selection import DraftSelector
 from specops.engine.drafters.watched_step import WatchedStep
 from specops.engine.features import Feature
-from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape
 from specops.engine.models import CacheCapacity, KvBytes, KvCache
@@ -197,7 +196,7 @@ class Drafting:
 
     def draft_prob_row(self, request: Request) -> int:
         """Return the row of `draft_probs` that holds a request's drafts; -1 if there is none."""
-        drafter = next(iter(request.draft_stages), None)
+        drafter = next(iter(request.drafts.stages), None)
         return -1 if drafter is None else self.draft_probs.row(drafter, self._places[request.slot])
 
     @property
@@ -245,12 +244,12 @@ class Drafting:
                 logger.error("gauges of drafter %s failed", drafter.name, exc_info=error)
         return found
 
-    def draft_kv(self, request: Request) -> DraftKv | None:
-        """Return the draft KV of a request, or None. At most one of its drafters keeps any."""
+    def admit(self, request: Request) -> None:
+        """Set the draft KV of a new request. At most one of its drafters keeps any."""
         drafters = self._drafters_of(request)
         found = [one for one in self._ask_each(drafters, "draft_kv", request) if one is not None]
         assert len(found) <= 1, "two drafters of one request keep keys and values on its pages"
-        return found[0] if found else None
+        request.drafts.kv = found[0] if found else None
 
     def allocate(self, capacity: CacheCapacity) -> None:
         """Allocate the caches of all drafters."""
@@ -263,7 +262,7 @@ class Drafting:
         Returns:
             Whether memory that captured steps use has moved.
         """
-        if not request.draft_stages:
+        if not request.drafts.stages:
             return False
         has_moved = request.speculative.num_speculative_tokens > self.width
         if has_moved:
@@ -277,13 +276,14 @@ class Drafting:
         try:
             has_moved |= self._reserve_draft_probs(request)
         except Exception as error:
-            self._lose(next(iter(request.draft_stages)), "memory for draft_probs", error, [request])
+            name = next(iter(request.drafts.stages))
+            self._lose(name, "memory for draft_probs", error, [request])
             return has_moved
         return any(self._ask_each(drafters, "start", request)) or has_moved
 
     def _reserve_draft_probs(self, request: Request) -> bool:
         """Grow `draft_probs` for a request if needed; return whether the table has moved."""
-        for name, limit in request.draft_stages.items():
+        for name, limit in request.drafts.stages.items():
             if self.drafters[name].drawn_from is not None:
                 self._most_drawn = max(self._most_drawn, limit)
         # Once the table exists, drafters write every pass to it, for all of their requests.
@@ -302,8 +302,8 @@ class Drafting:
     def leave(self, request: Request) -> None:
         """Drop a request that has ended or continues without drafts."""
         drafters = self._drafters_of(request)
-        request.draft_stages.clear()
-        request.draft_limit = 0
+        request.drafts.stages.clear()
+        request.drafts.limit = 0
         self._acceptance.pop(request, None)
         self._ask_each(drafters, "leave", request)
 
@@ -334,14 +334,14 @@ class Drafting:
         proposed = list(map(self.num_proposed, fixed))
         rows = len(fixed)
         for request, count in zip(fixed, share_out(proposed, room), strict=True):
-            request.num_drafts = count
+            request.drafts.num_selected = count
             rows += count
         if selected:
             try:
                 self._select(selected, room - (rows - len(fixed)), others=rows)
             except Exception as error:
                 for request in selected:
-                    request.num_drafts = 0
+                    request.drafts.num_selected = 0
                 self._lose(_SELECTION, "the selection of drafts", error, selected)
 
     def _select(self, candidates: Sequence[Request], room: int, others: int) -> None:
@@ -353,7 +353,7 @@ class Drafting:
             count, slot = self.num_proposed(request), request.slot
             own = self.proposals.confidences[slot, :count].tolist()
             if not all(0.0 <= one <= 1.0 for one in own):  # also catches NaN
-                request.num_drafts = 0
+                request.drafts.num_selected = 0
                 others += 1
                 message = f"confidences of drafts must be within [0, 1], got {own}"
                 self._lose(_SELECTION, "the selection of drafts", ValueError(message), [request])
@@ -363,7 +363,7 @@ class Drafting:
         acceptance = [self._acceptance[request] for request in requests]
         chosen = self._selector.select(acceptance, confidences, room, others)
         for request, count, own in zip(requests, chosen, confidences, strict=True):
-            request.num_drafts = count
+            request.drafts.num_selected = count
             if count:
                 self._selected[request] = own[:count]
 
@@ -484,9 +484,9 @@ class Drafting:
         Returns:
             `end`, or `begin` if the drafts are not from `drafter`.
         """
-        if drafter not in request.draft_stages:
+        if drafter not in request.drafts.stages:
             return begin
-        place = list(request.draft_stages).index(drafter)
+        place = list(request.drafts.stages).index(drafter)
         self.proposals.stages[request.slot, begin:end] = place
         return end
 
@@ -514,7 +514,7 @@ class Drafting:
 
     def _drafters_of(self, request: Request) -> list[Drafter]:
         """Return a request's drafters in drafting order; empty if it does not speculate."""
-        own = [self.drafters[name] for name in request.draft_stages]
+        own = [self.drafters[name] for name in request.drafts.stages]
         return own + self._companions if own else own
 
     def _ask(self, drafter: Drafter, hook: str, *arguments: Any) -> Any:

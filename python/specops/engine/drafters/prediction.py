@@ -51,6 +51,6 @@ class PredictionDrafter(Drafter):
                 continue  # they agree, and may continue after the end of the prediction
             proposals.counts[slot] = count
             proposals.token_ids[slot, :count] = drafts
-            proposals.stages[slot, :count] = list(request.draft_stages).index(self.name)
+            proposals.stages[slot, :count] = list(request.drafts.stages).index(self.name)
             # Confidence grows with the match; the method's counts calibrate it.
             proposals.confidences[slot, :count] = (text.match_len + 1) / (text.match_len + 2)

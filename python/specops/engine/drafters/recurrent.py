@@ -150,7 +150,7 @@ class RecurrentDrafter(Drafter):
         """Return the head's draft KV, which depends on `head.lookahead` later tokens."""
         if not self.kv_bytes.per_token:
             return None
-        return DraftKv(self.name, self.head.lookahead, request.draft_stages[self.name])
+        return DraftKv(self.name, self.head.lookahead, request.drafts.stages[self.name])
 
     def start(self, request: Request) -> bool:
         """Set up the sampling parameters and passes that the request's drafts need."""
@@ -160,7 +160,7 @@ class RecurrentDrafter(Drafter):
         self.temperatures[slot] = request.params.temperature if draws else 0.0
         self.own_numbers[slot] = config.draws_drafts
         self.has_anchors[slot] = config.verify_strategy == "block"
-        passes = request.draft_stages[self.name]
+        passes = request.drafts.stages[self.name]
         has_moved = passes > self.num_steps
         self.num_steps = max(self.num_steps, passes)
         return has_moved
@@ -255,7 +255,7 @@ class RecurrentDrafter(Drafter):
             known = len(request.token_ids) - self.head.lookahead
             progress.num_drafted = max(progress.num_drafted, min(request.num_computed, known))
             # Rows that do not see their whole prefix cannot be shared with other requests.
-            request.num_final_draft_kv = 0 if progress.begin else progress.num_drafted
+            request.drafts.num_final_kv = 0 if progress.begin else progress.num_drafted
 
     def progress_of(self, part: Part) -> _Progress | None:
         """Return how far the head is with a request; None: a request of another method."""

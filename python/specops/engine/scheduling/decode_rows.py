@@ -26,7 +26,7 @@ def plan_decode_rows(
         if turns is not None and request not in turns:
             plan.paused.append(request)
             continue
-        drafts, most = request.num_drafts, grammar_scheduler.most_drafts(request)
+        drafts, most = request.drafts.num_selected, grammar_scheduler.most_drafts(request)
         if most is not None:
             drafts = min(drafts, most)
         if not slots.has_pages(request, 1 + drafts):

@@ -105,7 +105,7 @@ class Scheduler(Slots):
         plan_prompt_rows(plan, self, self._max_rows, self._free_rows, self.costs)
         reserve_draft_pages(plan, self, self._grammar_scheduler)
         for part in plan.parts:
-            part.request.last_step = self._num_steps
+            part.request.placement.last_step = self._num_steps
         if self._prefix_finder is not None:
             self._prefix_finder.arrange(plan)
         return plan

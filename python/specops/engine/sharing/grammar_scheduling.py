@@ -37,7 +37,7 @@ class GrammarScheduler:
         slow = [one for one in decoding if one.grammar is not None and self._is_slow(one)]
         if not slow:
             return frozenset()
-        slow.sort(key=lambda request: request.last_step)
+        slow.sort(key=lambda request: request.placement.last_step)
         is_alone = not has_prompts and len(slow) == len(decoding)
         jobs = _jobs(slow)
         if is_alone or (not jobs and time.monotonic() >= self._next_at):

@@ -64,7 +64,7 @@ class PrefixFinder:
     def _find(self, requests: Sequence[Request]) -> None:
         # A page that is not registered yet is still written to, so it is never shared. Requests may
         # hold different pages of equal text before a shared page, since pages differ by draft KV.
-        lists = [one.pages[: one.num_registered_pages] for one in requests]
+        lists = [one.pages[: one.placement.num_registered_pages] for one in requests]
         arrays = self._arrays_of(len(requests))
         levels, num_saved_tokens = arrays.find(lists, self._pool.page_size, self._leaf_tokens)
         self._prefixes = None

@@ -123,7 +123,7 @@ class Runner:
             lens=len(request.token_ids),
             finish_reasons=FinishReason.RUNNING,
             stop_indices=-1,
-            thinking_state=request.thinking_state,
+            thinking_state=request.output.thinking_state,
         )
         ends = request.think_end_token_id, len(request.inject_token_ids)
         self._masks.start(slot, TokenRule(request.grammar, params.allowed_token_ids, *ends))
