@@ -73,10 +73,11 @@ class Array:
         num_bytes: size in bytes.
     """
 
-    __slots__ = ("_shape", "device", "dtype", "host", "num_bytes", "offset")
+    __slots__ = ("_exists", "_shape", "device", "dtype", "host", "num_bytes", "offset")
 
-    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        self.dtype, self._shape = dtype, shape
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], exists: bool = True) -> None:
+        self.dtype, self._exists = dtype, exists
+        self._shape = shape = shape if exists else (0,) * len(shape)
         self.num_bytes = dtype.itemsize * math.prod(shape)
         self.offset = 0  # in its block
         self.host: Any  # a numpy array
@@ -86,6 +87,11 @@ class Array:
         """Bind the array to its memory in a block."""
         self.device, self.host = block.view(self.dtype, self.offset, self._shape)
 
+    @property
+    def optional(self) -> Tensor | None:
+        """Tensor in device memory; None if the step does not need the array."""
+        return self.device if self._exists else None
+
 
 class Layout:
     """Consecutive arrays in a block, from offset `begin` on."""
@@ -94,21 +100,21 @@ class Layout:
         self.begin = self.end = begin
         self._arrays: list[Array] = []
 
-    def int32(self, *shape: int) -> Array:
-        """Add an int32 array of one or two dimensions."""
-        return self._add(Array(torch.int32, shape))
+    def int32(self, *shape: int, when: int = True) -> Array:
+        """Add an int32 array of one or two dimensions; it is empty if `when` is 0."""
+        return self.add(torch.int32, *shape, when=when)
 
     def int64(self, *shape: int) -> Array:
         """Add an int64 array of one or two dimensions."""
-        return self._add(Array(torch.int64, shape))
+        return self.add(torch.int64, *shape)
 
-    def float32(self, *shape: int) -> Array:
-        """Add a float32 array of one or two dimensions."""
-        return self._add(Array(torch.float32, shape))
+    def float32(self, *shape: int, when: int = True) -> Array:
+        """Add a float32 array of one or two dimensions; it is empty if `when` is 0."""
+        return self.add(torch.float32, *shape, when=when)
 
-    def add(self, dtype: torch.dtype, *shape: int) -> Array:
+    def add(self, dtype: torch.dtype, *shape: int, when: int = True) -> Array:
         """Add an array of any dtype; a block with a host side requires that numpy has it too."""
-        return self._add(Array(dtype, shape))
+        return self._add(Array(dtype, shape, bool(when)))
 
     def append(self, other: "Layout") -> None:
         """Append another layout's arrays to this one."""
@@ -183,7 +189,7 @@ class StepMemory(Generic[S]):
         If the block has to grow, all steps are dropped.
 
         Args:
-            name: "exchange" has a host side. "scratch", "workspace" (for attention) and "sums"
+            name: "arrays" has a host side. "scratch", "workspace" (for attention) and "sums"
                 (workspace of projections) are in device memory only. The contents of the last two
                 persist between calls and start as zeros.
             num_bytes: bytes needed.
@@ -195,7 +201,7 @@ class StepMemory(Generic[S]):
             size = max(num_bytes, old + min(old, 64 << 20), 4096)
             size = -(-size // _ALIGNMENT) * _ALIGNMENT
             self.forget()
-            if name == "exchange":
+            if name == "arrays":
                 host = self.device.host_block(size).zero_()  # zeroed, since ranks compare all of it
                 have = Block(self.device.device_block(size, host), host)
             elif name in ("workspace", "sums"):

@@ -103,22 +103,23 @@ class RunnerParts:
     processed_logprobs: bool
 
 
-class Exchange:
-    """Arrays exchanged between host and device: results, arrays copied both ways, and inputs.
+class StepArrays:
+    """Arrays of a step that host and device share: results, arrays copied both ways, and inputs.
 
-    They lie in one block in this order, so that each direction is one copy.
+    They lie in one block in this order, so that each direction is one copy. An array that only some
+    steps need is declared with its condition (`when`).
     """
 
     def __init__(self, shape: StepShape, parts: RunnerParts) -> None:
         batch, width, slots = shape.batch, shape.width, parts.slots
-        alternatives = max(shape.logprobs, 0)
+        features, alternatives = shape.features, max(shape.logprobs, 0)
         self.results = results = Layout()
         self.error = results.int32(1)
         self.num_accepted = results.int32(batch)
         self.num_committed = results.int32(batch)
         self.output_token_ids = results.int32(batch, width + 1)
-        self.logprobs = results.float32(batch, width + 1)
-        self.ranks = results.int32(batch, width + 1)
+        self.logprobs = results.float32(batch, width + 1, when=shape.logprobs >= 0)
+        self.ranks = results.int32(batch, width + 1, when=shape.logprobs >= 0)
         self.proposed_token_ids = results.int32(slots, shape.proposals)
         # Sizes that depend on the rows come last, so that other shapes share all earlier offsets.
         drafters_inputs = Layout()
@@ -133,17 +134,16 @@ class Exchange:
         self.sampling = inputs.int32(len(SamplingRow._fields), batch)
         self.seeds = inputs.int64(batch)
         self.kv_indptr = inputs.int32(batch + 1)
-        self.prefix_leaders = inputs.int32(shape.prefix_levels, batch)
-        self.prefix_lens = inputs.int32(shape.prefix_levels, batch)
+        self.prefix_leaders = inputs.int32(shape.prefix_levels, batch, when=shape.prefix_levels)
+        self.prefix_lens = inputs.int32(shape.prefix_levels, batch, when=shape.prefix_levels)
         self.draft_token_ids = inputs.int32(batch, width)
-        features = shape.features
-        self.accept_rates = inputs.float32(batch, width if features & Feature.ACCEPT_RATES else 0)
-        self.draft_prob_rows = inputs.int32(batch if features & Feature.DRAFT_PROBS else 0)
+        self.accept_rates = inputs.float32(batch, width, when=features & Feature.ACCEPT_RATES)
+        self.draft_prob_rows = inputs.int32(batch, when=features & Feature.DRAFT_PROBS)
         inputs.append(drafters_inputs)
-        self.mask_indices = inputs.int32(shape.outputs if features & Feature.PROCESSORS else 0)
+        self.mask_indices = inputs.int32(shape.outputs, when=features & Feature.PROCESSORS)
         words = -(-parts.model.config.vocab_size // 32)
-        self.token_masks = inputs.int32(shape.masks, words)
-        self.draft_mask_indices = inputs.int32(batch if shape.masks else 0)
+        self.token_masks = inputs.int32(shape.masks, words, when=shape.masks)
+        self.draft_mask_indices = inputs.int32(batch, when=shape.masks)
         self.token_ids = inputs.int32(shape.rows)
         self.kv_indices = inputs.int32(shape.pages)  # last: only its used part is copied
 
@@ -161,7 +161,7 @@ class Exchange:
 class Scratch:
     """Arrays that only the device uses."""
 
-    def __init__(self, shape: StepShape, parts: RunnerParts, exchange: Exchange) -> None:
+    def __init__(self, shape: StepShape, parts: RunnerParts, arrays: StepArrays) -> None:
         model, batch, rows, outputs = parts.model, shape.batch, shape.rows, shape.outputs
         self.layout = layout = Layout()
         self.indices = {
@@ -176,16 +176,16 @@ class Scratch:
         gathered = 0 if outputs == rows else outputs
         self.gathered = layout.add(model.dtype, gathered, model.config.hidden_size)
         self.logits = layout.float32(outputs, model.config.vocab_size)
-        self.lse = layout.float32(outputs if shape.logprobs > 0 else 0)
+        self.lse = layout.float32(outputs, when=shape.logprobs > 0)
         # Ops rely on the contents that they left here, so these lie in blocks of their own.
-        drafters = exchange.drafters
+        drafters = arrays.drafters
         needed = [model.workspace_size(rows, batch, shape.pages, parts.cache)]
         self.floats, self.leaves = Layout(), Layout()
         self.workspace = self.floats.float32(
             max(needed + [drafter.workspace_size for drafter in drafters])
         )
-        needed = [model.sums_size(rows, outputs)]
-        self.sums = self.leaves.float32(max(needed + [drafter.sums_size for drafter in drafters]))
+        sums_size = max(model.sums_size(rows, outputs), *(one.sums_size for one in drafters), 0)
+        self.sums = self.leaves.float32(sums_size, when=sums_size)
 
 
 class Step:
@@ -206,16 +206,16 @@ class Step:
         self.replay: Any = None
         self._runs = 0
         self.draft_seconds = 0.0
-        self.arrays = arrays = Exchange(shape, parts)
+        self.arrays = arrays = StepArrays(shape, parts)
         scratch = Scratch(shape, parts, arrays)
         parts.model.reserve(shape.rows)
         memory.place(
-            exchange=(arrays.results, arrays.shared, arrays.inputs),
+            arrays=(arrays.results, arrays.shared, arrays.inputs),
             scratch=(scratch.layout,),
             workspace=(scratch.floats,),
             sums=(scratch.leaves,),
         )
-        arrays.bind(memory.block("exchange", 0))
+        arrays.bind(memory.block("arrays", 0))
         self._row = RequestRow(*arrays.requests.device)
         self._sampling = SamplingRow.of(arrays.sampling.device, torch.float32)
         self._state = SlotState(*arrays.slot_state.device)
@@ -231,7 +231,6 @@ class Step:
     def _bind_model(self, scratch: Scratch) -> None:
         """Collect the tensors that the model takes."""
         arrays, indices = self.arrays, self._indices
-        has_prefixes = self.shape.prefix_levels > 0
         self._rows: dict[str, Any] = {
             "positions": indices.positions,
             "cache_slots": indices.cache_slots,
@@ -240,10 +239,10 @@ class Step:
             "kv_indices": arrays.kv_indices.device,
             "kv_lens": self._row.kv_lens,
             "slots": self._row.slots,
-            "prefix_leaders": arrays.prefix_leaders.device if has_prefixes else None,
-            "prefix_lens": arrays.prefix_lens.device if has_prefixes else None,
+            "prefix_leaders": arrays.prefix_leaders.optional,
+            "prefix_lens": arrays.prefix_lens.optional,
             "workspace": scratch.workspace.device,
-            "sums": scratch.sums.device if scratch.sums.device.numel() else None,
+            "sums": scratch.sums.optional,
         }
         self._batch = StepBatch(token_ids=arrays.token_ids.device, **self._rows)
         layers = self._parts.drafting.aux_layers_of(self.shape)
@@ -281,7 +280,7 @@ class Step:
             self._row.processor_slots,
             self._state.prompt_lens,
             mask_indices,
-            self.arrays.token_masks.device if self.shape.masks else None,
+            self.arrays.token_masks.optional,
         )
 
     def _bind_sampling(self, scratch: Scratch) -> None:
@@ -293,18 +292,17 @@ class Step:
         if workspace is None:  # an empty tensor, so that no call checks the need again
             workspace = self._logits.new_empty(0, dtype=torch.uint8)
         # Logprobs and ranks are outputs of both ops; None if no request wants them.
-        has_logprobs, has_rates = self.shape.logprobs >= 0, features & Feature.ACCEPT_RATES
         outputs = VerifyOutputs(
             arrays.output_token_ids.device,
             arrays.num_accepted.device,
-            logprobs=arrays.logprobs.device if has_logprobs else None,
-            ranks=arrays.ranks.device if has_logprobs else None,
+            logprobs=arrays.logprobs.optional,
+            ranks=arrays.ranks.optional,
         )
         self._verify_args: dict[str, Any] = {
             **choosing,
             "strategy": self._sampling.strategy,
             "policy": self._sampling.policy,
-            "accept_rates": arrays.accept_rates.device if has_rates else None,
+            "accept_rates": arrays.accept_rates.optional,
             "processed_logprobs": parts.processed_logprobs,
             "outputs": outputs,
             "workspace": workspace,
