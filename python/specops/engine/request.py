@@ -24,7 +24,7 @@ from specops.sampling import FinishReason
 class Placement:
     """A request's slot, pages and computed tokens. Scheduling writes it."""
 
-    slot: int = -1  # row of the engine's per-request arrays while running
+    slot: int = -1  # index into the per-slot arrays while running
     pages: "array[int]" = field(default_factory=lambda: array("i"))  # an array is copied quickly
     num_registered_pages: int = 0  # leading pages that are in the prefix cache
     num_computed: int = 0
@@ -103,7 +103,7 @@ class Request:
 
     @property
     def slot(self) -> int:
-        """Row of the engine's per-request arrays while running; -1 without a slot."""
+        """Index into the per-slot arrays while running; -1 without a slot."""
         return self.placement.slot
 
     @property

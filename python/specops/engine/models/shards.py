@@ -107,7 +107,7 @@ def outputs_of(
     """Return a range of a weight's outputs, without a copy.
 
     Raises:
-        ModelError: the range begins or ends within a block that shares a scale.
+        ModelError: the range begins or ends within a quantization group.
     """
     rows = slice(outputs.start, outputs.stop)
     if isinstance(weight, Tensor):

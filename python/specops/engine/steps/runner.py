@@ -31,9 +31,9 @@ from specops.engine.steps.step import (
     SLOTS,
     STOP_INDICES,
     THINKING_STATE,
-    RequestRow,
+    RequestColumns,
     RunnerParts,
-    SamplingRow,
+    SamplingColumns,
     SlotState,
     Step,
 )
@@ -76,10 +76,10 @@ class Runner:
         slots, max_rows = config.max_num_seqs, config.max_num_batched_tokens
         processed_logprobs = config.logprobs_mode == "processed_logprobs"
         model.reserve(max_rows)
-        # Per-slot data, gathered into every step: `SamplingRow` and `SlotState`.
+        # Per-slot data, gathered into every step: `SamplingColumns` and `SlotState`.
         self._sampling: NDArray[np.int32]
-        self._sampling = np.zeros((len(SamplingRow._fields), slots), dtype=np.int32)
-        self._sampled = SamplingRow.of(self._sampling, np.float32)
+        self._sampling = np.zeros((len(SamplingColumns._fields), slots), dtype=np.int32)
+        self._sampled = SamplingColumns.of(self._sampling, np.float32)
         self._seeds: NDArray[np.int64] = np.zeros(slots, dtype=np.int64)
         self._state: NDArray[np.int32] = np.zeros((len(SlotState._fields), slots), dtype=np.int32)
         pages = slots * -(-model.max_model_len // page_size)
@@ -286,7 +286,7 @@ class Runner:
                 token_ids[row : row + count] = known[part.begin : part.begin + count]
             row += count
             changes = slot if request.features & Feature.PROCESSORS else -1
-            # The order of `RequestRow`.
+            # The order of `RequestColumns`.
             columns.append((count, part.begin + count, mode, len(known), slot, changes))
             page_ids[page : page + len(pages)] = pages
             page += len(pages)
@@ -317,13 +317,13 @@ class Runner:
         arrays.num_proposed.host.fill(0)
         if step.shape.batch > batch:  # padding requests without rows
             requests[:, batch:] = 0
-            padding = RequestRow(*requests[:, batch:])
+            padding = RequestColumns(*requests[:, batch:])
             padding.slots.fill(-1)
             padding.processor_slots.fill(-1)
             sampled = arrays.sampling.host[:, batch:]
             sampled.fill(0)
             # Drafters choose a token in these rows too, and a typical_p of 0 is out of range.
-            SamplingRow.of(sampled, np.float32).typical_p.fill(1)
+            SamplingColumns.of(sampled, np.float32).typical_p.fill(1)
             arrays.kv_indptr.host[batch + 1 :] = page_ends[-1]
 
     def _fill_features(self, step: Step, plan: Plan) -> None:
