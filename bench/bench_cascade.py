@@ -12,7 +12,7 @@ weights, with sharing and without; and the fraction of a run spent on finding sh
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,6 @@ from specops.attention import (
 from specops.batching import find_shared_prefixes
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.plan import Plan
-from specops.engine.request import Request
 from specops.engine.sharing.prefixes import PrefixFinder
 
 from bench import checkpoints
@@ -245,9 +244,9 @@ def _finding_timed() -> Iterator[list[float]]:
     """Patch the engine to time its search for shared pages; yield the list of seconds per step."""
     arrange, taken = PrefixFinder.arrange, []
 
-    def timed(self: PrefixFinder, plan: Plan, at: Mapping[int, Request]) -> None:
+    def timed(self: PrefixFinder, plan: Plan) -> None:
         begun = time.perf_counter()
-        arrange(self, plan, at)
+        arrange(self, plan)
         taken.append(time.perf_counter() - begun)
 
     with mock.patch.object(PrefixFinder, "arrange", timed):

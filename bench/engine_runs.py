@@ -11,10 +11,11 @@ from unittest import mock
 import torch
 from specops import _C
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.drafters.base import Drafter, DrafterStep, Scheduled, TargetStep, stage_limit
+from specops.engine.drafters.base import Drafter, DrafterStep, TargetStep, stage_limit
 from specops.engine.memory.step_memory import Array, Layout
 from specops.engine.memory.step_shape import StepShape
 from specops.engine.models.families import read_model_config
+from specops.engine.plan import Part
 
 from bench.checkpoints import Checkpoint
 
@@ -33,7 +34,7 @@ class FixedDrafter(Drafter):
         """Set the number of drafts, from the next step on."""
         self._num_drafts.fill_(num_drafts)
 
-    def plan(self, parts: Sequence[Scheduled], shape: StepShape) -> Hashable | None:
+    def plan(self, parts: Sequence[Part], shape: StepShape) -> Hashable | None:
         """Return a constant key, since the drafter always drafts."""
         return True
 
@@ -48,7 +49,7 @@ class _FixedStep(DrafterStep):
     def __init__(self, num_drafts: torch.Tensor, limits: Array, name: str) -> None:
         self._num_drafts, self._limits, self._name = num_drafts, limits, name
 
-    def fill(self, parts: Sequence[Scheduled]) -> None:
+    def fill(self, parts: Sequence[Part]) -> None:
         self._limits.host.fill(0)
         for part in parts:
             self._limits.host[part.request.slot] = stage_limit(part, self._name)

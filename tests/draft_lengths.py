@@ -30,7 +30,7 @@ class Lengths:
 
     def verify(self, request: Request) -> int:
         """Return how many of its drafts a request verifies."""
-        return request.num_drafts
+        return request.drafts.num_selected
 
     def decide_for(self, engine: Engine) -> Engine:
         """Replace the engine's decisions from now on."""
@@ -40,13 +40,13 @@ class Lengths:
             select(requests, max_rows)
             self.begin_step()
             for request in requests:
-                request.num_drafts = min(request.num_drafts, self.verify(request))
-                if request.draft_stages:
-                    self.verified[request.num_drafts] += 1
+                request.drafts.num_selected = min(request.drafts.num_selected, self.verify(request))
+                if request.drafts.stages:
+                    self.verified[request.drafts.num_selected] += 1
             for request in engine._requests.values():
-                if request.draft_stages:
-                    request.draft_limit = self.limit(request)
-                    self.num_suspended += not request.draft_limit
+                if request.drafts.stages:
+                    request.drafts.limit = self.limit(request)
+                    self.num_suspended += not request.drafts.limit
 
         engine._drafting.select = selecting  # type: ignore[method-assign]
         return engine
@@ -71,7 +71,7 @@ class RandomLengths(Lengths):
         return self._random.choice([0, most, self._random.randint(0, most)])
 
     def verify(self, request: Request) -> int:
-        return self._random.randint(0, request.num_drafts)
+        return self._random.randint(0, request.drafts.num_selected)
 
 
 class RandomRests(RandomLengths):

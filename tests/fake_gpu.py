@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A fake GPU in CPU memory: mistakes that only a GPU would expose fail here.
 
-Host and device blocks are separate, and what a step does not copy stays poisoned. A capture records
-the calls into the compiled module without running them, and torch's own operators. A replay repeats
-exactly those, with the same tensors and numbers as the capture, as a CUDA graph does.
+Host and device buffers are separate, and what a step does not copy stays poisoned. A capture
+records the calls into the compiled module without running them, and torch's own operators. A replay
+repeats exactly those, with the same tensors and numbers as the capture, as a CUDA graph does.
 """
 
 from collections.abc import Callable, Iterator
@@ -111,36 +111,36 @@ class FakeGpu:
         self.log: list[str] = []  # every copy, wait, capture and replay
         self.scratch: list[Tensor] = []  # more memory to poison
         self._poison = poison
-        self._blocks: list[Tensor] = []
+        self._buffers: list[Tensor] = []
         self._pending: list[tuple[Tensor, Tensor]] = []
 
-    def host_block(self, num_bytes: int) -> Tensor:
+    def host_buffer(self, num_bytes: int) -> Tensor:
         self.log.append("allocate")
         return torch.full((num_bytes,), self._poison, dtype=torch.uint8)
 
-    def device_block(self, num_bytes: int, host: Tensor | None = None) -> Tensor:
-        self._blocks.append(self.host_block(num_bytes))
-        return self._blocks[-1]
+    def device_buffer(self, num_bytes: int, host: Tensor | None = None) -> Tensor:
+        self._buffers.append(self.host_buffer(num_bytes))
+        return self._buffers[-1]
 
     def workspace(self, num_bytes: int) -> Tensor:
         self.log.append("allocate")
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
-    def copy_in(self, block: Tensor, host: Tensor, num_bytes: int) -> None:
+    def copy_in(self, buffer: Tensor, host: Tensor, num_bytes: int) -> None:
         self.log.append("in")
-        for memory in (*self._blocks, *self.scratch):
+        for memory in (*self._buffers, *self.scratch):
             memory.view(torch.uint8).fill_(self._poison)
-        block[:num_bytes].copy_(host[:num_bytes])
+        buffer[:num_bytes].copy_(host[:num_bytes])
 
-    def copy_out(self, host: Tensor, block: Tensor, num_bytes: int) -> None:
+    def copy_out(self, host: Tensor, buffer: Tensor, num_bytes: int) -> None:
         self.log.append("out")
         host.fill_(self._poison)
-        self._pending.append((host[:num_bytes], block[:num_bytes]))
+        self._pending.append((host[:num_bytes], buffer[:num_bytes]))
 
     def wait(self) -> None:
         self.log.append("wait")
-        for host, block in self._pending:
-            host.copy_(block)
+        for host, buffer in self._pending:
+            host.copy_(buffer)
         self._pending.clear()
 
     def capture(self, launch: Callable[[], None]) -> Callable[[], None]:

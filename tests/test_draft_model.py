@@ -163,7 +163,7 @@ def test_drafter_catches_up_after_a_pause(similar: Path) -> None:
     request = next(iter(engine._scheduler.waiting))
     drafts = []
     while engine.has_unfinished():
-        request.draft_limit = 0 if 3 < len(request.output_token_ids) < 20 else 3
+        request.drafts.limit = 0 if 3 < len(request.output_token_ids) < 20 else 3
         for one in engine.step():
             drafts += one.drafts.token_ids if one.drafts else ()
     always = make(similar, max_num_seqs=2)

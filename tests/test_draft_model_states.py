@@ -187,7 +187,7 @@ def test_states_after_a_long_pause_are_not_shared(monkeypatch: pytest.MonkeyPatc
     name = engine.add_request(list(range(1, 41)), params)
     (request,) = engine._requests.values()
     while engine.has_unfinished():
-        request.draft_limit = DRAFTS * (not 60 <= len(request.token_ids) < 210)
+        request.drafts.limit = DRAFTS * (not 60 <= len(request.token_ids) < 210)
         engine.step()
     drafts = Drafts(monkeypatch)
     prompt = [*range(1, 41), *engine.completion(name).token_ids]
@@ -270,7 +270,7 @@ def test_prefix_states_wait_for_the_drafter(waits: bool, monkeypatch: pytest.Mon
     name = engine.add_request(list(range(1, 41)), params)
     while engine.has_unfinished():
         for request in engine._requests.values():
-            request.draft_limit = DRAFTS * (not 43 <= len(request.token_ids) < 52)
+            request.drafts.limit = DRAFTS * (not 43 <= len(request.token_ids) < 52)
         engine.step()
     prompt = [*range(1, 41), *engine.completion(name).token_ids]
     (done,) = engine.generate([prompt], params)

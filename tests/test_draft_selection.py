@@ -19,11 +19,10 @@ from mtp_checkpoints import make_mtp_checkpoint
 from specops.api import config as engine_config
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig, step_costs
 from specops.engine.drafters.acceptance import MethodAcceptance, RequestAcceptance
-from specops.engine.drafters.base import Scheduled
 from specops.engine.drafters.pass_reports import PassReports
 from specops.engine.drafters.recurrent import RecurrentStep
 from specops.engine.drafters.selection import DraftSelector
-from specops.engine.plan import Plan
+from specops.engine.plan import Part, Plan
 from test_lossless import bits
 
 Drafts = list[tuple[float, bool]]  # confidence, and whether the target agrees
@@ -342,7 +341,7 @@ def test_confidences_come_from_the_drafting_stage(
     """Other requests in the batch run more passes of the head."""
     fill = RecurrentStep.fill
 
-    def poisoned(self: RecurrentStep, parts: Sequence[Scheduled]) -> None:
+    def poisoned(self: RecurrentStep, parts: Sequence[Part]) -> None:
         for array in self.reports.logprobs:
             array.host[:] = np.nan
         fill(self, parts)
@@ -382,7 +381,7 @@ def test_nan_probabilities_affect_only_their_request(
 ) -> None:
     read, victim = PassReports.read, PROMPTS[1]
 
-    def poisoned(self: PassReports, parts: Sequence[Scheduled], *others: Any) -> None:
+    def poisoned(self: PassReports, parts: Sequence[Part], *others: Any) -> None:
         for index, part in enumerate(parts):
             if part.request.token_ids[: len(victim)] == victim:
                 for array in self.logprobs:

@@ -17,8 +17,8 @@ from fake_gpu import FakeGpu
 from safetensors.torch import save_file
 from specops.api.errors import ModelError
 from specops.engine import Engine
-from specops.engine.drafters.base import Scheduled
 from specops.engine.drafters.recurrent import RecurrentStep
+from specops.engine.plan import Part
 from test_draft_model import reported
 from test_eagle3 import TEXTS, change_tensors, reporting_params
 from test_eagle3 import make as make_eagle3
@@ -268,7 +268,7 @@ def test_reports_of_skipped_passes_are_not_read(
     KINDS["safetensors"][0].write(tmp_path)
     fill, poison = RecurrentStep.fill, np.array([0x7FA00000], np.uint32).view(np.float32)
 
-    def poisoned(self: RecurrentStep, parts: Sequence[Scheduled]) -> None:
+    def poisoned(self: RecurrentStep, parts: Sequence[Part]) -> None:
         for array in self.reports.logprobs:
             array.host[:] = poison
         fill(self, parts)

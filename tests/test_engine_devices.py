@@ -428,8 +428,8 @@ def test_growing_memory_drops_captured_graphs(
     assert bits(run(engine)) == expected
     before = engine.num_captures
     memory = engine._runner.memory
-    for name in ("exchange", "scratch", "workspace", "sums"):
-        memory.block(name, 2 * memory.block(name, 1).device.numel())
+    for name in ("arrays", "scratch", "workspace", "sums"):
+        memory.buffer(name, 2 * memory.buffer(name, 1).device.numel())
     assert bits(run(engine)) == expected
     assert engine.num_captures > before
     assert device.log.count("replay") > 10

@@ -443,7 +443,7 @@ PLACES = [
     Place(Runner, "start"),
     Place(Runner, "commit", at=2),
     Place(Request, "commit", lambda r: r, 1),
-    Place(SpeculativeStats, "count", lambda r: r.stats, 1),
+    Place(SpeculativeStats, "count", lambda r: r.output.stats, 1),
     Place(Engine, "_take_over", at=1),
     Place(Scheduler, "advance", at=1),
     Place(Scheduler, "register_full_pages", at=1),
@@ -587,7 +587,7 @@ def test_device_fault_ends_the_requests_of_its_step(
     launch = engine._runner.launch
 
     def launching(plan: Any, **options: Any) -> None:
-        in_step.append({part.request_id for part in plan.parts})
+        in_step.append({part.request.request_id for part in plan.parts})
         launch(plan, **options)
 
     def failing(self: Transformer, *args: Any, **options: Any) -> Any:
@@ -744,7 +744,7 @@ def test_abort_after_eviction_of_the_response_is_clean(
     request = engine._requests[long]
     for index in range(4):
         name = engine.add_request(prompt_of(index)[:4], short, owners=("b",))
-        while engine._requests[name].finish_reason is None:
+        while engine._requests[name].output.finish_reason is None:
             engine.step()
         engine.completion(name)
     cached = engine.drafters["suffix"].cache.cached_requests  # type: ignore[attr-defined]

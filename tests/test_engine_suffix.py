@@ -284,7 +284,7 @@ def test_aborts_free_all_trees(model_dir: Path, count_cache_calls: None) -> None
         engine.add_request(prompt, params, request_id=str(name))
         for _ in range(rng.randrange(4)):
             engine.step()
-        waiting = [r for r in engine._scheduler.waiting if r.was_preempted]
+        waiting = [r for r in engine._scheduler.waiting if r.placement.was_preempted]
         if waiting and rng.random() < 0.5:
             preempted += engine.abort(waiting[0].request_id)
         engine.abort(str(rng.randrange(name + 1)))
@@ -308,7 +308,7 @@ def test_preempted_request_keeps_its_tree(model_dir: Path, count_cache_calls: No
     while engine.has_unfinished():
         engine.step()
         for request in engine._scheduler.waiting:
-            if request.was_preempted:
+            if request.placement.was_preempted:
                 (key,) = (k for k in cache.running_requests if k.endswith(f"-{request.arrival}"))
                 tail = request.token_ids[-30:]
                 assert cache.count(tail, request_id=key) >= 1

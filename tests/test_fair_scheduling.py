@@ -6,6 +6,7 @@ Rows are counted, not seconds.
 
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from specops.engine import (
 )
 from specops.engine.memory.kv_cache import PagePool
 from specops.engine.plan import Part, Plan
-from specops.engine.request import Request
+from specops.engine.request import Placement, Request
 from specops.engine.scheduling.scheduler import Scheduler
 from specops.engine.sharing.fair_scheduling import Demand, select_decoding
 from specops.engine.sharing.row_costs import RowCosts
@@ -33,9 +34,8 @@ FREE = 4
 
 def owned(arrival: int, *owners: str, tokens: int = 3, max_tokens: int = 500) -> Request:
     request = make_request(arrival, [1] * tokens, "naive", max_tokens)
-    request.owners = owners
-    request.request_id = f"{owners[0] if owners else ''}-{arrival}"
-    return request
+    name = f"{owners[0] if owners else ''}-{arrival}"
+    return replace(request, owners=owners, request_id=name)
 
 
 def demands(*given: tuple[int, Any]) -> list[Demand]:
@@ -117,7 +117,7 @@ def test_request_larger_than_its_share_runs_at_times() -> None:
         assert granted is not None
         assert given[0].request in granted
         for request in granted:
-            request.last_step = step
+            request.placement.last_step = step
             chosen[request.arrival] += 1
     assert chosen == {0: 20, 1: 10, 2: 10}
 
@@ -149,7 +149,7 @@ def test_random_requests_are_treated_fairly() -> None:
             for one in given:
                 waited[one.request.arrival] += 1
                 if one.request in got:
-                    one.request.last_step, waited[one.request.arrival] = step, 0
+                    one.request.placement.last_step, waited[one.request.arrival] = step, 0
             assert max(waited.values()) <= 40
     assert narrow > 1000
 
@@ -170,11 +170,11 @@ def run(scheduler: Scheduler, steps: int, drafts: int = 0) -> list[Plan]:
         decoding, room = scheduler.decoding(lambda request: drafts)
         assert len(decoding) * drafts <= room
         for request in decoding:
-            request.num_drafts = drafts
+            request.drafts.num_selected = drafts
         plans.append(scheduler.schedule())
         for part in plans[-1].parts:
-            request = scheduler.at[part.slot]
-            request.num_computed += part.num_rows - part.num_drafts
+            request = part.request
+            request.placement.num_computed += part.num_rows - part.num_drafts
             if part.emits:
                 request.token_ids.append(1)
             if len(request.token_ids) == request.max_len:
@@ -187,7 +187,7 @@ def rows_of(plan: Plan, client: str) -> int:
 
 
 def client_of(part: Part) -> str:
-    return part.request_id.rpartition("-")[0]
+    return part.request.request_id.rpartition("-")[0]
 
 
 @pytest.mark.parametrize("drafts", [0, 4])
@@ -255,7 +255,8 @@ def test_prompts_take_as_much_time_as_decoding_beside_them(
     run(scheduler, 2)
     for i in range(1, 4):
         prompt = owned(i, "greedy", f"call {i}", tokens=900, max_tokens=1)
-        prompt.prompt_logprobs = PromptLogprobs(prompt.token_ids, 100) if is_scored else None
+        scored = PromptLogprobs(prompt.token_ids, 100) if is_scored else None
+        prompt = replace(prompt, prompt_logprobs=scored)
         scheduler.waiting.append(prompt)
     row = costs.row + is_scored * costs.scored_row
     rows = []
@@ -269,18 +270,18 @@ def test_prompts_take_as_much_time_as_decoding_beside_them(
     assert min(rows) == max(rows) == int(most / row + 1e-6) > 0, "prompts must get their full share"
     # Without other clients, prompts get all rows that fit the cost limit of a step.
     alone = slots(4, costs=costs)
-    prompt.num_computed, prompt.slot = 0, -1
-    alone.waiting.append(prompt)
+    alone.waiting.append(replace(prompt, placement=Placement()))
     (plan,) = run(alone, 1)
     assert rows_of(plan, "greedy") == int(32 * FREE * costs.row / row + 1e-6)
 
 
 def test_scored_rows_cost_more_until_they_are_scored() -> None:
     prompt = owned(0, "a", "one", tokens=3)
-    prompt.prompt_logprobs = PromptLogprobs(prompt.token_ids, 0)
+    scored = PromptLogprobs(prompt.token_ids, 0)
+    prompt = replace(prompt, prompt_logprobs=scored)
     costs = RowCosts(step=4, row=1, scored_row=0.5)
     assert costs.of_prompt_row(prompt) == 1.5
-    prompt.prompt_logprobs.num_scored = 2
+    scored.num_scored = 2
     assert costs.of_prompt_row(prompt) == 1
 
 
@@ -449,18 +450,18 @@ def test_drafts_outlast_a_pause(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     engine = engine_of(name)
     had: dict[Request, list[int]] = {}
     verified = 0
-    collect, at = engine._runner.collect, engine._scheduler.at
+    collect = engine._runner.collect
 
     def watched(plan: Plan) -> Any:
         nonlocal verified
         for part in plan.parts:
-            request = at[part.slot]
+            request = part.request
             if request in had:
-                drafts = engine._drafting.drafts_of(part.slot, part.num_drafts).tolist()
+                drafts = engine._drafting.drafts_of(request.slot, part.num_drafts).tolist()
                 assert drafts == had.pop(request)
                 verified += bool(drafts)
         emitted = collect(plan)
-        for request in map(at.__getitem__, plan.paused):
+        for request in plan.paused:
             count = engine._drafting.num_proposed(request)
             drafts = engine._drafting.proposals.token_ids[request.slot, :count].tolist()
             assert had.setdefault(request, drafts) == drafts
@@ -479,18 +480,18 @@ def test_sampled_drafts_are_dropped_after_a_pause(
     """Modules sampled from probabilities of the last step; a request outside it drafts anew."""
     engine = engine_of("mtp")
     was_paused, dropped, num_drafts = set[Request](), 0, 0
-    launch, at = engine._runner.launch, engine._scheduler.at
+    launch = engine._runner.launch
 
     def watched(plan: Plan, **options: Any) -> None:
         nonlocal dropped, num_drafts
         for part in plan.parts:
-            request = at[part.slot]
+            request = part.request
             num_drafts += part.num_drafts
             if request in was_paused and request.params.temperature > 0:
                 was_paused.discard(request)
                 assert part.num_drafts == 0
                 dropped += 1
-        was_paused.update(map(at.__getitem__, plan.paused))
+        was_paused.update(plan.paused)
         launch(plan, **options)
 
     monkeypatch.setattr(engine._runner, "launch", watched)

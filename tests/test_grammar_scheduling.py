@@ -4,7 +4,7 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -46,7 +46,7 @@ class Steps:
         for index, seconds in enumerate(takes):
             request = make_request(index, [1, 2], "naive", 50)
             if seconds is not None:
-                request.grammar = Grammar(seconds)  # type: ignore[assignment]
+                request = replace(request, grammar=Grammar(seconds))  # type: ignore[arg-type]
             self.requests.append(request)
         self.note(range(len(takes)))
         self.now += 1000
@@ -55,13 +55,12 @@ class Steps:
         return self.requests[index].grammar
 
     def note(self, indices: Any, rest: float = 0.0) -> None:
-        at = {index: self.requests[index] for index in indices}
-        for slot, request in at.items():
-            request.last_step += 1
-            request.slot = slot
+        requests = [self.requests[index] for index in indices]
+        for request in requests:
+            request.placement.last_step += 1
         spent = sum(self.grammar(i).takes for i in indices if self.grammar(i) is not None)
-        parts = [Part("", slot, 1, 2, 1, 0, True, [2], one.pages) for slot, one in at.items()]
-        self.scheduler.note(Plan(parts=parts), at, spent + rest)
+        parts = [Part(request, 1, 1, 0, True) for request in requests]
+        self.scheduler.note(Plan(parts), spent + rest)
 
     def deferred(self, *indices: int, has_prompts: bool = False) -> set[int]:
         requests = [self.requests[index] for index in indices]

@@ -51,10 +51,9 @@ ENGINE_GROUPS = (
     {"device", "features", "memory"},
     {"parallel"},
     {"models"},
-    {"emitted", "prompt_logprobs"},
-    {"plan"},
-    {"structured"},
+    {"emitted", "prompt_logprobs", "structured"},
     {"request"},
+    {"plan"},
     {"drafters", "sharing"},
     {"scheduling"},
     {"machine", "steps"},
@@ -515,93 +514,6 @@ def test_models_import_in_one_direction(path: Path) -> None:
         parts = name.split(".")
         if parts[:3] == ["specops", "engine", "models"]:
             assert level_of[parts[3]] <= own, name
-
-
-# Fields of requests by the module, or folder of drafters, that may write them.
-WRITERS = {
-    "admission": {"draft_kv"},
-    "drafters/drafting": {"draft_limit", "num_drafts", "draft_stages"},
-    "drafters": {"num_final_draft_kv"},
-    "scheduling/scheduler": {"last_step"},
-    "scheduling/slots": {
-        "slot",
-        "pages",
-        "num_registered_pages",
-        "num_computed",
-        "num_cached_tokens",
-        "was_preempted",
-        "queue_seconds",
-        "num_final_draft_kv",
-    },
-    # Fields that steps commit, and fields with an initial value.
-    "request": {
-        "token_ids",
-        "logprobs",
-        "thinking_state",
-        "finish_reason",
-        "stop_reason",
-        "error",
-        "prompt_logprobs",
-        "draft_stages",
-        "draft_limit",
-    },
-}
-# Modules that write fields of these names in other objects, such as plans and results.
-OTHERS = {
-    "memory/kv_cache": {"pages"},
-    "sharing/fair_scheduling": {"last_step"},
-    "scheduling/draft_pages": {"draft_limit"},
-    "steps/runner": {"choice_index", "finish_reason", "logprobs", "thinking_state"},
-}
-NO_REQUESTS = {"self", "proposals", "wider"}
-CHANGES = {"append", "clear", "extend", "insert", "pop", "remove", "update"}  # of lists and dicts
-
-
-def fields_written(path: Path, fields: set[str]) -> set[str]:
-    """Return the fields of requests that a file assigns, or whose lists and dicts it changes.
-
-    In request.py these are fields of `self`; elsewhere, fields of anything but NO_REQUESTS.
-    """
-
-    def field_of(node: ast.AST) -> str:
-        while isinstance(node, ast.Subscript):
-            node = node.value
-        if not isinstance(node, ast.Attribute) or node.attr not in fields:
-            return ""
-        name = ast.unparse(node.value).rpartition(".")[2]
-        is_ours = name == "self" if path.name == "request.py" else name not in NO_REQUESTS
-        return node.attr if is_ours else ""
-
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, (ast.Assign, ast.Delete)):
-            for target in node.targets:
-                parts = target.elts if isinstance(target, ast.Tuple) else [target]
-                found.update(map(field_of, parts))
-        elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
-            found.add(field_of(node.target))
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            found |= {field_of(node.func.value)} if node.func.attr in CHANGES else set()
-    return found - {""}
-
-
-def test_each_field_of_a_request_has_one_writer() -> None:
-    """Except for fields that one module initializes and another one updates."""
-    engine = PACKAGE / "engine"
-    tree = ast.parse((engine / "request.py").read_text())
-    (body,) = [n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Request"]
-    declared = [node.target for node in body if isinstance(node, ast.AnnAssign)]
-    fields = {target.id for target in declared if isinstance(target, ast.Name)}
-    assert {"token_ids", "pages", "slot", "draft_stages", "error"} < fields
-    written: dict[str, set[str]] = {}
-    for path in sources(engine, ".py"):
-        name = relative(path).removeprefix("python/specops/engine/").removesuffix(".py")
-        if name.startswith("drafters/") and name != "drafters/drafting":
-            name = "drafters"
-        written[name] = written.get(name, set()) | fields_written(path, fields)
-    found = {name: written[name] - OTHERS.get(name, set()) for name in written}
-    assert {name: own for name, own in found.items() if own} == WRITERS
-    assert all(others <= written[name] for name, others in OTHERS.items())
 
 
 def test_engine_imports_without_optional_packages() -> None:

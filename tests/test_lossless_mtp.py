@@ -147,9 +147,8 @@ class Record:
         executed: list[tuple[int, Request]] = []
 
         def launching(plan: Plan, **options: Any) -> None:
-            at = engine._scheduler.at
-            emitting = [(row, at[part.slot]) for row, part in enumerate(plan.parts) if part.emits]
-            executed[:] = [(row, request) for row, request in emitting if request.draft_kv]
+            emitting = [(row, part.request) for row, part in enumerate(plan.parts) if part.emits]
+            executed[:] = [(row, request) for row, request in emitting if request.drafts.kv]
             launch(plan, **options)
 
         def stepping() -> list[RequestOutput]:
@@ -395,7 +394,7 @@ def test_rows_that_modules_recompute_prevent_no_drafts(
     for _ in range(6):
         engine.step()
         running = engine._scheduler.running
-        behind = [len(one.token_ids) - one.num_final_draft_kv for one in running]
+        behind = [len(one.token_ids) - one.drafts.num_final_kv for one in running]
         assert behind == [3] * 100
 
 

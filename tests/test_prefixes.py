@@ -236,6 +236,11 @@ PROMPTS = [
 ]
 
 
+def request_with(pages: "array[int]") -> Any:
+    placement = SimpleNamespace(num_registered_pages=len(pages))
+    return SimpleNamespace(pages=pages, placement=placement)
+
+
 def test_equal_pages_after_different_ones_are_not_shared() -> None:
     """A text may begin on pages with and without draft KV, and continue on the same pages."""
     pool = PagePool(16, 16, enable_prefix_caching=True)
@@ -246,18 +251,17 @@ def test_equal_pages_after_different_ones_are_not_shared() -> None:
         for index, page in enumerate(pages):
             key = first if index == 0 else None
             before = pages[index] = pool.register(page, before, [index] * 16, key)
-        held.append(SimpleNamespace(pages=array("i", pages), num_registered_pages=8))
+        held.append(request_with(array("i", pages)))
     assert held[0].pages[0] != held[1].pages[0] and held[0].pages[1:] == held[1].pages[1:]
-    again = SimpleNamespace(pages=held[1].pages[:], num_registered_pages=8)
+    again = request_with(held[1].pages[:])
     pool.match_prefix([index for index in range(8) for _ in range(16)], 128)
     finder = PrefixFinder(pool, leaf_tokens=64)
-    at = dict(enumerate([*held, again]))
-    plan = Plan([Part("", slot, 0, 1, 1, 0, True, [0], one.pages) for slot, one in at.items()])
-    finder.arrange(plan, at)  # type: ignore[arg-type]
+    plan = Plan([Part(one, 0, 1, 0, True) for one in [*held, again]])
+    finder.arrange(plan)
     found = plan.prefixes
     assert found is not None and found.num_saved_tokens == 128
     groups = {
-        id(at[part.slot]): leader for part, leader in zip(plan.parts, found.leaders[0], strict=True)
+        id(part.request): leader for part, leader in zip(plan.parts, found.leaders[0], strict=True)
     }
     assert groups[id(held[1])] == groups[id(again)] != groups[id(held[0])]
 

@@ -150,8 +150,8 @@ class Steps:
             done = collect(plan)
             for part, one in zip(plan.parts, done, strict=True):
                 accepted, drafts = one.num_accepted, part.num_drafts
-                self.num_bare += drafts == 0 and self._was_cut.get(part.request_id, False)
-                self._was_cut[part.request_id] = 0 < accepted < drafts
+                self.num_bare += drafts == 0 and self._was_cut.get(part.request.request_id, False)
+                self._was_cut[part.request.request_id] = 0 < accepted < drafts
                 if accepted < drafts:
                     self.rejected_at[accepted] += 1
             return done

@@ -3,7 +3,7 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import FrozenInstanceError, dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from specops.engine.machine import free_rows_of
 from specops.engine.memory.kv_cache import DraftKv, PagePool
 from specops.engine.models import CacheCapacity, PrefixStates
 from specops.engine.plan import Part, Plan
-from specops.engine.request import Request
+from specops.engine.request import DraftState, Request
 from specops.engine.scheduling.scheduler import Scheduler
 from specops.engine.sharing.prefixes import PrefixFinder
 
@@ -40,21 +40,30 @@ def make_request(
     lookahead: int = 0,
     **own: Any,
 ) -> Request:
+    speculative = SpeculativeConfig.from_dict({"method": method, **own})
     request = Request(
         request_id=f"r{arrival}",
         arrival=arrival,
         params=SamplingParams(max_tokens=max_tokens),
-        speculative=SpeculativeConfig.from_dict({"method": method, **own}),
+        speculative=speculative,
         seed=0,
         choice_index=0,
         prompt_len=len(tokens),
         max_len=len(tokens) + max_tokens,
         token_ids=list(tokens),
         stream=None,  # type: ignore[arg-type]
+        drafts=DraftState.of(speculative),
     )
     if method == "mtp":
-        request.draft_kv = DraftKv(method, lookahead, request.draft_stages[method])
+        request.drafts.kv = DraftKv(method, lookahead, request.drafts.stages[method])
     return request
+
+
+def test_facts_of_a_request_never_change() -> None:
+    request = make_request(0, [1], "naive", 1)
+    for one in fields(Request):
+        with pytest.raises(FrozenInstanceError):
+            setattr(request, one.name, getattr(request, one.name))
 
 
 def check_entries(states: PrefixStates, num_prefix_states: int) -> None:
@@ -150,9 +159,9 @@ class Simulation:
         self._check_slots(scheduled)
         self._check_prefixes(scheduled)
         plan = scheduled.parts
-        self.plans.append([(p.request_id, p.num_rows, p.num_drafts, p.emits) for p in plan])
+        self.plans.append([(p.request.request_id, p.num_rows, p.num_drafts, p.emits) for p in plan])
         for request in self.scheduler.waiting:
-            assert not (request.num_computed or request.num_final_draft_kv or request.pages)
+            assert not (request.num_computed or request.drafts.num_final_kv or request.pages)
         assert len(scheduled.stopped) <= 6
         self.num_preemptions += len(scheduled.stopped)
         for part in plan:
@@ -180,20 +189,19 @@ class Simulation:
 
     def _choose_drafts(self, requests: Sequence[Request], room: int) -> None:
         for request in requests:
-            expected = self.rng.randrange(self.k + 1) if request.draft_kv else 0
-            request.num_drafts = max(min(expected, request.draft_room, room), 0)
-            room -= request.num_drafts
+            expected = self.rng.randrange(self.k + 1) if request.drafts.kv else 0
+            request.drafts.num_selected = max(min(expected, request.draft_room, room), 0)
+            room -= request.drafts.num_selected
 
     def _check_slots(self, plan: Plan) -> None:
         """Check that stops and then starts leave each slot with one request."""
-        for request_id, slot in plan.stopped:
-            assert self.slots.pop(slot).request_id == request_id
-        for request_id, slot in plan.started:
-            request = self.scheduler.at[slot]
-            assert request.request_id == request_id
+        for request, slot in plan.stopped:
+            assert self.slots.pop(slot) is request
+        for request in plan.started:
+            assert self.scheduler.at[request.slot] is request
             assert request.slot not in self.slots
             self.slots[request.slot] = request
-            assert request.num_final_draft_kv == request.num_computed
+            assert request.drafts.num_final_kv == request.num_computed
             self.num_hits[request.speculative.method] += request.num_computed
         assert {slot: one for slot, one in self.slots.items() if one.slot == slot} == {
             request.slot: request for request in self.scheduler.running
@@ -202,7 +210,7 @@ class Simulation:
 
     def _check_prefixes(self, plan: Plan) -> None:
         """Check that reported shared prefixes are in the same pages and that none is missing."""
-        requests = [self.slots[part.slot] for part in plan.parts]
+        requests = [part.request for part in plan.parts]
         claimed: set[tuple[int, ...]] = set()
         if plan.prefixes is not None:
             self.num_saved_tokens += plan.prefixes.num_saved_tokens
@@ -230,18 +238,18 @@ class Simulation:
 
     def _check(self, part: Part) -> None:
         """Check that all that the step reads is present and that its writes fit."""
-        request = self.slots[part.slot]
+        request = part.request
+        assert self.slots[request.slot] is request
         tokens = tuple(request.token_ids)
-        assert part.pages is request.pages and part.num_tokens == len(tokens)
-        given = tokens[part.begin : part.begin + part.num_rows - part.num_drafts]
-        assert part.begin == request.num_computed and tuple(part.token_ids) == given
+        assert part.begin == request.num_computed
+        assert part.begin + part.num_rows - part.num_drafts <= len(tokens)
         for position in range(request.num_computed):
             assert self._row(request, position).model == tokens[: position + 1]
         needed = self.scheduler.num_pages_for(request.num_computed + part.num_rows)
         assert len(request.pages) >= needed
-        if request.draft_kv is None:
+        if request.drafts.kv is None:
             return
-        for position in range(request.num_final_draft_kv):
+        for position in range(request.drafts.num_final_kv):
             following = tokens[position + 1 : position + 1 + self.lookahead]
             assert self._row(request, position).drafts == following
         if part.emits:
@@ -257,24 +265,26 @@ class Simulation:
         return self.memory[page][position % self.size]
 
     def _execute(self, part: Part) -> None:
-        request, rng = self.slots[part.slot], self.rng
+        request, rng = part.request, self.rng
         begin, known = request.num_computed, part.num_rows - part.num_drafts
         accepted = rng.randint(0, part.num_drafts)
         tokens = tuple(request.token_ids[: begin + known])
         drafts = tuple(rng.randrange(2) for _ in range(part.num_drafts))
         if begin and self.states is not None:
-            assert self.states.of_slot(part.slot, begin) == tokens[:begin], "states of another text"
+            assert self.states.of_slot(request.slot, begin) == tokens[:begin], (
+                "states of another text"
+            )
         for row in range(part.num_rows):
             text = (tokens + drafts)[: begin + row + 1]
             self._write(request, begin + row).model = text
             if self.states is not None:
-                self.states.slots[part.slot][(begin + row) % len(self.states.slots[0])] = text
-        request.num_computed += known + accepted
+                self.states.slots[request.slot][(begin + row) % len(self.states.slots[0])] = text
+        request.placement.num_computed += known + accepted
         if part.emits:
-            request.token_ids += [*drafts[:accepted], rng.randrange(2)]
-        if request.draft_kv is not None and rng.random() < 0.7:  # otherwise the drafter pauses
+            request.token_ids.extend([*drafts[:accepted], rng.randrange(2)])
+        if request.drafts.kv is not None and rng.random() < 0.7:  # otherwise the drafter pauses
             self._draft(request)
-        self.scheduler.register_full_pages(request, part)
+        self.scheduler.register_full_pages(part)
         if len(request.token_ids) >= request.max_len or rng.random() < 0.02:
             self._finish(request)
 
@@ -282,19 +292,19 @@ class Simulation:
         """Write the rows of known tokens, then the rows of drafts."""
         tokens = tuple(request.token_ids)
         final = min(request.num_computed, len(tokens) - self.lookahead)
-        for position in range(request.num_final_draft_kv, len(request.pages) * self.size):
+        for position in range(request.drafts.num_final_kv, len(request.pages) * self.size):
             row = self._write(request, position)
             row.drafts = None
             if position < final:
                 row.drafts = tokens[position + 1 : position + 1 + self.lookahead]
         self._draft_states(request, tokens, final)
-        request.num_final_draft_kv = max(final, request.num_final_draft_kv)
+        request.drafts.num_final_kv = max(final, request.drafts.num_final_kv)
 
     def _draft_states(self, request: Request, tokens: Tokens, final: int) -> None:
         """Continue from the last final state, then make up k rows."""
         if self.drafter_states is None:
             return
-        begin, window = request.num_final_draft_kv, self.drafter_states.slots[request.slot]
+        begin, window = request.drafts.num_final_kv, self.drafter_states.slots[request.slot]
         if begin:
             found = self.drafter_states.of_slot(request.slot, begin)
             assert found == tokens[:begin], "states of another text"
@@ -401,20 +411,20 @@ def test_pages_are_registered_once_the_tokens_after_them_are_known(lookahead: in
 
     first = make_request(0, range(8), "mtp", 8, **own)
     start(first)
-    first.num_computed = 8
+    first.placement.num_computed = 8
     for length in range(9, 13):
         first.token_ids.append(length)
-        first.num_computed = length - 1
-        scheduler.register_full_pages(first, scheduler.part(first, 1, emits=True))
-        assert first.num_registered_pages == 0  # the drafter paused
-    first.num_final_draft_kv = min(first.num_computed, len(first.token_ids) - lookahead)
-    scheduler.register_full_pages(first, scheduler.part(first, 1, emits=True))
-    assert first.num_registered_pages == 2
+        first.placement.num_computed = length - 1
+        scheduler.register_full_pages(Part(first, first.num_computed, 1, 0, emits=True))
+        assert first.placement.num_registered_pages == 0  # the drafter paused
+    first.drafts.num_final_kv = min(first.num_computed, len(first.token_ids) - lookahead)
+    scheduler.register_full_pages(Part(first, first.num_computed, 1, 0, emits=True))
+    assert first.placement.num_registered_pages == 2
     # Match with all tokens that follow, with fewer, and for a request without drafts.
     for count, hits in ((lookahead, 8), (lookahead - 1, 4)):
         second = make_request(1, first.token_ids[: 8 + count], "mtp", 8, **own)
         start(second)
-        assert second.num_computed == second.num_final_draft_kv == hits
+        assert second.num_computed == second.drafts.num_final_kv == hits
         scheduler.finish(second)
     plain = make_request(1, [*first.token_ids[:8], 99], "naive", 8)
     start(plain)
@@ -426,9 +436,7 @@ def test_pages_are_registered_once_the_tokens_after_them_are_known(lookahead: in
 
 
 def owned(arrival: int, *owners: str, tokens: int = 3, max_tokens: int = 12) -> Request:
-    request = make_request(arrival, [1] * tokens, "naive", max_tokens)
-    request.owners = owners
-    return request
+    return replace(make_request(arrival, [1] * tokens, "naive", max_tokens), owners=owners)
 
 
 def slots(num_slots: int, num_pages: int = 200) -> Scheduler:
@@ -443,8 +451,8 @@ def run(scheduler: Scheduler, steps: int) -> int:
         plan = scheduler.schedule()
         num_preemptions += len(plan.stopped)
         for part in plan.parts:
-            request = scheduler.at[part.slot]
-            request.num_computed += part.num_rows
+            request = part.request
+            request.placement.num_computed += part.num_rows
             if part.emits:
                 request.token_ids.append(1)
             if len(request.token_ids) == request.max_len:
@@ -495,7 +503,7 @@ def test_call_with_most_pages_releases_them() -> None:
     newcomer = owned(8, "", "one", tokens=7, max_tokens=20)
     scheduler.waiting.append(newcomer)
     run(scheduler, 22)
-    assert len(newcomer.token_ids) == newcomer.max_len and not newcomer.was_preempted
+    assert len(newcomer.token_ids) == newcomer.max_len and not newcomer.placement.was_preempted
     run(scheduler, 400)
     assert not scheduler.running and not scheduler.waiting
 

@@ -7,13 +7,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from specops.api.config import EngineConfig
 from specops.api.errors import ContextOverflow
+from specops.api.outputs import PromptLogprobs
 from specops.api.sampling_params import SamplingParams, check_sequences
 from specops.api.speculative_config import SpeculativeConfig
 from specops.api.structured import StructuredOutput
 from specops.api.tokenizer import TextStream, Tokenizer
 from specops.engine.drafters.drafting import Drafting
 from specops.engine.features import features_of
-from specops.engine.request import Request
+from specops.engine.request import DraftState, Output, Request
 from specops.engine.structured import Grammar, GrammarCompiler, GrammarState
 
 
@@ -79,6 +80,7 @@ class Admission:
         think_end, inject = self._thinking(params)
         if not 0 <= choice_index < 2**31:
             raise ValueError(f"choice_index must be in [0, 2^31), got {choice_index}")
+        scored = params.prompt_logprobs
         request = Request(
             request_id=self._name(request_id, taken),
             arrival=self._arrivals,
@@ -98,10 +100,12 @@ class Admission:
             inject_token_ids=inject,
             prediction=self._prediction(params),
             features=features_of(params, speculative),
-            thinking_state=0 if params.thinks else -1,
             added_at=time.perf_counter(),
+            drafts=DraftState.of(speculative),
+            output=Output(thinking_state=0 if params.thinks else -1),
+            prompt_logprobs=None if scored is None else PromptLogprobs(token_ids, scored),
         )
-        request.draft_kv = self.drafting.draft_kv(request)
+        self.drafting.admit(request)
         self._arrivals += 1
         return request
 

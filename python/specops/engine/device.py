@@ -48,23 +48,23 @@ class Device:
     is_async = False
     captures = False
 
-    def host_block(self, num_bytes: int) -> Tensor:
-        """Return a new uint8 block that the host reads and writes."""
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        """Return a new uint8 buffer that the host reads and writes."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def device_block(self, num_bytes: int, host: Tensor | None = None) -> Tensor:
-        """Return a uint8 block that kernels read and write; the counterpart of `host` if given."""
-        return self.host_block(num_bytes) if host is None else host
+    def device_buffer(self, num_bytes: int, host: Tensor | None = None) -> Tensor:
+        """Return a uint8 buffer that kernels read and write; the counterpart of `host` if given."""
+        return self.host_buffer(num_bytes) if host is None else host
 
     def workspace(self, num_bytes: int) -> Tensor:
-        """Return a zeroed block for ops that expect counters of zero and reset them to zero."""
+        """Return a zeroed buffer for ops that expect counters of zero and reset them to zero."""
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
-    def copy_in(self, block: Tensor, host: Tensor, num_bytes: int) -> None:
-        """Start copying the first bytes of a host block to its device counterpart."""
+    def copy_in(self, buffer: Tensor, host: Tensor, num_bytes: int) -> None:
+        """Start copying the first bytes of a host buffer to its device counterpart."""
 
-    def copy_out(self, host: Tensor, block: Tensor, num_bytes: int) -> None:
-        """Start copying the first bytes of a device block back, after all earlier work."""
+    def copy_out(self, host: Tensor, buffer: Tensor, num_bytes: int) -> None:
+        """Start copying the first bytes of a device buffer back, after all earlier work."""
 
     def wait(self) -> None:
         """Wait for all launched work."""
@@ -102,21 +102,21 @@ class CudaDevice(Device):
         self._side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
 
-    def host_block(self, num_bytes: int) -> Tensor:
-        """Return a new block of pinned host memory, which can be copied asynchronously."""
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        """Return a new buffer of pinned host memory, which can be copied asynchronously."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def device_block(self, num_bytes: int, host: Tensor | None = None) -> Tensor:
-        """Return a new block of GPU memory."""
+    def device_buffer(self, num_bytes: int, host: Tensor | None = None) -> Tensor:
+        """Return a new buffer of GPU memory."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
-    def copy_in(self, block: Tensor, host: Tensor, num_bytes: int) -> None:
+    def copy_in(self, buffer: Tensor, host: Tensor, num_bytes: int) -> None:
         """Start one copy to the GPU."""
-        block[:num_bytes].copy_(host[:num_bytes], non_blocking=True)
+        buffer[:num_bytes].copy_(host[:num_bytes], non_blocking=True)
 
-    def copy_out(self, host: Tensor, block: Tensor, num_bytes: int) -> None:
+    def copy_out(self, host: Tensor, buffer: Tensor, num_bytes: int) -> None:
         """Start one copy from the GPU."""
-        host[:num_bytes].copy_(block[:num_bytes], non_blocking=True)
+        host[:num_bytes].copy_(buffer[:num_bytes], non_blocking=True)
 
     def wait(self) -> None:
         """Wait for the stream without holding the GIL."""

@@ -327,7 +327,7 @@ class Engine:
             owners=(),
             taken=self._requests.keys(),
         )
-        return request.draft_kv
+        return request.drafts.kv
 
     def draw_seed(self, bits: int = 64) -> int:
         """Draw a seed of `bits` bits, as `add_request` does for a request without a seed."""
@@ -430,18 +430,17 @@ class Engine:
     def _change_slots(self, plan: Plan) -> None:
         """Notify the runner of the requests that lost or got a slot for a step."""
         self.stats.num_preemptions += len(plan.stopped)
-        for request_id, slot in plan.stopped:
-            self._runner.stop(self._requests[request_id], slot)
-        for request_id, _ in plan.started:
-            request = self._requests[request_id]
-            if not request.was_preempted:
+        for request, slot in plan.stopped:
+            self._runner.stop(request, slot)
+        for request in plan.started:
+            if not request.placement.was_preempted:
                 if self.config.enable_prefix_caching and request.prompt_logprobs is None:
                     self.stats.prefix_cache_queries += request.prompt_len
-                self.stats.prefix_cache_hits += request.num_cached_tokens
+                self.stats.prefix_cache_hits += request.placement.num_cached_tokens
             try:
                 self._runner.start(request)
             except Exception as error:
-                plan.fail(request_id, error)
+                plan.fail(request.request_id, error)
 
     def _commit_and_draft(self, plan: Plan) -> list[RequestOutput]:
         """Commit the tokens of each request of a step, then let the drafters draft."""
@@ -452,13 +451,13 @@ class Engine:
         executed = self._spent[1] + time.perf_counter() - begun
         outputs: list[RequestOutput] = []
         for part, result in zip(plan.parts, emitted, strict=True):
-            request = self._scheduler.at[part.slot]
-            if part.request_id in plan.failed or request in self._aborted:
+            request = part.request
+            if request.request_id in plan.failed or request in self._aborted:
                 continue
             try:
-                outputs += self._take_over(request, part, result)
+                outputs += self._take_over(part, result)
             except Exception as error:
-                plan.fail(part.request_id, error)
+                plan.fail(request.request_id, error)
         self.stats.num_steps += 1
         self.stats.num_rows += plan.num_rows
         self.stats.num_paused_steps += len(plan.paused)
@@ -474,8 +473,9 @@ class Engine:
             self.stats.draft_seconds += time.perf_counter() - begun + within
         return outputs
 
-    def _take_over(self, request: Request, part: Part, result: Emitted) -> list[RequestOutput]:
+    def _take_over(self, part: Part, result: Emitted) -> list[RequestOutput]:
         """Commit a step's result to a request; return its output, if it is past its prompt."""
+        request = part.request
         for scores in result.prompt_scores:
             assert request.prompt_logprobs is not None
             request.prompt_logprobs.add(scores)
@@ -497,15 +497,15 @@ class Engine:
     def _release(self, plan: Plan) -> None:
         """Register full pages in the prefix cache, and remove the requests that have ended."""
         for part in plan.parts:
-            if part.request_id in plan.failed:
+            request = part.request
+            if request.request_id in plan.failed:
                 continue
-            request = self._scheduler.at[part.slot]
             try:
-                self._scheduler.register_full_pages(request, part)
+                self._scheduler.register_full_pages(part)
             except Exception as error:
-                plan.fail(part.request_id, error)
+                plan.fail(request.request_id, error)
                 continue
-            if request.finish_reason is not None:
+            if request.output.finish_reason is not None:
                 self._leave(request)
 
     def _end_all(self, plan: Plan, error: BaseException) -> NoReturn:
@@ -581,7 +581,7 @@ class Engine:
                         prompt, one, choice_index=index, speculative_config=speculative_config
                     )
                     ids.append(name)
-            while any(self._requests[name].finish_reason is None for name in ids):
+            while any(self._requests[name].output.finish_reason is None for name in ids):
                 self.step()
         except BaseException:
             for name in ids:

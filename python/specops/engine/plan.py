@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of one step: ids and integers, from the scheduler to the runner."""
+"""The plan of one step, from the scheduler to the runner and the drafters."""
 
 import logging
-from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +9,7 @@ from numpy.typing import NDArray
 
 from specops.api.errors import described
 from specops.engine.prompt_logprobs import PromptRows
+from specops.engine.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -19,15 +18,11 @@ logger = logging.getLogger(__name__)
 class Part:
     """A request's rows in one step: rows of tokens it has, followed by rows of its drafts."""
 
-    request_id: str
-    slot: int
+    request: Request
     begin: int  # position of the first row; all tokens before it are computed
-    num_tokens: int  # length of the request so far
     num_rows: int
     num_drafts: int  # the last num_drafts rows hold draft tokens
     emits: bool  # False for a prefill chunk that does not end the known tokens
-    token_ids: Sequence[int]  # tokens of the rows before the drafts
-    pages: "array[int]"  # pages of the request, in order
     prompt_rows: PromptRows | None = None  # rows that give logprobs of prompt tokens
     draft_limit: int = 0  # most drafts to propose at the end of this step for the next one
 
@@ -49,14 +44,14 @@ class PrefixGroups:
 
 @dataclass(slots=True)
 class Plan:
-    """One step, and the requests that got or lost a slot for it: request ids with their slots."""
+    """One step, and the requests that got or lost a slot for it."""
 
     parts: list[Part] = field(default_factory=list)
     prefixes: PrefixGroups | None = None  # None: no request shares a prefix
-    paused: list[int] = field(default_factory=list)  # decoding slots that skip this step
+    paused: list[Request] = field(default_factory=list)  # decoding requests that skip this step
     # All stops precede all starts: a request that lost its slot may get one again in the same step.
-    stopped: list[tuple[str, int]] = field(default_factory=list)
-    started: list[tuple[str, int]] = field(default_factory=list)
+    stopped: list[tuple[Request, int]] = field(default_factory=list)  # with its former slot
+    started: list[Request] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  # error message by request id
 
     @property
@@ -77,10 +72,12 @@ class Plan:
     def fail_all(self, error: BaseException) -> None:
         """End all requests of the step with the step's error; the caller raises that error."""
         for part in self.parts:
-            self.failed.setdefault(part.request_id, described(error))
+            self.failed.setdefault(part.request.request_id, described(error))
 
     def drop_failed(self) -> None:
         """Remove the requests that have failed so far from the step."""
         if self.failed:
-            self.parts[:] = [part for part in self.parts if part.request_id not in self.failed]
+            self.parts[:] = [
+                part for part in self.parts if part.request.request_id not in self.failed
+            ]
             self.prefixes = None  # they were computed for all parts; drop them

@@ -20,18 +20,60 @@ from specops.engine.structured import GrammarState, num_unconstrained
 from specops.sampling import FinishReason
 
 
-@dataclass(eq=False)
+@dataclass
+class Placement:
+    """A request's slot, pages and computed tokens. Scheduling writes it."""
+
+    slot: int = -1  # index into the per-slot arrays while running
+    pages: "array[int]" = field(default_factory=lambda: array("i"))  # an array is copied quickly
+    num_registered_pages: int = 0  # leading pages that are in the prefix cache
+    num_computed: int = 0
+    num_cached_tokens: int = 0  # found in the prefix cache when it got its first slot
+    was_preempted: bool = False
+    queue_seconds: float = 0.0  # wait for its first slot
+    last_step: int = 0  # number of the last step in which it had rows
+
+
+@dataclass
+class DraftState:
+    """A request's drafters, draft counts and draft KV. `Drafting` and the drafters write it."""
+
+    stages: dict[str, int]  # drafters, each with its limit of drafts
+    limit: int  # most drafts to propose at the end of its next step
+    num_selected: int = 0  # number of proposed drafts that the next step verifies
+    kv: DraftKv | None = None  # draft KV that its drafter keeps on its pages
+    # Leading tokens whose draft KV is complete and final. When the request gets a slot, scheduling
+    # sets it to the cached tokens; from then on the drafter that owns `kv` updates it.
+    num_final_kv: int = 0
+
+    @classmethod
+    def of(cls, config: SpeculativeConfig) -> "DraftState":
+        """Return the state at admission, before any draft."""
+        return cls(dict(config.draft_stages), config.num_speculative_tokens)
+
+
+@dataclass
+class Output:
+    """Results of a request besides its tokens. `Request` writes them."""
+
+    thinking_state: int = -1  # as in `sampling.commit`
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    stats: SpeculativeStats = field(default_factory=SpeculativeStats)
+    finish_reason: str | None = None
+    stop_reason: int | str | tuple[int, ...] | None = None  # the stop that ended it, if any
+    error: str | None = None  # the failure that ended it, if any
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Request:
-    """The state of one choice of one prompt.
+    """One choice of one prompt: facts that admission fixes, and objects that hold its state.
+
+    Each of `placement`, `drafts` and `output` names its writer; all other code only reads it.
 
     Invariant: keys and values of `token_ids[:num_computed]` are in `pages`. While decoding,
     num_computed is len(token_ids) - 1: the newest token is the next step's first row.
-
-    Each field has a single writer, named in the comment above its group; all other code only reads
-    it (`test_each_field_of_a_request_has_one_writer`).
     """
 
-    # Written once by Admission.
     request_id: str
     arrival: int  # order of arrival; the latest is preempted first
     params: SamplingParams
@@ -40,9 +82,8 @@ class Request:
     choice_index: int
     prompt_len: int
     max_len: int  # len(token_ids) at which the request ends
-    token_ids: list[int]  # the prompt; this class appends the output
-    stream: TextStream
     owners: tuple[str, ...] = ()  # outermost first, for fair scheduling
+    added_at: float = 0.0  # time.perf_counter() on arrival
     # Derived from params, the tokenizer and the model.
     stop_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -50,42 +91,30 @@ class Request:
     inject_token_ids: tuple[int, ...] = ()
     prediction: tuple[int, ...] = ()
     features: int = 0  # bits of `Feature`
+
+    # The objects stay the same; their contents change while the request runs.
+    token_ids: list[int]  # the prompt; `commit` appends the output
+    stream: TextStream
+    drafts: DraftState
+    placement: Placement = field(default_factory=Placement)
+    output: Output = field(default_factory=Output)
     grammar: GrammarState | None = None  # state of the output's constraint
-    draft_kv: DraftKv | None = None  # draft KV that its drafter keeps on its pages
-    added_at: float = 0.0  # time.perf_counter() on arrival
-
-    # Written by this class when a step commits.
-    thinking_state: int = -1  # as in `sampling.commit`
-    logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None  # if requested
-    stats: SpeculativeStats = field(default_factory=SpeculativeStats)
-    finish_reason: str | None = None
-    stop_reason: int | str | tuple[int, ...] | None = None  # the stop that ended it, if any
-    error: str | None = None  # the failure that ended it, if any
 
-    # Written by scheduling (slots.py).
-    slot: int = -1  # row of the engine's per-request arrays while running
-    pages: "array[int]" = field(default_factory=lambda: array("i"))  # an array is copied quickly
-    num_registered_pages: int = 0  # leading pages that are in the prefix cache
-    num_computed: int = 0
-    num_cached_tokens: int = 0
-    was_preempted: bool = False
-    queue_seconds: float = 0.0  # wait for its first slot
-    last_step: int = 0  # number of the last step in which it had rows
-    # Leading tokens whose draft KV is complete and final. Scheduling sets it when the request gets
-    # a slot; from then on the drafter that owns draft_kv updates it.
-    num_final_draft_kv: int = 0
+    @property
+    def slot(self) -> int:
+        """Index into the per-slot arrays while running; -1 without a slot."""
+        return self.placement.slot
 
-    # Written by drafting.
-    draft_stages: dict[str, int] = field(init=False)  # drafters, each with its limit of drafts
-    draft_limit: int = field(init=False)  # most drafts to propose at the end of its next step
-    num_drafts: int = 0  # number of proposed drafts that the next step verifies
+    @property
+    def pages(self) -> "array[int]":
+        """Pages of the request, in order."""
+        return self.placement.pages
 
-    def __post_init__(self) -> None:
-        self.draft_stages = dict(self.speculative.draft_stages)
-        self.draft_limit = self.speculative.num_speculative_tokens
-        if (wanted := self.params.prompt_logprobs) is not None:
-            self.prompt_logprobs = PromptLogprobs(self.token_ids, wanted)
+    @property
+    def num_computed(self) -> int:
+        """Number of leading tokens whose keys and values are in the pages."""
+        return self.placement.num_computed
 
     @property
     def is_decoding(self) -> bool:
@@ -123,29 +152,29 @@ class Request:
             totals: counts over all requests, updated as well.
         """
         if emitted.thinking_state is not None:
-            self.thinking_state = emitted.thinking_state
+            self.output.thinking_state = emitted.thinking_state
         num_output = len(self.token_ids) - self.prompt_len
         kept = self._keep(emitted, num_output)
         self.token_ids.extend(kept)
         num_accepted = min(emitted.num_from_drafts, len(kept))
-        for stats in (self.stats, totals):
+        for stats in (self.output.stats, totals):
             stats.count(num_drafts, num_accepted, len(kept))
         drafts = emitted.drafts
         if drafts is not None:
             drafts = replace(drafts, num_accepted=num_accepted)
         logprobs = emitted.logprobs[: len(kept)]
-        self.logprobs.extend(logprobs)
-        if self.finish_reason is None and emitted.finish_reason is not FinishReason.RUNNING:
+        self.output.logprobs.extend(logprobs)
+        if self.output.finish_reason is None and emitted.finish_reason is not FinishReason.RUNNING:
             self._note_end(emitted)
         text = self.stream.take()
-        if self.finish_reason is not None:
+        if self.output.finish_reason is not None:
             text += self.stream.finish()
         return RequestOutput(
             self.request_id,
             kept,
             text,
             logprobs,
-            self.finish_reason,
+            self.output.finish_reason,
             drafts,
             None if num_output else self.prompt_logprobs,  # only in the first output
         )
@@ -156,7 +185,7 @@ class Request:
         token_ids, min_tokens = emitted.token_ids, self.params.min_tokens
         ends_with_token = emitted.finish_reason is FinishReason.STOP_TOKEN
         injected = len(self.inject_token_ids)
-        unconstrained = num_unconstrained(self.thinking_state, injected, len(token_ids))
+        unconstrained = num_unconstrained(self.output.thinking_state, injected, len(token_ids))
         for token_id in token_ids:
             is_end = ends_with_token and len(kept) + 1 == len(token_ids)
             fits, end = True, None
@@ -169,31 +198,31 @@ class Request:
                 if not is_end and self.stream.push(token_id, may_stop=may_stop):
                     end = "stop", self.stream.stopped_by
             if end is not None:
-                self.finish_reason, self.stop_reason = end
+                self.output.finish_reason, self.output.stop_reason = end
                 break
         return kept
 
     def _note_end(self, emitted: Emitted) -> None:
         """Record why `sampling.commit` ended the request."""
         if emitted.finish_reason is FinishReason.LENGTH:
-            self.finish_reason = "length"
+            self.output.finish_reason = "length"
             return
-        self.finish_reason = "stop"
+        self.output.finish_reason = "stop"
         if emitted.finish_reason is FinishReason.STOP_SEQUENCE:
-            self.stop_reason = self.params.stop_token_sequences[emitted.stop_index]
+            self.output.stop_reason = self.params.stop_token_sequences[emitted.stop_index]
         elif emitted.token_ids[-1] in self.params.stop_token_ids:
-            self.stop_reason = emitted.token_ids[-1]
+            self.output.stop_reason = emitted.token_ids[-1]
 
     def end_without_output(self) -> RequestOutput:
         """End a request that only computes its prompt, and return its output."""
-        self.finish_reason = "length"
+        self.output.finish_reason = "length"
         return RequestOutput(
             self.request_id, [], "", [], "length", prompt_logprobs=self.prompt_logprobs
         )
 
     def fail(self, error: str) -> RequestOutput:
         """End the request with an error message, and return its output."""
-        self.finish_reason, self.error = "error", error
+        self.output.finish_reason, self.output.error = "error", error
         return RequestOutput(self.request_id, [], "", [], "error", error=error)
 
     def completion(self) -> Completion:
@@ -202,7 +231,7 @@ class Request:
         Raises:
             ValueError: the request is not finished.
         """
-        if self.finish_reason is None:
+        if self.output.finish_reason is None:
             raise ValueError(f"request {self.request_id!r} is not finished")
         return Completion(
             request_id=self.request_id,
@@ -210,13 +239,13 @@ class Request:
             prompt_token_ids=self.token_ids[: self.prompt_len],
             token_ids=self.output_token_ids,
             text=self.stream.text,
-            logprobs=self.logprobs,
-            finish_reason=self.finish_reason,
+            logprobs=self.output.logprobs,
+            finish_reason=self.output.finish_reason,
             seed=self.seed,
-            num_cached_tokens=self.num_cached_tokens,
-            stats=self.stats,
-            queue_seconds=self.queue_seconds,
-            stop_reason=self.stop_reason,
+            num_cached_tokens=self.placement.num_cached_tokens,
+            stats=self.output.stats,
+            queue_seconds=self.placement.queue_seconds,
+            stop_reason=self.output.stop_reason,
             prompt_logprobs=self.prompt_logprobs,
-            error=self.error,
+            error=self.output.error,
         )

@@ -24,7 +24,7 @@ from specops.engine.models import CachedWeights
 from specops.engine.parallel.ranks import ALONE, Ranks
 from specops.engine.plan import Part, Plan
 from specops.engine.prompt_logprobs import PromptRows
-from specops.engine.request import Request
+from specops.engine.request import DraftState, Placement, Request
 from specops.engine.steps.runner import Runner
 
 _ROUNDS = 4  # maximum; a GPU runs all: one builds a step, the next captures it
@@ -159,7 +159,6 @@ def measure_row_costs(
     runner.start(request)
     decode = _chunk(request, num_before, 1)
     decode.parts[0].emits = True
-    decode.parts[0].num_tokens = num_before + 1
     kinds = [decode, _chunk(request, num_before, 1), _chunk(request, num_before, num_rows)]
     kinds.append(_chunk(request, num_before, num_rows, num_alternatives))
     seconds = [math.inf] * len(kinds)
@@ -192,17 +191,7 @@ def _chunk(
 ) -> Plan:
     """Return a plan with one prompt chunk, scored unless `num_alternatives` is None."""
     end = begin + num_rows
-    part = Part(
-        request.request_id,
-        request.slot,
-        begin,
-        num_tokens=len(request.token_ids),
-        num_rows=num_rows,
-        num_drafts=0,
-        emits=False,
-        token_ids=request.token_ids[begin:end],
-        pages=request.pages,
-    )
+    part = Part(request, begin, num_rows, num_drafts=0, emits=False)
     if num_alternatives is not None:
         requested = PromptLogprobs(request.token_ids, num_alternatives)
         requested.num_scored = begin
@@ -213,18 +202,7 @@ def _chunk(
 
 def _plan(request: Request, count: int) -> Plan:
     """Return a plan with `count` rows, which verifies `count - 1` drafts."""
-    part = Part(
-        request.request_id,
-        request.slot,
-        begin=0,
-        num_tokens=1,
-        num_rows=count,
-        num_drafts=count - 1,
-        emits=True,
-        token_ids=request.token_ids,
-        pages=request.pages,
-    )
-    return Plan(parts=[part])
+    return Plan([Part(request, begin=0, num_rows=count, num_drafts=count - 1, emits=True)])
 
 
 def _line(seconds: dict[int, float], max_rows: int) -> list[float]:
@@ -241,19 +219,21 @@ def _trial(
     tokenizer: Tokenizer, pool: PagePool, most: int, tokens: Sequence[int] = (1,)
 ) -> Request:
     """Return a trial request with pages for `most` rows; no tokens are committed to it."""
+    speculative = SpeculativeConfig(
+        method=default_method(), num_speculative_tokens=most, accept_policy="reject_all"
+    )
+    pages = array("i", pool.allocate(-(-(1 + most) // pool.page_size)) or ())
     return Request(
         request_id="trial",
         arrival=-1,  # real requests have numbers from 0
         params=SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True),
-        speculative=SpeculativeConfig(
-            method=default_method(), num_speculative_tokens=most, accept_policy="reject_all"
-        ),
+        speculative=speculative,
         seed=0,
         choice_index=0,
         prompt_len=1,
         max_len=1 + most,
         token_ids=list(tokens),
         stream=TextStream(tokenizer, ()),
-        slot=0,
-        pages=array("i", pool.allocate(-(-(1 + most) // pool.page_size)) or ()),
+        drafts=DraftState.of(speculative),
+        placement=Placement(slot=0, pages=pages),
     )

@@ -29,6 +29,7 @@ from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape
 from specops.engine.models import CacheCapacity, KvBytes, KvCache, LayerBatch, Transformer
+from specops.engine.plan import Part
 from specops.engine.request import Request
 from specops.sampling import LogitsProcessors, SamplingTensors
 
@@ -161,21 +162,10 @@ class Proposals:
 
 
 @dataclass(slots=True)
-class Scheduled:
-    """A request's part in one step: rows for token_ids[num_computed:], then rows for its drafts."""
-
-    request: Request
-    num_rows: int
-    num_drafts: int  # the last num_drafts of these rows hold draft tokens
-    emits: bool  # False for a prefill chunk that does not end the known tokens
-    draft_limit: int = 0  # most drafts to propose in this step for the next one
-
-
-@dataclass(slots=True)
 class StepResults:
     """The tokens that a step emitted, on the host, after all of its requests committed them."""
 
-    parts: Sequence[Scheduled]
+    parts: Sequence[Part]
     slots: NDArray[np.int32]  # [batch]
     token_ids: Tensor  # int32 [batch, w]; each row begins with the emitted tokens
     lens_before: NDArray[np.int32]  # [batch], number of tokens before the step
@@ -196,13 +186,13 @@ class DrafterStep:
     workspace_size = 0
     sums_size = 0
 
-    def fill(self, parts: Sequence[Scheduled]) -> None:
+    def fill(self, parts: Sequence[Part]) -> None:
         """Write the host side of its arrays before the step runs."""
 
     def launch(self, target: TargetStep) -> None:
         """Draft on the device after `commit`. The launches are captured once and replayed."""
 
-    def read(self, parts: Sequence[Scheduled], proposals: Proposals) -> None:
+    def read(self, parts: Sequence[Part], proposals: Proposals) -> None:
         """Read its results other than the drafts, such as confidences."""
 
 
@@ -253,7 +243,7 @@ class Drafter:
     def leave(self, request: Request) -> None:
         """Handle a request that ended or stopped speculating. It may never have started here."""
 
-    def plan(self, parts: Sequence[Scheduled], shape: StepShape) -> Hashable | None:
+    def plan(self, parts: Sequence[Part], shape: StepShape) -> Hashable | None:
         """Return a key of its work after a step: everything that its arrays and launches depend on.
 
         The engine calls `plan`, `new_step` and `fill` again if it makes the step anew without a
@@ -305,6 +295,6 @@ class Drafter:
         """Save data that outlives the engine, if there is any."""
 
 
-def stage_limit(part: Scheduled, name: str) -> int:
+def stage_limit(part: Part, name: str) -> int:
     """Return how many drafts a request may have after drafter `name`; 0 if it does not use it."""
-    return min(part.draft_limit, part.request.draft_stages.get(name, 0))
+    return min(part.draft_limit, part.request.drafts.stages.get(name, 0))

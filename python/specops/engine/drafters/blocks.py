@@ -215,5 +215,5 @@ class BlocksDrafter(RecurrentDrafter):
 
     def draft_kv(self, request: Request) -> DraftKv | None:
         """Return the draft KV of the text and of a block after it."""
-        drafts, blocks = request.draft_stages[self.name], self.head.blocks
+        drafts, blocks = request.drafts.stages[self.name], self.head.blocks
         return BlockKv(self.name, self.head.lookahead, drafts, blocks.num_rows, blocks.max_len)

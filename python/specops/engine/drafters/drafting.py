@@ -29,14 +29,12 @@ from specops.engine.drafters.base import (
     MethodUnavailable,
     Proposals,
     RequestsFailed,
-    Scheduled,
     StepResults,
 )
 from specops.engine.drafters.draft_probs import DraftProbTable
 from specops.engine.drafters.selection import DraftSelector
 from specops.engine.drafters.watched_step import WatchedStep
 from specops.engine.features import Feature
-from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape
 from specops.engine.models import CacheCapacity, KvBytes, KvCache
@@ -69,7 +67,7 @@ class Drafting:
         missing: by method name, the reason why it is not in `drafters`, without file paths.
         proposals: drafts for the next step, by slot.
         draft_probs: the distributions that drafts were drawn from.
-        scheduled: the parts of the step, in the form that drafters read.
+        parts: parts of the current step.
         num_failures: number of exceptions that drafters have raised. Steps built before a failure
             must not run again: a drafter's part may be missing or incompletely captured.
         failures: number of exceptions by method, including zeros; "adaptive_verification" counts
@@ -105,9 +103,8 @@ class Drafting:
         self._selector: DraftSelector | None = None
         self._acceptance: dict[Request, RequestAcceptance] = {}  # of requests with draft selection
         self._selected: dict[Request, list[float]] = {}  # confidences of the selected drafts
-        self._running: dict[int, Request] = {}  # requests by slot
-        self.scheduled: list[Scheduled] = []
-        self._places: dict[int, int] = {}  # index in the last step by slot
+        self.parts: Sequence[Part] = []
+        self._places: dict[int, int] = {}  # index of a request in the last step, by slot
         # Limit on drafts if the target stores a state per draft; None: no limit.
         defaults = context.config.speculative_config
         self._max_drafts = defaults.num_speculative_tokens if context.target.keeps_states else None
@@ -197,10 +194,10 @@ class Drafting:
             )
         )
 
-    def draft_prob_row(self, slot: int) -> int:
-        """Return the row of `draft_probs` that holds a slot's drafts; -1 if there is none."""
-        drafter = next(iter(self._running[slot].draft_stages), None)
-        return -1 if drafter is None else self.draft_probs.row(drafter, self._places[slot])
+    def draft_prob_row(self, request: Request) -> int:
+        """Return the row of `draft_probs` that holds a request's drafts; -1 if there is none."""
+        drafter = next(iter(request.drafts.stages), None)
+        return -1 if drafter is None else self.draft_probs.row(drafter, self._places[request.slot])
 
     @property
     def has_unsaved(self) -> bool:
@@ -247,12 +244,12 @@ class Drafting:
                 logger.error("gauges of drafter %s failed", drafter.name, exc_info=error)
         return found
 
-    def draft_kv(self, request: Request) -> DraftKv | None:
-        """Return the draft KV of a request, or None. At most one of its drafters has draft KV."""
+    def admit(self, request: Request) -> None:
+        """Set the draft KV of a new request. At most one of its drafters has draft KV."""
         drafters = self._drafters_of(request)
         found = [one for one in self._ask_each(drafters, "draft_kv", request) if one is not None]
         assert len(found) <= 1, "two drafters of one request keep keys and values on its pages"
-        return found[0] if found else None
+        request.drafts.kv = found[0] if found else None
 
     def allocate(self, capacity: CacheCapacity) -> None:
         """Allocate the caches of all drafters."""
@@ -265,8 +262,7 @@ class Drafting:
         Returns:
             Whether memory that captured steps use has moved.
         """
-        self._running[request.slot] = request
-        if not request.draft_stages:
+        if not request.drafts.stages:
             return False
         has_moved = request.speculative.num_speculative_tokens > self.width
         if has_moved:
@@ -280,13 +276,14 @@ class Drafting:
         try:
             has_moved |= self._reserve_draft_probs(request)
         except Exception as error:
-            self._lose(next(iter(request.draft_stages)), "memory for draft_probs", error, [request])
+            name = next(iter(request.drafts.stages))
+            self._lose(name, "memory for draft_probs", error, [request])
             return has_moved
         return any(self._ask_each(drafters, "start", request)) or has_moved
 
     def _reserve_draft_probs(self, request: Request) -> bool:
         """Grow `draft_probs` for a request if needed; return whether the table has moved."""
-        for name, limit in request.draft_stages.items():
+        for name, limit in request.drafts.stages.items():
             if self.drafters[name].drawn_from is not None:
                 self._most_drawn = max(self._most_drawn, limit)
         # Once the table exists, drafters write the distributions of all their requests to it.
@@ -305,8 +302,8 @@ class Drafting:
     def leave(self, request: Request) -> None:
         """Drop a request that has ended or continues without drafts."""
         drafters = self._drafters_of(request)
-        request.draft_stages.clear()
-        request.draft_limit = 0
+        request.drafts.stages.clear()
+        request.drafts.limit = 0
         self._acceptance.pop(request, None)
         self._ask_each(drafters, "leave", request)
 
@@ -337,14 +334,14 @@ class Drafting:
         proposed = list(map(self.num_proposed, fixed))
         rows = len(fixed)
         for request, count in zip(fixed, share_out(proposed, room), strict=True):
-            request.num_drafts = count
+            request.drafts.num_selected = count
             rows += count
         if selected:
             try:
                 self._select(selected, room - (rows - len(fixed)), others=rows)
             except Exception as error:
                 for request in selected:
-                    request.num_drafts = 0
+                    request.drafts.num_selected = 0
                 self._lose(_SELECTION, "the selection of drafts", error, selected)
 
     def _select(self, candidates: Sequence[Request], room: int, others: int) -> None:
@@ -356,7 +353,7 @@ class Drafting:
             count, slot = self.num_proposed(request), request.slot
             own = self.proposals.confidences[slot, :count].tolist()
             if not all(0.0 <= one <= 1.0 for one in own):  # also catches NaN
-                request.num_drafts = 0
+                request.drafts.num_selected = 0
                 others += 1
                 message = f"confidences of drafts must be within [0, 1], got {own}"
                 self._lose(_SELECTION, "the selection of drafts", ValueError(message), [request])
@@ -366,7 +363,7 @@ class Drafting:
         acceptance = [self._acceptance[request] for request in requests]
         chosen = self._selector.select(acceptance, confidences, room, others)
         for request, count, own in zip(requests, chosen, confidences, strict=True):
-            request.num_drafts = count
+            request.drafts.num_selected = count
             if count:
                 self._selected[request] = own[:count]
 
@@ -379,12 +376,11 @@ class Drafting:
         """
         if not self._selected or self._selector is None:
             return
-        requests = [self._running.get(part.slot) for part in parts]
         seen = [
-            (self._acceptance[request], own[: part.num_drafts], count)
-            for request, part, count in zip(requests, parts, accepted, strict=True)
-            if part.num_drafts and request in self._acceptance  # has not ended meanwhile
-            if (own := self._selected.get(request))
+            (self._acceptance[part.request], own[: part.num_drafts], count)
+            for part, count in zip(parts, accepted, strict=True)
+            if part.num_drafts and part.request in self._acceptance  # has not ended meanwhile
+            if (own := self._selected.get(part.request))
         ]
         if not seen:
             return
@@ -401,10 +397,10 @@ class Drafting:
         """Return the first `count` drafts that a slot's request verifies, int32 [count]."""
         return self.proposals.token_ids[slot, :count]
 
-    def sources_of(self, slot: int, count: int) -> list[str]:
+    def sources_of(self, request: Request, count: int) -> list[str]:
         """Return the name of the drafter that proposed each of the first `count` drafts."""
-        places = self.proposals.stages[slot, :count].tolist()
-        stages = self._running[slot].speculative.draft_stages  # includes drafters that failed
+        places = self.proposals.stages[request.slot, :count].tolist()
+        stages = request.speculative.draft_stages  # includes drafters that failed
         names = (*(name for name, _ in stages), *reversed(COMPANIONS))  # -1: the first companion
         return [names[place] for place in places]
 
@@ -412,14 +408,10 @@ class Drafting:
         """Return the shape with the drafters that run after the step."""
         if not self.width:
             return shape
-        running = self._running
-        self.scheduled = [
-            Scheduled(running[one.slot], one.num_rows, one.num_drafts, one.emits, one.draft_limit)
-            for one in parts
-        ]
+        self.parts = parts
         work: list[tuple[str, Hashable]] = []
         for name, drafter in self.drafters.items():
-            key = self._ask(drafter, "plan", self.scheduled, shape)
+            key = self._ask(drafter, "plan", parts, shape)
             if key is not None:
                 work.append((name, key))
         # If only one drafter runs on the device, the host knows the source of the drafts.
@@ -437,7 +429,7 @@ class Drafting:
                 if shape.reports_stages:
                     counts = results.int32(len(self.proposals.counts))
                 lose = partial(self.lose_all_of, drafter)
-                steps.append(WatchedStep(made, name, counts, lambda: self.scheduled, lose))
+                steps.append(WatchedStep(made, name, counts, lambda: self.parts, lose))
         return steps
 
     def read(
@@ -461,8 +453,8 @@ class Drafting:
         """
         if not self.width:  # no request has ever drafted
             return
-        proposals, running, draws = self.proposals, self._running, Feature.DRAFT_PROBS
-        paused = [slot for slot in plan.paused if not running[slot].features & draws]
+        proposals, draws = self.proposals, Feature.DRAFT_PROBS
+        paused = [request.slot for request in plan.paused if not request.features & draws]
         before = proposals.of_slots(paused) if paused else None
         proposals.confidences.fill(0)
         proposals.stages.fill(0)
@@ -472,7 +464,7 @@ class Drafting:
         if before is not None:
             proposals.put(paused, before)
         if self.draft_probs.probs is not None:
-            self._places = {part.slot: place for place, part in enumerate(plan.parts)}
+            self._places = {part.request.slot: place for place, part in enumerate(plan.parts)}
         for step in steps:
             step.read(proposals)
         for request in self._reporting():
@@ -483,7 +475,7 @@ class Drafting:
 
     def _reporting(self) -> list[Request]:
         """Return the requests of the step whose clients asked for the sources of drafts."""
-        requests = [part.request for part in self.scheduled]
+        requests = [part.request for part in self.parts]
         return [request for request in requests if request.params.report_drafts]
 
     def _attribute(self, request: Request, drafter: str, begin: int, end: int) -> int:
@@ -492,9 +484,9 @@ class Drafting:
         Returns:
             `end`, or `begin` if the request does not use `drafter`.
         """
-        if drafter not in request.draft_stages:
+        if drafter not in request.drafts.stages:
             return begin
-        place = list(request.draft_stages).index(drafter)
+        place = list(request.drafts.stages).index(drafter)
         self.proposals.stages[request.slot, begin:end] = place
         return end
 
@@ -508,7 +500,7 @@ class Drafting:
         if not self.width:  # no request has ever drafted
             return
         step = StepResults(
-            parts=self.scheduled,
+            parts=plan.parts,
             proposals=self.proposals,
             fail=lambda request, error: plan.fail(request.request_id, error),
             **results,
@@ -522,7 +514,7 @@ class Drafting:
 
     def _drafters_of(self, request: Request) -> list[Drafter]:
         """Return a request's drafters in drafting order; empty if it does not speculate."""
-        drafters = [self.drafters[name] for name in request.draft_stages]
+        drafters = [self.drafters[name] for name in request.drafts.stages]
         return drafters + self._companions if drafters else drafters
 
     def _ask(self, drafter: Drafter, hook: str, *arguments: Any) -> Any:

@@ -45,10 +45,11 @@ class ForcedDrafter(Drafter):
             return
         for part in results.parts:
             request = part.request
-            if request not in self._requests or not part.emits or request.finish_reason is not None:
+            has_ended = request.output.finish_reason is not None
+            if request not in self._requests or not part.emits or has_ended:
                 continue
             injected = len(request.inject_token_ids)
-            if has_begun(request.thinking_state, injected):
+            if has_begun(request.output.thinking_state, injected):
                 try:
                     self._complete(request, results.proposals)
                 except Exception as error:  # leaves the grammar in an unknown state

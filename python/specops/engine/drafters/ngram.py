@@ -13,12 +13,12 @@ from specops.engine.drafters.base import (
     DrafterContext,
     DrafterStep,
     Proposals,
-    Scheduled,
     TargetStep,
     stage_limit,
 )
 from specops.engine.memory.step_memory import Array, Layout
 from specops.engine.memory.step_shape import StepShape
+from specops.engine.plan import Part
 from specops.engine.request import Request
 from specops.ngram import NgramIndex, ngram_propose
 
@@ -70,7 +70,7 @@ class NgramDrafter(Drafter):
             self._slots, self._max_len, num_sizes=num_sizes, device=self._device
         )
 
-    def plan(self, parts: Sequence[Scheduled], shape: StepShape) -> Hashable | None:
+    def plan(self, parts: Sequence[Part], shape: StepShape) -> Hashable | None:
         """Return a key if any request may get drafts, else None."""
         if self._index is None:
             return None
@@ -118,7 +118,7 @@ class _NgramStep(DrafterStep):
     def __init__(self, drafter: NgramDrafter, found: _Found) -> None:
         self._drafter, self._found = drafter, found
 
-    def fill(self, parts: Sequence[Scheduled]) -> None:
+    def fill(self, parts: Sequence[Part]) -> None:
         self._found.limits.host.fill(0)
         for slot, limit in self._drafter.limits:
             self._found.limits.host[slot] = limit
@@ -126,7 +126,7 @@ class _NgramStep(DrafterStep):
     def launch(self, target: TargetStep) -> None:
         self._drafter.propose(target, self._found)
 
-    def read(self, parts: Sequence[Scheduled], proposals: Proposals) -> None:
+    def read(self, parts: Sequence[Part], proposals: Proposals) -> None:
         for part in parts:
             slot = part.request.slot
             length = int(self._found.match_lens.host[slot])

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from specops.engine.drafters.base import Proposals, RequestsFailed, Scheduled
+from specops.engine.drafters.base import Proposals, RequestsFailed
 from specops.engine.memory.step_memory import Layout
+from specops.engine.plan import Part
 from specops.engine.request import Request
 
 
@@ -36,7 +37,7 @@ class PassReports:
         if self.logprobs:
             self._counts.device.copy_(num_draft_tokens)
 
-    def read(self, parts: Sequence[Scheduled], ran: Sequence[bool], proposals: Proposals) -> None:
+    def read(self, parts: Sequence[Part], ran: Sequence[bool], proposals: Proposals) -> None:
         """Write the reported probabilities to the proposals' confidences.
 
         Args:

@@ -51,6 +51,6 @@ class PredictionDrafter(Drafter):
                 continue  # both agree; the earlier drafts may extend beyond the prediction
             proposals.counts[slot] = count
             proposals.token_ids[slot, :count] = drafts
-            proposals.stages[slot, :count] = list(request.draft_stages).index(self.name)
+            proposals.stages[slot, :count] = list(request.drafts.stages).index(self.name)
             # Longer matches give higher confidence; acceptance counts calibrate it.
             proposals.confidences[slot, :count] = (text.match_len + 1) / (text.match_len + 2)

@@ -22,7 +22,6 @@ from specops.engine.drafters.base import (
     DrafterStep,
     DrawnFrom,
     Proposals,
-    Scheduled,
     StepResults,
     TargetStep,
     stage_limit,
@@ -34,6 +33,7 @@ from specops.engine.memory.kv_cache import DraftKv
 from specops.engine.memory.step_memory import Layout
 from specops.engine.memory.step_shape import StepShape, bucket
 from specops.engine.models import CacheCapacity, KvBytes
+from specops.engine.plan import Part
 from specops.engine.request import Request
 from specops.sampling import LogitsProcessors, Purpose, SampleOutputs, SamplingTensors
 
@@ -151,7 +151,7 @@ class RecurrentDrafter(Drafter):
         """Return the head's draft KV, which depends on `head.lookahead` later tokens."""
         if not self.kv_bytes.per_token:
             return None
-        return DraftKv(self.name, self.head.lookahead, request.draft_stages[self.name])
+        return DraftKv(self.name, self.head.lookahead, request.drafts.stages[self.name])
 
     def start(self, request: Request) -> bool:
         """Set up the sampling parameters and the number of drafts that the request needs."""
@@ -161,7 +161,7 @@ class RecurrentDrafter(Drafter):
         self.temperatures[slot] = request.params.temperature if draws else 0.0
         self.own_numbers[slot] = config.draws_drafts
         self.has_anchors[slot] = config.verify_strategy == "block"
-        passes = request.draft_stages[self.name]
+        passes = request.drafts.stages[self.name]
         has_moved = passes > self.num_steps
         self.num_steps = max(self.num_steps, passes)
         return has_moved
@@ -170,7 +170,7 @@ class RecurrentDrafter(Drafter):
         """Drop the slot's progress; the pages record which draft KV they hold."""
         self._progress.pop(slot, None)
 
-    def plan(self, parts: Sequence[Scheduled], shape: StepShape) -> Hashable | None:
+    def plan(self, parts: Sequence[Part], shape: StepShape) -> Hashable | None:
         """Plan over which rows the head runs. Target states are stored for all requests."""
         if not self._progress:
             return None
@@ -256,9 +256,9 @@ class RecurrentDrafter(Drafter):
             known = len(request.token_ids) - self.head.lookahead
             progress.num_drafted = max(progress.num_drafted, min(request.num_computed, known))
             # Rows that do not attend to their whole prefix cannot be shared with other requests.
-            request.num_final_draft_kv = 0 if progress.begin else progress.num_drafted
+            request.drafts.num_final_kv = 0 if progress.begin else progress.num_drafted
 
-    def progress_of(self, part: Scheduled) -> _Progress | None:
+    def progress_of(self, part: Part) -> _Progress | None:
         """Return the head's progress on a request, or None if the request uses another method."""
         return self._progress.get(part.request.slot)
 
@@ -303,7 +303,7 @@ class RecurrentStep(DrafterStep):
         self._processors: LogitsProcessors | None
         self._target: TargetStep | None = None
 
-    def fill(self, parts: Sequence[Scheduled]) -> None:
+    def fill(self, parts: Sequence[Part]) -> None:
         """Write the per-request columns, draft limits and row ranges of a step."""
         drafter, ints, count = self._drafter, self._ints.host, len(parts)
         slots, drafting, redrafts, skipped, own_numbers, has_anchors = ints
@@ -338,7 +338,7 @@ class RecurrentStep(DrafterStep):
             # the KV lengths keep the head from reading these.
             indptr[:-1] += skipped // drafter.page_size
 
-    def _fill_own_rows(self, parts: Sequence[Scheduled]) -> None:
+    def _fill_own_rows(self, parts: Sequence[Part]) -> None:
         """Write the row ranges, with one additional row per request for its newest token.
 
         The row is added if the step emits a token, drafts are requested and a page has space. If
@@ -377,7 +377,7 @@ class RecurrentStep(DrafterStep):
             self._drafter.kept,
         )
 
-    def read(self, parts: Sequence[Scheduled], proposals: Proposals) -> None:
+    def read(self, parts: Sequence[Part], proposals: Proposals) -> None:
         """Read the probabilities of the drafts as confidences."""
         found = [self._drafter.progress_of(part) for part in parts]
         ran = [progress is not None and progress.redraft_len >= 0 for progress in found]

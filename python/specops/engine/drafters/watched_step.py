@@ -3,8 +3,9 @@
 
 from collections.abc import Callable, Sequence
 
-from specops.engine.drafters.base import DrafterStep, Proposals, Scheduled, TargetStep
+from specops.engine.drafters.base import DrafterStep, Proposals, TargetStep
 from specops.engine.memory.step_memory import Array
+from specops.engine.plan import Part
 
 
 class WatchedStep:
@@ -14,7 +15,7 @@ class WatchedStep:
         step: the drafter's part.
         name: name of the drafter.
         counts: see the attribute.
-        scheduled: returns the parts of the step, in the form that drafters read.
+        parts: returns the parts of the current step.
         lose: called when a hook raises, with its name and the exception; drops the drafts.
 
     Attributes:
@@ -27,19 +28,19 @@ class WatchedStep:
         step: DrafterStep,
         name: str,
         counts: Array | None,
-        scheduled: Callable[[], Sequence[Scheduled]],
+        parts: Callable[[], Sequence[Part]],
         lose: Callable[[str, Exception], None],
     ) -> None:
         self.name, self.counts = name, counts
         self.workspace_size, self.sums_size = step.workspace_size, step.sums_size
-        self._step, self._scheduled, self._lose = step, scheduled, lose
+        self._step, self._parts, self._lose = step, parts, lose
         self._error: Exception | None = None  # raised by a launch; reported by `read`
 
     def fill(self) -> None:
         """Write the host side of the drafter's arrays before the step runs."""
         self._error = None
         try:
-            self._step.fill(self._scheduled())
+            self._step.fill(self._parts())
         except Exception as error:
             self._lose("fill", error)
 
@@ -59,6 +60,6 @@ class WatchedStep:
             self._lose("launch", error)
             return
         try:
-            self._step.read(self._scheduled(), proposals)
+            self._step.read(self._parts(), proposals)
         except Exception as wrong:
             self._lose("read", wrong)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of steps: blocks shared by all steps, and the arrays of a step within the blocks."""
+"""Memory of steps: buffers shared by all steps, and the arrays of a step within the buffers."""
 
 import math
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from specops.engine.memory.step_shape import StepShape
 
 # Most steps in the LRU cache: without CUDA graphs (17 KB of views each), and with graphs.
 _MAX_KEPT_STEPS, _MAX_KEPT_GRAPHS = 1024, 128
-_MAX_KEPT_VIEWS = 4096  # most cached views per block
-_ALIGNMENT = 128  # bytes; alignment of each array in a block
+_MAX_KEPT_VIEWS = 4096  # most cached views per buffer
+_ALIGNMENT = 128  # bytes; alignment of each array in a buffer
 _NUMPY: dict[torch.dtype, Any] = {
     torch.int32: np.int32,
     torch.int64: np.int64,
@@ -27,7 +27,7 @@ _NUMPY: dict[torch.dtype, Any] = {
 S = TypeVar("S")  # type of a step
 
 
-class Block:
+class Buffer:
     """Memory that all steps share, with a cache of views into it.
 
     Most arrays lie at the same offset in steps of different shapes, and looking up a view is faster
@@ -59,56 +59,62 @@ class Block:
         return found
 
 
-def _view(block: Tensor, dtype: torch.dtype, offset: int, shape: tuple[int, ...]) -> Tensor:
+def _view(buffer: Tensor, dtype: torch.dtype, offset: int, shape: tuple[int, ...]) -> Tensor:
     strides = (1,) if len(shape) == 1 else (shape[1], 1)
-    return torch.as_strided(block.view(dtype), shape, strides, offset // dtype.itemsize)
+    return torch.as_strided(buffer.view(dtype), shape, strides, offset // dtype.itemsize)
 
 
 class Array:
     """One array of a step. It gets its memory when its layout is placed.
 
     Attributes:
-        host: numpy array in host memory, if the block has a host side.
+        host: numpy array in host memory, if the buffer has a host side.
         device: tensor in device memory.
         num_bytes: size in bytes.
     """
 
-    __slots__ = ("_shape", "device", "dtype", "host", "num_bytes", "offset")
+    __slots__ = ("_exists", "_shape", "device", "dtype", "host", "num_bytes", "offset")
 
-    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        self.dtype, self._shape = dtype, shape
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], exists: bool = True) -> None:
+        self.dtype, self._exists = dtype, exists
+        self._shape = shape = shape if exists else (0,) * len(shape)
         self.num_bytes = dtype.itemsize * math.prod(shape)
-        self.offset = 0  # offset in its block
+        self.offset = 0  # offset in its buffer
         self.host: Any  # a numpy array
         self.device: Tensor
 
-    def place(self, block: Block) -> None:
-        """Bind the array to its memory in a block."""
-        self.device, self.host = block.view(self.dtype, self.offset, self._shape)
+    def place(self, buffer: Buffer) -> None:
+        """Bind the array to its memory in a buffer."""
+        self.device, self.host = buffer.view(self.dtype, self.offset, self._shape)
+
+    @property
+    def optional(self) -> Tensor | None:
+        """Tensor in device memory; None if the step does not need the array."""
+        return self.device if self._exists else None
 
 
 class Layout:
-    """Consecutive arrays in a block, from offset `begin` on."""
+    """Consecutive arrays in a buffer, from offset `begin` on."""
 
     def __init__(self, begin: int = 0) -> None:
         self.begin = self.end = begin
         self._arrays: list[Array] = []
 
-    def int32(self, *shape: int) -> Array:
-        """Add an int32 array of one or two dimensions."""
-        return self._add(Array(torch.int32, shape))
+    def int32(self, *shape: int, when: int = True) -> Array:
+        """Add an int32 array of one or two dimensions; it is empty if `when` is 0."""
+        return self.add(torch.int32, *shape, when=when)
 
     def int64(self, *shape: int) -> Array:
         """Add an int64 array of one or two dimensions."""
-        return self._add(Array(torch.int64, shape))
+        return self.add(torch.int64, *shape)
 
-    def float32(self, *shape: int) -> Array:
-        """Add a float32 array of one or two dimensions."""
-        return self._add(Array(torch.float32, shape))
+    def float32(self, *shape: int, when: int = True) -> Array:
+        """Add a float32 array of one or two dimensions; it is empty if `when` is 0."""
+        return self.add(torch.float32, *shape, when=when)
 
-    def add(self, dtype: torch.dtype, *shape: int) -> Array:
-        """Add an array of any dtype; in a block with a host side, numpy must support the dtype."""
-        return self._add(Array(dtype, shape))
+    def add(self, dtype: torch.dtype, *shape: int, when: int = True) -> Array:
+        """Add an array of any dtype; in a buffer with a host side, numpy must support the dtype."""
+        return self._add(Array(dtype, shape, bool(when)))
 
     def append(self, other: "Layout") -> None:
         """Append another layout's arrays to this one."""
@@ -121,17 +127,17 @@ class Layout:
         self._arrays.append(array)
         return array
 
-    def place(self, block: Block) -> None:
-        """Bind every array to its memory in a block."""
+    def place(self, buffer: Buffer) -> None:
+        """Bind every array to its memory in a buffer."""
         for array in self._arrays:
-            array.place(block)
+            array.place(buffer)
 
 
 class StepMemory(Generic[S]):
-    """Blocks that steps use one after the other, and a cache of the steps built so far.
+    """Buffers that steps use one after the other, and a cache of the steps built so far.
 
     Args:
-        device: device of the blocks.
+        device: device of the buffers.
         most: shape of the largest step.
     """
 
@@ -139,7 +145,7 @@ class StepMemory(Generic[S]):
         self.device = device
         self.most = most
         self.num_captures = 0
-        self._blocks: dict[str, Block] = {}
+        self._buffers: dict[str, Buffer] = {}
         self._steps: dict[StepShape, S] = {}  # least recently used first
         # The most recently used step, and its shape.
         self._last: S | None = None
@@ -169,38 +175,39 @@ class StepMemory(Generic[S]):
         self._last = self._last_shape = None
 
     def place(self, **layouts: Sequence[Layout]) -> None:
-        """Place layouts in the named blocks; the last layout of a block must end last."""
-        # Grow all blocks before making a view: a block that grows invalidates views and steps.
-        for name, of_block in layouts.items():
-            self.block(name, of_block[-1].end)
-        for name, of_block in layouts.items():
-            for layout in of_block:
-                layout.place(self._blocks[name])
+        """Place layouts in the named buffers; the last layout of a buffer must end last."""
+        # Grow all buffers before making a view: a buffer that grows invalidates views and steps.
+        for name, of_buffer in layouts.items():
+            self.buffer(name, of_buffer[-1].end)
+        for name, of_buffer in layouts.items():
+            for layout in of_buffer:
+                layout.place(self._buffers[name])
 
-    def block(self, name: str, num_bytes: int) -> Block:
-        """Return a block of at least `num_bytes` bytes.
+    def buffer(self, name: str, num_bytes: int) -> Buffer:
+        """Return a buffer of at least `num_bytes` bytes.
 
-        If the block has to grow, all steps are dropped.
+        If the buffer has to grow, all steps are dropped.
 
         Args:
-            name: "exchange" has a host side. "scratch", "workspace" (of attention) and "sums"
+            name: "arrays" has a host side. "scratch", "workspace" (of attention) and "sums"
                 (workspace of linear layers) are in device memory only. The latter two start as
                 zeros and keep their contents between calls.
             num_bytes: bytes needed.
         """
-        have = self._blocks.get(name)
+        have = self._buffers.get(name)
         if have is None or have.device.numel() < num_bytes:
             old = 0 if have is None else have.device.numel()
             # Allocate more than needed, so that it rarely grows.
             size = max(num_bytes, old + min(old, 64 << 20), 4096)
             size = -(-size // _ALIGNMENT) * _ALIGNMENT
             self.forget()
-            if name == "exchange":
-                host = self.device.host_block(size).zero_()  # zeroed, since ranks compare all bytes
-                have = Block(self.device.device_block(size, host), host)
+            if name == "arrays":
+                # Zeroed, since ranks compare all bytes.
+                host = self.device.host_buffer(size).zero_()
+                have = Buffer(self.device.device_buffer(size, host), host)
             elif name in ("workspace", "sums"):
-                have = Block(self.device.workspace(size))
+                have = Buffer(self.device.workspace(size))
             else:
-                have = Block(self.device.device_block(size))
-            self._blocks[name] = have
+                have = Buffer(self.device.device_buffer(size))
+            self._buffers[name] = have
         return have

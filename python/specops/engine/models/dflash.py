@@ -23,7 +23,7 @@ from specops import dense
 from specops.api.errors import ModelError
 from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
-from specops.engine.models.blocks.activations import Rows
+from specops.engine.models.blocks.activations import StepViews
 from specops.engine.models.blocks.attention import AttentionConfig
 from specops.engine.models.blocks.block import AttentionBlock, Norm
 from specops.engine.models.blocks.layer import LayerConfig
@@ -194,7 +194,7 @@ class BlockDrafter(StateHead):
         places: Tensor,
         batch: LayerBatch,
         cache: KvCache,
-        rows: Rows,
+        rows: StepViews,
     ) -> Tensor:
         """Run the layers like `_run_layers`, with DFlash2's convolutions."""
         residual, normed, branch = rows.residual, rows.normed, rows.branch

@@ -109,7 +109,7 @@ def outputs_of(
     """Return the part of a weight with a range of outputs, without a copy.
 
     Raises:
-        ModelError: the range begins or ends within a block that shares a scale.
+        ModelError: the range begins or ends within a quantization group.
     """
     rows = slice(outputs.start, outputs.stop)
     if isinstance(weight, Tensor):

@@ -18,7 +18,7 @@ from specops import dense
 from specops.api.errors import ModelError
 from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
-from specops.engine.models.blocks.activations import Rows
+from specops.engine.models.blocks.activations import StepViews
 from specops.engine.models.blocks.attention import AttentionConfig
 from specops.engine.models.blocks.block import BlockLoader, Norm
 from specops.engine.models.blocks.layer import Layer, LayerConfig
@@ -135,7 +135,7 @@ class StateHead(LayerStack):
         """Norm the concatenated states in place before the projection; by default, do nothing."""
 
     def _run_layers(
-        self, batch: LayerBatch, cache: KvCache, rows: Rows, own_input: Tensor | None = None
+        self, batch: LayerBatch, cache: KvCache, rows: StepViews, own_input: Tensor | None = None
     ) -> Tensor:
         """Run the layers over `rows`; the first layer's attention reads `own_input` if present.
 

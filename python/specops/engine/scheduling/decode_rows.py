@@ -3,7 +3,7 @@
 
 from collections.abc import Set
 
-from specops.engine.plan import Plan
+from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
 from specops.engine.scheduling.slots import Slots
 from specops.engine.sharing.grammar_scheduling import GrammarScheduler
@@ -24,13 +24,13 @@ def plan_decode_rows(
         if request.slot < 0:
             continue  # preempted by an earlier request in this loop
         if turns is not None and request not in turns:
-            plan.paused.append(request.slot)
+            plan.paused.append(request)
             continue
-        drafts, most = request.num_drafts, grammar_scheduler.most_drafts(request)
+        drafts, most = request.drafts.num_selected, grammar_scheduler.most_drafts(request)
         if most is not None:
             drafts = min(drafts, most)
         if not slots.has_pages(request, 1 + drafts):
             drafts = 0  # drop the drafts rather than preempt another request
             if not slots.make_room(request, 1, plan):
                 continue
-        plan.parts.append(slots.part(request, 1 + drafts, drafts, emits=True))
+        plan.parts.append(Part(request, request.num_computed, 1 + drafts, drafts, emits=True))

@@ -14,17 +14,17 @@ def reserve_draft_pages(plan: Plan, slots: Slots, grammar_scheduler: GrammarSche
     preempted because of them.
     """
     for part in plan.parts:
-        request = slots.at[part.slot]
-        if not part.emits or not request.draft_limit:
+        request = part.request
+        if not part.emits or not request.drafts.limit:
             continue
         # This step emits at least one token, and the step that verifies the drafts emits one more.
-        limit = max(min(request.draft_limit, request.draft_room - 1), 0)
+        limit = max(min(request.drafts.limit, request.draft_room - 1), 0)
         most = grammar_scheduler.most_drafts(request)
         part.draft_limit = limit if most is None else min(limit, most)
-        if part.draft_limit and request.draft_kv is not None:
-            behind = request.draft_kv.num_rows_behind(part.draft_limit)
+        if part.draft_limit and request.drafts.kv is not None:
+            behind = request.drafts.kv.num_rows_behind(part.draft_limit)
             if behind > 0:
                 end = part.begin + part.num_rows + behind
                 slots.reserve_behind(
-                    request, min(end, request.draft_kv.end_of_rows(request.max_len))
+                    request, min(end, request.drafts.kv.end_of_rows(request.max_len))
                 )

@@ -4,7 +4,7 @@
 from collections import Counter
 from itertools import chain
 
-from specops.engine.plan import Plan
+from specops.engine.plan import Part, Plan
 from specops.engine.prompt_logprobs import PromptRows
 from specops.engine.request import Request
 from specops.engine.scheduling.slots import Slots
@@ -41,7 +41,7 @@ def plan_prompt_rows(
     prompts = [request for request in slots.running if not request.is_decoding]
     decoding: Counter[str] = Counter()
     for part in plan.parts:
-        decoding[client_of(slots.at[part.slot])] += part.num_rows
+        decoding[client_of(part.request)] += part.num_rows
     budgets = PromptBudgets(
         chain(prompts, slots.waiting if may_start else ()),
         costs=costs,
@@ -80,9 +80,10 @@ def _plan_chunk(
     if rows <= 0 or not slots.make_room(request, rows, plan):
         return 0
     budgets.take(request, rows)
-    part = slots.part(request, rows, emits=rows == missing and not request.has_no_output)
+    begin, emits = request.num_computed, rows == missing and not request.has_no_output
+    part = Part(request, begin, rows, num_drafts=0, emits=emits)
     if (wanted := request.prompt_logprobs) is not None:
-        end = part.begin + rows
-        part.prompt_rows = PromptRows.missing(part.request_id, part.slot, wanted, part.begin, end)
+        owner = request.request_id, request.slot
+        part.prompt_rows = PromptRows.missing(*owner, wanted, begin, begin + rows)
     plan.parts.append(part)
     return rows

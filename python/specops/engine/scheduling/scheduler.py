@@ -107,11 +107,11 @@ class Scheduler(Slots):
         plan_prompt_rows(plan, self, self._max_rows, self._free_rows, self.costs)
         reserve_draft_pages(plan, self, self._grammar_scheduler)
         for part in plan.parts:
-            self.at[part.slot].last_step = self._num_steps
+            part.request.placement.last_step = self._num_steps
         if self._prefix_finder is not None:
-            self._prefix_finder.arrange(plan, self.at)
+            self._prefix_finder.arrange(plan)
         return plan
 
     def note_step(self, plan: Plan, seconds: float) -> None:
         """Record the duration of a step whose tokens are committed."""
-        self._grammar_scheduler.note(plan, self.at, seconds)
+        self._grammar_scheduler.note(plan, seconds)

@@ -13,7 +13,7 @@ from specops.engine.sharing.fair_slots import FairSlots
 
 
 class Slots:
-    """Allocator of slots and pages; updates the slot and page fields of requests.
+    """Allocator of slots and pages; writes the placement of requests.
 
     Args:
         pool: the page pool.
@@ -44,21 +44,6 @@ class Slots:
         # Requests with pages reserved for drafts of one step, and the number of their other pages.
         self._borrowers: list[tuple[Request, int]] = []
 
-    def part(self, request: Request, rows: int, drafts: int = 0, *, emits: bool) -> Part:
-        """Return a request's part in a step: `rows` rows, of which the last `drafts` are drafts."""
-        begin, known = request.num_computed, request.token_ids
-        return Part(
-            request.request_id,
-            request.slot,
-            begin,
-            len(known),
-            rows,
-            drafts,
-            emits,
-            known[begin : begin + rows - drafts],
-            request.pages,
-        )
-
     @property
     def has_free_slot(self) -> bool:
         """True if a slot is free without preempting a request."""
@@ -85,28 +70,30 @@ class Slots:
     def start(self, request: Request, plan: Plan) -> bool:
         """Give a waiting request a slot and its cached prefix; return False if pages are short."""
         hits = self.pool.match_prefix(
-            request.token_ids, request.num_reusable, request.draft_kv, request.params.cache_salt
+            request.token_ids, request.num_reusable, request.drafts.kv, request.params.cache_salt
         )
-        num_cached = self.states.release_unusable(hits, request.draft_kv)
+        num_cached = self.states.release_unusable(hits, request.drafts.kv)
         needed = self.num_pages_for(len(request.token_ids)) - len(hits)
         if needed > self.pool.num_available:
             self.pool.release(hits)
             return False
-        request.pages = array("i", hits)
-        request.num_registered_pages = len(hits)
-        request.num_computed = request.num_final_draft_kv = len(hits) * self.pool.page_size
-        if not request.was_preempted:
-            request.num_cached_tokens = request.num_computed
-            request.queue_seconds = time.perf_counter() - request.added_at
-        request.slot = self._free_slots.pop()
+        placement = request.placement
+        placement.pages = array("i", hits)
+        placement.num_registered_pages = len(hits)
+        placement.num_computed = len(hits) * self.pool.page_size
+        request.drafts.num_final_kv = placement.num_computed
+        if not placement.was_preempted:
+            placement.num_cached_tokens = placement.num_computed
+            placement.queue_seconds = time.perf_counter() - request.added_at
+        placement.slot = self._free_slots.pop()
         self.waiting.remove(request)
         self.running.append(request)
         self.running.sort(key=lambda one: one.arrival)
         self.at[request.slot] = request
-        self.states.start(request.slot, hits, num_cached, len(request.token_ids), request.draft_kv)
+        self.states.start(request.slot, hits, num_cached, len(request.token_ids), request.drafts.kv)
         self.fair.started(request)
         self._num_changes += 1
-        plan.started.append((request.request_id, request.slot))
+        plan.started.append(request)
         return True
 
     def has_pages(self, request: Request, rows: int) -> bool:
@@ -131,15 +118,14 @@ class Slots:
 
     def preempt(self, request: Request, plan: Plan) -> None:
         """Take slot and pages from a request, and put it first in the waiting queue."""
-        slot = request.slot
-        plan.stopped.append((request.request_id, slot))
+        plan.stopped.append((request, request.slot))
         # The request may be planned already: an earlier arrival's chunk may need its pages.
-        plan.parts[:] = [part for part in plan.parts if part.slot != slot]
-        if slot in plan.paused:
-            plan.paused.remove(slot)
+        plan.parts[:] = [part for part in plan.parts if part.request is not request]
+        if request in plan.paused:
+            plan.paused.remove(request)
         self._give_back(request)
-        request.num_computed = request.num_final_draft_kv = 0
-        request.was_preempted = True
+        request.placement.num_computed = request.drafts.num_final_kv = 0
+        request.placement.was_preempted = True
         self.waiting.appendleft(request)
 
     def reserve_behind(self, request: Request, num_tokens: int) -> None:
@@ -159,26 +145,29 @@ class Slots:
 
     def advance(self, request: Request, num_computed: int) -> None:
         """Record the number of tokens whose keys and values are computed."""
-        request.num_computed = num_computed
+        request.placement.num_computed = num_computed
 
-    def register_full_pages(self, request: Request, part: Part) -> None:
+    def register_full_pages(self, part: Part) -> None:
         """Register newly full pages in the prefix cache after a commit, and store prefix states."""
-        size, complete, draft_kv = self.pool.page_size, request.num_computed, request.draft_kv
+        request, placement = part.request, part.request.placement
+        size, complete, draft_kv = self.pool.page_size, request.num_computed, request.drafts.kv
         if draft_kv is not None:
-            complete = min(complete, request.num_final_draft_kv)
-        while (end := (request.num_registered_pages + 1) * size) <= complete:
-            index = request.num_registered_pages
-            parent = request.pages[index - 1] if index else None
-            request.pages[index] = self.pool.register(
-                request.pages[index],
+            complete = min(complete, request.drafts.num_final_kv)
+        while (end := (placement.num_registered_pages + 1) * size) <= complete:
+            index = placement.num_registered_pages
+            parent = placement.pages[index - 1] if index else None
+            placement.pages[index] = self.pool.register(
+                placement.pages[index],
                 parent,
                 request.token_ids[end - size : end],
                 None if draft_kv is None else draft_kv.key(request.token_ids, end),
                 request.params.cache_salt,
             )
-            request.num_registered_pages += 1
-        known = request.pages, request.num_registered_pages, request.num_computed
-        self.states.keep(part.slot, *known, request.num_final_draft_kv, part.begin, part.num_rows)
+            placement.num_registered_pages += 1
+        known = placement.pages, placement.num_registered_pages, placement.num_computed
+        self.states.keep(
+            request.slot, *known, request.drafts.num_final_kv, part.begin, part.num_rows
+        )
 
     def finish(self, request: Request) -> None:
         """Remove a running or waiting request, and release its slot and pages."""
@@ -191,12 +180,11 @@ class Slots:
     def _give_back(self, request: Request) -> None:
         self.running.remove(request)
         self.pool.release(request.pages)
-        request.pages = array("i")
-        request.num_registered_pages = 0
+        request.placement.pages, request.placement.num_registered_pages = array("i"), 0
         self.states.leave(request.slot)
         self._free_slots.append(request.slot)
         del self.at[request.slot]
-        request.slot = -1
+        request.placement.slot = -1
         self.fair.stopped(request)
         self._num_changes += 1
 

@@ -38,11 +38,11 @@ class _Owner:
         """Add a request at the end of a path of owners."""
         owner = self
         for name in path:
-            owner.last_step = min(owner.last_step, demand.request.last_step)
+            owner.last_step = min(owner.last_step, demand.request.placement.last_step)
             if name not in owner.within:
                 owner.within[name] = _Owner()
             owner = owner.within[name]
-        owner.last_step = min(owner.last_step, demand.request.last_step)
+        owner.last_step = min(owner.last_step, demand.request.placement.last_step)
         owner.demands.append(demand)
 
     def width(self, free_rows: int, beside: Collection[int] = ()) -> int:
@@ -68,7 +68,7 @@ class _Owner:
             owner = path[-1][1]
         if not path[-1][1].rows:  # no request of this owner is scheduled yet
             owner.demands.sort(
-                key=lambda demand: (-demand.request.last_step, -demand.request.arrival)
+                key=lambda demand: (-demand.request.placement.last_step, -demand.request.arrival)
             )
         return path
 

@@ -9,7 +9,7 @@ it never changes a token.
 """
 
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from specops.engine.plan import Plan
@@ -37,7 +37,7 @@ class GrammarScheduler:
         slow = [one for one in decoding if one.grammar is not None and self._is_slow(one)]
         if not slow:
             return frozenset()
-        slow.sort(key=lambda request: request.last_step)
+        slow.sort(key=lambda request: request.placement.last_step)
         is_alone = not has_prompts and len(slow) == len(decoding)
         jobs = _jobs(slow)
         if is_alone or (not jobs and time.monotonic() >= self._next_at):
@@ -63,17 +63,16 @@ class GrammarScheduler:
             return None
         return int(max(_DRAFTS_SECONDS, self._rest_seconds) / request.grammar.row_seconds)
 
-    def note(self, plan: Plan, at: Mapping[int, Request], seconds: float) -> None:
+    def note(self, plan: Plan, seconds: float) -> None:
         """Record the duration of a step.
 
         Args:
             plan: the step's plan; its tokens are committed.
-            at: requests by slot.
             seconds: time of the whole step.
         """
         total = slow = 0.0
         for part in plan.parts:
-            request = at[part.slot]
+            request = part.request
             if request.grammar is None or not part.emits:
                 continue
             try:

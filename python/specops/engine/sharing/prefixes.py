@@ -6,7 +6,7 @@ shared prefix is found or not.
 """
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 
@@ -42,7 +42,7 @@ class PrefixFinder:
         self._num_changes = -1
         self._arrays_of = lru_cache(maxsize=64)(_Arrays)  # by number of requests
 
-    def arrange(self, plan: Plan, at: Mapping[int, Request]) -> None:
+    def arrange(self, plan: Plan) -> None:
         """Put requests that share pages next to each other, and set the plan's prefixes.
 
         A result stays valid while the same requests run and no shared page gains or loses a holder:
@@ -50,11 +50,10 @@ class PrefixFinder:
 
         Args:
             plan: the step's plan with all its parts; updated.
-            at: requests by slot.
         """
         pool, parts = self._pool, plan.parts
         if pool.num_shared_pages:
-            requests = [at[part.slot] for part in parts]
+            requests = [part.request for part in parts]
             if pool.num_sharing_changes != self._num_changes or requests != self._requests:
                 self._find(requests)
                 self._requests, self._num_changes = requests, pool.num_sharing_changes
@@ -65,7 +64,7 @@ class PrefixFinder:
     def _find(self, requests: Sequence[Request]) -> None:
         # Unregistered pages are still written to, so they are never shared. Requests may hold
         # different pages of equal text before a shared page, because pages differ by draft KV.
-        lists = [one.pages[: one.num_registered_pages] for one in requests]
+        lists = [one.pages[: one.placement.num_registered_pages] for one in requests]
         arrays = self._arrays_of(len(requests))
         levels, num_saved_tokens = arrays.find(lists, self._pool.page_size, self._leaf_tokens)
         self._prefixes = None

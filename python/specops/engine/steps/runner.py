@@ -31,13 +31,13 @@ from specops.engine.steps.step import (
     SLOTS,
     STOP_INDICES,
     THINKING_STATE,
-    RequestRow,
+    RequestColumns,
     RunnerParts,
-    SamplingRow,
+    SamplingColumns,
     SlotState,
     Step,
 )
-from specops.engine.structured.step_masks import StepMasks, TokenRule
+from specops.engine.steps.step_masks import StepMasks, TokenRule
 from specops.sampling import AcceptPolicy, FinishReason, VerifyStrategy
 
 _STRATEGIES = {strategy.name.lower(): int(strategy) for strategy in VerifyStrategy}
@@ -76,13 +76,12 @@ class Runner:
         slots, max_rows = config.max_num_seqs, config.max_num_batched_tokens
         processed_logprobs = config.logprobs_mode == "processed_logprobs"
         model.reserve(max_rows)
-        # Per-slot data, gathered into every step: `SamplingRow` and `SlotState`.
+        # Per-slot data, gathered into every step: `SamplingColumns` and `SlotState`.
         self._sampling: NDArray[np.int32]
-        self._sampling = np.zeros((len(SamplingRow._fields), slots), dtype=np.int32)
-        self._sampled = SamplingRow.of(self._sampling, np.float32)
+        self._sampling = np.zeros((len(SamplingColumns._fields), slots), dtype=np.int32)
+        self._sampled = SamplingColumns.of(self._sampling, np.float32)
         self._seeds: NDArray[np.int64] = np.zeros(slots, dtype=np.int64)
         self._state: NDArray[np.int32] = np.zeros((len(SlotState._fields), slots), dtype=np.int32)
-        self._running: dict[int, Request] = {}  # by slot
         pages = slots * -(-model.max_model_len // page_size)
         self.memory: StepMemory[Step] = StepMemory(
             device, StepShape(slots, max_rows, max_rows, max_rows - 1, pages)
@@ -124,9 +123,8 @@ class Runner:
             lens=len(request.token_ids),
             finish_reasons=FinishReason.RUNNING,
             stop_indices=-1,
-            thinking_state=request.thinking_state,
+            thinking_state=request.output.thinking_state,
         )
-        self._running[slot] = request
         ends = request.think_end_token_id, len(request.inject_token_ids)
         self._masks.start(slot, TokenRule(request.grammar, params.allowed_token_ids, *ends))
         has_moved = True  # assumed if one of these calls raises
@@ -190,7 +188,7 @@ class Runner:
             rows = [(part.num_rows, part.prompt_rows) for part in parts]
             scores = self._prompt_scorer.score(rows, self._sampling_of, plan.fail)
             for part, one in zip(parts, emitted, strict=True) if scores else ():
-                one.prompt_scores = scores.get(part.request_id, ())
+                one.prompt_scores = scores.get(part.request.request_id, ())
         arrays = step.arrays
         proposed = arrays.proposed_token_ids.host, arrays.num_proposed.host
         self._drafting.read(plan, *proposed, arrays.drafters)
@@ -239,9 +237,9 @@ class Runner:
         logprobs = -1
         for part in parts:
             rows += part.num_rows
-            pages += len(part.pages)
+            request = part.request
+            pages += len(request.pages)
             if part.emits:
-                request = self._running[part.slot]
                 outputs += 1 + part.num_drafts
                 width = max(width, part.num_drafts)
                 features |= request.features
@@ -273,24 +271,25 @@ class Runner:
         page_ends = [0]
         token_ids, page_ids = arrays.token_ids.host, arrays.kv_indices.host
         for index, part in enumerate(parts):
-            count, slot, features = part.num_rows, part.slot, self._running[part.slot].features
+            request, count = part.request, part.num_rows
+            known, slot, pages = request.token_ids, request.slot, request.pages
             mode = _LAST if part.emits else _NONE
             if count == 1:
-                token_ids[row] = part.token_ids[0]
+                token_ids[row] = known[part.begin]
             elif part.num_drafts:
                 mode = _ALL
                 drafts = drafting.drafts_of(slot, part.num_drafts)
-                token_ids[row] = part.token_ids[0]
+                token_ids[row] = known[part.begin]
                 token_ids[row + 1 : row + count] = drafts
                 arrays.draft_token_ids.host[index, : part.num_drafts] = drafts
             else:
-                token_ids[row : row + count] = part.token_ids
+                token_ids[row : row + count] = known[part.begin : part.begin + count]
             row += count
-            changes = slot if features & Feature.PROCESSORS else -1
-            # The order of `RequestRow`.
-            columns.append((count, part.begin + count, mode, part.num_tokens, slot, changes))
-            page_ids[page : page + len(part.pages)] = part.pages
-            page += len(part.pages)
+            changes = slot if request.features & Feature.PROCESSORS else -1
+            # The order of `RequestColumns`.
+            columns.append((count, part.begin + count, mode, len(known), slot, changes))
+            page_ids[page : page + len(pages)] = pages
+            page += len(pages)
             page_ends.append(page)
         self._fill_requests(step, columns, page_ends)
         if plan.prefixes is not None:
@@ -318,13 +317,13 @@ class Runner:
         arrays.num_proposed.host.fill(0)
         if step.shape.batch > batch:  # padding requests without rows
             requests[:, batch:] = 0
-            padding = RequestRow(*requests[:, batch:])
+            padding = RequestColumns(*requests[:, batch:])
             padding.slots.fill(-1)
             padding.processor_slots.fill(-1)
             sampled = arrays.sampling.host[:, batch:]
             sampled.fill(0)
             # Drafters choose a token in these rows too, and a typical_p of 0 is out of range.
-            SamplingRow.of(sampled, np.float32).typical_p.fill(1)
+            SamplingColumns.of(sampled, np.float32).typical_p.fill(1)
             arrays.kv_indptr.host[batch + 1 :] = page_ends[-1]
 
     def _fill_features(self, step: Step, plan: Plan) -> None:
@@ -347,12 +346,12 @@ class Runner:
         for index, part in enumerate(parts):
             if not part.emits:
                 continue
-            request = self._running[part.slot]
+            request = part.request
             if request.features & Feature.ACCEPT_RATES:
                 rates = request.speculative.conditional_acceptance_rates()[: step.shape.width]
                 arrays.accept_rates.host[index, : len(rates)] = rates
             if request.features & Feature.DRAFT_PROBS and part.num_drafts:
-                arrays.draft_prob_rows.host[index] = self._drafting.draft_prob_row(part.slot)
+                arrays.draft_prob_rows.host[index] = self._drafting.draft_prob_row(request)
 
     def _emitted(self, parts: Sequence[Part], step: Step) -> list[Emitted]:
         """Return what each request of a plan emitted, from a step's results."""
@@ -367,16 +366,17 @@ class Runner:
             self._state[THINKING_STATE] = state[THINKING_STATE]
         emitted = []
         for index, part in enumerate(parts):
+            request, slot = part.request, part.request.slot
             one = Emitted(tokens[index][: counts[index]], accepted[index])
             if part.num_drafts:
                 drafts = arrays.draft_token_ids.host[index, : part.num_drafts].tolist()
                 one.num_from_drafts = _num_equal(one.token_ids, drafts[: one.num_accepted])
             if thinks:
-                one.thinking_state = int(state[THINKING_STATE, part.slot])
-            if reason := reasons[part.slot]:
-                one.finish_reason, one.stop_index = FinishReason(reason), stops[part.slot]
-            if part.num_drafts and self._running[part.slot].params.report_drafts:
-                sources = self._drafting.sources_of(part.slot, part.num_drafts)
+                one.thinking_state = int(state[THINKING_STATE, slot])
+            if reason := reasons[slot]:
+                one.finish_reason, one.stop_index = FinishReason(reason), stops[slot]
+            if part.num_drafts and request.params.report_drafts:
+                sources = self._drafting.sources_of(request, part.num_drafts)
                 one.drafts = StepDrafts(drafts, sources, one.num_accepted)
             emitted.append(one)
         if step.shape.logprobs >= 0:
@@ -393,7 +393,7 @@ class Runner:
         ids, values = arrays.top_ids.host.tolist(), arrays.top_logprobs.host.tolist()
         first = 0  # first output row of the request
         for index, (part, result) in enumerate(zip(parts, emitted, strict=True)):
-            wanted = self._running[part.slot].params.logprobs
+            wanted = part.request.params.logprobs
             if wanted is not None:
                 for column, token_id in enumerate(result.token_ids):
                     row = first + column

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step on the device: its arrays, and the sequence of ops that it runs.
 
-Everything an op reads or writes lies in blocks that all steps share. A step of a known shape
+Everything an op reads or writes lies in buffers that all steps share. A step of a known shape
 therefore allocates nothing and can be replayed. If steps are captured, shapes are rounded up to a
 few buckets; a padding request has no rows, and a padding row belongs to no request.
 """
@@ -22,7 +22,7 @@ from specops.engine.device import raise_reported
 from specops.engine.drafters.base import TargetStep
 from specops.engine.drafters.drafting import Drafting
 from specops.engine.features import Feature
-from specops.engine.memory.step_memory import Block, Layout, StepMemory
+from specops.engine.memory.step_memory import Buffer, Layout, StepMemory
 from specops.engine.memory.step_shape import StepShape
 from specops.engine.models import KvCache, StepBatch, Transformer
 from specops.engine.steps.slot_tables import SlotTables
@@ -37,7 +37,7 @@ from specops.sampling import (
 )
 
 
-class RequestRow(NamedTuple):
+class RequestColumns(NamedTuple):
     """Per-request int32 columns of a step."""
 
     qo_lens: Any
@@ -48,7 +48,7 @@ class RequestRow(NamedTuple):
     processor_slots: Any  # -1: nothing changes its logits
 
 
-class SamplingRow(NamedTuple):
+class SamplingColumns(NamedTuple):
     """Per-request sampling parameters, as fields and arguments of `sampling.verify`.
 
     They are rows of one int32 array; the first `_NUM_FLOATS` rows hold the bits of float32 values.
@@ -64,13 +64,13 @@ class SamplingRow(NamedTuple):
     policy: Any
 
     @classmethod
-    def of(cls, array: Any, float32: Any) -> "SamplingRow":
+    def of(cls, array: Any, float32: Any) -> "SamplingColumns":
         """Return the rows of such a numpy or torch array; `float32` is that library's dtype."""
         return cls(*array[:_NUM_FLOATS].view(float32), *array[_NUM_FLOATS:])
 
 
 _NUM_FLOATS = 4
-FILTERS = SamplingRow._fields[: _NUM_FLOATS + 1]  # parameters that choose a token
+FILTERS = SamplingColumns._fields[: _NUM_FLOATS + 1]  # parameters that choose a token
 
 
 class SlotState(NamedTuple):
@@ -85,7 +85,7 @@ class SlotState(NamedTuple):
 
 
 # Row numbers, for code where a view of one row is faster than views of all.
-SLOTS, POSITIONS = map(RequestRow._fields.index, ("slots", "positions"))
+SLOTS, POSITIONS = map(RequestColumns._fields.index, ("slots", "positions"))
 LENS, FINISH_REASONS, STOP_INDICES, THINKING_STATE = map(
     SlotState._fields.index, ("lens", "finish_reasons", "stop_indices", "thinking_state")
 )
@@ -104,22 +104,23 @@ class RunnerParts:
     processed_logprobs: bool
 
 
-class Exchange:
-    """Arrays exchanged between host and device: results, arrays copied both ways, and inputs.
+class StepArrays:
+    """Arrays of a step that host and device share: results, arrays copied both ways, and inputs.
 
-    They lie in one block in this order, so that each direction is one copy.
+    They lie in one buffer in this order, so that each direction is one copy. An array that only
+    some steps need is declared with its condition (`when`).
     """
 
     def __init__(self, shape: StepShape, parts: RunnerParts) -> None:
         batch, width, slots = shape.batch, shape.width, parts.slots
-        alternatives = max(shape.logprobs, 0)
+        features, alternatives = shape.features, max(shape.logprobs, 0)
         self.results = results = Layout()
         self.error = results.int32(1)
         self.num_accepted = results.int32(batch)
         self.num_committed = results.int32(batch)
         self.output_token_ids = results.int32(batch, width + 1)
-        self.logprobs = results.float32(batch, width + 1)
-        self.ranks = results.int32(batch, width + 1)
+        self.logprobs = results.float32(batch, width + 1, when=shape.logprobs >= 0)
+        self.ranks = results.int32(batch, width + 1, when=shape.logprobs >= 0)
         self.proposed_token_ids = results.int32(slots, shape.proposals)
         # Sizes that depend on the rows come last, so that other shapes share all earlier offsets.
         drafters_inputs = Layout()
@@ -130,27 +131,26 @@ class Exchange:
         self.slot_state = shared.int32(len(SlotState._fields), slots)
         self.num_proposed = shared.int32(slots)  # zeros on input
         self.inputs = inputs = Layout(shared.end)
-        self.requests = inputs.int32(len(RequestRow._fields), batch)
-        self.sampling = inputs.int32(len(SamplingRow._fields), batch)
+        self.requests = inputs.int32(len(RequestColumns._fields), batch)
+        self.sampling = inputs.int32(len(SamplingColumns._fields), batch)
         self.seeds = inputs.int64(batch)
         self.kv_indptr = inputs.int32(batch + 1)
-        self.prefix_leaders = inputs.int32(shape.prefix_levels, batch)
-        self.prefix_lens = inputs.int32(shape.prefix_levels, batch)
+        self.prefix_leaders = inputs.int32(shape.prefix_levels, batch, when=shape.prefix_levels)
+        self.prefix_lens = inputs.int32(shape.prefix_levels, batch, when=shape.prefix_levels)
         self.draft_token_ids = inputs.int32(batch, width)
-        features = shape.features
-        self.accept_rates = inputs.float32(batch, width if features & Feature.ACCEPT_RATES else 0)
-        self.draft_prob_rows = inputs.int32(batch if features & Feature.DRAFT_PROBS else 0)
+        self.accept_rates = inputs.float32(batch, width, when=features & Feature.ACCEPT_RATES)
+        self.draft_prob_rows = inputs.int32(batch, when=features & Feature.DRAFT_PROBS)
         inputs.append(drafters_inputs)
-        self.mask_indices = inputs.int32(shape.outputs if features & Feature.PROCESSORS else 0)
+        self.mask_indices = inputs.int32(shape.outputs, when=features & Feature.PROCESSORS)
         words = -(-parts.model.config.vocab_size // 32)
-        self.token_masks = inputs.int32(shape.masks, words)
-        self.draft_mask_indices = inputs.int32(batch if shape.masks else 0)
+        self.token_masks = inputs.int32(shape.masks, words, when=shape.masks)
+        self.draft_mask_indices = inputs.int32(batch, when=shape.masks)
         self.token_ids = inputs.int32(shape.rows)
         self.kv_indices = inputs.int32(shape.pages)  # last: only its used part is copied
 
-    def bind(self, block: Block) -> None:
-        """Store views of the ranges to copy, once the arrays are placed in a block."""
-        host, device = block.host, block.device
+    def bind(self, buffer: Buffer) -> None:
+        """Store views of the ranges to copy, once the arrays are placed in a buffer."""
+        host, device = buffer.host, buffer.device
         assert host is not None
         begin, end = self.shared.begin, self.shared.end
         self.host_in, self.device_in = host[begin:], device[begin:]
@@ -162,7 +162,7 @@ class Exchange:
 class Scratch:
     """Arrays that only the device uses."""
 
-    def __init__(self, shape: StepShape, parts: RunnerParts, exchange: Exchange) -> None:
+    def __init__(self, shape: StepShape, parts: RunnerParts, arrays: StepArrays) -> None:
         model, batch, rows, outputs = parts.model, shape.batch, shape.rows, shape.outputs
         self.layout = layout = Layout()
         self.indices = {
@@ -177,16 +177,16 @@ class Scratch:
         gathered = 0 if outputs == rows else outputs
         self.gathered = layout.add(model.dtype, gathered, model.config.hidden_size)
         self.logits = layout.float32(outputs, model.config.vocab_size)
-        self.lse = layout.float32(outputs if shape.logprobs > 0 else 0)
-        # Ops rely on the contents that they left here, so these lie in blocks of their own.
-        drafters = exchange.drafters
+        self.lse = layout.float32(outputs, when=shape.logprobs > 0)
+        # Ops rely on the contents that they left here, so these lie in buffers of their own.
+        drafters = arrays.drafters
         needed = [model.workspace_size(rows, batch, shape.pages, parts.cache)]
         self.floats, self.leaves = Layout(), Layout()
         self.workspace = self.floats.float32(
             max(needed + [drafter.workspace_size for drafter in drafters])
         )
-        needed = [model.sums_size(rows, outputs)]
-        self.sums = self.leaves.float32(max(needed + [drafter.sums_size for drafter in drafters]))
+        sums_size = max(model.sums_size(rows, outputs), *(one.sums_size for one in drafters), 0)
+        self.sums = self.leaves.float32(sums_size, when=sums_size)
 
 
 class Step:
@@ -207,18 +207,18 @@ class Step:
         self.replay: Any = None
         self._runs = 0
         self.draft_seconds = 0.0
-        self.arrays = arrays = Exchange(shape, parts)
+        self.arrays = arrays = StepArrays(shape, parts)
         scratch = Scratch(shape, parts, arrays)
         parts.model.reserve(shape.rows)
         memory.place(
-            exchange=(arrays.results, arrays.shared, arrays.inputs),
+            arrays=(arrays.results, arrays.shared, arrays.inputs),
             scratch=(scratch.layout,),
             workspace=(scratch.floats,),
             sums=(scratch.leaves,),
         )
-        arrays.bind(memory.block("exchange", 0))
-        self._row = RequestRow(*arrays.requests.device)
-        self._sampling = SamplingRow.of(arrays.sampling.device, torch.float32)
+        arrays.bind(memory.buffer("arrays", 0))
+        self._columns = RequestColumns(*arrays.requests.device)
+        self._sampling = SamplingColumns.of(arrays.sampling.device, torch.float32)
         self._state = SlotState(*arrays.slot_state.device)
         self._indices = BatchIndices(
             **{name: array.device for name, array in scratch.indices.items()}
@@ -241,11 +241,11 @@ class Step:
             "qo_indptr": indices.qo_indptr,
             "kv_indptr": arrays.kv_indptr.device,
             "kv_indices": arrays.kv_indices.device,
-            "kv_lens": self._row.kv_lens,
-            "slots": self._row.slots,
+            "kv_lens": self._columns.kv_lens,
+            "slots": self._columns.slots,
             "prefixes": prefixes,
             "workspace": scratch.workspace.device,
-            "sums": scratch.sums.device if scratch.sums.device.numel() else None,
+            "sums": scratch.sums.optional,
         }
         self._batch = StepBatch(token_ids=arrays.token_ids.device, **self._rows)
         layers = self._parts.drafting.aux_layers_of(self.shape)
@@ -260,7 +260,7 @@ class Step:
         has_processors = features & Feature.PROCESSORS
         return {
             "drafts": Drafts(self._indices.output_indptr, arrays.draft_token_ids.device),
-            "positions": self._row.positions,
+            "positions": self._columns.positions,
             "sampling": self._sampling_tensors(),
             "processors": self._processors(arrays.mask_indices.device) if has_processors else None,
         }
@@ -280,10 +280,10 @@ class Step:
     def _processors(self, mask_indices: Tensor) -> LogitsProcessors:
         """Return the logits processors, with the mask index of each row of logits."""
         return self._parts.tables.processors(
-            self._row.processor_slots,
+            self._columns.processor_slots,
             self._state.prompt_lens,
             mask_indices,
-            self.arrays.token_masks.device if self.shape.masks else None,
+            self.arrays.token_masks.optional,
         )
 
     def _bind_sampling(self, scratch: Scratch) -> None:
@@ -295,18 +295,17 @@ class Step:
         if workspace is None:  # an empty tensor, so that no call checks the need again
             workspace = self._logits.new_empty(0, dtype=torch.uint8)
         # Logprobs and ranks are outputs of both ops; None if no request wants them.
-        has_logprobs, has_rates = self.shape.logprobs >= 0, features & Feature.ACCEPT_RATES
         outputs = VerifyOutputs(
             arrays.output_token_ids.device,
             arrays.num_accepted.device,
-            logprobs=arrays.logprobs.device if has_logprobs else None,
-            ranks=arrays.ranks.device if has_logprobs else None,
+            logprobs=arrays.logprobs.optional,
+            ranks=arrays.ranks.optional,
         )
         self._verify_args: dict[str, Any] = {
             **choosing,
             "strategy": self._sampling.strategy,
             "policy": self._sampling.policy,
-            "accept_rates": arrays.accept_rates.device if has_rates else None,
+            "accept_rates": arrays.accept_rates.optional,
             "processed_logprobs": parts.processed_logprobs,
             "outputs": outputs,
             "workspace": workspace,
@@ -327,7 +326,7 @@ class Step:
             "emitted": EmittedTokens(
                 arrays.output_token_ids.device, outputs.logprobs, outputs.ranks
             ),
-            "slots": self._row.slots,
+            "slots": self._columns.slots,
             "token_ids": tables.token_ids,
             "lens": state.lens,
             "prompt_lens": state.prompt_lens,
@@ -395,11 +394,11 @@ class Step:
 
     def _launch(self) -> None:
         """Run the ops. Their arguments are attributes of this step, and nothing is allocated."""
-        shape, indices, parts, row = self.shape, self._indices, self._parts, self._row
+        shape, indices, parts, columns = self.shape, self._indices, self._parts, self._columns
         batching.prepare_batch(
-            row.qo_lens,
-            row.kv_lens,
-            row.output_modes,
+            columns.qo_lens,
+            columns.kv_lens,
+            columns.output_modes,
             self._batch.kv_indptr,
             self._batch.kv_indices,
             page_size=parts.cache.page_size,

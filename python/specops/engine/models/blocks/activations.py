@@ -23,7 +23,7 @@ class LayerViews(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rows:
+class StepViews:
     """Activations of a step. The [rows, hidden_size] tensors pass from layer to layer."""
 
     residual: Tensor
@@ -56,7 +56,7 @@ class Activations:
         self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
         self._num_rows = 0
         self._buffers: dict[str, Tensor] = {}
-        self._views: dict[int, Rows] = {}
+        self._views: dict[int, StepViews] = {}
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -83,7 +83,7 @@ class Activations:
             for name, width in widths.items()
         }
 
-    def first(self, num_rows: int) -> Rows:
+    def first(self, num_rows: int) -> StepViews:
         """Return views of the first `num_rows` rows, allocating buffers if they are too small."""
         found = self._views.get(num_rows)
         if found is None:
@@ -97,7 +97,7 @@ class Activations:
             found = self._views[num_rows] = self._rows(view)
         return found
 
-    def _rows(self, new: NewRows) -> Rows:
+    def _rows(self, new: NewRows) -> StepViews:
         made: dict[Shape, Any] = {}
 
         def views(shape: Shape) -> Any:
@@ -105,7 +105,7 @@ class Activations:
                 made[shape] = shape.views(new)
             return made[shape]
 
-        return Rows(
+        return StepViews(
             new("residual", self._hidden_size),
             new("normed", self._hidden_size),
             new("branch", self._hidden_size),

@@ -10,7 +10,7 @@ from torch import Tensor
 from specops import dense
 from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
-from specops.engine.models.blocks.activations import LayerViews, Rows
+from specops.engine.models.blocks.activations import LayerViews, StepViews
 from specops.engine.models.blocks.block import BlockLoader, MixingBlock, MlpBlock, Norm
 
 
@@ -47,7 +47,7 @@ class Layer:
         self,
         batch: LayerBatch,
         cache: Any,
-        rows: Rows,
+        rows: StepViews,
         views: LayerViews,
         own_input: Tensor | None = None,
     ) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from specops import dense
 from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
-from specops.engine.models.blocks.activations import Rows
+from specops.engine.models.blocks.activations import StepViews
 from specops.engine.models.blocks.block import Norm
 from specops.engine.models.blocks.layer import Layer
 from specops.engine.models.blocks.stack import LayerStack
@@ -147,7 +147,7 @@ class MtpModules(LayerStack):
         module.layer.run(batch, cache.layers[index], rows, rows.layers[index])
         return self._finish(module, rows)
 
-    def _finish(self, module: MtpModule, rows: Rows) -> MtpOutput:
+    def _finish(self, module: MtpModule, rows: StepViews) -> MtpOutput:
         hidden = dense.rms_norm(
             rows.branch, *module.head_norm, residual=rows.residual, out=rows.normed
         )

@@ -54,7 +54,7 @@ class StepMasks:
         """Return the number of masks that a step needs; 0 if no output is constrained."""
         rows = 0
         for part in parts:
-            rule = self._rules.get(part.slot) if part.emits else None
+            rule = self._rules.get(part.request.slot) if part.emits else None
             if rule is not None:
                 rows += 1 if rule.grammar is None else 1 + part.num_drafts
         return rows
@@ -84,19 +84,20 @@ class StepMasks:
         for place, part in enumerate(plan.parts):
             if not part.emits:
                 continue
-            rows, rule = 1 + part.num_drafts, self._rules.get(part.slot)
+            slot, num_drafts = part.request.slot, part.num_drafts
+            rows, rule = 1 + num_drafts, self._rules.get(slot)
             if rule is not None and rule.grammar is not None:
                 # While tokens are injected to end the thinking, they replace the sampled tokens
                 # anyway.
-                is_reply = has_begun(int(thinking[part.slot]), rule.num_injected)
+                is_reply = has_begun(int(thinking[slot]), rule.num_injected)
                 opening = -1 if is_reply else rule.think_end_token_id
-                drafts = drafts_of(part.slot, part.num_drafts).tolist() if part.num_drafts else []
+                drafts = drafts_of(slot, num_drafts).tolist() if num_drafts else []
                 one = MaskRows(rule.grammar, count, drafts, opening)
-                to_fill.append((part.request_id, one))
+                to_fill.append((part.request.request_id, one))
                 indices[row : row + rows] = range(count, count + rows)
                 count += rows
             elif rule is not None:
-                masks[count] = self._fixed[part.slot]
+                masks[count] = self._fixed[slot]
                 indices[row : row + rows] = count
                 draft_indices[place] = count
                 count += 1
