@@ -217,9 +217,9 @@ def test_only_kernels_with_bf16_or_tiles_are_compiled_for_those_sets() -> None:
     cmake = (ROOT / "CMakeLists.txt").read_text()
     named = {
         variable: kernels_of(cmake, variable)
-        for variable in ("SPECOPS_CPU_KERNELS", "SPECOPS_BF16_KERNELS")
+        for variable in ("SPECOPS_CPU_KERNELS", "SPECOPS_BF16_KERNELS", "SPECOPS_VNNI_KERNELS")
     }
-    own = set()
+    own, with_vnni = set(), set()
     for name in named["SPECOPS_CPU_KERNELS"]:
         files = closure(ROOT / name, set()) - {CSRC / "common" / "simd.h"}
         texts = [path.read_text() for path in files]
@@ -228,6 +228,10 @@ def test_only_kernels_with_bf16_or_tiles_are_compiled_for_those_sets() -> None:
         uses_bf16 = re.compile(r"dot_pairs\(|gemm_range\(|ISA_\w+_bf16")
         if not is_of_floats and any(uses_bf16.search(text) for text in texts):
             own.add(name)
+        if any("SPECOPS_VNNI" in text for text in texts):
+            with_vnni.add(name)
+    assert with_vnni == named["SPECOPS_VNNI_KERNELS"]
+    own -= with_vnni  # avx512_bf16 has VNNI, and uses the variant of these files
     assert own == named["SPECOPS_BF16_KERNELS"]
     # The same rule for kernels with tiles.
     tiles = {path for path in CPP if "SPECOPS_AMX_MODEL" in path.read_text()}
