@@ -228,7 +228,7 @@ def test_only_kernels_with_bf16_or_tiles_are_compiled_for_those_sets() -> None:
         uses_bf16 = re.compile(r"dot_pairs\(|gemm_range\(|ISA_\w+_bf16")
         if not is_of_floats and any(uses_bf16.search(text) for text in texts):
             own.add(name)
-        if any("SPECOPS_VNNI" in text for text in texts):
+        if any("integer_range<" in text for text in texts):
             with_vnni.add(name)
     assert with_vnni == named["SPECOPS_VNNI_KERNELS"]
     own -= with_vnni  # avx512_bf16 has VNNI, and uses the variant of these files
