@@ -251,3 +251,13 @@ inline uint32_t increment_acq_rel(uint32_t* global, uint32_t limit, Site site = 
 }
 
 }  // namespace specops::ptx
+
+namespace specops {
+
+// Kernels find these in place of those of <cmath>. The functions of the CUDA math library are off by
+// up to two units in the last place, and not in the same places as the host's.
+inline float expf(float x) { return simt::approximate(::expf(x), x); }
+inline float logf(float x) { return simt::approximate(::logf(x), x); }
+inline float log1pf(float x) { return simt::approximate(::log1pf(x), x); }
+
+}  // namespace specops
