@@ -52,7 +52,7 @@ def run_sampling(bench: Bench) -> None:
 
 
 def _strategies(bench: Bench, logits: list[Tensor], name: str) -> None:
-    """Measure each kind of verification, and greedy verification's fraction of the read line."""
+    """Measure each kind of verification; for greedy, also the fraction of read bandwidth."""
     greedy, target = VerifyStrategy.GREEDY, VerifyStrategy.TARGET_MATCH
     cases = {
         "greedy": _verify(logits, greedy),
