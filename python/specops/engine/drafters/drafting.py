@@ -221,9 +221,10 @@ class Drafting:
 
     @property
     def of_common_text(self) -> set[str]:
-        """Names of the drafters whose drafts may come from an operator's text.
+        """Names of the drafters whose drafts may come from text that the server's operator loaded.
 
-        A drafter whose property raises is included.
+        Drafts from such a corpus are not shown to clients. A drafter is included if its
+        `drafts_common_text` is True or raises an exception.
         """
         found: set[str] = set()
         for name, drafter in self.drafters.items():
