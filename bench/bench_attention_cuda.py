@@ -99,7 +99,7 @@ FREE_SPLITS = {
 
 
 def run_exactness_cuda(bench: CudaBench) -> None:
-    """Time the fixed leaves and chunks against the fastest other sizes for each load."""
+    """Time the fixed leaf and chunk sizes against the fastest other sizes for each load."""
     modules = {"leaf512": attention._C}
     if not bench.rehearsal:
         modules = build(FREE_SPLITS, SPLITS_HEADER, BF16_ATTENTION)

@@ -101,7 +101,7 @@ def _over(
     peer: str,
     bar: str | None,
 ) -> Figure:
-    """Return the figure of a case's time over another's in the same round."""
+    """Return the figure of a case's time divided by another's in the same round."""
     return Figure(
         f"sampling.verify.{id}",
         f"{what}, 48 x 151,936: time over {peer}",

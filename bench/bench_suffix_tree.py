@@ -57,7 +57,7 @@ THREADS_BARS = {"code": 1.5, "edit": 1.1}
 
 
 def run_suffix_tree(bench: Bench) -> None:
-    """Measure every stream at both depths, then loading a saved cache."""
+    """Measure every request stream with both maximum tree depths, then loading a saved cache."""
     measure(bench, Sizes(), streams(), (64, 24))
 
 

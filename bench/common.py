@@ -79,7 +79,7 @@ class Timing:
         return median([num_bytes * 1e-9 / seconds / read for seconds, read in pairs])
 
     def ratio(self, case: str, other: str) -> float:
-        """Return the median over rounds of `case`'s time over `other`'s in the same round."""
+        """Return the median over rounds of (time of `case` / time of `other` in the round)."""
         pairs = zip(self.seconds[case], self.seconds[other], strict=True)
         return median([a / b for a, b in pairs])
 

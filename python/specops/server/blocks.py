@@ -18,7 +18,7 @@ from specops.server.streaming import dumped
 
 @dataclass
 class TextBlock:
-    """Text before, between or after calls; `is_cut` if it ended before the model's own end."""
+    """Text before, between or after calls; `is_cut`: its finish reason is not "stop"."""
 
     text: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)

@@ -239,7 +239,7 @@ class Drafting:
 
     @property
     def gauges(self) -> dict[str, int]:
-        """Metrics of all drafters by name, except those of drafters that raise."""
+        """Metrics of all drafters by name, without drafters whose `gauges` raise an exception."""
         found: dict[str, int] = {}
         for drafter in self.drafters.values():
             try:
