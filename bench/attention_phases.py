@@ -2,8 +2,8 @@
 """Phases of `append_attention`'s blocks as fractions of a call, from their time stamps.
 
 A call lasts from the start of its first block to the end of its last block. A phase's fraction is
-the time that blocks spend in it, over the number of blocks times the call's duration; `idle` is the
-rest.
+the total time that blocks spend in it, divided by (number of blocks * duration of the call); `idle`
+is the rest.
 """
 
 from collections.abc import Sequence

@@ -111,7 +111,7 @@ def _fp8(weight: Tensor) -> QuantizedWeight:
 
 
 def run_accuracy(bench: Bench) -> None:
-    """Compare every rounding with the model in float32, at every position of the texts."""
+    """Compare each rounding of the weights with the float32 model, at all text positions."""
     models = {"bundled": BUNDLED}
     if GEMMA.is_file():
         models["gemma"] = gguf_directory(GEMMA)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`append_attention` over a paged cache in bf16, against the run's read line (bench/common.py).
+"""`append_attention` over a paged cache in bf16, against the run's read bandwidth.
 
 On a CPU: batch 8, 16 query and 8 KV heads of 128, kv 4,096. Bytes are those of the keys and values:
 128 MiB, more than any CPU cache of such machines. 8-bit caches are compared with bf16 caches of the

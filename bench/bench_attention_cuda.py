@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`append_attention` on a GPU against the run's read line, and the cost of exactness.
+"""`append_attention` on a GPU against the run's read bandwidth, and the cost of exactness.
 
 8 KV heads of 128, several batches and lengths, groups of 4 and 8 query heads, 1 to 8 rows, pages
 shuffled.
@@ -21,7 +21,10 @@ GROUPS = (4, 8)
 
 
 def run_attention_cuda(bench: CudaBench) -> None:
-    """Measure fractions of the read line by load, group and rows, and the time of 8 rows over 1."""
+    """Measure fractions of the read bandwidth by load, group and number of rows.
+
+    Also measure the time of 8 rows divided by that of 1 row.
+    """
     for load in loads(bench).values():
         for page_size in (16, 64) if load.name == "b32.4k" else (16,):
             cache = Cache(bench, load, page_size)
@@ -63,7 +66,7 @@ KINDS_8BIT = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def run_attention_8bit_cuda(bench: CudaBench) -> None:
-    """Measure 8-bit caches: fraction of the read line, and time over that of bf16 caches."""
+    """Measure 8-bit caches: fraction of the read bandwidth, and time divided by that of bf16."""
     for load in loads(bench).values():
         caches = {"bf16": Cache(bench, load)}
         caches |= {kind: Cache(bench, load, dtype=dtype) for kind, dtype in KINDS_8BIT.items()}
@@ -96,7 +99,7 @@ FREE_SPLITS = {
 
 
 def run_exactness_cuda(bench: CudaBench) -> None:
-    """Time the fixed leaves and chunks against the fastest other sizes for each load."""
+    """Time the fixed leaf and chunk sizes against the fastest other sizes for each load."""
     modules = {"leaf512": attention._C}
     if not bench.rehearsal:
         modules = build(FREE_SPLITS, SPLITS_HEADER, BF16_ATTENTION)

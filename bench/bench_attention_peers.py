@@ -154,7 +154,7 @@ class SharedCache(Cache):
 
 
 def run_cascade_cuda(bench: CudaBench) -> None:
-    """Time a declared prefix against no declaration, the read line and FlashInfer's cascades."""
+    """Time a declared prefix against none, the read bandwidth and FlashInfer's cascades."""
     space = flashinfer.workspaces(bench.device, bench.pick(flashinfer.WORKSPACE_BYTES, 64))
     labels = _installed(bench, "cascade", flashinfer_cascade.CASCADES)
     for shared in shared_loads(bench):

@@ -115,7 +115,10 @@ def _add_op(
 
 
 def _cases(sharing: Sharing, q_len: int) -> dict[str, Callable[[], object]]:
-    """Return the call with the groups that the engine finds, and the call without groups."""
+    """Return two calls of `append_attention` on the same requests, by name.
+
+    One declares the shared prefixes that `find_shared_prefixes` finds, the other declares none.
+    """
     count, generator = sharing.requests, torch.Generator().manual_seed(0)
     shared_pages, own_pages = sharing.shared // PAGE_SIZE, sharing.own // PAGE_SIZE
     num_shared = count // sharing.group * shared_pages

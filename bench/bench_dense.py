@@ -34,7 +34,7 @@ SMALL = (1024, 256)
 
 
 def run_linear(bench: Bench) -> None:
-    """Measure `linear` by number of rows M, against the read line, M=1 and torch.
+    """Measure `linear` by number of rows M, against the read bandwidth, M=1 and torch.
 
     A fused gate and up projection and a small weight that stays in cache are measured as well.
     """
@@ -233,7 +233,7 @@ CUDA_ROWS = (1, 2, 4, 5, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 
 def run_linear_cuda(bench: CudaBench) -> None:
-    """Measure the fraction of the read line at M rows, and torch's matmul in turn."""
+    """Measure the fraction of the read bandwidth at M rows, and torch's matmul in turn."""
     _cuda_matrices(bench, "layer", CUDA_LAYER, CUDA_ROWS)
     _cuda_matrices(bench, "head", CUDA_HEAD, (1, 5, 8, 64, 512, 1280))
     _cuda_matrices(bench, "small", (SMALL,), (1, 5, 8))

@@ -101,7 +101,7 @@ def run_bundled(bench: Bench) -> None:
 
 
 def run_ngram(bench: Bench) -> None:
-    """Measure n-gram drafts with the bundled model on both kinds of prompts, batch 1."""
+    """Measure n-gram drafts with the bundled model on edits and completions, batch 1."""
     checkpoint = bundled()
     peers = load_peers(bench, checkpoint, PEERS[:1])
     engine = Engine(
@@ -296,7 +296,7 @@ def step_figures(
     bytes_read: float,
     bars: dict[str, str],
 ) -> None:
-    """Add a step's figures: time over the memory floor, over one row, and against peers."""
+    """Add a step's times, relative to reading its bytes, to one row, and to peers."""
     step = timing.median("ours")
     common = {"threads": bench.num_threads, "read_gb_s": timing.read_gb_s("ours")}
     bench.add(
@@ -549,7 +549,7 @@ def run_bundled_cuda(bench: CudaBench) -> None:
 
 
 def run_qwen8_cuda(bench: CudaBench) -> None:
-    """Time steps in the shape of Qwen3-8B (random weights), over the time to read the weights."""
+    """Time steps in the shape of Qwen3-8B (random weights), relative to reading the weights."""
     small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 64}
     small |= {"num_key_value_heads": 1, "intermediate_size": 64}
     config = bench.pick(QWEN8, {**QWEN8, **small})

@@ -229,7 +229,10 @@ def _mm(bench: CudaBench) -> Callable[[], object]:
 
 
 def _clocks(bench: CudaBench, probes: Probes, loads: Mapping[str, Callable[[], object]]) -> None:
-    """Measure an SM's clock under loads on the other SMs, as its cycles over the GPU's timer."""
+    """Measure the clock frequency of one SM while the other SMs run each of the loads.
+
+    The frequency is the SM's cycle count divided by the time on the GPU's global timer.
+    """
     passed = bench.ints([0, 1], torch.int64)
     side = None if bench.rehearsal else torch.cuda.Stream()
     for name, load in loads.items():

@@ -23,7 +23,7 @@ SMALL |= {"num_key_value_heads": 1, "intermediate_size": 64, "vocab_size": 256}
 
 
 def run_layers_cuda(bench: CudaBench) -> None:
-    """Measure the GB/s of weights and KV against the read line, and the speedup of overlap."""
+    """Measure the GB/s of weights and KV against the read bandwidth, and the gain of overlap."""
     shapes = {"qwen06": QWEN06, "qwen8": {**QWEN8, "num_hidden_layers": 12}}
     for name, shape in shapes.items():
         config = bench.pick(shape, {**shape, **SMALL})

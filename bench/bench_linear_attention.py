@@ -23,7 +23,10 @@ DRAFTS = 4
 
 
 def run_linear_attention(bench: Bench) -> None:
-    """Time one request against transformers: few rows one by one, many rows in its chunks."""
+    """Time one request against transformers.
+
+    transformers computes a few rows one by one, and many rows in chunks.
+    """
     for rows in ROWS:
         _run(bench, rows)
 

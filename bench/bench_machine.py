@@ -4,7 +4,7 @@
 It measures read bandwidth by number of threads, the latency of an unpredictable read, the cost of
 splitting a call among threads, and issue rates of the instructions in inner loops. For each way to
 multiply bf16, these determine up to how many rows arithmetic keeps up with weights (or keys and
-values) that stream from memory. With more rows, no kernel can run at the read line. `linear` is
+values) that stream from memory. With more rows, no kernel reaches that bandwidth. `linear` is
 measured in the same run, against the lower of the two limits of the active instruction set.
 """
 

@@ -9,7 +9,7 @@ like transformers with bf16 weights: expert by expert, gathering the expert's ro
 results to the sum.
 
 Then steps of one request run on two layers of the first shape with attention and a small head,
-against llama.cpp and over the bytes that the rows are expected to read. Finally, the engine's
+against llama.cpp and against the time to read the expected bytes. Finally, the engine's
 start-up measurement of this model is compared: seconds of steps by rows, from which adaptive
 verification decides how many drafts to verify.
 """
@@ -75,7 +75,7 @@ class Rows:
 
 
 def run_moe(bench: Bench) -> None:
-    """Time each kind of weights at several numbers of rows; bfloat16 in turn with torch."""
+    """Time each kind of weights at several numbers of rows; compare bfloat16 with torch."""
     for shape in SHAPES:
         generator = torch.Generator().manual_seed(0)
 

@@ -42,7 +42,7 @@ STEP_GOALS = {
 
 
 class Form(NamedTuple):
-    """A kind of weight, and the rounding of inputs; goals: required fractions of the read line."""
+    """A kind of weight, and the rounding of inputs; goals: fractions of the read bandwidth."""
 
     kind: str
     group: int
@@ -61,7 +61,7 @@ FORMS = (
 
 
 def run_quantized(bench: Bench) -> None:
-    """Measure fractions of the read line, the time of five rows over one, and torch in turn."""
+    """Measure the fraction of the read bandwidth, the time of five rows over one, and torch."""
     for form in FORMS:
         _layer(bench, form)
     if "avx2" in specops.supported_isas():

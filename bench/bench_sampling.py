@@ -52,7 +52,7 @@ def run_sampling(bench: Bench) -> None:
 
 
 def _strategies(bench: Bench, logits: list[Tensor], name: str) -> None:
-    """Measure each kind of verification, and greedy verification's fraction of the read line."""
+    """Measure each kind of verification; for greedy, also the fraction of read bandwidth."""
     greedy, target = VerifyStrategy.GREEDY, VerifyStrategy.TARGET_MATCH
     cases = {
         "greedy": _verify(logits, greedy),
@@ -101,7 +101,7 @@ def _over(
     peer: str,
     bar: str | None,
 ) -> Figure:
-    """Return the figure of a case's time over another's in the same round."""
+    """Return the figure of a case's time divided by another's in the same round."""
     return Figure(
         f"sampling.verify.{id}",
         f"{what}, 48 x 151,936: time over {peer}",

@@ -104,7 +104,7 @@ def strategy_calls(
 
 
 def run_sampling_cuda(bench: CudaBench) -> None:
-    """Time verification of every kind, against the read line and greedy verification."""
+    """Time verification of every kind, against the read bandwidth and greedy verification."""
     for dtype, name in DTYPES:
         for batch in bench.pick((BATCH, 1), (4, 1)):
             logits = random_logits(bench, batch * ROWS, dtype)

@@ -57,7 +57,7 @@ THREADS_BARS = {"code": 1.5, "edit": 1.1}
 
 
 def run_suffix_tree(bench: Bench) -> None:
-    """Measure every stream at both depths, then loading a saved cache."""
+    """Measure every request stream with both maximum tree depths, then loading a saved cache."""
     measure(bench, Sizes(), streams(), (64, 24))
 
 
@@ -71,7 +71,10 @@ def measure(bench: Bench, sizes: Sizes, folder: Path, depths: Sequence[int]) -> 
 
 
 class _Tree:
-    """Measurements of one stream at one depth: our process, and the peer's if it is installed."""
+    """Measurements of one stream of requests with trees of one maximum depth.
+
+    Our tree and the peer's (if the peer is installed) run in one process each.
+    """
 
     def __init__(self, bench: Bench, sizes: Sizes, folder: Path, stream: str, depth: int) -> None:
         self.bench, self.sizes, self.stream, self.depth = bench, sizes, stream, depth

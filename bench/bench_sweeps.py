@@ -20,7 +20,7 @@ SHARES = (0.0, 0.25, 0.5, 1.0)
 
 
 def run_sweeps_cuda(bench: CudaBench) -> None:
-    """Measure fractions of the read line, without bars: bars are chosen from these figures."""
+    """Measure fractions of the read bandwidth; the bars of other benches follow from them."""
     _workspaces(bench)
     _verify(bench)
     for batch in bench.pick(BATCHES, (1, 3)):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools of all benchmarks: alternating timings with a read line, and figures with bars.
+"""Tools of all benchmarks: alternating timings with the read bandwidth, and figures with bars.
 
 A figure's `bar` is its required value. With `ratio >= x`, the ratio is how many times better we are
 than the peer, or which fraction of a limit we reach. With `ratio <= x`, the ratio is our value over
 the peer's. `value <= x` bounds our value alone. Memory bandwidth drifts on shared machines. So
-cases alternate, the read bandwidth (the "read line") is measured right before each case, and
+cases alternate, the read bandwidth is measured right before each case, and
 fractions of it are computed per round.
 """
 
@@ -60,7 +60,7 @@ class Figure:
 
 @dataclass
 class Timing:
-    """Seconds per call of each case by round, with the read line measured just before each."""
+    """Seconds per call of each case by round, and the read bandwidth measured just before each."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     reads: dict[str, list[float]] = field(default_factory=dict)
@@ -70,22 +70,22 @@ class Timing:
         return median(self.seconds[case])
 
     def read_gb_s(self, *cases: str) -> float:
-        """Return the median read line of these cases (by default, of all), in GB/s."""
+        """Return the median read bandwidth of these cases (by default, of all), in GB/s."""
         return median([x for case in cases or self.reads for x in self.reads[case]])
 
     def share(self, case: str, num_bytes: float) -> float:
-        """Return the median over rounds of (bytes moved per second / read line of that round)."""
+        """Return the median over rounds of (bytes moved per second / read bandwidth)."""
         pairs = zip(self.seconds[case], self.reads[case], strict=True)
         return median([num_bytes * 1e-9 / seconds / read for seconds, read in pairs])
 
     def ratio(self, case: str, other: str) -> float:
-        """Return the median over rounds of `case`'s time over `other`'s in the same round."""
+        """Return the median over rounds of (time of `case` / time of `other` in the round)."""
         pairs = zip(self.seconds[case], self.seconds[other], strict=True)
         return median([a / b for a, b in pairs])
 
 
 class Bench:
-    """One run of the benchmarks: threads, read line and figures."""
+    """One run of the benchmarks: threads, read bandwidth and figures."""
 
     def __init__(self, num_threads: int, *, rehearsal: bool = False) -> None:
         """Prepare a run; a rehearsal runs every case once without peers, to test the code."""
@@ -103,7 +103,7 @@ class Bench:
         return rehearsed if self.rehearsal else real
 
     def read_gb_s(self, num_threads: int | None = None) -> float:
-        """Measure the read line: read 256 MiB once, and return GB/s (10^9)."""
+        """Measure the read bandwidth: read 256 MiB once, and return GB/s (10^9)."""
         return self._read(num_threads or self.num_threads)
 
     def alternate(
@@ -136,7 +136,7 @@ class Bench:
     def rounds(
         self, cases: Mapping[str, Callable[[], float]], *, rounds: int, guarded: bool = True
     ) -> Timing:
-        """Run the cases in turn, `rounds` times, and measure the read line right before each.
+        """Run the cases in turn, `rounds` times, and measure the read bandwidth before each.
 
         Args:
             cases: functions that each return the seconds they took.

@@ -3,7 +3,7 @@
 
 A case is a list of calls on different memory, together more than three times the L2 cache, so that
 each call's data has been evicted since it was last read. The calls are captured into one CUDA
-graph; a window replays the graph between two events, right after measuring the read line.
+graph; a window replays the graph between two events, right after measuring the read bandwidth.
 
 On `cpu` the same code runs with small sizes and a host clock: a rehearsal, which tests use, so that
 a typo does not end the first run on a GPU. Its figures mean nothing and are not saved.
@@ -38,7 +38,7 @@ READ_BYTES = 1 << 30
 
 
 class CudaBench:
-    """One run on a GPU, or a rehearsal on `cpu`: read line and figures."""
+    """One run on a GPU, or a rehearsal on `cpu`: read bandwidth and figures."""
 
     def __init__(
         self, device: str = "cuda", keep: "Callable[[CudaBench], None] | None" = None
@@ -85,7 +85,7 @@ class CudaBench:
         return torch.as_tensor(values, dtype=dtype).to(self.device)
 
     def time(self, cases: Mapping[str, Sequence[Call]]) -> "list[Timing]":
-        """Time the cases in turn, each window after its read line; repeat it all REPEATS times."""
+        """Time the cases in turn, each window after a bandwidth measurement; REPEATS times."""
         windows = {case: self._window(calls) for case, calls in cases.items()}
         timings = []
         for _ in range(self.pick(REPEATS, 1)):
@@ -242,14 +242,14 @@ def seconds(timings: Sequence[Timing], case: str) -> float:
 
 
 def read_line(timings: Sequence[Timing], case: str) -> float:
-    """Return the median read line of a case, in GB/s."""
+    """Return the median read bandwidth of a case, in GB/s."""
     return median([x for timing in timings for x in timing.reads[case]])
 
 
 def bandwidth_figure(
     timings: Sequence[Timing], case: str, id: str, what: str, num_bytes: float, bar: str | None
 ) -> Figure:
-    """Return the figure of a case's bytes per second as a fraction of its read line."""
+    """Return the figure of a case's bytes per second as a fraction of its read bandwidth."""
     share = median([timing.share(case, num_bytes) for timing in timings])
     read = read_line(timings, case)
     took = seconds(timings, case)

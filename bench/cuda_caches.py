@@ -47,7 +47,10 @@ class Load:
 
 
 def load(bench: CudaBench, name: str, *kv_lens: int) -> Load:
-    """Return a load; in a rehearsal, only three requests of a 256th of the length."""
+    """Return a load of requests with these lengths.
+
+    In a rehearsal, only the first three requests remain, with a 256th of their lengths.
+    """
     return Load(name, bench.pick(kv_lens, tuple(max(16, length // 256) for length in kv_lens[:3])))
 
 

@@ -103,7 +103,7 @@ def _tree() -> tuple[Path, list[str]]:
 
 
 def using(module: ModuleType, call: Callable[[], Result]) -> Callable[[], Result]:
-    """Return `call` bound to another compiled module of attention ops; CUDA graphs keep it."""
+    """Return `call` bound to another compiled module of attention ops, also in a captured graph."""
 
     def run() -> Result:
         before = attention._C

@@ -63,7 +63,7 @@ Path = Callable[[Case], tuple[list[Call], Tensor]]
 
 
 def workspaces(device: torch.device, num_bytes: int = WORKSPACE_BYTES) -> tuple[Tensor, Tensor]:
-    """Return `workspace` and `zeros` of a Case."""
+    """Allocate both workspaces of a `Case`: an uninitialized one, and one of zeros."""
     workspace = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     return workspace, torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 

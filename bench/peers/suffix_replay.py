@@ -54,7 +54,7 @@ class Side(Protocol):
 
     @abstractmethod
     def extend(self, request: int, token_ids: Tokens) -> Call:
-        """Append to its response."""
+        """Append tokens to the response of a request."""
 
     @abstractmethod
     def speculate(self, request: int, context: Tokens, factor: float) -> Call:

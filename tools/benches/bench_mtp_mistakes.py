@@ -40,7 +40,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Case:
-    """A mistake, and where it is made."""
+    """A mistake, and the rows in which it is made."""
 
     mistake: Mistake | None
     chunk: int | None = None  # distance between edges in rows
@@ -100,7 +100,7 @@ def cases() -> Iterator[Case]:
 
 
 class Chain(NamedTuple):
-    """Drafts, and how many of them the target's own continuation keeps."""
+    """Drafts, and how many of them equal the target's own continuation."""
 
     drafts: list[int]
     kept: int
@@ -149,7 +149,7 @@ class Counts(list[int]):
 
 
 class Value(NamedTuple):
-    """One figure of a case, beside the correct value at the same places."""
+    """One figure of a case, and the figure without a mistake at the same positions."""
 
     name: str
     what: str

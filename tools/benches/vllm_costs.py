@@ -34,7 +34,7 @@ _TIMES = 2  # runs of each case, the first of which warms up
 
 
 def main() -> None:
-    """Measure, and print tokens per second and their ratios."""
+    """Measure all cases; print tokens per second and their ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=20)
@@ -72,7 +72,7 @@ def write_model(folder: Path) -> str:
 
 
 def _prompts(count: int) -> list[str]:
-    """Return equal numbers of edits and completions."""
+    """Return `count` prompts, half of them code edits and half completions."""
     found: list[str] = []
     for kind in ("edits", "completions"):
         texts = json.loads((ROOT / "bench" / "prompts" / f"{kind}.json").read_text())

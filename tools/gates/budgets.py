@@ -244,7 +244,7 @@ def budget_of(kernel: str, budgets: tuple[Budget, ...] = BUDGETS) -> Budget:
 
 
 def launch_problems(budgets: tuple[Budget, ...] = BUDGETS) -> Iterator[str]:
-    """Yield in words which rows are wrong about where their kernel can be launched."""
+    """Yield a message for each wrong `launched_on`, and for each missing `elsewhere`."""
     for row in budgets:
         for arch, limits in LIMITS.items():
             fits = row.smem_bytes <= limits.block_smem_bytes

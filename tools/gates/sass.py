@@ -65,17 +65,17 @@ class Instruction:
 
     @property
     def labels(self) -> list[str]:
-        """The labels it names: possible branch targets."""
+        """Labels among the operands: possible branch targets."""
         return re.findall(r"\.L_\w+", self.operands)
 
     @property
     def is_jump(self) -> bool:
-        """Whether it may go to a label: sm_80 leaves loops by calls that do not return."""
+        """True if it may branch to a label; on sm_80, also by a call that does not return."""
         return self.name in _JUMPS or (self.name == "CALL" and bool(self.labels))
 
     @property
     def is_call(self) -> bool:
-        """Whether it runs a subroutine and comes back."""
+        """True if it calls a subroutine that returns."""
         return self.name == "CALL" and not self.labels
 
 

@@ -215,7 +215,7 @@ class Verdict:
 
 
 def verdict(goal: Goal, figures: Figures, notes: Mapping[str, str], gpu: str) -> Verdict:
-    """Return the verdict of these figures on a goal; `notes` say why others are missing."""
+    """Return whether the figures reach a goal; `notes` give the reasons for missing figures."""
     numbers = {
         id: float(row[goal.number])
         for id, row in figures.items()

@@ -27,7 +27,7 @@ def figures_of(saved: Mapping[str, Any]) -> Figures:
 
 
 def verdicts(saved: Mapping[str, Any]) -> list[Verdict]:
-    """Return the verdict of the results on every goal."""
+    """Return for every goal whether the results reach it."""
     figures, notes = figures_of(saved), saved.get("notes", {})
     gpu = str(saved.get("machine", {}).get("gpu", ""))
     return [verdict(goal, figures, notes, gpu) for goal in GOALS]

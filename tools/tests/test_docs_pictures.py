@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures of figures show committed ones."""
+"""The pictures in docs/ show the committed figures."""
 
 import json
 import re

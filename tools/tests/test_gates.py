@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gates of CUDA kernels (tools/gates): each is shown what it must refuse."""
+"""Gates of CUDA kernels (tools/gates): each refuses a planted violation."""
 
 import re
 import subprocess
@@ -77,7 +77,7 @@ def test_a_budget_no_sm_can_hold_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("registers", "threads", "smem_bytes", "sm_80", "sm_90a"),
-    # As NVIDIA's occupancy calculator has them.
+    # The expected values are those of NVIDIA's occupancy calculator.
     [
         (32, 256, 0, 8, 8),
         (128, 128, 0, 4, 4),
@@ -137,7 +137,7 @@ def test_known_spills_are_bounded() -> None:
         assert (not list(judge(kernel, (row,)))) == good
 
 
-# What the rows of append_attention and of linear say, as the sources compute it.
+# Computes the budgets of append_attention and linear from the constants of their sources.
 SIZES = """
 #include "attention/append_attention/cuda/block.cuh"
 #include "dense/linear.cuh"
@@ -301,7 +301,7 @@ def test_planted_text_is_refused(name: str, line: str, tmp_path: Path) -> None:
 
 
 def test_the_choice_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`auto` follows nvcc and torch; what it decides, it says."""
+    """`auto` depends on the versions of nvcc and torch; every choice comes with its reason."""
     nvcc = Path("/none/nvcc")
     monkeypatch.setattr(cuda_toolkit, "find_nvcc", lambda: nvcc)
     monkeypatch.setattr(cuda_toolkit, "nvcc_version", lambda _: (13, 0))

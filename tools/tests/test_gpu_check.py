@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make gpu-check` without a GPU: its steps, its arithmetic, its files, its benches rehearsed."""
+"""`make gpu-check` without a GPU: steps, arithmetic, files, and rehearsals of its benches."""
 
 import json
 import re
@@ -47,7 +47,10 @@ runpy.run_module("tools.gpu_check", run_name="__main__")
 
 
 def optional_packages() -> list[str]:
-    """What some extra of pyproject.toml asks for and the GPU check does without, as imported."""
+    """Return the packages of pyproject.toml's extras that the GPU check does not require.
+
+    The names are those to import.
+    """
     text = (ROOT / "pyproject.toml").read_text()
     extras = text.partition("[project.optional-dependencies]")[2].partition("\n\n")[0]
     named = re.findall(r'"([\w-]+)[^"]*"', extras)
@@ -57,7 +60,10 @@ def optional_packages() -> list[str]:
 
 
 def test_the_tests_can_be_read_without_what_the_check_does_not_ask_for() -> None:
-    """One file that cannot be imported ends a run of pytest before its first test."""
+    """Every test file can be imported without the packages that the GPU check does not require.
+
+    An import error in one file would end the run of pytest before its first test.
+    """
     missing = optional_packages()
     assert {"fastapi", "uvicorn", "httpx", "prometheus_client", "yaml"} <= set(missing)
     code = f"""
@@ -103,7 +109,7 @@ def test_steps_end_as_they_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_step_and_all_it_started_end_at_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its time is up once it has started what is to end with it."""
+    """The time limit expires when the step has started its child process; both must end."""
     code = """
 import subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
@@ -163,7 +169,7 @@ def test_what_a_test_run_amounts_to(code: int | None, text: str, status: str, su
 def test_the_whole_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A failed step stops no other, and everything is in the files, the table and the status."""
+    """After a failed step the others run; the files, the table and the exit code report it."""
     path = tmp_path / "results" / "gpu.json"
     figures = [
         common.judged(common.Figure("x.a", "a", 1.0, "us", ratio=2.0, bar="ratio >= 1")),
@@ -194,7 +200,7 @@ def test_the_whole_run(
 
 @pytest.mark.slow
 def test_a_rehearsal_of_everything(tmp_path: Path) -> None:
-    """`make gpu-check` on the CPU: every step ends well, but for what needs a GPU's own tools."""
+    """Every step of `make gpu-check` succeeds on the CPU, except those that need GPU tools."""
     command = [sys.executable, "-m", "tools.gpu_check", "--rehearsal", "--out", str(tmp_path)]
     parts = ",".join(part for part in steps.PARTS if part != "sanitize")
     done = subprocess.run([*command, "--part", parts], cwd=ROOT, capture_output=True, text=True)
@@ -209,7 +215,7 @@ def test_a_rehearsal_of_everything(tmp_path: Path) -> None:
 def test_a_failed_build_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As when a prebuilt folder is refused: its sentence is what the table says."""
+    """If a prebuilt folder is refused, the table shows the reason."""
     monkeypatch.setattr(runner, "LOGS", tmp_path / "logs")
     monkeypatch.setattr(results, "results_path", lambda _: tmp_path / "gpu.json")
     assert gpu_check.main(["--rehearsal", "--prebuilt", str(tmp_path / "none")]) == 1
@@ -231,7 +237,7 @@ def test_what_tells_most_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert everything[-3:] == list(steps.TOOLS)
     assert {f"bench {family}" for family in CUDA_FAMILIES} <= set(everything)
     assert len(set(everything)) == len(everything)
-    # Whatever comes before the first figures is over within ten minutes, the build apart.
+    # Without the build, the steps before the first figures take at most ten minutes.
     plan = Plan((), (), Path("r.json"), False)
     limits = {step.name: step.limit_s for step in steps.all_steps(plan)}
     assert sum(limits[name] for name in ("bench facts", "numerics", "bench ablations")) <= 600
@@ -244,7 +250,7 @@ def test_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         assert names(part)[0] == "build" and set(names(part)) < set(everything)
     assert sorted({name for part in steps.PARTS for name in names(part)}) == sorted(everything)
     assert names("bench", only=["linear", "binding"]) == ["build", "bench linear", "bench binding"]
-    # A family of another part by its name: as the results say it was measured.
+    # `only` may name a family of another part.
     assert names("bench", only=["facts"]) == ["build", "bench facts"]
     assert names("peers", "facts") == [
         "build",
@@ -261,7 +267,7 @@ def test_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_first_commands_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/cuda.md names them: each ends in ten minutes, and together they leave nothing out."""
+    """Each command of docs/cuda.md takes at most ten minutes, and together they run all steps."""
     monkeypatch.setattr(steps, "find_sanitizer", lambda: Path("/x/compute-sanitizer"))
     text = (ROOT / "docs" / "cuda.md").read_text().partition("### A GPU for minutes only")[2]
     commands = re.findall(r"`[^`\n]*make gpu-check ([^`]*)`", text)
@@ -334,12 +340,12 @@ def test_smoke_takes_two_cases_of_a_test() -> None:
     assert kept("") == [item.nodeid.split("::")[1] for item in cases]
 
 
-# Built modules that are brought along
+# Prebuilt modules
 
 
 @pytest.fixture
 def brought(tmp_path: Path) -> tuple[Path, Path]:
-    """A folder of built modules, and the sources that it was built from."""
+    """Return a source tree and a folder of modules built from it."""
     root, folder = tmp_path / "tree", tmp_path / "brought"
     for name in ("csrc/a/b.cu", "CMakeLists.txt", "bench/read_bandwidth.cu", "bench/gpu_facts.cu"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -355,7 +361,7 @@ def brought(tmp_path: Path) -> tuple[Path, Path]:
 def test_built_modules_are_used_by_what_they_were_built_from(brought: tuple[Path, Path]) -> None:
     folder, root = brought
     assert len(prebuilt.check(folder, ["90a"], root).files) == 3
-    # Whatever the clock says: only the content counts.
+    # Only the content counts, not the time stamps.
     (root / "csrc/a/b.cu").touch()
     (folder / "gpu_facts_cuda.so.gz").touch()
     prebuilt.check(folder, ["90a"], root)
@@ -425,7 +431,7 @@ def test_what_is_too_large_to_be_kept_is_refused(
         prebuilt.print_sizes(folder, **limits)
     prebuilt.print_sizes(folder)  # nothing is asked for
     capsys.readouterr()
-    # The sentence is the end of what the program says, after all sizes.
+    # The program prints all sizes first, and the reason last.
     monkeypatch.setattr(prebuilt, "make", lambda *_: None)
     assert prebuilt.main(["make", str(folder), "--max-mib", "16"]) == 1
     *sizes, last = capsys.readouterr().out.splitlines()
@@ -442,7 +448,7 @@ def test_what_is_too_large_to_be_kept_is_refused(
 def test_the_build_there_is_of_what_runs_there() -> None:
     build = steps.all_steps(Plan(("facts",), (), Path("r.json"), False))[0]
     assert build.env["SPECOPS_ISAS"] == "native"
-    # Machine code is compressed, or a build is too large to be brought along.
+    # Without compressed machine code, a build would be too large to copy.
     assert "-Xfatbin -compress-all" in " ".join(cmake_list("SPECOPS_NVCC_FLAGS"))
 
 
@@ -459,7 +465,7 @@ def by_id(*rows: dict) -> dict[str, dict]:
 
 
 def test_every_goal_is_decided_by_figures_that_exist() -> None:
-    """The ids of a rehearsal are those of a run, but for the loads of sampling and cascade."""
+    """A rehearsal has the figure ids of a real run, except for loads of sampling and cascade."""
     import test_cuda_benches
 
     ids: set[str] = set()
@@ -491,12 +497,12 @@ def test_verdicts() -> None:
     assert verdict(goal["G3"], rows, {}, "NVIDIA H200").reached is True
     said = verdict(goal["G3"], rows, {}, "NVIDIA A100")
     assert said.reached is None and said.value == 9.0 and said.reason == "a bar for H200"
-    # What is wanted in microseconds is wanted of one bandwidth.
+    # A goal in microseconds applies only to GPUs of one bandwidth.
     assert verdict(goal["G3"], rows, {}, "NVIDIA H100 80GB HBM3").reached is None
     six = by_id(figure("sampling.verify.bf16.b256.greedy", us=112.0))
     assert verdict(goal["G6"], six, {}, "NVIDIA H100 80GB HBM3").reached is None
     assert verdict(goal["G6"], six, {}, "NVIDIA H200").reached is False
-    # A share of bandwidth is wanted of every card, of others less.
+    # Every GPU has a goal for the fraction of bandwidth; it is lower on other GPUs.
     assert verdict(goal["G1"], rows, {}, "NVIDIA A100").reached is None
     assert verdict(goal["G10"], rows, {}, "NVIDIA A100").reached is True
     said = verdict(goal["G10"], rows, {}, "NVIDIA H200")
@@ -506,14 +512,14 @@ def test_verdicts() -> None:
     said = verdict(goal["G5"], rows, {"cascade": "no FlashInfer: x"}, "NVIDIA H200")
     assert said.reached is None and said.reason == "no FlashInfer: x"
     assert verdict(goal["G6"], rows, {}, "NVIDIA H200").reason == "not measured"
-    # Beside no peer there is nothing to be faster than; in a rehearsal nothing is decided.
+    # A ratio to a peer needs the peer. A rehearsal decides no goal.
     alone = by_id(figure("cascade.b32.2k.q1.peers", ratio=None))
     assert verdict(goal["G5"], alone, {}, "NVIDIA H200").value is None
     assert verdict(goal["G1"], rows, {}, "none").reached is None
 
 
 def test_goals_are_the_published_ones() -> None:
-    """And the benches' bars are the goals', on the cards that they are for."""
+    """The benches use the goals as their bars, on the GPUs to which a goal applies."""
     wanted = {goal.id: (goal.bar, goal.is_at_most, goal.whose) for goal in GOALS}
     hopper = "for H100 and H200"
     assert wanted == {
@@ -650,7 +656,7 @@ def test_the_report() -> None:
 
 
 def test_a_report_is_about_its_own_card() -> None:
-    """What was predicted of another card is no word about this one."""
+    """The report of a GPU shows only the predictions for that GPU."""
     said = Prediction("G6", "sampling.verify.bf16.b256.greedy", "us", {"H200": 95.0, "H100": 128.0})
     saved = {"machine": {}, "figures": [figure(said.figure, us=112.0)], "notes": {}}
     rows = {}

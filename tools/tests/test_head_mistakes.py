@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes with draft heads that other engines have made cost acceptance on trained heads.
+"""Mistakes of other engines with draft heads reduce the acceptance of trained heads.
 
-tests/golden has EAGLE-3's of the bundled model's card, DFlash's after 295 steps of 400, and a
-Markov head that makes it DSpark's, all as tools.train.train_heads has left them.
+tests/golden contains heads that tools.train.train_heads made for the bundled model: the EAGLE-3
+head of the model card, a DFlash head after 295 of 400 steps, and a Markov head that turns the
+DFlash head into a DSpark head.
 """
 
 from functools import lru_cache
@@ -25,7 +26,7 @@ def right(method: str) -> Kept:
 @pytest.mark.fast("eagle3-layers", "eagle3-rope", "dflash-anchor")
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda one: f"{one.method}-{one.name}")
 def test_a_mistake_costs_acceptance(mistake: Mistake) -> None:
-    """So a head that an engine reads rightly is told from one that it reads wrongly."""
+    """Fewer drafts are kept with the mistake, so these heads show whether an engine is right."""
     with planted(GOLDEN / mistake.method, mistake) as directory:
         wrong = kept(mistake.method, directory, "completions", 12)
     assert wrong.length < right(mistake.method).length

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The meter of hot loops (tools/gates): on machine code written here, whose answers are known."""
+"""Meter of hot loops (tools/gates), on handwritten machine code with known results."""
 
 import struct
 from pathlib import Path
@@ -25,7 +25,7 @@ def encode(stall: int = 1, writes: int = 7, reads: int = 7, waits: int = 0) -> i
 
 
 def listing(lines: list[str]) -> str:
-    """What nvdisasm prints for lines like `.L_x_0:` and `@P0 BRA `(.L_x_0) # stall=5`."""
+    """Return the output of nvdisasm for lines like `.L_x_0:` and `@P0 BRA `(.L_x_0) # stall=5`."""
     text, address = ['\t.section\t.text.x_kernel,"ax",@progbits', ".text.x_kernel:"], 0
     for line in lines:
         if line.endswith(":"):
@@ -50,7 +50,7 @@ def addresses(function: Function, blocks: frozenset[int]) -> list[int]:
 
 @pytest.mark.parametrize(
     ("high", "control"),
-    # As nvdisasm -hex prints them for a kernel of ours.
+    # Output of nvdisasm -hex for one of the kernels.
     [
         (0x000FE20000000800, Control(1, True, NO_BARRIER, NO_BARRIER, 0)),
         (0x000E620000002100, Control(1, True, 1, NO_BARRIER, 0)),
@@ -114,7 +114,7 @@ def test_loops_are_found() -> None:
 
 
 def test_meeting_points_and_calls_that_do_not_return() -> None:
-    """A BSYNC goes where its BSSY says; sm_80 leaves loops by calls of a label."""
+    """A BSYNC continues at the label of its BSSY; on sm_80, calls of a label leave loops."""
     function = function_of(
         [
             "BSSY B0, `(.L_x_1)",
@@ -145,10 +145,10 @@ def test_the_way_that_does_the_work() -> None:
     turn = [0x20, 0x30, 0x40, 0x50]
     short = [0x10, *turn, *turn, 0x60, 0x90, 0xA0, 0xC0]
     assert way(function, {"HMMA*": 1, "LDGSTS*": 2}) == short
-    # P1 is asked twice, and answers twice the same.
+    # P1 is tested twice, with the same result.
     long = [0x10, *turn, *turn, 0x60, 0x70, 0x80, 0x90, 0xA0, 0xB0, 0xC0]
     assert way(function, {"HMMA*": 1, "MUFU.EX2": 1}) == long
-    # The counter of the inner loop says two turns, not three; nothing does two HMMA.
+    # The counter of the inner loop gives two iterations, not three; no path has two HMMA.
     assert not way(function, {"HMMA*": 1, "LDGSTS*": 3})
     assert not way(function, {"HMMA*": 2})
     assert not way(function, {"HMMA*": 1, "LDS*": 1})
@@ -170,7 +170,7 @@ def test_a_loop_does_one_unit_with_all_its_tensor_instructions() -> None:
 
 
 def test_classes() -> None:
-    """Arithmetic that ends in an address is told from arithmetic that ends in a value."""
+    """Arithmetic for addresses and arithmetic for values are different classes."""
     lines = [
         "IMAD R0, R1, 0x4, R2",
         "IADD3 R3, R0, 0x10, RZ",
@@ -230,11 +230,11 @@ def test_replay_of_stall_counts() -> None:
 
 
 def test_replay_of_barriers_and_pipes() -> None:
-    # The load begins at 0, takes 4 cycles of the pipe and 30 more; its user issues then.
+    # The load begins at 0, takes 4 cycles of the pipe and 30 more; then FADD issues.
     waits = ["LDS R4, [R3] # writes=2", "FADD R1, R1, R4 # stall=4 waits=4"]
     assert turn_of(waits) == 34 + 4
     assert turn_of(["LDS R4, [R3] # writes=2", "FADD R1, R1, R4 # stall=4 waits=2"]) == 5
-    # DEPBAR waits until one of two is left.
+    # DEPBAR waits until only one of two loads is pending.
     two = ["LDS R4, [R3] # stall=8 writes=0", "LDS R5, [R3] # writes=0"]
     assert turn_of([*two, "DEPBAR.LE SB0, 0x1 # stall=4"]) < turn_of(
         [*two, "DEPBAR.LE SB0, 0x0 # stall=4"]
@@ -245,7 +245,7 @@ def test_replay_of_barriers_and_pipes() -> None:
 
 
 def test_replay_of_tensor_cores() -> None:
-    """A chain waits for its sums, whatever the stall counts say; two chains overlap."""
+    """A dependent HMMA waits for its sums regardless of stall counts; two chains overlap."""
     chain = "HMMA.16816.F32.BF16 R12, R16, R20, R12 # stall=6"
     other = "HMMA.16816.F32.BF16 R24, R16, R22, R24 # stall=6"
     assert turn_of([chain] * 4) == 4 * 34
@@ -254,7 +254,7 @@ def test_replay_of_tensor_cores() -> None:
 
 
 def test_replay_of_blocks() -> None:
-    """Warps of a block wait for each other at its barrier; those of two blocks do not."""
+    """Warps wait at a barrier for the warps of their own block only."""
     lines = ["FADD R1, R1, R2 # stall=6", "BAR.SYNC.DEFER_BLOCKING 0x0 # stall=1"]
     assert turn_of(lines) == turn_of(lines, warps=2)
     assert turn_of(lines, warps=2, of_block=2) > turn_of(lines, warps=2)
@@ -296,7 +296,7 @@ def test_ways_are_averaged() -> None:
 
 
 def test_a_rare_way_has_tensor_cores_of_its_own() -> None:
-    """A loop has two paths with HMMA, one of them rare; a row without that path does not match."""
+    """If a loop has a rare second path with HMMA, a row without that path does not match."""
     hmma = "HMMA.16816.F32.BF16 R12, R16, R20, R12"
     lines = [".L_x_0:", "@P1 BRA `(.L_x_1)", hmma, hmma, "BRA `(.L_x_2)", ".L_x_1:", hmma]
     function = function_of([*lines, ".L_x_2:", "@P0 BRA `(.L_x_0)", "EXIT"])
@@ -361,7 +361,7 @@ def test_a_kernel_without_its_wait_is_told() -> None:
     gone = [line for line in WAITS if line not in ("ACQBULK", "PREEXIT")]
     said = list(overlap_problems(function_of(gone)))
     assert len(said) == 5 and said[-1] == "never lets the next kernel start early"
-    # One that only some threads come to is none.
+    # A wait that only some threads reach does not count.
     guarded = ["@P0 ACQBULK" if line == "ACQBULK" else line for line in WAITS]
     assert list(overlap_problems(function_of(guarded)))
 
@@ -384,7 +384,7 @@ def test_the_symbols_of_a_cubin_are_read() -> None:
     elf = b"\x7fELF\x02\x01\x01".ljust(40, b"\0") + struct.pack("<Q", 64 + len(body))
     elf = elf.ljust(58, b"\0") + struct.pack("<HHH", 64, 3, 0)
     cubin = elf + body + header + table + strings
-    # Those of an unnamed namespace are seen in their file alone; the first symbol is a variable.
+    # Kernels in an unnamed namespace are visible in one file only; the first symbol is a variable.
     assert list(sass.kernel_symbols(cubin)) == [(1, "kernel"), (2, "hidden")]
     with pytest.raises(ValueError, match="no 64-bit ELF"):
         list(sass.kernel_symbols(b"nothing"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers that the GPU check asks a GPU for, asked of the interpreter; and faults, planted."""
+"""Numeric checks of the GPU check, run in the interpreter: correct results and planted faults."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.ci
 
 @pytest.fixture(autouse=True)
 def settings() -> Iterator[None]:
-    """The interpreter's own, as other tests expect them."""
+    """Restore the interpreter's default settings after each test."""
     before = [module._C for module in machines.OP_MODULES]
     yield
     machines.interpreter().set_accumulation("fma")
@@ -36,12 +36,12 @@ def machine(name: str = "again") -> Machine:
 
 
 def found_by(made: Iterator[Trial], of: str = "") -> dict[str, Found]:
-    """By subject; of those whose name begins so."""
+    """Return the results by subject, for subjects that begin with `of`."""
     return {trial.subject: trial.found() for trial in made if trial.subject.startswith(of)}
 
 
 def rehearse(path: Path, *more: str) -> dict[str, Any]:
-    """What a rehearsal writes down; it says whether all is as it should be."""
+    """Return the results that a rehearsal writes, and check its exit code."""
     ended = numerics.main(["--rehearsal", "--results", str(path), *more])
     found: dict[str, Any] = json.loads(path.read_text())["numerics"]
     assert ended == int(not all(row["passed"] for row in found.values()))
@@ -73,7 +73,7 @@ def test_a_rehearsal_of_forty_seeds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", OPS)
 def test_every_op_takes_what_it_is_given(name: str) -> None:
-    """Of forty seeds; what takes long, of some."""
+    """Each op accepts the random cases of forty seeds; slow ops use fewer seeds."""
     device = machine()
     for seed in range(3 if "latents" in name else 10 if name.startswith("append") else 40):
         generator = torch.Generator().manual_seed(seed)
@@ -88,7 +88,7 @@ def test_when_time_is_up_the_rest_is_left_out(
 
 
 def test_blocks_meet_in_what_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sizes are such that several blocks share a row of logits, and leaves of `linear`."""
+    """With these sizes, several blocks share a row of logits, and the leaves of a `linear` tile."""
     for sizes in (checks.REAL, checks.REHEARSED):
         assert max(sizes.inputs) > 512 and max(sizes.rows) > 64
     assert {1200, 4608} <= set(checks.REAL.inputs) and checks.REAL.vocab == 128_256
@@ -105,7 +105,7 @@ def test_blocks_meet_in_what_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launched == [3, checks.REHEARSED.crowd]
 
 
-# What is noticed of a difference
+# Differences that the check notices
 
 
 def found_with(monkeypatch: pytest.MonkeyPatch, op: Op) -> Found:
@@ -119,7 +119,7 @@ def found_with(monkeypatch: pytest.MonkeyPatch, op: Op) -> Found:
 def differing_op(
     change: Callable[[Tensor], Tensor], limits: Limits = EQUAL, dtype: torch.dtype = torch.float32
 ) -> Op:
-    """An op that gives something else every second time that it is computed."""
+    """Return an op whose result is changed in every second call."""
     turns = iter([0, 1] * 8)
 
     def make(generator: torch.Generator, move: machines.Callable) -> machines.Callable:
@@ -146,7 +146,7 @@ def test_a_bit_too_many_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_wrong_element_of_many_is_noticed(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    """One of 10^5: the root mean square of all hardly moves."""
+    """One wrong element of 10^5 is noticed although the root mean square hardly changes."""
 
     def wrong(x: Tensor) -> Tensor:
         x[70, 300] += 0.25
@@ -172,7 +172,7 @@ def test_a_rounding_is_one_unit_wherever_it_falls() -> None:
 
 
 def test_approximate_functions_may_differ_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two units in the last place of ex2 and its like, as the interpreter can have them."""
+    """Functions such as ex2 may differ by two units in the last place, as the fuzzer makes them."""
     other, device = machine("interpreter"), machine()
     run = device.run
 
@@ -221,7 +221,7 @@ def test_rows_that_depend_on_their_place_are_noticed(monkeypatch: pytest.MonkeyP
 
 
 def test_a_kernel_with_other_sums_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that cuts leaves elsewhere: only that kernel's rows differ."""
+    """One kernel has other bits, as if it split its sums elsewhere; only its rows fail."""
     force, linear, forced = dense.set_linear_kernel, dense.linear, [""]
 
     def remember(kernel: str | None) -> None:
@@ -256,7 +256,7 @@ def test_a_schedule_that_changes_bits_is_noticed(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("which", ["k", "v"])
 def test_flushed_subnormal_codes_are_noticed(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
-    """As hardware would that takes a subnormal factor for zero: codes 1 to 7 and -1 to -7."""
+    """Subnormal fp8 values are read as zero, as by hardware that flushes them."""
     append = attention.append_attention
 
     def flushed(q: Tensor, cache: attention.PagedKv, *rest: Any, **keywords: Any) -> Any:
@@ -268,7 +268,7 @@ def test_flushed_subnormal_codes_are_noticed(monkeypatch: pytest.MonkeyPatch, wh
     monkeypatch.setattr(attention, "append_attention", flushed)
     found = found_by(checks.codes_are_exact(machine()))
     assert found["int8"].passed and not found["float8_e4m3fn"].passed
-    # Nothing else would see it.
+    # No other check notices this fault.
     (op,) = found_by(
         checks.against_the_interpreter(machine(), machine("i"), checks.REHEARSED),
         "append_attention 8-bit",
@@ -278,9 +278,9 @@ def test_flushed_subnormal_codes_are_noticed(monkeypatch: pytest.MonkeyPatch, wh
 
 @pytest.mark.parametrize("op", ["append_attention", "linear", "sample"])
 def test_a_lost_arrival_is_noticed(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
-    """Before one of many calls the counters have one arrival too many.
+    """A counter of arrivals is one too high before one of many calls.
 
-    A block that is not the last one then ends the work of the others too early.
+    A block that is not the last to arrive then completes the result too early.
     """
     module: Any = {"append_attention": attention, "linear": dense, "sample": sampling}[op]
     inner, calls = getattr(module, op), [0]
@@ -288,7 +288,7 @@ def test_a_lost_arrival_is_noticed(monkeypatch: pytest.MonkeyPatch, op: str) -> 
     def lost(*args: Any, workspace: Tensor, **keywords: Any) -> Any:
         counters = workspace[: COUNTER_BYTES[op] // workspace.element_size()].view(torch.int32)
         calls[0] += 1
-        if calls[0] == 7:  # after two that say what is wanted, two that are not compared
+        if calls[0] == 7:  # after two reference calls and two calls that are not compared
             counters += 1
         result = inner(*args, workspace=workspace, **keywords)
         if calls[0] == 7:
@@ -340,7 +340,7 @@ def test_what_is_not_finite_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def few_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the checks of each op, and of few ops."""
+    """Reduce the checks to those that run for each op, and to four ops."""
     few = {name: OPS[name] for name in ("embedding", "sample", "verify", "silu_mul")}
     monkeypatch.setattr(checks, "OPS", few)
     for name in ("launches", "codes_are_exact", "rows_stand_anywhere", "schedules_agree"):
@@ -351,7 +351,7 @@ def few_ops(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_type_that_an_op_refuses_ends_its_trial_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_ops: None
 ) -> None:
-    """float16 logits, as there once were among random cases."""
+    """The random cases include float16 logits, which the ops refuse."""
     monkeypatch.setattr(cases, "LOGITS_DTYPES", (torch.float16, torch.float16))
     found = rehearse(tmp_path / "results.json")
     assert len(found) == 3 * 4  # each op in each check
@@ -376,7 +376,7 @@ def test_an_exception_ends_its_trial_alone(
 
 
 def test_a_first_call_that_cannot_be_captured_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by a runtime that loads a kernel in a capture; once it is loaded it can be captured."""
+    """The fake runtime refuses to capture a kernel that was not loaded by an earlier call."""
     device, loaded = machine(), set()
     run = device.run
 
@@ -401,7 +401,7 @@ def test_a_first_call_that_cannot_be_captured_is_said(monkeypatch: pytest.Monkey
 def test_a_lost_device_leaves_the_rest_to_another_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_ops: None
 ) -> None:
-    """An illegal access ends a process's use of a GPU, not the check."""
+    """After an illegal access, a new process continues the check."""
     answers = iter([True, True, False])
     monkeypatch.setattr(Machine, "answers", lambda _: next(answers))
 
@@ -425,7 +425,7 @@ def test_a_lost_device_leaves_the_rest_to_another_process(
 
 
 def test_a_call_that_reports_wrong_data_is_no_result() -> None:
-    """Both sides would give what a faulty call gives, and be equal."""
+    """A call with invalid arguments fails the check, although both sides fail equally."""
     logits, position = torch.randn(1, 100), torch.zeros(1, dtype=torch.int32)
     warm = sampling.SamplingTensors(temperature=1.0)
     faulty = lambda: [sampling.sample(logits, position, sampling=warm)]  # noqa: E731

@@ -78,7 +78,7 @@ class Document:
 
     @property
     def is_test(self) -> bool:
-        """Whether the file belongs to a test suite rather than to the library proper."""
+        """True if the file belongs to a test suite rather than to the library proper."""
         return is_test(self.path)
 
 

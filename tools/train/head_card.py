@@ -42,7 +42,10 @@ def chain_figures(head: Head, model: Model, texts: Tensor) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure every head below a directory; the card keeps its entries of other heads."""
+    """Measure every head found in the directory, and write the results to the model card.
+
+    The card keeps its entries of heads that are not in the directory.
+    """
     parser = argparse.ArgumentParser(prog="python -m tools.train.head_card", description=__doc__)
     parser.add_argument("--heads", type=Path, default=Path("build/heads"))
     parser.add_argument("--corpus", type=Path, help="as for tools.train")

@@ -105,11 +105,11 @@ class Head(nn.Module):
         raise NotImplementedError
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return its tensors, by the names of published files."""
+        """Return the head's tensors, by their names in published files."""
         return dict(self.state_dict())
 
     def fields(self) -> dict[str, Any]:
-        """Return its config.json."""
+        """Return the head's config.json."""
         raise NotImplementedError
 
 
@@ -241,7 +241,7 @@ class EagleHead(Head):
         return out
 
     def fields(self) -> dict[str, Any]:
-        """Return its config.json, in the authors' layout."""
+        """Return the head's config.json, in the layout of its authors."""
         return {"architectures": ["LlamaForCausalLM"], **decoder_fields(self.config, 1)}
 
 
@@ -315,7 +315,7 @@ class ResidualHeads(Head):
         return named
 
     def fields(self) -> dict[str, Any]:
-        """Return their config.json."""
+        """Return the config.json of the heads."""
         if self.reads_tokens:
             return {
                 "hydra_num_heads": self.depth,
@@ -399,7 +399,7 @@ class BlockHead(Head):
         return out
 
     def fields(self) -> dict[str, Any]:
-        """Return its config.json, in the layout of DFlash's authors."""
+        """Return the head's config.json, in the layout of DFlash's authors."""
         return {
             "architectures": ["DFlashDraftModel"],
             **decoder_fields(self.config, len(self.layers)),
@@ -434,7 +434,7 @@ class MarkovHead(BlockHead):
             yield logits + behind(before(target.tokens[:, starts + 1 + draft]))
 
     def fields(self) -> dict[str, Any]:
-        """Return its config.json."""
+        """Return the head's config.json."""
         own = {"markov_rank": self.rank, "sample_from_anchor": False}
         return {**super().fields(), "architectures": ["DSparkDraftModel"], **own}
 
@@ -471,7 +471,7 @@ class DraftModel(Head):
             yield logits[:, starts + draft]
 
     def fields(self) -> dict[str, Any]:
-        """Return its config.json."""
+        """Return the head's config.json."""
         return {**config_json(self.config), "num_nextn_predict_layers": 0}
 
 

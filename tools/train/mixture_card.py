@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m tools.train.mixture_card`: measure the mixture of experts for the model card.
 
-The bundled model from which it is made is measured beside it. The texts of every method are
-compared with those of plain decoding.
+The bundled model, from which the mixture is made, is measured as well. The texts of every
+method are compared with those of plain decoding.
 """
 
 from __future__ import annotations

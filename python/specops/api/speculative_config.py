@@ -290,9 +290,9 @@ class SpeculativeConfig:
 
     @property
     def draft_stages(self) -> tuple[tuple[str, int], ...]:
-        """Drafters of a request in order, each with the limit of drafts after its stage.
+        """Drafters of a request in order, each with the maximum number of drafts after it.
 
-        A drafter continues the drafts of the drafters before it.
+        A drafter appends to the drafts of the drafters before it, so its limit includes those.
         """
         steps, tokens = self.num_model_steps, self.num_speculative_tokens
         return tuple(
@@ -350,18 +350,18 @@ class SpeculativeConfig:
         return cls.from_dict(parse_object(text))
 
     def require_effect(self, given: Mapping[str, Any], methods: Collection[str]) -> None:
-        """Check that each field of a server's configuration is read by a method that it loads.
+        """Check that a loaded method reads each top-level option of a server's configuration.
 
-        Fields inside `options` are always accepted: they may be for requests that choose another
+        Options inside `options` are always accepted: they may be for requests that choose another
         method.
 
         Args:
             given: the fields from which this configuration was constructed.
-            methods: further methods that the server loads.
+            methods: methods that the server loads in addition to those named here.
 
         Raises:
-            ValueError: an option of a method that is not loaded is among the shared fields and is
-                not at its default.
+            ValueError: no loaded method reads a top-level option whose value is not the default, or
+                num_model_steps is set although no stage runs a model.
         """
         loaded = {*self.named_methods, *methods}
         for key, value in given.items():
@@ -391,9 +391,9 @@ class SpeculativeConfig:
     ) -> "SpeculativeConfig":
         """Return this configuration with a request's own choices applied.
 
-        A request that only changes the method or the number of drafts gets the lengths that follow
-        from it: 0 drafts for "naive", otherwise the server's number (1 if the server has none), and
-        the default number of model steps.
+        If a request sets the method but not the number of drafts, that number is 0 for "naive", and
+        otherwise the server's (1 if the server's method is "naive"). If a request changes either
+        of them but does not set num_model_steps, that field gets its default.
 
         Args:
             request: the object that the request sent; a field that is None is not changed.

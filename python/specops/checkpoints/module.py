@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of one module, as decoders read them."""
+"""Tensors of one module, as the decoders of quantization formats read them."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
@@ -32,7 +32,9 @@ ACTIVATION_SCALES = frozenset(
 
 
 class Module:
-    """Tensors of one module; a decoder must take all of them.
+    """Tensors of one module, for the decoder of its quantization format.
+
+    The decoder must read every tensor: an unread one means that the format is not fully supported.
 
     Args:
         where: the directory, for error messages.

@@ -345,7 +345,7 @@ class _Clients:
         self._is_handshake_over = True  # whether the next disconnection follows one
 
     def count(self) -> None:
-        """Process the connections that have begun or ended."""
+        """Update the counts from connections that began or ended since the last call."""
         while self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())
             kind, file = event["event"], event["value"]

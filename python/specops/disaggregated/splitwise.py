@@ -444,7 +444,7 @@ class SplitwiseClient(EngineClient):
             self._requeue_lost(run.stream, run.entry, run.ticket)
 
     def _requeue_lost(self, stream: str, entry: bytes, ticket: Ticket) -> None:
-        """Write a job whose run was lost to its stream again, unless it has had too many runs."""
+        """Return a job to its stream after its run was lost; fail it after too many runs."""
         if ticket.attempt + 1 >= _MAX_ATTEMPTS:
             sentence = f"the request was lost with its node {_MAX_ATTEMPTS} times"
             return self._fail(stream, entry, ticket, sentence)

@@ -18,7 +18,7 @@ from specops.server.streaming import dumped
 
 @dataclass
 class TextBlock:
-    """Text before, between or after calls; `is_cut` if it ended before the model's own end."""
+    """Text before, between or after calls; `is_cut`: its finish reason is not "stop"."""
 
     text: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
@@ -103,7 +103,10 @@ class BlockAnswer(ChatAnswer):
         return self.complete_reply(self._why())
 
     def _why(self) -> str:
-        """Return the finish reason: "tool_calls" after any call, even of a tool that was named."""
+        """Return the finish reason: "tool_calls" if the answer has a call and ended regularly.
+
+        That includes calls of the function that `tool_choice` names.
+        """
         reason = self._ends[0].finish_reason
         has_called = any(isinstance(block, CallBlock) for block in self.blocks)
         return "tool_calls" if has_called and reason == "stop" else reason

@@ -166,7 +166,11 @@ def rows_stand_anywhere(device: Machine, sizes: Sizes) -> Iterator[Trial]:
 def _rows_of_linear(
     device: Machine, sizes: Sizes, dtype: torch.dtype, num_inputs: int
 ) -> Iterator[Pair]:
-    """Compare every number of rows under every kernel with all rows, and move one row."""
+    """Compare rows of `linear` in other batches with the same rows in the largest batch.
+
+    The other batches are the shuffled batch, its last row alone, and the first n rows for each size
+    n under each kernel that can be forced.
+    """
     generator = _generator(num_inputs)
     most = max(sizes.rows)
     x = device.move(torch.randn(most, num_inputs, generator=generator).to(dtype))

@@ -201,7 +201,7 @@ class Machine:
 
     @property
     def has_large_blocks(self) -> bool:
-        """Whether a block may use the shared memory of `linear`'s largest tiles."""
+        """True if a block may use the shared memory of `linear`'s largest tiles."""
         if self.device.type == "cpu":
             return True
         properties = torch.cuda.get_device_properties(self.device)

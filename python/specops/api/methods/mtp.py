@@ -35,7 +35,10 @@ class MtpOptions(Options):
 
     @property
     def draws(self) -> bool:
-        """False with a reduced vocabulary: drafts stay greedy, so seeded outputs do not change."""
+        """True if drafts may be sampled; with a reduced draft vocabulary they stay greedy.
+
+        Sampling them as well would change the outputs of existing seeds.
+        """
         return self.draft_vocab is None
 
 

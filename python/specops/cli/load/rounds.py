@@ -27,7 +27,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """A figure of two servers.
+    """One measured quantity, compared between two servers.
 
     Attributes:
         title: a key of FIGURES.

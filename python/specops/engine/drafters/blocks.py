@@ -196,7 +196,10 @@ class BlockKv(DraftKv):
         return self.num_rows
 
     def end_of_rows(self, max_len: int) -> int:
-        """Return the end of the context: a block cut off at the request's end has other drafts."""
+        """Return the end of the context, regardless of the request's maximum length.
+
+        A block that is cut off at that length would give other drafts.
+        """
         return self.context_len
 
 

@@ -218,9 +218,10 @@ class Drafting:
 
     @property
     def of_common_text(self) -> set[str]:
-        """Names of the drafters whose drafts may come from an operator's text.
+        """Names of the drafters whose drafts may come from text that the server's operator loaded.
 
-        A drafter whose property raises is included.
+        Drafts from such a corpus are not shown to clients. A drafter is included if its
+        `drafts_common_text` is True or raises an exception.
         """
         found: set[str] = set()
         for name, drafter in self.drafters.items():
@@ -235,7 +236,7 @@ class Drafting:
 
     @property
     def gauges(self) -> dict[str, int]:
-        """Metrics of all drafters by name, except those of drafters that raise."""
+        """Metrics of all drafters by name, without drafters whose `gauges` raise an exception."""
         found: dict[str, int] = {}
         for drafter in self.drafters.values():
             try:

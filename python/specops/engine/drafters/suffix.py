@@ -177,7 +177,7 @@ class SuffixDrafter(Drafter):
         self._store.save()
 
     def _send(self, request: Request, slot: int, length: int) -> None:
-        """Send those of a request's first `length` tokens to the cache that it lacks."""
+        """Send the first `length` tokens of a request to the cache, except those sent before."""
         sent = int(self._lens_sent[slot])
         if sent < length:
             self.cache.extend(self._name_of(request), request.token_ids[sent:length])

@@ -69,7 +69,7 @@ class SuffixStore:
             self._add_corpus(Path(config.suffix_corpus), tokenizer, vocab_size)
 
     def forget(self) -> None:
-        """Evict all responses from the cache, and drop the answers to prompts."""
+        """Evict all responses from the suffix cache, and drop the stored answers by prompt."""
         self.answers.forget()
         for response in self.cache.cached_requests:
             self.cache.evict(response)

@@ -8,6 +8,9 @@ their client's share keep their slot and pages, and run in later steps. A client
 prompt to compute counts as if it decoded as many rows, so that its first step is no longer than its
 later ones. prompt_budgets.py limits the rows of the prompts themselves. Fair scheduling only
 decides when a token is computed; it never changes a token.
+
+`Request.owners` names a request's owners, outermost first: usually a client, then one of its calls.
+Rows are divided among clients first, and a client's rows among its calls.
 """
 
 from collections import Counter
@@ -27,7 +30,7 @@ class Demand:
 
 @dataclass(slots=True)
 class _Owner:
-    """Owner with work: holds either inner owners or requests."""
+    """Client or call that needs rows in this step; holds either inner owners or requests."""
 
     within: "dict[str, _Owner]" = field(default_factory=dict)
     demands: list[Demand] = field(default_factory=list)
@@ -102,7 +105,7 @@ def _beside(root: _Owner, prompts: Iterable[Demand], level: int) -> Mapping[str,
 def select_decoding(
     demands: Iterable[Demand], max_rows: int, free_rows: int, prompts: Sequence[Demand] = ()
 ) -> Set[Request] | None:
-    """Divide the rows of a step among outer owners, and an owner's rows among its inner owners.
+    """Divide the rows of a step among clients, and the rows of a client among its calls.
 
     Each outermost owner gets at least one request, regardless of the request's rows.
 
@@ -110,7 +113,8 @@ def select_decoding(
         demands: rows that all decoding requests need.
         max_rows: maximum number of rows of a step.
         free_rows: number of rows that hardly prolong a step.
-        prompts: rows that prompts need. They get no rows here, but their owners' shares count.
+        prompts: rows that prompts need. They get no rows here, but their owners count in the
+            division.
 
     Returns:
         The requests that decode in this step, each with all rows it needs. None: all requests.

@@ -98,7 +98,16 @@ class _Arrays:
     def find(
         self, lists: Sequence["array[int]"], page_size: int, leaf_tokens: int
     ) -> tuple[int, int]:
-        """Write `order` and `of_levels`; return the number of levels and of saved tokens."""
+        """Find the prefixes that requests share; write the groups to `order` and `of_levels`.
+
+        Args:
+            lists: pages of each request.
+            page_size: tokens per page.
+            leaf_tokens: tokens per leaf of attention.
+
+        Returns:
+            The number of levels of groups, and the number of tokens that a step reads only once.
+        """
         self._ends[:] = array("i", accumulate(map(len, lists)))
         pages = bytearray().join(lists)
         if len(pages) > len(self._pages):

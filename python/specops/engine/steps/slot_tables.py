@@ -94,7 +94,10 @@ class SlotTables:
         return bool(moved)
 
     def _rows_of(self, request: Request) -> dict[str, NDArray[Any]]:
-        """Return a request's rows by table, without unused options that have no table."""
+        """Return the rows to write for a request, by table name.
+
+        An option that the request does not use has a row only if its table already exists.
+        """
         params = request.params
         # Do not create a table for biases of 0, which have no effect.
         biases = [(token_id, bias) for token_id, bias in params.bias() if np.float32(bias)]
@@ -148,7 +151,10 @@ class SlotTables:
         )
 
     def endings(self, max_lens: Tensor, *, all_rules: bool) -> EndingRules:
-        """Return the ending rules of existing tables: all, or only length and stop tokens."""
+        """Return the arguments of `commit` that end requests, from the tables that exist.
+
+        Without `all_rules`, only the length limit and the stop tokens are included.
+        """
         names = ["stop_token_ids", *(("min_tokens", *_ENDINGS) if all_rules else ())]
         given = {name: self._tables[name] for name in names if name in self._tables}
         return EndingRules(max_lens=max_lens, **given)

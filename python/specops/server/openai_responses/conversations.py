@@ -50,7 +50,7 @@ class Conversations:
 
     @property
     def bound(self) -> str:
-        """Description of the bound, for error messages."""
+        """Description of which responses are stored, for error messages."""
         size = f"{self._max_bytes >> 20} MiB"
         return f"responses are stored unless store is false, the latest {size} of all clients"
 
