@@ -185,7 +185,21 @@ class _Header:
             return array(letter, self._bytes(count * size)).tolist()
         if kind != _TEXT:
             raise ModelError(f"{self._path}: {key} is an array of unknown type {kind}")
-        return [self._text() for _ in range(count)]
+        return self._texts(count)
+
+    def _texts(self, count: int) -> list[str]:
+        """Read an array of strings in one loop: a vocabulary has a quarter of a million."""
+        data, at, end = self._data, self._at, len(self._data)
+        length_at = struct.Struct("<Q").unpack_from
+        texts = []
+        for _ in range(count):
+            begin = at + 8
+            at = begin + (length_at(data, at)[0] if begin <= end else end)
+            if at > end:
+                raise ModelError(f"{self._path}: the file is truncated within its header")
+            texts.append(data[begin:at].decode("utf-8"))
+        self._at = at
+        return texts
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._text()

@@ -52,8 +52,8 @@ from specops.dense import PackedWeight
 
 logger = logging.getLogger(__name__)
 
-# "auto" caches checkpoints of at least this size; smaller ones are packed within a second.
-_LEAST_BYTES = 256 << 20
+# "auto" caches checkpoints of at least this size; smaller ones are packed faster than torch starts.
+_LEAST_BYTES = 32 << 20
 _FREE_SHARE = 20  # 1 / _FREE_SHARE of the disk stays free
 _SETTLED_SECONDS = 2.0  # resolution of the coarsest file timestamps
 _PIECE = 1 << 20  # bytes per read
