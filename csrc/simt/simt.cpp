@@ -811,7 +811,7 @@ void check_shared(const void* pointer, size_t bytes, const char* what, const Sit
 int64_t next_tick() { return ++ticks; }
 
 float approximate(float exact, float argument) {
-  if (settings.fuzz == 0 || exact == 0.0f || exact == 1.0f || !std::isfinite(exact)) return exact;
+  if (settings.fuzz == 0 || exact == 1.0f || !std::isnormal(exact)) return exact;
   uint64_t mixed = (std::bit_cast<uint32_t>(argument) + settings.fuzz) * 0x9e3779b97f4a7c15u;
   mixed ^= mixed >> 29;
   mixed *= 0xbf58476d1ce4e5b9u;

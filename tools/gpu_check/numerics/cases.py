@@ -424,6 +424,10 @@ APPROXIMATE = Limits(most=2.0**-8, ulps=3.0, ulps_fp32=64.0)
 CHOICES = Limits(differing=0.01)
 # Ids of experts are choices; their weights go through exp, which is another function on a GPU.
 ROUTES = replace(APPROXIMATE, differing=0.01)
+# A state decays by exp of minus a product of exp and log1p, whose error the exponent multiplies, and
+# its elements may cancel. Two units in each function gave 13,663 units in an element, and 1e-5 of
+# the root mean square.
+DECAYS = replace(APPROXIMATE, ulps_fp32=2.0**16)
 
 OPS: dict[str, Op] = {
     "embedding": Op(embedding),
@@ -437,7 +441,7 @@ OPS: dict[str, Op] = {
     "rms_norm": Op(rms_norm, APPROXIMATE),
     "silu_mul": Op(silu_mul, APPROXIMATE),
     "output_gate": Op(output_gate, APPROXIMATE),
-    "linear attention": Op(linear_attention_rows, APPROXIMATE),
+    "linear attention": Op(linear_attention_rows, DECAYS),
     "rope_append_kv": Op(rope_append_kv, APPROXIMATE),
     "append_attention": Op(append_attention, APPROXIMATE),
     "append_attention 8-bit": Op(append_8bit_attention, APPROXIMATE),
