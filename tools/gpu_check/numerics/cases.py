@@ -424,9 +424,9 @@ APPROXIMATE = Limits(most=2.0**-8, ulps=3.0, ulps_fp32=64.0)
 CHOICES = Limits(differing=0.01)
 # Ids of experts are choices; their weights go through exp, which is another function on a GPU.
 ROUTES = replace(APPROXIMATE, differing=0.01)
-# A state decays by exp of minus a product of exp and log1p, whose error the exponent multiplies, and
-# its elements may cancel. Two units in each function gave 13,663 units in an element, and 1e-5 of
-# the root mean square.
+# A state decays by exp of minus a product of exp and log1p, whose error the exponent multiplies,
+# and its elements may cancel. Two units in each function gave 13,663 units in an element, and 1e-5
+# of the root mean square.
 DECAYS = replace(APPROXIMATE, ulps_fp32=2.0**16)
 
 OPS: dict[str, Op] = {
