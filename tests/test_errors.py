@@ -2,7 +2,7 @@
 """Invalid tensor arguments of every op: a ValueError names the argument and what is wrong with it.
 
 The tests call the compiled module directly, without the Python wrappers, and read its arguments
-from _C.pyi. A new op only needs a valid call in GOOD_CALLS.
+from _C.pyi. A new op only needs a function that returns a valid call, listed in WHOLE_CALLS.
 """
 
 import ast
