@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens to text, exactly: streaming gives the text of a single decode, however text is split."""
 
+import gc
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from specops.api.tokenizer import TextStream, Tokenizer
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from specops.api.tokenizer_json import tokenizer_of_json
+from tokenizers import (
+    AddedToken,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from tokenizers import Tokenizer as HfTokenizer
 
 CORPUS = [
@@ -319,6 +329,42 @@ def test_invalid_token_ids_are_refused(model_dir: Callable[..., Path], value: An
 def test_generation_config_overrides_config(model_dir: Callable[..., Path]) -> None:
     path = model_dir(generation_config={"eos_token_id": 1}, config={"eos_token_id": 0})
     assert Tokenizer.from_dir(path).eos_token_ids == {1}
+
+
+def with_unknown_added_tokens() -> HfTokenizer:
+    library = byte_fallback()
+    library.add_tokens([AddedToken("later", normalized=True), AddedToken("<x>", lstrip=True)])
+    library.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    library.enable_truncation(7)
+    return library
+
+
+def with_word_pieces() -> HfTokenizer:
+    return HfTokenizer(models.WordPiece({"[UNK]": 0, "ab": 1, "##c": 5}, unk_token="[UNK]"))
+
+
+@pytest.mark.parametrize(
+    "make", [byte_level, byte_fallback, with_unknown_added_tokens, with_word_pieces]
+)
+@pytest.mark.parametrize("merge_format", [list, " ".join])
+def test_files_are_read_as_by_the_library(
+    make: Callable[[], HfTokenizer], merge_format: Callable[[Sequence[str]], Any]
+) -> None:
+    parts = json.loads(make().to_str())
+    if "merges" in parts["model"]:
+        parts["model"]["merges"] = [merge_format(one) for one in parts["model"]["merges"]]
+    text = json.dumps(parts)
+    library = HfTokenizer.from_str(text)
+    found, vocab_size = tokenizer_of_json(text)
+    assert found.to_str() == library.to_str()
+    assert vocab_size == 1 + max(library.get_vocab(with_added_tokens=True).values())
+    assert gc.isenabled()
+    for one in CORPUS:
+        assert found.encode(one).ids == library.encode(one).ids
+    if "merges" in parts["model"]:  # the library's error, not one of ours
+        parts["model"]["merges"].append(merge_format(["ab", "nowhere"]))
+        with pytest.raises(Exception, match="out of vocabulary"):
+            tokenizer_of_json(json.dumps(parts))
 
 
 def test_invalid_tokenizers_are_refused(tmp_path: Path, model_dir: Callable[..., Path]) -> None:

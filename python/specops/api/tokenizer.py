@@ -16,6 +16,8 @@ from typing import Any
 
 import tokenizers
 
+from specops.api.tokenizer_json import tokenizer_of_json, vocab_size_of
+
 _LONG_TEXT = 4096
 _LFS = b"version https://git-lfs"  # the beginning of a git-lfs pointer file
 # Tokenizer files in other formats, with advice on how to get a tokenizer.json.
@@ -47,6 +49,7 @@ class Tokenizer:
         eos_token_ids: Iterable[int] = (),
         bos_token_id: int | None = None,
         special_tokens: Mapping[str, str] | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         # Truncation or padding would silently change the prompt.
@@ -65,7 +68,9 @@ class Tokenizer:
         )
         self._bytes: dict[int, bytes] = {}
         self.special_tokens = dict(special_tokens or {})
-        self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if vocab_size is None:
+            vocab_size = vocab_size_of(tokenizer.get_vocab(with_added_tokens=True).values())
+        self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
         self.bos_token_id = bos_token_id
 
@@ -86,7 +91,7 @@ class Tokenizer:
                 f"{file} is a git-lfs pointer, not the file itself; run `git lfs pull` there"
             )
         try:
-            tokenizer = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
+            tokenizer, vocab_size = tokenizer_of_json(data.decode("utf-8"))
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{file} is not a tokenizer: {error!s:.200}") from None
 
@@ -105,9 +110,14 @@ class Tokenizer:
         bos = next(iter(_first(_ids(file, "bos_token_id") for file in files) or ()), None)
         if "bos_token" in specials:
             bos = tokenizer.token_to_id(specials["bos_token"])
-        options: dict[str, Any] = {"eos_token_ids": eos, "bos_token_id": bos}
         try:
-            return cls(tokenizer, special_tokens=specials, **options)
+            return cls(
+                tokenizer,
+                eos_token_ids=eos,
+                bos_token_id=bos,
+                special_tokens=specials,
+                vocab_size=vocab_size,
+            )
         except ValueError as error:  # the message names the file without its directory
             raise ValueError(f"{path}: {error}") from None
 
