@@ -162,6 +162,30 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         assert sentence in str(error.value)
 
 
+def test_lists_of_a_tokenizer_may_be_skipped(tmp_path: Path) -> None:
+    texts = ["", "a", "\u2581caf\u00e9", "x" * 300]
+    lists = {"tokenizer.ggml.tokens": texts, "tokenizer.ggml.scores": [0.0, -1.0, 2.5]}
+    rest = {"numbers": [1, 2, 3], "texts": ["own"], "tokenizer.ggml.model": "llama"}
+    file = write(tmp_path, {DOWN: torch.ones(3, 4)}, **lists, **rest)
+    found, short = read_gguf(file), read_gguf(file, with_tokenizer=False)
+    assert found.metadata.items() >= {**lists, **rest}.items()
+    assert found.metadata == {**short.metadata, **lists}
+    assert lists.keys().isdisjoint(short.metadata) and found.tensors == short.tensors
+    whole = file.read_bytes()
+    begin, end = whole.index(b"tokenizer.ggml.tokens"), whole.index(b"tokenizer.ggml.model")
+    for length in range(begin, end, 3):
+        file.write_bytes(whole[:length])
+        for with_tokenizer in (True, False):
+            with pytest.raises(ModelError, match="truncated"):
+                read_gguf(file, with_tokenizer=with_tokenizer)
+    at = whole.index(b"x" * 300) - 8
+    for count in (301, 1 << 40, 1 << 63, (1 << 64) - 1):
+        file.write_bytes(whole[:at] + struct.pack("<Q", count) + whole[at + 8 :])
+        for with_tokenizer in (True, False):
+            with pytest.raises(ModelError):
+                read_gguf(file, with_tokenizer=with_tokenizer)
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (0, 64), (64, 0), (64,)])
 def test_projection_rows_must_divide_into_heads(tmp_path: Path, shape: tuple[int, ...]) -> None:
     tensors = {"blk.0.attn_q.weight": torch.ones(shape)}
@@ -378,7 +402,8 @@ def test_packed_weights_are_cached_on_disk(tmp_path: Path) -> None:
     first = logits(directory)
     for _ in range(2):  # written, then mapped
         assert torch.equal(logits(directory, weight_cache=cache), first)
-    assert len(list((tmp_path / "cache").rglob("*.safetensors"))) == 4 * 2 + 1
+    # four projections of each of two layers, the LM head and the dequantized embedding
+    assert len(list((tmp_path / "cache").rglob("*.safetensors"))) == 4 * 2 + 2
 
 
 def test_speculation_changes_no_bit(tmp_path: Path) -> None:

@@ -248,6 +248,34 @@ def test_numbers_are_measured_once_and_again_if_damaged(tmp_path: Path) -> None:
     assert numbers() == [0.5, 1.0, 2.25] and len(measured) == number
 
 
+@pytest.mark.parametrize("scale", [1.0, 3.3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_embedding_is_cached_if_the_file_has_other_values(
+    model_dir: Path, root: Path, dtype: torch.dtype, scale: float
+) -> None:
+    shape = (SIZES["q_proj"], 52)
+    plain = source(model_dir, None, dtype=dtype).tensor("q_proj.weight", *shape)
+    expected = plain * torch.tensor(scale, dtype=dtype)
+
+    def found() -> Tensor:
+        of = source(model_dir, root, dtype=dtype)
+        table = of.embedding("q_proj.weight", *shape, scale=scale)
+        assert table.dtype == dtype and of.read == {"q_proj.weight"}
+        return table
+
+    for _ in range(2):  # written, then mapped
+        assert torch.equal(found(), expected)
+    assert len(files(root)) == (scale != 1.0 or dtype != torch.float32)
+    for file in files(root):
+        whole = file.read_bytes()
+        for damaged in (whole[:-1], whole[:-9] + b"x" + whole[-8:], whole[:5000], b""):
+            file.write_bytes(damaged)
+            assert torch.equal(found(), expected)
+            assert file.read_bytes() == whole
+    other = source(model_dir, root, dtype=dtype).embedding("q_proj.weight", *shape, scale=2.5)
+    assert torch.equal(other, plain * 2.5)
+
+
 def test_digest_of_a_file_just_written_is_not_stored(model_dir: Path, root: Path) -> None:
     os.utime(model_dir / "model.safetensors")
     read(source(model_dir, root))
@@ -416,6 +444,11 @@ def test_setting_selects_the_cache_folder(
     assert (tmp_path / "own" / "specops" / "weights" / "digests").is_dir()
     named = WeightCache.of_setting(str(tmp_path / "named"), ROOMY)
     assert named is not None and named.of(file) is not None and (tmp_path / "named").is_dir()
+    small = tmp_path / "model.gguf"  # GGUF files of any size are cached
+    small.write_bytes(b"GGUF")
+    monkeypatch.setattr(weight_cache, "_LEAST_BYTES", 1 << 40)
+    auto = WeightCache.of_setting("auto", ROOMY)
+    assert auto is not None and isinstance(auto.of([small]), CachedWeights)
     for wrong in ("", None, 3):
         with pytest.raises(ValueError, match="weight_cache must be a non-empty string, got"):
             EngineConfig(weight_cache=wrong)  # type: ignore[arg-type]

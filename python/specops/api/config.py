@@ -77,8 +77,8 @@ class EngineConfig:
         load_format: "auto" reads the checkpoint; "dummy" makes random weights on the device
             instead, for measurements; the directory then needs no weights.
         weight_cache: where packed CPU weights are kept, so that the next engine only has to map
-            them: a folder; "auto", a folder in the user's cache directory, for checkpoints of
-            32 MiB and more; or "none".
+            them: a folder; "auto", a folder in the user's cache directory, for GGUF files
+            and checkpoints of 256 MiB and more; or "none".
         weight_cache_bytes: maximum size of the cache. The least recently used entry is evicted.
         logprobs_mode: which distribution logprobs refer to: "raw_logprobs", the model's own logits;
             or "processed_logprobs", the distribution that the token was drawn from, after

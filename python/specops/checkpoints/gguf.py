@@ -81,7 +81,7 @@ class GgufCheckpoint(Checkpoint):
     is_one_model = True
 
     def __init__(self, path: Path) -> None:
-        file = read_gguf(path)
+        file = read_gguf(path, with_tokenizer=False)
         self._path = path
         self._data = torch.from_file(
             str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8

@@ -31,6 +31,8 @@ _NUMBERS = {
     12: "d",
 }
 _TEXT, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")  # length of a string, in bytes
+_TOKENIZER = "tokenizer."  # beginning of the keys of a tokenizer
 _MOST_SIZES = 4  # maximum number of dimensions
 _ALIGNMENT = 32  # default alignment
 # Tensor types: name, elements per block, bytes per block.
@@ -93,7 +95,7 @@ class GgufFile:
 
     Attributes:
         path: path of the file.
-        metadata: numbers, strings, and lists of either, by key.
+        metadata: numbers, strings, and lists of either, by key; `read_gguf` may leave out some.
         tensors: tensors by name.
     """
 
@@ -115,8 +117,13 @@ class GgufFile:
             return array("f", file.read(tensor.num_bytes)).tolist()
 
 
-def read_gguf(path: str | Path) -> GgufFile:
+def read_gguf(path: str | Path, *, with_tokenizer: bool = True) -> GgufFile:
     """Read the header of a file.
+
+    Args:
+        path: path of the file.
+        with_tokenizer: whether to read the tokenizer's lists, such as its hundreds of thousands of
+            tokens.
 
     Raises:
         ModelError: the file is no GGUF file, is truncated, or has a tensor of unknown type.
@@ -124,7 +131,7 @@ def read_gguf(path: str | Path) -> GgufFile:
     path = Path(path)
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Header(path, data).read()
+            return _Header(path, data, with_tokenizer).read()
     except (OSError, ValueError) as error:
         if isinstance(error, ModelError):
             raise
@@ -134,8 +141,9 @@ def read_gguf(path: str | Path) -> GgufFile:
 class _Header:
     """Parser of a header: the bytes of a file, and the current position."""
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
+    def __init__(self, path: Path, data: mmap.mmap, with_tokenizer: bool) -> None:
         self._path, self._data, self._at = path, data, 0
+        self._with_tokenizer = with_tokenizer
 
     def read(self) -> GgufFile:
         if self._data[:4] != _MAGIC:
@@ -148,7 +156,11 @@ class _Header:
         metadata: dict[str, Any] = {}
         for _ in range(num_pairs):
             key = self._text()
-            metadata[key] = self._value(self._number("I"), key)
+            kind = self._number("I")
+            if kind == _ARRAY and key.startswith(_TOKENIZER) and not self._with_tokenizer:
+                self._skip_array(key)
+            else:
+                metadata[key] = self._value(kind, key)
         found = [self._tensor() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", _ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
@@ -159,10 +171,16 @@ class _Header:
             raise ModelError(f"{self._path}: two tensors have the same name")
         return GgufFile(self._path, metadata, tensors)
 
-    def _bytes(self, count: int) -> bytes:
+    def _truncated(self) -> ModelError:
+        return ModelError(f"{self._path}: the file is truncated within its header")
+
+    def _advance(self, count: int) -> None:
         if count > len(self._data) - self._at:
-            raise ModelError(f"{self._path}: the file is truncated within its header")
+            raise self._truncated()
         self._at += count
+
+    def _bytes(self, count: int) -> bytes:
+        self._advance(count)
         return self._data[self._at - count : self._at]
 
     def _number(self, letter: str) -> Any:
@@ -178,28 +196,46 @@ class _Header:
             return self._text()
         if kind != _ARRAY:
             raise ModelError(f"{self._path}: {key} has a value of unknown type {kind}")
-        kind, count = self._number("I"), self._number("Q")
+        kind, count = self._array(key)
         if kind in _NUMBERS:
             size = struct.calcsize("<" + _NUMBERS[kind])
             letter = "B" if _NUMBERS[kind] == "?" else _NUMBERS[kind]
             return array(letter, self._bytes(count * size)).tolist()
-        if kind != _TEXT:
-            raise ModelError(f"{self._path}: {key} is an array of unknown type {kind}")
-        return self._texts(count)
+        return [one.decode("utf-8") for one in self._texts(count)]
 
-    def _texts(self, count: int) -> list[str]:
-        """Read an array of strings in one loop: a vocabulary has a quarter of a million."""
-        data, at, end = self._data, self._at, len(self._data)
-        length_at = struct.Struct("<Q").unpack_from
-        texts = []
+    def _array(self, key: str) -> tuple[int, int]:
+        """Read the type and the number of an array's elements."""
+        kind, count = self._number("I"), self._number("Q")
+        if kind not in _NUMBERS and kind != _TEXT:
+            raise ModelError(f"{self._path}: {key} is an array of unknown type {kind}")
+        return kind, count
+
+    def _texts(self, count: int) -> list[bytes]:
+        """Read consecutive strings; faster than a call of `_text` for each of them."""
+        data, at, size, length_at = self._data, self._at, len(self._data), _LENGTH.unpack_from
+        found = []
         for _ in range(count):
-            begin = at + 8
-            at = begin + (length_at(data, at)[0] if begin <= end else end)
-            if at > end:
-                raise ModelError(f"{self._path}: the file is truncated within its header")
-            texts.append(data[begin:at].decode("utf-8"))
+            if at + 8 > size:
+                raise self._truncated()
+            start = at + 8
+            at = start + length_at(data, at)[0]
+            if at > size:
+                raise self._truncated()
+            found.append(data[start:at])
         self._at = at
-        return texts
+        return found
+
+    def _skip_array(self, key: str) -> None:
+        kind, count = self._array(key)
+        if kind in _NUMBERS:
+            self._advance(count * struct.calcsize("<" + _NUMBERS[kind]))
+            return
+        data, at, last, length_at = self._data, self._at, len(self._data) - 8, _LENGTH.unpack_from
+        for _ in range(count):
+            if at > last:
+                raise self._truncated()
+            at += 8 + length_at(data, at)[0]
+        self._advance(at - self._at)
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._text()

@@ -61,7 +61,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--weight-cache",
         metavar="DIR",
         help="directory that stores a CPU's packed weights, so that the next start takes seconds, "
-        "or none (default: the user's cache, for checkpoints of at least 32 MiB)",
+        "or none (default: the user's cache, for GGUF files and checkpoints of at least 256 MiB)",
     )
     add(
         "--weight-cache-bytes",

@@ -194,7 +194,8 @@ def build(
     )
     prefix = place_of(config, source).prefix
     shape = (config.vocab_size, config.hidden_size)
-    embedding = source.tensor(f"{prefix}embed_tokens.weight", *shape)
+    name = f"{prefix}embed_tokens.weight"
+    embedding = source.embedding(name, *shape, scale=config.embedding_scale)
     lm_head = source.linear(
         "",
         (head_name(config, source),),
@@ -203,8 +204,6 @@ def build(
         quantization=source.settings.quantize_head,
         shard=Shard(outputs=(Sharding(ranks).of_vocabulary(config.vocab_size),)),
     )
-    if config.embedding_scale != 1.0:  # bit-identical to scaling rows after the lookup
-        embedding = embedding * torch.tensor(config.embedding_scale, dtype=source.dtype)
     layers = [
         layer.load(loader, f"{prefix}layers.{index}.") for index, layer in enumerate(config.layers)
     ]

@@ -2,7 +2,8 @@
 """Disk cache of packed weights, which are packed once per checkpoint and memory-mapped later.
 
 The cache has a folder for each combination of checkpoint, build and instruction set. It holds a
-safetensors file for each packed weight. The folder's name is a digest of
+safetensors file for each packed weight, and for an embedding that is not stored in the checkpoint
+as the model reads it. The folder's name is a digest of
 
     the bytes of the checkpoint's files, regardless of their names and location, and the part of the
         configuration that describes how weights are stored in them;
@@ -40,7 +41,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -52,8 +53,10 @@ from specops.dense import PackedWeight
 
 logger = logging.getLogger(__name__)
 
-# "auto" caches checkpoints of at least this size; smaller ones are packed faster than torch starts.
-_LEAST_BYTES = 32 << 20
+# "auto" caches checkpoints of at least this size; smaller ones are packed within a second. GGUF
+# files of any size are cached: decoding them takes several times as long as packing.
+_LEAST_BYTES = 256 << 20
+_SLOW_SUFFIX = ".gguf"
 _FREE_SHARE = 20  # 1 / _FREE_SHARE of the disk stays free
 _SETTLED_SECONDS = 2.0  # resolution of the coarsest file timestamps
 _PIECE = 1 << 20  # bytes per read
@@ -66,13 +69,22 @@ _UNFINISHED = "unfinished-"
 _STALE_SECONDS = 3600.0  # age at which the writer of an unfinished file must have died
 
 
+class _Table(NamedTuple):
+    """A plain tensor in the cache."""
+
+    rows: Tensor
+
+
+_Entry = TypeVar("_Entry", PackedWeight, _Table)
+
+
 class WeightCache:
     """Disk cache of the packed weights of checkpoints.
 
     Args:
         root: the cache's folder; created if missing.
         max_bytes: limit on the size of all files. The least recently used checkpoint is evicted.
-        least_bytes: smaller checkpoints are not cached.
+        least_bytes: smaller checkpoints are not cached, except GGUF files.
     """
 
     def __init__(self, root: Path, max_bytes: int, least_bytes: int = 0) -> None:
@@ -125,7 +137,9 @@ class WeightCache:
         Raises:
             OSError: a file cannot be read, or the folder cannot be written to.
         """
-        if sum(file.stat().st_size for file in files) < self._least_bytes:
+        num_bytes = sum(file.stat().st_size for file in files)
+        is_slow = any(file.suffix == _SLOW_SUFFIX for file in files)
+        if num_bytes < self._least_bytes and not is_slow:
             return None
         (self._root / _DIGESTS).mkdir(mode=0o700, parents=True, exist_ok=True)
         with ThreadPoolExecutor(specops.get_num_threads()) as pool:
@@ -191,14 +205,28 @@ class CachedWeights:
             key: identifies the weight within the folder.
             make: makes the weight.
         """
+        return self._get(key, make, PackedWeight)
+
+    def table(self, key: str, make: Callable[[], Tensor]) -> Tensor:
+        """Return a tensor mapped from its file; make the tensor and write the file if missing.
+
+        Unlike a weight's pages, those of a table become resident only when rows are read.
+
+        Args:
+            key: identifies the tensor within the folder.
+            make: makes the tensor.
+        """
+        return self._get(key, lambda: _Table(make()), _Table).rows
+
+    def _get(self, key: str, make: Callable[[], _Entry], kind: type[_Entry]) -> _Entry:
         path = self._folder / f"{_digest([key])}.safetensors"
-        weight = self._read(path, key)
-        if weight is None:
+        entry = self._read(path, key, kind)
+        if entry is None:
             made = make()
             if self._writes:
                 self._write(path, key, made)
-                weight = self._read(path, key)
-        return made if weight is None else weight
+                entry = self._read(path, key, kind)
+        return made if entry is None else entry
 
     def numbers(self, key: str, measure: Callable[[], list[float]], count: int) -> list[float]:
         """Return stored measurements, or measure and store them.
@@ -227,18 +255,18 @@ class CachedWeights:
             out.write(text + b"\n" + _check([key, text.decode()]))
         return numbers
 
-    def _read(self, path: Path, key: str) -> PackedWeight | None:
-        """Map a file and return its weight; return None if the file is missing or damaged."""
+    def _read(self, path: Path, key: str, kind: type[_Entry]) -> _Entry | None:
+        """Map a file and return its entry; return None if the file is missing or damaged."""
         try:
-            return _mapped(path, key)
+            return _mapped(path, key, kind)
         except FileNotFoundError:
             return None
         except (OSError, SafetensorError, RuntimeError, TypeError, ValueError) as error:
             logger.warning("the weight cache file %s is damaged and is rebuilt: %s", path, error)
             return None
 
-    def _write(self, path: Path, key: str, weight: PackedWeight) -> None:
-        tensors, header = _file_of(weight, key)
+    def _write(self, path: Path, key: str, entry: PackedWeight | _Table) -> None:
+        tensors, header = _file_of(entry, key)
         size = len(header) + sum(one.numel() for one in tensors)
         try:
             problem = self._cache.make_room(size, self._folder)
@@ -264,14 +292,14 @@ def digest_of_bytes(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _file_of(weight: PackedWeight, key: str) -> tuple[list[Tensor], bytes]:
-    """Return the tensors of a weight as bytes, and the header of its safetensors file."""
+def _file_of(entry: PackedWeight | _Table, key: str) -> tuple[list[Tensor], bytes]:
+    """Return the tensors of an entry as bytes, and the header of its safetensors file."""
     plain: dict[str, Any] = {}
     records: dict[str, dict[str, Any]] = {}
     entries: dict[str, Any] = {}
     tensors: list[Tensor] = []
     begin = 0
-    for name, value in weight._asdict().items():
+    for name, value in entry._asdict().items():
         if not isinstance(value, Tensor):
             plain[name] = value
             continue
@@ -290,8 +318,8 @@ def _file_of(weight: PackedWeight, key: str) -> tuple[list[Tensor], bytes]:
     return tensors, len(header).to_bytes(8, "little") + header
 
 
-def _mapped(path: Path, key: str) -> PackedWeight:
-    """Map a file and return its weight.
+def _mapped(path: Path, key: str, kind: type[_Entry]) -> _Entry:
+    """Map a file and return its entry.
 
     Raises:
         FileNotFoundError: the file is missing.
@@ -307,20 +335,33 @@ def _mapped(path: Path, key: str) -> PackedWeight:
             raise ValueError("it holds another weight")
         fields = dict(facts["plain"])
         for name, one in facts["tensors"].items():
-            data = ask_for_huge_pages(file.get_tensor(name))
-            if _sum(data) != one["sum"]:
+            data = file.get_tensor(name)
+            # A table's file is read, since a read through the mapping would keep its pages.
+            found = _sum_of_file(path) if kind is _Table else _sum(ask_for_huge_pages(data))
+            if found != one["sum"]:
                 raise ValueError(f"the checksum of {name} does not match")
             dtype = getattr(torch, one["dtype"])
             num_bytes = dtype.itemsize
             for size in one["shape"]:
                 num_bytes *= size
             fields[name] = data[:num_bytes].view(dtype).view(one["shape"])
-    return PackedWeight(**fields)
+    return kind(**fields)
 
 
 def _sum(data: Tensor) -> int:
     """Return a fast checksum: the sum of the bytes as 8-byte integers."""
     return int(data.view(torch.int64).sum())
+
+
+def _sum_of_file(path: Path) -> int:
+    """Return the checksum of a file's only tensor, without keeping its bytes in memory."""
+    total = 0
+    piece = memoryview(bytearray(_PIECE))
+    with open(path, "rb", buffering=0) as file:
+        file.seek(8 + int.from_bytes(file.read(8), "little"))
+        while count := file.readinto(piece):
+            total += _sum(torch.frombuffer(piece, dtype=torch.uint8, count=count))
+    return (total + (1 << 63)) % (1 << 64) - (1 << 63)  # int64 arithmetic
 
 
 @contextlib.contextmanager

@@ -119,6 +119,38 @@ class WeightSource(ABC):
         dtype = dtype or self.dtype
         return self._placed(self._named(name, shape, dtype), dtype)
 
+    def embedding(self, name: str, *shape: int, scale: float = 1.0) -> Tensor:
+        """Return an embedding, multiplied by `scale` and rounded.
+
+        The result is cached unless the file holds the same tensor.
+
+        Args:
+            name: name of the tensor.
+            shape: required shape.
+            scale: factor, which is rounded to the source's dtype.
+
+        Raises:
+            ModelError: the tensor is missing or has the wrong shape.
+        """
+
+        def make() -> Tensor:
+            table = self.tensor(name, *shape)
+            if scale == 1.0:
+                return table
+            # bit-identical to scaling rows after the lookup
+            return table * torch.tensor(scale, dtype=self.dtype)
+
+        if self.cached is None or (scale == 1.0 and self._is_stored(name)):
+            return make()
+        self.read.add(name)
+        return self.cached.table(
+            json.dumps(["embedding", name, shape, str(self.dtype), scale]), make
+        )
+
+    def _is_stored(self, name: str) -> bool:
+        """Return whether the file holds a tensor in the source's dtype."""
+        return False
+
     def integers(self, name: str, *shape: int) -> Tensor:
         """Return an integer tensor, such as token ids, in the file's dtype, on the CPU."""
         self.read.add(name)
@@ -358,6 +390,9 @@ class Checkpoint(WeightSource):
     def names(self) -> Set[str]:
         """Return the names of all tensors."""
         return self._checkpoint.names()
+
+    def _is_stored(self, name: str) -> bool:
+        return self._checkpoint.dtype(name) == str(self.dtype).removeprefix("torch.")
 
     def refuse_unread(self, prefixes: tuple[str, ...]) -> None:
         """Reject unread tensors: they belong to parts of the model that specops does not support.
