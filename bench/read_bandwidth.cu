@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The read bandwidth of the GPU's figures: how fast it reads its memory right now. Compiled at first use
-// into bench/work/ and called through ctypes; no part of the product.
+// The read bandwidth of the GPU's figures: how fast it reads its memory right now. Compiled at first
+// use into bench/work/ and called through ctypes; no part of the product.
 #include <cuda_runtime.h>
 
 #include <cstdint>

@@ -13,8 +13,8 @@ namespace {
 // Bounds on the workspace for chunk states; within them it fits requests with equally many rows.
 constexpr int64_t kMinStateFloats = int64_t{256} << 10;
 // The upper bound, 252 MiB, keeps the plan's sums over kPlanned requests below 2^31 float4s. A request
-// beyond it is not split: one SM then reads all of a head's tokens, 26 times slower at a million
-// tokens. States take 3 % of the memory of the keys and values that they stand for.
+// whose states do not fit is not split: one SM then reads all of a head's tokens. States take 3 % of
+// the memory of the keys and values that they stand for.
 constexpr int64_t kMaxStateFloats = int64_t{63} << 20;
 static_assert(kPlanned * (kMaxStateFloats / 4 + 1) <= INT32_MAX);
 

@@ -8,6 +8,7 @@ are little-endian, and the data begin at a multiple of `general.alignment` after
 import mmap
 import struct
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -201,7 +202,8 @@ class _Header:
             size = struct.calcsize("<" + _NUMBERS[kind])
             letter = "B" if _NUMBERS[kind] == "?" else _NUMBERS[kind]
             return array(letter, self._bytes(count * size)).tolist()
-        return [one.decode("utf-8") for one in self._texts(count)]
+        ranges = self._text_ranges(count)
+        return [self._data[begin:end].decode("utf-8") for begin, end in ranges]
 
     def _array(self, key: str) -> tuple[int, int]:
         """Read the type and the number of an array's elements."""
@@ -210,32 +212,26 @@ class _Header:
             raise ModelError(f"{self._path}: {key} is an array of unknown type {kind}")
         return kind, count
 
-    def _texts(self, count: int) -> list[bytes]:
-        """Read consecutive strings; faster than a call of `_text` for each of them."""
-        data, at, size, length_at = self._data, self._at, len(self._data), _LENGTH.unpack_from
-        found = []
+    def _text_ranges(self, count: int) -> Iterator[tuple[int, int]]:
+        """Pass over consecutive strings, and yield where the bytes of each begin and end."""
+        data, end, size = self._data, self._at, len(self._data)
         for _ in range(count):
-            if at + 8 > size:
+            begin = end + _LENGTH.size
+            if begin > size:
                 raise self._truncated()
-            start = at + 8
-            at = start + length_at(data, at)[0]
-            if at > size:
+            end = begin + _LENGTH.unpack_from(data, end)[0]
+            if end > size:
                 raise self._truncated()
-            found.append(data[start:at])
-        self._at = at
-        return found
+            yield begin, end
+        self._at = end
 
     def _skip_array(self, key: str) -> None:
         kind, count = self._array(key)
         if kind in _NUMBERS:
             self._advance(count * struct.calcsize("<" + _NUMBERS[kind]))
             return
-        data, at, last, length_at = self._data, self._at, len(self._data) - 8, _LENGTH.unpack_from
-        for _ in range(count):
-            if at > last:
-                raise self._truncated()
-            at += 8 + length_at(data, at)[0]
-        self._advance(at - self._at)
+        for _ in self._text_ranges(count):
+            pass
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._text()

@@ -49,6 +49,7 @@ from torch import Tensor
 
 import specops
 from specops._huge_pages import ask_for_huge_pages
+from specops.checkpoints.gguf_directory import SUFFIX
 from specops.dense import PackedWeight
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,6 @@ logger = logging.getLogger(__name__)
 # "auto" caches checkpoints of at least this size; smaller ones are packed within a second. GGUF
 # files of any size are cached: decoding them takes several times as long as packing.
 _LEAST_BYTES = 256 << 20
-_SLOW_SUFFIX = ".gguf"
 _FREE_SHARE = 20  # 1 / _FREE_SHARE of the disk stays free
 _SETTLED_SECONDS = 2.0  # resolution of the coarsest file timestamps
 _PIECE = 1 << 20  # bytes per read
@@ -138,7 +138,7 @@ class WeightCache:
             OSError: a file cannot be read, or the folder cannot be written to.
         """
         num_bytes = sum(file.stat().st_size for file in files)
-        is_slow = any(file.suffix == _SLOW_SUFFIX for file in files)
+        is_slow = any(file.suffix == SUFFIX for file in files)
         if num_bytes < self._least_bytes and not is_slow:
             return None
         (self._root / _DIGESTS).mkdir(mode=0o700, parents=True, exist_ok=True)
