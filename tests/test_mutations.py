@@ -1461,7 +1461,7 @@ def run(command: list[str], root: Path, **env: str) -> Run:
     # A fuzzer stops at the first fault, so a long limit costs time only if a rare fault is missed.
     whole["FUZZ_SECONDS"] = "120"
     return subprocess.run(
-        command, cwd=root, env=whole, capture_output=True, text=True, timeout=1800
+        command, cwd=root, env=whole, capture_output=True, text=True, timeout=7200
     )
 
 

@@ -52,6 +52,12 @@ COMMANDS = {
         "compare every token with and without speculation",
         "engine",
     ),
+    "audit": Command(
+        "specops.cli.audit",
+        "main",
+        "derive recorded answers again, and say where one differs",
+        "engine",
+    ),
     "models": Command(
         "specops.cli.models",
         "main",

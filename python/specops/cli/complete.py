@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from specops.api.audit import STRATEGIES, AuditRecord
 from specops.api.methods import METHODS, method_names
 from specops.api.outputs import TARGET
 from specops.api.tokenizer import TextStream
@@ -26,6 +27,7 @@ from specops.engine import (
     SpeculativeConfig,
     TokenLogprob,
 )
+from specops.service.contract import contract_of
 
 
 def main(arguments: Sequence[str], program: str) -> int:
@@ -120,8 +122,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add(
         "--json",
         metavar="FILE",
-        help="write token ids, logprobs and every step to this file; - writes them to standard "
-        "output instead of the text",
+        help="write token ids, logprobs, every step and a record for `specops audit` to this file; "
+        "- writes them to standard output instead of the text",
     )
     return parser
 
@@ -161,7 +163,7 @@ def _complete(args: argparse.Namespace) -> int:
     for line in _summary(speculative.method, params, drafted, compared):
         print(line, file=sys.stderr)
     if args.json is not None:
-        _write(args.json, _report(engine, speculative, drafted, compared))
+        _write(args.json, _report(engine, params, speculative, drafted, compared))
     if compared is None:
         return 0
     status = _print_verdict(engine, compared, speculative.verify_strategy)
@@ -280,7 +282,11 @@ def _token_at(engine: Engine, completion: Completion, place: int) -> str:
 
 
 def _report(
-    engine: Engine, speculative: SpeculativeConfig, drafted: Run, compared: Comparison | None
+    engine: Engine,
+    params: SamplingParams,
+    speculative: SpeculativeConfig,
+    drafted: Run,
+    compared: Comparison | None,
 ) -> dict[str, Any]:
     """Return all results as a JSON object."""
     report = {
@@ -291,6 +297,14 @@ def _report(
         "seed": drafted.completion.seed,
         **_run_report(drafted),
     }
+    if speculative.verify_strategy in STRATEGIES:
+        record = AuditRecord.of(
+            drafted.completion,
+            params,
+            verify_strategy=speculative.verify_strategy,
+            contract=contract_of(engine)["digest"],
+        )
+        report["audit"] = record.as_dict()
     if compared is not None:
         report["plain"] = _run_report(compared.plain)
         report["first_difference"] = compared.first_difference

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Audit: derive every token and every logprob bit of an answer again, at the speed of prefill.
+
+A row of the engine has the same bits whether it decodes one token or verifies a draft. So an answer
+is audited by generating it again with the answer itself as its draft: a step derives tens of tokens
+in the time of a few. Everything that shapes an answer takes part: sampling parameters, seeds,
+logits processors, grammars, stops.
+
+    record = AuditRecord.of(completion, params)
+    (verdict,) = audit(engine, [record])
+    print(verdict.sentence())
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from specops.api.audit import AuditRecord, AuditVerdict, Comparison
+from specops.engine import Engine
+
+__all__ = ["AuditRecord", "AuditVerdict", "Comparison", "audit", "speculation_of"]
+
+NUM_DRAFTS = 63  # tokens of an answer that a step verifies, besides the one that it chooses
+
+
+def audit(
+    engine: Engine, records: Sequence[AuditRecord], *, contract: str | None = None
+) -> list[AuditVerdict]:
+    """Derive answers again, and compare every token and every bit.
+
+    Args:
+        engine: an engine of the model that is said to have given the answers.
+        records: the answers.
+        contract: digest of the engine's execution contract, to compare with that of the records.
+
+    Returns:
+        The verdict on each record.
+
+    Raises:
+        EngineError: a whole step failed.
+        ValueError: the engine cannot run the request of a record, for example because its prompt
+            exceeds the context.
+    """
+    comparisons = [Comparison(record, contract) for record in records]
+    running: dict[str, Comparison] = {}
+    try:
+        for record, comparison in zip(records, comparisons, strict=True):
+            while engine.num_waiting >= engine.config.max_waiting:
+                _step(engine, running)
+            name = engine.add_request(
+                record.prompt_token_ids,
+                record.request(),
+                choice_index=record.choice_index,
+                speculative_config=speculation_of(record, engine.config.max_num_batched_tokens),
+            )
+            running[name] = comparison
+        while running:
+            _step(engine, running)
+    finally:
+        for name in running:
+            engine.abort(name)
+    return [one.verdict for one in comparisons if one.verdict is not None]
+
+
+def speculation_of(record: AuditRecord, max_num_batched_tokens: int) -> dict[str, Any]:
+    """Return the `speculative_config` of the request that derives an answer again.
+
+    Args:
+        record: the answer.
+        max_num_batched_tokens: rows of a step, as the engine is configured.
+    """
+    return {
+        "method": "prediction",
+        "num_speculative_tokens": min(NUM_DRAFTS, max_num_batched_tokens - 1),
+        "verify_strategy": record.verify_strategy,
+        "accept_policy": "normal",
+        "adaptive_verification": False,
+    }
+
+
+def _step(engine: Engine, running: dict[str, Comparison]) -> None:
+    """Run a step, compare its tokens, and drop the requests on which there is a verdict."""
+    for output in engine.step():
+        comparison = running.get(output.request_id)
+        if comparison is None:
+            continue
+        comparison.take(output.token_ids, output.logprobs)
+        if output.finish_reason is not None:
+            done = engine.completion(output.request_id)
+            comparison.end(done.finish_reason, done.stop_reason, done.error)
+        elif comparison.verdict is not None:
+            engine.abort(output.request_id)
+        if comparison.verdict is not None:
+            del running[output.request_id]
