@@ -1431,7 +1431,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("csrc", "tests", "python", "tools"):
         if (simt.ROOT / name).is_dir():
             shutil.copytree(simt.ROOT / name, root / name, ignore=skip)
-    for name in ("CMakeLists.txt", "pyproject.toml", "setup.py", "README.md"):
+    for name in ("CMakeLists.txt", "conftest.py", "pyproject.toml", "setup.py", "README.md"):
         if (simt.ROOT / name).is_file():
             shutil.copy(simt.ROOT / name, root / name)
     pybind11 = run([sys.executable, "-m", "pybind11", "--cmakedir"], root).stdout.strip()
