@@ -98,6 +98,7 @@ PARSERS = {
     "complete": ("specops.cli.complete", "_parser"),
     "verify-exactness": ("specops.cli.exactness", "_parser"),
     "verify-exactness --url": ("specops.cli.lossless.command", "_parser"),
+    "audit": ("specops.cli.audit", "_parser"),
     "models": ("specops.cli.models", "_parser"),
     "contract": ("specops.cli.serve", "_contract_parser"),
     "bench": ("specops.cli.bench", "_parser"),

@@ -6,6 +6,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
+from uuid import uuid4
 
 from specops.api.outputs import Completion, TokenLogprob
 from specops.api.sampling_params import SamplingParams
@@ -170,9 +171,10 @@ class AuditRecord:
     def request(self) -> SamplingParams:
         """Return the parameters of the request that derives the answer again.
 
-        Its prediction is the answer itself, so that all of it is verified at once.
+        Its prediction is the answer itself, so that tens of tokens are verified at once. It shares
+        no pages with other requests, so that nothing is taken from the prefix cache.
         """
-        params = replace(self.params, prediction=self.token_ids)
+        params = replace(self.params, prediction=self.token_ids, cache_salt=uuid4().hex)
         if self.finish_reason == "length":  # another engine may have another context length
             params = replace(params, max_tokens=len(self.token_ids))
         if self.logprobs:

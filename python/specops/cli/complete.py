@@ -297,7 +297,7 @@ def _report(
         "seed": drafted.completion.seed,
         **_run_report(drafted),
     }
-    if speculative.verify_strategy in STRATEGIES:
+    if speculative.verify_strategy in STRATEGIES and speculative.accept_policy == "normal":
         record = AuditRecord.of(
             drafted.completion,
             params,
