@@ -12,9 +12,9 @@ tokens and logprobs are the same alone or in a batch, with or without drafts, an
 in `specops.engine`, the serving engine, which adds what a server needs: more models, methods and
 parameters, preemption, a prefix cache, structured output, tensor parallelism.
 
-The vocabulary of a step: a *slot* is a request's row in every table below. A *row* is one position
-of one request in one step. A request with exactly one token that is not cached yet has a row for
-that token and one for each of its drafts; any other request has a chunk of its prompt.
+The vocabulary of `MinimalEngine.step`: a *slot* is a request's place in every table. A *row* is one
+position of one request in one step. A request with exactly one token that is not cached yet has a
+row for that token and one for each of its drafts; any other request has a chunk of its prompt.
 
 One request of five prompt tokens, three drafts of which the second is rejected, chunks of four:
 
@@ -44,7 +44,6 @@ from specops.attention import PagedBatch, PagedKv
 from specops.batching import BatchIndices, DraftIndices
 from specops.dense import ModuleRows, PackedWeight, TokenTables
 from specops.ngram import ngram_propose
-from specops.sampling import FinishReason
 
 BUNDLED = Path(__file__).parent / "assets"
 PAGE_SIZE = 16  # tokens
@@ -83,13 +82,15 @@ class Layer:
         config, tensors = checkpoint.config, checkpoint.tensors
         self.eps, self.head_dim = config["rms_norm_eps"], config["head_dim"]
         num_kv_heads = config["num_key_value_heads"]
-        self.num_heads = [config["num_attention_heads"], num_kv_heads, num_kv_heads]  # q, k, v
+        self.qkv_heads = [config["num_attention_heads"], num_kv_heads, num_kv_heads]
         self.cos_sin = checkpoint.cos_sin
         self.input_norm = tensors[f"{prefix}input_layernorm.weight"]
         self.qkv = checkpoint.packed(f"{prefix}self_attn.", "q", "k", "v")
-        # Qwen3 normalizes queries and keys. Llama does not, and has no such weights.
-        self.q_norm = tensors.get(f"{prefix}self_attn.q_norm.weight")
-        self.k_norm = tensors.get(f"{prefix}self_attn.k_norm.weight")
+        self.head_norms: dict[str, Any] = {  # Qwen3 has these weights, Llama does not
+            "q_norm_weight": tensors.get(f"{prefix}self_attn.q_norm.weight"),
+            "k_norm_weight": tensors.get(f"{prefix}self_attn.k_norm.weight"),
+            "norm_eps": self.eps,
+        }
         self.o = checkpoint.packed(f"{prefix}self_attn.", "o")
         self.mlp_norm = tensors[f"{prefix}post_attention_layernorm.weight"]
         # `linear` returns silu(gate) * up of a weight that was packed with an activation.
@@ -102,18 +103,9 @@ class Layer:
         """Add the outputs of attention and of the MLP to the hidden states, in place."""
         normed = dense.rms_norm(hidden, self.input_norm, self.eps)
         heads = dense.linear(normed, self.qkv).view(len(hidden), -1, self.head_dim)
-        q, k, v = torch.split(heads, self.num_heads, dim=1)
+        q, k, v = torch.split(heads, self.qkv_heads, dim=1)
         q = attention.rope_append_kv(
-            q,
-            k,
-            v,
-            self.cache,
-            rows.cache_slots,
-            rows.positions,
-            self.cos_sin,
-            q_norm_weight=self.q_norm,
-            k_norm_weight=self.k_norm,
-            norm_eps=self.eps,
+            q, k, v, self.cache, rows.cache_slots, rows.positions, self.cos_sin, **self.head_norms
         )
         attended = attention.append_attention(q, self.cache, paged)
         hidden += dense.linear(attended.flatten(1), self.o)
@@ -164,6 +156,7 @@ class MtpModule:
         self, states: Tensor, tokens: TokenTables, indices: DraftIndices, paged: PagedBatch
     ) -> Tensor:
         """Return the module's own states, from which the LM head computes the logits of drafts."""
+        # A row's input is the normalized embedding of the next token beside the normalized state.
         rows = ModuleRows(indices.row_to_request, indices.positions, indices.source_rows)
         pairs = dense.mtp_input(
             rows, tokens, self.embedding, self.embed_norm, self.state_norm, states, eps=self.eps
@@ -224,25 +217,24 @@ class MinimalEngine:
         # A page has the same number in all layers.
         self.free_pages = list(range(num_pages))
         self.block_table = torch.zeros(num_slots, -(-max_len // PAGE_SIZE), dtype=torch.int32)
-        self.pages = batching.pages_of_block_table(self.block_table)  # kv_indptr, and a view
+        self.pages = batching.pages_of_block_table(self.block_table)  # a view, as the ops take it
 
         # Tables with one entry per slot, which ops read and write in place. `lens` is the number of
-        # tokens, `cached` how many of them have final keys and values, and `max_lens` the number of
-        # tokens at which the request ends.
-        ints = torch.zeros(4, num_slots, dtype=torch.int32)
-        self.lens, self.cached, self.max_lens, self.num_proposed = ints
+        # tokens, `cached` how many of them have final keys and values, `max_lens` the number of
+        # tokens at which the request ends, and `num_proposed` the number of its drafts.
+        self.lens, self.cached, self.max_lens, self.num_proposed = torch.zeros(4, num_slots).int()
         self.token_ids = torch.zeros(num_slots, max_len, dtype=torch.int32)  # prompt and output
         self.drafts = torch.full((num_slots, max(num_drafts, 1)), -1, dtype=torch.int32)
         self.logprobs = torch.zeros(num_slots, self.drafts.shape[1] + 1)  # of emitted tokens
         self.temperature, self.seeds = torch.zeros(num_slots), torch.zeros(num_slots).long()
-        self.finish_reasons = torch.full((num_slots,), FinishReason.RUNNING).int()
+        self.finish_reasons = torch.full((num_slots,), sampling.FinishReason.RUNNING).int()
         eos = self.model.config.get("eos_token_id")
         stops = eos if isinstance(eos, list) else [-1 if eos is None else eos]
         self.stop_token_ids = torch.tensor([stops] * num_slots, dtype=torch.int32)
 
         # Groups of these tables, as the ops take them.
         self.slots = torch.arange(num_slots, dtype=torch.int32)
-        self.tokens = TokenTables(self.slots, self.token_ids, self.lens, self.drafts)
+        self.tables = TokenTables(self.slots, self.token_ids, self.lens, self.drafts)
         self.sampling = sampling.SamplingTensors(self.temperature, seeds=self.seeds)
         self.outputs = sampling.VerifyOutputs(logprobs=self.logprobs)
         self.rules = sampling.EndingRules(self.max_lens, stop_token_ids=self.stop_token_ids)
@@ -269,7 +261,8 @@ class MinimalEngine:
         """Run all requests once, and return those that have new tokens."""
         self._admit()
 
-        # Rows: the last token and the drafts if all else is cached; else a chunk of the prompt.
+        # Rows of a slot: the last token and the drafts if all else is cached, else a chunk of the
+        # prompt. `qo_lens` is their number, and `kv_lens` the number of tokens up to the last row.
         left = self.lens - self.cached
         decodes = left == 1
         qo_lens = torch.where(decodes, 1 + self.num_proposed, left.clamp(max=self.chunk))
@@ -277,8 +270,9 @@ class MinimalEngine:
         of_prompt = torch.where(kv_lens < self.lens, NO_LOGITS, LAST_ROW)
         modes = torch.where(decodes, ALL_ROWS, of_prompt).int()
         rows = batching.prepare_batch(qo_lens, kv_lens, modes, *self.pages, page_size=PAGE_SIZE)
-        # The text of a request goes on with its drafts: they have the positions from `lens` on.
-        input_ids = batching.gather_input_ids(rows.row_to_request, rows.positions, *self.tokens)
+        # `rows` has the request, position and cache slot of each row. A request's drafts continue
+        # its text: they have the positions from `lens` on.
+        input_ids = batching.gather_input_ids(rows.row_to_request, rows.positions, *self.tables)
 
         # The model computes all rows at once; a row's bits depend on its own request alone.
         paged = PagedBatch(rows.qo_indptr, *self.pages, kv_lens)
@@ -286,8 +280,8 @@ class MinimalEngine:
         logits = self.model.logits(hidden, rows.output_rows)
 
         # At each row, the model's own choice is the argmax, or a sample that depends only on the
-        # seed and the position. Accept the drafts that equal these choices, and emit the choice
-        # after the last accepted draft.
+        # seed and the position, which is `lens` at first. Accept the drafts that equal these
+        # choices, and emit the choice after the last accepted draft.
         drafts = sampling.Drafts(rows.output_indptr, self.drafts)
         new_tokens, _ = sampling.verify(
             logits, drafts, self.lens, sampling=self.sampling, outputs=self.outputs
@@ -306,9 +300,8 @@ class MinimalEngine:
 
     def _admit(self) -> None:
         """Assign waiting requests a free slot and all pages that they may need until they end."""
-        for slot in range(len(self.slots)):
-            if slot in self.running or not self.waiting:
-                continue
+        free_slots = [slot for slot in range(len(self.slots)) if slot not in self.running]
+        for slot in free_slots[: len(self.waiting)]:
             request = self.waiting[0]
             num_prompt, num_tokens = len(request.prompt), len(request.prompt) + request.max_tokens
             num_pages = -(-num_tokens // PAGE_SIZE)
@@ -321,11 +314,12 @@ class MinimalEngine:
             self.lens[slot], self.max_lens[slot] = num_prompt, num_tokens
             self.cached[slot] = self.num_proposed[slot] = 0
             self.temperature[slot], self.seeds[slot] = request.temperature, request.seed
-            self.finish_reasons[slot] = FinishReason.RUNNING
+            self.finish_reasons[slot] = sampling.FinishReason.RUNNING
 
     def _draft(self, hidden: Tensor, rows: BatchIndices, kv_lens: Tensor) -> None:
         """Write drafts for the next step to `drafts`, and their numbers to `num_proposed`."""
-        # The next step emits one token more than it accepts drafts.
+        # A step emits one token more than it accepts drafts. The drafts of a request stay unused
+        # while its prompt is not cached.
         limits = (self.max_lens - self.lens - 1).clamp(0, self.num_drafts)
         if self.method == "ngram":
             _, self.num_proposed = ngram_propose(
@@ -338,21 +332,20 @@ class MinimalEngine:
         # gives the first draft. Each further pass has one row per request, and reads the module's
         # own state and its last draft.
         assert self.model.mtp is not None
-        slots = torch.where(self.lens > 0, self.slots, -1)  # -1: no request
-        states, requests = hidden, (slots, *self.pages, self.lens, limits)
-        indices = batching.prepare_draft_batch(
-            rows.qo_indptr, kv_lens, *requests, page_size=PAGE_SIZE
-        )
+        slots = torch.where(self.lens > 0, self.slots, -1)  # -1: an idle slot
+        batch = (slots, *self.pages, self.lens, limits)
+        states = hidden  # of the model; the module's own from the second pass on
+        indices = batching.prepare_draft_batch(rows.qo_indptr, kv_lens, *batch, page_size=PAGE_SIZE)
         for step in range(self.num_drafts):
             paged = PagedBatch(indices.qo_indptr, *self.pages, indices.kv_lens)
-            states = self.model.mtp.forward(states, self.tokens, indices, paged)
+            states = self.model.mtp.forward(states, self.tables, indices, paged)
             logits = self.model.logits(states, indices.last_rows)
             # The same random numbers as in verification make drafts agree with it more often.
             drafted = sampling.sample(logits, indices.draft_positions, sampling=self.sampling)
             indices = batching.advance_draft_batch(
                 drafted,
                 indices.last_rows,
-                *requests,
+                *batch,
                 page_size=PAGE_SIZE,
                 step=step,
                 draft_token_ids=self.drafts,
@@ -369,7 +362,7 @@ class MinimalEngine:
             request.logprobs += self.logprobs[slot, : len(new)].tolist()
             if new:
                 changed.append(request)
-            if self.finish_reasons[slot] != FinishReason.RUNNING:
+            if self.finish_reasons[slot] != sampling.FinishReason.RUNNING:
                 request.finished = True
                 self.free_pages += pages
                 del self.running[slot]
