@@ -121,6 +121,7 @@ class Model:
         self.config, tensors = checkpoint.config, checkpoint.tensors
         prefixes = [f"model.layers.{i}." for i in range(self.config["num_hidden_layers"] + 1)]
         self.layers = [Layer(checkpoint, prefix, num_pages) for prefix in prefixes[:-1]]
+        # A checkpoint stores its MTP module as one more layer.
         has_mtp = f"{prefixes[-1]}eh_proj.weight" in tensors
         self.mtp = MtpModule(checkpoint, prefixes[-1], num_pages) if has_mtp else None
         self.embedding = tensors["model.embed_tokens.weight"]
