@@ -91,8 +91,6 @@ def _attention(parents: list[int]) -> Callable[[], object]:
         chains.kv_indptr,
         chains.kv_indices,
         page_size=PAGE_SIZE,
-        total_rows=rows,
-        num_output_rows=0,
         out=BatchIndices.empty(len(chains.qo_lens), total_rows=rows, num_output_rows=0),
     )
     num_pages = len(requests["kv_indices"]) + len(requests["spare_pages"])

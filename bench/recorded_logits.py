@@ -78,8 +78,6 @@ def one_step(model: Transformer, token_ids: list[int]) -> Tensor:
         kv_indptr,
         kv_indices,
         page_size=PAGE_SIZE,
-        total_rows=rows,
-        num_output_rows=rows,
     )
     batch = StepBatch(
         token_ids=ints(*token_ids),

@@ -80,6 +80,19 @@ def test_prepare_batch_matches_the_reference(
     check(got, reference.prepare_batch(**arguments, **options))
 
 
+def test_prepare_batch_allocates_no_row_too_many(device: str, isa: str) -> None:
+    """Without sizes the arrays fit the step; with `out` its capacities count."""
+    arguments = make_batch(
+        [3, 2, 0, 0, 5], [11, 2, 0, 9, 5], [ALL, LAST, LAST, ALL, NONE], 16, device
+    )
+    exact = {"page_size": 16, "total_rows": 10, "num_output_rows": 4, "max_seq_len": 16}
+    want = reference.prepare_batch(**arguments, **exact)
+    check(batching.prepare_batch(**arguments, page_size=16, max_seq_len=16), want)
+    out = BatchIndices.empty(5, total_rows=12, num_output_rows=9, device=device)
+    assert batching.prepare_batch(**arguments, page_size=16, out=out) is out
+    check(out, reference.prepare_batch(**arguments, page_size=16, total_rows=12, num_output_rows=9))
+
+
 @pytest.mark.parametrize("total_rows", [2201, 70_000])
 def test_prepare_batch_supports_more_than_1500_rows(device: str, isa: str, total_rows: int) -> None:
     arguments = make_batch([1500, 1, 700], [1500, 900, 800], [LAST, LAST, ALL], 16, device)

@@ -57,8 +57,6 @@ def test_cache_slots_are_the_same_with_block_tables(device: str, isa: str) -> No
             kv_indptr=one.kv_indptr,
             kv_indices=one.kv_indices,
             page_size=16,
-            total_rows=sum(QO_LENS),
-            num_output_rows=sum(QO_LENS),
         )
         slots.append(rows.cache_slots)
     assert torch.equal(*slots) and (slots[0] >= 0).all()

@@ -96,10 +96,16 @@ def test_prepare_draft_batch_matches_the_reference(
     device: str, isa: str, case: int, page_size: int, window: int
 ) -> None:
     step = Step(STEPS[case], page_size=page_size, window=window, seed=case)
-    options = {"page_size": page_size, "window": window, "total_rows": step.rows + 900}
-    arguments = step.tensors(device)
-    got = batching.prepare_draft_batch(**arguments, **options)
-    check(got, reference.prepare_draft_batch(**step.tensors("cpu"), **options))
+    options = {"page_size": page_size, "window": window}
+    arguments, cpu = step.tensors(device), step.tensors("cpu")
+    want = reference.prepare_draft_batch(**cpu, **options, total_rows=step.rows + 900)
+    got = batching.prepare_draft_batch(**arguments, **options, total_rows=step.rows + 900)
+    check(got, want)
+    check(batching.prepare_draft_batch(**arguments, **options, out=got), want)
+    del arguments["redraft_lens"]
+    cpu["redraft_lens"].zero_()
+    want = reference.prepare_draft_batch(**cpu, **options, total_rows=step.rows)
+    check(batching.prepare_draft_batch(**arguments, **options), want)
 
 
 @pytest.mark.parametrize("ahead,chained", [(1, False), (3, False), (3, True)])
@@ -134,9 +140,9 @@ def test_advance_draft_batch_matches_the_reference(
             draft_token_ids=drafts.cpu(),
             num_draft_tokens=counts.cpu(),
         )
-        out = DraftIndices.empty(batch, total_rows=batch, device=device)
+        out = DraftIndices.empty(batch, device=device)
         last = index + 1 == k
-        batching.advance_draft_batch(
+        following = batching.advance_draft_batch(
             sampled.to(device),
             rows.last_rows,
             *(arguments[name] for name in names),
@@ -147,6 +153,7 @@ def test_advance_draft_batch_matches_the_reference(
             num_draft_tokens=counts,
             out=None if last else out,
         )
+        assert following is (None if last else out)
         assert torch.equal(drafts.cpu(), want_drafts) and torch.equal(counts.cpu(), want_counts)
         if not last:
             check(out, want)
@@ -377,7 +384,7 @@ def test_advance_draft_batch_reports_invalid_data(
     arguments[argument][1] = value
     drafts = torch.full((2, 3), 50, dtype=torch.int32, device=device)
     counts = ints([50, 50], device)
-    out = DraftIndices.empty(2, total_rows=2, device=device)
+    out = DraftIndices.empty(2, device=device)
     with expect_fault(
         on_cuda, fault_message("advance_draft_batch", argument, message, on_cuda, 1, value)
     ):
@@ -395,7 +402,7 @@ def test_advance_draft_batch_reports_invalid_data(
 
 
 def test_advance_draft_batch_refuses_inconsistent_arguments(device: str) -> None:
-    rows = DraftIndices.empty(1, total_rows=1)
+    rows = DraftIndices.empty(1)
     arrays = [ints([0]), ints([0]), ints([0]), ints([0, 1]), ints([0]), ints([5]), ints([2])]
     options = {"page_size": 16, "ahead": 1, "num_draft_tokens": ints([0])}
     options["draft_token_ids"] = torch.zeros(1, 2, dtype=torch.int32)

@@ -44,7 +44,7 @@ def expected(made: list[Request]) -> list[tuple[list[int], list[float]]]:
 
 
 @pytest.mark.fast("24-*")
-@pytest.mark.parametrize("method,drafts", [("naive", 0), ("ngram", 4), ("mtp", 1), ("mtp", 3)])
+@pytest.mark.parametrize("method,drafts", [("ngram", 0), ("ngram", 4), ("mtp", 1), ("mtp", 3)])
 @pytest.mark.parametrize("count", [24, 250])
 def test_tokens_and_logprob_bits_are_those_of_the_serving_engine(
     count: int, method: str, drafts: int
@@ -55,8 +55,8 @@ def test_tokens_and_logprob_bits_are_those_of_the_serving_engine(
     assert [(one.token_ids, one.logprobs) for one in made] == expected(made)
     assert sorted(engine.free_pages) == list(range(40)), "every page is free again"
     num_tokens = sum(len(one.token_ids) for one in made)
-    if method != "naive":
-        plain = MinimalEngine(method="naive", num_slots=5, num_pages=40, chunk=24)
+    if drafts:
+        plain = MinimalEngine(num_drafts=0, num_slots=5, num_pages=40, chunk=24)
         list(plain.generate(requests(count, seed=count)))
         assert engine.num_steps < plain.num_steps and num_tokens, "drafts are accepted"
 
@@ -80,9 +80,9 @@ def test_mtp_drafts_are_those_of_the_serving_engine() -> None:
 @pytest.mark.parametrize(
     "options,message",
     [
-        ({"method": "eagle"}, "method must be naive, ngram or mtp, got 'eagle'"),
-        ({"max_len": 8}, "at most 8 tokens with its output, got 4 and 64"),
-        ({"num_pages": 3}, "must fit 3 pages of 16 tokens, got 68 tokens"),
+        ({"method": "eagle"}, "method must be ngram or mtp, got 'eagle'"),
+        ({"max_len": 8}, "at most 8 together, got 4 and 64"),
+        ({"num_pages": 3}, "at most 48 together, got 4 and 64"),
     ],
 )
 def test_invalid_options_and_long_requests_are_refused(

@@ -119,8 +119,6 @@ class Runner:
                 kv_indptr,
                 kv_indices,
                 page_size=self.page_size,
-                total_rows=sum(rows),
-                num_output_rows=sum(rows),
             )
             ids = [sequences[i][done[i] : ends[i]] for i in range(count)]
             batch = StepBatch(

@@ -59,8 +59,6 @@ def step_of(token_ids: list[int], begin: int) -> StepBatch:
         kv_indptr,
         kv_indices,
         page_size=PAGE_SIZE,
-        total_rows=rows,
-        num_output_rows=rows,
     )
     return StepBatch(
         token_ids=torch.tensor(token_ids, dtype=torch.int32),

@@ -388,8 +388,6 @@ class TreeStep:
             chains["kv_indptr"],
             chains["kv_indices"],
             page_size=self.page_size,
-            total_rows=len(self.q),
-            num_output_rows=0,
             out=BatchIndices.empty(
                 len(chains["qo_lens"]),
                 total_rows=len(self.q),

@@ -5,10 +5,10 @@ Rows of all requests lie next to each other without padding. For kernels that ex
 [batch, max_seq_len] matrix, the arrays include the offsets in it; the matrix is never built.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -173,13 +173,14 @@ class DraftIndices:
 
     @classmethod
     def empty(
-        cls, batch: int, *, total_rows: int, device: torch.device | str = "cpu"
+        cls, batch: int, *, total_rows: int | None = None, device: torch.device | str = "cpu"
     ) -> "DraftIndices":
         """Allocate the arrays, uninitialized, to be passed as `out`.
 
         Args:
             batch: number of requests.
-            total_rows: capacity of the row arrays.
+            total_rows: capacity of the row arrays. None: one row per request, as in the passes
+                after the first.
             device: device of the arrays.
 
         Returns:
@@ -189,6 +190,8 @@ class DraftIndices:
         def int32(size: int) -> Tensor:
             return torch.empty(size, dtype=torch.int32, device=device)
 
+        if total_rows is None:
+            total_rows = batch
         return cls(
             qo_indptr=int32(batch + 1),
             kv_lens=int32(batch),
@@ -199,6 +202,10 @@ class DraftIndices:
             cache_slots=torch.empty(total_rows, dtype=torch.int64, device=device),
             source_rows=int32(total_rows),
         )
+
+
+# `out` of `advance_draft_batch`.
+_Following = TypeVar("_Following", bound=DraftIndices | None)
 
 
 class Preorder(NamedTuple):
@@ -316,8 +323,8 @@ def prepare_batch(
     kv_indices: Tensor | None = None,
     *,
     page_size: int | None = None,
-    total_rows: int,
-    num_output_rows: int,
+    total_rows: int | None = None,
+    num_output_rows: int | None = None,
     max_seq_len: int | None = None,
     out: BatchIndices | None = None,
 ) -> BatchIndices:
@@ -344,8 +351,10 @@ def prepare_batch(
         kv_indices: [pages], int32. Page ids. Only pages of this step's rows are read: pages before
             a sliding window may be -1.
         page_size: tokens per page.
-        total_rows: capacity of the row arrays, at least the sum of qo_lens.
-        num_output_rows: capacity of the output row arrays.
+        total_rows: capacity of the row arrays, at least the sum of qo_lens. None: the capacity of
+            `out`; without `out` the sum itself, for which the host waits.
+        num_output_rows: capacity of the output row arrays. None: the capacity of `out`; without
+            `out` the number of output rows, for which the host waits.
         max_seq_len: row length L of the padded view, at least every request's output rows. None
             omits output_padding_offset and output_cum_offsets.
         out: arrays of these capacities to write into. Allocated when absent.
@@ -369,6 +378,10 @@ def prepare_batch(
         speculate_get_output_padding_offset).
     """
     if out is None:
+        if total_rows is None:
+            total_rows = _total(lambda: qo_lens)
+        if num_output_rows is None:
+            num_output_rows = _total(lambda: _num_output_rows(qo_lens, output_modes))
         check_int("prepare_batch", "total_rows", total_rows)
         check_int("prepare_batch", "num_output_rows", num_output_rows)
         batch, device = try_or_none(lambda: (qo_lens.numel(), qo_lens.device)) or (0, _CPU)
@@ -380,6 +393,10 @@ def prepare_batch(
             device=device,
         )
     check_kind("prepare_batch", "out", out, BatchIndices)
+    if total_rows is None:
+        total_rows = _capacity(out.row_to_request)
+    if num_output_rows is None:
+        num_output_rows = _capacity(out.output_rows)
     _C.prepare_batch(
         qo_lens,
         kv_lens,
@@ -401,6 +418,25 @@ def prepare_batch(
         out.output_cum_offsets,
     )
     return out
+
+
+def _total(lengths: Callable[[], Tensor]) -> int:
+    """Return the sum of lengths; 0 if an argument is invalid, which the op then reports."""
+    total = try_or_none(lambda: lengths().sum())
+    if not isinstance(total, Tensor) or total.is_meta or total.dtype != torch.int64:
+        return 0
+    return max(int(total), 0)  # raises during the capture of a CUDA graph
+
+
+def _capacity(rows: Tensor) -> int:
+    """Return the length of an array of `out`; 0 if it is no tensor, which the op then reports."""
+    return try_or_none(lambda: rows.numel()) or 0
+
+
+def _num_output_rows(qo_lens: Tensor, output_modes: Tensor) -> Tensor:
+    """Return the number of output rows of each request."""
+    of_last = torch.where(output_modes == OutputMode.LAST, qo_lens.clamp(max=1), 0)
+    return torch.where(output_modes == OutputMode.ALL, qo_lens, of_last)
 
 
 def pages_of_block_table(block_table: Tensor) -> tuple[Tensor, Tensor]:
@@ -848,17 +884,17 @@ def _room_for_chains(
 
 
 def prepare_draft_batch(
-    slots: Tensor,
     qo_indptr: Tensor,
     kv_lens: Tensor,
-    redraft_lens: Tensor,
+    slots: Tensor,
     kv_indptr: Tensor,
     kv_indices: Tensor,
     lens: Tensor,
     max_draft_tokens: Tensor,
     *,
     page_size: int,
-    total_rows: int,
+    total_rows: int | None = None,
+    redraft_lens: Tensor | None = None,
     window: int = 0,
     out: DraftIndices | None = None,
 ) -> DraftIndices:
@@ -881,17 +917,19 @@ def prepare_draft_batch(
     A request with slot -1, or without rows in the step, gets no rows.
 
     Args:
-        slots: [batch], int32. Row of each request in the per-slot arrays; -1: does not draft.
         qo_indptr: [batch + 1], int32. Rows of the target's step.
         kv_lens: [batch], int32. Lengths in the target's step, its rows included.
-        redraft_lens: [batch], int32. Number of positions before the step that the module computes
-            again: 0 with one module, and modules - 1 with several.
+        slots: [batch], int32. Row of each request in the per-slot arrays; -1: does not draft.
         kv_indptr: [batch + 1], int32. First page of each request in `kv_indices`.
         kv_indices: [pages], int32. Page ids.
         lens: [num_slots], int32. Tokens of each slot, the step's included.
         max_draft_tokens: [num_slots], int32. Drafts requested for the next step.
         page_size: tokens per page.
-        total_rows: capacity of the row arrays, at least the rows of all requests.
+        total_rows: capacity of the row arrays, at least the rows of all requests. None: the
+            capacity of `out`; without `out` the sum of the step's rows and `redraft_lens`, for
+            which the host waits.
+        redraft_lens: [batch], int32. Number of positions before the step that the module computes
+            again, at most `window`: modules - 1 with several modules. None: zeros.
         window: rows that `keep_hidden_rows` keeps per slot.
         out: arrays of these capacities to write into. Allocated when absent.
 
@@ -910,11 +948,19 @@ def prepare_draft_batch(
     Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.2; FastDeploy's
         draft_model_preprocess and eagle_get_hidden_states.
     """
+    if redraft_lens is None:
+        redraft_lens = empty(lambda: (slots.shape, torch.int32, slots))
+        if redraft_lens is not None:
+            redraft_lens.zero_()
     if out is None:
+        if total_rows is None:
+            total_rows = _total(lambda: qo_indptr[-1:]) + _total(lambda: redraft_lens)
         check_int("prepare_draft_batch", "total_rows", total_rows)
         batch, device = try_or_none(lambda: (slots.numel(), slots.device)) or (0, _CPU)
         out = DraftIndices.empty(batch, total_rows=total_rows, device=device)
     check_kind("prepare_draft_batch", "out", out, DraftIndices)
+    if total_rows is None:
+        total_rows = _capacity(out.row_to_request)
     _C.prepare_draft_batch(
         slots,
         qo_indptr,
@@ -950,11 +996,11 @@ def advance_draft_batch(
     *,
     page_size: int,
     step: int,
-    ahead: int,
+    ahead: int = 1,
     draft_token_ids: Tensor,
     num_draft_tokens: Tensor,
-    out: DraftIndices | None = None,
-) -> None:
+    out: _Following = None,  # type: ignore[assignment]
+) -> _Following:
     """Record the drafts that were just sampled, and build the rows of the module's next pass.
 
     Same as `reference.advance_draft_batch`. Draft `step` of request b with slot s was sampled if
@@ -971,7 +1017,8 @@ def advance_draft_batch(
     Args:
         sampled_token_ids: [batch], int32. Not read where last_rows is -1.
         last_rows: [batch], int32. `DraftIndices.last_rows` of the pass that gave these tokens.
-        slots: [batch], int32. As in `prepare_draft_batch`, as are the next five arguments.
+        slots: [batch], int32. As in `prepare_draft_batch`, as are the next four arguments and
+            page_size.
         kv_indptr: [batch + 1], int32.
         kv_indices: [pages], int32.
         lens: [num_slots], int32.
@@ -982,6 +1029,9 @@ def advance_draft_batch(
         draft_token_ids: [num_slots, k], int32. Written as above.
         num_draft_tokens: [num_slots], int32. Written as above.
         out: receives the next rows; its total_rows is batch. None: no pass follows.
+
+    Returns:
+        `out`.
 
     Raises:
         ValueError: a shape, dtype, layout or device differs from the above; a slot, a length or a
@@ -1017,6 +1067,7 @@ def advance_draft_batch(
         None if out is None else out.cache_slots,
         None if out is None else out.source_rows,
     )
+    return out
 
 
 def keep_hidden_rows(

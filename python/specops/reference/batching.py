@@ -229,10 +229,9 @@ def tree_chains(
 
 
 def prepare_draft_batch(
-    slots: Tensor,
     qo_indptr: Tensor,
     kv_lens: Tensor,
-    redraft_lens: Tensor,
+    slots: Tensor,
     kv_indptr: Tensor,
     kv_indices: Tensor,
     lens: Tensor,
@@ -240,6 +239,7 @@ def prepare_draft_batch(
     *,
     page_size: int,
     total_rows: int,
+    redraft_lens: Tensor,
     window: int = 0,
 ) -> dict[str, Tensor]:
     """Return the arrays of `batching.DraftIndices` by name.

@@ -78,12 +78,10 @@ def prepare_batch(generator: torch.Generator, move: Move) -> Call:
     total = int(pages.sum())
     modes = torch.full((batch,), int(batching.OutputMode.ALL), dtype=torch.int32)
     tensors = (qo_lens, kv_lens, modes, kv_indptr, torch.randperm(total, generator=generator).int())
-    moved, rows = [move(tensor) for tensor in tensors], int(qo_lens.sum())
+    moved = [move(tensor) for tensor in tensors]
 
     def call() -> list[Tensor]:
-        made = batching.prepare_batch(
-            *moved, page_size=page_size, total_rows=rows, num_output_rows=rows
-        )
+        made = batching.prepare_batch(*moved, page_size=page_size)
         return [x for x in vars(made).values() if isinstance(x, Tensor)]
 
     return call
@@ -98,8 +96,7 @@ def ngram_propose(generator: torch.Generator, move: Move) -> Call:
 
     def call() -> list[Tensor]:
         drafts = torch.full(shape, -1, dtype=torch.int32, device=token_ids.device)
-        sizes = {"min_ngram_size": 2, "max_ngram_size": 5}
-        return list(ngram.ngram_propose(token_ids, lens, most, draft_token_ids=drafts, **sizes))
+        return list(ngram.ngram_propose(token_ids, lens, most, draft_token_ids=drafts))
 
     return call
 

@@ -82,8 +82,6 @@ class Blocks:
             rows.whole_kv_indptr,
             rows.kv_indices,
             page_size=self._page_size,
-            total_rows=size * self.num_rows,
-            num_output_rows=1,
             out=indices,
         )
         self._first_rows, self._num_rows = indices.qo_indptr[:-1], qo_lens

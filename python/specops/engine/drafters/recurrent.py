@@ -446,16 +446,15 @@ class RecurrentStep(DrafterStep):
             qo_indptr, kv_lens = self._qo_indptr.device, self._kv_lens.device
             lens = torch.add(target.lens, 1, out=drafter.arrays.lens)
         first = batching.prepare_draft_batch(
-            rows.drafting_slots,
             qo_indptr,
             kv_lens,
-            rows.redraft_lens,
+            rows.drafting_slots,
             target.kv_indptr,
             target.kv_indices,
             lens,
             self.max_draft_tokens,
             page_size=drafter.page_size,
-            total_rows=self._shape.rows,
+            redraft_lens=rows.redraft_lens,
             window=drafter.window,
             out=drafter.arrays.index_view(0, size, self._shape.rows),
         )

@@ -402,8 +402,6 @@ class Step:
             self._batch.kv_indptr,
             self._batch.kv_indices,
             page_size=parts.cache.page_size,
-            total_rows=shape.rows,
-            num_output_rows=shape.outputs,
             out=indices,
         )
         hidden = parts.model.forward(self._batch, parts.cache, self._aux_hidden_states)
