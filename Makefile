@@ -37,7 +37,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) -c constraints.txt
 SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type f)
 
-.PHONY: setup simt serve chat gemma test test-ci prove bench lint format docs wheel gates gpu-check clean
+.PHONY: setup serve chat gemma test test-ci prove bench lint format docs wheel gates gpu-check clean
 
 # The package with the kernels of ISAS.
 setup: $(VENV)/built
@@ -114,8 +114,6 @@ $(VENV)/lint-deps: $(VENV)/serve-deps
 
 # The SIMT interpreter: the CUDA kernels on CPU tensors, for tests. With the package in one build, so
 # that the compiler is never idle, and without torch: where that has CUDA, $(VENV)/built adds its part.
-simt: $(VENV)/simt $(VENV)/serve-deps
-
 SIMT_TARGETS := all _simt _simt_test _simt_test_race _simt_test_asan _scripted _scripted_simt
 SIMT_SOURCES := $(shell find tests/simt_kernels tests/scripted -type f)
 
@@ -179,7 +177,7 @@ test test-ci:
 
 # Longer proofs, run before a release; CI does not. Every call in the interpreter runs under every
 # schedule here, so the tests of `make test` that have one run again.
-prove: setup simt $(VENV)/test-deps
+prove: setup $(VENV)/simt $(VENV)/test-deps
 	$(BIN)/python -m pytest -m slow $(SIDE_BY_SIDE) --ignore tests/test_mutations.py
 	$(BIN)/python -m pytest -m slow tests/test_mutations.py
 	SPECOPS_SIMT_SCHEDULES=all $(PYTEST) "not slow" -k simt

@@ -104,7 +104,7 @@ def scripted(name: str) -> ModuleType:
     """Load the production ops compiled with a table in place of the random generator."""
     found = sorted((ROOT / "build" / "scripted").glob(f"{name}.*so"))
     if not found:
-        raise RuntimeError(f"the module {name} is not built: run `make simt`")
+        raise RuntimeError(f"the module {name} is not built: run `make -C tools simt`")
     spec = importlib.util.spec_from_file_location(name, found[0])
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

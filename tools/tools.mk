@@ -6,9 +6,12 @@ include Makefile
 SOAK_SECONDS ?= 1800
 CAMPAIGN_MINUTES ?= 30
 
-.PHONY: simt-race simt-asan simt-smoke test-race test-asan test-smoke test-arm test-sanitize
+.PHONY: simt simt-race simt-asan simt-smoke test-race test-asan test-smoke test-arm test-sanitize
 .PHONY: campaign soak attacks test-vllm vllm-campaign test-lm-eval test-clients test-dynamo
 .PHONY: bench-peers screenshots sdist wheel-suffix wheel-old wheel-arm test-bare
+
+# The interpreter of CUDA kernels (docs/simt.md), for use without `make test`.
+simt: $(VENV)/simt $(VENV)/serve-deps
 
 # The interpreter with every access to memory checked for races, and under AddressSanitizer: test-smoke
 # runs the first case of every op test in one and the last in the other, test-race and test-asan all.

@@ -41,7 +41,7 @@ OP_MODULES: tuple[Any, ...] = (
 
 @cache
 def interpreter() -> Any:
-    """Return the module _simt of `make simt`, or of the check's own build.
+    """Return the module _simt of `make -C tools simt`, or of the check's own build.
 
     Raises:
         RuntimeError: it is not built.
