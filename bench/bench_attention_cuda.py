@@ -21,9 +21,10 @@ GROUPS = (4, 8)
 
 
 def run_attention_cuda(bench: CudaBench) -> None:
-    """Measure fractions of the read bandwidth by load, group and number of rows.
+    """Measure which fraction of the read bandwidth each load reaches.
 
-    Also measure the time of 8 rows divided by that of 1 row.
+    Loads run with several numbers of query heads per KV head (`group`) and of rows. The time of 8
+    rows divided by that of 1 row is also measured.
     """
     for load in loads(bench).values():
         for page_size in (16, 64) if load.name == "b32.4k" else (16,):

@@ -41,7 +41,7 @@ DTYPES = ((torch.bfloat16, "bf16"), (torch.float32, "fp32"))
 
 
 def random_logits(bench: CudaBench, rows: int, dtype: torch.dtype) -> list[Tensor]:
-    """Return so many buffers of [rows, vocab] that each is cold whenever it is used."""
+    """Return enough buffers of [rows, vocab] that each is cold at every use."""
     vocab = bench.pick(VOCAB, 512)
     copies = bench.copies(rows * vocab * dtype.itemsize)
     return [bench.randn(rows, vocab, dtype=dtype, scale=SCALE) for _ in range(copies)]

@@ -246,7 +246,7 @@ START = 5  # position of the first token of a game
 
 
 class World(NamedTuple):
-    """Tables by prefix: the empty one is 0, and prefix s followed by token x is s * V + 1 + x."""
+    """Tables by prefix: the empty prefix is row 0; prefix s and then token x is s * V + 1 + x."""
 
     target_logits: Tensor  # [prefixes, V]
     draft_logits: Tensor  # [prefixes, V]
@@ -300,7 +300,7 @@ PROMPT = [0, 1, 1, 0, 0]  # its length is START
 
 
 def every_processor(vocab: int, length: int) -> Callable[[Tensor, Tensor], Any]:
-    """Return all processors at once; the tables have a slot per prefix, known to plain decoding."""
+    """Return all processors at once; the tables have a slot for each prefix."""
     size = num_prefixes(vocab, length)
     known = [PROMPT + tokens_of(s, vocab) for s in range(size)]
     distinct = [sorted(set(tokens)) for tokens in known]
@@ -438,8 +438,8 @@ def draft_form(game: Game, probs: Tensor, prefixes: Tensor) -> dict[str, Any]:
     """Return the draft arguments of verify; the sparse form is unordered, with a hole at the end.
 
     The `rows` form reverses the requests and adds an unused row. It has no distribution for the
-    last of several drafts, and none at all for prefixes with an odd number: a draft may always be
-    treated as certain, regardless of its source.
+    last of several drafts, and no distributions for odd-numbered prefixes. A draft without a
+    distribution counts as certain, which is allowed for any draft.
     """
     if game.draft_form == "one_hot":
         return {}

@@ -215,7 +215,7 @@ def test_drafts_in_chunks_and_batches_equal_the_oracle(
 
 
 def drawn(strategy: str, temperature: float, seed: int) -> Choice:
-    """Return the choice by draws; `target_match` draws with the uniforms of the target."""
+    """Return a function that draws drafts; `target_match` uses the uniforms of the target."""
 
     def draw(logits: Tensor, known: int) -> Tensor:
         count = len(logits)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MTP modules in every family's naming: loading, the forward pass and refused checkpoints."""
+"""MTP modules in every naming convention: loading, the forward pass and refused checkpoints."""
 
 import copy
 import dataclasses
@@ -110,7 +110,7 @@ def pieces(rows: int, sizes: list[int]) -> Iterator[tuple[int, int]]:
 def text_states(
     modules: MtpModules, hidden: Tensor, token_ids: list[int], sizes: list[int]
 ) -> list[Tensor]:
-    """Return each module's input of the head along a text, computed in pieces of `sizes` rows."""
+    """Return each module's LM head inputs along a text, computed in pieces of `sizes` rows."""
     cache = poisoned(modules.new_kv_cache(20, PAGE_SIZE))
     target = previous = hidden
     states = []

@@ -377,7 +377,7 @@ def test_full_index_scans_the_remaining_tokens(device: str, isa: str) -> None:
 
 
 def colliding(token: int, before: int, other: int) -> int:
-    """Return the token in front of `other` that gives both the hash of (before, token)."""
+    """Return a token x such that (x, other) has the same hash as (before, token)."""
 
     def mixed(value: int) -> int:
         value = value * 0x9E3779B1 % 2**32

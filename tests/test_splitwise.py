@@ -972,7 +972,7 @@ def test_repeated_loss_of_keys_does_not_end_the_server(
 
 
 def test_task_that_swallows_a_cancellation_ends() -> None:
-    """Calls of redis-py swallow one when they time out, and the node would wait forever."""
+    """A redis-py call that times out swallows a cancellation; the node would wait forever."""
 
     async def swallow(seen: list[int]) -> None:
         while True:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of specops in transformers: the tokens of its own, and rows that keep their bits."""
+"""specops' attention in transformers gives the tokens of transformers' own, and exact rows."""
 
 import re
 from collections.abc import Iterator

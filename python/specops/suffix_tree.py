@@ -358,7 +358,7 @@ class SuffixCache:
 
     @property
     def cached_requests(self) -> list[Hashable | None]:
-        """Ids of the responses in the shared trees, oldest first; None for a response without."""
+        """Ids of the responses in the shared trees, oldest first; None for one without an id."""
         return self._cache.cached_requests()
 
     @property

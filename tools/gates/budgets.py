@@ -112,7 +112,7 @@ def _attention_budgets(
     sizes: Mapping[int, tuple[int, ...]],
     spills: Mapping[tuple[int, int], Mapping[str, int]] | None = None,
 ) -> Iterator[Budget]:
-    """Yield budgets of tiles in registers: an SM of 90a fits two blocks, three up to 32 rows."""
+    """Yield budgets of tiles in registers: an sm_90a SM fits 2 blocks, or 3 of up to 32 rows."""
     for head_dim, by_rows in sizes.items():
         for tiles, smem_bytes in zip((1, 2, 4), by_rows, strict=False):
             is_low = tiles == 1 or (tiles == 2 and head_dim <= 128 and "<float," not in pattern)
@@ -293,8 +293,8 @@ class Way:
 
     Attributes:
         work: number of instructions of each kind; kinds are patterns of opcodes.
-        times: how often this path occurs in one round of the loop's steady state; 0 if the loop has
-            it in addition, which similar loops do not.
+        times: how often this path occurs in one round of the loop's steady state; 0 for a rare
+            path, by which the loop is told apart from similar loops.
     """
 
     work: Mapping[str, int]

@@ -103,7 +103,7 @@ class RecurrentDrafter(Drafter):
         kept: [slots, WINDOW, hidden_size], stored target states of each slot's last positions.
         keeps_states: whether `kept` is used; False for a head that reads no states, or only states
             of the current step.
-        window: most positions before the step's rows that may run again.
+        window: maximum number of positions before the step's rows that may run again.
         reads_own_tokens: whether a row reads the token at its own position; see `DraftHead`.
     """
 
@@ -463,7 +463,7 @@ class RecurrentStep(DrafterStep):
         return first
 
     def _note_positions(self, indices: DraftIndices) -> None:
-        """Correct draft positions for the additional token that `_first_rows` pretends is known."""
+        """Correct draft positions for the additional token that `_first_rows` treats as known."""
         if self._drafter.reads_own_tokens:
             indices.draft_positions.sub_(1).clamp_(min=0)
 

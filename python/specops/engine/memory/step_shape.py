@@ -26,8 +26,8 @@ class StepShape(NamedTuple):
 def rounded(shape: StepShape, most: StepShape) -> StepShape:
     """Return the bucket of a step that only decodes and verifies.
 
-    The bucket of rows is at most the rows of full verification by every request of the bucket. So
-    there are graphs of exactly this size for any number of drafts.
+    Rows are rounded up to at most the number of rows with which all requests of the bucket verify
+    all their drafts. So such a step has no padding rows, for any number of drafts.
 
     Args:
         shape: shape of the step; all its rows have logits.
