@@ -193,7 +193,7 @@ def _integrate(ops: Any, play: Callable[[Coins, int], Tensor], coins: Coins) -> 
 def _split_points(
     low: Tensor, high: Tensor, lowest: Tensor, outcomes: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return per box a coordinate that matters, and its last value with the lowest outcome.
+    """Return where to split each box: a coordinate, and its last value with the lowest outcome.
 
     The coordinate is the first that changes the outcome on the way to the highest corner.
     """

@@ -33,7 +33,7 @@ from tools.train.train_heads import HeadRecipe, save_head, train_head
 
 LAYERS, VOCAB, WIDTH = 4, 160, 64
 TEXTS = [[3 + i, 4, 9 * i + 5, 7] * (4 + i) + [11 * i % 97 + 1] * i for i in range(6)]
-UNLIMITED = 5  # most drafts to try with a head that has no limit
+UNLIMITED = 5  # maximum number of drafts to try with a head that has no limit
 
 
 @dataclass(frozen=True)

@@ -317,7 +317,7 @@ def equal_distributions(ops: Any) -> None:
             draw = partial(
                 by_field(ops.sample), logits[:, j].contiguous(), positions + j, probs=held
             )
-            # the draft has mass at any coin
+            # the sampled draft has a positive probability, whatever the uniform is
             coin = (value + 0.37 * j) % 1
             drafts[:, j] = with_all_coins(ops, coin, n, partial(draw, **parameters))
             probs[:, j] = held

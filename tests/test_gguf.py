@@ -324,7 +324,7 @@ def logits(directory: Path, **options: Any) -> Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gguf_model_equals_its_source_checkpoint(tmp_path: Path, family: str) -> None:
-    """Covers names, metadata, row order and norms. The weights are floats: nothing is rounded."""
+    """Names, metadata, row order and norms agree. The weights are floats: nothing is rounded."""
     file = make_file(tmp_path, family)
     directory = gguf_directory(file)
     assert torch.equal(logits(directory), logits(tmp_path / "source"))

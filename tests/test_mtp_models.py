@@ -512,7 +512,7 @@ def test_random_weights_depend_on_their_name_only(tmp_path: Path) -> None:
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Tiny:
-    """Return a checkpoint with two modules in DeepSeek-V3's naming, for a test to damage."""
+    """Return a checkpoint with two modules with DeepSeek-V3's names, for a test to damage."""
     return make_mtp_checkpoint(tmp_path, "deepseek_v3", 2)
 
 

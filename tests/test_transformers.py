@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""specops' attention in transformers gives the tokens of transformers' own, and exact rows."""
+"""Attention by specops in transformers: equal tokens, and rows that do not depend on others."""
 
 import re
 from collections.abc import Iterator

@@ -79,7 +79,7 @@ def step(steps: int) -> Answer:
 def generate(
     prompts: list[list[int]], max_tokens: int, lookup: int, temperature: float = 0.0
 ) -> Answer:
-    """Return the tokens after each prompt, past end-of-text; `lookup`: draft by prompt lookup."""
+    """Return tokens after each prompt, ignoring end-of-text; `lookup`: draft by prompt lookup."""
     _new_context(max(map(len, prompts)) + max_tokens + lookup + 1, 1)
     done = []
     for seed, prompt in enumerate(prompts):

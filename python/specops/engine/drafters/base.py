@@ -245,9 +245,9 @@ class Drafter:
         """Handle a request that ended or stopped speculating. It may never have started here."""
 
     def plan(self, parts: Sequence[Part], shape: StepShape) -> Hashable | None:
-        """Return a key of its work after a step: everything that its arrays and launches depend on.
+        """Return a key of the work after a step: everything that the arrays and launches depend on.
 
-        The engine calls `plan`, `new_step` and `fill` again if it makes the step anew without a
+        The engine calls `plan`, `new_step` and `fill` again if it repeats the step without a
         drafter that failed.
 
         Args:

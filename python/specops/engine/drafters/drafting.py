@@ -118,7 +118,7 @@ class Drafting:
             if one.drawn_from is not None
         }
         self.draft_probs = DraftProbTable(drawing, slots, context.device.device)
-        self._most_drawn = 0  # most drafts of any request whose drafter samples
+        self._most_drawn = 0  # maximum drafts of a request whose drafter samples
         self._check_lengths(context.config.speculative_config)
         self._check_room(context.config.speculative_config)
 
@@ -171,7 +171,7 @@ class Drafting:
 
     @property
     def width(self) -> int:
-        """Number of columns of the proposals: the most drafts of any request so far."""
+        """Number of columns of the proposals: the maximum number of drafts of a request so far."""
         return int(self.proposals.token_ids.shape[1])
 
     @property

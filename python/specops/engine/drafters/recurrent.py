@@ -130,7 +130,7 @@ class RecurrentDrafter(Drafter):
         self.temperatures: NDArray[np.float32] = np.zeros(slots, dtype=np.float32)
         self.own_numbers: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
         self.has_anchors: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
-        self.num_steps = 0  # most drafts that any request needs
+        self.num_steps = 0  # maximum number of drafts that a request needs
         head.reserve(self.max_rows)
         self.arrays = DraftArrays(head, slots, self.max_rows, device)
         where, width = device.device, head.hidden_size
