@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`append_attention` on a GPU against the run's read bandwidth, and the cost of exactness.
 
-8 KV heads of 128, several batches and lengths, groups of 4 and 8 query heads, 1 to 8 rows, pages
-shuffled.
+There are 8 KV heads of 128, and 4 or 8 query heads per KV head. Batches and lengths vary, requests
+have 1 to 8 rows, and pages are shuffled.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sample` and `verify` on a GPU: 256 requests with 4 drafts each over 128,256 tokens, and one.
+"""`sample` and `verify` on a GPU: 256 requests, or one, with 4 drafts each over 128,256 tokens.
 
 Logits are random with a trained model's spread, or recorded from the bundled model. The peers are
 FlashInfer's pipelines. Outputs and workspaces are allocated before the calls.

@@ -6,8 +6,8 @@ numbers. If the lowest and highest corners of a box have the same outcome, the b
 the distribution, since every decision compares one uniform with bounds in one direction. Any other
 box is split where the outcome changes, to the last bit. No knowledge of a strategy is used.
 
-Plays run many at once, as requests of one batch. The outcome of a play must not depend on the
-others: that is checked as well, since the distribution could not be integrated otherwise.
+Many plays run at once, as requests of one batch. The outcome of a play must not depend on the other
+plays, or the distribution could not be integrated: that is checked as well.
 """
 
 import importlib.util

@@ -70,7 +70,7 @@ GLM: tuple[str, dict[str, Any]] = (
 
 @dataclass
 class Tiny:
-    """A checkpoint on disk, and what is needed to compute it slowly."""
+    """A checkpoint on disk, and its contents for the slow reference."""
 
     directory: Path
     naming: str

@@ -300,8 +300,8 @@ def edges(ops: Any) -> None:
 def equal_distributions(ops: Any) -> None:
     """Check that drafts from the target's own distribution are accepted for any uniform.
 
-    The largest uniform leaves room for rounding: block verification multiplies ratios of several
-    rows.
+    The largest tested uniform is a little below 1, to allow for rounding: block verification
+    multiplies ratios of several rows.
     """
     torch.manual_seed(3)
     n, k, vocab = 64, 3, 50

@@ -350,7 +350,7 @@ def with_probs(arguments: dict[str, Any], probs: Tensor) -> None:
 
 
 class Stale:
-    """The draft_probs of the previous call."""
+    """Fault: `verify` gets the draft_probs of its previous call."""
 
     def __init__(self) -> None:
         self.last: Tensor | None = None

@@ -253,7 +253,7 @@ def test_denormals_are_zeros(linear: Linear) -> None:
 def test_quantized_weights_have_the_bits_of_other_instruction_sets(
     linear: Linear, dtype: torch.dtype, case: Case
 ) -> None:
-    """Covers more rows than vectors multiply, whole and partial tiles, and several threads."""
+    """Cover more rows than vectors multiply, whole and partial tiles, and several threads."""
     for rows, num_inputs, num_outputs in [
         (9, 7, 17),
         (16, 129, 64),
@@ -291,7 +291,7 @@ def test_extreme_quantized_values_and_rows(linear: Linear, activations: str) -> 
 
 
 def test_compiled_kernels_have_the_tile_instructions() -> None:
-    """Compiles the same files without the software instructions."""
+    """Compile the same files without the software instructions."""
     compiler, objdump = shutil.which(os.environ.get("CXX", "c++")), shutil.which("objdump")
     if compiler is None or objdump is None or os.uname().machine != "x86_64":
         pytest.skip("needs a compiler for x86-64, and objdump")

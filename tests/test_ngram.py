@@ -81,7 +81,7 @@ def propose(
 
 
 def poisoned_index(batch: int, entries: int, device: str, **options: Any) -> NgramIndex:
-    """Return an index over a poisoned table that indexes everything it has entries for."""
+    """Return an index with a poisoned table and no limits other than its number of entries."""
     table = torch.full((batch, entries), POISON, dtype=torch.int32, device=device)
     state = torch.zeros(batch, 2, dtype=torch.int32, device=device)
     return NgramIndex(table, state, **{"scan_tokens": 0, "index_tokens": 1 << 20, **options})

@@ -242,7 +242,8 @@ class SuffixCache:
                 been written or appended then.
 
         Note:
-            Idle rows get no drafts. Uses the threads of the CPU ops; their number changes no draft.
+            Idle rows get no drafts. The call uses the threads of the CPU ops; their number changes
+            no draft.
         """
         num_draft_tokens = self._cache.step(
             requests,

@@ -104,7 +104,7 @@ def _check_values(value: Mapping[str, Any], where: str) -> None:
 
 
 def check_triggers(triggers: Any, begins: Sequence[str], where: str, ends: Sequence[str]) -> None:
-    """Check that no trigger contains another or an end, and that each begins some tag."""
+    """Check that no trigger contains another trigger or an end text, and that each begins a tag."""
     check_texts(triggers, f"{where}triggers")
     for one in triggers:
         if sum(one in other for other in triggers) > 1:

@@ -39,7 +39,8 @@ class FairSlots:
         """Return waiting requests in scheduling order: owners with the fewest requests first.
 
         If several requests differ only in their innermost owner, the result has only the first one
-        whose innermost owner has the fewest. So it has the next call of each client.
+        whose innermost owner has the fewest running requests. So it has the next call of each
+        client.
         """
         best: dict[tuple[str, ...], tuple[int, Request]] = {}
         last = None
@@ -64,7 +65,8 @@ class FairSlots:
 
         The decision is made on the outermost level on which some owner has more requests than the
         new request's owner, and would still have at least as many with one less. Otherwise the two
-        would preempt each other forever. The result is the last request of the owner with the most.
+        would preempt each other forever. The result is the last request of the owner with the most
+        running requests.
         """
         among = self._running
         for level, own in enumerate(_paths(newcomer)):
