@@ -6,8 +6,7 @@ Python's standard library, whose files must be those of tools/train/manifest.jso
 
 * An edit is a module's first lines, then the same lines again with two or three identifiers
   renamed, cut in the middle: what a model sees while it rewrites a file.
-* A completion is the text up to and including the first line of a function in the middle of a
-  module.
+* A completion is the text before and including a function's first line in the middle of a module.
 """
 
 import hashlib
