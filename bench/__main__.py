@@ -207,7 +207,7 @@ def main_cuda(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
 
 
 def _keeper(family: str, path: Path) -> "Callable[[CudaBench], None]":
-    """Return a callback that saves a family's figures after each new one, in case of a kill."""
+    """Return a callback that saves a family's figures after each new one."""
     from bench import common, cuda
 
     begun = time.monotonic()

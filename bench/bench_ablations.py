@@ -98,7 +98,7 @@ def _verify(bench: CudaBench) -> None:
 
 
 def _verify_phases(bench: CudaBench, calls: Sequence[Call], batch: int) -> None:
-    """Add the fractions of block time that `verify` scans, chooses and walks in a cold call."""
+    """Add the fractions of block time that scanning, choosing and walking take in a cold call."""
     words = 3 + len(sampling.VERIFY_PHASES)
     blocks = max(batch * VERIFY_ROWS, MOST_BLOCKS)
     stamps = torch.zeros(blocks, words, dtype=torch.int64, device=bench.device)

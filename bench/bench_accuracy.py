@@ -33,7 +33,7 @@ GEMMA = Path.home() / ".cache" / "specops" / "gemma" / "gemma-3-270m-q4_k_m.gguf
 
 @dataclass(frozen=True)
 class Rounding:
-    """Quantization of a model: of its layers' projections, its activations and its head.
+    """Quantization of a model's projections, activations and LM head.
 
     Attributes:
         name: name in the figures.
@@ -66,7 +66,7 @@ ROUNDINGS = (
 
 
 class _Rounded(Checkpoint):
-    """Checkpoint that quantizes the weights of another one as a Rounding says."""
+    """Checkpoint that quantizes the weights of another checkpoint as a `Rounding` specifies."""
 
     def __init__(self, directory: Path, rounding: Rounding, dtype: torch.dtype) -> None:
         settings = WeightSettings(
@@ -100,7 +100,7 @@ class _Rounded(Checkpoint):
 
 
 def _fp8(weight: Tensor) -> QuantizedWeight:
-    """Quantize with a scale per block of 128 x 128; its maximum maps to fp8's maximum."""
+    """Quantize with a scale per block of 128 x 128; the block's maximum maps to fp8's maximum."""
     below, right = (-size % FP8_BLOCK for size in weight.shape)
     padded = torch.nn.functional.pad(weight.float(), (0, right, 0, below))
     tiles = padded.unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))

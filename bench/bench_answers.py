@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Suffix drafts from earlier answers to the same prompt: tokens per step (no timing).
 
-Measured are groups of samples of one prompt, as in reinforcement learning: all samples of a group
-at once, or one per prompt at a time; and retries, whose answer repeats.
+The bench measures groups of samples of one prompt, as in reinforcement learning, and retries, whose
+answer repeats. The samples of a group run all at once, or one per prompt at a time.
 """
 
 from collections.abc import Sequence

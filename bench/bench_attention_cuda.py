@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`append_attention` on a GPU against the run's read bandwidth, and the cost of exactness.
 
-8 KV heads of 128, several batches and lengths, groups of 4 and 8 query heads, 1 to 8 rows, pages
-shuffled.
+There are 8 KV heads of 128, and 4 or 8 query heads per KV head. Batches and lengths vary, requests
+have 1 to 8 rows, and pages are shuffled.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,10 @@ GROUPS = (4, 8)
 
 
 def run_attention_cuda(bench: CudaBench) -> None:
-    """Measure fractions of the read bandwidth by load, group and number of rows.
+    """Measure which fraction of the read bandwidth each load reaches.
 
-    Also measure the time of 8 rows divided by that of 1 row.
+    Loads run with several numbers of query heads per KV head (`group`) and of rows. The time of 8
+    rows divided by that of 1 row is also measured.
     """
     for load in loads(bench).values():
         for page_size in (16, 64) if load.name == "b32.4k" else (16,):

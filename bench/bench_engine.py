@@ -137,7 +137,7 @@ def run_suffix(bench: Bench) -> None:
 def _suffix(
     bench: Bench, engine: Engine, kind: str, prompts: list[list[int]], temperature: float
 ) -> None:
-    """Add tokens per second after the first token over all prompts, plain and with drafts."""
+    """Add the decoding speed after the first token, over all prompts, plain and with drafts."""
     cache = engine.drafters["suffix"].cache
     params = [
         SamplingParams(max_tokens=MAX_TOKENS, temperature=temperature, seed=i, ignore_eos=True)
@@ -398,7 +398,7 @@ def _speculation(
     prompts: list[list[int]],
     temperature: float,
 ) -> None:
-    """Add tokens per second after the first token, over all prompts, plain and with drafts."""
+    """Add the decoding speed after the first token, over all prompts, plain and with drafts."""
     runs: dict[str, list[Decoding]] = {"plain": [], "ngram": []}
     llama_seconds, reads = 0.0, []
     for index, prompt in enumerate(prompts):

@@ -2,8 +2,8 @@
 """Gemma 3 270M against llama.cpp on the same GGUF file: speed, and texts that speculation changes.
 
 `make gemma` fetches the file. Texts are of four kinds: edits and completions of Python, openings of
-prose, and questions; 25 each. specops selects its drafts, as it does by default on such a model;
-llama.cpp verifies up to four drafts of prompt lookup per step.
+prose, and questions; 25 each. specops selects how many drafts it verifies, as it does by default on
+such a model; llama.cpp verifies up to four drafts of prompt lookup per step.
 """
 
 import json

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Latent attention (MLA) over a paged cache in bf16, against torch's attention on the same rows.
 
-Tokens have 576 elements; decoding and verification with 16 heads (DeepSeek-V2-Lite, or an eighth of
-V3) and with 128. torch gets each head's keys and values, expanded in advance as the models define:
-640 flops per row, head and token, and 320 elements to read per head. Its fast kernel requires
-values as wide as keys, so values are padded, as is usual. Our absorbed form takes 2,176 flops and
-reads 576 elements for all heads together, so arithmetic limits it.
+Tokens have 576 elements. Decoding and verification run with 16 heads (DeepSeek-V2-Lite, or an
+eighth of V3) and with 128. torch gets each head's keys and values, expanded in advance as the
+models define: 640 flops per row, head and token, and 320 elements to read per head. Its fast kernel
+requires values as wide as keys, so values are padded, as is usual. Our absorbed form takes 2,176
+flops and reads 576 elements for all heads together, so arithmetic limits it.
 """
 
 from collections.abc import Callable

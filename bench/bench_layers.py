@@ -2,9 +2,9 @@
 """A model's layers in one CUDA graph: gaps between kernels, and the gain of overlapping them.
 
 The graph is one forward pass, from the embedding to the last norm, with random weights. Each case
-runs
-twice: with kernels that start while the previous one ends (`specops.runtime.set_kernel_overlap`),
-and with kernels that do not. A graph keeps the setting that was active when it was captured.
+runs twice: with kernels that start while the previous one ends
+(`specops.runtime.set_kernel_overlap`), and with kernels that do not. A graph keeps the setting that
+was active when it was captured.
 """
 
 from typing import Any

@@ -19,7 +19,7 @@ DRAFTS = 4
 
 
 def run_lossless(bench: Bench) -> None:
-    """Count the prompts whose 128 tokens differ; ours must be none."""
+    """Count the prompts whose 128 tokens differ; specops must change none."""
     engine = Engine(
         EngineConfig(
             device="cpu",

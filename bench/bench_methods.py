@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All methods on the bundled model: speed-up over plain decoding; MTP acceptance.
 
-The mixture of experts made from it is measured in the same way, at fewer sizes.
+A mixture of experts made from the bundled model is measured in the same way, at fewer sizes.
 
 Each case has its own engine, like a server with that configuration. Engines get the same requests
 in turn. Each engine also decodes plainly, since equal engines may differ by some percent because of
@@ -297,7 +297,7 @@ def _follow(engine: Engine, texts: Sequence[Sequence[int]], stride: int, first: 
 
 
 def _verify_once(engine: Engine, text: Sequence[int], ends: list[int]) -> Iterator[int]:
-    """Yield for each of `ends` how many drafts after the text up to that token + 1 are accepted."""
+    """Yield, for each end, how many drafts after text[: end + 2] are accepted."""
     waiting = {}
     for end in ends:
         forced = text[end + 1]

@@ -61,7 +61,7 @@ FORMS = (
 
 
 def run_quantized(bench: Bench) -> None:
-    """Measure the fraction of the read bandwidth, the time of five rows over one, and torch."""
+    """Measure the bandwidth of a layer, the time ratio of five rows to one, and torch's kernels."""
     for form in FORMS:
         _layer(bench, form)
     if "avx2" in specops.supported_isas():

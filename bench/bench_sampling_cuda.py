@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sample` and `verify` on a GPU: 256 requests with 4 drafts each over 128,256 tokens, and one.
+"""`sample` and `verify` on a GPU: 256 requests, or one, with 4 drafts each over 128,256 tokens.
 
 Logits are random with a trained model's spread, or recorded from the bundled model. The peers are
 FlashInfer's pipelines. Outputs and workspaces are allocated before the calls.
@@ -41,7 +41,7 @@ DTYPES = ((torch.bfloat16, "bf16"), (torch.float32, "fp32"))
 
 
 def random_logits(bench: CudaBench, rows: int, dtype: torch.dtype) -> list[Tensor]:
-    """Return so many buffers of [rows, vocab] that each is cold whenever it is used."""
+    """Return enough buffers of [rows, vocab] that each is cold at every use."""
     vocab = bench.pick(VOCAB, 512)
     copies = bench.copies(rows * vocab * dtype.itemsize)
     return [bench.randn(rows, vocab, dtype=dtype, scale=SCALE) for _ in range(copies)]

@@ -233,7 +233,7 @@ class PeerError(Exception):
 
 
 class Peer:
-    """A peer in its own process, which answers each line with a JSON request by a line of JSON."""
+    """A peer in its own process: it reads a JSON request per line, and answers it with one line."""
 
     def __init__(self, name: str, num_threads: int, own: bool = False) -> None:
         self.name, self.own = name, own

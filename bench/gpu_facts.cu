@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a GPU takes for things that no kernel of ours can avoid: the gap between two kernels, an
-// atomic behind a fence, a read of memory that nobody holds; what its caches and tensor cores give;
-// and whether its two ways to multiply round alike. Compiled at first use into bench/work/
-// and called through ctypes; no part of the product. Each probe writes what proves that it did what
-// is timed; bench_gpu_facts.py keeps no figure without that.
+// Probes of a GPU: the costs that no kernel can avoid (the gap between two kernels, an atomic after
+// a fence, a read that misses all caches), the rates of caches and tensor cores, and whether wgmma
+// and mma.sync round alike. Compiled at first use into bench/work/ and called through ctypes; not
+// part of the package. Each probe writes a value that only the timed work produces; without the
+// right value, bench_gpu_facts.py reports no figure.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace {
 
 __global__ void empty_kernel() {}
 
-// Lets the next kernel begin at once, and waits for the one before: nothing of either is left.
+// Lets the next kernel start at once, then waits for the previous kernel, and does nothing else.
 __global__ void dependent_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -20,10 +20,10 @@ __global__ void dependent_kernel() {
 #endif
 }
 
-// How a block may tell others that it has arrived: what stands in the kernels, and what could.
+// Ways in which a block can announce its arrival. Kernels use kAcqRelAtomic.
 enum Arrival { kFenceAtomic, kAcqRelFence, kAcqRelAtomic, kAtomicAlone };
 
-// Cycles of one round trip of an arrival, each round waiting for the one before.
+// Measures the cycles of `rounds` arrivals, each of which waits for the previous one.
 template <Arrival kArrival>
 __global__ void arrival_kernel(int* counter, int64_t* cycles, int rounds) {
   int seen = 0;
@@ -44,8 +44,8 @@ __global__ void arrival_kernel(int* counter, int64_t* cycles, int rounds) {
   *cycles = clock64() - begin + (seen == -1 ? 1 : 0);
 }
 
-// passed: cycles of loads each of which depends on the one before, and where the last one leads.
-// The chain lies in memory far apart.
+// Times loads, each of which depends on the previous one. passed: the cycles, and the last loaded
+// index. The elements of the chain are far apart in memory.
 __global__ void chase_kernel(const int64_t* chain, int64_t* passed, int rounds) {
   int64_t at = 0;
   int64_t begin = clock64();
@@ -54,7 +54,8 @@ __global__ void chase_kernel(const int64_t* chain, int64_t* passed, int rounds) 
   passed[1] = at;
 }
 
-// Cycles and nanoseconds that pass on one SM meanwhile: its clock under whatever else runs.
+// Counts the cycles of one SM during `nanoseconds`, while other kernels run; this gives the clock
+// frequency under their load.
 __global__ void clock_kernel(int64_t* passed, int64_t nanoseconds) {
   uint64_t begin_ns, now_ns;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin_ns));
@@ -66,12 +67,12 @@ __global__ void clock_kernel(int64_t* passed, int64_t nanoseconds) {
   passed[1] = static_cast<int64_t>(now_ns - begin_ns);
 }
 
-// Reads `vectors` of 16 bytes again and again; each time a block has another block's part of them, and
-// no SM finds it in a cache of its own. They are a multiple of 8 for each thread. sums: of all words
-// that a thread has read.
+// Reads `vectors` vectors of 16 bytes in every round. In each round, a block reads the part that
+// another block read before, so that no SM finds it in its L1 cache. The number of vectors per
+// thread is a multiple of 8. sums: per thread, the sum of all words that it has read.
 __global__ void __launch_bounds__(256)
     read_cached_kernel(const uint4* data, int64_t vectors, int rounds, uint32_t* sums) {
-  constexpr int kAhead = 8;  // loads under way of a thread
+  constexpr int kAhead = 8;  // loads in flight per thread
   uint32_t sum = 0;
   int64_t stride = int64_t{gridDim.x} * blockDim.x;
   for (int round = 0; round < rounds; ++round) {
@@ -101,8 +102,9 @@ __device__ __forceinline__ uint32_t hashed(uint64_t x) {
   return static_cast<uint32_t>(x >> 32);
 }
 
-// The upper half of a float: a quarter of them zero, exponents near each other or, in half of the
-// tiles, up to 2^40 apart; never too large for a sum of products. exact: -1, 0 or 1.
+// Returns a random bf16, the upper half of a float. A quarter of the numbers are zero. Exponents
+// are near each other or, in half of the tiles, up to 2^40 apart. Sums of products stay finite.
+// exact: the number is -1, 0 or 1.
 __device__ __forceinline__ uint32_t random_bf16(uint64_t tile, uint32_t number, bool exact) {
   uint32_t bits = hashed(tile * 8192 + number);
   if (exact) return bits & 1u ? (bits & 4u) << 13 | 127u << 7 : 0u;
@@ -112,8 +114,9 @@ __device__ __forceinline__ uint32_t random_bf16(uint64_t tile, uint32_t number, 
   return (bits & 0x4u) << 13 | exponent << 7 | ((bits >> 3) & 0x7fu);
 }
 
-// As many mma.sync of bf16 as a warp can issue: eight chains side by side, 4,096 flops each step.
-// On small integers, so that the sums of all chains, which each thread writes, are exact.
+// Issues mma.sync of bf16 at the peak rate: eight independent chains per warp, 4,096 flops per
+// instruction. The operands are small integers, so that the sums of all chains, which each thread
+// writes, are exact.
 __global__ void __launch_bounds__(256) mma_peak_kernel(float* sums, int rounds) {
   constexpr int kChains = 8;
   float d[kChains][4] = {};
@@ -133,15 +136,15 @@ __global__ void __launch_bounds__(256) mma_peak_kernel(float* sums, int rounds) 
   sums[blockIdx.x * blockDim.x + threadIdx.x] = sum;
 }
 
-// What the two are given to multiply. Of small integers every sum is exact: a difference is then a
-// mistake of the probe. kUnlike adds 1 to what wgmma begins with: a comparison that finds all tiles
-// equal then compares nothing.
+// Operands of wgmma_kernel. Sums of small integers (kExact) are exact, so a difference is a mistake
+// of the probe. kUnlike adds 1 to the initial sums of wgmma; if no tile differs then, the
+// comparison does not work.
 enum Numbers { kRandom, kExact, kUnlike };
 
-// wgmma.m64nNk16 beside mma.sync.m16n8k16 on the same numbers, N being 8 or 64: counts the tiles of
-// 16 x 8 that were computed, those in which a bit differs, and those that a product has changed. One
-// warpgroup a block. A stays in registers, where both have it alike; B lies in shared memory by cores
-// of 8 x 16 bytes, unswizzled.
+// Runs wgmma.m64nNk16 (N is 8 or 64) and mma.sync.m16n8k16 on the same numbers. Counts the tiles of
+// 16 x 8 that were computed, those in which a bit differs, and those that a product has changed. A
+// block is one warpgroup. A is in registers, in the same layout for both; B is in shared memory, in
+// cores of 8 x 16 bytes without swizzling.
 template <int kN>
 __global__ void __launch_bounds__(128)
     wgmma_kernel(unsigned long long* counts, int tiles, Numbers numbers) {
@@ -174,7 +177,8 @@ __global__ void __launch_bounds__(128)
       const uint32_t* core = shared_b + (n * 8 + lane / 4) * 4 + lane % 4;
       mma_bf16(by_warp[n], a, {core[0], core[kN * 4]});
     }
-    // 16 bytes are a unit of the descriptor: from core to core along inputs, and along outputs.
+    // The descriptor counts in units of 16 bytes: the distance between cores along the inputs, and
+    // along the outputs.
     uint64_t address = static_cast<uint64_t>(__cvta_generic_to_shared(shared_b)) >> 4;
     uint64_t descriptor = (address & 0x3fff) | uint64_t{kN} << 16 | uint64_t{8} << 32;
     asm volatile("fence.proxy.async;" ::: "memory");
@@ -228,7 +232,7 @@ __global__ void __launch_bounds__(128)
 
 }  // namespace
 
-// Each starts one kernel on the stream and returns CUDA's error code.
+// Each of the following functions starts one kernel on the stream and returns CUDA's error code.
 extern "C" int start_empty(void* stream) {
   empty_kernel<<<1, 32, 0, static_cast<cudaStream_t>(stream)>>>();
   return static_cast<int>(cudaGetLastError());
@@ -247,7 +251,7 @@ extern "C" int start_dependent(void* stream) {
   return static_cast<int>(cudaLaunchKernelEx(&config, dependent_kernel));
 }
 
-// which: of Arrival.
+// which: a value of Arrival.
 extern "C" int start_arrival(void* counter, void* cycles, int rounds, int which, void* stream) {
   auto* kernel = which == kFenceAtomic    ? arrival_kernel<kFenceAtomic>
                  : which == kAcqRelFence  ? arrival_kernel<kAcqRelFence>
@@ -271,8 +275,8 @@ extern "C" int start_mma_peak(int rounds, int blocks, void* sums, void* stream) 
   return static_cast<int>(cudaGetLastError());
 }
 
-// counts: three int64, of tiles, of those that differ, of those that a product changed; they stay as
-// they are where there is no wgmma. outputs: 8 or 64. numbers: of Numbers.
+// counts: three int64: the tiles, those that differ, and those that a product changed; unchanged if
+// the GPU has no wgmma. outputs: 8 or 64. numbers: a value of Numbers.
 extern "C" int start_wgmma(
     void* counts, int outputs, int tiles, int numbers, int blocks, void* stream) {
   auto* kernel = outputs == 8 ? wgmma_kernel<8> : wgmma_kernel<64>;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a core can do at most: how many of the instructions that the kernels' inner loops are made of
-// it issues in a second, and how long a read from memory takes that nothing could foresee.
-// Compiled at first use into bench/work/ and called through ctypes; no part of the product.
+// Limits of a core: the issue rates of the instructions in the kernels' inner loops, and the
+// latency of a read from memory that no prefetcher can predict. Compiled at first use into
+// bench/work/ and called through ctypes; not part of the package.
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
@@ -23,20 +23,20 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// So many independent chains hide the latency of any of them.
+// Enough independent chains to hide the latency of each.
 constexpr int kChains = 12;
 constexpr int64_t kRounds = 4096;
 
-// Without this the compiler could join steps, or leave chains out.
+// Keeps the compiler from merging steps or removing chains.
 template <typename Vector>
 inline void keep(Vector& chain) {
   asm volatile("" : "+x"(chain));
 }
 
-// Runs `step` on each chain in turn for `seconds`; returns steps a second.
+// Runs `step` on each chain in turn for `seconds`; returns the steps per second.
 template <typename Vector, typename Step>
 double steps_per_second(double seconds, Vector first, Step step, volatile float* sink) {
-  // Variables of their own stay in registers; an array may not.
+  // Separate variables stay in registers; an array might not.
   Vector a = first, b = first, c = first, d = first, e = first, f = first;
   Vector g = first, h = first, i = first, j = first, k = first, l = first;
   const auto advance = [&step](auto&... chain) {
@@ -58,7 +58,7 @@ double steps_per_second(double seconds, Vector first, Step step, volatile float*
   return static_cast<double>(rounds * kChains) / elapsed;
 }
 
-// Steps a second of one thread; negative: this CPU has no such instruction.
+// Returns the steps per second of one thread; negative if this CPU lacks the instruction.
 double rate(const char* what, double seconds, volatile float* sink) {
   const auto is = [what](const char* name) { return std::strcmp(what, name) == 0; };
 #if defined(__AVX512F__)
@@ -68,7 +68,8 @@ double rate(const char* what, double seconds, volatile float* sink) {
         seconds, a, [&](__m512& x) { x = _mm512_fmadd_ps(x, a, b); }, sink);
   }
   if (is("widen512")) {
-    // Sixteen bf16 as floats: what a step of the kernels without dot products of pairs begins with.
+    // Widens sixteen bf16 to floats, as in each step of the kernels that have no dot products of
+    // pairs.
     return steps_per_second(
         seconds,
         _mm512_set1_epi32(3),
@@ -106,7 +107,8 @@ double rate(const char* what, double seconds, volatile float* sink) {
 
 }  // namespace
 
-// The sum over `num_threads` threads at once; negative: this CPU has no such instruction.
+// Returns the sum of rate() over `num_threads` concurrent threads; negative if this CPU lacks the
+// instruction.
 extern "C" double issue_rate(const char* what, double seconds, int num_threads) {
   double rates[64] = {};
   float sinks[64] = {};
@@ -118,7 +120,8 @@ extern "C" double issue_rate(const char* what, double seconds, int num_threads) 
   return std::accumulate(rates, rates + num_threads, 0.0);
 }
 
-// Nanoseconds of a read whose address the read before it gives, over `bytes` of memory.
+// Returns the nanoseconds of a read whose address is the result of the previous read, in `bytes` of
+// memory.
 extern "C" double latency_ns(int64_t bytes, int64_t reads) {
   struct alignas(64) Line {
     uint64_t next;

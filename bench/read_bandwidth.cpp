@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The read line of every figure: how fast this machine reads memory right now, with N threads.
-// Compiled at first use into bench/work/ and called through ctypes; no part of the product.
+// The read bandwidth of every figure: how fast this machine reads memory at the moment, with N
+// threads. Compiled at first use into bench/work/ and called through ctypes; not part of the
+// package.
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -8,11 +9,11 @@
 
 namespace {
 
-// A cache line; the compiler makes of it what the machine has.
+// A cache line; the compiler divides it into the vectors that the CPU has.
 using Line __attribute__((vector_size(64))) = uint64_t;
 
-// Four streams a quarter apart: one alone leaves a fifth to a third of the bandwidth of such
-// machines unused, since it is bound by the loads and prefetches in flight.
+// Sums the lines in four streams, one per quarter of the memory. A single stream is limited by its
+// loads and prefetches in flight and leaves a fifth to a third of the bandwidth unused.
 uint64_t sum_lines(const Line* lines, int64_t count) {
   Line sums[8] = {};
   const int64_t quarter = count / 4;
@@ -32,11 +33,11 @@ uint64_t sum_lines(const Line* lines, int64_t count) {
 
 }  // namespace
 
-// Reads `bytes` from `data` once and returns GB/s (10^9). Threads claim the next MiB from a counter,
-// as kernels do, so that a thread held up elsewhere does not hold up the line.
+// Reads `bytes` from `data` once and returns GB/s (10^9). Threads claim the next MiB from a
+// counter, as kernels do, so that a delayed thread does not delay the measurement.
 extern "C" double read_gb_s(const void* data, int64_t bytes, int num_threads, uint64_t* sink) {
   constexpr int64_t kLines = (1 << 20) / sizeof(Line);
-  // The caller's memory may begin anywhere; lines do not.
+  // Lines must be aligned; the caller's memory may begin anywhere.
   const auto address = (reinterpret_cast<uintptr_t>(data) + 63) / 64 * 64;
   const auto* lines = reinterpret_cast<const Line*>(address);
   const int64_t chunks = (bytes - 64) >> 20;

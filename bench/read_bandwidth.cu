@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The read bandwidth of the GPU's figures: how fast it reads its memory right now. Compiled at first
-// use into bench/work/ and called through ctypes; no part of the product.
+// The read bandwidth of the GPU figures: how fast the GPU reads its memory at the moment. Compiled
+// at first use into bench/work/ and called through ctypes; not part of the package.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kLoads = 8;  // independent 16-byte loads of a thread in flight
+constexpr int kLoads = 8;  // independent 16-byte loads in flight per thread
 
 __device__ uint4 load(const uint4* address) {
   uint4 v;
@@ -18,7 +18,8 @@ __device__ uint4 load(const uint4* address) {
   return v;
 }
 
-// A block reads one piece of kThreads * kLoads vectors; the sink is written on no known input.
+// Reads one piece of kThreads * kLoads vectors per block. The sink is practically never written; it
+// keeps the compiler from removing the loads.
 __global__ void __launch_bounds__(kThreads) read_kernel(const uint4* data, unsigned* sink) {
   const uint4* piece = data + int64_t{blockIdx.x} * kThreads * kLoads + threadIdx.x;
   uint4 values[kLoads];
@@ -32,7 +33,7 @@ __global__ void __launch_bounds__(kThreads) read_kernel(const uint4* data, unsig
 
 }  // namespace
 
-// Bytes that one block reads; what read_memory() is given is a multiple of it.
+// Returns the number of bytes that one block reads; read_memory() requires a multiple of it.
 extern "C" int64_t read_unit_bytes() { return int64_t{kThreads} * kLoads * sizeof(uint4); }
 
 // Starts one read of `bytes` on the stream; returns CUDA's error code.

@@ -2,9 +2,10 @@
 """Token streams for the suffix tree: Python's standard library, and near-copies of it.
 
 `code`: a BPE of 8,192 entries is trained on a third of the files; the files are cut into requests
-of 1,024 to 4,096 tokens, and 5 % of the files are held out. `edit` imitates an agent's loop: each
-document eight times, every revision with about one edit of 1 to 8 tokens in 64 against the previous
-one; the ninth revisions are held out, two of each document. Everything is seeded.
+of 1,024 to 4,096 tokens, and 5 % of the files are held out. `edit` imitates an agent's loop: it has
+eight revisions of each document, and each revision has about one edit of 1 to 8 tokens per 64
+tokens of the previous one. Two versions of the ninth revision of each document are held out.
+Everything is seeded.
 """
 
 import sys
@@ -114,7 +115,7 @@ def _revised(generator: np.random.Generator, document: Tokens, words: Tokens) ->
 
 
 def save(stem: Path, shown: Sequence[Tokens], held: Sequence[Tokens]) -> None:
-    """Write cached and held-out requests; write the file that `streams` looks for last."""
+    """Write cached and held-out requests; the file that `streams` checks for is written last."""
     for name, requests in ((stem.name, shown), (f"{stem.name}.held", held)):
         np.save(stem.parent / f"{name}.npy", np.concatenate(requests))
         ends = np.cumsum([len(request) for request in requests])

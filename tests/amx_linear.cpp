@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tile kernels of linear over a model of their instructions, as a library for
-// test_linear_amx.py.
+// The AMX kernels of linear with software tile instructions, as a library for test_linear_amx.py.
 #include <cstdlib>
 
 #include "common/parallel.h"
@@ -13,7 +12,7 @@ uint64_t next_product() {
   static uint64_t products = 0;
   return ++products;
 }
-void gemm_range(const GemmParams&, const GemmRange&) { std::abort(); }  // nor do few rows use tiles
+void gemm_range(const GemmParams&, const GemmRange&) { std::abort(); }  // few rows use no tiles
 }  // namespace specops::avx512_bf16
 
 extern "C" void set_threads(int count) { specops::set_num_threads(count); }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Model of the tile instructions, after Intel's description (SDM volume 2: LDTILECFG, TILELOADD,
-// TDPBF16PS, TDPBSSD, TDPBUSD). A product of bf16 tiles takes two chains of fused multiply-adds per
-// output, of even and of odd elements. It rounds to nearest even, takes denormal inputs for zero
-// and flushes denormal results. Products of 8-bit integers are added modulo 2^32. The model faults
-// where the CPU would. It covers neither payloads of NaNs nor results that only rounding makes
-// normal.
+// Software implementation of the tile instructions, after Intel's description (SDM volume 2:
+// LDTILECFG, TILELOADD, TDPBF16PS, TDPBSSD, TDPBUSD). A product of bf16 tiles takes two chains of
+// fused multiply-adds per output, of even and of odd elements. It rounds to nearest even, treats
+// denormal inputs as zeros and flushes denormal results. Products of 8-bit integers are added
+// modulo 2^32. It faults where the CPU would. The payloads of NaNs, and results that become normal
+// only by rounding, are not modeled.
 #pragma once
 
 #include <cmath>
@@ -88,7 +88,7 @@ inline void store_tile(void* p, int64_t stride) {
   }
 }
 
-// The shapes that a product may have.
+// Checks that the tiles of a product have shapes that fit.
 template <int kSums, int kA, int kB>
 inline void check_shapes() {
   static_assert(kSums != kA && kA != kB && kSums != kB);

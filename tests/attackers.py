@@ -298,7 +298,7 @@ async def leaving_streams(target: Target) -> None:
 
 
 async def ambiguous_grammars(target: Target) -> None:
-    """Use one connection at a time, with grammars under which a text has ever more parses."""
+    """Use one connection at a time, with grammars whose number of parses grows with the text."""
     body = {"prompt": "x x", "max_tokens": target.sizes.tokens}
     while target.goes_on:
         for rule in ("a a | a a a", "a a", "a a a a"):

@@ -121,7 +121,7 @@ HELD_CLOCK = """(() => {
 
 
 def advance(page: Page, milliseconds: float) -> None:
-    """Advance the held clock of a page."""
+    """Advance the frozen clock of a page."""
     page.evaluate(f"window.at += {milliseconds}")
 
 

@@ -188,7 +188,7 @@ class Attacks:
         return row
 
     def killed_too_often(self) -> Row:
-        """Kill the engine past the last permitted restart; the process must end with an error."""
+        """Kill the engine more often than it is restarted; the process must end with an error."""
         with self.single() as server:
             row = Row("engine: killed four times")
             for _ in range(4):

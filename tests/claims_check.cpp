@@ -87,7 +87,8 @@ void groups_are_what_they_are_said_to_be() {
   }
 }
 
-// Holds for threads of any speed and for any number of chunks.
+// Checks that every chunk is claimed exactly once, for threads of any speed and any number of
+// chunks.
 void every_chunk_once(uint32_t seed) {
   std::mt19937 random(seed);
   int num_threads = 1 + static_cast<int>(random() % 64);
@@ -113,7 +114,7 @@ void every_chunk_once(uint32_t seed) {
   }
 }
 
-// A caller that ends early waits for the chunks that others hold, and no longer.
+// Checks that a job ends exactly when the last claimed chunk is finished.
 void unfinished_while_a_chunk_is_held() {
   Game game(64, {32, 32});
   game.begin(64);
@@ -126,7 +127,7 @@ void unfinished_while_a_chunk_is_held() {
   require(game.claims.finished(), "finished when the holder asks for more");
 }
 
-// A thread that slept through a job and wakes in the next one can claim chunks of that one only.
+// Checks that a thread that sleeps through a job can claim only chunks of the next job.
 void late_threads() {
   Game game(64, {32, 32});
   game.begin(10);
@@ -145,8 +146,8 @@ void late_threads() {
   require(game.claims.finished(), "and finishes them");
 }
 
-// At equal speed, the threads of a node do the part of the node, the same in every job, and a
-// counter has no more writers than its group has threads.
+// Checks that, at equal speed, the threads of a node process the same chunks in every job, and that
+// only the threads of a group write its counter.
 void locality() {
   Game game(64, {32, 32});
   const int64_t num_chunks = 64 * 8;
@@ -169,7 +170,7 @@ void locality() {
     require(game.claims.finished(), "finished");
   }
   require(std::is_sorted(node_of.begin(), node_of.end()), "neighbors on one node");
-  // With the threads of one node stopped, the others do all chunks, their own half first.
+  // If the threads of one node are stopped, the others process all chunks, their own half first.
   game.begin(num_chunks);
   for (int64_t turn = 0; turn <= num_chunks; ++turn) {
     Player& player = game.players[static_cast<size_t>(32 + turn % 32)];

@@ -113,7 +113,7 @@ def surface_refusal(client: openai.OpenAI, name: str) -> openai.APIStatusError:
 
 
 def routes_text(client: openai.OpenAI) -> str:
-    """Return the document's section on routes, by calling all that are not served."""
+    """Return the document's section on routes, after calling every route that is not served."""
     others = [one for one in client_routes() if one not in SERVED]
     statuses = Counter(refusal_of(client, *one).status_code for one in others)
     assert set(statuses) == {404, 405}

@@ -117,7 +117,7 @@ class Method:
         }
 
     def of(self, clients: Clients, *, bare: bool = False, raw: bool = False) -> Callable[..., Any]:
-        """Return the method of a client of one of the servers."""
+        """Return the method, bound to a client of the `bare` server or of the complete one."""
         if self.package == "openai":
             return self._method(clients.bare if bare else clients.whole, raw)
         return self._method(clients.anthropic_bare if bare else clients.anthropic, raw)

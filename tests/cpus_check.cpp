@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Prints what cpus.h reads from a file system rooted at the argument: the quota in CPUs, then the
-// node of each CPU.
+// Prints the quota in CPUs, then the node of each CPU, as cpus.h reads them from the file system
+// whose root is the argument.
 #include <cstdio>
 
 #include "common/cpus.h"

@@ -33,7 +33,7 @@ class Lengths:
         return request.drafts.num_selected
 
     def decide_for(self, engine: Engine) -> Engine:
-        """Replace the engine's decisions from now on."""
+        """Make the engine use this control's numbers of drafts from now on."""
         select = engine._drafting.select
 
         def selecting(requests: Sequence[Request], max_rows: int) -> None:

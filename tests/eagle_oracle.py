@@ -170,7 +170,8 @@ def drafts(
         text: token ids.
         count: number of drafts.
         shift: offset of the layers' indices, to show that the right layers are read.
-        mistake: "token", "state" or "place": an error in P-EAGLE's masks, for the same reason.
+        mistake: "token", "state" or "place": a planted error in P-EAGLE's masks, to show that the
+            masks are compared.
     """
     with torch.no_grad():
         found = base(torch.tensor([list(text)]), output_hidden_states=True).hidden_states

@@ -348,7 +348,7 @@ def run_round(
         draw: source of the choices.
         name: name of the family, or "bundled".
         folder: directory of the small model's configuration.
-        found: counts.
+        found: counts of the round's events; updated.
         drafted, accepted: drafts by method, or kind of head, and num_model_steps.
         quantization: quantization of the model; None for a random one.
     """

@@ -6,8 +6,8 @@ numbers. If the lowest and highest corners of a box have the same outcome, the b
 the distribution, since every decision compares one uniform with bounds in one direction. Any other
 box is split where the outcome changes, to the last bit. No knowledge of a strategy is used.
 
-Plays run many at once, as requests of one batch. The outcome of a play must not depend on the
-others: that is checked as well, since the distribution could not be integrated otherwise.
+Many plays run at once, as requests of one batch. The outcome of a play must not depend on the other
+plays, or the distribution could not be integrated: that is checked as well.
 """
 
 import importlib.util
@@ -193,7 +193,7 @@ def _integrate(ops: Any, play: Callable[[Coins, int], Tensor], coins: Coins) -> 
 def _split_points(
     low: Tensor, high: Tensor, lowest: Tensor, outcomes: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return per box a coordinate that matters, and its last value with the lowest outcome.
+    """Return where to split each box: a coordinate, and its last value with the lowest outcome.
 
     The coordinate is the first that changes the outcome on the way to the highest corner.
     """
@@ -246,7 +246,7 @@ START = 5  # position of the first token of a game
 
 
 class World(NamedTuple):
-    """Tables by prefix: the empty one is 0, and prefix s followed by token x is s * V + 1 + x."""
+    """Tables by prefix: the empty prefix is row 0; prefix s and then token x is s * V + 1 + x."""
 
     target_logits: Tensor  # [prefixes, V]
     draft_logits: Tensor  # [prefixes, V]
@@ -300,7 +300,7 @@ PROMPT = [0, 1, 1, 0, 0]  # its length is START
 
 
 def every_processor(vocab: int, length: int) -> Callable[[Tensor, Tensor], Any]:
-    """Return all processors at once; the tables have a slot per prefix, known to plain decoding."""
+    """Return all processors at once; the tables have a slot for each prefix."""
     size = num_prefixes(vocab, length)
     known = [PROMPT + tokens_of(s, vocab) for s in range(size)]
     distinct = [sorted(set(tokens)) for tokens in known]
@@ -438,8 +438,8 @@ def draft_form(game: Game, probs: Tensor, prefixes: Tensor) -> dict[str, Any]:
     """Return the draft arguments of verify; the sparse form is unordered, with a hole at the end.
 
     The `rows` form reverses the requests and adds an unused row. It has no distribution for the
-    last of several drafts, and none at all for prefixes with an odd number: a draft may always be
-    treated as certain, regardless of its source.
+    last of several drafts, and no distributions for odd-numbered prefixes. A draft without a
+    distribution counts as certain, which is allowed for any draft.
     """
     if game.draft_form == "one_hot":
         return {}

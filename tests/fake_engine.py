@@ -303,7 +303,7 @@ class FakeEngine:
         return self.holds_at is None or len(request.token_ids) < self.holds_at
 
     def _next_token(self, request: _Request, ahead: int) -> int:
-        """Return the token after `ahead` more; choices differ in where in the prompt they begin."""
+        """Return the token after the next `ahead` ones; choices begin at different places."""
         place = len(request.token_ids) + ahead
         token = request.prompt[(place + request.index) % len(request.prompt)]
         return token + 1 if place == self.flaw and request.k else token

@@ -2,8 +2,9 @@
 """A fake GPU in CPU memory: mistakes that only a GPU would expose fail here.
 
 Host and device buffers are separate, and what a step does not copy stays poisoned. A capture
-records the calls into the compiled module without running them, and torch's own operators. A replay
-repeats exactly those, with the same tensors and numbers as the capture, as a CUDA graph does.
+records the calls into the compiled module, without running them, and the calls of torch's own
+operators. A replay repeats exactly these calls, with the same tensors and numbers, as a CUDA graph
+does.
 """
 
 from collections.abc import Callable, Iterator

@@ -6,7 +6,7 @@
 //
 //   fuzz_suffix_tree [seconds [seed [first input]]]
 //
-// makes inputs of its own, each a function of the seed and its number; a failure is shrunk and printed.
+// generates inputs, each from the seed and its number; a failing input is shrunk and printed.
 #include <unistd.h>
 
 #include <chrono>
@@ -137,7 +137,7 @@ std::string scratch_file() {
   return path;
 }
 
-// Few tokens make much repetition, many make large tables of children.
+// Few distinct tokens give much repetition; many give large tables of children.
 constexpr int32_t kAlphabets[] = {2, 1, 3, 4, 5, 12, 200};
 
 std::vector<int32_t> draw_tokens(Input& input, int32_t alphabet, size_t size) {
@@ -236,7 +236,7 @@ class TreeRun {
     model_.append(handle, ids);
   }
 
-  // A sequence continues as another one does after the same number of tokens.
+  // Appends to a sequence the tokens that another sequence has at the same place.
   void follow() {
     int32_t handle = draw(open_);
     const auto& sequences = model_.sequences();
@@ -246,7 +246,7 @@ class TreeRun {
     append(handle, {source.begin() + from, source.begin() + from + size});
   }
 
-  // Two or more sequences write the same text, a few tokens at a time, in any order.
+  // Appends the same text to two or more sequences, a few tokens at a time, in any order.
   void lock_step() {
     std::vector<int32_t> ids = draw_tokens(input_, alphabet_, 1 + input_.below(4));
     for (int32_t handle : std::vector<int32_t>(open_)) {
@@ -328,7 +328,7 @@ class TreeRun {
     }
   }
 
-  // Every string that occurs or has occurred, and some that do not.
+  // Checks the counts of every string that occurs or has occurred, and of some other strings.
   void check_counts() {
     std::map<std::vector<int32_t>, int64_t> counts;
     for (const auto& sequence : model_.sequences()) {
@@ -554,7 +554,7 @@ class CacheRun {
     require(request >= 0 && numbers_.insert(request).second, "a number is given out again");
   }
 
-  // New tokens, or those that follow in another text after `size` tokens.
+  // Returns new tokens, or those that follow in another text after `size` tokens.
   std::vector<int32_t> some_text(size_t size) {
     std::vector<std::vector<int32_t>> texts;
     for (const auto& [number, request] : model_.running()) texts.push_back(request.tokens);
@@ -699,8 +699,7 @@ class CacheRun {
             "a step writes past its rows");
   }
 
-  // These calls are refused and change nothing. What follows continues as if they had not been
-  // made.
+  // These calls are refused and change nothing; later operations check that.
   template <typename Call>
   void refused(const char* what, Call call) {
     note(std::string("wrong: ") + what);
@@ -788,7 +787,7 @@ class CacheRun {
     model_ = model;
   }
 
-  // Stops and evicts what has grown too long for brute force.
+  // Stops and evicts requests that have grown too long for brute force.
   void keep_small() {
     auto size = [&] {
       size_t sum = 0;
@@ -862,9 +861,9 @@ std::string read_whole(const std::string& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-// A file of a small cache with some bytes changed. Either it is read as it stands, and checksums
-// find the change, or sections are written anew with valid checksums. No disk does the latter:
-// `load` must survive it, whatever it accepts.
+// Changes some bytes in the file of a small cache. Either the checksums stay as they were and
+// detect the change, or the sections get valid checksums. The latter never happens by accident;
+// `load` may accept such a file, but must not crash.
 class FileRun {
  public:
   explicit FileRun(Input& input) : input_(input) {}
@@ -1040,11 +1039,12 @@ namespace {
 
 using Bytes = std::vector<uint8_t>;
 
-// Input number i of a seed. Every sixteenth is new, and the others are mutations of it.
+// Returns input number i of a seed. Every sixteenth input is new; the next fifteen are mutations of
+// it.
 Bytes make_input(uint64_t seed, uint64_t number) {
   std::mt19937_64 fresh(seed * 1000003 + number / 16);
   Bytes bytes(fresh() % (fresh() % 4 == 0 ? 1500 : 300) + 1);
-  // Small values are the common choices of a decoder that takes remainders.
+  // Mutations prefer small values: the decoder takes remainders, so these select the usual choices.
   uint64_t limit = fresh() % 2 == 0 ? 256 : 40;
   for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(fresh() % limit);
   std::mt19937_64 random(seed * 7919 + number);

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny checkpoints with MTP modules in every naming, and a slow reference of their outputs."""
+"""Tiny checkpoints with MTP modules in every naming convention, and a slow reference."""
 
 import copy
 import json
@@ -70,7 +70,7 @@ GLM: tuple[str, dict[str, Any]] = (
 
 @dataclass
 class Tiny:
-    """A checkpoint on disk, and what is needed to compute it slowly."""
+    """A checkpoint on disk, and its contents for the slow reference."""
 
     directory: Path
     naming: str
@@ -87,7 +87,7 @@ def make_mtp_checkpoint(
     base: tuple[str, dict[str, Any]] | None = None,
     projection_bias: bool = False,
 ) -> Tiny:
-    """Save a random fp32 target and `modules` random modules in a naming; return both."""
+    """Save a random fp32 target and `modules` random modules, and return both."""
     family, changes = base or BASES[naming]
     theirs = make_checkpoint(directory, family, **changes)
     path = directory / "model.safetensors"
@@ -182,7 +182,7 @@ class SlowModules:
         return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
     def module(self, index: int, token_ids: list[int], hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return rows 0.. of a module: (input of the head, recycled state), each [rows, hidden]."""
+        """Return a module's (LM head inputs, recycled states) for all rows, each [rows, hidden]."""
         names, layers = NAMES[self.tiny.naming], self.tiny.config["num_hidden_layers"]
 
         def named(part: str) -> str:
@@ -251,7 +251,7 @@ class SlowModules:
         )
 
     def text(self, token_ids: list[int], modules: int) -> list[Tensor]:
-        """Return each module's input of the head along a text: module m has rows 0 .. n - m - 1."""
+        """Return each module's LM head inputs along a text; module m has rows 0 to n - m - 1."""
         target = previous = self.hidden(token_ids)
         states = []
         for m in range(1, modules + 1):

@@ -38,7 +38,7 @@ void run(Pool& pool, int64_t num_chunks, Fn fn) {
   pool.run(num_chunks, [](void* raw, int64_t chunk) { (*static_cast<Fn*>(raw))(chunk); }, &fn);
 }
 
-// Every chunk is run exactly once and is visible to the caller afterwards.
+// Checks that every chunk runs exactly once and that the caller sees its results.
 void one_job(Pool& pool, int64_t size) {
   std::vector<int32_t> visits(static_cast<size_t>(size), 0);  // plain: the pool must publish them
   run(pool, size, [&](int64_t chunk) { ++visits[static_cast<size_t>(chunk)]; });
@@ -74,7 +74,8 @@ void nested(Pool& pool) {
   require(sum == 480, "nested calls do all their work");
 }
 
-// The caller gets the exception of the first chunk by number, and the pool continues.
+// Checks that the caller gets the exception of the chunk with the lowest number, and that the pool
+// continues.
 void exceptions(Pool& pool) {
   for (int job = 0; job < 300; ++job) {
     std::atomic<int> begun{0}, ended{0};
@@ -112,7 +113,7 @@ void several_hosts(Pool& pool) {
   for (std::thread& host : hosts) host.join();
 }
 
-// Between any two jobs, sleepers are woken and spinners go to sleep.
+// Pauses between jobs, so that spinning threads go to sleep and sleeping threads are woken.
 void with_pauses(Pool& pool) {
   for (int pause_us : {1, 50, 95, 100, 105, 200, 1000}) {
     for (int i = 0; i < 40; ++i) {
@@ -136,7 +137,8 @@ void resize_while_busy(Pool& pool, int num_threads) {
   pool.resize(num_threads);
 }
 
-// A child has only the thread that forked, and may fork while a job of another thread runs.
+// Checks the pool in a forked child, which has only the thread that forked. The fork may happen
+// while a job of another thread runs.
 void forked(int num_threads) {
   auto many = [](int jobs) {
     for (int job = 0; job < jobs; ++job) {
@@ -180,7 +182,7 @@ void run_on(const cpu_set_t& mask) {
   require(sched_setaffinity(0, sizeof mask, &mask) == 0, "a thread may choose among its CPUs");
 }
 
-// A worker leaves its caller's CPU, but not the CPUs that it was bound to.
+// Checks that a worker leaves its caller's CPU, unless other code has bound the worker to it.
 void apart() {
   cpu_set_t whole, mine, found, seen;
   CPU_ZERO(&whole);

@@ -142,9 +142,9 @@ def func_like(name: str, terms: Tensor, args: Any, kwargs: Any) -> Tensor:
 def sum_error(total: Tensor, squares: Tensor, length: int) -> Tensor:
     """Return the error of adding `length` terms one by one; `squares` is the sum of their squares.
 
-    Every addition rounds the sum so far, s_k: random signs make it UNIT * sqrt(sum of s_k^2). In a
-    random order, s_k is k/n of the total with a spread of at most sqrt(k) terms; summed over k,
-    that is n/3 of the total's square and n/2 of the squares of the terms.
+    Every addition rounds the sum so far, s_k: random signs make the total error UNIT * sqrt(sum of
+    s_k^2). In a random order, s_k is k/n of the total with a spread of at most sqrt(k) terms;
+    summed over k, that is n/3 of the total's square and n/2 of the squares of the terms.
     """
     return UNIT * (length * (total.square() / 3 + squares / 2)).sqrt()
 

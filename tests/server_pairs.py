@@ -296,7 +296,7 @@ class Router:
             return list(pool.map(self.route, range(len(bodies)), bodies))
 
     def route(self, place: int, body: dict[str, Any]) -> Any:
-        """Return the choices of one answer."""
+        """Send one request through both servers, and return the choices of its answer."""
         params = {"do_remote_decode": True, "do_remote_prefill": False}
         absent = dict.fromkeys(
             ["remote_engine_id", "remote_block_ids", "remote_host", "remote_port"]

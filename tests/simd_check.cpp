@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Prints the bits of every operation of common/simd.h on difficult numbers, one line each.
 // test_arm.py compiles this once per instruction set. Lines that begin with "fused" may differ on
-// sets that fuse nothing.
+// instruction sets without fused multiply-adds.
 #include <cinttypes>
 #include <cstdio>
 
@@ -56,7 +56,8 @@ void print(const char* name, F32x16 x) {
   print(name, lanes);
 }
 
-// Through 16 bits and back: the rounding of store() and the values of load().
+// Stores floats as 16-bit numbers and loads them again, to print the rounding of store() and the
+// values of load().
 template <typename T>
 void rounded(const char* name, const float* x) {
   T half[kLanes];

@@ -3,10 +3,10 @@
 
     PYTHONPATH=. python tests/small_heads.py [--steps 60] [--kind NAME]
 
-prints, for each kind of head and each num_speculative_tokens on a new engine: drafts, accepted
-drafts and failures of the drafter. Half of the requests are greedy, the others seeded. Heads that
-tools.train can train are trained on outputs of the target first, `--steps` steps each; others stay
-random.
+The program makes a new engine for each kind of head and each num_speculative_tokens, and prints the
+number of drafts, of accepted drafts and of failures of the drafter. Half of the requests are
+greedy, the others seeded. Heads that tools.train can train are trained on outputs of the target
+first, `--steps` steps each; others stay random.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from tools.train.train_heads import HeadRecipe, save_head, train_head
 
 LAYERS, VOCAB, WIDTH = 4, 160, 64
 TEXTS = [[3 + i, 4, 9 * i + 5, 7] * (4 + i) + [11 * i % 97 + 1] * i for i in range(6)]
-UNLIMITED = 5  # most drafts to try with a head that has no limit
+UNLIMITED = 5  # maximum number of drafts to try with a head that has no limit
 
 
 @dataclass(frozen=True)

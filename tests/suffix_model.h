@@ -43,7 +43,7 @@ class ModelTree {
     auto& tokens = at(handle).tokens;
     tokens.insert(tokens.end(), ids.begin(), ids.end());
   }
-  // Frees at once where an older sequence stays, otherwise little by little.
+  // Frees the sequence at once if an older sequence remains, otherwise gradually.
   void remove(int32_t handle) {
     Sequence& sequence = at(handle);
     bool is_oldest = std::all_of(
@@ -78,7 +78,7 @@ class ModelTree {
     return sum;
   }
 
-  // From the oldest to the youngest.
+  // Returns the occurrences of a string, those in the oldest sequence first.
   std::vector<Occurrence> occurrences(const int32_t* ids, size_t size) const {
     std::vector<Occurrence> found;
     for (const Sequence& sequence : sequences_) {
@@ -130,7 +130,7 @@ class ModelTree {
     }
   }
 
-  // Possible next tokens, the likeliest first; of equally likely ones, the youngest first.
+  // Returns the possible next tokens, the likeliest first; on ties, the youngest first.
   std::vector<Candidate> continuations(const std::vector<Occurrence>& from,
                                        int32_t depth,
                                        int32_t parent,
@@ -171,7 +171,7 @@ class ModelTree {
     std::vector<Candidate> open = continuations(matches, match_len, -1, 1.0f, options);
     while (static_cast<int32_t>(draft.token_ids.size()) < budget && !open.empty()) {
       if (!options.use_tree) open.resize(1);
-      // The first of the likeliest. Candidates are in the order in which they were found.
+      // Takes the likeliest candidate; on ties, the one that was found first.
       auto best = std::max_element(
           open.begin(), open.end(), [](const auto& a, const auto& b) { return a.prob < b.prob; });
       Candidate taken = *best;

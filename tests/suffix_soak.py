@@ -4,9 +4,9 @@
     python tests/suffix_soak.py [--seconds 1800] [--seed 0]
 
 Requests with prompts of mixed lengths start, are stepped, stop and are evicted; the shared tree
-reaches its budget early. Once a second the resident memory is recorded, without what was used
-before the cache: its mean over the last third of the time must be within 3% of that over the middle
-third. Call durations are printed, too.
+reaches its budget early. Once a second, the resident memory is recorded, minus the memory that was
+used before the cache was made. The mean of the last third of these values must be within 3% of the
+mean of the middle third. Call durations are printed, too.
 """
 
 import argparse

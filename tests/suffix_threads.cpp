@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// SuffixCache under ThreadSanitizer: two host threads and a watcher call one cache, which steps over
-// four threads, builds long prompts in the background and is always full. Prints errors.
+// SuffixCache under ThreadSanitizer: two host threads and a watcher call one cache, whose steps use
+// four threads. It adds long prompts in the background and is always full. Prints errors.
 //
 //   suffix_threads [seconds]
 #include <unistd.h>
@@ -34,7 +34,7 @@ void require(bool condition, const std::string& what) {
   _exit(1);
 }
 
-// Text with much repetition: pieces of a common text, and now and then a token of its own.
+// Returns text with much repetition: pieces of a common text, and now and then a new token.
 class Text {
  public:
   explicit Text(uint64_t seed) : random_(seed) {}
@@ -56,7 +56,7 @@ class Text {
   uint64_t place_ = 0;
 };
 
-// One engine, which starts, steps and stops requests of its own.
+// Simulates one engine, which starts, steps and stops its own requests.
 void engine(SuffixCache& cache, uint64_t seed, const std::atomic<bool>& is_over) {
   Text text(seed);
   std::vector<int64_t> requests(kBatch, -1);

@@ -53,13 +53,13 @@ def _json(path: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def config() -> dict[str, Any]:
-    """The model's config.json."""
+    """Return the model's config.json."""
     return dict(_json(ASSETS / "config.json"))
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """The model's tokenizer."""
+    """Return the model's tokenizer."""
     return Tokenizer.from_file(str(ASSETS / "tokenizer.json"))
 
 

@@ -1316,7 +1316,7 @@ def test_compact_kv_matches_the_reference(
 def test_compact_kv_moves_only_accepted_tokens(
     device: str, isa: str, on_cuda: bool, nodes: int
 ) -> None:
-    """Plain indexing of each token shows that the path follows the root."""
+    """Each accepted token is in the slot after its parent, and all other slots are unchanged."""
     paths = [sorted(torch.randperm(nodes)[: nodes // 2].tolist()) for _ in range(3)]
     prefixes = [3, 31, 200]
     case = paged_trees(paths, nodes, prefixes, 16, torch.float32, 1, 4, device)

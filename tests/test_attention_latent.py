@@ -301,7 +301,7 @@ def test_rows_do_not_depend_on_shared_prefixes(
 
 
 def test_bundled_requests_keep_their_bits(device: str, isa: str, on_cuda: bool) -> None:
-    """The CPU bundles, and the GPU groups, many one-row requests with a long prefix."""
+    """Many one-row requests share a long prefix: the CPU bundles them, the GPU groups them."""
     count, shared, heads = 6, 40, 2
     own = torch.arange(count) + shared
     cache = torch.randn(count + shared, 16, 1, KEY).bfloat16()

@@ -221,7 +221,7 @@ def test_keys_and_values_may_come_from_other_states() -> None:
 
 
 def latent_model(directory: Path, **changes: Any) -> tuple[Transformer, Any]:
-    """Return a DeepSeek-V3 decoder with dense layers, ours and that of transformers."""
+    """Return a DeepSeek-V3 decoder with dense layers: our model and that of transformers."""
     theirs = make_checkpoint(
         directory,
         "DeepseekV3",

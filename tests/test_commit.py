@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""commit: every rule, every two rules at one token, and any split of the tokens into steps."""
+"""commit: every rule, every pair of rules at one token, any split of the tokens into steps."""
 
 import re
 from pathlib import Path

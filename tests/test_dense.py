@@ -828,7 +828,7 @@ def test_embedding_matches_the_reference(
 
 @pytest.mark.parametrize("bad", [-1, 50])
 def test_embedding_refuses_unknown_ids(device: str, on_cuda: bool, bad: int) -> None:
-    """The CPU writes nothing; CUDA writes zeros for the invalid row and the right rows else."""
+    """The CPU writes nothing; CUDA writes zeros for the invalid row only."""
     weight = torch.randn(50, 4, device=device)
     token_ids = torch.tensor([0, 1, bad], dtype=torch.int32, device=device)
     out = torch.full((3, 4), 7.0, device=device)

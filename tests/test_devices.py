@@ -131,7 +131,7 @@ def test_take_error_returns_the_first_fault_once(device: str, on_cuda: bool) -> 
 
 
 def test_every_error_code_has_a_sentence() -> None:
-    """A duplicate code within a family is an error of the compiler; here, one in all of csrc."""
+    """The compiler rejects duplicate codes of one family; this test finds any others in csrc."""
     names: dict[int, str] = {}
     for path in CSRC.rglob("*.h"):
         for code, name in re.findall(r"^SPECOPS_FAULT\((\d+),\s+(k\w+)\)", path.read_text(), re.M):

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exact distribution of emitted tokens, and samples of a hundred thousand tokens.
 
-exact_distribution.py integrates it. Verifiers with one planted bug each must fail these checks.
+exact_distribution.py integrates the distribution. Verifiers with one planted bug each must fail
+these checks.
 
 A check is a function of the ops: the reference, the CPU kernels or the CUDA kernels in the
 interpreter, the last two compiled with scripted uniforms.
@@ -262,7 +263,7 @@ COINS = [0.0, 0.5, 1 - 1 / LATTICE]
 
 
 def edges(ops: Any) -> None:
-    """Check extreme coins, probabilities and rows: no token of mass zero is emitted."""
+    """Check extreme uniforms, probabilities and rows: no token of mass zero is emitted."""
     logits = torch.tensor([edge[1] for edge in EDGES])
     probs = torch.tensor([edge[2] for edge in EDGES])[:, None]
     drafts = torch.tensor([[edge[3]] for edge in EDGES], dtype=torch.int32)
@@ -297,9 +298,10 @@ def edges(ops: Any) -> None:
 
 
 def equal_distributions(ops: Any) -> None:
-    """Check that drafts from the target's own distribution are accepted at any coin.
+    """Check that drafts from the target's own distribution are accepted for any uniform.
 
-    The largest coin leaves room for rounding: block verification multiplies ratios of several rows.
+    The largest tested uniform is a little below 1, to allow for rounding: block verification
+    multiplies ratios of several rows.
     """
     torch.manual_seed(3)
     n, k, vocab = 64, 3, 50
@@ -315,7 +317,7 @@ def equal_distributions(ops: Any) -> None:
             draw = partial(
                 by_field(ops.sample), logits[:, j].contiguous(), positions + j, probs=held
             )
-            # the draft has mass at any coin
+            # the sampled draft has a positive probability, whatever the uniform is
             coin = (value + 0.37 * j) % 1
             drafts[:, j] = with_all_coins(ops, coin, n, partial(draw, **parameters))
             probs[:, j] = held
@@ -335,7 +337,7 @@ def equal_distributions(ops: Any) -> None:
 
 
 def sample_equality(ops: Any) -> None:
-    """Check that the rows of target_match equal those of sample at any coins."""
+    """Check that the rows of target_match equal those of sample for any uniforms."""
     torch.manual_seed(4)
     n, k, vocab = 200, 2, 4
     logits = torch.randn(n, k + 1, vocab)

@@ -126,7 +126,7 @@ def p_value(tokens: Tensor, probs: Tensor, groups: Tensor) -> float:
 
 
 def p_values(model: Transformer, texts: Texts, filters: dict[str, Any]) -> dict[str, float]:
-    """Return p-values of tokens grouped by their position or by the tokens before them."""
+    """Return p-values of the tokens for several groupings: by position, by the tokens before."""
     probs = rows_of(model, texts, filters)
     tokens = torch.tensor([token for output in texts.outputs for token in output])
     assert (probs[torch.arange(len(tokens)), tokens] > 0).all(), "a token that the filters exclude"
@@ -350,7 +350,7 @@ def with_probs(arguments: dict[str, Any], probs: Tensor) -> None:
 
 
 class Stale:
-    """The draft_probs of the previous call."""
+    """Fault: `verify` gets the draft_probs of its previous call."""
 
     def __init__(self) -> None:
         self.last: Tensor | None = None
@@ -426,7 +426,7 @@ def p_values_with(
 
 
 def cases(faults: Sequence[Fault]) -> list[Any]:
-    """Return each fault with its trials, of which all but one, in turn, are slow."""
+    """Return each fault with each of its trials; all but one trial per fault are marked slow."""
     return [
         pytest.param(
             fault,

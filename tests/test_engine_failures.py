@@ -535,7 +535,7 @@ def test_failing_prompt_logprobs_end_only_their_requests(
 def test_failing_prompt_logprobs_of_one_request_spare_others(
     model_dir: Path, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of other requests in the same tile are scored without it."""
+    """Rows of other requests in the same tile are scored without those of the failing request."""
     engine = make(model_dir, NAIVE)
     shared: list[int] = []
 

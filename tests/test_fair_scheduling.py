@@ -477,7 +477,7 @@ def test_drafts_outlast_a_pause(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_sampled_drafts_are_dropped_after_a_pause(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Modules sampled from probabilities of the last step; a request outside it drafts anew."""
+    """Modules sampled from the last step's probabilities; a request that skips it drafts anew."""
     engine = engine_of("mtp")
     was_paused, dropped, num_drafts = set[Request](), 0, 0
     launch = engine._runner.launch

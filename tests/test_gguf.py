@@ -324,7 +324,7 @@ def logits(directory: Path, **options: Any) -> Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gguf_model_equals_its_source_checkpoint(tmp_path: Path, family: str) -> None:
-    """Covers names, metadata, row order and norms. The weights are floats: nothing is rounded."""
+    """Names, metadata, row order and norms agree. The weights are floats: nothing is rounded."""
     file = make_file(tmp_path, family)
     directory = gguf_directory(file)
     assert torch.equal(logits(directory), logits(tmp_path / "source"))
@@ -585,7 +585,7 @@ def test_byte_level_tokenizer_survives_conversion(tmp_path: Path) -> None:
 
 
 def test_merges_are_derived_from_token_scores(tmp_path: Path) -> None:
-    """The neighbors whose joint token scores best merge first; of equals, the leftmost."""
+    """Neighbors whose joined token has the best score merge first; on ties, the leftmost."""
     pieces = ["▁", "a", "b", "c", "ab", "abc", "▁a", "bc", "▁ab", "ca", "cab", "aa", "aaaa"]
     specials = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     scores = {piece: float(-i) for i, piece in enumerate(random.Random(3).sample(pieces, 13))}

@@ -79,7 +79,7 @@ def ask(served: Served, key: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def probe(token_ids: list[int]) -> dict[str, Any]:
-    """Return a request that may only emit the last token, so that other drafts are rejected."""
+    """Return a request that may only emit token_ids[-1], so that all other drafts are rejected."""
     *known, last = token_ids
     return {"prompt": known, "allowed_token_ids": [last], "max_tokens": 5}
 

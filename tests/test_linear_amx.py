@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`linear` on AMX tiles, with a model of the instructions (amx_model.h) or on a CPU that has them.
+"""`linear` on AMX tiles: on a CPU that has them, or with software instructions (amx_model.h).
 
 No bit of a row depends on the other rows, on threads, strides or the position of an output. Bits
 follow Intel's description of the instructions; for int8 and int4 weights, they equal those of the
@@ -42,7 +42,7 @@ Linear = Callable[..., Tensor]
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """Compile the kernel with the model in place of the instructions."""
+    """Compile the kernel with software in place of the instructions."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         pytest.skip("no C++ compiler here")
@@ -55,7 +55,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 @pytest.fixture(params=["model", "instructions"])
 def linear(request: pytest.FixtureRequest) -> Iterator[Linear]:
-    """Yield dense.linear on the model, and on the instructions."""
+    """Yield dense.linear with software instructions, and with those of the CPU."""
     if request.param == "model":
         yield from with_the_model(request.getfixturevalue("library"))
     elif "amx" in specops.supported_isas():
@@ -253,7 +253,7 @@ def test_denormals_are_zeros(linear: Linear) -> None:
 def test_quantized_weights_have_the_bits_of_other_instruction_sets(
     linear: Linear, dtype: torch.dtype, case: Case
 ) -> None:
-    """Covers more rows than vectors multiply, whole and partial tiles, and several threads."""
+    """Cover more rows than vectors multiply, whole and partial tiles, and several threads."""
     for rows, num_inputs, num_outputs in [
         (9, 7, 17),
         (16, 129, 64),
@@ -291,7 +291,7 @@ def test_extreme_quantized_values_and_rows(linear: Linear, activations: str) -> 
 
 
 def test_compiled_kernels_have_the_tile_instructions() -> None:
-    """Compiles the same files without the model."""
+    """Compile the same files without the software instructions."""
     compiler, objdump = shutil.which(os.environ.get("CXX", "c++")), shutil.which("objdump")
     if compiler is None or objdump is None or os.uname().machine != "x86_64":
         pytest.skip("needs a compiler for x86-64, and objdump")

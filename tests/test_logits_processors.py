@@ -244,7 +244,7 @@ def test_typical_p_retains_the_smallest_typical_set(device: str, isa: str) -> No
 @pytest.mark.parametrize("vocab", [7_003, 151_936, 40_003])
 @pytest.mark.fast("cpu-*", "simt-7003", "simt-40003")
 def test_typical_p_of_large_rows(device: str, isa: str, on_cuda: bool, vocab: int) -> None:
-    """Covers more tokens than a list holds, ties among them, and other filters."""
+    """Cover more tokens than a list holds, ties among them, and other filters."""
     cases: list[dict[str, Any]] = [
         {"typical_p": 0.3},
         {"typical_p": 0.9, "temperature": 1e3},
@@ -356,7 +356,7 @@ def chains_of(batch: int, k: int, vocab: int) -> dict[str, Tensor]:
 def test_processed_top_logprobs(
     device: str, isa: str, tree: bool, batch: int, k: int, vocab: int, n: int
 ) -> None:
-    """A row has the scores that `sample` gives the edited row alone."""
+    """The scores of a row equal those of a call of `sample` on the processed logits of that row."""
     step = chains_of(batch, k, vocab)
     if tree:
         step["parents"] = (

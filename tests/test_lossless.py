@@ -220,7 +220,7 @@ def test_rejecting_everything_changes_nothing() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.fast("0.8")
 def test_earlier_texts_change_nothing(temperature: float, tmp_path: Path) -> None:
-    """Covers a cold cache, a warm one, one from a file, and a corpus with the answers in it."""
+    """Cover a cold cache, a warm one, one from a file, and a corpus that contains the answers."""
     order = list(range(0, NUM_PROMPTS, 5))
     texts, each = [prompts()[i] for i in order], [params(i, temperature) for i in order]
     expected = [bits(plain(temperature)[i]) for i in order]

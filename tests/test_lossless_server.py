@@ -307,7 +307,7 @@ def test_difference_of_two_answers() -> None:
     assert difference(one, answer(Token("a", None, -0.5), Token("b", None, -0.25))) is None
     found = difference(one, answer(Token("a", 1, -0.5), Token("b", 9, -0.25)))
     assert found is not None and (found.kinds, found.place) == (("token",), 1)
-    # The token counts as the place, though a logprob differs before it.
+    # The place is that of the different token, although an earlier logprob differs.
     found = difference(one, answer(Token("a", 1, -0.75), Token("c", 3, -0.25)))
     assert found is not None and (found.kinds, found.place) == (("token", "logprob"), 1)
     assert (found.logprob_place, found.logprob_gap) == (0, 0.25)

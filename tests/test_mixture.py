@@ -190,7 +190,7 @@ def test_speculation_changes_no_bit(directory: Path, temperature: float) -> None
 
 
 def test_acceptance_is_that_of_the_model_card(directory: Path, metrics: dict[str, Any]) -> None:
-    """Uses fewer prompts. `measure` also checks that texts are those of plain decoding."""
+    """The test uses fewer prompts than the card. `measure` compares texts with plain decoding."""
     runs = measure(directory, {"edits": prompts("edits", 4)}, 128)
     card = {one["method"]: one for one in metrics["mixture"]["runs"] if one["text"] == "edits"}
     assert [one["method"] for one in runs] == ["mtp", "ngram", "suffix"]

@@ -78,7 +78,7 @@ def outcome(engine: Engine, **own: Any) -> list[tuple[list[int], int, int]]:
 
 
 def test_drafts_do_not_depend_on_where_modules_and_options_come_from(tmp_path: Path) -> None:
-    """Modules of the checkpoint or a directory; options of the server or a request."""
+    """Modules come from the checkpoint or a directory, and options from the server or a request."""
     config = json.loads((BUNDLED_MODEL / "config.json").read_text())
     tensors = load_file(BUNDLED_MODEL / "model.safetensors")
     module = f"model.layers.{config['num_hidden_layers']}."

@@ -160,7 +160,7 @@ def random_ids(length: int) -> list[int]:
 
 @pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda count: f"{count}_modules")
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a tiny checkpoint with so many modules."""
+    """Return a tiny checkpoint with `request.param` modules."""
     return checkpoint(tmp_path_factory, request.param)
 
 
@@ -215,7 +215,7 @@ def test_drafts_in_chunks_and_batches_equal_the_oracle(
 
 
 def drawn(strategy: str, temperature: float, seed: int) -> Choice:
-    """Return the choice by draws; `target_match` draws with the uniforms of the target."""
+    """Return a function that draws drafts; `target_match` uses the uniforms of the target."""
 
     def draw(logits: Tensor, known: int) -> Tensor:
         count = len(logits)
@@ -244,7 +244,7 @@ def test_drafts_of_the_bundled_model_equal_the_oracle(made: list[Made], temperat
 
 
 def test_drawn_drafts_equal_the_oracle(served: Path, made: list[Made]) -> None:
-    """Drafts are drawn under strategies that draw; requests of all strategies share steps."""
+    """Some strategies draw drafts at random, others do not; requests of all of them share steps."""
     engine = engine_of(served, max_num_batched_tokens=13, max_num_seqs=5, **SOME)
     kinds = [("target_match", 2.0), ("target_match", 0.0), ("greedy", 2.0)]
     kinds += [("rejection", 2.0), ("block", 1.0)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MTP modules in every family's naming: loading, the forward pass and refused checkpoints."""
+"""MTP modules in every naming convention: loading, the forward pass and refused checkpoints."""
 
 import copy
 import dataclasses
@@ -108,7 +108,7 @@ def pieces(rows: int, sizes: list[int]) -> Iterator[tuple[int, int]]:
 def text_states(
     modules: MtpModules, hidden: Tensor, token_ids: list[int], sizes: list[int]
 ) -> list[Tensor]:
-    """Return each module's input of the head along a text, computed in pieces of `sizes` rows."""
+    """Return each module's LM head inputs along a text, computed in pieces of `sizes` rows."""
     cache = poisoned(modules.new_kv_cache(20, PAGE_SIZE))
     target = previous = hidden
     states = []
@@ -510,7 +510,7 @@ def test_random_weights_depend_on_their_name_only(tmp_path: Path) -> None:
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Tiny:
-    """Return a checkpoint with two modules in DeepSeek-V3's naming, for a test to damage."""
+    """Return a checkpoint with two modules with DeepSeek-V3's names, for a test to damage."""
     return make_mtp_checkpoint(tmp_path, "deepseek_v3", 2)
 
 

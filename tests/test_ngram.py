@@ -81,7 +81,7 @@ def propose(
 
 
 def poisoned_index(batch: int, entries: int, device: str, **options: Any) -> NgramIndex:
-    """Return an index over a poisoned table that indexes everything it has entries for."""
+    """Return an index with a poisoned table and no limits other than its number of entries."""
     table = torch.full((batch, entries), POISON, dtype=torch.int32, device=device)
     state = torch.zeros(batch, 2, dtype=torch.int32, device=device)
     return NgramIndex(table, state, **{"scan_tokens": 0, "index_tokens": 1 << 20, **options})
@@ -377,7 +377,7 @@ def test_full_index_scans_the_remaining_tokens(device: str, isa: str) -> None:
 
 
 def colliding(token: int, before: int, other: int) -> int:
-    """Return the token in front of `other` that gives both the hash of (before, token)."""
+    """Return a token x such that (x, other) has the same hash as (before, token)."""
 
     def mixed(value: int) -> int:
         value = value * 0x9E3779B1 % 2**32

@@ -101,7 +101,7 @@ def test_several_ranks_read_one_lease(num_heads: int) -> None:
 
 
 def test_unreadable_pages_raise_an_error() -> None:
-    """Covers memory that was not offered, an engine that has ended, and no engine."""
+    """The memory was not offered, the engine has ended, or there is no engine."""
     here, one = transport(NixlTransport), torch.zeros(1 << 16, dtype=torch.uint8)
     there = nixl_agent("there")
     offered = there.register_memory([one])

@@ -161,7 +161,7 @@ def test_answers_of_every_kind_match_their_schema(
 
 
 def test_docs_list_every_range_and_default(description: dict[str, Any]) -> None:
-    """Compares the fields of a single number. Every field needs a description."""
+    """Compare the fields that hold a single number. Every field needs a description."""
     text = (Path(__file__).parent.parent / "docs/requests.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (above )?([-\d,]+),? to ([\d,]+).*? \| (\S+) \|", text, re.M)
     fields = description["components"]["schemas"]["CompletionRequest"]["properties"]

@@ -99,7 +99,7 @@ def test_source_distribution_has_exactly_the_files_of_the_build(source: Path) ->
 
 
 def test_source_distribution_has_every_included_header(source: Path) -> None:
-    """Only tests set the macros that include the interpreter and the model of tiles."""
+    """Only tests set the macros that include the interpreter and the software AMX tiles."""
     for name in files(source / "csrc", ".h", ".cpp", ".cu", ".cuh"):
         text = (source / "csrc" / name).read_text()
         for included in re.findall(r'^\s*#include "([^"]+)"', text, re.MULTILINE):

@@ -141,7 +141,7 @@ def test_expert_parallelism_has_the_same_bits_on_any_ranks(name: str, directory_
 
 
 def test_quantized_experts_run_whole_if_they_cannot_be_sharded(directory_of: Any) -> None:
-    """Shards must end at the border of a quantization group, whole experts need not."""
+    """Shards must end at the border of a quantization group; whole experts need not."""
     model = directory_of("qwen3")
     kinds: dict[str, Any] = {"quantization": "mix_quant", "exact_across_tp": 2}
     with pytest.raises(

@@ -150,7 +150,7 @@ def test_race_without_logprobs_compares_tokens(page: Page) -> None:
 
 
 class Watched(FakeEngine):
-    """A fake engine that records the most requests it had at once."""
+    """A fake engine that records its maximum number of concurrent requests."""
 
     most = 0
 

@@ -124,7 +124,7 @@ def test_output_constraints_do_not_affect_prompt_logprobs(model_dir: Path) -> No
 def test_prompt_logprobs_have_the_same_bits_in_any_steps(
     model_dir: Path, speculative: SpeculativeConfig, options: dict[str, Any]
 ) -> None:
-    """Covers chunks, batches, drafts of other requests, preemption and cached pages."""
+    """Cover chunks, batches, drafts of other requests, preemption and cached pages."""
     plain = make(model_dir)
     done = texts(plain, temperature=0)
     expected = [bits(found(one)) for one in scores(plain, done)]

@@ -249,8 +249,8 @@ def test_rows_keep_their_bits(
 def test_products_of_shards_equal_the_product_of_the_whole(isa: str, case: Case) -> None:
     """Split the outputs anywhere and the inputs at a group boundary.
 
-    Rows and scales are chosen so that float32 holds every sum exactly. The order of additions
-    cannot show, but anything missing from a shard would.
+    Rows and scales are chosen so that float32 holds every sum exactly. So another order of
+    additions changes no bit, but a value missing from a shard does.
     """
     q = make_weight(case, "cpu", 150, 768)
     x = torch.randint(-8, 9, (6, 768)).bfloat16()
@@ -319,7 +319,7 @@ def test_fused_gate_has_the_bits_of_the_separate_op(
 
 @pytest.mark.parametrize("case", [BY_OUTPUT, *INTEGERS[3:6]], ids=str)
 def test_extreme_inputs_equal_the_reference(device: str, isa: str, case: Case) -> None:
-    """Zeros, subnormals, the largest numbers and ties.
+    """Inputs are zeros, subnormals, the largest numbers and ties.
 
     Infinity and NaN affect only their own row.
     """

@@ -41,7 +41,7 @@ def packed(weight: Tensor) -> dict[str, Tensor]:
 
 
 def gptq(weight: Tensor) -> dict[str, Tensor]:
-    """Return tensors in GPTQ format with desc_act: groups have their own input order."""
+    """Return tensors in GPTQ format with desc_act: inputs of a group are not neighbors."""
     order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(3))
     quantized = quantize_weight(weight[:, order], kind="int4", group=32)
     stored, index = torch.empty_like(quantized.values), torch.empty_like(order)

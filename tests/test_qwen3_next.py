@@ -116,7 +116,7 @@ def plain(count: int) -> list[Completion]:
 
 
 def expected_texts(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Return the texts with predictions for most, wrong at a token every now and then.
+    """Return the texts; most have predictions that are wrong at a token every now and then.
 
     Random models hardly repeat more than one token. Predictions make drafts accepted, and rejected
     at any position.
@@ -205,7 +205,7 @@ def test_drafts_are_rejected_at_every_position() -> None:
 
 
 def with_last_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plant: a step without drafts continues from the last row before, accepted or not."""
+    """Plant a bug: a step without drafts continues from the last row before, accepted or not."""
     real, ends = linear_attention.gated_delta_rule, dict[tuple[int, int], int]()
 
     def wrong(*args: Tensor, **options: Any) -> Tensor:
@@ -223,7 +223,7 @@ def with_last_states(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_small_windows(part: int) -> Callable[[pytest.MonkeyPatch], None]:
-    """Return a plant: a slot keeps one state too few (1) or one convolution input too few (0)."""
+    """Return a function that plants a bug: slots keep too few states (1) or inputs (0)."""
 
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
         real = StateSpec._shapes
@@ -239,7 +239,7 @@ def with_small_windows(part: int) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def with_old_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plant: keep the convolution inputs of a step's last rows, as if all had been accepted."""
+    """Plant a bug: keep the convolution inputs of a step's last rows, as if all were accepted."""
     real = linear_attention.causal_conv1d
 
     def wrong(x: Tensor, weight: Tensor, states: Tensor, *requests: Tensor, **options: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Medusa and Hydra heads: drafts equal a slow reference, outputs have plain decoding's bits."""
+"""Medusa and Hydra heads: drafts equal a slow reference, and outputs equal plain decoding."""
 
 import json
 from collections.abc import Sequence
@@ -38,10 +38,11 @@ class Heads:
         method: "medusa" or "hydra".
         count: number of heads.
         blocks: number of residual blocks per head.
-        reads_tokens: grounded Hydra heads, which also read the drafted tokens.
+        reads_tokens: whether heads also read the drafted tokens (grounded Hydra heads).
         layout: "authors" or "vllm".
         file: name of the file with the weights.
-        has_prefix: Hydra++ heads, which read a decoder layer's output for the target's states.
+        has_prefix: whether heads read the output of a decoder layer instead of the target's states
+            (Hydra++).
     """
 
     method: str

@@ -199,7 +199,7 @@ def test_sample_supports_offsets_beyond_32_bits(
 
 
 def kept_by_sampling(row: Tensor, draws: int = 800, **filters: Any) -> set[int]:
-    """Return the tokens that sampling one row at many positions ever yields."""
+    """Sample one row at many positions, and return the distinct tokens."""
     logits = row.expand(draws, -1).contiguous()
     params = row_params(draws, seeds=5, **filters)
     return set(sample(logits, positions_from(0, draws), params).tolist())

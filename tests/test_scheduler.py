@@ -349,7 +349,7 @@ def test_states_match_the_tokens(lookahead: int, num_prefix_states: int) -> None
 @pytest.mark.parametrize("has_states", [True, False], ids=["both", "drafter only"])
 @pytest.mark.parametrize("num_prefix_states", [1, 4, 24])
 def test_drafter_states_match_the_tokens(num_prefix_states: int, has_states: bool) -> None:
-    """Cases: with and without states of the target, only for requests with drafts, after pauses."""
+    """The target may have states as well; requests pause drafting, or never draft."""
     num_keeps = num_preemptions = num_loads = 0
     for seed in range(3):
         settings = {

@@ -160,8 +160,8 @@ def test_idle_connections_make_way_for_others() -> None:
             address = "127.0.0.1", port
             return stack.enter_context(socket.create_connection(address, HANG_SECONDS))
 
-        # There are more connections than may be open. The oldest idle ones of the address with most
-        # end at once, another address gets in, and a request in progress is answered.
+        # More connections than allowed. The address that has the most loses its oldest idle ones at
+        # once, another address can connect, and a request in progress is answered.
         busy = connection()
         body = json.dumps({"prompt": "abc", "max_tokens": 150}).encode()
         head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
@@ -169,8 +169,8 @@ def test_idle_connections_make_way_for_others() -> None:
         busy.sendall(ask)
         wait_for(lambda: running_requests(f"http://127.0.0.1:{port}") == 1)
         crowd = [connection() for _ in range(60)]
-        # Forty may be open, five of them reserved for addresses without any other. One connection
-        # of this address has a request in progress.
+        # Forty may be open. Five of them are reserved for addresses that have none yet. One
+        # connection of this address has a request in progress.
         for one in crowd[:26]:
             assert one.recv(1) == b""
         other = stack.enter_context(

@@ -449,7 +449,7 @@ def test_strategies_that_cannot_run_are_refused() -> None:
 
 
 def test_synthetic_rates_become_conditional() -> None:
-    """The config has the probability that all drafts up to one are accepted."""
+    """For each draft, the config has the probability that it and all earlier ones are accepted."""
     config = make(**SYNTHETIC, synthetic_acceptance_rates=[0.8, 0.4, 0.1])
     assert config.conditional_acceptance_rates() == pytest.approx([0.8, 0.5, 0.25])
     zeros = make(**SYNTHETIC, synthetic_acceptance_rates=[0.8, 0.0, 0.0])

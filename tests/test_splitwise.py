@@ -631,7 +631,7 @@ def test_forged_messages_end_no_other_job(redis: Redis) -> None:
 
 @pytest.mark.parametrize("name", [one.name for one in fields(SamplingParams)])
 def test_prefill_engine_accepts_every_parameter(name: str) -> None:
-    """Use both ends of its range, or another value of its type."""
+    """Use both ends of a parameter's range, or another value of its type."""
     others: dict[str, Any] = {
         "logit_bias": {5: 100.0},
         "bad_words": ("a",),
@@ -668,7 +668,7 @@ def test_prefill_engine_accepts_every_parameter(name: str) -> None:
 def test_work_that_always_fails_ends_the_server(
     redis: Redis, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """A supervisor can restart it, by the exit code. The log stays small."""
+    """The exit code tells a supervisor to restart the server. The log stays small."""
     raised, lost = list[int](), list[str]()
     monkeypatch.setattr(splitwise.signal, "raise_signal", raised.append)
     monkeypatch.setattr(splitwise, "_AWAY_SECONDS", 0.001)
@@ -972,7 +972,7 @@ def test_repeated_loss_of_keys_does_not_end_the_server(
 
 
 def test_task_that_swallows_a_cancellation_ends() -> None:
-    """Calls of redis-py swallow one when they time out, and the node would wait forever."""
+    """A redis-py call that times out swallows a cancellation; the node would wait forever."""
 
     async def swallow(seen: list[int]) -> None:
         while True:

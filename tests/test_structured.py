@@ -288,7 +288,7 @@ _PARTS: dict[str, Any] = {
     ],
 )  # fmt: skip
 def test_white_space_options_apply_to_all_json(options: dict[str, Any], fits: list[str]) -> None:
-    """Schemas, tags and `%json` of a grammar follow the same options. Options of a schema win."""
+    """The options apply to schemas, tags and `%json`. A schema's own options take precedence."""
     options = dict(options)
     own = GrammarCompiler(tokenizer(), VOCAB, whitespace=options.pop("whitespace", "bounded"))
     schema = record(**_PARTS)
@@ -490,7 +490,7 @@ FORMS: list[dict[str, Any]] = [
     ],
 )  # fmt: skip
 def test_trigger_must_be_followed_by_its_tag(text: str, is_whole: bool | None) -> None:
-    """None: the text is impossible. Take each text in one step and character by character."""
+    """Take each text in one step and character by character; `is_whole` None: it is impossible."""
     for tokens in (tokens_of(text), [one for char in text for one in tokens_of(char)]):
         state = state_of(structural_tag=TAGS)
         fits = all(map(state.take, tokens))

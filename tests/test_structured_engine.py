@@ -737,7 +737,7 @@ def test_masks_are_copied_with_the_inputs_of_a_step(
 
 
 def test_masks_are_made_only_for_restricted_requests() -> None:
-    """A grammar needs a mask per row, constant allowed tokens one, other requests none."""
+    """A grammar needs a mask per row, fixed allowed tokens need one mask, others need none."""
     engine = engine_of()
     shapes: list[int] = []
     shape_of = engine._runner._shape_of

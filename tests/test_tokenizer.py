@@ -89,7 +89,7 @@ def stream(
 
 
 def before_stop(text: str, stop: Sequence[str]) -> str:
-    """Cut a text before the stop string that ends first, the longest of those that end there."""
+    """Cut a text before the stop string that ends first; of those that end there, the longest."""
     for end in range(len(text) + 1):
         matched = [s for s in stop if text[:end].endswith(s)]
         if matched:

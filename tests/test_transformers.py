@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of specops in transformers: the tokens of its own, and rows that keep their bits."""
+"""Attention by specops in transformers: equal tokens, and rows that do not depend on others."""
 
 import re
 from collections.abc import Iterator

@@ -511,7 +511,7 @@ def test_cache_after_compaction_equals_plain_decoding(
 @pytest.mark.no_bf16
 @pytest.mark.parametrize("width", [64, 13])
 def test_states_of_a_path_follow_the_roots(device: str, isa: str, width: int) -> None:
-    """Hidden states of rows are compacted as pages of one token; rows after the path are free."""
+    """Hidden states are compacted as pages of one token; rows after the path may hold anything."""
     draw = random.Random(width)
     trees = [preorder(random_tree(draw, 20)) for _ in range(4)] + [CHAIN, []]
     paths = [path_to(tree, draw.randrange(-1, len(tree))) for tree in trees]

@@ -719,7 +719,7 @@ def test_verify_follows_each_policy(device: str, isa: str) -> None:
 
 
 def test_synthetic_rates_decide_acceptance(device: str, isa: str) -> None:
-    """Drafts are accepted unseen. At a rejected one, the row's own token ends it, even if equal."""
+    """Acceptance ignores token ids: a rejected draft ends the walk even if it equals own[row]."""
     best = torch.randint(0, 9, (4,))
     logits = torch.nn.functional.one_hot(best, 9).float()
     step = {

@@ -235,7 +235,7 @@ def test_sampling_applies_the_edits_of_vllm(name: str, temperature: float) -> No
 
 @pytest.mark.parametrize("name", CASES)
 def test_drafts_change_no_token(name: str) -> None:
-    """Rows of one call of `verify` equal those of `sample` after as many steps."""
+    """The tokens of one call of `verify` equal those of three calls of `sample`, one per step."""
     every = CASES[name]
     rows, batch = rows_of(*every), of(*every)
     logits = 3 * torch.randn(9, VOCAB, generator=torch.Generator().manual_seed(1))

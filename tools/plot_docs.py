@@ -2,7 +2,7 @@
 """`python -m tools.plot_docs [RESULTS]`: draw the charts of docs/ from a results file.
 
 docs/comparison.svg, for the README: three bar charts of specops, llama.cpp, OpenVINO and
-transformers: greedy texts that speculation changes, and plain decoding's tokens per second on two
+transformers: greedy texts that speculation changes, and tokens per second of plain decoding on two
 models. docs/cascade.svg: speed-up by sharing a prefix, by length of the prefix and number of
 requests. The charts have their own background, so they look alike on light and dark pages.
 """

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Take the screenshots of the page for docs/: `python -m tools.screenshots`.
 
-Also records the race (plain decoding against drafts) that the page replays on the first visit.
+The program also records the race (plain decoding against drafts) that the page replays on the first
+visit.
 """
 
 import json

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashInfer's cascades, planned before they are timed: its wrapper, and the same by hand.
+"""FlashInfer's cascades, planned before they are timed: its wrapper, and its parts by hand.
 
-The wrapper picks its kernels itself, on Hopper one made for prefill. For a fair comparison the
-benchmark also runs the parts by hand: own and shared tokens with a kernel that we choose, and
-FlashInfer's merge.
+The wrapper picks its kernels itself; on Hopper, it picks one made for prefill. For a fair
+comparison the benchmark also runs the parts by hand: a kernel that we choose computes shared and
+unshared tokens, and FlashInfer's merge combines the results.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from bench.peers.flashinfer_peer import Call, given, named
 
 @dataclass(frozen=True)
 class Level:
-    """One cascade level in FlashInfer's format: the pages that groups of requests share, or own.
+    """One cascade level in FlashInfer's format: the pages of each group of requests.
 
     Attributes:
         qo_indptr: rows of each group.
@@ -64,7 +64,7 @@ def multi_level(levels: Sequence[Level]) -> Path:
 
 
 def two_levels(levels: Sequence[Level], backend: str) -> Path:
-    """Return the same by hand with one of its kernels: own tokens, shared ones, and their merge."""
+    """Return a cascade by hand: one kernel for shared and unshared tokens, and a merge."""
 
     def path(case: Case) -> tuple[list[Call], Tensor]:
         cache = case.cache

@@ -51,7 +51,7 @@ def named(path: str) -> Any:
 
 
 def given(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    """Return those of the arguments that this version's function accepts."""
+    """Return the arguments that the function of the installed version accepts."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return arguments

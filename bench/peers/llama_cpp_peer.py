@@ -2,8 +2,8 @@
 """llama.cpp in bf16 (KV in f16, its default) through its C API, without per-token Python layers.
 
 Flash attention is off and sequences have their own KV streams: its faster settings on a CPU. Greedy
-decoding is a numpy argmax of its logits; at a temperature its own sampler draws, once a token, with
-a seed for each prompt. Prompt lookup drafts by llama-cpp-python's own rule.
+decoding is a numpy argmax of its logits; above temperature 0, llama.cpp's sampler draws each token,
+with a seed per prompt. Prompt lookup drafts by llama-cpp-python's own rule.
 """
 
 import time
@@ -79,7 +79,7 @@ def step(steps: int) -> Answer:
 def generate(
     prompts: list[list[int]], max_tokens: int, lookup: int, temperature: float = 0.0
 ) -> Answer:
-    """Return the tokens of each prompt, end-of-text ignored; `lookup` drafts by prompt lookup."""
+    """Return tokens after each prompt, ignoring end-of-text; `lookup`: draft by prompt lookup."""
     _new_context(max(map(len, prompts)) + max_tokens + lookup + 1, 1)
     done = []
     for seed, prompt in enumerate(prompts):

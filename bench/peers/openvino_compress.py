@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantize an exported model's weights to int8 or int4: `openvino_compress.py EXPORTED OUT KIND`.
 
-Symmetric, as OpenVINO's own tools make them: int8 with a scale for each output; int4 in groups of
-128, embedding and head int8.
+The quantization is symmetric, as with OpenVINO's own tools. int8 has a scale for each output. int4
+has groups of 128; the embedding and the head are then int8.
 """
 
 import shutil

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Export a checkpoint for OpenVINO: `openvino_export.py CHECKPOINT OUT`.
 
-Runs with bench/.venv/export ahead of the peers' packages: the exporter needs an older transformers
-than the measured one.
+The script runs with bench/.venv/export ahead of the peers' packages: the exporter needs an older
+transformers than the measured one.
 """
 
 import sys

@@ -72,7 +72,7 @@ def step(steps: int) -> Answer:
 
 
 def generate(prompts: list[list[int]], max_tokens: int, lookup: int) -> Answer:
-    """Return the greedy tokens of each prompt, end-of-text ignored; `lookup` drafts by lookup."""
+    """Return greedy tokens after each prompt, ignoring end-of-text; `lookup`: use prompt lookup."""
     _state.update(pipeline=None, infer=None)
     pipeline = _pipeline(lookup)
     token_ids = []

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loop every peer runs: a JSON request per line in, a JSON answer per line out.
 
-Runs in the peers' own environment, so it uses only the standard library. Output of a library goes
-to stderr, which the benchmark stores as bench/work/<peer>.log.
+This module runs in the peers' own environment, so it uses only the standard library. Output of a
+library goes to stderr, which the benchmark stores as bench/work/<peer>.log.
 """
 
 import json

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m bench.peers.setup`: make bench/.venv, the environment of the peers.
 
-The last two may fail, because they are built from source, which needs a compiler and minutes:
-arctic-inference and llama-cpp-python. The benchmarks skip a missing peer.
+arctic-inference and llama-cpp-python are installed last and may fail: they are built from source,
+which needs a compiler and takes minutes. The benchmarks skip a missing peer.
 """
 
 import argparse

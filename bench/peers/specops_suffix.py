@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our own suffix cache in a separate process, so that it is measured as its peer is.
 
-A step of a batch is one call, between the tensors that `verify` and `commit` wrote and those that
-the next step drafts into.
+A step of a batch is one call: it reads the tensors that `verify` and `commit` wrote, and writes the
+drafts into the tensors of the next step.
 """
 
 from collections.abc import Mapping, Sequence

@@ -266,7 +266,7 @@ class Replay:
         }
 
     def prompt(self, begin: int, size: int) -> Answer:
-        """Open a long prompt: time the caller's wait, and when all of it can be drafted from."""
+        """Open a long prompt; time the call, and the wait until drafts can use the whole prompt."""
         text = np.concatenate(self._shown[begin : begin + size // 1024 + 1])[:size]
         os.sched_setaffinity(0, self._cpus)
         function, arguments = self._side.start(-1, np.ascontiguousarray(text))

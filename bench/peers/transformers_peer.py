@@ -55,7 +55,7 @@ def step(steps: int) -> Answer:
 
 
 def generate(prompts: list[list[int]], max_tokens: int, lookup: int) -> Answer:
-    """Return the greedy tokens of each prompt, end-of-text ignored; `lookup` drafts by lookup."""
+    """Return greedy tokens after each prompt, ignoring end-of-text; `lookup`: use prompt lookup."""
     model = _state["model"]
     options: dict[str, Any] = {"max_new_tokens": max_tokens, "do_sample": False}
     if lookup:

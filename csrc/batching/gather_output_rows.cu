@@ -27,7 +27,7 @@ void gather_output_rows_cuda(const GatherOutputRowsParams& params, CudaStream st
   if (together % sizeof(uint4) == 0) {
     gather_words<uint4>(params, stream);
   } else {
-    gather_words<uint16_t>(params, stream);  // rows of odd width, or a view into other rows
+    gather_words<uint16_t>(params, stream);  // odd widths, or unaligned views
   }
 }
 

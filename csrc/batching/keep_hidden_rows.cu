@@ -19,7 +19,7 @@ void keep_hidden_rows_cuda(const KeepHiddenRowsParams& params, CudaStream stream
   if (together % sizeof(uint4) == 0) {
     run(keep_hidden_rows_kernel<uint4>);
   } else {
-    run(keep_hidden_rows_kernel<uint16_t>);  // rows of odd width, or a view into other rows
+    run(keep_hidden_rows_kernel<uint16_t>);  // odd widths, or unaligned views
   }
 }
 

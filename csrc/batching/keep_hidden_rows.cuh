@@ -13,8 +13,8 @@ constexpr int kKeepHiddenThreads = 128;
 // Grid:    x = batch * window, one block per row that may be copied (unbounded).
 // Block:   128 threads; a thread owns every 128th word of the row.
 // Smem:    none.
-// Cost:    2 * row_bytes moved per kept row; memory-bound.
 // Cost:    2 * row_bytes moved per copied row; memory-bound.
+// Assumes: shapes checked by ops.cpp.
 // Order:   copies only.
 // Source:  -
 template <typename Word>

@@ -12,7 +12,7 @@ struct TreeChainsParams {
   const int32_t* parents;           // [batch, nodes], in preorder, -1: the root
   const int32_t* num_draft_tokens;  // [batch], valid nodes of each request
   const int32_t* qo_lens;      // [batch], rows of this step, ending with the root and its nodes
-  const int32_t* kv_lens;      // [batch], including these rows
+  const int32_t* kv_lens;      // [batch], tokens of each request, including these rows
   const int32_t* kv_indptr;    // [batch + 1], in pages
   const int32_t* kv_indices;   // [num_indices], page ids
   const int32_t* spare_pages;  // [num_spare_pages], unused pages

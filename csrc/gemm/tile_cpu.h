@@ -7,7 +7,7 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Sizes of tiles. kMaxRows: most rows of a tile. kFetchRows: number of rows from which tiles
+// Sizes of tiles. kMaxRows: maximum rows of a tile. kFetchRows: number of rows from which tiles
 // prefetch weights. kMaxBlocks: how many blocks have sums that fit the registers, by the number of
 // rows. kFillsTiles: all tiles but the first are full; otherwise rows are divided evenly.
 struct Shape {

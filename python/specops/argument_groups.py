@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class SamplingTensors(NamedTuple):
-    """Sampling parameters of every row or request; rows below. Every field may be None.
+    """Sampling parameters of each request or row, here called row. Every field may be None.
 
     Attributes:
         temperature: [rows], float32, or one number for all rows; the next four fields also accept
@@ -132,7 +132,7 @@ class DraftProbs(NamedTuple):
 
 
 class SampleOutputs(NamedTuple):
-    """Tensors that `sample` writes; None is not written.
+    """Tensors that `sample` writes; a field that is None is not written.
 
     Attributes:
         token_ids: [rows], int32. Allocated when None.
@@ -149,7 +149,7 @@ class SampleOutputs(NamedTuple):
 
 
 class VerifyOutputs(NamedTuple):
-    """Tensors that `verify` writes; None is not written.
+    """Tensors that `verify` writes; a field that is None is not written.
 
     Attributes:
         token_ids: [batch, k + 1], int32. Receives the emitted tokens, then -1. Allocated when None.
@@ -195,8 +195,8 @@ class EndingRules(NamedTuple):
         stop_sequences: [num_slots, n, m], int32. Each -1 padded; an empty one is unused. A sequence
             may have begun in an earlier step, but not in the prompt.
         think_end_token_id: [num_slots], int32. -1: no such token.
-        thinking_budget: [num_slots], int32. Output tokens after which thinking ends: the tokens to
-            inject follow, or without any the reply. -1 is off.
+        thinking_budget: [num_slots], int32. Output tokens after which thinking ends. Then the
+            tokens to inject follow, if there are any, and the reply. -1 is off.
         reply_budget: [num_slots], int32. The request ends after this many tokens of reply. -1 is
             off.
         inject_token_ids: [num_slots, n], int32. -1 padded. Injected when the thinking budget is
@@ -329,8 +329,8 @@ class ModuleRows(NamedTuple):
     Attributes:
         row_to_request: [rows], int32; -1: no request.
         positions: [rows], int32.
-        source_rows: [rows], int32. Row of the hidden states that each row reads, or -2 - a row of
-            the kept ones.
+        source_rows: [rows], int32. Row of the hidden states that each row reads, or -2 - i for row
+            i of the kept hidden states.
     """
 
     row_to_request: Tensor

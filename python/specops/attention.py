@@ -434,7 +434,8 @@ def append_attention(
     kv_len - qo_len + i and sees the positions up to its own, at most `sliding_window` of them. One
     call serves decoding (qo_len 1), verification (k + 1), prefill chunks and any mixture. Without
     `is_causal` a row sees the positions after its own as well, to the end of the request, which
-    block drafters need. Its bits are then those that its query gives as the request's last row.
+    block drafters need. Such a row has the bits that its query would give as the request's last
+    row.
 
     An attention sink is an extra logit per head without a value: it is in the softmax denominator
     and adds nothing to the result::

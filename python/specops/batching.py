@@ -147,7 +147,7 @@ class DraftTree:
 class DraftIndices:
     """Index arrays of one pass of a drafting module; entries past the real rows are -1.
 
-    Made by `prepare_draft_batch` for the first pass of a step, and by `advance_draft_batch` for the
+    `prepare_draft_batch` makes them for the first pass of a step, and `advance_draft_batch` for the
     following passes.
 
     Attributes:

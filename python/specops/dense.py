@@ -230,10 +230,10 @@ def linear(
     and then the bias. If an output has one scale and no offset, `step` replaces `step * scale`, and
     the total is multiplied by the scale at the end.
 
-    With int16 the error of an input is at most 2 ** -15 of the largest of its group, and zero for a
-    bfloat16 of at least 1/128 of that (float16: 1/16); each piece adds one more rounding.
-    Magnitudes below 2 ** -126 count as zeros; so do int8 groups whose peak is below 2 ** -100. A
-    row with an infinity or a NaN becomes NaN, no other row does.
+    With int16 the error of an input is at most 2 ** -15 of the largest input of its group, and zero
+    for a bfloat16 of at least 1/128 of the largest (float16: 1/16); each piece adds one more
+    rounding. Magnitudes below 2^-126 count as zeros; so do int8 groups whose peak is below 2^-100.
+    A row with an infinity or a NaN becomes NaN, no other row does.
 
     For fp8 weights, the same as `reference.quantized_linear`, within rounding: the sums of 128
     inputs are those of a plain weight, and total = fma(sum, scale, total). On CUDA a float32 is
@@ -567,7 +567,7 @@ def mtp_input(
         state = hidden[source_rows[row]], or flattened_kept[-2 - source_rows[row]]
         out   = rms_norm(embedding[token], embedding_norm) | rms_norm(state, hidden_norm)
 
-    flattened_kept is `kept` with its first two dimensions merged. A row of no request is zeros.
+    flattened_kept is `kept` with its first two dimensions merged. A row without a request is zeros.
 
     Args:
         rows: rows of the pass.

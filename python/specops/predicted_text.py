@@ -16,7 +16,7 @@ class PredictedText:
     there is no place, and so no draft, until the last tokens of the output (at least two) occur in
     the prediction. The place is then after the longest match of up to eight tokens; of equally long
     matches, the first after the last known place or, if there is none, the first in the prediction.
-    Compared are the occurrences of the last two tokens: the next 256 and the first 256. Drafts
+    Only the next 256 and the first 256 occurrences of the last two tokens are compared. Drafts
     depend only on the prediction and the output.
 
     Args:

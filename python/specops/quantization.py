@@ -57,13 +57,13 @@ def quantize_weight(weight: Tensor, *, kind: str = "int8", group: int = 0) -> Qu
     """Quantize a weight to int8 or int4, as FastDeploy does.
 
     Same as `reference.quantize_weight`. With one scale per output, quantized values and scales are
-    those of FastDeploy's WINT8 and WINT4 on its GPU path; with peak the largest magnitude of an
-    output's weights and most 127 (int8) or 7 (int4),
+    those of FastDeploy's WINT8 and WINT4 on its GPU path. `peak` is the largest magnitude of an
+    output's weights; `most` is 127 for int8 and 7 for int4:
 
         value = round(weight / peak * most), ties away from zero
         scale = peak / most, rounded to the dtype of `weight`
 
-    With groups they are those of FastDeploy's Machete path, with least -128 or -8:
+    With groups, values and scales are those of FastDeploy's Machete path. `least` is -128 or -8:
 
         scale = max(largest / most, smallest / least) of the group, at least 0
         value = round(weight / scale), ties to even, in [least, most]
@@ -81,7 +81,7 @@ def quantize_weight(weight: Tensor, *, kind: str = "int8", group: int = 0) -> Qu
 
     Note:
         If all weights of a scale are zero, its values and the scale are 0. If one is infinite or
-        NaN, the scale is NaN and the values are 0. Takes memory for a few rows in float32.
+        NaN, the scale is NaN and the values are 0. The call takes memory for a few rows in float32.
 
     Source: FastDeploy, weight_quantize (scale for each output) and machete_mm.py (groups).
     """

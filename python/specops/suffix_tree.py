@@ -242,7 +242,8 @@ class SuffixCache:
                 been written or appended then.
 
         Note:
-            Idle rows get no drafts. Uses the threads of the CPU ops; their number changes no draft.
+            Idle rows get no drafts. The call uses the threads of the CPU ops; their number changes
+            no draft.
         """
         num_draft_tokens = self._cache.step(
             requests,
@@ -358,7 +359,7 @@ class SuffixCache:
 
     @property
     def cached_requests(self) -> list[Hashable | None]:
-        """Ids of the responses in the shared trees, oldest first; None for a response without."""
+        """Ids of the responses in the shared trees, oldest first; None for one without an id."""
         return self._cache.cached_requests()
 
     @property

@@ -54,7 +54,7 @@ PYBIND11_MODULE(SPECOPS_MODULE, m) {
     columns = keys.size();
     rows = num_rows;
   });
-  // The keys requested so far: those that were passed, then those that had no uniform.
+  // Returns the keys requested so far: those that the caller passed, then those without a uniform.
   m.def("asked_keys", [] { return keys; });
   register_runtime(m);
   register_sampling(m);

@@ -42,7 +42,7 @@ __global__ void int_mma_kernel(const uint4* a, const uint2* b, float4* d) {
   *sums_at = {sums[0], sums[1], sums[2], sums[3]};
 }
 
-// rows: 32 rows of 16 bytes; lane i gives row i. out: 4 words a lane.
+// rows: 32 rows of 16 bytes; lane i passes the address of row i. out: 4 words per lane.
 template <int kTiles, bool kTrans>
 __global__ void ldmatrix_kernel(const uint4* rows, uint32_t* out) {
   auto* smem = reinterpret_cast<uint4*>(shared_memory());
@@ -56,7 +56,7 @@ __global__ void ldmatrix_kernel(const uint4* rows, uint32_t* out) {
   for (int i = 0; i < kTiles; ++i) out[threadIdx.x * kTiles + i] = words[i];
 }
 
-// Rows `stride` bytes apart.
+// Reads rows that are `stride` bytes apart.
 __global__ void strided_ldmatrix_kernel(int stride, int* out) {
   unsigned char* smem = shared_memory();
   for (int i = 0; i < 16; ++i) smem[threadIdx.x * stride + i] = 0;
@@ -131,7 +131,7 @@ __global__ void missing_barrier_kernel(int* out) {
   out[threadIdx.x] = smem[63 - threadIdx.x];
 }
 
-// Two rounds over one buffer: the second overwrites what slow threads still read.
+// Uses one buffer in two rounds: the second round overwrites data that slow threads still read.
 template <bool kFixed>
 __global__ void missing_second_barrier_kernel(int* out) {
   auto* smem = reinterpret_cast<int*>(shared_memory());
@@ -173,7 +173,7 @@ __global__ void missing_commit_kernel(int* out) {
   out[threadIdx.x] = smem[threadIdx.x].x;
 }
 
-// Two stages in flight; the first is read after a wait that still allows both.
+// Has two stages in flight, and reads the first after a wait that allows both to be in flight.
 template <bool kFixed>
 __global__ void wrong_wait_count_kernel(int* out) {
   auto* smem = reinterpret_cast<int4*>(shared_memory());
@@ -187,7 +187,8 @@ __global__ void wrong_wait_count_kernel(int* out) {
   ptx::cp_async_wait<0>();
 }
 
-// Waited for, but another thread's copy is visible only after a barrier.
+// Waits for its own copies, but reads a copy of another thread, which is visible only after a
+// barrier.
 template <bool kFixed>
 __global__ void wait_without_barrier_kernel(int* out) {
   auto* smem = reinterpret_cast<int4*>(shared_memory());
@@ -215,7 +216,7 @@ __global__ void out_of_bounds_kernel(int* out) {
   out[threadIdx.x] = 1;
 }
 
-// One byte past a size that is not a multiple of the arena's alignment.
+// Accesses one byte past the shared memory, whose size is not a multiple of the arena's alignment.
 template <bool kFixed>
 __global__ void small_overrun_kernel(int* out) {
   if (threadIdx.x == 0) shared_memory()[kFixed ? 1299 : 1300] = 1;
@@ -308,7 +309,7 @@ __global__ void misaligned_vector_kernel(int* out) {
   out[threadIdx.x] = from->x;
 }
 
-// The producer arrives at barrier 1, the consumer waits at barrier 2.
+// The producer arrives at barrier 1, but the consumer waits at barrier 2.
 template <bool kFixed>
 __global__ void named_deadlock_kernel(int* out) {
   auto* smem = reinterpret_cast<int*>(shared_memory());
@@ -341,7 +342,7 @@ __global__ void register_array_kernel(int* out) {
   out[threadIdx.x] = values[threadIdx.x % 4];
 }
 
-// Two blocks write one element in no defined order.
+// Lets two blocks write one element in no defined order.
 template <bool kFixed>
 __global__ void blocks_write_kernel(int* out) {
   out[kFixed ? threadIdx.x + 64 * blockIdx.x : threadIdx.x] = static_cast<int>(blockIdx.x);

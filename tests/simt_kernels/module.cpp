@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Binds the launchers of kernels.cu; tensors come as addresses.
+// Python bindings of the launchers in kernels.cu. Tensors are passed as addresses.
 #include <pybind11/pybind11.h>
 
 #include "simt/ops.h"

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python tests/with_vllm/campaign.py`: random prompts through vLLM, in every way, bit for bit.
+"""`python tests/with_vllm/campaign.py`: compare ways to decode random prompts in vLLM.
 
 Prompts are random tokens with repetitions, in groups with common beginnings; greedy and seeded
-requests with random filters and penalties run together. Each prompt is decoded alone and plainly;
-then again with each method, in batches of 1 to 32 in shuffled order, with prefix cache and chunked
-prefill. Exit code 1 if an output differs with specops; with vLLM's own kernels, differing greedy
-outputs are counted. Results are stored in the folder of --keep, so that a campaign can be
+requests with random filters and penalties run together. Each prompt is decoded alone and plainly,
+and then again with each method, in batches of 1 to 32 in shuffled order, with prefix cache and
+chunked prefill. Exit code 1 if an output differs with specops; with vLLM's own kernels, differing
+greedy outputs are counted. Results are stored in the folder of --keep, so that a campaign can be
 interrupted and resumed.
 """
 
@@ -81,7 +81,7 @@ def runs_of(prompts: list[list[int]], params: list[dict[str, Any]], seed: int) -
 
 
 def joined(parts: list[Decoded]) -> Decoded:
-    """Return the runs as one."""
+    """Concatenate the runs into one."""
     whole = Decoded()
     for part in parts:
         whole.token_ids += part.token_ids

@@ -9,7 +9,7 @@ from specops.integrations.vllm.proposers import NgramProposer
 
 
 class JunkProposer(NgramProposer):
-    """Drafts of n-grams, n-grams with one random token, or random tokens, in random numbers."""
+    """Proposer of a random number of drafts: n-gram drafts, often with one wrong token, or junk."""
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)

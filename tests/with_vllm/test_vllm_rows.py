@@ -145,7 +145,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, cuts: list[int], blocks: list[int]) 
 
 
 def test_block_of_a_drafter_attends_to_all_of_itself() -> None:
-    """The context before it was written by itself. A model's own rows must be causal."""
+    """Another call wrote the context before the block. A model's own rows must be causal."""
     text, length, blocks = 37, 43, [4, 0, 2]
     q = torch.randn(length, HEADS, HEAD_DIM).bfloat16()
     k, v = torch.randn(2, length, KV_HEADS, HEAD_DIM).bfloat16().unbind()

@@ -203,7 +203,7 @@ class Drafting:
 def drafts_along(
     drafting: Drafting, rows: Sequence[int], count: int, *, edges: Sequence[int], shared: bool
 ) -> list[list[int]]:
-    """Return drafts after every prefix of a text that ends where one of `rows` reads its token.
+    """Return, for each of `rows`, the drafts after the text up to the token that the row reads.
 
     Args:
         drafting: draft state of the text; nothing has run yet.

@@ -3,7 +3,7 @@
 
 The bundled model completes 10 edits and 10 completions, 64 greedy tokens each. Engines alternate,
 each in its own process, so that other load on the machine affects all of them; the table has
-medians over the rounds. Needs the environment of `make -C tools test-vllm`.
+medians over the rounds. The script needs the environment of `make -C tools test-vllm`.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m tools.gates`: check the rules of device code, then every kernel, then its hot loops.
 
-Prints tables; the exit status is 0 if all of it passed.
+The program prints tables; the exit status is 0 if everything passed.
 """
 
 import argparse

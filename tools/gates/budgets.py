@@ -26,7 +26,7 @@ class Budget:
         kernel: pattern of the name, without namespaces: `silu_mul_kernel<*`.
         registers: maximum per thread for an SM with 2,048 threads; scaled for others.
         threads: per block, by the launch bounds; None for any.
-        smem_bytes: the most dynamic shared memory that a launch requests.
+        smem_bytes: maximum dynamic shared memory that a launch requests.
         blocks_per_sm: how many blocks must fit an SM of 2,048 threads at once; a smaller one must
             hold one block.
         launched_on: architectures with enough shared memory.
@@ -50,7 +50,7 @@ class Limits:
 
     Attributes:
         smem_bytes: shared memory of an SM.
-        block_smem_bytes: the most that a block may request ("opt-in").
+        block_smem_bytes: maximum that a block may request ("opt-in").
         card: the card that the meter's figures are for, with `sms` and its clock under load.
     """
 
@@ -112,7 +112,7 @@ def _attention_budgets(
     sizes: Mapping[int, tuple[int, ...]],
     spills: Mapping[tuple[int, int], Mapping[str, int]] | None = None,
 ) -> Iterator[Budget]:
-    """Yield budgets of tiles in registers: an SM of 90a fits two blocks, three up to 32 rows."""
+    """Yield budgets of tiles in registers: an sm_90a SM fits 2 blocks, or 3 of up to 32 rows."""
     for head_dim, by_rows in sizes.items():
         for tiles, smem_bytes in zip((1, 2, 4), by_rows, strict=False):
             is_low = tiles == 1 or (tiles == 2 and head_dim <= 128 and "<float," not in pattern)
@@ -293,8 +293,8 @@ class Way:
 
     Attributes:
         work: number of instructions of each kind; kinds are patterns of opcodes.
-        times: how often this path occurs in one round of the loop's steady state; 0 if the loop has
-            it in addition, which similar loops do not.
+        times: how often this path occurs in one round of the loop's steady state; 0 for a rare
+            path, by which the loop is told apart from similar loops.
     """
 
     work: Mapping[str, int]
@@ -309,7 +309,7 @@ class Metered:
         kernel: pattern of the kernel's name.
         unit: unit of work, in words.
         ways: paths through the loop; each does one unit, or as many as the loop is unrolled by.
-        instructions: the most instructions per unit that a warp may issue, by architecture.
+        instructions: maximum instructions per unit that a warp may issue, by architecture.
         warps: number of warps that work on a unit together.
         moved_bytes: memory that a unit must read; 0 if the cap is in flops.
         flops: flops of a unit.

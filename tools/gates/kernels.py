@@ -199,7 +199,7 @@ def read_ptxas(log: str, arch: str, bounds: dict[str, int | None]) -> Iterator[K
 
 
 def log_problems(log: str) -> Iterator[str]:
-    """Yield assembler warnings: ignored directives, registers it ran out of, and the like."""
+    """Yield assembler warnings, such as ignored directives and a lack of registers."""
     for line in log.splitlines():
         if re.search(r"\bwarning\b|\badvisory\b|C75\d\d", line, re.IGNORECASE):
             yield line.strip()

@@ -279,7 +279,7 @@ def _constant(text: str) -> int:
 
 
 def _step(function: Function, loop: Loop, register: str) -> tuple[int, int] | None:
-    """Return what a loop adds to a register, if once, and the address of that instruction."""
+    """Return the number that a loop adds to a register, if it does so once, and where."""
     writers = [
         i for index in loop.blocks for i in function.blocks[index].body if _sets(i, register)
     ]

@@ -22,7 +22,7 @@ TOLD = 0.05  # smallest share of the call at which a phase of its blocks is ment
 
 
 def of_attention(figures: Figures, load: str, group: int, q_len: int) -> str:
-    """Return a sentence about `append_attention` on a load; empty without its ablations."""
+    """Return a sentence about `append_attention` on a load; empty if it was not measured."""
     measured_rows = 1 if q_len < 4 else 8
     prefix = f"ablations.{load}.g{8 if group > 4 else 4}.q{measured_rows}."
     us = {
@@ -78,7 +78,7 @@ def of_verify(figures: Figures, prefix: str) -> str:
 
 
 def of_rejection(figures: Figures) -> str:
-    """Return a sentence about verification with top-p; empty without its ablations."""
+    """Return a sentence about verification with top-p; empty if it was not measured."""
     us = {
         case: float(figures[id]["us"])
         for case in ("whole", "scan", "leaf")

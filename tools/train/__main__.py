@@ -76,7 +76,7 @@ def noted(log: Path, key: str) -> dict[str, Any]:
 
 
 def logged_runs(log: Path, phase: str = "") -> tuple[int, list[int]]:
-    """Return the seconds of a phase's runs ("" or "recycle_"), and the steps of their resumes."""
+    """Return the total seconds of a phase's runs ("" or "recycle_"), and the steps of resumes."""
     total = last = 0
     resumed_at: list[int] = []
     for row in rows_of(log):

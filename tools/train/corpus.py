@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The corpus: Python's own standard library, minus everything that is not plainly PSF code.
 
-A *document* is one `.py` file, named by its path below the library directory. Excluded are
-directories with third-party code, fixtures or generated text; files with another copyright line or
-licence; tables of pure data. The rest is split by file, by a hash of the path, so that the split
-does not depend on the machine, on the order of a directory listing or on which other files exist.
+A *document* is one `.py` file, named by its path below the library directory. Directories with
+third-party code, fixtures or generated text, files with another copyright line or licence, and
+tables of pure data are excluded. The rest is split by file, by a hash of the path, so that the
+split does not depend on the machine, on the order of a directory listing or on which other files
+exist.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m tools.train.draft_vocab`: a reduced draft vocabulary of the most frequent tokens.
 
-Writes the file that the engine takes as a token map (tensor `d2t`, as in EAGLE-3's checkpoints),
-and reports the loss of a model's drafts on held-out library modules.
+The program writes the file that the engine takes as a token map (tensor `d2t`, as in EAGLE-3's
+checkpoints), and reports the loss of a model's drafts on held-out library modules.
 """
 
 from __future__ import annotations

@@ -134,7 +134,8 @@ class EagleLayer(DecoderLayer):
 class Eagle3Head(Head):
     """EAGLE-3's head, which shares the target's embedding and LM head.
 
-    Initialized from the matching parts of the target's MTP module, which reads the last layer.
+    It is initialized from the matching parts of the target's MTP module, which reads the last
+    layer.
     """
 
     def __init__(self, model: Model, depth: int = 5) -> None:
@@ -199,7 +200,7 @@ class UnnormedLayer(DecoderLayer):
 class EagleHead(Head):
     """EAGLE-1's head, which shares the target's embedding and LM head.
 
-    Initialized from the matching parts of the target's MTP module, without its norms.
+    It is initialized from the matching parts of the target's MTP module, without its norms.
     """
 
     def __init__(self, model: Model, depth: int = 5) -> None:
@@ -442,7 +443,7 @@ class MarkovHead(BlockHead):
 class DraftModel(Head):
     """A small model that reads nothing from the target and decodes ahead of it.
 
-    Initialized from the target's embedding and the attention of its first and last layer.
+    It is initialized from the target's embedding and the attention of its first and last layer.
     """
 
     def __init__(self, model: Model, depth: int = 5) -> None:

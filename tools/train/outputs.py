@@ -22,7 +22,7 @@ TEMPERATURE = 0.7
 def own_outputs(
     model: Path, documents: Sequence[Ids], count: int, seed: int, cache: Path
 ) -> Tensor:
-    """Return texts that begin like random places in documents and that the target continued.
+    """Return texts of the target, each of which continues a random piece of a document.
 
     Args:
         model: directory of the target.

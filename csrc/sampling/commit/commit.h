@@ -24,7 +24,7 @@ struct EmittedTokens {
 };
 
 struct EndingRules {
-  const int32_t* max_lens = nullptr;        // [num_slots], most tokens of a request; -1 = no limit
+  const int32_t* max_lens = nullptr;        // [num_slots], maximum length; -1 = no limit
   const int32_t* min_tokens = nullptr;      // [num_slots], output tokens before stop rules apply
   const int32_t* stop_token_ids = nullptr;  // [num_slots, num_stop_tokens], -1 padded
   // [num_slots, num_stop_sequences, stop_sequence_len], -1 padded

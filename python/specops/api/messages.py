@@ -176,8 +176,8 @@ class Refused(Struct, tag=True, array_like=True):
 
     Attributes:
         job: the job's number.
-        kind: "context": it is too long; "full": too many requests wait; "speculative_config" or
-            "value": one of its values is invalid; "away": its queue cannot be reached.
+        kind: "context": a prompt is too long; "full": too many requests wait; "speculative_config"
+            or "value": a value of the job is invalid; "away": the queue of jobs cannot be reached.
         message: reason, as a sentence.
     """
 

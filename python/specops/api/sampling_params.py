@@ -51,8 +51,8 @@ class SamplingParams:
     penalties. Then temperature, top_k, top_p, min_p and typical_p select among the tokens left.
 
     Attributes:
-        max_tokens: most tokens to generate. None means up to the context length; with 0 the prompt
-            is computed and nothing generated.
+        max_tokens: maximum number of tokens to generate. None means up to the context length; with
+            0 the prompt is computed and nothing generated.
         temperature: in [0, 1e6]. 0 is greedy decoding; otherwise logits are divided by it.
         top_k: keep the k most likely tokens; 0 keeps all, and so does -1 over HTTP.
         top_p: keep the smallest set of tokens whose mass reaches top_p, in (0, 1].
@@ -84,7 +84,7 @@ class SamplingParams:
         think_end_token_id: the token that ends the model's thinking; "</think>" when absent.
         reasoning_max_tokens: number of thinking tokens after which the thinking is ended by force,
             0 or more.
-        response_max_tokens: most tokens to generate after the thinking, 1 or more.
+        response_max_tokens: maximum number of tokens to generate after the thinking, 1 or more.
         think_inject_token_ids: tokens that end the thinking by force; think_end_token_id when
             absent. They also replace an end of sequence inside the thinking.
         structured_output: constraint on the output: only tokens with which it can still be met are

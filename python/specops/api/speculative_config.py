@@ -147,7 +147,7 @@ class SpeculativeConfig:
         synthetic_acceptance_rates: with accept_policy "synthetic", the rates at which the first
             draft of a step is emitted, the first two drafts, and so on: at most 1, and not
             increasing. Drafts beyond the last rate are never emitted.
-        max_total_draft_tokens: most drafts of a step over all requests, which share them evenly.
+        max_total_draft_tokens: maximum drafts of a step over all requests, which share them evenly.
             None sets no limit.
         adaptive_verification: treat num_speculative_tokens as a maximum: verify the most probable
             drafts, as many as make decoding faster. This applies only where it cannot change a
@@ -397,7 +397,8 @@ class SpeculativeConfig:
 
         Args:
             request: the object that the request sent; a field that is None is not changed.
-            max_num_speculative_tokens: most drafts that the engine supports. None sets no limit.
+            max_num_speculative_tokens: maximum number of drafts that the engine supports. None sets
+                no limit.
             max_num_model_steps: maximum num_model_steps of a request; a default above it is
                 lowered. None sets no limit.
 

@@ -6,11 +6,11 @@ and the first node to read it runs it: a node of role prefill computes only the 
 pages and writes the job to the next stream; a node of role decode or mixed computes the rest.
 Events of its steps go to the stream of the node where the job arrived.
 
-No loss of a node or of keys loses a job. A node that dies stops its heartbeat, and another one
-writes the jobs it had read to the stream again. If Redis has lost keys, the nodes resubmit the jobs
-that they wait for. Such a job is computed again with the same bits, because its seed was drawn at
-the frontend. The frontend counts the tokens that it has passed on, so that none is repeated. A node
-that was presumed dead but is alive does no harm: its runs are only duplicates.
+No job is lost if nodes or keys are lost. The heartbeat of a node that dies stops, and another node
+writes the jobs that it had read to the stream again. If Redis has lost keys, the nodes resubmit the
+jobs that they wait for. Such a job is computed again with the same bits, because its seed was drawn
+at the frontend. The frontend counts the tokens that it has passed on, so that none is repeated. A
+node that was presumed dead but is alive does no harm: its runs are only duplicates.
 
 An error in handling a job or a message ends that job. After a connection error the node reconnects.
 Any other error that repeats ends the process.
@@ -262,7 +262,7 @@ class SplitwiseClient(EngineClient):
         self._task = asyncio.ensure_future(self._work())
 
     async def stop(self) -> None:
-        """Return others' jobs to their streams, drop own jobs, and wait for the engine to end."""
+        """Requeue the jobs that run here, drop those that arrived here, and end the engine."""
         self._is_stopping = True
         for job in list(self._waiting):
             self._forget(job)
@@ -647,7 +647,7 @@ class SplitwiseClient(EngineClient):
         self._has_stopped_reading.set()
 
     def _readable(self) -> list[str]:
-        """Return the job streams to read now: its role's, and those without a live reader."""
+        """Return the streams to read now: that of this node's role, and those without a reader."""
         live_roles = set[str]().union(*(_READS[role] for role in self._roles))
         own_roles = _READS[self._role]
         return [

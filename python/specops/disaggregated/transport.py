@@ -14,8 +14,8 @@ ends with a `Release`. `TcpTransport` sends the bytes on the same connection; `N
 A message is MessagePack after eight bytes: its length and its CRC-32. An offer contains a CRC-32 of
 each block of the bytes. So a damaged message or damaged pages are refused, and the reader computes
 the prompt. Messages contain no code, but are neither encrypted nor signed. A peer could send wrong
-pages with right checksums, so engines fetch only from configured addresses. Each message has a time
-limit, and the port has a limit of connections.
+pages with correct checksums, so engines fetch only from configured addresses. Each message has a
+time limit, and the port has a limit of connections.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ class Deadline:
         """Return the seconds that are left.
 
         Raises:
-            TimeoutError: none are left.
+            TimeoutError: no time is left.
         """
         seconds = self._end - time.monotonic()
         if seconds <= 0:
@@ -378,8 +378,8 @@ class _Connections:
     """Open connections to the port; each costs a thread and a file descriptor.
 
     A connection that has named a lease stays until its time limit. Names of leases cannot be
-    guessed, so these are known peers. If there are too many connections, the host with the most
-    remaining ones loses its oldest.
+    guessed, so only a known peer can have named one. If there are too many connections, the host
+    with the most remaining ones loses its oldest.
 
     Args:
         max_connections: upper bound on the connections.

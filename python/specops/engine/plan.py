@@ -24,7 +24,7 @@ class Part:
     num_drafts: int  # the last num_drafts rows hold draft tokens
     emits: bool  # False for a prefill chunk that does not end the known tokens
     prompt_rows: PromptRows | None = None  # rows that give logprobs of prompt tokens
-    draft_limit: int = 0  # most drafts to propose at the end of this step for the next one
+    draft_limit: int = 0  # maximum drafts to propose at the end of this step
 
 
 @dataclass(frozen=True, slots=True)

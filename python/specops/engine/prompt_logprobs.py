@@ -194,7 +194,7 @@ class PromptScorer:
     def _verify(
         self, logits: Tensor, chains: dict[str, Any], strategy: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return logprobs and ranks of the prompts' tokens, both [requests, most tokens + 1]."""
+        """Return logprobs and ranks of the prompts' tokens, both [requests, max tokens + 1]."""
         drafts = chains["drafts"].token_ids
         logprobs = drafts.new_empty((len(drafts), drafts.shape[1] + 1), dtype=torch.float32)
         ranks = drafts.new_empty(logprobs.shape)

@@ -75,7 +75,8 @@ class PromptPages:
         """Put pages into the prefix cache for the next request with this prompt.
 
         Pages that the cache has already are not replaced. Nothing is added if too few pages are
-        free, or if required states have no entry, because all wait for pages of running requests.
+        free. The same holds if the states need an entry and all entries wait for pages of running
+        requests.
 
         Args:
             token_ids: the prompt.

@@ -39,7 +39,7 @@ class DraftState:
     """A request's drafters, draft counts and draft KV. `Drafting` and the drafters write it."""
 
     stages: dict[str, int]  # drafters, each with its limit of drafts
-    limit: int  # most drafts to propose at the end of its next step
+    limit: int  # maximum number of drafts to propose at the end of its next step
     num_selected: int = 0  # number of proposed drafts that the next step verifies
     kv: DraftKv | None = None  # draft KV that its drafter keeps on its pages
     # Leading tokens whose draft KV is complete and final. When the request gets a slot, scheduling

@@ -10,7 +10,7 @@
 Attention computes a row in the same way in prefill, decoding and verification: its bits depend
 neither on other rows of the call nor on the batch or the padding. All other layers of the model
 remain torch's. The tokens that a row attends to are derived from transformers' masks, once per
-step. Supported are causal masks with padding, a sliding window or packed sequences, in any cache.
+step. Causal masks with padding, a sliding window or packed sequences are supported, in any cache.
 Other features raise an error that names them: other kinds of masks, four-dimensional masks,
 dropout, soft caps, position biases, and inputs that require gradients.
 """

@@ -264,7 +264,7 @@ def mtp_input(
 
     The embedding is that of the token `ahead` positions after the row. It is zeros if there is no
     such token, and at position 0 with mask_first_position. `rows.source_rows` selects the hidden
-    state. Rows of no request are zeros.
+    state. Rows without a request are zeros.
     """
     row_to_request, positions, source_rows = rows
     slots, token_ids, lens, draft_token_ids = tokens

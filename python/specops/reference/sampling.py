@@ -227,7 +227,7 @@ def _keyed(
     sub_index: int = 0,
     anchor: int = 0,
 ) -> float:
-    """Return a uniform of a request; `functools.partial` binds the seed and choice index."""
+    """Return a uniform random number of a request; `partial` binds the seed and choice index."""
     return uniform(seed, position, purpose, choice_index, sub_index, anchor)
 
 

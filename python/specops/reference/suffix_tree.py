@@ -64,7 +64,7 @@ def ngram_propose(
 
 
 def _shares(counts: list[int], given: list[int], total: int) -> list[int]:
-    """Limit the counts to `total` drafts, dealt in rounds: one per request that has more."""
+    """Limit the counts to `total` drafts, assigned in rounds: one to each request that has more."""
     shares = list(given)
     left = total - sum(shares)
     for cap in range(1, max(counts, default=0) + 1):

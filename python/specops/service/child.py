@@ -253,7 +253,7 @@ def _watch(connection: socket.socket, loaded: threading.Event) -> None:
 
 
 def main() -> None:
-    """Run an engine behind the socket with the last argument's file descriptor; never return."""
+    """Run an engine on the socket whose file descriptor is the last argument; never return."""
 
     def make(setup: Setup, on_prefix: "PrefixListener | None") -> "Engine":
         import torch

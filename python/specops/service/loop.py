@@ -411,7 +411,7 @@ class EngineLoop:
             raise QueueFull(reason)
 
     def _count_waiting(self) -> Counter[str]:
-        """Return the number of choices without tokens by client."""
+        """Return, by client, the number of choices that have no tokens yet."""
         waiting: Counter[str] = Counter(choice.job.client for choice in self._held)
         for choice in self._choices.values():
             waiting[choice.job.client] += (not choice.has_tokens) + len(choice.siblings)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CUDA runtime as csrc/common/launch.cuh sees it, in the place of common/device.cuh: limits of
-// shared memory as the driver keeps them, what kernels were compiled for, launches, and a stream
-// that can be captured. No kernel runs.
+// Fake CUDA runtime for csrc/common/launch.cuh, in place of common/device.cuh: the driver's limits
+// of shared memory, the architectures that kernels were compiled for, launches, and a stream that
+// can be captured. No kernel runs.
 #pragma once
 
 #include <atomic>
@@ -74,12 +74,12 @@ struct Driver {
   std::map<std::pair<const void*, int>, size_t> limits;  // by kernel and device
   std::vector<Launch> captured;
   bool is_capturing = false;
-  bool is_broken = false;                        // the capture, by a call that its mode forbids
-  std::set<std::pair<const void*, int>> loaded;  // kernels, at the first look
+  bool is_broken = false;                        // a forbidden call has invalidated the capture
+  std::set<std::pair<const void*, int>> loaded;  // kernels that have been queried
   int times_set = 0;
   int times_lowered = 0;
   int num_launches = 0;
-  std::map<int, int> ptx_versions;  // of all kernels, by device; 80 where not said
+  std::map<int, int> ptx_versions;  // by device, for all kernels; default 80
   int times_asked = 0;
   bool last_overlaps = false;
 
@@ -88,14 +88,15 @@ struct Driver {
     return launch.smem_bytes <= (limit > kUnaskedBytes ? limit : kUnaskedBytes);
   }
 
-  // Whether this thread may do what can load a kernel; a capture that forbids it is ended.
+  // Returns whether this thread may call functions that can load a kernel. If the capture mode
+  // forbids it, the capture is invalidated.
   bool may_load(cudaStreamCaptureMode mode) {
     if (!is_capturing || mode == cudaStreamCaptureModeRelaxed) return true;
     is_broken = true;
     return false;
   }
 
-  // As cudaGraphInstantiate does, every node is judged by the limits of that moment.
+  // Checks every node against the current limits, as cudaGraphInstantiate does.
   bool instantiate() {
     std::lock_guard<std::mutex> lock(mutex);
     for (const Launch& launch : captured) {
@@ -142,7 +143,7 @@ inline cudaError_t cudaFuncSetAttribute(const void* kernel,
     return value == cudaSharedmemCarveoutMaxShared ? cudaSuccess : cudaErrorInvalidValue;
   }
   if (static_cast<size_t>(value) > fake_cuda::kMostBytes) return cudaErrorInvalidValue;
-  std::this_thread::yield();  // whoever decided without a lock is overtaken here
+  std::this_thread::yield();  // exposes a caller that decides without a lock
   fake_cuda::Driver& driver = fake_cuda::driver;
   std::lock_guard<std::mutex> lock(driver.mutex);
   if (!driver.may_load(fake_cuda::capture_mode)) return cudaErrorStreamCaptureUnsupported;

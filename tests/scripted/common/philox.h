@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stands in the place of csrc/common/philox.h when the sampling ops are compiled for tests/exact_distribution.py:
+// Replaces csrc/common/philox.h when the sampling ops are compiled for tests/exact_distribution.py:
 // every uniform comes from a table, so that a test can integrate over it.
 #pragma once
 
@@ -9,7 +9,8 @@
 
 namespace specops {
 
-// Row key.seed of the table, column of the rest of the key; a key without a column gets one.
+// Returns the entry of the table in row key.seed and the column of the rest of the key; adds a
+// column for a new key.
 float scripted_uniform(const UniformKey& key, Purpose purpose);
 
 SPECOPS_HOST_DEVICE float philox_uniform(const UniformKey& key, Purpose purpose) {

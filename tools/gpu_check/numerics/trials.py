@@ -20,7 +20,7 @@ class Limits:
 
     Attributes:
         most: largest root mean square of a tensor's differences, relative to the tensor's own; 0
-            means that no bit may differ, nor if the next two are 0.
+            means that no bit may differ.
         ulps: largest difference of an element of 16-bit tensors, in units in the last place of the
             element or of its row's root mean square, taking the larger. One rounding is one unit,
             wherever it occurs.

@@ -17,7 +17,7 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-// Returns whether filter() needs the second sum of the scan, which is the mass of all tokens.
+// Returns whether filter() needs the scan's second sum: the mass of all tokens.
 inline bool needs_warm(const SamplingParams& params) {
   if (is_greedy(params) || params.top_k > 0) return false;
   return params.top_p < 1.0f || (params.min_p == 0.0f && params.typical_p >= 1.0f);

@@ -16,7 +16,7 @@ __device__ inline PhiloxSource uniform_source(const SamplingTensors& filters,
   return {uniform_key_of(filters, idx, position, anchor)};
 }
 
-// Returns whether the choice needs the second sum of a scan, which is the mass of all tokens.
+// Returns whether the choice needs the scan's second sum: the mass of all tokens.
 __device__ inline bool needs_warm(const SamplingParams& filters, int32_t vocab_size) {
   bool counted = filters.top_k > 0 && filters.top_k < vocab_size;
   return !is_greedy(filters) && !counted && (filters.top_p < 1.0f || filters.min_p == 0.0f);

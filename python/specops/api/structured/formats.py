@@ -42,7 +42,7 @@ def check_format(value: Any, where: str = "format", ends: Sequence[str] | None =
             the output ends it.
 
     Raises:
-        ValueError: the value is not; the message names the field and what was expected.
+        ValueError: the value is not valid; the message names the field and what was expected.
     """
     if not isinstance(value, Mapping):
         raise ValueError(f"{where} must be an object, got {type(value).__name__}")
@@ -104,7 +104,7 @@ def _check_values(value: Mapping[str, Any], where: str) -> None:
 
 
 def check_triggers(triggers: Any, begins: Sequence[str], where: str, ends: Sequence[str]) -> None:
-    """Check that no trigger contains another or an end, and that each begins some tag."""
+    """Check that no trigger contains another trigger or an end text, and that each begins a tag."""
     check_texts(triggers, f"{where}triggers")
     for one in triggers:
         if sum(one in other for other in triggers) > 1:
@@ -201,7 +201,7 @@ class _Writer:
         return self.bounded(kind, value) + _one_of_texts(ends)
 
     def bounded(self, kind: str, value: Mapping[str, Any]) -> _Parts:
-        """Return the parts of a format that needs nothing after it to end."""
+        """Return the parts of a format that ends by itself, whatever follows."""
         if kind == "const_string":
             return _one_of_texts([value["value"]])
         if kind == "regex":

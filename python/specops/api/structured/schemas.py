@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON Schemas for llguidance: sets white space, and rejects numbers that it would misread.
+"""Preparation of JSON Schemas for llguidance: white space, and numbers that it would misread.
 
 Schemas occur alone, or in a grammar after `%json`.
 """

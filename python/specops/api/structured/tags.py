@@ -25,7 +25,7 @@ def check_tags(value: Any) -> None:
     """Check that a value is a valid structural tag object.
 
     Raises:
-        ValueError: the value is not; the message says what was expected.
+        ValueError: the value is not valid; the message says what was expected.
     """
     if not isinstance(value, Mapping):
         raise ValueError(f"must be an object, got {type(value).__name__}")

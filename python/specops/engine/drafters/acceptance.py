@@ -39,10 +39,11 @@ class MethodAcceptance:
 
 
 class RequestAcceptance:
-    """Acceptance probabilities of a request's drafts: its method's, corrected by its own counts.
+    """Acceptance probabilities of a request's drafts, from counts of its method and its own counts.
 
-    If fewer of its drafts were accepted than the method's counts predict, all acceptance
-    probabilities are scaled down; if more were, the rejection probabilities are.
+    If fewer drafts of the request were accepted than the method's counts predict, all acceptance
+    probabilities are scaled down. If more were accepted, all rejection probabilities are scaled
+    down.
 
     Args:
         method: counts of the request's method.

@@ -10,8 +10,8 @@ continues what the drafters before it have drafted. So a hybrid is a sequence of
 drafter knows of another. Proposals are only verified: no drafter can change an emitted token.
 
 A drafter that raises cannot end a request either. If a hook for one request raises, that request
-continues without drafts; if a hook for a step raises, so do all requests of the drafter, or those
-that a `RequestsFailed` names. The engine counts failures by method.
+continues without drafts. If a hook for a step raises, all requests of the drafter continue without
+drafts, or only those that a `RequestsFailed` names. The engine counts failures by method.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -66,10 +66,11 @@ class DrafterContext:
     """The parts of an engine that a drafter is made from.
 
     Attributes:
-        config: of the engine; `max_num_seqs` slots, `max_num_batched_tokens` rows per step.
+        config: the engine's configuration: `max_num_seqs` slots, `max_num_batched_tokens` rows per
+            step.
         target: the model that verifies.
-        tokenizer: of the model.
-        device: where steps run.
+        tokenizer: tokenizer of the model.
+        device: device that runs the steps.
     """
 
     config: EngineConfig
@@ -133,7 +134,7 @@ class Proposals:
 
         Args:
             slots: number of rows.
-            width: number of columns: most drafts of a request.
+            width: number of columns, which is the maximum number of drafts of a request.
         """
         return cls(
             np.full((slots, width), -1, dtype=np.int32),
@@ -200,7 +201,7 @@ class Drafter:
     """A drafting method.
 
     Attributes:
-        name: of the method, as in the registry.
+        name: name of the method, as in the registry.
         aux_layers: layers of the target whose output it reads, besides the output of the final
             norm. Steps provide them if the drafter has planned work for the step.
         kv_bytes: memory of its caches: on pages, and in slots if its layers keep states.
@@ -244,14 +245,14 @@ class Drafter:
         """Handle a request that ended or stopped speculating. It may never have started here."""
 
     def plan(self, parts: Sequence[Part], shape: StepShape) -> Hashable | None:
-        """Return a key of its work after a step: everything that its arrays and launches depend on.
+        """Return a key of the work after a step: everything that the arrays and launches depend on.
 
-        The engine calls `plan`, `new_step` and `fill` again if it makes the step anew without a
+        The engine calls `plan`, `new_step` and `fill` again if it repeats the step without a
         drafter that failed.
 
         Args:
-            parts: of the step.
-            shape: of the step, already rounded up to its bucket, without drafters.
+            parts: parts of the step.
+            shape: shape of the step, already rounded up to its bucket, without drafters.
 
         Returns:
             The key, which `new_step` receives and replays share; None: no work.
@@ -265,7 +266,7 @@ class Drafter:
 
         Args:
             key: returned by `plan`.
-            shape: of the step.
+            shape: shape of the step.
             inputs: allocates the arrays that the host fills for the device.
             results: allocates the arrays that the device returns.
         """

@@ -41,7 +41,7 @@ class Blocks:
 
     Attributes:
         num_rows: rows of a block.
-        most_rows: most block rows of a step.
+        most_rows: maximum number of block rows of a step.
         max_len: maximum number of tokens of a request.
     """
 

@@ -118,7 +118,7 @@ class Drafting:
             if one.drawn_from is not None
         }
         self.draft_probs = DraftProbTable(drawing, slots, context.device.device)
-        self._most_drawn = 0  # most drafts of any request whose drafter samples
+        self._most_drawn = 0  # maximum drafts of a request whose drafter samples
         self._check_lengths(context.config.speculative_config)
         self._check_room(context.config.speculative_config)
 
@@ -171,7 +171,7 @@ class Drafting:
 
     @property
     def width(self) -> int:
-        """Number of columns of the proposals: the most drafts of any request so far."""
+        """Number of columns of the proposals: the maximum number of drafts of a request so far."""
         return int(self.proposals.token_ids.shape[1])
 
     @property
@@ -475,7 +475,7 @@ class Drafting:
                 begin = self._attribute(request, step.name, begin, int(counts[request.slot]))
 
     def _reporting(self) -> list[Request]:
-        """Return the requests of the step whose clients asked for the sources of drafts."""
+        """Return the requests of the step whose clients requested the sources of drafts."""
         requests = [part.request for part in self.parts]
         return [request for request in requests if request.params.report_drafts]
 
@@ -584,7 +584,7 @@ class Drafting:
 def share_out(wanted: Sequence[int], total: int) -> list[int]:
     """Return the numbers clipped to the largest common cap that keeps their sum within `total`.
 
-    What is left of the total goes to the first clipped numbers, one each.
+    The rest of the total goes to the first clipped numbers, one each.
     """
     if sum(wanted) <= total:
         return list(wanted)

@@ -40,7 +40,7 @@ class ForcedDrafter(Drafter):
         self._requests.discard(request)
 
     def finish(self, results: StepResults) -> None:
-        """Add forced tokens to the proposals of requests whose grammar applies already."""
+        """Add forced tokens to the proposals of requests that are past their thinking."""
         if not self._requests:
             return
         for part in results.parts:

@@ -65,7 +65,7 @@ class DraftHead(Protocol):
 
     @property
     def max_drafts(self) -> int | None:
-        """Most drafts that the head makes for a request in a step; None: no limit."""
+        """Maximum number of drafts that the head makes for a request in a step; None: no limit."""
 
     @property
     def aux_layers(self) -> tuple[int, ...]:

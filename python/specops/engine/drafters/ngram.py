@@ -22,7 +22,7 @@ from specops.engine.plan import Part
 from specops.engine.request import Request
 from specops.ngram import NgramIndex, ngram_propose
 
-_MAX_SIZES = 16  # most n-gram sizes with index memory of their own; more sizes share it
+_MAX_SIZES = 16  # maximum n-gram sizes with separate index memory; further sizes share it
 
 
 def load(context: DrafterContext) -> Drafter:
@@ -46,7 +46,7 @@ class NgramDrafter(Drafter):
         self._slots, self._max_len = config.max_num_seqs, context.target.max_model_len
         self._device = context.target.device
         self._index: NgramIndex | None = None
-        self.limits: list[tuple[int, int]] = []  # (slot, most drafts) of the step
+        self.limits: list[tuple[int, int]] = []  # (slot, maximum number of drafts)
         self._choices: Tensor
         self._rows: tuple[Tensor, ...]
 

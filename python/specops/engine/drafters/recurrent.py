@@ -103,7 +103,7 @@ class RecurrentDrafter(Drafter):
         kept: [slots, WINDOW, hidden_size], stored target states of each slot's last positions.
         keeps_states: whether `kept` is used; False for a head that reads no states, or only states
             of the current step.
-        window: most positions before the step's rows that may run again.
+        window: maximum number of positions before the step's rows that may run again.
         reads_own_tokens: whether a row reads the token at its own position; see `DraftHead`.
     """
 
@@ -130,7 +130,7 @@ class RecurrentDrafter(Drafter):
         self.temperatures: NDArray[np.float32] = np.zeros(slots, dtype=np.float32)
         self.own_numbers: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
         self.has_anchors: NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
-        self.num_steps = 0  # most drafts that any request needs
+        self.num_steps = 0  # maximum number of drafts that a request needs
         head.reserve(self.max_rows)
         self.arrays = DraftArrays(head, slots, self.max_rows, device)
         where, width = device.device, head.hidden_size
@@ -462,7 +462,7 @@ class RecurrentStep(DrafterStep):
         return first
 
     def _note_positions(self, indices: DraftIndices) -> None:
-        """Correct draft positions for the additional token that `_first_rows` pretends is known."""
+        """Correct draft positions for the additional token that `_first_rows` treats as known."""
         if self._drafter.reads_own_tokens:
             indices.draft_positions.sub_(1).clamp_(min=0)
 

@@ -82,7 +82,7 @@ class EarlierAnswers:
         self._num_answers -= 1
 
     def _is_over(self) -> bool:
-        """Return whether a budget is exceeded; a budget of -1 used no limit."""
+        """Return whether a budget is exceeded; a budget of -1 is no limit."""
         used = {
             "answers": self._num_answers,
             "tokens": self._num_tokens,

@@ -25,7 +25,7 @@ class DraftKv:
     Attributes:
         owner: the drafter; other drafters cannot use its draft KV.
         lookahead: number of tokens after a position on which its draft KV depends.
-        max_drafts: most drafts that this drafter makes for the request in a step.
+        max_drafts: maximum number of drafts that this drafter makes for the request in a step.
     """
 
     owner: str

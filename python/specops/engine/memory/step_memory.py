@@ -13,7 +13,7 @@ from torch import Tensor
 from specops.engine.device import Device
 from specops.engine.memory.step_shape import StepShape
 
-# Most steps in the LRU cache: without CUDA graphs (17 KB of views each), and with graphs.
+# Capacity of the LRU cache in steps: without CUDA graphs (17 KB of views each), and with graphs.
 _MAX_KEPT_STEPS, _MAX_KEPT_GRAPHS = 1024, 128
 _MAX_KEPT_VIEWS = 4096  # most cached views per buffer
 _ALIGNMENT = 128  # bytes; alignment of each array in a buffer

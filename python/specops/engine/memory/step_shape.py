@@ -11,10 +11,10 @@ class StepShape(NamedTuple):
     batch: int  # number of requests
     rows: int
     outputs: int  # number of rows with logits
-    width: int  # most drafts that a request verifies
+    width: int  # maximum number of drafts that a request verifies
     pages: int  # number of entries of all page lists
     logprobs: int = -1  # number of alternatives for each emitted token; -1: no log-probabilities
-    proposals: int = 0  # most drafts that a request may get for the next step
+    proposals: int = 0  # maximum drafts that a request may get for the next step
     features: int = 0  # `Feature` bits of its requests
     prefix_levels: int = 0  # number of levels of groups that share prefixes
     masks: int = 0  # number of token masks of constrained outputs
@@ -26,8 +26,8 @@ class StepShape(NamedTuple):
 def rounded(shape: StepShape, most: StepShape) -> StepShape:
     """Return the bucket of a step that only decodes and verifies.
 
-    The bucket of rows is at most the rows of full verification by every request of the bucket. So
-    there are graphs of exactly this size for any number of drafts.
+    Rows are rounded up to at most the number of rows with which all requests of the bucket verify
+    all their drafts. So such a step has no padding rows, for any number of drafts.
 
     Args:
         shape: shape of the step; all its rows have logits.

@@ -35,7 +35,7 @@ class CacheCapacity(NamedTuple):
         num_pages: number of pages.
         page_size: tokens of a page.
         num_slots: number of request slots.
-        num_drafts: most drafts that a step verifies for one request.
+        num_drafts: maximum number of drafts that a step verifies for one request.
         num_prefix_states: number of prefixes whose states can be stored, for linear attention.
     """
 

@@ -70,7 +70,7 @@ class Scheduler(Slots):
             num_proposed: returns the number of drafts proposed for a request.
 
         Returns:
-            The requests that decode in the step, and the most drafts that fit the step.
+            The requests that decode in the step, and the maximum number of drafts of one request.
         """
         decoding: list[Request] = []
         prompts: list[Request] = []

@@ -49,7 +49,7 @@ class _Owner:
         owner.demands.append(demand)
 
     def width(self, free_rows: int, beside: Collection[int] = ()) -> int:
-        """Return the most rows that this owner may have if its inner owners share them equally.
+        """Return the maximum rows that this owner may have if its inner owners share them equally.
 
         Args:
             free_rows: as in `select_decoding`.

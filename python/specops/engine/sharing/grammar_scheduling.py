@@ -33,7 +33,7 @@ class GrammarScheduler:
         self._next_at = 0.0  # earliest start of a mask while there are other requests
 
     def requests_to_skip(self, decoding: Sequence[Request], has_prompts: bool) -> Set[Request]:
-        """Return those of the decoding requests that must skip the next step."""
+        """Return the decoding requests that must skip the next step."""
         slow = [one for one in decoding if one.grammar is not None and self._is_slow(one)]
         if not slow:
             return frozenset()

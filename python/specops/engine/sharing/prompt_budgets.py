@@ -25,7 +25,7 @@ class PromptBudgets:
         prompts: requests that may get rows, in scheduling order.
         costs: costs of steps and rows.
         decoding: decode rows of the step, by client.
-        max_rows: most prompt rows of the step.
+        max_rows: maximum number of prompt rows of the step.
         max_rows_beside: the same limit for a step from which another client gets tokens, in rows
             without log-probabilities; None: `max_rows`.
     """

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 _MAX_KEPT = 64  # grammars in the LRU cache
-_MAX_LEXER_STATES = 50_000  # most lexer states of a grammar; each takes one to two KB
+_MAX_LEXER_STATES = 50_000  # maximum lexer states of a grammar; each takes one to two KB
 
 # Limits on the work for one mask, since other requests wait for it. Schemas with thousands of
 # properties need only a fraction.

@@ -31,7 +31,7 @@ def complete(state: GrammarState, token_ids: Sequence[int], limit: int) -> Compl
     Args:
         state: grammar state of the request; unchanged on return.
         token_ids: the drafts.
-        limit: most drafts of the result.
+        limit: maximum number of drafts of the result.
 
     Returns:
         The drafts with the forced tokens; None if nothing changes.

@@ -156,7 +156,7 @@ def _readable(state: GrammarState, drafts: Sequence[int]) -> list[int]:
 
 
 def _fill_anew(one: MaskRows, rows: NDArray[np.int32]) -> None:
-    """Fill each row from a fresh matcher copy, as a limit was exceeded; such rows stay empty."""
+    """Fill each row from a fresh copy of the matcher; rows that exceed a limit are empty."""
     state = one.state
     if state.matcher.is_error():
         state.restart()

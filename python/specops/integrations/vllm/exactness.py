@@ -189,7 +189,7 @@ def _compare_all(args: argparse.Namespace) -> list[Difference]:
 
 
 def _bisect(args: argparse.Namespace) -> list[Difference]:
-    """Compare with all parts but one computed by specops; the missing part causes differences."""
+    """Compare with all parts but one computed by specops, leaving out each part in turn."""
     differences = []
     for part in PARTS:
         others = ",".join(other for other in PARTS if other != part)

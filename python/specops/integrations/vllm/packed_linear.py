@@ -95,7 +95,7 @@ def use_packed_linear(layer: Any, remove_weight: bool) -> None:
 
 
 def pack_again(modules: Iterable[Any]) -> None:
-    """Pack weights again that modules have kept, after a reload.
+    """Pack again, after a reload, the weights that modules have kept.
 
     Other weights are packed by `use_packed_linear` when they are loaded.
     """

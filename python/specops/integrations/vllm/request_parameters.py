@@ -80,7 +80,7 @@ class BatchParameters:
     """The sampling parameters of a batch, one row per request.
 
     Attributes:
-        is_greedy: whether every row is greedy; temperature to seeds are then ignored.
+        is_greedy: whether every row is greedy; the next five fields are then ignored.
         temperature: [batch], float32.
         top_k: [batch], int32; None if no row sets it, like top_p and min_p.
         top_p: [batch], float32.

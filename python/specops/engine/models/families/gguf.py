@@ -58,7 +58,8 @@ class GgufForm:
     Attributes:
         architecture: name in the files' general.architecture.
         read_as: the equivalent architecture of a config.json.
-        keys: config.json fields of further keys, without the architecture's prefix.
+        keys: config.json field of each further metadata key; keys are without the architecture's
+            prefix.
         fields: function that computes further fields from the other fields.
     """
 

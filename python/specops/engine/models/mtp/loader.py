@@ -91,7 +91,7 @@ def load_mtp(
 def _found_layers(
     names: Collection[str], config: ModelConfig, raw: Mapping[str, Any], where: Path
 ) -> tuple[MtpConvention, list[int]]:
-    """Return the convention of a checkpoint's modules, and the number in each module's names."""
+    """Return a checkpoint's naming convention, and the number in each module's tensor names."""
     convention = _convention_of(names, raw, where)
     layers = _layers_of(names, convention, raw, where)
     _refuse_foreign(names, _block(config), convention, layers, where)
@@ -101,7 +101,7 @@ def _found_layers(
 def _dummy_layers(
     config: ModelConfig, raw: Mapping[str, Any], where: Path
 ) -> tuple[MtpConvention, list[int]]:
-    """Return the convention of modules with random weights, and the number in each one's names."""
+    """Return the naming convention and the numbers of modules with random weights."""
     convention = convention_of(config.architecture)
     field, count = _declared(raw, convention, where)
     if not count:
@@ -216,7 +216,7 @@ def _load_module(
 
 
 def _block(config: ModelConfig) -> LayerConfig:
-    """Return the modules' layer config: the target's MTP or last layer, without a window."""
+    """Return the config of a module's layer, without a window; by default, the last layer's."""
     last = config.mtp_layer or config.layers[-1]
     return replace(last, attention=last.attention.without_window())
 
