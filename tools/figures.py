@@ -222,7 +222,7 @@ class Pages:
     def _rendered(self, match: re.Match[str], name: Path) -> str:
         template = match["template"]
         if match.re is INLINE:
-            template = "{{" + template + "}}"
+            template = "{{" + " ".join(template.split()) + "}}"
         elif match.re is CODE:
             template = template.replace("\n#", "")
         try:
