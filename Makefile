@@ -230,6 +230,7 @@ CLANG_FORMAT = git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cuh' 'csrc/*.cu' 'su
   grep -v common/dlpack.h | xargs $(BIN)/clang-format
 
 lint: docs
+	$(BIN)/python -m tools.figures --check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -6,6 +6,7 @@ for the tests of the exact distribution. A mutation that no longer applies fails
 similar bug in the new code instead. build/mutations.md lists the test and tier that noticed each.
 """
 
+import ast
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,17 +42,17 @@ FP8 = "test_quantized.py fp8"
 RMS_NORM = "test_dense.py rms_norm"
 DRAFT_ROWS = "test_draft_batch.py prepare or advance or keep"
 MTP_INPUT = "test_draft_batch.py input or halves"
-PREPARE = "test_batching.py prepare or rows or neighbours"
-INPUT_IDS = "test_batching.py input_ids and not faults"
+PREPARE = "test_batching.py prepare or rows or each_other"
+INPUT_IDS = "test_batching.py input_ids and not reports"
 ROPE = "test_attention.py rope"
 ATTENTION = "test_attention.py append_attention"
-ATTENTION_RACE = "test_attention.py workspace_does_not_matter"
-BYTES = "test_attention_8bit.py append_attention or decode_rows"
+ATTENTION_RACE = "test_attention.py does_not_depend_on_the_workspace"
+BYTES = "test_attention_8bit.py reference or head_shape or decode_rows"
 LATENT = "test_attention_latent.py reference or decode_rows or rope_append_latent"
-WIDE = "test_attention_latent.py does_not_know_its_tile"
-SINKS = "test_attention_sinks.py reference or formula or schedules"
+WIDE = "test_attention_latent.py do_not_depend_on_the_tile"
+SINKS = "test_attention_sinks.py reference or formula or sms"
 NONCAUSAL = "test_attention_noncausal.py reference"
-MASK = "test_attention_mask.py against or tree"
+MASK = "test_attention_mask.py reference or tree or chunks"
 COMMIT = "test_commit.py test"
 SAMPLE = "test_sampling.py sample or row_identity"
 SAMPLE_RACE = "test_sampling.py row_identity"
@@ -64,7 +66,7 @@ STATES = "test_linear_attention.py delta or states"
 GATE = "test_dense.py output_gate"
 ROUTE = "test_moe.py route or lowest or router"
 EXPERTS = "test_moe.py sort or combine or alone or out_of_range"
-TYPICAL = "test_logits_processors.py typical and not large and not spread"
+TYPICAL = "test_logits_processors.py typical and not large and not nearest"
 TYPICAL_RACE = "test_logits_processors.py retains_the_smallest"
 NGRAM = "test_ngram.py not distance and not invalid"
 
@@ -1091,7 +1093,7 @@ LAWS = [
         "sampling/row/cpu/drafted_row.h",
         "uniform(Purpose::kAccept, i)",
         "uniform(Purpose::kAccept, 0)",
-        "test_distribution.py tree and REJECTION",
+        "test_distribution.py tree and rejection",
         "scripted",
     ),
     Mutation(
@@ -1107,7 +1109,7 @@ LAWS = [
         "sampling/row/row_rule.h",
         "return uniform * draft_prob * residual.mass < left;",
         "return uniform * draft_prob < left;",
-        "test_distribution.py tree and REJECTION",
+        "test_distribution.py tree and rejection",
         "scripted",
     ),
     Mutation(
@@ -1500,6 +1502,23 @@ def test_every_mutation_applies() -> None:
     for mutation in MUTATIONS:
         text = (simt.ROOT / "csrc" / mutation.file).read_text()
         assert text.count(mutation.old) == 1, f"{mutation.file}: {mutation.name}"
+
+
+@cache
+def names_in(file: str) -> str:
+    """Return the names of the functions of a file of tests, and its strings without spaces."""
+    nodes = [*ast.walk(ast.parse((simt.ROOT / "tests" / file).read_text()))]
+    names = [node.name for node in nodes if isinstance(node, ast.FunctionDef)]
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    return "\n".join([*names, *(one for one in texts if isinstance(one, str) and " " not in one)])
+
+
+def test_selections_name_tests() -> None:
+    """Every word of a selection occurs in the name or a parameter of a test of its file."""
+    for tests, _ in SELECTIONS:
+        file, expression = tests.split(" ", 1)
+        words = set(re.findall(r"\w+", expression)) - {"and", "or", "not"}
+        assert not {word for word in words if word not in names_in(file)}, tests
 
 
 @pytest.mark.slow

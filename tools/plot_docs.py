@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m tools.plot_docs [RESULTS]`: draw the charts of docs/ from a results file.
 
-docs/comparison.svg, for the README: three bar charts of specops, llama.cpp, OpenVINO and
-transformers: greedy texts that speculation changes, and tokens per second of plain decoding on two
-models. docs/cascade.svg: speed-up by sharing a prefix, by length of the prefix and number of
-requests. The charts have their own background, so they look alike on light and dark pages.
+docs/comparison.svg: three bar charts of specops and its peers: greedy texts that speculation
+changes, and tokens per second of plain decoding on two models. docs/cascade.svg: speed-up by
+sharing a prefix, by length of the prefix and number of requests. The charts have their own
+background, so they look alike on light and dark pages.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from specops.cli.bar_charts import Panel, picture
 
@@ -20,8 +21,8 @@ from bench.common import RESULTS, ROOT
 
 SYSTEMS = {
     "specops": "specops",
-    "llama_cpp": "llama.cpp",
-    "openvino": "OpenVINO",
+    "llama_cpp": "llama-cpp-python",
+    "openvino": "OpenVINO GenAI",
     "transformers": "transformers",
 }
 KINDS = ("edits", "completions")
@@ -65,6 +66,17 @@ def comparison(figures: Figures) -> list[Panel]:
     ]
 
 
+def peers(results: dict[str, Any]) -> list[str]:
+    """Return the heading of the comparison: machine and versions of the peers."""
+    run = results["runs"]["lossless"]["versions"]
+    transformers = run["transformers_peer"].partition(",")[0]
+    return [
+        f"Two threads of an {results['machine']['cpu']}, one request at a time",
+        f"{run['llama_cpp_peer']} (its own prompt lookup, flash attention off), "
+        f"OpenVINO GenAI {run['openvino_peer']}, transformers {transformers}",
+    ]
+
+
 def cascade(figures: Figures) -> list[Panel]:
     """Return the charts that compare shared prefixes with the same call without sharing."""
     return [
@@ -88,6 +100,7 @@ class Picture:
     title: str  # alternative text
     panels: Callable[[Figures], list[Panel]]
     ours: Collection[str]
+    heading: Callable[[dict[str, Any]], list[str]] = lambda _: []
 
     @property
     def path(self) -> Path:
@@ -100,7 +113,12 @@ class Picture:
         Raises:
             KeyError: the file lacks one of the figures.
         """
-        return picture(self.panels(figures_of(results)), self.title, highlighted=self.ours)
+        return picture(
+            self.panels(figures_of(results)),
+            self.title,
+            highlighted=self.ours,
+            heading=self.heading(json.loads(results.read_text())),
+        )
 
     def complete_results(self) -> list[Path]:
         """Return the committed results files that have every figure of the picture."""
@@ -115,7 +133,11 @@ class Picture:
 
 
 COMPARISON = Picture(
-    "comparison.svg", "specops beside llama.cpp, OpenVINO and transformers", comparison, {"specops"}
+    "comparison.svg",
+    "specops beside llama-cpp-python, OpenVINO GenAI and transformers",
+    comparison,
+    {"specops"},
+    peers,
 )
 CASCADE = Picture(
     "cascade.svg",
