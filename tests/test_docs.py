@@ -16,6 +16,7 @@ DOCUMENTS = sorted(
     for place in ("*", "docs/**/*", "tests/*", "tools/**/*")
     for path in ROOT.glob(f"{place}.md")
 )
+ADDRESS = "http://127.0.0.1:8000"  # of the server, in examples
 TESTS = {
     name
     for folder in ("tests", "tools/tests")
@@ -155,10 +156,59 @@ def test_requests_page_prints_its_comments() -> None:
     from specops.engine import Engine, EngineConfig
 
     with serving(Engine(EngineConfig(num_pages=64, seed=0))) as one:
-        code = python_of("requests.md").replace("http://127.0.0.1:8000", one.url)
+        code = python_of("requests.md").replace(ADDRESS, one.url)
         assert one.url in code
         printed, expected = printed_and_expected(code)
     assert printed == expected and len(printed) == 2
+
+
+def application_snippets() -> dict[str, str]:
+    """Return the Python examples of the page on applications, by the package that they import."""
+    text = (ROOT / "docs" / "applications.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return {re.findall(r"^(?:from|import) (\w+)", code)[0]: code for code in blocks}
+
+
+def require_equal_answers(url: str, packages: tuple[str, ...]) -> None:
+    """Check that the page's examples print the answer to its curl command."""
+    import httpx
+
+    (curl,) = (
+        line
+        for block in shell_lines(ROOT / "docs/applications.md")
+        for line in block[:1]
+        if line[:1] == ["curl"]
+    )
+    body = curl[curl.index("-d") + 1]
+    headers = dict([curl[curl.index("-H") + 1].split(": ")])
+    answer = httpx.post(curl[1].replace(ADDRESS, url), content=body, headers=headers, timeout=300)
+    content = answer.json()["choices"][0]["message"]["content"]
+    for package in packages:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(application_snippets()[package].replace(ADDRESS, url), {})
+        assert printed.getvalue().rstrip("\n") == content.rstrip("\n"), package
+
+
+def test_applications_get_answers_at_the_named_addresses() -> None:
+    pytest.importorskip("openai")
+    pytest.importorskip("anthropic")
+    import httpx
+    from serving import serving
+    from specops.engine import Engine, EngineConfig
+
+    text = (ROOT / "docs" / "applications.md").read_text()
+    with serving(Engine(EngineConfig(num_pages=64, seed=0))) as one:
+        require_equal_answers(one.url, ("openai", "anthropic"))
+        schema = httpx.get(f"{one.url}/openapi.json").json()
+    routes = {"", "/v1", *schema["paths"]}
+    assert set(re.findall(r"http://[\w.]+:8000([\w/]*)", text)) <= routes
+    assert {f"/v1/{api}" for api in re.findall(r'wire_api = "(\w+)"', text)} <= routes
+    (script,) = re.findall(r"^```js\n.*?create\(\{\n(.*?)^\}\);", text, re.MULTILINE | re.DOTALL)
+    fields = re.findall(r"^  (\w+): ", script, re.MULTILINE)
+    assert set(fields) <= set(
+        schema["components"]["schemas"]["ChatCompletionRequest"]["properties"]
+    )
 
 
 def test_server_page_lists_every_option() -> None:
@@ -173,3 +223,19 @@ def test_server_page_lists_every_option() -> None:
         flag.replace("[no-]", "") for flag in re.findall(r"`(--[a-z\[\]-]+)`", table)
     }
     assert options_in_table == {flag for flag in flags if not re.match(r"-h|--help|--no-", flag)}
+
+
+def test_commands_and_migration_tables_name_existing_options() -> None:
+    pytest.importorskip("fastapi")
+    from specops.cli.serve import _parser
+
+    flags = set(_parser()._option_string_actions)
+    for path in DOCUMENTS:
+        for words in (line for block in shell_lines(path) for line in block):
+            if words[:2] == ["specops", "serve"]:
+                named = {word.partition("=")[0] for word in words if word.startswith("--")}
+                assert named <= flags, f"{path.name}: {' '.join(words)}"
+    text = (ROOT / "docs" / "migration.md").read_text()
+    rows = re.findall(r"^\|[^|]+\|([^|]+)\|[^|]*\|$", text, re.MULTILINE)
+    assert len(rows) > 50
+    assert set(re.findall(r"`(--[a-z-]+)", "".join(rows))) <= flags

@@ -25,6 +25,7 @@ from pydantic import BaseModel
 from serving import Served, serving
 from specops.engine import Engine, EngineConfig, SpeculativeConfig
 from specops.server.chat import ChatFormat
+from test_docs import require_equal_answers
 
 
 class Weather(BaseModel, extra="forbid"):  # makes even a small model come to an end
@@ -105,6 +106,10 @@ def test_litellm_gets_the_plain_text(served: Served, plain: str, provider: str) 
     assert litellm.completion(**request).choices[0].message.content == plain
     chunks = litellm.completion(**request, stream=True)
     assert "".join(one.choices[0].delta.content or "" for one in chunks) == plain
+
+
+def test_examples_of_the_page_on_applications_print_the_plain_text(served: Served) -> None:
+    require_equal_answers(served.url, ("langchain_openai", "litellm"))
 
 
 @pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA", "TOOLS_STRICT"])
