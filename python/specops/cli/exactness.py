@@ -23,7 +23,7 @@ from specops.api.sampling_params import SamplingParams
 from specops.api.speculative_config import SpeculativeConfig
 from specops.cli import Parser, fail, finite, require_writable
 from specops.cli.options import add_draft_lengths, add_model_options, engine_settings
-from specops.cli.progress import progress
+from specops.cli.progress import loading_shown, progress
 from specops.cli.prompts import PROMPTS, read_prompts
 from specops.engine.engine import Engine
 from specops.service.contract import contract_of
@@ -254,7 +254,8 @@ def _compare_all(args: argparse.Namespace) -> tuple[list[Comparison], dict[str, 
     # Decoding with drafts must compute the prompt again, not reuse pages of plain decoding.
     settings["enable_prefix_caching"] = False
     settings.setdefault("methods", (ALL_METHODS,))
-    engine = Engine(EngineConfig(**settings))
+    with loading_shown():
+        engine = Engine(EngineConfig(**settings))
     compared = _to_compare(args, config, engine.runnable_methods)
     for _, speculative_config in compared:
         # Reject an invalid configuration before computing anything.
