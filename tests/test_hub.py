@@ -274,7 +274,7 @@ def test_cached_models_are_listed(
 def test_served_model_name_defaults_to_the_hub_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(options, "directory_of", lambda name: f"/cache/{name}/{SHA}")
+    monkeypatch.setattr(options, "path_of", lambda name, revision: f"/cache/{name}/{SHA}")
     parser = argparse.ArgumentParser()
     options.add_engine_options(parser)
 

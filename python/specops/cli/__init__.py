@@ -120,9 +120,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that reports an error in one line and refers to --help for the rest."""
+    """Argument parser that reports an error in one line and refers to --help for the rest.
+
+    It accepts no abbreviations of options.
+    """
 
     source = ""  # added to errors: where the arguments come from, if not from the command line
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         """Print an error and exit with code 2."""

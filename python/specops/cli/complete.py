@@ -161,6 +161,8 @@ def _complete(args: argparse.Namespace) -> int:
         drafted = decoder.run()
     else:
         screen = _Screen(engine, params.stop)
+        if sys.stdout.isatty():
+            print(prompt, end="")
         drafted = decoder.run(show=screen.show)
         screen.end()
     compared = compare(decoder, drafted) if args.compare else None

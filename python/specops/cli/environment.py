@@ -55,8 +55,9 @@ def unknown_variables(parser: argparse.ArgumentParser, environment: Mapping[str,
     for variable in sorted(environment):
         if not variable.startswith(_PREFIX) or variable in known or variable.startswith(_OTHERS):
             continue
-        nearest = difflib.get_close_matches(variable, known, n=1)
-        told.append(f"{variable} (did you mean {nearest[0]}?)" if nearest else variable)
+        names = {one.removeprefix(_PREFIX) for one in known}
+        nearest = difflib.get_close_matches(variable.removeprefix(_PREFIX), names, n=1)
+        told.append(f"{variable} (did you mean {_PREFIX}{nearest[0]}?)" if nearest else variable)
     return f"ignoring unknown environment variables: {', '.join(told)}" if told else ""
 
 

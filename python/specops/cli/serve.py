@@ -100,7 +100,6 @@ def _parser(program: str = _PROGRAM) -> Parser:
     """Return the parser of the server's command line."""
     parser = Parser(
         prog=program,
-        allow_abbrev=False,
         description="Serve a model with speculative decoding: an OpenAI-compatible API and a web "
         "page to try it.",
         epilog="Every option may be set in the environment: --max-num-seqs as "

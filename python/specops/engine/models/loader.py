@@ -72,10 +72,11 @@ def load_model(
     """
     directory = Path(directory)
     if not directory.is_dir():
-        problem = "no such directory"
         if directory.exists():
-            problem = "a model is a Hugging Face directory or a .gguf file, not another file"
-        raise ModelError(f"{directory}: {problem}")
+            raise ModelError(
+                f"model must be a Hugging Face directory or a .gguf file, got the file {directory}"
+            )
+        raise ModelError(f"{directory}: no such directory")
     config = read_model_config(directory)
     file = directory / "config.json"
     _check_experts(config, ranks)
