@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -391,7 +392,8 @@ def _times_table(console: Console, rows: dict[str, dict[str, float]]) -> Table:
         for title, times in rows.items():
             of_name = dict(zip(names, times.values(), strict=True))
             table.add_row(title, *(f"{of_name[name]:,.1f}" for name in shown))
-        if console.measure(table).minimum <= console.width:
+        unbounded = console.options.update(max_width=1000)
+        if Measurement.get(console, unbounded, table).minimum <= console.width:
             break
     return table
 

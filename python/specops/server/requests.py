@@ -135,6 +135,9 @@ class Requests:
             self._log(scope, record, has_left=is_gone())
             if self._tracing is not None and scope["path"].startswith("/v1/"):
                 self._tracing.export(scope, record)
+            # The error's traceback refers to `recorded`, and so to the record. Breaking the cycle
+            # frees the request's objects without garbage collection.
+            record.error = record.answer = None
 
     def _log(self, scope: Scope, record: Record, *, has_left: bool) -> None:
         status = record.status or _CLIENT_LEFT
