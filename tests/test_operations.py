@@ -10,6 +10,7 @@ import ssl
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,9 @@ from fake_engine import FakeEngine
 from serving import CHAT, STREAM, TEXT, USER, http, post, serving
 from specops.cli import serve as serve_module
 from specops.cli.environment import environment_arguments, unknown_variables
+from specops.cli.roles import setups
 from specops.cli.serve import _parser, _read, _tls, main
+from specops.server import listen
 from specops.server.api_error import ApiError
 from specops.server.requests import reason_of
 
@@ -355,6 +358,38 @@ def test_every_request_is_a_span() -> None:
     assert refused.status.status_code == StatusCode.UNSET
     assert failed.attributes["error.type"] == "internal_error"
     assert failed.status.status_code == StatusCode.ERROR
+
+
+@pytest.mark.parametrize(
+    "host,is_open,url,warns",
+    [
+        ("127.0.0.1", True, "http://127.0.0.1", False),
+        ("0.0.0.0", True, "http://localhost", True),
+        ("0.0.0.0", False, "http://localhost", False),
+        ("::1", True, "http://[::1]", False),
+    ],
+)
+def test_address_in_the_log_can_be_opened_and_open_servers_are_warned_of(
+    host: str, is_open: bool, url: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "specops")
+    config = {"method": "naive", "num_speculative_tokens": 0}
+    capabilities = SimpleNamespace(model_name="m", device="cpu", speculative_config=config)
+    client: Any = SimpleNamespace(capabilities=capabilities)
+    try:
+        listener = listen(host, 0)
+    except ValueError:
+        pytest.skip("IPv6 is off")
+    with listener:
+        serve_module._log_address(client, "http", listener, is_open=is_open)
+        assert f"at {url}:{listener.getsockname()[1]}/" in caplog.text
+    assert ("may use this server without a key; set --api-key" in caplog.text) == warns
+
+
+def test_engines_log_in_the_format_of_the_server() -> None:
+    for words in ([], ["--data-parallel-size", "2"]):
+        args = _parser().parse_args(["--log-format", "json", *words])
+        assert {setup.log_format for setup in setups(args, {})} == {"json"}
 
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "docs" / "examples"

@@ -323,7 +323,12 @@ def add_kv_event_options(parser: argparse.ArgumentParser) -> None:
         help="ZeroMQ endpoint on which to publish changes of the prefix cache in vLLM's format, "
         "such as tcp://127.0.0.1:5557 (default: none)",
     )
-    add("--kv-events-topic", default="", help="topic of these messages (default: empty)")
+    add(
+        "--kv-events-topic",
+        default="",
+        metavar="TOPIC",
+        help="topic of the messages of --kv-events-endpoint (default: empty)",
+    )
     add(
         "--kv-events-replay",
         default="",
@@ -367,12 +372,24 @@ def add_scheduler_options(parser: argparse.ArgumentParser) -> None:
         help="engines that run the requests of this server: its own (local), or those of all "
         "servers with the same Redis, topic and model (splitwise; default: local)",
     )
-    add("--scheduler-host", default="127.0.0.1", help="host of Redis (default: %(default)s)")
-    add("--scheduler-port", type=int, default=6379, help="port of Redis (default: %(default)s)")
-    add("--scheduler-password", help="password of Redis (default: none)")
+    add(
+        "--scheduler-host",
+        default="127.0.0.1",
+        metavar="HOST",
+        help="host on which Redis listens (default: %(default)s)",
+    )
+    add(
+        "--scheduler-port",
+        type=int,
+        default=6379,
+        metavar="PORT",
+        help="port on which Redis listens (default: %(default)s)",
+    )
+    add("--scheduler-password", metavar="PASSWORD", help="password for Redis (default: none)")
     add(
         "--scheduler-topic",
         default="specops",
+        metavar="TOPIC",
         help="prefix of keys in Redis (default: %(default)s)",
     )
     add(

@@ -100,6 +100,7 @@ def _parser(program: str = _PROGRAM) -> Parser:
     """Return the parser of the server's command line."""
     parser = Parser(
         prog=program,
+        usage=f"{program} [MODEL] [OPTIONS]",
         description="Serve a model with speculative decoding: an OpenAI-compatible API and a web "
         "page to try it.",
         epilog="Every option may be set in the environment: --max-num-seqs as "
@@ -289,21 +290,21 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         type=finite,
         default=60.0,
         metavar="SECONDS",
-        help="time within which a request body must arrive (default: %(default)s)",
+        help="time within which a request body must arrive (default: %(default)g)",
     )
     add(
         "--header-timeout",
         type=finite,
         default=20.0,
         metavar="SECONDS",
-        help="time within which the headers of a request must arrive (default: %(default)s)",
+        help="time within which the headers of a request must arrive (default: %(default)g)",
     )
     add(
         "--write-timeout",
         type=finite,
         default=60.0,
         metavar="SECONDS",
-        help="time within which a client must read what was written for it (default: %(default)s)",
+        help="time within which a client must read what was written for it (default: %(default)g)",
     )
     add(
         "--max-unread-bytes",
@@ -332,7 +333,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         default=300.0,
         metavar="SECONDS",
         help="time without a sign of life, such as the end of a step, after which an engine is "
-        "restarted (default: %(default)s)",
+        "restarted (default: %(default)g)",
     )
 
 
