@@ -470,3 +470,13 @@ def test_examples_of_deployment_fit_together() -> None:
     drain = _parser().get_default("drain_timeout")
     seconds = (pod["terminationGracePeriodSeconds"], int(found["Service"]["TimeoutStopSec"]))
     assert min(*seconds, int(services["specops"]["stop_grace_period"][:-1])) > drain + 60
+
+
+def test_missing_opentelemetry_is_reported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "specops.server.tracing", raising=False)
+    missing = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert main(["--port", "0", "--in-process", "--otlp-traces-endpoint", "http://x/y"]) == 2
+    assert "pip install 'specops[otel]'" in capsys.readouterr().err
