@@ -28,7 +28,10 @@ _CLIENT_LEFT = 499  # status in the log of a request whose client left before it
 _MAX_PATH = _MAX_REASON = 200  # characters in a log line
 
 # Values in error messages that quote no input.
-_PLAIN_VALUE = r"[-+]?[\d.]+(e[-+]?\d+)?|none|null|neither|both|on|off|True|False|None|an? [a-z]+"
+_PLAIN_VALUE = (
+    r"[-+]?[\d.]+(e[-+]?\d+)?|none|null|neither|both|on|off|True|False|None"
+    "|an? (string|list|number|integer|boolean|object)"
+)
 _VALUE = re.compile(rf", got (?!(?:{_PLAIN_VALUE})(?![\w.])).*", re.DOTALL)
 _QUOTE = re.compile(r"'[^']*'|\"[^\"]*\"")
 _NAME = re.compile(r"[\w.+/:\[\]-]{1,64}", re.ASCII)
