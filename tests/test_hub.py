@@ -43,6 +43,12 @@ OTHERS: dict[str, dict[str, bytes]] = {
     "org/eagle": {"config.json": b"{}", "pytorch_model.bin": b"head", "optimizer.pt": b"never"},
     "org/medusa": {"config.json": b"{}", "medusa_lm_head.pt": b"head"},
     "org/hydra": {"config.json": b"{}", "hydra_lm_head.pt": b"head"},
+    "org/gguf": {
+        "model-Q4_K_M.gguf": b"four",
+        "sub/model.q8_0.gguf": b"eight",
+        "a-Q2_K.gguf": b"",
+        "b-Q2_K.gguf": b"",
+    },
     "org/dflash": {**FILES, "mask_embedding.pt": b"mask"},
 }
 REFUSALS = {
@@ -59,7 +65,9 @@ class _Hub(BaseHTTPRequestHandler):
         self.requested.append(self.path)
         parts = self.path.partition("?")[0].strip("/").split("/")
         name = "/".join(parts[2:4] if parts[0] == "api" else parts[:2])
-        if name in REFUSALS:
+        if "no-such-tag" in parts:
+            self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+        elif name in REFUSALS:
             status, code = REFUSALS[name]
             self._send(status, b"{}", {"X-Error-Code": code} if code else {})
         elif parts[0] == "api":
@@ -109,13 +117,16 @@ def hub() -> Iterator[tuple[str, list[str]]]:
 def directories(
     names: list[str], cache: Path, *, of_drafters: bool = False, **environment: str
 ) -> list[str]:
-    """Resolve names in a new process; return the directory or the error message of each."""
-    found = "directory_of(name)"
+    """Resolve names, which may have a revision, in a new process.
+
+    Return the path or the error message of each.
+    """
+    found = "path_of(*name.split())"
     if of_drafters:
         found = "json.loads(resolved(json.dumps({'model': name})))['model']"
     code = f"""
 import json, sys
-from specops.cli.hub import directory_of, resolved
+from specops.cli.hub import path_of, resolved
 for name in sys.argv[1:]:
     try:
         print({found})
@@ -195,6 +206,28 @@ def test_drafters_are_resolved_by_name_like_models(
         assert model_of(left) == left
 
 
+def test_gguf_files_are_found_by_their_quantization(tmp_path: Path) -> None:
+    names = [f"org/gguf:{one}" for one in ("Q4_K_M", "q4_k_m", "Q8_0", "Q2_K", "Q5_K_M")]
+    with hub() as (url, _):
+        found = directories(names, tmp_path, HF_ENDPOINT=url)
+        offline = directories(names, tmp_path, HF_HUB_OFFLINE="1")
+    assert [Path(file).read_bytes() for file in found[:3]] == [b"four", b"four", b"eight"]
+    assert found[3:] == [
+        "--model org/gguf:Q2_K must name one file *-Q2_K.gguf of org/gguf, found a-Q2_K.gguf, "
+        "b-Q2_K.gguf",
+        "--model org/gguf:Q5_K_M must name one file *-Q5_K_M.gguf of org/gguf, found none",
+    ]
+    assert offline == found
+
+
+def test_revisions_are_branches_tags_or_commits(tmp_path: Path) -> None:
+    with hub() as (url, requested):
+        names = ["org/model v2", "org/model no-such-tag"]
+        found, unknown = directories(names, tmp_path, HF_ENDPOINT=url)
+    assert Path(found).is_dir() and any("/revision/v2" in path for path in requested)
+    assert unknown.endswith("got org/model: it has no branch, tag or commit no-such-tag")
+
+
 def test_errors_say_why_a_model_is_unavailable(tmp_path: Path) -> None:
     with hub() as (url, _):
         gated, none, broken = directories(list(REFUSALS), tmp_path, HF_ENDPOINT=url)
@@ -207,7 +240,7 @@ def test_paths_and_existing_directories_are_not_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert is_name("org/model") and is_name("a.b/C-1_2")
+    assert is_name("org/model") and is_name("a.b/C-1_2") and is_name("org/model:Q4_K_M")
     (tmp_path / "org" / "model").mkdir(parents=True)
     for model in (
         "org/model",
@@ -274,7 +307,7 @@ def test_cached_models_are_listed(
 def test_served_model_name_defaults_to_the_hub_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(options, "directory_of", lambda name: f"/cache/{name}/{SHA}")
+    monkeypatch.setattr(options, "path_of", lambda name, revision: f"/cache/{name}/{SHA}")
     parser = argparse.ArgumentParser()
     options.add_engine_options(parser)
 
@@ -285,3 +318,5 @@ def test_served_model_name_defaults_to_the_hub_name(
     assert by_name == {"model": f"/cache/org/model/{SHA}", "served_model_name": "org/model"}
     assert settings("--model", "org/model", "--served-model-name", "x")["served_model_name"] == "x"
     assert settings("--model", str(tmp_path)) == {"model": str(tmp_path)}
+    with pytest.raises(ValueError, match="--revision needs a model of the Hugging Face Hub, ORG"):
+        settings("--model", str(tmp_path), "--revision", "v1")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`specops verify-exactness --url` notices every flaw, and names what it cannot compare."""
 
+import io
 import json
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from lossy_server import AT, Lossy, lossy_server
 from specops.cli import main
+from specops.cli.lossless import command
 from specops.cli.lossless.answers import Answer, Token, read_answer
 from specops.cli.lossless.differences import difference
 from specops.cli.lossless.texts import TEXTS
@@ -236,6 +238,21 @@ def test_card_and_json_are_written_to_files(
     assert "ngram" in words and "plain" in words
 
 
+def test_files_are_written_even_if_the_pipe_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stdout", Closed())
+    with lossy_server(Lossy()) as lossy, pytest.raises(BrokenPipeError):
+        files = ["--card", str(tmp_path / "card.svg"), "--json", str(tmp_path / "all.json")]
+        command.main(["--url", lossy.url, "--prompts", "1", *files], "specops")
+    assert json.loads((tmp_path / "all.json").read_text())["status"] == "lossless"
+    assert ET.parse(tmp_path / "card.svg").getroot() is not None
+
+
 def test_printed_lines_show_both_sides_in_context(capsys: pytest.CaptureFixture[str]) -> None:
     with lossy_server(Lossy(flaw="token")) as lossy:
         command = ["verify-exactness", "--url", lossy.url, "--prompts", "1", "--max-tokens", "8"]
@@ -247,6 +264,11 @@ def test_printed_lines_show_both_sides_in_context(capsys: pytest.CaptureFixture[
     assert lines[at + 2] == f"  plain: ' w7' {likely[0]}; ' w8' {likely[1]}"
     assert lines[at + 3] == f"  ngram: ' w8' {likely[1]}; ' w7' {likely[0]}"
     assert "1 more differences; --verbose shows them." in lines
+    table = lines[next(n for n, line in enumerate(lines) if line.startswith("decoding")) :]
+    columns = "decoding requests outputs texts tokens logprobs ends accepted"
+    assert table[0].split() == columns.split()
+    assert table[5].split() == ["ngram", "greedy,", "alone", "1", "1", "1", "0", "0", "67%"]
+    assert len(table) == 9 and all(len(line) <= 80 for line in table)
 
 
 @pytest.mark.parametrize(

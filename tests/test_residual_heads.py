@@ -352,7 +352,8 @@ def test_null_config_fields_are_ignored(
 
 @pytest.mark.parametrize("method", ["medusa", "hydra"])
 def test_missing_heads_are_refused(target: tuple[Path, Any], tmp_path: Path, method: str) -> None:
-    with pytest.raises(ModelError, match="heads are named: the directory belongs into model"):
+    hint = rf'heads are named: set speculative_config to {{"method": "{method}", "model": "DIR"}}'
+    with pytest.raises(ModelError, match=hint):
         Engine(
             EngineConfig(model=str(target[0]), speculative_config=SpeculativeConfig(method=method))
         )

@@ -5,10 +5,12 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from types import ModuleType
 from typing import Any, NoReturn
 
 _OPTIONAL = {"aiohttp", "huggingface_hub", "numpy", "rich", "safetensors", "tokenizers", "torch"}
@@ -111,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = COMMANDS[name]
         if name == "verify-exactness" and any(one.startswith("--url") for one in arguments_given):
             command = _SERVER_EXACTNESS
-        function = getattr(import_module(command.module), command.function)
+        function = getattr(_imported(command), command.function)
         return int(function(arguments_given[1:], f"specops {name}"))
     except ImportError as error:
         return fail(_missing(name, error))
@@ -124,11 +126,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that reports an error in one line and refers to --help for the rest."""
+    """Argument parser that reports an error in one line and refers to --help for the rest.
+
+    It accepts no abbreviations of options.
+    """
+
+    source = ""  # added to errors: where the arguments come from, if not from the command line
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         """Print an error and exit with code 2."""
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+        self.exit(2, f"{self.prog}: {message}{self.source}; see {self.prog} --help\n")
 
 
 def finite(text: str) -> float:
@@ -145,6 +155,26 @@ def finite(text: str) -> float:
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"must be a finite number, got {text}")
     return value
+
+
+def byte_size(text: str) -> int:
+    """Parse a number of bytes such as 1048576, 512M or 64G; for use as `type` of an option.
+
+    Raises:
+        argparse.ArgumentTypeError: `text` is not such a number.
+    """
+    match = re.fullmatch(r"(-?\d+)([kmgt]?)(?:i?b)?", text.strip().lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"must be a number of bytes, such as 1048576, 512M or 64G, got {text}"
+        )
+    return int(match[1]) << 10 * " kmgt".index(match[2] or " ")
+
+
+def shown_bytes(size: int) -> str:
+    """Return a number of bytes as `byte_size` reads it, with the largest unit that divides it."""
+    power = next(power for power in (4, 3, 2, 1, 0) if size % (1 << 10 * power) == 0)
+    return f"{size >> 10 * power}{' KMGT'[power].strip()}" if size else "0"
 
 
 def fail(message: str) -> int:
@@ -220,6 +250,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("command", choices=list(COMMANDS), help=argparse.SUPPRESS)
     parser.add_argument("-V", "--version", action="store_true", help="print the version and exit")
     return parser
+
+
+def _imported(command: Command) -> ModuleType:
+    """Import a command's module; tell a terminal if that takes seconds, as PyTorch does."""
+    is_slow = command.extra == "engine" and sys.stderr.isatty()
+    if is_slow:
+        print("importing PyTorch...", end="", file=sys.stderr, flush=True)
+    try:
+        return import_module(command.module)
+    finally:
+        if is_slow:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _missing(name: str, error: ImportError) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -297,7 +298,8 @@ async def _run(args: argparse.Namespace, send: Callable[[int, float], Any]) -> l
         TextColumn("{task.fields[speed]}"),
     )
     clock = time.perf_counter
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=args.requests, speed="")
         begin = clock()
         tokens = failed = 0
@@ -369,9 +371,6 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 def _print_table(results: dict[str, Any]) -> None:
     run = results["figures"]
     console = Console(highlight=False)
-    table = Table("milliseconds", "mean", *(f"p{p}" for p in PERCENTILES), "max")
-    for column in table.columns[1:]:
-        column.justify = "right"
     rows = {
         "first token": run["first_token_ms"],
         "per output token": run["per_output_token_ms"],
@@ -379,11 +378,24 @@ def _print_table(results: dict[str, Any]) -> None:
     }
     for name, times in (run["server_ms"] or {}).items():
         rows[f"server: {name}"] = times
-    for name, times in rows.items():
-        if times is not None:
-            table.add_row(name, *(f"{value:,.1f}" for value in times.values()))
-    console.print(table)
+    console.print(_times_table(console, {name: row for name, row in rows.items() if row}))
     console.print(_sentences(run), soft_wrap=True)
+
+
+def _times_table(console: Console, rows: dict[str, dict[str, float]]) -> Table:
+    """Return a table of times, without some percentiles where the console is narrow."""
+    names = ["mean", *(f"p{p}" for p in PERCENTILES), "max"]
+    for shown in (names, ["mean", "p50", "p99", "max"], ["p50", "p99"], ["p50"]):
+        table = Table("milliseconds")
+        for name in shown:
+            table.add_column(name, justify="right", no_wrap=True)
+        for title, times in rows.items():
+            of_name = dict(zip(names, times.values(), strict=True))
+            table.add_row(title, *(f"{of_name[name]:,.1f}" for name in shown))
+        unbounded = console.options.update(max_width=1000)
+        if Measurement.get(console, unbounded, table).minimum <= console.width:
+            break
+    return table
 
 
 def _print_comparison(rounds: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:

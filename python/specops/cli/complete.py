@@ -16,6 +16,7 @@ from specops.cli import Parser, fail, finite, require_writable, write_file
 from specops.cli.comparison import Comparison, Decoder, Run, compare
 from specops.cli.exactness import lost_drafts, num_failures
 from specops.cli.options import add_draft_lengths, add_model_options, engine_settings
+from specops.cli.progress import loading_shown
 from specops.cli.tint import has_colours, tinted
 from specops.engine import (
     Completion,
@@ -129,7 +130,11 @@ def _parser(program: str) -> argparse.ArgumentParser:
 
 
 def _complete(args: argparse.Namespace) -> int:
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    prompt = args.prompt
+    if prompt == "-":
+        if sys.stdin.isatty():
+            print("reading the prompt from standard input; Ctrl-D ends it", file=sys.stderr)
+        prompt = sys.stdin.read()
     if args.json not in (None, "-"):
         require_writable("--json", args.json)
     settings = engine_settings(args)
@@ -138,7 +143,8 @@ def _complete(args: argparse.Namespace) -> int:
     if args.method is not None:  # load the named methods; unknown names are reported below
         parts = args.method.lower().split("+")
         settings["methods"] = tuple(name for name in parts if name in METHODS)
-    engine = Engine(EngineConfig(max_num_seqs=1, **settings))
+    with loading_shown():
+        engine = Engine(EngineConfig(max_num_seqs=1, **settings))
     params = SamplingParams(
         max_tokens=args.max_tokens,
         temperature=args.temperature,
@@ -157,6 +163,8 @@ def _complete(args: argparse.Namespace) -> int:
         drafted = decoder.run()
     else:
         screen = _Screen(engine, params.stop)
+        if sys.stdout.isatty():
+            print(prompt, end="")
         drafted = decoder.run(show=screen.show)
         screen.end()
     compared = compare(decoder, drafted) if args.compare else None

@@ -12,7 +12,6 @@ import struct
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, TextIO
 
 from specops.api.config import ALL_METHODS, EngineConfig
@@ -21,9 +20,9 @@ from specops.api.methods import method_choices, method_of
 from specops.api.outputs import Completion, TokenLogprob
 from specops.api.sampling_params import SamplingParams
 from specops.api.speculative_config import SpeculativeConfig
-from specops.cli import Parser, fail, finite, require_writable
+from specops.cli import Parser, fail, finite, require_writable, write_file
 from specops.cli.options import add_draft_lengths, add_model_options, engine_settings
-from specops.cli.progress import progress
+from specops.cli.progress import loading_shown, progress
 from specops.cli.prompts import PROMPTS, read_prompts
 from specops.engine.engine import Engine
 from specops.service.contract import contract_of
@@ -65,7 +64,6 @@ class Comparison:
             self.method,
             str(self.num_speculative_tokens),
             f"{self.temperature:g}",
-            str(self.num_prompts),
             str(self.num_tokens),
             f"{self.num_tokens / max(self.num_steps, 1):.2f}",
             str(self.num_drafts),
@@ -75,8 +73,7 @@ class Comparison:
 
 
 _COLUMNS = (
-    "method", "k", "temperature", "prompts", "tokens", "tokens/step", "drafts", "accepted",
-    "differences",
+    "method", "k", "temp.", "tokens", "tokens/step", "drafts", "accepted", "differences",
 )  # fmt: skip
 
 
@@ -102,12 +99,7 @@ def _run(args: argparse.Namespace, json_out: TextIO | None = None) -> int:
         comparisons, contract = _compare_all(args)
     except (EngineError, OSError, ValueError) as error:
         return fail(str(error))
-    print(_verdict(comparisons))
-    if not args.quiet:
-        for line in [*_differences(comparisons), *_doubts(comparisons), ""]:
-            print(line)
-        _print_table(comparisons)
-    if args.json is not None:
+    if args.json is not None:  # before anything is printed, since the reader may close a pipe
         results = {
             "contract": contract,
             "comparisons": [asdict(comparison) for comparison in comparisons],
@@ -116,7 +108,12 @@ def _run(args: argparse.Namespace, json_out: TextIO | None = None) -> int:
         if json_out is not None:
             json_out.write(text)
         else:
-            Path(args.json).write_text(text, encoding="utf-8")
+            write_file("--json", args.json, text)
+    print(_verdict(comparisons))
+    if not args.quiet:
+        for line in [*_differences(comparisons), *_doubts(comparisons), ""]:
+            print(line)
+        _print_table(comparisons)
     return int(
         any(comparison.num_different or comparison.lost_drafts for comparison in comparisons)
     )
@@ -254,7 +251,8 @@ def _compare_all(args: argparse.Namespace) -> tuple[list[Comparison], dict[str, 
     # Decoding with drafts must compute the prompt again, not reuse pages of plain decoding.
     settings["enable_prefix_caching"] = False
     settings.setdefault("methods", (ALL_METHODS,))
-    engine = Engine(EngineConfig(**settings))
+    with loading_shown():
+        engine = Engine(EngineConfig(**settings))
     compared = _to_compare(args, config, engine.runnable_methods)
     for _, speculative_config in compared:
         # Reject an invalid configuration before computing anything.

@@ -38,7 +38,6 @@ REFUSED = {
     "--mm-processor-kwargs": _NO_IMAGES,
     "--num-gpu-blocks-override": "use --num-pages",
     "--reasoning-parser": "reasoning is not separated from the answer; omit it",
-    "--revision": "download that version and set --model to its directory",
     "--static-decode-blocks": "pages are allocated as texts grow; omit it",
     "--swap-space": "prefix pages are not swapped; omit it",
     "--tokenizer": "the tokenizer is the one in the directory of --model",
@@ -109,4 +108,4 @@ def require_known(flag: str) -> None:
     """
     name = flag.partition("=")[0].replace("_", "-")
     if name in REFUSED:
-        raise ValueError(f"{name} of FastDeploy is not supported: {REFUSED[name]}")
+        raise ValueError(f"{name} is not supported: {REFUSED[name]}")

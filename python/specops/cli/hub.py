@@ -3,6 +3,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 # Files besides weights that are read, and the model card, which names the license. Copies of the
@@ -18,16 +19,44 @@ _HEADS = (
     "medusa_lm_head.pt",
     "hydra_lm_head.pt",
 )
-_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", re.ASCII)
 
 
 def is_name(model: str) -> bool:
-    """Return whether `model` has the form ORG/NAME and is neither a local path nor a GGUF file."""
+    """Return whether `model` has the form ORG/NAME or ORG/NAME:QUANTIZATION, and no file."""
     is_here = Path(model).exists() or model.endswith(".gguf")
     return _NAME.fullmatch(model) is not None and not is_here
 
 
-def directory_of(name: str, field: str = "--model") -> str:
+def path_of(name: str, revision: str | None = None) -> str:
+    """Return the local directory of ORG/NAME, or the file of ORG/NAME:QUANTIZATION.
+
+    Raises:
+        ValueError: the model is neither in the cache nor downloadable, or it has no such file.
+    """
+    repository, colon, quantization = name.partition(":")
+    if not colon:
+        return directory_of(name, revision=revision)
+    spellings = {quantization, quantization.lower(), quantization.upper()}
+    patterns = [f"*[-.]{spelling}.gguf" for spelling in sorted(spellings)]
+    directory = Path(directory_of(repository, revision=revision, patterns=patterns))
+    found = {file for pattern in patterns for file in directory.rglob(pattern)}
+    if len(found) != 1:
+        names = ", ".join(sorted(str(file.relative_to(directory)) for file in found))
+        raise ValueError(
+            f"--model {name} must name one file *-{quantization}.gguf of {repository}, found "
+            f"{names or 'none'}"
+        )
+    return str(found.pop())
+
+
+def directory_of(
+    name: str,
+    field: str = "--model",
+    *,
+    revision: str | None = None,
+    patterns: Sequence[str] = (),
+) -> str:
     """Return the local directory of a Hub model, and download the model if it is not cached.
 
     Only required files are downloaded: configuration, tokenizer, and the weights listed by the
@@ -38,6 +67,8 @@ def directory_of(name: str, field: str = "--model") -> str:
         name: ORG/NAME.
         field: option or field that names the model: --model, or a drafter's field. Drafter
             weights may be in files other than safetensors.
+        revision: branch, tag or commit; None: the main branch.
+        patterns: files to download; by default the required ones.
 
     Raises:
         ValueError: the model is neither in the cache nor downloadable.
@@ -49,16 +80,22 @@ def directory_of(name: str, field: str = "--model") -> str:
         HFValidationError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
+        RevisionNotFoundError,
     )
 
     def fetch(*patterns: str) -> Path:
         downloaded = snapshot_download(
-            name, allow_patterns=list(patterns), ignore_patterns=list(_COPIES)
+            name,
+            revision=revision,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(_COPIES),
         )
         return Path(downloaded)
 
     wrong = f"{field} must be a directory, or a model of the Hugging Face Hub, got {name}: "
     try:
+        if patterns:
+            return str(fetch(*patterns))
         directory = fetch(*_FILES)
         fetch(*(_indexed(directory / _INDEX) or (_WEIGHTS,)))
         has_weights = any((directory / file).exists() for file in (_INDEX, _WEIGHTS))
@@ -69,6 +106,8 @@ def directory_of(name: str, field: str = "--model") -> str:
         reason = "its licence must be accepted on its page, and `hf auth login` must know you"
     except RepositoryNotFoundError:
         reason = "no such directory here, and no such model there"
+    except RevisionNotFoundError:
+        reason = f"it has no branch, tag or commit {revision}"
     except LocalEntryNotFoundError as error:
         why = str(error.__cause__ or "").partition("\n")[0]
         reason = "no such directory here; it is not in the cache, and the Hub is not reached"
@@ -109,7 +148,7 @@ def resolved(speculative_config: str) -> str:
     is_changed = False
     for place in places:
         model = place.get("model") if isinstance(place, dict) else None
-        if isinstance(model, str) and is_name(model):
+        if isinstance(model, str) and is_name(model) and ":" not in model:
             place["model"] = directory_of(model, "model of --speculative-config")
             is_changed = True
     return json.dumps(config) if is_changed else speculative_config

@@ -14,23 +14,42 @@ from specops.api.config import ALL_METHODS, EngineConfig
 from specops.api.methods import METHODS
 from specops.api.methods.checks import QUANTIZATIONS
 from specops.api.speculative_config import SpeculativeConfig
+from specops.cli import byte_size, shown_bytes
 from specops.cli.fastdeploy import translated
-from specops.cli.hub import directory_of, is_name, resolved
+from specops.cli.hub import is_name, path_of, resolved
+
+# Titles of groups of options, as in the table of docs/server.md.
+MODEL = "the model"
+WEIGHTS = "packed weights on disk"
+DEVICES = "where and how it runs"
+PROCESSES = "several processes"
+CACHE = "batches and the KV cache"
+DRAFTS = "drafts"
+DEFAULTS = "defaults of requests"
+SERVICE = "the service"
+LIMITS = "limits"
+
+
+def group(parser: argparse.ArgumentParser, title: str) -> argparse._ArgumentGroup:
+    """Return the parser's group of options with this title; add the group if there is none."""
+    groups = (one for one in parser._action_groups if one.title == title)
+    return next(groups, None) or parser.add_argument_group(title)
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that select the model, its dtypes and its device."""
-    add = parser.add_argument
+    add = group(parser, MODEL).add_argument
     add(
         "--model",
         metavar="PATH",
-        help="Hugging Face directory, GGUF file, or name ORG/NAME of a model of the Hub (default: "
-        "the bundled model)",
+        help="Hugging Face directory, GGUF file, name ORG/NAME of a model of the Hub, or "
+        "ORG/NAME:QUANTIZATION for one of its GGUF files, such as ORG/NAME:Q4_K_M (default: the "
+        "bundled model)",
     )
     add(
-        "--device",
+        "--revision",
         metavar="NAME",
-        help="auto, cpu, cuda or cuda:N (default: auto, which prefers a GPU)",
+        help="branch, tag or commit of a model of the Hub (default: its main branch)",
     )
     add(
         "--dtype",
@@ -57,6 +76,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         choices=QUANTIZATIONS,
         help="quantize the weights of the LM head while loading (default: none)",
     )
+    add = group(parser, WEIGHTS).add_argument
     add(
         "--weight-cache",
         metavar="DIR",
@@ -65,10 +85,16 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--weight-cache-bytes",
-        type=int,
-        metavar="N",
-        help="maximum size of the weight cache in bytes; the least recently used files are "
-        f"removed (default: {EngineConfig.weight_cache_bytes})",
+        type=byte_size,
+        metavar="SIZE",
+        help="maximum size of the weight cache; the least recently used files are removed "
+        f"(default: {shown_bytes(EngineConfig.weight_cache_bytes)})",
+    )
+    add = group(parser, DEVICES).add_argument
+    add(
+        "--device",
+        metavar="NAME",
+        help="auto, cpu, cuda or cuda:N (default: auto, which prefers a GPU)",
     )
     add(
         "--num-threads",
@@ -86,7 +112,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def add_draft_lengths(parser: argparse.ArgumentParser) -> None:
     """Add the options that set the number of drafts."""
-    add = parser.add_argument
+    add = group(parser, DRAFTS).add_argument
     add(
         "--num-speculative-tokens",
         type=int,
@@ -104,13 +130,13 @@ def add_draft_lengths(parser: argparse.ArgumentParser) -> None:
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add every option of an engine that serves requests."""
-    add = parser.add_argument
     add_model_options(parser)
-    add(
+    group(parser, SERVICE).add_argument(
         "--served-model-name",
         metavar="NAME",
         help="name of the model in the API (default: the directory's name)",
     )
+    add = group(parser, DRAFTS).add_argument
     add(
         "--speculative-config",
         metavar="JSON",
@@ -127,18 +153,30 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "model, none for another)",
     )
     add(
+        "--suffix-corpus",
+        metavar="PATH",
+        help="text file, or folder of text files, from which suffix decoding drafts",
+    )
+    add(
+        "--suffix-cache",
+        metavar="FILE",
+        help="file in which suffix decoding stores the responses that it drafts from: loaded at "
+        "the start if it exists, saved at the end and every few minutes",
+    )
+    group(parser, DEVICES).add_argument(
         "--enforce-eager",
         action="store_true",
         default=None,
         help="do not use CUDA graphs: launch every kernel separately",
     )
-    add(
+    group(parser, MODEL).add_argument(
         "--load-format",
         type=str.lower,
         choices=("auto", "dummy"),
         help="weights to load; dummy creates random weights for measurements (default: the "
         "checkpoint's)",
     )
+    add = group(parser, DEFAULTS).add_argument
     add(
         "--logprobs-mode",
         type=str.lower,
@@ -153,29 +191,18 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="whitespace between the tokens of constrained JSON: at most a space, or a line break "
         "and indentation (bounded); any amount; or none (default: bounded)",
     )
-    _add_ranks(parser)
-    _add_sizes(parser)
     add(
         "--seed",
         type=int,
         metavar="N",
         help="seed from which the seeds of requests without one are drawn (default: a random one)",
     )
-    add(
-        "--suffix-corpus",
-        metavar="PATH",
-        help="text file, or folder of text files, from which suffix decoding drafts",
-    )
-    add(
-        "--suffix-cache",
-        metavar="FILE",
-        help="file in which suffix decoding stores the responses that it drafts from: loaded at "
-        "the start if it exists, saved at the end and every few minutes",
-    )
+    _add_ranks(parser)
+    _add_sizes(parser)
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = group(parser, PROCESSES).add_argument
     add(
         "--tensor-parallel-size",
         type=int,
@@ -198,12 +225,12 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
-    default, add = EngineConfig, parser.add_argument
-    add(
+    default, add = EngineConfig, group(parser, CACHE).add_argument
+    group(parser, MODEL).add_argument(
         "--max-model-len",
         type=int,
         metavar="N",
-        help="maximum length of a prompt and its output together",
+        help="maximum number of tokens of a prompt and its output together (default: the model's)",
     )
     add(
         "--max-num-seqs",
@@ -232,9 +259,9 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--state-cache-bytes",
-        type=int,
-        metavar="N",
-        help="bytes for the states of prefixes, for a model with linear attention (default: a "
+        type=byte_size,
+        metavar="SIZE",
+        help="memory for the states of prefixes, for a model with linear attention (default: a "
         "quarter of the size of the KV cache)",
     )
     add(
@@ -243,13 +270,13 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="share the pages of equal prefixes (default: yes)",
     )
-    add(
+    group(parser, DEVICES).add_argument(
         "--enable-cascade-attention",
         action=argparse.BooleanOptionalAction,
         default=None,
         help="read pages that several requests share only once (default: yes)",
     )
-    add(
+    group(parser, LIMITS).add_argument(
         "--max-waiting",
         type=int,
         metavar="N",
@@ -274,10 +301,14 @@ def plain_settings(args: argparse.Namespace) -> dict[str, Any]:
     }
     if "speculative_config" in settings:
         settings["speculative_config"] = translated(settings["speculative_config"])
-    name = settings.get("model")
+    name, revision = settings.get("model"), getattr(args, "revision", None)
     if name is not None and is_name(name):
-        settings["model"] = directory_of(name)
+        settings["model"] = path_of(name, revision)
         settings.setdefault("served_model_name", name)  # the cached directory's name is a digest
+    elif revision is not None:
+        raise ValueError(
+            f"--revision needs a model of the Hugging Face Hub, ORG/NAME, got {name or 'none'}"
+        )
     if settings.get("speculative_config") is not None:
         settings["speculative_config"] = resolved(settings["speculative_config"])
     return settings

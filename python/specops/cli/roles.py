@@ -5,7 +5,8 @@ import argparse
 import math
 from typing import TYPE_CHECKING, Any
 
-from specops.cli import finite
+from specops.cli import byte_size, finite, shown_bytes
+from specops.cli.options import PROCESSES, group
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
     from specops.service.client import EngineClient
     from specops.service.wire import KvEventSettings, Peer, RoleSettings, Setup
 
+# Titles of groups of options, as in the table of docs/server.md.
+ROLE = "prefill and decode apart"
+EVENTS = "events of the prefix cache"
+QUEUE = "a queue in Redis"
 ROLES = ("prefill", "decode", "mixed")
 _REDIS_SECONDS = 5.0  # timeout of an answer from Redis
 _LOOPBACK = ["127.0.0.1", "localhost", "::1"]
@@ -56,7 +61,7 @@ def require_effect(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
 
 def add_role_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of disaggregated prefill and decoding: role, KV transfer and leases."""
-    add = parser.add_argument
+    add = group(parser, ROLE).add_argument
     add(
         "--role",
         "--splitwise-role",
@@ -109,11 +114,11 @@ def add_role_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--kv-lease-bytes",
-        type=int,
+        type=byte_size,
         default=1 << 30,
-        metavar="N",
-        help="maximum total size in bytes of held KV pages; the oldest are dropped (default: "
-        "%(default)s)",
+        metavar="SIZE",
+        help="maximum total size of held KV pages; the oldest are dropped (default: "
+        f"{shown_bytes(1 << 30)})",
     )
 
 
@@ -207,7 +212,7 @@ def _host_and_ports(text: str) -> tuple[str, tuple[int, int] | None]:
 
 def add_data_parallel_options(parser: argparse.ArgumentParser) -> None:
     """Add the option for several engines behind one frontend."""
-    parser.add_argument(
+    group(parser, PROCESSES).add_argument(
         "--data-parallel-size",
         type=int,
         default=1,
@@ -241,7 +246,15 @@ def setups(args: argparse.Namespace, settings: dict[str, Any]) -> "list[Setup]":
     from specops.service.wire import Setup
 
     if size == 1:
-        return [Setup(settings, args.log_level, role=role, kv_events=events)]
+        return [
+            Setup(
+                settings,
+                args.log_level,
+                role=role,
+                kv_events=events,
+                log_format=args.log_format,
+            )
+        ]
     if args.scheduler_name != "local":
         raise ValueError(f"data_parallel_size must be 1 with scheduler_name splitwise, got {size}")
     if settings.get("suffix_cache") is not None:
@@ -264,6 +277,7 @@ def setups(args: argparse.Namespace, settings: dict[str, Any]) -> "list[Setup]":
             role=_role_behind(role, rank * ranks),
             kv_events=_events_behind(events, rank),
             data_parallel_rank=rank,
+            log_format=args.log_format,
         )
         for rank in range(size)
     ]
@@ -302,14 +316,19 @@ def _events_behind(events: "KvEventSettings | None", offset: int) -> "KvEventSet
 
 def add_kv_event_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that publish the prefix cache's contents to routers."""
-    add = parser.add_argument
+    add = group(parser, EVENTS).add_argument
     add(
         "--kv-events-endpoint",
         metavar="ENDPOINT",
         help="ZeroMQ endpoint on which to publish changes of the prefix cache in vLLM's format, "
         "such as tcp://127.0.0.1:5557 (default: none)",
     )
-    add("--kv-events-topic", default="", help="topic of these messages (default: empty)")
+    add(
+        "--kv-events-topic",
+        default="",
+        metavar="TOPIC",
+        help="topic of the messages of --kv-events-endpoint (default: empty)",
+    )
     add(
         "--kv-events-replay",
         default="",
@@ -344,7 +363,7 @@ def kv_event_settings(args: argparse.Namespace) -> "KvEventSettings | None":
 
 def add_scheduler_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a job queue that several servers share."""
-    add = parser.add_argument
+    add = group(parser, QUEUE).add_argument
     add(
         "--scheduler-name",
         type=str.lower,
@@ -353,12 +372,24 @@ def add_scheduler_options(parser: argparse.ArgumentParser) -> None:
         help="engines that run the requests of this server: its own (local), or those of all "
         "servers with the same Redis, topic and model (splitwise; default: local)",
     )
-    add("--scheduler-host", default="127.0.0.1", help="host of Redis (default: %(default)s)")
-    add("--scheduler-port", type=int, default=6379, help="port of Redis (default: %(default)s)")
-    add("--scheduler-password", help="password of Redis (default: none)")
+    add(
+        "--scheduler-host",
+        default="127.0.0.1",
+        metavar="HOST",
+        help="host on which Redis listens (default: %(default)s)",
+    )
+    add(
+        "--scheduler-port",
+        type=int,
+        default=6379,
+        metavar="PORT",
+        help="port on which Redis listens (default: %(default)s)",
+    )
+    add("--scheduler-password", metavar="PASSWORD", help="password for Redis (default: none)")
     add(
         "--scheduler-topic",
         default="specops",
+        metavar="TOPIC",
         help="prefix of keys in Redis (default: %(default)s)",
     )
     add(

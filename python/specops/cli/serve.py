@@ -6,28 +6,45 @@
 
 import argparse
 import contextlib
+import ipaddress
 import json
 import logging
 import os
 import socket
+import ssl
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import specops
 from specops.api.config import EngineConfig
 from specops.api.tokenizer import Tokenizer
-from specops.cli import Parser, finite
+from specops.cli import Parser, byte_size, finite, require_url, shown_bytes
 from specops.cli.config_file import arguments_of
+from specops.cli.environment import environment_arguments, unknown_variables
 from specops.cli.fastdeploy import require_known
 from specops.cli.options import (
+    CACHE,
+    DEFAULTS,
+    DEVICES,
+    DRAFTS,
+    LIMITS,
+    MODEL,
+    PROCESSES,
+    SERVICE,
+    WEIGHTS,
     add_engine_options,
     engine_settings,
+    group,
     plain_settings,
     require_effective_drafts,
 )
 from specops.cli.roles import (
+    EVENTS,
+    QUEUE,
+    ROLE,
     add_data_parallel_options,
     add_kv_event_options,
     add_role_options,
@@ -37,39 +54,70 @@ from specops.cli.roles import (
     scheduled,
     setups,
 )
+from specops.service import logs
 from specops.service.file_lock import FileLock
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from specops.server.tracing import Tracing
     from specops.service.client import EngineClient
     from specops.service.process import EngineProcess
     from specops.service.wire import Setup
+
+logger = logging.getLogger(__name__)
 
 _PROGRAM = "python -m specops.engine"
 _EXTRAS = {
     "redis": "redis",
     "zmq": "events",
     "nixl": "nixl",
+    "opentelemetry": "otel",
 }  # module -> extra that installs it, for modules not in the extra "server"
 
+ACCESS = "access"
+DEBUGGING = "debugging"
+# Groups of the help, in the order of the table in docs/server.md.
+_GROUPS = (
+    SERVICE,
+    MODEL,
+    WEIGHTS,
+    DEVICES,
+    PROCESSES,
+    ROLE,
+    EVENTS,
+    QUEUE,
+    CACHE,
+    DRAFTS,
+    DEFAULTS,
+    ACCESS,
+    DEBUGGING,
+    LIMITS,
+)
 
-def _parser(program: str = _PROGRAM) -> argparse.ArgumentParser:
+
+def _parser(program: str = _PROGRAM) -> Parser:
     """Return the parser of the server's command line."""
     parser = Parser(
         prog=program,
-        allow_abbrev=False,
+        usage=f"{program} [MODEL] [OPTIONS]",
         description="Serve a model with speculative decoding: an OpenAI-compatible API and a web "
         "page to try it.",
-        epilog=(
-            "Other commands, as the first argument: verify-exactness compares every token with and "
-            "without speculation; contract prints the settings that output bits depend on. Add "
-            "--help for their options."
+        epilog="Every option may be set in the environment: --max-num-seqs as "
+        "SPECOPS_MAX_NUM_SEQS. The command line takes precedence over the environment, and the "
+        "environment over --config. Sizes are bytes, or numbers with a unit such as 512M or 64G."
+        + (
+            " Other commands, as the first argument: verify-exactness compares every token with "
+            "and without speculation; contract prints the settings that output bits depend on. "
+            "Add --help for their options."
             if program == _PROGRAM
-            else None
+            else ""
         ),
     )
-    parser.add_argument(
+    for title in _GROUPS:
+        group(parser, title)
+    parser.add_argument("given_model", nargs="?", metavar="MODEL", help="the same as --model MODEL")
+    group(parser, SERVICE).add_argument(
         "--config",
         metavar="FILE",
         help="YAML file with options under the names of these flags; flags on the command line "
@@ -84,7 +132,7 @@ def _parser(program: str = _PROGRAM) -> argparse.ArgumentParser:
     return parser
 
 
-def _contract_parser(program: str) -> argparse.ArgumentParser:
+def _contract_parser(program: str) -> Parser:
     """Return the server's parser with shorter help, so that `contract` accepts the same options."""
     from specops.service.contract import OPTIONS
 
@@ -95,13 +143,26 @@ def _contract_parser(program: str) -> argparse.ArgumentParser:
     )
     parser.epilog = "The server's other options are accepted but have no effect."
     for action in parser._actions:
-        if action.dest not in {"help", "config", *OPTIONS}:
+        if action.dest not in {"help", "config", "given_model", "revision", *OPTIONS}:
             action.help = argparse.SUPPRESS
     return parser
 
 
 def _add_server_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    _add_service(parser)
+    _add_access(parser)
+    _add_chat(parser)
+    _add_limits(parser)
+    group(parser, DEBUGGING).add_argument(
+        "--in-process",
+        action="store_true",
+        help="run the engine in a thread of the server, which does not restart it, for debugging "
+        "(default: in its own process)",
+    )
+
+
+def _add_service(parser: argparse.ArgumentParser) -> None:
+    add = group(parser, SERVICE).add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
     add(
@@ -110,6 +171,43 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         metavar="PORT",
         help="serve /metrics on this port instead of --port",
     )
+    add(
+        "--log-level",
+        type=str.lower,
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="minimum severity of log lines (default: %(default)s)",
+    )
+    add(
+        "--log-format",
+        type=str.lower,
+        choices=logs.FORMATS,
+        default="text",
+        help="format of log lines (default: %(default)s)",
+    )
+    add(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="OTLP endpoint over HTTP that receives a trace of every request, such as "
+        "http://127.0.0.1:4318/v1/traces (requires specops[otel]; default: none)",
+    )
+    add(
+        "--ssl-certfile", metavar="FILE", help="certificate for HTTPS in PEM format (default: none)"
+    )
+    add(
+        "--ssl-keyfile",
+        metavar="FILE",
+        help="private key of --ssl-certfile, without a password (default: it is in --ssl-certfile)",
+    )
+    add(
+        "--ssl-ca-certs",
+        metavar="FILE",
+        help="certificates of authorities; clients must then have a certificate from one of them",
+    )
+
+
+def _add_access(parser: argparse.ArgumentParser) -> None:
+    add = group(parser, ACCESS).add_argument
     add(
         "--api-key",
         metavar="KEY",
@@ -152,25 +250,10 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         help="address or network of a proxy whose X-Forwarded-For header is trusted; may be "
         "repeated, * trusts any (default: none)",
     )
-    _add_chat(parser)
-    _add_limits(parser)
-    add(
-        "--in-process",
-        action="store_true",
-        help="run the engine in a thread of the server, which does not restart it, for debugging "
-        "(default: in its own process)",
-    )
-    add(
-        "--log-level",
-        type=str.lower,
-        choices=("debug", "info", "warning", "error"),
-        default="info",
-        help="minimum severity of log lines (default: %(default)s)",
-    )
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = group(parser, DEFAULTS).add_argument
     add(
         "--tool-call-parser",
         type=str.lower,
@@ -194,41 +277,41 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = group(parser, LIMITS).add_argument
     add(
         "--max-body-bytes",
-        type=int,
+        type=byte_size,
         default=4 << 20,
-        metavar="N",
-        help="maximum length of a request body (default: %(default)s)",
+        metavar="SIZE",
+        help=f"maximum length of a request body (default: {shown_bytes(4 << 20)})",
     )
     add(
         "--body-timeout",
         type=finite,
         default=60.0,
         metavar="SECONDS",
-        help="time within which a request body must arrive (default: %(default)s)",
+        help="time within which a request body must arrive (default: %(default)g)",
     )
     add(
         "--header-timeout",
         type=finite,
         default=20.0,
         metavar="SECONDS",
-        help="time within which the headers of a request must arrive (default: %(default)s)",
+        help="time within which the headers of a request must arrive (default: %(default)g)",
     )
     add(
         "--write-timeout",
         type=finite,
         default=60.0,
         metavar="SECONDS",
-        help="time within which a client must read what was written for it (default: %(default)s)",
+        help="time within which a client must read what was written for it (default: %(default)g)",
     )
     add(
         "--max-unread-bytes",
-        type=int,
+        type=byte_size,
         default=64 << 20,
-        metavar="N",
-        help="bytes of output that a client may leave unread (default: %(default)s)",
+        metavar="SIZE",
+        help=f"output that a client may leave unread (default: {shown_bytes(64 << 20)})",
     )
     add(
         "--max-connections",
@@ -250,7 +333,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         default=300.0,
         metavar="SECONDS",
         help="time without a sign of life, such as the end of a step, after which an engine is "
-        "restarted (default: %(default)s)",
+        "restarted (default: %(default)g)",
     )
 
 
@@ -274,7 +357,10 @@ def serve(arguments: Sequence[str], program: str) -> int:
         require_effect(parser, args)
     except ValueError as error:
         return _fail(str(error))
-    logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    logs.configure(args.log_level, args.log_format)
+    if warning := unknown_variables(parser, os.environ):
+        logger.warning(warning)
+    logger.info("starting specops %s with %s", specops.__version__, args.model or "its own model")
     with contextlib.ExitStack() as stack:
         try:
             settings = plain_settings(args)
@@ -288,7 +374,7 @@ def serve(arguments: Sequence[str], program: str) -> int:
                 stack.callback(processes[-1].kill)
             app, options = _app(args, config, processes)
         except ModuleNotFoundError as error:
-            extra = _EXTRAS.get(error.name or "", "server")
+            extra = _EXTRAS.get((error.name or "").partition(".")[0], "server")
             return _fail(
                 f"the server needs {error.name}, which is not installed: "
                 f"pip install 'specops[{extra}]'"
@@ -320,6 +406,8 @@ def _app(
 
     _check_limits(args)
     check_scheduler(args)
+    tls = _tls(args)
+    tracing = _tracing(args.otlp_traces_endpoint)
     api_keys = _api_keys(args.api_key, args.api_key_file)
     listener, metrics_listener = _listeners(args)  # first, since loading takes long
     default_hosts = server.default_hosts(listener.getsockname()[0], has_keys=bool(api_keys))
@@ -343,8 +431,10 @@ def _app(
         access=access,
         sampling_defaults=defaults,
         cache_scope=args.cache_scope,
+        tracing=tracing,
     )
-    _log_address(client, args.host, listener.getsockname()[1])
+    scheme = "https" if tls else "http"
+    _log_address(client, scheme, listener, is_open=not api_keys)
     return app, {
         "listener": listener,
         "drain_timeout": args.drain_timeout,
@@ -353,7 +443,57 @@ def _app(
         "header_timeout": args.header_timeout,
         "write_timeout": args.write_timeout,
         "metrics_listener": metrics_listener,
+        "tls": tls,
+        "tracing": tracing,
     }
+
+
+def _tls(args: argparse.Namespace) -> dict[str, Any]:
+    """Return uvicorn's options for HTTPS; an empty dict for HTTP.
+
+    Raises:
+        ValueError: an option requires another one, or a file cannot be used.
+    """
+    if args.ssl_certfile is None:
+        for name in ("ssl_keyfile", "ssl_ca_certs"):
+            if getattr(args, name) is not None:
+                raise ValueError(f"{name} has no effect without ssl_certfile")
+        return {}
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # Without this password, OpenSSL would ask the terminal for one.
+        context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile, password="")
+    except (OSError, ssl.SSLError) as error:
+        raise ValueError(
+            "ssl_certfile and ssl_keyfile must be a certificate and its private key without a "
+            f"password, in PEM format, got {args.ssl_certfile} and "
+            f"{args.ssl_keyfile or 'no other file'}: {error}"
+        ) from None
+    options = {"ssl_certfile": args.ssl_certfile, "ssl_keyfile": args.ssl_keyfile}
+    if args.ssl_ca_certs is None:
+        return options
+    try:
+        context.load_verify_locations(args.ssl_ca_certs)
+    except (OSError, ssl.SSLError) as error:
+        raise ValueError(
+            f"ssl_ca_certs must be certificates in PEM format, got {args.ssl_ca_certs}: {error}"
+        ) from None
+    return {**options, "ssl_ca_certs": args.ssl_ca_certs, "ssl_cert_reqs": ssl.CERT_REQUIRED}
+
+
+def _tracing(endpoint: str | None) -> "Tracing | None":
+    """Return the exporter of traces; None without an endpoint.
+
+    Raises:
+        ModuleNotFoundError: OpenTelemetry is not installed.
+        ValueError: the endpoint is not a URL.
+    """
+    if endpoint is None:
+        return None
+    require_url("--otlp-traces-endpoint", endpoint)
+    from specops.server.tracing import Tracing
+
+    return Tracing.to(endpoint)
 
 
 def _client(
@@ -377,14 +517,30 @@ def _client(
     return ThreadClient(engine)
 
 
-def _log_address(client: "EngineClient", host: str, port: int) -> None:
+def _log_address(
+    client: "EngineClient", scheme: str, listener: socket.socket, *, is_open: bool
+) -> None:
+    host, port = listener.getsockname()[:2]
+    address = ipaddress.ip_address(host)
+    if address.is_unspecified:
+        host = "localhost"
+    elif address.version == 6:
+        host = f"[{host}]"
+    if is_open and not address.is_loopback:
+        logger.warning(
+            "every machine that reaches %s port %d may use this server without a key; set "
+            "--api-key or --api-key-file to require one",
+            address,
+            port,
+        )
     capabilities = client.capabilities
-    logging.getLogger(__name__).info(
-        "serving %s on %s with method %s and %d drafts per step at http://%s:%d/",
+    logger.info(
+        "serving %s on %s with method %s and %d drafts per step at %s://%s:%d/",
         capabilities.model_name,
         capabilities.device,
         capabilities.speculative_config["method"],
         capabilities.speculative_config["num_speculative_tokens"],
+        scheme,
         host,
         port,
     )
@@ -440,19 +596,26 @@ def contract(arguments: Sequence[str], program: str) -> int:
     return 0
 
 
-def _read(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line, with the options of `--config` before its own.
+def _read(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the options of `--config`, of the environment and of the command line, in this order.
 
     Raises:
-        ValueError: the file cannot be read or does not hold options, or a flag is one of
-            FastDeploy's that specops does not support.
+        ValueError: the file or a variable does not hold options, the model is named twice, or a
+            flag is one of FastDeploy's that specops does not support.
     """
     for argument in arguments:
         require_known(argument)
-    args = parser.parse_args(arguments)
-    if args.config is None:
-        return args
-    return parser.parse_args([*arguments_of(args.config, parser), *arguments])
+    given = parser.parse_args(arguments)
+    if given.model is not None and given.given_model is not None:
+        raise ValueError(
+            f"the model must be named once, got {given.given_model} and --model {given.model}"
+        )
+    before = environment_arguments(parser, os.environ)
+    args = parser.parse_args([*before, *arguments])
+    if args.config is not None:
+        args = parser.parse_args([*arguments_of(args.config, parser), *before, *arguments])
+    args.model = args.given_model or args.model
+    return args
 
 
 def _api_keys(from_flags: Sequence[str], file: str | None) -> list[str]:

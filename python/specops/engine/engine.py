@@ -2,6 +2,7 @@
 """The engine. Each step selects drafts, plans rows, runs the model, commits tokens and drafts."""
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -82,6 +83,14 @@ class Engine:
         self.ranks = ranks = ranks or one_rank(config)
         # These reject an invalid SPECOPS_NUM_THREADS or SPECOPS_ISA before any file is read.
         specops.set_num_threads(config.num_threads or specops.get_num_threads())
+        num_cpus = len(os.sched_getaffinity(0))
+        if config.num_threads is not None and config.num_threads > num_cpus:
+            logger.warning(
+                "num_threads %d exceeds the %d CPUs of this process, so only %d threads run",
+                config.num_threads,
+                num_cpus,
+                num_cpus,
+            )
         specops.set_isa(config.isa or specops.get_isa())
         self._device = device = open_device(config.device, graphs=not config.enforce_eager)
         model = load_model(

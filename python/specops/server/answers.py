@@ -44,7 +44,13 @@ _DONE = b"data: [DONE]\n\n"  # the end of a stream, after an error as well
 
 
 class Answer(Generic[R]):
-    """Answer that collects the choices of one job, in OpenAI's format."""
+    """Answer that collects the choices of one job, in OpenAI's format.
+
+    Attributes:
+        frame: first fields of the answer and of its chunks: id, created, model, system_fingerprint.
+        ends: ends of the choices that have ended, by their indices.
+        error: the error that ended a stream, if any.
+    """
 
     id_prefix: str
     object_name: str
@@ -63,13 +69,14 @@ class Answer(Generic[R]):
         self.job = job
         self.tokenizer = tokenizer
         self._call_form = call_form
-        self._frame: dict[str, Any] = {
+        self.frame: dict[str, Any] = {
             "id": self.id_prefix + secrets.token_hex(12),
             "created": int(time.time()),
             "model": model_name,
             "system_fingerprint": fingerprint,
         }
-        self._ends: dict[int, End] = {}
+        self.ends: dict[int, End] = {}
+        self.error: ApiError | None = None
         # By prompt index. The engine sends them with the first output of the prompt's first choice.
         self._prompt_logprobs: dict[int, Sequence[TokenLogprob | None]] = {}
         self._spans: list[Span] = []
@@ -97,10 +104,10 @@ class Answer(Generic[R]):
     def _render(self, outputs: Mapping[int, ChoiceOutput]) -> bytes:
         choices = []
         for index in sorted(outputs):
-            choice = dumped(self.choice(outputs[index].output, self._ends[index]))
+            choice = dumped(self.choice(outputs[index].output, self.ends[index]))
             choices.append(with_members(choice, self.choice_extras(index)))
-        body = {**self._frame, "object": self.object_name, **self._totals()}
-        body |= kv_transfer_extras(self._ends.values())
+        body = {**self.frame, "object": self.object_name, **self._totals()}
+        body |= kv_transfer_extras(self.ends.values())
         members = {"choices": b"[%b]" % b",".join(choices), **self.extras()}
         return with_members(dumped(body), members)
 
@@ -109,7 +116,7 @@ class Answer(Generic[R]):
         params = self.job.params
         count = 0
         if params.logprobs is not None:
-            num_tokens = sum(end.num_tokens for end in self._ends.values())
+            num_tokens = sum(end.num_tokens for end in self.ends.values())
             count = num_tokens * (1 + params.logprobs)
         return count + num_prompt_logprobs(self.job.prompts, params)
 
@@ -119,7 +126,7 @@ class Answer(Generic[R]):
         prompt_tokens = sum(map(len, self.job.prompts))
         num_tokens = 0
         # All chunks begin with the same fields, which are converted to JSON only once.
-        begin = event({**self._frame, "object": self.chunk_name}).removesuffix(b"}\n\n") + b","
+        begin = event({**self.frame, "object": self.chunk_name}).removesuffix(b"}\n\n") + b","
 
         def chunk(choices: list[dict[str, Any]], **members: Any) -> bytes:
             body: dict[str, Any] = {"choices": choices}
@@ -151,16 +158,21 @@ class Answer(Generic[R]):
                         yield chunk([self.delta(step)])
                     if step.end is None:
                         continue
-                    last = len(self._ends) == len(self.job.times)
+                    last = len(self.ends) == len(self.job.times)
                     # With include_usage, a separate last chunk has the counts.
                     members = {} if options.include_usage or not last else self._metrics()
                     yield chunk([self.last(step.index, step.end)], **members)
             if options.include_usage:
                 yield chunk([], **self._totals())
         except JobFailed as error:
-            yield self.failed(error.as_api_error())
+            yield self.end_with(error.as_api_error())
         else:
             yield _DONE
+
+    def end_with(self, error: ApiError) -> bytes:
+        """Record the error that ends the stream, and return the stream's last events."""
+        self.error = error
+        return self.failed(error)
 
     def failed(self, error: ApiError) -> bytes:
         """Return the last events of a stream that ends with an error."""
@@ -210,7 +222,7 @@ class Answer(Generic[R]):
 
     def _totals(self) -> dict[str, Any]:
         n = self.job.params.n
-        ends = self._ends
+        ends = self.ends
         return {
             "usage": usage(
                 prompt_tokens=sum(map(len, self.job.prompts)),
@@ -234,14 +246,14 @@ class Answer(Generic[R]):
         if step.prompt_logprobs is not None:
             self._prompt_logprobs[self.prompt_of(step.index)] = step.prompt_logprobs
         if step.end is not None and output.span is not None:
-            self._ends[step.index] = step.end
+            self.ends[step.index] = step.end
             self._spans.append(output.span)
 
     def _stats(self) -> SpeculativeStats:
-        return add_stats([end.stats for end in self._ends.values()])
+        return add_stats([end.stats for end in self.ends.values()])
 
     def _metrics(self) -> dict[str, Any]:
-        num_tokens = sum(end.num_tokens for end in self._ends.values())
+        num_tokens = sum(end.num_tokens for end in self.ends.values())
         return {
             "metrics": metrics(self._stats(), self.job.num_speculative_tokens),
             "timings": timings(self._spans, num_tokens),

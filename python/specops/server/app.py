@@ -16,7 +16,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -73,13 +73,15 @@ from specops.server.replies import (
     TokensReply,
     Version,
 )
-from specops.server.request_counts import RequestCounts
-from specops.server.request_ids import RequestIds
+from specops.server.requests import Requests, note
 from specops.server.streaming import dumped
 from specops.server.tokens import DetokenizeRequest, TokenizeRequest
 from specops.server.unread import Unread
 from specops.service.client import EngineClient
 from specops.service.garbage import raise_gc_thresholds
+
+if TYPE_CHECKING:
+    from specops.server.tracing import Tracing
 
 R = TypeVar("R", CompletionRequest, ChatCompletionRequest)
 A = TypeVar("A", TextAnswer, ChatAnswer)
@@ -129,6 +131,7 @@ def make_app(
     access: Access | None = None,
     sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
     cache_scope: Literal["key", "server"] = "key",
+    tracing: "Tracing | None" = None,
 ) -> FastAPI:
     """Return the application that serves an engine.
 
@@ -155,6 +158,7 @@ def make_app(
             `sampling_defaults`.
         cache_scope: "key": requests of different keys share no pages of the prefix cache and no
             earlier responses to draft from; "server": they share both.
+        tracing: exports a span per request below /v1; None: no traces.
 
     Raises:
         ValueError: the chat template cannot be read, a key is empty, or the parser is unknown.
@@ -189,7 +193,7 @@ def make_app(
     app.include_router(api)
     _add_description(app, api if api_keys else None)
     _add_error_handlers(app, api)
-    _add_middleware(app, access, metrics, clients, dispatch.unread)
+    _add_middleware(app, access, metrics, clients, dispatch.unread, tracing)
     return app
 
 
@@ -201,7 +205,12 @@ async def _running(dispatch: Dispatch, app: FastAPI) -> AsyncIterator[None]:
 
 
 def _add_middleware(
-    app: FastAPI, access: Access, metrics: Metrics, clients: Clients, unread: Unread
+    app: FastAPI,
+    access: Access,
+    metrics: Metrics,
+    clients: Clients,
+    unread: Unread,
+    tracing: "Tracing | None",
 ) -> None:
     """Add the middleware; each one wraps those added before it."""
     if access.allowed_hosts is not None:
@@ -214,11 +223,10 @@ def _add_middleware(
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
-    app.add_middleware(RequestIds)
-    app.add_middleware(RequestCounts, count=metrics.answer)
     app.add_middleware(
         Admission, clients=clients, permits=ClientPermits(), unread=unread, cancelled=_cancelled
     )
+    app.add_middleware(Requests, count=metrics.answer, failed=_failed, tracing=tracing)
     if access.forwarded_allow_ips:
         app.add_middleware(Forwarded, proxies=access.forwarded_allow_ips)
 
@@ -405,16 +413,22 @@ def _methods_of(app: FastAPI, api: APIRouter, path: str) -> list[str]:
     )
 
 
-def _error_response(error: ApiError, path: str) -> Response:
-    """Return an error in the format of the API that `path` belongs to."""
+def _error_response(error: ApiError, scope: Scope) -> Response:
+    """Record an error, and return it in the format of the API that the path belongs to."""
+    note(scope, error)
     # JSON in ASCII, since a message may quote half a surrogate pair, which UTF-8 cannot encode.
-    body = json.dumps(error_body(error) if path.startswith(_ANTHROPIC) else error.body)
+    body = json.dumps(error_body(error) if scope["path"].startswith(_ANTHROPIC) else error.body)
     return Response(body, error.status, error.headers, media_type="application/json")
 
 
 def _cancelled(scope: Scope) -> Response:
     """Return the response to a request that is still waiting when `drain_timeout` has passed."""
-    return _error_response(shutting_down(), scope["path"])
+    return _error_response(shutting_down(), scope)
+
+
+def _failed(scope: Scope) -> Response:
+    """Return the response to a request that raised an exception."""
+    return _error_response(server_error("internal error; see the server's log"), scope)
 
 
 def _add_error_handlers(app: FastAPI, api: APIRouter) -> None:
@@ -422,7 +436,7 @@ def _add_error_handlers(app: FastAPI, api: APIRouter) -> None:
 
     @app.exception_handler(ApiError)
     async def refuse(request: Request, error: ApiError) -> Response:
-        return _error_response(error, request.url.path)
+        return _error_response(error, request.scope)
 
     @app.exception_handler(ClientDisconnect)
     async def gone(request: Request, error: ClientDisconnect) -> Response:
@@ -432,16 +446,14 @@ def _add_error_handlers(app: FastAPI, api: APIRouter) -> None:
     async def no_such_route(request: Request, error: HTTPException) -> Response:
         message = f"{error.detail}: {request.method} {request.url.path}"
         message += _ABSENT.get(request.url.path, "")
+        if error.status_code == 404 and _methods_of(app, api, f"/v1{request.url.path}"):
+            message += f"; did you mean /v1{request.url.path}?"  # the base URL lacks /v1
         code = "unknown_url" if error.status_code == 404 else None  # OpenAI's code
         headers = {**(error.headers or {})}
         if error.status_code == 405:  # Starlette lists the methods of only one of the path's routes
             headers["Allow"] = ", ".join(_methods_of(app, api, request.url.path))
         refusal = ApiError(error.status_code, message, code=code, headers=headers)
         return await refuse(request, refusal)
-
-    @app.exception_handler(Exception)
-    async def broken(request: Request, error: Exception) -> Response:
-        return await refuse(request, server_error("internal error; see the server's log"))
 
 
 def listen(host: str, port: int, *, name: str = "port") -> socket.socket:
@@ -483,6 +495,8 @@ def serve(
     header_timeout: float = 20.0,
     write_timeout: float = 60.0,
     metrics_listener: socket.socket | None = None,
+    tls: Mapping[str, Any] = MappingProxyType({}),
+    tracing: "Tracing | None" = None,
 ) -> int:
     """Serve until SIGTERM or SIGINT, then let running requests finish for `drain_timeout` s.
 
@@ -492,12 +506,14 @@ def serve(
         app: from `make_app`.
         listener: from `listen`.
         drain_timeout: seconds for which running requests may continue.
-        log_level: uvicorn's log level.
+        log_level: minimum severity of uvicorn's log lines.
         max_connections: maximum number of open connections. When it is exceeded, the address with
             the most connections loses the one that has waited longest for its client.
         header_timeout: seconds that a client may take to send the headers of a request.
         write_timeout: seconds that a client may take to read the contents of the write buffer.
         metrics_listener: from `listen`, for an application with `metrics_apart`.
+        tls: uvicorn's options that begin with ssl_; empty serves HTTP without encryption.
+        tracing: the argument of `make_app`, whose last spans are exported at the end.
 
     Returns:
         The exit code: 1 if the engine or the queue has failed for good, so that a supervisor starts
@@ -515,18 +531,23 @@ def serve(
             write_timeout=write_timeout,
         ),
         loop="uvloop",
+        log_config=None,  # specops.service.logs, which the caller has configured, applies
         log_level=log_level,
+        access_log=False,  # `Requests` writes these lines
         timeout_graceful_shutdown=drain_timeout,
         server_header=False,
         proxy_headers=False,  # Forwarded, which make_app adds, handles them
         lifespan="on",
         ws="none",
+        **tls,
     )
     with contextlib.ExitStack() as stack:
+        if tracing is not None:
+            stack.callback(tracing.close)
         stack.enter_context(contextlib.suppress(KeyboardInterrupt))
         if metrics_listener is not None:
             metrics, hosts = app.state.metrics, app.state.allowed_hosts
-            stack.enter_context(metrics_served(metrics, metrics_listener, hosts))
+            stack.enter_context(metrics_served(metrics, metrics_listener, hosts, tls))
         listeners = [listener, *(listener.dup() for _ in range(_ACCEPTED_AT_ONCE - 1))]
         server = _Server(config, app.state.client)
         server.run(sockets=listeners)

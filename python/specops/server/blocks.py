@@ -95,7 +95,7 @@ class BlockAnswer(ChatAnswer):
             for event in self.finish(self._why()):
                 yield event
         except JobFailed as error:
-            yield self.failed(error.as_api_error())
+            yield self.end_with(error.as_api_error())
 
     def _render(self, outputs: Mapping[int, ChoiceOutput]) -> bytes:
         for _ in self._changes(outputs[0].output):
@@ -107,7 +107,7 @@ class BlockAnswer(ChatAnswer):
 
         That includes calls of the function that `tool_choice` names.
         """
-        reason = self._ends[0].finish_reason
+        reason = self.ends[0].finish_reason
         has_called = any(isinstance(block, CallBlock) for block in self.blocks)
         return "tool_calls" if has_called and reason == "stop" else reason
 

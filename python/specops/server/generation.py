@@ -192,11 +192,12 @@ class Generation:
             self._fingerprint,
             self._call_form,
         )
+        http.state.record.answer = answer
         try:
             await until_gone(self._submit(job, http.state.permit), http.receive)
             if request.stream:
                 close = partial(self._dispatch.abort, job)
-                return EventStream(answer.chunks(), close, failed=answer.failed)
+                return EventStream(answer.chunks(), close, failed=answer.end_with)
             body = await until_gone(answer.complete(http.state.permit), http.receive)
             return Response(body, media_type="application/json")
         except ClientGone:

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from specops.server.api_error import ApiError
+from specops.server.requests import note
 
 
 def default_hosts(host: str, *, has_keys: bool) -> list[str] | None:
@@ -129,6 +130,7 @@ class AllowedHosts:
                     f"the host {host!r} is not allowed; add it to the server's --allowed-hosts",
                     code="unknown_host",
                 )
+                note(scope, error)
                 return await JSONResponse(error.body, error.status)(scope, receive, send)
         await self._app(scope, receive, send)
 

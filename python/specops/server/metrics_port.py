@@ -7,7 +7,9 @@ The port has its own thread and event loop, so that scrapes and answers do not w
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Response
@@ -35,7 +37,10 @@ def add_metrics(app: FastAPI, metrics: Metrics) -> None:
 
 @contextlib.contextmanager
 def metrics_served(
-    metrics: Metrics, listener: socket.socket, allowed_hosts: Sequence[str] | None = None
+    metrics: Metrics,
+    listener: socket.socket,
+    allowed_hosts: Sequence[str] | None = None,
+    tls: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[None]:
     """Serve /metrics, and nothing else, until the `with` block ends.
 
@@ -43,6 +48,7 @@ def metrics_served(
         metrics: the metrics to serve.
         listener: socket from `listen`.
         allowed_hosts: host names that requests may use; None allows any.
+        tls: uvicorn's options that begin with ssl_; empty serves HTTP without encryption.
     """
     app = FastAPI(openapi_url=None)
     add_metrics(app, metrics)
@@ -56,12 +62,14 @@ def metrics_served(
             write_timeout=_WRITE_TIMEOUT,
         ),
         loop="uvloop",
-        log_level="warning",  # no log line per scrape
+        log_config=None,
+        access_log=False,
         timeout_graceful_shutdown=_DRAIN_SECONDS,
         server_header=False,
         proxy_headers=False,
         lifespan="off",
         ws="none",
+        **tls,
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(

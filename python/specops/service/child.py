@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specops.api.messages import Batch, Command, Fetched, Hello, NoEngine, Overdue, Stop
+from specops.service import logs
 from specops.service.garbage import raise_gc_thresholds
 from specops.service.wire import Frames, Setup, encoded, receive, to_process
 
@@ -116,7 +117,7 @@ def run(connection: socket.socket, make: "MakeEngine") -> int:
     except (EOFError, ConnectionError):
         return 1
     setup, *first_commands = messages
-    logging.basicConfig(level=setup.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    logs.configure(setup.log_level, setup.log_format)
     if setup.rank:
         return _follow(connection, frames, setup, make)
     return _serve(_Parent(connection), setup, SocketInbox(connection, frames, first_commands), make)

@@ -146,6 +146,7 @@ class Followers:
                     rank,
                     setup.store,
                     role=_role_of_rank(setup.role, rank),
+                    log_format=setup.log_format,
                 )
             )
             for rank in range(1, size)

@@ -29,6 +29,7 @@ _STOP_SECONDS = 4.0  # time for the loop to end; a process that takes longer has
 _END_SECONDS = 60.0  # time for the process to end, since it may save what its drafters learnt
 _REAP_SECONDS = 2.0  # time for the process to end once its socket is closed
 _MAX_UNREAD_BYTES = 64 << 20  # bytes that may wait for a process before jobs are refused
+_SECRETS = ("SPECOPS_API_KEY", "SPECOPS_SCHEDULER_PASSWORD")  # the engine does not need them
 _LOST = "the engine's process has ended; the server's log says more"
 
 # Seconds without a batch after which an engine counts as hung: more than a step, or saving the
@@ -57,7 +58,7 @@ class EngineProcess:
                 [sys.executable, "-c", program, "specops-engine", str(child_end.fileno())],
                 pass_fds=[child_end.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={name: os.environ[name] for name in os.environ if name != "SPECOPS_API_KEY"},
+                env={name: os.environ[name] for name in os.environ if name not in _SECRETS},
             )
         self.pid = self._process.pid
         self.connection.sendall(encoded(setup))

@@ -93,6 +93,7 @@ class Setup(Struct, tag=True, array_like=True):
         kv_events: settings of prefix cache events; None for none.
         data_parallel_rank: rank of the engine among the engines of one frontend; None for a single
             engine.
+        log_format: format of its log; one of `logs.FORMATS`.
     """
 
     settings: dict[str, Any]
@@ -102,6 +103,7 @@ class Setup(Struct, tag=True, array_like=True):
     role: RoleSettings | None = None
     kv_events: KvEventSettings | None = None
     data_parallel_rank: int | None = None
+    log_format: str = "text"
 
 
 class StepCommands(Struct, tag=True, array_like=True):

@@ -273,13 +273,9 @@ def _report(
     comparisons: Sequence[Comparison],
     modes: Sequence[Mode],
 ) -> None:
-    """Print the verdict and write the files that were requested."""
+    """Write the files that were requested, then print the verdict: a reader may close the pipe."""
     out = sys.stderr if args.json == "-" else sys.stdout
-    print(sentence, file=out)
     notes = cautions(comparisons, modes)
-    if not args.quiet:
-        lines = difference_lines(comparisons, None if args.verbose else _SHOWN)
-        print(*lines, *notes, "", *table(comparisons), sep="\n", file=out)
     if args.json is not None:
         results = _as_json(args, status, sentence, comparisons, modes)
         text = json.dumps({**results, "notes": notes}, indent=1) + "\n"
@@ -295,6 +291,10 @@ def _report(
             "specops verify-exactness --url",
         ]
         write_file("--card", args.card, card(status, sentence, comparisons, footer))
+    print(sentence, file=out)
+    if not args.quiet:
+        lines = difference_lines(comparisons, None if args.verbose else _SHOWN)
+        print(*lines, *notes, "", *table(comparisons), sep="\n", file=out)
 
 
 def _as_json(

@@ -10,33 +10,25 @@ from specops.cli.lossless.modes import Mode
 from specops.cli.lossless.server import CHAT, COMPLETIONS
 from specops.cli.lossless.verdict import Comparison, TextDifference
 
-_COLUMNS = (
-    "decoding",
-    "setting",
-    "sampling",
-    "compared",
-    "texts",
-    "tokens",
-    "logprobs",
-    "endings",
-    "largest gap",
-    "drafts",
-    "accepted",
-    "failed",
-)
+_COLUMNS = ("decoding", "requests", "outputs", "texts", "tokens", "logprobs", "ends", "accepted")
 
 
 def table(comparisons: Sequence[Comparison]) -> list[str]:
-    """Return a table with a row per comparison: numbers of differing outputs, and of drafts."""
+    """Return a table of 80 columns with a row per comparison, and the largest logprob difference.
+
+    The columns from "texts" to "ends" have the numbers of outputs that differ.
+    """
     rows = [list(_COLUMNS), *(_row(comparison) for comparison in comparisons)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
-    return [
+    lines = [
         "  ".join(
-            cell.ljust(width) if column < 3 else cell.rjust(width)
+            cell.ljust(width) if column < 2 else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows
     ]
+    gaps = [one.logprob_gap for one in comparisons if one.logprob_gap]
+    return [*lines, f"Logprobs differ by up to {max(gaps):.1e}."] if gaps else lines
 
 
 def _row(comparison: Comparison) -> list[str]:
@@ -44,21 +36,16 @@ def _row(comparison: Comparison) -> list[str]:
         "-" if 0 < comparison.num_compared == comparison.missing[f"{kind}s"] else str(count)
         for kind, count in comparison.counts.items()
     ]
-    drafts = accepted = "-"
-    if comparison.drafts is not None:
-        drafts = str(comparison.drafts.num_draft_tokens)
-        accepted = str(comparison.drafts.num_accepted_tokens)
-    gap = "-" if comparison.logprob_gap is None else f"{comparison.logprob_gap:.1e}"
+    accepted, drafts = "-", comparison.drafts
+    if drafts is not None and drafts.num_draft_tokens:
+        accepted = f"{drafts.num_accepted_tokens / drafts.num_draft_tokens:.0%}"
+    setting = comparison.setting.partition(" ")[0]
     return [
         comparison.mode,
-        comparison.setting,
-        comparison.sampling,
+        f"{comparison.sampling}, {setting}",
         str(comparison.num_compared),
         *counts,
-        gap,
-        drafts,
         accepted,
-        str(comparison.failures.total()),
     ]
 
 

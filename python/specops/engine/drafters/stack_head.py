@@ -7,6 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from specops.api.methods import METHODS, method_of
 from specops.api.methods.method import WeightOptions
 from specops.engine.drafters.base import DrafterContext, MethodUnavailable, TargetStep
 from specops.engine.models import CacheCapacity, KvCache, LayerStack
@@ -27,7 +28,10 @@ def named_weights(context: DrafterContext, kind: type[Options], what: str) -> tu
     """
     own = context.config.speculative_config.options_of(kind)
     if own.model is None:
-        reason = f"no {what} named: the directory belongs into model"
+        method = next(name for name in METHODS if method_of(name).options is kind)
+        reason = (
+            f'no {what} named: set speculative_config to {{"method": "{method}", "model": "DIR"}}'
+        )
         raise MethodUnavailable(reason, reason)
     return own, own.model
 

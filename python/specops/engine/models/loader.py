@@ -2,7 +2,7 @@
 """Loader of Hugging Face directories (config.json, safetensors files) into packed weights."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +10,13 @@ import torch
 
 from specops.api.errors import ModelError
 from specops.api.methods.checks import QUANTIZATIONS
-from specops.checkpoints.directory import open_checkpoint
+from specops.checkpoints.directory import open_checkpoint, weight_files
 from specops.engine.models.blocks.block import BlockLoader, RopeTables
 from specops.engine.models.blocks.experts import ExpertsConfig
 from specops.engine.models.config import ModelConfig, Place
 from specops.engine.models.dry_run import dry_run
 from specops.engine.models.families import read_model_config
+from specops.engine.models.loading import log_loading
 from specops.engine.models.shards import Shard, Sharding
 from specops.engine.models.transformer import Transformer
 from specops.engine.models.weight_cache import WeightCache
@@ -71,6 +72,10 @@ def load_model(
     """
     directory = Path(directory)
     if not directory.is_dir():
+        if directory.exists():
+            raise ModelError(
+                f"model must be a Hugging Face directory or a .gguf file, got the file {directory}"
+            )
         raise ModelError(f"{directory}: no such directory")
     config = read_model_config(directory)
     file = directory / "config.json"
@@ -97,7 +102,11 @@ def load_model(
     )
     _refuse_what_ops_refuse(config, settings, kv_kind, file)
     source = settings.open(directory)
-    model = build(config, source, kv_kind, max_model_len or config.max_model_len, ranks)
+    loaded = None
+    if ranks.rank == 0 and load_format != "dummy":
+        num_bytes = sum((directory / name).stat().st_size for name in weight_files(directory))
+        loaded = log_loading(directory, num_bytes, str(kind).removeprefix("torch."))
+    model = build(config, source, kv_kind, max_model_len or config.max_model_len, ranks, loaded)
     _refuse_unread(config, source)
     return model
 
@@ -167,6 +176,7 @@ def build(
     kv_dtype: torch.dtype,
     max_model_len: int,
     ranks: Ranks = ALONE,
+    loaded: Callable[[int, int], None] | None = None,
 ) -> Transformer:
     """Build a model from its config and weights.
 
@@ -176,6 +186,7 @@ def build(
         kv_dtype: dtype of keys and values on pages.
         max_model_len: number of positions to support.
         ranks: tensor-parallel ranks over which the model is sharded.
+        loaded: called after each layer with the number of loaded layers and of all layers.
 
     Raises:
         ModelError: a tensor is missing, has the wrong shape, or cannot be sharded.
@@ -204,9 +215,11 @@ def build(
         quantization=source.settings.quantize_head,
         shard=Shard(outputs=(Sharding(ranks).of_vocabulary(config.vocab_size),)),
     )
-    layers = [
-        layer.load(loader, f"{prefix}layers.{index}.") for index, layer in enumerate(config.layers)
-    ]
+    layers = []
+    for index, layer in enumerate(config.layers):
+        layers.append(layer.load(loader, f"{prefix}layers.{index}."))
+        if loaded is not None:
+            loaded(index + 1, config.num_layers)
     return Transformer(
         config=config,
         max_model_len=max_model_len,

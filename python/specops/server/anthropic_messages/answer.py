@@ -80,17 +80,17 @@ class MessagesAnswer(BlockAnswer):
             "cache_creation_input_tokens": 0,
             "output_tokens": counts["completion_tokens"],
         }
-        text = self._ends[0].stop_reason
+        text = self.ends[0].stop_reason
         stop = text if isinstance(text, str) and text in self._body.stop_sequences else None
         # "abort" means that no token can continue the text; "refusal" is the nearest reason.
         reason = _REASONS.get(end, "refusal") if stop is None else "stop_sequence"
         message = self._message(reason, stop, usage)
-        return {**message, "seed": self._ends[0].seed, **totals}
+        return {**message, "seed": self.ends[0].seed, **totals}
 
     def _message(
         self, reason: str | None, stop: str | None, usage: dict[str, int]
     ) -> dict[str, Any]:
-        frame = self._frame
+        frame = self.frame
         return {
             "id": frame["id"],
             "type": "message",

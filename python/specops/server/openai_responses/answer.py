@@ -88,7 +88,7 @@ class ResponsesAnswer(BlockAnswer):
         if end == "length":
             ending["incomplete_details"] = {"reason": "max_output_tokens"}
         if end == "abort":
-            message = f"no token can continue the text: {self._ends[0].stop_reason}"
+            message = f"no token can continue the text: {self.ends[0].stop_reason}"
             ending["error"] = {"code": "server_error", "message": message}
         totals = self._totals()
         counts = totals.pop("usage")
@@ -100,7 +100,7 @@ class ResponsesAnswer(BlockAnswer):
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": counts["total_tokens"],
         }
-        extras = {"seed": self._ends[0].seed, **totals}
+        extras = {"seed": self.ends[0].seed, **totals}
         response = self._response(status, output=output, usage=usage, **ending, **extras)
         if self._body.store:
             self._store(response, list(map(_sent_back, self.blocks)))
@@ -108,7 +108,7 @@ class ResponsesAnswer(BlockAnswer):
 
     def _response(self, status: str, **members: Any) -> dict[str, Any]:
         """Return a response with the members that come from the request."""
-        body, frame = self._body, self._frame
+        body, frame = self._body, self.frame
         form = body.text.format if body.text else None
         text = {"type": "text"} if form is None else form.model_dump(by_alias=True)
         choice = body.tool_choice
@@ -148,7 +148,7 @@ class ResponsesAnswer(BlockAnswer):
 
     def _item_id(self, index: int, block: Block) -> str:
         kind = "msg" if isinstance(block, TextBlock) else "fc"
-        return f"{kind}_{self._frame['id'].removeprefix(self.id_prefix)}_{index}"
+        return f"{kind}_{self.frame['id'].removeprefix(self.id_prefix)}_{index}"
 
     def _item(self, index: int, block: Block, *, is_begun: bool = False) -> dict[str, Any]:
         """Return an item, without its text or arguments if it has only begun."""
