@@ -7,10 +7,12 @@ tokens arrive.
 """
 
 import codecs
+import ctypes
 import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -80,15 +82,18 @@ class Tokenizer:
         file = path / "tokenizer.json"
         if not file.is_file():
             raise ValueError(f"no tokenizer: {file} does not exist{_other_tokenizer(path)}")
-        data = file.read_bytes()
-        if data.startswith(_LFS):
+        with open(file, "rb") as opened:
+            is_pointer = opened.read(len(_LFS)) == _LFS
+        if is_pointer:
             raise ValueError(
                 f"{file} is a git-lfs pointer, not the file itself; run `git lfs pull` there"
             )
         try:
-            tokenizer = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
+            # Unlike from_buffer, this releases the GIL, so that other threads work meanwhile.
+            tokenizer = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{file} is not a tokenizer: {error!s:.200}") from None
+        _release_free_memory()
 
         specials = {
             name: text
@@ -110,6 +115,17 @@ class Tokenizer:
             return cls(tokenizer, special_tokens=specials, **options)
         except ValueError as error:  # the message names the file without its directory
             raise ValueError(f"{path}: {error}") from None
+
+    @classmethod
+    def loading(cls, path: str | Path) -> "Future[Tokenizer]":
+        """Begin `from_dir` in another thread, and return its future result.
+
+        A large vocabulary takes as long to read as torch to import.
+        """
+        pool = ThreadPoolExecutor(1)
+        tokenizer = pool.submit(cls.from_dir, path)
+        pool.shutdown(wait=False)  # the thread ends after this call
+        return tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text.
@@ -302,6 +318,15 @@ class _StopMatcher:
             return False
         self.state = self._fallback[-1]  # continue, since the string may occur again
         return True
+
+
+def _release_free_memory() -> None:
+    """Return freed memory to the system, if the C library is glibc.
+
+    Parsing a large vocabulary frees hundreds of megabytes, which glibc would keep.
+    """
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(ctypes.c_size_t(0))
 
 
 def _bytes_of_tokens(decoder: Mapping[str, Any] | None) -> Callable[[str], bytes]:

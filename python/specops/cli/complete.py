@@ -2,15 +2,17 @@
 """`specops complete`: complete a text on this machine and compare with decoding without drafts."""
 
 import argparse
+import gc
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from specops._garbage import garbage_collection_paused
 from specops.api.methods import METHODS, method_names
 from specops.api.outputs import TARGET
-from specops.api.tokenizer import TextStream
+from specops.api.tokenizer import TextStream, Tokenizer
 from specops.cli import Parser, fail, finite, require_writable, write_file
 from specops.cli.comparison import Comparison, Decoder, Run, compare
 from specops.cli.exactness import lost_drafts, num_failures
@@ -18,7 +20,6 @@ from specops.cli.options import add_draft_lengths, add_model_options, engine_set
 from specops.cli.tint import has_colours, tinted
 from specops.engine import (
     Completion,
-    Engine,
     EngineConfig,
     EngineError,
     RequestOutput,
@@ -26,6 +27,9 @@ from specops.engine import (
     SpeculativeConfig,
     TokenLogprob,
 )
+
+if TYPE_CHECKING:
+    from specops.engine import Engine
 
 
 def main(arguments: Sequence[str], program: str) -> int:
@@ -136,7 +140,7 @@ def _complete(args: argparse.Namespace) -> int:
     if args.method is not None:  # load the named methods; unknown names are reported below
         parts = args.method.lower().split("+")
         settings["methods"] = tuple(name for name in parts if name in METHODS)
-    engine = Engine(EngineConfig(max_num_seqs=1, **settings))
+    engine = _start(EngineConfig(max_num_seqs=1, **settings))
     params = SamplingParams(
         max_tokens=args.max_tokens,
         temperature=args.temperature,
@@ -172,6 +176,17 @@ def _complete(args: argparse.Namespace) -> int:
     return status
 
 
+def _start(config: EngineConfig) -> "Engine":
+    """Make an engine, and load its tokenizer while torch is imported."""
+    with garbage_collection_paused():
+        tokenizer = Tokenizer.loading(config.model_dir)
+        from specops.engine import Engine
+
+        engine = Engine(config, tokenizer=tokenizer)
+        gc.freeze()  # modules and engine live until the end
+    return engine
+
+
 def _chosen(args: argparse.Namespace) -> dict[str, Any] | None:
     """Return the draft options of the command line as a request's speculative_config."""
     chosen: dict[str, Any] = {
@@ -185,7 +200,7 @@ def _chosen(args: argparse.Namespace) -> dict[str, Any] | None:
 class _Screen:
     """Writer of text to standard output, with accepted drafts in their drafter's color."""
 
-    def __init__(self, engine: Engine, stop: Sequence[str]) -> None:
+    def __init__(self, engine: "Engine", stop: Sequence[str]) -> None:
         self._stream = TextStream(engine.tokenizer, stop)
         self._has_colours = has_colours(sys.stdout)
         self._drafters: set[str] = set()  # drafters with a color on the screen
@@ -249,7 +264,7 @@ def _line(method: str, run: Run, tokens_per_s: float | None) -> str:
     )
 
 
-def _print_verdict(engine: Engine, compared: Comparison, strategy: str) -> int:
+def _print_verdict(engine: "Engine", compared: Comparison, strategy: str) -> int:
     """Print whether both texts are identical; return the exit code."""
     plain, drafted = compared.plain.completion, compared.drafted.completion
     place = compared.first_difference
@@ -271,7 +286,7 @@ def _print_verdict(engine: Engine, compared: Comparison, strategy: str) -> int:
     return 1
 
 
-def _token_at(engine: Engine, completion: Completion, place: int) -> str:
+def _token_at(engine: "Engine", completion: Completion, place: int) -> str:
     if place >= len(completion.token_ids):
         return f"the end ({completion.finish_reason})"
     token = completion.logprobs[place]
@@ -280,7 +295,7 @@ def _token_at(engine: Engine, completion: Completion, place: int) -> str:
 
 
 def _report(
-    engine: Engine, speculative: SpeculativeConfig, drafted: Run, compared: Comparison | None
+    engine: "Engine", speculative: SpeculativeConfig, drafted: Run, compared: Comparison | None
 ) -> dict[str, Any]:
     """Return all results as a JSON object."""
     report = {

@@ -4,6 +4,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import fields, replace
 from functools import partial
 from typing import NoReturn
@@ -11,12 +12,14 @@ from typing import NoReturn
 import torch
 
 import specops
+from specops._garbage import garbage_collection_paused
 from specops.api.config import EngineConfig
 from specops.api.errors import EngineError, QueueFull, described
 from specops.api.outputs import Completion, EngineStats, RequestOutput
 from specops.api.sampling_params import SamplingParams
 from specops.api.speculative_config import SpeculativeConfig
 from specops.api.structured import StructuredOutput
+from specops.api.tokenizer import Tokenizer
 from specops.engine.admission import Admission
 from specops.engine.device import open_device
 from specops.engine.drafters.base import Drafter, DrafterContext
@@ -56,6 +59,7 @@ class Engine:
         config: the configuration; the default serves the bundled model.
         ranks: tensor-parallel group of this engine; None for a single rank.
         on_prefix: listener for changes of the prefix cache, or None.
+        tokenizer: the model's tokenizer, which a thread may still be loading; None: load it.
 
     Attributes:
         ranks: tensor-parallel group of this engine.
@@ -72,11 +76,13 @@ class Engine:
             cannot be used.
     """
 
+    @garbage_collection_paused()
     def __init__(
         self,
         config: EngineConfig | None = None,
         ranks: Ranks | None = None,
         on_prefix: PrefixListener | None = None,
+        tokenizer: Future[Tokenizer] | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
         self.ranks = ranks = ranks or one_rank(config)
@@ -84,6 +90,7 @@ class Engine:
         specops.set_num_threads(config.num_threads or specops.get_num_threads())
         specops.set_isa(config.isa or specops.get_isa())
         self._device = device = open_device(config.device, graphs=not config.enforce_eager)
+        tokenizer = tokenizer or Tokenizer.loading(config.model_dir)
         model = load_model(
             config.model_dir,
             dtype=config.dtype,
@@ -100,7 +107,7 @@ class Engine:
         self.model_name = config.model_name
         self.model_dtype = str(model.dtype).removeprefix("torch.")
         self.max_model_len, self.vocab_size = model.max_model_len, model.config.vocab_size
-        self.tokenizer = tokenizer_of(config, self.vocab_size)
+        self.tokenizer = tokenizer_of(tokenizer, self.vocab_size)
         self._drafting = Drafting(DrafterContext(config, model, self.tokenizer, device))
         self.device, self.times_drafting = str(device.device), not device.is_async
         self.drafters: Mapping[str, Drafter] = self._drafting.drafters

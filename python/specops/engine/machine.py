@@ -2,6 +2,7 @@
 """Settings derived from the machine and the model, such as the number of pages."""
 
 import logging
+from concurrent.futures import Future
 
 from specops.api.config import EngineConfig
 from specops.api.errors import ModelError
@@ -70,8 +71,8 @@ def one_rank(config: EngineConfig) -> Ranks:
     return Ranks(config.num_virtual_ranks, config.enable_expert_parallel)
 
 
-def tokenizer_of(config: EngineConfig, vocab_size: int) -> Tokenizer:
-    """Read the model's tokenizer.
+def tokenizer_of(loading: Future[Tokenizer], vocab_size: int) -> Tokenizer:
+    """Wait for the model's tokenizer, and compare its vocabulary with the model's.
 
     A tokenizer may have more tokens than the model. The additional tokens have no logits and are
     never sampled; prompts that contain one are rejected.
@@ -80,7 +81,7 @@ def tokenizer_of(config: EngineConfig, vocab_size: int) -> Tokenizer:
         ModelError: the tokenizer cannot be read.
     """
     try:
-        tokenizer = Tokenizer.from_dir(config.model_dir)
+        tokenizer = loading.result()
     except ValueError as error:
         raise ModelError(str(error)) from error
     if tokenizer.vocab_size > vocab_size:

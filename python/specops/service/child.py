@@ -256,10 +256,14 @@ def main() -> None:
     """Run an engine behind the socket with the last argument's file descriptor; never return."""
 
     def make(setup: Setup, on_prefix: "PrefixListener | None") -> "Engine":
+        from specops.api.config import EngineConfig
+        from specops.api.tokenizer import Tokenizer
+
+        directory = EngineConfig.from_plain(setup.settings).model_dir
+        tokenizer = Tokenizer.loading(directory)  # while torch is imported
         import torch
 
-        from specops.api.config import EngineConfig
-        from specops.engine.engine import Engine
+        from specops.engine import Engine
         from specops.service.lockstep import group_of, of_rank
 
         ranks = None
@@ -267,7 +271,8 @@ def main() -> None:
             ranks = group_of(setup)
         elif setup.data_parallel_rank is not None:
             setup.settings = of_rank(setup.settings, setup.data_parallel_rank)
-        engine = Engine(EngineConfig.from_plain(setup.settings), ranks, on_prefix)
+        config = EngineConfig.from_plain(setup.settings)
+        engine = Engine(config, ranks, on_prefix, tokenizer)
         # The kernels' own threads use all cores from now on; torch's threads would only spin beside
         # them.
         torch.set_num_threads(1)
