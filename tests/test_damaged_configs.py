@@ -16,8 +16,8 @@ import torch
 from checkpoints import BASE, lasting_directory, write_tokenizer
 from safetensors.torch import save_file
 from specops.api.errors import ModelError
-from specops.api.tokenizer import Tokenizer
 from specops.checkpoints.directory import open_checkpoint
+from specops.engine import EngineConfig
 from specops.engine.machine import tokenizer_of
 from specops.engine.models import Transformer, load_model
 from specops.engine.models.dflash import load_dflash
@@ -274,7 +274,7 @@ def load_tokenizer_files(directory: Path, generator: random.Random) -> None:
     name = generator.choice(list(files))
     (directory / name).write_bytes(damaged(files[name], generator))
     link_files(directory, tiny_model())
-    tokenizer_of(Tokenizer.loading(directory), 160)
+    tokenizer_of(EngineConfig(model=str(directory)))
 
 
 def load_head_config(directory: Path, generator: random.Random) -> None:

@@ -9,10 +9,10 @@ tokens arrive.
 import codecs
 import ctypes
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ class Tokenizer:
         )
         self._bytes: dict[int, bytes] = {}
         self.special_tokens = dict(special_tokens or {})
-        self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.vocab_size = _vocab_size(tokenizer)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.bos_token_id = bos_token_id
 
@@ -76,9 +76,12 @@ class Tokenizer:
         """Read tokenizer.json, and the special tokens from the other files of its directory.
 
         Raises:
-            ValueError: tokenizer.json is missing or broken, or has an unsupported decoder.
+            ValueError: the directory or tokenizer.json is missing, or the file is broken or has an
+                unsupported decoder.
         """
         path = Path(path)
+        if not path.is_dir():
+            raise ValueError(f"{path}: no such directory")
         file = path / "tokenizer.json"
         if not file.is_file():
             raise ValueError(f"no tokenizer: {file} does not exist{_other_tokenizer(path)}")
@@ -89,7 +92,6 @@ class Tokenizer:
                 f"{file} is a git-lfs pointer, not the file itself; run `git lfs pull` there"
             )
         try:
-            # Unlike from_buffer, this releases the GIL, so that other threads work meanwhile.
             tokenizer = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{file} is not a tokenizer: {error!s:.200}") from None
@@ -115,17 +117,6 @@ class Tokenizer:
             return cls(tokenizer, special_tokens=specials, **options)
         except ValueError as error:  # the message names the file without its directory
             raise ValueError(f"{path}: {error}") from None
-
-    @classmethod
-    def loading(cls, path: str | Path) -> "Future[Tokenizer]":
-        """Begin `from_dir` in another thread, and return its future result.
-
-        A large vocabulary takes as long to read as torch to import.
-        """
-        pool = ThreadPoolExecutor(1)
-        tokenizer = pool.submit(cls.from_dir, path)
-        pool.shutdown(wait=False)  # the thread ends after this call
-        return tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text.
@@ -154,7 +145,7 @@ class Tokenizer:
     def encode_as_text(self, text: str) -> list[int]:
         """Return the token ids of a text, encoding special tokens in it as text and adding none."""
         if self._as_text is None:
-            self._as_text = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+            self._as_text = _copy_of(self._tokenizer)
             self._as_text.encode_special_tokens = True
         return list(self._as_text.encode(text, add_special_tokens=False).ids)
 
@@ -318,6 +309,25 @@ class _StopMatcher:
             return False
         self.state = self._fallback[-1]  # continue, since the string may occur again
         return True
+
+
+def _copy_of(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Return a tokenizer that encodes like another one and shares its vocabulary and merges."""
+    copy = tokenizers.Tokenizer(tokenizer.model)
+    copy.normalizer, copy.pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
+    # In the order of ids, since a token that the model does not know gets the next free id.
+    added = (token for _, token in sorted(tokenizer.get_added_tokens_decoder().items()))
+    for is_special, tokens in itertools.groupby(added, key=lambda token: token.special):
+        (copy.add_special_tokens if is_special else copy.add_tokens)(list(tokens))
+    return copy
+
+
+def _vocab_size(tokenizer: tokenizers.Tokenizer) -> int:
+    """Return one more than the largest token id."""
+    count = tokenizer.get_vocab_size(with_added_tokens=True)
+    if None not in map(tokenizer.id_to_token, range(count)):  # there are no gaps between the ids
+        return count
+    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
 
 def _release_free_memory() -> None:

@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _parser().print_help()
         return 0
     name = _parser().parse_args(arguments_given[:1]).command
-    # Without this, torch's threads spin for milliseconds after each op, beside the kernels' threads.
+    # By default, torch's threads spin for milliseconds after each op, beside the kernels' threads.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         command = COMMANDS[name]

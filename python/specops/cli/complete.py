@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from specops._garbage import garbage_collection_paused
 from specops.api.methods import METHODS, method_names
 from specops.api.outputs import TARGET
-from specops.api.tokenizer import TextStream, Tokenizer
+from specops.api.tokenizer import TextStream
 from specops.cli import Parser, fail, finite, require_writable, write_file
 from specops.cli.comparison import Comparison, Decoder, Run, compare
 from specops.cli.exactness import lost_drafts, num_failures
@@ -177,12 +177,11 @@ def _complete(args: argparse.Namespace) -> int:
 
 
 def _start(config: EngineConfig) -> "Engine":
-    """Make an engine, and load its tokenizer while torch is imported."""
+    """Import torch, and make an engine."""
     with garbage_collection_paused():
-        tokenizer = Tokenizer.loading(config.model_dir)
         from specops.engine import Engine
 
-        engine = Engine(config, tokenizer=tokenizer)
+        engine = Engine(config)
         gc.freeze()  # modules and engine live until the end
     return engine
 

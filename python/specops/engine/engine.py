@@ -4,7 +4,6 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import fields, replace
 from functools import partial
 from typing import NoReturn
@@ -19,7 +18,6 @@ from specops.api.outputs import Completion, EngineStats, RequestOutput
 from specops.api.sampling_params import SamplingParams
 from specops.api.speculative_config import SpeculativeConfig
 from specops.api.structured import StructuredOutput
-from specops.api.tokenizer import Tokenizer
 from specops.engine.admission import Admission
 from specops.engine.device import open_device
 from specops.engine.drafters.base import Drafter, DrafterContext
@@ -33,6 +31,7 @@ from specops.engine.machine import (
     one_rank,
     prefix_finder_of,
     tokenizer_of,
+    warn_of_more_tokens,
 )
 from specops.engine.memory.kv_cache import DraftKv, PagePool, PrefixListener
 from specops.engine.models import PrefixStates, WeightCache, load_model
@@ -59,7 +58,6 @@ class Engine:
         config: the configuration; the default serves the bundled model.
         ranks: tensor-parallel group of this engine; None for a single rank.
         on_prefix: listener for changes of the prefix cache, or None.
-        tokenizer: the model's tokenizer, which a thread may still be loading; None: load it.
 
     Attributes:
         ranks: tensor-parallel group of this engine.
@@ -82,7 +80,6 @@ class Engine:
         config: EngineConfig | None = None,
         ranks: Ranks | None = None,
         on_prefix: PrefixListener | None = None,
-        tokenizer: Future[Tokenizer] | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
         self.ranks = ranks = ranks or one_rank(config)
@@ -90,7 +87,8 @@ class Engine:
         specops.set_num_threads(config.num_threads or specops.get_num_threads())
         specops.set_isa(config.isa or specops.get_isa())
         self._device = device = open_device(config.device, graphs=not config.enforce_eager)
-        tokenizer = tokenizer or Tokenizer.loading(config.model_dir)
+        # First, since reading it takes memory that is then free for the weights.
+        self.tokenizer = tokenizer_of(config)
         model = load_model(
             config.model_dir,
             dtype=config.dtype,
@@ -107,7 +105,7 @@ class Engine:
         self.model_name = config.model_name
         self.model_dtype = str(model.dtype).removeprefix("torch.")
         self.max_model_len, self.vocab_size = model.max_model_len, model.config.vocab_size
-        self.tokenizer = tokenizer_of(tokenizer, self.vocab_size)
+        warn_of_more_tokens(self.tokenizer, self.vocab_size)
         self._drafting = Drafting(DrafterContext(config, model, self.tokenizer, device))
         self.device, self.times_drafting = str(device.device), not device.is_async
         self.drafters: Mapping[str, Drafter] = self._drafting.drafters

@@ -2,7 +2,6 @@
 """Settings derived from the machine and the model, such as the number of pages."""
 
 import logging
-from concurrent.futures import Future
 
 from specops.api.config import EngineConfig
 from specops.api.errors import ModelError
@@ -71,19 +70,24 @@ def one_rank(config: EngineConfig) -> Ranks:
     return Ranks(config.num_virtual_ranks, config.enable_expert_parallel)
 
 
-def tokenizer_of(loading: Future[Tokenizer], vocab_size: int) -> Tokenizer:
-    """Wait for the model's tokenizer, and compare its vocabulary with the model's.
-
-    A tokenizer may have more tokens than the model. The additional tokens have no logits and are
-    never sampled; prompts that contain one are rejected.
+def tokenizer_of(config: EngineConfig) -> Tokenizer:
+    """Read the model's tokenizer.
 
     Raises:
         ModelError: the tokenizer cannot be read.
     """
     try:
-        tokenizer = loading.result()
+        return Tokenizer.from_dir(config.model_dir)
     except ValueError as error:
         raise ModelError(str(error)) from error
+
+
+def warn_of_more_tokens(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Log a warning if the tokenizer has more tokens than the model.
+
+    The additional tokens have no logits and are never sampled; prompts that contain one are
+    rejected.
+    """
     if tokenizer.vocab_size > vocab_size:
         logger.warning(
             "the tokenizer has %d tokens, the model %d: prompts with tokens from %d on are refused",
@@ -95,7 +99,6 @@ def tokenizer_of(loading: Future[Tokenizer], vocab_size: int) -> Tokenizer:
             logger.warning(
                 "the model has no row for any end token: only max_tokens and stops end outputs"
             )
-    return tokenizer
 
 
 def capacity_of(

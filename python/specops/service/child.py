@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from specops._garbage import garbage_collection_paused
 from specops.api.messages import Batch, Command, Fetched, Hello, NoEngine, Overdue, Stop
 from specops.service.garbage import raise_gc_thresholds
 from specops.service.wire import Frames, Setup, encoded, receive, to_process
@@ -158,7 +159,8 @@ class _Parent:
 
 def _serve(parent: _Parent, setup: Setup, inbox: SocketInbox, make: "MakeEngine") -> int:
     """Make and run a single engine or the engine of the first rank; return the exit code."""
-    from specops.service.snapshot import capabilities_of, status_of
+    with garbage_collection_paused():  # this imports torch
+        from specops.service.snapshot import capabilities_of, status_of
 
     commands: Inbox = inbox
     send: Callable[[Batch], None] = parent.send
@@ -256,14 +258,10 @@ def main() -> None:
     """Run an engine behind the socket with the last argument's file descriptor; never return."""
 
     def make(setup: Setup, on_prefix: "PrefixListener | None") -> "Engine":
-        from specops.api.config import EngineConfig
-        from specops.api.tokenizer import Tokenizer
-
-        directory = EngineConfig.from_plain(setup.settings).model_dir
-        tokenizer = Tokenizer.loading(directory)  # while torch is imported
         import torch
 
-        from specops.engine import Engine
+        from specops.api.config import EngineConfig
+        from specops.engine.engine import Engine
         from specops.service.lockstep import group_of, of_rank
 
         ranks = None
@@ -271,8 +269,7 @@ def main() -> None:
             ranks = group_of(setup)
         elif setup.data_parallel_rank is not None:
             setup.settings = of_rank(setup.settings, setup.data_parallel_rank)
-        config = EngineConfig.from_plain(setup.settings)
-        engine = Engine(config, ranks, on_prefix, tokenizer)
+        engine = Engine(EngineConfig.from_plain(setup.settings), ranks, on_prefix)
         # The kernels' own threads use all cores from now on; torch's threads would only spin beside
         # them.
         torch.set_num_threads(1)
