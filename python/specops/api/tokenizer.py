@@ -76,12 +76,9 @@ class Tokenizer:
         """Read tokenizer.json, and the special tokens from the other files of its directory.
 
         Raises:
-            ValueError: the directory or tokenizer.json is missing, or the file is broken or has an
-                unsupported decoder.
+            ValueError: tokenizer.json is missing or broken, or has an unsupported decoder.
         """
         path = Path(path)
-        if not path.is_dir():
-            raise ValueError(f"{path}: no such directory")
         file = path / "tokenizer.json"
         if not file.is_file():
             raise ValueError(f"no tokenizer: {file} does not exist{_other_tokenizer(path)}")
