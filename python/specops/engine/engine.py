@@ -13,7 +13,7 @@ import torch
 import specops
 from specops._garbage import garbage_collection_paused
 from specops.api.config import EngineConfig
-from specops.api.errors import EngineError, QueueFull, described
+from specops.api.errors import EngineError, ModelError, QueueFull, described
 from specops.api.outputs import Completion, EngineStats, RequestOutput
 from specops.api.sampling_params import SamplingParams
 from specops.api.speculative_config import SpeculativeConfig
@@ -87,9 +87,8 @@ class Engine:
         specops.set_num_threads(config.num_threads or specops.get_num_threads())
         specops.set_isa(config.isa or specops.get_isa())
         self._device = device = open_device(config.device, graphs=not config.enforce_eager)
-        # First, since reading it takes memory that is then free for the weights.
-        self.tokenizer = tokenizer_of(config)
-        model = load_model(
+        load = partial(
+            load_model,
             config.model_dir,
             dtype=config.dtype,
             max_model_len=config.max_model_len,
@@ -101,6 +100,13 @@ class Engine:
             weight_cache=WeightCache.of_setting(config.weight_cache, config.weight_cache_bytes),
             ranks=ranks,
         )
+        # The tokenizer first: reading it takes memory that is then free for the weights.
+        try:
+            self.tokenizer = tokenizer_of(config)
+        except ModelError:
+            load()  # report an error of the model instead, if there is one
+            raise
+        model = load()
         self.config = config = config.decided_for(model.device.type)
         self.model_name = config.model_name
         self.model_dtype = str(model.dtype).removeprefix("torch.")

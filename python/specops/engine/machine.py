@@ -74,13 +74,10 @@ def tokenizer_of(config: EngineConfig) -> Tokenizer:
     """Read the model's tokenizer.
 
     Raises:
-        ModelError: the model's directory is missing, or the tokenizer cannot be read.
+        ModelError: the tokenizer cannot be read.
     """
-    directory = config.model_dir
-    if not directory.is_dir():
-        raise ModelError(f"{directory}: no such directory")
     try:
-        return Tokenizer.from_dir(directory)
+        return Tokenizer.from_dir(config.model_dir)
     except ValueError as error:
         raise ModelError(str(error)) from error
 
