@@ -36,7 +36,7 @@ TEMPERATURES = (0.0, 0.8)
 
 def run_gemma(bench: Bench) -> None:
     """Measure tokens per second of steps and texts, plain and with drafts, against llama.cpp."""
-    peer = _llama_cpp(bench)
+    peer = llama_cpp(bench)
     for batch in (1, 8):
         _steps(bench, peer, batch)
     engines = {method: _engine(bench, method, 1) for method in METHODS}
@@ -77,7 +77,7 @@ def run_gemma_seeded(bench: Bench) -> None:
 def _count(bench: Bench, temperature: float) -> None:
     engines = {method: _engine(bench, method, BATCH) for method in METHODS}
     prompts = [ids for kind in KINDS for ids in _prompts(engines["ngram"], kind)[:COUNTED]]
-    peer = _llama_cpp(bench)
+    peer = llama_cpp(bench)
     params = [_params(temperature, seed, COUNTED_TOKENS) for seed in range(len(prompts))]
     plain = _texts(engines["ngram"], prompts, params, {"method": "naive"})
     for method, engine in engines.items():
@@ -254,7 +254,7 @@ def _mode(temperature: float) -> str:
     return f"t{temperature}" if temperature else "greedy"
 
 
-def _llama_cpp(bench: Bench) -> Peer | None:
+def llama_cpp(bench: Bench) -> Peer | None:
     """Start llama.cpp with the same file."""
     peer = bench.peer("llama_cpp_peer")
     if peer is not None:

@@ -1,23 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time to first token of a new engine with a 3B model, and its memory after that.
+"""Time to first token of a new engine with a 3B model, and its memory after that; and of Gemma.
 
 Every start is a new process, and time counts from its command. "First" fills the cache of packed
 weights, "next" reads it, and "without" uses no cache. llama.cpp starts from a GGUF file of the same
 weights, in bf16 or Q4_0 (embedding Q8_0), which it maps or reads. The files are in the page cache,
 as after a download.
+
+Gemma 3 270M in Q4_K_M, which `make gemma` fetches, is started by `specops complete`; its time ends
+with the process, and its memory is the peak.
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bench import checkpoints
+from bench.bench_accuracy import GEMMA
 from bench.common import Bench, Figure, PeerError, resident_gb
 
 # Our quantization -> type of llama.cpp's file.
@@ -32,6 +38,8 @@ WORDS = {
 }
 ROUNDS = 3
 PROMPT = [5, 6, 7]
+# Bytes of Gemma's KV cache: 18 layers, 32,768 positions of a key and a value of 256 bf16 numbers.
+GEMMA_KV_BYTES = 18 * 32768 * 2 * 256 * 2
 _CHILD = f"""
 import json, sys
 from specops.engine import Engine, EngineConfig, SamplingParams
@@ -51,7 +59,7 @@ class Start(NamedTuple):
 
 
 def run_start(bench: Bench) -> None:
-    """Measure the first start and the next ones, in bfloat16 and quantized."""
+    """Measure the first start and the next ones, in bfloat16 and quantized, and of Gemma."""
     checkpoint, cache = checkpoints.llama3(), checkpoints.WORK / "weight-cache"
     shutil.rmtree(cache, ignore_errors=True)
     for quantization, kind in QUANTIZATIONS.items():
@@ -73,7 +81,56 @@ def run_start(bench: Bench) -> None:
             found = [{name: start() for name, start in cases.items()} for _ in range(ROUNDS)]
             for name in cases:
                 _add(bench, label, name, [one[name] for one in found])
+    if GEMMA.exists():
+        _complete_gemma(bench, cache)
     shutil.rmtree(cache)
+
+
+def _complete_gemma(bench: Bench, cache: Path) -> None:
+    """Measure `specops complete`: the first start with an empty cache, and the next ones."""
+    arguments = ["complete", "--model", str(GEMMA), "--num-threads", str(bench.num_threads)]
+    command = [sys.executable, "-m", "specops", *arguments, "--max-tokens", "1", "Hello"]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    expected = (GEMMA.stat().st_size + GEMMA_KV_BYTES) * 1e-9
+
+    def complete() -> tuple[float, float]:
+        begun = time.perf_counter()
+        with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            raise RuntimeError(f"specops complete ended with {process.returncode}")
+        return time.perf_counter() - begun, usage.ru_maxrss * 1024e-9
+
+    shutil.rmtree(cache, ignore_errors=True)
+    cache.mkdir(parents=True)
+    starts = {"first": [complete()], "next": [complete() for _ in range(ROUNDS)]}
+    for which, limit in (("first", 3), ("next", 1.5)):
+        seconds, peak = (median(column) for column in zip(*starts[which], strict=True))
+        common: dict[str, Any] = {"threads": bench.num_threads, "read_gb_s": bench.read_gb_s()}
+        bench.add(
+            Figure(
+                f"start.gemma.{which}.seconds",
+                f"Gemma 3 270M, specops complete of one token, {WORDS[which]}",
+                seconds,
+                "s",
+                bar=f"value <= {limit}",
+                **common,
+            )
+        )
+        bench.add(
+            Figure(
+                f"start.gemma.{which}.peak",
+                f"Gemma 3 270M, specops complete of one token, {WORDS[which]}: peak memory",
+                peak,
+                "GB",
+                "file and KV cache",
+                expected,
+                peak / expected,
+                "ratio <= 1.3",
+                **common,
+            )
+        )
 
 
 def _start(settings: dict[str, object]) -> Start:

@@ -177,6 +177,13 @@ def qwen06() -> Checkpoint:
     return _random_checkpoint("qwen06", QWEN06)
 
 
+def qwen06_quarter() -> Checkpoint:
+    """Return random weights in the shape of a quarter of Qwen3-0.6B's layers, for long prompts."""
+    layers = max(1, QWEN06["num_hidden_layers"] // 4)
+    sizes = {"num_hidden_layers": layers, "max_position_embeddings": 40960}
+    return _random_checkpoint("qwen06_quarter", {**QWEN06, **sizes})
+
+
 def qwen30() -> Checkpoint:
     """Return random weights in the shape of two layers of Qwen3-30B-A3B, 2.4 GB in one file."""
     return _random_checkpoint("qwen30", QWEN30)

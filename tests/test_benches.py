@@ -90,7 +90,13 @@ SMALL: dict[str, dict[str, Any]] = {
         "MISTAKES": (MISTAKES[0], MISTAKES[-1]),
     },
     "accuracy": {"TEXTS": 1, "TOKENS": 20, "GEMMA": Path("nowhere")},
-    "start": {"QUANTIZATIONS": {"wint8": "int8"}, "STARTS": ("next",), "ROUNDS": 1},
+    "start": {
+        "QUANTIZATIONS": {"wint8": "int8"},
+        "STARTS": ("next",),
+        "ROUNDS": 1,
+        "GEMMA": Path("nowhere"),
+    },
+    "prefill": {"GEMMA": Path("nowhere"), "LENGTHS": (16, 48)},
     "replay": {
         "PROMPT_TOKENS": 32,
         "NEW_TOKENS": 16,

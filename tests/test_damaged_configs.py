@@ -274,7 +274,7 @@ def load_tokenizer_files(directory: Path, generator: random.Random) -> None:
     name = generator.choice(list(files))
     (directory / name).write_bytes(damaged(files[name], generator))
     link_files(directory, tiny_model())
-    tokenizer_of(EngineConfig(model=str(directory)), 160)
+    tokenizer_of(EngineConfig(model=str(directory)))
 
 
 def load_head_config(directory: Path, generator: random.Random) -> None:

@@ -141,6 +141,16 @@ def _generate(
     return tokens[len(prompt) : len(prompt) + max_tokens], seconds
 
 
+def first_token(length: int) -> Answer:
+    """Return the seconds from a prompt of `length` random tokens to its first token."""
+    _new_context(length + 1, 1)
+    generator = np.random.default_rng(0)
+    prompt = generator.integers(0, _state["vocab_size"], length).tolist()
+    begun = time.perf_counter()
+    _generate(prompt, 1, 0, _argmax)
+    return {"seconds": time.perf_counter() - begun}
+
+
 def replay(prompts: list[list[int]], replies: list[list[int]], lookup: int) -> Answer:
     """Return accepted drafts and rows of every prompt-lookup step on given texts, without a model.
 
@@ -204,6 +214,7 @@ if __name__ == "__main__":
             "prepare": prepare,
             "step": step,
             "generate": generate,
+            "first_token": first_token,
             "replay": replay,
         }
     )

@@ -83,6 +83,16 @@ def generate(prompts: list[list[int]], max_tokens: int, lookup: int) -> Answer:
     return {"token_ids": token_ids}
 
 
+def first_token(length: int) -> Answer:
+    """Return the seconds from a prompt of `length` random tokens to its first token."""
+    _state.update(pipeline=None, infer=None)
+    pipeline = _pipeline(lookup=0)
+    ids = np.random.default_rng(0).integers(0, _vocab_size(), (1, length))
+    begun = time.perf_counter()
+    pipeline.generate([openvino.Tensor(ids)], [_greedy(1, 0)])
+    return {"seconds": time.perf_counter() - begun}
+
+
 def _pipeline(lookup: int) -> Any:
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.cache_size = 2
@@ -141,4 +151,13 @@ def _paged(batch: int, kv_len: int, rows: int, generator: np.random.Generator) -
 
 
 if __name__ == "__main__":
-    serve({"start": start, "load": load, "prepare": prepare, "step": step, "generate": generate})
+    serve(
+        {
+            "start": start,
+            "load": load,
+            "prepare": prepare,
+            "step": step,
+            "generate": generate,
+            "first_token": first_token,
+        }
+    )

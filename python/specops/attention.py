@@ -147,7 +147,10 @@ def rope_cos_sin(
         )
         attention_factor = _yarn_attention_factor(factor, options)
     angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inv_freq
-    return torch.cat([angles.cos() * attention_factor, angles.sin() * attention_factor], dim=1)
+    table = torch.empty(max_positions, rotary_dim)
+    torch.cos(angles, out=table[:, : rotary_dim // 2])
+    torch.sin(angles, out=table[:, rotary_dim // 2 :])
+    return table if attention_factor == 1.0 else table.mul_(attention_factor)
 
 
 def _check_positive(name: str, value: Any) -> None:

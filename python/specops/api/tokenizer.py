@@ -7,7 +7,9 @@ tokens arrive.
 """
 
 import codecs
+import ctypes
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -65,7 +67,7 @@ class Tokenizer:
         )
         self._bytes: dict[int, bytes] = {}
         self.special_tokens = dict(special_tokens or {})
-        self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.vocab_size = _vocab_size(tokenizer)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.bos_token_id = bos_token_id
 
@@ -80,15 +82,17 @@ class Tokenizer:
         file = path / "tokenizer.json"
         if not file.is_file():
             raise ValueError(f"no tokenizer: {file} does not exist{_other_tokenizer(path)}")
-        data = file.read_bytes()
-        if data.startswith(_LFS):
+        with open(file, "rb") as opened:
+            is_pointer = opened.read(len(_LFS)) == _LFS
+        if is_pointer:
             raise ValueError(
                 f"{file} is a git-lfs pointer, not the file itself; run `git lfs pull` there"
             )
         try:
-            tokenizer = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
+            tokenizer = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{file} is not a tokenizer: {error!s:.200}") from None
+        _release_free_memory()
 
         specials = {
             name: text
@@ -138,7 +142,7 @@ class Tokenizer:
     def encode_as_text(self, text: str) -> list[int]:
         """Return the token ids of a text, encoding special tokens in it as text and adding none."""
         if self._as_text is None:
-            self._as_text = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+            self._as_text = _copy_of(self._tokenizer)
             self._as_text.encode_special_tokens = True
         return list(self._as_text.encode(text, add_special_tokens=False).ids)
 
@@ -302,6 +306,34 @@ class _StopMatcher:
             return False
         self.state = self._fallback[-1]  # continue, since the string may occur again
         return True
+
+
+def _copy_of(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Return a tokenizer that encodes like another one and shares its vocabulary and merges."""
+    copy = tokenizers.Tokenizer(tokenizer.model)
+    copy.normalizer, copy.pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
+    # In the order of ids, since a token that the model does not know gets the next free id.
+    added = (token for _, token in sorted(tokenizer.get_added_tokens_decoder().items()))
+    for is_special, tokens in itertools.groupby(added, key=lambda token: token.special):
+        (copy.add_special_tokens if is_special else copy.add_tokens)(list(tokens))
+    return copy
+
+
+def _vocab_size(tokenizer: tokenizers.Tokenizer) -> int:
+    """Return one more than the largest token id."""
+    count = tokenizer.get_vocab_size(with_added_tokens=True)
+    if None not in map(tokenizer.id_to_token, range(count)):  # there are no gaps between the ids
+        return count
+    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+
+
+def _release_free_memory() -> None:
+    """Return freed memory to the system, if the C library is glibc.
+
+    Parsing a large vocabulary frees hundreds of megabytes, which glibc would keep.
+    """
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(ctypes.c_size_t(0))
 
 
 def _bytes_of_tokens(decoder: Mapping[str, Any] | None) -> Callable[[str], bytes]:

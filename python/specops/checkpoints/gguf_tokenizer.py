@@ -275,11 +275,12 @@ def _sentencepiece(
 
 def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
     """Return all pairs of tokens that together form a token, by descending score of that token."""
-    merges = []
-    for text in sorted(scores, key=lambda text: -scores[text]):
-        pairs = ((text[:cut], text[cut:]) for cut in range(1, len(text)))
-        merges += [pair for pair in pairs if pair[0] in scores and pair[1] in scores]
-    return merges
+    return [
+        (first, second)
+        for text in sorted(scores, key=scores.__getitem__, reverse=True)
+        for cut in range(1, len(text))
+        if (first := text[:cut]) in scores and (second := text[cut:]) in scores
+    ]
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:

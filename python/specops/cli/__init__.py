@@ -109,6 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _parser().print_help()
         return 0
     name = _parser().parse_args(arguments_given[:1]).command
+    # By default, torch's threads spin for milliseconds after each op, beside the kernels' threads.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         command = COMMANDS[name]
         if name == "verify-exactness" and any(one.startswith("--url") for one in arguments_given):

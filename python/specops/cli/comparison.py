@@ -4,12 +4,15 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specops.api.errors import EngineError
 from specops.cli.exactness import first_difference, forget_responses
 from specops.cli.speed_up import SpeedUp, speed_up
-from specops.engine import Completion, Engine, RequestOutput, SamplingParams
+from specops.engine import Completion, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from specops.engine import Engine
 
 _PLAIN = {"method": "naive"}
 _MAX_PAIRS = 7  # upper bound on the timed pairs of runs
@@ -58,7 +61,7 @@ class Decoder:
         speculative_config: configuration of runs with drafts; None: the engine's.
     """
 
-    engine: Engine
+    engine: "Engine"
     prompt: str
     params: SamplingParams
     speculative_config: dict[str, Any] | None

@@ -2,12 +2,14 @@
 """`specops complete`: complete a text on this machine and compare with decoding without drafts."""
 
 import argparse
+import gc
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from specops._garbage import garbage_collection_paused
 from specops.api.audit import STRATEGIES, AuditRecord
 from specops.api.methods import METHODS, method_names
 from specops.api.outputs import TARGET
@@ -20,7 +22,6 @@ from specops.cli.progress import loading_shown
 from specops.cli.tint import has_colours, tinted
 from specops.engine import (
     Completion,
-    Engine,
     EngineConfig,
     EngineError,
     RequestOutput,
@@ -28,7 +29,9 @@ from specops.engine import (
     SpeculativeConfig,
     TokenLogprob,
 )
-from specops.service.contract import contract_of
+
+if TYPE_CHECKING:
+    from specops.engine import Engine
 
 
 def main(arguments: Sequence[str], program: str) -> int:
@@ -144,7 +147,7 @@ def _complete(args: argparse.Namespace) -> int:
         parts = args.method.lower().split("+")
         settings["methods"] = tuple(name for name in parts if name in METHODS)
     with loading_shown():
-        engine = Engine(EngineConfig(max_num_seqs=1, **settings))
+        engine = _start(EngineConfig(max_num_seqs=1, **settings))
     params = SamplingParams(
         max_tokens=args.max_tokens,
         temperature=args.temperature,
@@ -182,6 +185,16 @@ def _complete(args: argparse.Namespace) -> int:
     return status
 
 
+def _start(config: EngineConfig) -> "Engine":
+    """Import torch, and make an engine."""
+    with garbage_collection_paused():
+        from specops.engine import Engine
+
+        engine = Engine(config)
+        gc.freeze()  # modules and engine live until the end
+    return engine
+
+
 def _chosen(args: argparse.Namespace) -> dict[str, Any] | None:
     """Return the draft options of the command line as a request's speculative_config."""
     chosen: dict[str, Any] = {
@@ -195,7 +208,7 @@ def _chosen(args: argparse.Namespace) -> dict[str, Any] | None:
 class _Screen:
     """Writer of text to standard output, with accepted drafts in their drafter's color."""
 
-    def __init__(self, engine: Engine, stop: Sequence[str]) -> None:
+    def __init__(self, engine: "Engine", stop: Sequence[str]) -> None:
         self._stream = TextStream(engine.tokenizer, stop)
         self._has_colours = has_colours(sys.stdout)
         self._drafters: set[str] = set()  # drafters with a color on the screen
@@ -259,7 +272,7 @@ def _line(method: str, run: Run, tokens_per_s: float | None) -> str:
     )
 
 
-def _print_verdict(engine: Engine, compared: Comparison, strategy: str) -> int:
+def _print_verdict(engine: "Engine", compared: Comparison, strategy: str) -> int:
     """Print whether both texts are identical; return the exit code."""
     plain, drafted = compared.plain.completion, compared.drafted.completion
     place = compared.first_difference
@@ -281,7 +294,7 @@ def _print_verdict(engine: Engine, compared: Comparison, strategy: str) -> int:
     return 1
 
 
-def _token_at(engine: Engine, completion: Completion, place: int) -> str:
+def _token_at(engine: "Engine", completion: Completion, place: int) -> str:
     if place >= len(completion.token_ids):
         return f"the end ({completion.finish_reason})"
     token = completion.logprobs[place]
@@ -290,13 +303,15 @@ def _token_at(engine: Engine, completion: Completion, place: int) -> str:
 
 
 def _report(
-    engine: Engine,
+    engine: "Engine",
     params: SamplingParams,
     speculative: SpeculativeConfig,
     drafted: Run,
     compared: Comparison | None,
 ) -> dict[str, Any]:
     """Return all results as a JSON object."""
+    from specops.service.contract import contract_of
+
     report = {
         "model": engine.model_name,
         "device": engine.device,

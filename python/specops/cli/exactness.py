@@ -12,7 +12,7 @@ import struct
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from specops.api.config import ALL_METHODS, EngineConfig
 from specops.api.errors import EngineError
@@ -24,8 +24,9 @@ from specops.cli import Parser, fail, finite, require_writable, write_file
 from specops.cli.options import add_draft_lengths, add_model_options, engine_settings
 from specops.cli.progress import loading_shown, progress
 from specops.cli.prompts import PROMPTS, read_prompts
-from specops.engine.engine import Engine
-from specops.service.contract import contract_of
+
+if TYPE_CHECKING:
+    from specops.engine import Engine
 
 _SHOWN = 40  # characters of a prompt that are printed
 _ALTERNATIVES = 5  # top tokens per position that are compared by id and logprob
@@ -239,6 +240,9 @@ def _parser(program: str) -> argparse.ArgumentParser:
 
 def _compare_all(args: argparse.Namespace) -> tuple[list[Comparison], dict[str, Any]]:
     """Return the comparisons and the engine's contract."""
+    from specops.engine import Engine
+    from specops.service.contract import contract_of
+
     prompts = list(PROMPTS) if args.prompt_file is None else read_prompts(args.prompt_file)
     if args.prompts is not None:
         if not 1 <= args.prompts <= len(prompts):
@@ -292,7 +296,7 @@ def _compare_all(args: argparse.Namespace) -> tuple[list[Comparison], dict[str, 
     return comparisons, contract_of(engine)
 
 
-def _print_heading(engine: Engine, num_prompts: int, max_tokens: int) -> None:
+def _print_heading(engine: "Engine", num_prompts: int, max_tokens: int) -> None:
     print(
         f"{engine.model_name} on {engine.device}: {num_prompts} prompts, up to {max_tokens} tokens "
         "each"
@@ -351,7 +355,7 @@ def _to_compare(
 
 
 def _compare(
-    engine: Engine, comparison: Comparison, prompt: str, plain: Completion, drafted: Completion
+    engine: "Engine", comparison: Comparison, prompt: str, plain: Completion, drafted: Completion
 ) -> str:
     """Add one prompt to a comparison; return the line that describes it."""
     stats = drafted.stats
@@ -379,7 +383,7 @@ def _compare(
     return line
 
 
-def _describe(engine: Engine, token: TokenLogprob) -> str:
+def _describe(engine: "Engine", token: TokenLogprob) -> str:
     text = engine.tokenizer.decode([token.token_id], skip_special_tokens=False)
     others = ", ".join(f"{token_id} {logprob!r}" for token_id, logprob in token.alternatives)
     return (
@@ -388,7 +392,7 @@ def _describe(engine: Engine, token: TokenLogprob) -> str:
     )
 
 
-def num_failures(engine: Engine) -> int:
+def num_failures(engine: "Engine") -> int:
     """Return the total number of failures of an engine's drafters."""
     return sum(engine.stats.drafter_failures.values())
 
@@ -455,7 +459,7 @@ def _bits(completion: Completion) -> list[tuple[Any, ...]]:
     ]
 
 
-def forget_responses(engine: Engine) -> None:
+def forget_responses(engine: "Engine") -> None:
     """Clear the texts that drafters store, so that repeated decoding does not use them."""
     for drafter in engine.drafters.values():
         drafter.forget()

@@ -3,6 +3,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from specops._garbage import garbage_collection_paused
 from specops.api.config import EngineConfig
 from specops.api.errors import ContextOverflow, EngineError, ModelError, QueueFull
 from specops.api.outputs import (
@@ -41,7 +42,8 @@ def __getattr__(name: str) -> Any:
     """Import `Engine` on first use: a server process does not need torch, whose import is slow."""
     if name != "Engine":
         raise AttributeError(f"module 'specops.engine' has no attribute {name!r}")
-    from specops.engine.engine import Engine
+    with garbage_collection_paused():
+        from specops.engine.engine import Engine
 
     globals()[name] = Engine
     return Engine

@@ -12,8 +12,9 @@ from typing import NoReturn
 import torch
 
 import specops
+from specops._garbage import garbage_collection_paused
 from specops.api.config import EngineConfig
-from specops.api.errors import EngineError, QueueFull, described
+from specops.api.errors import EngineError, ModelError, QueueFull, described
 from specops.api.outputs import Completion, EngineStats, RequestOutput
 from specops.api.sampling_params import SamplingParams
 from specops.api.speculative_config import SpeculativeConfig
@@ -31,6 +32,7 @@ from specops.engine.machine import (
     one_rank,
     prefix_finder_of,
     tokenizer_of,
+    warn_of_more_tokens,
 )
 from specops.engine.memory.kv_cache import DraftKv, PagePool, PrefixListener
 from specops.engine.models import PrefixStates, WeightCache, load_model
@@ -73,6 +75,7 @@ class Engine:
             cannot be used.
     """
 
+    @garbage_collection_paused()
     def __init__(
         self,
         config: EngineConfig | None = None,
@@ -93,7 +96,8 @@ class Engine:
             )
         specops.set_isa(config.isa or specops.get_isa())
         self._device = device = open_device(config.device, graphs=not config.enforce_eager)
-        model = load_model(
+        load = partial(
+            load_model,
             config.model_dir,
             dtype=config.dtype,
             max_model_len=config.max_model_len,
@@ -105,11 +109,18 @@ class Engine:
             weight_cache=WeightCache.of_setting(config.weight_cache, config.weight_cache_bytes),
             ranks=ranks,
         )
+        # The tokenizer first: reading it takes memory that is then free for the weights.
+        try:
+            self.tokenizer = tokenizer_of(config)
+        except ModelError:
+            load()  # report an error of the model instead, if there is one
+            raise
+        model = load()
         self.config = config = config.decided_for(model.device.type)
         self.model_name = config.model_name
         self.model_dtype = str(model.dtype).removeprefix("torch.")
         self.max_model_len, self.vocab_size = model.max_model_len, model.config.vocab_size
-        self.tokenizer = tokenizer_of(config, self.vocab_size)
+        warn_of_more_tokens(self.tokenizer, self.vocab_size)
         self._drafting = Drafting(DrafterContext(config, model, self.tokenizer, device))
         self.device, self.times_drafting = str(device.device), not device.is_async
         self.drafters: Mapping[str, Drafter] = self._drafting.drafters

@@ -70,19 +70,24 @@ def one_rank(config: EngineConfig) -> Ranks:
     return Ranks(config.num_virtual_ranks, config.enable_expert_parallel)
 
 
-def tokenizer_of(config: EngineConfig, vocab_size: int) -> Tokenizer:
+def tokenizer_of(config: EngineConfig) -> Tokenizer:
     """Read the model's tokenizer.
-
-    A tokenizer may have more tokens than the model. The additional tokens have no logits and are
-    never sampled; prompts that contain one are rejected.
 
     Raises:
         ModelError: the tokenizer cannot be read.
     """
     try:
-        tokenizer = Tokenizer.from_dir(config.model_dir)
+        return Tokenizer.from_dir(config.model_dir)
     except ValueError as error:
         raise ModelError(str(error)) from error
+
+
+def warn_of_more_tokens(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Log a warning if the tokenizer has more tokens than the model.
+
+    The additional tokens have no logits and are never sampled; prompts that contain one are
+    rejected.
+    """
     if tokenizer.vocab_size > vocab_size:
         logger.warning(
             "the tokenizer has %d tokens, the model %d: prompts with tokens from %d on are refused",
@@ -94,7 +99,6 @@ def tokenizer_of(config: EngineConfig, vocab_size: int) -> Tokenizer:
             logger.warning(
                 "the model has no row for any end token: only max_tokens and stops end outputs"
             )
-    return tokenizer
 
 
 def capacity_of(

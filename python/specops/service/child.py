@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from specops._garbage import garbage_collection_paused
 from specops.api.messages import Batch, Command, Fetched, Hello, NoEngine, Overdue, Stop
 from specops.service import logs
 from specops.service.garbage import raise_gc_thresholds
@@ -159,7 +160,8 @@ class _Parent:
 
 def _serve(parent: _Parent, setup: Setup, inbox: SocketInbox, make: "MakeEngine") -> int:
     """Make and run a single engine or the engine of the first rank; return the exit code."""
-    from specops.service.snapshot import capabilities_of, status_of
+    with garbage_collection_paused():  # this imports torch
+        from specops.service.snapshot import capabilities_of, status_of
 
     commands: Inbox = inbox
     send: Callable[[Batch], None] = parent.send

@@ -138,7 +138,9 @@ class WeightSource(ABC):
             if scale == 1.0:
                 return table
             # bit-identical to scaling rows after the lookup
-            return table * torch.tensor(scale, dtype=self.dtype)
+            factor = torch.tensor(scale, dtype=self.dtype)
+            # A stored tensor may be a read-only mapping of the file; others were just made.
+            return table * factor if self._is_stored(name) else table.mul_(factor)
 
         if self.cached is None or (scale == 1.0 and self._is_stored(name)):
             return make()
