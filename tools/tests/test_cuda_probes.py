@@ -19,12 +19,16 @@ from tools.gates import sass
 pytestmark = pytest.mark.ci
 
 SOURCE = cuda_toolkit.ROOT / "bench" / "gpu_facts.cu"
-TIMED = {name: f"facts.{name}" for name in facts.ARRIVALS} | {
-    "chase": "facts.chase",
-    "read_cached": "facts.l2_read",
-    "mma_peak": "facts.mma",
-    "clock": "facts.clock.idle",
-} | {id: id for id, *_ in facts.wgmma_cases()}
+TIMED = (
+    {name: f"facts.{name}" for name in facts.ARRIVALS}
+    | {
+        "chase": "facts.chase",
+        "read_cached": "facts.l2_read",
+        "mma_peak": "facts.mma",
+        "clock": "facts.clock.idle",
+    }
+    | {id: id for id, *_ in facts.wgmma_cases()}
+)
 WGMMA = {id for id, *_ in facts.wgmma_cases()}
 
 
