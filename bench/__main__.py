@@ -83,6 +83,12 @@ CUDA_FAMILIES = {
     "attention_peers": "attention_peers",
     "sampling_peers": "sampling_cuda",
     "exactness": "attention_cuda",
+    "quantized": "regimes_cuda",
+    "moe": "regimes_cuda",
+    "latent": "regimes_cuda",
+    "linear_attention": "regimes_cuda",
+    "prefill": "regimes_cuda",
+    "long": "regimes_cuda",
     "bundled": "engine",
     "qwen8": "engine",
 }

@@ -33,7 +33,7 @@ from bench.bench_sampling_cuda import ROWS as VERIFY_ROWS
 from bench.common import Figure
 from bench.cuda import Call, CudaBench, time_figure
 from bench.cuda_caches import TOKEN_BYTES, Cache, loads
-from bench.variants import BF16_ATTENTION, build, using
+from bench.variants import build, using
 
 LOADS = ("b32.4k", "b8.4k", "b8.32k", "b1.4k", "b1.32k")
 ROWS = (1, 8)
@@ -52,7 +52,6 @@ WHAT_OF_VERIFY = {
     "leaf": "over one leaf of tokens: launch, choice and walk alone",
 }
 LEAF_LOGITS = 1024  # 2 KB in bf16
-NO_MMA = {r"(void mma_m16n8k16\(.*?\) \{).*?\n\}\n": r"\g<1>}\n"}
 
 
 def run_ablations_cuda(bench: CudaBench) -> None:
@@ -62,11 +61,10 @@ def run_ablations_cuda(bench: CudaBench) -> None:
         _add(bench, id, what, cases)
         add_phases(bench, id, what, cases["whole"])
     _verify(bench)
-    # Last, because compiling this kernel takes long.
+    # Last, because compiling this kernel takes long unless all variants are already built.
     module = attention._C
     if not bench.rehearsal:
-        variants = {"no_mma": NO_MMA}
-        module = build(variants, "common/ptx.cuh", BF16_ATTENTION)["no_mma"]
+        module = build(["no_mma"])["no_mma"]
     for id, what, cache, q, qo_indptr, _ in _calls(bench):
         whole = cache.ours(q, qo_indptr)
         cases = {"whole": whole, "no_mma": [using(module, call) for call in whole]}

@@ -14,7 +14,7 @@ from specops import attention
 from bench.common import Timing
 from bench.cuda import CudaBench, bandwidth_figure, seconds, time_figure
 from bench.cuda_caches import TOKEN_BYTES_8BIT, Cache, Load, loads
-from bench.variants import BF16_ATTENTION, build, constants, using
+from bench.variants import FREE_SPLITS, build, using
 
 ROWS = (1, 2, 5, 8)
 GROUPS = (4, 8)
@@ -88,22 +88,11 @@ def run_attention_8bit_cuda(bench: CudaBench) -> None:
         del caches, cases
 
 
-# Other sizes of leaves and chunks. The product's sizes are fixed, so that bits do not depend on the
-# load; the fastest of these for each load shows what this costs.
-SPLITS_HEADER = "attention/append_attention/cuda/plan.cuh"
-FREE_SPLITS = {
-    "leaf512": constants(kLeafTokens=512, kChunkLeaves=4),
-    "leaf2048": constants(kLeafTokens=2048, kChunkLeaves=1),
-    "chunk512": constants(kLeafTokens=256, kChunkLeaves=2),
-    "chunk8192": constants(kLeafTokens=2048, kChunkLeaves=4),
-}
-
-
 def run_exactness_cuda(bench: CudaBench) -> None:
     """Time the fixed leaf and chunk sizes against the fastest other sizes for each load."""
     modules = {"leaf512": attention._C}
     if not bench.rehearsal:
-        modules = build(FREE_SPLITS, SPLITS_HEADER, BF16_ATTENTION)
+        modules = build(list(FREE_SPLITS))
     for load in loads(bench).values():
         cache = Cache(bench, load)
         for q_len in (1, 5):

@@ -5,7 +5,8 @@ They are measured first, since predictions of other figures are computed from th
 """
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ CHAIN_STEP = 1 << 16  # bytes between two reads of a chain, so that each is on a
 READ_BLOCK_BYTES = 256 * 8 * 16  # bytes per block of read_cached_kernel: threads, loads, size
 MMA_WARPS, MMA_CHAINS, MMA_FLOPS = 8, 8, 2 * 16 * 8 * 16  # constants of mma_peak_kernel
 WGMMA_TILES = 1_000_000  # tiles of 16 x 8
-WGMMA_OUTPUTS = (8, 64)
+WGMMA_OUTPUTS = (8, 64, 128, 256)
+WGMMA_INPUTS = ("bf16", "f16")  # by number in the enum Inputs of gpu_facts.cu
+WGMMA_PLACES = ("registers", "shared")  # memory of operand A
 RANDOM, EXACT, UNLIKE = range(3)  # numbers in gpu_facts.cu
 # By number in the enum Arrival of gpu_facts.cu.
 ARRIVALS = {
@@ -44,7 +47,7 @@ _START = {
         ctypes.c_void_p,
     ],
     "start_mma_peak": [ctypes.c_int, ctypes.c_int, ctypes.c_void_p],
-    "start_wgmma": [ctypes.c_void_p, *[ctypes.c_int] * 4],
+    "start_wgmma": [ctypes.c_void_p, *[ctypes.c_int] * 6],
     "start_chase": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int],
     "start_clock": [ctypes.c_void_p, ctypes.c_int64],
 }
@@ -185,20 +188,31 @@ def _mma(bench: CudaBench, probes: Probes) -> None:
         bench.add(Figure("facts.mma", what, rounds * flops * 1e-12 / took, "TFLOP/s"))
 
 
+def wgmma_cases() -> Iterator[tuple[str, int, int, int]]:
+    """Yield the id of each form of wgmma, its outputs, and the numbers of its inputs and place.
+
+    A in shared memory is probed for 64 outputs only.
+    """
+    for inputs, outputs, place in product(WGMMA_INPUTS, WGMMA_OUTPUTS, WGMMA_PLACES):
+        if place == "shared" and outputs != 64:
+            continue
+        numbers = WGMMA_INPUTS.index(inputs), WGMMA_PLACES.index(place)
+        yield f"facts.wgmma.{inputs}.n{outputs}.{place}", outputs, *numbers
+
+
 def _wgmma(bench: CudaBench, probes: Probes) -> None:
     """Check whether wgmma gives the same bits as mma.sync, so that kernels may use either."""
     if not bench.rehearsal and torch.cuda.get_device_capability() != (9, 0):
-        for outputs in WGMMA_OUTPUTS:
-            bench.note(f"facts.wgmma_n{outputs}", "only compute capability 9.0 has wgmma")
+        bench.note("facts.wgmma", "only compute capability 9.0 has wgmma")
         return
     blocks = 2 * num_sms(bench)
-    for outputs in WGMMA_OUTPUTS:
+    for id, outputs, inputs, place in wgmma_cases():
         of_turn = blocks * 4 * (outputs // 8)
         turns = bench.pick(-(-WGMMA_TILES // of_turn), 1)
-        id, tiles, counts = f"facts.wgmma_n{outputs}", turns * of_turn, {}
+        tiles, counts = turns * of_turn, {}
         for numbers in (EXACT, UNLIKE, RANDOM):
             found = bench.ints([0, 0, 0], torch.int64)
-            probes.start("start_wgmma", found, outputs, turns, numbers, blocks)
+            probes.start("start_wgmma", found, outputs, inputs, place, turns, numbers, blocks)
             bench.synchronize()
             counts[numbers] = found.tolist()
         if all(
@@ -210,7 +224,10 @@ def _wgmma(bench: CudaBench, probes: Probes) -> None:
                 ("tiles made unlike that differ", counts[UNLIKE][1], tiles),
             )
         ):
-            what = f"tiles of {tiles:,} in which wgmma.m64n{outputs}k16 and mma.sync differ"
+            what = (
+                f"tiles of {tiles:,} in which mma.sync and wgmma.m64n{outputs}k16 of "
+                f"{WGMMA_INPUTS[inputs]}, A in {WGMMA_PLACES[place]}, differ"
+            )
             bench.add(Figure(id, what, counts[RANDOM][1], "tiles"))
 
 

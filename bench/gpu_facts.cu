@@ -106,7 +106,7 @@ __device__ __forceinline__ uint32_t hashed(uint64_t x) {
 // are near each other or, in half of the tiles, up to 2^40 apart. Sums of products stay finite.
 // exact: the number is -1, 0 or 1.
 __device__ __forceinline__ uint32_t random_bf16(uint64_t tile, uint32_t number, bool exact) {
-  uint32_t bits = hashed(tile * 8192 + number);
+  uint32_t bits = hashed(tile * 32768 + number);
   if (exact) return bits & 1u ? (bits & 4u) << 13 | 127u << 7 : 0u;
   if ((bits & 3u) == 0) return (bits & 4u) << 13;  // of either sign
   uint32_t spread = hashed(tile) & 1u ? 41u : 6u;
@@ -141,82 +141,163 @@ __global__ void __launch_bounds__(256) mma_peak_kernel(float* sums, int rounds) 
 // comparison does not work.
 enum Numbers { kRandom, kExact, kUnlike };
 
-// Runs wgmma.m64nNk16 (N is 8 or 64) and mma.sync.m16n8k16 on the same numbers. Counts the tiles of
-// 16 x 8 that were computed, those in which a bit differs, and those that a product has changed. A
-// block is one warpgroup. A is in registers, in the same layout for both; B is in shared memory, in
-// cores of 8 x 16 bytes without swizzling.
-template <int kN>
+// Type of the products' inputs.
+enum Inputs { kBf16, kF16 };
+
+// The 16 bits of a random input. Products of f16 stay far below its largest value.
+template <Inputs kInputs>
+__device__ __forceinline__ uint32_t random_input(uint64_t tile, uint32_t number, bool exact) {
+  if constexpr (kInputs == kBf16) return random_bf16(tile, number, exact);
+  uint32_t bits = hashed(tile * 32768 + number);
+  if (exact) return bits & 1u ? (bits & 4u) << 13 | 15u << 10 : 0u;
+  if ((bits & 3u) == 0) return (bits & 4u) << 13;
+  uint32_t spread = hashed(tile) & 1u ? 21u : 6u;
+  return (bits & 4u) << 13 | (15u - spread / 2 + (bits >> 16) % spread) << 10 |
+         ((bits >> 3) & 0x3ffu);
+}
+
+// A sum to begin with, of a thread. No inline function, since the 128 sums of a thread are unrolled.
+[[maybe_unused]] __device__ __noinline__ float random_sum(uint64_t tile,
+                                                          uint32_t number,
+                                                          bool exact) {
+  uint32_t bits = random_bf16(tile, 8192 + threadIdx.x * 128 + number, exact) << 16;
+  if (bits != 0 && !exact) bits |= hashed(bits + number) & 0xffffu;
+  return __uint_as_float(bits);
+}
+
+template <Inputs kInputs>
+__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint2 b) {
+  if constexpr (kInputs == kBf16) {
+    mma_bf16(d, a, b);
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
+  }
+}
+
+// The sums of wgmma as operands of an asm statement, and their places in its text.
+#define SPECOPS_SUMS1(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
+#define SPECOPS_SUMS4(n) \
+  SPECOPS_SUMS1(n), SPECOPS_SUMS1(n + 1), SPECOPS_SUMS1(n + 2), SPECOPS_SUMS1(n + 3)
+#define SPECOPS_SUMS8(n) SPECOPS_SUMS4(n), SPECOPS_SUMS4(n + 4)
+#define SPECOPS_SUMS16(n) SPECOPS_SUMS8(n), SPECOPS_SUMS8(n + 8)
+#define SPECOPS_SUMS32(n) SPECOPS_SUMS16(n), SPECOPS_SUMS16(n + 16)
+#define SPECOPS_PLACES8 "%0, %1, %2, %3"
+#define SPECOPS_PLACES64                                                                  \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, " \
+  "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define SPECOPS_PLACES128                                                              \
+  SPECOPS_PLACES64                                                                     \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define SPECOPS_PLACES256                                                                 \
+  SPECOPS_PLACES128                                                                       \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "    \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, " \
+  "%97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, "     \
+  "%111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, "  \
+  "%125, %126, %127"
+
+// Adds the product to the sums `d`. A is in registers, or `a_place` describes it in shared memory.
+#define SPECOPS_WGMMA(outputs, type, sums, a0, a1, a2, a3, b)                           \
+  if constexpr (kSharedA) {                                                             \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #outputs "k16.f32." type "." type  \
+                 " {" SPECOPS_PLACES##outputs "}, " a0 ", " a1 ", 1, 1, 1, 0, 0;"       \
+                 : sums                                                                 \
+                 : "l"(a_place), "l"(b_place));                                         \
+  } else {                                                                              \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #outputs "k16.f32." type "." type  \
+                 " {" SPECOPS_PLACES##outputs "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " b \
+                                              ", 1, 1, 1, 0;"                           \
+                 : sums                                                                 \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_place));           \
+  }
+
+template <int kN, Inputs kInputs, bool kSharedA>
+__device__ __forceinline__ void wgmma(float (&d)[kN / 8][4],
+                                      const uint32_t (&a)[4],
+                                      uint64_t a_place,
+                                      uint64_t b_place) {
+  if constexpr (kN == 8 && kInputs == kBf16) {
+    SPECOPS_WGMMA(8, "bf16", SPECOPS_SUMS1(0), "%4", "%5", "%6", "%7", "%8")
+  } else if constexpr (kN == 8) {
+    SPECOPS_WGMMA(8, "f16", SPECOPS_SUMS1(0), "%4", "%5", "%6", "%7", "%8")
+  } else if constexpr (kN == 64 && kInputs == kBf16) {
+    SPECOPS_WGMMA(64, "bf16", SPECOPS_SUMS8(0), "%32", "%33", "%34", "%35", "%36")
+  } else if constexpr (kN == 64) {
+    SPECOPS_WGMMA(64, "f16", SPECOPS_SUMS8(0), "%32", "%33", "%34", "%35", "%36")
+  } else if constexpr (kN == 128 && kInputs == kBf16) {
+    SPECOPS_WGMMA(128, "bf16", SPECOPS_SUMS16(0), "%64", "%65", "%66", "%67", "%68")
+  } else if constexpr (kN == 128) {
+    SPECOPS_WGMMA(128, "f16", SPECOPS_SUMS16(0), "%64", "%65", "%66", "%67", "%68")
+  } else if constexpr (kInputs == kBf16) {
+    SPECOPS_WGMMA(256, "bf16", SPECOPS_SUMS32(0), "%128", "%129", "%130", "%131", "%132")
+  } else {
+    SPECOPS_WGMMA(256, "f16", SPECOPS_SUMS32(0), "%128", "%129", "%130", "%131", "%132")
+  }
+}
+
+// Compares wgmma.m64nNk16 with mma.sync.m16n8k16 on the same numbers. Counts the tiles of 16 x 8 that
+// were computed, those in which a bit differs, and those that a product has changed. A block is one
+// warpgroup. A is in registers, as in mma.sync, or in shared memory. B, and A if kSharedA, lie in
+// shared memory by cores of 8 x 16 bytes, unswizzled.
+template <int kN, Inputs kInputs, bool kSharedA>
 __global__ void __launch_bounds__(128)
     wgmma_kernel(unsigned long long* counts, int tiles, Numbers numbers) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  constexpr int kBlocks = kN / 8;
+  constexpr int kBlocks = kN / 8, kRows = 64;
   __shared__ alignas(128) uint32_t shared_b[kN * 8];  // [2 of 8 inputs][kN][8 inputs]
+  __shared__ alignas(128) uint32_t shared_a[kRows * 8];
   int lane = threadIdx.x % 32;
   bool exact = numbers != kRandom;
   unsigned differing = 0, changed = 0;
   for (int i = 0; i < tiles; ++i) {
     uint64_t tile = uint64_t{blockIdx.x} * tiles + i;
     auto pair = [&](uint32_t number) {
-      return random_bf16(tile, number, exact) | random_bf16(tile, number + 1, exact) << 16;
+      return random_input<kInputs>(tile, number, exact) |
+             random_input<kInputs>(tile, number + 1, exact) << 16;
     };
+    auto begin_of = [&](int n, int j) { return random_sum(tile, n * 4 + j, exact); };
     __syncthreads();
     for (int word = threadIdx.x; word < kN * 8; word += blockDim.x) shared_b[word] = pair(2 * word);
     uint32_t a[4];
-    for (int j = 0; j < 4; ++j) a[j] = pair(2048 + 2 * (threadIdx.x * 4 + j));
-    float before[kBlocks][4], by_warp[kBlocks][4], by_group[kBlocks][4];
+    for (int j = 0; j < 4; ++j) {
+      a[j] = pair(4096 + 2 * (threadIdx.x * 4 + j));
+      int row = threadIdx.x / 32 * 16 + j % 2 * 8 + lane / 4;
+      shared_a[(j / 2 * kRows + row) * 4 + lane % 4] = a[j];
+    }
+    float by_group[kBlocks][4];
+#pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
       for (int j = 0; j < 4; ++j) {
-        uint32_t bits = random_bf16(tile, 4096 + threadIdx.x * 32 + n * 4 + j, exact) << 16;
-        if (bits != 0 && !exact) bits |= hashed(bits + j) & 0xffffu;
-        before[n][j] = by_warp[n][j] = __uint_as_float(bits);
-        by_group[n][j] = before[n][j] + (numbers == kUnlike ? 1.0f : 0.0f);
+        by_group[n][j] = begin_of(n, j) + (numbers == kUnlike ? 1.0f : 0.0f);
       }
     }
-    __syncthreads();
-    for (int n = 0; n < kBlocks; ++n) {
-      const uint32_t* core = shared_b + (n * 8 + lane / 4) * 4 + lane % 4;
-      mma_bf16(by_warp[n], a, {core[0], core[kN * 4]});
-    }
-    // The descriptor counts in units of 16 bytes: the distance between cores along the inputs, and
-    // along the outputs.
-    uint64_t address = static_cast<uint64_t>(__cvta_generic_to_shared(shared_b)) >> 4;
-    uint64_t descriptor = (address & 0x3fff) | uint64_t{kN} << 16 | uint64_t{8} << 32;
+    // 16 bytes are a unit of a descriptor: from core to core along inputs, and along rows.
+    auto place_of = [](const uint32_t* shared, int rows) {
+      uint64_t address = static_cast<uint64_t>(__cvta_generic_to_shared(shared)) >> 4;
+      return (address & 0x3fff) | static_cast<uint64_t>(rows) << 16 | uint64_t{8} << 32;
+    };
     asm volatile("fence.proxy.async;" ::: "memory");
     __syncthreads();
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-    if constexpr (kN == 8) {
-      float (&d)[4] = by_group[0];
-      asm volatile(
-          "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, "
-          "{%4, %5, %6, %7}, %8, 1, 1, 1, 0;"
-          : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor));
-    } else {
-      static_assert(kN == 64);
-#define SPECOPS_FOUR(n) \
-  "+f"(by_group[n][0]), "+f"(by_group[n][1]), "+f"(by_group[n][2]), "+f"(by_group[n][3])
-      asm volatile(
-          "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, "
-          "%8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "
-          "%26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
-          : SPECOPS_FOUR(0),
-            SPECOPS_FOUR(1),
-            SPECOPS_FOUR(2),
-            SPECOPS_FOUR(3),
-            SPECOPS_FOUR(4),
-            SPECOPS_FOUR(5),
-            SPECOPS_FOUR(6),
-            SPECOPS_FOUR(7)
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor));
-#undef SPECOPS_FOUR
-    }
+    wgmma<kN, kInputs, kSharedA>(by_group, a, place_of(shared_a, kRows), place_of(shared_b, kN));
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
+      float by_warp[4];
+      for (int j = 0; j < 4; ++j) by_warp[j] = begin_of(n, j);
+      const uint32_t* core = shared_b + (n * 8 + lane / 4) * 4 + lane % 4;
+      mma<kInputs>(by_warp, a, {core[0], core[kN * 4]});
       bool differs = false, changes = false;
       for (int j = 0; j < 4; ++j) {
-        differs |= __float_as_uint(by_warp[n][j]) != __float_as_uint(by_group[n][j]);
-        changes |= by_warp[n][j] != before[n][j];
+        differs |= __float_as_uint(by_warp[j]) != __float_as_uint(by_group[n][j]);
+        changes |= by_warp[j] != begin_of(n, j);
       }
       differing += __any_sync(0xffffffffu, differs) ? 1 : 0;
       changed += __any_sync(0xffffffffu, changes) ? 1 : 0;
@@ -228,6 +309,16 @@ __global__ void __launch_bounds__(128)
     atomicAdd(counts + 2, static_cast<unsigned long long>(changed));
   }
 #endif
+}
+
+// A stands in shared memory for 64 outputs alone: the other widths would multiply alike.
+template <Inputs kInputs>
+auto* wgmma_kernel_of(int outputs, bool shared_a) {
+  if (shared_a) return wgmma_kernel<64, kInputs, true>;
+  return outputs == 8     ? wgmma_kernel<8, kInputs, false>
+         : outputs == 64  ? wgmma_kernel<64, kInputs, false>
+         : outputs == 128 ? wgmma_kernel<128, kInputs, false>
+                          : wgmma_kernel<256, kInputs, false>;
 }
 
 }  // namespace
@@ -275,11 +366,19 @@ extern "C" int start_mma_peak(int rounds, int blocks, void* sums, void* stream) 
   return static_cast<int>(cudaGetLastError());
 }
 
-// counts: three int64: the tiles, those that differ, and those that a product changed; unchanged if
-// the GPU has no wgmma. outputs: 8 or 64. numbers: a value of Numbers.
-extern "C" int start_wgmma(
-    void* counts, int outputs, int tiles, int numbers, int blocks, void* stream) {
-  auto* kernel = outputs == 8 ? wgmma_kernel<8> : wgmma_kernel<64>;
+// counts: three int64, of tiles, of those that differ, of those that a product changed; they stay as
+// they are where there is no wgmma. outputs: 8, 64, 128 or 256; 64 with shared_a. inputs: of Inputs.
+// numbers: of Numbers.
+extern "C" int start_wgmma(void* counts,
+                           int outputs,
+                           int inputs,
+                           int shared_a,
+                           int tiles,
+                           int numbers,
+                           int blocks,
+                           void* stream) {
+  auto* kernel = inputs == kBf16 ? wgmma_kernel_of<kBf16>(outputs, shared_a != 0)
+                                 : wgmma_kernel_of<kF16>(outputs, shared_a != 0);
   kernel<<<blocks, 128, 0, static_cast<cudaStream_t>(stream)>>>(
       static_cast<unsigned long long*>(counts), tiles, static_cast<Numbers>(numbers));
   return static_cast<int>(cudaGetLastError());

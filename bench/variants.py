@@ -2,19 +2,17 @@
 """Builds of the package with an edited CUDA header, to measure alternatives.
 
 The edited header is in a folder that nvcc searches first when it compiles some sources; all other
-objects are those of the package. Variants are never shipped.
+objects are those of the package. All variants can be built in one run. They are never shipped.
 """
 
 import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
-
-from specops import attention
 
 from bench.common import ROOT, WORK
 from tools.cuda_toolkit import cmake_options
@@ -37,6 +35,23 @@ def constants(**values: int) -> Edits:
     }
 
 
+SPLITS_HEADER, PTX_HEADER = "attention/append_attention/cuda/plan.cuh", "common/ptx.cuh"
+# Other sizes of leaves and chunks. The product's sizes are fixed, so that bits do not depend on the
+# load; the fastest of these for each load shows what this costs.
+FREE_SPLITS = {
+    "leaf512": constants(kLeafTokens=512, kChunkLeaves=4),
+    "leaf2048": constants(kLeafTokens=2048, kChunkLeaves=1),
+    "chunk512": constants(kLeafTokens=256, kChunkLeaves=2),
+    "chunk8192": constants(kLeafTokens=2048, kChunkLeaves=4),
+}
+NO_MMA = {r"(void mma_m16n8k16\(.*?\) \{).*?\n\}\n": r"\g<1>}\n"}
+# Edited header and edits of each variant.
+VARIANTS: dict[str, tuple[str, Edits]] = {
+    "no_mma": (PTX_HEADER, NO_MMA),
+    **{name: (SPLITS_HEADER, edits) for name, edits in FREE_SPLITS.items()},
+}
+
+
 def write_overlay(folder: Path, header: str, edits: Edits) -> None:
     """Write an edited `header` of csrc/ below `folder`."""
     text = (ROOT / "csrc" / header).read_text()
@@ -49,35 +64,32 @@ def write_overlay(folder: Path, header: str, edits: Edits) -> None:
         path.write_text(text)
 
 
-def build(
-    variants: Mapping[str, Edits], header: str, sources: Sequence[str]
-) -> dict[str, ModuleType]:
-    """Build all variants at the same time, and load their modules.
+def targets(names: Iterable[str] = tuple(VARIANTS)) -> list[str]:
+    """Return the CMake targets of variants."""
+    return [f"_C_{name}" for name in names]
 
-    Args:
-        variants: edits, by name of the variant.
-        header: the edited header of csrc/.
-        sources: sources of csrc/ to recompile.
-    """
-    folders = {name: WORK / "variants" / name for name in variants}
-    for name, edits in variants.items():
+
+def cmake_arguments() -> list[str]:
+    """Write the headers of all variants, and return the CMake arguments that declare them."""
+    folders = {name: WORK / "variants" / name for name in VARIANTS}
+    for name, (header, edits) in VARIANTS.items():
         write_overlay(folders[name], header, edits)
-    tree, configured = _tree()
-    configure = [
-        "cmake",
-        *configured,
-        "-B",
-        str(tree),
+    return [
         f"-DSPECOPS_CUDA_VARIANTS={';'.join(map(str, folders.values()))}",
-        f"-DSPECOPS_CUDA_VARIED={';'.join(f'csrc/{source}' for source in sources)}",
+        f"-DSPECOPS_CUDA_VARIED={';'.join(f'csrc/{source}' for source in BF16_ATTENTION)}",
     ]
+
+
+def build(names: Sequence[str]) -> dict[str, ModuleType]:
+    """Build variants at the same time, as far as they are missing, and load their modules."""
+    tree, configured = _tree()
+    configure = ["cmake", *configured, "-B", str(tree), *cmake_arguments()]
     log = WORK / "variants" / "log"
-    targets = [f"_C_{name}" for name in variants]
     with log.open("w") as file:
-        for command in (configure, ["cmake", "--build", str(tree), "--target", *targets]):
+        for command in (configure, ["cmake", "--build", str(tree), "--target", *targets(names)]):
             done = subprocess.run(command, stdout=file, stderr=file, check=False)
             assert done.returncode == 0, f"variants: see {log}"
-    return {name: _load(name, folder) for name, folder in folders.items()}
+    return {name: _load(name, WORK / "variants" / name) for name in names}
 
 
 def _tree() -> tuple[Path, list[str]]:
@@ -104,6 +116,7 @@ def _tree() -> tuple[Path, list[str]]:
 
 def using(module: ModuleType, call: Callable[[], Result]) -> Callable[[], Result]:
     """Return `call` bound to another compiled module of attention ops, also in a captured graph."""
+    from specops import attention  # not at the top: a build needs this file before specops
 
     def run() -> Result:
         before = attention._C

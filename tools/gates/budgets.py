@@ -183,6 +183,7 @@ BUDGETS: tuple[Budget, ...] = (
     Budget("moe_codes_kernel<Fp8Codes, *, CodeShape<4, 1, 1, *>", 160, 128, 89 << 10),
     Budget("moe_codes_kernel<*, CodeShape<4, 1, 1, *>", 152, threads=128, smem_bytes=89 << 10),
     Budget("moe_codes_kernel<*", registers=176, threads=128, smem_bytes=89 << 10),
+    Budget("moe_stream_kernel<*", 128, threads=128, smem_bytes=80 << 10, blocks_per_sm=2),
     Budget("moe_float_kernel<*", 128, threads=128, spills={"80": 8}),
     Budget("linear_float_kernel<*", 160, threads=128, smem_bytes=4 << 10, blocks_per_sm=3),
     Budget("rms_norm_kernel<*", registers=64, threads=1024, smem_bytes=128),
@@ -338,7 +339,7 @@ def _attention(
     instructions: Mapping[str, int],
     cache: str = "bfloat16",
 ) -> Metered:
-    """Return the loop over tiles of KV of append_attention for bf16 queries."""
+    """Return the loop over tiles of KV of append_attention for 16-bit queries."""
     tokens = 64 if head_dim <= 128 else 32
     is_latent = head_dim == 576  # values are the first 512 elements of the keys
     score_tiles, out_tiles = tokens // 32, (512 if is_latent else head_dim) // 32
@@ -355,7 +356,7 @@ def _attention(
     }
     leaf_end = {**tile, "MUFU.EX2*": tile["MUFU.EX2*"] + 2 * halves}
     tiles = 256 // tokens  # per leaf
-    kernel = f"append_attention_kernel<bfloat16, {head_dim}, {row_tiles}, true>"
+    kernel = f"append_attention_kernel<*float16, {head_dim}, {row_tiles}, true>"
     if is_8bit:
         kernel = f"append_8bit_attention_kernel<bfloat16, {cache}, {head_dim}, {row_tiles}>"
     return Metered(
@@ -380,7 +381,7 @@ def _wide_latents(instructions: Mapping[str, int]) -> Metered:
     # The first iteration computes only scores, the last only outputs.
     first, last = {"HMMA*": 72, "MUFU.EX2*": 0}, {**tile, "HMMA*": 64, "LDGSTS*": 0}
     return Metered(
-        "append_attention_kernel<bfloat16, 576, 4, true>",
+        "append_attention_kernel<*float16, 576, 4, true>",
         "tile of 32 tokens, 64 rows",
         (Way(tile, 7), Way({**tile, **leaf_end}), Way(first, 0), Way(last, 0)),
         instructions,
@@ -410,9 +411,12 @@ def _scan(kernel: str, sums: int, instructions: Mapping[str, int], most: int = 2
     )
 
 
-def _tiled(tiles: int, rows: int, copies: int, instructions: Mapping[str, int]) -> Metered:
+def _tiled(
+    tiles: int, rows: int, copies: int, instructions: Mapping[str, int], *, aligned: bool = True
+) -> Metered:
+    """Return the loop over stages of many rows; `aligned`: rows of x are copied in 16 bytes."""
     return Metered(
-        f"linear_tile_kernel<bfloat16, {tiles}, {rows}, true>",
+        f"linear_tile_kernel<*float16, {tiles}, {rows}, {'true' if aligned else 'false'}>",
         f"stage of {64 if tiles == 2 else 32} inputs, {64 * tiles} x {rows}",
         (Way({"HMMA*": 64, "LDGSTS*": copies}),),
         instructions,
@@ -421,9 +425,12 @@ def _tiled(tiles: int, rows: int, copies: int, instructions: Mapping[str, int]) 
     )
 
 
-def _streamed(tiles: int, columns: int, instructions: Mapping[str, int]) -> Metered:
+def _streamed(
+    tiles: int, columns: int, instructions: Mapping[str, int], kernel: str = ""
+) -> Metered:
+    """Return the loop over stages of few rows."""
     return Metered(
-        f"linear_stream_kernel<bfloat16, {tiles}, {columns}>",
+        kernel or f"linear_stream_kernel<*float16, {tiles}, {columns}>",
         f"stage of 64 inputs, {16 * tiles} x {8 * columns}",
         (Way({"HMMA*": 4 * tiles * columns, "LDGSTS*": 4 * tiles}),),
         instructions,
@@ -432,20 +439,70 @@ def _streamed(tiles: int, columns: int, instructions: Mapping[str, int]) -> Mete
     )
 
 
+# By the numbers of the rows: shared memory of a row of x in a stage, and the mma instructions that
+# multiply 8 rows by 32 inputs of 16 outputs.
+_NUMBERS = {
+    "Int8Numbers": (144 + 48, "IMMA*", 1),
+    "Int16Numbers": (2 * 144 + 48, "IMMA*", 2),
+    "FloatNumbers<*float16>": (320, "HMMA*", 2),
+    "FloatNumbers<float>": (3 * 320, "HMMA*", 6),
+}
+
+
 def _codes(
-    shape: str, rows: int, mmas: int, smem_bytes: int, instructions: Mapping[str, int]
+    weights: str,
+    numbers: str,
+    shape: tuple[int, int, int],
+    instructions: Mapping[str, int],
+    *,
+    kernel: str = "linear_codes_kernel",
+    halves: bool = False,
 ) -> Metered:
-    """Return the loop over stages of 128 inputs of int4 in groups of 128."""
+    """Return the loop over stages of 128 inputs of quantized weights.
+
+    shape: CodeShape's splits, sides and columns. Weights have groups of 128 inputs; 16 if `halves`.
+    """
+    splits, sides, columns = shape
+    row_bytes, mma, mmas = _NUMBERS[numbers]
+    scales = 8 if halves else 1  # lines of 32 scales per stage
+    copies = 4 if weights.startswith("Int4") else 8
+    # A piece of a stage has its own sum, which warps share if they split the stages.
+    pieces = 4 if numbers == "Int8Numbers" else 1
+    rows = 8 * columns
+    slot_bytes = 512 * copies + 128 * scales
+    shared_sums = splits * sides * pieces * rows * 144 if splits > 1 else 0
+    name = f"CodeShape<{splits}, {sides}, {columns}, {'true' if halves else 'false'}>"
     return Metered(
-        f"linear_codes_kernel<Int4Codes, Int8Numbers, CodeShape<{shape}, *>",
+        f"{kernel}<{weights}, {numbers}, {name}*",
         f"stage of 128 inputs, 32 x {rows}",
-        (Way({"IMMA*": mmas, "LDGSTS*": 5}),),
+        (
+            Way(
+                {
+                    mma: (2 if halves else 1) * 8 * mmas * columns,
+                    "LDGSTS*": copies + -(-scales // 4),
+                }
+            ),
+        ),
         instructions,
         warps=1,
-        moved_bytes=2048 + 128,
-        smem_bytes=smem_bytes,
+        moved_bytes=slot_bytes,
+        smem_bytes=3 * splits * sides * slot_bytes + splits * rows * row_bytes + shared_sums,
     )
 
+
+def _delta_rule(instructions: Mapping[str, int]) -> Metered:
+    """Return the loop over rows of gated_delta_rule, for rows whose state is not stored."""
+    return Metered(
+        "gated_delta_rule_kernel<*",
+        "row of 128 keys, 32 columns",
+        (Way({"BAR*": 3, "STG*": 1}),),
+        instructions,
+        warps=4,
+        flops=7 * 128 * 32,  # an element of a state is scaled, read, changed and read again
+    )
+
+
+_MOE = "moe_codes_kernel"
 
 METERED: tuple[Metered, ...] = (
     _attention(64, 1, _per_arch(393, 391, 391, 433, 416, 405)),
@@ -483,18 +540,171 @@ METERED: tuple[Metered, ...] = (
     _attention(128, 4, _per_arch(1343, 1343, 1343, 1388, 1371, 1425), "KvE4M3"),
     _attention(256, 1, _per_arch(758, 757, 757, 787, 791, 784), "KvE4M3"),
     _attention(256, 2, _per_arch(919, 918, 918, 953, 958, 959), "KvE4M3"),
-    # Expert kernels share these loops but look up their rows: up to three more instructions on
-    # some.
     _streamed(1, 1, _per_arch(53, 55, 55, 50, 51, 54)),
-    _streamed(2, 1, _per_arch(71, 71, 71, 71, 65, 71)),
+    _streamed(2, 1, _per_arch(71, 74, 74, 71, 65, 71)),
     _streamed(1, 2, _per_arch(65, 65, 65, 62, 60, 66)),
     _streamed(2, 2, _per_arch(85, 85, 85, 85, 85, 99)),
     _tiled(2, 64, 12, _per_arch(125, 125, 125, 125, 154, 500)),
     _tiled(2, 128, 8, _per_arch(121, 121, 121, 121, 121, 498)),
     _tiled(4, 128, 6, _per_arch(109, 109, 109, 109, 130, 457)),
-    _codes("4, 1, 1", 8, 8, 50688, _per_arch(429, 430, 430, 429, 411, 425)),
-    _codes("4, 1, 2", 16, 16, 75264, _per_arch(726, 726, 726, 724, 656, 684)),
-    _codes("2, 2, 2", 16, 16, 69120, _per_arch(471, 472, 472, 473, 462, 478)),
+    _tiled(2, 64, 8, _per_arch(160, 160, 160, 159, 177, 216), aligned=False),
+    _tiled(2, 128, 4, _per_arch(156, 156, 156, 155, 151, 189), aligned=False),
+    _streamed(2, 1, _per_arch(71, 71, 71, 71, 69, 75), "moe_stream_kernel<*float16>"),
+    _codes("Int4Codes", "Int8Numbers", (4, 1, 1), _per_arch(429, 430, 430, 429, 411, 425)),
+    _codes("Int4Codes", "Int8Numbers", (4, 1, 2), _per_arch(726, 726, 726, 724, 656, 684)),
+    _codes("Int4Codes", "Int8Numbers", (2, 2, 2), _per_arch(471, 471, 471, 473, 462, 478)),
+    _codes("Int4Codes", "Int8Numbers", (1, 4, 2), _per_arch(321, 321, 321, 280, 242, 243)),
+    _codes("Int4Codes", "Int8Numbers", (1, 4, 4), _per_arch(587, 587, 587, 598, 538, 571)),
+    _codes(
+        "Int4Codes", "Int8Numbers", (1, 4, 4), _per_arch(982, 982, 982, 1000, 889, 938), halves=True
+    ),
+    _codes("Int4Codes", "Int16Numbers", (4, 1, 1), _per_arch(616, 615, 615, 626, 574, 591)),
+    _codes("Int4Codes", "Int16Numbers", (4, 1, 2), _per_arch(948, 948, 948, 961, 881, 931)),
+    _codes("Int4Codes", "Int16Numbers", (1, 4, 4), _per_arch(680, 680, 680, 699, 717, 782)),
+    _codes(
+        "Int4Codes",
+        "Int16Numbers",
+        (1, 4, 4),
+        _per_arch(1173, 1173, 1173, 1191, 1193, 1266),
+        halves=True,
+    ),
+    _codes("Int4Table", "Int8Numbers", (4, 1, 1), _per_arch(651, 651, 651, 650, 634, 646)),
+    _codes("Int4Table", "Int8Numbers", (4, 1, 2), _per_arch(949, 949, 949, 948, 879, 903)),
+    _codes("Int4Table", "Int8Numbers", (1, 4, 4), _per_arch(811, 811, 811, 822, 762, 799)),
+    _codes(
+        "Int4Table",
+        "Int8Numbers",
+        (1, 4, 4),
+        _per_arch(1430, 1430, 1430, 1448, 1337, 1394),
+        halves=True,
+    ),
+    _codes("Int4Table", "Int16Numbers", (4, 1, 1), _per_arch(831, 830, 830, 842, 789, 803)),
+    _codes("Int4Table", "Int16Numbers", (4, 1, 2), _per_arch(1157, 1156, 1156, 1169, 1089, 1131)),
+    _codes("Int4Table", "Int16Numbers", (1, 4, 4), _per_arch(904, 904, 904, 923, 933, 994)),
+    _codes(
+        "Int4Table",
+        "Int16Numbers",
+        (1, 4, 4),
+        _per_arch(1621, 1621, 1621, 1639, 1649, 1714),
+        halves=True,
+    ),
+    _codes("Int8Codes", "Int8Numbers", (4, 1, 1), _per_arch(392, 392, 392, 391, 372, 389)),
+    _codes("Int8Codes", "Int8Numbers", (4, 1, 2), _per_arch(687, 687, 687, 686, 617, 649)),
+    _codes("Int8Codes", "Int8Numbers", (1, 4, 4), _per_arch(493, 493, 493, 504, 463, 502)),
+    _codes(
+        "Int8Codes", "Int8Numbers", (1, 4, 4), _per_arch(790, 790, 790, 807, 727, 770), halves=True
+    ),
+    _codes("Int8Codes", "Int16Numbers", (4, 1, 1), _per_arch(532, 532, 532, 543, 486, 512)),
+    _codes("Int8Codes", "Int16Numbers", (4, 1, 2), _per_arch(872, 872, 872, 886, 787, 843)),
+    _codes("Int8Codes", "Int16Numbers", (2, 2, 2), _per_arch(590, 590, 590, 610, 540, 581)),
+    _codes("Int8Codes", "Int16Numbers", (1, 4, 2), _per_arch(291, 291, 291, 308, 323, 345)),
+    _codes("Int8Codes", "Int16Numbers", (1, 4, 4), _per_arch(606, 606, 606, 624, 632, 699)),
+    _codes(
+        "Int8Codes",
+        "Int16Numbers",
+        (1, 4, 4),
+        _per_arch(987, 987, 987, 997, 999, 1082),
+        halves=True,
+    ),
+    _codes(
+        "Fp8Codes", "FloatNumbers<*float16>", (4, 1, 1), _per_arch(626, 627, 627, 625, 610, 595)
+    ),
+    _codes(
+        "Fp8Codes", "FloatNumbers<*float16>", (4, 1, 2), _per_arch(692, 692, 692, 691, 675, 660)
+    ),
+    _codes(
+        "Fp8Codes", "FloatNumbers<*float16>", (1, 4, 4), _per_arch(643, 643, 643, 645, 630, 644)
+    ),
+    _codes(
+        "Fp8Codes", "FloatNumbers<float>", (4, 1, 1), _per_arch(1331, 1331, 1331, 1327, 1302, 1306)
+    ),
+    _codes(
+        "Fp8Codes", "FloatNumbers<float>", (4, 1, 2), _per_arch(2076, 2076, 2076, 2074, 2057, 2094)
+    ),
+    _codes(
+        "Fp8Codes", "FloatNumbers<float>", (1, 4, 4), _per_arch(1454, 1454, 1454, 1457, 1443, 1555)
+    ),
+    _codes(
+        "Int4Codes", "Int8Numbers", (4, 1, 1), _per_arch(458, 458, 458, 458, 409, 425), kernel=_MOE
+    ),
+    _codes(
+        "Int4Codes",
+        "Int8Numbers",
+        (1, 4, 1),
+        _per_arch(334, 336, 336, 287, 269, 265),
+        kernel=_MOE,
+        halves=True,
+    ),
+    _codes(
+        "Int4Codes", "Int16Numbers", (4, 1, 1), _per_arch(615, 615, 615, 624, 570, 591), kernel=_MOE
+    ),
+    _codes(
+        "Int4Codes",
+        "Int16Numbers",
+        (1, 4, 1),
+        _per_arch(314, 315, 315, 332, 375, 380),
+        kernel=_MOE,
+        halves=True,
+    ),
+    _codes(
+        "Int4Table", "Int8Numbers", (4, 1, 1), _per_arch(679, 679, 679, 679, 632, 646), kernel=_MOE
+    ),
+    _codes(
+        "Int4Table",
+        "Int8Numbers",
+        (1, 4, 1),
+        _per_arch(556, 558, 558, 509, 489, 486),
+        kernel=_MOE,
+        halves=True,
+    ),
+    _codes(
+        "Int4Table", "Int16Numbers", (4, 1, 1), _per_arch(831, 830, 830, 841, 786, 803), kernel=_MOE
+    ),
+    _codes(
+        "Int4Table",
+        "Int16Numbers",
+        (1, 4, 1),
+        _per_arch(538, 538, 538, 555, 599, 599),
+        kernel=_MOE,
+        halves=True,
+    ),
+    _codes(
+        "Int8Codes", "Int8Numbers", (4, 1, 1), _per_arch(421, 420, 420, 420, 370, 389), kernel=_MOE
+    ),
+    _codes(
+        "Int8Codes",
+        "Int8Numbers",
+        (1, 4, 1),
+        _per_arch(298, 297, 297, 250, 232, 228),
+        kernel=_MOE,
+        halves=True,
+    ),
+    _codes(
+        "Int8Codes", "Int16Numbers", (4, 1, 1), _per_arch(532, 531, 531, 541, 484, 511), kernel=_MOE
+    ),
+    _codes(
+        "Int8Codes",
+        "Int16Numbers",
+        (1, 4, 1),
+        _per_arch(276, 276, 276, 294, 335, 345),
+        kernel=_MOE,
+        halves=True,
+    ),
+    _codes(
+        "Fp8Codes",
+        "FloatNumbers<*float16>",
+        (4, 1, 1),
+        _per_arch(625, 626, 626, 626, 609, 595),
+        kernel=_MOE,
+    ),
+    _codes(
+        "Fp8Codes",
+        "FloatNumbers<float>",
+        (4, 1, 1),
+        _per_arch(1318, 1318, 1318, 1327, 1300, 1307),
+        kernel=_MOE,
+    ),
+    _delta_rule(_per_arch(480, 481, 481, 494, 450, 449)),
     # Two sums are bound by powers of two: on 100a and 120 the detour through shared memory costs
     # more instructions than three-input maxima saved there. A deeper ring costs verify three more
     # on both.
@@ -509,6 +719,10 @@ METERED: tuple[Metered, ...] = (
         "top_logprobs_kernel<bfloat16, false>", 1, _per_arch(336, 336, 336, 260, 273, 290), most=1
     ),
 )
+
+
+# Kernels without rows: the stamped kernel has the loops of the kernel that it times.
+UNMETERED = "append_attention_stamped_kernel<*"
 
 
 def metered_in(kernel: str, rows: tuple[Metered, ...] = METERED) -> Iterator[Metered]:

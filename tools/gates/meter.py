@@ -13,10 +13,18 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from tools.gates import overlap, pipes, replay, sass, walk
-from tools.gates.budgets import LIMITS, Metered, blocks_per_sm, budget_of, metered_in
+from tools.gates.budgets import (
+    LIMITS,
+    UNMETERED,
+    Metered,
+    blocks_per_sm,
+    budget_of,
+    metered_in,
+)
 from tools.gates.kernels import Compiled, Kernel, demangle
 
 
@@ -89,7 +97,7 @@ def meter(nvdisasm: Path, compiled: Compiled, folder: Path) -> Metering:
     Where kernels overlap, their accesses before the wait are checked in the same disassembly.
     """
     overlaps = overlap.waits(compiled.arch)
-    wanted = [k for k in compiled.kernels if k.entry and (overlaps or any(metered_in(k.name)))]
+    wanted = [kernel for kernel in compiled.kernels if kernel.entry]
     cubin = folder / "kernel.cubin"
     if not wanted or not cubin.exists():
         return Metering((), ())
@@ -113,7 +121,7 @@ def meter(nvdisasm: Path, compiled: Compiled, folder: Path) -> Metering:
             measured += found
             if not found:
                 problems.append(f"{kernel.name}: no loop does the work of a {row.unit}")
-        if any(metered_in(kernel.name)):
+        if not fnmatchcase(kernel.name, UNMETERED):
             problems += [f"{kernel.name}: {text}" for text in strangers(function, kernel, measured)]
         if overlaps:
             problems += [f"{kernel.name}: {text}" for text in overlap.overlap_problems(function)]
@@ -155,7 +163,7 @@ def _walks(function: sass.Function, loop: sass.Loop, row: Metered, units: int) -
     walks = []
     # If rare ways use their own tensor instructions, all ways together must cover those of the
     # loop.
-    several = any(way.times == 0 and "HMMA*" in way.work for way in row.ways)
+    several = any(way.times == 0 and walk.TENSOR_WORK & set(way.work) for way in row.ways)
     for way in row.ways:
         found = walk.find_walk(function, loop, way.work, units, several)
         if found is None:
@@ -205,24 +213,28 @@ def _measure(walks: list[walk.Walk], kernel: Kernel, row: Metered) -> Measured:
 
 
 def strangers(function: sass.Function, kernel: Kernel, measured: list[Measured]) -> Iterator[str]:
-    """Yield innermost loops that use tensor cores and have no row in the table.
+    """Yield tensor-core instructions without a rate, and innermost loops of them without a row.
 
     Loops inside a metered loop are on its ways, like all of its tensor instructions.
     """
+    for name in sorted({i.name for i in function.instructions if not pipes.has_rate(i)}):
+        yield f"{name} runs on tensor cores, and pipes.py has no rate for it"
     known = {loop.address for loop in measured if loop.kernel == kernel.name}
     rows = [loop for loop in function.loops if function.blocks[loop.header].address in known]
     for loop in function.loops:
         inner = [other for other in function.loops if other.blocks < loop.blocks]
-        number = sum(i.name == "HMMA" for index in loop.blocks for i in function.blocks[index].body)
-        if not number or any(_has_tensor(function, other) for other in inner):
+        counts = _tensor_counts(function, loop)
+        if not counts or any(_tensor_counts(function, other) for other in inner):
             continue
         address = function.blocks[loop.header].address
         if address not in known and not any(loop.blocks < outer.blocks for outer in rows):
-            yield f"the loop at 0x{address:x} with {number} HMMA is in no row of METERED"
+            text = " and ".join(f"{number} {name}" for name, number in sorted(counts.items()))
+            yield f"the loop at 0x{address:x} with {text} is in no row of METERED"
 
 
-def _has_tensor(function: sass.Function, loop: sass.Loop) -> bool:
-    return any(i.name == "HMMA" for index in loop.blocks for i in function.blocks[index].body)
+def _tensor_counts(function: sass.Function, loop: sass.Loop) -> Counter[str]:
+    body = (i for index in loop.blocks for i in function.blocks[index].body)
+    return Counter(i.name for i in body if pipes.is_tensor(i))
 
 
 def print_meter(loops: list[Measured], arch: str) -> None:

@@ -52,7 +52,9 @@ RATES = {
     "120": Rates(tensor=32, fp32=1, assumed="mma.sync with fp32 sums at half rate"),
 }
 
-_TENSOR = frozenset({"HMMA", "IMMA", "DMMA", "BMMA", "QMMA", "OMMA", "HGMMA", "QGMMA", "UTCHMMA"})
+# Tensor-core instructions with a known rate: in the same time, IMMA of 8-bit integers multiplies
+# twice as many inputs as HMMA.
+_RATED_TENSOR = frozenset({"HMMA", "IMMA"})
 _SHARED = frozenset({"LDS", "STS", "LDSM", "STSM", "SHFL", "ATOMS", "MOVM"})
 GLOBAL = frozenset({"LDG", "STG", "LDGSTS", "ATOMG", "ATOM", "RED", "LD", "ST", "LDL", "STL"})
 _SPECIAL = frozenset({"MUFU", "I2F", "F2I", "F2F", "I2I", "POPC", "FLO", "BREV", "FRND", "I2FP"})
@@ -143,6 +145,16 @@ def is_dead(instruction: Instruction) -> bool:
     return instruction.guard in ("@!PT", "@!UPT")
 
 
+def is_tensor(instruction: Instruction) -> bool:
+    """Return whether an instruction runs on tensor cores: HMMA, IMMA, QGMMA, UTCHMMA and others."""
+    return instruction.name.endswith("MMA")
+
+
+def has_rate(instruction: Instruction) -> bool:
+    """Return whether the rate of an instruction is known; it may not be on tensor cores."""
+    return not is_tensor(instruction) or instruction.name in _RATED_TENSOR
+
+
 def is_move(instruction: Instruction) -> bool:
     """Return whether an instruction copies a value: a register, a constant, a special register."""
     return instruction.name in _MOVE or instruction.opcode.startswith("IMAD.MOV")
@@ -151,10 +163,10 @@ def is_move(instruction: Instruction) -> bool:
 def pipe_of(instruction: Instruction, rates: Rates) -> tuple[str, float]:
     """Return the pipe that an instruction occupies beside the issue port, and the cycles."""
     name, opcode = instruction.name, instruction.opcode
+    if is_tensor(instruction) and not is_dead(instruction):
+        return ("tensor", rates.tensor * (0.5 if ".1688" in opcode or ".1684" in opcode else 1))
     if is_dead(instruction) or name in _SYNC or name.startswith("U") or name in ("LDC", "S2R"):
         return ("", 0)
-    if name in _TENSOR:
-        return ("tensor", rates.tensor * (0.5 if ".1688" in opcode or ".1684" in opcode else 1))
     if name in _SPECIAL:
         return ("special", 8)
     if name in _SHARED or name in GLOBAL:
@@ -204,8 +216,9 @@ def _class_by_name(instruction: Instruction) -> str:
     name = instruction.name
     if is_move(instruction):
         return "move"
+    if is_tensor(instruction):
+        return "tensor"
     for kind, names in (
-        ("tensor", _TENSOR),
         ("shared", _SHARED),
         ("global", GLOBAL),
         ("special", _SPECIAL),
@@ -261,7 +274,7 @@ def registers(opcode: str, operands: str) -> tuple[frozenset[str], frozenset[str
 def _width(opcode: str, place: int) -> int:
     """Return how many registers an operand takes; place 0 is the result."""
     name = opcode.partition(".")[0]
-    if name in _TENSOR:
+    if name in _RATED_TENSOR:
         return (4, 4, 2, 4)[min(place, 3)]
     if name == "LDSM":
         return int(opcode[-1]) if place == 0 and opcode[-1] in "24" else 1

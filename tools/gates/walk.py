@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 
+from tools.gates.pipes import is_tensor
 from tools.gates.sass import Block, Function, Instruction, Loop
 
 # Subroutines are not followed; this cost keeps paths away from calls.
 _CALL = 10_000
+# Kinds of work on tensor cores.
+TENSOR_WORK = frozenset({"HMMA*", "IMMA*"})
 _MOST_STATES = 400_000
 
 
@@ -53,7 +56,7 @@ def work_of(body: Sequence[Instruction], kinds: Sequence[str]) -> tuple[int, ...
 def tensor_addresses(function: Function, loop: Loop) -> set[int]:
     """Return the addresses of a loop's tensor instructions."""
     inside = (i for index in loop.blocks for i in function.blocks[index].body)
-    return {i.address for i in inside if i.name == "HMMA"}
+    return {i.address for i in inside if is_tensor(i)}
 
 
 def find_walk(
@@ -74,11 +77,12 @@ def find_walk(
     if any(needed and not found for needed, found in zip(work.values(), have, strict=True)):
         return None
     tensor = set() if is_one_of_several else tensor_addresses(function, loop)
-    if len(tensor) > units * work.get("HMMA*", len(tensor)):
+    wanted = [number for kind, number in work.items() if kind in TENSOR_WORK]
+    if wanted and len(tensor) > units * sum(wanted):
         return None
     trips = [found for inner in function.loops if (found := trips_of(function, loop, inner))]
-    wanted = tuple(number * units for number in work.values())
-    path = _cheapest(function, loop, kinds, wanted, trips)
+    amounts = tuple(number * units for number in work.values())
+    path = _cheapest(function, loop, kinds, amounts, trips)
     trace = tuple(i for index in path for i in function.blocks[index].body)
     # Tensor instructions on other paths mean that this is part of another loop's work.
     if not trace or tensor - {i.address for i in trace} or any(i.is_call for i in trace):

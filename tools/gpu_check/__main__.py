@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m tools.gpu_check`: run the steps and save what they find.
 
-`--part` runs some parts (each begins with the build, which is quick when nothing changed); `--only`
-restricts the benchmarks to some families; `--prebuilt` uses prebuilt modules; `--rehearsal` runs
-the same on the CPU with small sizes, to find errors in this program rather than in the kernels.
+`--preset` runs one of three calls for half an hour on a GPU. `--part` runs some parts (each begins
+with the build, which is quick when nothing changed); `--only` restricts the benchmarks to some
+families; `--prebuilt` uses prebuilt modules; `--rehearsal` runs the same on the CPU with small
+sizes, to find errors in this program rather than in the kernels.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.common import commit
-from tools.cuda_toolkit import find_nvcc, gpu_names
+from tools.cuda_toolkit import ROOT, find_nvcc, gpu_names
 from tools.gpu_check import report, results, runner, steps
 from tools.gpu_check.runner import Outcome
 
@@ -30,13 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"gpu-check cannot run here: {problem}")
         return 1
     path = results.results_path(asked.rehearsal)
-    plan = steps.Plan(
-        parts=tuple(asked.part),
-        only=tuple(name for name in asked.only.split(",") if name),
-        results=path,
-        rehearsal=asked.rehearsal,
-        prebuilt=Path(asked.prebuilt).resolve() if asked.prebuilt else None,
-    )
+    plan = planned(asked, path)
     shutil.rmtree(runner.LOGS, ignore_errors=True)
     runner.LOGS.mkdir(parents=True)
     outcomes: list[Outcome] = []
@@ -55,8 +50,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(outcome.status in ("failed", "timed out") for outcome in outcomes))
 
 
+def planned(asked: argparse.Namespace, path: Path) -> steps.Plan:
+    """Return the plan of the arguments; its figures go to `path`."""
+    prebuilt = Path(asked.prebuilt).resolve() if asked.prebuilt else None
+    if asked.preset:
+        out = Path(asked.out).resolve() if asked.out else ROOT / "build"
+        return steps.PRESETS[asked.preset].plan(
+            path, rehearsal=asked.rehearsal, prebuilt=prebuilt, build_to=out / "pre"
+        )
+    return steps.Plan(
+        parts=tuple(asked.part),
+        only=tuple(name for name in asked.only.split(",") if name),
+        results=path,
+        rehearsal=asked.rehearsal,
+        prebuilt=prebuilt,
+    )
+
+
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.gpu_check", description=__doc__)
+    parser.add_argument(
+        "--preset",
+        default="",
+        choices=list(steps.PRESETS),
+        help="; ".join(f"{name}: {preset.what}" for name, preset in steps.PRESETS.items()),
+    )
     parser.add_argument("--part", default="", help=f"comma-separated: {', '.join(steps.PARTS)}")
     parser.add_argument("--only", default="", help="bench families, comma-separated")
     parser.add_argument("--budget", type=float, default=0, help="seconds for all of it; 0: no end")
@@ -64,6 +82,10 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prebuilt", default="", help="folder of tools.gpu_check.prebuilt")
     parser.add_argument("--rehearsal", action="store_true")
     asked = parser.parse_args(arguments)
+    if asked.preset and (asked.part or asked.only):
+        parser.error("--preset sets --part and --only itself: leave them out")
+    if asked.preset and not asked.budget:
+        asked.budget = steps.PRESETS[asked.preset].budget_s
     asked.part = [name for name in asked.part.split(",") if name]
     if unknown := set(asked.part) - set(steps.PARTS):
         parser.error(f"no part {', '.join(sorted(unknown))}; one of {', '.join(steps.PARTS)}")

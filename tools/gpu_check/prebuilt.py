@@ -139,9 +139,14 @@ def print_sizes(folder: Path, max_mib: float | None = None, max_files: int | Non
         raise Refused(f"{folder} has {len(sizes)} files, the most is {max_files}")
 
 
-def make(folder: Path, archs: Sequence[str]) -> Stamp:
-    """Build the package's module, the interpreter and the benchmark kernels into a folder."""
+def make(folder: Path, archs: Sequence[str], *, with_variants: bool = False) -> Stamp:
+    """Build the package's module, the interpreter and the benchmark kernels into a folder.
+
+    with_variants: build the modules of bench/variants.py in the same run. They stay in bench/work.
+    """
     import pybind11
+
+    from bench import variants
 
     os.environ |= {"SPECOPS_CUDA": "ON", "SPECOPS_CUDA_ARCHS": " ".join(archs)}
     folder.mkdir(parents=True, exist_ok=True)
@@ -161,9 +166,11 @@ def make(folder: Path, archs: Sequence[str]) -> Stamp:
         "-DSPECOPS_ISAS=portable",
         "-DSPECOPS_WERROR=OFF",
         *cmake_options(),
+        *(variants.cmake_arguments() if with_variants else []),
     ]
+    targets = ["_C", "_simt", *(variants.targets() if with_variants else [])]
     subprocess.run(configure, check=True)
-    subprocess.run(["cmake", "--build", str(work), "--target", "_C", "_simt"], check=True)
+    subprocess.run(["cmake", "--build", str(work), "--target", *targets], check=True)
     shutil.copy(PLACES["_simt"] / f"_simt{SUFFIX}", folder)
     for name in BENCH_KERNELS:
         code = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
@@ -185,14 +192,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--archs", default="90a", help="to make: such as `80 90a`")
     parser.add_argument("--max-mib", type=float, help="to make: refuses larger files")
     parser.add_argument("--max-files", type=int, help="to make: refuses more files")
+    parser.add_argument("--variants", action="store_true", help="to make: builds variants as well")
+    parser.add_argument("--use", action="store_true", help="to make: uses the folder afterwards")
     parser.add_argument("--rehearsal", action="store_true", help="only look whether it can be used")
     asked = parser.parse_args(arguments)
     folder = asked.folder.resolve()
     try:
         if asked.what == "make":
-            made = make(folder, asked.archs.split())
+            made = make(folder, asked.archs.split(), with_variants=asked.variants)
             print_sizes(folder, asked.max_mib, asked.max_files)
             print(f"{folder}: {len(made.files)} modules for sm_{' '.join(made.archs)}")
+            if asked.use:
+                use(folder, gpu_archs())
         elif asked.rehearsal:
             check(folder, ())
             print(f"{folder} can be used")

@@ -29,7 +29,7 @@ class Outcome:
 def run(step: Step, limit_s: float) -> Outcome:
     """Run a step and its child processes in a process group, which is killed at the limit."""
     if not step.command:
-        return Outcome(step.name, "not run", 0.0, "compute-sanitizer is not installed")
+        return Outcome(step.name, "not run", 0.0, step.missing)
     if limit_s < min(10.0, step.limit_s):
         return Outcome(step.name, "not run", 0.0, "no time left")
     print(f"== {step.name}", flush=True)

@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench import (
     attention_phases,
     bench_ablations,
-    bench_attention_cuda,
     bench_attention_peers,
     bench_dense,
     common,
@@ -438,13 +437,13 @@ def test_variant_changes_only_its_constants(tmp_path: Path) -> None:
     assert [pair[1] for pair in changed] == ["constexpr int kGatedMulThreads = 64;"]
     with pytest.raises(AssertionError, match=r"gated_mul.cuh has 0 times .*kNone"):
         variants.write_overlay(tmp_path, "dense/gated_mul.cuh", variants.constants(kNone=1))
-    for edits in bench_attention_cuda.FREE_SPLITS.values():
-        variants.write_overlay(tmp_path, bench_attention_cuda.SPLITS_HEADER, edits)
+    for header, edits in variants.VARIANTS.values():
+        variants.write_overlay(tmp_path, header, edits)
 
 
 def test_kernel_without_tensor_cores_keeps_other_instructions(tmp_path: Path) -> None:
     header = "common/ptx.cuh"
-    variants.write_overlay(tmp_path, header, bench_ablations.NO_MMA)
+    variants.write_overlay(tmp_path, header, variants.NO_MMA)
     ours, other = ((folder / header).read_text() for folder in (ROOT / "csrc", tmp_path))
     assert ours.count("mma.sync.aligned.m16n8k16") > 0 == other.count("mma.sync.aligned.m16n8k16")
     for instruction in ("ldmatrix.sync", "cp.async.cg", "ex2.approx", "mma_m16n8k16("):
@@ -467,19 +466,21 @@ def test_variants_are_built_as_one_object_each(
     monkeypatch.setattr(variants, "write_overlay", lambda folder, *_: folder.mkdir(parents=True))
     monkeypatch.setattr(variants, "_load", lambda name, folder: folder)
     monkeypatch.setattr(variants, "cmake_options", lambda: ["-DSPECOPS_CUDA=ON"])
-    both = {"one": {}, "two": {}}
-    assert list(variants.build(both, "h", ["attention/x.cu", "y.cu"])) == ["one", "two"]
+    monkeypatch.setattr(variants, "VARIANTS", {"one": ("h", {}), "two": ("h", {})})
+    assert list(variants.build(["two"])) == ["two"]
     configure, build = commands
-    folders = ";".join(str(tmp_path / "work" / "variants" / name) for name in both)
+    # All variants are declared whichever is needed, so that a later build finds them made.
+    folders = ";".join(str(tmp_path / "work" / "variants" / name) for name in ("one", "two"))
     assert f"-DSPECOPS_CUDA_VARIANTS={folders}" in configure and "-DSPECOPS_CUDA=ON" in configure
-    assert "-DSPECOPS_CUDA_VARIED=csrc/attention/x.cu;csrc/y.cu" in configure
-    assert build[-3:] == ["--target", "_C_one", "_C_two"]
+    varied = ";".join(f"csrc/{source}" for source in variants.BF16_ATTENTION)
+    assert f"-DSPECOPS_CUDA_VARIED={varied}" in configure
+    assert build[-2:] == ["--target", "_C_two"]
     assert build[2] == str(tmp_path / "work" / "variants" / "build")
     own = tmp_path / "build" / f"cmake-{sys.implementation.cache_tag}"
     own.mkdir(parents=True)
     for cuda, tree in (("OFF", build[2]), ("ON", str(own))):
         (own / "CMakeCache.txt").write_text(f"SPECOPS_CUDA:BOOL={cuda}\n")
-        for name in both:
+        for name in ("one", "two"):
             (tmp_path / "work" / "variants" / name).rmdir()
-        variants.build(both, "h", ["attention/x.cu"])
+        variants.build(["one"])
         assert commands[-1][2] == tree

@@ -19,14 +19,17 @@ from tools.gates import sass
 pytestmark = pytest.mark.ci
 
 SOURCE = cuda_toolkit.ROOT / "bench" / "gpu_facts.cu"
-TIMED = {name: f"facts.{name}" for name in facts.ARRIVALS} | {
-    "chase": "facts.chase",
-    "read_cached": "facts.l2_read",
-    "mma_peak": "facts.mma",
-    "wgmma_n8": "facts.wgmma_n8",
-    "wgmma_n64": "facts.wgmma_n64",
-    "clock": "facts.clock.idle",
-}
+TIMED = (
+    {name: f"facts.{name}" for name in facts.ARRIVALS}
+    | {
+        "chase": "facts.chase",
+        "read_cached": "facts.l2_read",
+        "mma_peak": "facts.mma",
+        "clock": "facts.clock.idle",
+    }
+    | {id: id for id, *_ in facts.wgmma_cases()}
+)
+WGMMA = {id for id, *_ in facts.wgmma_cases()}
 
 
 def compiled_to(folder: Path, source: str, arch: str) -> Path:
@@ -80,11 +83,11 @@ def probes_without_work(opcodes: dict[str, Counter[str]]) -> set[str]:
     works["read_cached"] = loads > 0 and loads % 8 == 0
     multiplied = count("mma_peak_kernel", "HMMA.16816.F32.BF16")
     works["mma_peak"] = multiplied > 0 and multiplied % facts.MMA_CHAINS == 0
-    for outputs in facts.WGMMA_OUTPUTS:
-        kernel = f"wgmma_kernelILi{outputs}E"
-        works[f"wgmma_n{outputs}"] = (
-            count(kernel, f"HGMMA.64x{outputs}x16") == 1
-            and count(kernel, "HMMA.16816.F32.BF16") == outputs // 8
+    for id, outputs, inputs, place in facts.wgmma_cases():
+        kernel = f"wgmma_kernelILi{outputs}ELNS_6InputsE{inputs}ELb{place}E"
+        hmma = "HMMA.16816.F32" + (".BF16" if facts.WGMMA_INPUTS[inputs] == "bf16" else "")
+        works[id] = (
+            count(kernel, f"HGMMA.64x{outputs}x16") == 1 and of(kernel)[hmma] == outputs // 8
         )
     return {name for name, has in works.items() if not has}
 
@@ -101,7 +104,7 @@ PLANTED = {
     "for (int i = 0; i < rounds; ++i) at = chain[at];": "at = chain[rounds];",
     "got[i] = __ldcg(data + at + i * stride);": "got[i] = make_uint4(1, 1, 1, 1);",
     "mma_bf16(d[chain], a, b);": "if (i < 0) mma_bf16(d[chain], a, b);",
-    "mma_bf16(by_warp[n], a, {core[0], core[kN * 4]});": "by_warp[n][0] += core[0] + a[0];",
+    "mma<kInputs>(by_warp, a, {core[0], core[kN * 4]});": "by_warp[0] += core[0] + a[0];",
 }
 
 
@@ -149,7 +152,16 @@ class Kernels(facts.Probes):
         if self._planted == "a product less" and rounds > 1:
             sums[-1] -= 1.0
 
-    def _wgmma(self, counts: Tensor, outputs: int, rounds: int, numbers: int, blocks: int) -> None:
+    def _wgmma(
+        self,
+        counts: Tensor,
+        outputs: int,
+        inputs: int,
+        place: int,
+        rounds: int,
+        numbers: int,
+        blocks: int,
+    ) -> None:
         tiles = rounds * blocks * 4 * (outputs // 8)
         differing = {facts.RANDOM: 5, facts.EXACT: 0, facts.UNLIKE: tiles}[numbers]
         left = {
@@ -185,16 +197,16 @@ def measure(planted: str, monkeypatch: pytest.MonkeyPatch) -> tuple[set[str], di
         ("start_chase does nothing", {"chase"}),
         ("start_read_cached does nothing", {"read_cached"}),
         ("start_mma_peak does nothing", {"mma_peak"}),
-        ("start_wgmma does nothing", {"wgmma_n8", "wgmma_n64"}),
+        ("start_wgmma does nothing", WGMMA),
         ("start_clock does nothing", {"clock"}),
         ("an arrival less", set(facts.ARRIVALS)),
         ("a shorter chain", {"chase"}),
         ("half is read", {"read_cached"}),
         ("a product less", {"mma_peak"}),
-        ("a tile less", {"wgmma_n8", "wgmma_n64"}),
-        ("nothing is compared", {"wgmma_n8", "wgmma_n64"}),
-        ("nothing is multiplied", {"wgmma_n8", "wgmma_n64"}),
-        ("another product", {"wgmma_n8", "wgmma_n64"}),
+        ("a tile less", WGMMA),
+        ("nothing is compared", WGMMA),
+        ("nothing is multiplied", WGMMA),
+        ("another product", WGMMA),
     ],
 )
 def test_probe_with_a_fault_has_no_figure(

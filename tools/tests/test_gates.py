@@ -12,6 +12,7 @@ from tools import cuda_toolkit
 from tools.cuda_toolkit import ROOT, find_nvcc
 from tools.gates import kernels, sources
 from tools.gates.budgets import (
+    _NUMBERS,
     BUDGETS,
     DEFAULT_ARCHS,
     LARGE,
@@ -141,6 +142,7 @@ def test_known_spills_are_bounded() -> None:
 SIZES = """
 #include "attention/append_attention/cuda/block.cuh"
 #include "dense/linear.cuh"
+#include "gemm/code_product.cuh"
 #include "sampling/row/cuda/row_plan.cuh"
 using namespace specops;
 """
@@ -166,6 +168,9 @@ def test_shared_memory_of_budgets_is_what_is_asked_for(tmp_path: Path) -> None:
         lines.append(f"static_assert(TileShape<{tiles}, {rows}>::kSmemBytes == {size});")
     size = budget_of("verify_kernel<*, false, *>").smem_bytes
     lines.append(f"static_assert(scan_bytes(kFewRowWarps, kScanDepth<false>) == {size});")
+    for numbers, (row_bytes, _, _) in _NUMBERS.items():
+        rows = f"StageRows<{numbers.replace('*', 'b')}, 8>"
+        lines.append(f"static_assert({rows}::kBytes == {8 * row_bytes});")
     assert len(lines) > 50
     source = tmp_path / "sizes.cpp"
     source.write_text("\n".join(lines))

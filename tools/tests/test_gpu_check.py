@@ -102,7 +102,8 @@ def test_steps_end_as_they_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (good.status, good.summary) == ("ok", "fine")
     bad = runner.run(Step("bad", command("raise SystemExit('no')"), 60), 60)
     assert (bad.status, bad.summary) == ("failed", "no")
-    assert runner.run(Step("tool", (), 60), 60).status == "not run"
+    gone = runner.run(Step("tool", (), 60, missing="it is not installed"), 60)
+    assert (gone.status, gone.summary) == ("not run", "it is not installed")
     assert runner.run(Step("late", command(""), 60), 3).summary == "no time left"
 
 
@@ -266,26 +267,83 @@ def test_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         gpu_check.main(["--part", "nonsense"])
 
 
-def test_the_first_commands_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each command of docs/cuda.md takes at most ten minutes, and together they run all steps."""
+def preset_steps(number: str, *more: str) -> list[Step]:
+    asked = gpu_check._parsed(["--preset", number, *more])
+    return steps.all_steps(gpu_check.planned(asked, Path("r.json")))
+
+
+def test_presets_fit_half_an_hour_of_ten_minutes_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step needs more time than its preset has, and the first steps have all of theirs."""
     monkeypatch.setattr(steps, "find_sanitizer", lambda: Path("/x/compute-sanitizer"))
-    text = (ROOT / "docs" / "cuda.md").read_text().partition("### A GPU for minutes only")[2]
-    commands = re.findall(r"`[^`\n]*make gpu-check ([^`]*)`", text)
-    named: set[str] = set()
-    for number, line in enumerate(commands):
-        given = dict(word.split("=", 1) for word in line.split())
-        parts = tuple(given.pop("PART").split(","))
-        only = tuple(name for name in given.pop("ONLY", "").split(",") if name)
-        assert given.pop("PREBUILT") == "pre" and given.pop("OUT") == "$OUT"
-        planned = steps.all_steps(Plan(parts, only, Path("r.json"), False, Path("pre")))
-        assert int(given.pop("BUDGET")) <= (330 if number == 0 else 560) and not given
-        named |= {step.name for step in planned}
-    facts, numerics = "bench facts", "numerics"
-    assert {facts, numerics, "bench ablations", "op tests", "memcheck"} <= named
+    monkeypatch.setattr(steps, "_has", lambda _: False)
+    budgets = [preset.budget_s for preset in steps.PRESETS.values()]
+    starts_s = 60  # of a machine, before each call
+    assert max(budgets) <= 600 - 30 and sum(budgets) + starts_s * len(budgets) <= 30 * 60
+    certain = {
+        "1": ["build", "bench facts", "numerics"],
+        "2": ["build", "bench attention", "bench sampling", "bench recorded", "bench linear"],
+        "3": [f"bench {name}" for name in ("quantized", "moe", "long", "prefill", "latent")],
+    }
+    for number, preset in steps.PRESETS.items():
+        planned = preset_steps(number, *(["--prebuilt", "pre"] if number != "1" else []))
+        limits = {step.name: step.limit_s for step in planned}
+        assert len(limits) == len(planned) and set(preset.limits) <= set(limits)
+        assert all(limit <= preset.budget_s for limit in limits.values())
+        assert sum(limits[name] for name in certain[number]) <= preset.budget_s
+        assert all((ROOT / file).exists() for file in preset.tests)
+
+
+def test_presets_run_what_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "find_sanitizer", lambda: Path("/x/compute-sanitizer"))
+    monkeypatch.setattr(steps, "_has", lambda _: False)
+    everything = {number: [step.name for step in preset_steps(number)] for number in steps.PRESETS}
+    assert everything["1"] == ["build", "bench facts", "numerics", "op tests"]
+    assert everything["3"][-3:] == ["memcheck", "racecheck", "bench attention_peers"]
+    named = {name.removeprefix("bench ") for names in everything.values() for name in names}
     deciding = {goal.figures.partition("\\.")[0] for goal in GOALS}
-    assert {f"bench {family}" for family in deciding} <= named
-    limits = {step.name: step.limit_s for step in steps.all_steps(Plan((), (), Path("r"), False))}
-    assert limits[facts] + limits[numerics] < 330
+    assert deciding - {"cascade"} <= named  # FlashInfer's cascades need minutes to compile
+    regimes = {"quantized", "moe", "latent", "linear_attention", "prefill", "long"}
+    assert regimes <= named and regimes <= set(CUDA_FAMILIES)
+    # All modules and variants come from one build, which later calls find again.
+    build = preset_steps("1", "--out", "/kept")[0]
+    assert build.command[2:5] == ("tools.gpu_check.prebuilt", "make", "/kept/pre")
+    assert build.command[-2:] == ("--variants", "--use")
+    use = preset_steps("2", "--prebuilt", "/brought")[0]
+    assert use.command[-2:] == ("use", "/brought")
+    asked = gpu_check._parsed(["--preset", "2", "--budget", "100"])
+    assert asked.budget == 100 and gpu_check._parsed(["--preset", "2"]).budget == 540
+    (left_out,) = [step for step in preset_steps("3") if step.name == "bench attention_peers"]
+    assert not left_out.command and left_out.missing == "FlashInfer is not installed"
+    monkeypatch.setattr(steps, "_has", lambda _: True)
+    assert preset_steps("3")[-1].command
+
+
+def test_presets_of_the_document(capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/cuda.md names every preset, with arguments that are accepted."""
+    text = (ROOT / "docs" / "cuda.md").read_text().partition("### A GPU for minutes only")[2]
+    commands = re.findall(r"`python3 -m tools.gpu_check (--preset [^`]*)`", text)
+    presets = [gpu_check._parsed(command.split()).preset for command in commands]
+    assert presets == list(steps.PRESETS)
+    with pytest.raises(SystemExit):
+        gpu_check.main(["--preset", "1", "--part", "facts"])
+    assert "--preset sets --part and --only itself: leave them out" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", steps.PRESETS)
+def test_a_rehearsal_of_a_preset(number: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tools.gpu_check", "--rehearsal", "--preset", number]
+    done = subprocess.run(
+        [*command, "--budget", "3600", "--out", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    checks = json.loads((tmp_path / "rehearsal.json").read_text())["checks"]
+    assert {step.name for step in preset_steps(number, "--rehearsal")} <= set(checks)
+    ended = {name: check["status"] for name, check in checks.items()}
+    assert {name for name, status in ended.items() if status != "ok"} <= set(steps.TOOLS)
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -432,7 +490,7 @@ def test_what_is_too_large_to_be_kept_is_refused(
     prebuilt.print_sizes(folder)  # nothing is asked for
     capsys.readouterr()
     # The program prints all sizes first, and the reason last.
-    monkeypatch.setattr(prebuilt, "make", lambda *_: None)
+    monkeypatch.setattr(prebuilt, "make", lambda *_, **__: None)
     assert prebuilt.main(["make", str(folder), "--max-mib", "16"]) == 1
     *sizes, last = capsys.readouterr().out.splitlines()
     assert last.endswith(

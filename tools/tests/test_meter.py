@@ -154,19 +154,20 @@ def test_the_way_that_does_the_work() -> None:
     assert not way(function, {"HMMA*": 1, "LDS*": 1})
 
 
-def test_a_loop_does_one_unit_with_all_its_tensor_instructions() -> None:
+@pytest.mark.parametrize("mma", ["HMMA.16816.F32.BF16", "IMMA.16832.S8.S8"])
+def test_a_loop_does_one_unit_with_all_its_tensor_instructions(mma: str) -> None:
     two_ways = [
         ".L_x_0:",
-        "HMMA.16816.F32.BF16 R12, R16, R20, R12",
+        f"{mma} R12, R16, R20, R12",
         "@P1 BRA `(.L_x_1)",
-        "HMMA.16816.F32.BF16 R12, R16, R22, R12",
+        f"{mma} R12, R16, R22, R12",
         ".L_x_1:",
         "@P0 BRA `(.L_x_0)",
         "EXIT",
     ]
     function = function_of(two_ways)
-    assert not way(function, {"HMMA*": 1})
-    assert way(function, {"HMMA*": 2}) == [0, 16, 32, 48]
+    assert not way(function, {f"{mma[:4]}*": 1})
+    assert way(function, {f"{mma[:4]}*": 2}) == [0, 16, 32, 48]
 
 
 def test_classes() -> None:
@@ -207,6 +208,7 @@ def test_pipes() -> None:
         "@!PT LDS RZ, [RZ]": ("", 0),
         "MUFU.EX2 R4, R4": ("special", 8),
         "HMMA.16816.F32.BF16 R12, R16, R20, R12": ("tensor", 6.5),
+        "IMMA.16832.S8.S8 R12, R16.ROW, R20.COL, R12": ("tensor", 6.5),
         "FMUL R4, R4, R5": ("fma", 1),
         "IMAD.MOV.U32 R4, RZ, RZ, R5": ("fma", 2),
         "LOP3.LUT R4, R4, R5, RZ, 0xc0, !PT": ("alu", 2),
@@ -321,6 +323,19 @@ def test_a_loop_that_no_row_knows_is_told() -> None:
     assert list(strangers(function, KERNEL, [])) == [
         "the loop at 0x10 with 1 HMMA is in no row of METERED"
     ]
+
+
+@pytest.mark.parametrize("name", ["HMMA", "IMMA", "QMMA", "HGMMA", "IGMMA", "QGMMA", "NEWMMA"])
+def test_an_instruction_on_tensor_cores_is_noticed_in_any_kernel(name: str) -> None:
+    """A loop without a row is reported for every kind of mma, and each kind needs a known rate."""
+    function = function_of([line.replace("HMMA.16816", f"{name}.16816") for line in NESTED])
+    said = list(strangers(function, KERNEL, []))
+    no_row = f"the loop at 0x10 with 1 {name} is in no row of METERED"
+    no_rate = [f"{name} runs on tensor cores, and pipes.py has no rate for it"]
+    assert said == [*([] if name in ("HMMA", "IMMA") else no_rate), no_row]
+    (loop,) = meter_loops(function, KERNEL, row(13, Way({f"{name}*": 1, "LDGSTS*": 2})))
+    assert loop.classes["tensor"] == 1 and loop.pipes["tensor"] == 6.5
+    assert not [text for text in strangers(function, KERNEL, [loop]) if "no row" in text]
 
 
 WAITS = [

@@ -88,6 +88,17 @@ def test_when_time_is_up_the_rest_is_left_out(
     assert "time was up in first call" in capsys.readouterr().out
 
 
+def test_verification_is_compared_before_the_long_checks() -> None:
+    device, other = numerics.machines(True)
+    order = [
+        (trial.check, trial.subject) for trial in numerics.all_trials(device, other, rehearsal=True)
+    ]
+    compared = [subject for check, subject in order if check == "interpreter"]
+    assert sorted(compared) == sorted(OPS) and compared[:2] == ["verify", "sample"]
+    places = [order.index(("interpreter", name)) for name in checks.VERIFICATION]
+    assert max(places) < min(i for i, (check, _) in enumerate(order) if check == "replays")
+
+
 def test_blocks_meet_in_what_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """With these sizes, several blocks share a row of logits, and the leaves of a `linear` tile."""
     for sizes in (checks.REAL, checks.REHEARSED):

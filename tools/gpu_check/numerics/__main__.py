@@ -35,12 +35,13 @@ def all_trials(
         sizes = replace(sizes, cases=cases, seconds=math.inf)
     yield from checks.first_calls(device)
     yield from checks.launches(device, is_small=rehearsal)
+    yield from checks.against_the_interpreter(device, other, sizes, of_verification=True)
     yield from checks.codes_are_exact(device)
     yield from checks.rows_stand_anywhere(device, sizes)
     yield from replays.replays(device, replays.REHEARSED if rehearsal else replays.REAL)
     yield from checks.schedules_agree(device, sizes)
     yield from checks.graph_is_eager(device, sizes)
-    yield from checks.against_the_interpreter(device, other, sizes)
+    yield from checks.against_the_interpreter(device, other, sizes, of_verification=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,11 +7,12 @@ on any device. Two runs of one case differ only in the machine that computes the
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from specops import attention, batching, dense, linear_attention, moe, ngram, sampling
-from specops.quantization import QuantizedWeight
+from specops.quantization import QuantizedWeight, num_groups
 from torch import Tensor
 
 from tools.gpu_check.numerics.trials import EQUAL, Limits
@@ -113,15 +114,72 @@ def linear(generator: torch.Generator, move: Move) -> Call:
     return lambda: [dense.linear(x, packed)]
 
 
-def int8_linear(generator: torch.Generator, move: Move) -> Call:
-    """Make a product of int8 weights: integer sums, which have no rounding that could differ."""
-    rows, inputs = _number(generator, 1, 20), _number(generator, 1, 700)
-    outputs, dtype = _number(generator, 1, 200), _dtype(generator)
-    x = move(_randn(generator, rows, inputs, dtype=dtype))
-    values = move(torch.randint(-127, 128, (outputs, inputs), generator=generator).to(torch.int8))
-    scales = move(torch.rand(outputs, generator=generator) / 100)
-    packed = dense.pack_weight(QuantizedWeight("int8", values, scales[:, None]))
+@dataclass(frozen=True)
+class QuantizedForm:
+    """Kind of a quantized weight, and the rounding of the rows that it multiplies."""
+
+    kind: str
+    activations: str
+    group: int = 0
+    offsets: bool = False
+    table: bool = False
+    order: bool = False
+
+
+def _quantized(
+    generator: torch.Generator, move: Move, form: QuantizedForm, outputs: int, inputs: int
+) -> dense.PackedWeight:
+    """Return a random packed weight of a form."""
+    shape = (outputs, inputs)
+    if form.kind == "fp8":
+        values = _randn(generator, *shape, dtype=torch.float8_e4m3fn)
+    elif form.kind == "int8":
+        values = torch.randint(-127, 128, shape, generator=generator).to(torch.int8)
+    else:
+        values = torch.randint(0, 16, shape, generator=generator).to(torch.uint8)
+    blocks = -(-outputs // 128) if form.kind == "fp8" and form.group else outputs
+    scales = torch.rand(blocks, num_groups(inputs, form.group), generator=generator) / 100
+    offsets = torch.randn(scales.shape, generator=generator) / 100 if form.offsets else None
+    table = torch.randint(-127, 128, (16,), generator=generator) if form.table else None
+    order = torch.randperm(inputs, generator=generator).int() if form.order else None
+    weight = QuantizedWeight(
+        form.kind,
+        move(values),
+        move(scales),
+        None if offsets is None else move(offsets),
+        form.group,
+        None if table is None else move(table.to(torch.int8)),
+        None if order is None else move(order),
+    )
+    return dense.pack_weight(weight, activations=form.activations)
+
+
+def _integer_form(generator: torch.Generator, *, ordered: bool) -> QuantizedForm:
+    kind = ("int8", "int4")[_number(generator, 0, 1)]
+    activations = ("int16", "int8")[_number(generator, 0, 1)]
+    group = _one_of(generator, 0, 16, 32, 96, 128)
+    has_offsets, has_table, has_order = (_number(generator, 0, 2) == 0 for _ in range(3))
+    return QuantizedForm(
+        kind, activations, group, has_offsets, has_table and kind == "int4", has_order and ordered
+    )
+
+
+def _quantized_linear(generator: torch.Generator, move: Move, form: QuantizedForm) -> Call:
+    rows, inputs = _one_of(generator, 1, 5, 8, 9, 16, 17, 33), _number(generator, 1, 700)
+    x = move(_randn(generator, rows, inputs, dtype=_dtype(generator)))
+    packed = _quantized(generator, move, form, _number(generator, 1, 200), inputs)
     return lambda: [dense.linear(x, packed)]
+
+
+def integer_linear(generator: torch.Generator, move: Move) -> Call:
+    """Make a product of int8 or int4 weights, whose integer sums have no rounding."""
+    return _quantized_linear(generator, move, _integer_form(generator, ordered=True))
+
+
+def fp8_linear(generator: torch.Generator, move: Move) -> Call:
+    """Make a product of fp8 weights."""
+    form = QuantizedForm("fp8", "float", _one_of(generator, 0, 128))
+    return _quantized_linear(generator, move, form)
 
 
 def rms_norm(generator: torch.Generator, move: Move) -> Call:
@@ -242,6 +300,17 @@ def append_attention(generator: torch.Generator, move: Move) -> Call:
     return paged_case(generator, move).call
 
 
+def append_prompts(generator: torch.Generator, move: Move) -> Call:
+    """Make attention of prompts, whose rows fill several tiles."""
+    return paged_case(generator, move, qo_len=_number(generator, 30, 90), most_tokens=300).call
+
+
+def append_long(generator: torch.Generator, move: Move) -> Call:
+    """Make attention over several chunks of 2,048 tokens, which blocks may share."""
+    head_dim, rows = _one_of(generator, 64, 128), _one_of(generator, 1, 5, 9)
+    return paged_case(generator, move, most_tokens=7000, head_dim=head_dim, qo_len=rows).call
+
+
 def append_8bit_attention(generator: torch.Generator, move: Move) -> Call:
     """Make attention over int8 and fp8 caches."""
     return paged_case(generator, move, cache_dtype=_one_of(generator, *CACHES_8BIT)).call
@@ -347,18 +416,49 @@ def moe_route(generator: torch.Generator, move: Move) -> Call:
 
 def moe_experts(generator: torch.Generator, move: Move) -> Call:
     """Make the expert path: sorted pairs, each expert's product, and the sum per row."""
-    rows, experts, top_k = (_number(generator, 1, most) for most in (20, 6, 4))
     inputs, outputs = 32 * _number(generator, 1, 8), 16 * _number(generator, 1, 8)
     dtype = _dtype(generator)
+    return _experts(
+        generator,
+        move,
+        inputs,
+        dtype,
+        lambda: dense.pack_weight(move(_randn(generator, outputs, inputs, dtype=dtype))),
+    )
+
+
+def integer_experts(generator: torch.Generator, move: Move) -> Call:
+    """Make the expert path of int8 or int4 weights."""
+    form = _integer_form(generator, ordered=False)
+    inputs, outputs = _number(generator, 1, 300), _number(generator, 1, 100)
+    make = partial(_quantized, generator, move, form, outputs, inputs)
+    return _experts(generator, move, inputs, _dtype(generator), make)
+
+
+def fp8_experts(generator: torch.Generator, move: Move) -> Call:
+    """Make the expert path of fp8 weights."""
+    form = QuantizedForm("fp8", "float", _one_of(generator, 0, 128))
+    inputs, outputs = _number(generator, 1, 300), _number(generator, 1, 100)
+    make = partial(_quantized, generator, move, form, outputs, inputs)
+    return _experts(generator, move, inputs, _dtype(generator), make)
+
+
+def _experts(
+    generator: torch.Generator,
+    move: Move,
+    inputs: int,
+    dtype: torch.dtype,
+    make_weight: Callable[[], dense.PackedWeight],
+) -> Call:
+    rows, experts, top_k = (_number(generator, 1, most) for most in (20, 6, 4))
     x = move(_randn(generator, rows, inputs, dtype=dtype))
-    weights = [move(_randn(generator, outputs, inputs, dtype=dtype)) for _ in range(experts)]
-    stacked = moe.stack_experts(map(dense.pack_weight, weights), experts)
+    stacked = moe.stack_experts((make_weight() for _ in range(experts)), experts)
     ids = move(torch.randint(-1, experts, (rows, top_k), generator=generator).int())
     scales = move(torch.rand(rows, top_k, generator=generator))
 
     def call() -> list[Tensor]:
         order = moe.moe_sort(ids, experts)
-        out = x.new_zeros(rows * top_k, outputs, dtype=torch.float32)
+        out = x.new_zeros(rows * top_k, stacked.num_outputs, dtype=torch.float32)
         moe.moe_linear(x, stacked, order.expert_indptr, order.row_indices, out=out)
         return [order.expert_indptr, order.places, moe.moe_combine(out, order.places, scales)]
 
@@ -426,26 +526,32 @@ ROUTES = replace(APPROXIMATE, differing=0.01)
 # of the root mean square.
 DECAYS = replace(APPROXIMATE, ulps_fp32=2.0**15)
 
+# Verification first, in case the time is up before the end.
 OPS: dict[str, Op] = {
+    "verify": Op(verify, CHOICES),
+    "sample": Op(sample, CHOICES),
+    "append_attention": Op(append_attention, APPROXIMATE),
+    "linear": Op(linear, APPROXIMATE),
+    "linear int8 and int4": Op(integer_linear),
+    "linear fp8": Op(fp8_linear, APPROXIMATE),
+    "append_attention 8-bit": Op(append_8bit_attention, APPROXIMATE),
+    "append_attention prompts": Op(append_prompts, APPROXIMATE),
+    "append_attention long": Op(append_long, APPROXIMATE),
+    "moe_route": Op(moe_route, ROUTES),
+    "moe experts": Op(moe_experts, APPROXIMATE),
+    "moe experts int8 and int4": Op(integer_experts),
+    "moe experts fp8": Op(fp8_experts, APPROXIMATE),
+    "append_attention latents": Op(append_latent_attention, APPROXIMATE),
+    "linear attention": Op(linear_attention_rows, DECAYS),
+    "rope_append_kv": Op(rope_append_kv, APPROXIMATE),
+    "rope_append_latent": Op(rope_append_latent, APPROXIMATE),
+    "merge_states": Op(merge_states, APPROXIMATE),
+    "top_logprobs": Op(top_logprobs, APPROXIMATE),
+    "rms_norm": Op(rms_norm, APPROXIMATE),
+    "silu_mul": Op(silu_mul, APPROXIMATE),
+    "output_gate": Op(output_gate, APPROXIMATE),
     "embedding": Op(embedding),
     "gather_output_rows": Op(gather_output_rows),
     "prepare_batch": Op(prepare_batch),
     "ngram_propose": Op(ngram_propose),
-    "linear": Op(linear, APPROXIMATE),
-    "linear int8": Op(int8_linear),
-    "moe_route": Op(moe_route, ROUTES),
-    "moe experts": Op(moe_experts, APPROXIMATE),
-    "rms_norm": Op(rms_norm, APPROXIMATE),
-    "silu_mul": Op(silu_mul, APPROXIMATE),
-    "output_gate": Op(output_gate, APPROXIMATE),
-    "linear attention": Op(linear_attention_rows, DECAYS),
-    "rope_append_kv": Op(rope_append_kv, APPROXIMATE),
-    "append_attention": Op(append_attention, APPROXIMATE),
-    "append_attention 8-bit": Op(append_8bit_attention, APPROXIMATE),
-    "append_attention latents": Op(append_latent_attention, APPROXIMATE),
-    "rope_append_latent": Op(rope_append_latent, APPROXIMATE),
-    "merge_states": Op(merge_states, APPROXIMATE),
-    "top_logprobs": Op(top_logprobs, APPROXIMATE),
-    "sample": Op(sample, CHOICES),
-    "verify": Op(verify, CHOICES),
 }

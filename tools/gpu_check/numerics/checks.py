@@ -70,9 +70,19 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def against_the_interpreter(device: Machine, other: Machine, sizes: Sizes) -> Iterator[Trial]:
-    """Compare the device's bits with the interpreter's for every op on random cases."""
+VERIFICATION = ("verify", "sample")
+
+
+def against_the_interpreter(
+    device: Machine, other: Machine, sizes: Sizes, *, of_verification: bool | None = None
+) -> Iterator[Trial]:
+    """Compare the device's bits with the interpreter's for every op on random cases.
+
+    of_verification: True for the ops of VERIFICATION only, False for all others.
+    """
     for name, op in OPS.items():
+        if of_verification is not None and (name in VERIFICATION) != of_verification:
+            continue
 
         def pairs(op: Op = op) -> Iterator[Pair]:
             for seed in range(sizes.cases):
