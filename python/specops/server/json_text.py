@@ -78,9 +78,9 @@ def loads(text: str) -> Any:
     return value
 
 
-def dumps(value: Any, **options: Any) -> str:
+def dumps(value: Any, *, ensure_ascii: bool = False, **options: Any) -> str:
     """Return the JSON text of a value that may hold `Number`s."""
-    text = json.dumps(value, ensure_ascii=False, default=_marked, **options)
+    text = json.dumps(value, ensure_ascii=ensure_ascii, default=_marked, **options)
     return _MARKED.sub(r"\1", text) if _MARK in text else text
 
 
@@ -141,6 +141,15 @@ def members_of(text: str) -> dict[str, str]:
         if text[_space(text, at) :] == "}":
             return members
         at = _after(text, at, ",")
+
+
+def is_json(text: str) -> bool:
+    """Return whether a text is valid JSON, of fewer than MAX_ARGUMENTS_DEPTH levels."""
+    try:
+        require_shallow(_DECODER.decode(text), MAX_ARGUMENTS_DEPTH - 1)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _space(text: str, at: int) -> int:

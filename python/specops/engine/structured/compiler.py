@@ -170,6 +170,8 @@ def _matcher(vocabulary: Vocabulary, constraint: StructuredOutput, whitespace: s
     from llguidance import LLMatcher, LLParserLimits
 
     source = _source(constraint, whitespace)
+    if constraint.prefix is not None:
+        source = _after(constraint.prefix, source, is_lark=constraint.grammar is not None)
     try:
         matcher = LLMatcher(
             vocabulary.matcher_tokenizer,
@@ -223,6 +225,18 @@ def _source(constraint: StructuredOutput, whitespace: str) -> str:
         return LLMatcher.grammar_from_regex(constraint.regex)
     assert constraint.choice is not None
     return LLMatcher.grammar_from_regex("|".join(map(_literally, constraint.choice)))
+
+
+def _after(prefix: str, source: str, *, is_lark: bool) -> str:
+    """Return a serialized grammar for a text of the Lark grammar `prefix`, then one of `source`."""
+    first, *named = [{"lark_grammar": source}] if is_lark else json.loads(source)["grammars"]
+    grammars = [
+        {"lark_grammar": "%llguidance {}\nstart: @prefix @constrained"},
+        {"name": "prefix", "lark_grammar": prefix},
+        {**first, "name": "constrained"},
+        *named,
+    ]
+    return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
 
 def _lark(grammar: str) -> str:
