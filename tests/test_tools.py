@@ -432,7 +432,9 @@ def test_every_api_returns_the_same_calls() -> None:
         ),
         most_accepted=4,
     )
-    chat = ChatFormat("{% if tools %}{% endif %}{{ messages[0].content }}", tool_call_parser="hermes")
+    chat = ChatFormat(
+        "{% if tools %}{% endif %}{{ messages[0].content }}", tool_call_parser="hermes"
+    )
     exact = [one for one in EXACT if len(one) < 300] + [f'{{"x": {"9" * 4301}}}']
     texts = [ROUND[HERMES] % arguments for arguments in exact]
     texts += [text for form, text in mutations(40, 7) if form is HERMES]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specops.server.json_text import is_json
+from specops.server.json_text import MAX_ARGUMENTS_DEPTH, is_json
 
 _NOTES = {"title", "description", "default", "examples"}
 _KNOWN = {"type", "properties", "required", "additionalProperties", *_NOTES}
@@ -119,7 +119,7 @@ class Pairs:
         if is_nullable and text == "null":
             return text
         is_text = is_nullable is not None or self._choices(schema) is not None
-        if is_text or not is_json(text):
+        if is_text or not is_json(text, MAX_ARGUMENTS_DEPTH - 1):
             return _text(text)
         return text.strip()
 

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from specops.server.call_forms import HERMES, CallForm
-from specops.server.json_text import MAX_ARGUMENTS_DEPTH, ObjectScanner, members_of
+from specops.server.json_text import MAX_ARGUMENTS_DEPTH, ObjectScanner, is_json, members_of
 
 _SPACE = " \t\r\n"
 _MAX_HEADER = 256  # maximum characters between the opening of a call and its arguments
@@ -41,7 +41,7 @@ class CallReader:
         self._opening = ""  # text before a possible call in `_held`; content if it is no call
         self._is_open = False
         self._is_content = False  # for a form without an opening: the text began without a call
-        self._name: str | None = None  # name before the arguments that `_held` begins with
+        self._name = ""  # name before the arguments that `_held` begins with
         self._label = ""  # label after the name, for forms that have one
         self._scanner: ObjectScanner | None = None  # scanner of the object that `_held` begins with
         self._end: int | None = None  # end of that object in `_held`
@@ -129,8 +129,7 @@ class CallReader:
             _, tail, rest = rest.partition(form.tail)
             if not tail:
                 return None
-        levels = MAX_ARGUMENTS_DEPTH + (form.member is not None)  # the call's own level
-        call = self._call(self._held[: self._end]) if self._scanner.depth <= levels else None
+        call = self._call(self._held[: self._end])
         if call is None:
             return self._as_text(self._end)
         return self._taken(call, rest)
@@ -216,11 +215,13 @@ class CallReader:
 
     def _call(self, text: str) -> dict[str, Any] | None:
         """Return a call in an answer's format, with the model's own text as arguments."""
+        if self._form.member is None:
+            return self._made(self._name, text) if is_json(text) else None
+        assert self._scanner is not None
+        if self._scanner.depth > 1 + MAX_ARGUMENTS_DEPTH:  # 1 is the call's own level
+            return None
         try:
             members = members_of(text)
-            if self._form.member is None:
-                assert self._name is not None
-                return self._made(self._name, text)
             name, arguments = json.loads(members["name"]), members[self._form.member]
         except (ValueError, KeyError):
             return None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specops.server.call_forms import ANY, NAME, CallForm
-from specops.server.json_text import MAX_ARGUMENTS_DEPTH, ObjectScanner, members_of
+from specops.server.json_text import ObjectScanner, is_json
 from specops.server.reasoning import Begin, Piece, Reader, Reasoning, ReasoningForm
 
 _MESSAGE = "<|message|>"
@@ -197,11 +197,7 @@ class HarmonyReader:
     def _call(self, text: str) -> dict[str, Any] | None:
         """Return a call in an answer's format, with the model's own text as arguments."""
         arguments = text.strip()
-        if self._scanner.depth > MAX_ARGUMENTS_DEPTH:
-            return None
-        try:
-            members_of(arguments)
-        except ValueError:
+        if not arguments.startswith("{") or not is_json(arguments):
             return None
         self.num_calls += 1
         return {

@@ -143,10 +143,10 @@ def members_of(text: str) -> dict[str, str]:
         at = _after(text, at, ",")
 
 
-def is_json(text: str) -> bool:
-    """Return whether a text is valid JSON, of fewer than MAX_ARGUMENTS_DEPTH levels."""
+def is_json(text: str, max_depth: int = MAX_ARGUMENTS_DEPTH) -> bool:
+    """Return whether a text is valid JSON of at most `max_depth` levels."""
     try:
-        require_shallow(_DECODER.decode(text), MAX_ARGUMENTS_DEPTH - 1)
+        require_shallow(_DECODER.decode(text), max_depth)
     except (ValueError, RecursionError):
         return False
     return True

@@ -134,7 +134,6 @@ class TagReader:
     def __init__(
         self, form: ReasoningForm | None, calls: CallReader | None, *, is_open: bool = False
     ) -> None:
-        self.num_reasoning_bytes = 0
         self._form = form
         self._calls = calls
         self._is_open = is_open
@@ -142,11 +141,17 @@ class TagReader:
         self._held = ""
         self._has_begun = False  # whether some reasoning has been yielded
         self._num_bytes = 0
+        self._end = 0  # bytes up to the end of the reasoning
 
     @property
     def num_calls(self) -> int:
         """Number of calls read so far."""
         return 0 if self._calls is None else self._calls.num_calls
+
+    @property
+    def num_reasoning_bytes(self) -> int:
+        """Length of the text up to the end of the reasoning, in UTF-8; 0 if there is none."""
+        return self._end if self._has_begun else 0
 
     def pieces(self, text: str) -> Iterator[Piece]:
         """Add a piece of the text; yield what is final."""
@@ -186,7 +191,7 @@ class TagReader:
                 self._held = body[len(form.opening) :]
         if self._state == "reasoning":
             before, closing, rest = self._held.partition(form.closing)
-            self.num_reasoning_bytes = self._num_bytes - len(rest.encode("utf-8", "replace"))
+            self._end = self._num_bytes - len(rest.encode("utf-8", "replace"))
             is_end_of_it = is_end or bool(closing)
             free = len(before) if is_end_of_it else len(before) - num_held(before, form.closing)
             self._held = rest if closing else before[free:]
