@@ -190,7 +190,7 @@ ANSWERS: dict[str, Answer] = {
     "tools": ("", "I look.", [RAIN]),
     "forced": ("", "", [LOND]),
     "several": ("", "", [RAIN, NOW, LOND]),
-    "reasoning": ("2 < 3,\n\nor <thin", "Yes.\n\n  <think>No</think>", []),
+    "reasoning": ("2 < 3,\n\nor <thin", "Yes.\n\n  <think>No</think>!", []),
     "reasoning and a call": ("They ask.", "", [RAIN]),
     "reasoning, text and a call": ("{}", "See:", [NOW]),
 }

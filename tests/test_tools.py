@@ -31,6 +31,7 @@ from specops.server.call_forms import HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, QWEN
 from specops.server.call_reader import CallReader
 from specops.server.chat import ChatFormat
 from specops.server.formats import CALL_PARSERS, REASONING_PARSERS, call_form_of
+from specops.server.harmony import HARMONY
 from specops.server.tools import Tool, calls_format
 from specops.service.thread import ThreadClient
 from tokenizers import AddedToken
@@ -613,7 +614,7 @@ def test_streamed_calls_equal_those_of_the_whole_answer(served: Served) -> None:
         assert (choice == "required") <= bool(calls)
 
 
-@pytest.mark.parametrize("form", [LLAMA, MISTRAL], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", [LLAMA, MISTRAL, QWEN3_CODER, HARMONY], ids=lambda form: form.name)
 def test_other_formats_of_calls_work_over_http(form: CallForm) -> None:
     speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
     engine = Engine(EngineConfig(device="cpu", speculative_config=speculative))
@@ -625,7 +626,9 @@ def test_other_formats_of_calls_work_over_http(form: CallForm) -> None:
             for method in ("naive", "ngram"):
                 own = {"speculative_config": {"method": method}}
                 whole = client(one).chat.completions.create(**body, extra_body=own).choices[0]
-                assert check_calls(whole.message) == (choice == "required")
+                number = check_calls(whole.message)
+                # Every answer of gpt-oss begins with a header, so this model may well begin a call.
+                assert number == (choice == "required") or (form is HARMONY and choice == "auto")
                 calls = whole.message.tool_calls or []
                 seen.add((whole.message.content, *(str(call.function) for call in calls)))
                 assert all(len(call.id) == (form.id_length or 29) for call in calls)

@@ -94,8 +94,8 @@ class ReasoningForm:
 
     def reader(
         self, begin: Begin, form: CallForm | None, schemas: Mapping[str, Mapping[str, Any]]
-    ) -> Reader:
-        """Return a parser of an answer.
+    ) -> Reader | None:
+        """Return a parser of an answer; None if the answer is all content.
 
         Args:
             begin: state of the prompt.
@@ -103,6 +103,8 @@ class ReasoningForm:
             schemas: schemas of the functions' arguments by name.
         """
         calls = None if form is None else CallReader(form, schemas)
+        if begin == "closed":
+            return None if calls is None else TagReader(None, calls)
         return TagReader(self, calls, is_open=begin == "open")
 
     def in_history(self, message: dict[str, Any]) -> dict[str, Any]:
