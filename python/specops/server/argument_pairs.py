@@ -8,11 +8,11 @@ be a plain string or null is null if its text is "null".
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specops.server.json_text import MAX_ARGUMENTS_DEPTH, is_json
+from specops.server.json_text import MAX_ARGUMENTS_DEPTH, end_of_value, is_json
 
 _NOTES = {"title", "description", "default", "examples"}
 _KNOWN = {"type", "properties", "required", "additionalProperties", *_NOTES}
@@ -69,37 +69,56 @@ class Pairs:
             add(f"{name}_other", r"/[^<>\n]+/", {} if others is True else others)
         return [f"{name}: {' '.join(parts)}", *rules]
 
-    def read(self, text: str, schema: Mapping[str, Any]) -> str | None:
+    def read(self, text: str, schema: Mapping[str, Any] | None) -> str | None:
         """Return the arguments in a text as a JSON object; None if a value has no end.
+
+        Args:
+            text: keys and values.
+            schema: schema of the arguments; None if the function is unknown.
 
         Raises:
             ValueError: the text has another syntax.
         """
-        properties, arguments = schema.get("properties", {}), {}
-        for key, value in self._split(text):
-            if value is None:
-                return None
-            arguments[key] = self._json(value, properties.get(key))
-        members = (f"{json.dumps(key, ensure_ascii=False)}: {v}" for key, v in arguments.items())
-        return f"{{{', '.join(members)}}}"
-
-    def _split(self, text: str) -> Iterator[tuple[str, str | None]]:
-        """Yield the keys and values of a text; the value None if it has no end."""
         middle = re.sub(r"\\?\n", r"\\s*", re.escape(self.middle))
         if self.middle.endswith("\n"):  # further line ends are the value's
             middle = middle.removesuffix(r"\s*") + r"\n"
         begin = re.compile(rf"\s*{re.escape(self.begin)}(?P<key>[^<>\n]+){middle}")
+        arguments = {}
         at = 0
         while text[at:].strip():
             found = begin.match(text, at)
             if found is None:
                 raise ValueError("expected a key")
-            end = text.find(self.end, found.end())
+            key = found["key"]
+            may_be_null = self._is_text(key, schema)
+            end = None
+            if may_be_null is None and schema is not None:
+                end = self._end_of_json(text, found.end())
+            if end is None:
+                end = text.find(self.end, found.end())
             if end < 0:
-                yield found["key"], None
-                return
-            yield found["key"], text[found.end() : end]
+                return None
+            arguments[key] = _json(text[found.end() : end], may_be_null)
             at = end + len(self.end)
+        return f"{{{', '.join(f'{_text(key)}: {value}' for key, value in arguments.items())}}}"
+
+    def _is_text(self, key: str, schema: Mapping[str, Any] | None) -> bool | None:
+        """Return whether a parameter that is a text may also be null; None if it is no text."""
+        value = None if schema is None else schema.get("properties", {}).get(key)
+        return False if self._choices(value) is not None else _is_nullable(value)
+
+    def _end_of_json(self, text: str, at: int) -> int | None:
+        """Return the end of a JSON value, before its end tag; -1 if the text ends before it.
+
+        Return None if the value is not valid JSON.
+        """
+        try:
+            end = end_of_value(text, at)
+        except ValueError:
+            return None
+        if end is None or not text[end:].strip():
+            return -1
+        return end if text.startswith(self.end, end) else None
 
     def _choices(self, value: Any) -> list[str] | None:
         """Return the strings that a schema lists; None if it is another schema."""
@@ -113,15 +132,18 @@ class Pairs:
         is_text = all(isinstance(text, str) and text and self.end not in text for text in texts)
         return texts if is_text else None
 
-    def _json(self, text: str, schema: Any) -> str:
-        """Return the JSON text of a value."""
-        is_nullable = _is_nullable(schema)
-        if is_nullable and text == "null":
-            return text
-        is_text = is_nullable is not None or self._choices(schema) is not None
-        if is_text or not is_json(text, MAX_ARGUMENTS_DEPTH - 1):
-            return _text(text)
+
+def _json(text: str, may_be_null: bool | None) -> str:
+    """Return the JSON text of a value.
+
+    Args:
+        text: the value as the model wrote it.
+        may_be_null: for a text, whether "null" is null; None if the value is JSON.
+    """
+    is_json_text = text == "null" if may_be_null else may_be_null is None
+    if is_json_text and is_json(text, MAX_ARGUMENTS_DEPTH - 1):
         return text.strip()
+    return _text(text)
 
 
 def _text(text: str) -> str:

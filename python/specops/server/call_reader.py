@@ -176,15 +176,14 @@ class CallReader:
                 self._searched = max(self._searched, len(self._held) - len(form.closing) + 1)
                 return None
             self._searched = end + 1
-            body, after = self._held[:end].rstrip(), form.after.strip()
-            header = self._header.match(body)
+            header = self._header.match(self._held, 0, end)
             if header is None:
                 return self._as_text(0)
-            if not body.endswith(after):  # the closing may be part of a value
-                body += after
-            text = body[header.end() : len(body) - len(after)]
+            text = self._held[header.end() : end]
+            if text.rstrip().endswith(form.after.strip()):  # else the closing may be in a value
+                text = text.rstrip().removesuffix(form.after.strip())
             try:
-                arguments = pairs.read(text, self._schemas.get(header["name"], {}))
+                arguments = pairs.read(text, self._schemas.get(header["name"]))
             except ValueError:
                 return self._as_text(0)
             if arguments is None:

@@ -152,6 +152,22 @@ def is_json(text: str, max_depth: int = MAX_ARGUMENTS_DEPTH) -> bool:
     return True
 
 
+def end_of_value(text: str, at: int) -> int | None:
+    """Return the end of the JSON value that begins at `at`; None if the text ends within it.
+
+    Raises:
+        ValueError: the value is not valid, or nested too deeply for Python's json.
+    """
+    try:
+        return _DECODER.raw_decode(text, _space(text, at))[1]
+    except json.JSONDecodeError as error:
+        if error.msg.startswith("Unterminated string") or not text[error.pos :].strip():
+            return None
+        raise
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
 def _space(text: str, at: int) -> int:
     match = _SPACE.match(text, at)
     assert match is not None
