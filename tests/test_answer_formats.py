@@ -3,6 +3,7 @@
 """Formats of answers of each chat family: prompts, grammars, and parsing of any pieces of text."""
 
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -310,6 +311,97 @@ def accepts(constraint: StructuredOutput, text: str) -> bool:
         if not is_allowed:
             return False
     return state.may_end
+
+
+# Further tools: any arguments, and every kind of string.
+ODD_TOOLS = [
+    *TOOLS,
+    *(
+        Tool.model_validate({"type": "function", "function": function})
+        for function in (
+            {"name": "free", "parameters": {"type": "object"}},
+            {
+                "name": "strings",
+                "parameters": {
+                    "type": "object",
+                    "properties": {
+                        "short": {"type": "string", "maxLength": 3},
+                        "null": {"type": ["string", "null"]},
+                        "one": {"enum": ["x", "yy"]},
+                        "other": {"type": ["integer", "string"]},
+                        "any": {},
+                        "named": {"$ref": "#/$defs/Name"},
+                    },
+                    "required": ["null", "other", "named"],
+                    "additionalProperties": {"type": "integer"},
+                    "$defs": {"Name": {"type": "string", "pattern": "^[a-z]+$"}},
+                },
+            },
+        )
+    ),
+]
+
+
+def random_text(constraint: StructuredOutput, marks: Sequence[str], draw: random.Random) -> str:
+    """Return a text that a constraint admits, with the marks of its format in odd places."""
+    state = GrammarState(COMPILER.compile(constraint), [0])
+    text = bytearray()
+    while not state.is_complete and not (state.may_end and draw.random() < 0.5):
+        if draw.random() < 0.15:
+            for byte in draw.choice(marks).encode():
+                if state.is_complete or not state.take(byte + 1):
+                    break
+                text.append(byte)
+            continue
+        mask = np.frombuffer(state.matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")[1:257])
+        usual = [byte for byte in allowed if byte in b'<>/{}[]":,\n |aT']
+        byte = int(draw.choice(usual if usual and draw.random() < 0.8 else list(allowed)))
+        assert state.take(byte + 1)
+        text.append(byte)
+    return text.decode()
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.calls])
+def test_calls_that_a_grammar_admits_are_read_with_valid_arguments(name: str) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    family = FAMILIES[name]
+    chat, prompt = family.chat, rendered(family, [ASK], prompt=True)
+    assert chat.call_form is not None
+    constraint = calls_format(ODD_TOOLS, "required", True, chat.call_form)
+    assert constraint is not None and constraint.grammar is not None
+    prefix = chat.reasoning_prefix(prompt, calls=True)
+    constraint = StructuredOutput(grammar=constraint.grammar, prefix=prefix)
+    schemas = {tool.function.name: schema_of(tool.function) for tool in ODD_TOOLS}
+    form, reasoning = chat.call_form, chat.reasoning_form
+    marks = [form.opening, form.after + form.closing, form.pairs.end if form.pairs else ""]
+    marks = [*filter(None, marks), "<|end|>", *([reasoning.closing] if reasoning else [])]
+    for seed in range(4):
+        text = random_text(constraint, marks, random.Random(seed))
+        answer = found(chat.reader(prompt, schemas), [text])
+        assert answer == found(chat.reader(prompt, schemas), [*text])
+        assert answer[2], text
+        assert not answer[1].strip() or family.calls == "openai", text
+        for name, arguments in answer[2]:
+            jsonschema.validate(arguments, schemas[name])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_damaged_answers_are_parsed_alike_in_streams(name: str) -> None:
+    family, draw = FAMILIES[name], random.Random(name)
+    schemas = SCHEMAS if family.calls else None
+    cases = [one.values for one in CASES if one.values[0] is family]
+    for _ in range(40):
+        prompt, text = written(family, ANSWERS[draw.choice(cases)[1]])
+        for _ in range(draw.randrange(1, 4)):
+            at, end = sorted(draw.randrange(len(text) + 1) for _ in range(2))
+            end = min(end, at + draw.choice([1, 2, 9, 40]))
+            odd = draw.choice(["", text[at:end] * 2, '"', "{", "}", "<", "\n", "<think>", "\\"])
+            text = text[:at] + odd + text[end:]
+        answer = found(family.chat.reader(prompt, schemas), [text])
+        assert answer == found(family.chat.reader(prompt, schemas), [*text]), text
+        cut = draw.randrange(len(text) + 1)
+        assert answer == found(family.chat.reader(prompt, schemas), [text[:cut], text[cut:]]), text
 
 
 def constraint_of(family: Family, prompt: str, choice: Any, parallel: bool) -> StructuredOutput:
