@@ -501,10 +501,18 @@ def test_messages_of_gpt_oss_are_told_apart(text: str, answer: Answer) -> None:
 
 
 class Repeating(FakeEngine):
-    """Engine that repeats its prompt despite a grammar, so that any text is an answer."""
+    """Engine that repeats its prompt despite a grammar, so that any text is an answer.
+
+    Attributes:
+        constraints: constraints of the requests so far.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.constraints: list[StructuredOutput] = []
 
     def compile_structured_output(self, constraint: StructuredOutput, overdue: object) -> None:
-        pass
+        self.constraints.append(constraint)
 
 
 def answers_of_apis(client: httpx.Client, text: str, size: int) -> list[tuple[Answer, int]]:
@@ -627,3 +635,71 @@ def test_every_api_separates_reasoning_and_calls(name: str) -> None:
             expected = [(answer, number)] * 4 + [(answer, -1)] * 2
             size = len(engine.tokenizer.encode(text))
             assert answers_of_apis(client, text, size) == expected
+
+
+def test_reasoning_of_requests_reaches_the_template_and_the_constraint() -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.reasoning_content }}{% endfor %}"
+        "{% if enable_thinking | default(true) %}<think>{% else %}<think></think>{% endif %}"
+    )
+    engine = Repeating(EngineConfig(max_model_len=4096))
+    ask = {"role": "user", "content": "x"}
+    with (
+        serving(engine, chat_format=ChatFormat(template)) as served,
+        httpx.Client(base_url=served.url) as client,
+    ):
+
+        def post(path: str, **body: Any) -> Any:
+            return client.post(path, json=body).json()
+
+        said = {"role": "assistant", "content": "said"}
+        counts = [
+            post(
+                "/v1/chat/completions", messages=[ask, {**said, name: "thought"}, ask], max_tokens=1
+            )
+            for name in ("reasoning_content", "reasoning")
+        ]
+        item = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "thought"}]}
+        counts.append(
+            post(
+                "/v1/responses", input=[ask, {**item, "id": "rs_1"}, said, ask], max_output_tokens=1
+            )
+        )
+        blocks = [
+            {"type": "thinking", "thinking": "thought", "signature": "s"},
+            {"type": "text", "text": "said"},
+        ]
+        history = [ask, {"role": "assistant", "content": blocks}, ask]
+        counts.append(post("/v1/messages", messages=history, max_tokens=1))
+        expected = len("userxassistantsaidthoughtuserx<think>")
+        for one in counts:
+            usage = one["usage"]
+            number = usage.get("prompt_tokens", usage.get("input_tokens"))
+            assert number + usage.get("cache_read_input_tokens", 0) == expected
+
+        form = {"response_format": {"type": "json_object"}}
+        chat = {"messages": [ask], "max_tokens": 1}
+        off = {"chat_template_kwargs": {"enable_thinking": False}}
+        prefixes = []
+        for more in ({}, off, {"reasoning_max_tokens": 5}):
+            post("/v1/chat/completions", **chat, **form, **more)
+            prefixes.append(engine.constraints[-1].prefix)
+        assert prefixes[0] is not None and "start: reasoning" in prefixes[0]
+        assert prefixes[1:] == [None, None]
+        post("/v1/completions", prompt="<think>", max_tokens=1, **form)
+        assert engine.constraints[-1].prefix is None
+
+        two = {**said, "reasoning": "a", "reasoning_content": "b"}
+        of_user = {**ask, "reasoning_content": "b"}
+        for path, body, message in (
+            ("chat/completions", {"messages": [two]},
+             "reasoning must be absent or equal to reasoning_content"),
+            ("chat/completions", {"messages": [of_user]}, "unknown field"),
+            ("messages", {"messages": [{"role": "user", "content": blocks}], "max_tokens": 1},
+             "got thinking in a message of the user"),
+            ("responses", {"input": [{**item, "summary": ["x"]}]}, "input.0.summary must"),
+            ("responses", {"input": "x", "top_logprobs": 1}, "must not hold logprobs if the model"),
+        ):  # fmt: skip
+            assert message in post(f"/v1/{path}", **body)["error"]["message"]
+        closed = post("/v1/responses", input="x", top_logprobs=1, max_output_tokens=2, **off)
+        assert closed["output"][0]["content"][0]["logprobs"]
