@@ -500,6 +500,21 @@ def test_messages_of_gpt_oss_are_told_apart(text: str, answer: Answer) -> None:
     assert found(chat.reader(NEXT, SCHEMAS), [*text]) == answer
 
 
+def test_marks_are_text_even_if_they_are_special_tokens() -> None:
+    marks = ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]", "<think>", "</think>"]
+    marks += ["<tool_call>", "</arg_value>", "<|tool_calls_section_begin|>", "<|tool_call_end|>"]
+    marks += [
+        f"<\uff5ctool\u2581{one}\uff5c>" for one in ("calls\u2581begin", "sep", "call\u2581end")
+    ]
+    others = ["<s>", "<|tool_call|>", "<|im_end|>"]
+    for special in ([*marks, *others], ["<|channel|>"]):
+        tokenizer = byte_tokenizer(special)
+        for text in [*special, "<|end|>"]:
+            (token,) = tokenizer.encode(text)
+            is_shown = text in marks or special == ["<|channel|>"]
+            assert tokenizer.is_special(token) != is_shown, text
+
+
 class Repeating(FakeEngine):
     """Engine that repeats its prompt despite a grammar, so that any text is an answer.
 
