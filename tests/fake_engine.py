@@ -29,8 +29,11 @@ CHAT = "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant
 CHAT += "{{ raise_exception('no such role') }}{% endif %}{{ m.content }}<|end|>{% endfor %}"
 
 
-def byte_tokenizer() -> Tokenizer:
-    """Return a tokenizer with one token per byte, its value plus 1; token 0 is the end."""
+def byte_tokenizer(special: Sequence[str] = ()) -> Tokenizer:
+    """Return a tokenizer with one token per byte, its value plus 1; token 0 is the end.
+
+    Further special tokens follow.
+    """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     printable = sorted(c for c in alphabet if ord(c) < 256)
     others = iter(sorted(c for c in alphabet if ord(c) >= 256))
@@ -39,7 +42,7 @@ def byte_tokenizer() -> Tokenizer:
     tokenizer = HfTokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<|end|>", *special)])
     return Tokenizer(tokenizer, eos_token_ids=[0])
 
 

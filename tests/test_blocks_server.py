@@ -17,7 +17,7 @@ from conformity_base import ASK, MODEL, TEMPLATE, WEATHER
 from fake_engine import FakeEngine
 from serving import Served, serving
 from specops.engine import Engine, EngineConfig, SpeculativeConfig
-from specops.server.call_forms import CallReader
+from specops.server.call_reader import CallReader
 from specops.server.chat import ChatFormat
 from specops.server.openai_responses.conversations import Conversations
 from specops.server.protocol import Message
@@ -164,7 +164,7 @@ def _text(message: dict[str, str]) -> dict[str, str]:
         ("responses", {"input": "x", "max_output_tokens": 9999}, "and max_output_tokens 9999"),
         ("responses", {"input": "x", "max_tokens": 5}, "unknown field max_tokens"),
         ("responses", {"input": [{"role": "tool", "content": "x"}]}, "input.0.role must be"),
-        ("responses", {"input": [{"type": "reasoning"}]}, "input.0.type must be one of 'message'"),
+        ("responses", {"input": [{"type": "image"}]}, "input.0.type must be one of 'message'"),
         ("responses", {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
          "input.0.content.0.text is missing"),
         ("responses", {"input": "x", "tools": [TOOL], "tool_choice": {"type": "x"}},

@@ -27,6 +27,9 @@ def test_conversation_is_rendered() -> None:
     assert chat.render(HI) == "<|user|>hi<|im_end|><|assistant|>"
     assert chat.render(HI, add_generation_prompt=False) == "<|user|>hi<|im_end|>"
     assert ChatFormat("{{ messages | tojson }}").render([{"é": "<"}]) == '[{"é": "<"}]'
+    sorted_ascii = "{{ messages[0] | tojson(True, None, (',', ':'), sort_keys=True) }}"
+    assert ChatFormat(sorted_ascii).render([{"é": 1, "a": 2}]) == '{"a":2,"\\u00e9":1}'
+    assert ChatFormat("{{ messages | tojson(ensure_ascii=False) }}").render([]) == "[]"
 
 
 def test_template_is_read_from_the_model_directory(tmp_path: Path) -> None:
@@ -44,6 +47,22 @@ def test_template_is_read_from_the_model_directory(tmp_path: Path) -> None:
     assert rendered(named) == "<|user|>hi</s><|assistant|>"
     with pytest.raises(ValueError, match="no chat template"):
         rendered(named[:1])
+    named[0]["template"] = "<tool_call>name arguments{{ tools }}"
+    assert rendered(named) == "<|user|>hi</s><|assistant|>"
+    tools = [{"type": "function"}]
+    chat = ChatFormat.from_dir(tmp_path, specials)
+    chat.require_tools()
+    assert chat.render(HI, tools=tools).endswith("[{'type': 'function'}]")
+    additional = tmp_path / "additional_chat_templates"
+    additional.mkdir()
+    (additional / "tool_use.jinja").write_text("{{ tools[0].type }}", encoding="utf-8")
+    assert ChatFormat.from_dir(tmp_path, specials).render(HI, tools=tools) == "function"
+    (additional / "tool_use.jinja").unlink()
+    for wrong in ([{"name": "default"}], ["x"]):
+        with pytest.raises(ValueError, match="chat_template must hold names and templates"):
+            rendered(wrong)
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "json"}')
+    assert rendered(None) == "json" and rendered("one") == "one"
     # A separate template file takes precedence over the config.
     (tmp_path / "chat_template.jinja").write_text("é{{ messages[0].role }}", encoding="utf-8")
     assert rendered("one") == "éuser"

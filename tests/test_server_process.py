@@ -615,7 +615,7 @@ def test_job_is_unchanged_by_encoding() -> None:
         stop_token_sequences=((4, 5),),
         reasoning_max_tokens=3,
         think_inject_token_ids=(9,),
-        structured_output=StructuredOutput(choice=("x", "y")),
+        structured_output=StructuredOutput(choice=("x", "y"), prefix='start: "z"'),
     )
     for given in (params, SamplingParams()):
         job = Submit(3, "key-0", [[1, 2**31 - 1], [0]], given, '{"method": "naive"}', True)

@@ -306,7 +306,10 @@ def mixed(index: int, draw: random.Random) -> SamplingParams:
     forms: list[dict[str, Any]] = [
         {"json_schema": BY_HAND[index % 40][0]},
         {"json_schema": {"type": "object"}, "disable_any_whitespace": True},
-        {"regex": "[a-z ]{3,30}(\\([a-z]*\\))?"},
+        {
+            "regex": "[a-z ]{3,30}(\\([a-z]*\\))?",
+            "prefix": 'start: (line)?\nline[lazy]: /.*/ "\\n"',
+        },
         {"choice": ("return", "return None", "raise", "pass\n")},
         {"grammar": 'start: call ("." call)*\ncall: /[a-z_]+/ "(" [/[a-z0-9]+/] ")"'},
         {"grammar": 'start: called* TEXT\nTEXT: /(.|\\n)*/\ncalled[lazy]: TEXT "(" /[a-z]+/ ")"'},

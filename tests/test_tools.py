@@ -27,16 +27,11 @@ from specops.cli.serve import _parser
 from specops.engine import Engine, EngineConfig, SpeculativeConfig
 from specops.engine.structured import GrammarCompiler, GrammarState
 from specops.server import make_app
-from specops.server.call_forms import (
-    CALL_FORMS,
-    HERMES,
-    LLAMA,
-    MISTRAL,
-    CallForm,
-    CallReader,
-    form_of_template,
-)
+from specops.server.call_forms import HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, QWEN3_CODER, CallForm
+from specops.server.call_reader import CallReader
 from specops.server.chat import ChatFormat
+from specops.server.formats import CALL_PARSERS, REASONING_PARSERS, call_form_of
+from specops.server.harmony import HARMONY
 from specops.server.tools import Tool, calls_format
 from specops.service.thread import ThreadClient
 from tokenizers import AddedToken
@@ -153,26 +148,28 @@ def test_special_token_may_begin_calls() -> None:
         ('{{ tools }}Respond in the format {"name": function name, "parameters": dictionary of '
          "argument name and its value}.<|eot_id|>", LLAMA),
         ("{{ tools }}[AVAILABLE_TOOLS][TOOL_CALLS][", MISTRAL),
-        ("{{ tools }}[TOOL_CALLS]name[ARGS]", None),
-        ("{{ tools }}<tool_call><function=x>name arguments", None),
+        ("{{ tools }}[TOOL_CALLS]name[ARGS]", MISTRAL_ARGS),
+        ("{{ tools }}<tool_call><function=x>name arguments", QWEN3_CODER),
+        ("{{ tools }}<tool_call>", None),
         ("{{ tools }}name arguments", None),
     ],
 )  # fmt: skip
 def test_template_determines_the_format_of_calls(source: str, form: CallForm | None) -> None:
-    assert form_of_template(source) is ChatFormat(source).call_form is form
-    assert ChatFormat(source, call_form=LLAMA).call_form is LLAMA
+    assert call_form_of(source) is ChatFormat(source).call_form is form
+    assert ChatFormat(source, tool_call_parser="llama3_json").call_form is LLAMA
 
 
 def test_flag_for_the_format_overrides_the_template(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="tool_call_parser must be one of hermes, llama3_json, mi"):
+    with pytest.raises(ValueError, match="tool_call_parser must be one of deepseek_v3, "):
         engine = FakeEngine()
         make_app(ThreadClient(engine), engine.tokenizer, tool_call_parser="pythonic")  # type: ignore[arg-type]
     (tmp_path / "chat_template.jinja").write_text("{{ tools }}")
-    chat = ChatFormat.from_dir(tmp_path, {}, call_form=MISTRAL)
+    chat = ChatFormat.from_dir(tmp_path, {}, tool_call_parser="mistral")
     assert chat.call_form is MISTRAL
     chat.require_tools()
-    (flag,) = [one for one in _parser()._actions if one.dest == "tool_call_parser"]
-    assert flag.choices is not None and tuple(flag.choices) == tuple(CALL_FORMS)
+    choices = {one.dest: one.choices for one in _parser()._actions}
+    assert choices["tool_call_parser"] == CALL_PARSERS
+    assert choices["reasoning_parser"] == REASONING_PARSERS
 
 
 def test_no_grammar_is_made_without_callable_tools() -> None:
@@ -436,7 +433,9 @@ def test_every_api_returns_the_same_calls() -> None:
         ),
         most_accepted=4,
     )
-    chat = ChatFormat("{% if tools %}{% endif %}{{ messages[0].content }}", call_form=HERMES)
+    chat = ChatFormat(
+        "{% if tools %}{% endif %}{{ messages[0].content }}", tool_call_parser="hermes"
+    )
     exact = [one for one in EXACT if len(one) < 300] + [f'{{"x": {"9" * 4301}}}']
     texts = [ROUND[HERMES] % arguments for arguments in exact]
     texts += [text for form, text in mutations(40, 7) if form is HERMES]
@@ -615,11 +614,11 @@ def test_streamed_calls_equal_those_of_the_whole_answer(served: Served) -> None:
         assert (choice == "required") <= bool(calls)
 
 
-@pytest.mark.parametrize("form", [LLAMA, MISTRAL], ids=lambda form: form.name)
+@pytest.mark.parametrize("form", [LLAMA, MISTRAL, QWEN3_CODER, HARMONY], ids=lambda form: form.name)
 def test_other_formats_of_calls_work_over_http(form: CallForm) -> None:
     speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
     engine = Engine(EngineConfig(device="cpu", speculative_config=speculative))
-    with serving(engine, chat_format=ChatFormat(TEMPLATE, call_form=form)) as one:
+    with serving(engine, chat_format=ChatFormat(TEMPLATE, tool_call_parser=form.name)) as one:
         for choice in ("required", "auto"):
             body = {**ASK, "tools": TOOLS[:2], "tool_choice": choice, "temperature": 0.7, "seed": 2}
             body["parallel_tool_calls"] = False
@@ -627,7 +626,9 @@ def test_other_formats_of_calls_work_over_http(form: CallForm) -> None:
             for method in ("naive", "ngram"):
                 own = {"speculative_config": {"method": method}}
                 whole = client(one).chat.completions.create(**body, extra_body=own).choices[0]
-                assert check_calls(whole.message) == (choice == "required")
+                number = check_calls(whole.message)
+                # Every answer of gpt-oss begins with a header, so this model may well begin a call.
+                assert number == (choice == "required") or (form is HARMONY and choice == "auto")
                 calls = whole.message.tool_calls or []
                 seen.add((whole.message.content, *(str(call.function) for call in calls)))
                 assert all(len(call.id) == (form.id_length or 29) for call in calls)
@@ -679,7 +680,7 @@ def test_conversation_may_contain_calls(served: Served) -> None:
         ({"response_format": {"type": "json_object"}}, "response_format", "must be absent"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "x"}}}]},
          "tools", "cannot be used"),
-        ({"messages": [{"role": "assistant"}]}, "messages", "got neither"),
+        ({"messages": [{"role": "assistant"}]}, "messages", "got none"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id", "is missing"),
         ({"messages": [{"role": "assistant", "tool_calls": [
             {"id": "1", "function": {"name": "a", "arguments": "["}}]}]}, "messages", "valid JSON"),
@@ -699,7 +700,7 @@ def test_invalid_tools_are_refused(
     "template,message",
     [
         ("{{ messages[0].content }}", "the model's chat template does not list them"),
-        ("{{ tools }}<tool_call><function=x>", "to one of hermes, llama3_json, mistral"),
+        ("{{ tools }}<tool_call>", "to one of deepseek_v3, deepseek_v31, glm45"),
         ("{{ tools }}name arguments", "set --tool-call-parser to"),
     ],
 )

@@ -27,8 +27,13 @@ _OTHER_FORMATS = {
     "tekken.json": f"{_CONVERT}save_pretrained(DIR), or take it from a converted copy of the model",
     "tiktoken.model": "take a tokenizer.json from a converted copy of the model",
 }
-# Special tokens that must appear in the text: tool-call parsers look for them.
-_SHOWN = frozenset({"[TOOL_CALLS]"})
+# Special tokens that must appear in the text: parsers of tool calls and reasoning look for them.
+_SHOWN = re.compile(
+    r"\[(?:TOOL_CALLS|ARGS|CALL_ID|/?THINK)\]|</?(?:think|tool_call|arg_key|arg_value)>"
+    r"|<\|tool_calls?_\w+\|>|<\uff5ctool\u2581(?:call|sep)[^\uff5c]*\uff5c>"
+)
+# gpt-oss' tokens, if the first one is in the vocabulary; `<|end|>` has other meanings elsewhere.
+_SHOWN_IN_HARMONY = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -55,8 +60,12 @@ class Tokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         added = tokenizer.get_added_tokens_decoder()
+        specials = {i: token.content for i, token in added.items() if token.special}
+        is_harmony = _SHOWN_IN_HARMONY[0] in specials.values()
         self._special_ids = frozenset(
-            i for i, token in added.items() if token.special and token.content not in _SHOWN
+            token_id
+            for token_id, text in specials.items()
+            if not _SHOWN.fullmatch(text) and not (is_harmony and text in _SHOWN_IN_HARMONY)
         )
         # Serialize only the decoder: a large vocabulary would take seconds.
         decoder = tokenizer.decoder

@@ -37,7 +37,6 @@ REFUSED = {
     "--max-waiting-time": "use --max-waiting, the number of requests that may wait",
     "--mm-processor-kwargs": _NO_IMAGES,
     "--num-gpu-blocks-override": "use --num-pages",
-    "--reasoning-parser": "reasoning is not separated from the answer; omit it",
     "--static-decode-blocks": "pages are allocated as texts grow; omit it",
     "--swap-space": "prefix pages are not swapped; omit it",
     "--tokenizer": "the tokenizer is the one in the directory of --model",

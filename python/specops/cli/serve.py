@@ -257,9 +257,24 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     add(
         "--tool-call-parser",
         type=str.lower,
-        choices=("hermes", "llama3_json", "mistral"),
-        help="syntax in which the model writes tool calls (default: detected from its chat "
+        choices=(
+            *("deepseek_v3", "deepseek_v31", "glm45", "glm47", "hermes", "kimi_k2", "llama3_json"),
+            *("mistral", "openai", "qwen3_coder"),
+        ),
+        help="format in which the model writes tool calls (default: detected from its chat "
         "template)",
+    )
+    add(
+        "--reasoning-parser",
+        type=str.lower,
+        default="auto",
+        choices=(
+            *("auto", "none", "harmony", "openai_gptoss", "mistral", "think", "deepseek_r1"),
+            *("deepseek_v3", "glm45", "kimi_k2", "qwen3"),
+        ),
+        help="format of the reasoning that is separated from answers: detected from the chat "
+        "template (auto), none, or a name; the names after think mean the same (default: "
+        "%(default)s)",
     )
     add(
         "--chat-template",
@@ -427,6 +442,7 @@ def _app(
         max_unread_bytes=args.max_unread_bytes,
         metrics_apart=metrics_listener is not None,
         tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
         chat_template=args.chat_template,
         access=access,
         sampling_defaults=defaults,

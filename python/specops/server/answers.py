@@ -7,7 +7,7 @@ Answers are built as plain dicts, since a stream builds one per step.
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from specops.api.messages import End, Output
@@ -15,7 +15,6 @@ from specops.api.outputs import SpeculativeStats, TokenLogprob
 from specops.api.tokenizer import Tokenizer
 from specops.server.admission import Permit
 from specops.server.api_error import ApiError
-from specops.server.call_forms import CallForm, CallReader
 from specops.server.jobs import ChoiceOutput, Job, JobFailed, Span
 from specops.server.kv_transfer import kv_transfer_extras
 from specops.server.logprobs import (
@@ -30,6 +29,7 @@ from specops.server.protocol import (
     CompletionRequest,
     StreamOptions,
 )
+from specops.server.reasoning import Piece, Reader, Reasoning
 from specops.server.steps import step_report
 from specops.server.streaming import dumped, event, with_members
 from specops.server.tools import NamedTool
@@ -63,12 +63,12 @@ class Answer(Generic[R]):
         tokenizer: Tokenizer,
         model_name: str,
         fingerprint: str,
-        call_form: CallForm,
+        new_reader: Callable[[], Reader | None],
     ) -> None:
         self.request: R = request
         self.job = job
         self.tokenizer = tokenizer
-        self._call_form = call_form
+        self._new_reader = new_reader
         self.frame: dict[str, Any] = {
             "id": self.id_prefix + secrets.token_hex(12),
             "created": int(time.time()),
@@ -229,10 +229,14 @@ class Answer(Generic[R]):
                 completion_tokens=sum(end.num_tokens for end in ends.values()),
                 # A prompt is counted once, so only its first choice's cache hits count.
                 cached_tokens=sum(ends[index].num_cached_tokens for index in sorted(ends)[::n]),
+                reasoning_tokens=self._num_reasoning_tokens(),
                 stats=self._stats(),
             ),
             **self._metrics(),
         }
+
+    def _num_reasoning_tokens(self) -> int:
+        return 0
 
     def _note(self, output: ChoiceOutput) -> None:
         """Record a finished choice's usage and its prompt's log-probabilities.
@@ -267,7 +271,9 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._readers: dict[int, CallReader] = {}  # by choice index, if tools may be called
+        # By choice index; None if an answer is all content.
+        self._readers: dict[int, Reader | None] = {}
+        self._token_ids: dict[int, list[int]] = {}  # of choices with a reader
 
     def first(self, index: int) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
@@ -278,11 +284,9 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
         if self.request.logprobs:
             logprobs = chat_logprobs(self.tokenizer, step.logprobs)
         delta: dict[str, Any] = {"content": step.text}
-        if self.request.may_call:
-            content, calls = self._reader(step.index).feed(step.text)
-            delta = {"content": content} if content else {}
-            if calls:
-                delta["tool_calls"] = calls
+        reader = self._reader(step.index)
+        if reader is not None:
+            delta = _message(reader.pieces(step.text))
         return {
             "index": step.index,
             "delta": delta,
@@ -290,8 +294,29 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
             "finish_reason": None,
         }
 
-    def _reader(self, index: int) -> CallReader:
-        return self._readers.setdefault(index, CallReader(self._call_form))
+    def _note(self, output: ChoiceOutput) -> None:
+        super()._note(output)
+        step = output.output
+        if self._reader(step.index) is not None:
+            self._token_ids.setdefault(step.index, []).extend(step.token_ids)
+
+    def _reader(self, index: int) -> Reader | None:
+        if index not in self._readers:
+            self._readers[index] = self._new_reader()
+        return self._readers[index]
+
+    def _num_reasoning_tokens(self) -> int:
+        """Return the number of tokens up to the end of the reasoning, of all choices."""
+        count = 0
+        for index, reader in self._readers.items():
+            num_bytes = 0 if reader is None else reader.num_reasoning_bytes
+            for token_id in self._token_ids[index] if num_bytes else ():
+                if num_bytes <= 0:
+                    break
+                count += 1
+                if not self.tokenizer.is_special(token_id):
+                    num_bytes -= len(self.tokenizer.token_bytes(token_id))
+        return count
 
     def _reason(self, end: End, num_calls: int) -> str:
         """Return OpenAI's finish reason: "stop", not "tool_calls", if a request named its tool."""
@@ -304,13 +329,9 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
         return self.vllm_prompt_logprobs(0)
 
     def last(self, index: int, end: End) -> dict[str, Any]:
-        delta = {}
-        num_calls = 0
-        if self.request.may_call:
-            reader = self._reader(index)
-            num_calls = reader.num_calls
-            if rest := reader.finish():
-                delta["content"] = rest
+        reader = self._reader(index)
+        delta = {} if reader is None else _message(reader.finish())
+        num_calls = 0 if reader is None else reader.num_calls
         return {
             "index": index,
             "delta": delta,
@@ -325,26 +346,34 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
         if self.request.logprobs:
             logprobs = chat_logprobs(self.tokenizer, output.logprobs)
         message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
-        num_calls = 0
-        if self.request.may_call:
-            reader = CallReader(self._call_form)
-            content, calls = reader.feed(output.text)
-            message["content"] = content + reader.finish()
-            if calls:
-                num_calls = len(calls)
-                message["content"] = message["content"] or None
-                message["tool_calls"] = [
-                    {name: value for name, value in call.items() if name != "index"}
-                    for call in calls
-                ]
+        reader = self._reader(output.index)
+        if reader is not None:
+            found = _message([*reader.pieces(output.text), *reader.finish()])
+            message["content"] = None if found else ""
+            for call in found.get("tool_calls", ()):
+                del call["index"]
+            message |= found
         return {
             "index": output.index,
             "message": message,
             "logprobs": logprobs,
-            "finish_reason": self._reason(end, num_calls),
+            "finish_reason": self._reason(end, 0 if reader is None else reader.num_calls),
             "stop_reason": end.stop_reason,
             "seed": end.seed,
         }
+
+
+def _message(pieces: Iterable[Piece]) -> dict[str, Any]:
+    """Return the fields of a message, or of a change of one, that consists of some pieces."""
+    message: dict[str, Any] = {}
+    for piece in pieces:
+        if isinstance(piece, str):
+            message["content"] = message.get("content", "") + piece
+        elif isinstance(piece, Reasoning):
+            message["reasoning_content"] = message.get("reasoning_content", "") + piece.text
+        else:
+            message.setdefault("tool_calls", []).append(piece)
+    return message
 
 
 class TextAnswer(Answer[CompletionRequest]):

@@ -38,7 +38,6 @@ from specops.server.anthropic_messages import (
     error_body,
 )
 from specops.server.api_error import ApiError, server_error, shutting_down
-from specops.server.call_forms import CALL_FORMS
 from specops.server.chat import ChatFormat
 from specops.server.clients import Clients
 from specops.server.connections import bounded_protocol, connections_within_files
@@ -127,6 +126,7 @@ def make_app(
     max_unread_bytes: int = 64 << 20,
     metrics_apart: bool = False,
     tool_call_parser: str | None = None,
+    reasoning_parser: str = "auto",
     chat_template: str | Path | None = None,
     access: Access | None = None,
     sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
@@ -139,7 +139,7 @@ def make_app(
         client: connection to an engine that nothing else uses; it starts and stops with the
             application.
         tokenizer: tokenizer of the engine's model.
-        chat_format: converts chats to prompts; overrides the next two arguments about chats.
+        chat_format: converts chats to prompts; overrides the next three arguments about chats.
             By default it is made from them.
         api_keys: keys, one of which clients must send as bearer token to all routes below /v1; if
             empty, no key is needed. All requests with the same key belong to one client; without
@@ -149,8 +149,10 @@ def make_app(
         body_timeout: seconds within which a body must arrive.
         max_unread_bytes: bytes of output that may wait for one client to read them.
         metrics_apart: omit /metrics, since `serve` has another port for it.
-        tool_call_parser: syntax in which the model writes tool calls, a name of `CALL_FORMS`; by
+        tool_call_parser: format in which the model writes tool calls, of `CALL_PARSERS`; by
             default detected from its chat template.
+        reasoning_parser: format of the model's reasoning, of `REASONING_PARSERS`; "auto": detected
+            from its chat template; "none": reasoning is content.
         chat_template: path of a template to use instead of the model's, or a name of `_TEMPLATES`.
         access: allowed host names, web page origins and proxies; by default any host name, no
             other origin and no proxy.
@@ -165,7 +167,8 @@ def make_app(
     """
     if not all(key.strip() for key in api_keys):
         raise ValueError("api_keys must hold keys of at least one character, got an empty key")
-    chat_format = chat_format or _chat_format(client, tokenizer, tool_call_parser, chat_template)
+    parsers = {"tool_call_parser": tool_call_parser, "reasoning_parser": reasoning_parser}
+    chat_format = chat_format or _chat_format(client, tokenizer, chat_template, parsers)
     metrics = Metrics(client)
     num_clients = len(set(api_keys))
     dispatch = Dispatch(client, metrics, num_clients, max_unread_bytes=max_unread_bytes)
@@ -234,23 +237,20 @@ def _add_middleware(
 def _chat_format(
     client: EngineClient,
     tokenizer: Tokenizer,
-    tool_call_parser: str | None,
     chat_template: str | Path | None,
+    parsers: Mapping[str, Any],
 ) -> ChatFormat:
     """Load the chat template from the model's directory, or the one that `chat_template` names."""
-    if tool_call_parser not in (None, *CALL_FORMS):
-        names = ", ".join(CALL_FORMS)
-        raise ValueError(f"tool_call_parser must be one of {names}, got {tool_call_parser!r}")
-    call_form = None if tool_call_parser is None else CALL_FORMS[tool_call_parser]
     special = tokenizer.special_tokens
     if chat_template is None:
-        return ChatFormat.from_dir(client.capabilities.model_dir, special, call_form=call_form)
+        return ChatFormat.from_dir(client.capabilities.model_dir, special, **parsers)
     try:
         file = _TEMPLATES.get(str(chat_template), Path(chat_template))
         text = file.read_text(encoding="utf-8")
-        return ChatFormat(text, special, call_form=call_form)
+        chat_format = ChatFormat(text, special, **parsers)
     except (OSError, ValueError) as error:
         raise ValueError(f"chat_template {chat_template} cannot be used: {error}") from None
+    return chat_format
 
 
 def _add_own_routes(app: FastAPI, client: EngineClient, *, has_metrics: bool) -> None:

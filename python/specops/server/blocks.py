@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of APIs in which an answer is a list of blocks: texts and tool calls.
+"""Answers of APIs in which an answer is a list of blocks: reasoning, texts and tool calls.
 
 The engine generates the single choice of a chat. The complete answer and the stream are made from
 the same changes, so both have the same blocks.
@@ -13,6 +13,7 @@ from specops.api.messages import Output
 from specops.server.answers import ChatAnswer
 from specops.server.jobs import ChoiceOutput, JobFailed
 from specops.server.logprobs import chat_logprobs
+from specops.server.reasoning import Piece, Reasoning
 from specops.server.streaming import dumped
 
 
@@ -26,6 +27,14 @@ class TextBlock:
 
 
 @dataclass
+class ReasoningBlock:
+    """Reasoning before a text or a call; `is_cut` as for a text."""
+
+    text: str = ""
+    is_cut: bool = False
+
+
+@dataclass
 class CallBlock:
     """Tool call; `arguments` is JSON text."""
 
@@ -34,7 +43,8 @@ class CallBlock:
     arguments: str
 
 
-Block = TextBlock | CallBlock
+GrowingBlock = TextBlock | ReasoningBlock
+Block = GrowingBlock | CallBlock
 
 
 @dataclass
@@ -59,7 +69,7 @@ class BlockAnswer(ChatAnswer):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.blocks: list[Block] = []
-        self._is_open = False  # whether the last block is a text that may grow
+        self._is_open = False  # whether the last block may grow
 
     def begin(self) -> Iterator[bytes]:
         """Yield the events that begin a stream."""
@@ -117,8 +127,10 @@ class BlockAnswer(ChatAnswer):
         if self.request.logprobs:
             logprobs = chat_logprobs(self.tokenizer, step.logprobs)["content"]
         for piece in self._pieces(step):
-            if isinstance(piece, str):
-                yield from self._grow(piece, logprobs)
+            if isinstance(piece, Reasoning):
+                yield from self._grow(ReasoningBlock, piece.text, [])
+            elif isinstance(piece, str):
+                yield from self._grow(TextBlock, piece, logprobs)
                 logprobs = []
             else:
                 yield from self._close()
@@ -130,32 +142,37 @@ class BlockAnswer(ChatAnswer):
         if step.end is not None:
             yield from self._close(is_cut=step.end.finish_reason != "stop")
 
-    def _pieces(self, step: Output) -> Iterator[str | dict[str, Any]]:
-        """Yield the texts and calls that a step has made final."""
-        if not self.request.may_call:
+    def _pieces(self, step: Output) -> Iterator[Piece]:
+        """Yield the texts, reasoning and calls that a step has made final."""
+        reader = self._reader(0)
+        if reader is None:
             if step.text or step.logprobs:
                 yield step.text
             return
-        reader = self._reader(0)
         yield from reader.pieces(step.text)
-        if step.end is not None and (rest := reader.finish()):
-            yield rest
+        if step.end is not None:
+            yield from reader.finish()
 
-    def _grow(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[Change]:
+    def _grow(
+        self, kind: type[GrowingBlock], text: str, logprobs: list[dict[str, Any]]
+    ) -> Iterator[Change]:
+        if self._is_open and not isinstance(self.blocks[-1], kind):
+            yield from self._close()
         if not self._is_open:
-            self.blocks.append(TextBlock())
+            self.blocks.append(kind())
             self._is_open = True
             yield Change("begin", self.blocks[-1])
         block = self.blocks[-1]
-        assert isinstance(block, TextBlock)
+        assert not isinstance(block, CallBlock)
         block.text += text
-        block.logprobs += logprobs
+        if isinstance(block, TextBlock):
+            block.logprobs += logprobs
         yield Change("grow", block, text, logprobs)
 
     def _close(self, *, is_cut: bool = False) -> Iterator[Change]:
         if self._is_open:
             block = self.blocks[-1]
-            assert isinstance(block, TextBlock)
+            assert not isinstance(block, CallBlock)
             self._is_open = False
             block.is_cut = is_cut
             yield Change("end", block)

@@ -14,25 +14,31 @@ import jinja2.parser
 import jinja2.sandbox
 
 from specops.api.tokenizer import read_json_object
-from specops.server.call_forms import CALL_FORMS, CallForm, form_of_template
+from specops.server.call_reader import CallReader
+from specops.server.formats import CALL_PARSERS, forms_of
 from specops.server.json_text import dumps
+from specops.server.reasoning import Reader, TagReader
 
 
 class ChatFormat:
-    """Chat template of a model.
+    """Chat template of a model, and the formats of its answers.
 
     Args:
         template: Jinja source as in `transformers`; None if the model has no template.
         special_tokens: texts of special tokens by the names that templates use, such as
             "eos_token".
-        call_form: syntax in which the model writes tool calls; by default detected from the
-            template.
+        tool_template: template for chats with tools; by default `template`.
+        tool_call_parser: format in which the model writes tool calls, of `CALL_PARSERS`; by
+            default detected from the template.
+        reasoning_parser: format of the model's reasoning, of `REASONING_PARSERS`; "auto": detected
+            from the template.
 
     Attributes:
-        call_form: syntax of tool calls; None if the template has no known one.
+        call_form: format of tool calls; None if the template has no known one.
+        reasoning_form: format of reasoning; None if the model does not reason.
 
     Raises:
-        ValueError: the template is invalid.
+        ValueError: a template is invalid, or a parser is unknown.
     """
 
     def __init__(
@@ -40,11 +46,18 @@ class ChatFormat:
         template: str | None,
         special_tokens: Mapping[str, str] | None = None,
         *,
-        call_form: CallForm | None = None,
+        tool_template: str | None = None,
+        tool_call_parser: str | None = None,
+        reasoning_parser: str = "auto",
     ) -> None:
+        tool_template = template if tool_template is None else tool_template
         self._template = None if template is None else _compile(template)
-        self.call_form = call_form or form_of_template(template or "")
+        self._tool_template = None if tool_template is None else _compile(tool_template)
+        self.call_form, self.reasoning_form = forms_of(
+            tool_template or "", tool_call_parser, reasoning_parser
+        )
         self._variables = set() if template is None else _variables(template)
+        self._tool_variables = set() if tool_template is None else _variables(tool_template)
         self._special_tokens = dict(special_tokens or {})
 
     @classmethod
@@ -53,21 +66,63 @@ class ChatFormat:
         path: str | Path,
         special_tokens: Mapping[str, str],
         *,
-        call_form: CallForm | None = None,
+        tool_call_parser: str | None = None,
+        reasoning_parser: str = "auto",
     ) -> "ChatFormat":
-        """Load a model directory's chat_template.jinja, or else tokenizer_config.json's template.
+        """Load the templates of a model directory.
+
+        The files are chat_template.jinja and additional_chat_templates/*.jinja, tokenizer_config
+        and chat_template.json; the first of them with a template of a name counts. Of several
+        templates, "tool_use" is for chats with tools and "default" for others.
 
         Raises:
-            ValueError: a file or the template is invalid.
+            ValueError: a file or a template is invalid.
         """
         path = Path(path)
-        if (path / "chat_template.jinja").is_file():
-            text = (path / "chat_template.jinja").read_text(encoding="utf-8")
-            return cls(text, special_tokens, call_form=call_form)
-        template = read_json_object(path / "tokenizer_config.json").get("chat_template")
-        if isinstance(template, list):  # several named templates
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
-        return cls(template, special_tokens, call_form=call_form)
+        templates: dict[str, Any] = {}
+        for file in ("chat_template.json", "tokenizer_config.json"):
+            template = read_json_object(path / file).get("chat_template")
+            named = template if isinstance(template, list) else []  # several named templates
+            if template is not None and template is not named:
+                named = [{"name": "default", "template": template}]
+            try:
+                templates |= {str(one["name"]): str(one["template"]) for one in named}
+            except (TypeError, KeyError):
+                message = f"{path / file}: chat_template must hold names and templates"
+                raise ValueError(message) from None
+        files = {"default": path / "chat_template.jinja"}
+        files |= {file.stem: file for file in (path / "additional_chat_templates").glob("*.jinja")}
+        templates |= {
+            name: source.read_text(encoding="utf-8")
+            for name, source in files.items()
+            if source.is_file()
+        }
+        return cls(
+            templates.get("default"),
+            special_tokens,
+            tool_template=templates.get("tool_use"),
+            tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
+        )
+
+    def reader(self, prompt: str, schemas: Mapping[str, Mapping[str, Any]] | None) -> Reader | None:
+        """Return a parser of an answer; None if the answer is all content.
+
+        Args:
+            prompt: rendered prompt of the answer.
+            schemas: schemas of the arguments of the functions that the answer may call, by name;
+                None if it may call none.
+        """
+        form = None if schemas is None else self.call_form
+        if self.reasoning_form is not None:
+            begin = self.reasoning_form.begin(prompt)
+            return self.reasoning_form.reader(begin, form, schemas or {})
+        return None if form is None else TagReader(None, CallReader(form, schemas or {}))
+
+    def reasoning_prefix(self, prompt: str, *, calls: bool) -> str | None:
+        """Return a Lark grammar of what may precede a constrained answer; None for nothing."""
+        form = self.reasoning_form
+        return None if form is None else form.prefix(form.begin(prompt), calls=calls)
 
     @property
     def has_template(self) -> bool:
@@ -80,7 +135,7 @@ class ChatFormat:
         Raises:
             ValueError: it does not, or has tool calls in an unknown syntax.
         """
-        if "tools" not in self._variables:
+        if "tools" not in self._tool_variables:
             raise ValueError(
                 "tools are not supported: the model's chat template does not list them; choose "
                 "another with --chat-template"
@@ -88,7 +143,7 @@ class ChatFormat:
         if self.call_form is None:
             raise ValueError(
                 "tools are not supported: the syntax of tool calls in the model's chat template is "
-                f"unknown; set --tool-call-parser to one of {', '.join(CALL_FORMS)}"
+                f"unknown; set --tool-call-parser to one of {', '.join(CALL_PARSERS)}"
             )
 
     def require_reasoning_effort(self) -> None:
@@ -123,23 +178,26 @@ class ChatFormat:
             ValueError: the model has no chat template, the template reads no such variable, or it
                 refuses the messages.
         """
-        if self._template is None:
+        template = self._tool_template if tools else self._template
+        if template is None:
             raise ValueError("the model has no chat template; send a prompt to /v1/completions")
+        known = self._tool_variables if tools else self._variables
+        form = self.reasoning_form
         reserved = {
-            "messages": messages,
+            "messages": messages if form is None else [form.in_history({**m}) for m in messages],
             "add_generation_prompt": add_generation_prompt,
             "tools": tools or None,
             "documents": None,
             **self._special_tokens,
         }
         for name in variables or {}:
-            if name in reserved or name not in self._variables:
+            if name in reserved or name not in known:
                 raise ValueError(
                     "chat_template_kwargs must hold variables that the model's chat template "
                     f"reads and that a request may set, got {name!r}"
                 )
         try:
-            return self._template.render(**reserved, **(variables or {}))
+            return template.render(**reserved, **(variables or {}))
         except Exception as error:  # a template may raise any exception
             raise ValueError(f"the chat template refused the messages: {error}") from None
 
@@ -172,8 +230,15 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
 
-    def to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-        return dumps(value, indent=indent, **options)
+    def to_json(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        options = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+        return dumps(value, ensure_ascii=ensure_ascii, **options)
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)

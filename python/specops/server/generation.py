@@ -46,6 +46,7 @@ from specops.server.protocol import (
     CompletionRequest,
     parse,
 )
+from specops.server.reasoning import Reader
 from specops.server.sampling_defaults import with_defaults
 from specops.server.streaming import ClientGone, EventStream, until_gone
 from specops.server.structured import refusal
@@ -101,7 +102,7 @@ class Generation:
         self._dispatch = dispatch
         self._tokenizer = tokenizer
         self._chat_format = chat_format
-        # Without a known syntax of calls, use HERMES; require_tools refuses requests with tools
+        # Without a known format of calls, use HERMES; require_tools refuses requests with tools
         # later.
         self._call_form = chat_format.call_form or HERMES
         self._submitting = ClientPermits(_SUBMITTED)
@@ -168,7 +169,9 @@ class Generation:
         self.check_model(request.model)
         self._check_lengths(request)
         params = await self._with_prediction(await self._sampling_params(http, request))
-        prompts = await self._tokenize(request)
+        texts = self._prompts(request)
+        params = self._after_reasoning(request, texts[0], params)
+        prompts = await self._encode(request, texts)
         check_prompt_logprobs(prompts, params)
         if http.state.is_gone():  # stop before the engine works for it
             raise ClientDisconnect
@@ -190,7 +193,7 @@ class Generation:
             self._tokenizer,
             self._capabilities.model_name,
             self._fingerprint,
-            self._call_form,
+            partial(self._reader, request, texts[0]),
         )
         http.state.record.answer = answer
         try:
@@ -217,7 +220,7 @@ class Generation:
             chat = as_chat(body)
             self.check_model(chat.model)
             chat.output_format(self._call_form)  # refuses what generation would refuse
-            return len((await self._tokenize(chat))[0])
+            return len((await self._encode(chat, self._prompts(chat)))[0])
         except ApiError as error:
             raise error.under_names(body_type.chat_names) from None
 
@@ -382,9 +385,27 @@ class Generation:
         ids = encode() if len(text) < _SHORT_TEXT else await asyncio.to_thread(encode)
         return replace(params, prediction=tuple(ids))
 
-    async def _tokenize(
-        self, request: CompletionRequest | ChatCompletionRequest
-    ) -> list[list[int]]:
+    def _reader(self, request: Any, prompt: Any) -> Reader | None:
+        """Return a new parser of the answer to a request; None if the answer is all content."""
+        if not isinstance(request, ChatCompletionRequest):
+            return None
+        return self._chat_format.reader(prompt, request.schemas)
+
+    def _after_reasoning(self, request: Any, prompt: Any, params: SamplingParams) -> SamplingParams:
+        """Return parameters whose constraint applies to the text after the reasoning of a chat.
+
+        With a limit of the thinking, the engine applies the constraint after it.
+        """
+        form = params.structured_output
+        if form is None or params.thinks or not isinstance(request, ChatCompletionRequest):
+            return params
+        prefix = self._chat_format.reasoning_prefix(prompt, calls=request.may_call)
+        if prefix is None:
+            return params
+        return replace(params, structured_output=replace(form, prefix=prefix))
+
+    def _prompts(self, request: CompletionRequest | ChatCompletionRequest) -> list[str | list[int]]:
+        """Return the prompts of a request, each a text or a list of token ids."""
         if isinstance(request, ChatCompletionRequest):
             try:
                 if request.uses_tools:
@@ -398,15 +419,19 @@ class Generation:
                 )
             except ValueError as error:
                 raise bad_value(error, ChatCompletionRequest, "messages") from None
-            prompts: list[str | list[int]] = [text]
-        elif request.suffix is not None:
-            try:
-                prompts = [infill_prompt(self._tokenizer, request.prompt, request.suffix)]
-            except ValueError as error:
-                code = "unsupported_parameter"
-                raise ApiError(400, str(error), param="suffix", code=code) from None
-        else:
-            prompts = request.prompts()
+            return [text]
+        if request.suffix is None:
+            return request.prompts()
+        try:
+            return [infill_prompt(self._tokenizer, request.prompt, request.suffix)]
+        except ValueError as error:
+            code = "unsupported_parameter"
+            raise ApiError(400, str(error), param="suffix", code=code) from None
+
+    async def _encode(
+        self, request: CompletionRequest | ChatCompletionRequest, prompts: list[str | list[int]]
+    ) -> list[list[int]]:
+        """Return the token ids of the prompts of a request."""
         for prompt in prompts:
             if isinstance(prompt, str) and len(prompt) > self._max_characters:
                 raise too_long(

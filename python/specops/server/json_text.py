@@ -78,9 +78,9 @@ def loads(text: str) -> Any:
     return value
 
 
-def dumps(value: Any, **options: Any) -> str:
+def dumps(value: Any, *, ensure_ascii: bool = False, **options: Any) -> str:
     """Return the JSON text of a value that may hold `Number`s."""
-    text = json.dumps(value, ensure_ascii=False, default=_marked, **options)
+    text = json.dumps(value, ensure_ascii=ensure_ascii, default=_marked, **options)
     return _MARKED.sub(r"\1", text) if _MARK in text else text
 
 
@@ -141,6 +141,31 @@ def members_of(text: str) -> dict[str, str]:
         if text[_space(text, at) :] == "}":
             return members
         at = _after(text, at, ",")
+
+
+def is_json(text: str, max_depth: int = MAX_ARGUMENTS_DEPTH) -> bool:
+    """Return whether a text is valid JSON of at most `max_depth` levels."""
+    try:
+        require_shallow(_DECODER.decode(text), max_depth)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def end_of_value(text: str, at: int) -> int | None:
+    """Return the end of the JSON value that begins at `at`; None if the text ends within it.
+
+    Raises:
+        ValueError: the value is not valid, or nested too deeply for Python's json.
+    """
+    try:
+        return _DECODER.raw_decode(text, _space(text, at))[1]
+    except json.JSONDecodeError as error:
+        if error.msg.startswith("Unterminated string") or not text[error.pos :].strip():
+            return None
+        raise
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def _space(text: str, at: int) -> int:

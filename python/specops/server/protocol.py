@@ -27,7 +27,14 @@ from specops.server.json_text import MAX_DEPTH, refuse_constant, require_shallow
 from specops.server.outline import without_long_lists
 from specops.server.strict import Strict
 from specops.server.structured import ResponseFormat, StructuredOutputs, output_format
-from specops.server.tools import Tool, ToolCall, ToolChoice, calls_format, check_tools
+from specops.server.tools import (
+    Tool,
+    ToolCall,
+    ToolChoice,
+    calls_format,
+    check_tools,
+    schema_of,
+)
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
@@ -219,7 +226,7 @@ class _Request(Sampling):
         """Return the request's parameters in the engine's form.
 
         Args:
-            call_form: the syntax in which the model writes tool calls.
+            call_form: the format in which the model writes tool calls.
             cache_scope: the client's, as returned by `Clients.cache_scope`.
 
         Raises:
@@ -425,24 +432,33 @@ class Message(Strict):
 
 
 class AssistantMessage(Strict):
-    """Message of the assistant: text, tool calls, or both."""
+    """Message of the assistant: reasoning, text and tool calls, of which some may be absent."""
 
     role: Literal["assistant"]
     content: str | list[TextPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] = Field([], fail_fast=True)
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # another name of reasoning_content
 
     def for_template(self) -> dict[str, Any]:
         """Return the message in the form that chat templates expect.
 
         Raises:
-            ValueError: it has neither content nor calls, or a call's arguments are no JSON object.
+            ValueError: it has neither content nor calls nor reasoning, its reasoning differs under
+                its two names, or a call's arguments are no JSON object.
         """
-        if self.content is None and not self.tool_calls:
+        reasonings = {self.reasoning_content, self.reasoning} - {None}
+        if len(reasonings) > 1:
+            raise ValueError("messages: reasoning must be absent or equal to reasoning_content")
+        if self.content is None and not self.tool_calls and not reasonings:
             raise ValueError(
-                "messages: an assistant message must have content or tool_calls, got neither"
+                "messages: an assistant message must have content, tool_calls or "
+                "reasoning_content, got none"
             )
         message: dict[str, Any] = {"role": self.role, "content": _joined(self.content or "")}
+        if reasonings:
+            (message["reasoning_content"],) = reasonings
         if self.name is not None:
             message["name"] = self.name
         if self.tool_calls:
@@ -507,6 +523,12 @@ class ChatCompletionRequest(_Request):
     def may_call(self) -> bool:
         """True if the answer may call tools."""
         return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def schemas(self) -> dict[str, dict[str, Any]] | None:
+        """Schemas of the functions' arguments by name; None if the answer may not call tools."""
+        functions = [tool.function for tool in self.tools]
+        return {one.name: schema_of(one) for one in functions} if self.may_call else None
 
     def output_format(self, call_form: CallForm) -> StructuredOutput | None:
         """Return the required format of the output, including the format of tool calls."""

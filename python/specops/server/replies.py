@@ -92,6 +92,7 @@ class PromptDetails(Strict):
 
 
 class CompletionDetails(Strict):
+    reasoning_tokens: int
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
@@ -196,11 +197,12 @@ class Call(Strict):
 
 
 class ChatMessage(Strict):
-    """Message of the assistant: text, tool calls, or both."""
+    """Message of the assistant: reasoning, text and tool calls, of which some may be absent."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: str | None = None
     tool_calls: list[Call] | None = None
 
 
@@ -272,6 +274,21 @@ class OutputMessage(Strict):
     content: list[OutputText]
 
 
+class ReasoningText(Strict):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputReasoning(Strict):
+    """Reasoning of the model; there is no summary of it."""
+
+    type: Literal["reasoning"]
+    id: str
+    status: Literal["completed", "incomplete"]
+    summary: list[Any]
+    content: list[ReasoningText]
+
+
 class OutputCall(Strict):
     """A call of a function."""
 
@@ -316,7 +333,7 @@ class ResponsesReply(Strict):
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage | OutputCall]
+    output: list[OutputReasoning | OutputMessage | OutputCall]
     parallel_tool_calls: bool
     previous_response_id: str | None
     reasoning: dict[str, str | None]
@@ -354,6 +371,14 @@ class ListedMessage(_InputItem):
     content: list[InputText | OutputText]
 
 
+class ListedReasoning(_InputItem):
+    """Reasoning in a request's input, sent back from an earlier answer."""
+
+    type: Literal["reasoning"]
+    summary: list[Any]
+    content: list[ReasoningText]
+
+
 class ListedCall(_InputItem):
     """Function call in a request's input, sent back from an earlier answer."""
 
@@ -375,7 +400,7 @@ class InputItems(Strict):
     """Page of the input items of a response's request."""
 
     object: Literal["list"]
-    data: list[ListedMessage | ListedCall | ListedOutput]
+    data: list[ListedMessage | ListedReasoning | ListedCall | ListedOutput]
     first_id: str | None
     last_id: str | None
     has_more: bool
@@ -395,6 +420,14 @@ class DeletedResponse(Strict):
 class MessageText(Strict):
     type: Literal["text"]
     text: str
+
+
+class MessageThinking(Strict):
+    """Reasoning of the model; the signature is a constant."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
 
 
 class MessageToolUse(Strict):
@@ -422,7 +455,7 @@ class MessageReply(Strict):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[MessageText | MessageToolUse]
+    content: list[MessageText | MessageThinking | MessageToolUse]
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "refusal"]
     stop_sequence: str | None
     usage: MessageUsage

@@ -14,11 +14,11 @@ from specops.server.strict import Strict
 _SCHEMA = re.compile(r"^(structured_output: (?:\w+ needs )?)json_schema")
 
 
-# Pattern of llguidance's error for a schema of a tool: line, reason, and nearby lines.
+# Pattern of llguidance's error for a schema of a tool: line, reason, nearby lines, and the line,
+# which ends with the tool's name and the mark ^.
 _OF_A_TOOL = re.compile(
-    r"at (?P<line>\d+)\(\d+\): failed to compile JSON schema: (?P<why>.*?)\s+\d+ \| .*"
-    r'call(?P<tool>\d+): "\{\\"name\\": \\"(?P<name>[\w.-]+)\\".*'
-    r"\s(?P=line) \| arguments(?P=tool): %json",
+    r"at \d+\(\d+\): failed to compile JSON schema: (?P<why>.*?)\s+\d+ \| .*"
+    r"// tool (?P<name>[\w.-]+)\s+\^",
     re.DOTALL,
 )
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tools of a chat: the tools that a client offers, and the grammar of calls.
 
-The output is constrained to the model's own syntax of calls (`call_forms.py`), so every call can be
+The output is constrained to the model's own format of calls (`call_forms.py`), so every call can be
 parsed, and its arguments match the tool's schema.
 """
 
-import json
 import re
 from typing import Any, Literal
 
@@ -14,7 +13,7 @@ from pydantic import Field
 from specops.api.structured import StructuredOutput
 from specops.server.api_error import ApiError
 from specops.server.call_forms import HERMES, CallForm
-from specops.server.json_text import loads
+from specops.server.json_text import dumps, loads
 from specops.server.strict import Strict
 from specops.server.structured import refusal
 
@@ -68,6 +67,13 @@ class ToolsAllowed(Strict):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool | ToolsAllowed
 
 
+class Arguments(dict[str, Any]):
+    """Arguments of a call in a chat template, which may also add them to a text, as JSON."""
+
+    def __radd__(self, text: str) -> str:
+        return text + dumps(self)
+
+
 class CalledFunction(Strict):
     """Function that an assistant has called."""
 
@@ -100,7 +106,7 @@ class ToolCall(Strict):
                 "messages: arguments of a tool call must be a JSON object, "
                 f"got {self.function.arguments}"
             )
-        function = {"name": self.function.name, "arguments": arguments}
+        function = {"name": self.function.name, "arguments": Arguments(arguments)}
         return {"id": self.id, "type": self.type, "function": function}
 
 
@@ -148,7 +154,7 @@ def calls_format(
         tools: the offered tools.
         choice: whether to call tools, and which ones; None means "auto".
         parallel: whether the output may have several calls.
-        form: syntax in which the model writes calls.
+        form: format in which the model writes calls.
 
     Raises:
         ApiError: a schema is too large.
@@ -156,23 +162,23 @@ def calls_format(
     if not tools or choice == "none":
         return None
     chosen = _chosen(choice)
-    offered = [tool.function for tool in tools if chosen is None or tool.function.name in chosen]
+    offered = {
+        tool.function.name: schema_of(tool.function)
+        for tool in tools
+        if chosen is None or tool.function.name in chosen
+    }
     mode = choice.allowed_tools.mode if isinstance(choice, ToolsAllowed) else choice
     must = mode not in (None, "auto")
     several = parallel and not isinstance(choice, NamedTool)
-    rules = ["%llguidance {}", *form.rules(must=must, several=several)]
-    rules.append(f"call: {' | '.join(f'call{i}' for i in range(len(offered)))}")
-    for index, function in enumerate(offered):
-        name = json.dumps(f'{{"name": "{function.name}", "{form.arguments}": ')
-        rules.append(f'call{index}: {name} arguments{index} "}}"')
-        rules.append(f"arguments{index}: %json {json.dumps(_schema(function))}")
     try:
-        return StructuredOutput(grammar="\n".join(rules))
+        grammar = form.grammar(offered, must=must, several=several)
+        return StructuredOutput(grammar=grammar)
     except ValueError as error:
         raise refusal(error, "tools") from None
 
 
-def _schema(function: Function) -> dict[str, Any]:
+def schema_of(function: Function) -> dict[str, Any]:
+    """Return the schema of a function's arguments."""
     if function.parameters is not None:
         return function.parameters
     return {"type": "object", "properties": {}, "additionalProperties": False}

@@ -9,7 +9,11 @@ from specops.server.jobs import Span
 
 
 def usage(
-    prompt_tokens: int, completion_tokens: int, cached_tokens: int, stats: SpeculativeStats
+    prompt_tokens: int,
+    completion_tokens: int,
+    cached_tokens: int,
+    reasoning_tokens: int,
+    stats: SpeculativeStats,
 ) -> dict[str, Any]:
     """Return the usage object; OpenAI's prediction fields count accepted and rejected drafts."""
     return {
@@ -18,6 +22,7 @@ def usage(
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
         "completion_tokens_details": {
+            "reasoning_tokens": reasoning_tokens,
             "accepted_prediction_tokens": stats.num_accepted_tokens,
             "rejected_prediction_tokens": stats.num_draft_tokens - stats.num_accepted_tokens,
         },

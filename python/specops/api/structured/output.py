@@ -44,6 +44,8 @@ class StructuredOutput:
             tokens, False any amount. None: the engine's `json_whitespace` applies.
         whitespace_pattern: alternatively, a regular expression for the white space allowed between
             two tokens.
+        prefix: a grammar in llguidance's dialect of Lark; a text of it precedes the constrained
+            text, such as the model's reasoning.
 
     Raises:
         ValueError: none or several are set, or one is of the wrong type, too large or too deep.
@@ -56,6 +58,7 @@ class StructuredOutput:
     structural_tag: Mapping[str, Any] | str | None = None
     disable_any_whitespace: bool | None = None
     whitespace_pattern: str | None = None
+    prefix: str | None = None
 
     def __post_init__(self) -> None:
         present = [name for name in _KINDS if getattr(self, name) is not None]
@@ -65,6 +68,8 @@ class StructuredOutput:
                 f"{' and '.join(present) or 'none of them'}"
             )
         self._check_whitespace()
+        if self.prefix is not None:
+            _check_text("prefix", self.prefix, MAX_TEXT)
         if self.json_schema is not None:
             object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
         elif self.choice is not None:
@@ -75,7 +80,7 @@ class StructuredOutput:
             name, most = ("regex", MAX_REGEX) if self.regex is not None else ("grammar", MAX_TEXT)
             _check_text(name, getattr(self, name), most)
         try:
-            "".join(self.choice or (getattr(self, self.kind),)).encode()
+            "".join([*(self.choice or (getattr(self, self.kind),)), self.prefix or ""]).encode()
         except UnicodeEncodeError:
             message = f"structured_output: {self.kind} must be valid Unicode, got a lone surrogate"
             raise ValueError(message) from None

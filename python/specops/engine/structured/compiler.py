@@ -10,9 +10,9 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from specops.api.structured import StructuredOutput
@@ -195,8 +195,6 @@ def _source(constraint: StructuredOutput, whitespace: str) -> str:
     Raises:
         ValueError: the constraint is not valid, or llguidance would misinterpret it.
     """
-    from llguidance import LLMatcher
-
     if constraint.whitespace_pattern is not None:
         options = {"whitespace_pattern": constraint.whitespace_pattern}
     elif constraint.disable_any_whitespace is not None:
@@ -204,21 +202,40 @@ def _source(constraint: StructuredOutput, whitespace: str) -> str:
     else:
         options = WHITESPACE[whitespace]
     try:
-        if isinstance(constraint.json_schema, str):
-            schema = with_options(json.loads(constraint.json_schema), options)
-            return LLMatcher.grammar_from_json_schema(json.dumps(schema, ensure_ascii=False))
-        if isinstance(constraint.structural_tag, str):
-            tags, named = grammar_of_tags(json.loads(constraint.structural_tag))
-            grammars = [{"lark_grammar": lark_with_options(tags, options)}]
-            for name, text in named.items():
-                lark = lark_with_options(_lark(text), options)
-                grammars.append({"name": name, "lark_grammar": lark})
-            return json.dumps({"grammars": grammars}, ensure_ascii=False)
-        if constraint.grammar is not None:
-            lark = lark_with_options(_lark(constraint.grammar), options)
-            return LLMatcher.grammar_from_lark(lark)
+        source = _constrained(constraint, options)
+        if constraint.prefix is None:
+            return source
+        prefix = lark_with_options(_lark(constraint.prefix), options)
     except ValueError as error:
         raise _refused(constraint, str(error)) from None
+    is_lark = constraint.grammar is not None
+    first, *named = [{"lark_grammar": source}] if is_lark else json.loads(source)["grammars"]
+    grammars = [
+        {"lark_grammar": "%llguidance {}\nstart: @prefix @constrained"},
+        {"name": "prefix", "lark_grammar": prefix},
+        {**first, "name": "constrained"},
+        *named,
+    ]
+    return json.dumps({"grammars": grammars}, ensure_ascii=False)
+
+
+def _constrained(constraint: StructuredOutput, options: Mapping[str, Any]) -> str:
+    """Return the grammar of the constrained text, without `prefix`, in the same form."""
+    from llguidance import LLMatcher
+
+    if isinstance(constraint.json_schema, str):
+        schema = with_options(json.loads(constraint.json_schema), options)
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema, ensure_ascii=False))
+    if isinstance(constraint.structural_tag, str):
+        tags, named = grammar_of_tags(json.loads(constraint.structural_tag))
+        grammars = [{"lark_grammar": lark_with_options(tags, options)}]
+        for name, text in named.items():
+            lark = lark_with_options(_lark(text), options)
+            grammars.append({"name": name, "lark_grammar": lark})
+        return json.dumps({"grammars": grammars}, ensure_ascii=False)
+    if constraint.grammar is not None:
+        lark = lark_with_options(_lark(constraint.grammar), options)
+        return LLMatcher.grammar_from_lark(lark)
     if constraint.regex is not None:
         return LLMatcher.grammar_from_regex(constraint.regex)
     assert constraint.choice is not None

@@ -7,15 +7,19 @@ from typing import Any
 from specops.server.anthropic_messages.errors import error_body
 from specops.server.anthropic_messages.request import MessagesRequest
 from specops.server.api_error import ApiError
-from specops.server.blocks import Block, BlockAnswer, CallBlock, Change, TextBlock
+from specops.server.blocks import Block, BlockAnswer, CallBlock, Change, ReasoningBlock, TextBlock
 from specops.server.json_text import with_short_integers
 from specops.server.streaming import dumped, event, with_members
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
+# Clients send the signature back with the thinking. It is not checked, but some drop an empty one.
+_SIGNATURE = "unsigned"
+
+
 class MessagesAnswer(BlockAnswer):
-    """Answer in the form of an Anthropic message: text blocks and tool_use blocks.
+    """Answer in the form of an Anthropic message: thinking, text and tool_use blocks.
 
     Args:
         body: the request's body.
@@ -37,17 +41,24 @@ class MessagesAnswer(BlockAnswer):
     def change(self, index: int, change: Change) -> Iterator[bytes]:
         """Yield the events of a change of a block."""
         block = change.block
+        delta: dict[str, Any]
         if change.kind == "grow":
             delta = {"type": "text_delta", "text": change.text}
+            if isinstance(block, ReasoningBlock):
+                delta = {"type": "thinking_delta", "thinking": change.text}
             yield _event("content_block_delta", index=index, delta=delta)
         elif change.kind == "begin":
             begun: dict[str, Any] = {"type": "text", "text": ""}
-            if not isinstance(block, TextBlock):
+            if isinstance(block, ReasoningBlock):
+                begun = {"type": "thinking", "thinking": "", "signature": ""}
+            elif isinstance(block, CallBlock):
                 begun = {**_tool_use(block), "input": {}}
             yield _event("content_block_start", index=index, content_block=begun)
         else:
             if not isinstance(block, TextBlock):
-                delta = {"type": "input_json_delta", "partial_json": block.arguments}
+                delta = {"type": "signature_delta", "signature": _SIGNATURE}
+                if isinstance(block, CallBlock):
+                    delta = {"type": "input_json_delta", "partial_json": block.arguments}
                 yield _event("content_block_delta", index=index, delta=delta)
             yield _event("content_block_stop", index=index)
 
@@ -111,6 +122,8 @@ def _content(block: Block) -> bytes:
     """Return a block of a complete message in JSON."""
     if isinstance(block, TextBlock):
         return dumped({"type": "text", "text": block.text})
+    if isinstance(block, ReasoningBlock):
+        return dumped({"type": "thinking", "thinking": block.text, "signature": _SIGNATURE})
     called = with_short_integers(block.arguments).encode()
     return with_members(dumped(_tool_use(block)), {"input": called})
 

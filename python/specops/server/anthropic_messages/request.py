@@ -62,6 +62,14 @@ class Text(_Block):
     citations: None = None
 
 
+class ThinkingBlock(Strict):
+    """Reasoning of an earlier answer; its signature is not checked."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
 class ToolUse(_Block):
     """Tool call of an earlier answer."""
 
@@ -80,7 +88,7 @@ class ToolResult(_Block):
     is_error: bool | None = None
 
 
-Content = Annotated[Text | ToolUse | ToolResult, Field(discriminator="type")]
+Content = Annotated[Text | ThinkingBlock | ToolUse | ToolResult, Field(discriminator="type")]
 
 
 class AnthropicMessage(Strict):
@@ -249,9 +257,12 @@ def _messages(message: AnthropicMessage) -> Iterator[AnyMessage]:
     blocks = [Text(type="text", text=content)] if isinstance(content, str) else content
     texts: list[Text] = []
     calls: list[ToolCall] = []
+    thoughts: list[str] = []
     for block in blocks:
         if isinstance(block, Text):
             texts.append(block)
+        elif isinstance(block, ThinkingBlock) and not is_user:
+            thoughts.append(block.thinking)
         elif isinstance(block, ToolUse) and not is_user:
             arguments = json.dumps(block.input, ensure_ascii=False)
             function = CalledFunction(name=block.name, arguments=arguments)
@@ -262,9 +273,9 @@ def _messages(message: AnthropicMessage) -> Iterator[AnyMessage]:
         else:
             raise ApiError(
                 400,
-                "messages must have tool_use blocks only in assistant messages, and tool_result "
-                f"blocks only in user messages before any text, got {block.type} in a message of "
-                f"the {message.role}{' after text' if texts else ''}",
+                "messages must have thinking and tool_use blocks only in assistant messages, and "
+                "tool_result blocks only in user messages before any text, got "
+                f"{block.type} in a message of the {message.role}{' after text' if texts else ''}",
                 param="messages",
                 code="invalid_value",
             )
@@ -272,7 +283,10 @@ def _messages(message: AnthropicMessage) -> Iterator[AnyMessage]:
         yield Message(role="user", content=_text(texts))
     elif not is_user:
         text = _text(texts) if texts else None
-        yield AssistantMessage(role="assistant", content=text, tool_calls=calls)
+        reasoning = "\n\n".join(thoughts) if thoughts else None
+        yield AssistantMessage(
+            role="assistant", content=text, tool_calls=calls, reasoning_content=reasoning
+        )
 
 
 def _tool(tool: AnthropicTool) -> Tool:

@@ -11,9 +11,8 @@ from specops.server.api_error import ApiError
 from specops.server.openai_responses.answer import ResponsesAnswer
 from specops.server.openai_responses.conversations import Conversations, StoredResponse
 from specops.server.openai_responses.request import (
-    FunctionCall,
-    InputMessage,
     ResponsesRequest,
+    SentBack,
     messages_of,
 )
 from specops.server.openai_responses.retrieval import (
@@ -54,7 +53,7 @@ class Responses:
             )
         messages = body.messages(stored.messages if stored else ())
 
-        def store(response: dict[str, Any], output: list[InputMessage | FunctionCall]) -> None:
+        def store(response: dict[str, Any], output: list[SentBack]) -> None:
             items = [*listed(body.items, response["id"])]
             conversation = [*messages, *messages_of(output)]
             self._conversations.store(client, response, items, conversation)

@@ -5,13 +5,28 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from specops.server.api_error import ApiError
-from specops.server.blocks import Block, BlockAnswer, Change, TextBlock
-from specops.server.openai_responses.request import FunctionCall, InputMessage, ResponsesRequest
+from specops.server.blocks import (
+    Block,
+    BlockAnswer,
+    CallBlock,
+    Change,
+    GrowingBlock,
+    ReasoningBlock,
+    TextBlock,
+)
+from specops.server.openai_responses.request import (
+    FunctionCall,
+    InputMessage,
+    ReasoningItem,
+    ReasoningPart,
+    ResponsesRequest,
+    SentBack,
+)
 from specops.server.streaming import event
 
 
 class ResponsesAnswer(BlockAnswer):
-    """Answer in the form of a response: one item per text and one per function call.
+    """Answer in the form of a response: an item for each reasoning, text and function call.
 
     Args:
         body: the request's body.
@@ -24,10 +39,16 @@ class ResponsesAnswer(BlockAnswer):
     def __init__(
         self,
         body: ResponsesRequest,
-        store: Callable[[dict[str, Any], list[InputMessage | FunctionCall]], None],
+        store: Callable[[dict[str, Any], list[SentBack]], None],
         *args: Any,
     ) -> None:
         super().__init__(*args)
+        if self.request.logprobs and self._reader(0) is not None:
+            message = (
+                "include must not hold logprobs if the model reasons: they apply to text only; "
+                "use /v1/chat/completions"
+            )
+            raise ApiError(400, message, param="include", code="invalid_value")
         self._body = body
         self._store = store
         self._num_events = 0
@@ -43,29 +64,33 @@ class ResponsesAnswer(BlockAnswer):
         block, kind = change.block, change.kind
         place = {"item_id": self._item_id(index, block), "output_index": index}
         part = {**place, "content_index": 0}
+        name = f"response.{'output' if isinstance(block, TextBlock) else 'reasoning'}_text"
         if kind == "grow":
-            grown = {"delta": change.text, "logprobs": change.logprobs}
-            yield self._event("response.output_text.delta", **part, **grown)
+            grown: dict[str, Any] = {"delta": change.text}
+            if isinstance(block, TextBlock):
+                grown["logprobs"] = change.logprobs
+            yield self._event(f"{name}.delta", **part, **grown)
             return
-        is_text = isinstance(block, TextBlock)
         is_begun = kind == "begin"
         item = self._item(index, block, is_begun=is_begun)
         members = {"output_index": index, "item": item}
         if is_begun:
             yield self._event("response.output_item.added", **members)
-            if is_text:
-                text = _part(TextBlock())
-                yield self._event("response.content_part.added", **part, part=text)
+            if not isinstance(block, CallBlock):
+                empty = _part(type(block)())
+                yield self._event("response.content_part.added", **part, part=empty)
             return
-        if isinstance(block, TextBlock):
-            done = {"text": block.text, "logprobs": block.logprobs}
-            yield self._event("response.output_text.done", **part, **done)
-            yield self._event("response.content_part.done", **part, part=_part(block))
-        else:
+        if isinstance(block, CallBlock):
             name = "response.function_call_arguments"
             yield self._event(f"{name}.delta", **place, delta=block.arguments)
-            done = {"name": block.name, "arguments": block.arguments}
+            done: dict[str, Any] = {"name": block.name, "arguments": block.arguments}
             yield self._event(f"{name}.done", **place, **done)
+        else:
+            done = {"text": block.text}
+            if isinstance(block, TextBlock):
+                done["logprobs"] = block.logprobs
+            yield self._event(f"{name}.done", **part, **done)
+            yield self._event("response.content_part.done", **part, part=_part(block))
         yield self._event("response.output_item.done", **members)
 
     def finish(self, end: str) -> Iterator[bytes]:
@@ -93,11 +118,12 @@ class ResponsesAnswer(BlockAnswer):
         totals = self._totals()
         counts = totals.pop("usage")
         cached = counts["prompt_tokens_details"]["cached_tokens"]
+        reasoning = counts["completion_tokens_details"]["reasoning_tokens"]
         usage = {
             "input_tokens": counts["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": counts["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": reasoning},
             "total_tokens": counts["total_tokens"],
         }
         extras = {"seed": self.ends[0].seed, **totals}
@@ -147,31 +173,38 @@ class ResponsesAnswer(BlockAnswer):
         return event({"type": name, "sequence_number": self._num_events - 1, **members}, name)
 
     def _item_id(self, index: int, block: Block) -> str:
-        kind = "msg" if isinstance(block, TextBlock) else "fc"
+        kind = {TextBlock: "msg", ReasoningBlock: "rs", CallBlock: "fc"}[type(block)]
         return f"{kind}_{self.frame['id'].removeprefix(self.id_prefix)}_{index}"
 
     def _item(self, index: int, block: Block, *, is_begun: bool = False) -> dict[str, Any]:
         """Return an item, without its text or arguments if it has only begun."""
         status = "in_progress" if is_begun else "completed"
         item = {"id": self._item_id(index, block), "status": status}
-        if isinstance(block, TextBlock):
+        if not isinstance(block, CallBlock):
             content = [] if is_begun else [_part(block)]
             item["status"] = "incomplete" if block.is_cut else status
+            if isinstance(block, ReasoningBlock):
+                return {**item, "type": "reasoning", "summary": [], "content": content}
             return {**item, "type": "message", "role": "assistant", "content": content}
         arguments = "" if is_begun else block.arguments
         call = {"call_id": block.id, "name": block.name, "arguments": arguments}
         return {**item, "type": "function_call", **call}
 
 
-def _part(block: TextBlock) -> dict[str, Any]:
+def _part(block: GrowingBlock) -> dict[str, Any]:
+    if isinstance(block, ReasoningBlock):
+        return {"type": "reasoning_text", "text": block.text}
     text = {"type": "output_text", "text": block.text, "annotations": []}
     return {**text, "logprobs": block.logprobs}
 
 
-def _sent_back(block: Block) -> InputMessage | FunctionCall:
+def _sent_back(block: Block) -> SentBack:
     """Return a block as an input item of the next request."""
     if isinstance(block, TextBlock):
         return InputMessage(type="message", role="assistant", content=block.text)
+    if isinstance(block, ReasoningBlock):
+        part = ReasoningPart(type="reasoning_text", text=block.text)
+        return ReasoningItem(type="reasoning", content=[part], summary=[])
     return FunctionCall(
         type="function_call", call_id=block.id, name=block.name, arguments=block.arguments
     )

@@ -71,6 +71,24 @@ class InputMessage(Strict):
     status: Status | None = None
 
 
+class ReasoningPart(Strict):
+    """Text of reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(Strict):
+    """Reasoning of an earlier answer; answers have neither summaries nor encrypted content."""
+
+    type: Literal["reasoning"]
+    content: list[ReasoningPart] = Field([], fail_fast=True)
+    summary: list[Any] = Field([], max_length=0)
+    encrypted_content: None = None
+    id: str | None = None
+    status: Status | None = None
+
+
 class FunctionCall(Strict):
     """Function call of an earlier answer."""
 
@@ -92,7 +110,10 @@ class FunctionCallOutput(Strict):
     status: Status | None = None
 
 
-Item = Annotated[InputMessage | FunctionCall | FunctionCallOutput, Field(discriminator="type")]
+SentBack = InputMessage | ReasoningItem | FunctionCall  # items of an answer
+Item = Annotated[
+    InputMessage | ReasoningItem | FunctionCall | FunctionCallOutput, Field(discriminator="type")
+]
 
 
 class FunctionTool(Strict):
@@ -295,21 +316,28 @@ def _choice(choice: FunctionChoice) -> ToolChoice:
 
 
 def messages_of(items: Iterable[Item]) -> Iterator[AnyMessage]:
-    """Yield items as chat messages; consecutive texts and calls of the assistant become one."""
+    """Yield items as chat messages; consecutive items of the assistant become one."""
     texts: list[TextPart] = []
     calls: list[ToolCall] = []
+    thoughts: list[str] = []
 
     def assistant() -> Iterator[AnyMessage]:
-        if texts or calls:
-            content = [*texts] if texts else None
-            yield AssistantMessage(role="assistant", content=content, tool_calls=[*calls])
-        texts.clear()
-        calls.clear()
+        if texts or calls or thoughts:
+            yield AssistantMessage(
+                role="assistant",
+                content=[*texts] if texts else None,
+                tool_calls=[*calls],
+                reasoning_content="\n\n".join(thoughts) if thoughts else None,
+            )
+        for part in (texts, calls, thoughts):
+            part.clear()
 
     for item in items:
         if isinstance(item, FunctionCall):
             function = CalledFunction(name=item.name, arguments=item.arguments)
             calls.append(ToolCall(id=item.call_id, function=function))
+        elif isinstance(item, ReasoningItem):
+            thoughts += [part.text for part in item.content]
         elif isinstance(item, InputMessage):
             if item.role == "assistant":
                 texts += _parts(item.content)

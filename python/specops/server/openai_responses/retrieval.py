@@ -14,6 +14,7 @@ from specops.server.openai_responses.request import (
     InputMessage,
     InputPart,
     Item,
+    ReasoningItem,
 )
 
 _MAX_ITEMS = 100
@@ -29,6 +30,13 @@ OF_ITEMS: Mapping[str, dict[str, Any]] = {
     "limit": {"type": "integer", "minimum": 1, "maximum": _MAX_ITEMS, "default": 20},
     "order": {"type": "string", "enum": ["asc", "desc"], "default": "desc"},
     "after": {"type": "string", "description": "the id of the item before the first one"},
+}
+# Prefixes of the ids of items.
+_KINDS = {
+    InputMessage: "msg",
+    ReasoningItem: "rs",
+    FunctionCall: "fc",
+    FunctionCallOutput: "fco",
 }
 _REFUSED = ("include", "include[]", "starting_after")
 
@@ -71,12 +79,15 @@ def listed(items: Iterable[Item], response_id: str) -> Iterator[dict[str, Any]]:
     """Yield input items in the format of the API's answers, each with an id and a status."""
     number = response_id.partition("_")[2]
     for index, item in enumerate(items):
-        kind = {InputMessage: "msg", FunctionCall: "fc", FunctionCallOutput: "fco"}[type(item)]
+        kind = _KINDS[type(item)]
         members = {"id": item.id or f"{kind}_{number}_in{index}", "type": item.type}
         members["status"] = item.status or "completed"
         if isinstance(item, InputMessage):
             content = [*_parts(item)]
             yield {**members, "role": item.role, "content": content}
+        elif isinstance(item, ReasoningItem):
+            content = [part.model_dump() for part in item.content]
+            yield {**members, "summary": [], "content": content}
         elif isinstance(item, FunctionCall):
             called = {"name": item.name, "arguments": item.arguments}
             yield {**members, "call_id": item.call_id, **called}

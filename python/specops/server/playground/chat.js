@@ -153,7 +153,7 @@ export async function chat(context) {
     current = id;
     isNew = false;
     replaced = null;
-    keep(id, [...earlier, message, {role: "assistant", content: run.text}]);
+    keep(id, [...earlier, message, {role: "assistant", content: run.content}]);
     if (hasMore) showChat();
     else settle(lane, element, message, earlier.length);
     $("prompt").value = "";

@@ -22,6 +22,7 @@ export class Generation {
     this.seed = null;
     this.timings = null; // once it is complete
     this.finishReason = null;
+    this.content = ""; // of a chat: the text without reasoning
     this.decoder = new TextDecoder(); // a character may span tokens
   }
 
@@ -29,6 +30,7 @@ export class Generation {
     if (event.seed !== undefined) this.seed = event.seed;
     for (const choice of event.choices) {
       if (choice.step) this.takeStep(choice.step, readLogprobs(choice.logprobs));
+      this.content += choice.delta?.content ?? "";
       if (choice.finish_reason) this.finishReason = choice.finish_reason;
     }
     if (event.timings) this.timings = event.timings;
