@@ -474,8 +474,8 @@ FAMILY_FILES = {
     for path in sources(MODELS / "families", ".py")
     if "FAMILY = Family(" in path.read_text()
 }
-# Formats of tool calls have the names of the first families that use them.
-FORMATS = ("server/call_forms.py",)
+# Formats of tool calls and of reasoning have the names of the first families that use them.
+FORMATS = ("server/call_forms.py", "server/formats.py", "server/reasoning.py")
 
 
 @for_each_file(
@@ -505,7 +505,7 @@ def test_model_family_is_one_file_and_one_registry_line(path: Path) -> None:
 def test_models_import_in_one_direction(path: Path) -> None:
     """Blocks import no model, models no family, and families no loader."""
     levels = (
-        {"batch", "head_files", "kv", "shards", "weight_cache", "weights"},
+        {"batch", "head_files", "kv", "loading", "shards", "weight_cache", "weights"},
         {"blocks", "prefix_states"},
         {"config"},
         {"families", "transformer"},

@@ -157,8 +157,11 @@ def test_page_fits_on_a_phone(served: Served, browser: Browser, mode: str) -> No
         connected(page)
         choose(page, mode)
         page.locator(".more summary").click()
-        fill(page, prompt="averylongwordwithoutaspace" * 6, tokens="60")
+        text = "averylongwordwithoutaspace" * 6
+        fill(page, tokens="60", **{"message" if mode == "chat" else "prompt": text})
         run(page)
+        if mode == "chat":
+            page.locator(".inside summary").click()
         page.locator("#rejected").check()
         page.locator("#history summary").click()
         widths = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
@@ -182,11 +185,14 @@ TOO_SMALL = """() => [...document.querySelectorAll("button, select, input, texta
 def test_phone_shows_the_race_and_can_stop_it(served: Served, browser: Browser) -> None:
     with opened(browser, served, **PHONE) as page, served.holding(5):
         connected(page)
+        page.locator(".more summary").tap()
         page.locator("#method").select_option("naive")
         fill(page, prompt="abc", tokens="250")
+        page.locator(".more summary").tap()
         page.locator("#run").tap()
         expect(page.locator(".lane .token").first).to_be_visible()
-        expect(page.locator("#verdict")).to_be_in_viewport()
+        for selector in ("#verdict", ".lane >> nth=0", ".lane >> nth=1"):
+            expect(page.locator(selector)).to_be_in_viewport(ratio=1)
         expect(page.locator("#stop")).to_be_in_viewport(ratio=1)
         page.locator("#stop").tap()
         done(page, "stopped")
@@ -247,11 +253,11 @@ def test_axe_finds_nothing(served: Served, browser: Browser, options: dict[str, 
         run(page)
         assert findings(page) == [], "a table of methods"
         choose(page, "chat")
-        fill(page, prompt="# a\n* `b`\n```\nc\n```")
+        fill(page, message="# a\n* `b`\n```\nc\n```")
         run(page)
         page.locator("#chats summary").click()
         page.locator("#as-code").click()
-        fill(page, prompt="x", tokens="100000")
+        fill(page, message="x", tokens="100000")
         run(page, "failed")
         assert findings(page) == [], "a chat, and an error"
 
@@ -299,7 +305,7 @@ def test_page_has_landmarks_and_live_regions(served: Served, browser: Browser) -
         fill(page, prompt="abc", tokens="12")
         run(page)
         expect(page.get_by_role("status")).to_have_text(
-            re.compile(r"^Done: .* as fast, same bits: 12 tokens\.$")
+            re.compile(r"^Done: .* as fast as plain, same bits: 12 tokens\.$")
         )
 
 

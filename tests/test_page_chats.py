@@ -43,6 +43,7 @@ PRE = '<pre tabindex="0" role="group" aria-label="Code{}"><code>{}</code></pre>'
 MARKDOWN = {
     "one\ntwo\n\nthree": "<p>one<br>two</p><p>three</p>",
     "## A *b*\ntext": "<h3>A <em>b</em></h3><p>text</p>",
+    "# a\nx = 1\n\n# B\n\nif x:\n    # c": ("<p># a<br>x = 1</p><h3>B</h3><p>if x:<br>    # c</p>"),
     "**a** `b*c*` 2*3*4 d": "<p><strong>a</strong> <code>b*c*</code> 2<em>3</em>4 d</p>",
     "a * b * c ** d": "<p>a * b * c ** d</p>",
     "- a\n- b\n  - c\n- d": "<ul><li>a</li><li>b<ul><li>c</li></ul></li><li>d</li></ul>",
@@ -98,12 +99,13 @@ def messages(page: Page) -> list[str]:
 def test_message_is_edited_and_answer_regenerated(page: Page) -> None:
     sent: list[Any] = []
     page.on("request", lambda one: sent.extend([one.post_data_json] * bool(one.post_data)))
+    fill(page, tokens="20")
     choose(page, "chat")
-    fill(page, prompt="*one*<|end|>", tokens="20")
+    fill(page, message="*one*<|end|>")
     run(page)
     expect(page.locator("article .prose em")).to_have_text("one")
     assert text_of(page) == "*one*", "its tokens are shown, too"
-    fill(page, prompt="two")
+    fill(page, message="two")
     run(page)
     page.get_by_role("button", name="Regenerate").click()
     expect(page.locator("body")).to_have_attribute("data-state", "done")
@@ -112,13 +114,13 @@ def test_message_is_edited_and_answer_regenerated(page: Page) -> None:
     assert len(messages(page)) == page.locator("article").count() == 2
     edit = page.locator(".asked").first.get_by_role("button", name="Edit")
     edit.click()
-    expect(page.locator("#prompt")).to_have_value("*one*<|end|>")
+    expect(page.locator("#message")).to_have_value("*one*<|end|>")
     expect(page.locator("#replaces")).to_be_visible()
     assert page.locator(".replaced").count() == 4
     page.locator("#keep-message").click()
     assert page.locator(".replaced").count() == 0
     edit.click()
-    fill(page, prompt="other<|end|>")
+    fill(page, message="other<|end|>")
     run(page)
     assert [one["content"] for one in sent[-1]["messages"]] == ["other<|end|>"]
     assert len(messages(page)) == page.locator("article").count() == 1
@@ -130,7 +132,7 @@ def test_answer_is_copied(served: Served, browser: Browser) -> None:
     with opened(browser, served, permissions=["clipboard-read", "clipboard-write"]) as page:
         connected(page)
         choose(page, "chat")
-        fill(page, prompt="# a<|end|>", tokens="20")
+        fill(page, message="# a<|end|>")
         run(page)
         page.evaluate("setTimeout = () => 0")  # or the label changes back after two seconds
         page.locator("article").get_by_role("button", name="Copy").click()
@@ -140,17 +142,18 @@ def test_answer_is_copied(served: Served, browser: Browser) -> None:
 
 @needs_chromium
 def test_chats_are_listed(page: Page) -> None:
+    fill(page, tokens="9")
     choose(page, "chat")
     for text in ("first", "second"):
         page.locator("#new-chat").click()
-        fill(page, prompt=f"{text}<|end|>", tokens="9")
+        fill(page, message=f"{text}<|end|>")
         run(page)
     page.locator("#chats summary").click()
     chats = page.locator("#chat-list li")
     expect(chats).to_have_count(2)
     chats.nth(1).locator("button").first.click()
     expect(page.locator(".message")).to_have_text(["You: first<|end|>"])
-    fill(page, prompt="more")
+    fill(page, message="more")
     run(page)
     page.reload()
     connected(page)
@@ -175,9 +178,10 @@ def code(page: Page, language: str) -> str:
 @pytest.mark.parametrize("mode", ["write", "chat"])
 def test_request_is_shown_as_code_that_runs(page: Page, mode: str) -> None:
     pytest.importorskip("openai")
+    fill(page, tokens="12", seed="9007199254740993")
     choose(page, mode)
     page.locator("#as-code").click()
-    fill(page, prompt='it\'s "a" $HOME\n', tokens="12", seed="9007199254740993")
+    fill(page, **{"prompt" if mode == "write" else "message": 'it\'s "a" $HOME\n'})
     answer = json.loads(
         subprocess.run(
             ["bash", "-c", code(page, "curl")], capture_output=True, check=True, text=True
@@ -202,7 +206,7 @@ def test_code_never_contains_the_api_key(browser: Browser) -> None:
         serving(FakeEngine(), api_keys=["geheim"]) as served,
         opened(browser, served, expects=("401",)) as page,
     ):
-        expect(page.locator("#error")).to_have_text("“API key” is missing or wrong.")
+        expect(page.locator("#error")).to_have_text("This server needs an API key.")
         expect(page.locator("#contract")).to_be_hidden()
         fill(page, key="geheim", prompt="abc", tokens="6")
         run(page)

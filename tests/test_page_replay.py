@@ -13,7 +13,17 @@ import pytest
 for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2", "playwright"):
     pytest.importorskip(name)
 
-from browsing import HELD_CLOCK, advance, choose, connected, fill, needs_chromium, opened, run
+from browsing import (
+    HELD_CLOCK,
+    advance,
+    choose,
+    connected,
+    fact,
+    fill,
+    needs_chromium,
+    opened,
+    run,
+)
 from fake_engine import FakeEngine
 from playwright.sync_api import Browser, Page, Route, expect
 from serving import Served, serving
@@ -90,8 +100,10 @@ def test_first_visit_plays_a_recorded_race(served: Served, browser: Browser) -> 
         advance(page, 1000)
         expect(page.locator("#moment")).to_have_text("50 ms")
         expect(page.locator("#play")).to_have_text("Pause")
+        expect(page.locator(".badge")).to_have_text(["Recorded demo"] * 2)
         race(page)
         expect(note).not_to_contain_text("recorded")
+        expect(page.locator(".badge")).to_have_count(0)
         page.reload()
         connected(page)
         expect(page.locator("#idle")).to_be_visible()
@@ -111,7 +123,7 @@ def test_reduced_motion_stops_animations(served: Served, browser: Browser) -> No
         page.locator("#time").focus()
         page.keyboard.press("ArrowLeft")
         page.keyboard.press("ArrowRight")
-        expect(page.locator("del.flying").first).to_be_hidden()
+        expect(page.locator(".flying").first).to_be_hidden()
 
 
 @needs_chromium
@@ -137,6 +149,7 @@ def test_race_is_replayed_step_by_step(page: Page) -> None:
     page.evaluate(HELD_CLOCK)
     race(page)
     assert shown(page) == [12, 12]
+    assert [fact(page, "done", lane) for lane in (0, 1)] == ["at 240 ms", "first, at 100 ms"]
     page.locator("#time").focus()
     page.keyboard.press("ArrowLeft")
     assert shown(page) == [11, 12], "before the last step of plain decoding"
@@ -145,17 +158,22 @@ def test_race_is_replayed_step_by_step(page: Page) -> None:
         "slider => { slider.value = 0; slider.dispatchEvent(new Event('input')); }"
     )
     assert shown(page) == [0, 0]
+    assert [fact(page, "tokens", lane) for lane in (0, 1)] == ["0", "0"]
+    expect(page.locator(".speed b")).to_have_text(["\N{EN DASH}"] * 2)
     seen = []
     for _ in range(30):
         page.keyboard.press("ArrowRight")
         seen.append(shown(page)[1])
-        if page.locator("del.flying").count():
+        if page.locator(".flying").count():
             break
     assert seen == [1, 4]
-    expect(page.locator("del.flying").first).to_be_visible()
+    expect(page.locator(".flying").first).to_be_visible()
     assert page.locator("#drafts .unfolds").count() >= 2, "drafts come by depth"
     label = page.locator("#time").get_attribute("aria-valuetext")
     assert label == page.locator("#moment").inner_text() and re.fullmatch(r"\d+ ms", label)
+    counts = [fact(page, name, lane=1) for name in ("tokens", "per step", "accepted")]
+    assert counts == ["4", "3.00", "2 of 3"]
+    assert page.locator(".facts dt", has_text="done").count() == 0
     page.locator("#back").click()
     assert shown(page) == [1, 1]
     page.locator("#slower").select_option("1")
@@ -183,6 +201,23 @@ def test_click_in_the_timeline_goes_to_its_step(page: Page) -> None:
     expect(page.locator("#card")).to_contain_text("Step 1")
     expect(page.locator("#drafts-caption")).to_have_text("Drafts of step 1")
     assert shown(page) == [1, 1], "the replay shows this step, too"
+
+
+TITLES_AND_BARS = """async () => {
+  const {timeline} = await import("/page/charts.js");
+  const step = {seconds: 0.1, first: 0, count: 33};
+  const tokens = Array(33).fill({source: "ngram"});
+  const drawn = timeline([{steps: [step], tokens, seconds: 0.1}], ["title"], 400, () => {});
+  document.body.append(drawn);
+  const [title, bars] = ["text", ".step"].map(one => drawn.querySelector(one).getBBox());
+  return [title.y + title.height, bars.y];
+}"""
+
+
+@needs_chromium
+def test_bars_of_long_steps_are_below_the_title(page: Page) -> None:
+    end, begin = page.evaluate(TITLES_AND_BARS)
+    assert end <= begin
 
 
 # ---- the table of all methods ----

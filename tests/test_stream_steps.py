@@ -13,7 +13,8 @@ for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2", "h
 
 import httpx
 from fake_engine import FakeEngine
-from serving import Served, serving
+from serving import CHAT_TEMPLATE, Served, serving
+from specops.server.chat import ChatFormat
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +81,14 @@ def test_steps_are_reported_only_on_request(served: Served) -> None:
         assert steps(chunks(served, "completions", {"prompt": "abc", **options})) == []
 
 
-def test_model_card_reports_the_chat_template(served: Served) -> None:
-    (card,) = httpx.get(f"{served.url}/v1/models").json()["data"]
-    assert card["has_chat_template"] is True
+def test_model_card_reports_the_chat_template() -> None:
+    bare = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    for template, has_template, can_chat in (
+        (CHAT_TEMPLATE, True, True),
+        (bare, True, False),  # marks no turns
+        ("{{ raise_exception('no system message') }}", True, True),
+        (None, False, False),
+    ):
+        with serving(FakeEngine(), chat_format=ChatFormat(template)) as served:
+            (card,) = httpx.get(f"{served.url}/v1/models").json()["data"]
+        assert [card["has_chat_template"], card["can_chat"]] == [has_template, can_chat]

@@ -102,6 +102,7 @@ class Generation:
         self._dispatch = dispatch
         self._tokenizer = tokenizer
         self._chat_format = chat_format
+        self._can_chat = _marks_turns(chat_format)
         # Without a known format of calls, use HERMES; require_tools refuses requests with tools
         # later.
         self._call_form = chat_format.call_form or HERMES
@@ -122,6 +123,7 @@ class Generation:
             "owned_by": "specops",
             "max_model_len": self._capabilities.max_model_len,
             "has_chat_template": self._chat_format.has_template,
+            "can_chat": self._can_chat,
             "methods": self._capabilities.methods,
             "drafters": self._capabilities.drafters,
             "speculative_config": self._capabilities.speculative_config,
@@ -460,6 +462,18 @@ class Generation:
             raise ApiError(
                 400, str(error), param=request.prompt_field, code="invalid_value"
             ) from None
+
+
+def _marks_turns(chat_format: ChatFormat) -> bool:
+    """Return whether the chat template marks turns, which a model needs to answer.
+
+    A template without marks, which only joins the messages, serves models that cannot chat.
+    """
+    text = "Hello"
+    try:
+        return chat_format.render([{"role": "user", "content": text}]).strip() != text
+    except ValueError:  # there is no template, or it refuses a user's message alone
+        return chat_format.has_template
 
 
 def _refusal(error: BaseException, request: CompletionRequest | ChatCompletionRequest) -> ApiError:

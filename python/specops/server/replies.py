@@ -53,6 +53,8 @@ class Model(Strict):
     owned_by: str
     max_model_len: int
     has_chat_template: bool
+    # Whether that template marks whose turn it is; without marks, a model only continues the text.
+    can_chat: bool
     methods: list[str]
     drafters: list[dict[str, Any]]
     speculative_config: dict[str, Any]

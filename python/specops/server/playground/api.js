@@ -37,7 +37,7 @@ export async function request(path, {key = "", body = null, signal = null} = {})
     response = await fetch(path, {method: body === null ? "GET" : "POST", headers, body, signal});
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ServerError("the server does not answer; is it still running?");
+    throw new ServerError("the server does not answer; is it still running?", {code: "no_answer"});
   }
   if (!response.ok) throw await errorOf(response);
   return response;

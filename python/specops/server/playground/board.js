@@ -5,7 +5,7 @@ import {hideCard, showCard} from "./card.js";
 import {acceptance, draftChain, markTime, timeline} from "./charts.js";
 import {$, make} from "./dom.js";
 import {Lane} from "./lane.js";
-import {sourceClass, sourceName, sourcesKnown} from "./names.js";
+import {sourceClass, sourceName} from "./names.js";
 
 const CHART_MILLISECONDS = 150; // between two drawings of the charts
 
@@ -14,6 +14,7 @@ class Board {
     this.lanes = [];
     this.extra = () => {}; // drawn with every frame
     this.onClear = () => {};
+    this.again = null; // times what is shown once more
     this.onStep = () => {}; // called with a generation and the step of it that was clicked
     this.frame = 0;
     this.drawnAt = 0;
@@ -28,8 +29,10 @@ class Board {
     this.lanes = [];
     this.extra = () => {};
     this.inspected = null;
+    this.offerAgain(null);
     for (const id of ["idle", "verdict", "charts", "table"]) $(id).hidden = true;
     for (const id of ["lanes", "table", "acceptance", "drafts", "timeline"]) $(id).replaceChildren();
+    showLegend([]);
   }
 
   /** True if no run has shown a step. */
@@ -40,10 +43,17 @@ class Board {
   /** Adds a lane; options are those of Lane. */
   addLane(method, options) {
     const onInspect = (generation, place, span) => this.inspect(generation, place, span);
-    const lane = new Lane(method, {...options, onInspect});
+    const lane = new Lane(method, {...options, lanes: this.lanes, onInspect});
     this.lanes.push(lane);
     $("lanes").append(lane.element);
     return lane;
+  }
+
+  /** Greys out speeds whose timing was disturbed, and offers to repeat it by `again`; null: it was not. */
+  offerAgain(again) {
+    this.again = again;
+    $("disturbed").hidden = again === null;
+    $("results").classList.toggle("doubtful", again !== null);
   }
 
   inspect(generation, place, span) {
@@ -117,16 +127,23 @@ class Board {
     const drafts = generation.steps[number]?.drafts;
     $("drafts-caption").textContent = number < 0 ? "Drafts of a step" : `Drafts of step ${number + 1}`;
     $("drafts").replaceChildren(drafts ? draftChain(drafts, unfolds) : "No drafts in this step.");
+    this.fadeDrafts();
+  }
+
+  /** Fades the drafts out on the right if there are more of them. */
+  fadeDrafts() {
+    const {scrollLeft, clientWidth, scrollWidth} = $("drafts");
+    $("drafts").classList.toggle("continues", scrollLeft + clientWidth < scrollWidth - 1);
   }
 }
 
 const PROBABILITIES = ["90 % or more", "60 %", "30 %", "10 %", "less"];
 
-/** Shows the meaning of the colours on the page; of all colours if there is no text yet. */
-export function showLegend(lanes = []) {
+/** Shows the meaning of the colors in the lanes, if they have text. */
+export function showLegend(lanes) {
   const sources = new Set(lanes.flatMap(({generation}) => generation?.tokens.map(({source}) => source) ?? []));
-  const seen = () => ["target", ...[...sources].filter((source) => source !== "target").sort()];
-  const names = sources.size ? seen() : sourcesKnown();
+  const names = ["target", ...[...sources].filter((source) => source !== "target").sort()];
+  $("legend").hidden = sources.size === 0;
   const keys = {
     source: names.map((name) => make("span", {class: `token ${sourceClass(name)}`}, sourceName(name))),
     probability: PROBABILITIES.map((text, i) => make("span", {class: `token p${i}`}, text)),

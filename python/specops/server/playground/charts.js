@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Three small charts, as SVG: acceptance by position, the drafts of a step, and steps over time.
 
-import {draw, visible} from "./dom.js";
+import {draw, milliseconds, visible} from "./dom.js";
 import {sourceClass} from "./names.js";
 
 const UNFOLD_MILLISECONDS = 90; // from one draft to the next
@@ -62,12 +62,12 @@ function bars(generation, scale, {left, unit, base}) {
   for (const {seconds, first, count} of generation.steps) {
     for (let i = 0; i < count; i++) {
       const source = generation.tokens[first + i].source;
-      const piece = `M${(left + seconds * scale).toFixed(1)} ${base - i * unit}v-${unit - 0.6}`;
+      const piece = `M${(left + seconds * scale).toFixed(1)} ${base - i * unit}v-${0.88 * unit}`;
       bySource.set(source, (bySource.get(source) ?? "") + piece);
     }
   }
   // As wide as steps lie apart.
-  const pitch = ((generation.steps.at(-1)?.seconds ?? 0) * scale) / Math.max(generation.steps.length, 1);
+  const pitch = (generation.seconds * scale) / Math.max(generation.steps.length, 1);
   const width = Math.max(0.8, Math.min(0.7 * pitch, 5)).toFixed(1);
   return [...bySource].map(([source, d]) =>
     draw("path", {d, class: `step ${sourceClass(source)}`, "stroke-width": width}),
@@ -79,17 +79,17 @@ function bars(generation, scale, {left, unit, base}) {
  * `onStep` is called with the row and the step that are next to where it is clicked.
  */
 export function timeline(generations, titles, width, onStep) {
-  const [left, unit, right] = [8, 5, 12];
+  const [left, right, highest] = [8, 12, 60];
   const maxCount = Math.max(2, ...generations.flatMap(({steps}) => steps.map(({count}) => count)));
-  const tall = Math.min(maxCount, 12) * unit + 26;
-  const end = Math.max(0.001, ...generations.map(({steps}) => steps.at(-1)?.seconds ?? 0));
+  const unit = Math.min(5, highest / maxCount);
+  const tall = maxCount * unit + 26; // with the title above the bars
+  const end = Math.max(0.001, ...generations.map(({seconds}) => seconds));
   const scale = (width - left - right) / end;
   const shapes = generations.flatMap((generation, row) => {
     const base = (row + 1) * tall - 6;
-    const last = generation.steps.at(-1)?.seconds ?? 0;
-    const numSteps = generation.steps.length;
-    const axis = draw("path", {d: `M${left} ${base + 1}H${(left + last * scale).toFixed(1)}`, class: "axis"});
-    const title = `${titles[row]}: ${numSteps} steps, ${(1000 * last).toFixed(0)} ms`;
+    const {seconds, steps} = generation;
+    const axis = draw("path", {d: `M${left} ${base + 1}H${(left + seconds * scale).toFixed(1)}`, class: "axis"});
+    const title = `${titles[row]}: ${steps.length} steps, ${milliseconds(seconds)}`;
     return [axis, ...bars(generation, scale, {left, unit, base}), words(left, base - tall + 20, title, "", "start")];
   });
   const descriptions = generations.map(({steps, tokens}, row) => `${titles[row]}: ${tokens.length} tokens in ${steps.length} steps`);

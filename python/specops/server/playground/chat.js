@@ -2,13 +2,19 @@
 // Conversations with a model that has a chat template. They are kept in this browser.
 
 import {board} from "./board.js";
+import {hideCard} from "./card.js";
 import {copy} from "./copy.js";
 import {$, make, perSecond} from "./dom.js";
 import {rendered} from "./markdown.js";
 import {drawSeed, generate} from "./runs.js";
-import {fitPrompt, foldPrompt, store, stored} from "./settings.js";
+import {fitPrompt, store, stored} from "./settings.js";
 
 const MOST = 50; // chats
+const GAP = 16; // pixels between the newest message and the form
+const FOLLOWED = 160; // pixels of text that may come at once without losing sight of the end
+const CUT = "Cut off: the answer has as many tokens as Settings allow.";
+const WELCOME = `Send a message to begin. Drafts make the answer faster and change none of its text.
+  Below each answer you can see which drafter proposed which token.`;
 
 let chats = stored("chats") ?? []; // {id, messages}, the latest first
 let current = chats[0]?.id ?? null; // null: one that has no message yet
@@ -41,12 +47,16 @@ const copyButton = (text) => button("Copy", (event) => copy(text, event.target))
 /** Puts a message back into its field: what is sent then takes its place. */
 function edit(place) {
   if (isRunning()) return;
-  $("prompt").value = messagesOf(current)[place].content;
   replaced = place;
   showChat();
-  foldPrompt(false);
+  write(messagesOf(current)[place].content);
+  $("message").focus({preventScroll: true});
+}
+
+/** Writes a message into its field. */
+function write(text) {
+  $("message").value = text;
   fitPrompt();
-  $("prompt").focus();
 }
 
 function regenerate(place) {
@@ -76,9 +86,17 @@ export function showChat() {
   const messages = messagesOf(current);
   const shown = messages.map((one, place) => (one.role === "user" ? question : answer)(one, place));
   if (replaced !== null) for (const one of shown.slice(replaced)) one.classList.add("replaced");
-  $("lanes").replaceChildren(...shown);
+  const welcome = make("p", {class: "soft"}, WELCOME);
+  $("lanes").replaceChildren(...(shown.length ? shown : [welcome]));
   $("replaces").hidden = replaced === null;
   showList();
+  showNewest();
+}
+
+/** Scrolls to the newest message, above the form; `follows`: unless an earlier one is being read. */
+function showNewest(follows = false) {
+  const below = $("results").getBoundingClientRect().bottom + $("form").offsetHeight + GAP - innerHeight;
+  if (below > 0 && !(follows && below > FOLLOWED)) scrollBy({top: below, behavior: "instant"});
 }
 
 function showList() {
@@ -113,32 +131,32 @@ function deleteChat(id) {
 export function newChat() {
   openChat(null);
   isNew = true;
-  $("prompt").focus();
+  $("message").focus();
 }
 
 /** Takes back that a message is to be replaced. */
 export function keepMessage() {
   replaced = null;
-  $("prompt").value = "";
-  fitPrompt();
+  write("");
   showChat();
-  $("prompt").focus();
+  $("message").focus();
 }
 
 /** Sends the message and streams the answer; returns a summary of the speed. */
 export async function chat(context) {
   const {settings} = context;
-  if (!settings.prompt.trim()) throw new Error("“Message” is empty.");
+  if (!settings.message.trim()) throw new Error("“Message” is empty.");
   const id = current ?? drawSeed();
-  const message = {role: "user", content: settings.prompt};
+  const message = {role: "user", content: settings.message};
   const before = messagesOf(current).slice(0, replaced ?? undefined);
   showChat();
-  [...$("lanes").children].slice(before.length).forEach((one) => one.remove());
+  write("");
   const element = question(message, null);
-  $("lanes").append(element);
+  $("lanes").replaceChildren(...[...$("lanes").children].slice(0, before.length), element);
   const system = settings.system ? [{role: "system", content: settings.system}] : [];
   const lane = board.addLane(settings.method, {showsSeed: Number(settings.temperature) > 0});
-  element.scrollIntoView({block: "nearest"});
+  board.extra = () => showNewest(true);
+  showNewest();
   try {
     const run = await generate(context, settings.method, {
       messages: [...system, ...before, message],
@@ -156,11 +174,11 @@ export async function chat(context) {
     keep(id, [...earlier, message, {role: "assistant", content: run.content}]);
     if (hasMore) showChat();
     else settle(lane, element, message, earlier.length);
-    $("prompt").value = "";
-    fitPrompt();
+    showNewest();
     return `${perSecond(run.speed)} tokens/s`;
   } catch (error) {
-    // The message stays in its field until its answer is complete.
+    // A message without a complete answer goes back to its field.
+    if (!$("message").value) write(message.content);
     if (!lane.generation?.tokens.length) showChat();
     throw error;
   }
@@ -172,6 +190,8 @@ function settle(lane, element, sent, place) {
   const inside = make("details", {class: "inside"}, make("summary", {}, "Tokens, and who proposed them"));
   inside.append(lane.facts, lane.text);
   lane.element.append(rendered(message.content), toolsOf(message, place + 1), inside);
+  if (lane.generation.finishReason === "length") inside.before(make("p", {class: "soft"}, CUT));
+  hideCard();
   element.replaceWith(question(sent, place));
   $("lanes").querySelectorAll(".tools button:nth-child(2)").forEach((one) => {
     if (one.textContent === "Regenerate" && !lane.element.contains(one)) one.remove();

@@ -44,7 +44,7 @@ export function showCode(settings, model, hasKey) {
   if ($("code").hidden) return;
   const isChat = settings.mode === "chat";
   const system = settings.system ? [{role: "system", content: settings.system}] : [];
-  const messages = isChat ? [...system, {role: "user", content: settings.prompt}] : null;
+  const messages = isChat ? [...system, {role: "user", content: settings.message}] : null;
   const {path, fields} = requestOf(settings, settings.method, messages);
   const request = {path, fields: {model, ...fields}, seed: settings.seed};
   $("code-text").textContent = ($("language").value === "curl" ? command : program)(request, hasKey);

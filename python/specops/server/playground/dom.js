@@ -31,6 +31,9 @@ export function perSecond(speed) {
   return speed < 10 ? speed.toFixed(1) : whole(speed);
 }
 
+/** A time on the server's clock. */
+export const milliseconds = (seconds) => `${whole(1000 * seconds)} ms`;
+
 /** A number of tokens per step; null: there is none yet. */
 export const perStepText = (perStep) => (perStep === null ? "–" : perStep.toFixed(2));
 

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Prompts to click. The bundled model writes Python; edits repeat much, new code little.
+// Prompts and messages to click. The bundled model writes Python; edits repeat much, new code little.
+
+import {$, make} from "./dom.js";
 
 const TESTS = `class DequeTest(unittest.TestCase):
     def test_append(self):
@@ -57,8 +59,22 @@ const MEAN = `def mean(values):
 
 export const PROMPTS = {"Tests": TESTS, "Similar class": CLASSES, "Data": DATA, "New code": FRESH};
 
-export const MESSAGES = {
+const MESSAGES = {
   "Explain": "Explain in three sentences what speculative decoding is.",
   "Code": "Write a Python function that merges two sorted lists, and a test for it.",
   "Edit": `Add type hints to this function, and repeat it in full:\n\n${MEAN}`,
 };
+
+/** Shows the examples of a mode; `onChoice` gets the text of one that is clicked. */
+export function showExamples(mode, onChoice) {
+  const examples = mode === "chat" ? MESSAGES : PROMPTS;
+  if ($("examples").dataset.of === Object.keys(examples).join()) return;
+  $("examples").dataset.of = Object.keys(examples).join();
+  $("examples").replaceChildren(
+    ...Object.entries(examples).map(([name, text]) => {
+      const button = make("button", {type: "button"}, name);
+      button.addEventListener("click", () => onChoice(text));
+      return button;
+    }),
+  );
+}

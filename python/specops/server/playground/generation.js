@@ -17,8 +17,6 @@ export class Generation {
     this.tokens = [];
     this.steps = [];
     this.positions = [];
-    this.drafted = 0;
-    this.accepted = 0;
     this.seed = null;
     this.timings = null; // once it is complete
     this.finishReason = null;
@@ -56,8 +54,6 @@ export class Generation {
       this.positions[place].drafted += 1;
       this.positions[place].accepted += place < accepted;
     });
-    this.drafted += ids.length;
-    this.accepted += accepted;
     const decoder = new TextDecoder();
     // The server hides rejected drafts that may be text of other clients.
     const texts = bytes.map((data, place) => (ids[place] === null ? "…" : decoder.decode(Uint8Array.from(data))));
@@ -74,17 +70,35 @@ export class Generation {
     return this.tokens.map((token) => token.text).join("");
   }
 
+  /** The generation as it was when its first `count` steps had ended. */
+  after(count) {
+    if (count >= this.steps.length) return this;
+    const {method, limit, seed, steps, tokens} = this;
+    const values = {seed, steps: steps.slice(0, count), tokens: tokens.slice(0, steps[count].first)};
+    return Object.assign(new Generation(method, limit), values);
+  }
+
+  /** Number of drafts. */
+  get drafted() {
+    return this.steps.reduce((sum, {drafts}) => sum + (drafts?.texts.length ?? 0), 0);
+  }
+
+  /** Number of accepted drafts. */
+  get accepted() {
+    return this.steps.reduce((sum, {drafts}) => sum + (drafts?.accepted ?? 0), 0);
+  }
+
+  /** Seconds at which the last step ended, by the server's clock. */
+  get seconds() {
+    return this.steps.at(-1)?.seconds ?? 0;
+  }
+
   /** Tokens per second by the server's clock, without the first ones; null: not known yet. */
   get speed() {
     if (this.timings) return this.timings.tokens_per_second;
     if (this.steps.length < 2) return null;
-    const [first, last] = [this.steps[0], this.steps.at(-1)];
-    return (this.tokens.length - first.count) / (last.seconds - first.seconds);
-  }
-
-  /** Milliseconds to the first token, by the server's clock. */
-  get firstToken() {
-    return this.steps.length ? 1000 * this.steps[0].seconds : null;
+    const [first] = this.steps;
+    return (this.tokens.length - first.count) / (this.seconds - first.seconds);
   }
 
   /** Tokens per step behind the first one, which reads the prompt; null where there is no other. */

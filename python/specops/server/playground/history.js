@@ -11,7 +11,7 @@ export function showHistory(onChoose) {
   const runs = stored("history") ?? [];
   $("runs").replaceChildren(
     ...runs.map(({values, outcome}) => {
-      const begin = values.prompt.trim().split("\n")[0].slice(0, 48);
+      const begin = (values.prompt ?? values.message).trim().split("\n")[0].slice(0, 48);
       const title = values.mode === "compare" ? "all methods" : `${values.mode}, ${values.method}`;
       const button = make("button", {type: "button"}, make("b", {}, title), outcome, make("code", {}, begin));
       button.addEventListener("click", () => onChoose(values));

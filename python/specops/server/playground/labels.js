@@ -14,7 +14,7 @@ const FIELDS = {
   logprobs: "alternatives",
   seed: "seed",
   prompt: "prompt",
-  messages: "prompt",
+  messages: "message",
 };
 // These are words, too: only a message that begins with one means the field.
 const NAMES = Object.keys(FIELDS).filter((name) => name.includes("_"));

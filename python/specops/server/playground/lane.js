@@ -1,23 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
 // A generation on the page: its heading with the speed, its progress, its text and its counts.
 
-import {make, perSecond, perStepText, whole} from "./dom.js";
+import {make, milliseconds, perSecond, perStepText, whole} from "./dom.js";
 import {titleOf} from "./names.js";
 import {TokenPane} from "./tokens.js";
 
 export class Lane {
-  /** prompt: shown in front of the text; unit: of the speed; onInspect: as of TokenPane. */
-  constructor(method, {prompt = "", showsSeed = true, unit = "tokens/s", onInspect}) {
+  /**
+   * prompt: shown in front of the text; how: the speed is measured; badge: shown beside the title;
+   * lanes: all lanes of the run; onInspect: as of TokenPane.
+   */
+  constructor(method, {prompt = "", showsSeed = true, how = "", badge = "", lanes, onInspect}) {
     this.title = titleOf(method);
+    this.how = how;
+    this.lanes = lanes;
     this.prompt = prompt;
     this.showsSeed = showsSeed;
     this.onInspect = onInspect;
     this.speed = make("b", {}, "–");
-    this.unit = make("span", {}, unit);
+    this.unit = make("span");
     this.progress = make("progress", {max: 1, value: 0, "aria-label": `Progress of: ${this.title}`});
     this.text = make("div", {class: "pane", role: "group", "aria-label": `Text: ${this.title}`});
     this.facts = make("dl", {class: "facts"});
-    const heading = make("header", {}, make("h2", {}, this.title), make("p", {class: "speed"}, this.speed, " ", this.unit));
+    const title = make("h2", {}, this.title, ...(badge ? [" ", make("span", {class: "badge"}, badge)] : []));
+    const heading = make("header", {}, title, make("p", {class: "speed"}, this.speed, " ", this.unit));
     this.element = make("article", {class: "lane"}, heading, this.progress, this.facts, this.text);
     this.pane = null;
     this.alone = null; // the speed in the place of the generation's
@@ -31,53 +37,60 @@ export class Lane {
 
   /** Draws what came since the last time. */
   paint() {
-    const {generation} = this;
     this.pane.paint();
-    this.progress.max = generation.limit;
-    this.progress.value = generation.tokens.length;
-    this.speed.textContent = perSecond(this.alone ?? generation.speed);
-    const facts = factsOf(generation);
-    if (this.showsSeed && generation.seed !== null) facts.push(["seed", generation.seed]);
-    this.facts.replaceChildren(...facts.map(([name, value]) => fact(name, value)));
+    this.drawFigures(this.generation);
   }
 
-  /** Shows the first `count` steps, as TokenPane does, and a bar that is as long. */
+  /** Shows the first `count` steps, as TokenPane does, and the figures at their end. */
   showSteps(count, moves) {
-    const {steps} = this.generation;
     this.pane.showSteps(count, moves);
-    if (count < steps.length) this.progress.value = steps[count].first;
-    else this.fillBar();
+    this.drawFigures(this.generation.after(count));
   }
 
-  /** Draws the end: a whole bar only where the text is whole. */
+  /** Draws the end of the text. */
   finish() {
     this.paint();
     this.pane.finish();
-    this.fillBar();
   }
 
-  fillBar() {
-    const {finishReason, tokens} = this.generation;
-    this.progress.value = finishReason === null ? tokens.length : this.progress.max;
+  /** Draws the figures of the generation, or of its beginning; the bar is full if the text is complete. */
+  drawFigures(shown) {
+    const isComplete = shown.finishReason !== null;
+    const alone = isComplete ? this.alone : null;
+    this.progress.max = shown.limit;
+    this.progress.value = isComplete ? shown.limit : shown.tokens.length;
+    this.speed.textContent = perSecond(alone ?? shown.speed);
+    this.unit.replaceChildren("tokens/s", make("span", {class: "how"}, alone === null ? this.how : " alone"));
+    const facts = factsOf(shown);
+    if (this.showsSeed && shown.seed !== null) facts.push(["seed", shown.seed]);
+    this.facts.replaceChildren(...facts.map(([name, value]) => fact(name, value)));
+    if (isComplete) this.facts.append(this.end());
   }
 
-  /** Puts the speed that the method has alone in the place of the race's. */
+  /** The moment at which the text was complete; marked if no other lane was faster. */
+  end() {
+    const {seconds} = this.generation;
+    const others = this.lanes.filter((lane) => lane !== this);
+    const isFirst = others.length > 0 && others.every(({generation}) => generation?.seconds > seconds);
+    return fact("done", `${isFirst ? "first, " : ""}at ${milliseconds(seconds)}`, isFirst ? "first" : "");
+  }
+
+  /** Shows the method's speed alone instead of its speed in the race. */
   showAlone(speed) {
     this.alone = speed;
-    this.speed.textContent = perSecond(speed);
-    this.unit.textContent = "tokens/s alone";
+    this.drawFigures(this.generation);
   }
 }
 
-const fact = (name, value) => make("div", {}, make("dt", {}, name), make("dd", {}, value));
+const fact = (name, value, mark = "") => make("div", {class: mark}, make("dt", {}, name), make("dd", {}, value));
 
 function factsOf(generation) {
-  const {tokens, firstToken, perStep, drafted, accepted} = generation;
+  const {tokens, steps, perStep, drafted, accepted} = generation;
   const facts = [
     ["tokens", whole(tokens.length)],
-    ["first after", firstToken === null ? "–" : `${firstToken.toFixed(0)} ms`],
+    ["first token", steps.length ? milliseconds(steps[0].seconds) : "–"],
     ["per step", perStepText(perStep)],
   ];
-  if (drafted) facts.push(["accepted", `${whole(accepted)} of ${whole(drafted)} drafts`]);
+  if (drafted) facts.push(["accepted", `${whole(accepted)} of ${whole(drafted)}`]);
   return facts;
 }

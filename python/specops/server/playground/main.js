@@ -7,18 +7,19 @@ import {hideCard} from "./card.js";
 import {chat, follow, keepMessage, newChat, showChat} from "./chat.js";
 import {showCode} from "./code.js";
 import {compare} from "./compare.js";
+import {write} from "./complete.js";
 import {copy} from "./copy.js";
-import {$, make, perSecond, whole} from "./dom.js";
-import {MESSAGES, PROMPTS} from "./examples.js";
+import {$, whole} from "./dom.js";
+import {PROMPTS, showExamples} from "./examples.js";
 import {forget, remember, showHistory} from "./history.js";
 import {inLabels, unmark} from "./labels.js";
 import {race} from "./race.js";
 import {isFirstVisit, showRecorded} from "./recorded.js";
 import {listenToReplay, offerReplay, showStep} from "./replay.js";
-import {drawSeed, generate} from "./runs.js";
+import {drawSeed} from "./runs.js";
 import {
-  fillEmpty, fitForm, fitPrompt, foldPrompt, fragmentOf, fromFragment, offer,
-  onOtherTab, readForm, store, stored, writeForm,
+  fillEmpty, fitForm, fitPrompt, foldPrompt, fragmentOf, fromFragment, narrow,
+  offer, ofView, onOtherTab, readForm, store, stored, textField, writeForm,
 } from "./settings.js";
 
 let running = null; // AbortController of what runs now
@@ -33,7 +34,8 @@ async function connect() {
   card = (await response.json()).data[0];
   $("model").textContent = `${card.id}, context of ${whole(card.max_model_len)} tokens`;
   offer(card);
-  writeForm(chosen);
+  const {mode, method, k, steps} = chosen; // the others do not depend on the server
+  writeForm({mode, method, k, steps});
   changed();
 }
 
@@ -44,20 +46,6 @@ function prepare() {
   writeForm(chosen);
   changed();
   fitPrompt();
-}
-
-/** One completion, in one lane. */
-async function write(context) {
-  board.clear("write");
-  const {settings} = context;
-  const showsSeed = Number(settings.temperature) > 0;
-  const lane = board.addLane(settings.method, {prompt: settings.prompt, showsSeed});
-  const run = await generate(context, settings.method, {
-    onStart: (generation) => lane.start(generation),
-    onStep: () => board.refresh(),
-  });
-  board.finish();
-  return `${perSecond(run.speed)} tokens/s, ${run.tokens.length} tokens`;
 }
 
 const WORK = {race, write, chat, compare: (context) => compare(context, card.methods)};
@@ -71,51 +59,70 @@ function setState(state) {
   $("stop").setAttribute("aria-disabled", state !== "running");
 }
 
-/** Scrolls to the results, where they would begin below the window. */
+/** Scrolls to the results on a phone, or where they would begin below the window. */
 function bringIntoView() {
   const isCalm = matchMedia("(prefers-reduced-motion: reduce)").matches;
-  if ($("results").getBoundingClientRect().top > 0.75 * innerHeight) {
+  if (narrow.matches || $("results").getBoundingClientRect().top > 0.75 * innerHeight) {
     $("results").scrollIntoView({behavior: isCalm ? "auto" : "smooth"});
   }
 }
 
-async function start() {
+/** Runs what the form says; `again` is run instead, if it is given. */
+async function start(again = null) {
   if (running) return;
   running = new AbortController();
   $("error").textContent = "";
   unmark();
   hideCard();
   setState("running");
-  let settings = readForm();
+  let {mode} = readForm();
   try {
     if (!card) await connect();
-    fillEmpty();
-    settings = readForm();
-    settings.seed ||= drawSeed();
-    seedShown = settings.seed;
-    showRequest();
+    ({mode} = readForm());
     setStatus("Generating.");
-    foldPrompt(true);
-    bringIntoView();
-    const context = {settings, key: $("key").value, signal: running.signal};
-    const outcome = await WORK[settings.mode](context);
-    if (REPLAYED.includes(settings.mode)) offerReplay();
-    remember(settings, outcome);
-    showHistory(restore);
+    const means = {key: $("key").value, signal: running.signal};
+    const outcome = await (again ?? work)(means);
+    if (REPLAYED.includes(mode)) offerReplay();
     setStatus(`Done: ${outcome}.`);
     setState("done");
   } catch (error) {
     board.finish();
-    if (settings.mode !== "chat" && board.isEmpty) showNothing();
-    else if (REPLAYED.includes(settings.mode)) offerReplay();
+    if (mode !== "chat" && board.isEmpty) showNothing();
+    else if (REPLAYED.includes(mode)) offerReplay();
     failed(error);
   } finally {
     running = null;
   }
-  if (readForm().mode !== settings.mode) changeMode();
+  if (readForm().mode !== mode) changeMode();
+}
+
+/** Does what the form says, and adds it to the history. */
+async function work(means) {
+  fillEmpty();
+  const settings = readForm();
+  settings.seed ||= drawSeed();
+  seedShown = settings.seed;
+  showRequest();
+  foldPrompt(true);
+  if (settings.mode !== "chat") bringIntoView();
+  const outcome = await WORK[settings.mode]({settings, ...means});
+  remember(ofView(settings), outcome);
+  showHistory(restore);
+  return outcome;
+}
+
+/** Asks for a key, or for another one. */
+function askForKey() {
+  const isMissing = $("key").value === "";
+  $("key-label").hidden = false;
+  $("contract").hidden = true; // a link takes no key along
+  $("error").textContent = isMissing ? "This server needs an API key." : "The server does not accept this API key.";
+  $("error").classList.toggle("asks", isMissing);
+  $("key").focus();
 }
 
 function failed(error) {
+  $("error").classList.remove("asks");
   if (error.name === "AbortError") {
     setStatus("Stopped.");
     setState("stopped");
@@ -123,9 +130,11 @@ function failed(error) {
   }
   $("error").textContent = inLabels(error);
   if (error.status === 401) {
-    $("key-label").hidden = false;
-    $("contract").hidden = true; // a link takes no key along
-    $("error").textContent = "“API key” is missing or wrong.";
+    askForKey();
+  } else if (error.code === "no_answer") {
+    chosen = readForm();
+    card = null;
+    $("model").textContent = "not connected";
   } else if (error.code === "context_length_exceeded" && readForm().mode === "chat") {
     $("error").append(" Edit an earlier message, or begin a new chat.");
   }
@@ -135,6 +144,7 @@ function failed(error) {
 
 /** Goes back to an earlier run, with the seed that it had. */
 function restore(values) {
+  chosen = {...chosen, ...values};
   writeForm(values);
   changed();
   fitPrompt();
@@ -148,9 +158,13 @@ function changed() {
   $("results").dataset.tint = tint;
   $("results").dataset.rejected = rejected;
   showLegend(board.lanes);
-  showExamples(mode === "chat" ? MESSAGES : PROMPTS);
+  showExamples(mode, (text) => {
+    textField().value = text;
+    keep();
+    fitPrompt();
+    textField().focus();
+  });
   if (mode !== "chat") $("chats").hidden = true;
-  $("bundled").hidden = mode !== "chat" || card?.id !== "specops-bundled"; // its name by default
   showRequest();
 }
 
@@ -159,31 +173,15 @@ function showRequest() {
   showCode({...values, seed: values.seed || seedShown}, card?.id, $("key").value !== "");
 }
 
-function showExamples(examples) {
-  if ($("examples").dataset.of === Object.keys(examples).join()) return;
-  $("examples").dataset.of = Object.keys(examples).join();
-  $("examples").replaceChildren(
-    ...Object.entries(examples).map(([name, text]) => {
-      const button = make("button", {type: "button"}, name);
-      button.addEventListener("click", () => {
-        $("prompt").value = text;
-        keep();
-        fitPrompt();
-        $("prompt").focus();
-      });
-      return button;
-    }),
-  );
-}
-
-/** Keeps the form's values; a link that was opened is left behind. */
+/** Keeps the form's values, without a message that is not sent; a link that was opened is left behind. */
 function keep() {
+  const {message, ...values} = readForm();
   if (!card) {
-    const {method, mode, ...others} = readForm(); // what methods there are is not known yet
-    chosen = {...chosen, ...others};
+    const {method, mode, k, ...others} = values; // the server's methods are not known yet
+    chosen = {...chosen, ...others, ...(k !== $("k").defaultValue && {k})};
     return;
   }
-  store("settings", readForm());
+  store("settings", values);
   if (location.hash) history.replaceState(null, "", location.pathname);
 }
 
@@ -200,6 +198,7 @@ function toggleCode() {
   $("code").hidden = !$("code").hidden;
   $("as-code").setAttribute("aria-expanded", String(!$("code").hidden));
   showRequest();
+  $("code").scrollIntoView({block: "nearest"});
 }
 
 function showNothing() {
@@ -210,9 +209,23 @@ function showNothing() {
 
 /** Shows the mode that was chosen; what runs in another one ends first. */
 function changeMode() {
+  chosen.mode = readForm().mode;
   if (running) running.abort();
   else if (readForm().mode === "chat") showChat();
   else showNothing();
+}
+
+/** Connects to the server, and shows what there is to see before a run. */
+async function open() {
+  try {
+    await connect();
+    if (!running) $("error").textContent = "";
+    if (!running && readForm().mode === "chat") showChat();
+    else if (isFirst && isUntouched()) await showRecorded(isUntouched);
+  } catch (error) {
+    $("model").textContent = "not connected";
+    if (!running) failed(error);
+  }
 }
 
 function listen() {
@@ -220,19 +233,33 @@ function listen() {
     event.preventDefault();
     start();
   });
-  for (const element of [$("form"), $("legend")]) {
+  for (const element of [$("modes"), $("form"), $("legend")]) {
     element.addEventListener("change", () => {
       changed();
       keep();
     });
   }
   $("modes").addEventListener("change", changeMode);
-  $("prompt").addEventListener("input", () => {
-    foldPrompt(false);
-    fitPrompt();
-    showRequest();
-  });
+  for (const field of [$("prompt"), $("message")]) {
+    field.addEventListener("input", () => {
+      foldPrompt(false);
+      fitPrompt();
+      showRequest();
+    });
+  }
   $("prompt").addEventListener("focus", () => foldPrompt(false));
+  $("message").addEventListener("keydown", (event) => {
+    const begins = event.shiftKey || event.isComposing || matchMedia("(pointer: coarse)").matches;
+    if (event.key !== "Enter" || begins) return;
+    event.preventDefault();
+    $("form").requestSubmit();
+  });
+  $("key").addEventListener("change", () => card || open());
+  $("again").addEventListener("click", () => {
+    $("run").focus({preventScroll: true}); // this button will be hidden
+    start(board.again);
+  });
+  $("drafts").addEventListener("scroll", () => board.fadeDrafts());
   $("stop").addEventListener("click", () => running?.abort());
   onOtherTab("chats", () => {
     follow();
@@ -269,12 +296,4 @@ showHistory(restore);
 prepare();
 const isFirst = isFirstVisit();
 const isUntouched = () => !running && board.isEmpty && readForm().mode === "race";
-connect()
-  .then(() => {
-    if (!running && readForm().mode === "chat") showChat();
-    else if (isFirst && isUntouched()) return showRecorded(isUntouched);
-  })
-  .catch((error) => {
-    $("model").textContent = "not connected";
-    failed(error);
-  });
+open();

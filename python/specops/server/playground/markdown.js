@@ -4,12 +4,13 @@
 import {make} from "./dom.js";
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+-]*)[^`]*$/;
-const HEADING = /^ {0,3}#{1,6}\s+(.*?)\s*#*$/;
+const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*$/;
+const SUBHEADING = /^ {0,3}#{2,6}\s/;
 const ITEM = /^(\s*)(?:([-*+])|(\d{1,9})[.)])\s+(.*)$/;
 const QUOTE = /^ {0,3}> ?(.*)$/;
 const DEEPEST = 16; // of lists and quotations inside each other
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
-const KINDS = [FENCE, HEADING, RULE, ITEM, QUOTE]; // which end a paragraph
+const KINDS = [FENCE, SUBHEADING, RULE, ITEM, QUOTE]; // which end a paragraph
 const INLINE = [
   [/(`{1,3})(.+?)\1(?!`)/y, ([, , text]) => make("code", {}, text.trim() || text)],
   [/\*\*(?=\S)(.+?\S|\S)\*\*/y, ([, text]) => make("strong", {}, ...inline(text))],
@@ -49,9 +50,16 @@ function inline(text) {
   return [...nodes, text.slice(begin)];
 }
 
-/** Lines of a paragraph; a line's end is kept. */
+/** Lines of a paragraph; a line's end and its indentation are kept. */
 const paragraph = (lines) =>
-  make("p", {}, ...lines.flatMap((line, i) => [...(i ? [make("br")] : []), ...inline(line.trim())]));
+  make("p", {}, ...lines.flatMap((line, i) => [...(i ? [make("br")] : []), ...inline(line.trimEnd())]));
+
+/** Whether a heading is at `at`. A single # beside other lines is a comment in code. */
+function isHeading(lines, at) {
+  const isBlank = (line) => (line ?? "").trim() === "";
+  const level = HEADING.exec(lines[at])?.[1].length ?? 0;
+  return level > 1 || (level === 1 && isBlank(lines[at - 1]) && isBlank(lines[at + 1]));
+}
 
 /** The code of a fence that opens at `at`, up to the one that closes it or the end; and what is next. */
 function fenced(lines, at) {
@@ -93,7 +101,7 @@ function quotation(lines, at, depth) {
 function blockAt(lines, at, depth) {
   const line = lines[at];
   if (FENCE.test(line)) return fenced(lines, at);
-  if (HEADING.test(line)) return [make("h3", {}, ...inline(HEADING.exec(line)[1])), at + 1];
+  if (isHeading(lines, at)) return [make("h3", {}, ...inline(HEADING.exec(line)[2])), at + 1];
   if (RULE.test(line)) return [make("hr"), at + 1];
   if (ITEM.test(line)) return list(lines, at, depth);
   if (QUOTE.test(line)) return quotation(lines, at, depth);

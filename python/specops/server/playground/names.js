@@ -12,9 +12,6 @@ export function learnNames(card) {
 /** The drafters of a choice, such as "a + b". */
 const partsOf = (choice) => choice.split(" + ").map((name) => drafters.get(name) ?? {name});
 
-/** Possible sources of tokens, the target first. */
-export const sourcesKnown = () => ["target", ...drafters.keys()];
-
 /** A drafter's name in words; one that the server does not describe keeps its own. */
 export const sourceName = (source) => drafters.get(source)?.title ?? OTHERS[source] ?? source;
 

@@ -19,6 +19,7 @@ function counted({tokens, sameTokens, logprobs, sameLogprobs}, total = tokens) {
 export function showVerdict(plain, fast, isOver) {
   $("verdict").hidden = false;
   $("per-step").textContent = perStepText(fast.perStep);
+  $("steps-saved").hidden = fast.perStep === null;
   const found = agreement(plain, fast);
   const same = isOver ? isSame(plain, fast) : found.firstDifference < 0;
   const total = isOver ? Math.max(plain.tokens.length, fast.tokens.length) : found.tokens;
@@ -28,11 +29,13 @@ export function showVerdict(plain, fast, isOver) {
   for (const lane of board.lanes) lane.pane?.mark(found.firstDifference);
 }
 
-function showSpeeds(pairs, perStep) {
+/** Shows the speed-up of the pairs; `again` times them again. */
+function showSpeeds(pairs, perStep, again) {
   const found = speedUp(pairs, perStep);
-  $("factor").textContent = found ? `${factorText(found)} as fast` : "too short to be timed";
-  $("spread").textContent = found ? `each alone: ${spreadText(found)}` : "";
+  $("factor").textContent = found ? `${factorText(found)} as fast as plain` : "too short to be timed";
+  $("spread").textContent = found ? `(${spreadText(found)})` : "";
   if (found) board.lanes.forEach((lane, i) => lane.showAlone(found.speeds[i]));
+  board.offerAgain(found?.isDisturbed ? again : null);
 }
 
 /** Times both again, in turn: in a race each step serves both. Returns whether all bits are the same. */
@@ -54,13 +57,14 @@ async function timeAlone(context, method, raced) {
   } finally {
     // After a stop, the pairs timed so far count.
     $("verdict-note").textContent = same ? "" : "Alone they wrote OTHER bits than in the race. ";
-    if (pairs.length) showSpeeds(pairs, raced[1].perStep);
-    else $("factor").textContent = "not timed";
+    const again = (means) => conclude({...context, ...means}, raced);
+    if (pairs.length) showSpeeds(pairs, raced[1].perStep, again);
+    else $("factor").textContent ||= "not timed";
   }
   return same;
 }
 
-/** Says what the race came to; returns whether all texts have the same bits. */
+/** Shows what the race came to, and returns it in a few words. */
 async function conclude(context, raced) {
   const {method, alone, temperature, seed} = context.settings;
   showVerdict(...raced, true);
@@ -75,7 +79,8 @@ async function conclude(context, raced) {
   } finally {
     if (Number(temperature) > 0) $("verdict-note").append(`Seed ${seed}.`);
   }
-  return same;
+  const facts = [`${$("per-step").textContent} tokens per step`, $("factor").textContent].filter(Boolean);
+  return `${facts.join(", ")}, ${same ? "same bits" : "DIFFERENT"}: ${raced[1].tokens.length} tokens`;
 }
 
 /** Runs a race; returns what it came to, in a few words. */
@@ -83,7 +88,7 @@ export async function race(context) {
   const {settings} = context;
   board.clear("race");
   const lanes = ["naive", settings.method].map((method) =>
-    board.addLane(method, {prompt: settings.prompt, showsSeed: false, unit: "tokens/s, both at once"}),
+    board.addLane(method, {prompt: settings.prompt, showsSeed: false, how: ", both at once"}),
   );
   for (const id of ["factor", "spread", "verdict-note"]) $(id).textContent = "";
   board.extra = () => {
@@ -109,7 +114,5 @@ export async function race(context) {
   }
   board.finish();
   board.extra = () => {};
-  const same = await conclude(context, raced);
-  const facts = [`${$("per-step").textContent} tokens per step`, $("factor").textContent].filter(Boolean);
-  return `${facts.join(", ")}, ${same ? "same bits" : "DIFFERENT"}: ${raced[1].tokens.length} tokens`;
+  return conclude(context, raced);
 }

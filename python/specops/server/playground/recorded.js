@@ -19,7 +19,7 @@ export async function showRecorded(isWanted) {
   board.clear("race");
   const generations = runs.map(({method, events}) => {
     const generation = new Generation(method, events.length);
-    const lane = board.addLane(method, {prompt, showsSeed: false, unit: "tokens/s, both at once"});
+    const lane = board.addLane(method, {prompt, showsSeed: false, how: ", both at once", badge: "Recorded demo"});
     events.forEach((event) => generation.take(event));
     generation.finish();
     generation.limit = generation.tokens.length;

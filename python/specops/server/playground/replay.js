@@ -2,7 +2,7 @@
 // Replays what has been generated, by the clock of the server's steps: slower, and step by step.
 
 import {board} from "./board.js";
-import {$} from "./dom.js";
+import {$, milliseconds} from "./dom.js";
 
 const SLOWER = [1, 2, 5, 10, 20, 50, 100, 200];
 const SECONDS = 8; // what a replay should take, about
@@ -30,10 +30,9 @@ function showTexts(seconds, moves) {
   now = Math.max(0, Math.min(seconds, end()));
   for (const lane of lanes) lane.showSteps(endedIn(lane), moves);
   board.markTime(now);
-  const milliseconds = `${(1000 * now).toFixed(0)} ms`;
   $("time").value = end() ? (PLACES * now) / end() : PLACES;
-  $("time").setAttribute("aria-valuetext", milliseconds);
-  $("moment").textContent = milliseconds;
+  $("time").setAttribute("aria-valuetext", milliseconds(now));
+  $("moment").textContent = milliseconds(now);
 }
 
 function pause() {
@@ -96,7 +95,7 @@ export function offerReplay() {
 
 /** Has the bar's buttons do what they say. */
 export function listenToReplay() {
-  $("slower").replaceChildren(...SLOWER.map((one) => new Option(one === 1 ? "as it was" : `${one}× slower`, one)));
+  $("slower").replaceChildren(...SLOWER.map((one) => new Option(one === 1 ? "real time" : `${one}× slower`, one)));
   $("time").max = PLACES;
   $("play").addEventListener("click", () => (frame ? pause() : play()));
   $("back").addEventListener("click", () => stepBy(-1));

@@ -5,11 +5,8 @@ import {request, events} from "./api.js";
 import {Generation} from "./generation.js";
 import {configOf} from "./names.js";
 
-/** A seed of as many bits as a number holds, for requests that are to have the same one. */
-export function drawSeed() {
-  const [high, low] = crypto.getRandomValues(new Uint32Array(2));
-  return String((high % 2 ** 21) * 2 ** 32 + low);
-}
+/** A seed for requests that are to have the same one. */
+export const drawSeed = () => String(crypto.getRandomValues(new Uint32Array(1))[0]);
 
 /** Returns the path and the fields of a request except the seed; `messages`: those of a chat. */
 export function requestOf(settings, method, messages) {

@@ -6,11 +6,12 @@ import {choicesOf, choiceOf, hasModel, isHybrid, learnNames} from "./names.js";
 
 const STORE = "specops";
 const FIELDS = [
-  ...["prompt", "method", "k", "steps", "tokens", "temperature", "seed", "top_p"],
+  ...["prompt", "message", "method", "k", "steps", "tokens", "temperature", "seed", "top_p"],
   ...["alternatives", "alone", "system", "tint", "rejected"],
 ];
 // For an empty field, the page's initial value or the server's default applies.
 const NUMBERS = ["k", "tokens", "temperature", "top_p"];
+export const narrow = matchMedia("(max-width: 640px)");
 // Not part of what a run does, so not of links either.
 const LOCAL = ["tint", "rejected", "alone"];
 
@@ -69,9 +70,14 @@ export function fillEmpty() {
   for (const id of NUMBERS) $(id).value ||= $(id).defaultValue;
 }
 
+/** The values without the text of the other views: a prompt or a message. */
+export function ofView({prompt, message, ...values}) {
+  return values.mode === "chat" ? {...values, message} : {...values, prompt};
+}
+
 /** The fragment of a link that leads to these values. */
 export function fragmentOf(values) {
-  const shared = Object.entries(values).filter(([name, value]) => !LOCAL.includes(name) && value !== "");
+  const shared = Object.entries(ofView(values)).filter(([name, value]) => !LOCAL.includes(name) && value !== "");
   return `#${new URLSearchParams(shared)}`;
 }
 
@@ -87,29 +93,48 @@ export function offer(card) {
   // A race of plain decoding against itself shows little.
   const first = card.methods.find((name) => name !== "naive" && !hasModel(name));
   $("method").value = choice === "naive" ? first ?? choice : choice;
-  if (own.num_speculative_tokens > 0) $("k").value = $("k").defaultValue = own.num_speculative_tokens;
+  const isUsual = $("k").value === $("k").defaultValue;
+  if (own.num_speculative_tokens > 0) $("k").defaultValue = own.num_speculative_tokens;
+  if (isUsual) $("k").value = $("k").defaultValue;
   const usual = isHybrid(choice) ? 1 : own.num_speculative_tokens;
   if (hasModel(choice) && own.num_model_steps !== usual) $("steps").value = own.num_model_steps;
-  $("chat-mode").hidden = !card.has_chat_template;
+  $("chat-mode").hidden = !card.can_chat;
 }
 
-/** Shows the fields that the mode and the method have. */
+/** Shows the fields that the mode and the method have, and puts the form where the mode has it. */
 export function fitForm() {
   const {mode, method} = readForm();
+  const isChat = mode === "chat";
+  const isNewView = document.body.dataset.mode !== mode;
+  document.body.dataset.mode = mode;
   const drafts = mode === "compare" || method !== "naive";
   $("method").disabled = mode === "compare";
   $("k").disabled = !drafts;
   $("steps-label").hidden = mode === "compare" || !hasModel(method);
   for (const id of NUMBERS) $(id).placeholder = $(id).defaultValue;
   $("steps").placeholder = isHybrid(method) ? "1" : "all";
-  $("system-label").hidden = mode !== "chat";
-  $("new-chat").hidden = mode !== "chat";
-  $("prompt-label").textContent = mode === "chat" ? "Message" : "Prompt";
+  $("system-label").hidden = $("new-chat").hidden = !isChat;
+  for (const id of ["prompt", "message"]) $(id).hidden = $(id).labels[0].hidden = (id === "message") !== isChat;
+  // An element that is moved loses the focus, so each is moved only to another place.
+  const above = $(isChat ? "results" : "modes");
+  if (above.nextElementSibling !== $("form")) above.after($("form"), $("code"));
+  const isFolded = isChat || narrow.matches;
+  if ($("more").contains($("main-settings")) !== isFolded) {
+    if (isFolded) $("more-label").after($("main-settings"));
+    else $("more").before($("main-settings"));
+  }
+  $("more-label").textContent = isFolded ? "Settings" : "More settings";
   const verbs = {race: "Start race", write: "Complete", compare: "Compare all", chat: "Send"};
   $("run").textContent = verbs[mode];
+  if (isNewView) fitPrompt();
 }
 
-/** Shows four lines of the prompt, so that results are in sight; or more, while it is written. */
+narrow.addEventListener("change", fitForm);
+
+/** The field of the view's text. */
+export const textField = () => $(document.body.dataset.mode === "chat" ? "message" : "prompt");
+
+/** Shows a few lines of the prompt, so that results are in sight; or more, while it is written. */
 export function foldPrompt(folds) {
   if ($("form").classList.contains("folded") === folds) return;
   $("form").classList.toggle("folded", folds);
@@ -118,8 +143,8 @@ export function foldPrompt(folds) {
 
 /** As tall as its text, up to a limit, and at its end: the last line is where the model goes on. */
 export function fitPrompt() {
-  const field = $("prompt");
+  const field = textField();
   field.style.height = "auto";
-  field.style.height = `${field.scrollHeight + 2}px`;
+  field.style.height = `${field.scrollHeight + field.offsetHeight - field.clientHeight}px`;
   field.scrollTop = field.scrollHeight;
 }

@@ -66,20 +66,19 @@ export class TokenPane {
     const last = first + count - 1;
     for (let place = first; place <= last; place++) {
       // The model's own token stands where the first draft was rejected.
-      if (place === last && drafts) nodes.push(...rejectedOf(drafts));
+      if (place === last && drafts && drafts.accepted < drafts.texts.length) nodes.push(rejectedOf(drafts));
       nodes.push(this.spanOf(place));
     }
     return nodes;
   }
 
-  /** Shows the first `count` steps; with `moves`, what was rejected in the new ones flies out. */
+  /** Shows the first `count` steps; with `moves`, the rejected drafts of the last one fly out. */
   showSteps(count, moves) {
     this.nodes.forEach((nodes, number) => {
       for (const node of nodes) {
-        const isNew = node.hidden && number < count;
         node.hidden = number >= count;
-        if (node.tagName !== "DEL") continue;
-        const flies = moves && (isNew || node.matches(".flying:not([hidden])"));
+        if (!node.matches(".rejected")) continue;
+        const flies = moves && number === count - 1;
         node.classList.toggle("flying", flies);
         node.ariaHidden = String(flies);
       }
@@ -126,7 +125,6 @@ export class TokenPane {
 }
 
 function rejectedOf({texts, sources, accepted}) {
-  return texts
-    .map((text, place) => make("del", {class: sourceClass(sources[place])}, text.replaceAll("\n", "⏎")))
-    .slice(accepted);
+  const drafts = texts.map((text, place) => make("del", {class: sourceClass(sources[place])}, text.replaceAll("\n", "⏎")));
+  return make("span", {class: "rejected"}, ...drafts.slice(accepted));
 }
