@@ -185,6 +185,15 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
         "that specops includes (default: the model's)",
     )
     add(
+        "--unsupported-fields",
+        type=str.lower,
+        choices=("error", "warn", "ignore"),
+        default="error",
+        help="what to do with unknown fields of a request, and with unsupported ones that would "
+        "change the output: refuse the request (error), ignore them and name them in the log and "
+        "in the header x-ignored-fields (warn), or ignore them (ignore; default: %(default)s)",
+    )
+    add(
         "--generation-config",
         default="auto",
         metavar="auto|none|DIR",
@@ -343,6 +352,8 @@ def _app(
         access=access,
         sampling_defaults=defaults,
         cache_scope=args.cache_scope,
+        model_aliases=(args.served_model_name or [""])[1:],
+        unsupported_fields=args.unsupported_fields,
     )
     _log_address(client, args.host, listener.getsockname()[1])
     return app, {
@@ -452,7 +463,10 @@ def _read(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse
     args = parser.parse_args(arguments)
     if args.config is None:
         return args
-    return parser.parse_args([*arguments_of(args.config, parser), *arguments])
+    merged = parser.parse_args([*arguments_of(args.config, parser), *arguments])
+    if args.served_model_name:  # these names replace those of the file
+        merged.served_model_name = args.served_model_name
+    return merged
 
 
 def _api_keys(from_flags: Sequence[str], file: str | None) -> list[str]:
