@@ -17,9 +17,10 @@ import httpx
 from fake_engine import FakeEngine, byte_tokenizer
 from serving import Served, events, http, post, serving
 from specops.cli import main
-from specops.engine import EngineConfig
+from specops.engine import EngineConfig, SamplingParams
 from specops.server.chat import ChatFormat
 from test_tools import Unconstrained
+from tokenizers import AddedToken
 
 # The engine without a model repeats the prompt up to <|end|>, so an answer shows its prompt.
 TEMPLATE = """
@@ -283,6 +284,35 @@ def test_path_without_version_is_suggested_with_it(
     hint = f"; did you mean {nearby}?" if nearby else ""
     assert answer.status_code == 404
     assert answer.json()["error"]["message"] == f"Not Found: POST {path}{hint}"
+
+
+class Thinking(FakeEngine):
+    """Engine whose tokenizer has the token </think>; it notes the limits of the thinking."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        thought = AddedToken("</think>", special=True)
+        self.tokenizer._tokenizer.add_special_tokens([thought])
+        self.limits: list[int | None] = []
+
+    def add_request(self, prompt: Any, params: SamplingParams, **options: Any) -> str:
+        self.limits.append(params.reasoning_max_tokens)
+        return super().add_request(prompt, params, **options)
+
+
+def test_budget_limits_the_thinking_unless_the_request_does() -> None:
+    engine = Thinking()
+    body = {"messages": [USER], "max_tokens": 1}
+    with serving(engine, chat_format=ChatFormat(TEMPLATE)) as one:
+        for thinking, more in (
+            ({"type": "enabled", "budget_tokens": 9}, {}),
+            ({"type": "enabled", "budget_tokens": 9}, {"reasoning_max_tokens": 5}),
+            ({"type": "enabled"}, {}),
+            ({"type": "disabled", "budget_tokens": 9}, {}),
+        ):
+            answer = post(one, "messages", {**body, "thinking": thinking, **more})
+            assert answer.status_code == 200 and HEADER not in answer.headers
+    assert engine.limits == [9, 5, None, None]
 
 
 # ---- unsupported fields ----

@@ -18,12 +18,6 @@ from specops.cli.fastdeploy import translated
 from specops.cli.hub import directory_of, is_name, resolved
 
 
-def _name(text: str) -> str:
-    if not text.strip():
-        raise argparse.ArgumentTypeError("must have at least one character")
-    return text
-
-
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that select the model, its dtypes and its device."""
     add = parser.add_argument
@@ -116,7 +110,6 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--served-model-name",
         nargs="+",
         action="extend",
-        type=_name,
         metavar="NAME",
         help="names of the model in the API; requests may use any of them, and answers have the "
         "first (default: the directory's name)",
@@ -285,6 +278,8 @@ def plain_settings(args: argparse.Namespace) -> dict[str, Any]:
     if "speculative_config" in settings:
         settings["speculative_config"] = translated(settings["speculative_config"])
     if "served_model_name" in settings:
+        if not all(name.strip() for name in settings["served_model_name"]):
+            raise ValueError("--served-model-name must hold names, got an empty one")
         settings["served_model_name"] = settings["served_model_name"][0]
     name = settings.get("model")
     if name is not None and is_name(name):

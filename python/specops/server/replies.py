@@ -59,7 +59,7 @@ class Model(Strict):
 
 
 class ModelList(Strict):
-    """List of models, which has one entry."""
+    """List of models: one entry for each name of the served model."""
 
     object: Literal["list"]
     data: list[Model]
@@ -177,6 +177,7 @@ class _Choice(Strict):
     finish_reason: Reason
     stop_reason: int | str | list[int] | None
     seed: int
+    token_ids: list[int] | None = None
 
 
 class TextChoice(_Choice):
@@ -185,6 +186,7 @@ class TextChoice(_Choice):
     text: str
     logprobs: CompletionLogprobs | None
     prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class Call(Strict):
@@ -248,6 +250,7 @@ class ChatCompletion(_Reply):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 # ---- the Responses API ----
