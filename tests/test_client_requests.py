@@ -312,6 +312,18 @@ def test_budget_limits_the_thinking_unless_the_request_does() -> None:
         ):
             answer = post(one, "messages", {**body, "thinking": thinking, **more})
             assert answer.status_code == 200 and HEADER not in answer.headers
+        thinking = {"type": "enabled", "budget_tokens": 2**31}
+        answer = post(one, "messages", {**body, "thinking": thinking})
+        assert answer.json()["error"]["message"] == (
+            "thinking.budget_tokens must be at most 2147483647, got 2147483648"
+        )
+        fields = {"think_inject_token_ids": [], "response_format": {"type": "json_object"}}
+        thinking = {"type": "enabled", "budget_tokens": 9}
+        fields |= {"response_max_tokens": 1, "thinking": thinking}
+        error = post(one, "chat/completions", {**body, **fields}).json()["error"]
+        assert (
+            error["param"] == "think_inject_token_ids" and "must hold a token" in error["message"]
+        )
     assert engine.limits == [9, 5, None, None]
 
 

@@ -306,13 +306,20 @@ class Generation:
         return thinking.budget_tokens if thinking and thinking.type == "enabled" else None
 
     def _with_budget(self, request: Any, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with the thinking budget, unless they limit the thinking."""
+        """Return the parameters with the thinking budget, unless they limit the thinking.
+
+        Raises:
+            ApiError: the budget conflicts with another parameter.
+        """
         if not isinstance(request, ChatCompletionRequest) or not self._can_limit_thinking:
             return params
         budget = self._thinking_budget(request)
         if budget is None or params.reasoning_max_tokens is not None:
             return params
-        return replace(params, reasoning_max_tokens=budget)
+        try:
+            return replace(params, reasoning_max_tokens=budget)
+        except ValueError as error:  # a thinking that nothing ends, with a constrained format
+            raise bad_value(error, type(request)) from None
 
     async def tokenize(self, http: Request) -> Response:
         """Serve /tokenize."""

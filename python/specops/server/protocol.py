@@ -479,7 +479,7 @@ class Thinking(Strict):
     """Anthropic's switch of the thinking mode, which clients also send in chats."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = Field(None, ge=1)
+    budget_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
 
 
 class ChatCompletionRequest(_Request, ChatPrompt):
@@ -725,6 +725,9 @@ def _from_validation(error: ValidationError) -> ApiError:
         return ApiError(400, f"{param or 'the body'} must be valid Unicode", param=param or None)
     if kind == "greater_than_equal":
         message = f"{param} must be at least {first['ctx']['ge']}, got {first['input']}"
+        return ApiError(400, message, param=param, code="invalid_value")
+    if kind == "less_than_equal":
+        message = f"{param} must be at most {first['ctx']['le']}, got {first['input']}"
         return ApiError(400, message, param=param, code="invalid_value")
     expected_types = (_TYPES.get(entry["type"]) for entry in errors if _path(entry["loc"]) == param)
     expected = " or ".join(filter(None, dict.fromkeys(expected_types)))
