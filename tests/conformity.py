@@ -31,6 +31,7 @@ from conformity_base import (
     stable,
     text,
     transport_rows,
+    unread,
     without,
 )
 from conformity_blocks import block_rows
@@ -87,7 +88,9 @@ def _sampling_rows(method: str) -> list[Row]:
         refused(method, "logit_bias", {"word": 1}),
         row("max_tokens", 3, "the answer has this many tokens",
             lambda call: call(max_tokens=3).usage.completion_tokens == 3),
-        refused(method, "max_tokens", -1),
+        row("max_tokens", -1, "no limit but the context",
+            lambda call: call(max_tokens=-1, stop=[","]).choices[0].finish_reason == "stop"),
+        refused(method, "max_tokens", -2),
         row("n", 3, "the answer has this many choices",
             lambda call: len(set(texts(call(n=3, temperature=1.5)))) > 1
             and len(texts(call(n=3))) == 3),
@@ -313,7 +316,7 @@ def _chat_rows() -> list[Row]:
         row("reasoning_effort", "low", "a variable of the chat template",
             lambda call: call(reasoning_effort="low").usage.prompt_tokens
             > call().usage.prompt_tokens),
-        refused(method, "reasoning_effort", "low", bare=True),
+        unread(method, "reasoning_effort", "low", "reasoning_effort"),
         without(method, "response_format", {"type": "text"}, "any text"),
         row("response_format", {"type": "json_object"}, "the text is an object in JSON",
             lambda call: text(call(response_format={"type": "json_object"}))[:1] == "{"),
@@ -324,12 +327,11 @@ def _chat_rows() -> list[Row]:
         without(method, "safety_identifier", "me", "identifies the end user"),
         without(method, "service_tier", "auto", "there is one tier"),
         refused(method, "service_tier", "priority"),
-        without(method, "store", False, "nothing is stored"),
-        refused(method, "store", True),
+        without(method, "store", True, "no answer is stored for a later search"),
         row("top_logprobs", 2, "the number of alternatives, with `logprobs`",
             lambda call: min(tops(call(logprobs=True, top_logprobs=2))) == 2),
         refused(method, "top_logprobs", 2),
-        refused(method, "verbosity", "low"),
+        without(method, "verbosity", "low", "no chat template reads it"),
         refused(method, "web_search_options", {}),
     ]  # fmt: skip
 
@@ -366,7 +368,8 @@ The parameters come from the clients' signatures, so none is missing.
 - **refused**: the server answers with this status and message. In OpenAI's APIs, `param` also names
   the field.
 
-The model's chat template supports tools and `reasoning_effort`, except where a row says so.
+The model's chat template supports tools, `reasoning_effort` and `enable_thinking`, except where a
+row says so.
 """
 
 

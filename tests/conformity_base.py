@@ -19,8 +19,10 @@ from serving import Served, serving
 from specops.engine import Engine, EngineConfig, RequestOutput, SpeculativeConfig
 from specops.server.chat import ChatFormat
 
-# Supports tools and `reasoning_effort`, which the bundled model's own template does not.
+# Supports tools, `reasoning_effort` and `enable_thinking`, which the bundled model's own template
+# does not.
 TEMPLATE = """
+{%- if enable_thinking %}think{{ "\\n" }}{% endif %}
 {%- if reasoning_effort %}effort: {{ reasoning_effort }}{{ "\\n" }}{% endif %}
 {%- if tools %}Call as <tool_call>{name, arguments}</tool_call>:{{ "\\n" }}{% endif %}
 {%- for tool in tools or [] %}{{ tool | tojson }}{{ "\\n" }}{% endfor %}
@@ -265,6 +267,19 @@ def refused(
         f", {name}={shown(argument)}" for name, argument in more.items()
     )
     return Row(method, parameter, label + (", template without it" if bare else ""), REFUSED, see)
+
+
+def unread(method: str, parameter: str, value: Any, named: str) -> Row:
+    """Return a row of a variable that the template does not read; `named` is in the header."""
+
+    def see(clients: Clients) -> str:
+        call = METHODS[method].of(clients, bare=True, raw=True)
+        answer = call(**{**METHODS[method].arguments(clients), "model": "fake", parameter: value})
+        assert answer.headers["x-ignored-fields"] == named
+        return f"the answer's header `x-ignored-fields` is `{named}`"
+
+    label = shown(value) + ", template without it"
+    return Row(method, parameter, label, WITHOUT, see)
 
 
 def _message(error: openai.APIStatusError | anthropic.APIStatusError, name: str) -> str:

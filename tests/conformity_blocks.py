@@ -25,6 +25,7 @@ from conformity_base import (
     stable,
     text,
     transport_rows,
+    unread,
     without,
 )
 
@@ -155,8 +156,8 @@ def _responses_rows() -> list[Row]:
         row("reasoning", {"effort": "low"}, "a variable of the chat template",
             lambda call: call(reasoning={"effort": "low"}).usage.input_tokens
             > call().usage.input_tokens),
-        refused(method, "reasoning", {"effort": "low"}, bare=True),
-        refused(method, "reasoning", {"summary": "auto"}),
+        unread(method, "reasoning", {"effort": "low"}, "reasoning.effort"),
+        without(method, "reasoning", {"summary": "auto"}, "no reasoning is summarized"),
         row("store", False, "no later request can follow it", _is_not_stored),
         row("stream", True, "the answer arrives as events", _events),
         Row(method, "stream_options", shown({"include_obfuscation": False}), WITHOUT, _unpadded),
@@ -170,7 +171,7 @@ def _responses_rows() -> list[Row]:
         row("text", {"format": {"type": "json_object"}}, "the text is an object in JSON",
             lambda call: text(call(text={"format": {"type": "json_object"}}))[:1] == "{"),
         refused(method, "text", {"format": {"type": "json_schema", "name": "x"}}),
-        refused(method, "text", {"verbosity": "low"}),
+        without(method, "text", {"verbosity": "low"}, "no chat template reads it"),
         row("tool_choice", "required", "a function is called",
             lambda call: bool(_uses(call(**_TOOLS, tool_choice="required")))),
         row("tool_choice", NAMED, "that function is called",
@@ -239,7 +240,7 @@ def _responses_neutral_rows() -> list[Row]:
         without(method, "service_tier", "auto", "there is one tier"),
         refused(method, "service_tier", "priority"),
         without(method, "truncation", "disabled", "input that does not fit is refused"),
-        refused(method, "truncation", "auto"),
+        without(method, "truncation", "auto", "input that does not fit is refused"),
         without(method, "user", "me", "identifies the end user"),
     ]
 
@@ -370,6 +371,7 @@ def _prompt_rows(method: str) -> list[Row]:
     pictures = [{"role": "user", "content": [image]}]
     parts = [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}]
     begun = [ASK, {"role": "assistant", "content": "x"}]
+    enabled = {"type": "enabled", "budget_tokens": 1024}
 
     def num(reply: Any) -> int:
         if not hasattr(reply, "usage"):
@@ -383,7 +385,8 @@ def _prompt_rows(method: str) -> list[Row]:
         row("messages", USED, "uses of tools and their results, as in a chat",
             lambda call: num(call(messages=USED)) > num(call(messages=USED[:1])) + 3),
         refused(method, "messages", pictures),
-        refused(method, "messages", begun),
+        row("messages", begun, "the answer continues the last message",
+            lambda call: num(call(messages=begun)) == num(call()) + 1),
         refused(method, "messages", []),
         row("model", MODEL, "the model that is served", lambda call: bool(call(model=MODEL))),
         refused(method, "model", "other", status=404),
@@ -397,7 +400,10 @@ def _prompt_rows(method: str) -> list[Row]:
             and num(call(system=[{"type": "text", "text": "Be brief."}]))
             == num(call(system="Be brief."))),
         without(method, "thinking", {"type": "adaptive"}, "the chat template decides"),
-        refused(method, "thinking", {"type": "enabled", "budget_tokens": 1024}),
+        row("thinking", enabled, "the variable `enable_thinking` of the chat template",
+            lambda call: num(call(thinking=enabled)) > num(call())),
+        without(method, "thinking", {"type": "disabled"}, "the template of this page says so, too"),
+        unread(method, "thinking", enabled, "thinking, thinking.budget_tokens"),
         refused(method, "tool_choice", {"type": "tool", "name": "clock"}, tools=[TOOL]),
         row("tools", [TOOL], "the template lists them",
             lambda call: num(call(tools=[TOOL])) > num(call())),

@@ -475,7 +475,7 @@ FAMILY_FILES = {
     if "FAMILY = Family(" in path.read_text()
 }
 # Formats of tool calls and of reasoning have the names of the first families that use them.
-FORMATS = ("server/call_forms.py", "server/formats.py", "server/reasoning.py")
+FORMATS = ("server/call_forms.py", "server/formats.py", "server/harmony.py", "server/reasoning.py")
 
 
 @for_each_file(

@@ -129,7 +129,11 @@ def test_every_route_is_described(description: dict[str, Any]) -> None:
     assert set(post["200"]["content"]) == {"application/json", "text/event-stream"}
     fields = description["components"]["schemas"]["CompletionRequest"]["properties"]
     assert {"type": "integer", "minimum": 1, "maximum": 128} in fields["n"]["anyOf"]
-    assert fields["store"]["enum"] == [False, None]
+    assert fields["skip_special_tokens"]["enum"] == [True, None]
+    assert fields["cache_prompt"] == {
+        "anyOf": [{}, {"type": "null"}],
+        "description": "no effect: every prompt is cached, and no token depends on it",
+    }
 
 
 @pytest.mark.parametrize(
@@ -138,6 +142,8 @@ def test_every_route_is_described(description: dict[str, Any]) -> None:
         ("completions", "TextCompletion", {"prompt": "a", "logprobs": 2, "echo": True, "n": 2}),
         ("completions", "TextCompletion", {"prompt": [[5, 6], [7]], "prompt_logprobs": 1}),
         ("completions", "TextCompletion", {"prompt": [5], "stop_token_sequences": [[1, 2]]}),
+        ("completions", "TextCompletion", {"prompt": "a", "return_token_ids": True, "store": True}),
+        ("chat/completions", "ChatCompletion", {"return_token_ids": True, "enable_thinking": True}),
         ("chat/completions", "ChatCompletion", {"logprobs": True, "top_logprobs": 3}),
         ("chat/completions", "ChatCompletion", {"tools": TOOLS[1:2], "tool_choice": "required"}),
         ("completions", "ErrorReply", {}),

@@ -431,20 +431,35 @@ def test_chat_template_receives_its_variables() -> None:
     template = ChatFormat("{{ messages[0].content }}{% if enable_thinking %}!{% endif %}")
     with serving(FakeEngine(), chat_format=template) as served:
         body = {"messages": [USER | {"content": "abc"}], "max_tokens": 4, "temperature": 0}
-        said = []
-        for variables in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
-            answer = post(served, "chat/completions", body | {"chat_template_kwargs": variables})
-            said.append(answer.json()["choices"][0]["message"]["content"])
-        assert said == ["abca", "abc!", "abca"]
-        for wrong in (
-            {"chat_template_kwargs": {"thinking": True}},
-            {"chat_template_kwargs": {"messages": []}},
-            {"reasoning_effort": "high"},
+        for fields, said, unread in (
+            ({}, "abca", None),
+            ({"chat_template_kwargs": {"enable_thinking": True}}, "abc!", None),
+            ({"chat_template_kwargs": {"enable_thinking": False}}, "abca", None),
+            ({"enable_thinking": True}, "abc!", None),
+            ({"thinking": {"type": "enabled"}}, "abc!", None),
+            ({"thinking": {"type": "disabled"}}, "abca", None),
+            ({"chat_template_kwargs": {"x": 1}}, "abca", "chat_template_kwargs.x"),
+            ({"reasoning_effort": "high"}, "abca", "reasoning_effort"),
+            # The tokenizer has no token that ends the thinking.
+            (
+                {"thinking": {"type": "enabled", "budget_tokens": 2}},
+                "abc!",
+                "thinking.budget_tokens",
+            ),
         ):
-            answer = post(served, "chat/completions", body | wrong)
-            assert answer.status_code == 400
-            error = answer.json()["error"]
-            assert error["param"] == next(iter(wrong)) and "template reads" in error["message"]
+            answer = post(served, "chat/completions", body | fields)
+            assert answer.json()["choices"][0]["message"]["content"] == said, fields
+            assert answer.headers.get("x-ignored-fields") == unread
+        for wrong, param, message in (
+            ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "may set"),
+            (
+                {"thinking": {"type": "enabled"}, "enable_thinking": False},
+                "enable_thinking",
+                "must agree with thinking, got False and enabled",
+            ),
+        ):
+            error = post(served, "chat/completions", body | wrong).json()["error"]
+            assert error["param"] == param and message in error["message"]
 
 
 def test_tokenize_and_detokenize_are_inverse(fake: Served) -> None:

@@ -33,7 +33,7 @@ from serving import (
 )
 from specops.api.config import BUNDLED_MODEL
 from specops.cli.config_file import arguments_of
-from specops.cli.serve import _parser, main
+from specops.cli.serve import _parser, _read, main
 from specops.server import make_app
 from specops.server.connections import bounded_protocol
 from specops.service.thread import ThreadClient
@@ -341,6 +341,7 @@ def test_sigterm_drains_running_requests() -> None:
             "allowed_origins must be origins such as https://example.com",
         ),
         (["--forwarded-allow-ips", "proxy"], "forwarded_allow_ips must be addresses, networks"),
+        (["--served-model-name", "a", ""], "--served-model-name must hold names, got an empty one"),
         (["--api-key", ""], "--api-key must hold a key of at least one character"),
         (["--api-key-file", "/dev/null"], "--api-key-file must hold a key of at least one"),
         (["--api-key-file", "/no/such/file"], "--api-key-file must be a readable text file"),
@@ -469,6 +470,9 @@ enforce-eager: true
     assert seen.api_key == ["one", "--two", "three"]
     assert (seen.enable_prefix_caching, seen.enforce_eager) == (False, True)
     assert options("") == parser.parse_args([])
+    file.write_text("served-model-name: [a, b]")
+    for given, names in (([], ["a", "b"]), (["--served-model-name", "c", "d"], ["c", "d"])):
+        assert _read(parser, ["--config", str(file), *given]).served_model_name == names
     for text, message in (
         ("max-num-seq: 8", "must hold names of flags, got 'max-num-seq'; the nearest is max-num-s"),
         ("config: x", "must hold names of flags, got 'config'"),

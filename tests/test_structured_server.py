@@ -249,7 +249,7 @@ def test_streamed_text_equals_the_whole_text(served: Served) -> None:
          "structured_outputs", "must be absent"),
         ({"structured_outputs": {"regex": "a"},
           "speculative_config": {"accept_policy": "accept_all"}}, None, "accept_policy"),
-        ({"guided_json": {}}, "guided_json", "not supported; use structured_outputs.json"),
+        ({"guided_json": {}}, "guided_json", "not supported: use structured_outputs.json"),
         ({"guided_choice": ["a"]}, "guided_choice", "use structured_outputs.choice"),
         ({"guided_grammar": "a"}, "guided_grammar", "use structured_outputs.grammar"),
     ],

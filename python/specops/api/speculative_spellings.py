@@ -6,11 +6,11 @@ FastDeploy's `mtp_strategy` for methods such as "mtp+ngram". Internally, options
 their method in `options`, and each method has one name.
 """
 
-import difflib
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from specops.api.did_you_mean import did_you_mean
 from specops.api.methods import METHODS, canonical_name, checks, method_of, methods
 
 _NO_TREES = (
@@ -155,6 +155,6 @@ def refuse_unknown(key: object, known: Iterable[str]) -> None:
     for name, own in (pair for one in methods() for pair in one.names_of_vllm):
         if key == name:
             raise ValueError(f"speculative_config.{key} is a field of vLLM; use {own}")
-    nearest = difflib.get_close_matches(key.lower(), list(known), n=1, cutoff=0.5)
-    hint = f"; did you mean {nearest[0]}?" if nearest else f"; known: {', '.join(known)}"
+    known = list(known)
+    hint = did_you_mean(key, known, 0.5) or f"; known: {', '.join(known)}"
     raise ValueError(f"speculative_config has no field {key!r}{hint}")

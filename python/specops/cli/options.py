@@ -133,8 +133,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
     group(parser, SERVICE).add_argument(
         "--served-model-name",
+        nargs="+",
+        action="extend",
         metavar="NAME",
-        help="name of the model in the API (default: the directory's name)",
+        help="names of the model in the API; requests may use any of them, and answers have the "
+        "first (default: the directory's name)",
     )
     add = group(parser, DRAFTS).add_argument
     add(
@@ -301,6 +304,10 @@ def plain_settings(args: argparse.Namespace) -> dict[str, Any]:
     }
     if "speculative_config" in settings:
         settings["speculative_config"] = translated(settings["speculative_config"])
+    if "served_model_name" in settings:
+        if not all(name.strip() for name in settings["served_model_name"]):
+            raise ValueError("--served-model-name must hold names, got an empty one")
+        settings["served_model_name"] = settings["served_model_name"][0]
     name, revision = settings.get("model"), getattr(args, "revision", None)
     if name is not None and is_name(name):
         settings["model"] = path_of(name, revision)

@@ -283,6 +283,15 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
         "that specops includes (default: the model's)",
     )
     add(
+        "--unsupported-fields",
+        type=str.lower,
+        choices=("error", "warn", "ignore"),
+        default="error",
+        help="what to do with unknown fields of a request, and with unsupported ones that would "
+        "change the output: refuse the request (error), ignore them and name them in the log and "
+        "in the header x-ignored-fields (warn), or ignore them (ignore; default: %(default)s)",
+    )
+    add(
         "--generation-config",
         default="auto",
         metavar="auto|none|DIR",
@@ -448,6 +457,8 @@ def _app(
         sampling_defaults=defaults,
         cache_scope=args.cache_scope,
         tracing=tracing,
+        model_aliases=(args.served_model_name or [""])[1:],
+        unsupported_fields=args.unsupported_fields,
     )
     scheme = "https" if tls else "http"
     _log_address(client, scheme, listener, is_open=not api_keys)
@@ -630,6 +641,8 @@ def _read(parser: Parser, arguments: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args([*before, *arguments])
     if args.config is not None:
         args = parser.parse_args([*arguments_of(args.config, parser), *before, *arguments])
+    if given.served_model_name:  # these names replace those of the file and the environment
+        args.served_model_name = given.served_model_name
     args.model = args.given_model or args.model
     return args
 

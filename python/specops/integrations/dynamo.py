@@ -156,6 +156,8 @@ class SpecopsBackend(LLMEngine):  # type: ignore[misc]
             ValueError: an option is invalid.
         """
         args = _parser().parse_args(argv)
+        if len(names := args.served_model_name or ()) > 1:
+            raise ValueError(f"served_model_name must be one name with Dynamo, got {len(names)}")
         settings = plain_settings(args)
         role = role_settings(args, clients_name_peers=False)  # the router passes addresses
         events = kv_event_settings(args)

@@ -104,8 +104,9 @@ class Answer(Generic[R]):
     def _render(self, outputs: Mapping[int, ChoiceOutput]) -> bytes:
         choices = []
         for index in sorted(outputs):
-            choice = dumped(self.choice(outputs[index].output, self.ends[index]))
-            choices.append(with_members(choice, self.choice_extras(index)))
+            output = outputs[index].output
+            choice = {**self.choice(output, self.ends[index]), **self._ids(output)}
+            choices.append(with_members(dumped(choice), self.choice_extras(index)))
         body = {**self.frame, "object": self.object_name, **self._totals()}
         body |= kv_transfer_extras(self.ends.values())
         members = {"choices": b"[%b]" % b",".join(choices), **self.extras()}
@@ -141,9 +142,11 @@ class Answer(Generic[R]):
             return begin + dumped(body | members)[1:] + b"\n\n"
 
         try:
+            members = self.chat_prompt_ids()
             for index in range(self.job.num_unfinished):
                 for first in self.first(index):
-                    yield chunk([first])
+                    yield chunk([first], **members)
+                    members = {}
             while self.job.num_unfinished:
                 for output in await self.job.next_outputs():
                     step = output.output
@@ -151,11 +154,12 @@ class Answer(Generic[R]):
                     num_tokens += len(step.token_ids)
                     for late in self.late_first(step.index):
                         yield chunk([late])
+                    ids = self._ids(step)
                     if options.include_steps:
                         report = step_report(self.tokenizer, output, self.job.hidden_drafters)
-                        yield chunk([{**self.delta(step), "step": report}])
-                    elif step.text or step.logprobs:
-                        yield chunk([self.delta(step)])
+                        yield chunk([{**self.delta(step), **ids, "step": report}])
+                    elif step.text or step.logprobs or any(ids.values()):
+                        yield chunk([{**self.delta(step), **ids}])
                     if step.end is None:
                         continue
                     last = len(self.ends) == len(self.job.times)
@@ -177,6 +181,14 @@ class Answer(Generic[R]):
     def failed(self, error: ApiError) -> bytes:
         """Return the last events of a stream that ends with an error."""
         return event(error.body) + _DONE
+
+    def _ids(self, step: Output) -> dict[str, Any]:
+        """Return the fields with the token ids that a step added to a choice, if requested."""
+        return {"token_ids": step.token_ids} if self.request.return_token_ids else {}
+
+    def chat_prompt_ids(self) -> dict[str, Any]:
+        """Return the field with the token ids of a chat's prompt, if requested."""
+        return {}
 
     def first(self, index: int) -> list[dict[str, Any]]:
         """Return the chunks that begin the stream of a choice."""
@@ -326,7 +338,11 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
         return end.finish_reason
 
     def extras(self) -> dict[str, bytes]:
-        return self.vllm_prompt_logprobs(0)
+        ids = {name: dumped(value) for name, value in self.chat_prompt_ids().items()}
+        return {**self.vllm_prompt_logprobs(0), **ids}
+
+    def chat_prompt_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self.job.prompts[0]} if self.request.return_token_ids else {}
 
     def last(self, index: int, end: End) -> dict[str, Any]:
         reader = self._reader(index)
@@ -384,6 +400,14 @@ class TextAnswer(Answer[CompletionRequest]):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._logprobs: dict[int, LegacyLogprobs] = {}  # by choice index; tracks offsets
+        self._identified: set[int] = set()  # choices whose prompt's token ids were reported
+
+    def _ids(self, step: Output) -> dict[str, Any]:
+        ids = super()._ids(step)
+        if ids and step.index not in self._identified:  # as vLLM, with the first tokens only
+            self._identified.add(step.index)
+            ids["prompt_token_ids"] = self.job.prompts[self.prompt_of(step.index)]
+        return ids
 
     def first(self, index: int) -> list[dict[str, Any]]:
         echo = self._echo(index)

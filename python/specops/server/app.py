@@ -76,6 +76,7 @@ from specops.server.requests import Requests, note
 from specops.server.streaming import dumped
 from specops.server.tokens import DetokenizeRequest, TokenizeRequest
 from specops.server.unread import Unread
+from specops.server.unsupported import HEADER, IgnoredFields, Policy
 from specops.service.client import EngineClient
 from specops.service.garbage import raise_gc_thresholds
 
@@ -132,6 +133,8 @@ def make_app(
     sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
     cache_scope: Literal["key", "server"] = "key",
     tracing: "Tracing | None" = None,
+    model_aliases: Sequence[str] = (),
+    unsupported_fields: Policy = "error",
 ) -> FastAPI:
     """Return the application that serves an engine.
 
@@ -161,6 +164,10 @@ def make_app(
         cache_scope: "key": requests of different keys share no pages of the prefix cache and no
             earlier responses to draft from; "server": they share both.
         tracing: exports a span per request below /v1; None: no traces.
+        model_aliases: further names that requests may use for the model.
+        unsupported_fields: "error": refuse a request with unknown fields, or with unsupported ones
+            that would change the output; "warn": ignore the fields, log them and name them in the
+            answer's header `x-ignored-fields`; "ignore": ignore them.
 
     Raises:
         ValueError: the chat template cannot be read, a key is empty, or the parser is unknown.
@@ -191,6 +198,8 @@ def make_app(
         body_timeout=body_timeout,
         sampling_defaults=sampling_defaults,
         shares_caches=clients.shares_caches,
+        model_aliases=model_aliases,
+        unsupported_fields=unsupported_fields,
     )
     api = _openai_routes(generation)
     app.include_router(api)
@@ -224,8 +233,9 @@ def _add_middleware(
             allow_origins=access.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "retry-after", HEADER],
         )
+    app.add_middleware(IgnoredFields)
     app.add_middleware(
         Admission, clients=clients, permits=ClientPermits(), unread=unread, cancelled=_cancelled
     )
@@ -307,14 +317,13 @@ def _openai_routes(generation: Generation) -> APIRouter:
 
     @api.api_route("/v1/models", methods=_READ, **without_body(ModelList))
     async def models() -> Response:
-        """List the model, with its context length and the methods that a request may name."""
-        return JSONResponse({"object": "list", "data": [generation.model_card()]})
+        """List the model's names, with its context length and the methods of requests."""
+        return JSONResponse({"object": "list", "data": generation.model_cards()})
 
     @api.api_route("/v1/models/{name:path}", methods=_READ, **without_body(Model, 404))
     async def model(name: str) -> Response:
         """Return the model's entry if the name is the served model's; 404 otherwise."""
-        generation.check_model(name)
-        return JSONResponse(generation.model_card())
+        return JSONResponse(generation.model_card(name))
 
     @api.api_route("/v1/contract", methods=_READ, **without_body(Contract))
     async def contract() -> Response:
@@ -413,6 +422,12 @@ def _methods_of(app: FastAPI, api: APIRouter, path: str) -> list[str]:
     )
 
 
+def _nearby(app: FastAPI, api: APIRouter, path: str) -> str:
+    """Return "; did you mean PATH?" if the path lacks /v1, or has it twice; "" otherwise."""
+    nearby = path.removeprefix("/v1") if path.startswith("/v1/v1/") else f"/v1{path}"
+    return f"; did you mean {nearby}?" if _methods_of(app, api, nearby) else ""
+
+
 def _error_response(error: ApiError, scope: Scope) -> Response:
     """Record an error, and return it in the format of the API that the path belongs to."""
     note(scope, error)
@@ -446,8 +461,8 @@ def _add_error_handlers(app: FastAPI, api: APIRouter) -> None:
     async def no_such_route(request: Request, error: HTTPException) -> Response:
         message = f"{error.detail}: {request.method} {request.url.path}"
         message += _ABSENT.get(request.url.path, "")
-        if error.status_code == 404 and _methods_of(app, api, f"/v1{request.url.path}"):
-            message += f"; did you mean /v1{request.url.path}?"  # the base URL lacks /v1
+        if error.status_code == 404:
+            message += _nearby(app, api, request.url.path)
         code = "unknown_url" if error.status_code == 404 else None  # OpenAI's code
         headers = {**(error.headers or {})}
         if error.status_code == 405:  # Starlette lists the methods of only one of the path's routes

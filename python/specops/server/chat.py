@@ -146,23 +146,17 @@ class ChatFormat:
                 f"unknown; set --tool-call-parser to one of {', '.join(CALL_PARSERS)}"
             )
 
-    def require_reasoning_effort(self) -> None:
-        """Check that the template reads the variable `reasoning_effort`.
-
-        Raises:
-            ValueError: it does not.
-        """
-        if "reasoning_effort" not in self._variables:
-            raise ValueError(
-                "reasoning_effort is not supported: the model's chat template reads no variable "
-                "of that name"
-            )
+    @property
+    def variables(self) -> frozenset[str]:
+        """Names of the variables that the template reads."""
+        return frozenset(self._variables | self._tool_variables)
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
@@ -171,18 +165,20 @@ class ChatFormat:
         Args:
             messages: messages of the conversation, each with role and content.
             add_generation_prompt: end with the prefix of the assistant's next message.
-            variables: further variables that the template reads, such as "enable_thinking".
+            continue_final_message: end with the content of the last message instead.
+            variables: further variables that the template may read, such as "enable_thinking".
             tools: tools that the assistant may call, as the client has sent them.
 
         Raises:
-            ValueError: the model has no chat template, the template reads no such variable, or it
-                refuses the messages.
+            ValueError: the model has no chat template, a variable has a reserved name, the last
+                message cannot be continued, or the template refuses the messages.
         """
         template = self._tool_template if tools else self._template
         if template is None:
             raise ValueError("the model has no chat template; send a prompt to /v1/completions")
-        known = self._tool_variables if tools else self._variables
         form = self.reasoning_form
+        if continue_final_message:
+            messages = _marked(messages)
         reserved = {
             "messages": messages if form is None else [form.in_history({**m}) for m in messages],
             "add_generation_prompt": add_generation_prompt,
@@ -191,15 +187,38 @@ class ChatFormat:
             **self._special_tokens,
         }
         for name in variables or {}:
-            if name in reserved or name not in known:
+            if name in reserved:
                 raise ValueError(
-                    "chat_template_kwargs must hold variables that the model's chat template "
-                    f"reads and that a request may set, got {name!r}"
+                    f"chat_template_kwargs must hold variables that a request may set, got {name!r}"
                 )
         try:
-            return template.render(**reserved, **(variables or {}))
+            text = template.render(**reserved, **(variables or {}))
         except Exception as error:  # a template may raise any exception
             raise ValueError(f"the chat template refused the messages: {error}") from None
+        if not continue_final_message:
+            return text
+        text, mark, _ = text.rpartition(_MARK)
+        if not mark:
+            raise ValueError(
+                "continue_final_message must be false: the chat template changes the last message"
+            )
+        return text
+
+
+# Marks the end of the last message in a prompt. Not a space, which templates strip.
+_MARK = "<|specops:continue|>"
+
+
+def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return messages with a mark at the end of the last one.
+
+    Raises:
+        ValueError: the last message cannot be continued, since it has tool calls.
+    """
+    *earlier, last = messages
+    if last.get("tool_calls"):
+        raise ValueError("messages must end with a text to be continued, got tool calls")
+    return [*earlier, {**last, "content": last["content"] + _MARK}]
 
 
 class _Generation(jinja2.ext.Extension):

@@ -6,10 +6,11 @@ There are two kinds of requests, chats and completions; bodies of other APIs are
 
 import asyncio
 import json
+import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -56,9 +57,12 @@ from specops.server.tokens import (
     detokenized,
     tokenized,
 )
+from specops.server.unsupported import Policy, names_text
 
 R = TypeVar("R", CompletionRequest, ChatCompletionRequest)
 B = TypeVar("B", bound=Body)
+
+logger = logging.getLogger(__name__)
 
 # Bodies of at least this many bytes are parsed in a thread, off the event loop.
 _SHORT_BODY = 1 << 15
@@ -88,8 +92,13 @@ class Generation:
         body_timeout: float,
         sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
         shares_caches: bool = False,
+        model_aliases: Sequence[str] = (),
+        unsupported_fields: Policy = "error",
     ) -> None:
         self._capabilities = capabilities
+        # Each name once, first the one that answers report.
+        self._model_names = list(dict.fromkeys((capabilities.model_name, *model_aliases)))
+        self._unsupported_fields = unsupported_fields
         self._sampling_defaults = sampling_defaults
         # Rejected drafts of these drafters may be text of another client, so they are not reported.
         self._hidden_drafters = frozenset(
@@ -114,10 +123,19 @@ class Generation:
         # of 4 allows for tokenizers that shorten a text first.
         self._max_characters = 4 * capabilities.max_model_len * tokenizer.longest_token()
 
-    def model_card(self) -> dict[str, Any]:
-        """Return the model's entry in /v1/models, with the methods that a client may choose."""
+    def model_cards(self) -> list[dict[str, Any]]:
+        """Return the entries of /v1/models: one for each name of the model."""
+        return list(map(self.model_card, self._model_names))
+
+    def model_card(self, name: str) -> dict[str, Any]:
+        """Return the model's entry under a name, with the methods that a client may choose.
+
+        Raises:
+            ApiError: 404; the model has another name.
+        """
+        self.check_model(name)
         return {
-            "id": self._capabilities.model_name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "specops",
@@ -131,11 +149,11 @@ class Generation:
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 if a request names a model other than the one served."""
-        served = self._capabilities.model_name
-        if name is not None and name != served:
+        if name is not None and name not in self._model_names:
+            served = ", ".join(map(repr, self._model_names))
             raise ApiError(
                 404,
-                f"the model {name!r} does not exist; this server serves {served!r}",
+                f"the model {name!r} does not exist; this server serves {served}",
                 param="model",
                 code="model_not_found",
             )
@@ -161,6 +179,7 @@ class Generation:
         body = with_defaults(await self.read(http, body_type), self._sampling_defaults)
         try:
             request, answer_type = begin(body, http.state.client)
+            self._note_unread(http, request, body_type.chat_names)
             return await self._answer(http, request, answer_type)
         except ApiError as error:
             raise error.under_names(body_type.chat_names) from None
@@ -171,6 +190,7 @@ class Generation:
         self.check_model(request.model)
         self._check_lengths(request)
         params = await self._with_prediction(await self._sampling_params(http, request))
+        params = self._with_budget(request, params)
         texts = self._prompts(request)
         params = self._after_reasoning(request, texts[0], params)
         prompts = await self._encode(request, texts)
@@ -221,6 +241,7 @@ class Generation:
         try:
             chat = as_chat(body)
             self.check_model(chat.model)
+            self._note_unread(http, chat, body_type.chat_names)
             chat.output_format(self._call_form)  # refuses what generation would refuse
             return len((await self._encode(chat, self._prompts(chat)))[0])
         except ApiError as error:
@@ -257,9 +278,54 @@ class Generation:
                 headers={"Connection": "close"},
             ) from None
         await http.state.permit.acquire()
-        if len(body) < _SHORT_BODY:
-            return parse(body_type, body, self._capabilities.max_model_len)
-        return await asyncio.to_thread(parse, body_type, body, self._capabilities.max_model_len)
+        ignored: list[str] | None = None if self._unsupported_fields == "error" else []
+        read = partial(parse, body_type, body, self._capabilities.max_model_len, ignored)
+        parsed = read() if len(body) < _SHORT_BODY else await asyncio.to_thread(read)
+        if ignored and self._unsupported_fields == "warn":
+            names = names_text(ignored)
+            logger.warning("%s: ignored unsupported fields: %s", http.url.path, names)
+            http.state.ignored_fields = ignored
+        return parsed
+
+    def _note_unread(self, http: Request, request: Any, names: Mapping[str, str]) -> None:
+        """Name, in the answer's header, the fields of a chat that its template does not read."""
+        if self._unsupported_fields == "ignore" or not isinstance(request, ChatCompletionRequest):
+            return
+        unread = request.unread(self._chat_format.variables)
+        if self._thinking_budget(request) is not None and not self._can_limit_thinking:
+            unread.append("thinking.budget_tokens")
+        if unread:
+            ignored = getattr(http.state, "ignored_fields", [])
+            http.state.ignored_fields = ignored + [names.get(name, name) for name in unread]
+
+    @cached_property
+    def _can_limit_thinking(self) -> bool:
+        """Whether a budget of thinking takes effect: the model can be told to think, and to end."""
+        if not self._chat_format.variables & {"enable_thinking", "thinking"}:
+            return False
+        return len(self._tokenizer.encode("</think>", add_special_tokens=False)) == 1
+
+    @staticmethod
+    def _thinking_budget(request: ChatCompletionRequest) -> int | None:
+        """Return Anthropic's maximum number of thinking tokens; None if the request has none."""
+        thinking = request.thinking
+        return thinking.budget_tokens if thinking and thinking.type == "enabled" else None
+
+    def _with_budget(self, request: Any, params: SamplingParams) -> SamplingParams:
+        """Return the parameters with the thinking budget, unless they limit the thinking.
+
+        Raises:
+            ApiError: the budget conflicts with another parameter.
+        """
+        if not isinstance(request, ChatCompletionRequest) or not self._can_limit_thinking:
+            return params
+        budget = self._thinking_budget(request)
+        if budget is None or params.reasoning_max_tokens is not None:
+            return params
+        try:
+            return replace(params, reasoning_max_tokens=budget)
+        except ValueError as error:  # a thinking that nothing ends, with a constrained format
+            raise bad_value(error, type(request)) from None
 
     async def tokenize(self, http: Request) -> Response:
         """Serve /tokenize."""
@@ -271,10 +337,13 @@ class Generation:
                 400, f"exactly one of prompt and messages must be set, got {got}", param="prompt"
             )
         if request.messages is not None:
-            prompt = request.add_generation_prompt
             try:
-                messages = [message.for_template() for message in request.messages]
-                text = self._chat_format.render(messages, add_generation_prompt=prompt)
+                text = self._chat_format.render(
+                    [message.for_template() for message in request.messages],
+                    add_generation_prompt=request.begins_answer,
+                    continue_final_message=request.continue_final_message,
+                    variables=request.chat_template_kwargs,
+                )
             except ValueError as error:
                 raise bad_value(error, TokenizeRequest, "messages") from None
         else:
@@ -412,10 +481,10 @@ class Generation:
             try:
                 if request.uses_tools:
                     self._chat_format.require_tools()
-                if request.reasoning_effort is not None:
-                    self._chat_format.require_reasoning_effort()
                 text = self._chat_format.render(
                     [message.for_template() for message in request.messages],
+                    add_generation_prompt=request.begins_answer,
+                    continue_final_message=request.continue_final_message,
                     variables=request.template_variables(),
                     tools=[tool.model_dump(exclude_none=True) for tool in request.tools],
                 )

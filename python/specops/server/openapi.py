@@ -219,6 +219,9 @@ def _complete_body(schema: dict[str, Any], body: type[Body]) -> None:
     ranges["top_logprobs"] = WHOLE_RANGES["logprobs"]
     if body is not CompletionRequest:
         ranges |= dict.fromkeys(("max_tokens", "max_completion_tokens"), (1, None))
+    unlimited = {"top_k"}
+    if body in (CompletionRequest, ChatCompletionRequest):
+        unlimited |= {"max_tokens", "max_completion_tokens"}
     meanings = _meanings()
     for name, field in properties.items():
         if name in meanings:
@@ -227,7 +230,7 @@ def _complete_body(schema: dict[str, Any], body: type[Body]) -> None:
             low, high = ranges[name]
             for branch in _branches(field, "integer", "number"):
                 least = "exclusiveMinimum" if name in POSITIVE else "minimum"
-                branch[least] = -1 if name == "top_k" else low  # -1 means off
+                branch[least] = -1 if name in unlimited else low  # -1 means off, or no limit
                 if high is not None:
                     branch["maximum"] = high
         if name in MAX_LISTS:
@@ -247,10 +250,15 @@ def _complete_body(schema: dict[str, Any], body: type[Body]) -> None:
         bias = {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS}
         properties["logit_bias"] |= {"additionalProperties": bias}
         properties["logit_bias"]["propertyNames"] = {"pattern": "^[0-9]+$"}
-    for name, values in body.neutral.items():
+    for name, unsupported in body.neutral.items():
         if name not in properties:
-            description = "not supported; only these values, which have no effect, are allowed"
-            properties[name] = {"enum": [*copy.deepcopy(values)], "description": description}
+            described = f"no effect: {unsupported.reason}"
+            if unsupported.values is None:
+                properties[name] = {"description": described}
+                continue
+            described = f"only these values are allowed, which have {described}"
+            values = [*copy.deepcopy(unsupported.values)]
+            properties[name] = {"enum": values, "description": described}
     for name, field in properties.items():
         if name not in schema.get("required", ()):
             properties[name] = _nullable(field)

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Request bodies of OpenAI's protocol: validation by pydantic, and conversion for the engine.
 
-A field either takes effect or is refused by name; none is silently ignored.
+A field either takes effect or is refused by name, unless the server is told to ignore it
+(`unsupported.py`).
 """
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from pydantic.config import JsonDict
 
+from specops.api.did_you_mean import did_you_mean
 from specops.api.messages import KvTransfer
 from specops.api.sampling_params import (
     MAX_BIASES,
@@ -25,7 +27,7 @@ from specops.server.call_forms import HERMES, CallForm
 from specops.server.clients import scoped_salt
 from specops.server.json_text import MAX_DEPTH, refuse_constant, require_shallow
 from specops.server.outline import without_long_lists
-from specops.server.strict import Strict
+from specops.server.strict import CacheControl, Strict
 from specops.server.structured import ResponseFormat, StructuredOutputs, output_format
 from specops.server.tools import (
     Tool,
@@ -35,6 +37,7 @@ from specops.server.tools import (
     check_tools,
     schema_of,
 )
+from specops.server.unsupported import OPENAI, Table
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
@@ -52,6 +55,8 @@ MAX_LISTS = {
     "logit_bias": MAX_BIASES,
 }
 MAX_PARTS = 1000  # maximum number of parts of a message
+UNLIMITED = -1  # llama.cpp's max_tokens without a limit: the answer may fill the context
+_SIMILAR = 0.7  # least similarity of a field that an error suggests
 
 # JSON's escape of half a surrogate pair; a complete pair is written as two of these.
 _HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -84,51 +89,16 @@ _TYPES = {
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "an object"),
 }
 
-# Fields of OpenAI's API and of similar engines, for features that this engine lacks. These values,
-# or null, have no effect and are accepted, since client libraries send many of them by default.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "continue_final_message": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_whitespace_pattern": (),
-    "include_reasoning": (True,),
-    "modalities": (["text"],),
-    "moderation": (),
-    "no_stop_trim": (False,),
-    "parallel_tool_calls": (True, False),
-    "prediction": (),
-    "prompt_cache_options": ({}, {"mode": "implicit"}),
-    "prompt_cache_retention": ("in_memory",),
-    "return_hidden_states": (False,),
-    "separate_reasoning": (True,),
-    "service_tier": ("auto", "default"),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "store": (False,),
-    "stream_reasoning": (True,),
-    "suffix": (),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_a": (0,),
-    "verbosity": (),
-    "web_search_options": (),
-}
-
 
 class Body(Strict):
     """Body of a request.
 
     Attributes:
-        neutral: unsupported fields, each with the values that have no effect and are accepted.
+        neutral: unsupported fields, with the values that have no effect and are accepted.
         chat_names: chat field -> this API's name for it, for fields with another name.
     """
 
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
+    neutral: ClassVar[Table] = OPENAI
     chat_names: ClassVar[Mapping[str, str]] = {}
 
 
@@ -208,6 +178,7 @@ class _Request(Sampling):
     n: int = 1
     stop: str | list[str] = Field([])
     include_stop_str_in_output: bool = False  # the text then ends with the stop string
+    return_token_ids: bool = False  # the answer then has the ids of prompt and output
     prompt_logprobs: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -279,7 +250,7 @@ class _Request(Sampling):
         return "response_format" if self.structured_outputs is None else "structured_outputs"
 
     def _max_tokens(self) -> int | None:
-        return self.max_tokens
+        return None if self.max_tokens == UNLIMITED else self.max_tokens
 
     def _logit_bias(self) -> dict[int, float]:
         """Return the biases by token id: keys are strings in JSON."""
@@ -414,6 +385,7 @@ class TextPart(Strict):
 
     type: Literal["text"]
     text: str
+    cache_control: CacheControl | None = Field(default=None, exclude=True)
 
 
 class Message(Strict):
@@ -422,6 +394,7 @@ class Message(Strict):
     role: Literal["system", "developer", "user"]
     content: str | list[TextPart]
     name: str | None = None
+    cache_control: CacheControl | None = Field(default=None, exclude=True)
 
     def for_template(self) -> dict[str, Any]:
         """Return the message in the form that chat templates expect."""
@@ -437,6 +410,7 @@ class AssistantMessage(Strict):
     role: Literal["assistant"]
     content: str | list[TextPart] | None = None
     name: str | None = None
+    cache_control: CacheControl | None = Field(default=None, exclude=True)
     tool_calls: list[ToolCall] = Field([], fail_fast=True)
     reasoning_content: str | None = None
     reasoning: str | None = None  # another name of reasoning_content
@@ -473,6 +447,7 @@ class ToolMessage(Strict):
     content: str | list[TextPart]
     tool_call_id: str
     name: str | None = None
+    cache_control: CacheControl | None = Field(default=None, exclude=True)
 
     def for_template(self) -> dict[str, Any]:
         """Return the message in the form that chat templates expect."""
@@ -495,7 +470,35 @@ class Prediction(Strict):
     content: str | list[TextPart]
 
 
-class ChatCompletionRequest(_Request):
+class ChatPrompt(Body):
+    """Fields that say how a chat's prompt ends, and what its template reads."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False  # the answer continues the last message
+    chat_template_kwargs: dict[str, Any] = Field({})
+
+    @property
+    def begins_answer(self) -> bool:
+        """True if the prompt ends with the prefix of the assistant's next message.
+
+        Raises:
+            ValueError: the request also continues the last message.
+        """
+        if not self.continue_final_message:
+            return self.add_generation_prompt
+        if "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt:
+            raise ValueError("add_generation_prompt must be false if continue_final_message is set")
+        return False
+
+
+class Thinking(Strict):
+    """Anthropic's switch of the thinking mode, which clients also send in chats."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+
+
+class ChatCompletionRequest(_Request, ChatPrompt):
     """Body of POST /v1/chat/completions."""
 
     prompt_field: ClassVar[str] = "messages"
@@ -506,8 +509,10 @@ class ChatCompletionRequest(_Request):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    chat_template_kwargs: dict[str, Any] = Field({})
-    reasoning_effort: str | None = None  # passed to the chat template as a variable
+    # Variables of the chat template.
+    reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+    thinking: Thinking | None = None
     prediction: Prediction | None = None
 
     @property
@@ -546,22 +551,55 @@ class ChatCompletionRequest(_Request):
         is_form = self.structured_outputs is not None or self.response_format is not None
         return super().form_field if is_form or not self.tools else "tools"
 
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the model is to think; None if the chat template decides."""
+        if self.enable_thinking is not None or self.thinking is None:
+            return self.enable_thinking
+        return {"enabled": True, "disabled": False}.get(self.thinking.type)
+
     def template_variables(self) -> dict[str, Any]:
-        """Return the chat template's variables other than the messages and tools."""
-        effort = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
-        return {**effort, **self.chat_template_kwargs}
+        """Return the chat template's variables other than the messages and tools.
+
+        Raises:
+            ValueError: two fields contradict each other.
+        """
+        variables: dict[str, Any] = {}
+        if self.thinks is not None:  # templates use either name
+            variables |= {"enable_thinking": self.thinks, "thinking": self.thinks}
+        mode = None if self.thinking is None else self.thinking.type
+        if mode == ("disabled" if self.thinks else "enabled"):
+            raise ValueError(
+                f"enable_thinking must agree with thinking, got {self.thinks} and {mode}"
+            )
+        if self.reasoning_effort:
+            variables["reasoning_effort"] = self.reasoning_effort
+        return {**variables, **self.chat_template_kwargs}
+
+    def unread(self, read: Collection[str]) -> list[str]:
+        """Return the fields that change no prompt, since the template does not read them.
+
+        Args:
+            read: variables that the chat template reads.
+        """
+        names = [f"chat_template_kwargs.{name}" for name in self.chat_template_kwargs.keys() - read]
+        if self.reasoning_effort and "reasoning_effort" not in read:
+            names.append("reasoning_effort")
+        if self.thinks and not {"enable_thinking", "thinking"} & set(read):
+            names.append("enable_thinking" if self.thinking is None else "thinking")
+        return sorted(names)
 
     def _max_tokens(self) -> int | None:
         for name in ("max_tokens", "max_completion_tokens"):
             if getattr(self, name) == 0:
                 raise ValueError(f"{name} must be at least 1, got 0")
         if self.max_completion_tokens is None:
-            return self.max_tokens
+            return super()._max_tokens()
         if self.max_tokens not in (None, self.max_completion_tokens):
             raise ValueError(
                 "max_tokens must be absent or equal to max_completion_tokens, got both"
             )
-        return self.max_completion_tokens
+        return None if self.max_completion_tokens == UNLIMITED else self.max_completion_tokens
 
     def _num_logprobs(self) -> int | None:
         if self.top_logprobs is not None and not self.logprobs:
@@ -575,7 +613,7 @@ class ChatCompletionRequest(_Request):
         return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def parse(model: type[B], body: bytes, max_ids: int) -> B:
+def parse(model: type[B], body: bytes, max_ids: int, ignored: list[str] | None = None) -> B:
     """Parse and validate a body.
 
     Args:
@@ -583,6 +621,8 @@ def parse(model: type[B], body: bytes, max_ids: int) -> B:
         body: bytes as received.
         max_ids: limit on a prompt's token ids. A longer prompt is refused later, so only the
             number of its ids is read.
+        ignored: list to which the names of unsupported fields are added; None: such a field is an
+            error.
 
     Raises:
         ApiError: 400; the body is not valid JSON, does not match the model, or uses an unsupported
@@ -611,15 +651,18 @@ def parse(model: type[B], body: bytes, max_ids: int) -> B:
             raise ApiError(400, f"the body is {error}", code="invalid_json") from None
     values |= long_lists
     for name in list(values):
-        if name in model.neutral and name not in model.model_fields:
+        if name not in model.model_fields:
             value = values.pop(name)
-            if value is not None and not _is_one_of(value, model.neutral[name]):
-                message = f"{name} is not supported"
-                if name.startswith("guided_"):  # vLLM's older names
-                    message += f"; use structured_outputs.{name.removeprefix('guided_')}"
+            field = model.neutral.get(name)
+            if field is not None and field.accepts(value):
+                continue
+            if ignored is not None:
+                ignored.append(name)
+            elif field is None:
+                raise _unknown_field(name, model.model_fields)
+            else:
+                message = f"{name} is not supported: {field.reason}"
                 raise ApiError(400, message, param=name, code="unsupported_parameter")
-        elif name not in model.model_fields:
-            raise _unknown_field(name)
         elif values[name] is None:
             del values[name]  # null means absent
     for name, limit in MAX_LISTS.items():
@@ -632,13 +675,40 @@ def parse(model: type[B], body: bytes, max_ids: int) -> B:
         if isinstance(values.get(name), list):
             values[name] = [_without_empty_fields(message, name) for message in values[name]]
     try:
-        checked = model.model_validate(values)
+        checked = _validated(model, values, ignored)
     except ValidationError as error:
         raise _from_validation(error) from None
     if _HALF_PAIR.search(body):  # rare, so that few bodies need the slow check
         for name, value in values.items():
             _check_unicode(name, value)
     return checked
+
+
+def _validated(model: type[B], values: dict[str, Any], ignored: list[str] | None) -> B:
+    """Return the body with these values; ignore unknown inner fields if `ignored` is a list."""
+    try:
+        return model.model_validate(values)
+    except ValidationError:
+        if ignored is None:
+            raise
+    body = model.model_validate(values, extra="ignore")
+    ignored += _unknown_names(body, values)
+    return body
+
+
+def _unknown_names(value: Any, raw: Any, path: str = "") -> Iterator[str]:
+    """Yield the paths of the fields in JSON that the validated value lacks."""
+    if isinstance(value, list) and isinstance(raw, list):
+        for index, (inner, raw_inner) in enumerate(zip(value, raw, strict=True)):
+            yield from _unknown_names(inner, raw_inner, f"{path}{index}.")
+    elif isinstance(value, BaseModel) and isinstance(raw, dict):
+        fields = {field.alias or name: name for name, field in type(value).model_fields.items()}
+        for name, raw_inner in raw.items():
+            if name in fields:
+                inner = getattr(value, fields[name])
+                yield from _unknown_names(inner, raw_inner, f"{path}{name}.")
+            else:
+                yield path + name
 
 
 def _check_unicode(name: str, value: Any) -> None:
@@ -678,6 +748,9 @@ def _from_validation(error: ValidationError) -> ApiError:
     if kind == "greater_than_equal":
         message = f"{param} must be at least {first['ctx']['ge']}, got {first['input']}"
         return ApiError(400, message, param=param, code="invalid_value")
+    if kind == "less_than_equal":
+        message = f"{param} must be at most {first['ctx']['le']}, got {first['input']}"
+        return ApiError(400, message, param=param, code="invalid_value")
     expected_types = (_TYPES.get(entry["type"]) for entry in errors if _path(entry["loc"]) == param)
     expected = " or ".join(filter(None, dict.fromkeys(expected_types)))
     expected = expected or first["msg"].removeprefix("Input should be ")
@@ -699,8 +772,9 @@ def _path(place: tuple[int | str, ...]) -> str:
     return ".".join(names)
 
 
-def _unknown_field(name: str) -> ApiError:
-    return ApiError(400, f"unknown field {name}", param=name, code="unknown_parameter")
+def _unknown_field(name: str, known: Collection[str] = ()) -> ApiError:
+    message = f"unknown field {name}{did_you_mean(name, known, _SIMILAR)}"
+    return ApiError(400, message, param=name, code="unknown_parameter")
 
 
 def _object(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -730,12 +804,6 @@ def _without_empty_fields(message: Any, field: str) -> Any:
         for name, value in message.items()
         if name in ("role", "content") or value not in (None, [])
     }
-
-
-def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
-    return any(
-        type(value) is type(option) and value == option for option in values
-    )  # False equals 0
 
 
 def _is_token_ids(value: Any) -> bool:

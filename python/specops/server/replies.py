@@ -61,7 +61,7 @@ class Model(Strict):
 
 
 class ModelList(Strict):
-    """List of models, which has one entry."""
+    """List of models: one entry for each name of the served model."""
 
     object: Literal["list"]
     data: list[Model]
@@ -180,6 +180,7 @@ class _Choice(Strict):
     finish_reason: Reason
     stop_reason: int | str | list[int] | None
     seed: int
+    token_ids: list[int] | None = None
 
 
 class TextChoice(_Choice):
@@ -188,6 +189,7 @@ class TextChoice(_Choice):
     text: str
     logprobs: CompletionLogprobs | None
     prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class Call(Strict):
@@ -252,6 +254,7 @@ class ChatCompletion(_Reply):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 # ---- the Responses API ----

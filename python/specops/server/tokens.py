@@ -4,17 +4,16 @@
 from typing import Any
 
 from specops.api.tokenizer import Tokenizer
-from specops.server.protocol import AnyMessage, Body
+from specops.server.protocol import AnyMessage, Body, ChatPrompt
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(ChatPrompt):
     """Body of POST /tokenize: a prompt, or the messages of a chat."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[AnyMessage] | None = None
     add_special_tokens: bool = True  # only for a prompt; a chat template writes special tokens
-    add_generation_prompt: bool = True
     return_token_strs: bool = False
 
 

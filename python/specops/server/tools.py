@@ -14,7 +14,7 @@ from specops.api.structured import StructuredOutput
 from specops.server.api_error import ApiError
 from specops.server.call_forms import HERMES, CallForm
 from specops.server.json_text import dumps, loads
-from specops.server.strict import Strict
+from specops.server.strict import CacheControl, Strict
 from specops.server.structured import refusal
 
 MAX_TOOLS = 128
@@ -28,6 +28,7 @@ class Function(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None  # schemas are always enforced
+    cache_control: CacheControl | None = Field(default=None, exclude=True)
 
 
 class Tool(Strict):
@@ -35,6 +36,7 @@ class Tool(Strict):
 
     type: Literal["function"]
     function: Function
+    cache_control: CacheControl | None = Field(default=None, exclude=True)
 
 
 class FunctionName(Strict):

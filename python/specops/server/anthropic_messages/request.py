@@ -17,9 +17,10 @@ from specops.server.protocol import (
     Message,
     Sampling,
     TextPart,
+    Thinking,
     ToolMessage,
 )
-from specops.server.strict import Strict
+from specops.server.strict import CacheControl, Strict
 from specops.server.structured import JsonSchema, ResponseFormat
 from specops.server.tools import (
     CalledFunction,
@@ -30,24 +31,7 @@ from specops.server.tools import (
     ToolCall,
     ToolChoice,
 )
-
-# Unsupported fields, each with the values that have no effect: client libraries may send these.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "container": (),
-    "context_management": (),
-    "diagnostics": (),
-    "inference_geo": (),
-    "mcp_servers": ([],),
-    "service_tier": ("auto", "standard_only"),
-    "speed": ("standard",),
-}
-
-
-class CacheControl(Strict):
-    """Mark of a prefix to cache, which has no effect: the engine caches all prefixes."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
+from specops.server.unsupported import ANTHROPIC, Table
 
 
 class _Block(Strict):
@@ -106,6 +90,8 @@ class AnthropicTool(_Block):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None  # the schema is always enforced
+    eager_input_streaming: bool | None = None  # a call is one event once it is complete
+    defer_loading: Literal[False] | None = None
 
 
 class Auto(Strict):
@@ -153,12 +139,6 @@ class OutputConfig(Strict):
     effort: str | None = None
 
 
-class Thinking(Strict):
-    """Thinking mode, which has no effect: the model's chat template decides whether it thinks."""
-
-    type: Literal["adaptive"]
-
-
 class Metadata(Strict):
     """Identification of the user, which is ignored."""
 
@@ -168,7 +148,7 @@ class Metadata(Strict):
 class CountTokensRequest(Body):
     """Body of POST /v1/messages/count_tokens."""
 
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL
+    neutral: ClassVar[Table] = ANTHROPIC
     chat_names: ClassVar[Mapping[str, str]] = {
         "stop": "stop_sequences",
         "response_format": "output_config.format",
@@ -194,9 +174,6 @@ class CountTokensRequest(Body):
         Raises:
             ApiError: the request cannot be converted to a chat.
         """
-        if self.messages[-1].role == "assistant":
-            message = "messages must end with a user message: prefilled answers are not supported"
-            raise ApiError(400, message, param="messages", code="invalid_value")
         system = [] if self.system is None else [self.system]
         system_messages = [Message(role="system", content=_text(one)) for one in system]
         choice = self.tool_choice
@@ -211,6 +188,8 @@ class CountTokensRequest(Body):
             parallel_tool_calls=not getattr(choice, "disable_parallel_tool_use", False),
             response_format=self._response_format(),
             reasoning_effort=self.output_config.effort if self.output_config else None,
+            thinking=self.thinking,
+            continue_final_message=self.messages[-1].role == "assistant",
             chat_template_kwargs=self.chat_template_kwargs,
             **fields,
         )

@@ -29,24 +29,9 @@ from specops.server.tools import (
     ToolChoice,
     ToolsAllowed,
 )
+from specops.server.unsupported import RESPONSES, Table
 
 Status = Literal["completed", "incomplete", "in_progress"]
-
-# Unsupported fields, each with the values that have no effect: client libraries may send these.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "access_programs": (),
-    "background": (False,),
-    "background_options": (),
-    "context_management": (),
-    "conversation": (),
-    "image": (),
-    "moderation": (),
-    "prompt": (),
-    "prompt_cache_options": ({}, {"mode": "implicit"}),
-    "prompt_cache_retention": ("in_memory",),
-    "service_tier": ("auto", "default"),
-    "truncation": ("disabled",),
-}
 
 
 class InputPart(Strict):
@@ -158,14 +143,16 @@ class TextConfig(Strict):
     """Configuration of the text."""
 
     format: TextFormat | None = None
-    verbosity: None = None  # not supported
+    verbosity: Literal["low", "medium", "high"] | None = None  # no chat template reads it
 
 
 class Reasoning(Strict):
     """Reasoning effort, which becomes a variable of the chat template."""
 
     effort: str | None = None
-    summary: None = None  # summaries are not supported
+    # No answer has a summary: reasoning is shown as it is.
+    summary: Literal["auto", "concise", "detailed", "none"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None  # the former name
 
 
 class ResponseStreamOptions(Strict):
@@ -177,7 +164,7 @@ class ResponseStreamOptions(Strict):
 class ResponsesRequest(Sampling):
     """Body of POST /v1/responses."""
 
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL
+    neutral: ClassVar[Table] = RESPONSES
     chat_names: ClassVar[Mapping[str, str]] = {
         "messages": "input",
         "max_tokens": "max_output_tokens",
