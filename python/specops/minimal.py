@@ -16,14 +16,14 @@ The vocabulary of `MinimalEngine.step`: a *slot* is a request's place in every t
 position of one request in one step. A request with exactly one token that is not cached yet has a
 row for that token and one for each of its drafts; any other request has a chunk of its prompt.
 
-One request of five prompt tokens, three drafts of which the second is rejected, chunks of four:
+One request with five prompt tokens and chunks of four; it has three drafts, of which the second is rejected:
 
     step    text     cached    rows                      then
     1       5        0         tokens 0 to 3             cached 4; no logits
     2       5        4         token 4                   emits token 5; cached 5
     3       6        5         token 5, drafts 6, 7, 8   emits draft 6 and a new token 7; cached 7
 
-The row of draft 6 is correct, since token 6 is the draft. The keys and values of drafts 7 and 8 are
+The row of draft 6 stays valid, since the emitted token 6 equals the draft. The keys and values of drafts 7 and 8 are
 overwritten by the next step, whose rows begin at position 7.
 """
 
@@ -293,7 +293,7 @@ class MinimalEngine:
         sampling.commit(
             emitted, self.slots, self.token_ids, self.lens, rules=self.rules, status=self.status
         )
-        # Only final rows count as cached, not rejected drafts. The new last token has no row yet.
+        # Rows of rejected drafts do not count as cached. The newest token has no row yet.
         self.cached.copy_(torch.minimum(kv_lens, self.lens - 1).clamp(min=0))
         self._draft(hidden, rows, kv_lens)
         self.num_steps += 1

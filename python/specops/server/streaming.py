@@ -55,7 +55,7 @@ def dumped(body: Any) -> bytes:
 
 
 def with_members(body: bytes, members: Mapping[str, bytes]) -> bytes:
-    """Return a JSON object, which must not be empty, extended by members with values in JSON."""
+    """Return a JSON object that is not empty, with further members; their values are JSON text."""
     return (
         b",".join([body[:-1], *(b'"%b":%b' % (k.encode(), v) for k, v in members.items())]) + b"}"
     )
