@@ -16,15 +16,16 @@ The vocabulary of `MinimalEngine.step`: a *slot* is a request's place in every t
 position of one request in one step. A request with exactly one token that is not cached yet has a
 row for that token and one for each of its drafts; any other request has a chunk of its prompt.
 
-One request with five prompt tokens and chunks of four; it has three drafts, of which the second is rejected:
+One request with five prompt tokens, chunks of four, and three drafts, of which the second is
+rejected:
 
     step    text     cached    rows                      then
     1       5        0         tokens 0 to 3             cached 4; no logits
     2       5        4         token 4                   emits token 5; cached 5
     3       6        5         token 5, drafts 6, 7, 8   emits draft 6 and a new token 7; cached 7
 
-The row of draft 6 stays valid, since the emitted token 6 equals the draft. The keys and values of drafts 7 and 8 are
-overwritten by the next step, whose rows begin at position 7.
+The row of draft 6 stays valid, since the emitted token 6 equals the draft. The keys and values of
+drafts 7 and 8 are overwritten by the next step, whose rows begin at position 7.
 """
 
 import argparse

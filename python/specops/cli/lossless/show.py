@@ -95,7 +95,8 @@ def difference_lines(comparisons: Sequence[Comparison], limit: int | None) -> li
         for comparison in comparisons
         for place, shown in enumerate(comparison.differences)
     ]
-    # Order: modes with speculation first; within these, the first difference of each comparison, then the second of each, and so on.
+    # Order: modes with speculation first; within these, the first difference of each comparison,
+    # then the second of each, and so on.
     items.sort(key=lambda item: (not item[1].is_drafted, item[0]))
     lines = [
         line for _, comparison, shown in items[:limit] for line in _description(comparison, shown)
