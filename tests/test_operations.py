@@ -72,7 +72,7 @@ def test_log_lines_have_time_and_level() -> None:
 REQUESTS: list[tuple[str, Any, int, str]] = [
     ("completions", TEXT, 200, ""),
     ("completions", TEXT | STREAM, 200, ""),
-    ("completions", {"prompt": SECRET, "max_tokens": -1}, 400, "max_tokens must be"),
+    ("completions", {"prompt": SECRET, "max_tokens": -2}, 400, "max_tokens must be"),
     ("completions", {"prompt": "a", "max_tokens": SECRET}, 400, "max_tokens must be an integer"),
     ("completions", {"prompt": "a", "model": "other"}, 404, "the model 'other' does not exist"),
     ("completions", {"prompt": {SECRET: SECRET}}, 400, "prompt must be"),
@@ -164,7 +164,7 @@ def test_exceptions_of_handlers_are_answered_and_logged_with_the_id(
 ) -> None:
     from specops.server.generation import Generation
 
-    def fail(self: Any) -> None:
+    def fail(self: Any, name: str) -> None:
         raise RuntimeError("unforeseen")
 
     monkeypatch.setattr(Generation, "model_card", fail)
