@@ -50,7 +50,7 @@ function tableOf(fields, label) {
   return make("div", {class: "scrolls", tabindex: 0, role: "group", "aria-label": label}, table);
 }
 
-const isNeutral = ({description = ""}) => description.startsWith("not supported");
+const isNeutral = ({description = ""}) => /^(no effect|only these values)/.test(description);
 
 function bodyOf(name, label) {
   const {properties, required = []} = schemas[name];
