@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
-"""What operators of a server see and set: log lines, traces, TLS, variables of the environment."""
+"""Tests of log lines, traces, TLS, and options in the environment."""
 
 import configparser
 import json

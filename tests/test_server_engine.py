@@ -286,7 +286,7 @@ def test_stop_reason_names_the_stop(tiny: Served) -> None:
     assert (by_text["finish_reason"], by_text["stop_reason"], by_text["text"]) == ("stop", text, "")
 
 
-def test_chat_uses_the_template_of_the_mtp_modelectory(mtp_model: Path) -> None:
+def test_chat_uses_the_template_of_the_model_directory(mtp_model: Path) -> None:
     """The template names a special token of the tokenizer."""
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
     config = {"chat_template": template, "eos_token": "<|endoftext|>"}

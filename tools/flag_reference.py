@@ -7,14 +7,12 @@ The page has a table for each group of options, with the text of --help.
 import argparse
 import re
 from collections.abc import Iterator
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
+from specops.cli.environment import flag_variables
 from specops.cli.serve import _parser
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "flags.md"
-_ENVIRONMENT = "specops.cli.environment"  # if it exists, options have environment variables
 
 INTRODUCTION = """# Flags of specops serve
 
@@ -22,8 +20,7 @@ INTRODUCTION = """# Flags of specops serve
 
 This page lists every option of `specops serve`, with the text of `specops serve --help`.
 [Serving over HTTP](server.md#options) explains the groups, and how to set options in a YAML file.
-"""
-VARIABLES = """
+
 The variable in the second column sets the option from the environment. The command line takes
 precedence over the environment, and the environment over the file of `--config`.
 """
@@ -32,38 +29,32 @@ precedence over the environment, and the environment over the file of `--config`
 def document() -> str:
     """Return the text of the page."""
     parser = _parser("specops serve")
-    variables = _variables(parser)
-    parts = [INTRODUCTION, *([VARIABLES] if variables else [])]
+    variables = {flag: name for name, (flag, _) in flag_variables(parser).items()}
+    parts = [INTRODUCTION]
     for group in parser._action_groups:
         rows = list(_rows(group, variables))
         if rows:
             name = group.title or "options"
             title = name[:1].upper() + name[1:]
-            head = ["option", *(["variable"] if variables else []), "meaning"]
-            table = [head, ["---"] * len(head), *rows]
+            table = [["option", "variable", "meaning"], ["---"] * 3, *rows]
             parts.append(f"\n## {title}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in table))
     return "".join(parts)
 
 
-def _variables(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """Return the environment variable of each flag."""
-    if find_spec(_ENVIRONMENT) is None:
-        return {}
-    found = import_module(_ENVIRONMENT)._variables(parser)
-    return {flag: variable for variable, (flag, _) in found.items()}
-
-
 def _rows(group: argparse._ArgumentGroup, variables: dict[str, str]) -> Iterator[list[str]]:
-    """Yield the cells of each option of a group; those without help are skipped."""
+    """Yield the cells of each option of a group; those without help are skipped.
+
+    Args:
+        group: group of options.
+        variables: environment variable of each flag.
+    """
     formatter = argparse.HelpFormatter("")
     for action in group._group_actions:
         if action.help in (None, argparse.SUPPRESS) or isinstance(action, argparse._HelpAction):
             continue
-        cells = [_invocation(action)]
-        if variables:
-            names = [variables[flag] for flag in action.option_strings if flag in variables]
-            cells.append(", ".join(f"`{name}`" for name in names))
-        yield [*cells, _prose(formatter._expand_help(action))]
+        names = [variables[flag] for flag in action.option_strings if flag in variables]
+        own = ", ".join(f"`{name}`" for name in names)
+        yield [_invocation(action), own, _prose(formatter._expand_help(action))]
 
 
 def _invocation(action: argparse.Action) -> str:

@@ -160,9 +160,9 @@ class AuditRecord:
             "seed": self.params.seed,
             "params": params,
         }
-        for field in fields(self)[3:]:
+        for field in fields(self):
             value = getattr(self, field.name)
-            if value != field.default:
+            if field.name not in (*found, "logprobs") and value != field.default:
                 found[field.name] = value
         if self.logprobs:
             found["logprobs"] = [_logprob_values(one) for one in self.logprobs]

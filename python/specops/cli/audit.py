@@ -15,6 +15,7 @@ from specops.api.errors import EngineError
 from specops.audit import audit
 from specops.cli import Parser, fail, require_writable, write_file
 from specops.cli.options import add_model_options, engine_settings
+from specops.cli.progress import loading_shown
 from specops.engine.engine import Engine
 from specops.service.contract import contract_of
 
@@ -38,7 +39,8 @@ def main(arguments: Sequence[str], program: str) -> int:
             raise ValueError(f"no audit record in {', '.join(args.files)}")
         if args.json is not None:
             require_writable("--json", args.json)
-        engine = Engine(EngineConfig(max_num_seqs=_MAX_NUM_SEQS, **engine_settings(args)))
+        with loading_shown():
+            engine = Engine(EngineConfig(max_num_seqs=_MAX_NUM_SEQS, **engine_settings(args)))
         contract = contract_of(engine)["digest"]
         verdicts = audit(engine, [record for _, record in records], contract=contract)
         if args.json is not None:

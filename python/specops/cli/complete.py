@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from specops._garbage import garbage_collection_paused
 from specops.api.audit import STRATEGIES, AuditRecord
 from specops.api.methods import METHODS, method_names
 from specops.api.outputs import TARGET
@@ -187,11 +186,10 @@ def _complete(args: argparse.Namespace) -> int:
 
 def _start(config: EngineConfig) -> "Engine":
     """Import torch, and make an engine."""
-    with garbage_collection_paused():
-        from specops.engine import Engine
+    from specops.engine import Engine
 
-        engine = Engine(config)
-        gc.freeze()  # modules and engine live until the end
+    engine = Engine(config)
+    gc.freeze()  # modules and engine live until the end
     return engine
 
 

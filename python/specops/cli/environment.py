@@ -38,7 +38,7 @@ def environment_arguments(parser: Parser, environment: Mapping[str, str]) -> lis
         ValueError: a flag without a value is neither true nor false.
     """
     arguments: list[str] = []
-    for variable, (flag, action) in _variables(parser).items():
+    for variable, (flag, action) in flag_variables(parser).items():
         if variable in environment and variable not in _OWN:
             of_flag = _flag_arguments(variable, environment[variable], flag, action, parser)
             parser.source = f" (from the environment variable {variable})"
@@ -50,7 +50,7 @@ def environment_arguments(parser: Parser, environment: Mapping[str, str]) -> lis
 
 def unknown_variables(parser: argparse.ArgumentParser, environment: Mapping[str, str]) -> str:
     """Return a sentence about variables that begin like options but are none; "" without any."""
-    known = {*_variables(parser), *_OWN}
+    known = {*flag_variables(parser), *_OWN}
     told = []
     for variable in sorted(environment):
         if not variable.startswith(_PREFIX) or variable in known or variable.startswith(_OTHERS):
@@ -61,7 +61,7 @@ def unknown_variables(parser: argparse.ArgumentParser, environment: Mapping[str,
     return f"ignoring unknown environment variables: {', '.join(told)}" if told else ""
 
 
-def _variables(parser: argparse.ArgumentParser) -> dict[str, tuple[str, argparse.Action]]:
+def flag_variables(parser: argparse.ArgumentParser) -> dict[str, tuple[str, argparse.Action]]:
     """Return the flag and the action of each variable."""
     return {
         _PREFIX + flag.removeprefix("--").replace("-", "_").upper(): (flag, action)

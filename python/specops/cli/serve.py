@@ -258,8 +258,16 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
         "--tool-call-parser",
         type=str.lower,
         choices=(
-            *("deepseek_v3", "deepseek_v31", "glm45", "glm47", "hermes", "kimi_k2", "llama3_json"),
-            *("mistral", "openai", "qwen3_coder"),
+            "deepseek_v3",
+            "deepseek_v31",
+            "glm45",
+            "glm47",
+            "hermes",
+            "kimi_k2",
+            "llama3_json",
+            "mistral",
+            "openai",
+            "qwen3_coder",
         ),
         help="format in which the model writes tool calls (default: detected from its chat "
         "template)",
@@ -269,8 +277,17 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
         type=str.lower,
         default="auto",
         choices=(
-            *("auto", "none", "harmony", "openai_gptoss", "mistral", "think", "deepseek_r1"),
-            *("deepseek_v3", "glm45", "kimi_k2", "qwen3"),
+            "auto",
+            "none",
+            "harmony",
+            "openai_gptoss",
+            "mistral",
+            "think",
+            "deepseek_r1",
+            "deepseek_v3",
+            "glm45",
+            "kimi_k2",
+            "qwen3",
         ),
         help="format of the reasoning that is separated from answers: detected from the chat "
         "template (auto), none, or a name; the names after think mean the same (default: "

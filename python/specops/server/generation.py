@@ -300,7 +300,7 @@ class Generation:
 
     @cached_property
     def _can_limit_thinking(self) -> bool:
-        """Whether a budget of thinking takes effect: the model can be told to think, and to end."""
+        """True if the chat template can start the thinking, and one token can end it."""
         if not self._chat_format.variables & {"enable_thinking", "thinking"}:
             return False
         return len(self._tokenizer.encode("</think>", add_special_tokens=False)) == 1

@@ -553,7 +553,7 @@ class ChatCompletionRequest(_Request, ChatPrompt):
 
     @property
     def thinks(self) -> bool | None:
-        """Whether the model is to think; None if the chat template decides."""
+        """True if the model must think, False if it must not; None: the chat template decides."""
         if self.enable_thinking is not None or self.thinking is None:
             return self.enable_thinking
         return {"enabled": True, "disabled": False}.get(self.thinking.type)

@@ -38,7 +38,7 @@ _NAME = re.compile(r"[\w.+/:\[\]-]{1,64}", re.ASCII)
 
 
 class Record:
-    """What is known of one request.
+    """State of one request, for its log line, its trace and the metrics.
 
     Attributes:
         id: the request's id.
