@@ -63,7 +63,7 @@ def test_client_with_only_a_prompt_counts() -> None:
 
 
 def rows_by(given: list[Demand], free_rows: int = FREE, level: int = 0) -> dict[str, int]:
-    """Return the rows of the chosen requests by owner."""
+    """Return the number of rows that each owner gets, by its name on a level."""
     chosen = select_decoding(given, 512, free_rows)
     assert chosen is not None
     rows: Counter[str] = Counter()

@@ -366,7 +366,7 @@ def test_drafts_change_no_bit_with_all_parameters_beside_a_grammar(limits: str) 
 
 
 def test_selection_of_drafts_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are expensive first, then free."""
+    """Drafts are selected by step times in which a row is expensive, then costs nothing."""
     # slow grammars would get no drafts
     monkeypatch.setattr(grammar_scheduling, "_SLOW_SECONDS", math.inf)
     expected, _ = plain(0.8)

@@ -187,7 +187,7 @@ GOALS = (
 
 
 def bar_of(id: str, gpu: str) -> str | None:
-    """Return the value that a goal requires on a GPU; None if the goal does not apply to it."""
+    """Return the requirement of a goal, such as "ratio >= 1.2"; None if it has none for the GPU."""
     goal = next(goal for goal in GOALS if goal.id == id)
     if not goal.is_for(gpu):
         return None

@@ -70,7 +70,7 @@ class Pairs:
         return [f"{name}: {' '.join(parts)}", *rules]
 
     def read(self, text: str, schema: Mapping[str, Any] | None) -> str | None:
-        """Return the arguments in a text as a JSON object; None if a value has no end.
+        """Return the arguments in a text as a JSON object; None if the text ends within a value.
 
         Args:
             text: keys and values.

@@ -113,7 +113,7 @@ class CallForm:
         return f"{_text(self.before + name + mark)} /{pattern}/ {_text(self.middle)}"
 
     def _free(self, text: str) -> list[str]:
-        """Return the rule of an answer without calls, which is `text` in Lark."""
+        """Return the grammar rules of an answer without calls; `text` is their Lark expression."""
         if self.excluded:
             text = rf"{text} & ~(/[ \t\r\n]*/ {_text(self.excluded)} ANY)"
         return ["rest: TEXT", f"TEXT: {text}"]
