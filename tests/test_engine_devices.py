@@ -241,7 +241,10 @@ def test_padding_static_memory_and_replays_change_no_bit(
 
 
 def all_params(index: int, max_tokens: int) -> SamplingParams:
-    """Return `sampling` with all other parameters; request 3 has none, later lists are longer."""
+    """Return the parameters of `sampling`, with all other parameters set, too.
+
+    Lists grow with the request's index. Request 3 has no further parameters.
+    """
     plain = sampling(index, max_tokens)
     if index == 3:
         return plain

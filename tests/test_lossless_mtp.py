@@ -404,7 +404,7 @@ def test_rows_that_modules_recompute_prevent_no_drafts(
 def test_drafts_past_the_end_of_the_context_change_nothing(
     tinies: dict[int, Tiny], modules: int, max_model_len: int
 ) -> None:
-    """The last page extends past the end, and so do modules that continue their own drafts."""
+    """The last page reaches past the end of the context; so do later drafts of the modules."""
     limits: dict[str, Any] = {"max_model_len": max_model_len, "max_num_seqs": 4}
     prompts = [prompt(i)[: (max_model_len - 1) * i // 12 + 1] for i in range(12)]
     to_the_end = SamplingParams(max_tokens=None, temperature=0, ignore_eos=True, logprobs=1)

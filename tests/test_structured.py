@@ -494,7 +494,10 @@ FORMS: list[dict[str, Any]] = [
     ],
 )  # fmt: skip
 def test_trigger_must_be_followed_by_its_tag(text: str, is_whole: bool | None) -> None:
-    """Take each text in one step and character by character; `is_whole` None: it is impossible."""
+    """Take each text in one step and character by character.
+
+    `is_whole` says whether the output may end after the text; None if the text is refused.
+    """
     for tokens in (tokens_of(text), [one for char in text for one in tokens_of(char)]):
         state = state_of(structural_tag=TAGS)
         fits = all(map(state.take, tokens))

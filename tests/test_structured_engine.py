@@ -285,7 +285,7 @@ def test_text_of_a_bounded_schema_ends(temperature: float) -> None:
 
 @pytest.mark.ci
 def test_text_may_not_end_if_any_white_space_is_allowed() -> None:
-    """Allow it by the engine's option, as vLLM does, and by each request."""
+    """Any white space is allowed by the engine's option, and then by each request."""
     jobs = bounded_jobs(0.0)[:40]
     by_engine = run(engine_of(json_whitespace="any"), jobs, [NAIVE])
     endless = [one.text for one in by_engine if one.finish_reason == "length"]

@@ -38,8 +38,8 @@ class Goal:
         is_at_most: whether low is good.
         bar: required value.
         stretch: more ambitious value.
-        gpus: GPUs that the goal applies to, as parts of their names. A bar belongs to a card, and
-            a time to one memory bandwidth.
+        gpus: GPUs that the goal applies to, as parts of their names. A time in microseconds
+            depends on the card's memory bandwidth, so its bar holds for one card only.
         but_gpus: GPUs that the goal does not apply to, if `gpus` is empty.
     """
 

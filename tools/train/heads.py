@@ -247,7 +247,7 @@ class EagleHead(Head):
 
 
 class ResidualHead(nn.Module):
-    """x + silu(W x + b) before an LM head; an input of several states is projected for the sum."""
+    """LM head on x + silu(W x + b). If x has several states, the first term is projected."""
 
     def __init__(self, model: Model, num_inputs: int, has_bias: bool) -> None:
         super().__init__()

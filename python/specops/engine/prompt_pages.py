@@ -75,8 +75,8 @@ class PromptPages:
         """Put pages into the prefix cache for the next request with this prompt.
 
         Pages that the cache has already are not replaced. Nothing is added if too few pages are
-        free. The same holds if the states need an entry and all entries wait for pages of running
-        requests.
+        free, or if states must be stored and no entry of the state cache can be evicted, because
+        running requests still need each of them.
 
         Args:
             token_ids: the prompt.
