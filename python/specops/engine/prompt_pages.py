@@ -75,8 +75,8 @@ class PromptPages:
         """Put pages into the prefix cache for the next request with this prompt.
 
         Pages that the cache has already are not replaced. Nothing is added if too few pages are
-        free, or if states must be stored and no entry of the state cache can be evicted, because
-        running requests still need each of them.
+        free, or if states must be stored and every entry for states is reserved by a running
+        request.
 
         Args:
             token_ids: the prompt.
