@@ -322,7 +322,7 @@ def check_drafts(tiny: Tiny, k: int, each: list[dict[str, Any]]) -> None:
         assert record.num_seen_again > 200 and record.num_logits_seen_again > 150
         lengths = RandomRests()
         decode(lengths, limits)
-        # As many as a step has rows for while all slots are used.
+        # A step has rows for this many drafts while all slots are used.
         spare = limits.get("max_num_batched_tokens", 512) - limits["max_num_seqs"]
         assert min(lengths.verified[count] for count in range(min(k, spare) + 1)) > 0
         assert lengths.num_suspended > 100

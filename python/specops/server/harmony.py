@@ -63,7 +63,11 @@ class HarmonyReasoningForm(ReasoningForm):
         return "closed" if prompt.endswith(_MESSAGE) else "free"
 
     def prefix(self, begin: Begin, *, calls: bool) -> str | None:
-        """Return a grammar of the messages before the final one; the grammar of calls has them."""
+        """Return a grammar of the messages before the final one.
+
+        None if the prompt begins the final text, or if the answer may call tools: the grammar of
+        calls contains these messages.
+        """
         if calls or begin == "closed":
             return None
         start = 'start: (analysis | preamble)* "<|channel|>final<|message|>"'
