@@ -273,7 +273,7 @@ def _meanings() -> dict[str, str]:
 
 
 def _branches(field: dict[str, Any], *types: str) -> list[dict[str, Any]]:
-    """Return the alternatives of a field that have one of these types."""
+    """Return the alternatives in a field's schema that have one of the types."""
     return [branch for branch in field.get("anyOf", [field]) if branch.get("type") in types]
 
 
