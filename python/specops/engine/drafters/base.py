@@ -279,6 +279,15 @@ class Drafter:
         """Return the values of `Method.gauges`, by name."""
         return {}
 
+    def learn(self, prompt: Sequence[int], answer: Sequence[int], salt: str | None) -> None:
+        """Learn from an answer of another engine as from one of its own.
+
+        Args:
+            prompt: token ids of the prompt.
+            answer: token ids of the answer.
+            salt: cache salt of the request.
+        """
+
     def forget(self) -> None:
         """Drop what it has learned from other requests. No request is running."""
 

@@ -2,7 +2,7 @@
 """Suffix decoding: draft what most often followed the last tokens, in this and other requests."""
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -163,6 +163,10 @@ class SuffixDrafter(Drafter):
             "suffix_cache_tokens": self.cache.num_cached_tokens,
             "suffix_cache_bytes": self.cache.num_bytes,
         }
+
+    def learn(self, prompt: Sequence[int], answer: Sequence[int], salt: str | None) -> None:
+        """Add an answer to the shared tree, and to the earlier answers to its prompt."""
+        self._store.learn(prompt, answer, salt or "")
 
     def forget(self) -> None:
         """Drop the responses of other requests."""

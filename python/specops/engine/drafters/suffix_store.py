@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +53,11 @@ class SuffixStore:
             max_cached_bytes=options.suffix_decoding_max_cached_bytes,
             read_on=options.suffix_decoding_read_on,
         )
+        self._has_tree = 0 not in (
+            options.suffix_decoding_max_cached_requests,
+            options.suffix_decoding_max_cached_tokens,
+            options.suffix_decoding_max_cached_bytes,
+        )
         self.answers = EarlierAnswers(options)
         self._path: Path | None = None
         self._vocabulary = ""
@@ -67,6 +72,15 @@ class SuffixStore:
             self._load(self._path)
         if config.suffix_corpus is not None:
             self._add_corpus(Path(config.suffix_corpus), tokenizer, vocab_size)
+
+    def learn(self, prompt: Sequence[int], answer: Sequence[int], scope: str) -> None:
+        """Add an answer as if a request of this engine had got it.
+
+        If a file is configured, it keeps the shared tree, to which nothing is added then.
+        """
+        if self._path is None and self._has_tree:
+            self.cache.add(np.array(answer, np.int32), scope=scope)
+        self.answers.add(prompt, answer, scope)
 
     def forget(self) -> None:
         """Evict all responses from the suffix cache, and drop the stored answers by prompt."""
