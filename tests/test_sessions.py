@@ -430,6 +430,8 @@ class Script:
         self._next()
 
     def _next(self) -> None:
+        self._token_ids: list[int] = []
+        self._logprobs: list[Any] = []
         job = self._jobs.pop(0) if self._jobs else None
         self._queue.put(Stop() if job is None else job)
         if self._aborts and job is not None:
@@ -449,9 +451,14 @@ class Script:
 
     def receive(self, batch: Batch) -> None:
         for event in batch.events:
-            if isinstance(event, Output) and event.end is not None:
-                self.outputs.append(event)
-                self._next()
+            if isinstance(event, Output):
+                self._token_ids += event.token_ids
+                self._logprobs += event.logprobs
+                if event.end is not None:
+                    self.outputs.append(
+                        structs.replace(event, token_ids=self._token_ids, logprobs=self._logprobs)
+                    )
+                    self._next()
 
 
 def serve(engine: Engine, folder: Path, *jobs: Submit, abort: bool = False) -> list[Output]:
@@ -470,13 +477,14 @@ def job(prompt: list[int], session: str | None = "a", number: int = 1, **more: A
 
 
 @pytest.mark.parametrize("case", ["dense-mtp", "states-suffix"])
-@pytest.mark.parametrize("piece_bytes", [1, 1 << 23])
+@pytest.mark.parametrize("piece_bytes,streaming", [(1, True), (1 << 23, False)])
 def test_served_session_equals_an_uninterrupted_one(
     models: dict[str, Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     case: str,
     piece_bytes: int,
+    streaming: bool,
 ) -> None:
     kind, settings, method = CASES[case]
     monkeypatch.setattr(session_inbox, "_PIECE_BYTES", piece_bytes)
@@ -484,7 +492,8 @@ def test_served_session_equals_an_uninterrupted_one(
     alone = make(METHODS[method], **options)
     text = PROMPT
     for number in range(3):
-        (got,) = serve(make(METHODS[method], **options), tmp_path, job(text))
+        turn = structs.replace(job(text), streaming=streaming)
+        (got,) = serve(make(METHODS[method], **options), tmp_path, turn)
         (want,) = alone.generate([text], GREEDY)
         assert got.end is not None
         assert (got.token_ids, got.logprobs) == (want.token_ids, want.logprobs)

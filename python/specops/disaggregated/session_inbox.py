@@ -42,8 +42,8 @@ from specops.service.wire import SessionSettings
 
 logger = logging.getLogger(__name__)
 
-_READING_THREADS = 8  # a single client may use half of them
-_PIECE_BYTES = 8 << 20  # bytes of pages that the loop copies between two steps
+_READING_THREADS = 4  # each holds a file in memory; a single client may use half of them
+_PIECE_BYTES = 4 << 20  # bytes of pages that the loop copies between two steps
 _MAX_COPIES = 64  # conversations that wait to be copied
 _MAX_UNWRITTEN_BYTES = 1 << 30  # copied bytes that may wait to be written
 _MAX_REASON_LENGTH = 300  # maximum characters of a reason in a log line
