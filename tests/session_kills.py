@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from checkpoints import write_config
 from specops.disaggregated import session_file
@@ -98,10 +98,10 @@ def die() -> None:
 
 def die_at(point: str) -> None:
     """Have this process killed at a point of saving."""
-    created, sync, rename = session_file._created, os.fsync, os.replace
+    create, sync, rename = session_file._temporary, os.fsync, os.replace
 
-    def killed_when_created(path: Path) -> BinaryIO:
-        file = created(path)
+    def killed_when_created(path: Path) -> IO[bytes]:
+        file = create(path)
         if point == "created":
             die()
         if point == "half":
@@ -135,12 +135,12 @@ def die_at(point: str) -> None:
         if point == "synced":
             die()
 
-    def killed_when_renamed(old: Path, new: Path) -> None:
+    def killed_when_renamed(old: str, new: Path) -> None:
         rename(old, new)
         if point == "renamed":
             die()
 
-    session_file._created = killed_when_created
+    session_file._temporary = killed_when_created
     session_file.os.fsync = killed_when_synced  # type: ignore[attr-defined]
     session_file.os.replace = killed_when_renamed  # type: ignore[attr-defined]
 

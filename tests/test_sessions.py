@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import pytest
 
@@ -379,7 +379,7 @@ def test_directory_must_be_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 class FullDisk:
     """File on a disk that is full after some bytes."""
 
-    def __init__(self, file: BinaryIO, left: int, code: int) -> None:
+    def __init__(self, file: IO[bytes], left: int, code: int) -> None:
         self._file, self._left, self._code = file, left, code
 
     def write(self, data: bytes) -> None:
@@ -387,6 +387,9 @@ class FullDisk:
         if self._left < 0:
             raise OSError(self._code, os.strerror(self._code))
         self._file.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
     def __enter__(self) -> "FullDisk":
         return self
@@ -396,8 +399,8 @@ class FullDisk:
 
 
 def fill_disk(monkeypatch: pytest.MonkeyPatch, left: int, code: int = errno.ENOSPC) -> None:
-    created = session_file._created
-    monkeypatch.setattr(session_file, "_created", lambda path: FullDisk(created(path), left, code))
+    real = session_file._temporary
+    monkeypatch.setattr(session_file, "_temporary", lambda path: FullDisk(real(path), left, code))
 
 
 @pytest.mark.parametrize("left", [0, 100, 20_000])
@@ -640,6 +643,7 @@ def test_killed_server_resumes_sessions(mtp_model: Path, tmp_path: Path) -> None
             server.start()
             server.wait()
         assert ask(server.url, text, "bob", session_id="chat-1")[1] == 0
+        server.stop()  # writes what is not written yet
         assert len(names(tmp_path)) == 2
 
 

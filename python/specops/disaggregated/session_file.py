@@ -14,10 +14,11 @@ import contextlib
 import fcntl
 import os
 import struct
+import tempfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import msgspec
 from msgspec import Struct
@@ -124,18 +125,17 @@ def write(path: Path, pieces: Sequence[bytes]) -> None:
     Raises:
         OSError: the file cannot be written. An older file is left unchanged.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{_TEMPORARY}")
-    try:
-        with _created(temporary) as file:
+    with _temporary(path) as file:
+        try:
             for piece in pieces:
                 file.write(piece)
             file.flush()
             os.fsync(file.fileno())
-            os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+            os.replace(file.name, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(file.name)
+            raise
     with contextlib.suppress(OSError):  # some file systems cannot make a rename durable
         _sync(path.parent)
 
@@ -273,9 +273,11 @@ class SessionDirectory:
             excess -= size
 
 
-def _created(path: Path) -> BinaryIO:
-    """Create a file that only this user may read, locked while it is written."""
-    file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
+def _temporary(path: Path) -> IO[bytes]:
+    """Create a temporary file beside a file, which only this user may read, and lock it."""
+    file = tempfile.NamedTemporaryFile(  # noqa: SIM115  (the caller closes it)
+        dir=path.parent, prefix=f".{path.name}.", suffix=_TEMPORARY, delete=False
+    )
     with contextlib.suppress(OSError):  # the file system has no locks
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return file
