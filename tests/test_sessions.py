@@ -263,8 +263,11 @@ def test_damaged_files_are_never_used(models: dict[str, Path], tmp_path: Path) -
         "data must have": with_header(num_pages=1),
         "contract must be": with_header(contract="0"),
         "is outside the vocabulary": with_header(token_ids=[1 << 30]),
-        "its token ids must be in": lambda one: structs.replace(
-            one, answers=[session_file.Answer([1], [-1])]
+        "its answers must hold token ids in": lambda one: structs.replace(
+            one, answers=[session_file.Answer.of([1], [-1])]
+        ),
+        "buffer size must be a multiple": lambda one: structs.replace(
+            one, answers=[session_file.Answer(b"", b"abc")]
         ),
         "it must have pages or a text": lambda one: structs.replace(one, parts=[]),
     }
@@ -319,6 +322,27 @@ def test_full_context_and_short_texts_are_saved(models: dict[str, Path], tmp_pat
         again = make(METHODS["suffix"], **options)
         assert Sessions(again).restore(file, params) == cached
         assert again.generate([prompt], params)[0].token_ids == done.token_ids
+
+
+def test_drafters_learn_each_answer_once(models: dict[str, Path], tmp_path: Path) -> None:
+    """Also if a session is read again, because its pages were evicted; old answers are dropped."""
+    options = {"model": str(models["dense"]), "num_pages": 12}
+    engine, file = make(METHODS["suffix"], **options), tmp_path / "a.session"
+    sessions = Sessions(engine)
+    for _ in range(12):
+        (done,) = engine.generate([PROMPT], GREEDY)
+        sessions.save(file, done, GREEDY)
+    assert sessions.is_cached(file, GREEDY)
+    engine.generate([PROMPT[::-1] * 2], GREEDY)
+    assert not sessions.is_cached(file, GREEDY)
+    sessions.restore(file, GREEDY)
+    assert engine.drafter_gauges["suffix_cache_requests"] == 13
+    again = make(METHODS["suffix"], **options)
+    sessions = Sessions(again)
+    for _ in range(2):
+        sessions.restore(file, GREEDY)
+    # Each answer takes 20 tokens and a digest as large as 8; the context has 192 tokens.
+    assert again.drafter_gauges["suffix_cache_requests"] == 192 // 28
 
 
 # ---- the directory ----

@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 import msgspec
+import numpy as np
 from msgspec import Struct
 
 from specops.disaggregated.pages import Header
 from specops.disaggregated.transport import checksums_of
+from specops.engine.drafters.base import prompt_digest
 
 VERSION = 1
 SUFFIX = ".session"
@@ -41,12 +43,22 @@ class Answer(Struct, frozen=True, array_like=True):
     """Answer of the conversation, from which drafters learn.
 
     Attributes:
-        prompt: token ids of the prompt.
-        token_ids: token ids of the answer.
+        prompt: `prompt_digest` of its prompt.
+        token_ids: token ids of the answer, as int32.
     """
 
-    prompt: list[int]
-    token_ids: list[int]
+    prompt: bytes
+    token_ids: bytes
+
+    @classmethod
+    def of(cls, prompt: Sequence[int], token_ids: Sequence[int]) -> "Answer":
+        """Return the answer to a prompt."""
+        return cls(prompt_digest(prompt), np.array(token_ids, dtype="<i4").tobytes())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its fields."""
+        return len(self.prompt) + len(self.token_ids)
 
 
 class Part(Struct, frozen=True):

@@ -16,8 +16,9 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
+
+import numpy as np
 
 from specops.api.outputs import Completion
 from specops.api.sampling_params import SamplingParams
@@ -28,8 +29,9 @@ from specops.disaggregated.pages import Header, KvTransferError, Pages
 from specops.disaggregated.session_file import Answer, Session, SessionError, UnsavedSession
 from specops.engine.engine import Engine
 
-_MAX_ANSWERS = 64  # answers in a file
 _MAX_KNOWN = 1024  # sessions whose text and answers are remembered
+
+_TOKEN_BYTES = 4
 
 Speculative = Mapping[str, object] | SpeculativeConfig | None
 
@@ -130,24 +132,25 @@ class Sessions:
         if not parts:
             raise SessionError("it must have pages or a text, got none")
         answers, size = session.contents.answers, self._engine.vocab_size
-        for answer in answers:
-            if not all(0 <= one < size for one in chain(answer.prompt, answer.token_ids)):
-                raise SessionError(f"its token ids must be in [0, {size - 1}]")
         num_pages = 0
         try:
+            token_ids = [np.frombuffer(one.token_ids, "<i4").astype(np.int32) for one in answers]
+            if not all(((one >= 0) & (one < size)).all() for one in token_ids):
+                raise SessionError(f"its answers must hold token ids in [0, {size - 1}]")
             for part, data in zip(parts, session.data, strict=True):
-                token_ids = part.header.token_ids
-                expected = self._pages.expected(token_ids, _for_headers(params), speculative_config)
+                expected = self._pages.expected(
+                    part.header.token_ids, _for_headers(params), speculative_config
+                )
                 num_pages = self._pages.give(Pages(part.header, data), expected, params.cache_salt)
         except KvTransferError as error:
             raise SessionError(str(error).removeprefix("KV transfer: ")) from None
         except ValueError as error:
             raise SessionError(str(error)) from None
         known = self._known.get(path)
-        for answer in answers:
+        for answer, tokens in zip(answers, token_ids, strict=True):
             if known is None or answer not in known.answers:
                 for drafter in self._engine.drafters.values():
-                    drafter.learn(answer.prompt, answer.token_ids, params.cache_salt)
+                    drafter.learn(answer.prompt, tokens, params.cache_salt)
         header = parts[-1].header
         self._remember(path, header, answers)
         return num_pages * header.page_size
@@ -217,8 +220,10 @@ class Sessions:
             if 0 < shorter.num_pages < header.num_pages:
                 parts.insert(0, (shorter, pieces))
         known = self._known.get(path)
-        answers = [] if known is None else known.answers
-        answers = [*answers, Answer(list(prompt), list(answer))][-_MAX_ANSWERS:]
+        answers = [*(() if known is None else known.answers), Answer.of(prompt, answer)]
+        excess = sum(one.num_bytes for one in answers) - _TOKEN_BYTES * self._engine.max_model_len
+        while excess > 0 and len(answers) > 1:
+            excess -= answers.pop(0).num_bytes
         self._remember(path, header, answers)
         return SessionCopy(self.contract, parts, answers)
 

@@ -2,7 +2,7 @@
 """Suffix decoding: draft what most often followed the last tokens, in this and other requests."""
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -164,7 +164,7 @@ class SuffixDrafter(Drafter):
             "suffix_cache_bytes": self.cache.num_bytes,
         }
 
-    def learn(self, prompt: Sequence[int], answer: Sequence[int], salt: str | None) -> None:
+    def learn(self, prompt: bytes, answer: NDArray[np.int32], salt: str | None) -> None:
         """Add an answer to the shared tree, and to the earlier answers to its prompt."""
         self._store.learn(prompt, answer, salt or "")
 

@@ -6,10 +6,11 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from specops.api.config import EngineConfig
 from specops.api.methods.suffix import SuffixOptions
@@ -73,14 +74,14 @@ class SuffixStore:
         if config.suffix_corpus is not None:
             self._add_corpus(Path(config.suffix_corpus), tokenizer, vocab_size)
 
-    def learn(self, prompt: Sequence[int], answer: Sequence[int], scope: str) -> None:
-        """Add an answer as if a request of this engine had got it.
+    def learn(self, prompt: bytes, answer: NDArray[np.int32], scope: str) -> None:
+        """Add an answer to a prompt with this digest, as if a request of this engine had got it.
 
         If a file is configured, it keeps the shared tree, to which nothing is added then.
         """
         if self._path is None and self._has_tree:
-            self.cache.add(np.array(answer, np.int32), scope=scope)
-        self.answers.add(prompt, answer, scope)
+            self.cache.add(answer, scope=scope)
+        self.answers.add_by_digest(prompt, answer, scope)
 
     def forget(self) -> None:
         """Evict all responses from the suffix cache, and drop the stored answers by prompt."""
