@@ -189,6 +189,7 @@ DRAFTS = "speculative_config"
         (["--kv-peers", "localhost"], "kv_peers has no effect without role"),
         (["--kv-lease-seconds", "-1"], "kv_lease_seconds has no effect without role"),
         (["--kv-lease-bytes", "5"], "kv_lease_bytes has no effect without role"),
+        (["--session-bytes", "1G"], "session_bytes has no effect without session_dir"),
         (["--scheduler-host", "a"], "scheduler_host has no effect without scheduler_name"),
         (["--scheduler-port", "0"], "scheduler_port has no effect without scheduler_name"),
         (["--scheduler-password", "a"], "scheduler_password has no effect without scheduler_name"),

@@ -14,7 +14,7 @@ from specops import sampling
 from specops.api.config import BUNDLED_MODEL
 from specops.cli import complete, main
 from specops.cli.tint import has_colours
-from specops.engine import Engine, EngineConfig, SamplingParams
+from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.drafters.mtp import MtpHead
 from specops.engine.steps import runner
 
@@ -83,6 +83,29 @@ def test_compare_reports_plain_decoding(tmp_path: Path, capsys: pytest.CaptureFi
     assert report["plain"]["logprobs"] == report["logprobs"]
     assert report["stats"]["num_accepted_tokens"] > 0
     assert report["plain"]["stats"]["num_draft_tokens"] == 0
+
+
+def test_session_is_resumed_and_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Text and drafts are those of one engine; a file of something else is refused and kept."""
+    pytest.importorskip("msgspec")
+    file, method = tmp_path / "a.session", ("--method", "suffix", "--num-speculative-tokens", "4")
+    drafts = SpeculativeConfig(method="suffix", num_speculative_tokens=4)
+    engine = Engine(EngineConfig(device="cpu", max_num_seqs=1, speculative_config=drafts))
+    prompt = PROMPT * 2
+    for number in range(2):
+        (want,) = engine.generate([prompt], SamplingParams(max_tokens=24, temperature=0.0))
+        assert main([*COMMAND, prompt, *method, "--session", str(file)]) == 0
+        output = capsys.readouterr()
+        assert output.out == f"{want.text}\n"
+        assert f"{want.stats.num_accepted_tokens} of {want.stats.num_draft_tokens}" in output.err
+        cached, total = want.num_cached_tokens, len(want.prompt_token_ids)
+        assert (cached > 0) == (number > 0)
+        assert f"session: {cached} of {total} prompt tokens were resumed" in output.err
+        prompt += want.text
+    file.write_text("something else")
+    assert main([*COMMAND, prompt, "--session", str(file)]) == 2
+    assert "cannot be resumed: it is no session file" in capsys.readouterr().err
+    assert file.read_text() == "something else"
 
 
 def test_seed_is_printed_for_sampled_texts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,6 +232,8 @@ def test_prompt_from_stdin_and_json_to_stdout(
         (["--model", __file__], "model must be a Hugging Face directory or a .gguf file, got the"),
         (["--method", "eagle3"], 'set speculative_config to {"method": "eagle3", "model": "DIR"}'),
         (["--speculative-config", "{"], "speculative_config is not valid JSON"),
+        (["--session", "a", "--compare"], "--session must be absent with --compare"),
+        (["--session", "/nowhere/a"], "--session: files in /nowhere cannot be written"),
         (["--model", "/nowhere", "--json", "/nowhere/a"], "--json must be a file to write, got"),
     ],
 )

@@ -283,6 +283,16 @@ def test_peers_need_ports_unless_a_scheduler_is_used() -> None:
             for wrong in ("node1", "::1", "node1:", "node1:0", "node1:9-8", "node1:65536", ":7", "")
         ),
         (["--kv-events-topic", "a"], "kv_events_topic has no effect without kv_events_endpoint"),
+        *(
+            (["--session-dir", "a", *more], f"session_{message}")
+            for more, message in (
+                (["--session-bytes", "0"], "bytes must be at least 1, got 0"),
+                (["--in-process"], "dir requires an engine in its own process"),
+                (["--no-enable-prefix-caching"], "dir requires a prefix cache"),
+                (["--role", "mixed"], "dir must be absent with a role, got role mixed"),
+                (["--tensor-parallel-size", "2"], "dir must be absent with several ranks, got"),
+            )
+        ),
     ],
 )
 def test_incompatible_options_are_refused(options: list[str], message: str) -> None:

@@ -38,6 +38,7 @@ from specops.api.messages import (
     Begin,
     Failed,
     Hello,
+    KvTransfer,
     Output,
     Status,
     Stop,
@@ -618,7 +619,9 @@ def test_job_is_unchanged_by_encoding() -> None:
         structured_output=StructuredOutput(choice=("x", "y"), prefix='start: "z"'),
     )
     for given in (params, SamplingParams()):
-        job = Submit(3, "key-0", [[1, 2**31 - 1], [0]], given, '{"method": "naive"}', True)
+        more = {"kv_transfer": KvTransfer(remote_port=1), "session": "a-1"}
+        text = '{"method": "naive"}'
+        job = Submit(3, "key-0", [[1, 2**31 - 1], [0]], given, text, True, **more)
         (found,) = map(to_process, Frames().feed(encoded(job)))
         assert type(found) is Submit
         for name in Submit.__struct_fields__:

@@ -245,6 +245,7 @@ UNUSUAL: dict[str, list[Any]] = {
     "safety_identifier": ["x"],
     "prompt_cache_key": ["x"],
     "cache_salt": ["a", "", "x" * 5000, 1],
+    "session_id": ["a", "..", 1],
 }
 # Values that need other fields.
 TOGETHER: list[dict[str, Any]] = [

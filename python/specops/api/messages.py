@@ -36,6 +36,7 @@ class Capabilities(Struct, frozen=True):
         speculative_config: default for requests without their own, without the server's paths.
         contract: everything that the bits of outputs depend on (service/contract.py).
         role: "prefill", "decode" or "mixed" for an engine with KV transfer; empty for others.
+        has_sessions: whether requests may name a session.
     """
 
     model_name: str
@@ -53,6 +54,7 @@ class Capabilities(Struct, frozen=True):
     speculative_config: dict[str, Any]
     contract: dict[str, Any]
     role: str = ""
+    has_sessions: bool = False
 
 
 class Status(Struct):
@@ -120,6 +122,7 @@ class Submit(Struct, tag=True, array_like=True, eq=False):
         speculative_config: JSON of the request's `speculative_config`; None uses the engine's.
         streaming: whether to report every step; otherwise only the end of each choice.
         kv_transfer: request to fetch the prompt's pages from another engine, or lease them to one.
+        session: name of the session that the job resumes and is saved to; None: none.
     """
 
     job: int
@@ -129,6 +132,7 @@ class Submit(Struct, tag=True, array_like=True, eq=False):
     speculative_config: str | None
     streaming: bool
     kv_transfer: KvTransfer | None = None
+    session: str | None = None
 
 
 class Abort(Struct, tag=True, array_like=True):
@@ -142,7 +146,7 @@ class Stop(Struct, tag=True, array_like=True):
 
 
 class Fetched(Struct, tag=True, array_like=True):
-    """Notice of a thread in the engine's process: a fetch of a job's pages succeeded or failed."""
+    """Notice of a thread in the engine's process: a job's pages were fetched or read, or not."""
 
     job: int
 

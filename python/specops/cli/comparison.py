@@ -59,12 +59,14 @@ class Decoder:
         prompt: text to complete.
         params: sampling parameters, with a seed.
         speculative_config: configuration of runs with drafts; None: the engine's.
+        keeps_responses: whether drafters may use the texts of earlier runs.
     """
 
     engine: "Engine"
     prompt: str
     params: SamplingParams
     speculative_config: dict[str, Any] | None
+    keeps_responses: bool = False
 
     def run(
         self, *, plainly: bool = False, show: Callable[[RequestOutput], None] | None = None
@@ -74,7 +76,8 @@ class Decoder:
         Raises:
             EngineError: the request failed.
         """
-        forget_responses(self.engine)  # else it would draft from the previous run's text
+        if not self.keeps_responses:
+            forget_responses(self.engine)
         config = _PLAIN if plainly else self.speculative_config
         name = self.engine.add_request(self.prompt, self.params, speculative_config=config)
         begin = time.perf_counter()

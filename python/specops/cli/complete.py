@@ -4,9 +4,11 @@
 import argparse
 import gc
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specops.api.audit import STRATEGIES, AuditRecord
@@ -128,6 +130,12 @@ def _parser(program: str) -> argparse.ArgumentParser:
         help="write token ids, logprobs, every step and a record for `specops audit` to this file; "
         "- writes them to standard output instead of the text",
     )
+    add(
+        "--session",
+        metavar="FILE",
+        help="resume the conversation in this file, if the prompt begins with it, and save it "
+        "there at the end; the prompt must still be the whole text",
+    )
     return parser
 
 
@@ -139,6 +147,8 @@ def _complete(args: argparse.Namespace) -> int:
         prompt = sys.stdin.read()
     if args.json not in (None, "-"):
         require_writable("--json", args.json)
+    if args.session is not None and args.compare:
+        raise ValueError("--session must be absent with --compare, which uses no earlier pages")
     settings = engine_settings(args)
     if args.compare:  # a later run must compute the prompt again, not reuse its pages
         settings["enable_prefix_caching"] = False
@@ -160,7 +170,8 @@ def _complete(args: argparse.Namespace) -> int:
     speculative = engine.config.speculative_for(
         chosen, engine.runnable_methods, engine.missing_methods
     )
-    decoder = Decoder(engine, prompt, params, chosen)
+    decoder = Decoder(engine, prompt, params, chosen, keeps_responses=args.session is not None)
+    session = None if args.session is None else _Session(engine, args.session, params, chosen)
     if args.json == "-":
         drafted = decoder.run()
     else:
@@ -169,6 +180,8 @@ def _complete(args: argparse.Namespace) -> int:
             print(prompt, end="")
         drafted = decoder.run(show=screen.show)
         screen.end()
+    if session is not None:
+        session.save(drafted.completion)
     compared = compare(decoder, drafted) if args.compare else None
     for line in _summary(speculative.method, params, drafted, compared):
         print(line, file=sys.stderr)
@@ -191,6 +204,54 @@ def _start(config: EngineConfig) -> "Engine":
     engine = Engine(config)
     gc.freeze()  # modules and engine live until the end
     return engine
+
+
+class _Session:
+    """Session of `--session`, resumed from its file if there is one.
+
+    Args:
+        engine: the engine.
+        file: path of the file.
+        params: parameters of the request.
+        speculative_config: the request's speculative_config.
+
+    Raises:
+        ValueError: the file cannot be read or used.
+    """
+
+    def __init__(
+        self,
+        engine: "Engine",
+        file: str,
+        params: SamplingParams,
+        speculative_config: dict[str, Any] | None,
+    ) -> None:
+        from specops.disaggregated.sessions import Sessions
+
+        self._file = file
+        self._arguments = params, speculative_config
+        self._sessions = Sessions(engine)
+        try:
+            self._sessions.restore(file, *self._arguments)
+        except FileNotFoundError:
+            folder = Path(file).absolute().parent
+            if not os.access(folder, os.W_OK):
+                raise ValueError(f"--session: files in {folder} cannot be written") from None
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--session: {file} cannot be resumed: {error}") from None
+
+    def save(self, completion: Completion) -> None:
+        """Save the conversation, and print how much of the prompt was in the file.
+
+        Raises:
+            ValueError: the file cannot be written.
+        """
+        try:
+            self._sessions.save(self._file, completion, *self._arguments)
+        except OSError as error:
+            raise ValueError(f"--session: {self._file} cannot be written: {error}") from None
+        found, total = completion.num_cached_tokens, len(completion.prompt_token_ids)
+        print(f"session: {found} of {total} prompt tokens were resumed", file=sys.stderr)
 
 
 def _chosen(args: argparse.Namespace) -> dict[str, Any] | None:

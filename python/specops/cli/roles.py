@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from specops.cli import byte_size, finite, shown_bytes
 from specops.cli.options import PROCESSES, group
+from specops.cli.sessions import session_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,6 +35,7 @@ _NEEDS = {
         "kv_lease_seconds",
         "kv_lease_bytes",
     ),
+    "session_dir": ("session_bytes",),
     "scheduler_name": (
         "scheduler_host",
         "scheduler_port",
@@ -236,6 +238,7 @@ def setups(args: argparse.Namespace, settings: dict[str, Any]) -> "list[Setup]":
     is_queue = args.scheduler_name == "splitwise"
     role = role_settings(args, clients_name_peers=not is_queue)
     events = kv_event_settings(args)
+    sessions = session_settings(args)
     size = args.data_parallel_size
     if size < 1:
         raise ValueError(f"data_parallel_size must be at least 1, got {size}")
@@ -253,6 +256,7 @@ def setups(args: argparse.Namespace, settings: dict[str, Any]) -> "list[Setup]":
                 role=role,
                 kv_events=events,
                 log_format=args.log_format,
+                sessions=sessions,
             )
         ]
     if args.scheduler_name != "local":
@@ -278,6 +282,7 @@ def setups(args: argparse.Namespace, settings: dict[str, Any]) -> "list[Setup]":
             kv_events=_events_behind(events, rank),
             data_parallel_rank=rank,
             log_format=args.log_format,
+            sessions=sessions,
         )
         for rank in range(size)
     ]

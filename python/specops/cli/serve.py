@@ -54,6 +54,7 @@ from specops.cli.roles import (
     scheduled,
     setups,
 )
+from specops.cli.sessions import add_session_options
 from specops.service import logs
 from specops.service.file_lock import FileLock
 
@@ -124,6 +125,7 @@ def _parser(program: str = _PROGRAM) -> Parser:
         "take precedence",
     )
     add_engine_options(parser)
+    add_session_options(parser)
     _add_server_options(parser)
     add_data_parallel_options(parser)
     add_role_options(parser)

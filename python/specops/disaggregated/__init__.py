@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Disaggregated prefill and decode: pages as bytes, their transfer, and a shared job queue.
+"""Disaggregated prefill and decode, and sessions as files: pages as bytes, and a shared job queue.
 
-An engine imports this package only if it has a role (`--role`).
+An engine imports this package only if it has a role (`--role`) or sessions (`--session-dir`).
 """

@@ -7,7 +7,7 @@ tokens of the prompt itself (less than a page plus the drafters' lookahead), whi
 token. If pages arrive late or never, the engine computes the whole prompt instead.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from specops.api.sampling_params import SamplingParams
 from specops.api.speculative_config import SpeculativeConfig
@@ -61,6 +61,21 @@ class PageTransfer:
         draft_kv = self._engine.draft_kv_of(token_ids, params, speculative_config)
         num_pages, data = self._engine.pages.take(token_ids, draft_kv, params.cache_salt)
         return Pages(self._header(token_ids, draft_kv, num_pages), data)
+
+    def copy(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        speculative_config: Mapping[str, object] | SpeculativeConfig | None = None,
+        *,
+        most: int,
+    ) -> tuple[Header, Iterator[list[bytes]]]:
+        """Copy as `take` does, in pieces of about `most` bytes (`PromptPages.copy`)."""
+        draft_kv = self._engine.draft_kv_of(token_ids, params, speculative_config)
+        num_pages, pieces = self._engine.pages.copy(
+            token_ids, draft_kv, params.cache_salt, most=most
+        )
+        return self._header(token_ids, draft_kv, num_pages), pieces
 
     def expected(
         self,

@@ -481,13 +481,22 @@ def _reader_of(transport: TcpTransport) -> type[socketserver.BaseRequestHandler]
     return Reader
 
 
-def checksums_of(data: bytearray) -> list[int]:
-    """Return the CRC-32 of each block of the pages."""
-    with memoryview(data) as view:
-        return [
-            zlib.crc32(view[begin : begin + _BLOCK_BYTES])
-            for begin in range(0, len(data), _BLOCK_BYTES)
-        ]
+def checksums_of(*pieces: bytes | bytearray) -> list[int]:
+    """Return the CRC-32 of each block of the pages, whose bytes may come in pieces."""
+    checksums: list[int] = []
+    checksum, left = 0, _BLOCK_BYTES
+    for piece in pieces:
+        with memoryview(piece) as view:
+            begin = 0
+            while begin < len(view):
+                block = view[begin : begin + left]
+                checksum = zlib.crc32(block, checksum)
+                begin += len(block)
+                left -= len(block)
+                if not left:
+                    checksums.append(checksum)
+                    checksum, left = 0, _BLOCK_BYTES
+    return checksums if left == _BLOCK_BYTES else [*checksums, checksum]
 
 
 def send(connection: socket.socket, message: Struct, deadline: Deadline) -> None:

@@ -4,7 +4,9 @@
 For a model with linear attention, the data ends with the states at the end of the last page.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +15,10 @@ from specops.engine.drafters.base import Drafter
 from specops.engine.memory.kv_cache import DraftKv, PagePool
 from specops.engine.models import PrefixStates
 from specops.engine.models.kv import KvCache, TensorShard
+
+
+class PagesEvicted(Exception):
+    """Error: pages were evicted from the prefix cache before they were copied."""
 
 
 class PromptPages:
@@ -52,15 +58,74 @@ class PromptPages:
             The number of pages, and the bytes of this rank's shard: all tensors of `tensors` in
             turn, then the states.
         """
+        num_pages, pieces = self.copy(token_ids, draft_kv, salt, most=None)
+        return num_pages, bytearray().join(part for piece in pieces for part in piece)
+
+    def copy(
+        self,
+        token_ids: Sequence[int],
+        draft_kv: DraftKv | None,
+        salt: str | None,
+        *,
+        most: int | None,
+    ) -> tuple[int, Iterator[list[bytes]]]:
+        """Copy the cached pages of a prompt in pieces, between which the engine may run steps.
+
+        Args:
+            token_ids, draft_kv, salt: as in `take`.
+            most: bytes after which a piece ends; it has less than twice as many, or one page of a
+                tensor. None: all bytes are one piece.
+
+        Returns:
+            The number of pages, and the pieces of the bytes that `take` returns. They raise
+            PagesEvicted if pages were evicted that had not been copied.
+        """
+        with self._held(token_ids, draft_kv, salt) as pages:
+            self._states.release_unusable(pages, draft_kv)
+            entry = self._states.entry_of(pages, draft_kv)
+            states: list[bytes] = []
+            if entry is not None:
+                states = [_rows(shard, [entry]) for shard in self.states(draft_kv)]
+            num_pages = len(pages)
+
+        def pieces() -> Iterator[list[bytes]]:
+            model, draft = self.tensors(draft_kv)
+            spans = deque(
+                (shard, span)
+                for shard in (*model, *draft)
+                for span in _spans(
+                    num_pages, num_pages if most is None else most // _bytes_of(shard).shape[1]
+                )
+            )
+            while spans:
+                piece: list[bytes] = []
+                with self._held(token_ids, draft_kv, salt) as pages:
+                    if len(pages) < num_pages:
+                        raise PagesEvicted
+                    while spans and (most is None or sum(map(len, piece)) < most):
+                        shard, span = spans.popleft()
+                        piece.append(_rows(shard, pages[span]))
+                yield piece
+            yield states
+
+        return num_pages, pieces()
+
+    def num_cached(
+        self, token_ids: Sequence[int], draft_kv: DraftKv | None, salt: str | None
+    ) -> int:
+        """Return the number of pages that `take` would copy, and mark them as recently used."""
+        with self._held(token_ids, draft_kv, salt) as pages:
+            self._states.release_unusable(pages, draft_kv)
+            return len(pages)
+
+    @contextlib.contextmanager
+    def _held(
+        self, token_ids: Sequence[int], draft_kv: DraftKv | None, salt: str | None
+    ) -> Iterator[list[int]]:
+        """Hold the cached pages of a prompt during a `with` block."""
         pages = self._pool.match_prefix(token_ids, len(token_ids) - 1, draft_kv, salt)
         try:
-            self._states.release_unusable(pages, draft_kv)
-            model, draft = self.tensors(draft_kv)
-            data = bytearray().join(_rows(shard, pages) for shard in (*model, *draft))
-            entry = self._states.entry_of(pages, draft_kv)
-            if entry is not None:
-                data += b"".join(_rows(shard, [entry]) for shard in self.states(draft_kv))
-            return len(pages), data
+            yield pages
         finally:
             self._pool.release(pages)
 
@@ -155,6 +220,13 @@ class PromptPages:
             own = _bytes_of(shard)[entry]
             own.copy_(torch.frombuffer(data, dtype=torch.uint8, offset=begin, count=len(own)))
             begin += len(own)
+
+
+def _spans(count: int, most: int) -> Iterator[slice]:
+    """Yield slices of at most `most` items, at least one, that cover `count` items."""
+    step = max(most, 1)
+    for begin in range(0, count, step):
+        yield slice(begin, min(begin + step, count))
 
 
 def _whole(tensor: Tensor) -> TensorShard:

@@ -116,6 +116,7 @@ class Dispatch:
                 job.speculative_config,
                 job.streaming,
                 job.kv_transfer,
+                job.session,
             )
         )
         self._jobs[job.number] = job

@@ -38,7 +38,7 @@ from specops.server.chat import ChatFormat
 from specops.server.dispatch import Dispatch
 from specops.server.infill import infill_prompt
 from specops.server.jobs import BadSpeculation, EngineAway, Job, JobFailed, QueueAway
-from specops.server.kv_transfer import kv_transfer_of
+from specops.server.kv_transfer import kv_transfer_of, session_of
 from specops.server.logprobs import check_prompt_logprobs
 from specops.server.protocol import (
     MAX_PROMPTS,
@@ -207,6 +207,7 @@ class Generation:
             streaming=request.stream,
             unread=self._dispatch.unread,
             kv_transfer=kv_transfer,
+            session=session_of(request, len(prompts), self._capabilities.has_sessions),
             hidden_drafters=self._hidden_drafters,
         )
         answer = answer_type(

@@ -105,6 +105,7 @@ class Job:
         unread: counts the outputs of a streaming job until they are taken.
         kv_transfer: request to fetch the prompt's pages from another engine, or to lease them to
             one.
+        session: name of the session that the job resumes and is saved to; None: none.
         hidden_drafters: drafters whose rejected drafts are not reported.
 
     Attributes:
@@ -125,9 +126,11 @@ class Job:
         streaming: bool,
         unread: Unread,
         kv_transfer: KvTransfer | None = None,
+        session: str | None = None,
         hidden_drafters: Collection[str] = (),
     ) -> None:
         self.kv_transfer = kv_transfer
+        self.session = session
         self.hidden_drafters = hidden_drafters
         self.number = next(_numbers)
         self.client = client

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kv_transfer_params`: one server computes a prompt's KV and another server decodes from it."""
+"""Fields by which a prompt's KV comes from elsewhere: `kv_transfer_params` and `session_id`.
+
+With `kv_transfer_params`, one server computes a prompt's KV and another server decodes from it.
+With `session_id`, the KV of a conversation is in a file between its turns.
+"""
 
 import re
 from collections.abc import Iterable
@@ -12,6 +16,8 @@ from specops.server.api_error import ApiError
 from specops.server.protocol import ChatCompletionRequest, CompletionRequest
 
 _FIELD = "kv_transfer_params"
+_SESSION_FIELD = "session_id"
+_SESSION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _LEASE_NAME = re.compile(r"[0-9a-f]{32}")
 _MAX_HOST_LENGTH = 255  # characters, as in DNS
 _MAX_RANKS = 1024
@@ -65,5 +71,36 @@ def kv_transfer_extras(ends: Iterable[End]) -> dict[str, Any]:
     return {_FIELD: structs.asdict(transfers[0])} if transfers else {}
 
 
-def _refused(message: str) -> ApiError:
-    return ApiError(400, f"{_FIELD}: {message}", param=_FIELD, code="invalid_value")
+def session_of(
+    request: CompletionRequest | ChatCompletionRequest, num_prompts: int, has_sessions: bool
+) -> str | None:
+    """Return the name of the session that a request resumes and is saved to, or None.
+
+    Args:
+        request: the client's request.
+        num_prompts: number of prompts in the request.
+        has_sessions: whether this server has sessions.
+
+    Raises:
+        ApiError: this server or this kind of request has no sessions, or the name is not valid.
+    """
+    name = request.session_id
+    if name is None:
+        return None
+    if not _SESSION_NAME.fullmatch(name):
+        raise _refused(
+            "must have 1 to 64 characters out of letters, digits, dashes and underscores",
+            _SESSION_FIELD,
+        )
+    if not has_sessions:
+        raise _refused("requires a server with --session-dir", _SESSION_FIELD)
+    if num_prompts > 1 or request.n > 1:
+        raise _refused(
+            f"requires exactly one prompt and n 1, got {num_prompts} and {request.n}",
+            _SESSION_FIELD,
+        )
+    return name
+
+
+def _refused(message: str, field: str = _FIELD) -> ApiError:
+    return ApiError(400, f"{field}: {message}", param=field, code="invalid_value")

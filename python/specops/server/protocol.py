@@ -163,6 +163,7 @@ class Sampling(Body):
     think_inject_token_ids: list[int] | None = Field(None, fail_fast=True)
     speculative_config: dict[str, Any] | None = None
     cache_salt: str | None = None  # requests share caches only if their salts are equal
+    session_id: str | None = None  # the file of the conversation's KV cache (docs/sessions.md)
 
     def sampling(self) -> dict[str, Any]:
         """Return the sampling fields that the client has sent, by name."""

@@ -189,10 +189,22 @@ def _serve(parent: _Parent, setup: Setup, inbox: SocketInbox, make: "MakeEngine"
                 send = transfers.send
                 role = setup.role.role
                 contract = transfers.contract
+            if setup.sessions is not None:
+                from specops.disaggregated.session_inbox import session_inbox_of
+
+                sessions = stack.enter_context(
+                    session_inbox_of(engine, setup.sessions, commands, send)
+                )
+                commands = sessions
+                send = sessions.send
+                contract = sessions.contract
             if events is not None and setup.kv_events is not None:
                 rank = setup.data_parallel_rank
                 send = stack.enter_context(KvEvents(events, setup.kv_events, rank, send)).send
-            hello = Hello(capabilities_of(engine, role, contract), status_of(engine))
+            capabilities = capabilities_of(
+                engine, role, contract, has_sessions=setup.sessions is not None
+            )
+            hello = Hello(capabilities, status_of(engine))
         except ValueError as error:
             parent.refuse(str(error))
             return 1

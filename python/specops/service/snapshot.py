@@ -11,7 +11,11 @@ from specops.service.contract import contract_of
 
 
 def capabilities_of(
-    engine: Engine, role: str = "", contract: dict[str, Any] | None = None
+    engine: Engine,
+    role: str = "",
+    contract: dict[str, Any] | None = None,
+    *,
+    has_sessions: bool = False,
 ) -> Capabilities:
     """Return the constant properties of an engine.
 
@@ -19,6 +23,7 @@ def capabilities_of(
         engine: the engine.
         role: as in `Capabilities`.
         contract: the engine's contract; None computes it with `contract_of`.
+        has_sessions: as in `Capabilities`.
     """
     config = engine.config
     return Capabilities(
@@ -37,6 +42,7 @@ def capabilities_of(
         speculative_config=config.speculative_config.as_dict(without_files=True),
         contract=contract or contract_of(engine),
         role=role,
+        has_sessions=has_sessions,
     )
 
 

@@ -67,6 +67,18 @@ class RoleSettings(Struct, array_like=True, frozen=True):
     transport: str
 
 
+class SessionSettings(Struct, array_like=True, frozen=True):
+    """Settings of an engine's sessions.
+
+    Attributes:
+        directory: directory of their files.
+        max_bytes: maximum total size of the files.
+    """
+
+    directory: str
+    max_bytes: int
+
+
 class KvEventSettings(Struct, array_like=True, frozen=True):
     """Settings of the publisher of an engine's prefix cache events.
 
@@ -94,6 +106,7 @@ class Setup(Struct, tag=True, array_like=True):
         data_parallel_rank: rank of the engine among the engines of one frontend; None for a single
             engine.
         log_format: format of its log; one of `logs.FORMATS`.
+        sessions: settings of sessions; None for none.
     """
 
     settings: dict[str, Any]
@@ -104,6 +117,7 @@ class Setup(Struct, tag=True, array_like=True):
     kv_events: KvEventSettings | None = None
     data_parallel_rank: int | None = None
     log_format: str = "text"
+    sessions: SessionSettings | None = None
 
 
 class StepCommands(Struct, tag=True, array_like=True):
@@ -170,6 +184,7 @@ class _Submit(Struct, tag="Submit", array_like=True):
     speculative_config: str | None
     streaming: bool
     kv_transfer: KvTransfer | None = None
+    session: str | None = None
 
 
 def packed(value: Any) -> Any:
@@ -210,6 +225,7 @@ def encoded(message: ToProcess | FromProcess) -> bytes:
             message.speculative_config,
             message.streaming,
             message.kv_transfer,
+            message.session,
         )
     else:
         body = message
@@ -231,6 +247,7 @@ def to_process(body: memoryview) -> Any:
             message.speculative_config,
             message.streaming,
             message.kv_transfer,
+            message.session,
         )
     return message
 

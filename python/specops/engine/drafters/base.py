@@ -14,6 +14,7 @@ continues without drafts. If a hook for a step raises, all requests of the draft
 drafts, or only those that a `RequestsFailed` names. The engine counts failures by method.
 """
 
+import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
@@ -279,6 +280,15 @@ class Drafter:
         """Return the values of `Method.gauges`, by name."""
         return {}
 
+    def learn(self, prompt: bytes, answer: NDArray[np.int32], salt: str | None) -> None:
+        """Learn from an answer of another engine as from one of its own.
+
+        Args:
+            prompt: `prompt_digest` of the prompt.
+            answer: token ids of the answer.
+            salt: cache salt of the request.
+        """
+
     def forget(self) -> None:
         """Drop what the drafter has learned from other requests. No request is running."""
 
@@ -294,6 +304,11 @@ class Drafter:
 
     def save(self) -> None:
         """Save data that outlives the engine, if there is any."""
+
+
+def prompt_digest(token_ids: Sequence[int]) -> bytes:
+    """Return the digest by which drafters recognize a prompt."""
+    return hashlib.sha256(np.array(token_ids, dtype=np.int32).tobytes()).digest()
 
 
 def stage_limit(part: Part, name: str) -> int:

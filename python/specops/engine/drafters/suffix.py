@@ -164,6 +164,10 @@ class SuffixDrafter(Drafter):
             "suffix_cache_bytes": self.cache.num_bytes,
         }
 
+    def learn(self, prompt: bytes, answer: NDArray[np.int32], salt: str | None) -> None:
+        """Add an answer to the shared tree, and to the earlier answers to its prompt."""
+        self._store.learn(prompt, answer, salt or "")
+
     def forget(self) -> None:
         """Drop the responses of other requests."""
         self._store.forget()

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Earlier answers to the same prompt, from which further samples and retries are drafted."""
 
-import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
@@ -9,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specops.api.methods.suffix import SuffixOptions
+from specops.engine.drafters.base import prompt_digest
 
 _TOKEN_BYTES = 4
 
@@ -30,7 +30,8 @@ class EarlierAnswers:
             "tokens": options.suffix_decoding_max_cached_tokens,
             "bytes": options.suffix_decoding_max_cached_bytes,
         }
-        self._by_prompt: OrderedDict[bytes, deque[Tokens]] = OrderedDict()
+        # By digest of the prompt, and scope.
+        self._by_prompt: OrderedDict[tuple[bytes, str], deque[Tokens]] = OrderedDict()
         self._num_answers = self._num_tokens = 0
 
     def text_of(
@@ -46,7 +47,9 @@ class EarlierAnswers:
             token_ids: the request's text so far, including the prompt.
             scope: the request's scope, as in `SuffixCache.start`.
         """
-        answers = self._by_prompt.get(_digest(prompt, scope)) if self._by_prompt else None
+        answers = None
+        if self._by_prompt:
+            answers = self._by_prompt.get((prompt_digest(prompt), scope))
         if answers is None:
             return token_ids
         end = np.array(prompt[-self._context :], dtype=np.int32)
@@ -55,12 +58,17 @@ class EarlierAnswers:
 
     def add(self, prompt: Sequence[int], answer: Sequence[int], scope: str = "") -> None:
         """Store an answer, and drop the oldest answers that exceed a limit."""
-        if not (self._each and answer):
+        if self._each and answer:
+            self.add_by_digest(prompt_digest(prompt), np.array(answer, dtype=np.int32), scope)
+
+    def add_by_digest(self, prompt: bytes, answer: Tokens, scope: str) -> None:
+        """Store an answer as `add` does, to a prompt of which only the digest is known."""
+        if not (self._each and len(answer)):
             return
-        key = _digest(prompt, scope)
+        key = prompt, scope
         answers = self._by_prompt.setdefault(key, deque())
         self._by_prompt.move_to_end(key)
-        answers.append(np.array(answer, dtype=np.int32))
+        answers.append(answer)
         self._num_answers += 1
         self._num_tokens += len(answer)
         if len(answers) > self._each:
@@ -89,8 +97,3 @@ class EarlierAnswers:
             "bytes": self._num_tokens * _TOKEN_BYTES,
         }
         return any(0 <= most < used[name] for name, most in self._most.items())
-
-
-def _digest(prompt: Sequence[int], scope: str) -> bytes:
-    of_scope = hashlib.sha256(scope.encode()).digest()
-    return hashlib.sha256(of_scope + np.array(prompt, dtype=np.int32).tobytes()).digest()

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from specops.api.config import EngineConfig
 from specops.api.methods.suffix import SuffixOptions
@@ -53,6 +54,11 @@ class SuffixStore:
             max_cached_bytes=options.suffix_decoding_max_cached_bytes,
             read_on=options.suffix_decoding_read_on,
         )
+        self._has_tree = 0 not in (
+            options.suffix_decoding_max_cached_requests,
+            options.suffix_decoding_max_cached_tokens,
+            options.suffix_decoding_max_cached_bytes,
+        )
         self.answers = EarlierAnswers(options)
         self._path: Path | None = None
         self._vocabulary = ""
@@ -67,6 +73,15 @@ class SuffixStore:
             self._load(self._path)
         if config.suffix_corpus is not None:
             self._add_corpus(Path(config.suffix_corpus), tokenizer, vocab_size)
+
+    def learn(self, prompt: bytes, answer: NDArray[np.int32], scope: str) -> None:
+        """Add an answer to a prompt with this digest, as if a request of this engine had got it.
+
+        If a file is configured, it keeps the shared tree, to which nothing is added then.
+        """
+        if self._path is None and self._has_tree:
+            self.cache.add(answer, scope=scope)
+        self.answers.add_by_digest(prompt, answer, scope)
 
     def forget(self) -> None:
         """Evict all responses from the suffix cache, and drop the stored answers by prompt."""
