@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Build of the interpreter: plain, race (checks every memory access), or asan (AddressSanitizer).
 BUILD = os.environ.get("SPECOPS_SIMT_BUILD", "plain")
-TARGETS = {"plain": "simt", "race": "simt-race", "asan": "simt-asan"}  # of tools/tools.mk
+TARGETS = {"plain": "simt", "race": "simt-race", "asan": "simt-asan"}
 
 # Order of blocks and threads, its seed, and the time when cp.async writes.
 SCHEDULES = [
