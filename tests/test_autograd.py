@@ -2,6 +2,7 @@
 """Ops with gradients: the value has the op's bits, the gradient is that of PyTorch's formula."""
 
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from specops.minimal import BUNDLED, MinimalEngine, Request
 from torch import Tensor
 from torch.nn import functional
 
-EXAMPLE = Path(__file__).parent.parent / "docs" / "examples" / "grpo.py"
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE, EXAMPLE = DOCS / "training.md", DOCS / "examples" / "grpo.py"
 LENS = [5, 1, 19]  # rows of each sequence; the last one needs two pages
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -153,6 +155,11 @@ def test_a_trainer_computes_the_bits_of_the_rollout() -> None:
         start = end
     logprobs.sum().backward()
     assert all(weight.grad.abs().max() > 0 for weight in policy.weights)
+
+
+def test_the_page() -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    exec(code, {})
 
 
 @pytest.mark.ci
