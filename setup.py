@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hands the build of specops._C to CMake and ninja; CMakeLists.txt lists the sources.
+"""Build specops._C with CMake and ninja; CMakeLists.txt lists the sources.
 
-SPECOPS_CUDA=auto|ON|OFF says whether CUDA kernels are built (auto: if nvcc is there and the
-installed torch has CUDA, which an isolated build cannot see), SPECOPS_CUDA_ARCHS for which GPUs
-(`80 90a`; default: those of this machine, else that list). SPECOPS_ISAS names the instruction sets
-of the CPU kernels: `all`, as a wheel needs them, `native`, those that this machine runs best, or a
-list such as `native portable`. SPECOPS_TARGETS names what else to build (`all _simt`: the
-interpreter, for tests). Warnings are errors in place, as `make` builds, and nowhere else: who
-installs has other compilers.
+Environment variables:
+
+SPECOPS_CUDA: whether to build CUDA kernels: ON, OFF, or auto (the default): if nvcc is found and
+    the installed torch has CUDA. An isolated build does not see the installed torch.
+SPECOPS_CUDA_ARCHS: GPU architectures; default: those of this machine's GPUs, else `80 90a`.
+SPECOPS_ISAS: instruction sets of the CPU kernels: `all` (the default, for wheels), `native` (the
+    best of this machine), or a list such as `native portable`.
+SPECOPS_TARGETS: CMake targets; `all _simt` also builds the interpreter, for tests.
+
+Warnings are errors only in a build in place, as `make` does: users have other compilers.
 """
 
 import os
@@ -19,16 +22,16 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT / "tools"))  # build front ends do not put the project there
+sys.path.insert(0, str(ROOT / "tools"))  # build front ends do not add the project
 
 import cuda_toolkit  # noqa: E402
 
 
 class CMakeBuild(build_ext):
-    """Configure once, then let ninja decide what is out of date."""
+    """Run CMake, then build with ninja what is out of date."""
 
     def run(self) -> None:
-        self.werror = "ON" if self.inplace else "OFF"  # setuptools takes inplace back meanwhile
+        self.werror = "ON" if self.inplace else "OFF"  # setuptools resets inplace in run()
         super().run()
 
     def build_extension(self, ext: Extension) -> None:

@@ -23,8 +23,8 @@ GROUPS = (4, 8)
 def run_attention_cuda(bench: CudaBench) -> None:
     """Measure which fraction of the read bandwidth each load reaches.
 
-    Loads run with several numbers of query heads per KV head (`group`) and of rows. The time of 8
-    rows divided by that of 1 row is also measured.
+    Each load runs with several numbers of rows, and of query heads per KV head (`group`). The time
+    of 8 rows divided by that of 1 row is also measured.
     """
     for load in loads(bench).values():
         for page_size in (16, 64) if load.name == "b32.4k" else (16,):

@@ -189,9 +189,10 @@ def _mma(bench: CudaBench, probes: Probes) -> None:
 
 
 def wgmma_cases() -> Iterator[tuple[str, int, int, int]]:
-    """Yield the id of each form of wgmma, its outputs, and the numbers of its inputs and place.
+    """Yield the forms of wgmma: figure id, number of outputs, and two indices.
 
-    A in shared memory is probed for 64 outputs only.
+    The indices select the type of the inputs (WGMMA_INPUTS), and where the operand A lies
+    (WGMMA_PLACES). With A in shared memory, only 64 outputs are probed.
     """
     for inputs, outputs, place in product(WGMMA_INPUTS, WGMMA_OUTPUTS, WGMMA_PLACES):
         if place == "shared" and outputs != 64:

@@ -190,7 +190,7 @@ def run_recorded_cuda(bench: CudaBench) -> None:
 
 
 def _read_on(recorded: Recorded, batch: int) -> Tensor:
-    """Return the tokens that follow in the recorded text, as drafts: [batch, DRAFTS]."""
+    """Return the next tokens of the recorded texts, used as drafts: [batch, DRAFTS]."""
     return recorded.next_token_ids.view(batch, ROWS)[:, :DRAFTS].contiguous()
 
 

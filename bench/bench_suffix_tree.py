@@ -81,7 +81,7 @@ class _Tree:
         self.where = {"streams": str(folder), "stream": stream, "depth": depth}
         self.ends = np.load(folder / f"{stream}.ends.npy")
         num_held = len(np.load(folder / f"{stream}.held.ends.npy"))
-        # As many requests as have the number of tokens to cache.
+        # The number of requests that together have `cached_tokens` tokens.
         self.cached = int(np.searchsorted(self.ends, sizes.cached_tokens)) + 1
         if stream == "edit":
             # Only documents whose revisions are in the cache; first one ninth revision of each.

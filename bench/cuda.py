@@ -68,11 +68,11 @@ class CudaBench:
         return max(2, int(self.cold_bytes // num_bytes) + 1)
 
     def goal(self, id: str) -> str | None:
-        """Return the bar of a goal (tools/gpu_check/goals.py), if it applies to this GPU."""
+        """Return the requirement of a goal, such as "ratio >= 1.2"; None if this GPU has none."""
         return bar_of(id, self.gpu)
 
     def on(self, gpu: str, bar: str) -> str | None:
-        """Return a bar in absolute units if this is the kind of GPU to which it applies."""
+        """Return a requirement in absolute units, or None if this GPU is of another kind."""
         return bar if gpu in self.gpu else None
 
     def randn(self, *shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:

@@ -105,7 +105,7 @@ class Cache:
         return q, bench.ints(torch.arange(self.batch + 1) * q_len)
 
     def workspace(self, q: Tensor, share: float = 1.0) -> Tensor:
-        """Return a workspace of the op's default size, or of a fraction, to limit splitting."""
+        """Return a workspace of a fraction of the default size; a small one limits splitting."""
         floats = attention_workspace_size(
             q.shape, self.k.shape, self.kv_indices[0].shape[0], self.batch, self.device
         )

@@ -16,7 +16,7 @@ setup(
             depends=sorted(glob("csrc/suffix_tree/*.h") + glob("csrc/common/*.h")),
             include_dirs=["csrc"],
             cxx_std=20,
-            # As in CMakeLists.txt: contraction would change the drafts' scores.
+            # Contraction would change the scores of drafts, as in CMakeLists.txt.
             extra_compile_args=["-O2", "-ffp-contract=off", "-fno-math-errno", "-pthread"],
             extra_link_args=["-pthread", "-s"],
         )

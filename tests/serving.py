@@ -148,7 +148,7 @@ def serving_app(
 
 @cache
 def http() -> Any:
-    """Return an HTTP client that waits until a request counts as hung."""
+    """Return an HTTP client whose timeout is the time after which a request counts as hung."""
     import httpx
 
     return httpx.Client(timeout=HANG_SECONDS)

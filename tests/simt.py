@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Build of the interpreter: plain, race (checks every memory access), or asan (AddressSanitizer).
 BUILD = os.environ.get("SPECOPS_SIMT_BUILD", "plain")
-TARGETS = {"plain": "simt", "race": "simt-race", "asan": "simt-asan"}  # of tools/tools.mk
+TARGETS = {"plain": "simt", "race": "simt-race", "asan": "simt-asan"}
 
 # Order of blocks and threads, its seed, and the time when cp.async writes.
 SCHEDULES = [
@@ -55,7 +55,8 @@ def load(name: str = "_simt", build: str = BUILD) -> ModuleType:
     found = sorted(folder.glob(f"{name}.*so"))
     if not found:
         raise RuntimeError(
-            f"the interpreter's module {name} is not in {folder}: run `make -C tools {TARGETS[build]}`"
+            f"the interpreter's module {name} is not in {folder}: "
+            f"run `make -C tools {TARGETS[build]}`"
         )
     # The builds of a module have the same name, so the folder distinguishes them.
     full_name = name if build == "plain" else f"{folder.name}.{name}"

@@ -178,7 +178,7 @@ def test_manifest_and_held_out_list_are_consistent() -> None:
 
 
 def test_model_card_contains_the_measured_figures() -> None:
-    """The figures of metrics.json are also good enough to ship the model."""
+    """The figures are those of metrics.json, which must be good enough to ship the model."""
     card = (ASSETS / "README.md").read_text(encoding="utf-8")
     metrics = _json(ASSETS / "metrics.json")
     held_out = metrics["held_out"]

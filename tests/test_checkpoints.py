@@ -154,7 +154,7 @@ def test_fp8_rows_move_only_in_whole_blocks() -> None:
 
 
 def test_fp8_blocks_at_the_edges_are_partial(tmp_path: Path) -> None:
-    """DeepSeek's 576 rows have 5 rows of scales for blocks of 128, not of 576 / 5 rows."""
+    """DeepSeek has 576 rows in blocks of 128: five rows of scales, the last for a partial block."""
     values = torch.randn(200, 300).to(torch.float8_e4m3fn)
     scales = torch.rand(2, 3)
     found = decoded(tmp_path, {"weight": values, "weight_scale_inv": scales})

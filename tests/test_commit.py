@@ -308,7 +308,7 @@ def test_stop_rules_end_a_request(device: str, name: str) -> None:
 
 
 INJECT = {**THINKING, "inject_token_ids": [60, 61]}  # done is state 3
-# As in CASES, with the thinking state afterwards; rank 1 marks an injected token.
+# Fields as in CASES, then the thinking state afterwards; rank 1 marks an injected token.
 THINKING_CASES: dict[str, tuple[list[int], list[int], dict[str, Any], list[int], int, Any]] = {
     "still thinking": ([1, 2], [], INJECT, [1, 2], 0, RUNNING),
     "thinking ends by itself": ([1, END, 2, 3], [], INJECT, [1, END, 2, 3], 5, RUNNING),

@@ -160,7 +160,7 @@ def test_prompts_go_to_the_engine_with_their_prefix_unless_it_is_busy() -> None:
 
 
 def test_seeds_are_drawn_by_the_frontend() -> None:
-    """One engine with that seed draws the same seeds, in the order of jobs."""
+    """A single engine with the same seed would draw the same seeds, in the order of jobs."""
     import random
 
     frontend, drawn = Frontend(), random.Random(3)

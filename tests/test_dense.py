@@ -88,7 +88,7 @@ def test_output_gate_matches_the_reference(
 @pytest.mark.no_bf16
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_output_gate_rows_keep_their_bits(device: str, isa: str, dtype: torch.dtype) -> None:
-    """Rows run alone, strided with poison between them, in place, and as separate ops."""
+    """Calls agree: rows alone, strided rows between poison, in place, norm and gate apart."""
     wide = torch.full((2, 9, 100), torch.nan, dtype=dtype)
     wide[:, :, 2:98] = torch.randn(2, 9, 96).to(dtype)
     x, gate = wide.to(device)[:, :, 2:98].unflatten(2, (3, 32))

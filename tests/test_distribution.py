@@ -88,7 +88,7 @@ def target_match(ops: Any, vocab: int = 4, k: int = 2) -> None:
 
 
 def greedy(ops: Any) -> None:
-    """Greedy verification ignores the temperature."""
+    """Check that greedy verification ignores the temperature."""
     cold = make_world(3, 3, filters={"temperature": 0.0})
     distribution = check_distribution(ops, Game(cold, 2, GREEDY))
     assert 0.1 < mean_accepted(distribution) < 1.9

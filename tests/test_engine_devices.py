@@ -241,7 +241,10 @@ def test_padding_static_memory_and_replays_change_no_bit(
 
 
 def all_params(index: int, max_tokens: int) -> SamplingParams:
-    """Return `sampling` with all other parameters; request 3 has none, later lists are longer."""
+    """Return the parameters of `sampling`, with all other parameters set, too.
+
+    Lists grow with the request's index. Request 3 has no further parameters.
+    """
     plain = sampling(index, max_tokens)
     if index == 3:
         return plain
@@ -381,7 +384,7 @@ def test_modules_catch_up_after_a_pause_within_their_arrays(
 def test_modules_restart_after_a_long_pause_in_graphs(
     model_dir: Path, use_fake_gpu: Callable[..., FakeGpu], page_size: int
 ) -> None:
-    """In padded steps, the modules of some requests skip pages."""
+    """Modules that missed many tokens leave out the pages of these tokens, in padded steps, too."""
     prompts, params = [[n, n + 1] for n in range(1, 6)], SamplingParams(max_tokens=140, seed=1)
     limits = {"max_num_seqs": 5, "page_size": page_size}
     expected = bits(make(model_dir, NAIVE, **limits).generate(prompts, params))
@@ -403,7 +406,7 @@ def test_modules_restart_after_a_long_pause_in_graphs(
 def test_random_pauses_change_no_bit_in_graphs(
     model_dir: Path, use_fake_gpu: Callable[..., FakeGpu]
 ) -> None:
-    """All requests pause for long, and some for short periods."""
+    """Drafting stops at random: for one request in a step, or for all for up to 40 steps."""
     prompts, params = [[n, n + 1] for n in range(1, 6)], SamplingParams(max_tokens=240, seed=1)
     limits = {"max_num_seqs": 5, "max_model_len": 256}
     expected = bits(make(model_dir, NAIVE, **limits).generate(prompts, params))

@@ -63,7 +63,7 @@ def test_client_with_only_a_prompt_counts() -> None:
 
 
 def rows_by(given: list[Demand], free_rows: int = FREE, level: int = 0) -> dict[str, int]:
-    """Return the rows of the chosen requests by owner."""
+    """Return the number of rows that each owner gets, by its name on a level."""
     chosen = select_decoding(given, 512, free_rows)
     assert chosen is not None
     rows: Counter[str] = Counter()
@@ -356,7 +356,7 @@ def test_newcomers_of_other_clients_start_a_few_at_a_time() -> None:
 
 
 def test_newcomer_starts_beside_a_request_with_many_drafts() -> None:
-    """The drafts alone exceed the step's rows, and the newcomer still gets its own."""
+    """The other client's drafts exceed the rows of a step, and the newcomer still gets a row."""
     scheduler = slots(4)
     scheduler.waiting.append(owned(0, "wide", "one"))
     run(scheduler, 2, drafts=16)
@@ -477,7 +477,7 @@ def test_drafts_outlast_a_pause(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_sampled_drafts_are_dropped_after_a_pause(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Modules sampled from the last step's probabilities; a request that skips it drafts anew."""
+    """`verify` has the probabilities of one step's drafts only, so a paused request drafts anew."""
     engine = engine_of("mtp")
     was_paused, dropped, num_drafts = set[Request](), 0, 0
     launch = engine._runner.launch

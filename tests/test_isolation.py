@@ -111,7 +111,7 @@ def keyed(model_dir: Path) -> Iterator[Served]:
 
 
 def test_requests_of_one_key_are_invisible_to_another(keyed: Served) -> None:
-    """Bob's drafts and counts after Alice's requests equal Carol's before them."""
+    """After Alice's requests, Bob gets the drafts and counts that Carol got before them."""
     plain = ask(keyed, "carol", {"prompt": PROMPT})
     output_ids = plain["token_ids"]
     bodies = [

@@ -249,7 +249,7 @@ def test_pages_are_not_stored_without_free_pages(models: dict[str, Path]) -> Non
 
 
 def test_states_are_computed_when_the_state_cache_is_full(models: dict[str, Path]) -> None:
-    """An older entry is evicted, unless it waits for a page of a running request."""
+    """An older entry is evicted, unless a running request has reserved it."""
     settings = {"model": str(models["states"]), "max_model_len": 128}
     prefill, decode = make(NAIVE, **settings), make(NAIVE, **settings, state_cache_bytes=10_000)
     states = decode._scheduler.states

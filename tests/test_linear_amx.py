@@ -152,8 +152,8 @@ def with_the_model(library: ctypes.CDLL) -> Iterator[Linear]:
 def sums_of_tdpbf16ps(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x @ weight.T + bias, summed in the order of TDPBF16PS.
 
-    Products in float64 are exact, so a sum with one of them rounds once where the float64 sum is
-    exact or far from a tie.
+    Each addition is computed in float64, where products are exact, and then rounded to float32.
+    Unless the float64 sum is inexact and near a tie, the result is that of a single rounding.
     """
     pad = -x.shape[1] % LEAF
     x, weight = (torch.nn.functional.pad(t, (0, pad)).double() for t in (x, weight))

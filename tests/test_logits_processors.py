@@ -638,7 +638,7 @@ def test_top_logprobs_with_the_overlay_in_the_workspace(
 
 @pytest.mark.fast("cpu*", ci=("simt",))
 def test_processors_support_rows_of_any_width(device: str, isa: str) -> None:
-    """No block has enough memory for the bits of so many tokens."""
+    """The vocabulary is so large that its token bits do not fit the shared memory of a block."""
     vocab = 448 * 1024 + 1
     logits = torch.randn(1, vocab).bfloat16().to(device)
     positions = torch.full((1,), 9, dtype=torch.int32)

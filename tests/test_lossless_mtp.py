@@ -322,7 +322,7 @@ def check_drafts(tiny: Tiny, k: int, each: list[dict[str, Any]]) -> None:
         assert record.num_seen_again > 200 and record.num_logits_seen_again > 150
         lengths = RandomRests()
         decode(lengths, limits)
-        # As many as a step has rows for while all slots are used.
+        # A step has rows for this many drafts while all slots are used.
         spare = limits.get("max_num_batched_tokens", 512) - limits["max_num_seqs"]
         assert min(lengths.verified[count] for count in range(min(k, spare) + 1)) > 0
         assert lengths.num_suspended > 100
@@ -404,7 +404,7 @@ def test_rows_that_modules_recompute_prevent_no_drafts(
 def test_drafts_past_the_end_of_the_context_change_nothing(
     tinies: dict[int, Tiny], modules: int, max_model_len: int
 ) -> None:
-    """The last page extends past the end, and so do modules that continue their own drafts."""
+    """The last page reaches past the end of the context; so do later drafts of the modules."""
     limits: dict[str, Any] = {"max_model_len": max_model_len, "max_num_seqs": 4}
     prompts = [prompt(i)[: (max_model_len - 1) * i // 12 + 1] for i in range(12)]
     to_the_end = SamplingParams(max_tokens=None, temperature=0, ignore_eos=True, logprobs=1)

@@ -47,7 +47,10 @@ CASES: list[tuple[str, tuple[str, dict[str, Any]], bool]] = [
 
 
 def step_of(token_ids: list[int], begin: int) -> StepBatch:
-    """Return a step of one request's rows from `begin` on, on pages 3, 4, ..; others are cached."""
+    """Return a step with rows of one request, from position `begin` on.
+
+    The tokens before `begin` are in the cache already. The request's pages are 3, 4, ...
+    """
     rows, end = len(token_ids), begin + len(token_ids)
     kv_lens = torch.tensor([end], dtype=torch.int32)
     kv_indices = torch.arange(3, 3 - -end // PAGE_SIZE, dtype=torch.int32)

@@ -1479,8 +1479,8 @@ def build_and_test(root: Path, tests: str, build: str) -> dict[str, Run]:
     return run_tests(root, file, f"{where} and ({select})", build)
 
 
-# What runs the tests, each with its mark expression, in this order.
 PASSED = {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}
+# The commands that run tests, in this order, each with the mark expression of its tests.
 TIERS = {"make test": "not slow and not ci", ".ci/run": "ci and not slow"}
 
 

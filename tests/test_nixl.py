@@ -84,7 +84,7 @@ def test_every_byte_is_transferred(num_pages: int) -> None:
 
 @pytest.mark.parametrize("num_heads", [1, 2])
 def test_several_ranks_read_one_lease(num_heads: int) -> None:
-    """The ranks read the same bytes, or different bytes, at the same time."""
+    """The ranks read at the same time: all of them the same bytes, or each rank other bytes."""
     layout = replace(TWO_HEADS, shape=(16, num_heads, 999))
     header = replace(HEADER, num_pages=300, model=[layout])
     pages = Pages(header, bytearray(n * n % 251 for n in range(header.num_bytes)))

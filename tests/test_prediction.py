@@ -69,7 +69,7 @@ def test_prediction_changes_no_token(base: str, limits: str) -> None:
 
 
 def test_drafts_from_predictions_do_not_depend_on_the_batch() -> None:
-    """Requests have the same drafts in any batch and in any chunks, so also the same steps."""
+    """Each step has the same drafts, and so emits the same tokens, in any batch and chunks."""
     texts, each, _ = plain()
     reporting = [replace(one, report_drafts=True) for one in each]
 

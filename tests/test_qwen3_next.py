@@ -44,7 +44,7 @@ def directory() -> str:
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_next_dense", "qwen3_5", "qwen3_5_experts"])
 def test_logits_equal_transformers(tmp_path: Path, family: str) -> None:
-    """150 rows also reach the rule in chunks of 64. `tests/test_experts.py` compares row by row."""
+    """For 150 rows, transformers computes in chunks of 64. test_experts.py compares row by row."""
     theirs, ids = make_experts(tmp_path, family), random_ids(150)
     with torch.no_grad():
         expected = theirs(torch.tensor([ids])).logits[0]

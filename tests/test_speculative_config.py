@@ -411,7 +411,7 @@ def test_request_cannot_exceed_the_draft_limit_of_the_server() -> None:
 
 
 def test_request_cannot_exceed_the_model_step_limit_of_the_server() -> None:
-    """Each draft of an MTP module is a model pass. A default is lowered to the limit."""
+    """A default number of model steps is lowered to the limit; an explicit one is refused."""
     server = make(method="ngram", num_speculative_tokens=20)
 
     def steps(**request: Any) -> int:

@@ -408,7 +408,7 @@ def test_forced_texts_of_a_byte_fallback_tokenizer_have_no_extra_space(text: str
     assert b"".join(map(of_bytes.token_bytes, ids)) == text.encode()
     expected = of_bytes.encode_as_text("\x02" + text)[2:]  # after a space and the byte of the mark
     assert ids == expected
-    # Where a choice remains, both tokens of a character may stand for it.
+    # If the grammar leaves a choice, a character may be either of the two tokens that stand for it.
     state = GrammarState(own.compile(StructuredOutput(regex="[ab]+")), [])
     out = np.zeros((1, -(-(of_bytes.vocab_size + 5) // 32)), dtype=np.int32)
     MaskFiller(1).fill([MaskRows(state, 0, [])], out)
@@ -494,7 +494,10 @@ FORMS: list[dict[str, Any]] = [
     ],
 )  # fmt: skip
 def test_trigger_must_be_followed_by_its_tag(text: str, is_whole: bool | None) -> None:
-    """Take each text in one step and character by character; `is_whole` None: it is impossible."""
+    """Take each text in one step and character by character.
+
+    `is_whole` says whether the output may end after the text; None if the text is refused.
+    """
     for tokens in (tokens_of(text), [one for char in text for one in tokens_of(char)]):
         state = state_of(structural_tag=TAGS)
         fits = all(map(state.take, tokens))
@@ -634,7 +637,7 @@ def test_forced_tokens_follow_drafts_that_fit() -> None:
     assert behind
     got = complete(state, [draft], 20)
     assert got is not None and got.token_ids == [draft, *behind] and got.num_given == 1
-    # Where a choice remains, a draft that does not fit stays: the verifier rejects it.
+    # If the grammar leaves a choice, a draft that it forbids stays: the verifier rejects it.
     illegal = next(token for token in range(1, VOCAB) if token not in masks_of(state)[0])
     assert complete(state, [illegal, 5], 20) is None
     got = complete(state, [draft, illegal, 5], 20)

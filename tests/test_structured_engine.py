@@ -285,7 +285,7 @@ def test_text_of_a_bounded_schema_ends(temperature: float) -> None:
 
 @pytest.mark.ci
 def test_text_may_not_end_if_any_white_space_is_allowed() -> None:
-    """Allow it by the engine's option, as vLLM does, and by each request."""
+    """Any white space is allowed by the engine's option, and then by each request."""
     jobs = bounded_jobs(0.0)[:40]
     by_engine = run(engine_of(json_whitespace="any"), jobs, [NAIVE])
     endless = [one.text for one in by_engine if one.finish_reason == "length"]
@@ -366,7 +366,7 @@ def test_drafts_change_no_bit_with_all_parameters_beside_a_grammar(limits: str) 
 
 
 def test_selection_of_drafts_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are expensive first, then free."""
+    """Drafts are selected by step times in which a row is expensive, then costs nothing."""
     # slow grammars would get no drafts
     monkeypatch.setattr(grammar_scheduling, "_SLOW_SECONDS", math.inf)
     expected, _ = plain(0.8)

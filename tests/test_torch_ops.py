@@ -81,7 +81,7 @@ def test_every_overload_has_kernels_for_both_devices(op: Any) -> None:
 
 @pytest.mark.parametrize("op", EVERY_OVERLOAD, ids=str)
 def test_op_writes_what_its_schema_declares(op: Any) -> None:
-    """Arguments keep their old contents exactly if the schema does not mark them as written."""
+    """An argument keeps its contents if and only if the schema does not mark it as written."""
     poisoned = good_arguments(op)
     for argument, value in zip(op._schema.arguments, poisoned, strict=True):
         mark = argument.alias_info is not None and argument.alias_info.is_write

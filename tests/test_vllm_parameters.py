@@ -43,12 +43,12 @@ class Params(msgspec.Struct):
 
     @property
     def bad_words_token_ids(self) -> list[list[int]] | None:
-        """Name of the field in vLLM."""
+        """Value under the name that vLLM's class has."""
         return self._bad_words_token_ids
 
     @property
     def all_stop_token_ids(self) -> set[int]:
-        """Name of the field in vLLM."""
+        """Value under the name that vLLM's class has."""
         return self._all_stop_token_ids
 
 

@@ -451,7 +451,7 @@ def test_first_difference_of_texts_is_printed(capsys: pytest.CaptureFixture[str]
 
 
 def fake_decode(guilty: str, jobs: list[Job]) -> Any:
-    """Return a decoder whose texts depend on the batch where a part is left to vLLM."""
+    """Return a decoder whose texts depend on the batch if vLLM computes the part `guilty`."""
 
     def decode(job: Job) -> list[Decoded]:
         jobs.append(job)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# Longer tests, other packages and pictures, for developers of specops: `make -C tools TARGET`. The
-# Makefile of the root has the environment and the build.
+# Targets for developers of specops: long tests, tests with other packages, pictures, and wheels.
+# Run them by `make -C tools TARGET`. The root Makefile has the rules of the environment and the
+# build.
 include Makefile
 
 SOAK_SECONDS ?= 1800
@@ -10,12 +11,13 @@ CAMPAIGN_MINUTES ?= 30
 .PHONY: campaign soak attacks test-vllm vllm-campaign test-lm-eval test-clients test-dynamo
 .PHONY: bench-peers screenshots sdist wheel-suffix wheel-old wheel-arm test-bare
 
-# The interpreter of CUDA kernels (docs/simt.md), for use without `make test`.
+# Build the interpreter of CUDA kernels (docs/simt.md) without running `make test`.
 simt: $(VENV)/simt $(VENV)/serve-deps
 
-# The interpreter with every access to memory checked for races, and under AddressSanitizer: test-smoke
-# runs the first case of every op test in one and the last in the other, test-race and test-asan all.
-# simt-smoke builds both at once, so that the compiler is never idle.
+# Build the interpreter with its race detector, or with AddressSanitizer. test-race and test-asan
+# run all op tests in these builds. test-smoke runs the first case of every op test with the race
+# detector and the last one with AddressSanitizer. simt-smoke builds both at once, so that all cores
+# stay busy.
 simt-race: VARIANTS := _simt_race
 simt-asan: VARIANTS := _simt_asan
 simt-smoke: VARIANTS := _simt_race _simt_asan
@@ -33,7 +35,7 @@ test-race: simt-race $(VENV)/test-deps
 test-asan: simt-asan $(VENV)/test-deps
 	$(ASAN) -k simt
 
-# The files that have op tests: reading the others takes longer than running these.
+# Files with op tests. Collecting the tests of all other files would take longer than running these.
 OP_TESTS = $(shell grep -l 'device: str' tests/test_*.py)
 
 test-smoke: simt-smoke $(VENV)/test-deps
@@ -43,24 +45,24 @@ test-smoke: simt-smoke $(VENV)/test-deps
 test-arm: $(VENV)/test-deps
 	$(ARM)
 
-# The suffix tree without Python, fuzzed and over threads: under AddressSanitizer with UBSan, and
-# under ThreadSanitizer. Minutes; FUZZ_SECONDS makes it longer.
+# Test the suffix tree without Python, fuzzed and with several threads: under AddressSanitizer with
+# UBSan, and under ThreadSanitizer. The target takes minutes; FUZZ_SECONDS sets the time of fuzzing.
 test-sanitize: $(VENV)/test-deps
 	$(BIN)/python -m pytest -m sanitize tests/test_suffix_programs.py tests/test_threads.py
 
-# A full suffix cache under churn: flat memory, no long call, nothing broken.
+# Run a full suffix cache under churn: memory stays flat, no call takes long, and nothing breaks.
 soak: setup
 	$(BIN)/python tests/suffix_soak.py --seconds $(SOAK_SECONDS)
 
-# Engines at random, with every method, against plain decoding.
+# Compare random engines, with every method, with plain decoding.
 campaign: setup
 	PYTHONPATH=. $(BIN)/python tests/engine_campaign.py --minutes $(CAMPAIGN_MINUTES)
 
-# A normal client's latency while others attack the server, and what its memory does: ten minutes.
+# Measure the latency of a normal client and the server's memory during attacks, in ten minutes.
 attacks: setup
 	$(BIN)/python tests/server_attacks.py
 
-# Tests with other packages have an environment each, which sees that of the tests.
+# Tests with other packages have their own environments, which also see the packages of .venv.
 define BESIDE_THE_TESTS
 	test -x $(@D)/bin/python || $(BIN)/python -m venv $(@D)
 	site='import site; print(site.getsitepackages()[0])'; \
@@ -69,8 +71,9 @@ define BESIDE_THE_TESTS
 endef
 ITS_PIP = $(@D)/bin/pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS)
 
-# vLLM in an environment of its own: minutes and gigabytes. It sees the package where it stands; the
-# metadata beside it is how vLLM finds the plug-in. The three wheels that leave again are CUDA builds.
+# Install vLLM in a separate environment, which takes minutes and gigabytes. The environment uses
+# the package from this tree; vLLM finds the plug-in by the package's metadata. The three wheels
+# that are removed again are CUDA builds.
 VLLM := .venv-vllm
 VLLM_RUN := LD_PRELOAD="$(abspath $(VLLM))/lib/libiomp5.so" $(VLLM)/bin/python
 
@@ -82,7 +85,8 @@ $(VLLM)/ready: tests/with_vllm/requirements.txt pyproject.toml $(VENV)/built
 	$(BIN)/python setup.py --quiet egg_info
 	touch $@
 
-# The plug-in inside vLLM: its hooks, rows and engines; and 1,000 random prompts, which takes long.
+# Test the plug-in inside vLLM: its hooks, rows and engines. vllm-campaign decodes 1,000 random
+# prompts, which takes long.
 test-vllm: setup $(VLLM)/ready
 	$(VLLM_RUN) -m pytest tests/with_vllm
 
@@ -96,11 +100,11 @@ $(LM_EVAL)/ready: constraints.txt $(VENV)/test-deps
 	$(ITS_PIP) -c constraints.txt "lm-eval[api]" accelerate datasets
 	touch $@
 
-# lm-eval's command line against the server and against transformers, in fp32: minutes.
+# Run lm-eval's command line on the server and on transformers, in fp32. The target takes minutes.
 test-lm-eval: setup $(LM_EVAL)/ready
 	$(LM_EVAL)/bin/python -m pytest -s tests/with_lm_eval
 
-# instructor asks for an older openai than the others, and runs with theirs.
+# instructor requires an older openai than the other libraries, but works with the newer one.
 CLIENTS := .venv-clients
 
 $(CLIENTS)/ready: constraints.txt $(VENV)/test-deps
@@ -109,11 +113,11 @@ $(CLIENTS)/ready: constraints.txt $(VENV)/test-deps
 	$(ITS_PIP) --no-deps instructor==1.17.0
 	touch $@
 
-# LangChain, LiteLLM and instructor against the server; `make test` has pydantic-ai.
+# Test LangChain, LiteLLM and instructor with the server; `make test` tests pydantic-ai.
 test-clients: setup $(CLIENTS)/ready
 	$(CLIENTS)/bin/python -m pytest tests/with_clients
 
-# Dynamo has another pydantic than the tests.
+# Dynamo requires another pydantic than the tests.
 DYNAMO := .venv-dynamo
 
 $(DYNAMO)/ready: pyproject.toml $(VENV)/test-deps
@@ -121,36 +125,37 @@ $(DYNAMO)/ready: pyproject.toml $(VENV)/test-deps
 	$(ITS_PIP) ai-dynamo==1.4.2
 	touch $@
 
-# Engines behind Dynamo's frontend, with neither etcd nor NATS.
+# Test engines behind Dynamo's frontend, without etcd and NATS.
 test-dynamo: setup $(DYNAMO)/ready
 	$(DYNAMO)/bin/python -m pytest tests/with_dynamo
 
-# The peers' own environment; `make bench` compares with whatever of it is there.
+# Install the environment of the peers; `make bench` compares with those that are installed.
 bench-peers:
 	$(BIN)/python -m bench.peers.setup $(if $(PIP_ARGS),--pip-args "$(PIP_ARGS)")
 
-# The pictures of the page in docs/, of the bundled model; needs Chromium.
+# Take the pictures of the page for docs/, with the bundled model; requires Chromium.
 screenshots: setup $(VENV)/test-deps
 	$(BIN)/python -m tools.screenshots
 
-# The suffix cache without torch, in build/wheels.
+# Make the wheel of the suffix cache without torch, in build/wheels.
 wheel-suffix: $(VENV)/build-deps
 	rm -rf build/linked
 	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/linked ./suffix
 	$(REPAIR) build/linked/*.whl
 
-# The source distribution in build/sdist, and beside it the wheel that it makes away from this tree,
-# with build tools of its own.
+# Make the source distribution in build/sdist, and a wheel from it. The wheel is built outside this
+# tree, in an isolated environment.
 sdist: $(VENV)/build-deps
 	rm -rf build/sdist
 	$(BIN)/python -c "from setuptools.build_meta import build_sdist; build_sdist('build/sdist')" > /dev/null
 	SPECOPS_ISAS=all SPECOPS_CUDA=OFF MAKEFLAGS= $(BIN)/pip wheel --quiet --no-deps --wheel-dir build/sdist \
 	  $(PIP_ARGS) build/sdist/*.tar.gz
 
-# The wheel of the source distribution, for any x86-64 Linux with this Python and a C library from 2.31
-# on: this machine's compiler, with headers and libraries of Debian 11, which debootstrap fetches as
-# root. Their links point at that Debian's root, and are led to where it stands. The compiler's own
-# libgcc is linked: an older one does not know the features of newer CPUs, and only portable would run.
+# Make a wheel from the source distribution for any x86-64 Linux with this Python and a C library
+# from 2.31 on. This machine's compiler uses the headers and libraries of Debian 11, which
+# debootstrap fetches as root. Absolute links among them are redirected to the folder of that
+# Debian. The compiler's own libgcc is linked: an older one does not know newer CPU features, so
+# only `portable` would run.
 OLD := $(abspath build/debian-11)
 OLD_LIBS := $(OLD)/usr/lib/x86_64-linux-gnu
 OLD_INCLUDES := $(OLD)/usr/include/c++/10 $(OLD)/usr/include/x86_64-linux-gnu/c++/10
@@ -169,12 +174,12 @@ wheel-old: $(OLD)/ready
 	  $(MAKE) --no-print-directory -C tools sdist
 	$(REPAIR) build/sdist/*.whl
 
-# A wheel for 64-bit ARM, cross-compiled from the source distribution; it completes a text under qemu.
+# Cross-compile a wheel for 64-bit ARM from the source distribution, and complete a text under qemu.
 wheel-arm: $(VENV)/build-deps
 	$(ARM) --wheel
 
-# The wheel of `make wheel`, and that of the source distribution, on a Debian with Python alone, made
-# by debootstrap: root is needed.
+# Test the wheel of `make wheel` and that of the source distribution on a Debian that has only
+# Python. debootstrap makes it, which requires root.
 test-bare: wheel sdist
 	$(BIN)/python -m tools.bare_debian
 	$(BIN)/python -m tools.bare_debian --wheel build/sdist/*.whl

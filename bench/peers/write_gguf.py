@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write a checkpoint of Qwen3 or Llama as a GGUF file: `write_gguf.py CHECKPOINT OUT.gguf [KIND]`.
 
-KIND is "bf16", "int8" (all matrices Q8_0) or "int4" (Q4_0, embedding and head Q8_0). A layer's
-experts become one tensor of each projection.
+KIND is "bf16", "int8" (all matrices Q8_0) or "int4" (Q4_0, embedding and head Q8_0). For each
+projection, the weights of all experts of a layer become one tensor.
 """
 
 import json

@@ -54,8 +54,8 @@ __global__ void __launch_bounds__(kPackThreads)
 // Grid:    x = kTiles tiles of 16 outputs each, with several of these per block if there are few
 //          leaves.
 // Block:   up to 4 warps; each warp owns one leaf of kTiles tiles and all rows.
-// Smem:    a ring of 20 KiB per warp. Each lane reads back only what it copied itself, so that no
-//          warp waits for another. Leaves are combined in the rings at the end. 80 KiB.
+// Smem:    80 KiB: a ring of 20 KiB per warp. Each lane reads back only what it copied itself, so
+//          that no warp waits for another. Leaves are combined in the rings at the end.
 // Cost:    the weights once from memory: 16 KiB in flight per warp, 64 to 128 KiB per SM. The first
 //          loads start before the previous kernel has ended. Of x, whatever L1 does not hold:
 //          num_inputs * 2 bytes per row and block.

@@ -28,8 +28,8 @@ struct GemmRange {
 #define SPECOPS_FLOAT_ISA SPECOPS_ISA
 #endif
 
-// Instruction set whose integer products this one uses, where the CPU has them: a variant of one
-// file, of the same layout.
+// The extension of this instruction set whose integer products are used if the CPU has them. Only
+// gemm_range_integers_cpu.cpp is compiled for it. Packed weights have the same layout.
 #if defined(SPECOPS_ISA_avx2)
 #define SPECOPS_INTEGER_ISA avx2_vnni
 #elif defined(SPECOPS_ISA_avx512) || defined(SPECOPS_ISA_avx512_bf16)

@@ -7,7 +7,8 @@ namespace specops::SPECOPS_ISA {
 
 namespace {
 
-// Chooses by the product: CPUs of avx2 and avx512 may have integer products beyond these sets.
+// Calls the variant with integer products (VNNI) if the CPU has them: avx2 and avx512 do not
+// include them.
 void integers(const GemmParams& params, const GemmRange& range) {
 #if defined(SPECOPS_ISA_avx512_bf16)
   avx512_vnni::gemm_range_integers(params, range);

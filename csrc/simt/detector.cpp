@@ -463,9 +463,9 @@ void on_atomic(const void* pointer, size_t bytes, const Site& site) {
     return;
   }
   // The block acquires what other blocks have published here, and publishes what its own threads
-  // have fenced. For each of its threads, it publishes the larger of two clocks: the one up to
-  // which that thread has fenced and the current thread has seen it, and the one that the current
-  // thread had seen at its own last fence.
+  // have fenced. Each thread is published up to the later of two of its clocks: that of its last
+  // fence, as far as the current thread has seen it; and the one that the current thread had seen
+  // at its own last fence.
   Meeting& meeting = state.meetings[address];
   auto found = std::find_if(state.acquired.begin(), state.acquired.end(), [&](const auto& entry) {
     return entry.first == &meeting;

@@ -248,7 +248,7 @@ void SuffixTree::State::push_token(int32_t handle, int32_t token) {
     start = text.next(start);
   }
   suffixes[num_suffixes - 1] = {position, kRoot, root.find(token)};
-  // Suffixes without a continuation become leaves. If a suffix does, so does every longer one.
+  // Suffixes without a continuation become leaves. If a suffix has none, neither has a longer one.
   int32_t first = 0;
   while (first < num_suffixes && suffixes[first].child == kNone) {
     add_leaf(suffixes[first].node, token, suffixes[first].start);

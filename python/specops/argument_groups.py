@@ -115,15 +115,17 @@ class DraftProbs(NamedTuple):
     """Distributions that drafts were drawn from.
 
     Attributes:
-        probs: [batch, k, vocab_size] or, with token_ids, [batch, k, n], float32. Entry [b, i] is
-            the distribution from which the children of the request's row i were sampled
-            independently of each other: in a chain, that of draft i. NaN and values below 0 count
-            as 0, values above 1 as 1.
-        token_ids: [batch, k, n], int32. The token of each entry of probs, each token once; -1
-            padded. None: entry i is token i.
-        rows: [batch], int32. Row of probs that each request's drafts came from; -1: none, each
-            draft had probability 1. probs and token_ids are then [rows, k', ..] with k' at most k,
-            and children of rows past the first k' had probability 1. None: row b.
+        probs: [batch, k, vocab_size] or, with token_ids, [batch, k, n], float32. In a chain,
+            probs[b, i] is the distribution that draft i of request b was sampled from. In a tree,
+            it is the distribution of all children of node i (0: the root, i: draft i - 1), which
+            were sampled from it independently of each other. NaN and values below 0 count as 0,
+            values above 1 as 1.
+        token_ids: [batch, k, n], int32. The token of each value of probs; no token may occur
+            twice. -1 padded. None: value i is that of token i.
+        rows: [batch], int32. Index into the first dimension of probs for each request; -1: each
+            draft of the request had probability 1. probs and token_ids may then have any first
+            dimension and a second dimension k' of at most k; children of nodes from k' on had
+            probability 1. None: request b uses index b.
     """
 
     probs: Tensor

@@ -511,10 +511,10 @@ def append_attention(
         return_lse: return the lse too, allocated when absent.
         workspace: [floats], float32, for partial results of requests that are split among threads
             or SMs; see `attention_workspace_size`. Allocated when absent; a short one means less
-            splitting. On CUDA its head must be zero and is zero again afterwards: use one per
-            stream, and zero it after a call that the device aborted. If a counter sees too many
-            arrivals, rows may be missing, and wrong data is reported; concurrent calls whose
-            arrivals happen to even out go undetected.
+            splitting. On CUDA it begins with counters, which must be zero and are zero again
+            afterwards: use one workspace per stream, and zero it after a call that the device
+            aborted. If concurrent calls use the same one, rows may be missing. A count that is too
+            high is then reported as wrong data; counts that happen to even out go undetected.
 
     Returns:
         `out`, or (`out`, `lse`) if `lse` is passed or `return_lse` is set.
@@ -636,7 +636,7 @@ def _workspace_size(
     batch: int,
     device: torch.device,
 ) -> tuple[int, int]:
-    """Return the workspace size and the size of the head that must be zero, in floats."""
+    """Return the workspace size and the size of its part that must be zero, in floats."""
     rows, num_qo_heads, head_dim = q_shape
     index = -1
     if device.type == "cuda":

@@ -566,9 +566,9 @@ def gather_input_ids(
         out = (token_ids[s, :lens[s]] + draft_token_ids[b])[i]
 
     One rule covers a prefill chunk, a row of plain decoding (i = lens[s] - 1) and the rows of the
-    drafts after it (i = lens[s] + j takes draft j). If the loop stores tokens
-    with `sampling.commit`, it therefore never waits for the host. A padding row gets 0, a valid
-    token id.
+    drafts after it (i = lens[s] + j takes draft j). If the loop stores tokens with
+    `sampling.commit`, it therefore never waits for the host. A padding row gets 0, a valid token
+    id.
 
     Args:
         row_to_request: [rows], int32, from `BatchIndices`; -1: padding.

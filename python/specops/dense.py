@@ -249,8 +249,8 @@ def linear(
         out_dtype: dtype of an `out` to be allocated; that of `x` when absent.
         workspace: [floats], float32, for partial sums when few rows and outputs would leave a CUDA
             device idle; see `linear_workspace_size`. Allocated when absent; a short one means no
-            splitting. Its head must be zero and is zero again afterwards; the checks and rules for
-            the workspace of `append_attention` apply.
+            splitting. It begins with counters, which must be zero and are zero again afterwards;
+            the checks and rules for the workspace of `append_attention` apply.
 
     Returns:
         `out`.

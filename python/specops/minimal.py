@@ -5,19 +5,19 @@
     python -m specops.minimal --model DIR --method mtp --drafts 3 "def add(a, b):" "class Stack:"
 
 It reads a Llama or Qwen3 directory, keeps keys and values on pages, runs a batch of requests with
-chunked prefill, drafts with n-grams or with the checkpoint's MTP module, verifies the drafts in the
-step that computes them, and streams text. Everything numerical is a public op of this package or an
-elementwise addition, and gives a row the same bits whatever else is in the batch. So a request's
-tokens and logprobs are the same alone or in a batch, with or without drafts, and in this engine or
-in `specops.engine`, the serving engine, which adds what a server needs: more models, methods and
-parameters, preemption, a prefix cache, structured output, tensor parallelism.
+chunked prefill, drafts with n-grams or with the checkpoint's MTP module, verifies the drafts of all
+requests in one pass of the model, and streams text. Everything numerical is a public op of this
+package or an elementwise addition, and gives a row the same bits whatever else is in the batch. So
+a request's tokens and logprobs are the same alone or in a batch, and with or without drafts. They
+are also the same in `specops.engine`, the serving engine, which adds what a server needs: more
+models, methods and parameters, preemption, a prefix cache, structured output, tensor parallelism.
 
 The vocabulary of `MinimalEngine.step`: a *slot* is a request's place in every table. A *row* is one
 position of one request in one step. A request with exactly one token that is not cached yet has a
 row for that token and one for each of its drafts; any other request has a chunk of its prompt.
 
-One request with five prompt tokens, chunks of four, and three drafts, of which the second is
-rejected:
+An example: one request with five prompt tokens, in chunks of four. The drafter proposes nothing in
+step 1, and three drafts in step 2, of which step 3 rejects the second:
 
     step    text     cached    rows                      then
     1       5        0         tokens 0 to 3             cached 4; no logits
@@ -265,6 +265,7 @@ class MinimalEngine:
 
         # Rows of a slot: the last token and the drafts if all else is cached, else a chunk of the
         # prompt. `qo_lens` is their number, and `kv_lens` the number of tokens up to the last row.
+        # An idle slot has no tokens, so it gets neither rows nor logits, and emits nothing.
         left = self.lens - self.cached
         decodes = left == 1
         qo_lens = torch.where(decodes, 1 + self.num_proposed, left.clamp(max=self.chunk))
@@ -282,19 +283,21 @@ class MinimalEngine:
         logits = self.model.logits(hidden, rows.output_rows)
 
         # At each row, the model's own choice is the argmax, or a sample that depends only on the
-        # seed and the position, which is `lens` at first. Accept the drafts that equal these
-        # choices, and emit the choice after the last accepted draft.
+        # logits, the seed and the position of the chosen token; the first choice of a request has
+        # position `lens`. Accept drafts as long as they equal these choices, and emit the choice
+        # after the last accepted draft, too.
         drafts = sampling.Drafts(rows.output_indptr, self.drafts)
         new_tokens, _ = sampling.verify(
             logits, drafts, self.lens, sampling=self.sampling, outputs=self.outputs
         )
 
-        # Append the emitted tokens, up to the end of each request.
+        # Append the emitted tokens, up to the end of each request; later ones become -1.
         emitted = sampling.EmittedTokens(new_tokens)
         sampling.commit(
             emitted, self.slots, self.token_ids, self.lens, rules=self.rules, status=self.status
         )
-        # Rows of rejected drafts do not count as cached. The newest token has no row yet.
+        # Rows of rejected drafts do not count as cached. The newest token has no row yet. The
+        # result is clamped for idle slots, whose `lens` is 0.
         self.cached.copy_(torch.minimum(kv_lens, self.lens - 1).clamp(min=0))
         self._draft(hidden, rows, kv_lens)
         self.num_steps += 1
@@ -320,8 +323,9 @@ class MinimalEngine:
 
     def _draft(self, hidden: Tensor, rows: BatchIndices, kv_lens: Tensor) -> None:
         """Write drafts for the next step to `drafts`, and their numbers to `num_proposed`."""
-        # A step emits one token more than it accepts drafts. The drafts of a request stay unused
-        # while its prompt is not cached.
+        # A step emits one token more than it accepts drafts, so propose at most one draft less than
+        # tokens remain. If the next step of a request has a chunk of its prompt, its drafts are
+        # not read.
         limits = (self.max_lens - self.lens - 1).clamp(0, self.num_drafts)
         if self.method == "ngram":
             _, self.num_proposed = ngram_propose(
@@ -373,7 +377,7 @@ class MinimalEngine:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Complete prompts. Stream the text of one; print the texts of several as they end."""
+    """Complete prompts. Stream the text of a single one; print several texts as they end."""
     parser = argparse.ArgumentParser(prog="python -m specops.minimal", description=main.__doc__)
     parser.add_argument("prompts", nargs="+", metavar="PROMPT")
     parser.add_argument("--model", type=Path, default=BUNDLED, metavar="DIR")

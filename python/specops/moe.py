@@ -76,7 +76,7 @@ def moe_route(
         key    = score + bias
         groups = the top_k_groups groups of experts whose two largest keys have the largest sums
         ids    = the top_k experts of these groups with the largest keys, in ascending order
-        weight = score[ids]; / max(sum(weight), min_sum) unless that is None; * scale
+        weight = score[ids], divided by max(sum(score[ids]), min_sum) unless that is None, * scale
 
     Ties of keys or sums go to the lower id. A NaN is chosen last. With softmax a NaN makes all
     scores NaN: then the first experts are chosen, with weights NaN.

@@ -58,7 +58,7 @@ class PredictedText:
         return self._prediction[self._place : self._place + max_drafts]
 
     def _see(self, text: Sequence[int], index: int) -> None:
-        """Advance the place if the prediction continues with this token; else search for one."""
+        """Advance the place if the prediction continues with this token; else find a new place."""
         place, token = self._place, int(text[index])
         if place is not None and self._prediction[place : place + 1] == [token]:
             self._place = self._last_place = place + 1
@@ -87,7 +87,7 @@ class PredictedText:
         return found, longest
 
     def _length_of_match(self, last: Sequence[int], place: int) -> int:
-        """Return how many of the last tokens precede a place of the prediction."""
+        """Return how many of the last tokens equal those before a place of the prediction."""
         length = 0
         while (
             length < min(len(last), place)

@@ -203,7 +203,7 @@ def test_predictions_are_accepted(bundled: str) -> None:
 
 
 def test_missing_seed_is_derived_from_the_ids_of_request_and_engine(bundled: str) -> None:
-    """It is the same in every engine, although vLLM makes other ids of them."""
+    """Engines with equal seeds derive equal seeds, although vLLM adds random characters to ids."""
     prompts, _ = small(6)
     params: list[dict[str, Any]] = [{"temperature": 1.0, "max_tokens": 16}] * 6
     runs = [Run([prompts[0]] * 6, params, 6)]

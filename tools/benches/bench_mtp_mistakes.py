@@ -137,7 +137,7 @@ def _num_equal(drafts: Sequence[int], judged: Sequence[int]) -> int:
 
 
 class Counts(list[int]):
-    """Number of drafts kept, per chain or step."""
+    """How many drafts were kept: one number per chain or step."""
 
     def first(self) -> float:
         """Return how often the first draft was kept."""
@@ -235,7 +235,7 @@ def _of_steps(
 
 
 def _shared(sizes: Sizes) -> int:
-    """Return the tokens of a prompt that full pages hold; its last token must run."""
+    """Return how many tokens of a prompt full pages hold, except its last token, which must run."""
     return (sizes.prompt_tokens - 1) // PAGE_SIZE * PAGE_SIZE
 
 

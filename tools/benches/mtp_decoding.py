@@ -203,14 +203,14 @@ class Drafting:
 def drafts_along(
     drafting: Drafting, rows: Sequence[int], count: int, *, edges: Sequence[int], shared: bool
 ) -> list[list[int]]:
-    """Return, for each of `rows`, the drafts after the text up to the token that the row reads.
+    """Return drafts for each of some rows: those after the text up to the token that the row reads.
 
     Args:
         drafting: draft state of the text; nothing has run yet.
-        rows: ascending.
-        count: drafts of each.
-        edges: ascending ends of chunks after which the text continues.
-        shared: whether another prompt computed these chunks.
+        rows: the rows, in ascending order.
+        count: number of drafts per row.
+        edges: where chunks of the prompt end, in ascending order.
+        shared: whether another prompt has computed the pages up to each edge.
     """
     drafts, edges = [], list(edges)
     for row in rows:
@@ -248,8 +248,8 @@ def decode(
         prompt_len: tokens of the prompt.
         count: drafts of a step.
         chunk: rows of a step while the prompt is read.
-        shared: tokens whose pages another prompt has left.
-        known_to_fail: lengths at which all drafts are rejected.
+        shared: number of leading tokens whose pages another prompt has computed.
+        known_to_fail: text lengths after which all drafts count as rejected.
     """
     if shared:
         drafting.take_over(shared)

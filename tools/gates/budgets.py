@@ -112,7 +112,10 @@ def _attention_budgets(
     sizes: Mapping[int, tuple[int, ...]],
     spills: Mapping[tuple[int, int], Mapping[str, int]] | None = None,
 ) -> Iterator[Budget]:
-    """Yield budgets of tiles in registers: an sm_90a SM fits 2 blocks, or 3 of up to 32 rows."""
+    """Yield the budgets of kernels that keep a tile of rows in registers.
+
+    An SM of sm_90a holds two blocks, or three if the tile has at most 32 rows.
+    """
     for head_dim, by_rows in sizes.items():
         for tiles, smem_bytes in zip((1, 2, 4), by_rows, strict=False):
             is_low = tiles == 1 or (tiles == 2 and head_dim <= 128 and "<float," not in pattern)
@@ -414,7 +417,10 @@ def _scan(kernel: str, sums: int, instructions: Mapping[str, int], most: int = 2
 def _tiled(
     tiles: int, rows: int, copies: int, instructions: Mapping[str, int], *, aligned: bool = True
 ) -> Metered:
-    """Return the loop over stages of many rows; `aligned`: rows of x are copied in 16 bytes."""
+    """Return the loop over stages of inputs of the kernel for many rows.
+
+    aligned: rows of x are copied in vectors of 16 bytes.
+    """
     return Metered(
         f"linear_tile_kernel<*float16, {tiles}, {rows}, {'true' if aligned else 'false'}>",
         f"stage of {64 if tiles == 2 else 32} inputs, {64 * tiles} x {rows}",
@@ -428,7 +434,7 @@ def _tiled(
 def _streamed(
     tiles: int, columns: int, instructions: Mapping[str, int], kernel: str = ""
 ) -> Metered:
-    """Return the loop over stages of few rows."""
+    """Return the loop over stages of inputs of the kernel for few rows."""
     return Metered(
         kernel or f"linear_stream_kernel<*float16, {tiles}, {columns}>",
         f"stage of 64 inputs, {16 * tiles} x {8 * columns}",
@@ -458,9 +464,14 @@ def _codes(
     kernel: str = "linear_codes_kernel",
     halves: bool = False,
 ) -> Metered:
-    """Return the loop over stages of 128 inputs of quantized weights.
+    """Return the loop over stages of 128 inputs of the kernel for quantized weights.
 
-    shape: CodeShape's splits, sides and columns. Weights have groups of 128 inputs; 16 if `halves`.
+    Args:
+        weights, numbers: the kernel's types of weights and of rounded rows.
+        shape: splits, sides and columns of the kernel's `CodeShape`.
+        instructions: maximum instructions per unit, by architecture.
+        kernel: name of the kernel.
+        halves: whether 16 inputs share a scale of the weight, instead of 128.
     """
     splits, sides, columns = shape
     row_bytes, mma, mmas = _NUMBERS[numbers]

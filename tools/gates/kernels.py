@@ -212,7 +212,7 @@ def ptx_problems(ptx: str) -> Iterator[str]:
 
 
 def judge(kernel: Kernel, budgets: tuple[Budget, ...] = BUDGETS) -> Iterator[str]:
-    """Yield in words where a kernel exceeds its budget."""
+    """Yield a phrase for each rule or budget that a kernel violates."""
     budget = budget_of(kernel.name, budgets)
     known = budget.spills.get(kernel.arch, 0) if kernel.entry else 0
     if kernel.spill_bytes > known:

@@ -2,8 +2,8 @@
 """Meter the hot loops of compiled kernels: instructions per unit of work, and the resulting caps.
 
 There are two caps: by the busiest pipe, as if it never waited, and by a replay of the loop with its
-own stall counts and barriers and as many warps as fit (replay.py). Memory is free in both, so they
-bound what the instructions allow and do not predict what a kernel reaches. The README
+own stall counts and barriers and as many warps as fit (replay.py). Both assume that memory takes no
+time, so they bound what the instructions allow and do not predict what a kernel reaches. The README
 of this folder has the conclusions.
 """
 
@@ -33,17 +33,19 @@ class Measured:
     """A hot loop, as compiled.
 
     Attributes:
-        kernel: its name.
+        kernel: name of the kernel.
         arch: target architecture.
         unit: unit of work.
         address: address of the loop in the kernel.
-        instructions: number that a warp issues per unit.
+        instructions: number of instructions that a warp issues per unit.
         budget: limit on instructions.
         classes: instructions by purpose.
-        pipes: cycles of an SM per unit by the occupied pipe; `issue` counts all instructions.
+        pipes: for each pipe, the cycles per unit for which it is busy on an SM; `issue` counts
+            all instructions.
         replayed: cycles of an SM per unit in the replay.
         smem_bytes: shared memory of a block.
-        blocks: number that an SM holds at once; 0 if it cannot be launched (replayed with one).
+        blocks: number of blocks that an SM holds at once; 0 if the kernel cannot be launched. The
+            replay then uses one block.
         warps: warps of one scheduler.
         amount: bytes or flops of a unit.
         is_flops: whether `amount` is in flops.

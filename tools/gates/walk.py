@@ -143,7 +143,7 @@ def _cheapest(
 
 
 def _ways_on(function: Function, index: int, known: _Known) -> Iterator[tuple[int, _Known]]:
-    """Yield the blocks that may follow one, with the predicate values then known."""
+    """Yield the blocks that may follow a block, and the predicate values that are known there."""
     block = function.blocks[index]
     if changed := predicates_set(block):
         known = frozenset(fact for fact in known if fact[0] not in changed)
@@ -229,7 +229,7 @@ def _path(before: Mapping[_State, _State | None], state: _State | None) -> list[
 def _turn(
     turns: tuple[int, ...], index: int, after: int, trips: list[Trips]
 ) -> tuple[int, ...] | None:
-    """Return the counted loops' iterations after an edge; None if their counters forbid it."""
+    """Return the iterations of the counted loops after an edge; None if a trip count forbids it."""
     new = list(turns)
     for i, counted in enumerate(trips):
         inner = counted.loop

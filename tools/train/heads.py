@@ -162,7 +162,7 @@ class Eagle3Head(Head):
             self.norm.weight.copy_(module.shared_head["norm"].weight)
 
     def chains(self, target: Target, starts: Tensor) -> Iterator[Tensor]:
-        """Yield logits as `Head.chains`; from the second draft on the head reads its own states."""
+        """Yield logits as `Head.chains` does; later drafts read the head's own states."""
         tokens = target.tokens
         states = self.fc(target.joined(self.aux_layers)[:, :-1])
         pairs = torch.cat((target.embedded(tokens[:, 1:]), states), dim=-1)
@@ -227,7 +227,7 @@ class EagleHead(Head):
                 half.mul_(norm.weight / length)
 
     def chains(self, target: Target, starts: Tensor) -> Iterator[Tensor]:
-        """Yield logits as `Head.chains`; from the second draft on the head reads its own states."""
+        """Yield logits as `Head.chains` does; later drafts read the head's own states."""
         tokens = target.tokens
         x = self._projected(target, tokens[:, 1:], target.states[:, :-1])
         branches = Branches(list(self.layers), x, target.cos, target.sin, starts)
@@ -247,7 +247,7 @@ class EagleHead(Head):
 
 
 class ResidualHead(nn.Module):
-    """x + silu(W x + b) before an LM head; an input of several states is projected for the sum."""
+    """LM head on x + silu(W x + b). If x has several states, the first term is projected."""
 
     def __init__(self, model: Model, num_inputs: int, has_bias: bool) -> None:
         super().__init__()

@@ -61,7 +61,8 @@ Sizes workspace_sizes(const AttentionWorkspaceParams& shape, CudaStream stream) 
   rows = rows < tile_rows ? rows : tile_rows;
   // With fewer rows a state costs less relative to the leaf's K and V, so splitting pays sooner.
   sizes.leaf_cost = kLeafCost + static_cast<int>(kLeafCost / 4 * rows / 64);
-  // Assume that every wave takes as long as a full one; chunks beyond that count stay whole.
+  // Find the largest number of chunks in the last wave that may still be split. Assume that every
+  // wave takes as long as a full one; with more chunks in the last wave, none is split.
   int blocks_per_sm = tile_rows <= 32 ? kMostBlocksPerSm : kBlocksOfHighTiles;
   if (is_wide && tile_rows > 16) blocks_per_sm = WideShape::kBlocksPerSm;
   int blocks = sms * blocks_per_sm, tail = blocks - 1;
@@ -71,8 +72,8 @@ Sizes workspace_sizes(const AttentionWorkspaceParams& shape, CudaStream stream) 
   sizes.leaf = ceil_div(most, 2) * 2 * (value_dim + 2);
   int64_t chunks = ceil_div(shape.tokens, kChunkTokens) + shape.batch;
   int64_t row_heads = ceil_div(shape.rows, shape.batch < 1 ? 1 : shape.batch) * shape.num_qo_heads;
-  // Doubled, because shared prefixes need states as well. Computed in double, because the shapes
-  // need not belong to a real batch and might overflow.
+  // Twice the states, because shared prefixes need states as well. Computed in floating point,
+  // because the shapes need not belong to a real batch and might overflow an integer.
   double floats = 2.0 * chunks * (row_heads + shape.num_kv_heads) * (value_dim + 2) +
                   4.0 * shape.batch * kGroupFloats + kListFloats;
   floats = floats > kMinStateFloats ? floats : kMinStateFloats;

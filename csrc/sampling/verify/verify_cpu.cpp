@@ -197,8 +197,8 @@ class Verifier {
     DraftedRow<T> drafted(row.kept(), draft_probs, 1);
     target_probs_[at] = drafted.target_prob(draft);
     draft_probs_[at] = draft_probs.of(draft);
-    // If the draft was chosen without randomness, the residual has all other tokens, whatever the
-    // weight.
+    // If the draft was chosen without randomness, the residual consists of all other tokens for any
+    // weight, so store its mass for weight 1.
     if (draft_probs.probs == nullptr) masses_[at] = drafted.compare(1.0, draft);
     // A draft past the vocabulary has no scores and is never accepted.
     if (draft < params_.vocab_size) set_choice(request, row_idx, row, draft);

@@ -142,7 +142,7 @@ class AuditRecord:
         return cls(**given)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the record as JSON values, without what has its default."""
+        """Return the record as JSON values, without fields that have their defaults."""
         params = {
             name: getattr(self.params, name)
             for name, default in _DEFAULTS.items()

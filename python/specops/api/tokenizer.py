@@ -216,10 +216,10 @@ class TextStream:
     """The text of one request, released as its tokens arrive.
 
     Text that may still change is held back: an incomplete character, and a possible beginning of a
-    stop string. The text ends before the stop string that is completed first, character by
-    character; if several are completed at the same character, the longest counts. So neither the
-    division of the text into tokens nor their arrival in bursts matters, and without a match the
-    text is `tokenizer.decode` of all tokens.
+    stop string. The text ends before the stop string whose last character comes first; if several
+    end at the same character, the longest counts. So neither the division of the text into tokens
+    nor their arrival in bursts matters, and without a match the text is `tokenizer.decode` of all
+    tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:

@@ -125,7 +125,7 @@ def compare(decoder: Decoder, drafted: Run) -> Comparison:
         drafted: a run with drafts.
 
     Returns:
-        The comparison. If a timed run's output differs from the plain run, it replaces `drafted`.
+        The comparison with `drafted`, or with a timed run whose output differs from the plain one.
     """
     begin = time.perf_counter()
     plain = decoder.run(plainly=True)

@@ -379,7 +379,7 @@ class _Connections:
 
     A connection that has named a lease stays until its time limit. Names of leases cannot be
     guessed, so only a known peer can have named one. If there are too many connections, the host
-    with the most remaining ones loses its oldest.
+    with the most of the other ones loses its oldest.
 
     Args:
         max_connections: upper bound on the connections.

@@ -75,8 +75,8 @@ class PromptPages:
         """Put pages into the prefix cache for the next request with this prompt.
 
         Pages that the cache has already are not replaced. Nothing is added if too few pages are
-        free. The same holds if the states need an entry and all entries wait for pages of running
-        requests.
+        free, or if states must be stored and every entry for states is reserved by a running
+        request.
 
         Args:
             token_ids: the prompt.

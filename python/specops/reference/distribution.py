@@ -121,7 +121,7 @@ def _log_softmax(row: Tensor) -> Tensor:
 
 
 def _log_probs(row: Tensor, filters: Mapping[str, Any]) -> Tensor:
-    """Return the processed logprobs: log target_probs, or log_softmax under temperature 0."""
+    """Return the logprobs after the filters; at temperature 0, those of the logits."""
     if filters["temperature"] == 0 or _clean_logits(row).max() == -torch.inf:
         return _log_softmax(row)
     return target_probs(row, **filters).log()

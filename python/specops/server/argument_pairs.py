@@ -70,7 +70,7 @@ class Pairs:
         return [f"{name}: {' '.join(parts)}", *rules]
 
     def read(self, text: str, schema: Mapping[str, Any] | None) -> str | None:
-        """Return the arguments in a text as a JSON object; None if a value has no end.
+        """Return the arguments in a text as a JSON object; None if the text ends within a value.
 
         Args:
             text: keys and values.
@@ -154,7 +154,8 @@ def _properties(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return the properties of a schema, each required one included.
 
     Raises:
-        ValueError: the schema is none of an object, or has a keyword that the syntax cannot follow.
+        ValueError: the schema is not that of an object, or has a keyword that the syntax cannot
+            follow.
     """
     unknown = sorted(schema.keys() - _KNOWN)
     if unknown or schema.get("type", "object") != "object":

@@ -35,8 +35,9 @@ class CallForm:
         is_list: whether the opening introduces several calls, which end the text.
         member: if each call is a JSON object, the name of its member with the arguments.
         pairs: if the arguments are no JSON object, how they are written.
-        label: what the model writes between the name and `middle`, if anything: a text, a regular
-            expression, and the format of a call's id from the name and what matches the expression.
+        label: what the model writes between the name and `middle`, if anything: a fixed text, then
+            a label. Given as the text, a regular expression of the label, and a format string that
+            makes a call's id from `{name}` and `{label}`.
         id_length: length of a call's id, if templates require a certain one.
         excluded: text that the answer must not begin with where it may be free text: the opening
             of reasoning.
@@ -113,7 +114,7 @@ class CallForm:
         return f"{_text(self.before + name + mark)} /{pattern}/ {_text(self.middle)}"
 
     def _free(self, text: str) -> list[str]:
-        """Return the rule of an answer without calls, which is `text` in Lark."""
+        """Return the grammar rules of an answer without calls; `text` is their Lark expression."""
         if self.excluded:
             text = rf"{text} & ~(/[ \t\r\n]*/ {_text(self.excluded)} ANY)"
         return ["rest: TEXT", f"TEXT: {text}"]

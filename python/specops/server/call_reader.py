@@ -135,9 +135,10 @@ class CallReader:
         return self._taken(call, rest)
 
     def _begin(self) -> tuple[str | None, bool]:
-        """Remove what precedes the next object in the held text; return whether it begins now.
+        """Remove the text before the next object in the held text.
 
-        If it does not, also return what `_next` returns then.
+        Returns:
+            What `_next` must return if no object begins now, and whether one begins.
         """
         form = self._form
         body = self._held.lstrip(_SPACE + ("[,;" if form.is_list or not form.opening else ""))

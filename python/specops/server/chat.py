@@ -72,8 +72,8 @@ class ChatFormat:
         """Load the templates of a model directory.
 
         The files are chat_template.jinja and additional_chat_templates/*.jinja, tokenizer_config
-        and chat_template.json; the first of them with a template of a name counts. Of several
-        templates, "tool_use" is for chats with tools and "default" for others.
+        and chat_template.json. If several of them have a template of the same name, the first in
+        this order is used. The template "tool_use" is for chats with tools, "default" for others.
 
         Raises:
             ValueError: a file or a template is invalid.

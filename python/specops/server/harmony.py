@@ -63,7 +63,11 @@ class HarmonyReasoningForm(ReasoningForm):
         return "closed" if prompt.endswith(_MESSAGE) else "free"
 
     def prefix(self, begin: Begin, *, calls: bool) -> str | None:
-        """Return a grammar of the messages before the final one; the grammar of calls has them."""
+        """Return a grammar of the messages before the final one.
+
+        None if the prompt begins the final text, or if the answer may call tools: the grammar of
+        calls contains these messages.
+        """
         if calls or begin == "closed":
             return None
         start = 'start: (analysis | preamble)* "<|channel|>final<|message|>"'
@@ -76,9 +80,10 @@ class HarmonyReasoningForm(ReasoningForm):
         return HarmonyReader(may_call=form is not None)
 
     def in_history(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message with its reasoning as `thinking`; beside calls, with the content in it.
+        """Return a message with its reasoning as `thinking`.
 
-        The template has one message before a call.
+        If the message has calls, its content is added to the reasoning, because the template writes
+        only one message before a call.
         """
         reasoning, content = message.get("reasoning_content"), message["content"]
         if not reasoning:
@@ -126,7 +131,7 @@ class HarmonyReader:
         yield from self._read(is_end=False)
 
     def finish(self) -> Iterator[Piece]:
-        """Yield what is still held at the end of the text; half of a header is nothing."""
+        """Yield what is still held at the end of the text, except an incomplete header."""
         yield from self._read(is_end=True)
 
     def _read(self, *, is_end: bool) -> Iterator[Piece]:

@@ -182,7 +182,7 @@ def describe(app: FastAPI, *, keyed: frozenset[str]) -> dict[str, Any]:
 
 def _complete(operation: dict[str, Any], method: str, needs_key: bool) -> None:
     responses = operation["responses"]
-    responses.pop("422", None)  # FastAPI's own, for parameters that cannot be invalid
+    responses.pop("422", None)  # FastAPI adds it for parameters, but ours cannot be invalid
     if needs_key:
         operation["security"] = [{"key": []}]
         error = {"application/json": {"schema": {"$ref": f"{_SCHEMAS}{ErrorReply.__name__}"}}}
@@ -273,7 +273,7 @@ def _meanings() -> dict[str, str]:
 
 
 def _branches(field: dict[str, Any], *types: str) -> list[dict[str, Any]]:
-    """Return the alternatives of a field that have one of these types."""
+    """Return the alternatives in a field's schema that have one of the types."""
     return [branch for branch in field.get("anyOf", [field]) if branch.get("type") in types]
 
 

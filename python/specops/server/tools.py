@@ -70,7 +70,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool | ToolsAllowed
 
 
 class Arguments(dict[str, Any]):
-    """Arguments of a call in a chat template, which may also add them to a text, as JSON."""
+    """Arguments of a call in a chat template; if it adds them to a text, they become JSON."""
 
     def __radd__(self, text: str) -> str:
         return text + dumps(self)

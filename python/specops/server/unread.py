@@ -42,7 +42,7 @@ class Unread:
         self._streams: dict[str, Counter[Stream]] = {}  # by client
 
     def of(self, client: str) -> int:
-        """Return the bytes that wait for a client."""
+        """Return the number of bytes that a client has not read yet."""
         return self._totals[client]
 
     def add(self, stream: Stream, size: int) -> None:

@@ -415,7 +415,7 @@ def moe_route(generator: torch.Generator, move: Move) -> Call:
 
 
 def moe_experts(generator: torch.Generator, move: Move) -> Call:
-    """Make the expert path: sorted pairs, each expert's product, and the sum per row."""
+    """Make a mixture of experts: sorted pairs, the product of each expert, and the sum per row."""
     inputs, outputs = 32 * _number(generator, 1, 8), 16 * _number(generator, 1, 8)
     dtype = _dtype(generator)
     return _experts(
@@ -428,7 +428,7 @@ def moe_experts(generator: torch.Generator, move: Move) -> Call:
 
 
 def integer_experts(generator: torch.Generator, move: Move) -> Call:
-    """Make the expert path of int8 or int4 weights."""
+    """Make a mixture of experts with int8 or int4 weights."""
     form = _integer_form(generator, ordered=False)
     inputs, outputs = _number(generator, 1, 300), _number(generator, 1, 100)
     make = partial(_quantized, generator, move, form, outputs, inputs)
@@ -436,7 +436,7 @@ def integer_experts(generator: torch.Generator, move: Move) -> Call:
 
 
 def fp8_experts(generator: torch.Generator, move: Move) -> Call:
-    """Make the expert path of fp8 weights."""
+    """Make a mixture of experts with fp8 weights."""
     form = QuantizedForm("fp8", "float", _one_of(generator, 0, 128))
     inputs, outputs = _number(generator, 1, 300), _number(generator, 1, 100)
     make = partial(_quantized, generator, move, form, outputs, inputs)

@@ -42,9 +42,9 @@ inline double sample_row(const Row<T>& row) {
   return static_cast<double>(row.vocab_size) / list.count;
 }
 
-// Estimates thresholds around the target from the sample; returns false if it cannot. There are
-// many tokens of little weight below the cut, so the estimate of their mass is good even if few
-// tokens have the rest of the mass.
+// Estimates thresholds around the target from the sample; returns false if it cannot. The estimate
+// uses the mass below the cut: many tokens of little weight share it, so a sample estimates it well,
+// even if a few tokens above the cut hold most of the mass.
 template <bool kCount, typename T>
 inline bool guess(
     const Row<T>& row, const Bracket& bracket, double target, double total, float* thresholds) {

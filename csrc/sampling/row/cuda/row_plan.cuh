@@ -126,8 +126,9 @@ inline size_t row_smem_bytes(const RowPlan& plan, bool processed) {
 }
 
 // Returns a workspace size in bytes that suffices for this call and for every call with at most as
-// many rows and requests. A call with fewer rows may split rows that this call does not split, and
-// no counter may be where another call has left leaf data.
+// many rows and requests. A call with fewer rows may split rows that this call does not split, so
+// the size includes the counters of such calls: no counter may lie where another call has left leaf
+// data.
 inline int64_t workspace_bytes(int64_t rows,
                                int64_t vocab_size,
                                int64_t element_bytes,

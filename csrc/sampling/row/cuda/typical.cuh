@@ -91,8 +91,8 @@ __device__ __forceinline__ DistanceBracket guess_distances(const Row<T, kProcess
   return found;
 }
 
-// Shrinks a bracket that has more than one distance, with thresholds within `inside`. If one end of
-// both is the same distance, no threshold is spent on that end.
+// Shrinks a bracket that has more than one distance, with thresholds within `inside`. If both have
+// the same upper end, there is no threshold at that end.
 template <typename T, bool kProcessed>
 __device__ __forceinline__ void narrow(const Row<T, kProcessed>& row,
                                        Mass target,

@@ -188,13 +188,13 @@ class DrafterStep:
     sums_size = 0
 
     def fill(self, parts: Sequence[Part]) -> None:
-        """Write the host side of its arrays before the step runs."""
+        """Write the host side of the drafter's arrays before the step runs."""
 
     def launch(self, target: TargetStep) -> None:
         """Draft on the device after `commit`. The launches are captured once and replayed."""
 
     def read(self, parts: Sequence[Part], proposals: Proposals) -> None:
-        """Read its results other than the drafts, such as confidences."""
+        """Read the drafter's results other than the drafts, such as confidences."""
 
 
 class Drafter:
@@ -220,14 +220,14 @@ class Drafter:
     max_drafts: int | None = None
 
     def allocate(self, capacity: CacheCapacity) -> None:
-        """Allocate its caches with the sizes in `capacity`, which take `kv_bytes` into account."""
+        """Allocate the drafter's caches; the sizes in `capacity` take `kv_bytes` into account."""
 
     def draft_kv(self, request: Request) -> DraftKv | None:
         """Return a request's draft KV on pages, or None; called once per request."""
         return None
 
     def kv_tensors(self) -> Sequence[Tensor]:
-        """Return its tensors whose first dimension is the page number."""
+        """Return the drafter's tensors whose first dimension is the page number."""
         return ()
 
     def start(self, request: Request) -> bool:
@@ -262,7 +262,7 @@ class Drafter:
     def new_step(
         self, key: Hashable, shape: StepShape, inputs: Layout, results: Layout
     ) -> DrafterStep:
-        """Make its part of the steps of one shape.
+        """Make the drafter's part of the steps of one shape.
 
         Args:
             key: returned by `plan`.
@@ -280,7 +280,7 @@ class Drafter:
         return {}
 
     def forget(self) -> None:
-        """Drop what it has learned from other requests. No request is running."""
+        """Drop what the drafter has learned from other requests. No request is running."""
 
     @property
     def drafts_common_text(self) -> bool:

@@ -54,7 +54,7 @@ class WatchedStep:
             self.counts.device.copy_(target.num_draft_tokens)
 
     def read(self, proposals: Proposals) -> None:
-        """Read the drafter's results other than the drafts, and report an error of `launch`."""
+        """Let the drafter read its other results, or report the error that `launch` raised."""
         error, self._error = self._error, None
         if error is not None:
             self._lose("launch", error)

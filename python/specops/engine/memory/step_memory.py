@@ -175,7 +175,7 @@ class StepMemory(Generic[S]):
         self._last = self._last_shape = None
 
     def place(self, **layouts: Sequence[Layout]) -> None:
-        """Place layouts in the named buffers; the last layout of a buffer must end last."""
+        """Place layouts in the named buffers; a buffer is as large as its last layout requires."""
         # Grow all buffers before making a view: a buffer that grows invalidates views and steps.
         for name, of_buffer in layouts.items():
             self.buffer(name, of_buffer[-1].end)

@@ -41,7 +41,7 @@ class _Running:
     owner: str  # name of its drafter if that has states, else empty
     borders: Sequence[int]  # token counts of its prompt at which to store states, ascending
     end: int  # the last border, or the first token that runs if that is later
-    waiting: tuple[int, int] | None = None  # token count and entry, until the page is registered
+    waiting: tuple[int, int] | None = None  # reserved entry: token count and number
     decoded: _Key | None = None  # key of the state of decoded text, which the next one replaces
 
 
@@ -189,8 +189,8 @@ class PrefixStates:
         """Reserve an entry for the states at the end of registered pages; the caller writes it.
 
         Returns:
-            The entry; None if these states are stored already, if no states are needed, or if all
-            entries wait for their prefixes.
+            The entry; None if these states are stored already, if no states are needed, or if
+            running requests have reserved all entries.
         """
         owner = self._owner(draft_kv)
         if not self._caches[owner] or not pages or self.entry_of(pages, draft_kv) is not None:
@@ -201,7 +201,7 @@ class PrefixStates:
         return entry
 
     def leave(self, slot: int) -> None:
-        """Forget the request of a slot, and free its waiting entry."""
+        """Forget the request of a slot, and free the entry that it has reserved."""
         progress = self._running.pop(slot, None)
         if progress is not None and progress.waiting is not None:
             self._free.append(progress.waiting[1])
@@ -216,7 +216,7 @@ class PrefixStates:
     def _assign_waiting(
         self, pages: Sequence[int], num_registered: int, progress: _Running
     ) -> None:
-        """Assign the request's waiting entry to its prefix once the prefix's page is registered."""
+        """Assign a request's reserved entry to its prefix once the prefix's page is registered."""
         if progress.waiting is None:
             return
         border, entry = progress.waiting
@@ -234,7 +234,7 @@ class PrefixStates:
             progress.decoded = key
 
     def _entry_to_overwrite(self, progress: _Running) -> int | None:
-        """Return an entry to overwrite; None if all wait for prefixes of other requests."""
+        """Return an entry to overwrite; None if other requests have reserved all entries."""
         if progress.waiting is not None:
             return progress.waiting[1]
         if progress.decoded is not None and progress.decoded in self._entry_of:
@@ -242,7 +242,7 @@ class PrefixStates:
         return self._free_entry()
 
     def _free_entry(self) -> int | None:
-        """Return a free entry, after an eviction if needed; None if all entries wait."""
+        """Return a free entry, evicting one if needed; None if requests have reserved all."""
         if self._free:
             return self._free.pop()
         if not self._entry_of:

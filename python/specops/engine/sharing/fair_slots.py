@@ -38,9 +38,8 @@ class FairSlots:
     def in_order(self, waiting: Iterable[Request]) -> list[Request]:
         """Return waiting requests in scheduling order: owners with the fewest requests first.
 
-        If several requests differ only in their innermost owner, the result has only the first one
-        whose innermost owner has the fewest running requests. So it has the next call of each
-        client.
+        Of requests that differ only in their innermost owner, such as the calls of one client, only
+        one is returned: the first whose innermost owner has the fewest running requests.
         """
         best: dict[tuple[str, ...], tuple[int, Request]] = {}
         last = None
@@ -63,10 +62,10 @@ class FairSlots:
     def victim(self, newcomer: Request) -> Request | None:
         """Return the running request to preempt in favor of a new request, or None.
 
-        The decision is made on the outermost level on which some owner has more requests than the
-        new request's owner, and would still have at least as many with one less. Otherwise the two
-        would preempt each other forever. The result is the last request of the owner with the most
-        running requests.
+        The decision is made on the outermost level on which some owner has at least two running
+        requests more than the new request's owner. With a difference of one, the two would preempt
+        each other forever. The result is the last request of the owner with the most running
+        requests.
         """
         among = self._running
         for level, own in enumerate(_paths(newcomer)):

@@ -2,11 +2,12 @@
 """Budgets of a step's time for the prompts of each client.
 
 A single client gets all of the time. Several clients with prompts get equal shares, so that a short
-prompt does not wait for all long prompts of another client. If other clients' requests decode in
-the step, they wait for its end, so prompts get only as much time as these requests take. Long
-prompts are limited in the same way if the step completes another client's short prompt. A row with
-prompt log-probabilities takes more time, so such a prompt gets fewer rows. Budgets only decide when
-a token is computed; they never change a token.
+prompt does not wait for all long prompts of another client. Requests of other clients that decode
+in the step get their tokens only when the step ends. So a client's prompts may take only as much
+time as the decoding rows of the other clients. Long prompts are limited in the same way if the step
+completes another client's short prompt. A row with prompt log-probabilities takes more time, so
+such a prompt gets fewer rows. Budgets only decide when a token is computed; they never change a
+token.
 """
 
 from collections import Counter

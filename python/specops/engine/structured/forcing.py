@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merging of drafts with forced tokens: tokens that are the only ones that a grammar allows.
+"""Merging of drafts with forced tokens, for which a grammar leaves no choice.
 
 The target chooses a forced token with probability one, so drafting it instead of another token does
 not change the output distribution. This requires that verification does not use the distribution

@@ -40,7 +40,12 @@ def has_begun(thinking_state: int, num_injected: int) -> bool:
 
 
 def num_unconstrained(thinking_state: int, num_injected: int, count: int) -> int:
-    """Return how many of the last `count` tokens of an output precede the constrained text."""
+    """Return how many of the last `count` tokens of an output precede the constrained text.
+
+    Args:
+        thinking_state, num_injected: as in `has_begun`.
+        count: number of tokens.
+    """
     if thinking_state < 0:
         return 0
     # After the thinking, the state has counted its end and each token of the reply.

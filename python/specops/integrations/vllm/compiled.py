@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Support for vLLM with torch.compile: specops' ops stay opaque calls, and only they compute.
+"""Support for vLLM with torch.compile: all arithmetic is in specops' ops, which stay opaque calls.
 
 `specops.torch_ops` registers the ops, so that no compiler traces into them or fuses them with
 others. Kernels that Inductor generates may then only move data, which `graph_check` enforces.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Client of the server: requests, event streams, and errors as sentences.
+// Client of the server: requests, event streams, and error messages as sentences.
 
-/** An error with a sentence for the user. */
+/** Error whose message is a sentence for the user. */
 export class ServerError extends Error {
   constructor(message, {status = 0, param = null, code = null} = {}) {
     super(sentence(message));
@@ -11,7 +11,7 @@ export class ServerError extends Error {
 
 function sentence(text) {
   const trimmed = text.trim();
-  // A field name at the beginning keeps its case.
+  // Keep the case of a field name at the beginning.
   const first = trimmed.split(/\s/, 1)[0].includes("_") ? trimmed : trimmed[0].toUpperCase() + trimmed.slice(1);
   return /[.!?]$/.test(first) ? first : `${first}.`;
 }
@@ -21,7 +21,7 @@ async function errorOf(response) {
   try {
     ({error} = await response.json());
   } catch {
-    // The response has no body; the status must do.
+    // The response has no JSON body; use the status.
   }
   const seconds = response.headers.get("Retry-After");
   const message = seconds ? `${sentence(error.message)} Try again in ${seconds} s` : error.message;
@@ -69,7 +69,7 @@ export async function* events(response) {
 function parsed(data) {
   const event = JSON.parse(data);
   if (event.error) throw new ServerError(event.error.message, event.error);
-  // A seed may have 64 bits, more than JavaScript's numbers hold: keep its digits.
+  // A seed may have 64 bits, which JavaScript's numbers cannot hold, so keep its digits.
   const seed = /"seed":(-?\d+)/.exec(data);
   if (seed) event.seed = seed[1];
   return event;

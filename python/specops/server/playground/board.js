@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The results: lanes and charts, drawn at most once a frame however fast tokens come.
+// The results: lanes and charts. They are drawn at most once per frame, however fast tokens arrive.
 
 import {hideCard, showCard} from "./card.js";
 import {acceptance, draftChain, markTime, timeline} from "./charts.js";
@@ -12,16 +12,16 @@ const CHART_MILLISECONDS = 150; // between two drawings of the charts
 class Board {
   constructor() {
     this.lanes = [];
-    this.extra = () => {}; // drawn with every frame
+    this.extra = () => {}; // draws more in every frame
     this.onClear = () => {};
-    this.again = null; // times what is shown once more
-    this.onStep = () => {}; // called with a generation and the step of it that was clicked
+    this.again = null; // repeats the timing of the results shown
+    this.onStep = () => {}; // called with a generation and the number of the clicked step
     this.frame = 0;
     this.drawnAt = 0;
     this.inspected = null; // [generation, step]
   }
 
-  /** Takes away what an earlier run has left, and lays the results out for a mode. */
+  /** Removes the results of the previous run, and sets the layout of a mode. */
   clear(mode) {
     this.onClear();
     this.onClear = () => {};
@@ -40,7 +40,7 @@ class Board {
     return !this.lanes.some(({generation}) => generation?.tokens.length) && !document.querySelector("#table tbody tr");
   }
 
-  /** Adds a lane; options are those of Lane. */
+  /** Adds a lane; the options are those of `Lane`. */
   addLane(method, options) {
     const onInspect = (generation, place, span) => this.inspect(generation, place, span);
     const lane = new Lane(method, {...options, lanes: this.lanes, onInspect});
@@ -49,7 +49,7 @@ class Board {
     return lane;
   }
 
-  /** Greys out speeds whose timing was disturbed, and offers to repeat it by `again`; null: it was not. */
+  /** Greys out speeds if their timing was disturbed, and offers to call `again`. null: it was not disturbed. */
   offerAgain(again) {
     this.again = again;
     $("disturbed").hidden = again === null;
@@ -64,7 +64,7 @@ class Board {
     this.drawDrafts();
   }
 
-  /** Has everything drawn with the next frame. */
+  /** Draws everything in the next frame. */
   refresh() {
     this.frame ||= requestAnimationFrame(() => this.paint());
   }
@@ -76,7 +76,7 @@ class Board {
     if (performance.now() - this.drawnAt > CHART_MILLISECONDS) this.drawCharts();
   }
 
-  /** Draws what is left, at the end of a run. */
+  /** Draws everything now, at the end of a run. */
   finish() {
     cancelAnimationFrame(this.frame);
     this.frame = 0;
@@ -101,25 +101,25 @@ class Board {
     showLegend(this.lanes);
   }
 
-  /** Goes to a step that was clicked: its first token, with what is known of it, and its drafts. */
+  /** Shows a clicked step: focuses its first token, whose card opens, and shows the drafts. */
   lookAt(lane, number) {
     this.onStep(lane.generation, number);
     lane.pane.spans[lane.generation.steps[number].first]?.focus({preventScroll: true});
   }
 
-  /** Marks a moment of a replay in the timeline. */
+  /** Marks the current time of a replay in the timeline. */
   markTime(seconds) {
     markTime($("timeline").firstElementChild, seconds);
   }
 
-  /** Shows the drafts of a step, if others are shown; with `unfolds` they come one by one. */
+  /** Shows the drafts of a step unless they are shown already; with `unfolds`, they appear one by one. */
   showDrafts(generation, number, unfolds) {
     if (number < 0 || (this.inspected?.[0] === generation && this.inspected[1] === number)) return;
     this.inspected = [generation, number];
     this.drawDrafts(null, unfolds);
   }
 
-  /** Draws the drafts of the step that is looked at, or of the last one that had some. */
+  /** Draws the drafts of the inspected step, or else of the last step with drafts. */
   drawDrafts(latest = null, unfolds = false) {
     let [generation, number] = this.inspected ?? [latest, -1];
     if (!generation) return;
@@ -130,7 +130,7 @@ class Board {
     this.fadeDrafts();
   }
 
-  /** Fades the drafts out on the right if there are more of them. */
+  /** Fades the right edge of the drafts if more of them are hidden there. */
   fadeDrafts() {
     const {scrollLeft, clientWidth, scrollWidth} = $("drafts");
     $("drafts").classList.toggle("continues", scrollLeft + clientWidth < scrollWidth - 1);
@@ -139,7 +139,7 @@ class Board {
 
 const PROBABILITIES = ["90 % or more", "60 %", "30 %", "10 %", "less"];
 
-/** Shows the meaning of the colors in the lanes, if they have text. */
+/** Shows the meaning of the colors in the lanes, if any lane has text. */
 export function showLegend(lanes) {
   const sources = new Set(lanes.flatMap(({generation}) => generation?.tokens.map(({source}) => source) ?? []));
   const names = ["target", ...[...sources].filter((source) => source !== "target").sort()];

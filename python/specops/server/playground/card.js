@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The card that says what is known of one token, for the mouse and for the keyboard.
+// The card with the details of one token, for mouse and keyboard.
 
 import {$, make, visible} from "./dom.js";
 import {sourceName} from "./names.js";
@@ -60,7 +60,7 @@ export function showCard(generation, number, span) {
   span.setAttribute("aria-describedby", card.id);
 }
 
-/** Hides it. */
+/** Hides the card. */
 export function hideCard() {
   $("card").hidden = true;
   document.querySelector("[aria-describedby=card]")?.removeAttribute("aria-describedby");

@@ -4,7 +4,7 @@
 import {draw, milliseconds, visible} from "./dom.js";
 import {sourceClass} from "./names.js";
 
-const UNFOLD_MILLISECONDS = 90; // from one draft to the next
+const UNFOLD_MILLISECONDS = 90; // between two drafts
 
 const picture = (width, height, label, ...children) =>
   draw("svg", {viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label}, ...children);
@@ -32,7 +32,10 @@ export function acceptance(positions) {
   return picture(Math.max(positions.length * pitch, 60), top + tall + 20, label, ...bars);
 }
 
-/** Chain of a step's drafts: accepted ones are joined by a line, others are struck out; `unfolds`: they appear one by one. */
+/**
+ * Draws a step's drafts as a chain: accepted ones are connected by a line, others are struck out. With
+ * `unfolds`, they appear one by one.
+ */
 export function draftChain({texts, sources, accepted}, unfolds = false) {
   const [wide, tall, gap, top] = [76, 24, 14, 4];
   const middle = top + tall / 2;
@@ -56,7 +59,7 @@ export function draftChain({texts, sources, accepted}, unfolds = false) {
   return picture(x(texts.length), top + tall + 6, `Drafts: ${descriptions.join(", ")}.`, ...shapes);
 }
 
-/** A stack of tokens per step, as one path for each drafter. */
+/** The bars of the timeline: a stack of tokens per step, drawn as one path per drafter. */
 function bars(generation, scale, {left, unit, base}) {
   const bySource = new Map();
   for (const {seconds, first, count} of generation.steps) {
@@ -66,7 +69,7 @@ function bars(generation, scale, {left, unit, base}) {
       bySource.set(source, (bySource.get(source) ?? "") + piece);
     }
   }
-  // As wide as steps lie apart.
+  // The width follows from the mean distance between steps.
   const pitch = (generation.seconds * scale) / Math.max(generation.steps.length, 1);
   const width = Math.max(0.8, Math.min(0.7 * pitch, 5)).toFixed(1);
   return [...bySource].map(([source, d]) =>
@@ -75,14 +78,14 @@ function bars(generation, scale, {left, unit, base}) {
 }
 
 /**
- * Each step as a stack of its tokens, where it ended on the server's clock; a row a generation.
- * `onStep` is called with the row and the step that are next to where it is clicked.
+ * Timeline with a row per generation. Each step is a stack of its tokens, at the time when the step
+ * ended by the server's clock. A click calls `onStep` with the nearest row and step.
  */
 export function timeline(generations, titles, width, onStep) {
   const [left, right, highest] = [8, 12, 60];
   const maxCount = Math.max(2, ...generations.flatMap(({steps}) => steps.map(({count}) => count)));
   const unit = Math.min(5, highest / maxCount);
-  const tall = maxCount * unit + 26; // with the title above the bars
+  const tall = maxCount * unit + 26; // includes the title above the bars
   const end = Math.max(0.001, ...generations.map(({seconds}) => seconds));
   const scale = (width - left - right) / end;
   const shapes = generations.flatMap((generation, row) => {
@@ -105,7 +108,7 @@ export function timeline(generations, titles, width, onStep) {
   return drawn;
 }
 
-/** Marks a moment in a timeline. */
+/** Marks a time in a timeline. */
 export function markTime(drawn, seconds) {
   const mark = drawn.querySelector(".moment");
   const x = (Number(mark.dataset.left) + seconds * Number(mark.dataset.scale)).toFixed(1);

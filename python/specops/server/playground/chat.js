@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Conversations with a model that has a chat template. They are kept in this browser.
+// Chats with a model that has a chat template. They are stored in this browser.
 
 import {board} from "./board.js";
 import {hideCard} from "./card.js";
@@ -9,21 +9,21 @@ import {rendered} from "./markdown.js";
 import {drawSeed, generate} from "./runs.js";
 import {fitPrompt, store, stored} from "./settings.js";
 
-const MOST = 50; // chats
+const MOST = 50; // maximum number of stored chats
 const GAP = 16; // pixels between the newest message and the form
-const FOLLOWED = 160; // pixels of text that may come at once without losing sight of the end
+const FOLLOWED = 160; // the page follows new text unless its end is further below, in pixels
 const CUT = "Cut off: the answer has as many tokens as Settings allow.";
 const WELCOME = `Send a message to begin. Drafts make the answer faster and change none of its text.
   Below each answer you can see which drafter proposed which token.`;
 
-let chats = stored("chats") ?? []; // {id, messages}, the latest first
-let current = chats[0]?.id ?? null; // null: one that has no message yet
-let isNew = false; // and is to have none of another tab
-let replaced = null; // the place of the message that the next one replaces, with all behind it
+let chats = stored("chats") ?? []; // list of {id, messages}, latest first
+let current = chats[0]?.id ?? null; // id of the open chat; null: it has no message yet
+let isNew = false; // the user began this chat, so do not open a chat of another tab
+let replaced = null; // index of the message that the next one replaces, with all later messages
 
 const messagesOf = (id) => chats.find((one) => one.id === id)?.messages ?? [];
 
-/** Takes what other tabs have said or forgotten. */
+/** Reads the changes that other tabs have made to the chats. */
 export function follow() {
   chats = stored("chats") ?? chats;
   if (!chats.some(({id}) => id === current)) current = isNew ? null : (chats[0]?.id ?? null);
@@ -44,7 +44,7 @@ function button(name, onClick, attributes = {}) {
 
 const copyButton = (text) => button("Copy", (event) => copy(text, event.target));
 
-/** Puts a message back into its field: what is sent then takes its place. */
+/** Puts a message back into the input field; the next message sent replaces it. */
 function edit(place) {
   if (isRunning()) return;
   replaced = place;
@@ -53,7 +53,7 @@ function edit(place) {
   $("message").focus({preventScroll: true});
 }
 
-/** Writes a message into its field. */
+/** Writes a text into the input field. */
 function write(text) {
   $("message").value = text;
   fitPrompt();
@@ -71,7 +71,7 @@ function question({content}, place) {
   return make("div", {class: "asked"}, words, make("p", {class: "tools"}, ...buttons));
 }
 
-/** The buttons below an answer; the last one can be written again. */
+/** The buttons below an answer; only the last answer can be generated again. */
 function toolsOf({content}, place) {
   const again = button("Regenerate", () => regenerate(place - 1));
   return make("p", {class: "tools"}, copyButton(content), ...(place === messagesOf(current).length - 1 ? [again] : []));
@@ -80,7 +80,7 @@ function toolsOf({content}, place) {
 const answer = (message, place) =>
   make("article", {class: "lane"}, make("h2", {}, "Assistant"), rendered(message.content), toolsOf(message, place));
 
-/** Shows what has been said so far, and which other chats there are. */
+/** Shows the messages of the open chat, and the list of chats. */
 export function showChat() {
   board.clear("chat");
   const messages = messagesOf(current);
@@ -93,7 +93,7 @@ export function showChat() {
   showNewest();
 }
 
-/** Scrolls to the newest message, above the form; `follows`: unless an earlier one is being read. */
+/** Scrolls to the newest message; with `follows`, only if the page shows nearly its end already. */
 function showNewest(follows = false) {
   const below = $("results").getBoundingClientRect().bottom + $("form").offsetHeight + GAP - innerHeight;
   if (below > 0 && !(follows && below > FOLLOWED)) scrollBy({top: below, behavior: "instant"});
@@ -127,14 +127,14 @@ function deleteChat(id) {
   $("chats").querySelector("summary").focus();
 }
 
-/** Begins a chat; the others stay in the list. */
+/** Begins a new chat; the others stay in the list. */
 export function newChat() {
   openChat(null);
   isNew = true;
   $("message").focus();
 }
 
-/** Takes back that a message is to be replaced. */
+/** Cancels the replacement of a message. */
 export function keepMessage() {
   replaced = null;
   write("");
@@ -165,7 +165,7 @@ export async function chat(context) {
     });
     board.finish();
     follow();
-    // Another tab may have added messages meanwhile; they precede this one.
+    // Messages that another tab has added meanwhile precede this one.
     const earlier = replaced === null ? messagesOf(id) : before;
     const hasMore = earlier.length > before.length;
     current = id;
@@ -177,7 +177,7 @@ export async function chat(context) {
     showNewest();
     return `${perSecond(run.speed)} tokens/s`;
   } catch (error) {
-    // A message without a complete answer goes back to its field.
+    // Put a message without a complete answer back into the input field.
     if (!$("message").value) write(message.content);
     if (!lane.generation?.tokens.length) showChat();
     throw error;

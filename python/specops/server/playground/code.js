@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The form's request as a command and as a program, for a terminal.
+// The form's request as a curl command and as a Python program.
 
 import {$} from "./dom.js";
 import {requestOf} from "./runs.js";
 
 const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 
-/** A value of JSON as Python writes it; `seed` keeps all its digits. */
+/** Returns a JSON value in Python's notation. */
 function python(value) {
   if (value === null) return "None";
   if (typeof value === "boolean") return value ? "True" : "False";
@@ -39,7 +39,7 @@ function program({path, fields: {speculative_config: config, ...fields}, seed}, 
   ].join("\n");
 }
 
-/** Shows the request, if it is to be seen; `model` is the server's. */
+/** Shows the request unless the code is hidden; `model` is the name of the server's model. */
 export function showCode(settings, model, hasKey) {
   if ($("code").hidden) return;
   const isChat = settings.mode === "chat";

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every method in turn, alone, with the same seed: a table of speeds, and whether texts are the same.
+// The mode "all methods": runs every method alone with the same seed, and shows a table of speeds and differences.
 
 import {board} from "./board.js";
 import {$, make, perSecond, perStepText} from "./dom.js";
@@ -11,7 +11,7 @@ import {factorText, inRounds, middle, speedUp, spreadText} from "./timing.js";
 
 const HEADS = ["method", "tokens per step", "drafts accepted", "tokens/s", "against plain", "tokens and bits"];
 
-/** A method's runs: the first one is drawn, and the later ones are timed. */
+/** Runs of one method: the first one is displayed, and the later ones are timed. */
 class Entry {
   constructor(method, prompt) {
     this.method = method;
@@ -38,7 +38,7 @@ class Entry {
     return this.runs[0];
   }
 
-  /** The speeds that count: those of the first run where there is no other. */
+  /** Speeds of the timed runs; of the first run if there is no other. */
   get speeds() {
     return (this.runs.length > 1 ? this.runs.slice(1) : this.runs).map(({speed}) => speed);
   }
@@ -67,7 +67,7 @@ class Entry {
     );
   }
 
-  /** The speed-up over plain decoding, from runs of the same rounds. */
+  /** The speed-up over plain decoding, computed per round. */
   speedUp(plain) {
     const others = this.runs.length > 1 ? plain.speeds : [plain.first.speed];
     return speedUp(this.speeds.map((speed, round) => [others[round], speed]), this.first.perStep);
@@ -93,7 +93,7 @@ function newTable(choices, seed) {
   return body;
 }
 
-/** A lane in the place of what is shown. */
+/** Returns a new lane, which replaces those shown. */
 function newLane(method, prompt) {
   $("lanes").replaceChildren();
   board.lanes = [];
@@ -101,7 +101,7 @@ function newLane(method, prompt) {
   return board.addLane(method, {prompt, showsSeed: false});
 }
 
-/** Runs a method and shows its text. */
+/** Runs a method once, and shows its text. */
 async function draw(context, method) {
   const lane = newLane(method, context.settings.prompt);
   const run = await generate(context, method, {
@@ -112,13 +112,13 @@ async function draw(context, method) {
   return run;
 }
 
-/** Runs all methods; returns what they came to. */
+/** Runs all methods; returns a summary of the results. */
 export async function compare(context, methods) {
   const {temperature, seed} = context.settings;
   const choices = choicesOf(methods);
   board.clear("compare");
   const body = newTable(choices, Number(temperature) > 0 && seed);
-  // Warms the prefix cache and the CPU; by a method that learns nothing.
+  // Warm up the prefix cache and the CPU, with a method that learns nothing.
   await generate(context, "naive");
   const entries = choices.map((method) => new Entry(method, context.settings.prompt));
   const plain = entries.find(({method}) => method === "naive");
@@ -130,7 +130,7 @@ export async function compare(context, methods) {
   return time(context, entries, plain);
 }
 
-/** Times the methods in turn, unless they learn from a text; returns what all came to. */
+/** Times in turn all methods that do not learn from texts; returns a summary of the results. */
 async function time(context, entries, plain) {
   const repeated = entries.filter(({method}) => !learns(method));
   for (const entry of repeated) entry.runs.length = 1;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One completion, in one lane.
+// The mode "complete": one completion in one lane.
 
 import {board} from "./board.js";
 import {perSecond} from "./dom.js";

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copying a text, as far as the browser lets a page do that.
+// Copying to the clipboard, if the browser allows it.
 
-/** Copies; the button tells for a moment what came of it, in place of its name. Returns whether it did. */
+/** Copies a text, and shows the result on the button for two seconds. Returns whether it was copied. */
 export async function copy(text, button, done = "Copied", otherwise = "Not allowed") {
   button.dataset.name ??= button.textContent;
   let copied = true;

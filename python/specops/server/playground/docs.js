@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The page /docs: every route with its fields, from /openapi.json.
+// The page /docs: all routes and their fields, from /openapi.json.
 
 import {request} from "./api.js";
 import {$, make} from "./dom.js";

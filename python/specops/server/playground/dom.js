@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Making elements. Text enters the page as text nodes alone, never as markup.
+// Creation of elements. Text enters the page only as text nodes, never as markup.
 
 export const $ = (id) => document.getElementById(id);
 
@@ -11,12 +11,12 @@ function filled(element, attributes, children) {
   return element;
 }
 
-/** An HTML element; children are nodes and texts. */
+/** Creates an HTML element; children are nodes and texts. */
 export function make(tag, attributes = {}, ...children) {
   return filled(document.createElement(tag), attributes, children);
 }
 
-/** An SVG element. */
+/** Creates an SVG element. */
 export function draw(tag, attributes = {}, ...children) {
   return filled(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 }
@@ -25,19 +25,19 @@ const WHOLE = new Intl.NumberFormat("en", {maximumFractionDigits: 0});
 
 export const whole = (number) => WHOLE.format(number);
 
-/** A speed in tokens per second; null: there is none yet. */
+/** Formats a speed in tokens per second; null: not known yet. */
 export function perSecond(speed) {
   if (speed === null) return "–";
   return speed < 10 ? speed.toFixed(1) : whole(speed);
 }
 
-/** A time on the server's clock. */
+/** Formats seconds as milliseconds. */
 export const milliseconds = (seconds) => `${whole(1000 * seconds)} ms`;
 
-/** A number of tokens per step; null: there is none yet. */
+/** Formats a number of tokens per step; null: not known yet. */
 export const perStepText = (perStep) => (perStep === null ? "–" : perStep.toFixed(2));
 
-/** A token's text with its spaces and line ends made visible. */
+/** Returns a token's text with visible spaces, tabs and line ends. */
 export function visible(text) {
   if (text === "") return "∅";
   return text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣");

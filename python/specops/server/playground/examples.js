@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Prompts and messages to click. The bundled model writes Python; edits repeat much, new code little.
+// Example prompts and messages. The bundled model writes Python; edits repeat much text, new code little.
 
 import {$, make} from "./dom.js";
 
@@ -65,7 +65,7 @@ const MESSAGES = {
   "Edit": `Add type hints to this function, and repeat it in full:\n\n${MEAN}`,
 };
 
-/** Shows the examples of a mode; `onChoice` gets the text of one that is clicked. */
+/** Shows the examples of a mode; `onChoice` receives the text of a clicked example. */
 export function showExamples(mode, onChoice) {
   const examples = mode === "chat" ? MESSAGES : PROMPTS;
   if ($("examples").dataset.of === Object.keys(examples).join()) return;

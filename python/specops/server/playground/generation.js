@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Data of one generation: tokens, their sources, drafts and times. Draws nothing.
+// Data of one generation: tokens, their sources, drafts and times. This module draws nothing.
 
 /**
  * Collects a stream with `include_steps`.
  *
  * tokens: {id, text, source, step, logprob, alternatives: [{text, logprob}]}; the last two are
  *   undefined without logprobs.
- * steps: {seconds, first, count, drafts}: `first` is the place of its first token; drafts are
- *   {texts, sources, accepted}, the last a number, or null.
- * positions: by a draft's distance from the last token, {drafted, accepted}.
+ * steps: {seconds, first, count, drafts}: `first` is the index of the step's first token; `drafts`
+ *   is null or {texts, sources, accepted}, where `accepted` is a number.
+ * positions: {drafted, accepted} by the distance of a draft from the last token.
  */
 export class Generation {
   constructor(method, limit) {
@@ -18,9 +18,9 @@ export class Generation {
     this.steps = [];
     this.positions = [];
     this.seed = null;
-    this.timings = null; // once it is complete
+    this.timings = null; // set when the generation is complete
     this.finishReason = null;
-    this.content = ""; // of a chat: the text without reasoning
+    this.content = ""; // in a chat: the text without reasoning
     this.decoder = new TextDecoder(); // a character may span tokens
   }
 
@@ -55,12 +55,12 @@ export class Generation {
       this.positions[place].accepted += place < accepted;
     });
     const decoder = new TextDecoder();
-    // The server hides rejected drafts that may be text of other clients.
+    // The server hides rejected drafts that may be texts of other clients.
     const texts = bytes.map((data, place) => (ids[place] === null ? "…" : decoder.decode(Uint8Array.from(data))));
     return {texts, sources, accepted};
   }
 
-  /** Called at the end: adds the rest of an incomplete character. */
+  /** Adds the rest of an incomplete character, at the end of the stream. */
   finish() {
     const rest = this.decoder.decode();
     if (rest && this.tokens.length) this.tokens.at(-1).text += rest;
@@ -70,7 +70,7 @@ export class Generation {
     return this.tokens.map((token) => token.text).join("");
   }
 
-  /** The generation as it was when its first `count` steps had ended. */
+  /** Returns the generation as it was after its first `count` steps. */
   after(count) {
     if (count >= this.steps.length) return this;
     const {method, limit, seed, steps, tokens} = this;
@@ -88,12 +88,12 @@ export class Generation {
     return this.steps.reduce((sum, {drafts}) => sum + (drafts?.accepted ?? 0), 0);
   }
 
-  /** Seconds at which the last step ended, by the server's clock. */
+  /** Time at which the last step ended, in seconds by the server's clock. */
   get seconds() {
     return this.steps.at(-1)?.seconds ?? 0;
   }
 
-  /** Tokens per second by the server's clock, without the first ones; null: not known yet. */
+  /** Tokens per second by the server's clock, without the first step; null: not known yet. */
   get speed() {
     if (this.timings) return this.timings.tokens_per_second;
     if (this.steps.length < 2) return null;
@@ -101,7 +101,7 @@ export class Generation {
     return (this.tokens.length - first.count) / (this.seconds - first.seconds);
   }
 
-  /** Tokens per step behind the first one, which reads the prompt; null where there is no other. */
+  /** Tokens per step, without the first step, which reads the prompt; null: there is no other step. */
   get perStep() {
     const {steps, tokens} = this;
     return steps.length > 1 ? (tokens.length - steps[0].count) / (steps.length - 1) : null;
@@ -129,10 +129,10 @@ function readLogprobs(logprobs) {
 export const isSame = (a, b) => a.tokens.length === b.tokens.length && agreement(a, b).firstDifference < 0;
 
 /**
- * How far two generations agree, over the tokens that both have.
+ * Compares the tokens that two generations both have.
  *
- * Returns {tokens, sameTokens, logprobs, sameLogprobs, firstDifference}; logprobs are compared to
- * the last bit, and firstDifference is a place or -1.
+ * Returns {tokens, sameTokens, logprobs, sameLogprobs, firstDifference}. Logprobs are compared bit
+ * by bit. firstDifference is an index, or -1 if there is none.
  */
 export function agreement(a, b) {
   const counts = {tokens: 0, sameTokens: 0, logprobs: 0, sameLogprobs: 0, firstDifference: -1};

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// History of the runs in this browser.
+// History of runs, stored in this browser.
 
 import {$, make} from "./dom.js";
 import {store, stored} from "./settings.js";
 
 const MOST = 20;
 
-/** Shows the runs; `onChoose` gets the values of one that is chosen. */
+/** Shows the runs; `onChoose` receives the form values of a clicked run. */
 export function showHistory(onChoose) {
   const runs = stored("history") ?? [];
   $("runs").replaceChildren(
@@ -22,10 +22,10 @@ export function showHistory(onChoose) {
   $("forget").hidden = runs.length === 0;
 }
 
-/** Keeps a run, the latest first. */
+/** Stores a run as the latest one. */
 export function remember(values, outcome) {
   store("history", [{values, outcome}, ...(stored("history") ?? [])].slice(0, MOST));
 }
 
-/** Forgets all runs. */
+/** Deletes all runs. */
 export const forget = () => store("history", null);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Errors in the words of the form: what the API calls a field, the form has a label for.
+// Error messages in the terms of the form: field names of the API are replaced by labels.
 
 import {$} from "./dom.js";
 
@@ -16,7 +16,7 @@ const FIELDS = {
   prompt: "prompt",
   messages: "message",
 };
-// These are words, too: only a message that begins with one means the field.
+// Names without an underscore may be ordinary words, so they are not replaced in messages.
 const NAMES = Object.keys(FIELDS).filter((name) => name.includes("_"));
 
 const labelOf = (id) => $(id).labels[0].firstChild.textContent.trim();
@@ -35,7 +35,7 @@ export function inLabels({message, param}) {
   return text;
 }
 
-/** Takes the marks away. */
+/** Removes the marks. */
 export function unmark() {
   for (const one of document.querySelectorAll("[aria-invalid]")) {
     one.removeAttribute("aria-invalid");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A generation on the page: its heading with the speed, its progress, its text and its counts.
+// The view of one generation: heading with speed, progress bar, text and counts.
 
 import {make, milliseconds, perSecond, perStepText, whole} from "./dom.js";
 import {titleOf} from "./names.js";
@@ -7,8 +7,8 @@ import {TokenPane} from "./tokens.js";
 
 export class Lane {
   /**
-   * prompt: shown in front of the text; how: the speed is measured; badge: shown beside the title;
-   * lanes: all lanes of the run; onInspect: as of TokenPane.
+   * prompt: shown before the text; how: how the speed is measured; badge: shown beside the title;
+   * lanes: all lanes of the run; onInspect: as in `TokenPane`.
    */
   constructor(method, {prompt = "", showsSeed = true, how = "", badge = "", lanes, onInspect}) {
     this.title = titleOf(method);
@@ -26,7 +26,7 @@ export class Lane {
     const heading = make("header", {}, title, make("p", {class: "speed"}, this.speed, " ", this.unit));
     this.element = make("article", {class: "lane"}, heading, this.progress, this.facts, this.text);
     this.pane = null;
-    this.alone = null; // the speed in the place of the generation's
+    this.alone = null; // measured speed to show instead of the generation's own
   }
 
   start(generation) {
@@ -35,13 +35,13 @@ export class Lane {
     this.paint();
   }
 
-  /** Draws what came since the last time. */
+  /** Draws the steps that have arrived since the last call. */
   paint() {
     this.pane.paint();
     this.drawFigures(this.generation);
   }
 
-  /** Shows the first `count` steps, as TokenPane does, and the figures at their end. */
+  /** Shows the first `count` steps and the figures after them; see `TokenPane.showSteps`. */
   showSteps(count, moves) {
     this.pane.showSteps(count, moves);
     this.drawFigures(this.generation.after(count));
@@ -53,7 +53,7 @@ export class Lane {
     this.pane.finish();
   }
 
-  /** Draws the figures of the generation, or of its beginning; the bar is full if the text is complete. */
+  /** Draws the figures of a generation or of its beginning; the bar is full if the text is complete. */
   drawFigures(shown) {
     const isComplete = shown.finishReason !== null;
     const alone = isComplete ? this.alone : null;
@@ -67,7 +67,7 @@ export class Lane {
     if (isComplete) this.facts.append(this.end());
   }
 
-  /** The moment at which the text was complete; marked if no other lane was faster. */
+  /** The time at which the text was complete; marked if no other lane was faster. */
   end() {
     const {seconds} = this.generation;
     const others = this.lanes.filter((lane) => lane !== this);
@@ -75,7 +75,7 @@ export class Lane {
     return fact("done", `${isFirst ? "first, " : ""}at ${milliseconds(seconds)}`, isFirst ? "first" : "");
   }
 
-  /** Shows the method's speed alone instead of its speed in the race. */
+  /** Shows the speed measured alone instead of that in the race. */
   showAlone(speed) {
     this.alone = speed;
     this.drawFigures(this.generation);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The page: connects to the server, and runs what the form says, one thing at a time.
+// The main module of the page: connects to the server, and runs the requests of the form one at a time.
 
 import {request} from "./api.js";
 import {board, showLegend} from "./board.js";
@@ -22,10 +22,10 @@ import {
   offer, ofView, onOtherTab, readForm, store, stored, textField, writeForm,
 } from "./settings.js";
 
-let running = null; // AbortController of what runs now
-let card = null; // the model's, once the server has answered
-let chosen = {}; // what the form is to have besides what the server does by itself
-let seedShown = ""; // of the run on the screen
+let running = null; // AbortController of the current run
+let card = null; // the model's entry of /v1/models, once the server has answered
+let chosen = {}; // form values that differ from the server's defaults
+let seedShown = ""; // seed of the run on the screen
 
 const setStatus = (text) => ($("status").textContent = text);
 
@@ -34,12 +34,12 @@ async function connect() {
   card = (await response.json()).data[0];
   $("model").textContent = `${card.id}, context of ${whole(card.max_model_len)} tokens`;
   offer(card);
-  const {mode, method, k, steps} = chosen; // the others do not depend on the server
+  const {mode, method, k, steps} = chosen; // other values do not depend on the server
   writeForm({mode, method, k, steps});
   changed();
 }
 
-/** Fills the form, as far as that is possible before the server says what it can do. */
+/** Fills the form, as far as possible before the server has answered. */
 function prepare() {
   const linked = location.hash ? fromFragment(location.hash) : {};
   chosen = {prompt: Object.values(PROMPTS)[0], ...stored("settings"), ...linked};
@@ -54,12 +54,12 @@ const REPLAYED = ["race", "write"]; // modes whose results can be replayed
 
 function setState(state) {
   document.body.dataset.state = state;
-  // They stay focusable: who pressed one goes on from there.
+  // Use aria-disabled, since a disabled button would lose the focus.
   $("run").setAttribute("aria-disabled", state === "running");
   $("stop").setAttribute("aria-disabled", state !== "running");
 }
 
-/** Scrolls to the results on a phone, or where they would begin below the window. */
+/** Scrolls to the results on a phone, or if they would begin near or below the end of the window. */
 function bringIntoView() {
   const isCalm = matchMedia("(prefers-reduced-motion: reduce)").matches;
   if (narrow.matches || $("results").getBoundingClientRect().top > 0.75 * innerHeight) {
@@ -67,7 +67,7 @@ function bringIntoView() {
   }
 }
 
-/** Runs what the form says; `again` is run instead, if it is given. */
+/** Runs the request of the form, or `again` instead if given. */
 async function start(again = null) {
   if (running) return;
   running = new AbortController();
@@ -96,7 +96,7 @@ async function start(again = null) {
   if (readForm().mode !== mode) changeMode();
 }
 
-/** Does what the form says, and adds it to the history. */
+/** Runs the request of the form, and adds it to the history. */
 async function work(means) {
   fillEmpty();
   const settings = readForm();
@@ -111,11 +111,11 @@ async function work(means) {
   return outcome;
 }
 
-/** Asks for a key, or for another one. */
+/** Asks for an API key, or for another one if the key was refused. */
 function askForKey() {
   const isMissing = $("key").value === "";
   $("key-label").hidden = false;
-  $("contract").hidden = true; // a link takes no key along
+  $("contract").hidden = true; // a link cannot send the key
   $("error").textContent = isMissing ? "This server needs an API key." : "The server does not accept this API key.";
   $("error").classList.toggle("asks", isMissing);
   $("key").focus();
@@ -142,7 +142,7 @@ function failed(error) {
   setState("failed");
 }
 
-/** Goes back to an earlier run, with the seed that it had. */
+/** Restores the form values of an earlier run, including its seed. */
 function restore(values) {
   chosen = {...chosen, ...values};
   writeForm(values);
@@ -151,7 +151,7 @@ function restore(values) {
   $("run").focus();
 }
 
-/** Called after each change of the form. */
+/** Updates the page after a change of the form. */
 function changed() {
   fitForm();
   const {mode, tint, rejected} = readForm();
@@ -173,7 +173,7 @@ function showRequest() {
   showCode({...values, seed: values.seed || seedShown}, card?.id, $("key").value !== "");
 }
 
-/** Keeps the form's values, without a message that is not sent; a link that was opened is left behind. */
+/** Stores the form's values, except an unsent message, and removes the fragment of an opened link. */
 function keep() {
   const {message, ...values} = readForm();
   if (!card) {
@@ -207,7 +207,7 @@ function showNothing() {
   $("idle").hidden = false;
 }
 
-/** Shows the mode that was chosen; what runs in another one ends first. */
+/** Shows the chosen mode; a run of another mode is stopped first. */
 function changeMode() {
   chosen.mode = readForm().mode;
   if (running) running.abort();
@@ -215,7 +215,7 @@ function changeMode() {
   else showNothing();
 }
 
-/** Connects to the server, and shows what there is to see before a run. */
+/** Connects to the server, and shows the chats or the recorded race. */
 async function open() {
   try {
     await connect();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Markdown as elements: what chat models write. Text stays text; what is not known is shown as it is.
+// Converts the Markdown that chat models write to elements. Unknown syntax is shown as text.
 
 import {make} from "./dom.js";
 
@@ -8,9 +8,9 @@ const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*$/;
 const SUBHEADING = /^ {0,3}#{2,6}\s/;
 const ITEM = /^(\s*)(?:([-*+])|(\d{1,9})[.)])\s+(.*)$/;
 const QUOTE = /^ {0,3}> ?(.*)$/;
-const DEEPEST = 16; // of lists and quotations inside each other
+const DEEPEST = 16; // maximum depth of nested lists and quotations
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
-const KINDS = [FENCE, SUBHEADING, RULE, ITEM, QUOTE]; // which end a paragraph
+const KINDS = [FENCE, SUBHEADING, RULE, ITEM, QUOTE]; // these end a paragraph
 const INLINE = [
   [/(`{1,3})(.+?)\1(?!`)/y, ([, , text]) => make("code", {}, text.trim() || text)],
   [/\*\*(?=\S)(.+?\S|\S)\*\*/y, ([, text]) => make("strong", {}, ...inline(text))],
@@ -18,7 +18,7 @@ const INLINE = [
   [/\[([^[\]]+)\]\(([^()\s]+)\)/y, ([whole, text, target]) => link(target, text) ?? whole],
 ];
 
-/** A link to a page of the web; null for anything else. */
+/** Returns a link to an http or https address; null for any other target. */
 function link(target, text) {
   if (!URL.canParse(target) || !["http:", "https:"].includes(new URL(target).protocol)) return null;
   return make("a", {href: target, target: "_blank", rel: "noopener noreferrer"}, ...inline(text));
@@ -34,10 +34,10 @@ function markAt(text, at) {
   return null;
 }
 
-/** A line's nodes. Every place is looked at once, however many marks do not end. */
+/** Returns the nodes of a line. Each position is examined once, even if many marks do not end. */
 function inline(text) {
   const nodes = [];
-  let begin = 0; // of the text that has no mark
+  let begin = 0; // start of the text since the last mark
   for (let at = 0; at < text.length; ) {
     const found = "`*[".includes(text[at]) ? markAt(text, at) : null;
     if (!found) {
@@ -50,30 +50,30 @@ function inline(text) {
   return [...nodes, text.slice(begin)];
 }
 
-/** Lines of a paragraph; a line's end and its indentation are kept. */
+/** Returns a paragraph of lines, with their line ends and indentation. */
 const paragraph = (lines) =>
   make("p", {}, ...lines.flatMap((line, i) => [...(i ? [make("br")] : []), ...inline(line.trimEnd())]));
 
-/** Whether a heading is at `at`. A single # beside other lines is a comment in code. */
+/** Returns whether line `at` is a heading. A single # next to other lines is a comment in code. */
 function isHeading(lines, at) {
   const isBlank = (line) => (line ?? "").trim() === "";
   const level = HEADING.exec(lines[at])?.[1].length ?? 0;
   return level > 1 || (level === 1 && isBlank(lines[at - 1]) && isBlank(lines[at + 1]));
 }
 
-/** The code of a fence that opens at `at`, up to the one that closes it or the end; and what is next. */
+/** Returns the code between the fence at `at` and its end or that of the text, and the index of the next line. */
 function fenced(lines, at) {
   const [, fence, language] = FENCE.exec(lines[at]);
   const isEnd = (line) => line.trim().startsWith(fence) && line.trim().replaceAll(fence[0], "") === "";
   let end = at + 1;
   while (end < lines.length && !isEnd(lines[end])) end += 1;
   const code = make("code", {}, lines.slice(at + 1, end).join("\n"));
-  // It can be scrolled by keys.
+  // tabindex lets keys scroll the code.
   const label = language ? `Code: ${language}` : "Code";
   return [make("pre", {tabindex: "0", role: "group", "aria-label": label}, code), end + 1];
 }
 
-/** The list whose first item is at `at`, with what is indented below each item; and what is next. */
+/** Returns the list that begins at `at`, with the blocks indented below its items, and the index of the next line. */
 function list(lines, at, depth) {
   const [, indent, bullet, number] = ITEM.exec(lines[at]);
   const element = make(bullet ? "ul" : "ol", number && number !== "1" ? {start: Number(number)} : {});
@@ -83,21 +83,21 @@ function list(lines, at, depth) {
     const isInside = (line) => line.trim() === "" || line.search(/\S/) > indent.length + 1;
     for (at += 1; at < lines.length && isInside(lines[at]); at += 1) inside.push(lines[at].slice(indent.length + 2));
     const [first, ...others] = blocks(inside, depth + 1);
-    // The first paragraph of an item is no paragraph of its own.
+    // Put the first paragraph of an item into the item without a <p>.
     const begin = first?.tagName === "P" ? [...first.childNodes] : [first ?? ""];
     element.append(make("li", {}, ...begin, ...others));
   }
   return [element, at];
 }
 
-/** The quotation that begins at `at`, and what is next. */
+/** Returns the quotation that begins at `at`, and the index of the next line. */
 function quotation(lines, at, depth) {
   const quoted = [];
   for (; at < lines.length && QUOTE.test(lines[at]); at += 1) quoted.push(QUOTE.exec(lines[at])[1]);
   return [make("blockquote", {}, ...blocks(quoted, depth + 1)), at];
 }
 
-/** The block that begins at `at`, and what is next. */
+/** Returns the block that begins at `at`, and the index of the next line. */
 function blockAt(lines, at, depth) {
   const line = lines[at];
   if (FENCE.test(line)) return fenced(lines, at);
@@ -110,7 +110,7 @@ function blockAt(lines, at, depth) {
   return [paragraph(lines.slice(at, end)), end];
 }
 
-/** Returns the elements of the lines. */
+/** Returns the elements of some lines. */
 function blocks(lines, depth = 0) {
   if (depth > DEEPEST) return [lines.join("\n")];
   const made = [];
@@ -126,5 +126,5 @@ function blocks(lines, depth = 0) {
   return made;
 }
 
-/** An element with the text as it is meant. */
+/** Returns an element with a Markdown text as elements. */
 export const rendered = (text) => make("div", {class: "prose"}, ...blocks(text.split("\n")));

@@ -2,25 +2,26 @@
 // Names and properties of methods and drafters, from /v1/models.
 
 const OTHERS = {target: "target model", forced: "forced by the grammar"};
-let drafters = new Map(); // by name, also those that this model cannot run
+let drafters = new Map(); // by name, including those that this model cannot run
 
-/** Takes over what the server says of drafters. */
+/** Stores the server's descriptions of drafters. */
 export function learnNames(card) {
   drafters = new Map(card.drafters.map((one) => [one.name, one]));
 }
 
-/** The drafters of a choice, such as "a + b". */
+/** Returns the drafters of a choice such as "a + b". */
 const partsOf = (choice) => choice.split(" + ").map((name) => drafters.get(name) ?? {name});
 
-/** A drafter's name in words; one that the server does not describe keeps its own. */
+/** Returns a drafter's title, or its name if the server does not describe it. */
 export const sourceName = (source) => drafters.get(source)?.title ?? OTHERS[source] ?? source;
 
-/** A class of its own for each drafter that has a colour. */
+/** Returns the CSS class of a drafter, which determines its color. */
 export const sourceClass = (source) => `from-${drafters.has(source) || source in OTHERS ? source : "other"}`;
 
 /**
- * The methods to choose from, of a server that can run `methods`: a model may be continued by another method. Those that
- * draft from a parameter of the request, which the page does not set, are left out.
+ * Returns the choices of methods for a server that can run `methods`, including hybrids: another
+ * method may continue a drafter with a model. Methods that draft from a parameter of the request are
+ * left out, because the page does not set it.
  */
 export function choicesOf(methods) {
   const isOffered = (name) => !drafters.get(name)?.parameter;
@@ -34,13 +35,13 @@ export const choiceOf = (config) => config.method.replaceAll("+", " + ");
 
 export const isHybrid = (choice) => choice.includes(" + ");
 
-/** Returns whether a model makes the drafts, so that its passes are counted. */
+/** Returns whether the first drafter of a choice is a model, whose passes can be set. */
 export const hasModel = (choice) => partsOf(choice)[0].needs_weights === true;
 
-/** Returns the drafter that learns from the text of an earlier run; undefined if there is none. */
+/** Returns the title of the drafter that learns from earlier runs; undefined if there is none. */
 export const learns = (choice) => partsOf(choice).find((one) => one.learns)?.title;
 
-/** The speculative_config of a choice; `steps` is null for what the server takes by itself. */
+/** Returns the speculative_config of a choice; `steps` null: the server's default. */
 export function configOf(choice, {k, steps}) {
   if (choice === "naive") return {method: "naive"};
   const method = choice.replaceAll(" + ", "+");
@@ -48,7 +49,7 @@ export function configOf(choice, {k, steps}) {
   return hasModel(choice) ? {...config, num_model_steps: steps} : config;
 }
 
-/** A column's or a row's heading. */
+/** Returns the heading of a choice. */
 export function titleOf(choice) {
   if (choice === "naive") return "Plain decoding";
   return `With ${partsOf(choice).map((one) => one.short ?? one.name).join(" and ")} drafts`;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The race: plain decoding and a method write the same text at once, and every token is compared.
+// The race: plain decoding and a method generate the same text at the same time; every token is compared.
 
 import {board} from "./board.js";
 import {$, perStepText, whole} from "./dom.js";
@@ -8,14 +8,14 @@ import {learns} from "./names.js";
 import {generate} from "./runs.js";
 import {factorText, inRounds, speedUp, spreadText} from "./timing.js";
 
-/** "160 of 160 tokens", and of logprobs where both have them; `total` may count a longer text. */
+/** Returns a text such as "160 of 160 tokens, 160 of 160 logprobs"; `total` is the length of the longer text. */
 function counted({tokens, sameTokens, logprobs, sameLogprobs}, total = tokens) {
   const parts = [`${whole(sameTokens)} of ${whole(total)} tokens`];
   if (logprobs) parts.push(`${whole(sameLogprobs)} of ${whole(Math.max(logprobs, total))} logprobs`);
   return parts.join(", ");
 }
 
-/** Draws what the race has come to: tokens per step, and how far two generations agree. */
+/** Shows the result of the race so far: tokens per step, and how far the generations agree. */
 export function showVerdict(plain, fast, isOver) {
   $("verdict").hidden = false;
   $("per-step").textContent = perStepText(fast.perStep);
@@ -29,7 +29,7 @@ export function showVerdict(plain, fast, isOver) {
   for (const lane of board.lanes) lane.pane?.mark(found.firstDifference);
 }
 
-/** Shows the speed-up of the pairs; `again` times them again. */
+/** Shows the speed-up over the timed pairs; `again` repeats the timing. */
 function showSpeeds(pairs, perStep, again) {
   const found = speedUp(pairs, perStep);
   $("factor").textContent = found ? `${factorText(found)} as fast as plain` : "too short to be timed";
@@ -38,7 +38,7 @@ function showSpeeds(pairs, perStep, again) {
   board.offerAgain(found?.isDisturbed ? again : null);
 }
 
-/** Times both again, in turn: in a race each step serves both. Returns whether all bits are the same. */
+/** Times each method alone, in turn, since in a race both share the steps. Returns whether all bits are the same. */
 async function timeAlone(context, method, raced) {
   const methods = ["naive", method];
   const pairs = [];
@@ -55,7 +55,7 @@ async function timeAlone(context, method, raced) {
       pairs.push(pair);
     });
   } finally {
-    // After a stop, the pairs timed so far count.
+    // If the user stops the timing, use the pairs timed so far.
     $("verdict-note").textContent = same ? "" : "Alone they wrote OTHER bits than in the race. ";
     const again = (means) => conclude({...context, ...means}, raced);
     if (pairs.length) showSpeeds(pairs, raced[1].perStep, again);
@@ -64,7 +64,7 @@ async function timeAlone(context, method, raced) {
   return same;
 }
 
-/** Shows what the race came to, and returns it in a few words. */
+/** Shows the result of the race; returns a summary. */
 async function conclude(context, raced) {
   const {method, alone, temperature, seed} = context.settings;
   showVerdict(...raced, true);
@@ -83,7 +83,7 @@ async function conclude(context, raced) {
   return `${facts.join(", ")}, ${same ? "same bits" : "DIFFERENT"}: ${raced[1].tokens.length} tokens`;
 }
 
-/** Runs a race; returns what it came to, in a few words. */
+/** Runs a race; returns a summary of the result. */
 export async function race(context) {
   const {settings} = context;
   board.clear("race");

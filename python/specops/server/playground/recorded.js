@@ -12,7 +12,7 @@ import {stored} from "./settings.js";
 /** Returns whether this browser has no stored data for the page and follows no link. */
 export const isFirstVisit = () => !location.hash && !stored("settings") && !stored("history");
 
-/** Shows the race; `isWanted` is asked when it is there, since something may run by then. */
+/** Shows the recorded race if `isWanted` is still true once it is loaded. */
 export async function showRecorded(isWanted) {
   const {prompt, machine, runs} = await (await request("page/recorded.json")).json();
   if (!isWanted()) return;

@@ -1,25 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-// Replays what has been generated, by the clock of the server's steps: slower, and step by step.
+// Replays generations by the recorded times of the server's steps: slower, or step by step.
 
 import {board} from "./board.js";
 import {$, milliseconds} from "./dom.js";
 
 const SLOWER = [1, 2, 5, 10, 20, 50, 100, 200];
-const SECONDS = 8; // what a replay should take, about
-const PLACES = 1000; // of the slider
+const SECONDS = 8; // approximate duration of a replay
+const PLACES = 1000; // positions of the slider
 
 let lanes = [];
-let moments = []; // seconds at which a step ended, ascending
-let now = 0; // seconds; what ended by then is shown
-let frame = 0; // of the browser's, while it plays
+let moments = []; // times at which steps ended, in seconds, ascending
+let now = 0; // time of the replay in seconds; steps that ended by then are shown
+let frame = 0; // animation frame request while the replay runs
 let drawnAt = 0;
 
 const end = () => moments.at(-1) ?? 0;
 
-/** Returns the number of steps of a lane that have ended. */
+/** Returns how many steps of a lane have ended. */
 const endedIn = ({generation}) => generation.steps.filter(({seconds}) => seconds <= now).length;
 
-/** Shows what had ended at a moment; `moves`: what comes new comes with a movement. */
+/** Shows the steps that ended by a time; with `moves`, new ones are animated. */
 function show(seconds, moves = false) {
   showTexts(seconds, moves);
   const lane = lanes.at(-1);
@@ -49,7 +49,7 @@ function advance(at) {
   else pause();
 }
 
-/** Plays on, or from the beginning where the end was shown. */
+/** Continues the replay, or starts it again if it is at its end. */
 export function play() {
   if (now >= end()) show(0);
   $("play").textContent = "Pause";
@@ -57,7 +57,7 @@ export function play() {
   frame = requestAnimationFrame(advance);
 }
 
-/** Goes to the next moment at which a step ended, or to the one before. */
+/** Goes to the next or the previous time at which a step ended. */
 function stepBy(direction) {
   pause();
   const to = direction > 0 ? moments.find((one) => one > now) : (moments.findLast((one) => one < now) ?? 0);
@@ -65,7 +65,7 @@ function stepBy(direction) {
   pause();
 }
 
-/** Goes to where a step of a generation ended. */
+/** Goes to the time at which a step of a generation ended. */
 export function showStep(generation, number) {
   if ($("replay").hidden || !lanes.some((lane) => lane.generation === generation)) return;
   pause();
@@ -79,7 +79,7 @@ function close() {
   $("replay").hidden = true;
 }
 
-/** Offers to replay the lanes that are on the board. */
+/** Offers to replay the lanes on the board. */
 export function offerReplay() {
   const shown = board.lanes.filter(({generation}) => generation?.steps.length);
   moments = [...new Set(shown.flatMap(({generation}) => generation.steps.map(({seconds}) => seconds)))].sort((a, b) => a - b);
@@ -89,11 +89,11 @@ export function offerReplay() {
   const distance = (slower) => Math.abs(Math.log((slower * end()) / SECONDS));
   $("slower").value = SLOWER.reduce((a, b) => (distance(b) < distance(a) ? b : a));
   $("replay").hidden = false;
-  showTexts(end(), false); // the drafts stay that are looked at
+  showTexts(end(), false); // keep the drafts that the user inspects
   pause();
 }
 
-/** Has the bar's buttons do what they say. */
+/** Adds the listeners of the replay's controls. */
 export function listenToReplay() {
   $("slower").replaceChildren(...SLOWER.map((one) => new Option(one === 1 ? "real time" : `${one}× slower`, one)));
   $("time").max = PLACES;

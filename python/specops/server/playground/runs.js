@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// One request: from the form's values to a generation, step by step.
+// One run: sends the request of the form, and collects its generation step by step.
 
 import {request, events} from "./api.js";
 import {Generation} from "./generation.js";
 import {configOf} from "./names.js";
 
-/** A seed for requests that are to have the same one. */
+/** Returns a random seed, for requests that must have the same one. */
 export const drawSeed = () => String(crypto.getRandomValues(new Uint32Array(1))[0]);
 
-/** Returns the path and the fields of a request except the seed; `messages`: those of a chat. */
+/** Returns the path and the fields of a request except the seed; `messages`: the messages of a chat. */
 export function requestOf(settings, method, messages) {
   const {alternatives} = settings;
   const fields = {
@@ -18,7 +18,7 @@ export function requestOf(settings, method, messages) {
     top_p: Number(settings.top_p),
     speculative_config: configOf(method, {
       k: Number(settings.k),
-      // Absent: what the server takes by itself, all drafts by MTP, or one where another goes on.
+      // null: the server's default, which is all drafts, or one if another method continues.
       steps: settings.steps === "" ? null : Number(settings.steps),
     }),
   };
@@ -32,15 +32,15 @@ export function requestOf(settings, method, messages) {
 
 function bodyOf(fields, seed) {
   const text = JSON.stringify({...fields, stream: true, stream_options: {include_steps: true}});
-  // As digits: JSON has integers that JavaScript's numbers do not hold.
+  // Append the seed as digits, since JavaScript's numbers cannot hold 64-bit integers.
   return `${text.slice(0, -1)},"seed":${seed}}`;
 }
 
 /**
  * Runs one request and returns its Generation.
  *
- * context: {settings, key, signal}, the settings with a seed; messages: of a chat; onStart and
- * onStep are called with the generation, when it begins and with every step.
+ * context: {settings, key, signal}, where the settings have a seed. messages: the messages of a chat.
+ * onStart and onStep are called with the generation: at its beginning, and after every event.
  */
 export async function generate(context, method, {messages = null, onStart, onStep} = {}) {
   const {settings, key, signal} = context;

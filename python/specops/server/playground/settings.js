@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The form's values: kept in this browser, and in links. The API key is in neither.
+// The form's values, which are stored in this browser and in links. The API key is in neither.
 
 import {$} from "./dom.js";
 import {choicesOf, choiceOf, hasModel, isHybrid, learnNames} from "./names.js";
@@ -12,10 +12,10 @@ const FIELDS = [
 // For an empty field, the page's initial value or the server's default applies.
 const NUMBERS = ["k", "tokens", "temperature", "top_p"];
 export const narrow = matchMedia("(max-width: 640px)");
-// Not part of what a run does, so not of links either.
+// These fields do not affect a run, so links leave them out.
 const LOCAL = ["tint", "rejected", "alone"];
 
-/** Returns a value stored in this browser; undefined if there is none. */
+/** Returns a value stored in this browser; null if there is none. */
 export function stored(name) {
   try {
     return JSON.parse(localStorage.getItem(`${STORE}-${name}`));
@@ -24,14 +24,14 @@ export function stored(name) {
   }
 }
 
-/** Calls back where another tab of this browser keeps or drops the value. */
+/** Calls `callback` when another tab of this browser stores or deletes the value. */
 export function onOtherTab(name, callback) {
   addEventListener("storage", ({key}) => {
     if (key === `${STORE}-${name}` || key === null) callback();
   });
 }
 
-/** Keeps a value, or drops it where it is null. */
+/** Stores a value; null deletes it. */
 export function store(name, value) {
   try {
     if (value === null) localStorage.removeItem(`${STORE}-${name}`);
@@ -45,14 +45,14 @@ const modeInput = (mode) => document.querySelector(`input[name=mode][value="${CS
 
 const isCheck = (id) => $(id).type === "checkbox";
 
-/** All values of the form, as texts and booleans. */
+/** Returns all values of the form, as texts and booleans. */
 export function readForm() {
   const values = {mode: document.querySelector("input[name=mode]:checked").value};
   for (const id of FIELDS) values[id] = isCheck(id) ? $(id).checked : $(id).value;
   return values;
 }
 
-/** Fills the form; what a field cannot take, and what is no field, is left out. */
+/** Fills the form; unknown fields, and values that a field does not accept, are ignored. */
 export function writeForm(values) {
   const mode = modeInput(String(values.mode ?? ""));
   if (mode && !mode.parentElement.hidden) mode.checked = true;
@@ -65,26 +65,26 @@ export function writeForm(values) {
   }
 }
 
-/** Fills empty fields with what they mean, which they have shown as placeholders. */
+/** Fills empty fields with their defaults, which were shown as placeholders. */
 export function fillEmpty() {
   for (const id of NUMBERS) $(id).value ||= $(id).defaultValue;
 }
 
-/** The values without the text of the other views: a prompt or a message. */
+/** Returns the values without the text of the other kind of view: the prompt, or the message. */
 export function ofView({prompt, message, ...values}) {
   return values.mode === "chat" ? {...values, message} : {...values, prompt};
 }
 
-/** The fragment of a link that leads to these values. */
+/** Returns the fragment of a link to these values. */
 export function fragmentOf(values) {
   const shared = Object.entries(ofView(values)).filter(([name, value]) => !LOCAL.includes(name) && value !== "");
   return `#${new URLSearchParams(shared)}`;
 }
 
-/** The values of a link. */
+/** Returns the values in the fragment of a link. */
 export const fromFragment = (fragment) => Object.fromEntries(new URLSearchParams(fragment.slice(1)));
 
-/** Offers the server's methods, and sets the form to what the server does by itself. */
+/** Offers the server's methods, and sets the form to the server's defaults. */
 export function offer(card) {
   const own = card.speculative_config;
   learnNames(card);
@@ -101,7 +101,7 @@ export function offer(card) {
   $("chat-mode").hidden = !card.can_chat;
 }
 
-/** Shows the fields that the mode and the method have, and puts the form where the mode has it. */
+/** Shows the fields of the mode and method, and moves the form to its place in this mode. */
 export function fitForm() {
   const {mode, method} = readForm();
   const isChat = mode === "chat";
@@ -115,7 +115,7 @@ export function fitForm() {
   $("steps").placeholder = isHybrid(method) ? "1" : "all";
   $("system-label").hidden = $("new-chat").hidden = !isChat;
   for (const id of ["prompt", "message"]) $(id).hidden = $(id).labels[0].hidden = (id === "message") !== isChat;
-  // An element that is moved loses the focus, so each is moved only to another place.
+  // Moving an element removes the focus, so move it only if its place changes.
   const above = $(isChat ? "results" : "modes");
   if (above.nextElementSibling !== $("form")) above.after($("form"), $("code"));
   const isFolded = isChat || narrow.matches;
@@ -131,17 +131,17 @@ export function fitForm() {
 
 narrow.addEventListener("change", fitForm);
 
-/** The field of the view's text. */
+/** Returns the text field of the mode: the prompt, or the message. */
 export const textField = () => $(document.body.dataset.mode === "chat" ? "message" : "prompt");
 
-/** Shows a few lines of the prompt, so that results are in sight; or more, while it is written. */
+/** Shows only a few lines of the prompt, so that results are in sight, or more while the user edits it. */
 export function foldPrompt(folds) {
   if ($("form").classList.contains("folded") === folds) return;
   $("form").classList.toggle("folded", folds);
   fitPrompt();
 }
 
-/** As tall as its text, up to a limit, and at its end: the last line is where the model goes on. */
+/** Fits the height of the text field to its text, up to a limit, and scrolls to the end, where the model continues. */
 export function fitPrompt() {
   const field = textField();
   field.style.height = "auto";

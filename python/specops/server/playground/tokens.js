@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Draws a generation's tokens as they come: tints, rejected drafts, and a way through them by keys.
+// Draws a generation's tokens as they arrive: colors, rejected drafts, and navigation by keys.
 
 import {make} from "./dom.js";
 import {sourceClass} from "./names.js";
 
-// Probabilities by class: from sure to unlikely.
+// Least probability of each class, from likely to unlikely.
 const LEAST = [0.9, 0.6, 0.3, 0.1];
 
 function probabilityClass(logprob) {
@@ -13,7 +13,7 @@ function probabilityClass(logprob) {
   return `p${place < 0 ? LEAST.length : place}`;
 }
 
-/** The end of a prompt, for above its continuation: the last lines that say something. */
+/** Returns the last lines of a prompt that are not blank, to show before its continuation. */
 export function endOf(prompt) {
   const lines = prompt.split("\n");
   let begin = lines.length - 1;
@@ -24,8 +24,8 @@ export function endOf(prompt) {
 
 export class TokenPane {
   /**
-   * element: what to draw into; generation: whose tokens; prompt: shown in front of them;
-   * onInspect: called with (generation, place, span) where a token is looked at, and with null.
+   * element: where tokens are drawn; generation: the tokens; prompt: shown before them; onInspect:
+   * called with (generation, place, span) when the user inspects a token, and with null afterwards.
    */
   constructor(element, generation, {prompt = "", onInspect}) {
     this.element = element;
@@ -33,7 +33,7 @@ export class TokenPane {
     this.onInspect = onInspect;
     this.spans = [];
     this.numSteps = 0;
-    this.nodes = []; // of each step
+    this.nodes = []; // list of nodes of each step
     this.marked = null;
     element.replaceChildren(make("span", {class: "before"}, endOf(prompt)));
     element.addEventListener("keydown", (event) => this.move(event));
@@ -41,14 +41,14 @@ export class TokenPane {
       element.addEventListener(kind, (event) => this.inspect(event.target));
     }
     element.addEventListener("mouseleave", () => {
-      // Back to the token that has the focus, if one has.
+      // Inspect the focused token again, if there is one.
       onInspect(null);
       this.inspect(document.activeElement);
     });
     element.addEventListener("focusout", () => onInspect(null));
   }
 
-  /** Draws what came since the last time. */
+  /** Draws the steps that have arrived since the last call. */
   paint() {
     const {element, generation} = this;
     const isAtEnd = element.scrollTop + element.clientHeight > element.scrollHeight - 40;
@@ -65,14 +65,14 @@ export class TokenPane {
     const nodes = [];
     const last = first + count - 1;
     for (let place = first; place <= last; place++) {
-      // The model's own token stands where the first draft was rejected.
+      // The model's own token replaces the first rejected draft.
       if (place === last && drafts && drafts.accepted < drafts.texts.length) nodes.push(rejectedOf(drafts));
       nodes.push(this.spanOf(place));
     }
     return nodes;
   }
 
-  /** Shows the first `count` steps; with `moves`, the rejected drafts of the last one fly out. */
+  /** Shows the first `count` steps; with `moves`, the rejected drafts of the last one are animated. */
   showSteps(count, moves) {
     this.nodes.forEach((nodes, number) => {
       for (const node of nodes) {
@@ -89,19 +89,19 @@ export class TokenPane {
   spanOf(place) {
     const token = this.generation.tokens[place];
     const names = `token ${sourceClass(token.source)} ${probabilityClass(token.logprob)}`;
-    // One stop for the Tab key; arrows go from token to token.
+    // Tab reaches one token; arrow keys move between tokens.
     const span = make("span", {class: names, tabindex: place ? "-1" : "0", "data-place": place}, token.text);
     this.spans.push(span);
     return span;
   }
 
-  /** Called at the end: a text that broke off in the middle of a character. */
+  /** Draws the last token again, at the end: its text may have changed if the text ends within a character. */
   finish() {
     const last = this.generation.tokens.length - 1;
     if (last >= 0) this.spans[last].textContent = this.generation.tokens[last].text;
   }
 
-  /** Marks the token at which two texts part. */
+  /** Marks the first token that differs; -1: no token. */
   mark(place) {
     this.marked?.classList.remove("differs");
     this.marked = place < 0 ? null : (this.spans[place] ?? null);

@@ -22,7 +22,7 @@ _WIDTHS = "inner widths of an expert"
 
 @dataclass(frozen=True)
 class ExpertsViews:
-    """Activations of a step's rows. A pair is a row with one of its experts: rows * top_k pairs."""
+    """Buffers of an MoE block in a step. A pair is a row and one of its top_k experts."""
 
     x: Tensor  # [rows, hidden_size], float32: router input
     scores: Tensor  # [rows, num_experts + gates], float32: router output

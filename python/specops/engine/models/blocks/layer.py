@@ -16,7 +16,7 @@ from specops.engine.models.blocks.block import BlockLoader, MixingBlock, MlpBloc
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Decoder layer. The input of each branch is normed, in some families the output, too.
+    """Decoder layer. The input of each branch is normed; in some families, the output is as well.
 
     Attributes:
         input_norm: norm before attention.

@@ -216,7 +216,7 @@ def _load_module(
 
 
 def _block(config: ModelConfig) -> LayerConfig:
-    """Return the config of a module's layer, without a window; by default, the last layer's."""
+    """Return the config of a module's layer: its own, or the last layer's; without a window."""
     last = config.mtp_layer or config.layers[-1]
     return replace(last, attention=last.attention.without_window())
 
