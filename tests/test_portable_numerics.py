@@ -12,6 +12,7 @@ from specops import attention, batching, dense, quantization, sampling
 from specops.attention import PagedBatch, PagedKv
 from specops.engine import Engine, EngineConfig, SamplingParams
 from specops.sampling import SamplingTensors
+from test_experts import FAMILIES, engine_directory
 from torch import Tensor
 
 NUM_ROWS, WIDTH, NUM_TOKENS = 5, 256, 150
@@ -89,24 +90,32 @@ def test_instruction_sets_have_the_same_bits(name: str, dtype: torch.dtype) -> N
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True, msg=isa)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("quantization", ["none", "wint8", "wint4"])
-def test_answers_are_equal(quantization: str) -> None:
+def answers_on_every_set(**config: Any) -> list[Any]:
+    """Return the tokens and logprobs of some answers, once per set of portable numerics."""
     params = [
         SamplingParams(max_tokens=24, temperature=t, seed=7, logprobs=2) for t in (0.0, 0.8, 1.2)
     ]
-    answers = []
+    prompts = [list(range(20, 90)), [5, 6, 7], [40, 50]]
+    found = []
     for isa in specops.portable_isas():
-        for method in ("naive", "mtp"):
-            engine = Engine(
-                EngineConfig(isa=isa, quantization=quantization, quantize_head=quantization)
-            )
-            completions = engine.generate(
-                ["def add(a, b):"] * 3,
-                params,
-                speculative_config={"method": method},
-            )
-            answers.append([(one.token_ids, one.logprobs) for one in completions])
+        engine = Engine(EngineConfig(isa=isa, **config))
+        for method in ("naive", "ngram"):
+            done = engine.generate(prompts, params, speculative_config={"method": method})
+            found.append([(one.token_ids, one.logprobs) for one in done])
+    return found
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("quantization", ["none", "wint8", "wint4"])
+def test_answers_are_equal(quantization: str) -> None:
+    answers = answers_on_every_set(quantization=quantization, quantize_head=quantization)
+    assert all(one == answers[0] for one in answers)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_of_every_family_are_equal(family: str) -> None:
+    answers = answers_on_every_set(model=engine_directory(family))
     assert all(one == answers[0] for one in answers)
 
 
