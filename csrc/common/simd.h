@@ -123,7 +123,7 @@ inline F32x16 set1(float x) {
 
 inline F32x16 zero() { return set1(0.0f); }
 
-// Returns a * b + c; rounded only once if the instruction set has fused multiply-adds.
+// Returns a * b + c, rounded once.
 inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
 #if defined(SPECOPS_AVX512)
   return {_mm512_fmadd_ps(a.v, b.v, c.v)};
@@ -133,18 +133,12 @@ inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
   return quarters<F32x16>([&](int i) { return vfmaq_f32(c.q[i], a.q[i], b.q[i]); });
 #else
   F32x16 out;
-  for (int i = 0; i < 16; ++i) out.v[i] = a.v[i] * b.v[i] + c.v[i];
+  for (int i = 0; i < 16; ++i) out.v[i] = __builtin_fmaf(a.v[i], b.v[i], c.v[i]);
   return out;
 #endif
 }
 
-inline float scalar_fma(float a, float b, float c) {
-#if defined(SPECOPS_AVX512) || defined(SPECOPS_AVX2) || defined(SPECOPS_NEON)
-  return __builtin_fmaf(a, b, c);
-#else
-  return a * b + c;
-#endif
-}
+inline float scalar_fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
 inline F32x16 load(const float* p) {
 #if defined(SPECOPS_AVX512)

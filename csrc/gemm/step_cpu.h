@@ -173,6 +173,14 @@ struct Quad {
   V q[4] = {};
 };
 
+inline void add_product(Quad<Float4>& sum, const Quad<Float4>& w, float x) {
+  unrolled<4>([&](int i) SPECOPS_INLINE {
+    for (int lane = 0; lane < 4; ++lane) {
+      sum.q[i][lane] = __builtin_fmaf(w.q[i][lane], x, sum.q[i][lane]);
+    }
+  });
+}
+
 template <>
 struct Step<bfloat16, bfloat16> : PlainStep<bfloat16> {
   using Sum = Quad<Float4>;
@@ -190,7 +198,7 @@ struct Step<bfloat16, bfloat16> : PlainStep<bfloat16> {
   }
   static float input(const float* p, int part) { return p[1 - part]; }
   static void dot(Sum& sum, const Quad<Float4>& w, float x) {
-    unrolled<4>([&](int i) SPECOPS_INLINE { sum.q[i] = w.q[i] * x + sum.q[i]; });
+    add_product(sum, w, x);
   }
 };
 
@@ -207,7 +215,7 @@ struct Step<float, float> : PlainStep<float> {
   }
   static float input(const float* p, int) { return *p; }
   static void dot(Sum& sum, const Quad<Float4>& w, float x) {
-    unrolled<4>([&](int i) SPECOPS_INLINE { sum.q[i] = w.q[i] * x + sum.q[i]; });
+    add_product(sum, w, x);
   }
 };
 

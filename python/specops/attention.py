@@ -122,7 +122,9 @@ def rope_cos_sin(
         return float(options[key])
 
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
-    inv_freq = 1.0 / theta**exponents
+    # In double precision and rounded once, so that no CPU's approximations show in the table.
+    powers = torch.tensor([float(theta) ** e for e in exponents.tolist()], dtype=torch.float32)
+    inv_freq = 1.0 / powers
     attention_factor = 1.0
     if kind == "linear":
         inv_freq = inv_freq / option("factor")
@@ -137,7 +139,7 @@ def rope_cos_sin(
     elif kind == "yarn":
         factor = option("factor")
         inv_freq = _yarn_frequencies(
-            theta**exponents,
+            powers,
             theta,
             factor,
             option("original_max_position_embeddings"),
@@ -147,9 +149,8 @@ def rope_cos_sin(
         )
         attention_factor = _yarn_attention_factor(factor, options)
     angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inv_freq
-    table = torch.empty(max_positions, rotary_dim)
-    torch.cos(angles, out=table[:, : rotary_dim // 2])
-    torch.sin(angles, out=table[:, rotary_dim // 2 :])
+    wide = angles.double()
+    table = torch.cat([wide.cos(), wide.sin()], dim=1).float()
     return table if attention_factor == 1.0 else table.mul_(attention_factor)
 
 

@@ -46,6 +46,16 @@ def supported_isas() -> list[str]:
     return _C.supported_isas()
 
 
+def portable_isas() -> list[str]:
+    """Return the supported instruction sets whose results have the same bits, plainest first.
+
+    These are "portable", "avx2", "avx512" and "neon": all of `supported_isas()` except those with
+    products of bfloat16 pairs, which round differently on tiles and on ARM, and which count numbers
+    below 2^-126 as zeros.
+    """
+    return [isa for isa in supported_isas() if isa in ("portable", "avx2", "avx512", "neon")]
+
+
 def set_isa(isa: str) -> None:
     """Choose the instruction set of the CPU kernels.
 

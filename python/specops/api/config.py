@@ -38,6 +38,7 @@ _CHOICES: dict[str, tuple[str, ...] | tuple[int, ...]] = {
     "kv_cache_dtype": ("auto", "int8", "fp8_e4m3"),
     "load_format": ("auto", "dummy"),
     "logprobs_mode": ("raw_logprobs", "processed_logprobs"),
+    "numerics": ("native", "portable"),
     "page_size": (16, 32, 64),
     "quantization": QUANTIZATIONS,
     "quantize_head": QUANTIZATIONS,
@@ -108,7 +109,9 @@ class EngineConfig:
             step. The bits are the same; turn it off only for measurements.
         num_threads: threads of the CPU kernels. Absent: SPECOPS_NUM_THREADS, or the usable CPUs.
         isa: instruction set of the CPU kernels, one of `specops.supported_isas()`. Absent:
-            SPECOPS_ISA, or the best one. Two sets may differ in the last bits of a result.
+            SPECOPS_ISA, or the best one that `numerics` permits.
+        numerics: "native", the fastest kernels of this CPU; or "portable", kernels whose results
+            have the same bits on every CPU: those of `specops.portable_isas()`.
         seed: seed of the generator that draws seeds for requests without one; None draws them from
             the operating system.
         max_waiting: maximum number of waiting requests; further requests are refused.
@@ -147,6 +150,7 @@ class EngineConfig:
     enable_cascade_attention: bool = True
     num_threads: int | None = None
     isa: str | None = None
+    numerics: str = "native"
     seed: int | None = None
     max_waiting: int = 256
     suffix_corpus: str | None = None

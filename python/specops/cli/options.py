@@ -106,7 +106,14 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--isa",
         metavar="NAME",
         help="instruction set of the CPU kernels: portable, avx2, avx512, avx512_bf16, amx, neon "
-        "or neon_bf16 (default: the best that this CPU supports)",
+        "or neon_bf16 (default: the best that this CPU and --numerics permit)",
+    )
+    add(
+        "--numerics",
+        type=str.lower,
+        choices=("native", "portable"),
+        help="native: the fastest kernels of this CPU; portable: kernels whose results have the "
+        "same bits on every CPU (default: native)",
     )
 
 

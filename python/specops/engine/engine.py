@@ -52,6 +52,29 @@ logger = logging.getLogger(__name__)
 _TOKENS_BEFORE = 512  # context length at which the costs of rows are measured
 
 
+def _isa_of(config: EngineConfig) -> str:
+    """Return the instruction set that a configuration asks for.
+
+    Raises:
+        ValueError: this build or this CPU lacks it.
+    """
+    isa = config.isa or specops.get_isa()
+    portable = specops.portable_isas()
+    if config.numerics == "native" or isa in portable:
+        return isa
+    if config.isa is not None:
+        raise ValueError(
+            f"isa must be one of {', '.join(portable)} with portable numerics, got {isa}"
+        )
+    if portable == ["portable"]:
+        raise ValueError(
+            f"portable numerics need avx512, avx2 or neon on a CPU with {isa}, and this build has "
+            "none of them: build with SPECOPS_ISAS=all (make setup ISAS=all), or set isa to "
+            "portable, which is slow"
+        )
+    return portable[-1]
+
+
 class Engine:
     """Engine that runs requests on one model. Not thread-safe: one thread owns it.
 
@@ -94,7 +117,7 @@ class Engine:
                 num_cpus,
                 num_cpus,
             )
-        specops.set_isa(config.isa or specops.get_isa())
+        specops.set_isa(_isa_of(config))
         self._device = device = open_device(config.device, graphs=not config.enforce_eager)
         load = partial(
             load_model,

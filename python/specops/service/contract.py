@@ -28,6 +28,7 @@ from specops.engine.models.weight_cache import WeightCache, digest_of_bytes
 OPTIONS = (
     "model",
     "device",
+    "numerics",
     "dtype",
     "kv_cache_dtype",
     "quantization",
@@ -52,10 +53,12 @@ def contract_of(engine: Engine) -> dict[str, Any]:
 
     Returns:
         A JSON object: "specops", the version; "kernels", the compiled code and its compiler;
-        "torch", the version that computes the RoPE table; "device", the instruction set or the GPU;
-        "model", the digest of its configuration and weights, the dtypes of weights and of the KV
-        cache, and the quantization of projections and of the head; "attention_leaf_tokens", the
-        number of tokens after which attention rounds; "sampling_leaf_tokens", the number of logits
+        "torch", the version that computes the RoPE table; "device", the numerics of the CPU kernels
+        or the GPU: "portable" for `specops.portable_isas()`, whose results are equal, or another
+        instruction set; "model", the digest of its configuration and weights, the dtypes of weights
+        and of the KV cache, and the quantization of projections and of the head;
+        "attention_leaf_tokens", the number of tokens after which attention rounds;
+        "sampling_leaf_tokens", the number of logits
         after which sums over the vocabulary round; "num_virtual_ranks", the number of virtual TP
         ranks; "has_whole_experts", whether each virtual TP rank has whole experts; "logprobs_mode"
         and "json_whitespace", as configured; and "digest", the digest of all of these.
@@ -88,7 +91,8 @@ def contract_of(engine: Engine) -> dict[str, Any]:
 
 def _device(name: str) -> dict[str, str]:
     if name == "cpu":
-        return {"kind": "cpu", "instruction_set": specops.get_isa()}
+        isa = specops.get_isa()
+        return {"kind": "cpu", "numerics": "portable" if isa in specops.portable_isas() else isa}
     properties = torch.cuda.get_device_properties(name)
     capability = f"{properties.major}.{properties.minor}"
     return {"kind": "cuda", "name": properties.name, "compute_capability": capability}
