@@ -59,6 +59,7 @@ tests/test_trees.py::test_cache_after_compaction_equals_plain_decoding
 tests/test_suffix_cache.py tests/test_suffix_tree.py tests/test_ngram.py
 tests/test_threads.py::test_thread_count_changes_no_bit
 tests/test_lossless.py::test_speculation_changes_no_bit_on_any_instruction_set
+tests/test_isas.py::test_instruction_sets_have_the_same_bits
 """
 # Excluded: tests of the interpreter, which is not built for ARM (one CPU test needs it, too), and
 # of the portable instruction set, which is tested on every machine.

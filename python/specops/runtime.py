@@ -2,7 +2,7 @@
 """Settings of the CPU kernels (threads, instruction set), and launches and errors of CUDA kernels.
 
 No setting makes results less reproducible: neither the thread count nor the overlap of kernels
-ever changes a bit. Two instruction sets may differ in the last bits, as two machines may.
+ever changes a bit. Instruction sets outside `portable_isas()` may differ in the last bits.
 """
 
 from typing import TYPE_CHECKING
