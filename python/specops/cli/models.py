@@ -11,7 +11,6 @@ from typing import NamedTuple
 from specops.api.config import BUNDLED_MODEL, BUNDLED_MODEL_NAME
 from specops.api.errors import ModelError
 from specops.cli import Parser
-from specops.engine.models.families import read_model_config
 
 # figures: ngram: {{ zen5.ratio("gemma.*.greedy.ngram", 1, min) }}x
 # to {{ zen5.ratio("gemma.*.greedy.ngram", 1, max) }}x
@@ -125,6 +124,8 @@ def _licence(directory: Path) -> str:
 
 
 def _status_of(directory: Path) -> str:
+    from specops.engine.models.families import read_model_config  # imports torch
+
     try:
         read_model_config(directory)
     except ModelError as error:
