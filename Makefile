@@ -158,6 +158,7 @@ serve:
 # Gemma's terms, which are shown first. ACCEPT_GEMMA_TERMS=yes answers them.
 gemma:
 	$(MAKE) --no-print-directory -j2 $(VENV)/native $(VENV)/serve-deps
+	@echo "specops: Gemma 3 270M completes texts and cannot chat; make chat serves a model that can"
 	model=$$($(BIN)/python -m tools.gemma $(if $(filter yes,$(ACCEPT_GEMMA_TERMS)),--accept-terms)) && \
 	  $(MAKE) --no-print-directory serve MODEL="$$model"
 
