@@ -162,6 +162,7 @@ serve:
 # fetched once, after the user has accepted Gemma's terms; ACCEPT_GEMMA_TERMS=yes accepts them.
 gemma:
 	$(MAKE) --no-print-directory -j2 $(VENV)/native $(VENV)/serve-deps
+	@echo "specops: Gemma 3 270M completes texts and cannot chat; make chat serves a model that can"
 	model=$$($(BIN)/python -m tools.gemma $(if $(filter yes,$(ACCEPT_GEMMA_TERMS)),--accept-terms)) && \
 	  $(MAKE) --no-print-directory serve MODEL="$$model"
 

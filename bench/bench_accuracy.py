@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accuracy of quantized models against float32: KL divergence, and the most likely token.
 
-The texts are the benchmarks' prompts. Models: the bundled one, and Gemma 3 270M if `make gemma` has
-fetched it. Weights are quantized at load time; everything else runs in bfloat16.
+The texts are the benchmarks' prompts. Models: the bundled one; Gemma 3 270M if `make gemma` has
+fetched it, and SmolLM2 135M Instruct if `make chat` has. Weights are quantized at load time;
+everything else runs in bfloat16.
 """
 
 from collections.abc import Iterator
@@ -28,7 +29,9 @@ from bench.recorded_logits import one_step, prompts
 TEXTS = 12
 TOKENS = 160  # tokens per text
 FP8_BLOCK = 128  # inputs and outputs
-GEMMA = Path.home() / ".cache" / "specops" / "gemma" / "gemma-3-270m-q4_k_m.gguf"
+_CACHE = Path.home() / ".cache" / "specops"
+GEMMA = _CACHE / "gemma" / "gemma-3-270m-q4_k_m.gguf"
+SMOLLM2 = _CACHE / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @dataclass(frozen=True)
@@ -113,8 +116,8 @@ def _fp8(weight: Tensor) -> QuantizedWeight:
 def run_accuracy(bench: Bench) -> None:
     """Compare each rounding of the weights with the float32 model, at all text positions."""
     models = {"bundled": BUNDLED}
-    if GEMMA.is_file():
-        models["gemma"] = gguf_directory(GEMMA)
+    files = {"gemma": GEMMA, "smollm2": SMOLLM2}
+    models |= {name: gguf_directory(file) for name, file in files.items() if file.is_file()}
     for name, directory in models.items():
         tokenizer = Tokenizer.from_dir(directory)
         texts = [ids[:TOKENS] for ids in islice(prompts(tokenizer), TEXTS)]

@@ -67,6 +67,16 @@ DEEPSEEK_V31 = (
     "",
     DEEPSEEK_V3[3],
 )  # fmt: skip
+DSML = "<\uff5cDSML\uff5c"
+IS_TEXT = "{{ 'true' if v is string else 'false' }}"
+DEEPSEEK_V32 = (
+    f"{N}{N}{DSML}function_calls>{N}",
+    f'{DSML}invoke name="{NAME}">{N}{ITEMS}{{% if not loop.first %}}{N}{{% endif %}}'
+    f'{DSML}parameter name="{{{{ k }}}}" string="{IS_TEXT}">{VALUE}</{DSML[1:]}parameter>'
+    f"{{% endfor %}}{N}</{DSML[1:]}invoke>",
+    N,
+    f"{N}</{DSML[1:]}function_calls>",
+)
 KIMI_K2 = (
     "<|tool_calls_section_begin|>",
     f"<|tool_call_begin|>{{{{ c.id }}}}<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|>",
@@ -147,6 +157,10 @@ FAMILIES = {
         "deepseek_v31", "think", DEEPSEEK_V31, "<think>{{ m.reasoning_content }}</think>",
         prompt="<think>",
     ),
+    "DeepSeek-V3.2": Family(
+        "deepseek_v32", "think", DEEPSEEK_V32, "<think>{{ m.reasoning_content }}</think>",
+        prompt="<think>",
+    ),
     "Kimi-K2": Family(
         "kimi_k2", "think", KIMI_K2, "<think>{{ m.reasoning_content }}</think>",
     ),
@@ -159,6 +173,10 @@ FAMILIES = {
     ),
     "Gemma 3": Family(None, None, begin="<start_of_turn>model\n", end="<end_of_turn>"),
     "ERNIE-4.5": Family(None, None, begin="Assistant: ", end="</s>"),
+    "ERNIE-4.5-Thinking": Family(
+        "hermes", "ernie45", HERMES, THINK, prompt=f"<think>{N}",
+        content=f"<response>{N}{{{{ m.content }}}}{N}</response>{N}",
+    ),
 }  # fmt: skip
 
 PARAMETERS = {
@@ -432,6 +450,7 @@ def test_grammars_admit_the_published_formats(family: Family, case: str) -> None
 def test_constrained_output_follows_the_reasoning(name: str) -> None:
     family = FAMILIES[name]
     prompt, text = written(family, ("I add.", '{"sum": 3}', []))
+    text = text.removesuffix("\n</response>\n")
     schema = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
     prefix = family.chat.reasoning_prefix(prompt, calls=False)
     constraint = StructuredOutput(json_schema=schema, prefix=prefix)
@@ -459,7 +478,7 @@ def test_history_is_rendered_as_in_transformers() -> None:
         plain = [message.for_template() for message in messages]
         if family.reasoning == "harmony":
             plain[1]["thinking"] = plain[1]["reasoning_content"]
-        if "deepseek" in (family.calls or ""):  # these templates add the arguments to a text
+        if family.calls in ("deepseek_v3", "deepseek_v31"):  # the arguments are a text
             for call in plain[1]["tool_calls"]:
                 call["function"]["arguments"] = json.dumps(
                     call["function"]["arguments"], ensure_ascii=False
@@ -503,6 +522,7 @@ def test_messages_of_gpt_oss_are_told_apart(text: str, answer: Answer) -> None:
 def test_marks_are_text_even_if_they_are_special_tokens() -> None:
     marks = ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]", "<think>", "</think>"]
     marks += ["<tool_call>", "</arg_value>", "<|tool_calls_section_begin|>", "<|tool_call_end|>"]
+    marks += ["\uff5cDSML\uff5c", "<response>", "</response>"]
     marks += [
         f"<\uff5ctool\u2581{one}\uff5c>" for one in ("calls\u2581begin", "sep", "call\u2581end")
     ]
@@ -557,21 +577,22 @@ def answers_of_apis(client: httpx.Client, text: str, size: int) -> list[tuple[An
     ask = {"messages": [{"role": "user", "content": text}], "max_tokens": size, **ends}
     functions = [tool.function.model_dump(exclude_none=True) for tool in TOOLS]
     tools: list[dict[str, Any]] = [{"type": "function", "function": one} for one in functions]
-    whole = post("chat/completions", **ask, tools=tools).json()
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    streamed = events(post("chat/completions", **ask, tools=tools, **options))
-    deltas = [choice["delta"] for one in streamed for choice in one["choices"]]
-    for parts, usage in (
-        ([whole["choices"][0]["message"]], whole["usage"]),
-        (deltas, streamed[-1]["usage"]),
-    ):
-        functions_called = [call["function"] for one in parts for call in one.get("tool_calls", ())]
-        add(
-            [one.get("reasoning_content", "") for one in parts],
-            [one.get("content") or "" for one in parts],
-            [(one["name"], one["arguments"]) for one in functions_called],
-            usage,
-        )
+    for more in ({}, {"include_reasoning": False}):
+        whole = post("chat/completions", **ask, tools=tools, **more).json()
+        streamed = events(post("chat/completions", **ask, tools=tools, **options, **more))
+        deltas = [choice["delta"] for one in streamed for choice in one["choices"]]
+        for parts, usage in (
+            ([whole["choices"][0]["message"]], whole["usage"]),
+            (deltas, streamed[-1]["usage"]),
+        ):
+            calls = [call["function"] for one in parts for call in one.get("tool_calls", ())]
+            add(
+                [one.get("reasoning_content", "") for one in parts],
+                [one.get("content") or "" for one in parts],
+                [(one["name"], one["arguments"]) for one in calls],
+                usage,
+            )
 
     tools = [{"type": "function", **one} for one in functions]
     ask_items = {"input": text, "max_output_tokens": size, "tools": tools, **ends}
@@ -618,7 +639,9 @@ def answers_of_apis(client: httpx.Client, text: str, size: int) -> list[tuple[An
     return answers
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Qwen3.5", "gpt-oss", "Kimi-K2"])
+@pytest.mark.parametrize(
+    "name", ["Qwen3", "Qwen3.5", "gpt-oss", "Kimi-K2", "DeepSeek-V3.2", "ERNIE-4.5-Thinking"]
+)
 def test_every_api_separates_reasoning_and_calls(name: str) -> None:
     """Several tokens arrive in one step, as many as the drafts that are accepted."""
     speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=6)
@@ -647,7 +670,9 @@ def test_every_api_separates_reasoning_and_calls(name: str) -> None:
                 is_harmony = family.reasoning == "harmony"
                 end = text.index("<|end|>") if is_harmony else text.index("</think>") + 8
                 number = len(engine.tokenizer.encode(text[:end]))
-            expected = [(answer, number)] * 4 + [(answer, -1)] * 2
+            without = ("", *answer[1:])  # include_reasoning is false
+            expected = [(answer, number)] * 2 + [(without, number)] * 2 + [(answer, number)] * 2
+            expected += [(answer, -1)] * 2
             size = len(engine.tokenizer.encode(text))
             assert answers_of_apis(client, text, size) == expected
 

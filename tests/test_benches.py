@@ -89,7 +89,12 @@ SMALL: dict[str, dict[str, Any]] = {
         "NEW_TOKENS": 24,
         "MISTAKES": (MISTAKES[0], MISTAKES[-1]),
     },
-    "accuracy": {"TEXTS": 1, "TOKENS": 20, "GEMMA": Path("nowhere")},
+    "accuracy": {
+        "TEXTS": 1,
+        "TOKENS": 20,
+        "GEMMA": Path("nowhere"),
+        "SMOLLM2": Path("nowhere"),
+    },
     "start": {
         "QUANTIZATIONS": {"wint8": "int8"},
         "STARTS": ("next",),

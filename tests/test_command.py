@@ -261,8 +261,12 @@ def test_contract_help_lists_only_options_that_change_it(
     for command in ("contract", "complete", "verify-exactness"):
         with pytest.raises(SystemExit):
             main([command, "--num-thread=3"])
-        mistake = f"unrecognized arguments: --num-thread=3; see specops {command} --help"
-        assert capsys.readouterr().err == f"specops {command}: {mistake}\n"
+        mistake = "unrecognized arguments: --num-thread=3; did you mean --num-threads?"
+        see = f"See specops {command} --help"
+        assert capsys.readouterr().err == f"specops {command}: {mistake} {see}\n"
+        with pytest.raises(SystemExit):
+            main([command, "--threads-of-nobody"])
+        assert f"--threads-of-nobody; see specops {command}" in capsys.readouterr().err
     assert main(["contract", "--device", "cpu", "--port", "1", "--max-num-seqs", "3"]) == 0
 
 

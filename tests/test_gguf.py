@@ -33,7 +33,16 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, pre_tokenizers
 from torch import Tensor
 
+from tools import gemma, smollm2
+from tools.gemma import cache_of
+
 gguf = pytest.importorskip("gguf")
+
+# Real models in the user's cache, by the target of the Makefile that fetches and serves each.
+REAL_FILES = {
+    "chat": cache_of("smollm2") / smollm2.NAME,
+    "gemma": cache_of("gemma") / gemma.NAME,
+}
 
 # GGML type -> kind and group size of the quantized weight.
 KINDS = {
@@ -762,3 +771,26 @@ def test_default_bos_token_depends_on_the_pre_tokenizer(
     assert tokenizer_of(tmp_path, metadata).encode("a") == ([0, 1] if begins else [1])
     metadata["tokenizer.ggml.add_bos_token"] = not begins
     assert tokenizer_of(tmp_path, metadata).encode("a") == ([1] if begins else [0, 1])
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", REAL_FILES)
+def test_drafts_change_no_bit_of_a_real_model(name: str) -> None:
+    """Greedy and seeded requests share a batch."""
+    file = REAL_FILES[name]
+    if not file.is_file():
+        pytest.skip(f"{file.name} is absent: `make {name}` fetches it")
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+    engine = Engine(EngineConfig(model=str(file), device="cpu", speculative_config=speculative))
+    texts = ["The capital of France is", "def add(a, b):\n    return", "1, 2, 3, 1, 2, 3, 1,"]
+    prompts = [engine.tokenizer.encode(text) for text in texts]
+    params = [
+        SamplingParams(max_tokens=24, temperature=temperature, seed=7, logprobs=2, ignore_eos=True)
+        for temperature in (0.0, 0.8, 0.0)
+    ]
+    plain = engine.generate(prompts, params, speculative_config={"method": "naive"})
+    drafted = engine.generate(prompts, params)
+    for one, other in zip(drafted, plain, strict=True):
+        assert one.token_ids == other.token_ids and one.logprobs == other.logprobs
+    assert sum(one.stats.num_accepted_tokens for one in drafted) > 0
+    assert ("Paris" if name == "chat" else "France") in plain[0].text

@@ -287,7 +287,8 @@ def test_cached_models_are_listed(
     assert lines[1][0] == "specops-bundled" and lines[1][2] == "psf-2.0"
     assert lines[1][3:] == ["ngram: 1.8x to 1.9x", "runs; without --model, it is this one"]
     assert lines[2][1:3] == ["253 MB", "Gemma Terms of Use"] and "make gemma" in lines[2][-1]
-    listed = {name: cells for name, *cells in lines[3:]}
+    assert lines[3][1:3] == ["98 MB", "apache-2.0"] and "make chat" in lines[3][-1]
+    listed = {name: cells for name, *cells in lines[4:]}
     assert listed["org/half"][:3] == ["0 MB", "some terms", "not measured"]
     assert listed["org/half"][3].startswith("does not run: its weights are not here")
     assert (
@@ -301,7 +302,7 @@ def test_cached_models_are_listed(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "none"))
     assert main(["models"]) == 0
     whole = capsys.readouterr().out.splitlines()
-    assert len(whole) == 3 and whole[2].startswith(f"{file} ") and whole[2].endswith("  runs")
+    assert len(whole) == 4 and whole[2].startswith(f"{file} ") and whole[2].endswith("  runs")
 
 
 def test_served_model_name_defaults_to_the_hub_name(

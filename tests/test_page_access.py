@@ -32,6 +32,8 @@ from browsing import (
 from fake_engine import FakeEngine
 from playwright.sync_api import Browser, Page, expect
 from serving import Served, serving
+from specops.engine import EngineConfig
+from specops.server.chat import ChatFormat
 
 pytestmark = pytest.mark.ci
 
@@ -287,8 +289,32 @@ def test_api_page_has_every_route_and_field(
         fields = described["components"]["schemas"]["CompletionRequest"]["properties"]
         neutral = here.get_by_text("Supported only with values that have no effect").inner_text()
         assert all(one in names or f" {one}" in neutral for one in fields)
+        for trial in page.locator(".trial").all():  # every example runs as it stands
+            trial.locator("summary").click()
+            trial.get_by_role("button").click()
+            expect(trial.locator("pre")).to_have_text(re.compile(r"^(\{\s|# HELP)"))
+        assert page.locator(".trial textarea").count() == 7
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         assert findings(page) == []
+
+
+@needs_chromium
+def test_api_page_sends_examples_with_the_key(browser: Browser) -> None:
+    """A model without a chat template has no examples of chats."""
+    engine = FakeEngine(EngineConfig(max_model_len=64))
+    with (
+        serving(engine, api_keys=("secret",), chat_format=ChatFormat(None)) as served,
+        opened(browser, served, fragment="docs", expects=("401",)) as page,
+    ):
+        here = page.locator("#POST-v1-completions")
+        here.locator("summary").click()
+        for key, text in (("", "API key"), ("secret", '"object": "text_completion"')):
+            page.get_by_label("API key").fill(key)
+            here.get_by_role("button").click()
+            expect(here.locator("pre")).to_contain_text(text)
+        assert page.locator(".trial textarea").count() == 3
+        chats = page.locator("#POST-v1-chat-completions")
+        expect(chats).to_contain_text("No example: the model has no chat template.")
 
 
 @needs_chromium
@@ -313,7 +339,7 @@ def test_page_has_landmarks_and_live_regions(served: Served, browser: Browser) -
 
 
 def test_policy_allows_own_files_only(served: Served) -> None:
-    for path in ("/", "/docs", "/page/main.js", "/page/style.css"):
+    for path in ("/", "/docs", "/page/main.js", "/page/style.css", "/favicon.ico"):
         response = httpx.get(f"{served.url}{path}")
         assert response.status_code == 200
         policy = dict(
@@ -325,7 +351,7 @@ def test_policy_allows_own_files_only(served: Served) -> None:
             "style-src": "'self'",
             "script-src": "'self'",
             "connect-src": "'self'",
-            "img-src": "data:",
+            "img-src": "'self'",
             "base-uri": "'none'",
             "form-action": "'none'",
             "frame-ancestors": "'none'",

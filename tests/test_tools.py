@@ -700,7 +700,7 @@ def test_invalid_tools_are_refused(
     "template,message",
     [
         ("{{ messages[0].content }}", "the model's chat template does not list them"),
-        ("{{ tools }}<tool_call>", "to one of deepseek_v3, deepseek_v31, glm45"),
+        ("{{ tools }}<tool_call>", "to one of deepseek_v3, deepseek_v31, deepseek_v32, glm45"),
         ("{{ tools }}name arguments", "set --tool-call-parser to"),
     ],
 )

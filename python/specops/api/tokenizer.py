@@ -29,8 +29,8 @@ _OTHER_FORMATS = {
 }
 # Special tokens that must appear in the text: parsers of tool calls and reasoning look for them.
 _SHOWN = re.compile(
-    r"\[(?:TOOL_CALLS|ARGS|CALL_ID|/?THINK)\]|</?(?:think|tool_call|arg_key|arg_value)>"
-    r"|<\|tool_calls?_\w+\|>|<\uff5ctool\u2581(?:call|sep)[^\uff5c]*\uff5c>"
+    r"\[(?:TOOL_CALLS|ARGS|CALL_ID|/?THINK)\]|</?(?:think|response|tool_call|arg_key|arg_value)>"
+    r"|<\|tool_calls?_\w+\|>|<\uff5ctool\u2581(?:call|sep)[^\uff5c]*\uff5c>|\uff5cDSML\uff5c"
 )
 # gpt-oss' tokens, if the first one is in the vocabulary; `<|end|>` has other meanings elsewhere.
 _SHOWN_IN_HARMONY = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>")

@@ -2,6 +2,7 @@
 """The `specops` command. Each subcommand's module is imported only when it runs, to start fast."""
 
 import argparse
+import difflib
 import json
 import math
 import os
@@ -140,7 +141,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print an error and exit with code 2."""
-        self.exit(2, f"{self.prog}: {message}{self.source}; see {self.prog} --help\n")
+        kind, _, given = message.partition(": ")
+        hint = "see"
+        if kind == "unrecognized arguments":
+            option, known = re.split("[ =]", given)[0], self._option_string_actions
+            for nearest in difflib.get_close_matches(option, known, n=1, cutoff=0.8):
+                hint = f"did you mean {nearest}? See"
+        self.exit(2, f"{self.prog}: {message}{self.source}; {hint} {self.prog} --help\n")
 
 
 def finite(text: str) -> float:

@@ -11,10 +11,7 @@ from typing import NamedTuple
 from specops.api.config import BUNDLED_MODEL, BUNDLED_MODEL_NAME
 from specops.api.errors import ModelError
 from specops.cli import Parser
-from specops.engine.models.families import read_model_config
 
-_GEMMA = "gemma-3-270m-q4_k_m.gguf"
-_GEMMA_BYTES = 253_113_024
 # figures: ngram: {{ zen5.ratio("gemma.*.greedy.ngram", 1, min) }}x
 # to {{ zen5.ratio("gemma.*.greedy.ngram", 1, max) }}x
 _GEMMA_PAYS = "ngram: 2.2x to 3.0x"
@@ -41,6 +38,25 @@ class _Model(NamedTuple):
     says: str
 
 
+# Models that targets of the Makefile download, named by their files in the user's cache.
+_FETCHED = (
+    _Model(
+        "gemma/gemma-3-270m-q4_k_m.gguf",
+        253_113_024,
+        "Gemma Terms of Use",
+        _GEMMA_PAYS,
+        "is not here: make gemma fetches it",
+    ),
+    _Model(
+        "smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        98_362_432,
+        "apache-2.0",
+        "not measured",
+        "is not here: make chat fetches it",
+    ),
+)
+
+
 def main(arguments: Sequence[str], program: str) -> int:
     """Print a line for each model and return the exit code."""
     _parser(program).parse_args(arguments)
@@ -48,7 +64,7 @@ def main(arguments: Sequence[str], program: str) -> int:
     default = "runs; without --model, it is this one"
     licence = _licence(BUNDLED_MODEL)
     first = _Model(BUNDLED_MODEL_NAME, bundled, licence, _BUNDLED_PAYS, default)
-    models = [first, _gemma(), *sorted(_cached())]
+    models = [first, *map(_fetched, _FETCHED), *sorted(_cached())]
     rows = [("model", "size", "licence", "what pays", "")]
     rows += [(model.name, f"{model.size / 1e6:,.0f} MB", *model[2:]) for model in models]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
@@ -69,14 +85,13 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )
 
 
-def _gemma() -> _Model:
-    """Return the row of the Gemma model of docs/figures.md, which `make gemma` downloads."""
+def _fetched(model: _Model) -> _Model:
+    """Return the row of a model that a target of the Makefile downloads to the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    file = Path(cache, "specops", "gemma", _GEMMA)
-    is_here = file.is_file()
-    says = "runs" if is_here else "is not here: make gemma fetches it"
-    name = str(file) if is_here else _GEMMA
-    return _Model(name, _GEMMA_BYTES, "Gemma Terms of Use", _GEMMA_PAYS, says)
+    file = Path(cache, "specops", model.name)
+    if file.is_file():
+        return model._replace(name=str(file), says="runs")
+    return model._replace(name=file.name)
 
 
 def _cached() -> Iterator[_Model]:
@@ -109,6 +124,8 @@ def _licence(directory: Path) -> str:
 
 
 def _status_of(directory: Path) -> str:
+    from specops.engine.models.families import read_model_config  # imports torch
+
     try:
         read_model_config(directory)
     except ModelError as error:

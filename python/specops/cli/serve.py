@@ -262,6 +262,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
         choices=(
             "deepseek_v3",
             "deepseek_v31",
+            "deepseek_v32",
             "glm45",
             "glm47",
             "hermes",
@@ -284,6 +285,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
             "harmony",
             "openai_gptoss",
             "mistral",
+            "ernie45",
             "think",
             "deepseek_r1",
             "deepseek_v3",

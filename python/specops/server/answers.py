@@ -298,7 +298,7 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
         delta: dict[str, Any] = {"content": step.text}
         reader = self._reader(step.index)
         if reader is not None:
-            delta = _message(reader.pieces(step.text))
+            delta = self._fields(reader.pieces(step.text))
         return {
             "index": step.index,
             "delta": delta,
@@ -346,7 +346,7 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
 
     def last(self, index: int, end: End) -> dict[str, Any]:
         reader = self._reader(index)
-        delta = {} if reader is None else _message(reader.finish())
+        delta = {} if reader is None else self._fields(reader.finish())
         num_calls = 0 if reader is None else reader.num_calls
         return {
             "index": index,
@@ -364,7 +364,7 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
         message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
         reader = self._reader(output.index)
         if reader is not None:
-            found = _message([*reader.pieces(output.text), *reader.finish()])
+            found = self._fields([*reader.pieces(output.text), *reader.finish()])
             message["content"] = None if found else ""
             for call in found.get("tool_calls", ()):
                 del call["index"]
@@ -378,18 +378,17 @@ class ChatAnswer(Answer[ChatCompletionRequest]):
             "seed": end.seed,
         }
 
-
-def _message(pieces: Iterable[Piece]) -> dict[str, Any]:
-    """Return the fields of a message, or of a change of one, that consists of some pieces."""
-    message: dict[str, Any] = {}
-    for piece in pieces:
-        if isinstance(piece, str):
-            message["content"] = message.get("content", "") + piece
-        elif isinstance(piece, Reasoning):
-            message["reasoning_content"] = message.get("reasoning_content", "") + piece.text
-        else:
-            message.setdefault("tool_calls", []).append(piece)
-    return message
+    def _fields(self, pieces: Iterable[Piece]) -> dict[str, Any]:
+        """Return the fields of a message, or of a change of one, that consists of some pieces."""
+        message: dict[str, Any] = {}
+        for piece in pieces:
+            if isinstance(piece, str):
+                message["content"] = message.get("content", "") + piece
+            elif not isinstance(piece, Reasoning):
+                message.setdefault("tool_calls", []).append(piece)
+            elif self.request.include_reasoning:
+                message["reasoning_content"] = message.get("reasoning_content", "") + piece.text
+        return message
 
 
 class TextAnswer(Answer[CompletionRequest]):

@@ -203,7 +203,7 @@ def make_app(
     )
     api = _openai_routes(generation)
     app.include_router(api)
-    _add_description(app, api if api_keys else None)
+    _add_description(app, api if api_keys else None, has_chats=chat_format.has_template)
     _add_error_handlers(app, api)
     _add_middleware(app, access, metrics, clients, dispatch.unread, tracing)
     return app
@@ -283,14 +283,14 @@ def _add_own_routes(app: FastAPI, client: EngineClient, *, has_metrics: bool) ->
         return JSONResponse({"version": specops.__version__})
 
 
-def _add_description(app: FastAPI, keyed: APIRouter | None) -> None:
+def _add_description(app: FastAPI, keyed: APIRouter | None, *, has_chats: bool) -> None:
     """Add /openapi.json; it marks the routes of `keyed` as needing a key."""
     routes = keyed.routes if keyed is not None else ()
     paths = frozenset(route.path_format for route in routes if isinstance(route, APIRoute))
 
     @functools.cache
     def description() -> bytes:
-        return dumped(describe(app, keyed=paths))
+        return dumped(describe(app, keyed=paths, has_chats=has_chats))
 
     @app.api_route("/openapi.json", methods=_READ, include_in_schema=False)
     async def openapi() -> Response:

@@ -3,7 +3,8 @@
 
 A value of a plain string parameter is the text itself. Every other value is JSON, also a string
 with a pattern, a format or a length, so that the grammar enforces its schema. A parameter that may
-be a plain string or null is null if its text is "null".
+be a plain string or null is null if its text is "null". In a syntax with `text_middle`, that mark
+decides instead whether a value is a text or JSON.
 """
 
 import json
@@ -22,12 +23,19 @@ _NULL = {"type": "null"}
 
 @dataclass(frozen=True)
 class Pairs:
-    """Syntax of one argument: begin, key, middle, value, end, then `space` before the next one."""
+    """Syntax of one argument: begin, key, middle, value, end, then `space` before the next one.
+
+    Attributes:
+        text_middle: what stands for `middle` before a value that is a text, if it differs.
+        none: text that models write in place of the arguments if there are none.
+    """
 
     begin: str
     middle: str
     end: str
     space: str
+    text_middle: str | None = None
+    none: str = ""
 
     def rules(self, name: str, schema: Mapping[str, Any], remark: str) -> list[str]:
         """Return the Lark rule `name` of the arguments of a schema, and the rules that it needs.
@@ -56,18 +64,22 @@ class Pairs:
                 raise ValueError(f"names must not contain <, > or line ends, got {key!r}")
             one = f"{name}_{index}"
             parts.append(one if key in required else f"{one}?")
-            begin = _text(self.begin + key + self.middle)
+            begin = _text(self.begin + key + (self.text_middle or self.middle))
             if (texts := self._choices(value)) is not None:
                 rules.append(f"{one}: {begin} ({' | '.join(map(_text, texts))}) {end}")
-            elif _is_nullable(value) is not None:
+            elif (may_be_null := _is_nullable(value)) is not None:
                 rules.append(f"{one}: {begin} {name}_text {space}")
+                if may_be_null and self.text_middle is not None:
+                    rules[-1] += f" | {_text(self.begin + key + self.middle + 'null')} {end}"
             else:
                 add(one, _text(key), value)
         others = schema.get("additionalProperties", not properties)
         if others is not False:
             parts.append(f"{name}_other*")
-            add(f"{name}_other", r"/[^<>\n]+/", {} if others is True else others)
-        return [f"{name}: {' '.join(parts)}", *rules]
+            key = rf"/[^<>\n{self.middle[0]}]+/"
+            add(f"{name}_other", key, {} if others is True else others)
+        none = f" | {_text(self.none)}" if self.none and not required else ""
+        return [f"{name}: {' '.join(parts)}{none}", *rules]
 
     def read(self, text: str, schema: Mapping[str, Any] | None) -> str | None:
         """Return the arguments in a text as a JSON object; None if the text ends within a value.
@@ -79,10 +91,8 @@ class Pairs:
         Raises:
             ValueError: the text has another syntax.
         """
-        middle = re.sub(r"\\?\n", r"\\s*", re.escape(self.middle))
-        if self.middle.endswith("\n"):  # further line ends are the value's
-            middle = middle.removesuffix(r"\s*") + r"\n"
-        begin = re.compile(rf"\s*{re.escape(self.begin)}(?P<key>[^<>\n]+){middle}")
+        middles = "|".join(map(_spaced, (self.middle, self.text_middle or self.middle)))
+        begin = re.compile(rf"\s*{re.escape(self.begin)}(?P<key>[^<>\n]+)(?:{middles})")
         arguments = {}
         at = 0
         while text[at:].strip():
@@ -91,6 +101,8 @@ class Pairs:
                 raise ValueError("expected a key")
             key = found["key"]
             may_be_null = self._is_text(key, schema)
+            if self.text_middle is not None:
+                may_be_null = False if found[0].endswith(self.text_middle) else None
             end = None
             if may_be_null is None and schema is not None:
                 end = self._end_of_json(text, found.end())
@@ -144,6 +156,14 @@ def _json(text: str, may_be_null: bool | None) -> str:
     if is_json_text and is_json(text, MAX_ARGUMENTS_DEPTH - 1):
         return text.strip()
     return _text(text)
+
+
+def _spaced(middle: str) -> str:
+    """Return a regular expression of a middle, with any space for a line end within it."""
+    pattern = re.sub(r"\\?\n", r"\\s*", re.escape(middle))
+    if middle.endswith("\n"):  # further line ends are the value's
+        pattern = pattern.removesuffix(r"\s*") + r"\n"
+    return pattern
 
 
 def _text(text: str) -> str:

@@ -41,6 +41,7 @@ class CallForm:
         id_length: length of a call's id, if templates require a certain one.
         excluded: text that the answer must not begin with where it may be free text: the opening
             of reasoning.
+        lead: text that the model writes before the opening, also where nothing precedes it.
     """
 
     name: str
@@ -58,6 +59,7 @@ class CallForm:
     label: tuple[str, str, str] | None = None
     id_length: int | None = None
     excluded: str = ""
+    lead: str = ""
 
     def grammar(self, functions: Mapping[str, dict[str, Any]], *, must: bool, several: bool) -> str:
         """Return a Lark grammar of answers that may call functions.
@@ -97,7 +99,8 @@ class CallForm:
         if self.is_list:
             rules = [f"calls: {_text(self.head)} {calls} {_text(self.closing)}"]
             if must:
-                return [f"start: {opening} calls", *rules]
+                lead = f"{_text(self.lead)}?" if self.lead else ""
+                return [f"start: {lead} {opening} calls", *rules]
             return ["start: rest | opening calls", *rules, *lazy]
         written = f"written: call {_text(self.closing)}"
         if must:
@@ -251,6 +254,26 @@ DEEPSEEK_V31 = CallForm(
     after=_deepseek("tool call end"),
     closing=_deepseek("tool calls end"),
     is_list=True,
+)
+DEEPSEEK_V32 = CallForm(
+    "deepseek_v32",
+    ("\uff5cDSML\uff5c", "function_calls>"),
+    opening="<\uff5cDSML\uff5cfunction_calls>",
+    before='<\uff5cDSML\uff5cinvoke name="',
+    middle='">\n',
+    after="</\uff5cDSML\uff5cinvoke>\n",
+    closing="</\uff5cDSML\uff5cfunction_calls>",
+    head="\n",
+    is_list=True,
+    lead="\n\n",
+    pairs=Pairs(
+        '<\uff5cDSML\uff5cparameter name="',
+        '" string="false">',
+        "</\uff5cDSML\uff5cparameter>",
+        "\n",
+        text_middle='" string="true">',
+        none="\n",
+    ),
 )
 KIMI_K2 = CallForm(
     "kimi_k2",

@@ -4,7 +4,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from specops.server.call_forms import HERMES, CallForm
 from specops.server.json_text import MAX_ARGUMENTS_DEPTH, ObjectScanner, is_json, members_of
@@ -144,13 +144,8 @@ class CallReader:
         body = self._held.lstrip(_SPACE + ("[,;" if form.is_list or not form.opening else ""))
         if not body:
             return None, False
-        if form.is_list and not self._opening:
-            if body.startswith(form.closing):
-                self._held = body[len(form.closing) :]
-                self._is_open = False
-                return "", False
-            if form.closing.startswith(body):
-                return None, False
+        if form.is_list and not self._opening and (text := self._end_of_list(body)) is not False:
+            return text, False
         if form.member is not None:
             at, is_header = 0, body[0] == "{"
         else:
@@ -167,21 +162,41 @@ class CallReader:
         self._held = body[at:]
         return None, True
 
+    def _end_of_list(self, body: str) -> str | Literal[False] | None:
+        """Remove the closing of a list, with which `body` begins, from the held text.
+
+        Returns:
+            What `_next` returns then: "" if the list ends here, None if it might; or False if
+            another call follows.
+        """
+        closing = self._form.closing
+        if body.startswith(closing):
+            self._held = body[len(closing) :]
+            self._is_open = False
+            return ""
+        return None if closing.startswith(body) else False
+
     def _next_of_pairs(self) -> str | dict[str, Any] | None:
         """Do as `_next`, for arguments that are not a JSON object."""
         form, pairs = self._form, self._form.pairs
         assert pairs is not None
+        if form.is_list and not self._opening:
+            text = self._end_of_list(self._held.lstrip(_SPACE))
+            if text is not False:
+                return text
+        tail = form.tail
         while True:
-            end = self._held.find(form.closing, self._searched)
+            end = self._held.find(tail, self._searched)
             if end < 0:
-                self._searched = max(self._searched, len(self._held) - len(form.closing) + 1)
+                self._searched = max(self._searched, len(self._held) - len(tail) + 1)
                 return None
             self._searched = end + 1
             header = self._header.match(self._held, 0, end)
             if header is None:
                 return self._as_text(0)
             text = self._held[header.end() : end]
-            if text.rstrip().endswith(form.after.strip()):  # else the closing may be in a value
+            # The arguments end with `after`; otherwise the closing may be in a value.
+            if not form.is_list and text.rstrip().endswith(form.after.strip()):
                 text = text.rstrip().removesuffix(form.after.strip())
             try:
                 arguments = pairs.read(text, self._schemas.get(header["name"]))
@@ -191,7 +206,7 @@ class CallReader:
                 continue
             self._name = header["name"]
             call = self._made(self._name, arguments)
-            return self._taken(call, self._held[end + len(form.closing) :])
+            return self._taken(call, self._held[end + len(tail) :])
 
     def _taken(self, call: dict[str, Any], rest: str) -> dict[str, Any]:
         """Return a call after it has been removed from the held text, of which `rest` remains."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from specops.server.call_forms import (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
+    DEEPSEEK_V32,
     GLM45,
     GLM47,
     HERMES,
@@ -22,7 +23,7 @@ from specops.server.call_forms import (
     CallForm,
 )
 from specops.server.harmony import HARMONY, HARMONY_REASONING
-from specops.server.reasoning import MISTRAL_THINK, THINK, ReasoningForm
+from specops.server.reasoning import ERNIE, MISTRAL_THINK, THINK, ReasoningForm
 
 # The first form whose marks are all in a template is the template's.
 CALL_FORMS: tuple[CallForm, ...] = (
@@ -33,13 +34,14 @@ CALL_FORMS: tuple[CallForm, ...] = (
     KIMI_K2,
     DEEPSEEK_V3,
     DEEPSEEK_V31,
+    DEEPSEEK_V32,
     QWEN3_CODER,
     GLM47,
     GLM45,
     HERMES,
     LLAMA,
 )
-REASONING_FORMS: tuple[ReasoningForm, ...] = (HARMONY_REASONING, MISTRAL_THINK, THINK)
+REASONING_FORMS: tuple[ReasoningForm, ...] = (HARMONY_REASONING, MISTRAL_THINK, ERNIE, THINK)
 
 CALL_PARSERS = tuple(sorted({form.name for form in CALL_FORMS}))
 REASONING_PARSERS = ("auto", "none", *(name for form in REASONING_FORMS for name in form.names))

@@ -40,15 +40,19 @@ from specops.server.protocol import (
 from specops.server.replies import ErrorReply
 from specops.server.tokens import DetokenizeRequest, TokenizeRequest
 
-_BODIES: tuple[type[Body], ...] = (
-    CompletionRequest,
-    ChatCompletionRequest,
-    ResponsesRequest,
-    MessagesRequest,
-    CountTokensRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-)
+_TEXT = "def add(a, b):"
+_MESSAGES_EXAMPLE = [{"role": "user", "content": f"Complete this function: {_TEXT}"}]
+# Bodies with examples that every model answers, if it has a chat template for those of _CHATS.
+_BODIES: dict[type[Body], dict[str, Any]] = {
+    CompletionRequest: {"prompt": _TEXT, "max_tokens": 32},
+    ChatCompletionRequest: {"messages": _MESSAGES_EXAMPLE, "max_tokens": 32},
+    ResponsesRequest: {"input": _MESSAGES_EXAMPLE[0]["content"], "max_output_tokens": 32},
+    MessagesRequest: {"messages": _MESSAGES_EXAMPLE, "max_tokens": 32},
+    CountTokensRequest: {"messages": _MESSAGES_EXAMPLE},
+    TokenizeRequest: {"prompt": _TEXT},
+    DetokenizeRequest: {"tokens": [1, 2, 3]},
+}
+_CHATS = (ChatCompletionRequest, ResponsesRequest, MessagesRequest, CountTokensRequest)
 _SCHEMAS = "#/components/schemas/"
 
 # Classes of the elements of a body's `messages` or `input`.
@@ -149,13 +153,19 @@ def _refusals(
     return {status: {"model": error, "description": _REASONS[status]} for status in statuses}
 
 
-def describe(app: FastAPI, *, keyed: frozenset[str]) -> dict[str, Any]:
+def describe(app: FastAPI, *, keyed: frozenset[str], has_chats: bool) -> dict[str, Any]:
     """Return the OpenAPI description of an application's routes.
 
     Args:
         app: application with routes that were declared with `without_body` and `with_body`.
         keyed: paths that need an API key.
+        has_chats: whether the model has a chat template; otherwise chats get no examples.
     """
+    examples = {
+        _SCHEMAS + body.__name__: example
+        for body, example in _BODIES.items()
+        if has_chats or body not in _CHATS
+    }
     with warnings.catch_warnings():
         # GET and HEAD are one route; _complete gives HEAD an id of its own.
         warnings.filterwarnings("ignore", message="Duplicate Operation ID")
@@ -174,6 +184,9 @@ def describe(app: FastAPI, *, keyed: frozenset[str]) -> dict[str, Any]:
         for method in sorted(item):  # methods come from a set; make the order deterministic
             operation = item.pop(method)
             _complete(operation, method, path in keyed)
+            for content in operation.get("requestBody", {}).get("content", {}).values():
+                if (example := examples.get(content["schema"]["$ref"])) is not None:
+                    content["example"] = example
             item[method] = operation
     if keyed:
         described["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}

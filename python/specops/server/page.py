@@ -11,12 +11,13 @@ _TYPES = {
     ".css": "text/css",
     ".js": "text/javascript",
     ".json": "application/json",
+    ".svg": "image/svg+xml",
 }
 _HEADERS = {
     # Content security policy: only files of the page, no inline code and no other host. Trusted
     # Types enforces that model output is shown as text, never as markup.
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+    "connect-src 'self'; img-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -35,7 +36,9 @@ def add_page(app: FastAPI, *, has_metrics: bool) -> None:
     """
     for path in sorted(_FOLDER.iterdir()):
         if path.suffix in _TYPES:
-            route = {"index.html": "/", "docs.html": "/docs"}.get(path.name, f"/page/{path.name}")
+            # Browsers ask for /favicon.ico beside answers that are no page, such as /metrics.
+            own = {"index.html": "/", "docs.html": "/docs", "favicon.svg": "/favicon.ico"}
+            route = own.get(path.name, f"/page/{path.name}")
             _add_file(app, route, path, without=None if has_metrics else _METRICS)
 
 

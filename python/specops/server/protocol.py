@@ -510,6 +510,7 @@ class ChatCompletionRequest(_Request, ChatPrompt):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
+    include_reasoning: bool = True  # false: the answer is without its reasoning_content
     # Variables of the chat template.
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None

@@ -57,12 +57,14 @@ class ReasoningForm:
         names: names for `--reasoning-parser`; those after the first are vLLM's.
         mark: regular expression that occurs in chat templates of this format.
         opening, closing: the tags; a prompt may end with the opening tag.
+        wrapper: the tags around the content after the reasoning, if the format has any.
     """
 
     names: tuple[str, ...]
     mark: str
     opening: str
     closing: str
+    wrapper: tuple[str, str] | None = None
 
     def begin(self, prompt: str) -> Begin:
         """Return the state of a prompt."""
@@ -81,12 +83,13 @@ class ReasoningForm:
         if begin == "closed":
             return None
         start = "reasoning" if begin == "open" else "(OPENING reasoning)?"
+        wrapper = "" if self.wrapper is None or calls else f' ("{self.wrapper[0]}" GAP)?'
         return "\n".join(
             [
                 "%llguidance {}",
                 f"start: {start}",
                 f'OPENING: /[ \\n]{{0,4}}/ "{self.opening}"',
-                "reasoning: until GAP",
+                f"reasoning: until GAP{wrapper}",
                 f'until[lazy]: /(.|\\n)*/ "{self.closing}"',
                 r"GAP: /\n{0,4}/",
             ]
@@ -103,15 +106,18 @@ class ReasoningForm:
             schemas: schemas of the functions' arguments by name.
         """
         calls = None if form is None else CallReader(form, schemas)
-        if begin == "closed":
+        if begin == "closed" and self.wrapper is None:
             return None if calls is None else TagReader(None, calls)
-        return TagReader(self, calls, is_open=begin == "open")
+        return TagReader(self, calls, begin=begin)
 
     def in_history(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return an assistant's message with its reasoning as templates of this format read it."""
         return message
 
 
+ERNIE = ReasoningForm(
+    ("ernie45",), "<response>", "<think>", "</think>", ("<response>", "</response>")
+)
 THINK = ReasoningForm(
     ("think", "deepseek_r1", "deepseek_v3", "glm45", "kimi_k2", "qwen3"),
     "</?think>",
@@ -125,21 +131,22 @@ class TagReader:
     """Parser of an answer with reasoning between tags, and tool calls after it.
 
     White space around the reasoning and line ends before the content are dropped: templates write
-    their own. Tags elsewhere are content.
+    their own. So are the tags around the content, and line ends inside them. Tags elsewhere are
+    content.
 
     Args:
         form: format of the reasoning; None if the answer has none.
         calls: parser of the text after the reasoning; None if it has no calls.
-        is_open: whether the prompt ends with the opening tag.
+        begin: state of the prompt.
     """
 
     def __init__(
-        self, form: ReasoningForm | None, calls: CallReader | None, *, is_open: bool = False
+        self, form: ReasoningForm | None, calls: CallReader | None, *, begin: Begin = "free"
     ) -> None:
         self._form = form
         self._calls = calls
-        self._is_open = is_open
-        self._state = "start" if form is not None else "content"
+        self._is_open = begin == "open"
+        self._state = "content" if form is None else "gap" if begin == "closed" else "start"
         self._held = ""
         self._has_begun = False  # whether some reasoning has been yielded
         self._num_bytes = 0
@@ -206,8 +213,33 @@ class TagReader:
                 yield Reasoning(reasoning)
         if self._state == "gap":
             self._held = self._held.lstrip("\n")
+            opening = "" if form.wrapper is None else form.wrapper[0]
+            if opening and self._held.startswith(opening):
+                self._held = self._held[len(opening) :]
+                self._state = "wrapped gap"
+            elif self._held and (is_end or not opening.startswith(self._held)):
+                self._state = "content"
+        if self._state == "wrapped gap":
+            self._held = self._held.lstrip("\n")
+            if self._held:
+                self._state = "wrapped"
+        if self._state == "wrapped" and form.wrapper is not None:
+            yield from self._wrapped(form.wrapper[1], is_end=is_end)
+        if self._state == "end":
+            self._held = self._held.lstrip("\n")
             if self._held:
                 self._state = "content"
         if self._state == "content":
             content, self._held = self._held, ""
             yield from self._content(content)
+
+    def _wrapped(self, closing: str, *, is_end: bool) -> Iterator[Piece]:
+        """Yield what is final of the content up to a closing tag."""
+        before, found, rest = self._held.partition(closing)
+        if found:
+            content, self._held = before.rstrip("\n"), rest
+            self._state = "end"
+        else:
+            free = len(before) if is_end else len(before) - num_held(before, closing)
+            content, self._held = before[:free], before[free:]
+        yield from self._content(content)

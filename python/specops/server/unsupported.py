@@ -93,7 +93,7 @@ OPENAI: Table = {
     "guided_json": Unsupported(f"{_STRUCTURED}.json"),
     "guided_regex": Unsupported(f"{_STRUCTURED}.regex"),
     "guided_whitespace_pattern": Unsupported(f"{_STRUCTURED}.whitespace_pattern"),
-    "include_reasoning": Unsupported("reasoning is part of the answer", (True,)),
+    "include_reasoning": Unsupported("only a chat separates reasoning", (True, False)),
     "length_penalty": Unsupported("the server lacks beam search", (1.0, 1)),
     "mm_processor_kwargs": Unsupported("only text is read", ({},)),
     "return_tokens_as_token_ids": Unsupported("use return_token_ids", (False,)),

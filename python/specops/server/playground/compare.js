@@ -80,11 +80,11 @@ class Entry {
 }
 
 function newTable(choices, seed) {
-  const notes = ["Each alone, by the server’s clock, in turn: the medians. naive is plain decoding."];
+  const notes = ["Each method runs alone, in turn; speeds are medians by the server’s clock. naive is plain decoding."];
   if (seed) notes.push(`Seed ${seed}.`);
   const learners = choices.filter(learns);
-  if (learners.length) notes.push(`The ${learns(learners[0])} drafts from texts it has seen, so it is timed once.`);
-  if (learners.length > 1) notes.push("The second method with it has seen the first one’s.");
+  if (learners.length) notes.push(`The ${learns(learners[0])} remembers every text, so it is timed once.`);
+  if (learners.length > 1) notes.push("In the second method with it, it knows the text already.");
   const head = make("tr", {}, ...HEADS.map((text) => make("th", {scope: "col"}, text)));
   const body = make("tbody");
   const table = make("table", {}, make("caption", {}, notes.join(" ")), make("thead", {}, head), body);

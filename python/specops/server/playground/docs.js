@@ -63,9 +63,41 @@ function bodyOf(name, label) {
   return [table, make("p", {class: "soft"}, `Supported only with values that have no effect: ${others.join(", ")}.`)];
 }
 
+/** A text, indented if it is JSON without a number that JavaScript would round. */
+function indented(text) {
+  try {
+    if (/(?<![.\d])\d{17}/.test(text)) return text;
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return text;
+  }
+}
+
+/** What sends a route's example, which may be edited first; nothing for a route that needs a name in its path. */
+function trialOf(title, path, example) {
+  const body = example && make("textarea", {rows: 5, spellcheck: "false", "aria-label": `Body of ${title}`}, JSON.stringify(example, null, 2));
+  const send = make("button", {type: "button", class: "main"}, "Send");
+  const answer = make("pre", {tabindex: 0, role: "group", "aria-label": `Answer to ${title}`, hidden: true});
+  send.addEventListener("click", async () => {
+    answer.hidden = false;
+    answer.textContent = "Waiting for the answer.";
+    try {
+      const response = await request(path.slice(1), {key: $("key").value, body: body?.value ?? null});
+      answer.textContent = indented(await response.text());
+    } catch (error) {
+      answer.textContent = error.message;
+    }
+  });
+  return make("details", {class: "trial code"}, make("summary", {}, "Try it out"), ...(body ? [body] : []), send, answer);
+}
+
 function routeOf(path, method, {description = "", requestBody, parameters = [], responses}) {
   const title = `${method.toUpperCase()} ${path}`;
+  const example = requestBody?.content["application/json"].example;
+  const canBeTried = !path.includes("{") && (example || method === "get");
   const parts = [make("h2", {}, title), make("p", {}, description)];
+  if (canBeTried) parts.push(trialOf(title, path, example));
+  else if (requestBody) parts.push(make("p", {class: "soft"}, "No example: the model has no chat template."));
   const label = `Fields of ${title}`;
   if (parameters.length) parts.push(tableOf(parameters.map(({name, schema, required}) => [name, schema, required]), label));
   if (requestBody) parts.push(...bodyOf(nameOf(requestBody.content["application/json"].schema.$ref), label));
@@ -77,6 +109,7 @@ function routeOf(path, method, {description = "", requestBody, parameters = [], 
 async function show() {
   const {paths, components} = await (await request("openapi.json")).json();
   schemas = components.schemas;
+  $("key-field").hidden = !components.securitySchemes;
   const routes = Object.entries(paths).flatMap(([path, item]) =>
     Object.entries(item).filter(([method]) => method !== "head").map(([method, route]) => routeOf(path, method, route)));
   const links = routes.map(({id, ariaLabel}) => make("li", {}, make("a", {href: `#${id}`}, ariaLabel)));

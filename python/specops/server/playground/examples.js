@@ -60,7 +60,7 @@ const MEAN = `def mean(values):
 export const PROMPTS = {"Tests": TESTS, "Similar class": CLASSES, "Data": DATA, "New code": FRESH};
 
 const MESSAGES = {
-  "Explain": "Explain in three sentences what speculative decoding is.",
+  "Explain": "Explain photosynthesis in three sentences.",
   "Code": "Write a Python function that merges two sorted lists, and a test for it.",
   "Edit": `Add type hints to this function, and repeat it in full:\n\n${MEAN}`,
 };
