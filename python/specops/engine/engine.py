@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -14,7 +15,7 @@ import torch
 import specops
 from specops._garbage import garbage_collection_paused
 from specops.api.config import EngineConfig
-from specops.api.errors import EngineError, ModelError, QueueFull, described
+from specops.api.errors import EngineError, ModelError, QueueFull, UnknownAdapter, described
 from specops.api.outputs import Completion, EngineStats, RequestOutput
 from specops.api.sampling_params import SamplingParams
 from specops.api.speculative_config import SpeculativeConfig
@@ -36,6 +37,8 @@ from specops.engine.machine import (
 )
 from specops.engine.memory.kv_cache import DraftKv, PagePool, PrefixListener
 from specops.engine.models import PrefixStates, WeightCache, load_model
+from specops.engine.models.adapter_files import read_adapter
+from specops.engine.models.adapters import Adapter
 from specops.engine.parallel.ranks import Ranks
 from specops.engine.plan import Part, Plan
 from specops.engine.prompt_pages import PromptPages
@@ -108,6 +111,7 @@ class Engine:
             quantize_head=config.quantize_head,
             weight_cache=WeightCache.of_setting(config.weight_cache, config.weight_cache_bytes),
             ranks=ranks,
+            is_adaptable=config.uses_adapters,
         )
         # The tokenizer first: reading it takes memory that is then free for the weights.
         try:
@@ -148,6 +152,10 @@ class Engine:
         self._cached = model.cached
         self._admission = Admission(config, *shared, self.vocab_size)
         self._requests: dict[str, Request] = {}
+        self._model = model
+        self._adapters: dict[str, Adapter] = {}
+        for name, path in config.lora_modules:
+            self.load_adapter(name, path)
         self.pages = PromptPages(self._pool, states, self._runner.parts.cache, self.drafters)
         self._plan: Plan | None = None  # plan of the step in flight
         # On a CPU, this thread's processor time; with a GPU, the wall clock.
@@ -260,6 +268,7 @@ class Engine:
         choice_index: int = 0,
         speculative_config: Mapping[str, object] | SpeculativeConfig | None = None,
         owners: Sequence[str] = (),
+        adapter: str | None = None,
     ) -> str:
         """Queue one choice of one prompt.
 
@@ -274,6 +283,7 @@ class Engine:
                 When slots are short, each outer owner gets an equal share of them, and divides its
                 share equally among its inner owners. Requests without owners are served in order
                 of arrival.
+            adapter: name of a LoRA adapter; None: the model alone.
 
         Returns:
             The request's id.
@@ -281,6 +291,7 @@ class Engine:
         Raises:
             ContextOverflow: prompt and max_tokens do not fit the context.
             QueueFull: `max_waiting` requests are waiting already.
+            UnknownAdapter: no adapter with this name is loaded.
             ValueError: an argument is invalid.
         """
         self.require_room(1)
@@ -291,6 +302,7 @@ class Engine:
             choice_index=choice_index,
             speculative_config=speculative_config,
             owners=owners,
+            adapter=self._adapter(adapter),
             taken=self._requests.keys() | {one.request_id for one in self._aborted},
         )
         self._requests[request.request_id] = request
@@ -298,6 +310,48 @@ class Engine:
         if choice_index == 0:
             self.stats.prompt_tokens += request.prompt_len
         return request.request_id
+
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Load a LoRA adapter, which requests may then choose by its name.
+
+        Args:
+            name: name of the adapter; it must not be in use.
+            path: directory in PEFT's format.
+
+        Raises:
+            ModelError: a file is missing or damaged, or the adapter is not supported.
+            ValueError: the engine takes no adapters, or the name is in use.
+        """
+        if not self.config.uses_adapters:
+            raise ValueError("adapters need an engine with enable_lora, got one without it")
+        if name in (*self._adapters, self.model_name):
+            raise ValueError(f"the name of an adapter must be free, got {name!r}, which is in use")
+        adapter = read_adapter(path, name, self._model, max_rank=self.config.max_lora_rank)
+        self._adapters[name] = adapter
+        logger.info("loaded adapter %s of %s (digest %s)", name, path, adapter.digest)
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload a LoRA adapter. Requests that use it finish; new ones are refused.
+
+        Raises:
+            UnknownAdapter: no adapter with this name is loaded.
+        """
+        self._adapter(name)
+        del self._adapters[name]
+        logger.info("unloaded adapter %s", name)
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Digests of the loaded LoRA adapters, by name."""
+        return {name: adapter.digest for name, adapter in self._adapters.items()}
+
+    def _adapter(self, name: str | None) -> Adapter | None:
+        if name is None:
+            return None
+        if name not in self._adapters:
+            loaded = ", ".join(map(repr, self._adapters)) or "none"
+            raise UnknownAdapter(f"adapter must be one that is loaded ({loaded}), got {name!r}")
+        return self._adapters[name]
 
     def require_room(self, count: int) -> None:
         """Check that `count` more requests fit the waiting queue.
@@ -345,6 +399,7 @@ class Engine:
             choice_index=0,
             speculative_config=speculative_config,
             owners=(),
+            adapter=None,
             taken=self._requests.keys(),
         )
         return request.drafts.kv
@@ -571,6 +626,7 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams],
         *,
         speculative_config: Mapping[str, object] | None = None,
+        adapter: str | None = None,
     ) -> list[Completion]:
         """Complete prompts and wait for all of them.
 
@@ -578,6 +634,7 @@ class Engine:
             prompts: texts, or lists of token ids.
             params: sampling parameters of all prompts, or a list with those of each prompt.
             speculative_config: options that override the engine's for these requests.
+            adapter: name of a LoRA adapter; None: the model alone.
 
         Returns:
             `n` completions per prompt, ordered by prompt, then by choice.
@@ -598,7 +655,11 @@ class Engine:
                     while self.num_waiting >= self.config.max_waiting:
                         self.step()
                     name = self.add_request(
-                        prompt, one, choice_index=index, speculative_config=speculative_config
+                        prompt,
+                        one,
+                        choice_index=index,
+                        speculative_config=speculative_config,
+                        adapter=adapter,
                     )
                     ids.append(name)
             while any(self._requests[name].output.finish_reason is None for name in ids):
