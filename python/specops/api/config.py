@@ -115,6 +115,7 @@ class EngineConfig:
         enable_lora: let requests choose LoRA adapters; implied by lora_modules.
         lora_modules: name and directory of each LoRA adapter to load; see docs/lora.md.
         max_lora_rank: largest rank of a LoRA adapter.
+        max_loras: maximum number of loaded LoRA adapters; a step may use all of them.
         suffix_corpus: a text file, or a folder of text files, that suffix decoding drafts from in
             the same way as from responses it has seen; see docs/drafters.md.
         suffix_cache: file of responses that suffix decoding drafts from. It is read if it exists;
@@ -155,6 +156,7 @@ class EngineConfig:
     enable_lora: bool = False
     lora_modules: tuple[tuple[str, str], ...] = ()
     max_lora_rank: int = 16
+    max_loras: int = 64
     suffix_corpus: str | None = None
     suffix_cache: str | None = None
 
@@ -214,6 +216,7 @@ class EngineConfig:
             "max_num_batched_tokens",
             "max_waiting",
             "max_lora_rank",
+            "max_loras",
             "weight_cache_bytes",
             "tensor_parallel_size",
         )
@@ -265,7 +268,12 @@ class EngineConfig:
             is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2
             if not is_pair or not all(isinstance(one, str) and one for one in pair):
                 raise ValueError(f"lora_modules must be pairs of a name and a path, got {pair!r}")
+            checks.adapter_name(pair[0])
         names = [name for name, _ in modules]
+        if len(names) > self.max_loras:
+            raise ValueError(
+                f"max_loras must be at least the {len(names)} of lora_modules, got {self.max_loras}"
+            )
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"lora_modules must have different names, got {repeated[0]!r} twice")
         object.__setattr__(self, "lora_modules", tuple(map(tuple, modules)))

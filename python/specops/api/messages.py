@@ -64,6 +64,7 @@ class Status(Struct):
         num_free_pages: number of KV pages that no request holds.
         stats: counters since the engine's start.
         drafter_gauges: sizes of the data that drafters store, by the name of a metric.
+        adapters: digests of the loaded LoRA adapters, by name.
     """
 
     num_running: int
@@ -71,6 +72,7 @@ class Status(Struct):
     num_free_pages: int
     stats: EngineStats
     drafter_gauges: dict[str, int]
+    adapters: dict[str, str] = {}
 
 
 # ---- to the engine ----
@@ -120,6 +122,7 @@ class Submit(Struct, tag=True, array_like=True, eq=False):
         speculative_config: JSON of the request's `speculative_config`; None uses the engine's.
         streaming: whether to report every step; otherwise only the end of each choice.
         kv_transfer: request to fetch the prompt's pages from another engine, or lease them to one.
+        adapter: name of the LoRA adapter; None: the model alone.
     """
 
     job: int
@@ -129,12 +132,34 @@ class Submit(Struct, tag=True, array_like=True, eq=False):
     speculative_config: str | None
     streaming: bool
     kv_transfer: KvTransfer | None = None
+    adapter: str | None = None
 
 
 class Abort(Struct, tag=True, array_like=True):
     """Request to abort a job's unfinished choices; no effect on a finished job."""
 
     job: int
+
+
+class LoadAdapter(Struct, tag=True, array_like=True):
+    """Request to load a LoRA adapter, answered with `Accepted`, `Refused` or `Failed`.
+
+    Attributes:
+        job: unique number of the request, among those of jobs.
+        name: name by which jobs choose the adapter.
+        path: its directory.
+    """
+
+    job: int
+    name: str
+    path: str
+
+
+class UnloadAdapter(Struct, tag=True, array_like=True):
+    """Request to unload a LoRA adapter, answered like `LoadAdapter`; its running jobs finish."""
+
+    job: int
+    name: str
 
 
 class Stop(Struct, tag=True, array_like=True):
@@ -153,7 +178,8 @@ class Overdue(Struct, tag=True, array_like=True):
     job: int
 
 
-Command = Begin | Submit | Abort | Fetched | Overdue | Stop
+AdapterChange = LoadAdapter | UnloadAdapter
+Command = Begin | Submit | Abort | LoadAdapter | UnloadAdapter | Fetched | Overdue | Stop
 
 
 # ---- from the engine ----
@@ -177,12 +203,13 @@ class Refused(Struct, tag=True, array_like=True):
     Attributes:
         job: the job's number.
         kind: "context": a prompt is too long; "full": too many requests wait; "speculative_config"
-            or "value": a value of the job is invalid; "away": the queue of jobs cannot be reached.
+            or "value": a value of the job is invalid; "adapter": its LoRA adapter is not loaded;
+            "away": the queue of jobs cannot be reached.
         message: reason, as a sentence.
     """
 
     job: int
-    kind: Literal["context", "full", "speculative_config", "value", "away"]
+    kind: Literal["context", "full", "speculative_config", "value", "adapter", "away"]
     message: str
 
 

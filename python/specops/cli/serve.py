@@ -75,6 +75,7 @@ _EXTRAS = {
     "opentelemetry": "otel",
 }  # module -> extra that installs it, for modules not in the extra "server"
 
+ADAPTERS = "LoRA adapters"
 ACCESS = "access"
 DEBUGGING = "debugging"
 # Groups of the help, in the order of the table in docs/server.md.
@@ -90,6 +91,7 @@ _GROUPS = (
     CACHE,
     DRAFTS,
     DEFAULTS,
+    ADAPTERS,
     ACCESS,
     DEBUGGING,
     LIMITS,
@@ -152,6 +154,7 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
     _add_service(parser)
     _add_access(parser)
     _add_chat(parser)
+    _add_adapters(parser)
     _add_limits(parser)
     group(parser, DEBUGGING).add_argument(
         "--in-process",
@@ -317,6 +320,91 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_adapters(parser: argparse.ArgumentParser) -> None:
+    add = group(parser, ADAPTERS).add_argument
+    add(
+        "--enable-lora",
+        action="store_true",
+        default=None,
+        help="let requests choose LoRA adapters; implied by --lora-modules and --runtime-lora-dir",
+    )
+    add(
+        "--lora-modules",
+        nargs="+",
+        action="extend",
+        type=_lora_module,
+        metavar="NAME=PATH",
+        help="LoRA adapters to load, as NAME=PATH of a directory in PEFT's format or as JSON "
+        '\'{"name": "NAME", "path": "PATH"}\'; requests choose one by its name as their model',
+    )
+    add(
+        "--max-lora-rank",
+        type=int,
+        metavar="N",
+        help=f"largest rank of an adapter (default: {EngineConfig.max_lora_rank})",
+    )
+    add(
+        "--max-loras",
+        type=int,
+        metavar="N",
+        help="maximum number of loaded adapters; a step may use all of them (default: "
+        f"{EngineConfig.max_loras})",
+    )
+    add(
+        "--runtime-lora-dir",
+        metavar="DIR",
+        help="folder of adapters that clients may load and unload while the server runs, by POST "
+        "/v1/load_lora_adapter and /v1/unload_lora_adapter (default: none)",
+    )
+
+
+def _lora_module(text: str) -> tuple[str, str]:
+    """Parse an adapter of `--lora-modules`: NAME=PATH, or vLLM's JSON form.
+
+    Raises:
+        argparse.ArgumentTypeError: `text` is neither.
+    """
+    name, _, path = text.partition("=")
+    if text.startswith("{"):
+        try:
+            fields = json.loads(text)
+        except ValueError:
+            fields = {}
+        fields.pop("base_model_name", None)  # the server has one model
+        name, path = (fields.pop(key, None) for key in ("name", "path"))
+        if fields or not isinstance(name, str) or not isinstance(path, str):
+            name = path = ""
+    if not name or not path:
+        raise argparse.ArgumentTypeError(
+            f'must be NAME=PATH or {{"name": "NAME", "path": "PATH"}}, got {text}'
+        )
+    return name, path
+
+
+def _check_adapters(args: argparse.Namespace) -> None:
+    """Check options of LoRA adapters that concern the server rather than its engine.
+
+    Raises:
+        ValueError: an option cannot be combined with another one, or the folder does not exist.
+    """
+    folder = args.runtime_lora_dir
+    if folder is not None:
+        if not Path(folder).is_dir():
+            raise ValueError(f"runtime_lora_dir must be a directory, got {folder}")
+        args.enable_lora = True
+        if args.data_parallel_size > 1:
+            raise ValueError(
+                "runtime_lora_dir needs data_parallel_size 1, since each engine loads its own "
+                f"adapters, got {args.data_parallel_size}; use lora_modules"
+            )
+    is_alone = args.role is None and args.scheduler_name == "local"
+    if (args.enable_lora or args.lora_modules) and not is_alone:
+        raise ValueError(
+            "LoRA adapters cannot be combined with role or scheduler_name splitwise, since pages "
+            "and jobs of other servers do not name their adapter"
+        )
+
+
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     add = group(parser, LIMITS).add_argument
     add(
@@ -404,6 +492,7 @@ def serve(arguments: Sequence[str], program: str) -> int:
     logger.info("starting specops %s with %s", specops.__version__, args.model or "its own model")
     with contextlib.ExitStack() as stack:
         try:
+            _check_adapters(args)
             settings = plain_settings(args)
             require_effective_drafts(settings)
             config = EngineConfig.from_plain(settings)
@@ -476,6 +565,7 @@ def _app(
         tracing=tracing,
         model_aliases=(args.served_model_name or [""])[1:],
         unsupported_fields=args.unsupported_fields,
+        runtime_lora_dir=args.runtime_lora_dir,
     )
     scheme = "https" if tls else "http"
     _log_address(client, scheme, listener, is_open=not api_keys)

@@ -16,6 +16,7 @@ import specops
 from specops._garbage import garbage_collection_paused
 from specops.api.config import EngineConfig
 from specops.api.errors import EngineError, ModelError, QueueFull, UnknownAdapter, described
+from specops.api.methods.checks import adapter_name
 from specops.api.outputs import Completion, EngineStats, RequestOutput
 from specops.api.sampling_params import SamplingParams
 from specops.api.speculative_config import SpeculativeConfig
@@ -268,7 +269,7 @@ class Engine:
         choice_index: int = 0,
         speculative_config: Mapping[str, object] | SpeculativeConfig | None = None,
         owners: Sequence[str] = (),
-        adapter: str | None = None,
+        adapter: str | Adapter | None = None,
     ) -> str:
         """Queue one choice of one prompt.
 
@@ -283,7 +284,7 @@ class Engine:
                 When slots are short, each outer owner gets an equal share of them, and divides its
                 share equally among its inner owners. Requests without owners are served in order
                 of arrival.
-            adapter: name of a LoRA adapter; None: the model alone.
+            adapter: name of a LoRA adapter, or result of `adapter`; None: the model alone.
 
         Returns:
             The request's id.
@@ -302,7 +303,7 @@ class Engine:
             choice_index=choice_index,
             speculative_config=speculative_config,
             owners=owners,
-            adapter=self._adapter(adapter),
+            adapter=self.adapter(adapter) if isinstance(adapter, str) else adapter,
             taken=self._requests.keys() | {one.request_id for one in self._aborted},
         )
         self._requests[request.request_id] = request
@@ -320,10 +321,15 @@ class Engine:
 
         Raises:
             ModelError: a file is missing or damaged, or the adapter is not supported.
-            ValueError: the engine takes no adapters, or the name is in use.
+            ValueError: the engine takes no adapters or no further one, or the name is in use.
         """
         if not self.config.uses_adapters:
             raise ValueError("adapters need an engine with enable_lora, got one without it")
+        adapter_name(name)
+        if len(self._adapters) >= self.config.max_loras:
+            raise ValueError(
+                f"max_loras adapters are loaded already, {self.config.max_loras}; unload one first"
+            )
         if name in (*self._adapters, self.model_name):
             raise ValueError(f"the name of an adapter must be free, got {name!r}, which is in use")
         adapter = read_adapter(path, name, self._model, max_rank=self.config.max_lora_rank)
@@ -336,7 +342,7 @@ class Engine:
         Raises:
             UnknownAdapter: no adapter with this name is loaded.
         """
-        self._adapter(name)
+        self.adapter(name)
         del self._adapters[name]
         logger.info("unloaded adapter %s", name)
 
@@ -345,9 +351,12 @@ class Engine:
         """Digests of the loaded LoRA adapters, by name."""
         return {name: adapter.digest for name, adapter in self._adapters.items()}
 
-    def _adapter(self, name: str | None) -> Adapter | None:
-        if name is None:
-            return None
+    def adapter(self, name: str) -> Adapter:
+        """Return a loaded LoRA adapter, which requests may use even if it is unloaded later.
+
+        Raises:
+            UnknownAdapter: no adapter with this name is loaded.
+        """
         if name not in self._adapters:
             loaded = ", ".join(map(repr, self._adapters)) or "none"
             raise UnknownAdapter(f"adapter must be one that is loaded ({loaded}), got {name!r}")

@@ -17,6 +17,11 @@ from specops.server.unread import Unread, size_of
 _numbers = itertools.count()
 
 
+def new_number() -> int:
+    """Return an unused number for a job, or for another command that the engine answers."""
+    return next(_numbers)
+
+
 class StepSeconds(NamedTuple):
     """Seconds that the engine's steps took, by their parts."""
 
@@ -106,6 +111,7 @@ class Job:
         kv_transfer: request to fetch the prompt's pages from another engine, or to lease them to
             one.
         hidden_drafters: drafters whose rejected drafts are not reported.
+        adapter: name of the LoRA adapter; None: the model alone.
 
     Attributes:
         number: unique number of the job.
@@ -126,10 +132,12 @@ class Job:
         unread: Unread,
         kv_transfer: KvTransfer | None = None,
         hidden_drafters: Collection[str] = (),
+        adapter: str | None = None,
     ) -> None:
+        self.adapter = adapter
         self.kv_transfer = kv_transfer
         self.hidden_drafters = hidden_drafters
-        self.number = next(_numbers)
+        self.number = new_number()
         self.client = client
         self.prompts = list(prompts)
         self.params = params

@@ -27,6 +27,7 @@ from specops.api.sampling_params import (
     WHOLE_RANGES,
     SamplingParams,
 )
+from specops.server.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from specops.server.anthropic_messages import CountTokensRequest, MessagesRequest
 from specops.server.openai_responses import ResponsesRequest
 from specops.server.protocol import (
@@ -48,6 +49,8 @@ _BODIES: tuple[type[Body], ...] = (
     CountTokensRequest,
     TokenizeRequest,
     DetokenizeRequest,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
 )
 _SCHEMAS = "#/components/schemas/"
 

@@ -17,10 +17,12 @@ from specops.api.messages import (
     Fetched,
     Hello,
     KvTransfer,
+    LoadAdapter,
     NoEngine,
     Overdue,
     Stop,
     Submit,
+    UnloadAdapter,
 )
 from specops.api.outputs import PromptLogprobs
 from specops.api.sampling_params import SamplingParams
@@ -170,6 +172,7 @@ class _Submit(Struct, tag="Submit", array_like=True):
     speculative_config: str | None
     streaming: bool
     kv_transfer: KvTransfer | None = None
+    adapter: str | None = None
 
 
 def packed(value: Any) -> Any:
@@ -185,13 +188,23 @@ def unpacked(kind: type, value: Any) -> Any:
     return PromptLogprobs.unpacked(value)
 
 
-ToProcess = Setup | Begin | Submit | Abort | Fetched | Overdue | Stop | StepCommands | GrammarReady
+_Other = (
+    Setup
+    | Begin
+    | Abort
+    | LoadAdapter
+    | UnloadAdapter
+    | Fetched
+    | Overdue
+    | Stop
+    | StepCommands
+    | GrammarReady
+)
+ToProcess = _Other | Submit
 FromProcess = Hello | NoEngine | Batch
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=packed)
-_to_process = msgspec.msgpack.Decoder(
-    Setup | Begin | _Submit | Abort | Fetched | Overdue | Stop | StepCommands | GrammarReady
-)
+_to_process = msgspec.msgpack.Decoder(_Other | _Submit)
 _from_process = msgspec.msgpack.Decoder(FromProcess, dec_hook=unpacked)
 
 
@@ -210,6 +223,7 @@ def encoded(message: ToProcess | FromProcess) -> bytes:
             message.speculative_config,
             message.streaming,
             message.kv_transfer,
+            message.adapter,
         )
     else:
         body = message
@@ -231,6 +245,7 @@ def to_process(body: memoryview) -> Any:
             message.speculative_config,
             message.streaming,
             message.kv_transfer,
+            message.adapter,
         )
     return message
 
