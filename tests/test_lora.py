@@ -4,6 +4,7 @@
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 import torch
 from adapters import ATTENTION, MLP, merge, write_adapter
 from checkpoints import lasting_directory, make_checkpoint, write_tokenizer
+from fake_gpu import FakeGpu
 from safetensors.torch import load_file, save_file
 from specops.api.config import BUNDLED_MODEL
+from specops.audit import AuditRecord, audit
 from specops.engine import (
     Completion,
     Engine,
@@ -253,6 +256,52 @@ def test_unloaded_adapter_serves_the_requests_that_run() -> None:
     assert bits(ours.completion(running)) == bits(ours.completion(waiting)) == alone("float32")[0]
     (other,) = ours.generate([PROMPT], params(1), adapter="lora1")
     assert bits(ours.completion(renamed)) == bits(other)
+
+
+def test_captured_steps_are_replayed_without_adapters_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: FakeGpu())
+    ours = engine(names())
+    base = [(None, 8), (None, 9)]
+    expected = run(engine(), base, PLAIN)
+    mixed: list[tuple[str | None, int]] = [(name, index) for index, name in enumerate(names())]
+    for speculative in (PLAIN, NGRAM):
+        assert run(ours, base, speculative) == expected
+        num_captures = ours.num_captures
+        assert run(ours, mixed, speculative) == alone("float32")
+        assert ours.num_captures == num_captures > 0
+        assert run(ours, [*mixed[:4], *base, *mixed[4:]], speculative)[4:6] == expected
+
+
+def test_cache_events_name_the_adapter() -> None:
+    from specops.disaggregated.kv_events import BlockStored, PrefixEvents
+
+    events = PrefixEvents()
+    folder = model_dir()
+    modules = tuple((name, str(folder / name)) for name in names()[:2])
+    config = EngineConfig(model=str(folder / "model"), lora_modules=modules, device="cpu")
+    ours = Engine(config, on_prefix=events)
+    for adapter in (None, "lora0", "lora1"):
+        ours.generate([PROMPT], params(0, cache_salt="lora0"), adapter=adapter)
+    stored = [one for one in events.events if isinstance(one, BlockStored)]
+    assert [one.lora_name for one in stored] == [None] * 3 + ["lora0"] * 3 + ["lora1"] * 3
+    assert len({one.block_hashes[0] for one in stored}) == 9
+
+
+def test_answers_of_adapters_are_audited() -> None:
+    ours = engine(["lora0", "lora1"])
+    asked = params(1)
+    (done,) = ours.generate([PROMPT], asked, adapter="lora0")
+    digests = ours.adapters
+    record = AuditRecord.of(done, asked, contract="this", adapter=digests["lora0"])
+    record = AuditRecord.from_dict(record.as_dict())
+    (verdict,) = audit(ours, [record], contract="this")
+    assert verdict.is_confirmed and verdict.same_contract
+    for adapter in (None, digests["lora1"]):
+        (verdict,) = audit(ours, [replace(record, adapter=adapter)], contract="this")
+        assert not verdict.is_confirmed and verdict.same_contract is False
+    ours.unload_adapter("lora0")
+    with pytest.raises(ValueError, match=r"record.adapter must be the digest of a loaded adapter"):
+        audit(ours, [record])
 
 
 def test_adapters_of_a_gated_attention(tmp_path: Path) -> None:

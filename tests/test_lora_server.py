@@ -18,7 +18,8 @@ from adapters import write_adapter
 from serving import Served, http, post, serving, serving_app, wait_for
 from specops.api.contract import with_adapter
 from specops.api.tokenizer import Tokenizer
-from specops.cli.serve import _lora_module, _parser, _read, main
+from specops.cli.options import lora_module
+from specops.cli.serve import _parser, _read, main
 from specops.engine import SamplingParams
 from specops.server import make_app
 from specops.server.chat import ChatFormat
@@ -251,7 +252,7 @@ def test_options_of_adapters_are_read_and_checked(
         '{"path": "b"}',
     ):
         with pytest.raises(Exception, match="must be NAME=PATH or"):
-            _lora_module(text)
+            lora_module(text)
     cases = {
         "runtime_lora_dir must be a directory": ["--runtime-lora-dir", str(tmp_path / "none")],
         "runtime_lora_dir needs data_parallel_size 1": [

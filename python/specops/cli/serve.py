@@ -26,6 +26,7 @@ from specops.cli.config_file import arguments_of
 from specops.cli.environment import environment_arguments, unknown_variables
 from specops.cli.fastdeploy import require_known
 from specops.cli.options import (
+    ADAPTERS,
     CACHE,
     DEFAULTS,
     DEVICES,
@@ -35,6 +36,7 @@ from specops.cli.options import (
     PROCESSES,
     SERVICE,
     WEIGHTS,
+    add_adapter_options,
     add_engine_options,
     engine_settings,
     group,
@@ -75,7 +77,6 @@ _EXTRAS = {
     "opentelemetry": "otel",
 }  # module -> extra that installs it, for modules not in the extra "server"
 
-ADAPTERS = "LoRA adapters"
 ACCESS = "access"
 DEBUGGING = "debugging"
 # Groups of the help, in the order of the table in docs/server.md.
@@ -321,64 +322,13 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_adapters(parser: argparse.ArgumentParser) -> None:
-    add = group(parser, ADAPTERS).add_argument
-    add(
-        "--enable-lora",
-        action="store_true",
-        default=None,
-        help="let requests choose LoRA adapters; implied by --lora-modules and --runtime-lora-dir",
-    )
-    add(
-        "--lora-modules",
-        nargs="+",
-        action="extend",
-        type=_lora_module,
-        metavar="NAME=PATH",
-        help="LoRA adapters to load, as NAME=PATH of a directory in PEFT's format or as JSON "
-        '\'{"name": "NAME", "path": "PATH"}\'; requests choose one by its name as their model',
-    )
-    add(
-        "--max-lora-rank",
-        type=int,
-        metavar="N",
-        help=f"largest rank of an adapter (default: {EngineConfig.max_lora_rank})",
-    )
-    add(
-        "--max-loras",
-        type=int,
-        metavar="N",
-        help="maximum number of loaded adapters; a step may use all of them (default: "
-        f"{EngineConfig.max_loras})",
-    )
-    add(
+    add_adapter_options(parser)
+    group(parser, ADAPTERS).add_argument(
         "--runtime-lora-dir",
         metavar="DIR",
         help="folder of adapters that clients may load and unload while the server runs, by POST "
         "/v1/load_lora_adapter and /v1/unload_lora_adapter (default: none)",
     )
-
-
-def _lora_module(text: str) -> tuple[str, str]:
-    """Parse an adapter of `--lora-modules`: NAME=PATH, or vLLM's JSON form.
-
-    Raises:
-        argparse.ArgumentTypeError: `text` is neither.
-    """
-    name, _, path = text.partition("=")
-    if text.startswith("{"):
-        try:
-            fields = json.loads(text)
-        except ValueError:
-            fields = {}
-        fields.pop("base_model_name", None)  # the server has one model
-        name, path = (fields.pop(key, None) for key in ("name", "path"))
-        if fields or not isinstance(name, str) or not isinstance(path, str):
-            name = path = ""
-    if not name or not path:
-        raise argparse.ArgumentTypeError(
-            f'must be NAME=PATH or {{"name": "NAME", "path": "PATH"}}, got {text}'
-        )
-    return name, path
 
 
 def _check_adapters(args: argparse.Namespace) -> None:

@@ -20,7 +20,6 @@ import torch
 
 import specops
 from specops.api.config import EngineConfig
-from specops.api.contract import with_digest
 from specops.checkpoints.directory import weight_files
 from specops.engine.engine import Engine
 from specops.engine.machine import LEAF_TOKENS
@@ -85,7 +84,7 @@ def contract_of(engine: Engine) -> dict[str, Any]:
         "logprobs_mode": config.logprobs_mode,
         "json_whitespace": config.json_whitespace,
     }
-    return with_digest(facts)
+    return {**facts, "digest": _digest(json.dumps(facts, sort_keys=True).encode())}
 
 
 def _device(name: str) -> dict[str, str]:
