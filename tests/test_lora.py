@@ -331,6 +331,13 @@ def test_adapters_of_a_gated_attention(tmp_path: Path) -> None:
         expected = theirs(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1)
     found = done.logprobs[0].alternatives
     assert max(abs(value - expected[token].item()) for token, value in found) < 2e-5
+    ours.load_adapter("two", write_adapter(tmp_path / "two", model, 6, modules=("o_proj",)))
+    requests: list[tuple[str | None, int]] = [("one", 0), (None, 0), ("two", 0), ("one", 1)]
+    each = [run(ours, [request], PLAIN)[0] for request in requests]
+    assert len({str(one) for one in each}) == 4
+    for speculative in (PLAIN, NGRAM):  # prefixes with states are cached
+        assert run(ours, requests, speculative) == each
+    assert ours.stats.prefix_cache_hits > 0
     router = write_adapter(tmp_path / "other", model, 5, modules=("in_proj_qkvz",))
     with pytest.raises(ModelError, match=r"linear_attn.in_proj_qkvz cannot be adapted; of this"):
         ours.load_adapter("other", router)

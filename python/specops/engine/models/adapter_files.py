@@ -256,6 +256,8 @@ def _product(
         rank, scale = ranks.of(module)
         a = _factor(tensors, module, "A", (rank, site.inputs)).to(model.device, dtype)
         b = _factor(tensors, module, "B", (site.outputs[part], rank)).to(model.device, dtype)
+        if math.frexp(scale)[0] == 0.5:  # a power of two scales without rounding
+            b, scale = b * scale, 1.0
         firsts.append(a)
         for columns, rows in site.columns_of(part):
             packed = dense.pack_weight(b[rows.to(model.device)])

@@ -65,7 +65,7 @@ class LowRankPart:
         b: [outputs of the range, rank].
         ranks: range of the first product that belongs to this part.
         columns: range of the projection's outputs.
-        scale: factor on the product.
+        scale: factor on the product; 1 if `b` includes it.
     """
 
     b: PackedWeight
@@ -94,10 +94,11 @@ class LowRankProduct:
         changed = out[rows]  # a view for a slice, a copy for indices
         for part in self.parts:
             delta = dense.linear(low[:, part.ranks], part.b, out_dtype=torch.float32)
-            # Separate operations: a fused multiply-add would round only in parts of a tensor.
-            delta *= part.scale
+            if part.scale != 1.0:
+                # Apart from the sum: whether a fused multiply-add is used may depend on the row.
+                delta *= part.scale
             columns = changed[:, part.columns]
-            columns.copy_(columns + delta)
+            columns += delta  # computed in float32
         if isinstance(rows, Tensor):
             out[rows] = changed
 
