@@ -25,6 +25,7 @@ from specops.engine import (
     SamplingParams,
     UnknownAdapter,
 )
+from specops.engine.models.adapters import AdapterRows, adapter_rows, add_adapters
 
 NUM_ADAPTERS = 8
 PROMPT = [7, 8, 9, 10] * 10
@@ -216,8 +217,6 @@ def test_adapters_share_no_pages() -> None:
 
 
 def test_rows_without_an_adapter_keep_negative_zeros() -> None:
-    from specops.engine.models.adapters import adapter_rows, add_adapters
-
     ours = engine(["lora0"])
     adapter = ours._adapters["lora0"]
     site = next(iter(adapter.products))
@@ -229,6 +228,34 @@ def test_rows_without_an_adapter_keep_negative_zeros() -> None:
         for row in range(6):
             assert out[row].any() == (row in changed)
             assert row in changed or out[row].signbit().all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_row_has_the_same_product_in_every_place(dtype: str, isa: str) -> None:
+    """Also where sums are denormal, which some conversions flush to zero."""
+    ours = engine(["lora0", "lora1", "lora3"], dtype=dtype)
+    torch.manual_seed(0)
+    magnitudes = 10.0 ** torch.randint(-42, 1, (21, 1))
+    for adapter in ours._adapters.values():
+        for site in list(adapter.products)[:4]:
+            x, out = (
+                (torch.randn(21, width) * magnitudes).to(ours._model.dtype)
+                for width in (site.inputs, sum(site.outputs))
+            )
+            whole = out.clone()
+            add_adapters([AdapterRows(adapter, slice(0, 21))], site, x, whole)
+            places = torch.tensor([20, 3, 7, 8, 0])
+            some = out.clone()
+            add_adapters([AdapterRows(adapter, places)], site, x, some)
+            assert torch.equal(bits_of(some[places]), bits_of(whole[places]))
+            for row in range(21):
+                alone = out[row : row + 1].clone()
+                add_adapters([AdapterRows(adapter, slice(0, 1))], site, x[row : row + 1], alone)
+                assert torch.equal(bits_of(alone[0]), bits_of(whole[row]))
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32)
 
 
 def test_engine_of_adapters_has_the_bits_of_an_engine_without() -> None:
