@@ -15,8 +15,9 @@ for name in ("fastapi", "uvicorn", "pydantic", "msgspec", "prometheus_client", "
     pytest.importorskip(name)
 
 from adapters import write_adapter
-from serving import Served, http, post, serving, serving_app, wait_for
+from serving import JSON, Served, http, post, serving, serving_app, wait_for
 from specops.api.contract import with_adapter
+from specops.api.errors import UnknownAdapter
 from specops.api.tokenizer import Tokenizer
 from specops.cli.options import lora_module
 from specops.cli.serve import _parser, _read, main
@@ -156,6 +157,14 @@ def test_adapters_that_cannot_be_loaded_are_refused(served: Served, tmp_path: Pa
         response = load(served, name, path)
         assert response.status_code == 400, path
         assert message in response.json()["error"]["message"]
+    for path, body in (  # half of a surrogate pair
+        ("load_lora_adapter", r'{"lora_name": "\ud800", "lora_path": "lora2"}'),
+        ("load_lora_adapter", r'{"lora_name": "more", "lora_path": "\ud800"}'),
+        ("load_lora_adapter", r'{"lora_name": "more", "lora_path": "\udc80"}'),
+        ("unload_lora_adapter", r'{"lora_name": "\ud800"}'),
+    ):
+        response = http().post(f"{served.url}/v1/{path}", content=body, headers=JSON)
+        assert response.status_code in (400, 404), path
     for index in (2, 3):
         assert load(served, f"more{index}", f"lora{index}").status_code == 200
     response = load(served, "more", "lora4")
@@ -179,13 +188,26 @@ def test_routes_need_the_option() -> None:
         assert answer(served, "lora0")["model"] == "lora0"
 
 
-def test_request_of_an_adapter_that_was_just_unloaded_is_refused() -> None:
-    """The engine may unload an adapter after the server has looked for it."""
-    ours = engine(["lora0"])
+def test_request_of_an_adapter_that_has_just_gone_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine may unload or replace an adapter after the server has looked for it."""
+    ours = engine(["lora0", "lora1"])
+    other = ours.adapter("lora1")
+
+    def gone(name: str) -> Any:
+        raise UnknownAdapter("it has gone")
+
     with serving(ours) as served:
-        ours.unload_adapter("lora0")  # the server still has the state of the last batch
-        response = post(served, "completions", {**BODY, "model": "lora0"})
-        assert response.status_code == 404 and response.json()["error"]["param"] == "model"
+        for found, message in (
+            (gone, "it has gone"),
+            (lambda name: other, "adapter 'lora0' has just been replaced; try again"),
+        ):
+            monkeypatch.setattr(ours, "adapter", found)
+            response = post(served, "completions", {**BODY, "model": "lora0"})
+            error = response.json()["error"]
+            assert response.status_code == 404
+            assert error["message"] == message and error["param"] == "model"
 
 
 @pytest.mark.ci
@@ -223,7 +245,7 @@ def test_restarted_engine_has_the_adapters_again() -> None:
 def test_commands_are_unchanged_by_encoding() -> None:
     from specops.api.messages import LoadAdapter, Submit, UnloadAdapter
 
-    job = Submit(3, "", [[1]], SamplingParams(), None, True, adapter="one")
+    job = Submit(3, "", [[1]], SamplingParams(), None, True, adapter=("one", "digest"))
     for command in (LoadAdapter(1, "one", "/a"), UnloadAdapter(2, "one"), job):
         (found,) = map(to_process, Frames().feed(encoded(command)))
         for field in type(command).__struct_fields__:

@@ -122,7 +122,7 @@ class Submit(Struct, tag=True, array_like=True, eq=False):
         speculative_config: JSON of the request's `speculative_config`; None uses the engine's.
         streaming: whether to report every step; otherwise only the end of each choice.
         kv_transfer: request to fetch the prompt's pages from another engine, or lease them to one.
-        adapter: name of the LoRA adapter; None: the model alone.
+        adapter: name and digest of the LoRA adapter; None: the model alone.
     """
 
     job: int
@@ -132,7 +132,7 @@ class Submit(Struct, tag=True, array_like=True, eq=False):
     speculative_config: str | None
     streaming: bool
     kv_transfer: KvTransfer | None = None
-    adapter: str | None = None
+    adapter: tuple[str, str] | None = None
 
 
 class Abort(Struct, tag=True, array_like=True):

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from specops.api.errors import QueueFull, UnknownAdapter
 from specops.api.messages import LoadAdapter, UnloadAdapter
+from specops.api.methods.checks import adapter_name
 from specops.server.api_error import ApiError, bad_value
 from specops.server.dispatch import Dispatch
 from specops.server.generation import busy, failure_of
@@ -63,6 +64,7 @@ class AdapterChanges:
                 param="lora_name",
             )
         try:
+            adapter_name(name)
             await self._change(LoadAdapter(new_number(), name, str(path)))
         except ValueError as error:  # its message has the resolved path
             message = str(error).replace(str(path), body.lora_path)
@@ -79,6 +81,8 @@ class AdapterChanges:
             await self._change(UnloadAdapter(new_number(), body.lora_name))
         except UnknownAdapter as error:
             raise ApiError(404, str(error), param="lora_name", code="model_not_found") from None
+        except ValueError as error:
+            raise bad_value(error, UnloadAdapterRequest, "lora_name") from None
         return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 
     async def _change(self, change: LoadAdapter | UnloadAdapter) -> None:

@@ -141,8 +141,8 @@ class Dispatch:
         self._require_engine()
         done = asyncio.get_running_loop().create_future()
         self._changes[change.job] = done
-        self._client.change_adapters(change)
         try:
+            self._client.change_adapters(change)
             await done
         finally:
             del self._changes[change.job]

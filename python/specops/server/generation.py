@@ -226,7 +226,7 @@ class Generation:
             unread=self._dispatch.unread,
             kv_transfer=kv_transfer,
             hidden_drafters=self._hidden_drafters,
-            adapter=adapter,
+            adapter=None if adapter is None else (adapter, contract["adapter"]),
         )
         answer = answer_type(
             request,

@@ -111,7 +111,7 @@ class Job:
         kv_transfer: request to fetch the prompt's pages from another engine, or to lease them to
             one.
         hidden_drafters: drafters whose rejected drafts are not reported.
-        adapter: name of the LoRA adapter; None: the model alone.
+        adapter: name and digest of the LoRA adapter; None: the model alone.
 
     Attributes:
         number: unique number of the job.
@@ -132,7 +132,7 @@ class Job:
         unread: Unread,
         kv_transfer: KvTransfer | None = None,
         hidden_drafters: Collection[str] = (),
-        adapter: str | None = None,
+        adapter: tuple[str, str] | None = None,
     ) -> None:
         self.adapter = adapter
         self.kv_transfer = kv_transfer

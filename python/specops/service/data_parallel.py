@@ -172,7 +172,7 @@ class DataParallelClient(EngineClient):
         """
         salt = job.params.cache_salt
         if job.adapter is not None:
-            salt = f"{job.adapter} {salt}"  # another prompt with an equal salt is only a wrong hint
+            salt = f"{job.adapter[0]} {salt}"  # if ambiguous, only a wrong hint
         pages = self._prefixes.pages(job.prompts[0], salt)
         loads = [0] * len(self._clients)
         for running in self._jobs.values():

@@ -301,7 +301,7 @@ class EngineLoop:
             else:
                 self._engine.unload_adapter(change.name)
         except Exception as error:
-            logger.warning("adapter %s is not changed: %s", change.name, error)
+            logger.warning("an adapter is not changed: %r", str(error))
             self._events.append(self._refusal(change, error))
         else:
             self._events.append(Accepted(change.job, 0))
@@ -357,7 +357,10 @@ class EngineLoop:
         """Return the first choice of a prompt, which holds the other choices as its siblings."""
         params, adapter = job.params, None
         if job.adapter is not None:
-            adapter = self._engine.adapter(job.adapter)
+            name, digest = job.adapter
+            adapter = self._engine.adapter(name)
+            if adapter.digest != digest:
+                raise UnknownAdapter(f"adapter {name!r} has just been replaced; try again")
         seed = self._engine.draw_seed(_SEED_BITS) if params.seed is None else params.seed
         # The choices of a prompt share the seed; their random numbers differ by the choice's index.
         params = replace(params, seed=seed)

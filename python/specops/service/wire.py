@@ -172,7 +172,7 @@ class _Submit(Struct, tag="Submit", array_like=True):
     speculative_config: str | None
     streaming: bool
     kv_transfer: KvTransfer | None = None
-    adapter: str | None = None
+    adapter: tuple[str, str] | None = None
 
 
 def packed(value: Any) -> Any:
