@@ -25,7 +25,7 @@ from specops.engine import (
     SamplingParams,
     UnknownAdapter,
 )
-from specops.engine.models.adapters import AdapterRows, adapter_rows, add_adapters
+from specops.engine.models.adapters import adapter_rows, add_adapters
 
 NUM_ADAPTERS = 8
 PROMPT = [7, 8, 9, 10] * 10
@@ -35,20 +35,20 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "min_ngram_size": 1}
 
 @cache
 def model_dir(family: str = "Qwen3") -> Path:
-    """Write a model with eight adapters, which differ in modules, rank, scale and dtype."""
+    """Write a model with eight adapters of four layouts, with different scales and dtypes."""
     folder = lasting_directory()
     model = folder / "model"
     model.mkdir()
     make_checkpoint(model, family)
     write_tokenizer(model)
-    modules = [(*ATTENTION, *MLP), ATTENTION, MLP, ("q_proj", "v_proj"), ("up_proj",)]
+    modules = [(*ATTENTION, *MLP), ATTENTION, (*MLP, "o_proj"), ("q_proj", "v_proj")]
     for index in range(NUM_ADAPTERS):
         write_adapter(
             folder / f"lora{index}",
             model,
             index,
-            modules=modules[index % len(modules)],
-            rank=(4, 8, 3)[index % 3],
+            modules=modules[index % 4],
+            rank=(4, 8, 3, 8)[index % 4],
             dtype=torch.bfloat16 if index % 2 else torch.float32,
             use_rslora=index == 6,
         )
@@ -218,8 +218,8 @@ def test_adapters_share_no_pages() -> None:
 
 def test_rows_without_an_adapter_keep_negative_zeros() -> None:
     ours = engine(["lora0"])
-    adapter = ours._adapters["lora0"]
-    site = next(iter(adapter.products))
+    adapter = ours.adapter("lora0")
+    site = next(iter(adapter.bank.products))
     x = torch.randn(6, site.inputs)
     for rows in ([range(1, 3)], [range(0, 1), range(4, 6)]):
         out = torch.full((6, sum(site.outputs)), -0.0)
@@ -236,26 +236,25 @@ def test_a_row_has_the_same_product_in_every_place(dtype: str, isa: str) -> None
     ours = engine(["lora0", "lora1", "lora3"], dtype=dtype)
     torch.manual_seed(0)
     magnitudes = 10.0 ** torch.randint(-42, 1, (21, 1))
-    for adapter in ours._adapters.values():
-        for site in list(adapter.products)[:4]:
+    for adapter in map(ours.adapter, ours.adapters):
+        for site in list(adapter.bank.products)[:4]:
             x, out = (
                 (torch.randn(21, width) * magnitudes).to(ours._model.dtype)
                 for width in (site.inputs, sum(site.outputs))
             )
-            whole = out.clone()
-            add_adapters([AdapterRows(adapter, slice(0, 21))], site, x, whole)
-            places = torch.tensor([20, 3, 7, 8, 0])
-            some = out.clone()
-            add_adapters([AdapterRows(adapter, places)], site, x, some)
-            assert torch.equal(bits_of(some[places]), bits_of(whole[places]))
+
+            def added(rows: list[range], x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+                out = out.clone()
+                add_adapters(adapter_rows({adapter: rows}, out.device), site, x, out)  # noqa: B023
+                return out.view(torch.int16 if out.dtype == torch.bfloat16 else torch.int32)
+
+            whole = added([range(21)], x, out)
+            some = [range(1), range(3, 8), range(20, 21)]
+            for row in (0, 3, 5, 7, 20):
+                assert torch.equal(added(some, x, out)[row], whole[row])
             for row in range(21):
-                alone = out[row : row + 1].clone()
-                add_adapters([AdapterRows(adapter, slice(0, 1))], site, x[row : row + 1], alone)
-                assert torch.equal(bits_of(alone[0]), bits_of(whole[row]))
-
-
-def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32)
+                alone = added([range(1)], x[row : row + 1], out[row : row + 1])
+                assert torch.equal(alone[0], whole[row])
 
 
 def test_engine_of_adapters_has_the_bits_of_an_engine_without() -> None:
@@ -269,6 +268,7 @@ def test_unloaded_adapter_serves_the_requests_that_run() -> None:
     ours = engine(names())
     running = ours.add_request(PROMPT, params(0), speculative_config=NGRAM, adapter="lora0")
     waiting = ours.add_request(PROMPT, params(0), speculative_config=PLAIN, adapter="lora0")
+    alike = ours.add_request(prompt_of(4), params(4), speculative_config=NGRAM, adapter="lora4")
     ours.step()
     ours.unload_adapter("lora0")
     assert list(ours.adapters) == names()[1:]
@@ -281,6 +281,7 @@ def test_unloaded_adapter_serves_the_requests_that_run() -> None:
     while ours.has_unfinished():
         ours.step()
     assert bits(ours.completion(running)) == bits(ours.completion(waiting)) == alone("float32")[0]
+    assert bits(ours.completion(alike)) == alone("float32")[4]
     (other,) = ours.generate([PROMPT], params(1), adapter="lora1")
     assert bits(ours.completion(renamed)) == bits(other)
 
@@ -487,8 +488,8 @@ def campaign(folder: Path, count: int, num_adapters: int) -> None:
             folder / f"lora{index}",
             BUNDLED_MODEL,
             index,
-            modules=(ATTENTION, MLP, ("q_proj", "v_proj", "up_proj"))[index % 3],
-            rank=4 << index % 3,
+            modules=(ATTENTION, MLP, ("q_proj", "v_proj", "up_proj"))[index // 2 % 3],
+            rank=4 << index // 2 % 3,
             dtype=torch.bfloat16,
         )
         choices.append(f"lora{index}")

@@ -39,7 +39,7 @@ from specops.engine.machine import (
 from specops.engine.memory.kv_cache import DraftKv, PagePool, PrefixListener
 from specops.engine.models import PrefixStates, WeightCache, load_model
 from specops.engine.models.adapter_files import read_adapter
-from specops.engine.models.adapters import Adapter
+from specops.engine.models.adapters import Adapter, put_into_one_bank
 from specops.engine.parallel.ranks import Ranks
 from specops.engine.plan import Part, Plan
 from specops.engine.prompt_pages import PromptPages
@@ -156,7 +156,10 @@ class Engine:
         self._model = model
         self._adapters: dict[str, Adapter] = {}
         for name, path in config.lora_modules:
-            self.load_adapter(name, path)
+            self._adapters[name] = self._read_adapter(name, path)
+        for adapter in self._adapters.values():
+            if adapter.bank.size == 1:  # it is not in a bank with others yet
+                put_into_one_bank(self._adapters_like(adapter))
         self.pages = PromptPages(self._pool, states, self._runner.parts.cache, self.drafters)
         self._plan: Plan | None = None  # plan of the step in flight
         # On a CPU, this thread's processor time; with a GPU, the wall clock.
@@ -323,6 +326,11 @@ class Engine:
             ModelError: a file is missing or damaged, or the adapter is not supported.
             ValueError: the engine takes no adapters or no further one, or the name is in use.
         """
+        adapter = self._read_adapter(name, path)
+        put_into_one_bank([*self._adapters_like(adapter), adapter])
+        self._adapters[name] = adapter
+
+    def _read_adapter(self, name: str, path: str | Path) -> Adapter:
         if not self.config.uses_adapters:
             raise ValueError("adapters need an engine with enable_lora, got one without it")
         adapter_name(name)
@@ -333,8 +341,8 @@ class Engine:
         if name in (*self._adapters, self.model_name):
             raise ValueError(f"the name of an adapter must be free, got {name!r}, which is in use")
         adapter = read_adapter(path, name, self._model, max_rank=self.config.max_lora_rank)
-        self._adapters[name] = adapter
-        logger.info("loaded adapter %s of %s (digest %s)", name, path, adapter.digest)
+        logger.info("read adapter %s of %s (digest %s)", name, path, adapter.digest)
+        return adapter
 
     def unload_adapter(self, name: str) -> None:
         """Unload a LoRA adapter. Requests that use it finish; new ones are refused.
@@ -342,9 +350,16 @@ class Engine:
         Raises:
             UnknownAdapter: no adapter with this name is loaded.
         """
-        self.adapter(name)
+        adapter = self.adapter(name)
         del self._adapters[name]
+        if alike := self._adapters_like(adapter):  # its memory is freed after its last request
+            put_into_one_bank(alike)
         logger.info("unloaded adapter %s", name)
+
+    def _adapters_like(self, adapter: Adapter) -> list[Adapter]:
+        """Return the loaded adapters with the layout of an adapter."""
+        layout = adapter.bank.layout
+        return [one for one in self._adapters.values() if one.bank.layout == layout]
 
     @property
     def adapters(self) -> dict[str, str]:

@@ -16,10 +16,17 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from specops import dense
+from specops import dense, moe
 from specops.api.errors import ModelError
 from specops.checkpoints.safetensors import is_lfs_pointer
-from specops.engine.models.adapters import Adapter, AdapterSite, LowRankPart, LowRankProduct
+from specops.dense import PackedWeight
+from specops.engine.models.adapters import (
+    Adapter,
+    AdapterBank,
+    AdapterSite,
+    LowRankPart,
+    LowRankProduct,
+)
 from specops.engine.models.families.fields import count, flag, mapping, number
 from specops.engine.models.transformer import Transformer
 
@@ -81,7 +88,8 @@ def read_adapter(directory: str | Path, name: str, model: Transformer, *, max_ra
         config = _config_of(directory)
         tensors, digest = _tensors_of(directory, config)
         ranks = _Ranks(config, max_rank)
-        return Adapter(name=name, digest=digest, products=_products(tensors, ranks, model))
+        bank = AdapterBank(_products(tensors, ranks, model))
+        return Adapter(name=name, digest=digest, bank=bank)
     except ModelError as error:
         raise ModelError(f"adapter {name!r} of {directory}: {error}") from None
 
@@ -259,11 +267,18 @@ def _product(
         if math.frexp(scale)[0] == 0.5:  # a power of two scales without rounding
             b, scale = b * scale, 1.0
         firsts.append(a)
+        own_ranks = slice(begin, begin + rank)
         for columns, rows in site.columns_of(part):
-            packed = dense.pack_weight(b[rows.to(model.device)])
-            parts.append(LowRankPart(packed, slice(begin, begin + rank), columns, scale))
+            packed = _stacked(b[rows.to(model.device)])
+            scales = torch.tensor([scale], device=model.device)
+            parts.append(LowRankPart(packed, own_ranks, columns, scales, scale != 1.0))
         begin += rank
-    return LowRankProduct(dense.pack_weight(torch.cat(firsts)), parts, dtype)
+    return LowRankProduct(_stacked(torch.cat(firsts)), parts, dtype)
+
+
+def _stacked(weight: Tensor) -> PackedWeight:
+    """Return the packed weight of a bank with one adapter."""
+    return moe.stack_experts([dense.pack_weight(weight)], 1)
 
 
 def _factor(

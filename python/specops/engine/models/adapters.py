@@ -6,18 +6,21 @@ For a row x with an adapter (A, B, scale) on a projection whose result is y:
     low = A x               rounded to the adapter's dtype
     y   = y + scale * B low  float32, each operation rounded; then y is rounded to its dtype
 
-Both products are `dense.linear`, whose rows do not depend on other rows. So a row has the same bits
-whatever the adapters of the other rows of its step are. Rows without an adapter are not touched:
-adding zero would change the sign of a negative zero.
+Adapters of one layout form a bank, and both products are `moe.moe_linear`: the adapters of a bank
+are to a row what experts are. Rows of `moe_linear` do not depend on one another. So a row has the
+same bits whatever the adapters of the other rows of its step are. Rows without an adapter are not
+touched: adding zero would change the sign of a negative zero.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from specops import dense
+from specops import moe
 from specops.dense import PackedWeight
 
 
@@ -59,27 +62,29 @@ class AdapterSite:
 
 @dataclass(frozen=True)
 class LowRankPart:
-    """Second factor of an adapter for a range of a projection's outputs.
+    """Second factors of a bank's adapters for a range of a projection's outputs.
 
     Attributes:
-        b: [outputs of the range, rank].
+        b: [adapters, outputs of the range, rank], from `moe.stack_experts`.
         ranks: range of the first product that belongs to this part.
         columns: range of the projection's outputs.
-        scale: factor on the product; 1 if `b` includes it.
+        scales: float32 [adapters], factors on the product.
+        is_scaled: whether one of them is not 1.
     """
 
     b: PackedWeight
     ranks: slice
     columns: slice
-    scale: float
+    scales: Tensor
+    is_scaled: bool
 
 
 @dataclass(frozen=True)
 class LowRankProduct:
-    """Weights of an adapter at one site.
+    """Weights of a bank's adapters at one site.
 
     Attributes:
-        a: first factors of all adapted modules, concatenated: [sum of ranks, inputs].
+        a: first factors of all adapted modules, concatenated: [adapters, sum of ranks, inputs].
         parts: second factors.
         dtype: dtype of both factors.
     """
@@ -88,60 +93,141 @@ class LowRankProduct:
     parts: Sequence[LowRankPart]
     dtype: torch.dtype
 
-    def add(self, x: Tensor, out: Tensor, rows: slice | Tensor) -> None:
-        """Add the product of some rows of `x` to the same rows of `out`."""
-        low = dense.linear(x[rows].to(self.dtype), self.a)
+    @property
+    def layout(self) -> object:
+        """Everything in which the adapters of a bank must be alike."""
+        parts = [(one.b.num_outputs, str(one.ranks), str(one.columns)) for one in self.parts]
+        return self.a.num_outputs, self.a.num_inputs, self.dtype, parts
+
+    def add(self, x: Tensor, out: Tensor, group: "AdapterRows") -> None:
+        """Add the products of some rows of `x` to the same rows of `out`."""
+        rows = group.rows
+        low = moe.moe_linear(x[rows].to(self.dtype), self.a, group.indptr)
         changed = out[rows]  # a view for a slice, a copy for indices
         for part in self.parts:
-            delta = dense.linear(low[:, part.ranks], part.b, out_dtype=torch.float32)
-            if part.scale != 1.0:
+            ranks = low[:, part.ranks]
+            delta = moe.moe_linear(ranks, part.b, group.indptr, out_dtype=torch.float32)
+            if part.is_scaled:
                 # Apart from the sum: whether a fused multiply-add is used may depend on the row.
-                delta *= part.scale
+                delta *= part.scales[group.members, None]
             columns = changed[:, part.columns]
             columns += delta  # computed in float32
         if isinstance(rows, Tensor):
             out[rows] = changed
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
+class AdapterBank:
+    """Adapters of one layout, whose rows are computed together.
+
+    Attributes:
+        products: weights by site.
+        size: number of adapters.
+    """
+
+    products: Mapping[AdapterSite, LowRankProduct]
+    size: int = 1
+
+    @property
+    def layout(self) -> object:
+        """Everything in which the adapters of a bank must be alike."""
+        return {site: product.layout for site, product in self.products.items()}
+
+
+@dataclass(kw_only=True, eq=False)
 class Adapter:
     """LoRA adapter of a model. Running requests hold it, so it may be unloaded at any time.
 
     Attributes:
         name: name by which requests choose it.
         digest: digest of its configuration and its weights.
-        products: its weights by site.
+        bank: bank with its weights.
+        index: index of the adapter in the bank.
     """
 
     name: str
     digest: str
-    products: Mapping[AdapterSite, LowRankProduct]
+    bank: AdapterBank
+    index: int = 0
+
+
+def _weight_of(weight: PackedWeight, index: int) -> PackedWeight:
+    """Return one of the weights that `moe.stack_experts` has stacked."""
+    tensors: dict[str, Any] = {
+        name: one[index] for name, one in weight._asdict().items() if isinstance(one, Tensor)
+    }
+    return weight._replace(**tensors)
+
+
+def put_into_one_bank(adapters: Sequence[Adapter]) -> None:
+    """Move adapters of one layout into a new bank; other adapters keep their old banks."""
+    members = [(adapter.bank.products, adapter.index) for adapter in adapters]
+
+    def stacked(weights: Iterable[PackedWeight]) -> PackedWeight:
+        each = (
+            _weight_of(weight, index) for weight, (_, index) in zip(weights, members, strict=True)
+        )
+        return moe.stack_experts(each, len(members))
+
+    def product_of(site: AdapterSite) -> LowRankProduct:
+        each = [products[site] for products, _ in members]
+        parts = []
+        for place, part in enumerate(each[0].parts):
+            same = [one.parts[place] for one in each]
+            scales = torch.stack(
+                [one.scales[index] for one, (_, index) in zip(same, members, strict=True)]
+            )
+            is_scaled = any(one.is_scaled for one in same)
+            b = stacked(one.b for one in same)
+            parts.append(LowRankPart(b, part.ranks, part.columns, scales, is_scaled))
+        return LowRankProduct(stacked(one.a for one in each), parts, each[0].dtype)
+
+    bank = AdapterBank({site: product_of(site) for site in members[0][0]}, len(members))
+    for index, adapter in enumerate(adapters):
+        adapter.bank, adapter.index = bank, index
 
 
 @dataclass(frozen=True)
 class AdapterRows:
-    """Rows of a step that use one adapter: a range, or int64 indices on the device."""
+    """Rows of a step that use the adapters of one bank.
 
-    adapter: Adapter
+    Attributes:
+        bank: the bank.
+        rows: rows in the order of their adapters: a range, or int64 indices.
+        indptr: int32 [adapters of the bank + 1], ranges of these rows by adapter.
+        members: int64 [rows], the adapter of each of these rows.
+    """
+
+    bank: AdapterBank
     rows: slice | Tensor
+    indptr: Tensor
+    members: Tensor
 
 
 def adapter_rows(
     ranges: Mapping[Adapter, Sequence[range]], device: torch.device
 ) -> list[AdapterRows]:
-    """Return the rows of each adapter of a step.
+    """Return the rows of each bank in a step.
 
     Args:
         ranges: nonempty ascending ranges of rows, by adapter.
         device: device of the step.
     """
-    found = []
+    banks: dict[AdapterBank, list[list[int]]] = {}
     for adapter, own in ranges.items():
-        rows: slice | Tensor = slice(own[0].start, own[-1].stop)
-        if sum(map(len, own)) != own[-1].stop - own[0].start:
-            rows = torch.tensor([row for one in own for row in one], device=device)
-        found.append(AdapterRows(adapter, rows))
-    return found
+        of_bank = banks.setdefault(adapter.bank, [[] for _ in range(adapter.bank.size)])
+        of_bank[adapter.index] += (row for one in own for row in one)
+    groups = []
+    for bank, by_member in banks.items():
+        places = [row for own in by_member for row in own]
+        ends = [0, *accumulate(map(len, by_member))]
+        members = [index for index, own in enumerate(by_member) for _ in own]
+        rows: slice | Tensor = slice(places[0], places[-1] + 1)
+        if places != list(range(places[0], places[-1] + 1)):
+            rows = torch.tensor(places, device=device)
+        indptr = torch.tensor(ends, dtype=torch.int32, device=device)
+        groups.append(AdapterRows(bank, rows, indptr, torch.tensor(members, device=device)))
+    return groups
 
 
 def add_adapters(groups: Sequence[AdapterRows], site: AdapterSite, x: Tensor, out: Tensor) -> None:
@@ -154,6 +240,6 @@ def add_adapters(groups: Sequence[AdapterRows], site: AdapterSite, x: Tensor, ou
         out: [rows, outputs], its result.
     """
     for group in groups:
-        product = group.adapter.products.get(site)
+        product = group.bank.products.get(site)
         if product is not None:
-            product.add(x, out, group.rows)
+            product.add(x, out, group)
