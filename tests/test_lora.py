@@ -169,9 +169,11 @@ KINDS = {
 
 @cache
 def alone(kind: str) -> list[Any]:
-    """Return the bits of each adapter's requests, each one alone, without speculation."""
-    ours = engine(names(), max_num_seqs=1, **KINDS[kind])
-    return [run(ours, [(name, index)], PLAIN)[0] for index, name in enumerate(names())]
+    """Return the bits of a request of each adapter, alone in an engine with this adapter only."""
+    return [
+        run(engine([name], max_num_seqs=1, **KINDS[kind]), [(name, index)], PLAIN)[0]
+        for index, name in enumerate(names())
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -284,6 +286,16 @@ def test_unloaded_adapter_serves_the_requests_that_run() -> None:
     assert bits(ours.completion(alike)) == alone("float32")[4]
     (other,) = ours.generate([PROMPT], params(1), adapter="lora1")
     assert bits(ours.completion(renamed)) == bits(other)
+
+
+def test_adapters_that_are_loaded_later_change_no_bit() -> None:
+    ours = engine(["lora2", "lora6"])  # one layout, two scales
+    for name in ("lora1", "lora5"):
+        ours.load_adapter(name, model_dir() / name)
+    ours.load_adapter("again", model_dir() / "lora6")
+    requests: list[tuple[str | None, int]] = [("lora2", 2), ("lora6", 6), ("again", 6)]
+    expected = [alone("float32")[index] for index in (2, 6, 6, 1, 5)]
+    assert run(ours, [*requests, ("lora1", 1), ("lora5", 5)], NGRAM) == expected
 
 
 def test_captured_steps_are_replayed_without_adapters_only(
