@@ -101,6 +101,7 @@ class FakeEngine:
         self.drafter_gauges = dict.fromkeys(names, 0)
         self.has_unsaved_drafters = False
         self.drafters_of_common_text: set[str] = set()
+        self.adapters: dict[str, str] = {}
         self.salts: list[str | None] = []  # cache salts of all requests so far
         self.times_drafting = times_drafting
         self.num_pages = 1000
@@ -142,6 +143,7 @@ class FakeEngine:
         choice_index: int = 0,
         speculative_config: Mapping[str, object] | SpeculativeConfig | None = None,
         owners: Sequence[str] = (),
+        adapter: None = None,
     ) -> str:
         self._check_thread()
         self.require_room(1)

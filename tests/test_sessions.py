@@ -726,9 +726,17 @@ def test_session_ids_are_checked(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "more,got", [({"n": 2}, "1 and 2"), ({"prompt": ["a", "b"]}, "2 and 1")], ids=str
+    "more,adapter,message",
+    [
+        ({"n": 2}, None, "requires exactly one prompt and n 1, got 1 and 2"),
+        ({"prompt": ["a", "b"]}, None, "requires exactly one prompt and n 1, got 2 and 1"),
+        ({}, "sql", "requires the model without the adapter 'sql'"),
+    ],
+    ids=str,
 )
-def test_session_requires_one_prompt_and_one_choice(more: dict[str, Any], got: str) -> None:
+def test_requests_that_have_no_session(
+    more: dict[str, Any], adapter: str | None, message: str
+) -> None:
     from specops.server.api_error import ApiError
     from specops.server.kv_transfer import session_of
     from specops.server.protocol import CompletionRequest
@@ -736,5 +744,5 @@ def test_session_requires_one_prompt_and_one_choice(more: dict[str, Any], got: s
     request = CompletionRequest(**{"prompt": "a", "session_id": "a"} | more)
     num_prompts = len(more.get("prompt", "a"))
     with pytest.raises(ApiError) as error:
-        session_of(request, num_prompts, has_sessions=True)
-    assert error.value.message == f"session_id: requires exactly one prompt and n 1, got {got}"
+        session_of(request, num_prompts, True, adapter)
+    assert error.value.message == f"session_id: {message}"

@@ -38,8 +38,16 @@ def audit(
     Raises:
         EngineError: a whole step failed.
         ValueError: the engine cannot run the request of a record, for example because its prompt
-            exceeds the context.
+            exceeds the context or its LoRA adapter is not loaded.
     """
+    adapters = {digest: name for name, digest in engine.adapters.items()}
+    for record in records:
+        if record.adapter is not None and record.adapter not in adapters:
+            loaded = ", ".join(adapters) or "none"
+            raise ValueError(
+                f"record.adapter must be the digest of a loaded adapter ({loaded}), got "
+                f"{record.adapter}; load the adapter with lora_modules"
+            )
     comparisons = [Comparison(record, contract) for record in records]
     running: dict[str, Comparison] = {}
     try:
@@ -51,6 +59,7 @@ def audit(
                 record.request(),
                 choice_index=record.choice_index,
                 speculative_config=speculation_of(record, engine.config.max_num_batched_tokens),
+                adapter=None if record.adapter is None else adapters[record.adapter],
             )
             running[name] = comparison
         while running:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 from uuid import uuid4
 
+from specops.api.contract import digest_with_adapter
 from specops.api.outputs import Completion, TokenLogprob
 from specops.api.sampling_params import SamplingParams
 from specops.api.structured import StructuredOutput
@@ -43,7 +44,8 @@ class AuditRecord:
         logprobs: one per output token, or empty if the answer reports none.
         finish_reason, stop_reason: end of the answer, as in `Completion`; both None if the record
             is only the beginning of an answer.
-        contract: digest of the engine's execution contract; None if unknown.
+        contract: digest of the execution contract of its request; None if unknown.
+        adapter: digest of the LoRA adapter; None: the model alone.
 
     Raises:
         ValueError: a value is invalid.
@@ -58,6 +60,7 @@ class AuditRecord:
     finish_reason: str | None = None
     stop_reason: int | str | tuple[int, ...] | None = None
     contract: str | None = None
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("prompt_token_ids", "token_ids"):
@@ -84,6 +87,7 @@ class AuditRecord:
         *,
         verify_strategy: str = "target_match",
         contract: str | None = None,
+        adapter: str | None = None,
     ) -> "AuditRecord":
         """Return the record of a completion.
 
@@ -92,6 +96,7 @@ class AuditRecord:
             params: the parameters of its request.
             verify_strategy: how its drafts were verified.
             contract: digest of the engine's execution contract.
+            adapter: digest of its LoRA adapter, from `Engine.adapters`; None: the model alone.
 
         Raises:
             ValueError: the strategy is not one of STRATEGIES.
@@ -105,7 +110,8 @@ class AuditRecord:
             logprobs=tuple(completion.logprobs),
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
-            contract=contract,
+            contract=None if contract is None else digest_with_adapter(contract, adapter),
+            adapter=adapter,
         )
 
     @classmethod
@@ -243,7 +249,8 @@ class Comparison:
         self._record, self._count = record, 0
         self._same_contract: bool | None = None
         if contract is not None and record.contract is not None:
-            self._same_contract = contract == record.contract
+            own = digest_with_adapter(contract, record.adapter)
+            self._same_contract = own == record.contract
         self._complete_beginning()
 
     def take(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:

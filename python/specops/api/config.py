@@ -115,6 +115,10 @@ class EngineConfig:
         seed: seed of the generator that draws seeds for requests without one; None draws them from
             the operating system.
         max_waiting: maximum number of waiting requests; further requests are refused.
+        enable_lora: let requests choose LoRA adapters; implied by lora_modules.
+        lora_modules: name and directory of each LoRA adapter to load; see docs/lora.md.
+        max_lora_rank: largest rank of a LoRA adapter.
+        max_loras: maximum number of loaded LoRA adapters; a step may use all of them.
         suffix_corpus: a text file, or a folder of text files, that suffix decoding drafts from in
             the same way as from responses it has seen; see docs/drafters.md.
         suffix_cache: file of responses that suffix decoding drafts from. It is read if it exists;
@@ -153,6 +157,10 @@ class EngineConfig:
     numerics: str = "native"
     seed: int | None = None
     max_waiting: int = 256
+    enable_lora: bool = False
+    lora_modules: tuple[tuple[str, str], ...] = ()
+    max_lora_rank: int = 16
+    max_loras: int = 64
     suffix_corpus: str | None = None
     suffix_cache: str | None = None
 
@@ -193,6 +201,7 @@ class EngineConfig:
             "enable_prefix_caching",
             "enable_cascade_attention",
             "enable_expert_parallel",
+            "enable_lora",
         )
         for name in flags:
             value = getattr(self, name)
@@ -210,6 +219,8 @@ class EngineConfig:
             "max_num_seqs",
             "max_num_batched_tokens",
             "max_waiting",
+            "max_lora_rank",
+            "max_loras",
             "weight_cache_bytes",
             "tensor_parallel_size",
         )
@@ -230,6 +241,7 @@ class EngineConfig:
                 f"(every running request needs a row), got {self.max_num_batched_tokens}"
             )
         self._check_ranks()
+        self._check_adapters()
         for options in self.speculative_config.options.values():
             options.check_engine(self)
         drafts = self.speculative_config.num_speculative_tokens
@@ -251,6 +263,34 @@ class EngineConfig:
                 "enable_expert_parallel needs tensor_parallel_size or exact_across_tp above 1, "
                 "got 1"
             )
+
+    def _check_adapters(self) -> None:
+        modules = self.lora_modules
+        if not isinstance(modules, (list, tuple)):
+            raise ValueError(f"lora_modules must be pairs of a name and a path, got {modules!r}")
+        for pair in modules:
+            is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2
+            if not is_pair or not all(isinstance(one, str) and one for one in pair):
+                raise ValueError(f"lora_modules must be pairs of a name and a path, got {pair!r}")
+            checks.adapter_name(pair[0])
+        names = [name for name, _ in modules]
+        if len(names) > self.max_loras:
+            raise ValueError(
+                f"max_loras must be at least the {len(names)} of lora_modules, got {self.max_loras}"
+            )
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"lora_modules must have different names, got {repeated[0]!r} twice")
+        object.__setattr__(self, "lora_modules", tuple(map(tuple, modules)))
+        if self.uses_adapters and self.num_virtual_ranks > 1:
+            raise ValueError(
+                "LoRA adapters need tensor_parallel_size and exact_across_tp of 1, got "
+                f"{self.tensor_parallel_size} and {self.num_virtual_ranks}"
+            )
+
+    @property
+    def uses_adapters(self) -> bool:
+        """True if requests may choose LoRA adapters."""
+        return self.enable_lora or bool(self.lora_modules)
 
     def _check_methods(self) -> None:
         if self.methods is None:

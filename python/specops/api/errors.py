@@ -11,6 +11,10 @@ class ContextOverflow(ValueError):
     """Error: the prompt, or the prompt and max_tokens, do not fit the model's context."""
 
 
+class UnknownAdapter(ValueError):
+    """Error: no LoRA adapter with this name is loaded."""
+
+
 class QueueFull(RuntimeError):
     """Error: the waiting queue already holds `max_waiting` requests."""
 

@@ -66,6 +66,7 @@ class Status(Struct):
         num_free_pages: number of KV pages that no request holds.
         stats: counters since the engine's start.
         drafter_gauges: sizes of the data that drafters store, by the name of a metric.
+        adapters: digests of the loaded LoRA adapters, by name.
     """
 
     num_running: int
@@ -73,6 +74,7 @@ class Status(Struct):
     num_free_pages: int
     stats: EngineStats
     drafter_gauges: dict[str, int]
+    adapters: dict[str, str] = {}
 
 
 # ---- to the engine ----
@@ -123,6 +125,7 @@ class Submit(Struct, tag=True, array_like=True, eq=False):
         streaming: whether to report every step; otherwise only the end of each choice.
         kv_transfer: request to fetch the prompt's pages from another engine, or lease them to one.
         session: name of the session that the job resumes and is saved to; None: none.
+        adapter: name and digest of the LoRA adapter; None: the model alone.
     """
 
     job: int
@@ -133,12 +136,34 @@ class Submit(Struct, tag=True, array_like=True, eq=False):
     streaming: bool
     kv_transfer: KvTransfer | None = None
     session: str | None = None
+    adapter: tuple[str, str] | None = None
 
 
 class Abort(Struct, tag=True, array_like=True):
     """Request to abort a job's unfinished choices; no effect on a finished job."""
 
     job: int
+
+
+class LoadAdapter(Struct, tag=True, array_like=True):
+    """Request to load a LoRA adapter, answered with `Accepted`, `Refused` or `Failed`.
+
+    Attributes:
+        job: unique number of the request, among those of jobs.
+        name: name by which jobs choose the adapter.
+        path: its directory.
+    """
+
+    job: int
+    name: str
+    path: str
+
+
+class UnloadAdapter(Struct, tag=True, array_like=True):
+    """Request to unload a LoRA adapter, answered like `LoadAdapter`; its running jobs finish."""
+
+    job: int
+    name: str
 
 
 class Stop(Struct, tag=True, array_like=True):
@@ -157,7 +182,8 @@ class Overdue(Struct, tag=True, array_like=True):
     job: int
 
 
-Command = Begin | Submit | Abort | Fetched | Overdue | Stop
+AdapterChange = LoadAdapter | UnloadAdapter
+Command = Begin | Submit | Abort | LoadAdapter | UnloadAdapter | Fetched | Overdue | Stop
 
 
 # ---- from the engine ----
@@ -181,12 +207,13 @@ class Refused(Struct, tag=True, array_like=True):
     Attributes:
         job: the job's number.
         kind: "context": a prompt is too long; "full": too many requests wait; "speculative_config"
-            or "value": a value of the job is invalid; "away": the queue of jobs cannot be reached.
+            or "value": a value of the job is invalid; "adapter": its LoRA adapter is not loaded;
+            "away": the queue of jobs cannot be reached.
         message: reason, as a sentence.
     """
 
     job: int
-    kind: Literal["context", "full", "speculative_config", "value", "away"]
+    kind: Literal["context", "full", "speculative_config", "value", "adapter", "away"]
     message: str
 
 

@@ -151,7 +151,7 @@ def refuse_unknown(key: object, known: Iterable[str]) -> None:
     if key in REFUSED_FIELDS:
         raise ValueError(f"speculative_config.{key} is refused: {REFUSED_FIELDS[key]}")
     if "lora" in key.lower() or "adapter" in key.lower():
-        raise ValueError(f"speculative_config.{key} is refused: LoRA is not supported yet")
+        raise ValueError(f"speculative_config.{key} is refused: drafters use no LoRA adapter")
     for name, own in (pair for one in methods() for pair in one.names_of_vllm):
         if key == name:
             raise ValueError(f"speculative_config.{key} is a field of vLLM; use {own}")

@@ -14,7 +14,7 @@ from specops.api.config import EngineConfig
 from specops.api.errors import EngineError
 from specops.audit import audit
 from specops.cli import Parser, fail, require_writable, write_file
-from specops.cli.options import add_model_options, engine_settings
+from specops.cli.options import add_adapter_options, add_model_options, engine_settings
 from specops.cli.progress import loading_shown
 from specops.engine.engine import Engine
 from specops.service.contract import contract_of
@@ -71,6 +71,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
         "request with audit: true, or JSON lines of either; - for standard input",
     )
     add_model_options(parser)
+    add_adapter_options(parser)
     add(
         "--logprobs-mode",
         type=str.lower,

@@ -26,6 +26,7 @@ PROCESSES = "several processes"
 CACHE = "batches and the KV cache"
 DRAFTS = "drafts"
 DEFAULTS = "defaults of requests"
+ADAPTERS = "LoRA adapters"
 SERVICE = "the service"
 LIMITS = "limits"
 
@@ -209,6 +210,62 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     _add_ranks(parser)
     _add_sizes(parser)
+
+
+def add_adapter_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of an engine that loads LoRA adapters."""
+    add = group(parser, ADAPTERS).add_argument
+    add(
+        "--enable-lora",
+        action="store_true",
+        default=None,
+        help="let requests choose LoRA adapters (default: if some are loaded or may be)",
+    )
+    add(
+        "--lora-modules",
+        nargs="+",
+        action="extend",
+        type=lora_module,
+        metavar="NAME=PATH",
+        help="LoRA adapters to load, as NAME=PATH of a directory in PEFT's format or as JSON "
+        '\'{"name": "NAME", "path": "PATH"}\'; requests choose one by its name as their model',
+    )
+    add(
+        "--max-lora-rank",
+        type=int,
+        metavar="N",
+        help=f"largest rank of an adapter (default: {EngineConfig.max_lora_rank})",
+    )
+    add(
+        "--max-loras",
+        type=int,
+        metavar="N",
+        help="maximum number of loaded adapters; a step may use all of them (default: "
+        f"{EngineConfig.max_loras})",
+    )
+
+
+def lora_module(text: str) -> tuple[str, str]:
+    """Parse an adapter of `--lora-modules`: NAME=PATH, or vLLM's JSON form.
+
+    Raises:
+        argparse.ArgumentTypeError: `text` is neither.
+    """
+    name, _, path = text.partition("=")
+    if text.startswith("{"):
+        try:
+            fields = json.loads(text)
+        except ValueError:
+            fields = {}
+        fields.pop("base_model_name", None)  # the server has one model
+        name, path = (fields.pop(key, None) for key in ("name", "path"))
+        if fields or not isinstance(name, str) or not isinstance(path, str):
+            name = path = ""
+    if not name or not path:
+        raise argparse.ArgumentTypeError(
+            f'must be NAME=PATH or {{"name": "NAME", "path": "PATH"}}, got {text}'
+        )
+    return name, path
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:

@@ -26,6 +26,7 @@ from specops.cli.config_file import arguments_of
 from specops.cli.environment import environment_arguments, unknown_variables
 from specops.cli.fastdeploy import require_known
 from specops.cli.options import (
+    ADAPTERS,
     CACHE,
     DEFAULTS,
     DEVICES,
@@ -35,6 +36,7 @@ from specops.cli.options import (
     PROCESSES,
     SERVICE,
     WEIGHTS,
+    add_adapter_options,
     add_engine_options,
     engine_settings,
     group,
@@ -91,6 +93,7 @@ _GROUPS = (
     CACHE,
     DRAFTS,
     DEFAULTS,
+    ADAPTERS,
     ACCESS,
     DEBUGGING,
     LIMITS,
@@ -154,6 +157,7 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
     _add_service(parser)
     _add_access(parser)
     _add_chat(parser)
+    _add_adapters(parser)
     _add_limits(parser)
     group(parser, DEBUGGING).add_argument(
         "--in-process",
@@ -321,6 +325,40 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_adapters(parser: argparse.ArgumentParser) -> None:
+    add_adapter_options(parser)
+    group(parser, ADAPTERS).add_argument(
+        "--runtime-lora-dir",
+        metavar="DIR",
+        help="folder of adapters that clients may load and unload while the server runs, by POST "
+        "/v1/load_lora_adapter and /v1/unload_lora_adapter (default: none)",
+    )
+
+
+def _check_adapters(args: argparse.Namespace) -> None:
+    """Check options of LoRA adapters that concern the server rather than its engine.
+
+    Raises:
+        ValueError: an option cannot be combined with another one, or the folder does not exist.
+    """
+    folder = args.runtime_lora_dir
+    if folder is not None:
+        if not Path(folder).is_dir():
+            raise ValueError(f"runtime_lora_dir must be a directory, got {folder}")
+        args.enable_lora = True
+        if args.data_parallel_size > 1:
+            raise ValueError(
+                "runtime_lora_dir needs data_parallel_size 1, since each engine loads its own "
+                f"adapters, got {args.data_parallel_size}; use lora_modules"
+            )
+    is_alone = args.role is None and args.scheduler_name == "local"
+    if (args.enable_lora or args.lora_modules) and not is_alone:
+        raise ValueError(
+            "LoRA adapters cannot be combined with role or scheduler_name splitwise, since pages "
+            "and jobs of other servers do not name their adapter"
+        )
+
+
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     add = group(parser, LIMITS).add_argument
     add(
@@ -408,6 +446,7 @@ def serve(arguments: Sequence[str], program: str) -> int:
     logger.info("starting specops %s with %s", specops.__version__, args.model or "its own model")
     with contextlib.ExitStack() as stack:
         try:
+            _check_adapters(args)
             settings = plain_settings(args)
             require_effective_drafts(settings)
             config = EngineConfig.from_plain(settings)
@@ -480,6 +519,7 @@ def _app(
         tracing=tracing,
         model_aliases=(args.served_model_name or [""])[1:],
         unsupported_fields=args.unsupported_fields,
+        runtime_lora_dir=args.runtime_lora_dir,
     )
     scheme = "https" if tls else "http"
     _log_address(client, scheme, listener, is_open=not api_keys)

@@ -11,7 +11,7 @@ A client that does not read costs limited memory: at most 32 events and 16 KiB p
 limited number of queued messages per client.
 
 A block is a page. Its hash covers all tokens from the beginning of the prompt, and the cache salt
-of the request.
+and the LoRA adapter of the request.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from msgspec import Struct
 from zmq.utils.monitor import parse_monitor_message
 
 from specops.api.messages import Batch
-from specops.engine.memory.kv_cache import Prefix
+from specops.engine.memory.kv_cache import AdaptedSalt, Prefix, Salt
 from specops.service.wire import KvEventSettings
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,8 @@ class BlockStored(Struct, tag=True):
         parent_block_hash: hash of the block before the first block; None at the start of a prompt.
         token_ids: tokens of the blocks.
         block_size: tokens per block.
-        lora_id, lora_name: None.
+        lora_id: None.
+        lora_name: name of the LoRA adapter that computed the blocks, or None.
         medium: "GPU", vLLM's name for the engine's own memory of any kind.
     """
 
@@ -120,13 +121,14 @@ class PrefixEvents:
         self.events: list[CacheEvent] = [AllBlocksCleared()]
         self._hash_of: dict[Prefix, int] = {}
 
-    def stored(self, prefix: Prefix, token_ids: Sequence[int], salt: str | None) -> None:
+    def stored(self, prefix: Prefix, token_ids: Sequence[int], salt: Salt) -> None:
         """Record a new prefix."""
         before = None if prefix.parent is None else self._hash_of.get(prefix.parent)
         block_hash = self._hash_of[prefix] = _hash_of(before, token_ids, salt)
         tokens = list(token_ids)
+        name = salt.name if isinstance(salt, AdaptedSalt) else None
         self.events.append(
-            BlockStored([block_hash], before, tokens, len(tokens), None, "GPU", None)
+            BlockStored([block_hash], before, tokens, len(tokens), None, "GPU", name)
         )
 
     def removed(self, prefix: Prefix) -> None:
@@ -134,12 +136,17 @@ class PrefixEvents:
         self.events.append(BlockRemoved([self._hash_of.pop(prefix)], "GPU"))
 
 
-def _hash_of(before: int | None, token_ids: Sequence[int], salt: str | None) -> int:
+def _hash_of(before: int | None, token_ids: Sequence[int], salt: Salt) -> int:
     """Return the hash of a prefix from its parent's hash and the tokens of its last block.
 
-    The salt is part of the first block's hash, and so of all that follow, as in vLLM.
+    The salt, and an adapter's name and digest, are part of the first block's hash, and so of all
+    that follow, as in vLLM.
     """
-    first = b"" if salt is None else hashlib.sha256(salt.encode()).digest()
+    first = b""
+    if isinstance(salt, AdaptedSalt):
+        first = hashlib.sha256(msgspec.msgpack.encode(list(salt))).digest()
+    elif salt is not None:
+        first = hashlib.sha256(salt.encode()).digest()
     data = first if before is None else before.to_bytes(8, "big")
     data += array("i", token_ids).tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")

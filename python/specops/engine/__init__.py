@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from specops._garbage import garbage_collection_paused
 from specops.api.config import EngineConfig
-from specops.api.errors import ContextOverflow, EngineError, ModelError, QueueFull
+from specops.api.errors import ContextOverflow, EngineError, ModelError, QueueFull, UnknownAdapter
 from specops.api.outputs import (
     Completion,
     RequestOutput,
@@ -35,6 +35,7 @@ __all__ = [
     "StepDrafts",
     "StructuredOutput",
     "TokenLogprob",
+    "UnknownAdapter",
 ]
 
 

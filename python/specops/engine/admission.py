@@ -14,6 +14,7 @@ from specops.api.structured import StructuredOutput
 from specops.api.tokenizer import TextStream, Tokenizer
 from specops.engine.drafters.drafting import Drafting
 from specops.engine.features import features_of
+from specops.engine.models.adapters import Adapter
 from specops.engine.request import DraftState, Output, Request
 from specops.engine.structured import Grammar, GrammarCompiler, GrammarState
 
@@ -57,6 +58,7 @@ class Admission:
         choice_index: int,
         speculative_config: Mapping[str, object] | SpeculativeConfig | None,
         owners: Sequence[str],
+        adapter: Adapter | None,
         taken: Collection[str],
     ) -> Request:
         """Check the arguments of `Engine.add_request` and build a request from them.
@@ -64,6 +66,7 @@ class Admission:
         Args:
             prompt, params, request_id, choice_index, speculative_config, owners: as for
                 `Engine.add_request`.
+            adapter: LoRA adapter of the request; None: the model alone.
             taken: request ids that are in use.
 
         Raises:
@@ -93,6 +96,7 @@ class Admission:
             token_ids=token_ids,
             stream=TextStream(self.tokenizer, params.stop),
             owners=tuple(owners),
+            adapter=adapter,
             stop_token_ids=self._stop_token_ids(params),
             grammar=self._grammar(params, speculative),
             bad_words=self._bad_words(params),

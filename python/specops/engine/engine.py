@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -14,7 +15,8 @@ import torch
 import specops
 from specops._garbage import garbage_collection_paused
 from specops.api.config import EngineConfig
-from specops.api.errors import EngineError, ModelError, QueueFull, described
+from specops.api.errors import EngineError, ModelError, QueueFull, UnknownAdapter, described
+from specops.api.methods.checks import adapter_name
 from specops.api.outputs import Completion, EngineStats, RequestOutput
 from specops.api.sampling_params import SamplingParams
 from specops.api.speculative_config import SpeculativeConfig
@@ -36,6 +38,8 @@ from specops.engine.machine import (
 )
 from specops.engine.memory.kv_cache import DraftKv, PagePool, PrefixListener
 from specops.engine.models import PrefixStates, WeightCache, load_model
+from specops.engine.models.adapter_files import read_adapter
+from specops.engine.models.adapters import Adapter, put_into_one_bank
 from specops.engine.parallel.ranks import Ranks
 from specops.engine.plan import Part, Plan
 from specops.engine.prompt_pages import PromptPages
@@ -131,6 +135,7 @@ class Engine:
             quantize_head=config.quantize_head,
             weight_cache=WeightCache.of_setting(config.weight_cache, config.weight_cache_bytes),
             ranks=ranks,
+            is_adaptable=config.uses_adapters,
         )
         # The tokenizer first: reading it takes memory that is then free for the weights.
         try:
@@ -171,6 +176,13 @@ class Engine:
         self._cached = model.cached
         self._admission = Admission(config, *shared, self.vocab_size)
         self._requests: dict[str, Request] = {}
+        self._model = model
+        self._adapters: dict[str, Adapter] = {}
+        for name, path in config.lora_modules:
+            self._adapters[name] = self._read_adapter(name, path)
+        for adapter in self._adapters.values():
+            if adapter.bank.size == 1:  # it is not in a bank with others yet
+                put_into_one_bank(self._adapters_like(adapter))
         self.pages = PromptPages(self._pool, states, self._runner.parts.cache, self.drafters)
         self._plan: Plan | None = None  # plan of the step in flight
         # On a CPU, this thread's processor time; with a GPU, the wall clock.
@@ -283,6 +295,7 @@ class Engine:
         choice_index: int = 0,
         speculative_config: Mapping[str, object] | SpeculativeConfig | None = None,
         owners: Sequence[str] = (),
+        adapter: str | Adapter | None = None,
     ) -> str:
         """Queue one choice of one prompt.
 
@@ -297,6 +310,7 @@ class Engine:
                 When slots are short, each outer owner gets an equal share of them, and divides its
                 share equally among its inner owners. Requests without owners are served in order
                 of arrival.
+            adapter: name of a LoRA adapter, or result of `adapter`; None: the model alone.
 
         Returns:
             The request's id.
@@ -304,6 +318,7 @@ class Engine:
         Raises:
             ContextOverflow: prompt and max_tokens do not fit the context.
             QueueFull: `max_waiting` requests are waiting already.
+            UnknownAdapter: no adapter with this name is loaded.
             ValueError: an argument is invalid.
         """
         self.require_room(1)
@@ -314,6 +329,7 @@ class Engine:
             choice_index=choice_index,
             speculative_config=speculative_config,
             owners=owners,
+            adapter=self.adapter(adapter) if isinstance(adapter, str) else adapter,
             taken=self._requests.keys() | {one.request_id for one in self._aborted},
         )
         self._requests[request.request_id] = request
@@ -321,6 +337,68 @@ class Engine:
         if choice_index == 0:
             self.stats.prompt_tokens += request.prompt_len
         return request.request_id
+
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Load a LoRA adapter, which requests may then choose by its name.
+
+        Args:
+            name: name of the adapter; it must not be in use.
+            path: directory in PEFT's format.
+
+        Raises:
+            ModelError: a file is missing or damaged, or the adapter is not supported.
+            ValueError: the engine takes no adapters or no further one, or the name is in use.
+        """
+        adapter = self._read_adapter(name, path)
+        put_into_one_bank([*self._adapters_like(adapter), adapter])
+        self._adapters[name] = adapter
+
+    def _read_adapter(self, name: str, path: str | Path) -> Adapter:
+        if not self.config.uses_adapters:
+            raise ValueError("adapters need an engine with enable_lora, got one without it")
+        adapter_name(name)
+        if len(self._adapters) >= self.config.max_loras:
+            raise ValueError(
+                f"max_loras adapters are loaded already, {self.config.max_loras}; unload one first"
+            )
+        if name in (*self._adapters, self.model_name):
+            raise ValueError(f"the name of an adapter must be free, got {name!r}, which is in use")
+        adapter = read_adapter(path, name, self._model, max_rank=self.config.max_lora_rank)
+        logger.info("read adapter %s of %s (digest %s)", name, path, adapter.digest)
+        return adapter
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload a LoRA adapter. Requests that use it finish; new ones are refused.
+
+        Raises:
+            UnknownAdapter: no adapter with this name is loaded.
+        """
+        adapter = self.adapter(name)
+        del self._adapters[name]
+        if alike := self._adapters_like(adapter):  # its memory is freed after its last request
+            put_into_one_bank(alike)
+        logger.info("unloaded adapter %s", name)
+
+    def _adapters_like(self, adapter: Adapter) -> list[Adapter]:
+        """Return the loaded adapters with the layout of an adapter."""
+        layout = adapter.bank.layout
+        return [one for one in self._adapters.values() if one.bank.layout == layout]
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Digests of the loaded LoRA adapters, by name."""
+        return {name: adapter.digest for name, adapter in self._adapters.items()}
+
+    def adapter(self, name: str) -> Adapter:
+        """Return a loaded LoRA adapter, which requests may use even if it is unloaded later.
+
+        Raises:
+            UnknownAdapter: no adapter with this name is loaded.
+        """
+        if name not in self._adapters:
+            loaded = ", ".join(map(repr, self._adapters)) or "none"
+            raise UnknownAdapter(f"adapter must be one that is loaded ({loaded}), got {name!r}")
+        return self._adapters[name]
 
     def require_room(self, count: int) -> None:
         """Check that `count` more requests fit the waiting queue.
@@ -368,6 +446,7 @@ class Engine:
             choice_index=0,
             speculative_config=speculative_config,
             owners=(),
+            adapter=None,
             taken=self._requests.keys(),
         )
         return request.drafts.kv
@@ -594,6 +673,7 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams],
         *,
         speculative_config: Mapping[str, object] | None = None,
+        adapter: str | None = None,
     ) -> list[Completion]:
         """Complete prompts and wait for all of them.
 
@@ -601,6 +681,7 @@ class Engine:
             prompts: texts, or lists of token ids.
             params: sampling parameters of all prompts, or a list with those of each prompt.
             speculative_config: options that override the engine's for these requests.
+            adapter: name of a LoRA adapter; None: the model alone.
 
         Returns:
             `n` completions per prompt, ordered by prompt, then by choice.
@@ -621,7 +702,11 @@ class Engine:
                     while self.num_waiting >= self.config.max_waiting:
                         self.step()
                     name = self.add_request(
-                        prompt, one, choice_index=index, speculative_config=speculative_config
+                        prompt,
+                        one,
+                        choice_index=index,
+                        speculative_config=speculative_config,
+                        adapter=adapter,
                     )
                     ids.append(name)
             while any(self._requests[name].output.finish_reason is None for name in ids):

@@ -15,7 +15,8 @@ from specops.api.sampling_params import SamplingParams
 from specops.api.speculative_config import SpeculativeConfig
 from specops.api.tokenizer import TextStream
 from specops.engine.emitted import Emitted
-from specops.engine.memory.kv_cache import DraftKv
+from specops.engine.memory.kv_cache import AdaptedSalt, DraftKv, Salt
+from specops.engine.models.adapters import Adapter
 from specops.engine.structured import GrammarState, num_unconstrained
 from specops.sampling import FinishReason
 
@@ -82,6 +83,7 @@ class Request:
     choice_index: int
     prompt_len: int
     max_len: int  # len(token_ids) at which the request ends
+    adapter: Adapter | None = None  # LoRA adapter of its rows
     owners: tuple[str, ...] = ()  # outermost first, for fair scheduling
     added_at: float = 0.0  # time.perf_counter() on arrival
     # Derived from params, the tokenizer and the model.
@@ -110,6 +112,12 @@ class Request:
     def pages(self) -> "array[int]":
         """Pages of the request, in order."""
         return self.placement.pages
+
+    @property
+    def salt(self) -> Salt:
+        """Salt of its pages: requests with other adapters share no pages with it."""
+        adapter, salt = self.adapter, self.params.cache_salt
+        return salt if adapter is None else AdaptedSalt(adapter.name, adapter.digest, salt)
 
     @property
     def num_computed(self) -> int:

@@ -29,6 +29,7 @@ from starlette.types import Scope
 
 import specops
 from specops.api.tokenizer import Tokenizer
+from specops.server.adapters import AdapterChanges, LoadAdapterRequest, UnloadAdapterRequest
 from specops.server.admission import Admission, ClientPermits
 from specops.server.answers import ChatAnswer, TextAnswer
 from specops.server.anthropic_messages import (
@@ -56,6 +57,7 @@ from specops.server.openapi import describe, operation_id, with_body, without_bo
 from specops.server.page import add_page
 from specops.server.protocol import ChatCompletionRequest, CompletionRequest
 from specops.server.replies import (
+    AdapterReply,
     ChatCompletion,
     Contract,
     DeletedResponse,
@@ -102,13 +104,18 @@ _TEMPLATES = {"tools": Path(__file__).with_name("tools.jinja")}
 # Errors below this path have Anthropic's format.
 _ANTHROPIC = "/v1/messages"
 
+_NO_UPDATES = ": adapters are loaded at run time only with --runtime-lora-dir"
+
 # Routes that clients may call but this server lacks, with the reason in the 404 error.
 _ABSENT = {
     "/v1/embeddings": ": embeddings are not supported",
     "/metrics": ": metrics are on the port of --metrics-port",
+    "/v1/load_lora_adapter": _NO_UPDATES,
+    "/v1/unload_lora_adapter": _NO_UPDATES,
 }
 
 _READ = ["GET", "HEAD"]
+_OF_A_MODEL = {"model": {"type": "string", "description": "the model, or a LoRA adapter"}}
 _HEALTH: dict[str, Any] = without_body(Health)
 _HEALTH["responses"][503] = {
     "model": Health,
@@ -135,6 +142,7 @@ def make_app(
     tracing: "Tracing | None" = None,
     model_aliases: Sequence[str] = (),
     unsupported_fields: Policy = "error",
+    runtime_lora_dir: str | Path | None = None,
 ) -> FastAPI:
     """Return the application that serves an engine.
 
@@ -168,9 +176,12 @@ def make_app(
         unsupported_fields: "error": refuse a request with unknown fields, or with unsupported ones
             that would change the output; "warn": ignore the fields, log them and name them in the
             answer's header `x-ignored-fields`; "ignore": ignore them.
+        runtime_lora_dir: folder of the LoRA adapters that clients may load; None: the routes for
+            that do not exist.
 
     Raises:
-        ValueError: the chat template cannot be read, a key is empty, or the parser is unknown.
+        ValueError: the chat template cannot be read, a key is empty, the parser is unknown, or an
+            adapter has a name of the model.
     """
     if not all(key.strip() for key in api_keys):
         raise ValueError("api_keys must hold keys of at least one character, got an empty key")
@@ -201,7 +212,12 @@ def make_app(
         model_aliases=model_aliases,
         unsupported_fields=unsupported_fields,
     )
-    api = _openai_routes(generation)
+    if repeated := set(client.status.adapters).intersection(generation.model_names):
+        raise ValueError(f"lora_modules must not have a name of the model, got {min(repeated)!r}")
+    changes = None
+    if runtime_lora_dir is not None:
+        changes = AdapterChanges(runtime_lora_dir, dispatch, generation.model_names)
+    api = _openai_routes(generation, changes)
     app.include_router(api)
     _add_description(app, api if api_keys else None, has_chats=chat_format.has_template)
     _add_error_handlers(app, api)
@@ -299,7 +315,7 @@ def _add_description(app: FastAPI, keyed: APIRouter | None, *, has_chats: bool) 
         return Response(await asyncio.to_thread(description), media_type="application/json")
 
 
-def _openai_routes(generation: Generation) -> APIRouter:
+def _openai_routes(generation: Generation, changes: AdapterChanges | None) -> APIRouter:
     """Return the routes that need an API key, if the server has keys."""
 
     async def check_key(request: Request) -> None:
@@ -317,18 +333,18 @@ def _openai_routes(generation: Generation) -> APIRouter:
 
     @api.api_route("/v1/models", methods=_READ, **without_body(ModelList))
     async def models() -> Response:
-        """List the model's names, with its context length and the methods of requests."""
+        """List the names of the model and its LoRA adapters, with the methods of requests."""
         return JSONResponse({"object": "list", "data": generation.model_cards()})
 
     @api.api_route("/v1/models/{name:path}", methods=_READ, **without_body(Model, 404))
     async def model(name: str) -> Response:
-        """Return the model's entry if the name is the served model's; 404 otherwise."""
+        """Return the entry of the model or of a LoRA adapter; 404 for another name."""
         return JSONResponse(generation.model_card(name))
 
-    @api.api_route("/v1/contract", methods=_READ, **without_body(Contract))
-    async def contract() -> Response:
+    @api.api_route("/v1/contract", methods=_READ, **without_body(Contract, 404, query=_OF_A_MODEL))
+    async def contract(request: Request) -> Response:
         """Return the execution contract: everything that output bits depend on, and its digest."""
-        return JSONResponse(generation.contract)
+        return JSONResponse(generation.contract_of(request.query_params.get("model")))
 
     @api.post("/v1/completions", **with_body(CompletionRequest, TextCompletion, streams=True))
     async def completions(request: Request) -> Response:
@@ -353,7 +369,25 @@ def _openai_routes(generation: Generation) -> APIRouter:
         return await generation.detokenize(request)
 
     _add_blocks_routes(api, generation)
+    if changes is not None:
+        _add_adapter_routes(api, generation, changes)
     return api
+
+
+def _add_adapter_routes(api: APIRouter, generation: Generation, changes: AdapterChanges) -> None:
+    """Add vLLM's routes that load and unload LoRA adapters."""
+
+    @api.post("/v1/load_lora_adapter", **with_body(LoadAdapterRequest, AdapterReply))
+    async def load_lora_adapter(request: Request) -> Response:
+        """Load a LoRA adapter, which requests may then name as their model."""
+        body = await generation.read(request, LoadAdapterRequest)
+        return JSONResponse({"message": await changes.load(body)})
+
+    @api.post("/v1/unload_lora_adapter", **with_body(UnloadAdapterRequest, AdapterReply))
+    async def unload_lora_adapter(request: Request) -> Response:
+        """Unload a LoRA adapter; requests that use it finish."""
+        body = await generation.read(request, UnloadAdapterRequest)
+        return JSONResponse({"message": await changes.unload(body)})
 
 
 def _unconverted(answer_type: type[A]) -> Callable[[R, str], tuple[R, type[A]]]:

@@ -6,9 +6,19 @@ All code in this module runs on the event loop.
 
 import asyncio
 import logging
+from collections.abc import Mapping
 
-from specops.api.errors import ContextOverflow, QueueFull
-from specops.api.messages import Accepted, Batch, Failed, Output, Progress, Refused, Submit
+from specops.api.errors import ContextOverflow, QueueFull, UnknownAdapter
+from specops.api.messages import (
+    Accepted,
+    AdapterChange,
+    Batch,
+    Failed,
+    Output,
+    Progress,
+    Refused,
+    Submit,
+)
 from specops.server.jobs import (
     BadSpeculation,
     ChoiceOutput,
@@ -32,6 +42,7 @@ _REFUSALS: dict[str, type[Exception]] = {
     "full": QueueFull,
     "speculative_config": BadSpeculation,
     "value": ValueError,
+    "adapter": UnknownAdapter,
     "away": QueueAway,
 }
 
@@ -61,6 +72,7 @@ class Dispatch:
         self._metrics = metrics
         self._num_clients = num_clients
         self._jobs: dict[int, Job] = {}  # unfinished jobs by number
+        self._changes: dict[int, asyncio.Future[None]] = {}  # of adapters, by number
         self._outbox: Outbox | None = None
         self._num_rows = client.status.stats.num_rows
         self.unread = Unread(max_unread_bytes, self._end_unread)
@@ -97,16 +109,7 @@ class Dispatch:
             JobFailed: the engine has failed, does not respond, is being restarted, or cannot be
                 reached.
         """
-        if self._client.health == "failed":
-            raise JobFailed("the engine has stopped")
-        if self._client.health == "restarting":
-            raise EngineAway("the engine is being restarted")
-        if self._client.health == "disconnected":
-            raise QueueAway("the queue of requests cannot be reached")
-        if self._client.health == "stalled":
-            raise EngineAway("the engine does not respond")
-        if self._client.is_behind:
-            raise QueueFull("the engine has not read earlier requests yet")
+        self._require_engine()
         self._client.submit(
             Submit(
                 job.number,
@@ -117,6 +120,7 @@ class Dispatch:
                 job.streaming,
                 job.kv_transfer,
                 job.session,
+                job.adapter,
             )
         )
         self._jobs[job.number] = job
@@ -125,6 +129,43 @@ class Dispatch:
         except asyncio.CancelledError:
             self.abort(job)
             raise
+
+    async def change_adapters(self, change: AdapterChange) -> None:
+        """Load or unload a LoRA adapter, and wait for the engine.
+
+        Raises:
+            QueueFull: the engine has not read earlier submissions.
+            UnknownAdapter: the adapter to unload is not loaded.
+            ValueError: the engine refuses the adapter.
+            JobFailed: as for `submit`.
+        """
+        self._require_engine()
+        done = asyncio.get_running_loop().create_future()
+        self._changes[change.job] = done
+        try:
+            self._client.change_adapters(change)
+            await done
+        finally:
+            del self._changes[change.job]
+        self._client.keep_adapter_change(change)
+
+    def _require_engine(self) -> None:
+        """Raise if the engine cannot take a command now."""
+        if self._client.health == "failed":
+            raise JobFailed("the engine has stopped")
+        if self._client.health == "restarting":
+            raise EngineAway("the engine is being restarted")
+        if self._client.health == "disconnected":
+            raise QueueAway("the queue of requests cannot be reached")
+        if self._client.health == "stalled":
+            raise EngineAway("the engine does not respond")
+        if self._client.is_behind:
+            raise QueueFull("the engine has not read earlier requests yet")
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """Digests of the engine's LoRA adapters, by name."""
+        return self._client.status.adapters
 
     def abort(self, job: Job) -> None:
         """Abort a job, drop its output, and free its pages; no-op if the job has finished."""
@@ -155,6 +196,8 @@ class Dispatch:
             steps = StepSeconds(stats.verify_seconds, stats.draft_seconds)
         events: list[Event] = []
         for event in batch.events:
+            if (change := self._changes.get(event.job)) is not None:
+                self._end_change(change, event)
             job = self._jobs.get(event.job)
             if job is None:
                 continue
@@ -168,6 +211,18 @@ class Dispatch:
                 del self._jobs[job.number]
                 events.append((job, _error(event, job)))
         self._deliver(events)
+
+    @staticmethod
+    def _end_change(change: "asyncio.Future[None]", event: object) -> None:
+        """Pass the engine's answer to `change_adapters`, unless that was cancelled."""
+        if change.done():
+            return
+        if isinstance(event, Accepted):
+            change.set_result(None)
+        elif isinstance(event, Refused):
+            change.set_exception(_REFUSALS[event.kind](event.message))
+        elif isinstance(event, Failed):
+            change.set_exception(JobFailed(event.message))
 
     def _deliver(self, events: list[Event]) -> None:
         assert self._outbox is not None, "it has been started"
@@ -218,6 +273,9 @@ class Dispatch:
         jobs = self._jobs
         self._jobs = {}
         self._num_rows = 0  # a new engine counts from zero
+        for change in self._changes.values():
+            if not change.done():
+                change.set_exception(EngineAway(message))
         for job in jobs.values():
             self._metrics.dropped("error", job.num_running)
         self._deliver([(job, _loss_error(message, job)) for job in jobs.values()])

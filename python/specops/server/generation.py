@@ -18,7 +18,8 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
-from specops.api.errors import ContextOverflow, QueueFull
+from specops.api.contract import with_adapter
+from specops.api.errors import ContextOverflow, QueueFull, UnknownAdapter
 from specops.api.messages import Capabilities
 from specops.api.sampling_params import SamplingParams
 from specops.api.tokenizer import Tokenizer
@@ -97,7 +98,7 @@ class Generation:
     ) -> None:
         self._capabilities = capabilities
         # Each name once, first the one that answers report.
-        self._model_names = list(dict.fromkeys((capabilities.model_name, *model_aliases)))
+        self.model_names = list(dict.fromkeys((capabilities.model_name, *model_aliases)))
         self._unsupported_fields = unsupported_fields
         self._sampling_defaults = sampling_defaults
         # Rejected drafts of these drafters may be text of another client, so they are not reported.
@@ -106,8 +107,6 @@ class Generation:
             for drafter in capabilities.drafters
             if shares_caches and drafter["learns"]
         )
-        self.contract = contract = capabilities.contract
-        self._fingerprint = f"specops-{contract['specops']}-{contract['digest']}"
         self._dispatch = dispatch
         self._tokenizer = tokenizer
         self._chat_format = chat_format
@@ -124,16 +123,16 @@ class Generation:
         self._max_characters = 4 * capabilities.max_model_len * tokenizer.longest_token()
 
     def model_cards(self) -> list[dict[str, Any]]:
-        """Return the entries of /v1/models: one for each name of the model."""
-        return list(map(self.model_card, self._model_names))
+        """Return the entries of /v1/models: one for each name of the model and each adapter."""
+        return list(map(self.model_card, (*self.model_names, *self._dispatch.adapters)))
 
     def model_card(self, name: str) -> dict[str, Any]:
-        """Return the model's entry under a name, with the methods that a client may choose.
+        """Return the entry of a name of the model, or of a LoRA adapter.
 
         Raises:
-            ApiError: 404; the model has another name.
+            ApiError: 404; neither has this name.
         """
-        self.check_model(name)
+        is_adapter = self.adapter_of(name) is not None
         return {
             "id": name,
             "object": "model",
@@ -145,18 +144,36 @@ class Generation:
             "methods": self._capabilities.methods,
             "drafters": self._capabilities.drafters,
             "speculative_config": self._capabilities.speculative_config,
+            **({"parent": self.model_names[0]} if is_adapter else {}),
         }
 
-    def check_model(self, name: str | None) -> None:
-        """Raise ApiError 404 if a request names a model other than the one served."""
-        if name is not None and name not in self._model_names:
-            served = ", ".join(map(repr, self._model_names))
+    def contract_of(self, name: str | None) -> dict[str, Any]:
+        """Return the execution contract of requests that name a model or an adapter.
+
+        Raises:
+            ApiError: 404; nothing served has this name.
+        """
+        adapter = self.adapter_of(name)
+        digest = None if adapter is None else self._dispatch.adapters[adapter]
+        return with_adapter(self._capabilities.contract, digest)
+
+    def adapter_of(self, name: str | None) -> str | None:
+        """Return the LoRA adapter that a request's `model` names; None for the model itself.
+
+        Raises:
+            ApiError: 404; nothing served has this name.
+        """
+        if name is None or name in self.model_names:
+            return None
+        if name not in self._dispatch.adapters:
+            served = ", ".join(map(repr, (*self.model_names, *self._dispatch.adapters)))
             raise ApiError(
                 404,
                 f"the model {name!r} does not exist; this server serves {served}",
                 param="model",
                 code="model_not_found",
             )
+        return name
 
     async def answer(
         self,
@@ -175,7 +192,7 @@ class Generation:
         try:
             self._dispatch.require_capacity(http.state.client)
         except QueueFull as error:  # refuse it before doing any work for it
-            raise _busy(error) from None
+            raise busy(error) from None
         body = with_defaults(await self.read(http, body_type), self._sampling_defaults)
         try:
             request, answer_type = begin(body, http.state.client)
@@ -187,7 +204,8 @@ class Generation:
     async def _answer(
         self, http: Request, request: Any, answer_type: Callable[..., Answer[Any]]
     ) -> Response:
-        self.check_model(request.model)
+        adapter = self.adapter_of(request.model)
+        contract = self.contract_of(request.model)
         self._check_lengths(request)
         params = await self._with_prediction(await self._sampling_params(http, request))
         params = self._with_budget(request, params)
@@ -207,15 +225,16 @@ class Generation:
             streaming=request.stream,
             unread=self._dispatch.unread,
             kv_transfer=kv_transfer,
-            session=session_of(request, len(prompts), self._capabilities.has_sessions),
+            session=session_of(request, len(prompts), self._capabilities.has_sessions, adapter),
             hidden_drafters=self._hidden_drafters,
+            adapter=None if adapter is None else (adapter, contract["adapter"]),
         )
         answer = answer_type(
             request,
             job,
             self._tokenizer,
-            self._capabilities.model_name,
-            self._fingerprint,
+            adapter or self._capabilities.model_name,
+            f"specops-{contract['specops']}-{contract['digest']}",
             partial(self._reader, request, texts[0]),
         )
         http.state.record.answer = answer
@@ -241,7 +260,7 @@ class Generation:
         body = await self.read(http, body_type)
         try:
             chat = as_chat(body)
-            self.check_model(chat.model)
+            self.adapter_of(chat.model)
             self._note_unread(http, chat, body_type.chat_names)
             chat.output_format(self._call_form)  # refuses what generation would refuse
             return len((await self._encode(chat, self._prompts(chat)))[0])
@@ -331,7 +350,7 @@ class Generation:
     async def tokenize(self, http: Request) -> Response:
         """Serve /tokenize."""
         request = await self.read(http, TokenizeRequest)
-        self.check_model(request.model)
+        self.adapter_of(request.model)
         if (request.prompt is None) == (request.messages is None):
             got = "neither" if request.prompt is None else "both"
             raise ApiError(
@@ -367,7 +386,7 @@ class Generation:
     async def detokenize(self, http: Request) -> Response:
         """Serve /detokenize."""
         request = await self.read(http, DetokenizeRequest)
-        self.check_model(request.model)
+        self.adapter_of(request.model)
         try:
             answer = await asyncio.to_thread(
                 detokenized, self._tokenizer, request.tokens, self._capabilities.vocab_size
@@ -551,7 +570,9 @@ def _refusal(error: BaseException, request: CompletionRequest | ChatCompletionRe
     if isinstance(error, ContextOverflow):
         return too_long(str(error), request.prompt_field)
     if isinstance(error, QueueFull):
-        return _busy(error)
+        return busy(error)
+    if isinstance(error, UnknownAdapter):  # it was unloaded while the request was read
+        return ApiError(404, str(error), param="model", code="model_not_found")
     if isinstance(error, BadSpeculation):
         return ApiError(400, str(error), param="speculative_config", code="invalid_value")
     if isinstance(error, ValueError):
@@ -560,6 +581,13 @@ def _refusal(error: BaseException, request: CompletionRequest | ChatCompletionRe
         return bad_value(error, type(request))
     if isinstance(error, asyncio.CancelledError):  # the time for draining is over
         return shutting_down()
+    if isinstance(error, JobFailed):
+        return failure_of(error)
+    return server_error(str(error))
+
+
+def failure_of(error: JobFailed) -> ApiError:
+    """Return the API error for a command that the engine could not execute."""
     if isinstance(error, EngineAway):
         return restarting(str(error))
     if isinstance(error, QueueAway):
@@ -567,7 +595,8 @@ def _refusal(error: BaseException, request: CompletionRequest | ChatCompletionRe
     return server_error(str(error))
 
 
-def _busy(error: QueueFull) -> ApiError:
+def busy(error: QueueFull) -> ApiError:
+    """Return the API error for a request that must be sent again later."""
     return ApiError(
         429,
         f"the server is busy: {error}",

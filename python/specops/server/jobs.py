@@ -17,6 +17,11 @@ from specops.server.unread import Unread, size_of
 _numbers = itertools.count()
 
 
+def new_number() -> int:
+    """Return an unused number for a job, or for another command that the engine answers."""
+    return next(_numbers)
+
+
 class StepSeconds(NamedTuple):
     """Seconds that the engine's steps took, by their parts."""
 
@@ -107,6 +112,7 @@ class Job:
             one.
         session: name of the session that the job resumes and is saved to; None: none.
         hidden_drafters: drafters whose rejected drafts are not reported.
+        adapter: name and digest of the LoRA adapter; None: the model alone.
 
     Attributes:
         number: unique number of the job.
@@ -128,11 +134,13 @@ class Job:
         kv_transfer: KvTransfer | None = None,
         session: str | None = None,
         hidden_drafters: Collection[str] = (),
+        adapter: tuple[str, str] | None = None,
     ) -> None:
+        self.adapter = adapter
         self.kv_transfer = kv_transfer
         self.session = session
         self.hidden_drafters = hidden_drafters
-        self.number = next(_numbers)
+        self.number = new_number()
         self.client = client
         self.prompts = list(prompts)
         self.params = params

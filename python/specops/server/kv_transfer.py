@@ -72,7 +72,10 @@ def kv_transfer_extras(ends: Iterable[End]) -> dict[str, Any]:
 
 
 def session_of(
-    request: CompletionRequest | ChatCompletionRequest, num_prompts: int, has_sessions: bool
+    request: CompletionRequest | ChatCompletionRequest,
+    num_prompts: int,
+    has_sessions: bool,
+    adapter: str | None,
 ) -> str | None:
     """Return the name of the session that a request resumes and is saved to, or None.
 
@@ -80,6 +83,7 @@ def session_of(
         request: the client's request.
         num_prompts: number of prompts in the request.
         has_sessions: whether this server has sessions.
+        adapter: the LoRA adapter that the request names; None: the model alone.
 
     Raises:
         ApiError: this server or this kind of request has no sessions, or the name is not valid.
@@ -94,6 +98,8 @@ def session_of(
         )
     if not has_sessions:
         raise _refused("requires a server with --session-dir", _SESSION_FIELD)
+    if adapter is not None:
+        raise _refused(f"requires the model without the adapter {adapter!r}", _SESSION_FIELD)
     if num_prompts > 1 or request.n > 1:
         raise _refused(
             f"requires exactly one prompt and n 1, got {num_prompts} and {request.n}",

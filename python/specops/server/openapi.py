@@ -27,6 +27,7 @@ from specops.api.sampling_params import (
     WHOLE_RANGES,
     SamplingParams,
 )
+from specops.server.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from specops.server.anthropic_messages import CountTokensRequest, MessagesRequest
 from specops.server.openai_responses import ResponsesRequest
 from specops.server.protocol import (
@@ -42,7 +43,8 @@ from specops.server.tokens import DetokenizeRequest, TokenizeRequest
 
 _TEXT = "def add(a, b):"
 _MESSAGES_EXAMPLE = [{"role": "user", "content": f"Complete this function: {_TEXT}"}]
-# Bodies with examples that every model answers, if it has a chat template for those of _CHATS.
+# Bodies with examples that every model answers, if it has a chat template for those of _CHATS; no
+# example: {}.
 _BODIES: dict[type[Body], dict[str, Any]] = {
     CompletionRequest: {"prompt": _TEXT, "max_tokens": 32},
     ChatCompletionRequest: {"messages": _MESSAGES_EXAMPLE, "max_tokens": 32},
@@ -51,6 +53,8 @@ _BODIES: dict[type[Body], dict[str, Any]] = {
     CountTokensRequest: {"messages": _MESSAGES_EXAMPLE},
     TokenizeRequest: {"prompt": _TEXT},
     DetokenizeRequest: {"tokens": [1, 2, 3]},
+    LoadAdapterRequest: {},
+    UnloadAdapterRequest: {},
 }
 _CHATS = (ChatCompletionRequest, ResponsesRequest, MessagesRequest, CountTokensRequest)
 _SCHEMAS = "#/components/schemas/"
@@ -164,7 +168,7 @@ def describe(app: FastAPI, *, keyed: frozenset[str], has_chats: bool) -> dict[st
     examples = {
         _SCHEMAS + body.__name__: example
         for body, example in _BODIES.items()
-        if has_chats or body not in _CHATS
+        if example and (has_chats or body not in _CHATS)
     }
     with warnings.catch_warnings():
         # GET and HEAD are one route; _complete gives HEAD an id of its own.

@@ -45,7 +45,7 @@ class Version(Strict):
 
 
 class Model(Strict):
-    """The served model, and the methods that a request may choose."""
+    """The served model or a LoRA adapter, and the methods that a request may choose."""
 
     id: str
     object: Literal["model"]
@@ -58,13 +58,21 @@ class Model(Strict):
     methods: list[str]
     drafters: list[dict[str, Any]]
     speculative_config: dict[str, Any]
+    # The model that a LoRA adapter changes; absent for the model itself.
+    parent: str | None = None
 
 
 class ModelList(Strict):
-    """List of models: one entry for each name of the served model."""
+    """List of models: one entry for each name of the served model and each LoRA adapter."""
 
     object: Literal["list"]
     data: list[Model]
+
+
+class AdapterReply(Strict):
+    """Report that a LoRA adapter was loaded or unloaded."""
+
+    message: str
 
 
 class TokensReply(Strict):

@@ -105,7 +105,7 @@ OPENAI: Table = {
     # SGLang
     "ebnf": Unsupported(f"{_STRUCTURED}.grammar"),
     "json_schema": Unsupported(f"{_STRUCTURED}.json"),
-    "lora_path": Unsupported("the server lacks LoRA"),
+    "lora_path": Unsupported("name the adapter as model"),
     "no_stop_trim": Unsupported("use include_stop_str_in_output", (False,)),
     "regex": Unsupported(f"{_STRUCTURED}.regex"),
     "return_hidden_states": Unsupported("answers are text", (False,)),
@@ -122,7 +122,7 @@ OPENAI: Table = {
     "dynatemp_exponent": Unsupported(_NO_SAMPLER, ANY),
     "dynatemp_range": Unsupported("the temperature is constant", (0, 0.0)),
     "grammar": Unsupported(f"{_STRUCTURED}.grammar", ("",)),
-    "lora": Unsupported("the server lacks LoRA", ([],)),
+    "lora": Unsupported("name the adapter as model", ([],)),
     "min_keep": Unsupported("use top_k", (0,)),
     "mirostat": Unsupported(_SAMPLER, (0,)),
     "mirostat_eta": Unsupported(_NO_SAMPLER, ANY),

@@ -7,7 +7,16 @@ own (`process.ProcessClient`); both have this interface.
 
 from collections.abc import Callable
 
-from specops.api.messages import Abort, Batch, Capabilities, Command, Health, Status, Submit
+from specops.api.messages import (
+    Abort,
+    AdapterChange,
+    Batch,
+    Capabilities,
+    Command,
+    Health,
+    Status,
+    Submit,
+)
 
 
 class EngineClient:
@@ -70,6 +79,13 @@ class EngineClient:
     def abort(self, job: int) -> None:
         """Abort the unfinished choices of a job."""
         self._send(Abort(job))
+
+    def change_adapters(self, change: AdapterChange) -> None:
+        """Load or unload a LoRA adapter; the engine answers like to a job."""
+        self._send(change)
+
+    def keep_adapter_change(self, change: AdapterChange) -> None:
+        """Remember a change that succeeded, if the engine may be restarted."""
 
     def _send(self, command: Command) -> None:
         raise NotImplementedError

@@ -2,10 +2,11 @@
 """The execution contract: everything that an engine's output bits depend on, and its digest.
 
 Two engines with the same digest give a request with the same seed the same tokens and the same
-bits of logprobs, if drafts are verified by `target_match`, the default. What is not in the contract
-changes no bit: drafters and their settings, batching, chunked prefill, threads, pages. With other
-verification methods, and with forced acceptance, tokens depend on the drafts (docs/exactness.md,
-"The execution contract").
+bits of logprobs, if drafts are verified by `target_match`, the default. The contract of a request
+with a LoRA adapter also has the digest of the adapter (`api.contract.with_adapter`). What is not in
+the contract changes no bit: drafters and their settings, batching, chunked prefill, threads, pages.
+With other verification methods, and with forced acceptance, tokens depend on the drafts
+(docs/exactness.md, "The execution contract").
 """
 
 import contextlib

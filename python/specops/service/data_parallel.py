@@ -170,7 +170,10 @@ class DataParallelClient(EngineClient):
 
         The prompt's pages are recorded as computed by that engine.
         """
-        pages = self._prefixes.pages(job.prompts[0], job.params.cache_salt)
+        salt = job.params.cache_salt
+        if job.adapter is not None:
+            salt = f"{job.adapter[0]} {salt}"  # if ambiguous, only a wrong hint
+        pages = self._prefixes.pages(job.prompts[0], salt)
         loads = [0] * len(self._clients)
         for running in self._jobs.values():
             loads[running.engine] += running.num_left
@@ -230,9 +233,10 @@ class DataParallelClient(EngineClient):
                     name: one.drafter_gauges.get(name, 0) + size
                     for name, size in other.drafter_gauges.items()
                 },
+                one.adapters,  # all engines have the same ones
             ),
             (client.status for client in self._clients),
-            Status(0, 0, 0, self._lost_stats, {}),
+            Status(0, 0, 0, self._lost_stats, {}, self._clients[0].status.adapters),
         )
 
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from specops.api.errors import ContextOverflow, EngineError, QueueFull
+from specops.api.errors import ContextOverflow, EngineError, QueueFull, UnknownAdapter
 from specops.api.messages import (
     Abort,
     Accepted,
+    AdapterChange,
     Batch,
     Begin,
     Command,
@@ -27,17 +28,20 @@ from specops.api.messages import (
     Failed,
     Fetched,
     Health,
+    LoadAdapter,
     Output,
     Overdue,
     Progress,
     Refused,
     Stop,
     Submit,
+    UnloadAdapter,
 )
 from specops.api.outputs import RequestOutput, without_rejected
 from specops.api.sampling_params import SamplingParams
 from specops.api.speculative_config import SpeculativeConfig
 from specops.engine.engine import Engine
+from specops.engine.models.adapters import Adapter
 from specops.engine.structured import Grammar
 from specops.service.snapshot import status_of
 
@@ -94,6 +98,7 @@ class _Choice:
     # Other choices of the prompt, added to the engine after this choice's prefill, so that they
     # find its pages in the prefix cache.
     siblings: "list[_Choice]"
+    adapter: Adapter | None  # of the job; kept, since it may be unloaded before siblings start
     added_at: float = 0.0  # time when it was added to the engine
     has_tokens: bool = False
 
@@ -211,6 +216,8 @@ class EngineLoop:
                     self._events.append(self._refusal(command, error))
             elif isinstance(command, Abort):
                 self._abort_job(command.job)
+            elif isinstance(command, (LoadAdapter, UnloadAdapter)):
+                self._change_adapters(command)
             elif isinstance(command, Compiled):
                 self._take_compiled(command)
             elif isinstance(command, Overdue):
@@ -286,15 +293,30 @@ class EngineLoop:
         except Exception as failure:
             self._events.append(self._refusal(job, failure))
 
-    def _refusal(self, job: Submit, error: BaseException) -> Refused | Failed:
-        """Return the event for a job that could not be added."""
+    def _change_adapters(self, change: AdapterChange) -> None:
+        """Load or unload a LoRA adapter. Requests wait while its files are read."""
+        try:
+            if isinstance(change, LoadAdapter):
+                self._engine.load_adapter(change.name, change.path)
+            else:
+                self._engine.unload_adapter(change.name)
+        except Exception as error:
+            logger.warning("an adapter is not changed: %r", str(error))
+            self._events.append(self._refusal(change, error))
+        else:
+            self._events.append(Accepted(change.job, 0))
+
+    def _refusal(self, job: Submit | AdapterChange, error: BaseException) -> Refused | Failed:
+        """Return the event for a command that could not be executed."""
         if isinstance(error, ContextOverflow):
             return Refused(job.job, "context", _unicode(error))
         if isinstance(error, QueueFull):
             return Refused(job.job, "full", _unicode(error))
+        if isinstance(error, UnknownAdapter):
+            return Refused(job.job, "adapter", _unicode(error))
         if isinstance(error, ValueError):
             return Refused(job.job, "value", _unicode(error))
-        logger.error("could not add a request", exc_info=error)
+        logger.error("could not execute a command", exc_info=error)
         return Failed(job.job, _NOT_ADDED)
 
     def _add_job(self, job: Submit) -> None:
@@ -333,14 +355,19 @@ class EngineLoop:
         self, job: Submit, position: int, prompt: list[int], speculative: SpeculativeConfig
     ) -> _Choice:
         """Return the first choice of a prompt, which holds the other choices as its siblings."""
-        params = job.params
+        params, adapter = job.params, None
+        if job.adapter is not None:
+            name, digest = job.adapter
+            adapter = self._engine.adapter(name)
+            if adapter.digest != digest:
+                raise UnknownAdapter(f"adapter {name!r} has just been replaced; try again")
         seed = self._engine.draw_seed(_SEED_BITS) if params.seed is None else params.seed
         # The choices of a prompt share the seed; their random numbers differ by the choice's index.
         params = replace(params, seed=seed)
-        first = _Choice(job, position * params.n, prompt, params, seed, speculative, siblings=[])
+        first = _Choice(job, position * params.n, prompt, params, seed, speculative, [], adapter)
         others = replace(params, prompt_logprobs=None)  # only the first choice reports them
         first.siblings = [
-            _Choice(job, first.index + i, prompt, others, seed, speculative, siblings=[])
+            _Choice(job, first.index + i, prompt, others, seed, speculative, [], adapter)
             for i in range(1, params.n)
         ]
         return first
@@ -353,6 +380,7 @@ class EngineLoop:
             choice_index=choice.index % choice.params.n,
             speculative_config=choice.speculative,
             owners=(choice.job.client, f"call-{choice.job.job}"),
+            adapter=choice.adapter,
         )
         choice.added_at = time.perf_counter()
         self._num_requests += 1

@@ -13,7 +13,17 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from specops.api.messages import Batch, Begin, Command, Hello, NoEngine, Stop
+from specops.api.messages import (
+    AdapterChange,
+    Batch,
+    Begin,
+    Command,
+    Hello,
+    LoadAdapter,
+    NoEngine,
+    Stop,
+    UnloadAdapter,
+)
 from specops.service.client import EngineClient
 from specops.service.wire import Frames, Setup, encoded, from_process, receive
 
@@ -157,6 +167,7 @@ class ProcessClient(EngineClient):
         self._num_clients = 1
         self._transport: asyncio.WriteTransport | None = None
         self._outgoing: list[bytes] = []
+        self._adapter_changes: dict[str, AdapterChange] = {}  # the last change of each adapter
         self._is_stopping = False
         self._loop_has_ended = asyncio.Event()
         self._is_gone = asyncio.Event()
@@ -223,6 +234,18 @@ class ProcessClient(EngineClient):
             self.status = message.status
             self.health = "ok"
             self._begin()
+            self._change_adapters_again()
+
+    def keep_adapter_change(self, change: AdapterChange) -> None:
+        """Remember a change, since a restarted engine has the adapters of its configuration."""
+        self._adapter_changes[change.name] = change
+
+    def _change_adapters_again(self) -> None:
+        for change in self._adapter_changes.values():
+            if change.name in self.status.adapters:
+                self._send(UnloadAdapter(change.job, change.name))
+            if isinstance(change, LoadAdapter):
+                self._send(change)
 
     def disconnected(self) -> None:
         """Handle the end of the connection: fail all jobs and restart the process."""

@@ -59,4 +59,5 @@ def status_of(engine: Engine, *, num_outside: int = 0) -> Status:
         num_free_pages=engine.num_free_pages,
         stats=copy.copy(engine.stats),  # the engine continues to count
         drafter_gauges=engine.drafter_gauges,
+        adapters=engine.adapters,
     )

@@ -17,10 +17,12 @@ from specops.api.messages import (
     Fetched,
     Hello,
     KvTransfer,
+    LoadAdapter,
     NoEngine,
     Overdue,
     Stop,
     Submit,
+    UnloadAdapter,
 )
 from specops.api.outputs import PromptLogprobs
 from specops.api.sampling_params import SamplingParams
@@ -185,6 +187,7 @@ class _Submit(Struct, tag="Submit", array_like=True):
     streaming: bool
     kv_transfer: KvTransfer | None = None
     session: str | None = None
+    adapter: tuple[str, str] | None = None
 
 
 def packed(value: Any) -> Any:
@@ -200,13 +203,23 @@ def unpacked(kind: type, value: Any) -> Any:
     return PromptLogprobs.unpacked(value)
 
 
-ToProcess = Setup | Begin | Submit | Abort | Fetched | Overdue | Stop | StepCommands | GrammarReady
+_Other = (
+    Setup
+    | Begin
+    | Abort
+    | LoadAdapter
+    | UnloadAdapter
+    | Fetched
+    | Overdue
+    | Stop
+    | StepCommands
+    | GrammarReady
+)
+ToProcess = _Other | Submit
 FromProcess = Hello | NoEngine | Batch
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=packed)
-_to_process = msgspec.msgpack.Decoder(
-    Setup | Begin | _Submit | Abort | Fetched | Overdue | Stop | StepCommands | GrammarReady
-)
+_to_process = msgspec.msgpack.Decoder(_Other | _Submit)
 _from_process = msgspec.msgpack.Decoder(FromProcess, dec_hook=unpacked)
 
 
@@ -226,6 +239,7 @@ def encoded(message: ToProcess | FromProcess) -> bytes:
             message.streaming,
             message.kv_transfer,
             message.session,
+            message.adapter,
         )
     else:
         body = message
@@ -248,6 +262,7 @@ def to_process(body: memoryview) -> Any:
             message.streaming,
             message.kv_transfer,
             message.session,
+            message.adapter,
         )
     return message
 

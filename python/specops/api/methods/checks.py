@@ -48,3 +48,12 @@ def path(name: str, value: object) -> None:
     """Raise ValueError unless the value is a path or None."""
     if value is not None and not (isinstance(value, str) and value):
         raise ValueError(f"{name} must be a path or null, got {value!r}")
+
+
+def adapter_name(name: str) -> None:
+    """Raise ValueError unless the text can be the name of a LoRA adapter, also in a log line."""
+    if not 0 < len(name) <= 256 or not name.isprintable() or name != name.strip():
+        raise ValueError(
+            "the name of an adapter must have 1 to 256 printable characters without spaces around "
+            f"them, got {name[:256]!r}"
+        )

@@ -15,7 +15,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,23 @@ class DraftKv:
         return max_len
 
 
+class AdaptedSalt(NamedTuple):
+    """Salt of requests with a LoRA adapter, whose keys and values differ from the model's own.
+
+    Attributes:
+        name: name of the adapter.
+        digest: digest of the adapter, since another one may get the same name later.
+        salt: cache salt of the request.
+    """
+
+    name: str
+    digest: str
+    salt: str | None
+
+
+Salt = str | AdaptedSalt | None
+
+
 class Prefix:
     """Node of the prefix tree: a prefix that ends at a page boundary, and its last pages.
 
@@ -58,7 +75,7 @@ class Prefix:
 
     __slots__ = ("children", "pages", "parent", "salt", "tokens")
 
-    def __init__(self, parent: "Prefix | None", tokens: bytes, salt: str | None = None) -> None:
+    def __init__(self, parent: "Prefix | None", tokens: bytes, salt: Salt = None) -> None:
         self.parent = parent  # None for the empty prefix
         self.tokens = tokens  # tokens of the last page
         self.salt = salt  # set for the root only: salt of the requests that use the tree
@@ -79,7 +96,7 @@ class Prefix:
 class PrefixListener(Protocol):
     """Receiver of the changes of a prefix cache, in the thread that makes them."""
 
-    def stored(self, prefix: Prefix, token_ids: Sequence[int], salt: str | None) -> None:
+    def stored(self, prefix: Prefix, token_ids: Sequence[int], salt: Salt) -> None:
         """Handle a new prefix; `token_ids` are the tokens of its last page."""
 
     def removed(self, prefix: Prefix) -> None:
@@ -116,7 +133,7 @@ class PagePool:
         # A heap, because pages in ascending order are read faster than pages in random order.
         self._free = list(range(num_pages))
         self._cached: OrderedDict[int, None] = OrderedDict()  # registered, held by no request
-        self._roots: dict[str | None, Prefix] = {}  # by salt
+        self._roots: dict[Salt, Prefix] = {}  # by salt
         # The prefix of each registered page, and its key there.
         self._place_of: dict[int, tuple[Prefix, bytes | None]] = {}
 
@@ -130,7 +147,7 @@ class PagePool:
         token_ids: Sequence[int],
         max_tokens: int,
         draft_kv: DraftKv | None = None,
-        salt: str | None = None,
+        salt: Salt = None,
     ) -> list[int]:
         """Acquire the cached pages of the longest known prefix of `token_ids`.
 
@@ -191,7 +208,7 @@ class PagePool:
         parent: int | None,
         token_ids: Sequence[int],
         draft_key: bytes | None = None,
-        salt: str | None = None,
+        salt: Salt = None,
     ) -> int:
         """Register a full page by its content, so that `match_prefix` finds it.
 
@@ -259,7 +276,7 @@ class PagePool:
             if self._listener is not None:
                 self._listener.removed(prefix)
 
-    def _root_of(self, salt: str | None) -> Prefix:
+    def _root_of(self, salt: Salt) -> Prefix:
         """Return the empty prefix of a salt, created if missing; the caller adds a child to it."""
         root = self._roots.get(salt)
         if root is None:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches of rows that a model's layers run over, and the locations of their keys and values."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from specops.attention import PagedBatch, PrefixTensors
+from specops.engine.models.adapters import AdapterRows
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,6 +27,7 @@ class LayerBatch:
     sums: Tensor | None = None  # [sums_size()], for linear layers
     # False: a row attends to all positions of its request, as in a block drafter.
     is_causal: bool = True
+    adapters: Sequence[AdapterRows] = ()  # rows with LoRA adapters; empty in steps of drafters
 
     @property
     def paged(self) -> PagedBatch:

@@ -208,7 +208,7 @@ class BlockDrafter(StateHead):
             attention.behind(branch)
             dense.rms_norm(branch, *layer.mlp_norm, residual=residual, out=normed)
             mlp.before(normed)
-            layer.mlp.run(normed, batch.sums, views.mlp, branch)
+            layer.mlp.run(normed, batch, views.mlp, branch)
             mlp.behind(branch)
             norm = self._next_norms[index]
             assert norm is not None

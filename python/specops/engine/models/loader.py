@@ -49,6 +49,7 @@ def load_model(
     quantize_head: str = "none",
     weight_cache: WeightCache | None = None,
     ranks: Ranks = ALONE,
+    is_adaptable: bool = False,
 ) -> Transformer:
     """Load a checkpoint of any supported model family.
 
@@ -65,6 +66,7 @@ def load_model(
         quantize_head: the same for the LM head. A tied embedding is not quantized.
         weight_cache: cache of packed weights; None: no cache.
         ranks: tensor-parallel ranks over which the model is sharded; loads this rank's shard.
+        is_adaptable: whether requests may use LoRA adapters.
 
     Raises:
         ModelError: a file or tensor is missing, damaged or misshapen, the model is unsupported, an
@@ -106,7 +108,9 @@ def load_model(
     if ranks.rank == 0 and load_format != "dummy":
         num_bytes = sum((directory / name).stat().st_size for name in weight_files(directory))
         loaded = log_loading(directory, num_bytes, str(kind).removeprefix("torch."))
-    model = build(config, source, kv_kind, max_model_len or config.max_model_len, ranks, loaded)
+    model = build(
+        config, source, kv_kind, max_model_len or config.max_model_len, ranks, loaded, is_adaptable
+    )
     _refuse_unread(config, source)
     return model
 
@@ -177,6 +181,7 @@ def build(
     max_model_len: int,
     ranks: Ranks = ALONE,
     loaded: Callable[[int, int], None] | None = None,
+    is_adaptable: bool = False,
 ) -> Transformer:
     """Build a model from its config and weights.
 
@@ -187,6 +192,7 @@ def build(
         max_model_len: number of positions to support.
         ranks: tensor-parallel ranks over which the model is sharded.
         loaded: called after each layer with the number of loaded layers and of all layers.
+        is_adaptable: whether LoRA adapters may change the layers.
 
     Raises:
         ModelError: a tensor is missing, has the wrong shape, or cannot be sharded.
@@ -202,6 +208,7 @@ def build(
         kv_dtype=kv_dtype,
         ropes=RopeTables(max_positions, source.device),
         ranks=ranks,
+        is_adaptable=is_adaptable,
     )
     prefix = place_of(config, source).prefix
     shape = (config.vocab_size, config.hidden_size)

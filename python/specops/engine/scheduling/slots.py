@@ -70,7 +70,7 @@ class Slots:
     def start(self, request: Request, plan: Plan) -> bool:
         """Give a waiting request a slot and its cached prefix; return False if pages are short."""
         hits = self.pool.match_prefix(
-            request.token_ids, request.num_reusable, request.drafts.kv, request.params.cache_salt
+            request.token_ids, request.num_reusable, request.drafts.kv, request.salt
         )
         num_cached = self.states.release_unusable(hits, request.drafts.kv)
         needed = self.num_pages_for(len(request.token_ids)) - len(hits)
@@ -161,7 +161,7 @@ class Slots:
                 parent,
                 request.token_ids[end - size : end],
                 None if draft_kv is None else draft_kv.key(request.token_ids, end),
-                request.params.cache_salt,
+                request.salt,
             )
             placement.num_registered_pages += 1
         known = placement.pages, placement.num_registered_pages, placement.num_computed

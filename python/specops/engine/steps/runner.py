@@ -19,6 +19,7 @@ from specops.engine.features import Feature
 from specops.engine.memory.step_memory import StepMemory
 from specops.engine.memory.step_shape import StepShape, bucket, page_capacity, rounded
 from specops.engine.models import CacheCapacity, Transformer
+from specops.engine.models.adapters import Adapter, AdapterRows, adapter_rows
 from specops.engine.plan import Part, Plan, PrefixGroups
 from specops.engine.prompt_logprobs import PromptScorer
 from specops.engine.request import Request
@@ -165,7 +166,7 @@ class Runner:
             step = self._step_of(plan)
             num_pages = self._fill(step, plan)
             if failures == (len(plan.failed), self._drafting.num_failures):
-                step.launch(num_pages)
+                step.launch(num_pages, self._adapters_of(plan))
                 self._step = step
                 return
             plan.drop_failed()
@@ -230,6 +231,17 @@ class Runner:
             if shape.rows == shape.outputs or not self._device.captures:
                 self.memory.keep(shape, step)
         return step
+
+    def _adapters_of(self, plan: Plan) -> list[AdapterRows]:
+        """Return the rows of each LoRA adapter in a step."""
+        ranges: dict[Adapter, list[range]] = {}
+        begin = 0
+        for part in plan.parts:
+            adapter, end = part.request.adapter, begin + part.num_rows
+            if adapter is not None:
+                ranges.setdefault(adapter, []).append(range(begin, end))
+            begin = end
+        return adapter_rows(ranges, self._device.device) if ranges else []
 
     def _shape_of(self, plan: Plan) -> StepShape:
         parts = plan.parts

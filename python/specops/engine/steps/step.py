@@ -7,7 +7,7 @@ few buckets; a padding request has no rows, and a padding row belongs to no requ
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from specops.engine.features import Feature
 from specops.engine.memory.step_memory import Buffer, Layout, StepMemory
 from specops.engine.memory.step_shape import StepShape
 from specops.engine.models import KvCache, StepBatch, Transformer
+from specops.engine.models.adapters import AdapterRows
 from specops.engine.steps.slot_tables import SlotTables
 from specops.sampling import (
     Drafts,
@@ -357,11 +358,13 @@ class Step:
             num_draft_tokens=arrays.num_proposed.device,
         )
 
-    def launch(self, num_pages: int) -> None:
+    def launch(self, num_pages: int, adapters: Sequence[AdapterRows] = ()) -> None:
         """Start copying the inputs in, running the ops and copying the results out.
 
         Args:
             num_pages: entries of `kv_indices` in use.
+            adapters: rows with LoRA adapters. A step that has some is neither captured nor
+                replayed, and allocates memory.
 
         Raises:
             ValueError: an op met invalid data, such as a page id out of range.
@@ -370,9 +373,15 @@ class Step:
         num_bytes = arrays.pages_offset + 4 * num_pages
         self._parts.model.ranks.check(arrays.host_in, num_bytes)
         device.copy_in(arrays.device_in, arrays.host_in, num_bytes)
-        if self.replay is not None:
+        self._batch.adapters = adapters
+        if self.replay is not None and not adapters:
             self.replay()
-        elif self._runs and device.captures and self.shape.rows == self.shape.outputs:
+        elif (
+            not adapters
+            and self._runs
+            and device.captures
+            and self.shape.rows == self.shape.outputs
+        ):
             # The first run has loaded the kernels, which must not happen during a capture.
             self.replay = device.capture(self._launch)
             self._memory.num_captures += 1

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specops import attention, dense
 from specops.dense import PackedWeight
+from specops.engine.models.adapters import AdapterSite, add_adapters
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.block import AttentionBlock, BlockLoader, NewRows, Rope
 from specops.engine.models.blocks.row_parallel import RowParallelLinear, load_row_parallel
@@ -69,6 +70,7 @@ class Attention(AttentionBlock):
         self, config: "AttentionConfig", shape: AttentionShape, kv: KvSpec, qkv: PackedWeight,
         o: RowParallelLinear, cos_sin: Tensor, *, qkv_bias: Tensor | None,
         q_norm: Tensor | None, k_norm: Tensor | None, norm_eps: float, sinks: Tensor | None,
+        sites: tuple[AdapterSite, AdapterSite],
     ) -> None:  # fmt: skip
         self.shape = self._shape = shape
         self.kv = kv
@@ -77,6 +79,7 @@ class Attention(AttentionBlock):
         self._qkv, self._qkv_bias, self._o = qkv, qkv_bias, o
         self._q_norm, self._k_norm, self._norm_eps = q_norm, k_norm, norm_eps
         self._cos_sin, self._sinks = cos_sin, sinks
+        self.sites = self._qkv_site, self._o_site = sites
 
     @property
     def weights(self) -> Sequence[PackedWeight]:
@@ -95,6 +98,7 @@ class Attention(AttentionBlock):
     ) -> None:
         """Write the keys and values of the rows to the cache; also rotate the queries for `run`."""
         dense.linear(x, self._qkv, self._qkv_bias, out=views.qkv, workspace=batch.sums)
+        add_adapters(batch.adapters, self._qkv_site, x, views.qkv)
         attention.rope_append_kv(
             views.q,
             views.k,
@@ -130,6 +134,7 @@ class Attention(AttentionBlock):
         if views.gate is not None:
             dense.output_gate(views.attended, views.gate, out=views.attended)
         self._o.run(views.attended_rows, out, batch.sums)
+        add_adapters(batch.adapters, self._o_site, views.attended_rows, out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +230,16 @@ class AttentionConfig:
             k_norm=k_norm,
             norm_eps=loader.norm_eps,
             sinks=sinks,
+            sites=(
+                AdapterSite(
+                    prefix=prefix,
+                    parts=_QKV,
+                    outputs=sizes,
+                    inputs=self.input_size or hidden,
+                    order=order,
+                ),
+                AdapterSite(prefix=prefix, parts=("o_proj",), outputs=(hidden,), inputs=q_size),
+            ),
         )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from specops import attention
 from specops.api.errors import ModelError
 from specops.dense import PackedWeight
+from specops.engine.models.adapters import AdapterSite
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.kv import KvSpec, LayerKv, StateSpec
 from specops.engine.models.shards import Sharding
@@ -44,9 +45,11 @@ class Block(ABC):
 
     Attributes:
         shape: sizes of the block.
+        sites: projections that LoRA adapters may change.
     """
 
     shape: Shape
+    sites: Sequence[AdapterSite] = ()
 
     @property
     @abstractmethod
@@ -119,12 +122,12 @@ class MlpBlock(Block):
     """Base class of MLP blocks, which compute each row independently of the others."""
 
     @abstractmethod
-    def run(self, x: Tensor, sums: Tensor | None, views: Any, out: Tensor) -> None:
+    def run(self, x: Tensor, batch: LayerBatch, views: Any, out: Tensor) -> None:
         """Compute the MLP of the rows.
 
         Args:
             x: [rows, hidden_size], normalized.
-            sums: workspace of `dense.linear`.
+            batch: metadata of the rows.
             views: views made by `shape`, with the same number of rows.
             out: [rows, hidden_size]; written.
         """
@@ -185,6 +188,8 @@ class BlockLoader:
         kv_dtype: dtype of keys and values on pages.
         ropes: RoPE tables that layers share.
         ranks: tensor-parallel ranks over which blocks are sharded.
+        is_adaptable: whether LoRA adapters may change the blocks. Gates and ups of dense MLPs are
+            then computed before their activation, which changes no bit.
     """
 
     source: WeightSource
@@ -193,6 +198,7 @@ class BlockLoader:
     kv_dtype: torch.dtype
     ropes: RopeTables
     ranks: Ranks = ALONE
+    is_adaptable: bool = False
 
     @property
     def sharding(self) -> Sharding:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specops import dense, moe
 from specops.dense import PackedWeight
+from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.block import BlockLoader, MlpBlock, NewRows, bytes_of
 from specops.engine.models.blocks.mlp import DenseMlp, DenseMlpConfig
 from specops.engine.models.blocks.row_parallel import RowParallelLinear
@@ -153,7 +154,7 @@ class Experts(MlpBlock):
         experts = sum(map(bytes_of, (self.gate_up, *self.down.shards)))
         return super().bytes_read(rows) + bytes_of(self._router) + read * experts
 
-    def run(self, x: Tensor, sums: Tensor | None, views: ExpertsViews, out: Tensor) -> None:
+    def run(self, x: Tensor, batch: LayerBatch, views: ExpertsViews, out: Tensor) -> None:
         """Compute the mixture of experts of the rows into `out`."""
         self._route(x, views)
         order = moe.ExpertOrder(self._indptr, views.row_indices, views.places)
@@ -162,7 +163,7 @@ class Experts(MlpBlock):
         moe.moe_linear(x, self.gate_up, indptr, order.row_indices, self._gate_up_bias, out=gated)
         shared, ranks = self._shared, self.down.ranks
         if shared is not None:
-            shared.activate(x, sums, views.shared_gated)
+            shared.activate(x, batch.sums, views.shared_gated)
         is_whole = ranks.num_virtual_ranks == 1
         partial_sums = out[None] if is_whole else ranks.partial_sums(out.shape, out.device)
         for index, partial_sum in enumerate(partial_sums):
@@ -173,7 +174,7 @@ class Experts(MlpBlock):
                 bias=self.down.bias if ranks.rank == index == 0 else None,
                 out=views.expert_out,
             )
-            self._combine(index, sums, views, partial_sum)
+            self._combine(index, batch.sums, views, partial_sum)
         if not is_whole:
             ranks.add(partial_sums, None, out)
 
@@ -261,12 +262,12 @@ class ExpertsApart(Experts):
         routing, count = self._routing, self._shape.num_experts
         return super().bytes_read(rows) + (1.0 - (1.0 - routing.top_k / count) ** rows) * others
 
-    def run(self, x: Tensor, sums: Tensor | None, views: ExpertsViews, out: Tensor) -> None:
+    def run(self, x: Tensor, batch: LayerBatch, views: ExpertsViews, out: Tensor) -> None:
         """Compute the mixture of experts of the rows into `out`."""
         self._route(x, views)
         shared, ranks = self._shared, self.down.ranks
         if shared is not None:
-            shared.activate(x, sums, views.shared_gated)
+            shared.activate(x, batch.sums, views.shared_gated)
         order = moe.ExpertOrder(self._indptr, views.row_indices, views.places)
         indptr, chosen = order.expert_indptr, views.expert_ids.view(-1)
         partial_sums = ranks.partial_sums(out.shape, out.device)
@@ -276,7 +277,7 @@ class ExpertsApart(Experts):
             rows = order.row_indices
             moe.moe_linear(x, own.gate_up, indptr, rows, own.gate_up_bias, out=views.gated)
             moe.moe_linear(views.gated, own.down, indptr, bias=own.down_bias, out=views.expert_out)
-            self._combine(index, sums, views, partial_sum)
+            self._combine(index, batch.sums, views, partial_sum)
         ranks.add(partial_sums, None, out)
 
 
@@ -334,7 +335,8 @@ class ExpertsConfig:
             router_bias = source.tensor(name, count, dtype=torch.float32)
         shared = None
         if self.shared is not None:
-            shared = self.shared.load(loader, prefix + self.shared_name)
+            loader_of_shared = replace(loader, is_adaptable=False)
+            shared = self.shared.load(loader_of_shared, prefix + self.shared_name)
         experts = f"{prefix}experts."
         sizes = (self.width, self.width)
         what = ("down_proj",)

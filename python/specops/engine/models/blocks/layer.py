@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specops import dense
 from specops.dense import PackedWeight
+from specops.engine.models.adapters import AdapterSite
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.activations import LayerViews, StepViews
 from specops.engine.models.blocks.block import BlockLoader, MixingBlock, MlpBlock, Norm
@@ -38,6 +39,11 @@ class Layer:
     def weights(self) -> Sequence[PackedWeight]:
         """Packed projections of both blocks."""
         return (*self.attention.weights, *self.mlp.weights)
+
+    @property
+    def sites(self) -> Sequence[AdapterSite]:
+        """Projections of both blocks that LoRA adapters may change."""
+        return (*self.attention.sites, *self.mlp.sites)
 
     def bytes_read(self, rows: int) -> float:
         """Return the expected bytes of weights that a step of `rows` rows reads."""
@@ -72,7 +78,7 @@ class Layer:
             dense.rms_norm(branch, norm.weight, norm.eps, out=branch)
         norm = self.mlp_norm
         dense.rms_norm(branch, norm.weight, norm.eps, residual=rows.residual, out=normed)
-        self.mlp.run(normed, batch.sums, views.mlp, branch)
+        self.mlp.run(normed, batch, views.mlp, branch)
         norm = self.output_norm
         if norm is not None:
             dense.rms_norm(branch, norm.weight, norm.eps, out=branch)

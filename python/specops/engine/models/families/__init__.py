@@ -46,7 +46,8 @@ def read_model_config(directory: str | Path) -> ModelConfig:
     path = Path(directory) / "config.json"
     if (Path(directory) / "adapter_config.json").exists():
         raise ModelError(
-            f"{directory}: LoRA adapters are not supported; merge the adapter into its base model"
+            f"{directory}: a LoRA adapter is not a model; load its base model, and the adapter as "
+            "one of lora_modules"
         )
     raw = read_config(directory)
     names = raw.get("architectures") or ["none"]
