@@ -4,6 +4,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import os
 import random
 import struct
@@ -13,9 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
-from safetensors.torch import load_file
-from specops import attention, dense
+from gguf_files import ARCHITECTURES, make_file, write
+from specops import dense
 from specops.api.errors import ModelError
 from specops.api.tokenizer import Tokenizer
 from specops.checkpoints.directory import open_checkpoint
@@ -24,7 +24,7 @@ from specops.checkpoints.gguf_directory import gguf_directory
 from specops.checkpoints.gguf_file import TYPES, read_gguf
 from specops.checkpoints.gguf_tokenizer import end_token_ids, tokenizer_files
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.models import WeightCache, load_model
+from specops.engine.models import WeightCache, load_model, load_mtp
 from specops.engine.models.families import read_model_config
 from specops.quantization import QuantizedWeight, dequantize_weight
 from test_models import Runner
@@ -42,10 +42,13 @@ KINDS = {
     "Q5_0": ("int8", 32),
     "Q5_1": ("int8", 32),
     "Q8_0": ("int8", 32),
+    "Q2_K": ("int4", 16),
+    "Q3_K": ("int4", 16),
     "Q4_K": ("int4", 32),
     "Q5_K": ("int8", 32),
     "Q6_K": ("int8", 16),
     "IQ4_NL": ("int4", 32),
+    "IQ4_XS": ("int4", 32),
     "MXFP4": ("int4", 32),
 }
 DOWN = "blk.0.ffn_down.weight"
@@ -58,30 +61,16 @@ def random_blocks(kind: str, rows: int, blocks: int) -> Tensor:
     generator = torch.Generator().manual_seed(len(kind) + size)
     octets = torch.randint(0, 256, (rows, blocks, size), dtype=torch.uint8, generator=generator)
     halves = (torch.randn(rows, blocks, 2, generator=generator) * 0.1).half().view(torch.uint8)
-    if kind == "Q6_K":
+    if kind in ("Q3_K", "Q6_K"):
         octets[..., -2:] = halves[..., :2]
+    elif kind == "Q2_K":
+        octets[..., -4:] = halves
     elif kind == "MXFP4":
         octets[..., 0] = 110 + octets[..., 0] % 30
     else:
         wide = 4 if kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 2
         octets[..., :wide] = halves[..., :wide]
     return octets.flatten(1)
-
-
-def write(path: Path, tensors: dict[str, Any], architecture: str = "any", **metadata: Any) -> Path:
-    """Write a file of these tensors, each a float tensor or (blocks, name of their type)."""
-    writer = gguf.GGUFWriter(path / "model.gguf", architecture)
-    for key, value in metadata.items():
-        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
-    for name, one in tensors.items():
-        data, kind = (one, "F32") if isinstance(one, Tensor) else one
-        raw = data.view(torch.uint8) if kind == "BF16" else data
-        writer.add_tensor(name, raw.numpy(), raw_dtype=gguf.GGMLQuantizationType[kind])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path / "model.gguf"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -105,7 +94,7 @@ def test_float_tensors_are_read_unchanged(tmp_path: Path, dtype: torch.dtype) ->
 
 
 def test_tensor_names_are_translated(tmp_path: Path) -> None:
-    """In layers with four norms, the norm before the MLP has another name."""
+    """In Gemma's layers with four norms, the norm before the MLP has another name."""
     names = ["token_embd.weight", "blk.0.ffn_norm.weight", "blk.11.attn_q.bias"]
     write(tmp_path, {name: torch.ones(2) for name in names})
     layers = "model.layers."
@@ -115,7 +104,8 @@ def test_tensor_names_are_translated(tmp_path: Path) -> None:
         f"{layers}11.self_attn.q_proj.bias",
     }
     assert set(open_checkpoint(tmp_path).names()) == want
-    write(tmp_path, {name: torch.ones(2) for name in (*names, "blk.0.post_attention_norm.weight")})
+    names.append("blk.0.post_attention_norm.weight")
+    write(tmp_path, {name: torch.ones(2) for name in names}, "gemma3")
     assert set(open_checkpoint(tmp_path).names()) == want | {
         f"{layers}0.pre_feedforward_layernorm.weight"
     }
@@ -128,16 +118,18 @@ def error_of(directory: Path) -> str:
 
 
 def test_unknown_types_and_tensors_are_refused(tmp_path: Path) -> None:
-    file = write(tmp_path, {DOWN: (random_blocks("Q2_K", 2, 1), "Q2_K")})
+    file = write(tmp_path, {DOWN: (random_blocks("IQ2_S", 2, 1), "IQ2_S")})
     assert error_of(tmp_path).startswith(
-        f"{file}: tensor {OURS} is [2, 256] of type Q2_K; supported types of matrices: F32,"
+        f"{file}: tensor {OURS} is [2, 256] of type IQ2_S; supported types of matrices: F32,"
     )
-    write(tmp_path, {"blk.0.ssm_a": torch.ones(3)})
-    assert error_of(tmp_path) == f"{file}: tensor blk.0.ssm_a is not used by any supported model"
+    write(tmp_path, {"blk.0.ssm_d": torch.ones(3)})
+    assert error_of(tmp_path) == f"{file}: tensor blk.0.ssm_d is not used by any supported model"
     write(tmp_path, {"output_norm.weight": torch.ones(3)})
     assert error_of(tmp_path) == f"{file}: tensor {OURS} is missing from the file"
     (tmp_path / "other.gguf").write_bytes(b"")
-    assert error_of(tmp_path) == f"{tmp_path}: expected one GGUF file, got model.gguf, other.gguf"
+    assert error_of(tmp_path) == (
+        f"{tmp_path}: expected one GGUF file, or the files of one model, got model.gguf, other.gguf"
+    )
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
@@ -196,108 +188,6 @@ def test_projection_rows_must_divide_into_heads(tmp_path: Path, shape: tuple[int
 
 # ---- models ----
 
-# Field of config.json -> GGUF key without the architecture's prefix.
-KEYS = {
-    "num_hidden_layers": "block_count",
-    "max_position_embeddings": "context_length",
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-}
-SIZES = {"rms_norm_eps": 2.0**-20, "vocab_size": 160}
-GEMMA = {"sliding_window": 20, "sliding_window_pattern": 3, "query_pre_attn_scalar": 64}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Qwen2": {},
-    "Qwen3": {"tie_word_embeddings": False},
-    "Llama": {"tie_word_embeddings": False, "rope_parameters": LLAMA3},
-    "Gemma3": GEMMA,
-}
-LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "post_attention_layernorm": "ffn_norm",
-}
-GEMMA_NAMES = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-
-
-def byte_tokenizer() -> dict[str, Any]:
-    """Return the metadata of a tokenizer of 160 tokens: an end token, bytes and one merge."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:158]
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.tokens": ["<|endoftext|>", *alphabet, "ab"],
-        "tokenizer.ggml.token_type": [3] + [1] * 159,
-        "tokenizer.ggml.merges": ["a b"],
-        "tokenizer.ggml.eos_token_id": 0,
-    }
-
-
-def gguf_name(name: str, family: str) -> str:
-    stem, _, suffix = name.removeprefix("model.").rpartition(".")
-    if not stem.startswith("layers."):
-        whole = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
-        return f"{whole[stem]}.{suffix}"
-    _, layer, own = stem.split(".", 2)
-    names = {**LAYER_NAMES, **(GEMMA_NAMES if family == "Gemma3" else {})}
-    return f"blk.{layer}.{names[own]}.{suffix}"
-
-
-def tensors_of(source: Path, family: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Return a model's tensors as llama.cpp's converter writes them."""
-    found = {}
-    for name, one in load_file(source / "model.safetensors").items():
-        if family == "Gemma3" and "norm" in name:
-            one = one + 1
-        if family == "Llama" and ("q_proj" in name or "k_proj" in name):
-            kind = "attention" if "q_proj" in name else "key_value"
-            heads = config[f"num_{kind}_heads"]
-            one = one.view(heads, 2, -1, one.shape[-1]).transpose(1, 2).reshape(one.shape)
-        found[gguf_name(name, family)] = one.contiguous()
-    if family == "Llama":  # ratio of the angles of position 1, which are small enough for asin
-        plain, scaled = (
-            attention.rope_cos_sin(2, config["head_dim"], 5e5, one)[1, config["head_dim"] // 2 :]
-            for one in (None, config["rope_parameters"])
-        )
-        found["rope_freqs.weight"] = plain.double().asin().div(scaled.double().asin()).float()
-    return found
-
-
-def metadata_of(family: str, config: dict[str, Any]) -> dict[str, Any]:
-    prefix = family.lower()
-    found = {f"{prefix}.{key}": config[name] for name, key in KEYS.items() if name in config}
-    rope = config.get("rope_parameters") or {}
-    if family == "Gemma3":
-        found[f"{prefix}.attention.sliding_window"] = config["sliding_window"]
-        found[f"{prefix}.attention.sliding_window_pattern"] = 3
-        found[f"{prefix}.rope.freq_base_swa"] = rope["sliding_attention"]["rope_theta"]
-        rope = rope["full_attention"]
-    found[f"{prefix}.rope.freq_base"] = float(rope["rope_theta"])
-    found[f"{prefix}.rope.dimension_count"] = config["head_dim"]
-    return {**found, **byte_tokenizer()}
-
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -307,31 +197,59 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     return path
 
 
-def make_file(directory: Path, family: str, **changes: Any) -> Path:
-    """Write a random model of a family as a GGUF file, and as a checkpoint in `source`."""
-    source = directory / "source"
-    source.mkdir()
-    make_checkpoint(source, family, **{**SIZES, **FAMILIES[family], **changes})
-    config = json.loads((source / "config.json").read_text())
-    tensors = tensors_of(source, family, config)
-    return write(directory, tensors, family.lower(), **metadata_of(family, config))
-
-
 def logits(directory: Path, **options: Any) -> Tensor:
     ids = [7 * i % 160 for i in range(40)]
     return Runner(load_model(directory, dtype="float32", **options)).run([ids], [[40]])[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gguf_model_equals_its_source_checkpoint(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_gguf_model_equals_its_source_checkpoint(tmp_path: Path, architecture: str) -> None:
     """Names, metadata, row order and norms agree. The weights are floats: nothing is rounded."""
-    file = make_file(tmp_path, family)
+    file = make_file(tmp_path, architecture)
     directory = gguf_directory(file)
     assert torch.equal(logits(directory), logits(tmp_path / "source"))
     made, expected = read_model_config(directory), read_model_config(tmp_path / "source")
     for field in ("norm_offset", "dtype"):
         made = dataclasses.replace(made, **{field: getattr(expected, field)})
     assert made == expected
+
+
+@pytest.mark.parametrize("architecture", ["glm4moe", "qwen3next", "qwen35", "qwen35moe"])
+def test_mtp_modules_of_a_gguf_file_equal_those_of_its_source(
+    tmp_path: Path, architecture: str
+) -> None:
+    directory = gguf_directory(make_file(tmp_path, architecture, modules=1))
+    found, expected = (
+        load_mtp(load_model(one, dtype="float32"), one).modules[0]
+        for one in (directory, tmp_path / "source")
+    )
+    for name in ("embed_norm", "hidden_norm", "head_norm"):
+        assert torch.equal(getattr(found, name).weight, getattr(expected, name).weight)
+    pairs = zip(found.layer.weights, expected.layer.weights, strict=True)
+    for one, other in [(found.projection, expected.projection), *pairs]:
+        assert torch.equal(one.data, other.data)
+
+
+def test_files_of_one_model_are_read_together(tmp_path: Path) -> None:
+    first = make_file(tmp_path, "qwen3", parts=10)
+    files = sorted(tmp_path.glob("*.gguf"))
+    assert len(files) == 4 and first == files[0]
+    directory = gguf_directory(files[2])
+    assert directory == gguf_directory(first)
+    assert torch.equal(logits(directory), logits(tmp_path / "source"))
+    whole = files[1].read_bytes()
+    files[1].write_bytes(files[2].read_bytes())
+    with pytest.raises(ModelError, match=r"00002-of-00004.gguf: split.no must be 1, got 2"):
+        gguf_directory(first)
+    files[1].write_bytes(whole)
+    os.utime(files[3], (1, 1))
+    assert gguf_directory(first) != directory
+    files[3].unlink()
+    with pytest.raises(ModelError, match=r"model-00004-of-00004.gguf: no such file"):
+        gguf_directory(first)
+    files[0].rename(tmp_path / "model.gguf")
+    with pytest.raises(ModelError, match=r"split.count must be the number of files, 1, got 4"):
+        gguf_directory(tmp_path / "model.gguf")
 
 
 def quantized(file: Path, directory: Path, kinds: dict[str, str]) -> Path:
@@ -341,10 +259,11 @@ def quantized(file: Path, directory: Path, kinds: dict[str, str]) -> Path:
     tensors: dict[str, Any] = {}
     for name, one in found.tensors.items():
         part = name.split(".")[2] if name.startswith("blk.") else name
-        if part in kinds:
+        if part in kinds and name.endswith("weight") and len(one.shape) > 1:
             width = next(two for label, two, _ in TYPES.values() if label == kinds[part])
-            blocks = random_blocks(kinds[part], one.shape[0], one.shape[1] // width)
-            tensors[name] = (blocks, kinds[part])
+            *rows, inputs = one.shape
+            blocks = random_blocks(kinds[part], math.prod(rows), inputs // width)
+            tensors[name] = (blocks.view(*rows, -1), kinds[part])
         else:
             raw = data[one.offset : one.offset + one.num_bytes].clone()
             tensors[name] = raw.view(torch.float32).view(one.shape)
@@ -358,12 +277,66 @@ MIXED = {
     **{"attn_output": "Q4_K", "ffn_gate": "Q4_0", "ffn_up": "Q4_0", "ffn_down": "Q5_K"},
 }
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+K_EXPERTS = {"ffn_gate_exps": "Q4_K", "ffn_up_exps": "Q3_K", "ffn_down_exps": "Q6_K"}
+LINEAR = {
+    **{"attn_qkv": "Q2_K", "attn_gate": "IQ4_XS", "ssm_out": "Q8_0", "ssm_ba": "Q8_0"},
+    **{"ssm_alpha": "Q5_0", "ssm_beta": "Q5_0", **K_EXPERTS},
+}
+# Architecture -> types by part, and changes to the model.
+QUANTIZED: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "llama": (MIXED, WIDE),
+    "qwen3": (MIXED, WIDE),
+    "mistral3": (MIXED, WIDE),
+    "qwen3moe": ({**MIXED, **K_EXPERTS}, {**WIDE, "moe_intermediate_size": 256}),
+    "gpt-oss": (dict.fromkeys(K_EXPERTS, "MXFP4"), WIDE),
+    "deepseek2": (
+        {"attn_k_b": "Q8_0", "attn_v_b": "Q4_K", **K_EXPERTS},
+        {**WIDE, "moe_intermediate_size": 256},
+    ),
+    "glm4moe": (dict.fromkeys(K_EXPERTS, "IQ4_NL"), WIDE | {"moe_intermediate_size": 64}),
+    **dict.fromkeys(
+        ("qwen3next", "qwen35", "qwen35moe"),
+        (
+            LINEAR,
+            {
+                **WIDE,
+                "moe_intermediate_size": 256,
+                "layer_types": ["linear_attention", "full_attention"],
+            },
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("architecture", QUANTIZED)
+def test_rearranged_tensors_keep_their_values(tmp_path: Path, architecture: str) -> None:
+    """Heads and experts are selected from quantized tensors as from floats."""
+    mixed, plain = tmp_path / "mixed", tmp_path / "plain"
+    mixed.mkdir(), plain.mkdir()
+    kinds, changes = QUANTIZED[architecture]
+    found = read_gguf(quantized(make_file(tmp_path, architecture, **changes), mixed, kinds))
+    data = torch.from_file(str(found.path), size=found.path.stat().st_size, dtype=torch.uint8)
+    tensors = {}
+    for name, one in found.tensors.items():
+        raw = data[one.offset : one.offset + one.num_bytes].view(*one.shape[:-1], -1).numpy()
+        kind = gguf.GGMLQuantizationType[one.type]
+        tensors[name] = torch.from_numpy(gguf.quants.dequantize(raw, kind).copy())
+    found.metadata.pop("general.architecture")
+    write(plain, tensors, architecture, **found.metadata)
+    ours, theirs = open_checkpoint(mixed), open_checkpoint(plain)
+    assert (
+        ours.names() == theirs.names() and len(set(one.type for one in found.tensors.values())) > 1
+    )
+    for name in ours.names():
+        one, other = ours.load(name), theirs.load(name)
+        values = one if isinstance(one, Tensor) else dequantize_weight(one)
+        assert torch.equal(values, other), name
 
 
 def test_projections_keep_the_quantized_values_of_the_file(tmp_path: Path) -> None:
     """Parts of several types are fused in the narrowest kind that holds them all."""
     (tmp_path / "mixed").mkdir()
-    file = quantized(make_file(tmp_path, "Qwen3", **WIDE), tmp_path / "mixed", MIXED)
+    file = quantized(make_file(tmp_path, "qwen3", **WIDE), tmp_path / "mixed", MIXED)
     directory = gguf_directory(file)
     model, checkpoint = load_model(directory, dtype="float32"), open_checkpoint(directory)
 
@@ -397,7 +370,7 @@ def test_projections_keep_the_quantized_values_of_the_file(tmp_path: Path) -> No
 
 def test_packed_weights_are_cached_on_disk(tmp_path: Path) -> None:
     (tmp_path / "mixed").mkdir()
-    file = quantized(make_file(tmp_path, "Qwen3", **WIDE), tmp_path / "mixed", MIXED)
+    file = quantized(make_file(tmp_path, "qwen3", **WIDE), tmp_path / "mixed", MIXED)
     directory, cache = gguf_directory(file), WeightCache(tmp_path / "cache", 1 << 40)
     first = logits(directory)
     for _ in range(2):  # written, then mapped
@@ -406,9 +379,12 @@ def test_packed_weights_are_cached_on_disk(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache").rglob("*.safetensors"))) == 4 * 2 + 2
 
 
-def test_speculation_changes_no_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.fast("qwen3", "deepseek2", "qwen35moe")
+def test_speculation_changes_no_bit(tmp_path: Path, architecture: str) -> None:
+    kinds, changes = QUANTIZED.get(architecture, ({}, {}))
     (tmp_path / "mixed").mkdir()
-    file = quantized(make_file(tmp_path, "Qwen3", **WIDE), tmp_path / "mixed", MIXED)
+    file = quantized(make_file(tmp_path, architecture, **changes), tmp_path / "mixed", kinds)
     prompts = [[5, 9, 23, 77, 101, 5, 9, 44] * 4, [3, 3, 7] * 8]
     params = [
         SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, logprobs=2),
@@ -417,7 +393,9 @@ def test_speculation_changes_no_bit(tmp_path: Path) -> None:
 
     def completions(method: str) -> list[Completion]:
         drafts = None if method == "naive" else 4
-        own = SpeculativeConfig(method=method, num_speculative_tokens=drafts)
+        own = SpeculativeConfig.from_dict(
+            {"method": method, "num_speculative_tokens": drafts, "min_ngram_size": 1}
+        )
         engine = Engine(EngineConfig(model=str(file), speculative_config=own, device="cpu"))
         assert engine.model_name == "model"
         found = engine.generate(prompts, params)
@@ -434,6 +412,7 @@ def test_speculation_changes_no_bit(tmp_path: Path) -> None:
         ({"general.architecture": "mamba"}, "general.architecture must be one of"),
         ({"qwen3.attention.softcap": 3.0}, "qwen3.attention.softcap is not supported, got 3.0"),
         ({"qwen3.expert_count": 8}, "qwen3.expert_count is not supported, got 8"),
+        ({"qwen3.nextn_predict_layers": 3}, "num_hidden_layers must be an integer of at least 1"),
         (
             {"qwen3.tensor_data_layout": "rows"},
             "qwen3.tensor_data_layout is not supported",
@@ -446,8 +425,8 @@ def test_speculation_changes_no_bit(tmp_path: Path) -> None:
         ({"qwen3.block_count": -1}, "num_hidden_layers must be an integer of at least 1, got -1"),
         ({"qwen3.attention.head_count": None}, "'num_attention_heads' is missing"),
         ({"qwen3.block_count": 2}, "tensor model.layers.2"),
-        ({"split.count": 2}, "split.count must be 1, got 2; merge its parts"),
-        ({"split.count": "two"}, "split.count must be 1, got two"),
+        ({"split.count": 2}, "split.count must be the number of files, 1, got 2; names of a model"),
+        ({"split.count": "two"}, "split.count must be the number of files, 1, got two"),
         ({"tokenizer.ggml.tokens": 7}, "tokenizer.ggml.tokens must be a list of texts, got 7"),
         ({"tokenizer.ggml.merges": [7]}, "tokenizer.ggml.merges must be a list of texts, got [7]"),
         ({"tokenizer.ggml.token_type": "a"}, "token_type must be a list of numbers, got 'a'"),
@@ -473,7 +452,7 @@ def test_speculation_changes_no_bit(tmp_path: Path) -> None:
 def test_unsupported_metadata_is_refused(
     tmp_path: Path, changes: dict[str, Any], sentence: str
 ) -> None:
-    file = make_file(tmp_path, "Qwen3")
+    file = make_file(tmp_path, "qwen3")
     found = read_gguf(file)
     data = {name: torch.ones(one.shape) for name, one in found.tensors.items()}
     architecture = changes.get("general.architecture", found.metadata.pop("general.architecture"))
@@ -486,7 +465,7 @@ def test_unsupported_metadata_is_refused(
 
 
 def test_neutral_metadata_is_accepted(tmp_path: Path) -> None:
-    file = make_file(tmp_path, "Qwen2")
+    file = make_file(tmp_path, "qwen2")
     plain = read_model_config(gguf_directory(file))
     found = read_gguf(file)
     data = {name: torch.ones(one.shape) for name, one in found.tensors.items()}
@@ -503,7 +482,7 @@ def test_neutral_metadata_is_accepted(tmp_path: Path) -> None:
 
 
 def test_unknown_rope_factors_are_refused(tmp_path: Path) -> None:
-    file = make_file(tmp_path, "Llama")
+    file = make_file(tmp_path, "llama")
     found = read_gguf(file)
     data = {name: torch.ones(one.shape) for name, one in found.tensors.items()}
     data["rope_freqs.weight"][-1] = 3.0
@@ -514,7 +493,7 @@ def test_unknown_rope_factors_are_refused(tmp_path: Path) -> None:
 
 
 def test_converted_directory_is_reused_until_the_file_changes(tmp_path: Path, cache: Path) -> None:
-    file = make_file(tmp_path, "Qwen3")
+    file = make_file(tmp_path, "qwen3")
     first = gguf_directory(file)
     assert first.is_relative_to(cache) and gguf_directory(file) == first
     config = first / "config.json"
@@ -531,7 +510,7 @@ def test_converted_directory_is_reused_until_the_file_changes(tmp_path: Path, ca
 
 
 def test_concurrent_conversions_make_one_directory(tmp_path: Path) -> None:
-    file = make_file(tmp_path, "Qwen3")
+    file = make_file(tmp_path, "qwen3")
     with ThreadPoolExecutor(8) as pool:
         found = set(pool.map(lambda _: gguf_directory(file), range(8)))
     (directory,) = found
