@@ -432,7 +432,7 @@ def test_speculation_changes_no_bit(tmp_path: Path, architecture: str) -> None:
         ({"tokenizer.ggml.token_type": "a"}, "token_type must be a list of numbers, got 'a'"),
         ({"tokenizer.ggml.model": "rwkv"}, "tokenizer.ggml.model must be llama or gpt2, got rwkv"),
         ({"tokenizer.ggml.pre": "viking"}, "tokenizer.ggml.pre must be one of default, gpt-2,"),
-        ({"tokenizer.ggml.pre": ["a"]}, "smollm, deepseek-llm, deepseek-coder, got ['a']"),
+        ({"tokenizer.ggml.pre": ["a"]}, "glm4, kimi-k2, deepseek-coder, got ['a']"),
         (
             {"tokenizer.ggml.eot_token_id": -1},
             "ggml.eot_token_id must be a token id below 160",
@@ -658,6 +658,11 @@ PARTS = {
     "llama-bpe": ["It", "'s", " ", "123", "45", " coöperate", " HTTPServer", ","],
     "tekken": ["It", "'s", " ", "1", "2", "3", "4", "5", " coöperate", " HTTPServer", ","],
     "smollm": ["It", "'s", " ", "1", "2", "3", "4", "5", " coöperate", " HTTPServer", ","],
+    "qwen35": ["It", "'s", " ", "1", "2", "3", "4", "5", " coöperate", " HTTPServer", ","],
+    "gpt-4o": ["It's", " ", "123", "45", " coöperate", " HTTPServer", ","],
+    "kimi-k2": ["It's", " ", "123", "45", " coöperate", " HTTPServer", ","],
+    "glm4": ["It", "'s", " ", "123", "45", " coöperate", " HTTPServer", ","],
+    "deepseek-v3": ["It", "'s", " ", "123", "45", " coöperate", " HTTPServer", ","],
     "deepseek-coder": ["It", "'", "s", " ", "1", "2", "3", "4", "5", " coöperate"],
     "deepseek-llm": ["It", "'", "s", " ", "12345", " co", "ö", "perate", " HTTPServer", ","],
 }
@@ -691,6 +696,9 @@ def test_texts_are_split_as_by_the_models_own_pre_tokenizers() -> None:
         "llama-v3": "llama-bpe",
         "smaug-bpe": "llama-bpe",
         "gpt-2": "default",
+        "pixtral": "llama-bpe",
+        "chatglm-bpe": "glm4",
+        "kanana2": "gpt-4o",
     }.items():
         assert pieces_of(splitter(pre), WORDS) == pieces_of(splitter(same), WORDS)
 
@@ -707,7 +715,16 @@ def test_split_expressions_agree_with_python_regex() -> None:
         "llama-bpe": rf"{contractions}|{words}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+{rest}",
         "tekken": rf"[^\r\n\p{{L}}\p{{N}}]?{upper}*{lower}+|[^\r\n\p{{L}}\p{{N}}]?{upper}+{lower}*|"
         rf"\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        "qwen35": rf"{contractions}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}|"
+        rf" ?[^\s\p{{L}}\p{{M}}\p{{N}}]+{rest}",
     }
+    words = rf"{{0}}{upper}*{lower}+{contractions}?|{{0}}{upper}+{lower}*{contractions}?"
+    words = words.replace("{0}", r"[^\r\n\p{L}\p{N}]?")
+    tail = r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+"
+    known["gpt-4o"] = words + tail + r"[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    for letters_of in (upper, lower):
+        words = words.replace(letters_of, f"[{letters_of}--\\p{{Han}}]")
+    known["kimi-k2"] = rf"(?V1)\p{{Han}}+|{words}{tail}{rest}"
     generator = random.Random(7)
     letters = "aZéÉ́ǅ中ก🙂²Ⅻ'sTR veLL0123 \n\r\t/._-!。"
     for _ in range(300):

@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from specops.checkpoints.gguf_file import parts_of
+
 # Files besides weights that are read, and the model card, which names the license. Copies of the
 # weights in the authors' own formats are not downloaded.
 _FILES = ("*.json", "*.jinja", "README.md", "mask_embedding.pt")
@@ -29,7 +31,7 @@ def is_name(model: str) -> bool:
 
 
 def path_of(name: str, revision: str | None = None) -> str:
-    """Return the local directory of ORG/NAME, or the file of ORG/NAME:QUANTIZATION.
+    """Return the local directory of ORG/NAME, or the (first) file of ORG/NAME:QUANTIZATION.
 
     Raises:
         ValueError: the model is neither in the cache nor downloadable, or it has no such file.
@@ -38,9 +40,10 @@ def path_of(name: str, revision: str | None = None) -> str:
     if not colon:
         return directory_of(name, revision=revision)
     spellings = {quantization, quantization.lower(), quantization.upper()}
-    patterns = [f"*[-.]{spelling}.gguf" for spelling in sorted(spellings)]
+    endings = (".gguf", "-?????-of-?????.gguf")
+    patterns = [f"*[-.]{one}{ending}" for one in sorted(spellings) for ending in endings]
     directory = Path(directory_of(repository, revision=revision, patterns=patterns))
-    found = {file for pattern in patterns for file in directory.rglob(pattern)}
+    found = {parts_of(file)[0] for pattern in patterns for file in directory.rglob(pattern)}
     if len(found) != 1:
         names = ", ".join(sorted(str(file.relative_to(directory)) for file in found))
         raise ValueError(
