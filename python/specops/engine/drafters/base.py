@@ -279,6 +279,10 @@ class Drafter:
         """Return the values of `Method.gauges`, by name."""
         return {}
 
+    def problem(self) -> str | None:
+        """Return a sentence about what is wrong with its latest drafts; None: nothing is known."""
+        return None
+
     def forget(self) -> None:
         """Drop what it has learned from other requests. No request is running."""
 

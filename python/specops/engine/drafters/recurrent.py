@@ -258,6 +258,12 @@ class RecurrentDrafter(Drafter):
             # Rows that do not attend to their whole prefix cannot be shared with other requests.
             request.drafts.num_final_kv = 0 if progress.begin else progress.num_drafted
 
+    def problem(self) -> str | None:
+        """Return a sentence if the logits of the latest draft are not finite."""
+        if bool(self.arrays.choices.logits[0].isfinite().all()):
+            return None
+        return "its logits are NaN or infinite, so no draft is meaningful; check its weights"
+
     def progress_of(self, part: Part) -> _Progress | None:
         """Return the head's progress on a request, or None if the request uses another method."""
         return self._progress.get(part.request.slot)
