@@ -15,18 +15,20 @@ from typing import Any
 import pytest
 import torch
 from gguf_files import ARCHITECTURES, make_file, write
+from safetensors.torch import load_file
 from specops import dense
 from specops.api.errors import ModelError
 from specops.api.tokenizer import Tokenizer
 from specops.checkpoints.directory import open_checkpoint
 from specops.checkpoints.fused import fused
 from specops.checkpoints.gguf_directory import gguf_directory
-from specops.checkpoints.gguf_file import TYPES, read_gguf
+from specops.checkpoints.gguf_file import TYPES, GgufFile, read_gguf
 from specops.checkpoints.gguf_tokenizer import end_token_ids, tokenizer_files
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.models import WeightCache, load_model, load_mtp
 from specops.engine.models.families import read_model_config
 from specops.quantization import QuantizedWeight, dequantize_weight
+from test_experts import FAMILIES
 from test_models import Runner
 from test_tokenizer import byte_level
 from tokenizers import Tokenizer as HfTokenizer
@@ -214,6 +216,84 @@ def test_gguf_model_equals_its_source_checkpoint(tmp_path: Path, architecture: s
     assert made == expected
 
 
+def test_settings_of_yarn_and_of_experts_are_read(tmp_path: Path) -> None:
+    """This DeepSeek also has a single query projection, and one group of experts."""
+    directory = gguf_directory(make_file(tmp_path, "deepseek2", **FAMILIES["deepseek_v3_yarn"][1]))
+    assert torch.equal(logits(directory), logits(tmp_path / "source"))
+
+
+def floats_of(file: GgufFile) -> dict[str, Tensor]:
+    """Return the tensors of a file, dequantized by the gguf package."""
+    data = torch.from_file(str(file.path), size=file.path.stat().st_size, dtype=torch.uint8)
+    found = {}
+    for name, one in file.tensors.items():
+        raw = data[one.offset : one.offset + one.num_bytes].view(*one.shape[:-1], -1).numpy()
+        floats = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[one.type])
+        found[name] = torch.from_numpy(floats.copy())
+    return found
+
+
+def split_keys(tensors: dict[str, Any], stored: dict[str, Tensor]) -> None:
+    """Replace the expansions of keys and values by the matrix of both, as in older files."""
+    for name in [name for name in tensors if "attn_k_b" in name]:
+        layer = name.split(".")[1]
+        del tensors[name], tensors[name.replace("k_b", "v_b")]
+        source = stored[f"model.layers.{layer}.self_attn.kv_b_proj.weight"]
+        tensors[f"blk.{layer}.attn_kv_b.weight"] = source
+
+
+def fused_inputs(tensors: dict[str, Any], stored: dict[str, Tensor]) -> None:
+    """Replace the projections of linear attention by the checkpoint's, as in older files."""
+    for name in [name for name in tensors if "attn_gate" in name]:
+        layer = name.split(".")[1]
+        del tensors[name], tensors[name.replace("gate", "qkv")]
+        source = stored[f"model.layers.{layer}.linear_attn.in_proj_qkvz.weight"]
+        tensors[f"blk.{layer}.ssm_in.weight"] = source
+
+
+def fused_experts(tensors: dict[str, Any], _: dict[str, Tensor]) -> None:
+    """Join gates and ups, and drop the first dimension of vectors."""
+    for name in [name for name in tensors if "ffn_gate_exps" in name]:
+        halves = (tensors.pop(name), tensors.pop(name.replace("gate", "up")))
+        tensors[name.replace("gate", "gate_up")] = torch.cat(halves, 1)
+    for name in [name for name in tensors if "gate_inp_shexp" in name]:
+        tensors[name] = tensors[name].flatten()
+
+
+@pytest.mark.parametrize(
+    "architecture,change,metadata",
+    [
+        (
+            "deepseek2",
+            split_keys,
+            {
+                **dict.fromkeys(("attention.key_length_mla", "attention.value_length_mla")),
+                "attention.key_length": 96,
+                "attention.value_length": 48,
+                "attention.head_count_kv": 4,
+            },
+        ),
+        ("qwen3next", fused_inputs, {"attention.recurrent_layers": None}),
+        ("qwen35moe", fused_experts, {}),
+    ],
+)
+def test_other_layouts_of_llama_cpp_are_read(
+    tmp_path: Path, architecture: str, change: Any, metadata: dict[str, Any]
+) -> None:
+    options = {}
+    if "attention.recurrent_layers" in metadata:
+        options["layer_types"] = ["linear_attention"] * 3 + ["full_attention"]
+        options["num_hidden_layers"] = 4
+    found = read_gguf(make_file(tmp_path, architecture, **options))
+    tensors: dict[str, Any] = dict(floats_of(found))
+    change(tensors, load_file(tmp_path / "source" / "model.safetensors"))
+    own = {f"{architecture}.{key}": value for key, value in metadata.items()}
+    whole = {key: one for key, one in {**found.metadata, **own}.items() if one is not None}
+    del whole["general.architecture"]
+    directory = gguf_directory(write(tmp_path, tensors, architecture, **whole))
+    assert torch.equal(logits(directory), logits(tmp_path / "source"))
+
+
 @pytest.mark.parametrize("architecture", ["glm4moe", "qwen3next", "qwen35", "qwen35moe"])
 def test_mtp_modules_of_a_gguf_file_equal_those_of_its_source(
     tmp_path: Path, architecture: str
@@ -255,8 +335,7 @@ def test_files_of_one_model_are_read_together(tmp_path: Path) -> None:
 def quantized(file: Path, directory: Path, kinds: dict[str, str]) -> Path:
     """Copy a file, with random blocks of the given types for the named parts of all layers."""
     found = read_gguf(file)
-    data = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, Any] = dict(floats_of(found))
     for name, one in found.tensors.items():
         part = name.split(".")[2] if name.startswith("blk.") else name
         if part in kinds and name.endswith("weight") and len(one.shape) > 1:
@@ -264,9 +343,6 @@ def quantized(file: Path, directory: Path, kinds: dict[str, str]) -> Path:
             *rows, inputs = one.shape
             blocks = random_blocks(kinds[part], math.prod(rows), inputs // width)
             tensors[name] = (blocks.view(*rows, -1), kinds[part])
-        else:
-            raw = data[one.offset : one.offset + one.num_bytes].clone()
-            tensors[name] = raw.view(torch.float32).view(one.shape)
     architecture = found.metadata.pop("general.architecture")
     return write(directory, tensors, architecture, **found.metadata)
 
@@ -315,18 +391,11 @@ def test_rearranged_tensors_keep_their_values(tmp_path: Path, architecture: str)
     mixed.mkdir(), plain.mkdir()
     kinds, changes = QUANTIZED[architecture]
     found = read_gguf(quantized(make_file(tmp_path, architecture, **changes), mixed, kinds))
-    data = torch.from_file(str(found.path), size=found.path.stat().st_size, dtype=torch.uint8)
-    tensors = {}
-    for name, one in found.tensors.items():
-        raw = data[one.offset : one.offset + one.num_bytes].view(*one.shape[:-1], -1).numpy()
-        kind = gguf.GGMLQuantizationType[one.type]
-        tensors[name] = torch.from_numpy(gguf.quants.dequantize(raw, kind).copy())
     found.metadata.pop("general.architecture")
-    write(plain, tensors, architecture, **found.metadata)
+    write(plain, floats_of(found), architecture, **found.metadata)
     ours, theirs = open_checkpoint(mixed), open_checkpoint(plain)
-    assert (
-        ours.names() == theirs.names() and len(set(one.type for one in found.tensors.values())) > 1
-    )
+    assert ours.names() == theirs.names()
+    assert len({one.type for one in found.tensors.values()}) > 1
     for name in ours.names():
         one, other = ours.load(name), theirs.load(name)
         values = one if isinstance(one, Tensor) else dequantize_weight(one)
