@@ -540,6 +540,56 @@ def test_unsupported_metadata_is_refused(
     assert sentence in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "architecture,changes,sentence",
+    [
+        ("deepseek2", {"expert_gating_func": 1}, "deepseek2.expert_gating_func must be 2, got 1"),
+        ("deepseek2", {"expert_gating_func": None}, "expert_gating_func must be 2, got None"),
+        ("deepseek2", {"attention.head_count": 0}, "num_attention_heads must be an integer"),
+        ("glm4moe", {"expert_gating_func": 1}, "glm4moe.expert_gating_func must be 2, got 1"),
+        ("glm4moe", {"nextn_predict_layers": "a"}, "num_nextn_predict_layers must be an integer"),
+        ("glm4moe", {"block_count": "a", "nextn_predict_layers": 1}, "num_hidden_layers must be"),
+        ("qwen35", {"attention.recurrent_layers": 1}, "recurrent_layers must be a list of flags"),
+        ("qwen35", {"attention.recurrent_layers": [True]}, "layer_types must hold num_hidden"),
+        ("qwen35", {"ssm.time_step_rank": 3}, "linear_num_value_heads must be a multiple of"),
+        ("qwen35", {"ssm.group_count": None}, "linear_num_value_heads must be a multiple"),
+        ("mistral3", {"attention.temperature_scale": 0.1}, "temperature_scale is not supported"),
+        ("gpt-oss", {"rope.scaling.yarn_ext_factor": 2.0}, "rope.scaling.type yarn is not"),
+    ],
+)
+def test_unsupported_settings_of_a_family_are_refused(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], sentence: str
+) -> None:
+    found = read_gguf(make_file(tmp_path, architecture))
+    own = {f"{architecture}.{key}": one for key, one in changes.items()}
+    whole = {key: one for key, one in {**found.metadata, **own}.items() if one is not None}
+    del whole["general.architecture"]
+    file = write(tmp_path, floats_of(found), architecture, **whole)
+    with pytest.raises(ModelError) as error:
+        load_model(gguf_directory(file))
+    assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "architecture,part,sentence",
+    [
+        ("deepseek2", "attn_v_b.weight", "is incomplete: blk.0.attn_v_b.weight is missing"),
+        ("qwen3next", "attn_gate.weight", "is incomplete: blk.1.attn_gate.weight is missing"),
+        ("qwen3moe", "ffn_up_exps.weight", "experts.0.up_proj.weight is missing"),
+    ],
+)
+def test_missing_parts_are_named(
+    tmp_path: Path, architecture: str, part: str, sentence: str
+) -> None:
+    found = read_gguf(make_file(tmp_path, architecture))
+    tensors = {name: one for name, one in floats_of(found).items() if not name.endswith(part)}
+    del found.metadata["general.architecture"]
+    file = write(tmp_path, tensors, architecture, **found.metadata)
+    with pytest.raises(ModelError) as error:
+        load_model(gguf_directory(file))
+    assert sentence in str(error.value)
+
+
 def test_neutral_metadata_is_accepted(tmp_path: Path) -> None:
     file = make_file(tmp_path, "qwen2")
     plain = read_model_config(gguf_directory(file))

@@ -113,7 +113,8 @@ class GgufForm:
             **{name: metadata[key] for key, name in fields.items() if key in metadata},
         }
         if config.get("num_nextn_predict_layers"):
-            config["num_hidden_layers"] -= count(config, "num_nextn_predict_layers")
+            modules = count(config, "num_nextn_predict_layers")
+            config["num_hidden_layers"] = count(config, "num_hidden_layers") - modules
         head_dim = config.get("head_dim")
         if head_dim is None:
             head_dim = count(config, "hidden_size") // count(config, "num_attention_heads")

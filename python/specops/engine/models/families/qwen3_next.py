@@ -130,6 +130,10 @@ def _gguf_fields(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         **partial_rotary_factor(raw),
     }
     if "are_linear" in raw:
+        if not isinstance(raw["are_linear"], list):
+            raise ModelError(
+                f"attention.recurrent_layers must be a list of flags, got {raw['are_linear']!r:.60}"
+            )
         kinds = [LINEAR if one else FULL for one in raw["are_linear"]]
         fields["layer_types"] = kinds[: count(raw, "num_hidden_layers")]
     return fields
