@@ -555,6 +555,7 @@ def test_unsupported_metadata_is_refused(
         ("qwen35", {"ssm.group_count": None}, "linear_num_value_heads must be a multiple"),
         ("mistral3", {"attention.temperature_scale": 0.1}, "temperature_scale is not supported"),
         ("gpt-oss", {"rope.scaling.yarn_ext_factor": 2.0}, "rope.scaling.type yarn is not"),
+        ("gpt-oss", {"rope.scaling.type": [1]}, "rope.scaling.type [1] is not supported"),
     ],
 )
 def test_unsupported_settings_of_a_family_are_refused(
@@ -568,6 +569,30 @@ def test_unsupported_settings_of_a_family_are_refused(
     with pytest.raises(ModelError) as error:
         load_model(gguf_directory(file))
     assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "architecture,part,shape,sentence",
+    [
+        ("deepseek2", "attn_k_b.weight", (7, 512), "does not fit the sizes in the metadata: it is"),
+        ("qwen35", "ssm_conv1d.weight", (3, 4), "must have 256 rows, got 3"),
+        ("qwen35", "ssm_beta.weight", (9, 64), "must have 4 rows, got 9"),
+        ("qwen35", "ssm_out.weight", (64, 7), "must have 128 columns, got 7"),
+        ("qwen3next", "attn_gate.weight", (3, 64), "must have 384 rows, got 259"),
+    ],
+)
+def test_parts_of_other_sizes_are_refused(
+    tmp_path: Path, architecture: str, part: str, shape: tuple[int, ...], sentence: str
+) -> None:
+    found = read_gguf(make_file(tmp_path, architecture))
+    tensors = {
+        name: torch.ones(shape) if name.endswith(part) else one
+        for name, one in floats_of(found).items()
+    }
+    del found.metadata["general.architecture"]
+    file = write(tmp_path, tensors, architecture, **found.metadata)
+    with pytest.raises(ModelError, match=sentence):
+        load_model(gguf_directory(file))
 
 
 @pytest.mark.parametrize(

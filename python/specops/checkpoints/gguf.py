@@ -127,7 +127,14 @@ class GgufCheckpoint(Checkpoint):
         for part in layout.parts:
             if prefix + part not in self._tensors:
                 raise ModelError(f"is incomplete: {prefix}{part} is missing from the file")
-        return layout.restore(*(self._decoded(prefix + part) for part in layout.parts))
+        stored = [self._decoded(prefix + part) for part in layout.parts]
+        try:
+            return layout.restore(*stored)
+        except (AttributeError, IndexError, RuntimeError, TypeError) as error:
+            shapes = " and ".join(
+                str(list(self._tensors[prefix + one].shape)) for one in layout.parts
+            )
+            raise ModelError(f"does not fit the sizes in the metadata: it is {shapes}") from error
 
     def _decoded(self, stored: str, index: int | None = None, count: int = 1) -> Weight:
         """Decode a tensor of the file, or one of its `count` equal pieces.

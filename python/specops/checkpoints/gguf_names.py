@@ -200,6 +200,14 @@ def _expansion(keys: Weight, values: Weight, heads: int) -> Tensor:
     return torch.cat((by_head[0].transpose(1, 2), by_head[1]), 1).flatten(0, 1)
 
 
+def _reordered(weight: Weight, order: Tensor) -> Weight:
+    """Return a weight with all its rows in another order."""
+    rows = len(weight) if isinstance(weight, Tensor) else len(weight.values)
+    if rows != len(order):
+        raise ModelError(f"must have {len(order)} rows, got {rows}")
+    return rows_of(weight, order)
+
+
 def _floats(weight: Weight) -> Tensor:
     return weight if isinstance(weight, Tensor) else dequantize_weight(weight)
 
@@ -227,29 +235,35 @@ class _LinearHeads(NamedTuple):
         The file first lists the first value head of each key head, then the second ones. Hugging
         Face models list all value heads of a key head in a row.
         """
-        heads = torch.arange(self.values).view(-1, self.keys).t().flatten()
-        rows = (heads[:, None] * self.value_dim + torch.arange(self.value_dim)).flatten()
-        size = 2 * self.keys * self.key_dim
-        channels = torch.cat((torch.arange(size), size + rows))
-
-        def of(part: str, order: Tensor) -> Layout:
-            return Layout((part,), partial(rows_of, rows=order))
-
         return {
             **_COMMON_OF_LINEAR,
-            "linear_attn.A_log": Layout(("ssm_a",), lambda one: _logarithm(one)[heads]),
-            "linear_attn.dt_bias": of("ssm_dt.bias", heads),
+            "linear_attn.A_log": Layout(("ssm_a",), lambda one: self._heads(_logarithm(one))),
+            "linear_attn.dt_bias": Layout(("ssm_dt.bias",), self._heads),
             "linear_attn.conv1d.weight": Layout(
-                ("ssm_conv1d.weight",), lambda one: one[channels][:, None]
+                ("ssm_conv1d.weight",), lambda one: self._channels(one)[:, None]
             ),
-            "linear_attn.in_proj_qkv.weight": of("attn_qkv.weight", channels),
-            "linear_attn.in_proj_z.weight": of("attn_gate.weight", rows),
-            "linear_attn.in_proj_b.weight": of("ssm_beta.weight", heads),
-            "linear_attn.in_proj_a.weight": of("ssm_alpha.weight", heads),
-            "linear_attn.out_proj.weight": Layout(
-                ("ssm_out.weight",), lambda one: self._columns(one, rows)
-            ),
+            "linear_attn.in_proj_qkv.weight": Layout(("attn_qkv.weight",), self._channels),
+            "linear_attn.in_proj_z.weight": Layout(("attn_gate.weight",), self._values),
+            "linear_attn.in_proj_b.weight": Layout(("ssm_beta.weight",), self._heads),
+            "linear_attn.in_proj_a.weight": Layout(("ssm_alpha.weight",), self._heads),
+            "linear_attn.out_proj.weight": Layout(("ssm_out.weight",), self._columns),
         }
+
+    def _places(self, width: int) -> Tensor:
+        """Return the places in the file of all value heads' rows, `width` of each."""
+        heads = torch.arange(self.values).view(-1, self.keys).t().flatten()
+        return (heads[:, None] * width + torch.arange(width)).flatten()
+
+    def _heads(self, weight: Weight) -> Weight:
+        return _reordered(weight, self._places(1))
+
+    def _values(self, weight: Weight) -> Weight:
+        return _reordered(weight, self._places(self.value_dim))
+
+    def _channels(self, weight: Weight) -> Any:
+        size = 2 * self.keys * self.key_dim
+        places = self._places(self.value_dim)
+        return _reordered(weight, torch.cat((torch.arange(size), size + places)))
 
     def _interleaved(self, qkv: Weight, z: Weight) -> Weight:
         values, size = self.values * self.value_dim, self.keys * self.key_dim
@@ -257,10 +271,16 @@ class _LinearHeads(NamedTuple):
         by_head = [
             one.view(self.keys, -1) for one in torch.split(places, [size, size, values, values])
         ]
-        return rows_of(fused([qkv, z], ("attn_qkv", "attn_gate")), torch.cat(by_head, 1).flatten())
+        return _reordered(
+            fused([qkv, z], ("attn_qkv", "attn_gate")), torch.cat(by_head, 1).flatten()
+        )
 
-    def _columns(self, weight: Weight, order: Tensor) -> Weight:
-        """Return a weight with its inputs in another order, which moves whole heads."""
+    def _columns(self, weight: Weight) -> Weight:
+        """Return a weight with the inputs of value heads in Hugging Face's order."""
+        order = self._places(self.value_dim)
+        columns = weight.shape if isinstance(weight, Tensor) else weight.values.shape
+        if columns[1] != len(order):
+            raise ModelError(f"must have {len(order)} columns, got {columns[1]}")
         if isinstance(weight, Tensor):
             return weight[:, order]
         if self.value_dim % weight.group:

@@ -145,7 +145,7 @@ class GgufForm:
         own.pop("finetuned", None)
         if kind == "none":
             return None
-        known = _SCALINGS.get(kind, ())
+        known = _SCALINGS.get(str(kind), ())
         if not known or not own.keys() <= set(known):
             raise ModelError(
                 f"{self.architecture}.{_SCALING}type {kind} is not supported with {own}"
