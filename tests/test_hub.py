@@ -189,7 +189,9 @@ def test_only_required_files_are_downloaded(tmp_path: Path) -> None:
 def test_drafters_are_resolved_by_name_like_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub_module, "directory_of", lambda name, field: f"/cache/{name}: {field}")
+    monkeypatch.setattr(
+        hub_module, "directory_of", lambda name, field, **_: f"/cache/{name}: {field}"
+    )
     parser = argparse.ArgumentParser()
     options.add_engine_options(parser)
 
@@ -213,6 +215,7 @@ def test_gguf_files_are_found_by_their_quantization(tmp_path: Path) -> None:
     with hub() as (url, _):
         found = directories(names, tmp_path, HF_ENDPOINT=url)
         offline = directories(names, tmp_path, HF_HUB_OFFLINE="1")
+        drafters = directories(names[2:], tmp_path, of_drafters=True, HF_ENDPOINT=url)
     texts = [Path(file).read_bytes() for file in found[:4]]
     assert texts == [b"four", b"four", b"eight", b"five"]
     assert found[3].endswith("sub/c-Q5_0-00001-of-00002.gguf")
@@ -222,6 +225,9 @@ def test_gguf_files_are_found_by_their_quantization(tmp_path: Path) -> None:
         "--model org/gguf:Q5_K_M must name one file *-Q5_K_M.gguf of org/gguf, found none",
     ]
     assert offline == found
+    assert drafters[:2] == found[2:4] and drafters[2].startswith(
+        "model of --speculative-config org/gguf:Q2_K must name one file"
+    )
 
 
 def test_revisions_are_branches_tags_or_commits(tmp_path: Path) -> None:

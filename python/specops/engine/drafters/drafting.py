@@ -74,7 +74,7 @@ class Drafting:
         failures: number of exceptions by method, including zeros; "adaptive_verification" counts
             failures of draft selection. The keys never change.
         warnings: sentences about drafters whose drafts seem useless; each value is 1.
-        with_weights: names of the drafters that run a model.
+        with_weights: names of the drafters that run a model whose weights are not random.
 
     Raises:
         ModelError: a method that the configuration names cannot run.
@@ -104,6 +104,8 @@ class Drafting:
         self.failures = dict.fromkeys((*(one.name for one in all_drafters), _SELECTION), 0)
         self.warnings: dict[str, int] = {}
         self.with_weights = [name for name in self.drafters if method_of(name).needs_weights]
+        if context.config.load_format == "dummy":  # random weights are expected to be useless
+            self.with_weights = []
         self._watch = AcceptanceWatch(self.with_weights, self.warn)
         self._num_logged: dict[str, int] = {}  # number of failures by description
         self._selector: DraftSelector | None = None
