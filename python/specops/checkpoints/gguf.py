@@ -54,7 +54,6 @@ class GgufCheckpoint(Checkpoint):
             one: torch.from_file(str(one), shared=False, size=one.stat().st_size, dtype=torch.uint8)
             for one in parts_of(path)
         }
-        self._architecture = str(file.metadata.get("general.architecture"))
         self._tensors = file.tensors
         try:
             own = layouts(file.metadata)
