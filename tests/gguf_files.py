@@ -191,6 +191,9 @@ def metadata_of(architecture: str, config: dict[str, Any], modules: int) -> dict
         own["rope.dimension_count"] = rotated
         if "mscale_all_dim" in rope:
             own["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
+    if architecture == "mistral3" and "mscale_all_dim" in rope:
+        own["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
+        own["attention.temperature_scale"] = 0.1
     if architecture in ("deepseek2", "glm4moe"):
         own["expert_gating_func"] = 2
         own["expert_weights_norm"] = config.get("norm_topk_prob", True)

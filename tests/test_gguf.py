@@ -222,6 +222,21 @@ def test_settings_of_yarn_and_of_experts_are_read(tmp_path: Path) -> None:
     assert torch.equal(logits(directory), logits(tmp_path / "source"))
 
 
+def test_ministral_3_is_read_up_to_the_context_of_its_training(tmp_path: Path) -> None:
+    """Its other settings are those of Mistral, and YaRN's factor on cosines and sines is 1."""
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+    directory = gguf_directory(make_file(tmp_path, "mistral3", rope_parameters=rope))
+    assert read_model_config(directory).max_model_len == 64
+    assert torch.equal(logits(directory), logits(tmp_path / "source"))
+
+
 def floats_of(file: GgufFile) -> dict[str, Tensor]:
     """Return the tensors of a file, dequantized by the gguf package."""
     data = torch.from_file(str(file.path), size=file.path.stat().st_size, dtype=torch.uint8)
@@ -553,7 +568,8 @@ def test_unsupported_metadata_is_refused(
         ("qwen35", {"attention.recurrent_layers": [True]}, "layer_types must hold num_hidden"),
         ("qwen35", {"ssm.time_step_rank": 3}, "linear_num_value_heads must be a multiple of"),
         ("qwen35", {"ssm.group_count": None}, "linear_num_value_heads must be a multiple"),
-        ("mistral3", {"attention.temperature_scale": 0.1}, "temperature_scale is not supported"),
+        ("mistral3", {"attention.temperature_scale": 0.1}, "'original_max_position_embeddings' is"),
+        ("mistral3", {"attention.temperature_scale": "a"}, "temperature_scale must be a number"),
         ("gpt-oss", {"rope.scaling.yarn_ext_factor": 2.0}, "rope.scaling.type yarn is not"),
         ("gpt-oss", {"rope.scaling.type": [1]}, "rope.scaling.type [1] is not supported"),
     ],
