@@ -821,6 +821,8 @@ def test_end_tokens_are_read_from_eos_token_ids(tmp_path: Path) -> None:
 # The first parts of WORDS by pre-tokenizer.
 WORDS = "It's 12345 coöperate HTTPServer, don't\n\n  x=\u4e2d\u6587\u3002 caf\u00e9!\r\n"
 PARTS = {
+    "default": ["It", "'", "s", " ", "123", "45", " coöperate", " HTTPServer", ","],
+    "gpt-2": ["It", "'s", " 12345", " coöperate", " HTTPServer", ","],
     "qwen2": ["It", "'s", " ", "1", "2", "3", "4", "5", " coöperate", " HTTPServer", ","],
     "llama-bpe": ["It", "'s", " ", "123", "45", " coöperate", " HTTPServer", ","],
     "tekken": ["It", "'s", " ", "1", "2", "3", "4", "5", " coöperate", " HTTPServer", ","],
@@ -862,7 +864,6 @@ def test_texts_are_split_as_by_the_models_own_pre_tokenizers() -> None:
         "llama3": "llama-bpe",
         "llama-v3": "llama-bpe",
         "smaug-bpe": "llama-bpe",
-        "gpt-2": "default",
         "pixtral": "llama-bpe",
         "chatglm-bpe": "glm4",
         "kanana2": "gpt-4o",

@@ -89,10 +89,19 @@ def _cased_words(but: str = "") -> str:
 
 
 _GPT_4O = _Split((rf"{_cased_words()}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",))
+# llama.cpp's rules for files that do not name the tokenizer.
+_DEFAULT = _Split(
+    (
+        r"[\p{P}$+<=>^~|]+",
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+        r"\p{N}+",
+        "[0-9][0-9][0-9]",
+    )
+)
 # Value of tokenizer.ggml.pre -> rules. Source: llama.cpp (src/llama-vocab.cpp), which for most
 # kinds quotes the expression of the original tokenizer.json.
 _SPLITS = {
-    "default": _GPT2,
+    "default": _DEFAULT,
     "gpt-2": _GPT2,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
