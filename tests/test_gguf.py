@@ -4,6 +4,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import os
 import random
 import struct
@@ -14,20 +15,22 @@ from typing import Any
 import pytest
 import torch
 from adapters import write_adapter
-from checkpoints import make_checkpoint, write_tokenizer
+from checkpoints import write_tokenizer
+from gguf_files import ARCHITECTURES, make_file, write
 from safetensors.torch import load_file
-from specops import attention, dense
+from specops import dense
 from specops.api.errors import ModelError
 from specops.api.tokenizer import Tokenizer
 from specops.checkpoints.directory import open_checkpoint
 from specops.checkpoints.fused import fused
 from specops.checkpoints.gguf_directory import gguf_directory
-from specops.checkpoints.gguf_file import TYPES, read_gguf
+from specops.checkpoints.gguf_file import TYPES, GgufFile, read_gguf
 from specops.checkpoints.gguf_tokenizer import end_token_ids, tokenizer_files
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.engine.models import WeightCache, load_model
+from specops.engine.models import WeightCache, load_model, load_mtp
 from specops.engine.models.families import read_model_config
 from specops.quantization import QuantizedWeight, dequantize_weight
+from test_experts import FAMILIES
 from test_models import Runner
 from test_tokenizer import byte_level
 from tokenizers import Tokenizer as HfTokenizer
@@ -52,10 +55,13 @@ KINDS = {
     "Q5_0": ("int8", 32),
     "Q5_1": ("int8", 32),
     "Q8_0": ("int8", 32),
+    "Q2_K": ("int4", 16),
+    "Q3_K": ("int4", 16),
     "Q4_K": ("int4", 32),
     "Q5_K": ("int8", 32),
     "Q6_K": ("int8", 16),
     "IQ4_NL": ("int4", 32),
+    "IQ4_XS": ("int4", 32),
     "MXFP4": ("int4", 32),
 }
 DOWN = "blk.0.ffn_down.weight"
@@ -68,30 +74,16 @@ def random_blocks(kind: str, rows: int, blocks: int) -> Tensor:
     generator = torch.Generator().manual_seed(len(kind) + size)
     octets = torch.randint(0, 256, (rows, blocks, size), dtype=torch.uint8, generator=generator)
     halves = (torch.randn(rows, blocks, 2, generator=generator) * 0.1).half().view(torch.uint8)
-    if kind == "Q6_K":
+    if kind in ("Q3_K", "Q6_K"):
         octets[..., -2:] = halves[..., :2]
+    elif kind == "Q2_K":
+        octets[..., -4:] = halves
     elif kind == "MXFP4":
         octets[..., 0] = 110 + octets[..., 0] % 30
     else:
         wide = 4 if kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 2
         octets[..., :wide] = halves[..., :wide]
     return octets.flatten(1)
-
-
-def write(path: Path, tensors: dict[str, Any], architecture: str = "any", **metadata: Any) -> Path:
-    """Write a file of these tensors, each a float tensor or (blocks, name of their type)."""
-    writer = gguf.GGUFWriter(path / "model.gguf", architecture)
-    for key, value in metadata.items():
-        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
-    for name, one in tensors.items():
-        data, kind = (one, "F32") if isinstance(one, Tensor) else one
-        raw = data.view(torch.uint8) if kind == "BF16" else data
-        writer.add_tensor(name, raw.numpy(), raw_dtype=gguf.GGMLQuantizationType[kind])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path / "model.gguf"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -115,7 +107,7 @@ def test_float_tensors_are_read_unchanged(tmp_path: Path, dtype: torch.dtype) ->
 
 
 def test_tensor_names_are_translated(tmp_path: Path) -> None:
-    """In layers with four norms, the norm before the MLP has another name."""
+    """In Gemma's layers with four norms, the norm before the MLP has another name."""
     names = ["token_embd.weight", "blk.0.ffn_norm.weight", "blk.11.attn_q.bias"]
     write(tmp_path, {name: torch.ones(2) for name in names})
     layers = "model.layers."
@@ -125,7 +117,8 @@ def test_tensor_names_are_translated(tmp_path: Path) -> None:
         f"{layers}11.self_attn.q_proj.bias",
     }
     assert set(open_checkpoint(tmp_path).names()) == want
-    write(tmp_path, {name: torch.ones(2) for name in (*names, "blk.0.post_attention_norm.weight")})
+    names.append("blk.0.post_attention_norm.weight")
+    write(tmp_path, {name: torch.ones(2) for name in names}, "gemma3")
     assert set(open_checkpoint(tmp_path).names()) == want | {
         f"{layers}0.pre_feedforward_layernorm.weight"
     }
@@ -138,16 +131,18 @@ def error_of(directory: Path) -> str:
 
 
 def test_unknown_types_and_tensors_are_refused(tmp_path: Path) -> None:
-    file = write(tmp_path, {DOWN: (random_blocks("Q2_K", 2, 1), "Q2_K")})
+    file = write(tmp_path, {DOWN: (random_blocks("IQ2_S", 2, 1), "IQ2_S")})
     assert error_of(tmp_path).startswith(
-        f"{file}: tensor {OURS} is [2, 256] of type Q2_K; supported types of matrices: F32,"
+        f"{file}: tensor {OURS} is [2, 256] of type IQ2_S; supported types of matrices: F32,"
     )
-    write(tmp_path, {"blk.0.ssm_a": torch.ones(3)})
-    assert error_of(tmp_path) == f"{file}: tensor blk.0.ssm_a is not used by any supported model"
+    write(tmp_path, {"blk.0.ssm_d": torch.ones(3)})
+    assert error_of(tmp_path) == f"{file}: tensor blk.0.ssm_d is not used by any supported model"
     write(tmp_path, {"output_norm.weight": torch.ones(3)})
     assert error_of(tmp_path) == f"{file}: tensor {OURS} is missing from the file"
     (tmp_path / "other.gguf").write_bytes(b"")
-    assert error_of(tmp_path) == f"{tmp_path}: expected one GGUF file, got model.gguf, other.gguf"
+    assert error_of(tmp_path) == (
+        f"{tmp_path}: expected one GGUF file, or the files of one model, got model.gguf, other.gguf"
+    )
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
@@ -206,108 +201,6 @@ def test_projection_rows_must_divide_into_heads(tmp_path: Path, shape: tuple[int
 
 # ---- models ----
 
-# Field of config.json -> GGUF key without the architecture's prefix.
-KEYS = {
-    "num_hidden_layers": "block_count",
-    "max_position_embeddings": "context_length",
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-}
-SIZES = {"rms_norm_eps": 2.0**-20, "vocab_size": 160}
-GEMMA = {"sliding_window": 20, "sliding_window_pattern": 3, "query_pre_attn_scalar": 64}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Qwen2": {},
-    "Qwen3": {"tie_word_embeddings": False},
-    "Llama": {"tie_word_embeddings": False, "rope_parameters": LLAMA3},
-    "Gemma3": GEMMA,
-}
-LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "post_attention_layernorm": "ffn_norm",
-}
-GEMMA_NAMES = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-
-
-def byte_tokenizer() -> dict[str, Any]:
-    """Return the metadata of a tokenizer of 160 tokens: an end token, bytes and one merge."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:158]
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.tokens": ["<|endoftext|>", *alphabet, "ab"],
-        "tokenizer.ggml.token_type": [3] + [1] * 159,
-        "tokenizer.ggml.merges": ["a b"],
-        "tokenizer.ggml.eos_token_id": 0,
-    }
-
-
-def gguf_name(name: str, family: str) -> str:
-    stem, _, suffix = name.removeprefix("model.").rpartition(".")
-    if not stem.startswith("layers."):
-        whole = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
-        return f"{whole[stem]}.{suffix}"
-    _, layer, own = stem.split(".", 2)
-    names = {**LAYER_NAMES, **(GEMMA_NAMES if family == "Gemma3" else {})}
-    return f"blk.{layer}.{names[own]}.{suffix}"
-
-
-def tensors_of(source: Path, family: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Return a model's tensors as llama.cpp's converter writes them."""
-    found = {}
-    for name, one in load_file(source / "model.safetensors").items():
-        if family == "Gemma3" and "norm" in name:
-            one = one + 1
-        if family == "Llama" and ("q_proj" in name or "k_proj" in name):
-            kind = "attention" if "q_proj" in name else "key_value"
-            heads = config[f"num_{kind}_heads"]
-            one = one.view(heads, 2, -1, one.shape[-1]).transpose(1, 2).reshape(one.shape)
-        found[gguf_name(name, family)] = one.contiguous()
-    if family == "Llama":  # ratio of the angles of position 1, which are small enough for asin
-        plain, scaled = (
-            attention.rope_cos_sin(2, config["head_dim"], 5e5, one)[1, config["head_dim"] // 2 :]
-            for one in (None, config["rope_parameters"])
-        )
-        found["rope_freqs.weight"] = plain.double().asin().div(scaled.double().asin()).float()
-    return found
-
-
-def metadata_of(family: str, config: dict[str, Any]) -> dict[str, Any]:
-    prefix = family.lower()
-    found = {f"{prefix}.{key}": config[name] for name, key in KEYS.items() if name in config}
-    rope = config.get("rope_parameters") or {}
-    if family == "Gemma3":
-        found[f"{prefix}.attention.sliding_window"] = config["sliding_window"]
-        found[f"{prefix}.attention.sliding_window_pattern"] = 3
-        found[f"{prefix}.rope.freq_base_swa"] = rope["sliding_attention"]["rope_theta"]
-        rope = rope["full_attention"]
-    found[f"{prefix}.rope.freq_base"] = float(rope["rope_theta"])
-    found[f"{prefix}.rope.dimension_count"] = config["head_dim"]
-    return {**found, **byte_tokenizer()}
-
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -317,25 +210,15 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     return path
 
 
-def make_file(directory: Path, family: str, **changes: Any) -> Path:
-    """Write a random model of a family as a GGUF file, and as a checkpoint in `source`."""
-    source = directory / "source"
-    source.mkdir()
-    make_checkpoint(source, family, **{**SIZES, **FAMILIES[family], **changes})
-    config = json.loads((source / "config.json").read_text())
-    tensors = tensors_of(source, family, config)
-    return write(directory, tensors, family.lower(), **metadata_of(family, config))
-
-
 def logits(directory: Path, **options: Any) -> Tensor:
     ids = [7 * i % 160 for i in range(40)]
     return Runner(load_model(directory, dtype="float32", **options)).run([ids], [[40]])[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gguf_model_equals_its_source_checkpoint(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_gguf_model_equals_its_source_checkpoint(tmp_path: Path, architecture: str) -> None:
     """Names, metadata, row order and norms agree. The weights are floats: nothing is rounded."""
-    file = make_file(tmp_path, family)
+    file = make_file(tmp_path, architecture)
     directory = gguf_directory(file)
     assert torch.equal(logits(directory), logits(tmp_path / "source"))
     made, expected = read_model_config(directory), read_model_config(tmp_path / "source")
@@ -346,7 +229,7 @@ def test_gguf_model_equals_its_source_checkpoint(tmp_path: Path, family: str) ->
 
 def test_adapter_of_a_gguf_model_equals_that_of_its_source(tmp_path: Path) -> None:
     """The rows of llama's queries have another order in the file than in the adapter."""
-    file = make_file(tmp_path, "Llama")
+    file = make_file(tmp_path, "llama")
     source = tmp_path / "source"
     write_tokenizer(source)
     adapter = write_adapter(tmp_path / "lora", source, 1)
@@ -361,20 +244,151 @@ def test_adapter_of_a_gguf_model_equals_that_of_its_source(tmp_path: Path) -> No
     assert answers[0] == answers[1]
 
 
+def test_settings_of_yarn_and_of_experts_are_read(tmp_path: Path) -> None:
+    """This DeepSeek also has a single query projection, and one group of experts."""
+    directory = gguf_directory(make_file(tmp_path, "deepseek2", **FAMILIES["deepseek_v3_yarn"][1]))
+    assert torch.equal(logits(directory), logits(tmp_path / "source"))
+
+
+def test_ministral_3_is_read_up_to_the_context_of_its_training(tmp_path: Path) -> None:
+    """Its other settings are those of Mistral, and YaRN's factor on cosines and sines is 1."""
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+    directory = gguf_directory(make_file(tmp_path, "mistral3", rope_parameters=rope))
+    assert read_model_config(directory).max_model_len == 64
+    assert torch.equal(logits(directory), logits(tmp_path / "source"))
+
+
+def floats_of(file: GgufFile) -> dict[str, Tensor]:
+    """Return the tensors of a file, dequantized by the gguf package."""
+    data = torch.from_file(str(file.path), size=file.path.stat().st_size, dtype=torch.uint8)
+    found = {}
+    for name, one in file.tensors.items():
+        raw = data[one.offset : one.offset + one.num_bytes].view(*one.shape[:-1], -1).numpy()
+        floats = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[one.type])
+        found[name] = torch.from_numpy(floats.copy())
+    return found
+
+
+def split_keys(tensors: dict[str, Any], stored: dict[str, Tensor]) -> None:
+    """Replace the expansions of keys and values by the matrix of both, as in older files."""
+    for name in [name for name in tensors if "attn_k_b" in name]:
+        layer = name.split(".")[1]
+        del tensors[name], tensors[name.replace("k_b", "v_b")]
+        source = stored[f"model.layers.{layer}.self_attn.kv_b_proj.weight"]
+        tensors[f"blk.{layer}.attn_kv_b.weight"] = source
+
+
+def fused_inputs(tensors: dict[str, Any], stored: dict[str, Tensor]) -> None:
+    """Replace the projections of linear attention by the checkpoint's, as in older files."""
+    for name in [name for name in tensors if "attn_gate" in name]:
+        layer = name.split(".")[1]
+        del tensors[name], tensors[name.replace("gate", "qkv")]
+        source = stored[f"model.layers.{layer}.linear_attn.in_proj_qkvz.weight"]
+        tensors[f"blk.{layer}.ssm_in.weight"] = source
+
+
+def fused_experts(tensors: dict[str, Any], _: dict[str, Tensor]) -> None:
+    """Join gates and ups, and drop the first dimension of vectors."""
+    for name in [name for name in tensors if "ffn_gate_exps" in name]:
+        halves = (tensors.pop(name), tensors.pop(name.replace("gate", "up")))
+        tensors[name.replace("gate", "gate_up")] = torch.cat(halves, 1)
+    for name in [name for name in tensors if "gate_inp_shexp" in name]:
+        tensors[name] = tensors[name].flatten()
+
+
+@pytest.mark.parametrize(
+    "architecture,change,metadata",
+    [
+        (
+            "deepseek2",
+            split_keys,
+            {
+                **dict.fromkeys(("attention.key_length_mla", "attention.value_length_mla")),
+                "attention.key_length": 96,
+                "attention.value_length": 48,
+                "attention.head_count_kv": 4,
+            },
+        ),
+        ("qwen3next", fused_inputs, {"attention.recurrent_layers": None}),
+        ("qwen35moe", fused_experts, {}),
+    ],
+)
+def test_other_layouts_of_llama_cpp_are_read(
+    tmp_path: Path, architecture: str, change: Any, metadata: dict[str, Any]
+) -> None:
+    options = {}
+    if "attention.recurrent_layers" in metadata:
+        options["layer_types"] = ["linear_attention"] * 3 + ["full_attention"]
+        options["num_hidden_layers"] = 4
+    found = read_gguf(make_file(tmp_path, architecture, **options))
+    tensors: dict[str, Any] = dict(floats_of(found))
+    change(tensors, load_file(tmp_path / "source" / "model.safetensors"))
+    own = {f"{architecture}.{key}": value for key, value in metadata.items()}
+    whole = {key: one for key, one in {**found.metadata, **own}.items() if one is not None}
+    del whole["general.architecture"]
+    directory = gguf_directory(write(tmp_path, tensors, architecture, **whole))
+    assert torch.equal(logits(directory), logits(tmp_path / "source"))
+
+
+WITH_MODULES = ("glm4moe", "qwen3next", "qwen35", "qwen35moe")
+
+
+@pytest.mark.parametrize("architecture", WITH_MODULES)
+def test_mtp_modules_of_a_gguf_file_equal_those_of_its_source(
+    tmp_path: Path, architecture: str
+) -> None:
+    directory = gguf_directory(make_file(tmp_path, architecture, modules=1))
+    found, expected = (
+        load_mtp(load_model(one, dtype="float32"), one).modules[0]
+        for one in (directory, tmp_path / "source")
+    )
+    for name in ("embed_norm", "hidden_norm", "head_norm"):
+        assert torch.equal(getattr(found, name).weight, getattr(expected, name).weight)
+    pairs = zip(found.layer.weights, expected.layer.weights, strict=True)
+    for one, other in [(found.projection, expected.projection), *pairs]:
+        assert torch.equal(one.data, other.data)
+
+
+def test_files_of_one_model_are_read_together(tmp_path: Path) -> None:
+    first = make_file(tmp_path, "qwen3", parts=10)
+    files = sorted(tmp_path.glob("*.gguf"))
+    assert len(files) == 4 and first == files[0]
+    directory = gguf_directory(files[2])
+    assert directory == gguf_directory(first)
+    assert torch.equal(logits(directory), logits(tmp_path / "source"))
+    whole = files[1].read_bytes()
+    files[1].write_bytes(files[2].read_bytes())
+    with pytest.raises(ModelError, match=r"00002-of-00004.gguf: split.no must be 1, got 2"):
+        gguf_directory(first)
+    files[1].write_bytes(whole)
+    os.utime(files[3], (1, 1))
+    assert gguf_directory(first) != directory
+    files[3].unlink()
+    with pytest.raises(ModelError, match=r"model-00004-of-00004.gguf: no such file"):
+        gguf_directory(first)
+    files[0].rename(tmp_path / "model.gguf")
+    with pytest.raises(ModelError, match=r"split.count must be the number of files, 1, got 4"):
+        gguf_directory(tmp_path / "model.gguf")
+
+
 def quantized(file: Path, directory: Path, kinds: dict[str, str]) -> Path:
     """Copy a file, with random blocks of the given types for the named parts of all layers."""
     found = read_gguf(file)
-    data = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, Any] = dict(floats_of(found))
     for name, one in found.tensors.items():
         part = name.split(".")[2] if name.startswith("blk.") else name
-        if part in kinds:
+        if part in kinds and name.endswith("weight") and len(one.shape) > 1:
             width = next(two for label, two, _ in TYPES.values() if label == kinds[part])
-            blocks = random_blocks(kinds[part], one.shape[0], one.shape[1] // width)
-            tensors[name] = (blocks, kinds[part])
-        else:
-            raw = data[one.offset : one.offset + one.num_bytes].clone()
-            tensors[name] = raw.view(torch.float32).view(one.shape)
+            *rows, inputs = one.shape
+            blocks = random_blocks(kinds[part], math.prod(rows), inputs // width)
+            tensors[name] = (blocks.view(*rows, -1), kinds[part])
     architecture = found.metadata.pop("general.architecture")
     return write(directory, tensors, architecture, **found.metadata)
 
@@ -385,12 +399,59 @@ MIXED = {
     **{"attn_output": "Q4_K", "ffn_gate": "Q4_0", "ffn_up": "Q4_0", "ffn_down": "Q5_K"},
 }
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+K_EXPERTS = {"ffn_gate_exps": "Q4_K", "ffn_up_exps": "Q3_K", "ffn_down_exps": "Q6_K"}
+LINEAR = {
+    **{"attn_qkv": "Q2_K", "attn_gate": "IQ4_XS", "ssm_out": "Q8_0", "ssm_ba": "Q8_0"},
+    **{"ssm_alpha": "Q5_0", "ssm_beta": "Q5_0", **K_EXPERTS},
+}
+# Architecture -> types by part, and changes to the model.
+QUANTIZED: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "llama": (MIXED, WIDE),
+    "qwen3": (MIXED, WIDE),
+    "mistral3": (MIXED, WIDE),
+    "qwen3moe": ({**MIXED, **K_EXPERTS}, {**WIDE, "moe_intermediate_size": 256}),
+    "gpt-oss": (dict.fromkeys(K_EXPERTS, "MXFP4"), WIDE),
+    "deepseek2": (
+        {"attn_k_b": "Q8_0", "attn_v_b": "Q4_K", **K_EXPERTS},
+        {**WIDE, "moe_intermediate_size": 256},
+    ),
+    "glm4moe": (dict.fromkeys(K_EXPERTS, "IQ4_NL"), WIDE | {"moe_intermediate_size": 64}),
+    **dict.fromkeys(
+        ("qwen3next", "qwen35", "qwen35moe"),
+        (
+            LINEAR,
+            {
+                **WIDE,
+                "moe_intermediate_size": 256,
+                "layer_types": ["full_attention", "linear_attention"],
+            },
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("architecture", QUANTIZED)
+def test_rearranged_tensors_keep_their_values(tmp_path: Path, architecture: str) -> None:
+    """Heads and experts are selected from quantized tensors as from floats."""
+    mixed, plain = tmp_path / "mixed", tmp_path / "plain"
+    mixed.mkdir(), plain.mkdir()
+    kinds, changes = QUANTIZED[architecture]
+    found = read_gguf(quantized(make_file(tmp_path, architecture, **changes), mixed, kinds))
+    found.metadata.pop("general.architecture")
+    write(plain, floats_of(found), architecture, **found.metadata)
+    ours, theirs = open_checkpoint(mixed), open_checkpoint(plain)
+    assert ours.names() == theirs.names()
+    assert len({one.type for one in found.tensors.values()}) > 1
+    for name in ours.names():
+        one, other = ours.load(name), theirs.load(name)
+        values = one if isinstance(one, Tensor) else dequantize_weight(one)
+        assert torch.equal(values, other), name
 
 
 def test_projections_keep_the_quantized_values_of_the_file(tmp_path: Path) -> None:
     """Parts of several types are fused in the narrowest kind that holds them all."""
     (tmp_path / "mixed").mkdir()
-    file = quantized(make_file(tmp_path, "Qwen3", **WIDE), tmp_path / "mixed", MIXED)
+    file = quantized(make_file(tmp_path, "qwen3", **WIDE), tmp_path / "mixed", MIXED)
     directory = gguf_directory(file)
     model, checkpoint = load_model(directory, dtype="float32"), open_checkpoint(directory)
 
@@ -424,7 +485,7 @@ def test_projections_keep_the_quantized_values_of_the_file(tmp_path: Path) -> No
 
 def test_packed_weights_are_cached_on_disk(tmp_path: Path) -> None:
     (tmp_path / "mixed").mkdir()
-    file = quantized(make_file(tmp_path, "Qwen3", **WIDE), tmp_path / "mixed", MIXED)
+    file = quantized(make_file(tmp_path, "qwen3", **WIDE), tmp_path / "mixed", MIXED)
     directory, cache = gguf_directory(file), WeightCache(tmp_path / "cache", 1 << 40)
     first = logits(directory)
     for _ in range(2):  # written, then mapped
@@ -433,9 +494,14 @@ def test_packed_weights_are_cached_on_disk(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache").rglob("*.safetensors"))) == 4 * 2 + 2
 
 
-def test_speculation_changes_no_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.fast("qwen3", "deepseek2", "qwen35moe")
+def test_speculation_changes_no_bit(tmp_path: Path, architecture: str) -> None:
+    kinds, changes = QUANTIZED.get(architecture, ({}, {}))
     (tmp_path / "mixed").mkdir()
-    file = quantized(make_file(tmp_path, "Qwen3", **WIDE), tmp_path / "mixed", MIXED)
+    has_module = architecture in WITH_MODULES
+    whole = make_file(tmp_path, architecture, modules=int(has_module), **changes)
+    file = quantized(whole, tmp_path / "mixed", kinds)
     prompts = [[5, 9, 23, 77, 101, 5, 9, 44] * 4, [3, 3, 7] * 8]
     params = [
         SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, logprobs=2),
@@ -444,15 +510,19 @@ def test_speculation_changes_no_bit(tmp_path: Path) -> None:
 
     def completions(method: str) -> list[Completion]:
         drafts = None if method == "naive" else 4
-        own = SpeculativeConfig(method=method, num_speculative_tokens=drafts)
+        own = SpeculativeConfig.from_dict(
+            {"method": method, "num_speculative_tokens": drafts, "min_ngram_size": 1}
+        )
         engine = Engine(EngineConfig(model=str(file), speculative_config=own, device="cpu"))
         assert engine.model_name == "model"
         found = engine.generate(prompts, params)
         assert method == "naive" or engine.stats.speculative.num_draft_tokens > 10
         return found
 
-    for one, other in zip(completions("naive"), completions("ngram"), strict=True):
-        assert one.token_ids == other.token_ids and one.logprobs == other.logprobs
+    plain = completions("naive")
+    for method in ("ngram", "mtp") if has_module else ("ngram",):
+        for one, other in zip(plain, completions(method), strict=True):
+            assert one.token_ids == other.token_ids and one.logprobs == other.logprobs
 
 
 @pytest.mark.parametrize(
@@ -461,6 +531,7 @@ def test_speculation_changes_no_bit(tmp_path: Path) -> None:
         ({"general.architecture": "mamba"}, "general.architecture must be one of"),
         ({"qwen3.attention.softcap": 3.0}, "qwen3.attention.softcap is not supported, got 3.0"),
         ({"qwen3.expert_count": 8}, "qwen3.expert_count is not supported, got 8"),
+        ({"qwen3.nextn_predict_layers": 3}, "num_hidden_layers must be an integer of at least 1"),
         (
             {"qwen3.tensor_data_layout": "rows"},
             "qwen3.tensor_data_layout is not supported",
@@ -473,14 +544,14 @@ def test_speculation_changes_no_bit(tmp_path: Path) -> None:
         ({"qwen3.block_count": -1}, "num_hidden_layers must be an integer of at least 1, got -1"),
         ({"qwen3.attention.head_count": None}, "'num_attention_heads' is missing"),
         ({"qwen3.block_count": 2}, "tensor model.layers.2"),
-        ({"split.count": 2}, "split.count must be 1, got 2; merge its parts"),
-        ({"split.count": "two"}, "split.count must be 1, got two"),
+        ({"split.count": 2}, "split.count must be the number of files, 1, got 2; names of a model"),
+        ({"split.count": "two"}, "split.count must be the number of files, 1, got two"),
         ({"tokenizer.ggml.tokens": 7}, "tokenizer.ggml.tokens must be a list of texts, got 7"),
         ({"tokenizer.ggml.merges": [7]}, "tokenizer.ggml.merges must be a list of texts, got [7]"),
         ({"tokenizer.ggml.token_type": "a"}, "token_type must be a list of numbers, got 'a'"),
         ({"tokenizer.ggml.model": "rwkv"}, "tokenizer.ggml.model must be llama or gpt2, got rwkv"),
         ({"tokenizer.ggml.pre": "viking"}, "tokenizer.ggml.pre must be one of default, gpt-2,"),
-        ({"tokenizer.ggml.pre": ["a"]}, "smollm, deepseek-llm, deepseek-coder, got ['a']"),
+        ({"tokenizer.ggml.pre": ["a"]}, "glm4, kimi-k2, deepseek-coder, got ['a']"),
         (
             {"tokenizer.ggml.eot_token_id": -1},
             "ggml.eot_token_id must be a token id below 160",
@@ -500,7 +571,7 @@ def test_speculation_changes_no_bit(tmp_path: Path) -> None:
 def test_unsupported_metadata_is_refused(
     tmp_path: Path, changes: dict[str, Any], sentence: str
 ) -> None:
-    file = make_file(tmp_path, "Qwen3")
+    file = make_file(tmp_path, "qwen3")
     found = read_gguf(file)
     data = {name: torch.ones(one.shape) for name, one in found.tensors.items()}
     architecture = changes.get("general.architecture", found.metadata.pop("general.architecture"))
@@ -512,8 +583,84 @@ def test_unsupported_metadata_is_refused(
     assert sentence in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "architecture,changes,sentence",
+    [
+        ("deepseek2", {"expert_gating_func": 1}, "deepseek2.expert_gating_func must be 2, got 1"),
+        ("deepseek2", {"expert_gating_func": None}, "expert_gating_func must be 2, got None"),
+        ("deepseek2", {"attention.head_count": 0}, "num_attention_heads must be an integer"),
+        ("glm4moe", {"expert_gating_func": 1}, "glm4moe.expert_gating_func must be 2, got 1"),
+        ("glm4moe", {"nextn_predict_layers": "a"}, "num_nextn_predict_layers must be an integer"),
+        ("glm4moe", {"block_count": "a", "nextn_predict_layers": 1}, "num_hidden_layers must be"),
+        ("qwen35", {"attention.recurrent_layers": 1}, "recurrent_layers must be a list of flags"),
+        ("qwen35", {"attention.recurrent_layers": [True]}, "layer_types must hold num_hidden"),
+        ("qwen35", {"ssm.time_step_rank": 3}, "linear_num_value_heads must be a multiple of"),
+        ("qwen35", {"ssm.group_count": None}, "linear_num_value_heads must be a multiple"),
+        ("mistral3", {"attention.temperature_scale": 0.1}, "'original_max_position_embeddings' is"),
+        ("mistral3", {"attention.temperature_scale": "a"}, "temperature_scale must be a number"),
+        ("gpt-oss", {"rope.scaling.yarn_ext_factor": 2.0}, "rope.scaling.type yarn is not"),
+        ("gpt-oss", {"rope.scaling.type": [1]}, "rope.scaling.type [1] is not supported"),
+    ],
+)
+def test_unsupported_settings_of_a_family_are_refused(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], sentence: str
+) -> None:
+    found = read_gguf(make_file(tmp_path, architecture))
+    own = {f"{architecture}.{key}": one for key, one in changes.items()}
+    whole = {key: one for key, one in {**found.metadata, **own}.items() if one is not None}
+    del whole["general.architecture"]
+    file = write(tmp_path, floats_of(found), architecture, **whole)
+    with pytest.raises(ModelError) as error:
+        load_model(gguf_directory(file))
+    assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "architecture,part,shape,sentence",
+    [
+        ("deepseek2", "attn_k_b.weight", (7, 512), "does not fit the sizes in the metadata: it is"),
+        ("qwen35", "ssm_conv1d.weight", (3, 4), "must have 256 rows, got 3"),
+        ("qwen35", "ssm_beta.weight", (9, 64), "must have 4 rows, got 9"),
+        ("qwen35", "ssm_out.weight", (64, 7), "must have 128 columns, got 7"),
+        ("qwen3next", "attn_gate.weight", (3, 64), "must have 384 rows, got 259"),
+    ],
+)
+def test_parts_of_other_sizes_are_refused(
+    tmp_path: Path, architecture: str, part: str, shape: tuple[int, ...], sentence: str
+) -> None:
+    found = read_gguf(make_file(tmp_path, architecture))
+    tensors = {
+        name: torch.ones(shape) if name.endswith(part) else one
+        for name, one in floats_of(found).items()
+    }
+    del found.metadata["general.architecture"]
+    file = write(tmp_path, tensors, architecture, **found.metadata)
+    with pytest.raises(ModelError, match=sentence):
+        load_model(gguf_directory(file))
+
+
+@pytest.mark.parametrize(
+    "architecture,part,sentence",
+    [
+        ("deepseek2", "attn_v_b.weight", "is incomplete: blk.0.attn_v_b.weight is missing"),
+        ("qwen3next", "attn_gate.weight", "is incomplete: blk.1.attn_gate.weight is missing"),
+        ("qwen3moe", "ffn_up_exps.weight", "experts.0.up_proj.weight is missing"),
+    ],
+)
+def test_missing_parts_are_named(
+    tmp_path: Path, architecture: str, part: str, sentence: str
+) -> None:
+    found = read_gguf(make_file(tmp_path, architecture))
+    tensors = {name: one for name, one in floats_of(found).items() if not name.endswith(part)}
+    del found.metadata["general.architecture"]
+    file = write(tmp_path, tensors, architecture, **found.metadata)
+    with pytest.raises(ModelError) as error:
+        load_model(gguf_directory(file))
+    assert sentence in str(error.value)
+
+
 def test_neutral_metadata_is_accepted(tmp_path: Path) -> None:
-    file = make_file(tmp_path, "Qwen2")
+    file = make_file(tmp_path, "qwen2")
     plain = read_model_config(gguf_directory(file))
     found = read_gguf(file)
     data = {name: torch.ones(one.shape) for name, one in found.tensors.items()}
@@ -530,7 +677,7 @@ def test_neutral_metadata_is_accepted(tmp_path: Path) -> None:
 
 
 def test_unknown_rope_factors_are_refused(tmp_path: Path) -> None:
-    file = make_file(tmp_path, "Llama")
+    file = make_file(tmp_path, "llama")
     found = read_gguf(file)
     data = {name: torch.ones(one.shape) for name, one in found.tensors.items()}
     data["rope_freqs.weight"][-1] = 3.0
@@ -541,7 +688,7 @@ def test_unknown_rope_factors_are_refused(tmp_path: Path) -> None:
 
 
 def test_converted_directory_is_reused_until_the_file_changes(tmp_path: Path, cache: Path) -> None:
-    file = make_file(tmp_path, "Qwen3")
+    file = make_file(tmp_path, "qwen3")
     first = gguf_directory(file)
     assert first.is_relative_to(cache) and gguf_directory(file) == first
     config = first / "config.json"
@@ -558,7 +705,7 @@ def test_converted_directory_is_reused_until_the_file_changes(tmp_path: Path, ca
 
 
 def test_concurrent_conversions_make_one_directory(tmp_path: Path) -> None:
-    file = make_file(tmp_path, "Qwen3")
+    file = make_file(tmp_path, "qwen3")
     with ThreadPoolExecutor(8) as pool:
         found = set(pool.map(lambda _: gguf_directory(file), range(8)))
     (directory,) = found
@@ -702,10 +849,17 @@ def test_end_tokens_are_read_from_eos_token_ids(tmp_path: Path) -> None:
 # The first parts of WORDS by pre-tokenizer.
 WORDS = "It's 12345 coöperate HTTPServer, don't\n\n  x=\u4e2d\u6587\u3002 caf\u00e9!\r\n"
 PARTS = {
+    "default": ["It", "'", "s", " ", "123", "45", " coöperate", " HTTPServer", ","],
+    "gpt-2": ["It", "'s", " 12345", " coöperate", " HTTPServer", ","],
     "qwen2": ["It", "'s", " ", "1", "2", "3", "4", "5", " coöperate", " HTTPServer", ","],
     "llama-bpe": ["It", "'s", " ", "123", "45", " coöperate", " HTTPServer", ","],
     "tekken": ["It", "'s", " ", "1", "2", "3", "4", "5", " coöperate", " HTTPServer", ","],
     "smollm": ["It", "'s", " ", "1", "2", "3", "4", "5", " coöperate", " HTTPServer", ","],
+    "qwen35": ["It", "'s", " ", "1", "2", "3", "4", "5", " coöperate", " HTTPServer", ","],
+    "gpt-4o": ["It's", " ", "123", "45", " coöperate", " HTTPServer", ","],
+    "kimi-k2": ["It's", " ", "123", "45", " coöperate", " HTTPServer", ","],
+    "glm4": ["It", "'s", " ", "123", "45", " coöperate", " HTTPServer", ","],
+    "deepseek-v3": ["It", "'s", " ", "123", "45", " coöperate", " HTTPServer", ","],
     "deepseek-coder": ["It", "'", "s", " ", "1", "2", "3", "4", "5", " coöperate"],
     "deepseek-llm": ["It", "'", "s", " ", "12345", " co", "ö", "perate", " HTTPServer", ","],
 }
@@ -738,7 +892,9 @@ def test_texts_are_split_as_by_the_models_own_pre_tokenizers() -> None:
         "llama3": "llama-bpe",
         "llama-v3": "llama-bpe",
         "smaug-bpe": "llama-bpe",
-        "gpt-2": "default",
+        "pixtral": "llama-bpe",
+        "chatglm-bpe": "glm4",
+        "kanana2": "gpt-4o",
     }.items():
         assert pieces_of(splitter(pre), WORDS) == pieces_of(splitter(same), WORDS)
 
@@ -755,7 +911,16 @@ def test_split_expressions_agree_with_python_regex() -> None:
         "llama-bpe": rf"{contractions}|{words}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+{rest}",
         "tekken": rf"[^\r\n\p{{L}}\p{{N}}]?{upper}*{lower}+|[^\r\n\p{{L}}\p{{N}}]?{upper}+{lower}*|"
         rf"\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        "qwen35": rf"{contractions}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}|"
+        rf" ?[^\s\p{{L}}\p{{M}}\p{{N}}]+{rest}",
     }
+    words = rf"{{0}}{upper}*{lower}+{contractions}?|{{0}}{upper}+{lower}*{contractions}?"
+    words = words.replace("{0}", r"[^\r\n\p{L}\p{N}]?")
+    tail = r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+"
+    known["gpt-4o"] = words + tail + r"[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    for letters_of in (upper, lower):
+        words = words.replace(letters_of, f"[{letters_of}--\\p{{Han}}]")
+    known["kimi-k2"] = rf"(?V1)\p{{Han}}+|{words}{tail}{rest}"
     generator = random.Random(7)
     letters = "aZéÉ́ǅ中ก🙂²Ⅻ'sTR veLL0123 \n\r\t/._-!。"
     for _ in range(300):

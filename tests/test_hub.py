@@ -48,6 +48,8 @@ OTHERS: dict[str, dict[str, bytes]] = {
         "sub/model.q8_0.gguf": b"eight",
         "a-Q2_K.gguf": b"",
         "b-Q2_K.gguf": b"",
+        "sub/c-Q5_0-00001-of-00002.gguf": b"five",
+        "sub/c-Q5_0-00002-of-00002.gguf": b"and five",
     },
     "org/dflash": {**FILES, "mask_embedding.pt": b"mask"},
 }
@@ -187,7 +189,9 @@ def test_only_required_files_are_downloaded(tmp_path: Path) -> None:
 def test_drafters_are_resolved_by_name_like_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub_module, "directory_of", lambda name, field: f"/cache/{name}: {field}")
+    monkeypatch.setattr(
+        hub_module, "directory_of", lambda name, field, **_: f"/cache/{name}: {field}"
+    )
     parser = argparse.ArgumentParser()
     options.add_engine_options(parser)
 
@@ -207,17 +211,23 @@ def test_drafters_are_resolved_by_name_like_models(
 
 
 def test_gguf_files_are_found_by_their_quantization(tmp_path: Path) -> None:
-    names = [f"org/gguf:{one}" for one in ("Q4_K_M", "q4_k_m", "Q8_0", "Q2_K", "Q5_K_M")]
+    names = [f"org/gguf:{one}" for one in ("Q4_K_M", "q4_k_m", "Q8_0", "Q5_0", "Q2_K", "Q5_K_M")]
     with hub() as (url, _):
         found = directories(names, tmp_path, HF_ENDPOINT=url)
         offline = directories(names, tmp_path, HF_HUB_OFFLINE="1")
-    assert [Path(file).read_bytes() for file in found[:3]] == [b"four", b"four", b"eight"]
-    assert found[3:] == [
+        drafters = directories(names[2:], tmp_path, of_drafters=True, HF_ENDPOINT=url)
+    texts = [Path(file).read_bytes() for file in found[:4]]
+    assert texts == [b"four", b"four", b"eight", b"five"]
+    assert found[3].endswith("sub/c-Q5_0-00001-of-00002.gguf")
+    assert found[4:] == [
         "--model org/gguf:Q2_K must name one file *-Q2_K.gguf of org/gguf, found a-Q2_K.gguf, "
         "b-Q2_K.gguf",
         "--model org/gguf:Q5_K_M must name one file *-Q5_K_M.gguf of org/gguf, found none",
     ]
     assert offline == found
+    assert drafters[:2] == found[2:4] and drafters[2].startswith(
+        "model of --speculative-config org/gguf:Q2_K must name one file"
+    )
 
 
 def test_revisions_are_branches_tags_or_commits(tmp_path: Path) -> None:

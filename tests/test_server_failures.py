@@ -182,6 +182,12 @@ def test_drafter_failures_are_reported_while_the_server_stays_healthy() -> None:
         assert answer.json() == {"status": "ok", "drafter_failures": {"hydra": 2}}
         failures = counters(served)["specops:drafter_failures_total"]
         assert failures == {"mtp": 0, "hydra": 2}
+        served.engine.stats.drafter_warnings = {"drafter hydra: it drafted nothing": 1}
+        assert post(served, "completions", TEXT).status_code == 200
+        answer = HTTP.get(f"{served.url}/health")
+        assert answer.json()["drafter_warnings"] == ["drafter hydra: it drafted nothing"]
+        warnings = counters(served)["specops:drafter_warnings"]
+        assert warnings == {"drafter hydra: it drafted nothing": 1}
 
 
 @pytest.mark.parametrize("drops", [False, True])

@@ -271,3 +271,5 @@ class EngineStats:
     # Failures of drafters by method, zeros included; "adaptive_verification" counts failures of the
     # selection of drafts. The affected requests continue without drafts.
     drafter_failures: dict[str, int] = field(default_factory=dict)
+    # Sentences about drafters whose drafts seem useless, with the number of engines that warn.
+    drafter_warnings: dict[str, int] = field(default_factory=dict)

@@ -8,7 +8,7 @@ configuration. A tensor that the decoder of its module does not use is an error.
 from pathlib import Path
 
 from specops.checkpoints.checkpoint import Checkpoint
-from specops.checkpoints.gguf import GgufCheckpoint, gguf_file
+from specops.checkpoints.gguf import GgufCheckpoint, gguf_files
 from specops.checkpoints.safetensors import SafetensorsCheckpoint, safetensors_files
 
 
@@ -16,13 +16,13 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     """Open the weights of a directory.
 
     Args:
-        directory: directory with safetensors files, or one GGUF file.
+        directory: directory with safetensors files, or the GGUF files of one model.
 
     Raises:
         ModelError: a file is missing or damaged.
     """
-    file = gguf_file(directory)
-    return SafetensorsCheckpoint(directory) if file is None else GgufCheckpoint(file)
+    files = gguf_files(directory)
+    return GgufCheckpoint(files[0]) if files else SafetensorsCheckpoint(directory)
 
 
 def weight_files(directory: Path) -> list[str]:
@@ -31,5 +31,5 @@ def weight_files(directory: Path) -> list[str]:
     Raises:
         ModelError: there are no such files, or a file that the index names is missing.
     """
-    file = gguf_file(directory)
-    return safetensors_files(directory) if file is None else [file.name]
+    files = gguf_files(directory)
+    return [file.name for file in files] if files else safetensors_files(directory)

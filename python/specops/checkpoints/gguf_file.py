@@ -6,10 +6,11 @@ are little-endian, and the data begin at a multiple of `general.alignment` after
 """
 
 import mmap
+import re
 import struct
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ _LENGTH = struct.Struct("<Q")  # length of a string, in bytes
 _TOKENIZER = "tokenizer."  # beginning of the keys of a tokenizer
 _MOST_SIZES = 4  # maximum number of dimensions
 _ALIGNMENT = 32  # default alignment
+_PART = re.compile(r"(.+)(-\d{5}-of-(\d{5}))\.gguf")  # name of a file that holds a part of a model
 # Tensor types: name, elements per block, bytes per block.
 TYPES: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4),
@@ -75,15 +77,17 @@ TYPES: dict[int, tuple[str, int, int]] = {
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor's type, shape and location in the file.
+    """A tensor's type, shape and location.
 
     Attributes:
+        path: path of the file.
         type: type of the elements, a name in `TYPES`.
         shape: sizes of the dimensions, outermost first: a matrix is [outputs, inputs].
         offset: offset of the first byte in the file.
         num_bytes: size in bytes.
     """
 
+    path: Path
     type: str
     shape: tuple[int, ...]
     offset: int
@@ -92,12 +96,12 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """Header of a GGUF file.
+    """Header of a GGUF file; of a model in several files, the header of the first.
 
     Attributes:
         path: path of the file.
         metadata: numbers, strings, and lists of either, by key; `read_gguf` may leave out some.
-        tensors: tensors by name.
+        tensors: tensors of all files by name.
     """
 
     path: Path
@@ -112,24 +116,67 @@ class GgufFile:
         """
         tensor = self.tensors[name]
         if tensor.type != "F32":
-            raise ModelError(f"{self.path}: tensor {name} must be of type F32, got {tensor.type}")
-        with open(self.path, "rb") as file:
+            raise ModelError(f"{tensor.path}: tensor {name} must be of type F32, got {tensor.type}")
+        with open(tensor.path, "rb") as file:
             file.seek(tensor.offset)
             return array("f", file.read(tensor.num_bytes)).tolist()
 
 
-def read_gguf(path: str | Path, *, with_tokenizer: bool = True) -> GgufFile:
-    """Read the header of a file.
+def numbers_of(path: Path) -> str:
+    """Return the part of a file's name that counts a model's files; "" for a model's only file."""
+    match = _PART.fullmatch(path.name)
+    return "" if match is None else match[2]
+
+
+def parts_of(path: Path) -> list[Path]:
+    """Return the paths of a model's files, in order: those that NAME-00002-of-00003.gguf counts.
+
+    A path without such numbers is the model's only file.
+    """
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    count = int(match[3])
+    return [path.with_name(f"{match[1]}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
+
+
+def read_gguf(path: Path, *, with_tokenizer: bool = True) -> GgufFile:
+    """Read the headers of a model's files.
 
     Args:
-        path: path of the file.
+        path: path of the file, or of any of several; see `parts_of`.
         with_tokenizer: whether to read the tokenizer's lists, such as its hundreds of thousands of
             tokens.
 
     Raises:
-        ModelError: the file is no GGUF file, is truncated, or has a tensor of unknown type.
+        ModelError: a file is missing, no GGUF file, truncated, does not belong to the others, or
+            has a tensor of unknown type.
     """
-    path = Path(path)
+    paths = parts_of(path)
+    for one in paths:
+        if not one.is_file():
+            raise ModelError(f"{one}: no such file")
+    first, *others = (_read(one, with_tokenizer and one == paths[0]) for one in paths)
+    count = first.metadata.get("split.count", 0)
+    if count != len(paths) and (len(paths) > 1 or count not in (0, 1)):
+        raise ModelError(
+            f"{first.path}: split.count must be the number of files, {len(paths)}, got {count}; "
+            "names of a model's files end with -00001-of-00002.gguf and so on"
+        )
+    tensors = dict(first.tensors)
+    for number, other in enumerate(others, 1):
+        if other.metadata.get("split.no") != number:
+            raise ModelError(
+                f"{other.path}: split.no must be {number}, got {other.metadata.get('split.no')}"
+            )
+        for name in tensors.keys() & other.tensors.keys():
+            raise ModelError(f"{other.path}: tensor {name} is in another file, too")
+        tensors |= other.tensors
+    return replace(first, tensors=tensors)
+
+
+def _read(path: Path, with_tokenizer: bool) -> GgufFile:
+    """Read the header of one file; see `read_gguf`."""
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Header(path, data, with_tokenizer).read()
@@ -259,4 +306,4 @@ class _Header:
             count *= one
         if start + offset + count > len(self._data):
             raise ModelError(f"{self._path}: the file is truncated within tensor {name}")
-        return GgufTensor(type_name, shape, start + offset, count)
+        return GgufTensor(self._path, type_name, shape, start + offset, count)

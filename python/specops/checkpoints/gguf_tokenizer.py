@@ -42,6 +42,12 @@ _DEEPSEEK_LETTERS = (
     "\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df"
     "\U0001e900-\U0001e943"
 )
+# Expressions of DeepSeek-V3's tokenizer: CJK characters; and words, punctuation and spaces.
+_DEEPSEEK_V3_CHINESE = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+_DEEPSEEK_V3_WORDS = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+    rf" ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
+)
 _DEEPSEEK_CHINESE = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 
 
@@ -68,10 +74,34 @@ _GPT2 = _Split(like_gpt2=True)
 _QWEN2 = _Split((rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}",), is_normalized=True)
 _THREE_DIGITS = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 _LLAMA3 = _Split((_THREE_DIGITS,), ignores_merges=True, adds_bos=True)
+_QWEN35 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}|"
+    rf" ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
+)
+_BUT_HAN = r"&&[^\p{Han}]"  # removes Chinese characters from a set
+
+
+def _cased_words(but: str = "") -> str:
+    """Return the expression of words with contractions; `but` removes letters from the sets."""
+    upper, lower = f"[{_UPPER}{but}]", f"[{_LOWER}{but}]"
+    first = r"[^\r\n\p{L}\p{N}]?"
+    return f"{first}{upper}*{lower}+{_CONTRACTIONS}?|{first}{upper}+{lower}*{_CONTRACTIONS}?"
+
+
+_GPT_4O = _Split((rf"{_cased_words()}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",))
+# llama.cpp's rules for files that do not name the tokenizer.
+_DEFAULT = _Split(
+    (
+        r"[\p{P}$+<=>^~|]+",
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+        r"\p{N}+",
+        "[0-9][0-9][0-9]",
+    )
+)
 # Value of tokenizer.ggml.pre -> rules. Source: llama.cpp (src/llama-vocab.cpp), which for most
 # kinds quotes the expression of the original tokenizer.json.
 _SPLITS = {
-    "default": _GPT2,
+    "default": _DEFAULT,
     "gpt-2": _GPT2,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
@@ -95,6 +125,14 @@ _SPLITS = {
             r"\p{N}+",
         )
     ),
+    "deepseek-v3": _Split((r"\p{N}{1,3}", _DEEPSEEK_V3_CHINESE, _DEEPSEEK_V3_WORDS)),
+    "qwen35": _Split((_QWEN35,), is_normalized=True),
+    "gpt-4o": _GPT_4O,
+    "kanana2": _GPT_4O,
+    "pixtral": _LLAMA3,
+    "chatglm-bpe": _Split((_THREE_DIGITS,)),
+    "glm4": _Split((_THREE_DIGITS,), ignores_merges=True),
+    "kimi-k2": _Split((rf"\p{{Han}}+|{_cased_words(_BUT_HAN)}|\p{{N}}{{1,3}}|{_REST}",)),
     "deepseek-coder": _Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_CHINESE, r"\p{N}")),
 }
 
@@ -117,6 +155,7 @@ _END_TEXTS = frozenset(
         "[EOS]",
         "<|end_of_text|>",
         "<end_of_utterance>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
     )
 )
 # End tokens of fill-in-the-middle requests: metadata key -> texts that the token may have.

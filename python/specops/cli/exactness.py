@@ -97,7 +97,7 @@ def _run(args: argparse.Namespace, json_out: TextIO | None = None) -> int:
     try:
         if args.json is not None and json_out is None:
             require_writable("--json", args.json)
-        comparisons, contract = _compare_all(args)
+        comparisons, contract, warnings = _compare_all(args)
     except (EngineError, OSError, ValueError) as error:
         return fail(str(error))
     if args.json is not None:  # before anything is printed, since the reader may close a pipe
@@ -112,7 +112,7 @@ def _run(args: argparse.Namespace, json_out: TextIO | None = None) -> int:
             write_file("--json", args.json, text)
     print(_verdict(comparisons))
     if not args.quiet:
-        for line in [*_differences(comparisons), *_doubts(comparisons), ""]:
+        for line in [*_differences(comparisons), *_doubts(comparisons), *warnings, ""]:
             print(line)
         _print_table(comparisons)
     return int(
@@ -238,8 +238,10 @@ def _parser(program: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _compare_all(args: argparse.Namespace) -> tuple[list[Comparison], dict[str, Any]]:
-    """Return the comparisons and the engine's contract."""
+def _compare_all(
+    args: argparse.Namespace,
+) -> tuple[list[Comparison], dict[str, Any], list[str]]:
+    """Return the comparisons, the engine's contract, and warnings about its drafters."""
     from specops.engine import Engine
     from specops.service.contract import contract_of
 
@@ -257,6 +259,7 @@ def _compare_all(args: argparse.Namespace) -> tuple[list[Comparison], dict[str, 
     settings.setdefault("methods", (ALL_METHODS,))
     with loading_shown():
         engine = Engine(EngineConfig(**settings))
+    engine.check_drafters()
     compared = _to_compare(args, config, engine.runnable_methods)
     for _, speculative_config in compared:
         # Reject an invalid configuration before computing anything.
@@ -293,7 +296,10 @@ def _compare_all(args: argparse.Namespace) -> tuple[list[Comparison], dict[str, 
                     print("\n".join([comparison.title, *lines, ""]))
                 comparisons.append(comparison)
                 advance(comparison.title, len(prompts))
-    return comparisons, contract_of(engine)
+    warnings = [
+        f"{sentence[0].upper()}{sentence[1:]}." for sentence in engine.stats.drafter_warnings
+    ]
+    return comparisons, contract_of(engine), warnings
 
 
 def _print_heading(engine: "Engine", num_prompts: int, max_tokens: int) -> None:

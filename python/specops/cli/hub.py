@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from specops.checkpoints.gguf_file import parts_of
+
 # Files besides weights that are read, and the model card, which names the license. Copies of the
 # weights in the authors' own formats are not downloaded.
 _FILES = ("*.json", "*.jinja", "README.md", "mask_embedding.pt")
@@ -28,23 +30,29 @@ def is_name(model: str) -> bool:
     return _NAME.fullmatch(model) is not None and not is_here
 
 
-def path_of(name: str, revision: str | None = None) -> str:
-    """Return the local directory of ORG/NAME, or the file of ORG/NAME:QUANTIZATION.
+def path_of(name: str, revision: str | None = None, field: str = "--model") -> str:
+    """Return the local directory of ORG/NAME, or the (first) file of ORG/NAME:QUANTIZATION.
+
+    Args:
+        name: name of the model.
+        revision: branch, tag or commit; None: the main branch.
+        field: option or field that names the model; see `directory_of`.
 
     Raises:
         ValueError: the model is neither in the cache nor downloadable, or it has no such file.
     """
     repository, colon, quantization = name.partition(":")
     if not colon:
-        return directory_of(name, revision=revision)
+        return directory_of(name, field, revision=revision)
     spellings = {quantization, quantization.lower(), quantization.upper()}
-    patterns = [f"*[-.]{spelling}.gguf" for spelling in sorted(spellings)]
-    directory = Path(directory_of(repository, revision=revision, patterns=patterns))
-    found = {file for pattern in patterns for file in directory.rglob(pattern)}
+    endings = (".gguf", "-?????-of-?????.gguf")
+    patterns = [f"*[-.]{one}{ending}" for one in sorted(spellings) for ending in endings]
+    directory = Path(directory_of(repository, field, revision=revision, patterns=patterns))
+    found = {parts_of(file)[0] for pattern in patterns for file in directory.rglob(pattern)}
     if len(found) != 1:
         names = ", ".join(sorted(str(file.relative_to(directory)) for file in found))
         raise ValueError(
-            f"--model {name} must name one file *-{quantization}.gguf of {repository}, found "
+            f"{field} {name} must name one file *-{quantization}.gguf of {repository}, found "
             f"{names or 'none'}"
         )
     return str(found.pop())
@@ -148,7 +156,7 @@ def resolved(speculative_config: str) -> str:
     is_changed = False
     for place in places:
         model = place.get("model") if isinstance(place, dict) else None
-        if isinstance(model, str) and is_name(model) and ":" not in model:
-            place["model"] = directory_of(model, "model of --speculative-config")
+        if isinstance(model, str) and is_name(model):
+            place["model"] = path_of(model, field="model of --speculative-config")
             is_changed = True
     return json.dumps(config) if is_changed else speculative_config

@@ -602,6 +602,7 @@ def _client(
 
     engine = Engine(config)
     engine.measure_row_costs()
+    engine.check_drafters()
     return ThreadClient(engine)
 
 

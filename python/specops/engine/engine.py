@@ -16,6 +16,7 @@ import specops
 from specops._garbage import garbage_collection_paused
 from specops.api.config import EngineConfig
 from specops.api.errors import EngineError, ModelError, QueueFull, UnknownAdapter, described
+from specops.api.methods import method_of
 from specops.api.methods.checks import adapter_name
 from specops.api.outputs import Completion, EngineStats, RequestOutput
 from specops.api.sampling_params import SamplingParams
@@ -53,6 +54,7 @@ from specops.engine.structured import Grammar
 
 logger = logging.getLogger(__name__)
 
+_CHECKED_PROMPT, _CHECKED_TOKENS = 4, 4  # tokens of the requests of `check_drafters`
 _TOKENS_BEFORE = 512  # context length at which the costs of rows are measured
 
 
@@ -189,7 +191,11 @@ class Engine:
         self._timer = time.perf_counter if self._device.is_async else time.thread_time
         self._spent = 0.0, 0.0  # time to launch this step, by `_timer` and by the wall clock
         self._aborted: list[Request] = []  # requests that may have rows in the step in flight
-        self.stats = EngineStats(drafter_failures=self._drafting.failures)
+        self.stats = self._new_stats()
+
+    def _new_stats(self) -> EngineStats:
+        drafting = self._drafting
+        return EngineStats(drafter_failures=drafting.failures, drafter_warnings=drafting.warnings)
 
     def _measure_steps(self, bytes_read: Callable[[int], float]) -> list[float]:
         return measure_steps(
@@ -233,6 +239,49 @@ class Engine:
         logger.info(
             "a step takes %.3g s, a row %.3g s, a row of prompt_logprobs %.3g s more", *costs
         )
+
+    def check_drafters(self) -> None:
+        """Draft once with each drafter that runs a model, and warn of useless drafts.
+
+        Call this before any request is added. It leaves no trace in other statistics.
+        """
+        num_tokens = _CHECKED_TOKENS + _CHECKED_PROMPT
+        if num_tokens > self.max_model_len or self.vocab_size < _CHECKED_PROMPT:
+            return
+        for name in self._drafting.with_weights if len(self.runnable_methods) > 1 else ():
+            try:
+                problem = self._problem_of(name)
+            except Exception as error:
+                problem = f"its check failed: {described(error)}"
+            if problem is not None:
+                self._drafting.warn(name, problem)
+        self.stats = self._new_stats()
+        self._runner.memory.forget()
+        self._drafting.forget()
+
+    def _problem_of(self, name: str) -> str | None:
+        """Run a request with one drafter; return a sentence if its drafts are useless."""
+        drafter, failures = self.drafters[name], self._drafting.failures[name]
+        count = (
+            self.config.speculative_config.num_speculative_tokens or method_of(name).default_tokens
+        )
+        if drafter.max_drafts is not None:
+            count = min(count, drafter.max_drafts)
+        before = self.stats.speculative.num_draft_tokens
+        self.generate(
+            [list(range(_CHECKED_PROMPT))],
+            SamplingParams(max_tokens=_CHECKED_TOKENS, temperature=0, seed=0, ignore_eos=True),
+            speculative_config={
+                "method": name,
+                "num_speculative_tokens": count,
+                "adaptive_verification": False,
+            },
+        )
+        if self._drafting.failures[name] > failures:
+            return "it failed in its first step (see the log), so requests are decoded without it"
+        if self.stats.speculative.num_draft_tokens == before:
+            return "it drafted nothing in its first steps"
+        return drafter.problem()
 
     @property
     def drafter_gauges(self) -> dict[str, int]:

@@ -291,6 +291,8 @@ def _add_own_routes(app: FastAPI, client: EngineClient, *, has_metrics: bool) ->
         counts = client.status.stats.drafter_failures
         if failures := {method: count for method, count in counts.items() if count}:
             answer["drafter_failures"] = failures
+        if warnings := client.status.stats.drafter_warnings:
+            answer["drafter_warnings"] = list(warnings)
         return JSONResponse(answer, 200 if status == "ok" else 503)
 
     @app.api_route("/version", methods=_READ, **without_body(Version))

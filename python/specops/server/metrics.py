@@ -198,6 +198,7 @@ class _EngineCollector(Collector):
         yield self._draft_lengths()
         yield from self._positions()
         yield self._drafter_failures()
+        yield self._drafter_warnings()
 
     def _gauges(self) -> Iterator[Metric]:
         """Yield gauges of the engine's current state."""
@@ -306,6 +307,17 @@ class _EngineCollector(Collector):
         for method, count in self._client.status.stats.drafter_failures.items():
             failures.add_metric([self._model, method], count)
         return failures
+
+    def _drafter_warnings(self) -> Metric:
+        """Return the warnings about drafters, with the number of engines that warn."""
+        warnings = GaugeMetricFamily(
+            "specops:drafter_warnings",
+            "Drafters whose drafts seem useless; no answer depends on drafts",
+            labels=(*_LABELS, "warning"),
+        )
+        for sentence, count in self._client.status.stats.drafter_warnings.items():
+            warnings.add_metric([self._model, sentence], count)
+        return warnings
 
     def _draft_lengths(self) -> Metric:
         """Return the histogram of verified drafts per step, over all steps of all choices."""

@@ -36,6 +36,8 @@ class Health(Strict):
     # Failures of drafters by method since the start; absent if there are none. A failure changes
     # neither tokens nor the status.
     drafter_failures: dict[str, int] | None = None
+    # Sentences about drafters whose drafts seem useless; absent if there are none.
+    drafter_warnings: list[str] | None = None
 
 
 class Version(Strict):

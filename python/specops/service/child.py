@@ -287,6 +287,7 @@ def main() -> None:
         # them.
         torch.set_num_threads(1)
         engine.measure_row_costs()
+        engine.check_drafters()
         return engine
 
     code = 1

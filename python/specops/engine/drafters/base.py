@@ -289,6 +289,10 @@ class Drafter:
             salt: cache salt of the request.
         """
 
+    def problem(self) -> str | None:
+        """Return a sentence about what is wrong with its latest drafts; None: nothing is known."""
+        return None
+
     def forget(self) -> None:
         """Drop what the drafter has learned from other requests. No request is running."""
 

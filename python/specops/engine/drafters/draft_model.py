@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft model: a smaller model with the target's vocabulary that decodes ahead of the target."""
+"""Draft model: a smaller model that decodes ahead of the target."""
 
+import logging
 from pathlib import Path
 
 import torch
@@ -10,11 +11,17 @@ from specops import batching
 from specops.api.errors import ModelError
 from specops.api.methods.draft_model import METHOD, DraftModelOptions
 from specops.api.tokenizer import Tokenizer
+from specops.checkpoints.gguf_directory import SUFFIX, gguf_directory
 from specops.engine.drafters.base import Drafter, DrafterContext
 from specops.engine.drafters.head import DraftRows
 from specops.engine.drafters.recurrent import RecurrentDrafter
 from specops.engine.drafters.stack_head import StackHead, named_weights
+from specops.engine.drafters.token_maps import TokenMap, of_sizes, of_tokenizers
 from specops.engine.models import CacheCapacity, KvBytes, StepBatch, Transformer, load_model
+from specops.engine.models.families import read_model_config
+from specops.engine.models.loader import head_name
+
+logger = logging.getLogger(__name__)
 
 
 def load(context: DrafterContext) -> Drafter:
@@ -27,12 +34,13 @@ def load(context: DrafterContext) -> Drafter:
     config = context.config
     own, named = named_weights(context, DraftModelOptions, "draft model is")
     directory = Path(named)
-    _check_vocabulary(directory, context)
     try:
+        directory = gguf_directory(directory) if directory.suffix == SUFFIX else directory
+        length = read_model_config(directory).max_model_len
         model = load_model(
             directory,
             dtype=config.dtype,
-            max_model_len=context.target.max_model_len,
+            max_model_len=min(length, context.target.max_model_len),
             device=context.target.device,
             load_format=config.load_format,
             kv_cache_dtype=config.kv_cache_dtype,
@@ -40,27 +48,51 @@ def load(context: DrafterContext) -> Drafter:
             quantize_head=own.quantization or config.quantize_head,
             weight_cache=context.target.settings.cache,
         )
-    except ModelError as error:
-        raise ModelError(f"draft model {directory}: {error}") from error
-    sizes = model.config.vocab_size, context.target.config.vocab_size
-    if sizes[0] != sizes[1]:
-        raise ModelError(
-            f"{directory / 'config.json'}: vocab_size is {sizes[0]}, but the target has {sizes[1]}"
-        )
-    return DraftModelDrafter(context, model)
-
-
-def _check_vocabulary(directory: Path, context: DrafterContext) -> None:
-    """Reject a model whose tokens differ from the target's."""
-    try:
-        tokenizer = Tokenizer.from_dir(directory)
+        tokens = _token_map(directory, model, context)
     except ValueError as error:
         raise ModelError(f"draft model {directory}: {error}") from error
-    if tokenizer.fingerprint() != context.tokenizer.fingerprint():
-        raise ModelError(
-            f"draft model {directory}: tokenizer.json has another vocabulary than the target's in "
-            f"{context.config.model_dir}; a draft model must have the same"
+    if length < context.target.max_model_len:
+        logger.warning(
+            "draft model %s reads %d tokens: longer requests are decoded without its drafts",
+            directory,
+            length,
         )
+    return DraftModelDrafter(context, model, tokens)
+
+
+def _token_map(directory: Path, model: Transformer, context: DrafterContext) -> TokenMap:
+    """Return the map between the vocabularies, and cut the model's LM head to the mapped rows.
+
+    Raises:
+        ModelError: the vocabularies have no token in common.
+    """
+    tokenizer, target = Tokenizer.from_dir(directory), context.target
+    sizes = target.config.vocab_size, model.config.vocab_size
+    if tokenizer.fingerprint() == context.tokenizer.fingerprint():
+        tokens = of_sizes(*sizes)
+    else:
+        tokens = of_tokenizers(context.tokenizer, sizes[0], tokenizer, sizes[1])
+        assert tokens.outputs is not None
+        if not len(tokens.outputs):
+            raise ModelError("tokenizer.json has no token in common with the target's")
+        logger.info(
+            "draft model %s has another vocabulary: it drafts %d of the target's %d tokens",
+            directory,
+            len(tokens.outputs),
+            context.tokenizer.vocab_size,
+        )
+    moved = TokenMap(*(None if one is None else one.to(model.device) for one in tokens))
+    if moved.rows is not None:
+        source = model.settings.open(directory)
+        model.lm_head = source.linear(
+            "",
+            (head_name(model.config, source),),
+            (sizes[1],),
+            model.config.hidden_size,
+            quantization=model.settings.quantize_head,
+            rows=moved.rows,
+        )
+    return moved
 
 
 class DraftModelDrafter(RecurrentDrafter):
@@ -73,15 +105,16 @@ class DraftModelDrafter(RecurrentDrafter):
     Args:
         context: the engine's config, target, tokenizer and device.
         model: the draft model, on the target's device.
+        tokens: map between its tokens and the target's.
     """
 
     head: "DraftModelHead"
 
-    def __init__(self, context: DrafterContext, model: Transformer) -> None:
+    def __init__(self, context: DrafterContext, model: Transformer, tokens: TokenMap) -> None:
         config = context.config
         max_drafts = config.speculative_config.num_speculative_tokens
-        head = DraftModelHead(model, config.max_num_seqs, max_drafts)
-        super().__init__(METHOD.name, context, head, draws=True)
+        head = DraftModelHead(model, config.max_num_seqs, max_drafts, tokens)
+        super().__init__(METHOD.name, context, head, draws=True, max_len=model.max_model_len)
         # A slot keeps the states of the drafts after the last known token. With prefix caching, it
         # also keeps as many states within the step's own tokens.
         self._num_behind = max_drafts * (1 + config.enable_prefix_caching)
@@ -105,6 +138,7 @@ class DraftModelHead(StackHead):
         model: the draft model, on the target's device.
         slots: number of request slots.
         max_drafts: number of drafts that slots have memory for, if the model keeps states.
+        tokens: map between its tokens and the target's.
 
     Attributes:
         model: the argument.
@@ -113,9 +147,9 @@ class DraftModelHead(StackHead):
     reads_states = False
     lookahead = 0
 
-    def __init__(self, model: Transformer, slots: int, max_drafts: int) -> None:
+    def __init__(self, model: Transformer, slots: int, max_drafts: int, tokens: TokenMap) -> None:
         super().__init__(model)
-        self.model = model
+        self.model, self.token_map, self._inputs = model, tokens.outputs, tokens.inputs
         self.max_drafts = max_drafts if model.keeps_states else None
         self._slots = torch.arange(slots, dtype=torch.int32, device=model.device)
         self._ints: Tensor
@@ -123,7 +157,7 @@ class DraftModelHead(StackHead):
     def reserve(self, rows: int) -> None:
         """Allocate the buffers for passes with up to `rows` rows."""
         super().reserve(rows)
-        self._ints = torch.empty((3, rows), dtype=torch.int32, device=self.model.device)
+        self._ints = torch.empty((4, rows), dtype=torch.int32, device=self.model.device)
 
     def forward(self, index: int, rows: DraftRows, states: Tensor) -> tuple[Tensor, Tensor]:
         """Run the model over rows; see `DraftHead.forward`."""
@@ -145,11 +179,11 @@ class DraftModelHead(StackHead):
 
     def _token_ids(self, rows: DraftRows) -> Tensor:
         """Return the token of each row, from the text or from the drafts after it."""
-        request, slot, out = self._ints[:, : rows.positions.shape[0]]
+        request, slot, out, mapped = self._ints[:, : rows.positions.shape[0]]
         torch.clamp(rows.row_to_request, min=0, out=request)
         torch.index_select(rows.slots, 0, request, out=slot)
         slot.masked_fill_(rows.row_to_request < 0, -1)
-        return batching.gather_input_ids(
+        token_ids: Tensor = batching.gather_input_ids(
             slot,
             rows.positions,
             self._slots,
@@ -158,3 +192,6 @@ class DraftModelHead(StackHead):
             rows.draft_token_ids,
             out=out,
         )
+        if self._inputs is None:
+            return token_ids
+        return torch.index_select(self._inputs, 0, token_ids.clamp_(min=0), out=mapped)

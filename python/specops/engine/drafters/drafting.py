@@ -23,6 +23,7 @@ from specops.api.methods import (
 )
 from specops.api.speculative_config import SpeculativeConfig
 from specops.engine.drafters.acceptance import RequestAcceptance
+from specops.engine.drafters.acceptance_watch import AcceptanceWatch
 from specops.engine.drafters.base import (
     Drafter,
     DrafterContext,
@@ -72,6 +73,8 @@ class Drafting:
             must not run again: a drafter's part may be missing or incompletely captured.
         failures: number of exceptions by method, including zeros; "adaptive_verification" counts
             failures of draft selection. The keys never change.
+        warnings: sentences about drafters whose drafts seem useless; each value is 1.
+        with_weights: names of the drafters that run a model whose weights are not random.
 
     Raises:
         ModelError: a method that the configuration names cannot run.
@@ -99,6 +102,11 @@ class Drafting:
         self._requests: dict[Drafter, set[Request]] = {one: set() for one in all_drafters}
         self.num_failures = 0
         self.failures = dict.fromkeys((*(one.name for one in all_drafters), _SELECTION), 0)
+        self.warnings: dict[str, int] = {}
+        self.with_weights = [name for name in self.drafters if method_of(name).needs_weights]
+        if context.config.load_format == "dummy":  # random weights are expected to be useless
+            self.with_weights = []
+        self._watch = AcceptanceWatch(self.with_weights, self.warn)
         self._num_logged: dict[str, int] = {}  # number of failures by description
         self._selector: DraftSelector | None = None
         self._acceptance: dict[Request, RequestAcceptance] = {}  # of requests with draft selection
@@ -369,12 +377,13 @@ class Drafting:
                 self._selected[request] = own[:count]
 
     def observe(self, parts: Sequence[Part], accepted: Sequence[int]) -> None:
-        """Update acceptance probabilities with the outcome of a step planned by `select`.
+        """Update acceptance probabilities and counts with the outcome of a step.
 
         Args:
             parts: the parts of the step.
             accepted: for each part, the number of its accepted drafts.
         """
+        self._watch.observe(parts, accepted)
         if not self._selected or self._selector is None:
             return
         seen = [
@@ -545,6 +554,11 @@ class Drafting:
         for name, failure in failures:  # after all hooks have run
             self._lose(name, f"{hook} of drafter {name}", failure, [request])
         return answers
+
+    def warn(self, name: str, sentence: str) -> None:
+        """Log and record a warning about a drafter."""
+        logger.warning("drafter %s: %s", name, sentence)
+        self.warnings[f"drafter {name}: {sentence}"] = 1
 
     def lose_all_of(self, drafter: Drafter, hook: str, error: Exception) -> None:
         """Decode the requests of a drafter without drafts after its part of a step raised."""

@@ -92,6 +92,8 @@ class RecurrentDrafter(Drafter):
         context: the engine's config, target, tokenizer and device.
         head: the model that drafts, on the target's device.
         draws: whether it may sample drafts with its own random numbers.
+        max_len: number of positions that the head supports; None: the target's. The head pauses in
+            requests that become longer.
 
     Attributes:
         head: the model that drafts.
@@ -107,7 +109,17 @@ class RecurrentDrafter(Drafter):
         reads_own_tokens: whether a row reads the token at its own position; see `DraftHead`.
     """
 
-    def __init__(self, name: str, context: DrafterContext, head: DraftHead, *, draws: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        context: DrafterContext,
+        head: DraftHead,
+        *,
+        draws: bool,
+        max_len: int | None = None,
+    ) -> None:
+        self._max_len = max_len or context.target.max_model_len
+        self._is_short = self._max_len < context.target.max_model_len
         slots, max_rows = context.config.max_num_seqs, context.config.max_num_batched_tokens
         self.name, self.aux_layers = name, head.aux_layers
         self.head, self.num_passes = head, head.num_passes
@@ -149,7 +161,7 @@ class RecurrentDrafter(Drafter):
 
     def draft_kv(self, request: Request) -> DraftKv | None:
         """Return the head's draft KV, which depends on `head.lookahead` later tokens."""
-        if not self.kv_bytes.per_token:
+        if not self.kv_bytes.per_token or (self._is_short and request.prompt_len >= self._max_len):
             return None
         return DraftKv(self.name, self.head.lookahead, request.drafts.stages[self.name])
 
@@ -186,6 +198,9 @@ class RecurrentDrafter(Drafter):
         for part, progress in ours:
             progress.redraft_len = -1
             slot = part.request.slot
+            end = part.request.num_computed + part.num_rows + self.num_steps
+            if self._is_short and end > self._max_len:
+                continue
             if not self.kv_bytes.per_token and not (part.emits and part.draft_limit):
                 continue  # no keys and values to update
             if part.emits:
@@ -257,6 +272,12 @@ class RecurrentDrafter(Drafter):
             progress.num_drafted = max(progress.num_drafted, min(request.num_computed, known))
             # Rows that do not attend to their whole prefix cannot be shared with other requests.
             request.drafts.num_final_kv = 0 if progress.begin else progress.num_drafted
+
+    def problem(self) -> str | None:
+        """Return a sentence if the logits of the latest draft are not finite."""
+        if bool(self.arrays.choices.logits[0].isfinite().all()):
+            return None
+        return "its logits are NaN or infinite, so no draft is meaningful; check its weights"
 
     def progress_of(self, part: Part) -> _Progress | None:
         """Return the head's progress on a request, or None if the request uses another method."""

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specops.api.errors import ModelError
-from specops.checkpoints.gguf import gguf_file
+from specops.checkpoints.gguf import gguf_files
 from specops.engine.models.weights import WeightSettings, WeightSource
 
 
@@ -86,7 +86,7 @@ def open_head(directory: Path, settings: WeightSettings, files: Sequence[str]) -
         for name in files:
             if (directory / name).is_file():
                 return HeadFile(directory / name, settings)
-        if files and gguf_file(directory) is None:
+        if files and not gguf_files(directory):
             raise ModelError(f"{directory}: no {', '.join((*names, *files[:-1]))} or {files[-1]}")
     return settings.open(directory)
 

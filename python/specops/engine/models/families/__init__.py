@@ -66,15 +66,15 @@ def read_model_config(directory: str | Path) -> ModelConfig:
 
 def _read_gguf(raw: Mapping[str, Any]) -> ModelConfig:
     """Read the metadata of a GGUF file, in which norm weights include the family's offset."""
-    forms = {one.gguf.architecture: one for one in FAMILIES if one.gguf is not None}
+    forms = {form.architecture: form for family in FAMILIES for form in family.gguf}
     architecture = mapping(raw, "gguf").get("general.architecture")
-    family = forms.get(architecture) if isinstance(architecture, str) else None
-    if family is None or family.gguf is None:
+    form = forms.get(architecture) if isinstance(architecture, str) else None
+    if form is None:
         raise ModelError(
             f"general.architecture must be one of {', '.join(forms)}, got {architecture}"
         )
-    config = family.gguf.config(raw)
-    return replace(family.read[family.gguf.read_as](config), norm_offset=0.0)
+    read = _family_of(form.read_as).read[form.read_as]
+    return replace(read(form.config(raw)), norm_offset=0.0)
 
 
 def convention_of(architecture: str) -> MtpConvention:

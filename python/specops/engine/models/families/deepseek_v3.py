@@ -12,7 +12,12 @@ from specops.engine.models.blocks.layer import LayerConfig
 from specops.engine.models.config import ModelConfig
 from specops.engine.models.families.defaults import DEEPSEEK_V3, LLAMA
 from specops.engine.models.families.dense_decoder import model_config, scaling_of
-from specops.engine.models.families.experts_of_groups import experts_of_groups
+from specops.engine.models.families.experts_of_groups import (
+    GGUF_DEFAULTS,
+    GGUF_KEYS,
+    GGUF_SIGMOID,
+    experts_of_groups,
+)
 from specops.engine.models.families.family import Family, MtpConvention
 from specops.engine.models.families.fields import (
     count,
@@ -21,6 +26,7 @@ from specops.engine.models.families.fields import (
     number,
     refuse_values,
 )
+from specops.engine.models.families.gguf import GgufForm
 
 
 def read(raw: Mapping[str, Any]) -> ModelConfig:
@@ -65,6 +71,34 @@ def _sharpness(rope: Mapping[str, Any]) -> float:
     return 0.1 * number("mscale_all_dim", scaling["mscale_all_dim"]) * log(max(factor, 1)) + 1
 
 
+def _gguf_fields(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the sizes of a head's parts, and YaRN's factor on queries and keys.
+
+    In files whose kv_b_proj is split into keys and values, the plain keys for a head's sizes
+    describe the latent.
+    """
+    key_dim = count(raw, "key_dim_mla", count(raw, "head_dim"))
+    fields: dict[str, Any] = {"qk_nope_head_dim": key_dim - count(raw, "qk_rope_head_dim")}
+    if "value_dim_mla" in raw:
+        fields["v_head_dim"] = raw["value_dim_mla"]
+    rope = mapping(raw, "rope_scaling")
+    if rope and "mscale_tenth" in raw:
+        # The file holds a tenth of it, rounded to float32.
+        sharpness = round(10 * number("mscale_all_dim", raw["mscale_tenth"], or_zero=True), 6)
+        fields["rope_scaling"] = {**rope, "mscale": sharpness, "mscale_all_dim": sharpness}
+    return fields
+
+
+_GGUF_KEYS = {
+    **GGUF_KEYS,
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "attention.key_length_mla": "key_dim_mla",
+    "attention.value_length_mla": "value_dim_mla",
+    "attention.value_length": "v_head_dim",
+    "rope.dimension_count": "qk_rope_head_dim",
+    "rope.scaling.yarn_log_multiplier": "mscale_tenth",
+}
 FAMILY = Family(
     title="DeepSeek-V3",
     read={"DeepseekV3ForCausalLM": read},
@@ -77,5 +111,15 @@ FAMILY = Family(
         head_norm="model.layers.{layer}.shared_head.norm",
         block="model.layers.{layer}.",
         copies=("model.layers.{layer}.embed_tokens", "model.layers.{layer}.shared_head.head"),
+    ),
+    gguf=(
+        GgufForm(
+            "deepseek2",
+            "DeepseekV3ForCausalLM",
+            keys=_GGUF_KEYS,
+            defaults={**GGUF_DEFAULTS, "q_lora_rank": None},
+            allowed={"expert_gating_func": (GGUF_SIGMOID,)},
+            fields=_gguf_fields,
+        ),
     ),
 )

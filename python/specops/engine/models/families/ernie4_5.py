@@ -19,6 +19,7 @@ from specops.engine.models.families.fields import (
     number,
     refuse_values,
 )
+from specops.engine.models.families.gguf import GgufForm
 
 
 def read_dense(raw: Mapping[str, Any]) -> ModelConfig:
@@ -70,6 +71,14 @@ def mlps(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMlpConfig]:
     return [experts if one else dense_mlp(raw) for one in has_experts]
 
 
+_GGUF_KEYS = {
+    "leading_dense_block_count": "moe_layer_start_index",
+    "interleave_moe_layer_step": "moe_layer_interval",
+    "expert_count": "moe_num_experts",
+    "expert_used_count": "moe_k",
+    "expert_shared_count": "moe_num_shared_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
 FAMILY = Family(
     title="ERNIE-4.5",
     read={"Ernie4_5ForCausalLM": read_dense, "Ernie4_5_MoeForCausalLM": read_experts},
@@ -81,5 +90,14 @@ FAMILY = Family(
         projection="model.mtp_linear_proj.{index}",
         head_norm=None,
         block="model.mtp_block.{index}.",
+    ),
+    gguf=(
+        GgufForm("ernie4_5", "Ernie4_5ForCausalLM"),
+        GgufForm(
+            "ernie4_5-moe",
+            "Ernie4_5_MoeForCausalLM",
+            keys=_GGUF_KEYS,
+            ignored=("expert_shared_feed_forward_length",),
+        ),
     ),
 )

@@ -16,6 +16,27 @@ from specops.engine.models.families.fields import (
     refuse_values,
 )
 
+GGUF_KEYS = {
+    "leading_dense_block_count": "first_k_dense_replace",
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_shared_count": "n_shared_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+}
+# As in llama.cpp, if no key sets them.
+GGUF_DEFAULTS = {
+    "first_k_dense_replace": 0,
+    "routed_scaling_factor": 1.0,
+    "norm_topk_prob": False,
+    "n_group": 1,
+    "topk_group": 1,
+}
+GGUF_SIGMOID = 2  # value of expert_gating_func
+
 
 def experts_of_groups(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMlpConfig]:
     """Return dense MLPs for the first layers, and experts for the others."""

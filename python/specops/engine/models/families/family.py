@@ -62,10 +62,10 @@ class Family:
         title: name of the models in documents.
         read: functions that read config.json to a `ModelConfig`, by the architecture named in it.
         mtp: convention of the family's MTP modules; None: it defines none.
-        gguf: layout of the family's GGUF files; None: they are not supported.
+        gguf: layouts of the family's GGUF files, one for each architecture named in them.
     """
 
     title: str
     read: Mapping[str, Callable[[Mapping[str, Any]], ModelConfig]]
     mtp: MtpConvention | None = None
-    gguf: GgufForm | None = None
+    gguf: tuple[GgufForm, ...] = ()

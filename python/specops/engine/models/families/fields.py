@@ -151,12 +151,16 @@ def layer_types(raw: Mapping[str, Any], num_layers: int, other: str = SLIDING) -
     return types
 
 
-def refuse_values(raw: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> None:
+def refuse_values(
+    raw: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]], prefix: str = ""
+) -> None:
     """Reject fields whose value is not among the allowed ones; absent fields count as None.
+
+    `prefix` is put before the field's name in the error message.
 
     Raises:
         ModelError: a field has another value.
     """
     for field, values in allowed.items():
         if raw.get(field) not in values:
-            raise ModelError(f"{field} must be {values[0]}, got {raw[field]!s:.60}")
+            raise ModelError(f"{prefix}{field} must be {values[0]}, got {raw.get(field)!s:.60}")

@@ -133,5 +133,5 @@ _GGUF_KEYS = {
 FAMILY = Family(
     title="Gemma 3",
     read={"Gemma3ForCausalLM": read, "Gemma3ForConditionalGeneration": read},
-    gguf=GgufForm("gemma3", "Gemma3ForCausalLM", keys=_GGUF_KEYS, fields=_scale_of_queries),
+    gguf=(GgufForm("gemma3", "Gemma3ForCausalLM", keys=_GGUF_KEYS, fields=_scale_of_queries),),
 )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specops.api.errors import ModelError
-from specops.engine.models.families.fields import count, mapping, number
+from specops.engine.models.families.fields import count, mapping, number, refuse_values
 
 # Names of config.json fields by GGUF key, without the architecture's prefix.
 _FIELDS = {
@@ -24,14 +24,21 @@ _FIELDS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.sliding_window": "sliding_window",
     "rope.freq_base": "rope_theta",
+    "nextn_predict_layers": "num_nextn_predict_layers",
 }
 _SCALING = "rope.scaling."
-_SCALINGS = {"linear": ("factor",), "yarn": ("factor", "original_context_length")}
-_SCALING_FIELDS = {"original_context_length": "original_max_position_embeddings"}
+_SCALING_FIELDS = {
+    "factor": "factor",
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+_SCALINGS = {"linear": ("factor",), "yarn": tuple(_SCALING_FIELDS)}
 # Keys whose value must equal head_dim, and keys whose value is taken from the tensors instead.
 _HEAD_SIZES = ("attention.value_length", "rope.dimension_count")
 _ELSEWHERE = ("vocab_size",)
-# Keys that have no effect with these values. `_PAIRED` in checkpoints/gguf.py handles the layout.
+# Keys that have no effect with these values. `layouts` in checkpoints/gguf_names.py handles the
+# layout.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "expert_count": (0,),
     "expert_used_count": (0,),
@@ -51,6 +58,12 @@ def no_fields(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
+def partial_rotary_factor(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fraction of a head that is rotated; files contain the number of elements."""
+    head_dim = count(raw, "head_dim")
+    return {"partial_rotary_factor": count(raw, "rotary_dim", head_dim) / head_dim}
+
+
 @dataclass(frozen=True)
 class GgufForm:
     """Layout of a family's GGUF files.
@@ -60,12 +73,18 @@ class GgufForm:
         read_as: the equivalent architecture of a config.json.
         keys: config.json field of each further metadata key; keys are without the architecture's
             prefix.
+        defaults: config.json fields that hold if no key sets them.
+        allowed: supported values of keys that set no field; None: the key may be absent.
+        ignored: keys whose value follows from others, or from the tensors.
         fields: function that computes further fields from the other fields.
     """
 
     architecture: str
     read_as: str
     keys: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    allowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
     fields: Callable[[Mapping[str, Any]], Mapping[str, Any]] = no_fields
 
     def config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,22 +103,29 @@ class GgufForm:
             if key.startswith(prefix) and value not in _NEUTRAL.get(key.removeprefix(prefix), ())
         }
         fields = {**_FIELDS, **self.keys}
-        known = {*fields, *_HEAD_SIZES, *_ELSEWHERE}
+        known = {*fields, *_HEAD_SIZES, *_ELSEWHERE, *self.allowed, *self.ignored}
+        refuse_values(metadata, self.allowed, prefix)
         for key in metadata:
             if key not in known and not key.startswith(_SCALING):
                 raise ModelError(f"{prefix}{key} is not supported, got {metadata[key]}")
-        config = {name: metadata[key] for key, name in fields.items() if key in metadata}
+        config = {
+            **self.defaults,
+            **{name: metadata[key] for key, name in fields.items() if key in metadata},
+        }
+        if config.get("num_nextn_predict_layers"):
+            modules = count(config, "num_nextn_predict_layers")
+            config["num_hidden_layers"] = count(config, "num_hidden_layers") - modules
         head_dim = config.get("head_dim")
         if head_dim is None:
             head_dim = count(config, "hidden_size") // count(config, "num_attention_heads")
             config["head_dim"] = head_dim
         config.setdefault("num_key_value_heads", count(config, "num_attention_heads"))
         for key in _HEAD_SIZES:
-            if metadata.get(key, head_dim) != head_dim:
+            if key not in {*fields, *self.ignored} and metadata.get(key, head_dim) != head_dim:
                 raise ModelError(
                     f"{prefix}{key} must be the head size {head_dim}, got {metadata[key]}"
                 )
-        scaling = self._scaling(metadata)
+        scaling = self._scaling({key: one for key, one in metadata.items() if key not in fields})
         if scaling:
             config["rope_scaling"] = scaling
         if raw.get("rope_factors"):
@@ -119,12 +145,12 @@ class GgufForm:
         own.pop("finetuned", None)
         if kind == "none":
             return None
-        known = _SCALINGS.get(kind, ())
+        known = _SCALINGS.get(str(kind), ())
         if not known or not own.keys() <= set(known):
             raise ModelError(
                 f"{self.architecture}.{_SCALING}type {kind} is not supported with {own}"
             )
-        return {"rope_type": kind, **{_SCALING_FIELDS.get(key, key): own[key] for key in own}}
+        return {"rope_type": kind, **{_SCALING_FIELDS[key]: own[key] for key in own}}
 
 
 def _scaling_of_factors(factors: Sequence[float], theta: float, head_dim: int) -> dict[str, Any]:

@@ -7,9 +7,15 @@ from typing import Any
 from specops.engine.models.config import ModelConfig
 from specops.engine.models.families.defaults import GLM4_MOE
 from specops.engine.models.families.dense_decoder import dense_decoder
-from specops.engine.models.families.experts_of_groups import experts_of_groups
+from specops.engine.models.families.experts_of_groups import (
+    GGUF_DEFAULTS,
+    GGUF_KEYS,
+    GGUF_SIGMOID,
+    experts_of_groups,
+)
 from specops.engine.models.families.family import Family
 from specops.engine.models.families.fields import flag
+from specops.engine.models.families.gguf import GgufForm, partial_rotary_factor
 
 
 def read(raw: Mapping[str, Any]) -> ModelConfig:
@@ -29,4 +35,17 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-FAMILY = Family(title="GLM-4.5", read={"Glm4MoeForCausalLM": read})
+FAMILY = Family(
+    title="GLM-4.5",
+    read={"Glm4MoeForCausalLM": read},
+    gguf=(
+        GgufForm(
+            "glm4moe",
+            "Glm4MoeForCausalLM",
+            keys={**GGUF_KEYS, "rope.dimension_count": "rotary_dim"},
+            defaults=GGUF_DEFAULTS,
+            allowed={"expert_gating_func": (GGUF_SIGMOID, None)},
+            fields=partial_rotary_factor,
+        ),
+    ),
+)

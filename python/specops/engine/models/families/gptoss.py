@@ -11,6 +11,7 @@ from specops.engine.models.families.defaults import GPT_OSS, GPT_OSS_ROPE
 from specops.engine.models.families.dense_decoder import dense_decoder, windows_of_all
 from specops.engine.models.families.family import Family
 from specops.engine.models.families.fields import FULL, SLIDING, count, mapping, refuse_values
+from specops.engine.models.families.gguf import GgufForm
 
 
 def read(raw: Mapping[str, Any]) -> ModelConfig:
@@ -41,4 +42,18 @@ def mlps(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMlpConfig]:
     return [experts] * num_layers
 
 
-FAMILY = Family(title="gpt-oss", read={"GptOssForCausalLM": read})
+def _untruncated(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the RoPE scaling with `truncate`, which GGUF files omit and llama.cpp ignores."""
+    return {"rope_scaling": {**GPT_OSS_ROPE, **mapping(raw, "rope_scaling")}}
+
+
+_GGUF_KEYS = {
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "intermediate_size",
+}
+FAMILY = Family(
+    title="gpt-oss",
+    read={"GptOssForCausalLM": read},
+    gguf=(GgufForm("gpt-oss", "GptOssForCausalLM", keys=_GGUF_KEYS, fields=_untruncated),),
+)

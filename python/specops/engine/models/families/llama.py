@@ -8,5 +8,5 @@ from specops.engine.models.families.gguf import GgufForm
 FAMILY = Family(
     title="Llama",
     read={"LlamaForCausalLM": dense_decoder},
-    gguf=GgufForm("llama", "LlamaForCausalLM"),
+    gguf=(GgufForm("llama", "LlamaForCausalLM"),),
 )

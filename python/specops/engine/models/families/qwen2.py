@@ -22,5 +22,5 @@ FAMILY = Family(
             defaults=QWEN2,
         )
     },
-    gguf=GgufForm("qwen2", "Qwen2ForCausalLM"),
+    gguf=(GgufForm("qwen2", "Qwen2ForCausalLM"),),
 )

@@ -18,5 +18,5 @@ FAMILY = Family(
             dense_decoder, windows=windows_of_last, qk_norm=True, defaults=QWEN3
         )
     },
-    gguf=GgufForm("qwen3", "Qwen3ForCausalLM"),
+    gguf=(GgufForm("qwen3", "Qwen3ForCausalLM"),),
 )

@@ -12,6 +12,7 @@ from specops.engine.models.families.defaults import QWEN3_MOE
 from specops.engine.models.families.dense_decoder import dense_decoder, dense_mlp, windows_of_last
 from specops.engine.models.families.family import Family
 from specops.engine.models.families.fields import count, flag
+from specops.engine.models.families.gguf import GgufForm
 
 
 def mlps(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMlpConfig]:
@@ -33,6 +34,11 @@ def mlps(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMlpConfig]:
     return [experts if one else dense_mlp(raw) for one in has_experts]
 
 
+GGUF_KEYS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
 FAMILY = Family(
     title="Qwen3-MoE",
     read={
@@ -44,4 +50,9 @@ FAMILY = Family(
             defaults=QWEN3_MOE,
         )
     },
+    gguf=(
+        GgufForm(
+            "qwen3moe", "Qwen3MoeForCausalLM", keys=GGUF_KEYS, defaults={"norm_topk_prob": True}
+        ),
+    ),
 )

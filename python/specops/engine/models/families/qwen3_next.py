@@ -23,6 +23,7 @@ from specops.engine.models.families.fields import (
     refuse_values,
     text_config,
 )
+from specops.engine.models.families.gguf import GgufForm, partial_rotary_factor
 
 # Fields that lie outside text_config in multimodal files.
 _AROUND = ("architectures", "tie_word_embeddings", "dtype", "torch_dtype")
@@ -121,6 +122,40 @@ def mlps(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMlpConfig]:
     ]
 
 
+def _gguf_fields(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the size of a value, the rotated part of a head, and the kinds of the layers."""
+    heads = count(raw, "linear_num_value_heads")
+    fields = {
+        "linear_value_head_dim": count(raw, "linear_values") // heads,
+        **partial_rotary_factor(raw),
+    }
+    if "are_linear" in raw:
+        if not isinstance(raw["are_linear"], list):
+            raise ModelError(
+                f"attention.recurrent_layers must be a list of flags, got {raw['are_linear']!r:.60}"
+            )
+        kinds = [LINEAR if one else FULL for one in raw["are_linear"]]
+        fields["layer_types"] = kinds[: count(raw, "num_hidden_layers")]
+    return fields
+
+
+_GGUF_KEYS = {
+    **qwen3_moe.GGUF_KEYS,
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "full_attention_interval": "full_attention_interval",
+    "attention.recurrent_layers": "are_linear",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+    "ssm.inner_size": "linear_values",
+    "rope.dimension_count": "rotary_dim",
+}
+_GGUF_ARCHITECTURES = {
+    "qwen3next": "Qwen3NextForCausalLM",
+    "qwen35": "Qwen3_5ForCausalLM",
+    "qwen35moe": "Qwen3_5MoeForCausalLM",
+}
 FAMILY = Family(
     title="Qwen3-Next and Qwen3.5",
     read={
@@ -140,5 +175,16 @@ FAMILY = Family(
         head_norm="mtp.norm",
         block="mtp.layers.{index}.",
         norm_offset=1.0,
+    ),
+    gguf=tuple(
+        GgufForm(
+            architecture,
+            read_as,
+            keys=_GGUF_KEYS,
+            # Sections of positions differ for images only.
+            ignored=("rope.dimension_sections",),
+            fields=_gguf_fields,
+        )
+        for architecture, read_as in _GGUF_ARCHITECTURES.items()
     ),
 )

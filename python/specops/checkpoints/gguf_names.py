@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of GGUF's tensors, and tensors that llama.cpp's converter rearranges, by architecture.
+
+Source: github.com/ggml-org/llama.cpp (gguf-py/gguf/constants.py, conversion/).
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specops.checkpoints.errors import ModelError
+from specops.checkpoints.fused import fused, rows_of
+from specops.quantization import QuantizedWeight, dequantize_weight
+
+Weight = Tensor | QuantizedWeight
+
+# GGUF's names of tensors outside the layers -> Hugging Face's.
+NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+# GGUF's names of a layer's modules -> Hugging Face's. Weights and biases have the same suffix.
+_MODULES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    # MTP modules. Those of all architectures get the names of DeepSeek-V3's.
+    "nextn.eh_proj": "eh_proj",
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.shared_head_norm": "shared_head.norm",
+    "nextn.shared_head_head": "shared_head.head",
+    "nextn.embed_tokens": "embed_tokens",
+}
+_LATENT = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+}
+_LINEAR = {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+# Names of an architecture's modules that differ from the common ones, or that others do not have.
+_OWN_MODULES = {
+    "gemma3": {"ffn_norm": "pre_feedforward_layernorm"},
+    "gpt-oss": {"ffn_gate_inp": "mlp.router"},
+    "deepseek2": _LATENT,
+    "qwen3next": _LINEAR,
+    "qwen35": _LINEAR,
+    "qwen35moe": _LINEAR,
+}
+# Names of a layer's tensors whose suffix differs, too.
+_TENSORS = {
+    "attn_sinks.weight": "self_attn.sinks",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+}
+_ERNIE_BIAS = "mlp.moe_statics.e_score_correction_bias"
+# Projections of experts in a tensor that holds all experts.
+EXPERTS = {
+    "ffn_gate_exps": ("gate_proj",),
+    "ffn_up_exps": ("up_proj",),
+    "ffn_down_exps": ("down_proj",),
+    "ffn_gate_up_exps": ("gate_proj", "up_proj"),
+}
+
+
+def layer_name(architecture: str, name: str) -> str | None:
+    """Return Hugging Face's name of a layer's tensor; None if the name is unknown.
+
+    Args:
+        architecture: the file's general.architecture.
+        name: GGUF's name of the tensor, without `blk.N.`.
+    """
+    if name in _TENSORS:
+        return _TENSORS[name]
+    module, _, suffix = name.rpartition(".")
+    own = _OWN_MODULES.get(architecture, {}).get(module, _MODULES.get(module))
+    return None if own is None or suffix not in ("weight", "bias") else f"{own}.{suffix}"
+
+
+class Layout(NamedTuple):
+    """A tensor that the converter rearranged.
+
+    Attributes:
+        parts: GGUF's names of the tensors that form it, without `blk.N.`.
+        restore: function that forms the tensor from these.
+    """
+
+    parts: tuple[str, ...]
+    restore: Callable[..., Weight]
+
+
+def layouts(metadata: Mapping[str, Any]) -> dict[str, Layout]:
+    """Return the layouts of an architecture's rearranged tensors, by Hugging Face's names.
+
+    Args:
+        metadata: key-value pairs of the file.
+
+    Raises:
+        ModelError: a key that a layout depends on is missing or invalid.
+    """
+    architecture = metadata.get("general.architecture")
+
+    def count(key: str) -> int:
+        value = metadata.get(f"{architecture}.{key}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ModelError(f"{architecture}.{key} must be an integer of at least 1, got {value}")
+        return value
+
+    if architecture in ("llama", "mistral3"):
+        heads = count("attention.head_count")
+        is_alone = f"{architecture}.attention.head_count_kv" not in metadata
+        return _pairs(heads, heads if is_alone else count("attention.head_count_kv"))
+    if architecture == "ernie4_5-moe":
+        return {_ERNIE_BIAS: Layout(("exp_probs_b.bias",), _one_row)}
+    if architecture == "deepseek2":
+        restore = partial(_expansion, heads=count("attention.head_count"))
+        parts = ("attn_k_b.weight", "attn_v_b.weight")
+        return {"self_attn.kv_b_proj.weight": Layout(parts, restore)}
+    if architecture in ("qwen3next", "qwen35", "qwen35moe"):
+        linear = _LinearHeads(
+            count("ssm.group_count"),
+            count("ssm.time_step_rank"),
+            count("ssm.state_size"),
+            count("ssm.inner_size") // count("ssm.time_step_rank"),
+        )
+        return linear.of_next() if architecture == "qwen3next" else linear.of_3_5()
+    return {}
+
+
+def _pairs(heads: int, key_heads: int) -> dict[str, Layout]:
+    """Return the layouts of queries and keys whose RoPE rows are interleaved.
+
+    Elements i and i + half of a head are neighbors in the file. Hugging Face models expect all
+    first elements of the pairs, then all second ones.
+    """
+    return {
+        f"self_attn.{part}_proj.{suffix}": Layout(
+            (f"attn_{part}.{suffix}",), partial(_unpaired, heads=own)
+        )
+        for part, own in (("q", heads), ("k", key_heads))
+        for suffix in ("weight", "bias")
+    }
+
+
+def _unpaired(weight: Weight, heads: int) -> Weight:
+    """Convert interleaved RoPE rows to two halves per head."""
+    rows = len(weight) if isinstance(weight, Tensor) else len(weight.values)
+    if rows % (2 * heads):
+        raise ModelError(f"must have rows of {heads} heads, got {rows}")
+    return rows_of(weight, torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten())
+
+
+def _one_row(vector: Tensor) -> Tensor:
+    """Return a vector as a matrix of one row."""
+    return vector.view(1, -1)
+
+
+def _expansion(keys: Weight, values: Weight, heads: int) -> Tensor:
+    """Join each head's transposed matrix of keys and matrix of values to kv_b_proj.
+
+    The result is dequantized to float32: the two matrices have groups in different directions.
+    """
+    by_head = [one.reshape(heads, -1, one.shape[-1]) for one in map(_floats, (keys, values))]
+    return torch.cat((by_head[0].transpose(1, 2), by_head[1]), 1).flatten(0, 1)
+
+
+def _reordered(weight: Weight, order: Tensor) -> Weight:
+    """Return a weight with all its rows in another order."""
+    rows = len(weight) if isinstance(weight, Tensor) else len(weight.values)
+    if rows != len(order):
+        raise ModelError(f"must have {len(order)} rows, got {rows}")
+    return rows_of(weight, order)
+
+
+def _floats(weight: Weight) -> Tensor:
+    return weight if isinstance(weight, Tensor) else dequantize_weight(weight)
+
+
+class _LinearHeads(NamedTuple):
+    """Heads of linear attention: their numbers, and their elements."""
+
+    keys: int
+    values: int
+    key_dim: int
+    value_dim: int
+
+    def of_next(self) -> dict[str, Layout]:
+        """Return the layouts of Qwen3-Next: q, k, v and z of each key head follow each other."""
+        return {
+            **_COMMON_OF_LINEAR,
+            "linear_attn.in_proj_qkvz.weight": Layout(
+                ("attn_qkv.weight", "attn_gate.weight"), self._interleaved
+            ),
+        }
+
+    def of_3_5(self) -> dict[str, Layout]:
+        """Return the layouts of Qwen3.5.
+
+        The file first lists the first value head of each key head, then the second ones. Hugging
+        Face models list all value heads of a key head in a row.
+        """
+        return {
+            **_COMMON_OF_LINEAR,
+            "linear_attn.A_log": Layout(("ssm_a",), lambda one: self._heads(_logarithm(one))),
+            "linear_attn.dt_bias": Layout(("ssm_dt.bias",), self._heads),
+            "linear_attn.conv1d.weight": Layout(
+                ("ssm_conv1d.weight",), lambda one: self._channels(one)[:, None]
+            ),
+            "linear_attn.in_proj_qkv.weight": Layout(("attn_qkv.weight",), self._channels),
+            "linear_attn.in_proj_z.weight": Layout(("attn_gate.weight",), self._values),
+            "linear_attn.in_proj_b.weight": Layout(("ssm_beta.weight",), self._heads),
+            "linear_attn.in_proj_a.weight": Layout(("ssm_alpha.weight",), self._heads),
+            "linear_attn.out_proj.weight": Layout(("ssm_out.weight",), self._columns),
+        }
+
+    def _places(self, width: int) -> Tensor:
+        """Return the places in the file of all value heads' rows, `width` of each."""
+        heads = torch.arange(self.values).view(-1, self.keys).t().flatten()
+        return (heads[:, None] * width + torch.arange(width)).flatten()
+
+    def _heads(self, weight: Weight) -> Weight:
+        return _reordered(weight, self._places(1))
+
+    def _values(self, weight: Weight) -> Weight:
+        return _reordered(weight, self._places(self.value_dim))
+
+    def _channels(self, weight: Weight) -> Any:
+        size = 2 * self.keys * self.key_dim
+        places = self._places(self.value_dim)
+        return _reordered(weight, torch.cat((torch.arange(size), size + places)))
+
+    def _interleaved(self, qkv: Weight, z: Weight) -> Weight:
+        values, size = self.values * self.value_dim, self.keys * self.key_dim
+        places = torch.arange(2 * size + 2 * values)
+        by_head = [
+            one.view(self.keys, -1) for one in torch.split(places, [size, size, values, values])
+        ]
+        return _reordered(
+            fused([qkv, z], ("attn_qkv", "attn_gate")), torch.cat(by_head, 1).flatten()
+        )
+
+    def _columns(self, weight: Weight) -> Weight:
+        """Return a weight with the inputs of value heads in Hugging Face's order."""
+        order = self._places(self.value_dim)
+        columns = weight.shape if isinstance(weight, Tensor) else weight.values.shape
+        if columns[1] != len(order):
+            raise ModelError(f"must have {len(order)} columns, got {columns[1]}")
+        if isinstance(weight, Tensor):
+            return weight[:, order]
+        if self.value_dim % weight.group:
+            raise ModelError(
+                f"is quantized in groups of {weight.group}, which must divide the {self.value_dim} "
+                "elements of a head"
+            )
+        groups = order[:: weight.group] // weight.group
+        return weight._replace(
+            values=weight.values[:, order],
+            scales=weight.scales[:, groups],
+            offsets=None if weight.offsets is None else weight.offsets[:, groups],
+        )
+
+
+def _logarithm(decay: Tensor) -> Tensor:
+    """Return A_log of -exp(A_log), rounded to float32."""
+    if not bool((decay <= 0).all()):
+        raise ModelError("is stored as -exp(A_log), which must not be positive")
+    return decay.double().neg().log().float()
+
+
+_COMMON_OF_LINEAR = {
+    "linear_attn.A_log": Layout(("ssm_a",), _logarithm),
+    "linear_attn.conv1d.weight": Layout(("ssm_conv1d.weight",), lambda one: one[:, None]),
+    "mlp.shared_expert_gate.weight": Layout(("ffn_gate_inp_shexp.weight",), _one_row),
+}

@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GGUF files of tiny random models, as llama.cpp's converter writes them.
+
+Names of tensors are those of the gguf package, so that the engine's tables are not checked against
+themselves.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from mtp_checkpoints import make_mtp_checkpoint
+from safetensors.torch import load_file, save_file
+from specops import attention
+from test_experts import FAMILIES, make_experts
+from tokenizers import pre_tokenizers
+from torch import Tensor
+
+gguf = pytest.importorskip("gguf")
+
+SIZES = {"rms_norm_eps": 2.0**-20, "vocab_size": 160}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LINEAR = {"linear_value_head_dim": 32, "linear_num_value_heads": 4}
+# Architecture -> the name of its checkpoint for make_experts or make_checkpoint, and changes.
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"tie_word_embeddings": False}),
+    "llama": ("Llama", {"tie_word_embeddings": False, "rope_parameters": LLAMA3}),
+    "gemma3": (
+        "Gemma3",
+        {"sliding_window": 20, "sliding_window_pattern": 3, "query_pre_attn_scalar": 64},
+    ),
+    "mistral3": ("Mistral", {"sliding_window": None}),
+    "qwen3moe": ("qwen3", {}),
+    "gpt-oss": ("gpt_oss", {}),
+    "deepseek2": ("deepseek_v3", {}),
+    "glm4moe": ("glm4", {}),
+    "ernie4_5": ("ernie4_5_dense", {"use_bias": False}),
+    "ernie4_5-moe": ("ernie4_5", {}),
+    "qwen3next": ("qwen3_next", LINEAR),
+    "qwen35": ("qwen3_5", LINEAR),
+    "qwen35moe": ("qwen3_5_experts", LINEAR),
+}
+_QWEN = ("qwen3next", "qwen35", "qwen35moe")
+# Field of config.json -> GGUF key without the architecture's prefix.
+_KEYS = {
+    "num_hidden_layers": "block_count",
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "sliding_window": "attention.sliding_window",
+    "num_experts": "expert_count",
+    "num_local_experts": "expert_count",
+    "n_routed_experts": "expert_count",
+    "moe_num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_k": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
+    "moe_num_shared_experts": "expert_shared_count",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "moe_layer_start_index": "leading_dense_block_count",
+    "moe_layer_interval": "interleave_moe_layer_step",
+    "routed_scaling_factor": "expert_weights_scale",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "q_lora_rank": "attention.q_lora_rank",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "v_head_dim": "attention.value_length_mla",
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+}
+
+
+def write(
+    path: Path,
+    tensors: dict[str, Any],
+    architecture: str = "any",
+    parts: int = 0,
+    **metadata: Any,
+) -> Path:
+    """Write a file of these tensors, each a float tensor or (blocks, name of their type).
+
+    Args:
+        path: directory of the file.
+        tensors: tensors by name. Blocks are uint8, with the bytes of a row in the last dimension.
+        architecture: value of general.architecture.
+        parts: number of tensors in each of several files; 0: one file.
+        metadata: further key-value pairs.
+    """
+    writer = gguf.GGUFWriter(path / "model.gguf", architecture, split_max_tensors=parts)
+    for key, value in metadata.items():
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    for name, one in tensors.items():
+        data, kind = (one, "F32") if isinstance(one, Tensor) else one
+        raw = data.view(torch.uint8) if kind == "BF16" else data
+        writer.add_tensor(name, raw.numpy(), raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path / "model.gguf" if not parts else min(path.glob("model-00001-of-*.gguf"))
+
+
+def byte_tokenizer() -> dict[str, Any]:
+    """Return the metadata of a tokenizer of 160 tokens: an end token, bytes and one merge."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:158]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": ["<|endoftext|>", *alphabet, "ab"],
+        "tokenizer.ggml.token_type": [3] + [1] * 159,
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.eos_token_id": 0,
+    }
+
+
+def make_source(source: Path, architecture: str, modules: int = 0, **changes: Any) -> None:
+    """Save the random checkpoint of an architecture, perhaps with MTP modules."""
+    source.mkdir()
+    name, own = ARCHITECTURES[architecture]
+    changes = {**SIZES, **own, **changes}
+    if modules:
+        naming = "qwen3_next" if architecture in _QWEN else "deepseek_v3"
+        family, fields = FAMILIES[name]
+        fields = {**fields, **changes}
+        if architecture == "glm4moe":
+            fields["first_k_dense_replace"] = 0  # a module has the parts of the first layer
+        make_mtp_checkpoint(source, naming, modules, base=(family, fields))
+    elif name in FAMILIES:
+        make_experts(source, name, **changes)
+    else:
+        make_checkpoint(source, name, **changes)
+    if architecture in _QWEN:
+        tensors = load_file(source / "model.safetensors")
+        for tensor in (one for name, one in tensors.items() if name.endswith("A_log")):
+            for _ in range(5):  # until the value can be computed from its exponential
+                tensor.copy_(tensor.exp().double().log())
+        save_file(tensors, source / "model.safetensors")
+
+
+def make_file(
+    directory: Path, architecture: str, *, modules: int = 0, parts: int = 0, **changes: Any
+) -> Path:
+    """Write a random model as a GGUF file, and as a checkpoint in `source`."""
+    source = directory / "source"
+    make_source(source, architecture, modules, **changes)
+    config = json.loads((source / "config.json").read_text())
+    tensors = tensors_of(source, architecture, config, modules)
+    metadata = metadata_of(architecture, config, modules)
+    return write(directory, tensors, architecture, parts, **metadata)
+
+
+def metadata_of(architecture: str, config: dict[str, Any], modules: int) -> dict[str, Any]:
+    own = {key: config[name] for name, key in _KEYS.items() if config.get(name) is not None}
+    rope = dict(config.get("rope_parameters") or {})
+    if architecture == "gemma3":
+        own["attention.sliding_window_pattern"] = 3
+        own["rope.freq_base_swa"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    own["rope.freq_base"] = float(rope["rope_theta"])
+    if rope.get("rope_type") == "yarn":
+        own["rope.scaling.type"], own["rope.scaling.factor"] = "yarn", rope["factor"]
+        own["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        own["rope.scaling.yarn_beta_fast"] = rope.get("beta_fast", 32.0)
+    part = rope.get("partial_rotary_factor", 1.0)
+    own["rope.dimension_count"] = int(config["head_dim"] * part)
+    own["attention.value_length"] = config["head_dim"]
+    if architecture == "deepseek2":
+        latent, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+        own["attention.head_count_kv"] = 1
+        own["attention.key_length"], own["attention.value_length"] = latent + rotated, latent
+        own["attention.key_length_mla"] = config["qk_nope_head_dim"] + rotated
+        own["rope.dimension_count"] = rotated
+        if "mscale_all_dim" in rope:
+            own["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
+    if architecture == "mistral3" and "mscale_all_dim" in rope:
+        own["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
+        own["attention.temperature_scale"] = 0.1
+    if architecture in ("deepseek2", "glm4moe"):
+        own["expert_gating_func"] = 2
+        own["expert_weights_norm"] = config.get("norm_topk_prob", True)
+    if architecture == "ernie4_5-moe":
+        own["interleave_moe_layer_step"] = config.get("moe_layer_interval", 1)
+        own["expert_shared_feed_forward_length"] = 7
+    if architecture in _QWEN:
+        values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+        own["ssm.inner_size"] = values
+        own["full_attention_interval"] = 4
+        if architecture != "qwen3next":
+            own["rope.dimension_sections"] = [11, 11, 10, 0]
+        kinds = [kind == "linear_attention" for kind in config["layer_types"]]
+        own["attention.recurrent_layers"] = kinds + [False] * modules
+    if modules:
+        own["block_count"] += modules
+        own["nextn_predict_layers"] = modules
+    found = {f"{architecture}.{key}": value for key, value in own.items()}
+    return {**found, **byte_tokenizer()}
+
+
+def tensors_of(
+    source: Path, architecture: str, config: dict[str, Any], modules: int
+) -> dict[str, Any]:
+    """Return a model's tensors as llama.cpp's converter writes them."""
+    kind = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    layers = config["num_hidden_layers"] + modules
+    # The package's maps of Qwen lack the names of MTP modules.
+    maps = [gguf.get_tensor_name_map(one, layers) for one in (kind, gguf.MODEL_ARCH.GLM4_MOE)]
+
+    def named(name: str) -> str:
+        found = (one.get_name(key=name, try_suffixes=(".weight", ".bias")) for one in maps)
+        return next(one for one in found if one is not None)
+
+    found: dict[str, Any] = {}
+    experts: dict[str, list[Tensor]] = {}
+    stored = load_file(source / "model.safetensors")
+    for name, one in stored.items():
+        for new, part in _rearranged(architecture, name, one, config):
+            before, is_of_expert, after = new.partition(".experts.")
+            number, _, rest = after.partition(".")
+            if is_of_expert and number.isdigit():
+                own = experts.setdefault(f"{before}.experts.{rest}", [part] * 64)
+                own[int(number)] = part
+                continue
+            found[named(new)] = part.contiguous()
+    count = next((config[key] for key in _KEYS if key.endswith("experts") and key in config), 0)
+    for name, parts in experts.items():
+        found[named(name)] = torch.stack(parts[:count])
+    if architecture == "llama":  # ratio of the angles of position 1, which are small enough
+        plain, scaled = (
+            attention.rope_cos_sin(2, config["head_dim"], 5e5, one)[1, config["head_dim"] // 2 :]
+            for one in (None, config["rope_parameters"])
+        )
+        found["rope_freqs.weight"] = plain.double().asin().div(scaled.double().asin()).float()
+    return found
+
+
+def _rearranged(
+    architecture: str, name: str, one: Tensor, config: dict[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that the converter makes of one, by Hugging Face's names."""
+    layers = config["num_hidden_layers"]
+    if name.startswith("mtp."):
+        kind = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm"}
+        parts = name.split(".", 3)
+        if parts[1] == "layers":
+            name = f"model.layers.{layers + int(parts[2])}.{parts[3]}"
+        else:
+            name = f"model.layers.{layers}.{kind.get(parts[1], 'shared_head.norm')}.{parts[2]}"
+    name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+    if architecture == "gemma3" and "norm" in name:
+        one = one + 1
+    if architecture in ("llama", "mistral3") and ("q_proj" in name or "k_proj" in name):
+        heads = config[f"num_{'attention' if 'q_proj' in name else 'key_value'}_heads"]
+        one = one.view(heads, 2, -1, one.shape[-1]).transpose(1, 2).reshape(one.shape)
+    if name.endswith("sinks"):
+        name += ".weight"
+    if "gate_up_proj" in name or (architecture == "gpt-oss" and "down_proj" in name):
+        yield from _stacked(architecture, name, one)
+    elif name.endswith("experts.down_proj"):
+        yield f"{name}.weight", one
+    elif name.endswith("kv_b_proj.weight"):
+        heads = config["num_attention_heads"]
+        keys, values = one.view(heads, -1, one.shape[-1]).split(
+            [config["qk_nope_head_dim"], config["v_head_dim"]], 1
+        )
+        yield name.replace("kv_b", "k_b"), keys.transpose(1, 2)
+        yield name.replace("kv_b", "v_b"), values
+    elif architecture in _QWEN:
+        yield from _linear(architecture, name, one, config)
+    else:
+        yield name, one
+
+
+def _stacked(architecture: str, name: str, one: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Split gates and ups of all experts, which alternate in gpt-oss."""
+    suffix = "bias" if name.endswith("_bias") else "weight"
+    base = name.removesuffix("_bias")
+    if architecture == "gpt-oss" and suffix == "weight":
+        one = one.transpose(1, 2)
+    if "gate_up_proj" not in base:
+        yield f"{base}.{suffix}", one
+        return
+    halves = (one[:, ::2], one[:, 1::2]) if architecture == "gpt-oss" else one.chunk(2, 1)
+    for half, own in zip(("gate_proj", "up_proj"), halves, strict=True):
+        yield f"{base.replace('gate_up_proj', half)}.{suffix}", own
+
+
+def _linear(
+    architecture: str, name: str, one: Tensor, config: dict[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of Qwen3-Next and Qwen3.5; the latter have value heads in another order."""
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    key_dim, value_dim = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    each, size = values // keys, keys * key_dim
+    if "in_proj_qkvz" in name:
+        widths = [key_dim, key_dim, each * value_dim, each * value_dim]
+        q, k, v, z = one.view(keys, sum(widths), -1).split(widths, 1)
+        yield name.replace("qkvz", "qkv"), torch.cat([x.flatten(0, 1) for x in (q, k, v)])
+        yield name.replace("qkvz", "z"), z.flatten(0, 1)
+        return
+    if "conv1d" in name:
+        one = one.squeeze(1)
+
+    def tiled(part: Tensor, dim: int, width: int) -> Tensor:
+        """Order value heads by their number within a key head first."""
+        shape = list(part.shape)
+        whole = part.view(*shape[:dim], keys, each, width, *shape[dim + 1 :])
+        return whole.transpose(dim, dim + 1).reshape(shape)
+
+    if architecture != "qwen3next" and "linear_attn." in name:
+        if "in_proj_qkv." in name or "conv1d" in name:
+            one = torch.cat([one[: 2 * size], tiled(one[2 * size :], 0, value_dim)])
+        elif "in_proj_z." in name:
+            one = tiled(one, 0, value_dim)
+        elif "out_proj." in name:
+            one = tiled(one, 1, value_dim)
+        elif not name.endswith("norm.weight"):
+            one = tiled(one, 0, 1)
+    if name.endswith("A_log"):
+        one = -one.exp()
+    elif name.endswith("dt_bias"):
+        name = name.replace("dt_bias", "dt_proj.bias")
+    elif name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        one = one + 1
+    yield name, one
