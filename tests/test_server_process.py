@@ -618,7 +618,8 @@ def test_job_is_unchanged_by_encoding() -> None:
         structured_output=StructuredOutput(choice=("x", "y"), prefix='start: "z"'),
     )
     for given in (params, SamplingParams()):
-        job = Submit(3, "key-0", [[1, 2**31 - 1], [0]], given, '{"method": "naive"}', True)
+        speculative = '{"method": "naive"}'
+        job = Submit(3, "", [[1, 2**31 - 1], [0]], given, speculative, True, choice_index=5)
         (found,) = map(to_process, Frames().feed(encoded(job)))
         assert type(found) is Submit
         for name in Submit.__struct_fields__:

@@ -26,6 +26,7 @@ class Capabilities(Struct, frozen=True):
         device: "cpu" or "cuda:N".
         max_model_len: maximum length of prompt and output together, in tokens.
         vocab_size: size of the model's vocabulary.
+        max_num_batched_tokens: maximum number of rows of a step.
         num_pages: number of KV pages.
         page_size: number of tokens of a page.
         enable_prefix_caching: whether requests share the pages of equal prefixes.
@@ -43,6 +44,7 @@ class Capabilities(Struct, frozen=True):
     device: str
     max_model_len: int
     vocab_size: int
+    max_num_batched_tokens: int
     num_pages: int
     page_size: int
     enable_prefix_caching: bool
@@ -120,6 +122,7 @@ class Submit(Struct, tag=True, array_like=True, eq=False):
         speculative_config: JSON of the request's `speculative_config`; None uses the engine's.
         streaming: whether to report every step; otherwise only the end of each choice.
         kv_transfer: request to fetch the prompt's pages from another engine, or lease them to one.
+        choice_index: index of each prompt's first choice, which keys its random numbers.
     """
 
     job: int
@@ -129,6 +132,7 @@ class Submit(Struct, tag=True, array_like=True, eq=False):
     speculative_config: str | None
     streaming: bool
     kv_transfer: KvTransfer | None = None
+    choice_index: int = 0
 
 
 class Abort(Struct, tag=True, array_like=True):
@@ -165,10 +169,13 @@ class Accepted(Struct, tag=True, array_like=True):
     Attributes:
         job: the job's number.
         num_speculative_tokens: maximum number of drafts per step in its configuration.
+        verify_strategy, accept_policy: how its drafts are verified.
     """
 
     job: int
     num_speculative_tokens: int
+    verify_strategy: str = "target_match"
+    accept_policy: str = "normal"
 
 
 class Refused(Struct, tag=True, array_like=True):

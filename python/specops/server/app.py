@@ -38,6 +38,7 @@ from specops.server.anthropic_messages import (
     error_body,
 )
 from specops.server.api_error import ApiError, server_error, shutting_down
+from specops.server.audits import AuditReply, AuditRequest
 from specops.server.chat import ChatFormat
 from specops.server.clients import Clients
 from specops.server.connections import bounded_protocol, connections_within_files
@@ -329,6 +330,11 @@ def _openai_routes(generation: Generation) -> APIRouter:
     async def contract() -> Response:
         """Return the execution contract: everything that output bits depend on, and its digest."""
         return JSONResponse(generation.contract)
+
+    @api.post("/v1/audit", **with_body(AuditRequest, AuditReply, generates=True))
+    async def audit(request: Request) -> Response:
+        """Derive recorded answers again, and say where one differs."""
+        return await generation.audit(request)
 
     @api.post("/v1/completions", **with_body(CompletionRequest, TextCompletion, streams=True))
     async def completions(request: Request) -> Response:

@@ -46,6 +46,7 @@ class Dispatch:
         max_unread_bytes: bytes of output that may wait for one client to read them.
 
     Attributes:
+        metrics: the argument.
         unread: output that clients have not read yet.
     """
 
@@ -58,7 +59,7 @@ class Dispatch:
         max_unread_bytes: int = 64 << 20,
     ) -> None:
         self._client = client
-        self._metrics = metrics
+        self.metrics = metrics
         self._num_clients = num_clients
         self._jobs: dict[int, Job] = {}  # unfinished jobs by number
         self._outbox: Outbox | None = None
@@ -116,6 +117,7 @@ class Dispatch:
                 job.speculative_config,
                 job.streaming,
                 job.kv_transfer,
+                job.choice_index,
             )
         )
         self._jobs[job.number] = job
@@ -145,10 +147,10 @@ class Dispatch:
 
     def _receive(self, batch: Batch) -> None:
         stats = batch.status.stats
-        self._metrics.step(stats.num_rows - self._num_rows)
+        self.metrics.step(stats.num_rows - self._num_rows)
         self._num_rows = stats.num_rows
         for reason, count in batch.dropped.items():
-            self._metrics.dropped(reason, count)
+            self.metrics.dropped(reason, count)
         steps = None
         if self._client.capabilities.times_drafting:
             steps = StepSeconds(stats.verify_seconds, stats.draft_seconds)
@@ -177,7 +179,7 @@ class Dispatch:
     ) -> None:
         times = job.times[index]
         before = times.last or job.arrival
-        self._metrics.tokens(count, now - before, first=not times.last)
+        self.metrics.tokens(count, now - before, first=not times.last)
         times.last = now
         if not times.num_first:
             times.first = now
@@ -206,7 +208,7 @@ class Dispatch:
             steps_at_last=steps,
         )
         num_prompt = len(job.prompts[output.index // job.params.n])
-        self._metrics.finished(end.finish_reason, num_prompt, end.num_tokens, span)
+        self.metrics.finished(end.finish_reason, num_prompt, end.num_tokens, span)
         job.num_running -= 1
         if not job.num_running:
             del self._jobs[job.number]
@@ -218,7 +220,7 @@ class Dispatch:
         self._jobs = {}
         self._num_rows = 0  # a new engine counts from zero
         for job in jobs.values():
-            self._metrics.dropped("error", job.num_running)
+            self.metrics.dropped("error", job.num_running)
         self._deliver([(job, _loss_error(message, job)) for job in jobs.values()])
 
 

@@ -13,11 +13,13 @@ from dataclasses import replace
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, TypeVar
+from uuid import uuid4
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
+from specops.api.audit import AuditRecord, AuditVerdict, Comparison
 from specops.api.errors import ContextOverflow, QueueFull
 from specops.api.messages import Capabilities
 from specops.api.sampling_params import SamplingParams
@@ -32,6 +34,13 @@ from specops.server.api_error import (
     server_error,
     shutting_down,
     too_long,
+)
+from specops.server.audits import (
+    AuditRequest,
+    bad_record,
+    compare,
+    records_of,
+    require_auditable,
 )
 from specops.server.call_forms import HERMES
 from specops.server.chat import ChatFormat
@@ -172,10 +181,7 @@ class Generation:
             begin: maps the body and the client's name to the chat or completion to generate and
                 the factory of its `Answer`.
         """
-        try:
-            self._dispatch.require_capacity(http.state.client)
-        except QueueFull as error:  # refuse it before doing any work for it
-            raise _busy(error) from None
+        self._require_capacity(http)
         body = with_defaults(await self.read(http, body_type), self._sampling_defaults)
         try:
             request, answer_type = begin(body, http.state.client)
@@ -199,6 +205,9 @@ class Generation:
             raise ClientDisconnect
         speculative = request.speculative_config
         kv_transfer = kv_transfer_of(request, len(prompts), self._capabilities.role)
+        if request.audit and kv_transfer is not None and kv_transfer.do_remote_decode:
+            message = "audit must be absent with do_remote_decode: another server generates"
+            raise ApiError(400, message, param="audit", code="invalid_value")
         job = Job(
             prompts,
             params,
@@ -220,6 +229,12 @@ class Generation:
         http.state.record.answer = answer
         try:
             await until_gone(self._submit(job, http.state.permit), http.receive)
+            if request.audit:
+                try:
+                    require_auditable(job.accepted)
+                except ApiError:
+                    self._dispatch.abort(job)
+                    raise
             if request.stream:
                 close = partial(self._dispatch.abort, job)
                 return EventStream(answer.chunks(), close, failed=answer.end_with)
@@ -246,6 +261,73 @@ class Generation:
             return len((await self._encode(chat, self._prompts(chat)))[0])
         except ApiError as error:
             raise error.under_names(body_type.chat_names) from None
+
+    async def audit(self, http: Request) -> Response:
+        """Serve /v1/audit: derive answers again, one after the other, and compare all bits."""
+        self._require_capacity(http)
+        request = await self.read(http, AuditRequest)
+        self.check_model(request.model)
+        records = await asyncio.to_thread(records_of, request, self._capabilities)
+        verdicts, salt = [], uuid4().hex
+        try:
+            for index, record in enumerate(records):
+                audited = self._audited(http, index, record, salt)
+                verdict = await until_gone(audited, http.receive)
+                self._dispatch.metrics.audited(verdict.is_confirmed)
+                message = verdict.sentence(self._shown_token)
+                verdicts.append({**verdict.as_dict(), "message": message})
+        except ClientGone:
+            return Response(status_code=499)  # for the access log only: the client has left
+        except (QueueFull, JobFailed, asyncio.CancelledError) as error:
+            raise _refusal(error, request) from None
+        answer = {"object": "audit", "model": self._capabilities.model_name}
+        answer["system_fingerprint"] = self._fingerprint
+        return JSONResponse({**answer, "verdicts": verdicts})
+
+    async def _audited(
+        self, http: Request, index: int, record: AuditRecord, cache_salt: str
+    ) -> AuditVerdict:
+        """Return the verdict on one record.
+
+        Raises:
+            ApiError: the engine refuses the record's request.
+            QueueFull: too many requests wait.
+            JobFailed: the engine has failed.
+        """
+        comparison = Comparison(record, self.contract["digest"])
+        if comparison.verdict is not None:  # it has no token
+            return comparison.verdict
+        job = Job(
+            [list(record.prompt_token_ids)],
+            record.request(cache_salt),
+            json.dumps(record.speculation(self._capabilities.max_num_batched_tokens)),
+            client=http.state.client,
+            streaming=True,
+            unread=self._dispatch.unread,
+            choice_index=record.choice_index,
+        )
+        try:
+            await self._submit(job, http.state.permit)
+            return await compare(job, comparison)
+        except (ContextOverflow, ValueError) as error:
+            raise bad_record(index, error) from None
+        finally:
+            self._dispatch.abort(job)  # no-op if it is finished
+
+    def _shown_token(self, token_id: int) -> str:
+        text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return f"{token_id} ({text!r})"
+
+    def _require_capacity(self, http: Request) -> None:
+        """Refuse a request before any work for it if its client may not submit another one.
+
+        Raises:
+            ApiError: 429; too many of its requests wait.
+        """
+        try:
+            self._dispatch.require_capacity(http.state.client)
+        except QueueFull as error:
+            raise _busy(error) from None
 
     async def _submit(self, job: Job, permit: Permit) -> None:
         """Submit a job to the engine; release the permit once fewer than _SUBMITTED jobs wait."""
@@ -545,7 +627,7 @@ def _marks_turns(chat_format: ChatFormat) -> bool:
         return chat_format.has_template
 
 
-def _refusal(error: BaseException, request: CompletionRequest | ChatCompletionRequest) -> ApiError:
+def _refusal(error: BaseException, request: Any) -> ApiError:
     """Return the API error for an exception that refused a job or ended it early."""
     if isinstance(error, ContextOverflow):
         return too_long(str(error), request.prompt_field)

@@ -28,6 +28,7 @@ from specops.api.sampling_params import (
     SamplingParams,
 )
 from specops.server.anthropic_messages import CountTokensRequest, MessagesRequest
+from specops.server.audits import AuditRequest
 from specops.server.openai_responses import ResponsesRequest
 from specops.server.protocol import (
     MAX_LISTS,
@@ -48,6 +49,7 @@ _BODIES: tuple[type[Body], ...] = (
     CountTokensRequest,
     TokenizeRequest,
     DetokenizeRequest,
+    AuditRequest,
 )
 _SCHEMAS = "#/components/schemas/"
 
@@ -116,6 +118,7 @@ def with_body(
     reply: type[BaseModel],
     *,
     streams: bool = False,
+    generates: bool = False,
     error: type[BaseModel] = ErrorReply,
 ) -> dict[str, Any]:
     """Return FastAPI's keyword arguments for a route with a body.
@@ -124,12 +127,13 @@ def with_body(
         body: class of the body, one of `_BODIES`.
         reply: class of the answer.
         streams: whether the route generates text and may answer with server-sent events.
+        generates: whether the route runs the engine.
         error: class of the route's errors.
     """
     success: dict[str, Any] = {"model": reply}
     if streams:
         success["content"] = {"text/event-stream": _EVENTS}
-    statuses = _OF_GENERATION if streams else _OF_BODIES
+    statuses = _OF_GENERATION if streams or generates else _OF_BODIES
     schema = {"$ref": _SCHEMAS + body.__name__}
     content = {"application/json": {"schema": schema}}
     return {

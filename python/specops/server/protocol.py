@@ -179,6 +179,7 @@ class _Request(Sampling):
     stop: str | list[str] = Field([])
     include_stop_str_in_output: bool = False  # the text then ends with the stop string
     return_token_ids: bool = False  # the answer then has the ids of prompt and output
+    audit: bool = False  # each choice then has its audit record
     prompt_logprobs: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -227,7 +228,7 @@ class _Request(Sampling):
                 top_k=max(self.top_k, 0) if self.top_k >= -1 else self.top_k,  # -1 means off
                 stop=stop,
                 logit_bias=self._logit_bias(),
-                logprobs=self._num_logprobs(),
+                logprobs=self._num_record_logprobs(),
                 report_drafts=bool(self.stream_options and self.stream_options.include_steps),
                 prompt_logprobs=self._num_prompt_logprobs(),
                 prediction=self._predicted_text(),
@@ -260,6 +261,11 @@ class _Request(Sampling):
                 raise ValueError(f"logit_bias must have token ids as keys, got {key!r}")
             biases[int(key)] = bias
         return biases
+
+    def _num_record_logprobs(self) -> int | None:
+        """Return the number of alternatives per token; an audit record always has logprobs."""
+        count = self._num_logprobs()
+        return 0 if count is None and self.audit else count
 
     def _num_logprobs(self) -> int | None:
         raise NotImplementedError

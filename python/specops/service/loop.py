@@ -327,7 +327,10 @@ class EngineLoop:
                 del self._choices[request_id]
             self._events.append(self._refusal(job, error))
         else:
-            self._events.append(Accepted(job.job, speculative.num_speculative_tokens))
+            verification = speculative.verify_strategy, speculative.accept_policy
+            self._events.append(
+                Accepted(job.job, speculative.num_speculative_tokens, *verification)
+            )
 
     def _first_choice(
         self, job: Submit, position: int, prompt: list[int], speculative: SpeculativeConfig
@@ -350,7 +353,7 @@ class EngineLoop:
             choice.prompt,
             choice.params,
             request_id=f"http-{self._num_requests}",
-            choice_index=choice.index % choice.params.n,
+            choice_index=choice.job.choice_index + choice.index % choice.params.n,
             speculative_config=choice.speculative,
             owners=(choice.job.client, f"call-{choice.job.job}"),
         )

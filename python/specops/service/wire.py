@@ -170,6 +170,7 @@ class _Submit(Struct, tag="Submit", array_like=True):
     speculative_config: str | None
     streaming: bool
     kv_transfer: KvTransfer | None = None
+    choice_index: int = 0
 
 
 def packed(value: Any) -> Any:
@@ -210,6 +211,7 @@ def encoded(message: ToProcess | FromProcess) -> bytes:
             message.speculative_config,
             message.streaming,
             message.kv_transfer,
+            message.choice_index,
         )
     else:
         body = message
@@ -231,6 +233,7 @@ def to_process(body: memoryview) -> Any:
             message.speculative_config,
             message.streaming,
             message.kv_transfer,
+            message.choice_index,
         )
     return message
 
