@@ -205,6 +205,7 @@ UNUSUAL: dict[str, list[Any]] = {
     "max_tokens": [0, 1, None, 10**6, 10**400, -1],
     "min_tokens": [1, 2, 8, 9, -1],
     "return_token_ids": [True, False, 1],
+    "audit": [True, False, 1],
     "n": [2, 16, 129, 0],
     "best_of": [1, 2],
     "stop": ["a", ["a", "b"], [""]],

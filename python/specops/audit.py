@@ -49,7 +49,7 @@ def audit(
                 record.prompt_token_ids,
                 record.request(salt),
                 choice_index=record.choice_index,
-                speculative_config=record.speculation(engine.config.max_num_batched_tokens),
+                speculative_config=record.speculation(engine.max_num_drafts),
             )
             running[name] = comparison
         while running:

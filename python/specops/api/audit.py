@@ -196,18 +196,18 @@ class AuditRecord:
             params = replace(params, logprobs=max(most, params.logprobs or 0))
         return params
 
-    def speculation(self, max_num_batched_tokens: int) -> dict[str, Any]:
+    def speculation(self, max_num_drafts: int) -> dict[str, Any]:
         """Return the `speculative_config` of the request that derives the answer again.
 
         Args:
-            max_num_batched_tokens: rows of a step, as the engine is configured.
+            max_num_drafts: maximum number of drafts of a request in the engine.
         """
         chosen = {"verify_strategy": self.verify_strategy, "accept_policy": "normal"}
-        if max_num_batched_tokens == 1:
+        if not max_num_drafts:
             return {"method": "naive", **chosen}
         return {
             "method": "prediction",
-            "num_speculative_tokens": min(NUM_DRAFTS, max_num_batched_tokens - 1),
+            "num_speculative_tokens": min(NUM_DRAFTS, max_num_drafts),
             "adaptive_verification": False,
             **chosen,
         }

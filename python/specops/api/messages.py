@@ -26,7 +26,7 @@ class Capabilities(Struct, frozen=True):
         device: "cpu" or "cuda:N".
         max_model_len: maximum length of prompt and output together, in tokens.
         vocab_size: size of the model's vocabulary.
-        max_num_batched_tokens: maximum number of rows of a step.
+        max_num_drafts: maximum number of drafts of a request in a step.
         num_pages: number of KV pages.
         page_size: number of tokens of a page.
         enable_prefix_caching: whether requests share the pages of equal prefixes.
@@ -44,7 +44,7 @@ class Capabilities(Struct, frozen=True):
     device: str
     max_model_len: int
     vocab_size: int
-    max_num_batched_tokens: int
+    max_num_drafts: int
     num_pages: int
     page_size: int
     enable_prefix_caching: bool

@@ -232,6 +232,13 @@ class Engine:
         return self._drafting.of_common_text
 
     @property
+    def max_num_drafts(self) -> int:
+        """Maximum number of drafts of a request in a step."""
+        limit = self._drafting.max_num_drafts
+        most = self.config.max_num_batched_tokens - 1
+        return most if limit is None else min(most, limit)
+
+    @property
     def num_captures(self) -> int:
         """Number of CUDA graphs captured so far."""
         return self._runner.memory.num_captures

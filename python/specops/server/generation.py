@@ -300,7 +300,7 @@ class Generation:
         job = Job(
             [list(record.prompt_token_ids)],
             record.request(cache_salt),
-            json.dumps(record.speculation(self._capabilities.max_num_batched_tokens)),
+            json.dumps(record.speculation(self._capabilities.max_num_drafts)),
             client=http.state.client,
             streaming=True,
             unread=self._dispatch.unread,
