@@ -155,6 +155,7 @@ CHANGES: dict[str, tuple[Callable[[AuditRecord], AuditRecord], str, int]] = {
         "token",
         9,
     ),
+    "an output that is cut off": (shorter, "token", 9),
     "the finish reason": (lambda one: replace(one, finish_reason="stop"), "ending", 40),
     "the stop reason": (lambda one: replace(one, stop_reason="x"), "ending", 40),
 }

@@ -189,8 +189,10 @@ class AuditRecord:
                 pages, and nothing is taken from the prefix cache of other requests.
         """
         params = replace(self.params, prediction=self.token_ids, cache_salt=cache_salt)
-        if self.finish_reason == "length":  # another engine may have another context length
-            params = replace(params, max_tokens=len(self.token_ids))
+        if self.finish_reason == "length" and self.params.max_tokens is None:
+            # The context ended the answer; that of another engine may be longer.
+            count = len(self.token_ids)
+            params = replace(params, max_tokens=count, min_tokens=min(params.min_tokens, count))
         if self.logprobs:
             most = max(len(one.alternatives) for one in self.logprobs)
             params = replace(params, logprobs=max(most, params.logprobs or 0))
