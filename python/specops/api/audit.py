@@ -24,6 +24,7 @@ _LEFT_OUT: dict[str, Any] = {
     "n": 1,
     "report_drafts": False,
     "prompt_logprobs": None,
+    "prompt_logprobs_start": 0,
     "prediction": (),
     "cache_salt": None,
 }

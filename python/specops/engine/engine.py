@@ -344,7 +344,14 @@ class Engine:
         Raises:
             ValueError: no request could have this prompt or these arguments.
         """
-        plain = replace(params, n=1, seed=0, structured_output=None, prompt_logprobs=None)
+        plain = replace(
+            params,
+            n=1,
+            seed=0,
+            structured_output=None,
+            prompt_logprobs=None,
+            prompt_logprobs_start=0,
+        )
         request = self._admission.make(
             token_ids,
             plain,
@@ -461,7 +468,8 @@ class Engine:
             self._runner.stop(request, slot)
         for request in plan.started:
             if not request.placement.was_preempted:
-                if self.config.enable_prefix_caching and request.prompt_logprobs is None:
+                reads_cache = request.params.prompt_logprobs is None or request.num_reusable
+                if self.config.enable_prefix_caching and reads_cache:
                     self.stats.prefix_cache_queries += request.prompt_len
                 self.stats.prefix_cache_hits += request.placement.num_cached_tokens
             try:

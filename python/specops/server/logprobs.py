@@ -22,7 +22,8 @@ def num_prompt_logprobs(prompts: Sequence[Sequence[int]], params: SamplingParams
     """Return how many prompt log-probabilities an answer has, including alternatives."""
     if params.prompt_logprobs is None:
         return 0
-    return params.n * sum(map(len, prompts)) * (1 + params.prompt_logprobs)
+    count = sum(len(prompt) - params.prompt_logprobs_start for prompt in prompts)
+    return params.n * count * (1 + params.prompt_logprobs)
 
 
 def check_prompt_logprobs(prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
