@@ -35,6 +35,7 @@ EVERY_PATH = {
     "/v1/models",
     "/v1/models/{name}",
     "/v1/audit",
+    "/v1/score",
     "/v1/contract",
     "/v1/completions",
     "/v1/chat/completions",
@@ -88,7 +89,7 @@ def test_server_conforms_to_its_description(
     ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert "Tested: 25" in done.stdout
+    assert "Tested: 26" in done.stdout
     tiny.wait_until_idle()
     statuses = answers_by_status(tiny)
     assert statuses[200] > least and statuses[400] > least
@@ -179,6 +180,13 @@ def test_verdicts_match_their_schema(tiny: Served, description: dict[str, Any]) 
     assert [one["confirmed"] for one in audited.json()["verdicts"]] == [True, False]
 
 
+def test_scores_match_their_schema(tiny: Served, description: dict[str, Any]) -> None:
+    body = {"prompt": [5, 6], "continuations": [[7], [8, 9]], "logprobs": 2}
+    answer = httpx.post(f"{tiny.url}/v1/score", json=body, timeout=300)
+    check(description, "ScoreRequest", body)
+    check(description, "ScoreReply", answer.json())
+
+
 def test_docs_list_every_range_and_default(description: dict[str, Any]) -> None:
     """Compare the fields that hold a single number. Every field needs a description."""
     text = (Path(__file__).parent.parent / "docs/requests.md").read_text()
@@ -213,7 +221,7 @@ def test_description_names_the_routes_that_require_a_key() -> None:
     with serving(FakeEngine(), api_keys=["k"]) as served:
         described = httpx.get(f"{served.url}/openapi.json").json()
         api = schemathesis.openapi.from_url(f"{served.url}/openapi.json")
-        assert len(list(api.get_all_operations())) == 25
+        assert len(list(api.get_all_operations())) == 26
         for path, item in described["paths"].items():
             for method, operation in item.items():
                 needs_key = path.startswith("/v1") or path in ("/tokenize", "/detokenize")

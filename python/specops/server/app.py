@@ -74,6 +74,7 @@ from specops.server.replies import (
     Version,
 )
 from specops.server.requests import Requests, note
+from specops.server.scores import ScoreReply, ScoreRequest
 from specops.server.streaming import dumped
 from specops.server.tokens import DetokenizeRequest, TokenizeRequest
 from specops.server.unread import Unread
@@ -335,6 +336,11 @@ def _openai_routes(generation: Generation) -> APIRouter:
     async def audit(request: Request) -> Response:
         """Derive recorded answers again, and say where one differs."""
         return await generation.audit(request)
+
+    @api.post("/v1/score", **with_body(ScoreRequest, ScoreReply, generates=True))
+    async def score(request: Request) -> Response:
+        """Return the log-probabilities of continuations of a prompt."""
+        return await generation.score(request)
 
     @api.post("/v1/completions", **with_body(CompletionRequest, TextCompletion, streams=True))
     async def completions(request: Request) -> Response:

@@ -22,6 +22,7 @@ from starlette.requests import ClientDisconnect
 from specops.api.audit import AuditRecord, AuditVerdict, Comparison
 from specops.api.errors import ContextOverflow, QueueFull
 from specops.api.messages import Capabilities
+from specops.api.outputs import PromptLogprobs
 from specops.api.sampling_params import SamplingParams
 from specops.api.tokenizer import Tokenizer
 from specops.server.admission import ClientPermits, Permit
@@ -58,7 +59,8 @@ from specops.server.protocol import (
 )
 from specops.server.reasoning import Reader
 from specops.server.sampling_defaults import with_defaults
-from specops.server.streaming import ClientGone, EventStream, until_gone
+from specops.server.scores import ScoreRequest, check_tokens, scores_of
+from specops.server.streaming import ClientGone, EventStream, dumped, until_gone
 from specops.server.structured import refusal
 from specops.server.tokens import (
     DetokenizeRequest,
@@ -313,6 +315,67 @@ class Generation:
             raise bad_record(index, error) from None
         finally:
             self._dispatch.abort(job)  # no-op if it is finished
+
+    async def score(self, http: Request) -> Response:
+        """Serve /v1/score: report the logprobs of continuations of a prompt."""
+        self._require_capacity(http)
+        request = await self.read(http, ScoreRequest)
+        self.check_model(request.model)
+        prompt, continuations = await self._encode_scored(request)
+        check_tokens(prompt, continuations)
+        prompts = [prompt + one for one in continuations]
+        try:
+            mode = self.contract["logprobs_mode"]
+            params = request.sampling_params(len(prompt), http.state.cache_scope, mode)
+        except ValueError as error:
+            raise bad_value(error, ScoreRequest) from None
+        check_prompt_logprobs(prompts, params)
+        job = Job(
+            prompts,
+            params,
+            '{"method": "naive"}',
+            client=http.state.client,
+            streaming=False,
+            unread=self._dispatch.unread,
+        )
+        found: dict[int, PromptLogprobs] = {}
+        try:
+            await until_gone(self._submit(job, http.state.permit), http.receive)
+            while job.num_unfinished:
+                for output in await until_gone(job.next_outputs(), http.receive):
+                    assert output.output.prompt_logprobs is not None, "the job requests them"
+                    found[output.output.index] = output.output.prompt_logprobs
+        except ClientGone:
+            return Response(status_code=499)  # for the access log only: the client has left
+        except (ValueError, QueueFull, JobFailed, asyncio.CancelledError) as error:
+            raise _refusal(error, request) from None
+        finally:
+            self._dispatch.abort(job)  # no-op if it is finished
+        answer = {"object": "score", "model": self._capabilities.model_name}
+        answer["system_fingerprint"] = self._fingerprint
+        scored = partial(scores_of, len(prompt), found, has_alternatives=request.logprobs > 0)
+        body = await asyncio.to_thread(lambda: dumped(answer | scored()))
+        return Response(body, media_type="application/json")
+
+    async def _encode_scored(self, request: ScoreRequest) -> tuple[list[int], list[list[int]]]:
+        """Return the token ids of the prompt and of its continuations."""
+        texts = request.texts(self._capabilities.max_model_len, self._max_characters)
+
+        def encode() -> list[list[int]]:
+            encoded = []
+            for index, text in enumerate(texts):
+                name = "continuations" if index else "prompt"
+                if isinstance(text, str):
+                    text = self._tokenizer.encode(text, add_special_tokens=not index)
+                self._tokenizer.check_ids(name, text, self._capabilities.vocab_size)
+                encoded.append(text)
+            return encoded
+
+        try:
+            prompt, *continuations = await asyncio.to_thread(encode)
+        except ValueError as error:
+            raise bad_value(error, ScoreRequest) from None
+        return prompt, continuations
 
     def _shown_token(self, token_id: int) -> str:
         text = self._tokenizer.decode([token_id], skip_special_tokens=False)

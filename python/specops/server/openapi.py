@@ -39,6 +39,7 @@ from specops.server.protocol import (
     CompletionRequest,
 )
 from specops.server.replies import ErrorReply
+from specops.server.scores import ScoreRequest
 from specops.server.tokens import DetokenizeRequest, TokenizeRequest
 
 _BODIES: tuple[type[Body], ...] = (
@@ -50,6 +51,7 @@ _BODIES: tuple[type[Body], ...] = (
     TokenizeRequest,
     DetokenizeRequest,
     AuditRequest,
+    ScoreRequest,
 )
 _SCHEMAS = "#/components/schemas/"
 

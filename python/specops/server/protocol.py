@@ -41,13 +41,13 @@ from specops.server.unsupported import OPENAI, Table
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
-MAX_STOP_TOKEN_IDS = 256
+MAX_STOPTOKEN_IDS = 256
 MAX_PROMPTS = 256
 # Maximum lengths, checked before any element is examined.
 MAX_LISTS = {
     "stop": MAX_STOPS,
     "stop_sequences": MAX_STOPS,
-    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "stop_token_ids": MAX_STOPTOKEN_IDS,
     "stop_token_sequences": MAX_SEQUENCES,
     "bad_words": MAX_SEQUENCES,
     "bad_words_token_ids": MAX_SEQUENCES,
@@ -302,7 +302,7 @@ _AS_THEY_ARE = (
 )
 
 
-_TOKEN_IDS: JsonDict = {
+TOKEN_IDS: JsonDict = {
     "type": "array",
     "items": {"type": "integer", "minimum": 0},
     "minItems": 1,
@@ -312,8 +312,8 @@ _PROMPT_SCHEMA: JsonDict = {
     "anyOf": [
         {"type": "string"},
         {**_SEVERAL, "items": {"type": "string"}},
-        _TOKEN_IDS,
-        {**_SEVERAL, "items": _TOKEN_IDS},
+        TOKEN_IDS,
+        {**_SEVERAL, "items": TOKEN_IDS},
     ]
 }
 
@@ -336,7 +336,7 @@ class CompletionRequest(_Request):
             ApiError: the prompt has none of the four shapes that OpenAI allows.
         """
         prompt = self.prompt
-        if isinstance(prompt, str) or _is_token_ids(prompt):
+        if isinstance(prompt, str) or is_token_ids(prompt):
             return [prompt]
         if isinstance(prompt, list) and prompt:
             if len(prompt) > MAX_PROMPTS:
@@ -346,7 +346,7 @@ class CompletionRequest(_Request):
                     param="prompt",
                 )
             if all(isinstance(element, str) for element in prompt) or all(
-                map(_is_token_ids, prompt)
+                map(is_token_ids, prompt)
             ):
                 return prompt
         raise ApiError(
@@ -812,7 +812,8 @@ def _without_empty_fields(message: Any, field: str) -> Any:
     }
 
 
-def _is_token_ids(value: Any) -> bool:
+def is_token_ids(value: Any) -> bool:
+    """Return whether a value of a body is a list of token ids."""
     # Booleans and empty lists are refused, by the callers or by the engine.
     return (
         isinstance(value, list) and bool(value) and all(type(token_id) is int for token_id in value)
