@@ -79,6 +79,14 @@ from specops.server.streaming import dumped
 from specops.server.tokens import DetokenizeRequest, TokenizeRequest
 from specops.server.unread import Unread
 from specops.server.unsupported import HEADER, IgnoredFields, Policy
+from specops.server.updates import (
+    Paused,
+    PauseRequest,
+    ResumeRequest,
+    Updated,
+    UpdateRequest,
+    WeightUpdates,
+)
 from specops.service.client import EngineClient
 from specops.service.garbage import raise_gc_thresholds
 
@@ -108,6 +116,10 @@ _ANTHROPIC = "/v1/messages"
 _ABSENT = {
     "/v1/embeddings": ": embeddings are not supported",
     "/metrics": ": metrics are on the port of --metrics-port",
+    **dict.fromkeys(
+        ("/pause", "/resume", "/is_paused", "/update_weights"),
+        ": weights can only be updated with --weight-update-dir",
+    ),
 }
 
 _READ = ["GET", "HEAD"]
@@ -137,6 +149,7 @@ def make_app(
     tracing: "Tracing | None" = None,
     model_aliases: Sequence[str] = (),
     unsupported_fields: Policy = "error",
+    weight_update_dir: str | Path | None = None,
 ) -> FastAPI:
     """Return the application that serves an engine.
 
@@ -170,6 +183,8 @@ def make_app(
         unsupported_fields: "error": refuse a request with unknown fields, or with unsupported ones
             that would change the output; "warn": ignore the fields, log them and name them in the
             answer's header `x-ignored-fields`; "ignore": ignore them.
+        weight_update_dir: directory below which /update_weights may load models; None: there are
+            no routes for updates.
 
     Raises:
         ValueError: the chat template cannot be read, a key is empty, or the parser is unknown.
@@ -192,7 +207,6 @@ def make_app(
         add_metrics(app, metrics)
     clients = Clients(api_keys, cache_scope)
     generation = Generation(
-        client.capabilities,
         dispatch,
         tokenizer,
         chat_format,
@@ -204,6 +218,8 @@ def make_app(
         unsupported_fields=unsupported_fields,
     )
     api = _openai_routes(generation)
+    if weight_update_dir is not None:
+        _add_update_routes(api, WeightUpdates(generation, dispatch, Path(weight_update_dir)))
     app.include_router(api)
     _add_description(app, api if api_keys else None)
     _add_error_handlers(app, api)
@@ -366,6 +382,30 @@ def _openai_routes(generation: Generation) -> APIRouter:
 
     _add_blocks_routes(api, generation)
     return api
+
+
+def _add_update_routes(api: APIRouter, updates: WeightUpdates) -> None:
+    """Add the routes that replace the engine's weights."""
+
+    @api.post("/pause", **with_body(PauseRequest, Paused))
+    async def pause(request: Request) -> Response:
+        """Hold new requests, and answer once no request runs."""
+        return await updates.pause(request)
+
+    @api.post("/resume", **with_body(ResumeRequest, Paused))
+    async def resume(request: Request) -> Response:
+        """Run the requests that wait since /pause."""
+        return await updates.resume(request)
+
+    @api.api_route("/is_paused", methods=_READ, **without_body(Paused))
+    async def is_paused() -> Response:
+        """Return whether requests wait for /resume."""
+        return updates.state()
+
+    @api.post("/update_weights", **with_body(UpdateRequest, Updated))
+    async def update_weights(request: Request) -> Response:
+        """Load the weights of another directory."""
+        return await updates.update(request)
 
 
 def _unconverted(answer_type: type[A]) -> Callable[[R, str], tuple[R, type[A]]]:

@@ -6,9 +6,20 @@ All code in this module runs on the event loop.
 
 import asyncio
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 from specops.api.errors import ContextOverflow, QueueFull
-from specops.api.messages import Accepted, Batch, Failed, Output, Progress, Refused, Submit
+from specops.api.messages import (
+    Accepted,
+    Batch,
+    Capabilities,
+    Failed,
+    Output,
+    Progress,
+    Refused,
+    Submit,
+)
 from specops.server.jobs import (
     BadSpeculation,
     ChoiceOutput,
@@ -63,6 +74,10 @@ class Dispatch:
         self._num_clients = num_clients
         self._jobs: dict[int, Job] = {}  # unfinished jobs by number
         self._outbox: Outbox | None = None
+        self._is_open = asyncio.Event()  # whether jobs are submitted; cleared by `pause`
+        self._is_open.set()
+        self._is_idle = asyncio.Event()  # whether no job is unfinished
+        self._is_idle.set()
         self._num_rows = client.status.stats.num_rows
         self.unread = Unread(max_unread_bytes, self._end_unread)
         metrics.watch(self.unread)
@@ -89,8 +104,59 @@ class Dispatch:
                 f"the client has not read {size} bytes of earlier answers; read them first"
             )
 
+    @property
+    def capabilities(self) -> Capabilities:
+        """Properties of the engine, which change if its weights are updated."""
+        return self._client.capabilities
+
+    @property
+    def is_paused(self) -> bool:
+        """True if jobs wait for `resume`."""
+        return not self._is_open.is_set()
+
+    async def pause(self, *, aborts: bool) -> None:
+        """Hold all jobs that come from now on, and wait for the end of the unfinished ones.
+
+        Args:
+            aborts: end the unfinished jobs with an error, rather than wait for them.
+        """
+        self._is_open.clear()
+        for job in list(self._jobs.values()) if aborts else ():
+            self._remove(job.number)
+            self._client.abort(job.number)
+            self._deliver([(job, JobFailed("the request was aborted by /pause"))])
+        await self._is_idle.wait()
+
+    async def until_resumed(self) -> None:
+        """Wait until jobs are submitted."""
+        await self._is_open.wait()
+
+    def resume(self) -> None:
+        """Submit the jobs that wait, and those that come."""
+        self._is_open.set()
+
+    async def update(self, settings: Mapping[str, Any]) -> None:
+        """Replace the engine while this object is paused; see `EngineClient.update`.
+
+        Raises:
+            ValueError: jobs run, or the new engine cannot be made; the old one continues.
+        """
+        if not self.is_paused or not self._is_idle.is_set():
+            raise ValueError("requests may run; call /pause first")
+        await self._client.update(settings)
+        self._num_rows = 0  # a new engine counts from zero
+
+    def _remove(self, number: int) -> Job | None:
+        """Remove an unfinished job from the table, and return it if it is there."""
+        job = self._jobs.pop(number, None)
+        if not self._jobs:
+            self._is_idle.set()
+        return job
+
     async def submit(self, job: Job) -> None:
         """Submit a job to the engine and wait until the engine accepts it.
+
+        While jobs are held, wait for `resume` first.
 
         Raises:
             QueueFull: the engine's queue is full, or the engine has not read earlier submissions.
@@ -98,6 +164,7 @@ class Dispatch:
             JobFailed: the engine has failed, does not respond, is being restarted, or cannot be
                 reached.
         """
+        await self.until_resumed()
         if self._client.health == "failed":
             raise JobFailed("the engine has stopped")
         if self._client.health == "restarting":
@@ -121,6 +188,7 @@ class Dispatch:
             )
         )
         self._jobs[job.number] = job
+        self._is_idle.clear()
         try:
             await job.until_accepted()
         except asyncio.CancelledError:
@@ -130,14 +198,14 @@ class Dispatch:
     def abort(self, job: Job) -> None:
         """Abort a job, drop its output, and free its pages; no-op if the job has finished."""
         job.close()
-        if self._jobs.pop(job.number, None) is not None:
+        if self._remove(job.number) is not None:
             self._client.abort(job.number)
 
     def _end_unread(self, stream: Stream) -> None:
         """End the stream of a client that has left too much output unread."""
         assert isinstance(stream, Job)
         logger.warning("ending a stream, since its client %s does not read it", stream.client)
-        if self._jobs.pop(stream.number, None) is not None:
+        if self._remove(stream.number) is not None:
             self._client.abort(stream.number)
         stream.fail(
             OutputNotRead(
@@ -166,7 +234,7 @@ class Dispatch:
             elif isinstance(event, Accepted):
                 events.append((job, event))
             else:
-                del self._jobs[job.number]
+                self._remove(job.number)
                 events.append((job, _error(event, job)))
         self._deliver(events)
 
@@ -211,13 +279,14 @@ class Dispatch:
         self.metrics.finished(end.finish_reason, num_prompt, end.num_tokens, span)
         job.num_running -= 1
         if not job.num_running:
-            del self._jobs[job.number]
+            self._remove(job.number)
         return ChoiceOutput(output, seconds, span)
 
     def _fail_all(self, message: str) -> None:
         """Fail every job after the engine has ended."""
         jobs = self._jobs
         self._jobs = {}
+        self._is_idle.set()
         self._num_rows = 0  # a new engine counts from zero
         for job in jobs.values():
             self.metrics.dropped("error", job.num_running)

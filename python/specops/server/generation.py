@@ -94,7 +94,6 @@ class Generation:
 
     def __init__(
         self,
-        capabilities: Capabilities,
         dispatch: Dispatch,
         tokenizer: Tokenizer,
         chat_format: ChatFormat,
@@ -106,8 +105,8 @@ class Generation:
         model_aliases: Sequence[str] = (),
         unsupported_fields: Policy = "error",
     ) -> None:
-        self._capabilities = capabilities
         # Each name once, first the one that answers report.
+        capabilities = dispatch.capabilities
         self._model_names = list(dict.fromkeys((capabilities.model_name, *model_aliases)))
         self._unsupported_fields = unsupported_fields
         self._sampling_defaults = sampling_defaults
@@ -117,8 +116,6 @@ class Generation:
             for drafter in capabilities.drafters
             if shares_caches and drafter["learns"]
         )
-        self.contract = contract = capabilities.contract
-        self._fingerprint = f"specops-{contract['specops']}-{contract['digest']}"
         self._dispatch = dispatch
         self._tokenizer = tokenizer
         self._chat_format = chat_format
@@ -133,6 +130,20 @@ class Generation:
         # A longer text cannot fit the context, and tokenising it would take seconds. The factor
         # of 4 allows for tokenizers that shorten a text first.
         self._max_characters = 4 * capabilities.max_model_len * tokenizer.longest_token()
+
+    @property
+    def _capabilities(self) -> Capabilities:
+        return self._dispatch.capabilities
+
+    @property
+    def contract(self) -> dict[str, Any]:
+        """The engine's execution contract."""
+        return self._capabilities.contract
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of answers: the version and the digest of the contract."""
+        return f"specops-{self.contract['specops']}-{self.contract['digest']}"
 
     def model_cards(self) -> list[dict[str, Any]]:
         """Return the entries of /v1/models: one for each name of the model."""
@@ -225,12 +236,14 @@ class Generation:
             job,
             self._tokenizer,
             self._capabilities.model_name,
-            self._fingerprint,
+            self.fingerprint,
             partial(self._reader, request, texts[0]),
         )
         http.state.record.answer = answer
         try:
             await until_gone(self._submit(job, http.state.permit), http.receive)
+            # Weights may have been updated while the job waited.
+            answer.frame["system_fingerprint"] = self.fingerprint
             if request.audit:
                 try:
                     require_auditable(job.accepted)
@@ -283,7 +296,7 @@ class Generation:
         except (QueueFull, JobFailed, asyncio.CancelledError) as error:
             raise _refusal(error, request) from None
         answer = {"object": "audit", "model": self._capabilities.model_name}
-        answer["system_fingerprint"] = self._fingerprint
+        answer["system_fingerprint"] = self.fingerprint
         return JSONResponse({**answer, "verdicts": verdicts})
 
     async def _audited(
@@ -296,9 +309,6 @@ class Generation:
             QueueFull: too many requests wait.
             JobFailed: the engine has failed.
         """
-        comparison = Comparison(record, self.contract["digest"])
-        if comparison.verdict is not None:  # it has no token
-            return comparison.verdict
         job = Job(
             [list(record.prompt_token_ids)],
             record.request(cache_salt),
@@ -310,7 +320,7 @@ class Generation:
         )
         try:
             await self._submit(job, http.state.permit)
-            return await compare(job, comparison)
+            return await compare(job, Comparison(record, self.contract["digest"]))
         except (ContextOverflow, ValueError) as error:
             raise bad_record(index, error) from None
         finally:
@@ -341,6 +351,7 @@ class Generation:
         found: dict[int, PromptLogprobs] = {}
         try:
             await until_gone(self._submit(job, http.state.permit), http.receive)
+            fingerprint = self.fingerprint
             while job.num_unfinished:
                 for output in await until_gone(job.next_outputs(), http.receive):
                     assert output.output.prompt_logprobs is not None, "the job requests them"
@@ -352,7 +363,7 @@ class Generation:
         finally:
             self._dispatch.abort(job)  # no-op if it is finished
         answer = {"object": "score", "model": self._capabilities.model_name}
-        answer["system_fingerprint"] = self._fingerprint
+        answer["system_fingerprint"] = fingerprint
         scored = partial(scores_of, len(prompt), found, has_alternatives=request.logprobs > 0)
         body = await asyncio.to_thread(lambda: dumped(answer | scored()))
         return Response(body, media_type="application/json")
@@ -394,6 +405,10 @@ class Generation:
 
     async def _submit(self, job: Job, permit: Permit) -> None:
         """Submit a job to the engine; release the permit once fewer than _SUBMITTED jobs wait."""
+        while self._dispatch.is_paused:  # without the permit, which /resume needs
+            permit.release()
+            await self._dispatch.until_resumed()
+            await permit.acquire()
         if job.params.structured_output is not None:  # the engine compiles its grammar first
             permit.release()
             return await self._dispatch.submit(job)

@@ -41,6 +41,7 @@ from specops.server.protocol import (
 from specops.server.replies import ErrorReply
 from specops.server.scores import ScoreRequest
 from specops.server.tokens import DetokenizeRequest, TokenizeRequest
+from specops.server.updates import PauseRequest, ResumeRequest, UpdateRequest
 
 _BODIES: tuple[type[Body], ...] = (
     CompletionRequest,
@@ -52,6 +53,9 @@ _BODIES: tuple[type[Body], ...] = (
     DetokenizeRequest,
     AuditRequest,
     ScoreRequest,
+    PauseRequest,
+    ResumeRequest,
+    UpdateRequest,
 )
 _SCHEMAS = "#/components/schemas/"
 
