@@ -156,6 +156,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "choice": ({"choice_index": -1}, "choice_index must be in [0, 2^31), got -1"),
     "end": ({"finish_reason": 5}, "finish_reason must be a text, got 5"),
     "parameter": ({"params": {"top_p": 7}}, "records[0]: top_p must be in"),
+    "stops": ({"params": {"stop": ["a"] * 17}}, "stop must hold at most 16 elements, got 17"),
+    "stop": ({"params": {"stop": ["a" * 1025]}}, "at most 1024 characters, got one of 1025"),
     "field": ({"tokens": 5}, "records[0]: record.tokens is not known"),
 }
 

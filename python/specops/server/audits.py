@@ -9,7 +9,7 @@ from specops.api.audit import STRATEGIES, AuditRecord, AuditVerdict, Comparison
 from specops.api.messages import Accepted, Capabilities
 from specops.server.api_error import ApiError
 from specops.server.jobs import Job
-from specops.server.protocol import Body
+from specops.server.protocol import MAX_LISTS, MAX_STOP_LENGTH, Body
 from specops.server.strict import Strict
 
 MAX_RECORDS = 256
@@ -107,6 +107,14 @@ def _check(record: AuditRecord, model: Capabilities) -> None:
         raise ValueError(
             f"prompt and output have {length} tokens, which exceeds the context of "
             f"{model.max_model_len} tokens"
+        )
+    for name, most in MAX_LISTS.items():
+        count = len(getattr(record.params, name, None) or ())
+        if count > most:
+            raise ValueError(f"{name} must hold at most {most} elements, got {count}")
+    if (longest := max(map(len, record.params.stop), default=0)) > MAX_STOP_LENGTH:
+        raise ValueError(
+            f"stop must hold strings of at most {MAX_STOP_LENGTH} characters, got one of {longest}"
         )
     for name in ("prompt_token_ids", "token_ids"):
         if max(getattr(record, name), default=0) >= model.vocab_size:
