@@ -70,7 +70,7 @@ def url(models: Path) -> Iterator[str]:
         yield url
 
 
-def post(url: str, path: str, body: dict[str, Any]) -> Any:
+def post(url: str, path: str, body: dict[str, Any] | None = None) -> Any:
     response = HTTP.post(f"{url}/{path}", json=body)
     assert response.status_code == 200, response.text
     return response.json()
@@ -98,14 +98,14 @@ def reported(answer: dict[str, Any]) -> tuple[list[int], list[float], str]:
 def test_new_weights_give_the_bits_of_a_fresh_start(url: str, models: Path) -> None:
     before = choice(url)
     assert reported(before) == fresh(models / "old")
-    assert post(url, "pause", {}) == {"is_paused": True}
+    assert post(url, "pause?mode=wait") == {"status": "paused"}
     with ThreadPoolExecutor(12) as pool:  # more than the engine takes of one client at once
         audited = {**BODY, "audit": True}
         waiting = [pool.submit(post, url, "v1/completions", audited) for _ in range(12)]
-        updated = post(url, "update_weights", {"path": "new"})
+        updated = post(url, "update_weights", {"update_info": {"path": "new"}})
         assert HTTP.get(f"{url}/is_paused").json() == {"is_paused": True}
         assert not any(one.done() for one in waiting)
-        assert post(url, "resume", {}) == {"is_paused": False}
+        assert post(url, "resume") == {"status": "resumed"}
         answers = [one.result()["choices"][0] for one in waiting]
         usages = [one.result()["usage"]["prompt_tokens_details"] for one in waiting]
     assert min(one["cached_tokens"] for one in usages) == 0, "the cache is new, too"
@@ -133,14 +133,14 @@ REFUSED = {
 @pytest.mark.ci
 def test_weights_that_do_not_fit_are_refused(url: str) -> None:
     before = choice(url)
-    early = HTTP.post(f"{url}/update_weights", json={"path": "new"})
+    early = HTTP.post(f"{url}/update_weights", json={"update_info": {"path": "new"}})
     assert early.status_code == 400 and "call /pause first" in early.json()["error"]["message"]
-    post(url, "pause", {})
+    post(url, "pause")
     for path, message in REFUSED.items():
-        response = HTTP.post(f"{url}/update_weights", json={"path": path})
+        response = HTTP.post(f"{url}/update_weights", json={"update_info": {"path": path}})
         error = response.json()["error"]
         assert response.status_code == 400 and message in error["message"], (path, error)
-    post(url, "resume", {})
+    post(url, "resume")
     assert choice(url)["audit"] == before["audit"]
 
 
@@ -150,14 +150,34 @@ def test_pausing_may_abort_requests(url: str) -> None:
     with HTTP.stream("POST", f"{url}/v1/completions", json=body) as response:
         lines = response.iter_lines()
         next(lines)
-        post(url, "pause", {"mode": "abort"})
+        post(url, "pause?clear_cache=true")
         events = [line.removeprefix("data: ") for line in lines if line]
     assert events[-1] == "[DONE]"
     assert json.loads(events[-2])["error"]["message"] == "the request was aborted by /pause"
-    refused = HTTP.post(f"{url}/pause", json={"mode": "keep"})
-    assert "mode must be 'wait' or 'abort'" in refused.json()["error"]["message"]
-    post(url, "resume", {})
+    post(url, "resume")
     assert choice(url)["finish_reason"] in ("stop", "length")
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "status", "message"),
+    [
+        ("pause?mode=keep", {}, 400, "mode must be abort or wait, got 'keep'"),
+        ("pause?wait=true", {}, 400, "unknown query parameter wait"),
+        ("pause", {"json": {"mode": "wait"}}, 400, "mode is a query parameter"),
+        ("pause", {"headers": {"Origin": "https://example.com"}}, 403, "web pages may not"),
+        ("resume", {"headers": {"Origin": "https://example.com"}}, 403, "web pages may not"),
+        ("update_weights", {"json": {"path": "a"}}, 400, "unknown field path"),
+        ("update_weights", {"json": {"update_info": {}}}, 400, "update_info.path is missing"),
+        ("update_weights", {}, 415, "Content-Type must be application/json"),
+    ],
+)
+def test_other_requests_are_refused(
+    models: Path, path: str, options: dict[str, Any], status: int, message: str
+) -> None:
+    with serving(FakeEngine(), weight_update_dir=models) as served:
+        response = HTTP.post(f"{served.url}/{path}", **options)
+        assert (response.status_code, message in response.text) == (status, True), response.text
+        assert HTTP.get(f"{served.url}/is_paused").json() == {"is_paused": False}
 
 
 def test_routes_need_the_option() -> None:
@@ -170,8 +190,8 @@ def test_routes_need_the_option() -> None:
 
 def test_other_engines_refuse_updates(models: Path) -> None:
     with serving(FakeEngine(), weight_update_dir=models) as served:
-        post(served.url, "pause", {})
-        response = HTTP.post(f"{served.url}/update_weights", json={"path": "new"})
+        post(served.url, "pause")
+        response = HTTP.post(f"{served.url}/update_weights", json={"update_info": {"path": "new"}})
         assert response.status_code == 400
 
 

@@ -80,9 +80,9 @@ from specops.server.tokens import DetokenizeRequest, TokenizeRequest
 from specops.server.unread import Unread
 from specops.server.unsupported import HEADER, IgnoredFields, Policy
 from specops.server.updates import (
+    OF_PAUSE,
     Paused,
-    PauseRequest,
-    ResumeRequest,
+    Status,
     Updated,
     UpdateRequest,
     WeightUpdates,
@@ -387,12 +387,12 @@ def _openai_routes(generation: Generation) -> APIRouter:
 def _add_update_routes(api: APIRouter, updates: WeightUpdates) -> None:
     """Add the routes that replace the engine's weights."""
 
-    @api.post("/pause", **with_body(PauseRequest, Paused))
+    @api.post("/pause", **without_body(Status, 400, 403, query=OF_PAUSE))
     async def pause(request: Request) -> Response:
         """Hold new requests, and answer once no request runs."""
         return await updates.pause(request)
 
-    @api.post("/resume", **with_body(ResumeRequest, Paused))
+    @api.post("/resume", **without_body(Status, 400, 403))
     async def resume(request: Request) -> Response:
         """Run the requests that wait since /pause."""
         return await updates.resume(request)

@@ -41,7 +41,7 @@ from specops.server.protocol import (
 from specops.server.replies import ErrorReply
 from specops.server.scores import ScoreRequest
 from specops.server.tokens import DetokenizeRequest, TokenizeRequest
-from specops.server.updates import PauseRequest, ResumeRequest, UpdateRequest
+from specops.server.updates import UpdateRequest
 
 _BODIES: tuple[type[Body], ...] = (
     CompletionRequest,
@@ -53,8 +53,6 @@ _BODIES: tuple[type[Body], ...] = (
     DetokenizeRequest,
     AuditRequest,
     ScoreRequest,
-    PauseRequest,
-    ResumeRequest,
     UpdateRequest,
 )
 _SCHEMAS = "#/components/schemas/"
@@ -88,6 +86,7 @@ _EVENTS = {
 _REASONS = {
     400: "the request does not match the schema, or the model cannot use a value",
     401: "the API key is missing or wrong",
+    403: "web pages may not do this",
     404: "the model or the response does not exist",
     408: "the body arrived too slowly",
     413: "the body is too long",

@@ -19,21 +19,30 @@ from specops.server.generation import Generation
 from specops.server.protocol import Body
 from specops.server.strict import Strict
 
+# Query parameters of POST /pause. An update drops all pages of the cache, and without one they stay
+# valid, so `clear_cache` changes no answer.
+OF_PAUSE: dict[str, dict[str, Any]] = {
+    "mode": {"type": "string", "enum": ["abort", "wait"], "default": "abort"},
+    "clear_cache": {"type": "boolean"},
+}
 
-class PauseRequest(Body):
-    """Body of POST /pause: what happens to the requests that run."""
 
-    mode: Literal["wait", "abort"] = "wait"
+class UpdateInfo(Strict):
+    """Place of the new weights."""
 
-
-class ResumeRequest(Body):
-    """Body of POST /resume: an empty object."""
+    path: str
 
 
 class UpdateRequest(Body):
     """Body of POST /update_weights: a directory with a model, below that of the server's option."""
 
-    path: str
+    update_info: UpdateInfo
+
+
+class Status(Strict):
+    """What the server does with requests from now on."""
+
+    status: Literal["paused", "resumed"]
 
 
 class Paused(Strict):
@@ -66,17 +75,24 @@ class WeightUpdates:
 
     async def pause(self, http: Request) -> Response:
         """Serve /pause: hold new requests, and answer once no request runs."""
-        request = await self._generation.read(http, PauseRequest)
-        await self._dispatch.pause(aborts=request.mode == "abort")
-        return self.state()
+        _require_no_body(http)
+        for name in http.query_params:
+            if name not in OF_PAUSE:
+                raise ApiError(400, f"unknown query parameter {name}", param=name)
+        mode = http.query_params.get("mode", "abort")
+        if mode not in OF_PAUSE["mode"]["enum"]:
+            raise ApiError(400, f"mode must be abort or wait, got {mode!r}", param="mode")
+        http.state.permit.release()  # /resume needs it
+        await self._dispatch.pause(aborts=mode == "abort")
+        return JSONResponse({"status": "paused"})
 
     async def resume(self, http: Request) -> Response:
         """Serve /resume: run the requests that wait."""
-        await self._generation.read(http, ResumeRequest)
+        _require_no_body(http)
         if self._updating.locked():
             raise ApiError(400, "weights are being updated; resume after that", code="busy")
         self._dispatch.resume()
-        return self.state()
+        return JSONResponse({"status": "resumed"})
 
     def state(self) -> Response:
         """Return whether the server is paused."""
@@ -88,7 +104,7 @@ class WeightUpdates:
         if self._updating.locked():
             raise ApiError(400, "weights are being updated already", code="busy")
         # The update goes on if its client leaves, since the server must have one engine.
-        answer: dict[str, Any] = await asyncio.shield(self._updated(request.path))
+        answer: dict[str, Any] = await asyncio.shield(self._updated(request.update_info.path))
         return JSONResponse(answer)
 
     async def _updated(self, path: str) -> dict[str, Any]:
@@ -99,7 +115,7 @@ class WeightUpdates:
                 settings = {"model": str(directory), "served_model_name": capabilities.model_name}
                 await self._dispatch.update(settings)
             except ValueError as error:
-                raise bad_value(error, UpdateRequest, "path") from None
+                raise bad_value(error, UpdateRequest, "update_info.path") from None
         contract = self._generation.contract["digest"]
         return {"contract": contract, "system_fingerprint": self._generation.fingerprint}
 
@@ -122,3 +138,20 @@ class WeightUpdates:
         if not (own.is_file() and served.is_file()) or not filecmp.cmp(own, served, shallow=False):
             raise ValueError("path must have the tokenizer.json of the served model")
         return directory
+
+
+def _require_no_body(http: Request) -> None:
+    """Refuse a body, which would have no effect, and requests of web pages.
+
+    A browser lets any page send a request without a body, but names the page's origin.
+
+    Raises:
+        ApiError: the request has a body or an origin.
+    """
+    if "origin" in http.headers:
+        raise ApiError(403, "web pages may not pause or resume the server")
+    if int(http.headers.get("content-length", 0)) or "transfer-encoding" in http.headers:
+        path = http.url.path
+        raise ApiError(
+            400, f"{path} has no body; mode is a query parameter, as in /pause?mode=wait"
+        )
