@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -333,6 +334,108 @@ def run_at_random(
     return done
 
 
+@dataclass(frozen=True)
+class Model:
+    """Random model of a round, and the limits of its requests.
+
+    Attributes:
+        name: name of the family, or "bundled".
+        isa: instruction set of the round.
+        settings: settings of every engine on which bits depend, and the context.
+        weights: maximum number of drafts of each method with weights.
+        heads: kind, directory and maximum number of drafts of each method with files of its own.
+        longest, max_tokens: limits of prompts and outputs.
+    """
+
+    name: str
+    isa: str
+    settings: dict[str, Any]
+    weights: dict[str, int]
+    heads: dict[str, tuple[str, Path, int]]
+    longest: int
+    max_tokens: int
+
+    @classmethod
+    def drawn(
+        cls, draw: random.Random, name: str, folder: Path, quantization: str | None = None
+    ) -> "Model":
+        """Return a random model, and set its instruction set.
+
+        Args:
+            draw: source of the choices.
+            name: name of the family, or "bundled".
+            folder: directory of the small model's configuration.
+            quantization: quantization of the model; None for a random one.
+        """
+        isa = draw.choice(specops.runtime.supported_isas())
+        specops.runtime.set_isa(isa)
+        is_small = name != "bundled"
+        longest, max_tokens = (120, 48) if is_small else (300, 64)
+        settings: dict[str, Any] = {
+            "device": "cpu",
+            "kv_cache_dtype": draw.choice(["auto", "auto", "int8", "fp8_e4m3"]),
+            "logprobs_mode": draw.choice(["raw_logprobs", "processed_logprobs"]),
+            "quantization": draw.choice(["none", "none", "wint8", "wint4"]),
+            "max_model_len": longest + max_tokens + 1,
+        }
+        if quantization is not None:
+            settings["quantization"] = quantization
+        if name in NO_8_BIT_CACHES:
+            settings["kv_cache_dtype"] = "auto"
+        weights, heads = ({} if name in NO_MTP else {"mtp": 4}), {}
+        if name in HEAD_FAMILIES:
+            model = write_target(name, folder)
+            heads = write_heads(draw, name, folder, model)
+            weights |= {method: most for method, (_, _, most) in heads.items()}
+            settings["model"] = str(model)
+        elif is_small:
+            sizes = {"num_hidden_layers": 2, "vocab_size": VOCAB, "num_nextn_predict_layers": 1}
+            model = write_config(folder, **{**sizes, **FAMILIES[name]})
+            settings |= {"model": str(model), "load_format": "dummy"}
+        return cls(name, isa, settings, weights, heads, longest, max_tokens)
+
+    def plain_engine(self, **changes: Any) -> Engine:
+        """Return an engine that decodes one request at a time, without speculation."""
+        naive = SpeculativeConfig(method="naive")
+        alone: dict[str, Any] = {"max_num_seqs": 1, "enable_prefix_caching": False}
+        settings = {**self.settings, **alone, **changes}
+        return Engine(EngineConfig(speculative_config=naive, **settings))
+
+    def vocab_of(self, engine: Engine) -> int:
+        """Return the number of tokens of random texts."""
+        if self.heads:
+            return small_heads.VOCAB
+        return VOCAB if self.name != "bundled" else engine.tokenizer.vocab_size
+
+    def random_engine(
+        self, draw: random.Random, count: int
+    ) -> tuple[Engine, dict[str, Any], list[dict[str, Any]]]:
+        """Return an engine with random limits, these limits, and methods of `count` requests."""
+        limits = random_limits(draw, self.longest + self.max_tokens + 1)
+        speculations = [random_speculation(draw, self.weights) for _ in range(count)]
+        own = random_speculation(draw, self.weights)
+        if self.heads:  # the engine's own number limits P-EAGLE's drafts
+            own = {"method": "ngram", "num_speculative_tokens": MOST_DRAFTS}
+            own["adaptive_verification"] = draw.random() < 0.3
+        if self.name in HAVE_STATES:
+            own = {"method": "ngram", "num_speculative_tokens": MOST_DRAFTS}
+            model = Path(self.settings["model"])
+            states = load_model(model, load_format="dummy").kv_bytes_per_slot(0)
+            if self.heads:  # the draft model needs the same state memory again
+                states *= 2
+            limits["state_cache_bytes"] = draw.choice([1, 2, 4, 30]) * states
+        options = {
+            method: {"model": str(directory)} for method, (_, directory, _) in self.heads.items()
+        }
+        default = SpeculativeConfig.from_dict({**own, **random_budgets(draw), "options": options})
+        if not default.selects_drafts:  # otherwise the engine has not measured its steps
+            speculations = [{**one, "adaptive_verification": False} for one in speculations]
+        config = EngineConfig(
+            speculative_config=default, methods=tuple(self.weights), **limits, **self.settings
+        )
+        return Engine(config), limits, speculations
+
+
 def run_round(
     draw: random.Random,
     name: str,
@@ -345,85 +448,34 @@ def run_round(
     """Run one model and one set of requests on some engines.
 
     Args:
-        draw: source of the choices.
-        name: name of the family, or "bundled".
-        folder: directory of the small model's configuration.
+        draw, name, folder, quantization: as for `Model.drawn`.
         found: counts of the round's events; updated.
         drafted, accepted: drafts by method, or kind of head, and num_model_steps.
-        quantization: quantization of the model; None for a random one.
     """
-    isa = draw.choice(specops.runtime.supported_isas())
-    specops.runtime.set_isa(isa)
-    is_small = name != "bundled"
-    longest, max_tokens = (120, 48) if is_small else (300, 64)
-    shared: dict[str, Any] = {
-        "device": "cpu",
-        "kv_cache_dtype": draw.choice(["auto", "auto", "int8", "fp8_e4m3"]),
-        "logprobs_mode": draw.choice(["raw_logprobs", "processed_logprobs"]),
-        "quantization": draw.choice(["none", "none", "wint8", "wint4"]),
-        "max_model_len": longest + max_tokens + 1,
-    }
-    if quantization is not None:
-        shared["quantization"] = quantization
-    if name in NO_8_BIT_CACHES:
-        shared["kv_cache_dtype"] = "auto"
-    weights, heads = ({} if name in NO_MTP else {"mtp": 4}), {}
-    if name in HEAD_FAMILIES:
-        model = write_target(name, folder)
-        heads = write_heads(draw, name, folder, model)
-        weights |= {method: most for method, (_, _, most) in heads.items()}
-        shared["model"] = str(model)
-    elif is_small:
-        sizes = {"num_hidden_layers": 2, "vocab_size": VOCAB, "num_nextn_predict_layers": 1}
-        model = write_config(folder, **{**sizes, **FAMILIES[name]})
-        shared |= {"model": str(model), "load_format": "dummy"}
-    naive = SpeculativeConfig(method="naive")
-    plain = Engine(
-        EngineConfig(
-            speculative_config=naive, max_num_seqs=1, enable_prefix_caching=False, **shared
-        )
-    )
-    vocab = VOCAB if is_small else plain.tokenizer.vocab_size
-    if heads:
-        vocab = small_heads.VOCAB
-    prompts = random_prompts(draw, vocab, longest)
-    params = [random_params(draw, vocab, draw.randint(1, max_tokens)) for _ in prompts]
+    model = Model.drawn(draw, name, folder, quantization)
+    plain = model.plain_engine()
+    vocab = model.vocab_of(plain)
+    prompts = random_prompts(draw, vocab, model.longest)
+    params = [random_params(draw, vocab, draw.randint(1, model.max_tokens)) for _ in prompts]
     plain_outputs = plain.generate(prompts, params, speculative_config={"method": "naive"})
     expected_bits = [bits(one) for one in plain_outputs]
     for _ in range(ENGINES):
-        limits = random_limits(draw, longest + max_tokens + 1)
-        speculations = [random_speculation(draw, weights) for _ in prompts]
-        own = random_speculation(draw, weights)
-        if heads:  # the engine's own number limits P-EAGLE's drafts
-            own = {"method": "ngram", "num_speculative_tokens": MOST_DRAFTS}
-            own["adaptive_verification"] = draw.random() < 0.3
-        if name in HAVE_STATES:
-            own = {"method": "ngram", "num_speculative_tokens": MOST_DRAFTS}
-            states = load_model(model, load_format="dummy").kv_bytes_per_slot(0)
-            if heads:  # the draft model needs the same state memory again
-                states *= 2
-            limits["state_cache_bytes"] = draw.choice([1, 2, 4, 30]) * states
-        options = {method: {"model": str(directory)} for method, (_, directory, _) in heads.items()}
-        default = SpeculativeConfig.from_dict({**own, **random_budgets(draw), "options": options})
-        if not default.selects_drafts:  # otherwise the engine has not measured its steps
-            speculations = [{**one, "adaptive_verification": False} for one in speculations]
-        config = EngineConfig(
-            speculative_config=default, methods=tuple(weights), **limits, **shared
-        )
-        engine = Engine(config)
+        engine, limits, speculations = model.random_engine(draw, len(prompts))
         got = run_at_random(engine, draw, prompts, params, speculations)
         for index, (one, expected) in enumerate(zip(got, expected_bits, strict=True)):
             found["outputs"] += 1
             found["tokens"] += len(one.token_ids)
             if bits(one) != expected:
                 found["differ"] += 1
-                print(f"\nrequest {index} of {name} differs: {isa}, {shared}, {limits}")
+                print(
+                    f"\nrequest {index} of {name} differs: {model.isa}, {model.settings}, {limits}"
+                )
                 print(f"  {speculations[index]}\n  {params[index]}\n  prompt {prompts[index]}")
                 print(f"  expected {expected[0]}\n  got      {one.token_ids}", flush=True)
         for speculation, one in zip(speculations, got, strict=True):
             method = speculation["method"].partition("+")[0]
-            if method in weights and speculation["method"] in (method, "mtp"):
-                kind = heads[method][0] if method in heads else method
+            if method in model.weights and speculation["method"] in (method, "mtp"):
+                kind = model.heads[method][0] if method in model.heads else method
                 key = kind, speculation["num_model_steps"]
                 drafted[key] += one.stats.num_draft_tokens
                 accepted[key] += one.stats.num_accepted_tokens

@@ -94,6 +94,7 @@ class FakeEngine:
         self.model_dtype, self.device = "bfloat16", "cpu"
         self.max_model_len = self.config.max_model_len or 256
         self.vocab_size = 257
+        self.max_num_drafts = self.config.max_num_batched_tokens - 1
         self.runnable_methods = methods
         self.missing_methods: dict[str, str] = {}
         self.stats = EngineStats()

@@ -2,20 +2,22 @@
 """An audit confirms every answer of the engine, and finds every change of one."""
 
 import json
-import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from specops.api.config import BUNDLED_MODEL
+from audit_campaign import all_weights, one_value
 from specops.api.structured import StructuredOutput
 from specops.audit import AuditRecord, AuditVerdict, audit
 from specops.cli import main
 from specops.engine import Engine, EngineConfig, SamplingParams, TokenLogprob
+from specops.quantization import QuantizedWeight
 
 PROMPTS = ["def add(a, b):\n", "class Stack:\n    def push", "import os\nimport sys\n", "for i in"]
 SEEDED = {"temperature": 0.9, "seed": 11}
@@ -153,6 +155,7 @@ CHANGES: dict[str, tuple[Callable[[AuditRecord], AuditRecord], str, int]] = {
         "token",
         9,
     ),
+    "an output that is cut off": (shorter, "token", 9),
     "the finish reason": (lambda one: replace(one, finish_reason="stop"), "ending", 40),
     "the stop reason": (lambda one: replace(one, stop_reason="x"), "ending", 40),
 }
@@ -192,30 +195,54 @@ def test_another_prompt_and_choice_are_found(engine: Engine, seeded: AuditRecord
     assert not verdict_on(engine, replace(seeded, choice_index=1)).is_confirmed
 
 
-@pytest.fixture(scope="module")
-def other_weight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copy the bundled model, and change one value of one projection."""
-    directory = tmp_path_factory.mktemp("model") / "model"
-    shutil.copytree(BUNDLED_MODEL, directory)
-    (file,) = directory.glob("*.safetensors")
-    tensors = load_file(file)
-    tensors["model.layers.0.self_attn.v_proj.weight"][3, 5] += 0.02
-    save_file(tensors, file)
-    return directory
+# Other engines than the one that gave the answer: weight kind of that one, the other settings, and
+# the change of its weights while they are loaded.
+OTHER_ENGINES: dict[str, tuple[str, dict[str, Any], Any]] = {
+    "int8 KV": ("none", {"kv_cache_dtype": "int8"}, nullcontext),
+    "fp8 KV": ("none", {"kv_cache_dtype": "fp8_e4m3"}, nullcontext),
+    "weight kind": ("wint8", {"quantization": "wint4"}, nullcontext),
+    "dtype": ("none", {"dtype": "float32"}, nullcontext),
+    "one int8 value": ("wint8", {}, partial(one_value, QuantizedWeight, Random(1))),
+    "one int4 value": ("wint4", {}, partial(one_value, QuantizedWeight, Random(2))),
+    "the last bit of a 16-bit value": ("none", {}, partial(one_value, torch.Tensor, Random(2))),
+    "version of the model": ("none", {}, partial(all_weights, Random(4))),
+}
 
 
-@pytest.mark.parametrize("kind", ["none", "wint8"])
-def test_one_other_weight_is_found(other_weight: Path, kind: str) -> None:
+@pytest.mark.parametrize("name", OTHER_ENGINES)
+def test_another_engine_is_found(name: str) -> None:
+    kind, settings, loading = OTHER_ENGINES[name]
     (record, *_) = records_of(engine_of(quantization=kind), "greedy")
-    verdict = verdict_on(engine_of(model=str(other_weight), quantization=kind), record)
+    with loading():
+        other = engine_of(**{"quantization": kind, **settings}, methods=())
+    verdict = verdict_on(other, record)
     assert verdict.what in ("logprob", "token", "alternatives")
 
 
-@pytest.mark.parametrize(
-    "settings", [{"kv_cache_dtype": "int8"}, {"quantization": "wint8"}, {"dtype": "float32"}]
-)
-def test_another_engine_is_found(settings: dict[str, Any], greedy: AuditRecord) -> None:
-    assert not verdict_on(engine_of(**settings), greedy).is_confirmed
+def test_a_weight_that_no_token_reads_is_not_found(greedy: AuditRecord) -> None:
+    """One answer shows a change of an embedding only if it has the token."""
+    other = engine_of(methods=())
+    embedding = other._runner.parts.model.embedding
+    used = {*greedy.prompt_token_ids, *greedy.token_ids}
+    unused = next(one for one in range(len(embedding)) if one not in used)
+    embedding[unused] += 1.0
+    assert verdict_on(other, greedy).is_confirmed
+    embedding[greedy.prompt_token_ids[0]] += 1.0
+    assert not verdict_on(other, greedy).is_confirmed
+
+
+@pytest.mark.parametrize("change", [{"seed": 12}, {"top_p": 0.5}, {"top_k": 2}, {"min_p": 0.3}])
+def test_parameters_that_change_no_choice_are_not_found(
+    engine: Engine, greedy: AuditRecord, change: dict[str, Any]
+) -> None:
+    assert verdict_on(engine, replace(greedy, params=replace(greedy.params, **change))).is_confirmed
+
+
+def test_processed_logprobs_show_parameters_at_the_first_token() -> None:
+    (record, *_) = records_of(engine := engine_of(logprobs_mode="processed_logprobs"), "filters")
+    for change in ({"temperature": 0.901}, {"top_p": 0.899}):
+        verdict = verdict_on(engine, replace(record, params=replace(record.params, **change)))
+        assert verdict.what in ("token", "logprob", "alternatives")
 
 
 def test_contracts_are_compared(engine: Engine, greedy: AuditRecord) -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Single rounds of the campaign of random engines (`make -C tools campaign`)."""
+"""Single rounds of the campaigns of random engines and of audits (`make -C tools campaign`)."""
 
 from collections.abc import Iterator
 
+import audit_campaign
 import engine_campaign
 import pytest
 import specops
@@ -30,6 +31,15 @@ def test_round_finds_no_difference(capsys: pytest.CaptureFixture[str]) -> None:
 def test_quantized_mixtures_have_no_difference(family: str, kind: str) -> None:
     options = ["--rounds", "1", "--family", family, "--quantization", kind]
     assert engine_campaign.main(options) == 0
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("family", ["qwen3_5", "gpt_oss", "gemma3 with heads", "glm4_moe"])
+def test_audits_of_random_answers_are_right(
+    family: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert audit_campaign.main(["--rounds", "2", "--family", family]) == 0
+    assert "0 false alarms; 72 changes, 0 wrong verdicts" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -150,16 +150,17 @@ def test_engine_page_prints_its_comments() -> None:
     assert printed == expected and len(printed) == 3
 
 
-def test_requests_page_prints_its_comments() -> None:
+@pytest.mark.parametrize(("page", "count"), [("requests.md", 2), ("audit.md", 1)])
+def test_pages_print_their_comments(page: str, count: int) -> None:
     pytest.importorskip("openai")
     from serving import serving
     from specops.engine import Engine, EngineConfig
 
     with serving(Engine(EngineConfig(num_pages=64, seed=0))) as one:
-        code = python_of("requests.md").replace(ADDRESS, one.url)
+        code = python_of(page).replace(ADDRESS, one.url)
         assert one.url in code
         printed, expected = printed_and_expected(code)
-    assert printed == expected and len(printed) == 2
+    assert printed == expected and len(printed) == count
 
 
 def application_snippets() -> dict[str, str]:

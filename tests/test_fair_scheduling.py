@@ -368,6 +368,18 @@ def test_newcomer_starts_beside_a_request_with_many_drafts() -> None:
     }
 
 
+def test_many_drafts_are_cut_beside_other_clients() -> None:
+    """An audit verifies 63 drafts a step alone, and no more rows than a prompt beside others."""
+    scheduler = slots(8)
+    scheduler.waiting.append(owned(0, "audit", "one"))
+    assert [rows_of(plan, "audit") for plan in run(scheduler, 2, drafts=63)] == [3, 64]
+    scheduler.waiting += [owned(i, "normal", "one", tokens=1) for i in range(1, 4)]
+    run(scheduler, 1)
+    for plan in run(scheduler, 6, drafts=63):
+        assert rows_of(plan, "audit") in (0, 4 * FREE)
+        assert all(part.num_rows <= 4 * FREE for part in plan.parts)
+
+
 def test_no_request_pauses_without_free_rows() -> None:
     scheduler = slots(32, free_rows=None)
     scheduler.waiting += [owned(i, "greedy", "many", tokens=1) for i in range(31)]

@@ -90,6 +90,30 @@ def test_model_of_a_request_names_an_adapter(served: Served) -> None:
         assert reply.status_code == 200 and reply.json()["model"] == "lora1", reply.text
 
 
+def test_answers_of_adapters_are_audited_and_scored(served: Served) -> None:
+    for name in ("model", "lora1"):
+        (choice,) = answer(served, name, audit=True)["choices"]
+        record = choice["audit"]
+        assert record.get("adapter") == served.engine.adapters.get(name)
+        (verdict,) = post(served, "audit", {"records": [record]}).json()["verdicts"]
+        assert verdict["confirmed"] and verdict["same_contract"], verdict
+        scored = post(
+            served,
+            "score",
+            {"prompt": PROMPT, "continuations": [record["token_ids"]], "model": name},
+        ).json()
+        assert scored["model"] == name
+        assert scored["scores"][0]["logprobs"] == choice["logprobs"]["token_logprobs"]
+    other = {**record, "adapter": "0" * 16, "contract": None}
+    response = post(served, "audit", {"records": [other]})
+    assert response.status_code == 400
+    sentence = "adapter must be the digest of a loaded adapter"
+    assert sentence in response.json()["error"]["message"]
+    model = {**record, "adapter": None, "contract": None}
+    (verdict,) = post(served, "audit", {"records": [model]}).json()["verdicts"]
+    assert not verdict["confirmed"] and verdict["what"] in ("token", "logprob")
+
+
 def test_models_lists_adapters_with_their_parent(served: Served) -> None:
     cards = {card["id"]: card for card in get(served, "models").json()["data"]}
     assert list(cards) == ["model", "lora0", "lora1"]

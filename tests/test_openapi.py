@@ -34,6 +34,8 @@ EVERY_PATH = {
     "/version",
     "/v1/models",
     "/v1/models/{name}",
+    "/v1/audit",
+    "/v1/score",
     "/v1/contract",
     "/v1/completions",
     "/v1/chat/completions",
@@ -87,7 +89,7 @@ def test_server_conforms_to_its_description(
     ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert "Tested: 24" in done.stdout
+    assert "Tested: 26" in done.stdout
     tiny.wait_until_idle()
     statuses = answers_by_status(tiny)
     assert statuses[200] > least and statuses[400] > least
@@ -141,6 +143,7 @@ def test_every_route_is_described(description: dict[str, Any]) -> None:
     [
         ("completions", "TextCompletion", {"prompt": "a", "logprobs": 2, "echo": True, "n": 2}),
         ("completions", "TextCompletion", {"prompt": [[5, 6], [7]], "prompt_logprobs": 1}),
+        ("completions", "TextCompletion", {"prompt": [5], "audit": True, "n": 2}),
         ("completions", "TextCompletion", {"prompt": [5], "stop_token_sequences": [[1, 2]]}),
         ("completions", "TextCompletion", {"prompt": "a", "return_token_ids": True, "store": True}),
         ("chat/completions", "ChatCompletion", {"return_token_ids": True, "enable_thinking": True}),
@@ -164,6 +167,24 @@ def test_answers_of_every_kind_match_their_schema(
     check(description, schema, answer.json())
     if answer.status_code == 200:
         check(description, body_schema, body)
+
+
+def test_verdicts_match_their_schema(tiny: Served, description: dict[str, Any]) -> None:
+    body = {"prompt": [5], "audit": True, "temperature": 0, "logit_bias": {"7": -100}}
+    answer = httpx.post(f"{tiny.url}/v1/completions", json=body, timeout=300)
+    (record,) = (one["audit"] for one in answer.json()["choices"])
+    records = [record, {**record, "token_ids": [7] * 16, "logprobs": []}]
+    audited = httpx.post(f"{tiny.url}/v1/audit", json={"records": records}, timeout=300)
+    check(description, "AuditRequest", {"records": records})
+    check(description, "AuditReply", audited.json())
+    assert [one["confirmed"] for one in audited.json()["verdicts"]] == [True, False]
+
+
+def test_scores_match_their_schema(tiny: Served, description: dict[str, Any]) -> None:
+    body = {"prompt": [5, 6], "continuations": [[7], [8, 9]], "logprobs": 2}
+    answer = httpx.post(f"{tiny.url}/v1/score", json=body, timeout=300)
+    check(description, "ScoreRequest", body)
+    check(description, "ScoreReply", answer.json())
 
 
 def test_docs_list_every_range_and_default(description: dict[str, Any]) -> None:
@@ -200,7 +221,7 @@ def test_description_names_the_routes_that_require_a_key() -> None:
     with serving(FakeEngine(), api_keys=["k"]) as served:
         described = httpx.get(f"{served.url}/openapi.json").json()
         api = schemathesis.openapi.from_url(f"{served.url}/openapi.json")
-        assert len(list(api.get_all_operations())) == 24
+        assert len(list(api.get_all_operations())) == 26
         for path, item in described["paths"].items():
             for method, operation in item.items():
                 needs_key = path.startswith("/v1") or path in ("/tokenize", "/detokenize")

@@ -246,6 +246,7 @@ def test_every_sampling_parameter_reaches_the_engine(tiny: Served, mtp_model: Pa
     others = {"top_p", "min_p", "n", "stop", "ignore_eos", "logprobs", "structured_output"}
     others |= {"report_drafts"}  # reported by streams, not a sampling parameter
     others |= {"prompt_logprobs"}  # tests/test_prompt_logprobs.py
+    others |= {"prompt_logprobs_start"}  # /v1/score only; tests/test_scoring_server.py
     others |= {"prediction"}  # chats only; tests/conformity.py
     others |= {"cache_salt"}  # sent as a digest; tests/test_isolation.py
     given = {*common, *own, "logit_bias"}

@@ -619,7 +619,7 @@ def test_job_is_unchanged_by_encoding() -> None:
         structured_output=StructuredOutput(choice=("x", "y"), prefix='start: "z"'),
     )
     for given in (params, SamplingParams()):
-        more = {"kv_transfer": KvTransfer(remote_port=1), "session": "a-1"}
+        more = {"kv_transfer": KvTransfer(remote_port=1), "session": "a-1", "choice_index": 5}
         text = '{"method": "naive"}'
         job = Submit(3, "key-0", [[1, 2**31 - 1], [0]], given, text, True, **more)
         (found,) = map(to_process, Frames().feed(encoded(job)))

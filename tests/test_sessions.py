@@ -730,12 +730,12 @@ def test_session_ids_are_checked(path: str) -> None:
     [
         ({"n": 2}, None, "requires exactly one prompt and n 1, got 1 and 2"),
         ({"prompt": ["a", "b"]}, None, "requires exactly one prompt and n 1, got 2 and 1"),
-        ({}, "sql", "requires the model without the adapter 'sql'"),
+        ({}, ("sql", "digest"), "requires the model without the adapter 'sql'"),
     ],
     ids=str,
 )
 def test_requests_that_have_no_session(
-    more: dict[str, Any], adapter: str | None, message: str
+    more: dict[str, Any], adapter: tuple[str, str] | None, message: str
 ) -> None:
     from specops.server.api_error import ApiError
     from specops.server.kv_transfer import session_of

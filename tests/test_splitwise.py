@@ -205,6 +205,7 @@ UNUSUAL: dict[str, list[Any]] = {
     "max_tokens": [0, 1, None, 10**6, 10**400, -1],
     "min_tokens": [1, 2, 8, 9, -1],
     "return_token_ids": [True, False, 1],
+    "audit": [True, False, 1],
     "n": [2, 16, 129, 0],
     "best_of": [1, 2],
     "stop": ["a", ["a", "b"], [""]],
@@ -653,10 +654,10 @@ def test_prefill_engine_accepts_every_parameter(name: str) -> None:
     for value in values:
         if value == 0 and name in POSITIVE:
             value = 1e-6
-        thinks = {"response_max_tokens": 5} if name.startswith("think_") else {}
-        job = Submit(
-            1, "", [[1]], SamplingParams(**{"max_tokens": None, **thinks, name: value}), None, True
-        )
+        needed = {"response_max_tokens": 5} if name.startswith("think_") else {}
+        needed |= {"prompt_logprobs": 0} if name == "prompt_logprobs_start" else {}
+        params = SamplingParams(**{"max_tokens": None, **needed, name: value})
+        job = Submit(1, "", [[1]], params, None, True)
         one = node("prefill")
         one._begin(one._streams["prefill"], b"1-1", Ticket("other", 1, b""), job)
         engine: Any = one._engine

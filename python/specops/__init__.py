@@ -13,7 +13,8 @@ runtime       threads, instruction sets, errors of CUDA ops
 `import specops` is enough to call `specops.sampling.verify`. Some modules must be imported by name:
 `specops.reference` (all ops in plain PyTorch: the specification), `specops.torch_ops`
 (torch.compile), `specops.minimal` (an engine in one file), `specops.engine` (the serving engine),
-`specops.audit` (checks of answers) and `specops.integrations` (the ops in other projects).
+`specops.audit` (checks of answers), `specops.scoring` (logprobs of given texts) and
+`specops.integrations` (the ops in other projects).
 
 Every op takes torch tensors, runs on their device, and keeps the row-identity contract
 of docs/exactness.md: the bits of an output row depend only on that row's own request.

@@ -12,14 +12,12 @@ logits processors, grammars, stops.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from uuid import uuid4
 
 from specops.api.audit import AuditRecord, AuditVerdict, Comparison
 from specops.engine import Engine
 
-__all__ = ["AuditRecord", "AuditVerdict", "Comparison", "audit", "speculation_of"]
-
-NUM_DRAFTS = 63  # tokens of an answer that a step verifies, besides the one that it chooses
+__all__ = ["AuditRecord", "AuditVerdict", "Comparison", "audit"]
 
 
 def audit(
@@ -50,15 +48,16 @@ def audit(
             )
     comparisons = [Comparison(record, contract) for record in records]
     running: dict[str, Comparison] = {}
+    salt = uuid4().hex
     try:
         for record, comparison in zip(records, comparisons, strict=True):
             while engine.num_waiting >= engine.config.max_waiting:
                 _step(engine, running)
             name = engine.add_request(
                 record.prompt_token_ids,
-                record.request(),
+                record.request(salt),
                 choice_index=record.choice_index,
-                speculative_config=speculation_of(record, engine.config.max_num_batched_tokens),
+                speculative_config=record.speculation(engine.max_num_drafts),
                 adapter=None if record.adapter is None else adapters[record.adapter],
             )
             running[name] = comparison
@@ -68,22 +67,6 @@ def audit(
         for name in running:
             engine.abort(name)
     return [one.verdict for one in comparisons if one.verdict is not None]
-
-
-def speculation_of(record: AuditRecord, max_num_batched_tokens: int) -> dict[str, Any]:
-    """Return the `speculative_config` of the request that derives an answer again.
-
-    Args:
-        record: the answer.
-        max_num_batched_tokens: rows of a step, as the engine is configured.
-    """
-    return {
-        "method": "prediction",
-        "num_speculative_tokens": min(NUM_DRAFTS, max_num_batched_tokens - 1),
-        "verify_strategy": record.verify_strategy,
-        "accept_policy": "normal",
-        "adaptive_verification": False,
-    }
 
 
 def _step(engine: Engine, running: dict[str, Comparison]) -> None:

@@ -6,7 +6,6 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
-from uuid import uuid4
 
 from specops.api.contract import digest_with_adapter
 from specops.api.outputs import Completion, TokenLogprob
@@ -16,11 +15,17 @@ from specops.api.structured import StructuredOutput
 # Strategies under which an answer does not depend on the drafts that were verified.
 STRATEGIES = ("target_match", "greedy")
 
+# Tokens of an answer that a step verifies, besides the one that it chooses.
+NUM_DRAFTS = 63
+
+_MAX_FLOAT = struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]  # of float32
+
 # Parameters that change nothing in an answer, with the values that they have in a record.
 _LEFT_OUT: dict[str, Any] = {
     "n": 1,
     "report_drafts": False,
     "prompt_logprobs": None,
+    "prompt_logprobs_start": 0,
     "prediction": (),
     "cache_salt": None,
 }
@@ -38,7 +43,8 @@ class AuditRecord:
     Attributes:
         prompt_token_ids: the prompt.
         token_ids: the output, or its beginning.
-        params: sampling parameters; the seed is the one that was used.
+        params: sampling parameters; the seed is the one that was used. Parameters that change
+            nothing in an answer get their defaults.
         choice_index: index of the answer among the choices of its request.
         verify_strategy: how drafts were verified, one of STRATEGIES.
         logprobs: one per output token, or empty if the answer reports none.
@@ -65,6 +71,12 @@ class AuditRecord:
     def __post_init__(self) -> None:
         for name in ("prompt_token_ids", "token_ids"):
             object.__setattr__(self, name, _token_ids(name, getattr(self, name)))
+        object.__setattr__(self, "params", replace(self.params, **_LEFT_OUT))
+        if type(self.choice_index) is not int or not 0 <= self.choice_index < 2**31:
+            raise ValueError(f"choice_index must be in [0, 2^31), got {self.choice_index!r}")
+        for name in ("finish_reason", "contract"):
+            if not isinstance(getattr(self, name), (str, type(None))):
+                raise ValueError(f"{name} must be a text, got {getattr(self, name)!r}")
         if self.verify_strategy not in STRATEGIES:
             raise ValueError(
                 f"verify_strategy must be one of {', '.join(STRATEGIES)}, got "
@@ -104,7 +116,7 @@ class AuditRecord:
         return cls(
             prompt_token_ids=tuple(completion.prompt_token_ids),
             token_ids=tuple(completion.token_ids),
-            params=replace(params, seed=completion.seed, **_LEFT_OUT),
+            params=replace(params, seed=completion.seed),
             choice_index=completion.index,
             verify_strategy=verify_strategy,
             logprobs=tuple(completion.logprobs),
@@ -174,19 +186,40 @@ class AuditRecord:
             found["logprobs"] = [_logprob_values(one) for one in self.logprobs]
         return found
 
-    def request(self) -> SamplingParams:
+    def request(self, cache_salt: str) -> SamplingParams:
         """Return the parameters of the request that derives the answer again.
 
-        Its prediction is the answer itself, so that tens of tokens are verified at once. It shares
-        no pages with other requests, so that nothing is taken from the prefix cache.
+        Its prediction is the answer itself, so that tens of tokens are verified at once.
+
+        Args:
+            cache_salt: a new salt for each audit. Answers to the same prompt in one audit share its
+                pages, and nothing is taken from the prefix cache of other requests.
         """
-        params = replace(self.params, prediction=self.token_ids, cache_salt=uuid4().hex)
-        if self.finish_reason == "length":  # another engine may have another context length
-            params = replace(params, max_tokens=len(self.token_ids))
+        params = replace(self.params, prediction=self.token_ids, cache_salt=cache_salt)
+        if self.finish_reason == "length" and self.params.max_tokens is None:
+            # The context ended the answer; that of another engine may be longer.
+            count = len(self.token_ids)
+            params = replace(params, max_tokens=count, min_tokens=min(params.min_tokens, count))
         if self.logprobs:
             most = max(len(one.alternatives) for one in self.logprobs)
             params = replace(params, logprobs=max(most, params.logprobs or 0))
         return params
+
+    def speculation(self, max_num_drafts: int) -> dict[str, Any]:
+        """Return the `speculative_config` of the request that derives the answer again.
+
+        Args:
+            max_num_drafts: maximum number of drafts of a request in the engine.
+        """
+        chosen = {"verify_strategy": self.verify_strategy, "accept_policy": "normal"}
+        if not max_num_drafts:
+            return {"method": "naive", **chosen}
+        return {
+            "method": "prediction",
+            "num_speculative_tokens": min(NUM_DRAFTS, max_num_drafts),
+            "adaptive_verification": False,
+            **chosen,
+        }
 
 
 @dataclass(frozen=True)
@@ -212,6 +245,17 @@ class AuditVerdict:
     def is_confirmed(self) -> bool:
         """True if every token and every bit of the answer was derived again."""
         return self.what is None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the verdict as JSON values."""
+        return {
+            "confirmed": self.is_confirmed,
+            "num_confirmed": self.num_confirmed,
+            "what": self.what,
+            "given": _json_value(self.given),
+            "derived": _json_value(self.derived),
+            "same_contract": self.same_contract,
+        }
 
     def sentence(self, text_of: Callable[[int], str] = str) -> str:
         """Return the verdict as a sentence.
@@ -347,25 +391,40 @@ def _json_number(value: float) -> float | None:
     return None if value == -math.inf else value
 
 
+def _json_value(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_json_value(one) for one in value]
+    return _json_number(value) if isinstance(value, float) else value
+
+
 def _logprob_of(name: str, values: Any) -> TokenLogprob:
     given = _object(name, values, ("token_id", "logprob", "rank", "alternatives"))
     alternatives = given.get("alternatives", ())
-    pairs = [pair for pair in alternatives if isinstance(pair, (list, tuple)) and len(pair) == 2]
-    if "logprob" not in given or len(pairs) != len(alternatives):
+    is_pairs = isinstance(alternatives, (list, tuple)) and all(
+        isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in alternatives
+    )
+    if "logprob" not in given or not is_pairs:
         raise ValueError(
             f"{name} must have a logprob, and alternatives as [token id, logprob], got {values!r}"
         )
     return TokenLogprob(
-        given.get("token_id", -1),
+        _integer(name, given.get("token_id", -1)),
         _number(name, given["logprob"]),
-        tuple((token_id, _number(name, logprob)) for token_id, logprob in pairs),
-        given.get("rank", 0),
+        tuple((_integer(name, token_id), _number(name, one)) for token_id, one in alternatives),
+        _integer(name, given.get("rank", 0)),
     )
+
+
+def _integer(name: str, value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{name} must hold integers for token_id and rank, got {value!r}")
+    return value
 
 
 def _number(name: str, value: Any) -> float:
     if value is None:
         return -math.inf
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{name} must hold numbers, got {value!r}")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= _MAX_FLOAT:  # NaN fails this comparison
+        raise ValueError(f"{name} must hold numbers of float32 for logprobs, got {value!r}")
     return float(value)

@@ -26,6 +26,7 @@ class Capabilities(Struct, frozen=True):
         device: "cpu" or "cuda:N".
         max_model_len: maximum length of prompt and output together, in tokens.
         vocab_size: size of the model's vocabulary.
+        max_num_drafts: maximum number of drafts of a request in a step.
         num_pages: number of KV pages.
         page_size: number of tokens of a page.
         enable_prefix_caching: whether requests share the pages of equal prefixes.
@@ -44,6 +45,7 @@ class Capabilities(Struct, frozen=True):
     device: str
     max_model_len: int
     vocab_size: int
+    max_num_drafts: int
     num_pages: int
     page_size: int
     enable_prefix_caching: bool
@@ -126,6 +128,7 @@ class Submit(Struct, tag=True, array_like=True, eq=False):
         kv_transfer: request to fetch the prompt's pages from another engine, or lease them to one.
         session: name of the session that the job resumes and is saved to; None: none.
         adapter: name and digest of the LoRA adapter; None: the model alone.
+        choice_index: index of each prompt's first choice, which keys its random numbers.
     """
 
     job: int
@@ -137,6 +140,7 @@ class Submit(Struct, tag=True, array_like=True, eq=False):
     kv_transfer: KvTransfer | None = None
     session: str | None = None
     adapter: tuple[str, str] | None = None
+    choice_index: int = 0
 
 
 class Abort(Struct, tag=True, array_like=True):
@@ -195,10 +199,13 @@ class Accepted(Struct, tag=True, array_like=True):
     Attributes:
         job: the job's number.
         num_speculative_tokens: maximum number of drafts per step in its configuration.
+        verify_strategy, accept_policy: how its drafts are verified.
     """
 
     job: int
     num_speculative_tokens: int
+    verify_strategy: str = "target_match"
+    accept_policy: str = "normal"
 
 
 class Refused(Struct, tag=True, array_like=True):

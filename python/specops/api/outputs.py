@@ -40,12 +40,20 @@ class PromptLogprobs(Sequence["TokenLogprob | None"]):
     Args:
         token_ids: the prompt.
         num_alternatives: number of most likely tokens kept for each prompt token.
+        start: index of the first token whose logprob is wanted; earlier tokens have none.
     """
 
-    def __init__(self, token_ids: Sequence[int] | NDArray[np.int32], num_alternatives: int) -> None:
+    def __init__(
+        self,
+        token_ids: Sequence[int] | NDArray[np.int32],
+        num_alternatives: int,
+        start: int = 0,
+    ) -> None:
         self.token_ids: NDArray[np.int32] = np.array(token_ids, dtype=np.int32)
         self.num_alternatives = num_alternatives
-        self.num_scored = 0  # tokens with a logprob; the first token is not counted
+        self._start = max(start, 1)
+        # Tokens that have a logprob or need none; the first token is not counted.
+        self.num_scored = self._start - 1
         self._scores: tuple[NDArray[np.float32], NDArray[np.int32]] | None = None
         self._tops: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
 
@@ -57,29 +65,30 @@ class PromptLogprobs(Sequence["TokenLogprob | None"]):
     def add(self, scores: PromptScores) -> None:
         """Append the logprobs of the next tokens of the prompt."""
         logprobs, ranks, top_ids, top_logprobs = scores
-        count, width = len(self.token_ids) - 1, self.num_alternatives
+        count, width = len(self.token_ids) - self._start, self.num_alternatives
         if self._scores is None or self._tops is None:  # allocated when the first scores arrive
             self._scores = np.empty(count, np.float32), np.empty(count, np.int32)
             self._tops = np.empty((count, width), np.int32), np.empty((count, width), np.float32)
-        new = slice(self.num_scored, self.num_scored + len(logprobs))
+        begin = self.num_scored - self._start + 1
+        new = slice(begin, begin + len(logprobs))
         self._scores[0][new], self._scores[1][new] = logprobs, ranks
         self._tops[0][new] = top_ids[:, :width]
         self._tops[1][new] = top_logprobs[:, :width]
         self.num_scored += len(logprobs)
 
-    def packed(self) -> tuple[int, list[bytes]]:
+    def packed(self) -> tuple[int, int, list[bytes]]:
         """Return the contents as plain data, for `unpacked`."""
         arrays = [self.token_ids, *(self._scores or ()), *(self._tops or ())]
-        return self.num_alternatives, [one.tobytes() for one in arrays]
+        return self.num_alternatives, self._start, [one.tobytes() for one in arrays]
 
     @classmethod
-    def unpacked(cls, packed: tuple[int, list[bytes]]) -> "PromptLogprobs":
+    def unpacked(cls, packed: tuple[int, int, list[bytes]]) -> "PromptLogprobs":
         """Rebuild the object from `packed` data in which all tokens or none have a logprob."""
-        num_alternatives, arrays = packed
-        result = cls(np.frombuffer(arrays[0], np.int32), num_alternatives)
+        num_alternatives, start, arrays = packed
+        result = cls(np.frombuffer(arrays[0], np.int32), num_alternatives, start)
         if len(arrays) > 1:
-            result.num_scored = count = len(result.token_ids) - 1
-            shape = count, num_alternatives
+            result.num_scored = len(result.token_ids) - 1
+            shape = len(result.token_ids) - start, num_alternatives
             result._scores = (
                 np.frombuffer(arrays[1], np.float32),
                 np.frombuffer(arrays[2], np.int32),
@@ -105,13 +114,13 @@ class PromptLogprobs(Sequence["TokenLogprob | None"]):
             return [self[one] for one in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(index)
-        row = index % len(self) - 1
+        row = index % len(self) - self._start
         if row < 0 or self._scores is None or self._tops is None:
             return None
         logprobs, ranks = self._scores
         ids, values = (one[row].tolist() for one in self._tops)
         return TokenLogprob(
-            int(self.token_ids[row + 1]),
+            int(self.token_ids[row + self._start]),
             float(logprobs[row]),
             tuple(zip(ids, values, strict=True)),
             int(ranks[row]),

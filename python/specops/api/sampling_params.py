@@ -20,6 +20,7 @@ WHOLE_RANGES: dict[str, tuple[int, int | None]] = {
     "seed": (-(2**63), 2**64 - 1),
     "logprobs": (0, 100),
     "prompt_logprobs": (0, 100),
+    "prompt_logprobs_start": (0, _MAX_INT),
     "min_tokens": (0, _MAX_INT),
     "think_end_token_id": (0, _MAX_INT),
     "reasoning_max_tokens": (0, _MAX_INT),
@@ -81,6 +82,8 @@ class SamplingParams:
         report_drafts: report with each step's output which drafts the step verified.
         prompt_logprobs: the same as logprobs for the tokens of the prompt. All rows of the prompt
             are then computed; none are taken from the prefix cache.
+        prompt_logprobs_start: index of the first token of the prompt whose logprob is reported.
+            Rows of earlier tokens may then be taken from the prefix cache.
         think_end_token_id: the token that ends the model's thinking; "</think>" when absent.
         reasoning_max_tokens: number of thinking tokens after which the thinking is ended by force,
             0 or more.
@@ -125,6 +128,7 @@ class SamplingParams:
     logprobs: int | None = None
     report_drafts: bool = False
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
     think_end_token_id: int | None = None
     reasoning_max_tokens: int | None = None
     response_max_tokens: int | None = None
@@ -210,6 +214,11 @@ class SamplingParams:
             raise ValueError(
                 f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"
             )
+        if self.prompt_logprobs_start and self.prompt_logprobs is None:
+            raise ValueError(
+                f"prompt_logprobs_start needs prompt_logprobs, got {self.prompt_logprobs_start} "
+                "without it"
+            )
         thinks = self.reasoning_max_tokens is not None or self.response_max_tokens is not None
         for name in ("think_end_token_id", "think_inject_token_ids"):
             if getattr(self, name) is not None and not thinks:
@@ -259,6 +268,22 @@ class SamplingParams:
             logprobs=None,
             report_drafts=False,
             structured_output=None,
+        )
+
+    def for_scores(self, start: int, num_alternatives: int) -> "SamplingParams":
+        """Return the parameters of a request that only reports logprobs of its prompt.
+
+        Args:
+            start: index of the first token that has a logprob.
+            num_alternatives: number of alternatives reported with each.
+        """
+        return replace(
+            self.for_prompt(),
+            max_tokens=0,
+            min_tokens=0,
+            prediction=(),
+            prompt_logprobs=num_alternatives,
+            prompt_logprobs_start=start,
         )
 
     @property

@@ -284,9 +284,14 @@ class SpeculativeConfig:
         return (
             self.adaptive_verification is True
             and self.method != NAIVE
-            and self.verify_strategy in ("target_match", "greedy")
-            and self.accept_policy == "normal"
+            and self.has_exact_verification
         )
+
+    @property
+    def has_exact_verification(self) -> bool:
+        """True if the output does not depend on the drafts that are verified."""
+        exact = self.verify_strategy in ("target_match", "greedy")
+        return exact and self.accept_policy == "normal"
 
     @property
     def draft_stages(self) -> tuple[tuple[str, int], ...]:

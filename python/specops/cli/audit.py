@@ -5,7 +5,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +127,7 @@ def _report(
     report = {
         "contract": contract,
         "verdicts": [
-            {"record": name, "confirmed": verdict.is_confirmed, **asdict(verdict)}
+            {"record": name, **verdict.as_dict()}
             for (name, _), verdict in zip(records, verdicts, strict=True)
         ],
     }

@@ -249,6 +249,13 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
         "server's own)",
     )
     add(
+        "--weight-update-dir",
+        metavar="DIR",
+        help="let every client that may use the server pause it (/pause, /resume) and load the "
+        "weights of models below this directory (/update_weights), as training loops do "
+        "(default: these routes do not exist)",
+    )
+    add(
         "--forwarded-allow-ips",
         metavar="ADDRESS",
         action="append",
@@ -489,6 +496,7 @@ def _app(
     from specops import server
 
     _check_limits(args)
+    _check_weight_updates(args, len(processes))
     check_scheduler(args)
     tls = _tls(args)
     tracing = _tracing(args.otlp_traces_endpoint)
@@ -520,6 +528,7 @@ def _app(
         model_aliases=(args.served_model_name or [""])[1:],
         unsupported_fields=args.unsupported_fields,
         runtime_lora_dir=args.runtime_lora_dir,
+        weight_update_dir=args.weight_update_dir,
     )
     scheme = "https" if tls else "http"
     _log_address(client, scheme, listener, is_open=not api_keys)
@@ -653,6 +662,30 @@ def _check_limits(args: argparse.Namespace) -> None:
     ):
         if not getattr(args, name) >= 1:  # also refuses NaN
             raise ValueError(f"{name} must be at least 1, got {getattr(args, name)}")
+
+
+def _check_weight_updates(args: argparse.Namespace, num_processes: int) -> None:
+    """Refuse updates of weights where the engine cannot be replaced.
+
+    Raises:
+        ValueError: the directory does not exist, or another option needs the same engine.
+    """
+    if args.weight_update_dir is None:
+        return
+    if not Path(args.weight_update_dir).is_dir():
+        raise ValueError(f"weight_update_dir must be a directory, got {args.weight_update_dir}")
+    if num_processes != 1:
+        raise ValueError(
+            "weight_update_dir needs a single engine in its own process: leave out in_process and "
+            "data_parallel_size"
+        )
+    for name, default in (
+        ("role", None),
+        ("scheduler_name", "local"),
+        ("kv_events_endpoint", None),
+    ):
+        if getattr(args, name) != default:
+            raise ValueError(f"weight_update_dir cannot be combined with {name}")
 
 
 def _listeners(args: argparse.Namespace) -> tuple[socket.socket, socket.socket | None]:

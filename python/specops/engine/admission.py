@@ -83,7 +83,6 @@ class Admission:
         think_end, inject = self._thinking(params)
         if not 0 <= choice_index < 2**31:
             raise ValueError(f"choice_index must be in [0, 2^31), got {choice_index}")
-        scored = params.prompt_logprobs
         request = Request(
             request_id=self._name(request_id, taken),
             arrival=self._arrivals,
@@ -107,7 +106,7 @@ class Admission:
             added_at=time.perf_counter(),
             drafts=DraftState.of(speculative),
             output=Output(thinking_state=0 if params.thinks else -1),
-            prompt_logprobs=None if scored is None else PromptLogprobs(token_ids, scored),
+            prompt_logprobs=_prompt_logprobs(token_ids, params),
         )
         self.drafting.admit(request)
         self._arrivals += 1
@@ -258,6 +257,18 @@ class Admission:
 def _no_time() -> float:
     """Return 0, as a timer that never advances: tensor-parallel ranks must decide the same."""
     return 0.0
+
+
+def _prompt_logprobs(token_ids: Sequence[int], params: SamplingParams) -> PromptLogprobs | None:
+    if params.prompt_logprobs is None:
+        return None
+    start = params.prompt_logprobs_start
+    if start >= len(token_ids):
+        raise ValueError(
+            "prompt_logprobs_start must be below the number of tokens of the prompt, "
+            f"{len(token_ids)}, got {start}"
+        )
+    return PromptLogprobs(token_ids, params.prompt_logprobs, start)
 
 
 def _signed64(seed: int) -> int:

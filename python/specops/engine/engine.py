@@ -316,6 +316,13 @@ class Engine:
         return self._drafting.of_common_text
 
     @property
+    def max_num_drafts(self) -> int:
+        """Maximum number of drafts of a request in a step."""
+        limit = self._drafting.max_num_drafts
+        most = self.config.max_num_batched_tokens - 1
+        return most if limit is None else min(most, limit)
+
+    @property
     def num_captures(self) -> int:
         """Number of CUDA graphs captured so far."""
         return self._runner.memory.num_captures
@@ -487,7 +494,14 @@ class Engine:
         Raises:
             ValueError: no request could have this prompt or these arguments.
         """
-        plain = replace(params, n=1, seed=0, structured_output=None, prompt_logprobs=None)
+        plain = replace(
+            params,
+            n=1,
+            seed=0,
+            structured_output=None,
+            prompt_logprobs=None,
+            prompt_logprobs_start=0,
+        )
         request = self._admission.make(
             token_ids,
             plain,
@@ -605,7 +619,8 @@ class Engine:
             self._runner.stop(request, slot)
         for request in plan.started:
             if not request.placement.was_preempted:
-                if self.config.enable_prefix_caching and request.prompt_logprobs is None:
+                reads_cache = request.params.prompt_logprobs is None or request.num_reusable
+                if self.config.enable_prefix_caching and reads_cache:
                     self.stats.prefix_cache_queries += request.prompt_len
                 self.stats.prefix_cache_hits += request.placement.num_cached_tokens
             try:

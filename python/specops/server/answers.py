@@ -8,8 +8,10 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
+from specops.api.audit import AuditRecord
 from specops.api.messages import End, Output
 from specops.api.outputs import SpeculativeStats, TokenLogprob
 from specops.api.tokenizer import Tokenizer
@@ -80,6 +82,8 @@ class Answer(Generic[R]):
         # By prompt index. The engine sends them with the first output of the prompt's first choice.
         self._prompt_logprobs: dict[int, Sequence[TokenLogprob | None]] = {}
         self._spans: list[Span] = []
+        # By choice index, for audit records: tokens and logprobs so far.
+        self._audited: dict[int, tuple[list[int], list[TokenLogprob]]] = {}
 
     async def complete(self, permit: Permit) -> bytes:
         """Wait for all choices and return the complete answer, not streamed, as JSON.
@@ -106,6 +110,7 @@ class Answer(Generic[R]):
         for index in sorted(outputs):
             output = outputs[index].output
             choice = {**self.choice(output, self.ends[index]), **self._ids(output)}
+            choice |= self._audit(index)
             choices.append(with_members(dumped(choice), self.choice_extras(index)))
         body = {**self.frame, "object": self.object_name, **self._totals()}
         body |= kv_transfer_extras(self.ends.values())
@@ -158,14 +163,15 @@ class Answer(Generic[R]):
                     if options.include_steps:
                         report = step_report(self.tokenizer, output, self.job.hidden_drafters)
                         yield chunk([{**self.delta(step), **ids, "step": report}])
-                    elif step.text or step.logprobs or any(ids.values()):
+                    elif step.text or self._reports_logprobs(step) or any(ids.values()):
                         yield chunk([{**self.delta(step), **ids}])
                     if step.end is None:
                         continue
                     last = len(self.ends) == len(self.job.times)
                     # With include_usage, a separate last chunk has the counts.
                     members = {} if options.include_usage or not last else self._metrics()
-                    yield chunk([self.last(step.index, step.end)], **members)
+                    ended = {**self.last(step.index, step.end), **self._audit(step.index)}
+                    yield chunk([ended], **members)
             if options.include_usage:
                 yield chunk([], **self._totals())
         except JobFailed as error:
@@ -185,6 +191,32 @@ class Answer(Generic[R]):
     def _ids(self, step: Output) -> dict[str, Any]:
         """Return the fields with the token ids that a step added to a choice, if requested."""
         return {"token_ids": step.token_ids} if self.request.return_token_ids else {}
+
+    def _reports_logprobs(self, step: Output) -> bool:
+        """Return whether a step has logprobs that the client requested."""
+        requested = self.request.logprobs
+        return bool(step.logprobs) and requested is not None and requested is not False
+
+    def _audit(self, index: int) -> dict[str, Any]:
+        """Return the field with the audit record of a finished choice, if requested."""
+        if not self.request.audit:
+            return {}
+        end, accepted = self.ends[index], self.job.accepted
+        assert accepted is not None, "the engine has accepted the job"
+        token_ids, logprobs = self._audited.pop(index)
+        record = AuditRecord(
+            prompt_token_ids=tuple(self.job.prompts[self.prompt_of(index)]),
+            token_ids=tuple(token_ids),
+            params=replace(self.job.params, seed=end.seed),
+            choice_index=index % self.job.params.n,
+            verify_strategy=accepted.verify_strategy,
+            logprobs=tuple(logprobs),
+            finish_reason=end.finish_reason,
+            stop_reason=end.stop_reason,
+            contract=self.frame["system_fingerprint"].rpartition("-")[2],
+            adapter=None if self.job.adapter is None else self.job.adapter[1],
+        )
+        return {"audit": record.as_dict()}
 
     def chat_prompt_ids(self) -> dict[str, Any]:
         """Return the field with the token ids of a chat's prompt, if requested."""
@@ -259,6 +291,10 @@ class Answer(Generic[R]):
         end = step.end
         if self.request.include_stop_str_in_output and end and end.finish_reason == "stop":
             step.text += end.stop_reason if isinstance(end.stop_reason, str) else ""
+        if self.request.audit:
+            token_ids, logprobs = self._audited.setdefault(step.index, ([], []))
+            token_ids += step.token_ids
+            logprobs += step.logprobs
         if step.prompt_logprobs is not None:
             self._prompt_logprobs[self.prompt_of(step.index)] = step.prompt_logprobs
         if step.end is not None and output.span is not None:

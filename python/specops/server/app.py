@@ -39,6 +39,7 @@ from specops.server.anthropic_messages import (
     error_body,
 )
 from specops.server.api_error import ApiError, server_error, shutting_down
+from specops.server.audits import AuditReply, AuditRequest
 from specops.server.chat import ChatFormat
 from specops.server.clients import Clients
 from specops.server.connections import bounded_protocol, connections_within_files
@@ -75,10 +76,19 @@ from specops.server.replies import (
     Version,
 )
 from specops.server.requests import Requests, note
+from specops.server.scores import ScoreReply, ScoreRequest
 from specops.server.streaming import dumped
 from specops.server.tokens import DetokenizeRequest, TokenizeRequest
 from specops.server.unread import Unread
 from specops.server.unsupported import HEADER, IgnoredFields, Policy
+from specops.server.updates import (
+    OF_PAUSE,
+    Paused,
+    Status,
+    Updated,
+    UpdateRequest,
+    WeightUpdates,
+)
 from specops.service.client import EngineClient
 from specops.service.garbage import raise_gc_thresholds
 
@@ -112,6 +122,10 @@ _ABSENT = {
     "/metrics": ": metrics are on the port of --metrics-port",
     "/v1/load_lora_adapter": _NO_UPDATES,
     "/v1/unload_lora_adapter": _NO_UPDATES,
+    **dict.fromkeys(
+        ("/pause", "/resume", "/is_paused", "/update_weights"),
+        ": weights can only be updated with --weight-update-dir",
+    ),
 }
 
 _READ = ["GET", "HEAD"]
@@ -143,6 +157,7 @@ def make_app(
     model_aliases: Sequence[str] = (),
     unsupported_fields: Policy = "error",
     runtime_lora_dir: str | Path | None = None,
+    weight_update_dir: str | Path | None = None,
 ) -> FastAPI:
     """Return the application that serves an engine.
 
@@ -178,6 +193,8 @@ def make_app(
             answer's header `x-ignored-fields`; "ignore": ignore them.
         runtime_lora_dir: folder of the LoRA adapters that clients may load; None: the routes for
             that do not exist.
+        weight_update_dir: directory below which /update_weights may load models; None: there are
+            no routes for updates.
 
     Raises:
         ValueError: the chat template cannot be read, a key is empty, the parser is unknown, or an
@@ -201,7 +218,6 @@ def make_app(
         add_metrics(app, metrics)
     clients = Clients(api_keys, cache_scope)
     generation = Generation(
-        client.capabilities,
         dispatch,
         tokenizer,
         chat_format,
@@ -218,6 +234,8 @@ def make_app(
     if runtime_lora_dir is not None:
         changes = AdapterChanges(runtime_lora_dir, dispatch, generation.model_names)
     api = _openai_routes(generation, changes)
+    if weight_update_dir is not None:
+        _add_update_routes(api, WeightUpdates(generation, dispatch, Path(weight_update_dir)))
     app.include_router(api)
     _add_description(app, api if api_keys else None, has_chats=chat_format.has_template)
     _add_error_handlers(app, api)
@@ -348,6 +366,16 @@ def _openai_routes(generation: Generation, changes: AdapterChanges | None) -> AP
         """Return the execution contract: everything that output bits depend on, and its digest."""
         return JSONResponse(generation.contract_of(request.query_params.get("model")))
 
+    @api.post("/v1/audit", **with_body(AuditRequest, AuditReply, generates=True))
+    async def audit(request: Request) -> Response:
+        """Derive recorded answers again, and say where one differs."""
+        return await generation.audit(request)
+
+    @api.post("/v1/score", **with_body(ScoreRequest, ScoreReply, generates=True))
+    async def score(request: Request) -> Response:
+        """Return the log-probabilities of continuations of a prompt."""
+        return await generation.score(request)
+
     @api.post("/v1/completions", **with_body(CompletionRequest, TextCompletion, streams=True))
     async def completions(request: Request) -> Response:
         """Complete a prompt, in OpenAI's format."""
@@ -390,6 +418,30 @@ def _add_adapter_routes(api: APIRouter, generation: Generation, changes: Adapter
         """Unload a LoRA adapter; requests that use it finish."""
         body = await generation.read(request, UnloadAdapterRequest)
         return JSONResponse({"message": await changes.unload(body)})
+
+
+def _add_update_routes(api: APIRouter, updates: WeightUpdates) -> None:
+    """Add the routes that replace the engine's weights."""
+
+    @api.post("/pause", **without_body(Status, 400, 403, query=OF_PAUSE))
+    async def pause(request: Request) -> Response:
+        """Hold new requests, and answer once no request runs."""
+        return await updates.pause(request)
+
+    @api.post("/resume", **without_body(Status, 400, 403))
+    async def resume(request: Request) -> Response:
+        """Run the requests that wait since /pause."""
+        return await updates.resume(request)
+
+    @api.api_route("/is_paused", methods=_READ, **without_body(Paused))
+    async def is_paused() -> Response:
+        """Return whether requests wait for /resume."""
+        return updates.state()
+
+    @api.post("/update_weights", **with_body(UpdateRequest, Updated))
+    async def update_weights(request: Request) -> Response:
+        """Load the weights of another directory."""
+        return await updates.update(request)
 
 
 def _unconverted(answer_type: type[A]) -> Callable[[R, str], tuple[R, type[A]]]:

@@ -7,12 +7,14 @@ All code in this module runs on the event loop.
 import asyncio
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 from specops.api.errors import ContextOverflow, QueueFull, UnknownAdapter
 from specops.api.messages import (
     Accepted,
     AdapterChange,
     Batch,
+    Capabilities,
     Failed,
     Output,
     Progress,
@@ -57,6 +59,7 @@ class Dispatch:
         max_unread_bytes: bytes of output that may wait for one client to read them.
 
     Attributes:
+        metrics: the argument.
         unread: output that clients have not read yet.
     """
 
@@ -69,11 +72,15 @@ class Dispatch:
         max_unread_bytes: int = 64 << 20,
     ) -> None:
         self._client = client
-        self._metrics = metrics
+        self.metrics = metrics
         self._num_clients = num_clients
         self._jobs: dict[int, Job] = {}  # unfinished jobs by number
         self._changes: dict[int, asyncio.Future[None]] = {}  # of adapters, by number
         self._outbox: Outbox | None = None
+        self._is_open = asyncio.Event()  # whether jobs are submitted; cleared by `pause`
+        self._is_open.set()
+        self._is_idle = asyncio.Event()  # whether no job is unfinished
+        self._is_idle.set()
         self._num_rows = client.status.stats.num_rows
         self.unread = Unread(max_unread_bytes, self._end_unread)
         metrics.watch(self.unread)
@@ -100,8 +107,59 @@ class Dispatch:
                 f"the client has not read {size} bytes of earlier answers; read them first"
             )
 
+    @property
+    def capabilities(self) -> Capabilities:
+        """Properties of the engine, which change if its weights are updated."""
+        return self._client.capabilities
+
+    @property
+    def is_paused(self) -> bool:
+        """True if jobs wait for `resume`."""
+        return not self._is_open.is_set()
+
+    async def pause(self, *, aborts: bool) -> None:
+        """Hold all jobs that come from now on, and wait for the end of the unfinished ones.
+
+        Args:
+            aborts: end the unfinished jobs with an error, rather than wait for them.
+        """
+        self._is_open.clear()
+        for job in list(self._jobs.values()) if aborts else ():
+            self._remove(job.number)
+            self._client.abort(job.number)
+            self._deliver([(job, JobFailed("the request was aborted by /pause"))])
+        await self._is_idle.wait()
+
+    async def until_resumed(self) -> None:
+        """Wait until jobs are submitted."""
+        await self._is_open.wait()
+
+    def resume(self) -> None:
+        """Submit the jobs that wait, and those that come."""
+        self._is_open.set()
+
+    async def update(self, settings: Mapping[str, Any]) -> None:
+        """Replace the engine while this object is paused; see `EngineClient.update`.
+
+        Raises:
+            ValueError: jobs run, or the new engine cannot be made; the old one continues.
+        """
+        if not self.is_paused or not self._is_idle.is_set():
+            raise ValueError("requests may run; call /pause first")
+        await self._client.update(settings)
+        self._num_rows = 0  # a new engine counts from zero
+
+    def _remove(self, number: int) -> Job | None:
+        """Remove an unfinished job from the table, and return it if it is there."""
+        job = self._jobs.pop(number, None)
+        if not self._jobs:
+            self._is_idle.set()
+        return job
+
     async def submit(self, job: Job) -> None:
         """Submit a job to the engine and wait until the engine accepts it.
+
+        While jobs are held, wait for `resume` first.
 
         Raises:
             QueueFull: the engine's queue is full, or the engine has not read earlier submissions.
@@ -109,6 +167,7 @@ class Dispatch:
             JobFailed: the engine has failed, does not respond, is being restarted, or cannot be
                 reached.
         """
+        await self.until_resumed()
         self._require_engine()
         self._client.submit(
             Submit(
@@ -121,9 +180,11 @@ class Dispatch:
                 job.kv_transfer,
                 job.session,
                 job.adapter,
+                job.choice_index,
             )
         )
         self._jobs[job.number] = job
+        self._is_idle.clear()
         try:
             await job.until_accepted()
         except asyncio.CancelledError:
@@ -170,14 +231,14 @@ class Dispatch:
     def abort(self, job: Job) -> None:
         """Abort a job, drop its output, and free its pages; no-op if the job has finished."""
         job.close()
-        if self._jobs.pop(job.number, None) is not None:
+        if self._remove(job.number) is not None:
             self._client.abort(job.number)
 
     def _end_unread(self, stream: Stream) -> None:
         """End the stream of a client that has left too much output unread."""
         assert isinstance(stream, Job)
         logger.warning("ending a stream, since its client %s does not read it", stream.client)
-        if self._jobs.pop(stream.number, None) is not None:
+        if self._remove(stream.number) is not None:
             self._client.abort(stream.number)
         stream.fail(
             OutputNotRead(
@@ -187,10 +248,10 @@ class Dispatch:
 
     def _receive(self, batch: Batch) -> None:
         stats = batch.status.stats
-        self._metrics.step(stats.num_rows - self._num_rows)
+        self.metrics.step(stats.num_rows - self._num_rows)
         self._num_rows = stats.num_rows
         for reason, count in batch.dropped.items():
-            self._metrics.dropped(reason, count)
+            self.metrics.dropped(reason, count)
         steps = None
         if self._client.capabilities.times_drafting:
             steps = StepSeconds(stats.verify_seconds, stats.draft_seconds)
@@ -208,7 +269,7 @@ class Dispatch:
             elif isinstance(event, Accepted):
                 events.append((job, event))
             else:
-                del self._jobs[job.number]
+                self._remove(job.number)
                 events.append((job, _error(event, job)))
         self._deliver(events)
 
@@ -233,7 +294,7 @@ class Dispatch:
     ) -> None:
         times = job.times[index]
         before = times.last or job.arrival
-        self._metrics.tokens(count, now - before, first=not times.last)
+        self.metrics.tokens(count, now - before, first=not times.last)
         times.last = now
         if not times.num_first:
             times.first = now
@@ -262,22 +323,23 @@ class Dispatch:
             steps_at_last=steps,
         )
         num_prompt = len(job.prompts[output.index // job.params.n])
-        self._metrics.finished(end.finish_reason, num_prompt, end.num_tokens, span)
+        self.metrics.finished(end.finish_reason, num_prompt, end.num_tokens, span)
         job.num_running -= 1
         if not job.num_running:
-            del self._jobs[job.number]
+            self._remove(job.number)
         return ChoiceOutput(output, seconds, span)
 
     def _fail_all(self, message: str) -> None:
         """Fail every job after the engine has ended."""
         jobs = self._jobs
         self._jobs = {}
+        self._is_idle.set()
         self._num_rows = 0  # a new engine counts from zero
         for change in self._changes.values():
             if not change.done():
                 change.set_exception(EngineAway(message))
         for job in jobs.values():
-            self._metrics.dropped("error", job.num_running)
+            self.metrics.dropped("error", job.num_running)
         self._deliver([(job, _loss_error(message, job)) for job in jobs.values()])
 
 

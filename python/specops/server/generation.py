@@ -13,14 +13,17 @@ from dataclasses import replace
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, TypeVar
+from uuid import uuid4
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
+from specops.api.audit import AuditRecord, AuditVerdict, Comparison
 from specops.api.contract import with_adapter
 from specops.api.errors import ContextOverflow, QueueFull, UnknownAdapter
 from specops.api.messages import Capabilities
+from specops.api.outputs import PromptLogprobs
 from specops.api.sampling_params import SamplingParams
 from specops.api.tokenizer import Tokenizer
 from specops.server.admission import ClientPermits, Permit
@@ -33,6 +36,13 @@ from specops.server.api_error import (
     server_error,
     shutting_down,
     too_long,
+)
+from specops.server.audits import (
+    AuditRequest,
+    bad_record,
+    compare,
+    records_of,
+    require_auditable,
 )
 from specops.server.call_forms import HERMES
 from specops.server.chat import ChatFormat
@@ -50,7 +60,8 @@ from specops.server.protocol import (
 )
 from specops.server.reasoning import Reader
 from specops.server.sampling_defaults import with_defaults
-from specops.server.streaming import ClientGone, EventStream, until_gone
+from specops.server.scores import ScoreRequest, check_tokens, scores_of
+from specops.server.streaming import ClientGone, EventStream, dumped, until_gone
 from specops.server.structured import refusal
 from specops.server.tokens import (
     DetokenizeRequest,
@@ -84,7 +95,6 @@ class Generation:
 
     def __init__(
         self,
-        capabilities: Capabilities,
         dispatch: Dispatch,
         tokenizer: Tokenizer,
         chat_format: ChatFormat,
@@ -96,8 +106,8 @@ class Generation:
         model_aliases: Sequence[str] = (),
         unsupported_fields: Policy = "error",
     ) -> None:
-        self._capabilities = capabilities
         # Each name once, first the one that answers report.
+        capabilities = dispatch.capabilities
         self.model_names = list(dict.fromkeys((capabilities.model_name, *model_aliases)))
         self._unsupported_fields = unsupported_fields
         self._sampling_defaults = sampling_defaults
@@ -121,6 +131,25 @@ class Generation:
         # A longer text cannot fit the context, and tokenising it would take seconds. The factor
         # of 4 allows for tokenizers that shorten a text first.
         self._max_characters = 4 * capabilities.max_model_len * tokenizer.longest_token()
+
+    @property
+    def _capabilities(self) -> Capabilities:
+        return self._dispatch.capabilities
+
+    @property
+    def contract(self) -> dict[str, Any]:
+        """The engine's execution contract."""
+        return self._capabilities.contract
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the model's answers: the version and the digest of the contract."""
+        return self._fingerprint(None)
+
+    def _fingerprint(self, adapter: tuple[str, str] | None) -> str:
+        """Return the fingerprint of the answers of an adapter, given as for `Job`."""
+        contract = with_adapter(self.contract, None if adapter is None else adapter[1])
+        return f"specops-{contract['specops']}-{contract['digest']}"
 
     def model_cards(self) -> list[dict[str, Any]]:
         """Return the entries of /v1/models: one for each name of the model and each adapter."""
@@ -153,9 +182,17 @@ class Generation:
         Raises:
             ApiError: 404; nothing served has this name.
         """
+        adapter = self._adapter_of(name)
+        return with_adapter(self.contract, None if adapter is None else adapter[1])
+
+    def _adapter_of(self, name: str | None) -> tuple[str, str] | None:
+        """Return the name and the digest of the adapter that a request's `model` names.
+
+        Raises:
+            ApiError: 404; nothing served has this name.
+        """
         adapter = self.adapter_of(name)
-        digest = None if adapter is None else self._dispatch.adapters[adapter]
-        return with_adapter(self._capabilities.contract, digest)
+        return None if adapter is None else (adapter, self._dispatch.adapters[adapter])
 
     def adapter_of(self, name: str | None) -> str | None:
         """Return the LoRA adapter that a request's `model` names; None for the model itself.
@@ -189,10 +226,7 @@ class Generation:
             begin: maps the body and the client's name to the chat or completion to generate and
                 the factory of its `Answer`.
         """
-        try:
-            self._dispatch.require_capacity(http.state.client)
-        except QueueFull as error:  # refuse it before doing any work for it
-            raise busy(error) from None
+        self._require_capacity(http)
         body = with_defaults(await self.read(http, body_type), self._sampling_defaults)
         try:
             request, answer_type = begin(body, http.state.client)
@@ -204,8 +238,7 @@ class Generation:
     async def _answer(
         self, http: Request, request: Any, answer_type: Callable[..., Answer[Any]]
     ) -> Response:
-        adapter = self.adapter_of(request.model)
-        contract = self.contract_of(request.model)
+        adapter = self._adapter_of(request.model)
         self._check_lengths(request)
         params = await self._with_prediction(await self._sampling_params(http, request))
         params = self._with_budget(request, params)
@@ -217,6 +250,9 @@ class Generation:
             raise ClientDisconnect
         speculative = request.speculative_config
         kv_transfer = kv_transfer_of(request, len(prompts), self._capabilities.role)
+        if request.audit and kv_transfer is not None and kv_transfer.do_remote_decode:
+            message = "audit must be absent with do_remote_decode: another server generates"
+            raise ApiError(400, message, param="audit", code="invalid_value")
         job = Job(
             prompts,
             params,
@@ -227,19 +263,27 @@ class Generation:
             kv_transfer=kv_transfer,
             session=session_of(request, len(prompts), self._capabilities.has_sessions, adapter),
             hidden_drafters=self._hidden_drafters,
-            adapter=None if adapter is None else (adapter, contract["adapter"]),
+            adapter=adapter,
         )
         answer = answer_type(
             request,
             job,
             self._tokenizer,
-            adapter or self._capabilities.model_name,
-            f"specops-{contract['specops']}-{contract['digest']}",
+            self._capabilities.model_name if adapter is None else adapter[0],
+            self._fingerprint(adapter),
             partial(self._reader, request, texts[0]),
         )
         http.state.record.answer = answer
         try:
             await until_gone(self._submit(job, http.state.permit), http.receive)
+            # Weights may have been updated while the job waited.
+            answer.frame["system_fingerprint"] = self._fingerprint(adapter)
+            if request.audit:
+                try:
+                    require_auditable(job.accepted)
+                except ApiError:
+                    self._dispatch.abort(job)
+                    raise
             if request.stream:
                 close = partial(self._dispatch.abort, job)
                 return EventStream(answer.chunks(), close, failed=answer.end_with)
@@ -267,8 +311,146 @@ class Generation:
         except ApiError as error:
             raise error.under_names(body_type.chat_names) from None
 
+    async def audit(self, http: Request) -> Response:
+        """Serve /v1/audit: derive answers again, one after the other, and compare all bits."""
+        self._require_capacity(http)
+        request = await self.read(http, AuditRequest)
+        self.adapter_of(request.model)
+        records = await asyncio.to_thread(records_of, request, self._capabilities)
+        verdicts, salt = [], uuid4().hex
+        try:
+            for index, record in enumerate(records):
+                audited = self._audited(http, index, record, salt)
+                verdict = await until_gone(audited, http.receive)
+                self._dispatch.metrics.audited(verdict.is_confirmed)
+                message = verdict.sentence(self._shown_token)
+                verdicts.append({**verdict.as_dict(), "message": message})
+        except ClientGone:
+            return Response(status_code=499)  # for the access log only: the client has left
+        except (QueueFull, JobFailed, asyncio.CancelledError) as error:
+            raise _refusal(error, request) from None
+        answer = {"object": "audit", "model": self._capabilities.model_name}
+        answer["system_fingerprint"] = self.fingerprint
+        return JSONResponse({**answer, "verdicts": verdicts})
+
+    async def _audited(
+        self, http: Request, index: int, record: AuditRecord, cache_salt: str
+    ) -> AuditVerdict:
+        """Return the verdict on one record.
+
+        Raises:
+            ApiError: the engine refuses the record's request.
+            QueueFull: too many requests wait.
+            JobFailed: the engine has failed.
+        """
+        adapters = {digest: name for name, digest in self._dispatch.adapters.items()}
+        if record.adapter is not None and record.adapter not in adapters:
+            loaded = ", ".join(adapters) or "none"
+            message = f"adapter must be the digest of a loaded adapter ({loaded})"
+            raise bad_record(index, ValueError(f"{message}, got {record.adapter}"))
+        job = Job(
+            [list(record.prompt_token_ids)],
+            record.request(cache_salt),
+            json.dumps(record.speculation(self._capabilities.max_num_drafts)),
+            client=http.state.client,
+            streaming=True,
+            unread=self._dispatch.unread,
+            choice_index=record.choice_index,
+            adapter=None if record.adapter is None else (adapters[record.adapter], record.adapter),
+        )
+        try:
+            await self._submit(job, http.state.permit)
+            return await compare(job, Comparison(record, self.contract["digest"]))
+        except (ContextOverflow, ValueError) as error:
+            raise bad_record(index, error) from None
+        finally:
+            self._dispatch.abort(job)  # no-op if it is finished
+
+    async def score(self, http: Request) -> Response:
+        """Serve /v1/score: report the logprobs of continuations of a prompt."""
+        self._require_capacity(http)
+        request = await self.read(http, ScoreRequest)
+        adapter = self._adapter_of(request.model)
+        prompt, continuations = await self._encode_scored(request)
+        check_tokens(prompt, continuations)
+        prompts = [prompt + one for one in continuations]
+        try:
+            mode = self.contract["logprobs_mode"]
+            params = request.sampling_params(len(prompt), http.state.cache_scope, mode)
+        except ValueError as error:
+            raise bad_value(error, ScoreRequest) from None
+        check_prompt_logprobs(prompts, params)
+        job = Job(
+            prompts,
+            params,
+            '{"method": "naive"}',
+            client=http.state.client,
+            streaming=False,
+            unread=self._dispatch.unread,
+            adapter=adapter,
+        )
+        found: dict[int, PromptLogprobs] = {}
+        try:
+            await until_gone(self._submit(job, http.state.permit), http.receive)
+            fingerprint = self._fingerprint(adapter)
+            while job.num_unfinished:
+                for output in await until_gone(job.next_outputs(), http.receive):
+                    assert output.output.prompt_logprobs is not None, "the job requests them"
+                    found[output.output.index] = output.output.prompt_logprobs
+        except ClientGone:
+            return Response(status_code=499)  # for the access log only: the client has left
+        except (ValueError, QueueFull, JobFailed, asyncio.CancelledError) as error:
+            raise _refusal(error, request) from None
+        finally:
+            self._dispatch.abort(job)  # no-op if it is finished
+        model = self._capabilities.model_name if adapter is None else adapter[0]
+        answer = {"object": "score", "model": model}
+        answer["system_fingerprint"] = fingerprint
+        scored = partial(scores_of, len(prompt), found, has_alternatives=request.logprobs > 0)
+        body = await asyncio.to_thread(lambda: dumped(answer | scored()))
+        return Response(body, media_type="application/json")
+
+    async def _encode_scored(self, request: ScoreRequest) -> tuple[list[int], list[list[int]]]:
+        """Return the token ids of the prompt and of its continuations."""
+        texts = request.texts(self._capabilities.max_model_len, self._max_characters)
+
+        def encode() -> list[list[int]]:
+            encoded = []
+            for index, text in enumerate(texts):
+                name = "continuations" if index else "prompt"
+                if isinstance(text, str):
+                    text = self._tokenizer.encode(text, add_special_tokens=not index)
+                self._tokenizer.check_ids(name, text, self._capabilities.vocab_size)
+                encoded.append(text)
+            return encoded
+
+        try:
+            prompt, *continuations = await asyncio.to_thread(encode)
+        except ValueError as error:
+            raise bad_value(error, ScoreRequest) from None
+        return prompt, continuations
+
+    def _shown_token(self, token_id: int) -> str:
+        text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return f"{token_id} ({text!r})"
+
+    def _require_capacity(self, http: Request) -> None:
+        """Refuse a request before any work for it if its client may not submit another one.
+
+        Raises:
+            ApiError: 429; too many of its requests wait.
+        """
+        try:
+            self._dispatch.require_capacity(http.state.client)
+        except QueueFull as error:
+            raise busy(error) from None
+
     async def _submit(self, job: Job, permit: Permit) -> None:
         """Submit a job to the engine; release the permit once fewer than _SUBMITTED jobs wait."""
+        while self._dispatch.is_paused:  # without the permit, which /resume needs
+            permit.release()
+            await self._dispatch.until_resumed()
+            await permit.acquire()
         if job.params.structured_output is not None:  # the engine compiles its grammar first
             permit.release()
             return await self._dispatch.submit(job)
@@ -565,7 +747,7 @@ def _marks_turns(chat_format: ChatFormat) -> bool:
         return chat_format.has_template
 
 
-def _refusal(error: BaseException, request: CompletionRequest | ChatCompletionRequest) -> ApiError:
+def _refusal(error: BaseException, request: Any) -> ApiError:
     """Return the API error for an exception that refused a job or ended it early."""
     if isinstance(error, ContextOverflow):
         return too_long(str(error), request.prompt_field)

@@ -113,13 +113,14 @@ class Job:
         session: name of the session that the job resumes and is saved to; None: none.
         hidden_drafters: drafters whose rejected drafts are not reported.
         adapter: name and digest of the LoRA adapter; None: the model alone.
+        choice_index: index of each prompt's first choice.
 
     Attributes:
         number: unique number of the job.
         times: token times of each choice.
         num_running: number of choices whose last output has not arrived yet.
         num_unfinished: number of choices whose last output the caller has not received yet.
-        num_speculative_tokens: maximum number of drafts per step; set when the job is accepted.
+        accepted: the engine's acceptance of the job; None before it arrives.
     """
 
     def __init__(
@@ -135,8 +136,10 @@ class Job:
         session: str | None = None,
         hidden_drafters: Collection[str] = (),
         adapter: tuple[str, str] | None = None,
+        choice_index: int = 0,
     ) -> None:
         self.adapter = adapter
+        self.choice_index = choice_index
         self.kv_transfer = kv_transfer
         self.session = session
         self.hidden_drafters = hidden_drafters
@@ -149,13 +152,18 @@ class Job:
         self.arrival = time.perf_counter()
         self.num_running = self.num_unfinished = len(prompts) * params.n
         self.times = [Times() for _ in range(self.num_running)]
-        self.num_speculative_tokens = 0
+        self.accepted: Accepted | None = None
         self._loop = asyncio.get_running_loop()
         self._accepted: asyncio.Future[None] | None = self._loop.create_future()
         self._unread = unread
         self._is_closed = False  # ignores further events
         self._events: deque[ChoiceOutput | Exception] = deque()
         self._arrival: asyncio.Future[None] | None = None  # resolved when an event arrives
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Maximum number of drafts per step; 0 before the job is accepted."""
+        return 0 if self.accepted is None else self.accepted.num_speculative_tokens
 
     @property
     def is_accepted(self) -> bool:
@@ -217,7 +225,7 @@ class Job:
         if self._is_closed:
             return
         if isinstance(event, Accepted):
-            self.num_speculative_tokens = event.num_speculative_tokens
+            self.accepted = event
             if self._accepted is not None and not self._accepted.done():
                 self._accepted.set_result(None)
         elif self._accepted is not None and not self._accepted.done():

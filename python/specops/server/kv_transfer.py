@@ -75,7 +75,7 @@ def session_of(
     request: CompletionRequest | ChatCompletionRequest,
     num_prompts: int,
     has_sessions: bool,
-    adapter: str | None,
+    adapter: tuple[str, str] | None,
 ) -> str | None:
     """Return the name of the session that a request resumes and is saved to, or None.
 
@@ -83,7 +83,7 @@ def session_of(
         request: the client's request.
         num_prompts: number of prompts in the request.
         has_sessions: whether this server has sessions.
-        adapter: the LoRA adapter that the request names; None: the model alone.
+        adapter: name and digest of the LoRA adapter of the request; None: the model alone.
 
     Raises:
         ApiError: this server or this kind of request has no sessions, or the name is not valid.
@@ -99,7 +99,7 @@ def session_of(
     if not has_sessions:
         raise _refused("requires a server with --session-dir", _SESSION_FIELD)
     if adapter is not None:
-        raise _refused(f"requires the model without the adapter {adapter!r}", _SESSION_FIELD)
+        raise _refused(f"requires the model without the adapter {adapter[0]!r}", _SESSION_FIELD)
     if num_prompts > 1 or request.n > 1:
         raise _refused(
             f"requires exactly one prompt and n 1, got {num_prompts} and {request.n}",

@@ -22,7 +22,8 @@ def num_prompt_logprobs(prompts: Sequence[Sequence[int]], params: SamplingParams
     """Return how many prompt log-probabilities an answer has, including alternatives."""
     if params.prompt_logprobs is None:
         return 0
-    return params.n * sum(map(len, prompts)) * (1 + params.prompt_logprobs)
+    count = sum(len(prompt) - params.prompt_logprobs_start for prompt in prompts)
+    return params.n * count * (1 + params.prompt_logprobs)
 
 
 def check_prompt_logprobs(prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
@@ -51,8 +52,9 @@ def token_text(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _finite(logprob: float) -> float:
-    return max(logprob, -9999.0)  # JSON has no -inf
+def finite(logprob: float) -> float:
+    """Return a log-probability for JSON, which has no -inf."""
+    return max(logprob, -9999.0)
 
 
 def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -60,7 +62,7 @@ def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dic
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.token_bytes(token_id)
-        return {"token": token_text(data), "logprob": _finite(logprob), "bytes": list(data)}
+        return {"token": token_text(data), "logprob": finite(logprob), "bytes": list(data)}
 
     content = []
     for token in logprobs:
@@ -125,7 +127,7 @@ class LegacyLogprobs:
                 pass  # the tokenizer added it, so the text does not contain it
             elif text and text.startswith(name := token_text(data), self._offset):
                 self._offset += len(name)
-            values.append(None if token is None else _finite(token.logprob))
+            values.append(None if token is None else finite(token.logprob))
             top.append(None if token is None else self._alternatives(token, num_alternatives))
         return {
             "tokens": tokens,
@@ -151,7 +153,7 @@ class LegacyLogprobs:
             (token.token_id, token.logprob),
         ):
             text = token_text(self._tokenizer.token_bytes(token_id))
-            alternatives.setdefault(text, _finite(logprob))
+            alternatives.setdefault(text, finite(logprob))
         return alternatives
 
 
@@ -184,10 +186,10 @@ def vllm_prompt_logprobs(
     texts = _TokenTexts(tokenizer)
 
     def row(token: TokenLogprob) -> str:
-        entries = [(token.token_id, _finite(token.logprob), token.rank, texts[token.token_id])]
+        entries = [(token.token_id, finite(token.logprob), token.rank, texts[token.token_id])]
         for rank, (token_id, logprob) in enumerate(token.alternatives[:num_alternatives], 1):
             if token_id != token.token_id:
-                entries.append((token_id, _finite(logprob), rank, texts[token_id]))
+                entries.append((token_id, finite(logprob), rank, texts[token_id]))
         return f"{{{','.join([_ENTRY % entry for entry in entries])}}}"
 
     rows = ["null" if logprob is None else row(logprob) for logprob in logprobs]

@@ -111,6 +111,12 @@ class Metrics:
             (*_LABELS, "method", "route", "status"),
             registry=self._registry,
         )
+        self._audits = Counter(
+            "specops:audited_answers",
+            "Answers that /v1/audit derived again, by verdict",
+            (*_LABELS, "verdict"),
+            registry=self._registry,
+        )
         self._whole = self._histogram(
             "e2e_request_latency_seconds", "From arrival to the end of a choice", _SECONDS
         )
@@ -144,6 +150,10 @@ class Metrics:
         else:
             for _ in range(count):
                 self._between_tokens.observe(seconds / count)
+
+    def audited(self, is_confirmed: bool) -> None:
+        """Count an audited answer."""
+        self._audits.labels(self._model, "confirmed" if is_confirmed else "differs").inc()
 
     def dropped(self, reason: str, count: int) -> None:
         """Count choices that ended early."""

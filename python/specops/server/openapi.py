@@ -29,6 +29,7 @@ from specops.api.sampling_params import (
 )
 from specops.server.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from specops.server.anthropic_messages import CountTokensRequest, MessagesRequest
+from specops.server.audits import AuditRequest
 from specops.server.openai_responses import ResponsesRequest
 from specops.server.protocol import (
     MAX_LISTS,
@@ -39,7 +40,9 @@ from specops.server.protocol import (
     CompletionRequest,
 )
 from specops.server.replies import ErrorReply
+from specops.server.scores import ScoreRequest
 from specops.server.tokens import DetokenizeRequest, TokenizeRequest
+from specops.server.updates import UpdateRequest
 
 _TEXT = "def add(a, b):"
 _MESSAGES_EXAMPLE = [{"role": "user", "content": f"Complete this function: {_TEXT}"}]
@@ -53,6 +56,9 @@ _BODIES: dict[type[Body], dict[str, Any]] = {
     CountTokensRequest: {"messages": _MESSAGES_EXAMPLE},
     TokenizeRequest: {"prompt": _TEXT},
     DetokenizeRequest: {"tokens": [1, 2, 3]},
+    AuditRequest: {},
+    ScoreRequest: {"prompt": _TEXT, "continuations": ["\n    return a + b"]},
+    UpdateRequest: {},
     LoadAdapterRequest: {},
     UnloadAdapterRequest: {},
 }
@@ -88,6 +94,7 @@ _EVENTS = {
 _REASONS = {
     400: "the request does not match the schema, or the model cannot use a value",
     401: "the API key is missing or wrong",
+    403: "web pages may not do this",
     404: "the model or the response does not exist",
     408: "the body arrived too slowly",
     413: "the body is too long",
@@ -124,6 +131,7 @@ def with_body(
     reply: type[BaseModel],
     *,
     streams: bool = False,
+    generates: bool = False,
     error: type[BaseModel] = ErrorReply,
 ) -> dict[str, Any]:
     """Return FastAPI's keyword arguments for a route with a body.
@@ -132,12 +140,13 @@ def with_body(
         body: class of the body, one of `_BODIES`.
         reply: class of the answer.
         streams: whether the route generates text and may answer with server-sent events.
+        generates: whether the route runs the engine.
         error: class of the route's errors.
     """
     success: dict[str, Any] = {"model": reply}
     if streams:
         success["content"] = {"text/event-stream": _EVENTS}
-    statuses = _OF_GENERATION if streams else _OF_BODIES
+    statuses = _OF_GENERATION if streams or generates else _OF_BODIES
     schema = {"$ref": _SCHEMAS + body.__name__}
     content = {"application/json": {"schema": schema}}
     return {

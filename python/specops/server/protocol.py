@@ -41,13 +41,13 @@ from specops.server.unsupported import OPENAI, Table
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
-MAX_STOP_TOKEN_IDS = 256
+MAX_STOPTOKEN_IDS = 256
 MAX_PROMPTS = 256
 # Maximum lengths, checked before any element is examined.
 MAX_LISTS = {
     "stop": MAX_STOPS,
     "stop_sequences": MAX_STOPS,
-    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "stop_token_ids": MAX_STOPTOKEN_IDS,
     "stop_token_sequences": MAX_SEQUENCES,
     "bad_words": MAX_SEQUENCES,
     "bad_words_token_ids": MAX_SEQUENCES,
@@ -180,6 +180,7 @@ class _Request(Sampling):
     stop: str | list[str] = Field([])
     include_stop_str_in_output: bool = False  # the text then ends with the stop string
     return_token_ids: bool = False  # the answer then has the ids of prompt and output
+    audit: bool = False  # each choice then has its audit record
     prompt_logprobs: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -228,7 +229,7 @@ class _Request(Sampling):
                 top_k=max(self.top_k, 0) if self.top_k >= -1 else self.top_k,  # -1 means off
                 stop=stop,
                 logit_bias=self._logit_bias(),
-                logprobs=self._num_logprobs(),
+                logprobs=self._num_record_logprobs(),
                 report_drafts=bool(self.stream_options and self.stream_options.include_steps),
                 prompt_logprobs=self._num_prompt_logprobs(),
                 prediction=self._predicted_text(),
@@ -261,6 +262,11 @@ class _Request(Sampling):
                 raise ValueError(f"logit_bias must have token ids as keys, got {key!r}")
             biases[int(key)] = bias
         return biases
+
+    def _num_record_logprobs(self) -> int | None:
+        """Return the number of alternatives per token; an audit record always has logprobs."""
+        count = self._num_logprobs()
+        return 0 if count is None and self.audit else count
 
     def _num_logprobs(self) -> int | None:
         raise NotImplementedError
@@ -297,7 +303,7 @@ _AS_THEY_ARE = (
 )
 
 
-_TOKEN_IDS: JsonDict = {
+TOKEN_IDS: JsonDict = {
     "type": "array",
     "items": {"type": "integer", "minimum": 0},
     "minItems": 1,
@@ -307,8 +313,8 @@ _PROMPT_SCHEMA: JsonDict = {
     "anyOf": [
         {"type": "string"},
         {**_SEVERAL, "items": {"type": "string"}},
-        _TOKEN_IDS,
-        {**_SEVERAL, "items": _TOKEN_IDS},
+        TOKEN_IDS,
+        {**_SEVERAL, "items": TOKEN_IDS},
     ]
 }
 
@@ -331,7 +337,7 @@ class CompletionRequest(_Request):
             ApiError: the prompt has none of the four shapes that OpenAI allows.
         """
         prompt = self.prompt
-        if isinstance(prompt, str) or _is_token_ids(prompt):
+        if isinstance(prompt, str) or is_token_ids(prompt):
             return [prompt]
         if isinstance(prompt, list) and prompt:
             if len(prompt) > MAX_PROMPTS:
@@ -341,7 +347,7 @@ class CompletionRequest(_Request):
                     param="prompt",
                 )
             if all(isinstance(element, str) for element in prompt) or all(
-                map(_is_token_ids, prompt)
+                map(is_token_ids, prompt)
             ):
                 return prompt
         raise ApiError(
@@ -808,7 +814,8 @@ def _without_empty_fields(message: Any, field: str) -> Any:
     }
 
 
-def _is_token_ids(value: Any) -> bool:
+def is_token_ids(value: Any) -> bool:
+    """Return whether a value of a body is a list of token ids."""
     # Booleans and empty lists are refused, by the callers or by the engine.
     return (
         isinstance(value, list) and bool(value) and all(type(token_id) is int for token_id in value)

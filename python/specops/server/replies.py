@@ -191,6 +191,7 @@ class _Choice(Strict):
     stop_reason: int | str | list[int] | None
     seed: int
     token_ids: list[int] | None = None
+    audit: dict[str, Any] | None = None
 
 
 class TextChoice(_Choice):

@@ -5,7 +5,8 @@ The engine may run in a thread of the same process (`thread.ThreadClient`) or in
 own (`process.ProcessClient`); both have this interface.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from specops.api.messages import (
     Abort,
@@ -67,6 +68,18 @@ class EngineClient:
     async def stop(self) -> None:
         """Drop the remaining jobs and wait for the engine to end."""
         raise NotImplementedError
+
+    async def update(self, settings: Mapping[str, Any]) -> None:
+        """Replace the engine, which must have no job, by one with other settings.
+
+        Args:
+            settings: changes of the argument of `EngineConfig.from_plain`.
+
+        Raises:
+            ValueError: the new engine cannot be made, or differs in more than its weights; the old
+                one continues.
+        """
+        raise ValueError("weights can only be updated in a single engine with its own process")
 
     def submit(self, job: Submit) -> None:
         """Submit a job, to which the engine answers with `Accepted`, `Refused` or `Failed`.

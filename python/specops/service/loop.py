@@ -334,12 +334,19 @@ class EngineLoop:
         added: list[str] = []
         try:
             self._require_capacity(job)
+            page_size, leader = engine.config.page_size, None
             for position, prompt in enumerate(job.prompts):
                 first = self._first_choice(job, position, prompt, speculative)
+                if leader is not None:
+                    leader.siblings.append(first)
+                    continue
                 added.append(self._add_choice(first))
                 # Choices share only full pages of the prompt, and the prompt's logprobs.
                 shares_pages = engine.config.enable_prefix_caching
-                shares_pages = shares_pages and len(prompt) > engine.config.page_size
+                shares_pages = shares_pages and len(prompt) > page_size
+                # All prompts of a job that scores continuations begin with the same tokens.
+                if shares_pages and job.params.prompt_logprobs_start > page_size:
+                    leader = first
                 if not shares_pages and job.params.prompt_logprobs is None:
                     added += [self._add_choice(sibling) for sibling in first.siblings]
                     first.siblings.clear()
@@ -349,7 +356,10 @@ class EngineLoop:
                 del self._choices[request_id]
             self._events.append(self._refusal(job, error))
         else:
-            self._events.append(Accepted(job.job, speculative.num_speculative_tokens))
+            verification = speculative.verify_strategy, speculative.accept_policy
+            self._events.append(
+                Accepted(job.job, speculative.num_speculative_tokens, *verification)
+            )
 
     def _first_choice(
         self, job: Submit, position: int, prompt: list[int], speculative: SpeculativeConfig
@@ -365,7 +375,8 @@ class EngineLoop:
         # The choices of a prompt share the seed; their random numbers differ by the choice's index.
         params = replace(params, seed=seed)
         first = _Choice(job, position * params.n, prompt, params, seed, speculative, [], adapter)
-        others = replace(params, prompt_logprobs=None)  # only the first choice reports them
+        # Only the first choice reports the prompt's logprobs.
+        others = replace(params, prompt_logprobs=None, prompt_logprobs_start=0)
         first.siblings = [
             _Choice(job, first.index + i, prompt, others, seed, speculative, [], adapter)
             for i in range(1, params.n)
@@ -377,7 +388,7 @@ class EngineLoop:
             choice.prompt,
             choice.params,
             request_id=f"http-{self._num_requests}",
-            choice_index=choice.index % choice.params.n,
+            choice_index=choice.job.choice_index + choice.index % choice.params.n,
             speculative_config=choice.speculative,
             owners=(choice.job.client, f"call-{choice.job.job}"),
             adapter=choice.adapter,

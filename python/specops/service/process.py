@@ -9,7 +9,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -42,6 +44,9 @@ _MAX_UNREAD_BYTES = 64 << 20  # bytes that may wait for a process before jobs ar
 _SECRETS = ("SPECOPS_API_KEY", "SPECOPS_SCHEDULER_PASSWORD")  # the engine does not need them
 _LOST = "the engine's process has ended; the server's log says more"
 
+# Properties that an engine with other weights must share with the old one.
+_CONSTANT = ("model_name", "max_model_len", "vocab_size", "page_size", "methods")
+
 # Seconds without a batch after which an engine counts as hung: more than a step, or saving the
 # drafters' state, takes.
 ENGINE_TIMEOUT = 300.0
@@ -73,9 +78,10 @@ class EngineProcess:
         self.pid = self._process.pid
         self.connection.sendall(encoded(setup))
 
-    def again(self) -> "EngineProcess":
-        """Start and return another process with the same setup."""
-        return EngineProcess(self._setup, self._code)
+    def again(self, settings: Mapping[str, Any] = MappingProxyType({})) -> "EngineProcess":
+        """Start and return another process with the same setup, apart from some settings."""
+        changed = {**self._setup.settings, **settings}
+        return EngineProcess(replace(self._setup, settings=changed), self._code)
 
     def hello(self) -> Hello:
         """Wait until the engine is loaded. Call this once, before sending a command.
@@ -106,6 +112,14 @@ class EngineProcess:
         """End the process at once, unless it has ended."""
         self.send_kill()
         self.end()
+
+    def wait(self) -> None:
+        """Wait for the end of a process that has been told to stop; kill it if it hangs."""
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.send_kill()
+            self._process.wait()
 
     def end(self, seconds: float = _END_SECONDS) -> str:
         """Wait for the end of the process, kill it after `seconds`, and return how it ended."""
@@ -138,6 +152,10 @@ class _Link(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._client.disconnected()
+
+
+class _Ended(asyncio.Protocol):
+    """Protocol of the socket to a process that another one has replaced: drop all messages."""
 
 
 class ProcessClient(EngineClient):
@@ -212,6 +230,39 @@ class ProcessClient(EngineClient):
                 self._process.send_kill()
                 self._transport.abort()
         await asyncio.to_thread(self._process.end, _REAP_SECONDS)
+
+    async def update(self, settings: Mapping[str, Any]) -> None:
+        """Replace the engine by one with other settings, which is loaded before the old one ends.
+
+        Args, Raises: as in `EngineClient.update`.
+        """
+        if self._transport is None or self._begun_at is None:
+            raise ValueError("the engine is being restarted; try again later")
+        process = await asyncio.to_thread(self._process.again, settings)
+        try:
+            hello = await asyncio.to_thread(process.hello)
+            for name in _CONSTANT:
+                new, old = (getattr(one, name) for one in (hello.capabilities, self.capabilities))
+                if new != old:
+                    raise ValueError(f"the new model must have {name} {old}, got {new}")
+            if self._transport is None or self._is_stopping:
+                raise ValueError("the engine ended while the new one was loaded")
+        except BaseException:
+            await asyncio.to_thread(process.kill)
+            raise
+        old_process, old = self._process, self._transport
+        old.set_protocol(_Ended())
+        self._flush()
+        old.write(encoded(Stop()))
+        self._process, self.pid = process, process.pid
+        self._begun_at = None
+        await self._connect()
+        self.capabilities, self.status, self.health = hello.capabilities, hello.status, "ok"
+        self.full, self.silent_seconds, self._num_deaths = {}, 0.0, 0
+        self._begin()
+        self._change_adapters_again()
+        await asyncio.to_thread(old_process.wait)
+        old.close()
 
     def received(self, message: Hello | NoEngine | Batch) -> None:
         """Handle a message of the process."""

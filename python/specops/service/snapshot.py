@@ -32,6 +32,7 @@ def capabilities_of(
         device=engine.device,
         max_model_len=engine.max_model_len,
         vocab_size=engine.vocab_size,
+        max_num_drafts=engine.max_num_drafts,
         num_pages=engine.num_pages,
         page_size=config.page_size,
         enable_prefix_caching=config.enable_prefix_caching,

@@ -188,6 +188,7 @@ class _Submit(Struct, tag="Submit", array_like=True):
     kv_transfer: KvTransfer | None = None
     session: str | None = None
     adapter: tuple[str, str] | None = None
+    choice_index: int = 0
 
 
 def packed(value: Any) -> Any:
@@ -240,6 +241,7 @@ def encoded(message: ToProcess | FromProcess) -> bytes:
             message.kv_transfer,
             message.session,
             message.adapter,
+            message.choice_index,
         )
     else:
         body = message
@@ -263,6 +265,7 @@ def to_process(body: memoryview) -> Any:
             message.kv_transfer,
             message.session,
             message.adapter,
+            message.choice_index,
         )
     return message
 

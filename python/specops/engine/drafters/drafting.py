@@ -75,6 +75,7 @@ class Drafting:
             failures of draft selection. The keys never change.
         warnings: sentences about drafters whose drafts seem useless; each value is 1.
         with_weights: names of the drafters that run a model whose weights are not random.
+        max_num_drafts: limit on drafts if the target stores a state per draft; None: no limit.
 
     Raises:
         ModelError: a method that the configuration names cannot run.
@@ -113,10 +114,11 @@ class Drafting:
         self._selected: dict[Request, list[float]] = {}  # confidences of the selected drafts
         self.parts: Sequence[Part] = []
         self._places: dict[int, int] = {}  # index of a request in the last step, by slot
-        # Limit on drafts if the target stores a state per draft; None: no limit.
         defaults = context.config.speculative_config
-        self._max_drafts = defaults.num_speculative_tokens if context.target.keeps_states else None
-        if self._max_drafts == 0:
+        self.max_num_drafts = (
+            defaults.num_speculative_tokens if context.target.keeps_states else None
+        )
+        if self.max_num_drafts == 0:
             self.missing = dict.fromkeys(METHODS, _NO_ROOM)
         slots = context.config.max_num_seqs
         self.proposals = Proposals.empty(slots, 0)
@@ -158,17 +160,18 @@ class Drafting:
 
     def _check_room(self, config: SpeculativeConfig) -> None:
         """Reject more drafts than the server's limit if the target stores a state per draft."""
-        if self._max_drafts is not None and config.num_speculative_tokens > self._max_drafts:
+        most = self.max_num_drafts
+        if most is not None and config.num_speculative_tokens > most:
             raise ValueError(
-                f"num_speculative_tokens must be at most {self._max_drafts}, the server's own, for "
-                "a model with linear attention, whose slots have room for so many drafts; got "
+                f"num_speculative_tokens must be at most {most}, the server's own, for a "
+                "model with linear attention, whose slots have room for so many drafts; got "
                 f"{config.num_speculative_tokens}"
             )
 
     @property
     def methods(self) -> tuple[str, ...]:
         """Names of the methods that requests may choose."""
-        if self._max_drafts == 0:
+        if self.max_num_drafts == 0:
             return (NAIVE,)
         return (NAIVE, *(name for name in METHODS if name in self.drafters))
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scheduling pass for decoding requests: a row for the newest token and a row per draft."""
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 
 from specops.engine.plan import Part, Plan
 from specops.engine.request import Request
@@ -10,7 +10,11 @@ from specops.engine.sharing.grammar_scheduling import GrammarScheduler
 
 
 def plan_decode_rows(
-    plan: Plan, slots: Slots, turns: Set[Request] | None, grammar_scheduler: GrammarScheduler
+    plan: Plan,
+    slots: Slots,
+    turns: Set[Request] | None,
+    num_drafts: Callable[[Request, int], int],
+    grammar_scheduler: GrammarScheduler,
 ) -> None:
     """Plan the rows of decoding requests in order of arrival, before those of prompts.
 
@@ -18,6 +22,7 @@ def plan_decode_rows(
         plan: the step's plan, empty so far; extended.
         slots: the engine's slots. If pages are short, a later arrival is preempted.
         turns: the requests that decode in this step; None: all of them.
+        num_drafts: returns how many of its drafts a request may verify beside other clients.
         grammar_scheduler: limits the drafts of requests with slow grammars.
     """
     for request in [request for request in slots.running if request.is_decoding]:
@@ -26,7 +31,8 @@ def plan_decode_rows(
         if turns is not None and request not in turns:
             plan.paused.append(request)
             continue
-        drafts, most = request.drafts.num_selected, grammar_scheduler.most_drafts(request)
+        drafts = num_drafts(request, request.drafts.num_selected)
+        most = grammar_scheduler.most_drafts(request)
         if most is not None:
             drafts = min(drafts, most)
         if not slots.has_pages(request, 1 + drafts):

@@ -16,11 +16,12 @@ from specops.engine.plan import Plan
 from specops.engine.request import Request
 from specops.engine.scheduling.decode_rows import plan_decode_rows
 from specops.engine.scheduling.draft_pages import reserve_draft_pages
-from specops.engine.scheduling.prompt_rows import plan_prompt_rows
+from specops.engine.scheduling.prompt_rows import PROMPT_ROWS_BESIDE, plan_prompt_rows
 from specops.engine.scheduling.slots import Slots
 from specops.engine.sharing.fair_scheduling import Demand, select_decoding
 from specops.engine.sharing.grammar_scheduling import GrammarScheduler
 from specops.engine.sharing.prefixes import PrefixFinder
+from specops.engine.sharing.prompt_budgets import client_of
 from specops.engine.sharing.row_costs import RowCosts
 
 
@@ -59,6 +60,7 @@ class Scheduler(Slots):
         self._prefix_finder = prefix_finder
         self._num_steps = 0
         self._turns: Set[Request] | None = None  # requests that decode next; None: all
+        self._max_rows_beside: int | None = None  # limit on a request's rows in the next step
         self._grammar_scheduler = GrammarScheduler()
 
     def decoding(
@@ -80,8 +82,14 @@ class Scheduler(Slots):
         if late:
             decoding = [request for request in decoding if request not in late]
         self._turns = set(decoding) if late else None
+        self._max_rows_beside = None
         if self._free_rows is not None and len(decoding) > 1:
-            demands = [Demand(request, 1 + num_proposed(request)) for request in decoding]
+            if len({client_of(request) for request in decoding}) > 1:
+                self._max_rows_beside = PROMPT_ROWS_BESIDE * self._free_rows
+            demands = [
+                Demand(request, 1 + self._num_drafts(request, num_proposed(request)))
+                for request in decoding
+            ]
             of_prompts = [
                 Demand(request, len(request.token_ids) - request.num_computed)
                 for request in chain(prompts, self.newcomers())
@@ -91,6 +99,12 @@ class Scheduler(Slots):
                 self._turns = turns
                 decoding = [request for request in decoding if request in turns]
         return decoding, min(self._max_rows - len(decoding), self._max_drafts)
+
+    def _num_drafts(self, request: Request, count: int) -> int:
+        """Return how many of `count` drafts a request may verify beside those of other clients."""
+        if self._max_rows_beside is None or not request.speculative.has_exact_verification:
+            return count
+        return min(count, self._max_rows_beside - 1)
 
     def schedule(self) -> Plan:
         """Plan one step.
@@ -103,7 +117,7 @@ class Scheduler(Slots):
         turns, self._turns = self._turns, None
         self._num_steps += 1
         self.take_back()
-        plan_decode_rows(plan, self, turns, self._grammar_scheduler)
+        plan_decode_rows(plan, self, turns, self._num_drafts, self._grammar_scheduler)
         plan_prompt_rows(plan, self, self._max_rows, self._free_rows, self.costs)
         reserve_draft_pages(plan, self, self._grammar_scheduler)
         for part in plan.parts:
