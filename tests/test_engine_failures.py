@@ -312,11 +312,11 @@ def test_drafter_error_changes_no_output(
             assert raised or is_called_once, "the planted hook was never called"
             assert_equal(found.done, plain)
             errors = [one.message for one in caplog.records if one.levelno == logging.ERROR]
-            assert len(errors) == engine._drafting.num_failures
             assert sum(f"{hook} of drafter" in one for one in errors) == raised
-            assert (
-                len(errors) == raised or not forgets
-            )  # a drafter that keeps its slots may fail again
+            # A drafter that keeps its slots may fail again; a second failure of a kind is not logged.
+            num_failures = engine._drafting.num_failures
+            assert num_failures >= len(errors)
+            assert num_failures == raised or not forgets
             before = engine.stats.speculative.num_draft_tokens
             again = run(engine, lambda index: own, forgets=forgets)
             assert_equal(again.done, plain)
