@@ -313,7 +313,7 @@ def test_drafter_error_changes_no_output(
             assert_equal(found.done, plain)
             errors = [one.message for one in caplog.records if one.levelno == logging.ERROR]
             assert sum(f"{hook} of drafter" in one for one in errors) == raised
-            # A drafter that keeps its slots may fail again; a second failure of a kind is not logged.
+            # A drafter that keeps its slots may fail again, which is counted but not logged.
             num_failures = engine._drafting.num_failures
             assert num_failures >= len(errors)
             assert num_failures == raised or not forgets
