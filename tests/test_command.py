@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import specops
 from specops.cli import COMMANDS, byte_size, finite, main, shown_bytes
+from specops.cli.options import lora_module
 from specops.engine import EngineConfig, SpeculativeConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -124,7 +125,14 @@ def test_numeric_options_refuse_nan_and_infinity(
     module, function = PARSERS[name]
     parser = getattr(import_module(module), function)("specops")
     # type=float would accept NaN, which passes every comparison with a bound.
-    assert {one.type for one in parser._actions} <= {None, int, finite, byte_size, str.lower}
+    assert {one.type for one in parser._actions} <= {
+        None,
+        int,
+        finite,
+        byte_size,
+        str.lower,
+        lora_module,
+    }
     numbers = (int, finite, byte_size)
     for action in parser._actions:
         for text in ("nan", "inf", "-Infinity", "1e999") if action.type in numbers else ():

@@ -57,7 +57,7 @@ OF_A_STEP = {"plan", "new_step", "finish"}
 OF_A_LAUNCH = {"fill", "launch", "read"}  # hooks of `DrafterStep`
 # Called when an engine starts or is idle; `kv_tensors` only in an engine with a role.
 AT_REST = {"allocate", "drafts_common_text", "forget"}
-AT_REST |= {"gauges", "is_unsaved", "kv_tensors", "problem", "save"}
+AT_REST |= {"gauges", "is_unsaved", "kv_tensors", "learn", "problem", "save"}
 
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 4, "min_ngram_size": 1},
