@@ -119,6 +119,8 @@ void compute(ggml_tensor* node) {
       return mul_mat(node, is_packed(node->src[0]));
     case GGML_OP_MUL_MAT_ID:
       return mul_mat_id(node, is_packed(node->src[0]));
+    case GGML_OP_SOFT_MAX:
+      return soft_max(node);
     case GGML_OP_FLASH_ATTN_EXT:
       return flash_attn_ext(node);
     default:
@@ -246,6 +248,8 @@ bool supports_op(ggml_backend_dev_t dev, const ggml_tensor* op) {
       return supports_mul_mat(op, packed);
     case GGML_OP_MUL_MAT_ID:
       return supports_mul_mat_id(op, packed);
+    case GGML_OP_SOFT_MAX:
+      return supports_soft_max(op);
     case GGML_OP_FLASH_ATTN_EXT:
       return supports_flash_attn_ext(op);
     default:
@@ -310,6 +314,11 @@ ggml_backend_reg* registry() {
 
 }  // namespace
 }  // namespace specops
+
+// Version of ggml that the library was built for.
+extern "C" __attribute__((visibility("default"))) const char* specops_ggml_version() {
+  return SPECOPS_GGML_VERSION;
+}
 
 // What ggml calls after it loaded the library.
 extern "C" __attribute__((visibility("default"))) ggml_backend_reg_t ggml_backend_init() {

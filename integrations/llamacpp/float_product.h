@@ -28,16 +28,15 @@ struct FloatProductParams {
   float* out;
 };
 
-// out[row, i] = exp(s - top) for s = score(row, i), and inverses[row] = 1 / (sum of these). The top is
-// the largest score of the row.
+// out[row, i] = exp(s - top) / sum for s = score(row, i). The top is the largest score of the row.
 struct SoftmaxParams {
-  float* scores;  // [rows, width], replaced by the results
+  const float* in;  // [rows, width], scores before the scale
+  float* out;       // [rows, width]; may be in
   int64_t rows, width;
   float scale, soft_cap;      // soft_cap 0: none
-  const float* const* masks;  // per row: `width` numbers; nullptr: no mask
+  const float* const* masks;  // per row: `width` numbers, added to the scores; nullptr: no mask
   const float* slopes;        // per row: factor of the mask
   const float* sinks;         // per row: a score without a value; nullptr: none
-  float* inverses;            // [rows]
 };
 
 SPECOPS_DECLARE_CPU(float_product_cpu, FloatProductParams);

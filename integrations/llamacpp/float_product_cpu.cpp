@@ -154,7 +154,7 @@ void float_product_cpu(const FloatProductParams& params) {
   });
 }
 
-// Cost:    three passes over a row in cache.
+// Cost:    four passes over a row in cache.
 // Assumes: finite scores where the mask is not -inf.
 // Order:   none: the top and the sum, of integers, have the same bits in every order. So a masked
 //          score, whose result is zero, changes nothing, wherever it lies.
@@ -163,12 +163,17 @@ void float_product_cpu(const FloatProductParams& params) {
 void softmax_cpu(const SoftmaxParams& params) {
   constexpr float kUnit = 0x1p40f;
   parallel_for(params.rows, 1, [&](int64_t r, int64_t) {
-    float* row = params.scores + r * params.width;
+    const float* in = params.in + r * params.width;
+    float* out = params.out + r * params.width;
+    auto each = [&](const auto& fn) {
+      for (int64_t i = 0; i < params.width; i += kLanes) {
+        fn(i, static_cast<int>(min64(kLanes, params.width - i)));
+      }
+    };
     const float* mask = params.masks == nullptr ? nullptr : params.masks[r];
     F32x16 tops = set1(-INFINITY);
-    for (int64_t i = 0; i < params.width; i += kLanes) {
-      int n = static_cast<int>(min64(kLanes, params.width - i));
-      F32x16 score = mul(load_partial(row + i, n), set1(params.scale));
+    each([&](int64_t i, int n) {
+      F32x16 score = mul(load_partial(in + i, n), set1(params.scale));
       if (params.soft_cap != 0.0f) {
         alignas(64) float lanes[kLanes];
         store(lanes, score);
@@ -178,32 +183,32 @@ void softmax_cpu(const SoftmaxParams& params) {
       if (mask != nullptr) {
         score = add(score, mul(set1(params.slopes[r]), load_partial(mask + i, n)));
       }
-      store_partial(row + i, score, n);
-      tops = max(load_partial(row + i, n, -INFINITY), tops);
-    }
+      store_partial(out + i, score, n);
+      tops = max(load_partial(out + i, n, -INFINITY), tops);
+    });
     float top = reduce_max(tops);
     if (params.sinks != nullptr && params.sinks[r] > top) top = params.sinks[r];
-    if (top == -INFINITY) {
-      std::memset(row, 0, params.width * sizeof(float));
-      params.inverses[r] = 0.0f;
+    if (top == -INFINITY) {  // nothing to attend to
+      std::memset(out, 0, params.width * sizeof(float));
       return;
     }
     int64_t sum = 0;
-    auto weight = [&](float score) {
+    auto add_up = [&](F32x16 x) {
       alignas(64) float lanes[kLanes];
-      store(lanes, exp(sub(set1(score), set1(top))));
-      return static_cast<int64_t>(lanes[0] * kUnit);
-    };
-    if (params.sinks != nullptr) sum += weight(params.sinks[r]);
-    for (int64_t i = 0; i < params.width; i += kLanes) {
-      int n = static_cast<int>(min64(kLanes, params.width - i));
-      F32x16 result = exp(sub(load_partial(row + i, n, -INFINITY), set1(top)));
-      alignas(64) float lanes[kLanes];
-      store(lanes, mul(result, set1(kUnit)));
+      store(lanes, mul(x, set1(kUnit)));
       for (float lane : lanes) sum += static_cast<int64_t>(lane);
-      store_partial(row + i, result, n);
-    }
-    params.inverses[r] = kUnit / static_cast<float>(sum);
+    };
+    auto weights = [&](F32x16 scores) { return exp(sub(scores, set1(top))); };
+    if (params.sinks != nullptr) add_up(weights(load_partial(params.sinks + r, 1, -INFINITY)));
+    each([&](int64_t i, int n) {
+      F32x16 weight = weights(load_partial(out + i, n, -INFINITY));
+      add_up(weight);
+      store_partial(out + i, weight, n);
+    });
+    F32x16 inverse = set1(kUnit / static_cast<float>(sum));
+    each([&](int64_t i, int n) {
+      store_partial(out + i, mul(load_partial(out + i, n), inverse), n);
+    });
   });
 }
 

@@ -66,6 +66,15 @@ void product(
                      .out = out});
 }
 
+// Returns the factor of a head's mask (ALiBi); 1 without a bias.
+float slope(float max_bias, int64_t head, int64_t num_heads) {
+  if (max_bias <= 0.0f) return 1.0f;
+  auto power = static_cast<int64_t>(1) << static_cast<int>(std::log2(num_heads));
+  float base = std::pow(2.0f, -(head < power ? max_bias : max_bias / 2.0f) / power);
+  int64_t exponent = head < power ? head + 1 : 2 * (head - power) + 1;
+  return std::pow(base, static_cast<float>(exponent));
+}
+
 // Runs independent tasks side by side if there is one for every thread, otherwise one after another:
 // then each is divided among the threads.
 template <typename Fn>
@@ -147,6 +156,49 @@ void mul_mat_id(ggml_tensor* out, bool is_packed) {
   }
 }
 
+bool supports_soft_max(const ggml_tensor* op) {
+  const ggml_tensor *in = op->src[0], *mask = op->src[1], *sinks = op->src[2];
+  return is_float_rows(in) && ggml_is_contiguous(in) && ggml_is_contiguous(op) &&
+         (mask == nullptr || mask->nb[0] == ggml_type_size(mask->type)) &&
+         (sinks == nullptr || sinks->type == GGML_TYPE_F32);
+}
+
+void soft_max(ggml_tensor* out) {
+  const ggml_tensor *in = out->src[0], *mask = out->src[1], *sinks = out->src[2];
+  float scale, max_bias;
+  std::memcpy(&scale, out->op_params, 4);
+  std::memcpy(&max_bias, out->op_params + 1, 4);
+  int64_t width = in->ne[0], rows = ggml_nrows(in);
+  std::vector<float> slopes(rows), row_sinks(rows), numbers;
+  std::vector<const float*> masks(rows);
+  if (mask != nullptr && mask->type == GGML_TYPE_F16) numbers.resize(ggml_nrows(mask) * width);
+  for (int64_t r = 0; r < rows; ++r) {
+    int64_t token = r % in->ne[1], head = r / in->ne[1] % in->ne[2];
+    slopes[r] = slope(max_bias, head, in->ne[2]);
+    if (sinks != nullptr) row_sinks[r] = static_cast<const float*>(sinks->data)[head];
+    if (mask == nullptr) continue;
+    int64_t i2 = head % mask->ne[2], i3 = r / in->ne[1] / in->ne[2] % mask->ne[3];
+    const char* row = at(mask, token, i2, i3);
+    masks[r] = reinterpret_cast<const float*>(row);
+    if (numbers.empty()) continue;
+    float* converted = &numbers[((i3 * mask->ne[2] + i2) * mask->ne[1] + token) * width];
+    bool is_first = head < mask->ne[2] && r / in->ne[1] / in->ne[2] < mask->ne[3];
+    if (is_first) {
+      ggml_fp16_to_fp32_row(reinterpret_cast<const ggml_fp16_t*>(row), converted, width);
+    }
+    masks[r] = converted;
+  }
+  softmax_cpu({.in = static_cast<const float*>(in->data),
+               .out = static_cast<float*>(out->data),
+               .rows = rows,
+               .width = width,
+               .scale = scale,
+               .soft_cap = 0.0f,
+               .masks = mask == nullptr ? nullptr : masks.data(),
+               .slopes = slopes.data(),
+               .sinks = sinks == nullptr ? nullptr : row_sinks.data()});
+}
+
 bool supports_flash_attn_ext(const ggml_tensor* op) {
   const ggml_tensor *q = op->src[0], *mask = op->src[3], *sinks = op->src[4];
   return is_float_rows(q) && is_readable(op->src[1]) && is_readable(op->src[2]) &&
@@ -172,12 +224,12 @@ struct AttentionTask {
     if (soft_cap != 0.0f) scale /= soft_cap;
     // Row (t - begin) * heads + i is token t in query head kv_head * heads + i.
     std::vector<int32_t> indices(rows);
-    std::vector<float> slopes(rows, 1.0f), sinks(rows);
+    std::vector<float> slopes(rows), sinks(rows);
     for (int64_t r = 0; r < rows; ++r) {
       int64_t t = begin + r / heads, head = kv_head * heads + r % heads;
       int64_t bytes = (t - begin) * q->nb[1] + r % heads * q->nb[2];
       indices[r] = static_cast<int32_t>(bytes / sizeof(float));
-      if (max_bias > 0.0f) slopes[r] = alibi_slope(max_bias, head, q->ne[2]);
+      slopes[r] = slope(max_bias, head, q->ne[2]);
       if (out->src[4] != nullptr) sinks[r] = static_cast<const float*>(out->src[4]->data)[head];
     }
     // Only tokens of the KV cache that some row attends to.
@@ -189,7 +241,7 @@ struct AttentionTask {
     for (int64_t r = 0; r < rows && mask != nullptr; ++r) {
       masks[r] = numbers.data() + mask_row(*mask, r, heads) * k->ne[1] + first;
     }
-    std::vector<float> scores(rows * width), inverses(rows), sums(rows * v->ne[0]);
+    std::vector<float> scores(rows * width), sums(rows * v->ne[0]);
     int64_t kv_stream = stream / (q->ne[3] / k->ne[3]);
     float_product_cpu({.matrix = {.data = at(k, first, kv_head, kv_stream),
                                   .type = k->type,
@@ -202,15 +254,15 @@ struct AttentionTask {
                        .x_stride = 1,
                        .row_indices = indices.data(),
                        .out = scores.data()});
-    softmax_cpu({.scores = scores.data(),
+    softmax_cpu({.in = scores.data(),
+                 .out = scores.data(),
                  .rows = rows,
                  .width = width,
                  .scale = scale,
                  .soft_cap = soft_cap,
                  .masks = mask == nullptr ? nullptr : masks.data(),
                  .slopes = slopes.data(),
-                 .sinks = out->src[4] == nullptr ? nullptr : sinks.data(),
-                 .inverses = inverses.data()});
+                 .sinks = out->src[4] == nullptr ? nullptr : sinks.data()});
     float_product_cpu({.matrix = {.data = at(v, first, kv_head, kv_stream),
                                   .type = v->type,
                                   .row_bytes = v->nb[1],
@@ -224,19 +276,11 @@ struct AttentionTask {
                        .out = sums.data()});
     for (int64_t r = 0; r < rows; ++r) {
       char* to = const_cast<char*>(at(out, kv_head * heads + r % heads, begin + r / heads, stream));
-      auto* numbers_out = reinterpret_cast<float*>(to);
-      for (int64_t i = 0; i < v->ne[0]; ++i) numbers_out[i] = sums[r * v->ne[0] + i] * inverses[r];
+      std::memcpy(to, &sums[r * v->ne[0]], v->ne[0] * sizeof(float));
     }
   }
 
  private:
-  static float alibi_slope(float max_bias, int64_t head, int64_t num_heads) {
-    auto power = static_cast<int64_t>(1) << static_cast<int>(std::log2(num_heads));
-    float base = std::pow(2.0f, -(head < power ? max_bias : max_bias / 2.0f) / power);
-    int64_t exponent = head < power ? head + 1 : 2 * (head - power) + 1;
-    return std::pow(base, static_cast<float>(exponent));
-  }
-
   // Row of the converted masks for row r: they are [heads of the mask, tokens].
   int64_t mask_row(const ggml_tensor& mask, int64_t r, int64_t heads) const {
     int64_t own = mask.ne[2] == 1 ? 0 : r % heads;
