@@ -197,11 +197,12 @@ LEFT_TO_GGML = [
     ("rms_norm", (1e-6,), 1),
     ("norm", (1e-6,), 1),
     ("scale", (0.3,), 1),
-    ("silu", (), 1),
-    ("gelu", (), 1),
-    ("cont", (), 1),
-    ("add", (), 2),
-    ("mul", (), 2),
+    ("l2_norm", (1e-6,), 1),
+    ("clamp", (-1.0, 1.0), 1),
+    ("argsort", (1,), 1),
+    *((name, (), 1) for name in ("sqr", "sqrt", "sum_rows", "cont")),
+    *((name, (), 1) for name in ("silu", "gelu", "sigmoid", "tanh", "relu", "exp", "softplus")),
+    *((name, (), 2) for name in ("add", "sub", "mul", "div")),
     ("geglu_split", (), 2),
     ("swiglu_split", (), 2),
 ]
@@ -213,11 +214,11 @@ def test_operation_left_to_ggml_gives_a_row_the_same_bits(
     ggml: Ggml,
     random: np.random.Generator,
     name: str,
-    params: tuple[float, ...],
+    params: tuple[float | int, ...],
     count: int,
     threads: int,
 ) -> None:
-    rows = random.standard_normal((count, ROWS, INPUTS))
+    rows = np.abs(random.standard_normal((count, ROWS, INPUTS)))  # for roots
 
     def compute(begin: int, end: int) -> Matrix:
         inputs = [("F32", (INPUTS, end - begin), data[begin:end]) for data in rows]

@@ -2,6 +2,7 @@
 // Backend of ggml with two devices. The first computes: its tensors are the CPU backend's. The second
 // only has the buffer type of packed weights, because llama.cpp puts weights into the default buffer
 // type of an accelerator, and the results of its operations as well.
+#include <atomic>
 #include <cstring>
 #include <exception>
 #include <new>
@@ -231,7 +232,52 @@ ggml_backend_buffer_t buffer_from_host_ptr(ggml_backend_dev_t, void* data, size_
   return ggml_backend_cpu_buffer_from_ptr(data, size);
 }
 
-bool supports_op(ggml_backend_dev_t dev, const ggml_tensor* op) {
+// Returns whether ggml's CPU backend computes a row of an operation in the same way among any other
+// rows (tests/test_llamacpp.py), or only moves data.
+bool is_exact_in_ggml(ggml_op op) {
+  switch (op) {
+    case GGML_OP_ADD:
+    case GGML_OP_ADD_ID:
+    case GGML_OP_ARGSORT:
+    case GGML_OP_CLAMP:
+    case GGML_OP_CONCAT:
+    case GGML_OP_CONT:
+    case GGML_OP_CPY:
+    case GGML_OP_DIV:
+    case GGML_OP_DUP:
+    case GGML_OP_GET_ROWS:
+    case GGML_OP_GLU:
+    case GGML_OP_L2_NORM:
+    case GGML_OP_MUL:
+    case GGML_OP_NORM:
+    case GGML_OP_REPEAT:
+    case GGML_OP_RMS_NORM:
+    case GGML_OP_ROPE:
+    case GGML_OP_SCALE:
+    case GGML_OP_SET_ROWS:
+    case GGML_OP_SQR:
+    case GGML_OP_SQRT:
+    case GGML_OP_SUB:
+    case GGML_OP_SUM_ROWS:
+    case GGML_OP_UNARY:
+      return true;
+    default:
+      return false;
+  }
+}
+
+// Logs once that ggml computes an operation whose rows may depend on each other.
+void warn_inexact(const ggml_tensor* op) {
+  static std::atomic<bool> warned[GGML_OP_COUNT];
+  if (is_exact_in_ggml(op->op) || warned[op->op].exchange(true)) return;
+  GGML_LOG_WARN(
+      "specops: ggml computes %s of %s, whose rows may depend on each other: speculation is not "
+      "lossless\n",
+      ggml_op_desc(op),
+      op->src[0] == nullptr ? "none" : ggml_type_name(op->src[0]->type));
+}
+
+bool is_supported(ggml_backend_dev_t dev, const ggml_tensor* op) {
   for (const ggml_tensor* src : op->src) {
     if (src != nullptr && src != op->src[0] && is_packed(src)) return false;
   }
@@ -255,6 +301,12 @@ bool supports_op(ggml_backend_dev_t dev, const ggml_tensor* op) {
     default:
       return false;
   }
+}
+
+bool supports_op(ggml_backend_dev_t dev, const ggml_tensor* op) {
+  bool supported = is_supported(dev, op);
+  if (!supported && !is_weights(dev)) warn_inexact(op);
+  return supported;
 }
 
 bool supports_buft(ggml_backend_dev_t, ggml_backend_buffer_type_t type) {
