@@ -47,6 +47,8 @@ class Ggml:
 
     def quantize(self, kind: str, weight: np.ndarray) -> np.ndarray:
         """Return the bytes of a float32 matrix in a type of ggml, [rows, bytes of a row]."""
+        if kind == "F32":
+            return np.ascontiguousarray(weight, np.float32)
         rows, width = weight.shape
         size = self.call("ggml_row_size", TYPES[kind], width, returns=ctypes.c_size_t)
         out = np.zeros((rows, size), np.uint8)
@@ -55,6 +57,13 @@ class Ggml:
             "ggml_quantize_chunk", TYPES[kind], source.ctypes, out.ctypes, 0, rows, width, None
         )
         return out
+
+    def numbers(self, kind: str, data: np.ndarray, width: int) -> np.ndarray:
+        """Return the float32 numbers of a matrix in a type of ggml, [rows, width]."""
+        rows = len(data)
+        inputs = [(kind, (width, rows), data), ("I32", (rows,), np.arange(rows))]
+        out = self.compute("CPU", lambda *args: self.call("ggml_get_rows", *args), inputs)
+        return out.reshape(rows, width)
 
     def compute(
         self,
