@@ -134,9 +134,10 @@ LLAMACPP_PINNED := $(shell grep ^llama-cpp-python== bench/peers/constraints.txt)
 $(LLAMACPP)/ready: bench/peers/constraints.txt $(VENV)/build-deps
 	test -x $(@D)/bin/python || $(BIN)/python -m venv $(@D)
 	echo "$(abspath python)" > "$$($(@D)/bin/python -c 'import site; print(site.getsitepackages()[0])')/specops.pth"
-	$(ITS_PIP) $(LLAMACPP_PINNED)
+	$(ITS_PIP) $(LLAMACPP_PINNED) scikit-build-core==1.1.2
 	rm -rf $(@D)/source
-	$(@D)/bin/pip download --quiet --no-deps --no-binary :all: --dest $(@D)/source $(PIP_ARGS) $(LLAMACPP_PINNED)
+	$(@D)/bin/pip download --quiet --no-deps --no-build-isolation --no-binary :all: --dest $(@D)/source \
+	  $(PIP_ARGS) $(LLAMACPP_PINNED)
 	tar -xzf $(@D)/source/*.tar.gz -C $(@D)/source --strip-components 1
 	touch $@
 
