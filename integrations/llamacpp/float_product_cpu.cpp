@@ -20,12 +20,17 @@ thread_local GrowingArray<float> packed_blocks_memory;
 // up to 15 numbers past the last.
 void convert(const GgmlMatrix& matrix, int64_t row, int64_t first, int64_t count, float* out) {
   const char* data = static_cast<const char*>(matrix.data) + row * matrix.row_bytes;
+  // Rows are read in pieces, which the hardware does not fetch ahead: the next block's come now.
+  int64_t ahead = kWeightBlock * static_cast<int64_t>(matrix.row_bytes);
   auto plain = [&](const auto* in) {
-    for (int64_t i = 0; i < count; i += kLanes) {
-      int64_t left = count - i;
-      store(out + i,
-            left >= kLanes ? load(in + first + i)
-                           : load_partial(in + first + i, static_cast<int>(left)));
+    in += first;
+    int64_t whole = count / kLanes * kLanes;
+    for (int64_t i = 0; i < whole; i += kLanes) {
+      __builtin_prefetch(reinterpret_cast<const char*>(in + i) + ahead, 0, 2);
+      store(out + i, load(in + i));
+    }
+    if (whole < count) {
+      store(out + whole, load_partial(in + whole, static_cast<int>(count - whole)));
     }
   };
   switch (matrix.type) {
@@ -94,7 +99,8 @@ void pack_block(const GgmlMatrix& matrix, int64_t block, float* out) {
     }
     return;
   }
-  alignas(64) float strip[kWeightBlock * kStrip] = {};
+  alignas(64) float strip[kWeightBlock * kStrip];
+  if (outputs < kWeightBlock) std::memset(strip, 0, sizeof(strip));
   for (int64_t k = 0; k < matrix.num_inputs; k += kStrip) {
     int64_t inputs = min64(kStrip, matrix.num_inputs - k);
     for (int64_t i = 0; i < outputs; ++i) convert(matrix, first + i, k, inputs, strip + i * kStrip);
@@ -121,7 +127,7 @@ void pack_block(const GgmlMatrix& matrix, int64_t block, float* out) {
 // Threads: one item per group of blocks.
 void float_product_cpu(const FloatProductParams& params) {
   const GgmlMatrix& matrix = params.matrix;
-  constexpr int64_t kGroupBytes = 128 << 10;
+  constexpr int64_t kGroupBytes = 256 << 10;
   int64_t blocks = weight_blocks(matrix.num_outputs);
   int64_t block_floats = matrix.num_inputs * kWeightBlock;
   int64_t group = max64(1, min64(8, kGroupBytes / 4 / max64(1, block_floats)));
