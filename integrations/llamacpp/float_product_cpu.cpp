@@ -12,6 +12,7 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
+constexpr int64_t kInlineFloats = 128 << 10;
 constexpr int64_t kStrip = 256;  // inputs that are converted together; a multiple of every block
 
 thread_local GrowingArray<float> packed_blocks_memory;
@@ -132,6 +133,8 @@ void float_product_cpu(const FloatProductParams& params) {
   int64_t block_floats = matrix.num_inputs * kWeightBlock;
   int64_t group = max64(1, min64(8, kGroupBytes / 4 / max64(1, block_floats)));
   group = max64(1, min64(group, blocks / num_threads()));
+  // Work that is too small to wake a thread.
+  if (blocks * block_floats * (params.rows + 3) <= kInlineFloats) group = blocks;
   GemmParams product{};
   product.x = params.x;
   product.out = params.out;
@@ -165,10 +168,11 @@ void float_product_cpu(const FloatProductParams& params) {
 // Order:   none: the top and the sum, of integers, have the same bits in every order. So a masked
 //          score, whose result is zero, changes nothing, wherever it lies.
 // Source:  -
-// Threads: one item per row.
+// Threads: one item per group of rows.
 void softmax_cpu(const SoftmaxParams& params) {
   constexpr float kUnit = 0x1p40f;
-  parallel_for(params.rows, 1, [&](int64_t r, int64_t) {
+  int64_t grain = max64(1, kInlineFloats / 8 / max64(1, params.width));
+  auto row = [&](int64_t r) {
     const float* in = params.in + r * params.width;
     float* out = params.out + r * params.width;
     auto each = [&](const auto& fn) {
@@ -215,6 +219,9 @@ void softmax_cpu(const SoftmaxParams& params) {
     each([&](int64_t i, int n) {
       store_partial(out + i, mul(load_partial(out + i, n), inverse), n);
     });
+  };
+  parallel_for(params.rows, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) row(r);
   });
 }
 
