@@ -235,7 +235,8 @@ wheel: setup
 	  $(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/linked .
 	$(REPAIR) build/linked/*.whl
 
-CLANG_FORMAT = git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cuh' 'csrc/*.cu' 'suffix/*.cpp' | \
+CLANG_FORMAT = git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cuh' 'csrc/*.cu' 'suffix/*.cpp' \
+    'integrations/*.h' 'integrations/*.cpp' | \
   grep -v common/dlpack.h | xargs $(BIN)/clang-format
 
 lint: docs

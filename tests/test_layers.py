@@ -508,8 +508,7 @@ def test_model_family_is_one_file_and_one_registry_line(path: Path) -> None:
 def test_models_import_in_one_direction(path: Path) -> None:
     """Blocks import no model, models no family, and families no loader."""
     levels = (
-        {"adapters", "batch", "head_files", "kv", "loading", "shards"},
-        {"weight_cache", "weights"},
+        {"adapters", "batch", "head_files", "kv", "loading", "shards", "weight_cache", "weights"},
         {"blocks", "prefix_states"},
         {"config"},
         {"families", "transformer"},

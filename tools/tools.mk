@@ -8,6 +8,7 @@ SOAK_SECONDS ?= 1800
 CAMPAIGN_MINUTES ?= 30
 
 .PHONY: simt simt-race simt-asan simt-smoke test-race test-asan test-smoke test-arm test-sanitize
+.PHONY: llamacpp
 .PHONY: campaign soak attacks test-vllm vllm-campaign test-lm-eval test-clients test-dynamo
 .PHONY: bench-peers screenshots sdist wheel-suffix wheel-old wheel-arm test-bare
 
@@ -128,6 +129,30 @@ $(DYNAMO)/ready: pyproject.toml $(VENV)/test-deps
 # Test engines behind Dynamo's frontend, without etcd and NATS.
 test-dynamo: setup $(DYNAMO)/ready
 	$(DYNAMO)/bin/python -m pytest tests/with_dynamo
+
+# libggml-specops.so in build/llamacpp, for the ggml of this llama-cpp-python: its wheel has the
+# libraries, its source distribution the headers (docs/llamacpp.md).
+LLAMACPP := .venv-llamacpp
+LLAMACPP_PINNED := $(shell grep ^llama-cpp-python== bench/peers/constraints.txt)
+
+$(LLAMACPP)/ready: bench/peers/constraints.txt $(VENV)/build-deps
+	test -x $(@D)/bin/python || $(BIN)/python -m venv $(@D)
+	echo "$(abspath python)" > "$$($(@D)/bin/python -c 'import site; print(site.getsitepackages()[0])')/specops.pth"
+	$(ITS_PIP) $(LLAMACPP_PINNED) scikit-build-core==1.1.2
+	rm -rf $(@D)/source
+	$(@D)/bin/pip download --quiet --no-deps --no-build-isolation --no-binary :all: --dest $(@D)/source \
+	  $(PIP_ARGS) $(LLAMACPP_PINNED)
+	tar -xzf $(@D)/source/*.tar.gz -C $(@D)/source --strip-components 1
+	touch $@
+
+llamacpp: $(LLAMACPP)/ready
+	PATH="$(abspath $(BIN)):$$PATH" cmake -G Ninja -S . -B build/cmake-llamacpp \
+	  -DPython_EXECUTABLE="$(abspath $(BIN))/python" \
+	  -Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)" \
+	  -DSPECOPS_ISAS="$(subst $() ,;,$(ISAS))" \
+	  -DSPECOPS_GGML="$(abspath $(LLAMACPP))/source/vendor/llama.cpp/ggml" \
+	  -DSPECOPS_GGML_LIB="$$($(LLAMACPP)/bin/python -c 'import llama_cpp; print(llama_cpp.__path__[0])')/lib"
+	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cmake-llamacpp --target ggml_specops
 
 # Install the environment of the peers; `make bench` compares with those that are installed.
 bench-peers:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""specops inside other projects: its ops in vLLM and transformers, its engine in NVIDIA Dynamo."""
+"""specops inside other projects: vLLM, transformers, llama.cpp, and the engine in NVIDIA Dynamo."""
