@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from ggml import LIBRARY, Ggml
-from specops.checkpoints.gguf import _DECODERS
+from specops.checkpoints.gguf_blocks import DECODERS
 from specops.integrations import llamacpp as integration
 from specops.reference.dense import quantized_linear
 
@@ -86,7 +86,7 @@ def test_packed_weight_has_the_bits_of_the_reference(
     inputs = [(kind, (INPUTS, OUTPUTS), weight), ("F32", (INPUTS, 5), x)]
     got = ggml.compute("specops", operation(ggml, "mul_mat"), inputs, packed=0)
     blocks = torch.from_numpy(weight).view(OUTPUTS, INPUTS // (256 if "_K" in kind else 32), -1)
-    want = quantized_linear(torch.from_numpy(x), _DECODERS[kind](blocks), activations="int8")
+    want = quantized_linear(torch.from_numpy(x), DECODERS[kind](blocks), activations="int8")
     assert np.array_equal(got.reshape(5, OUTPUTS), want.numpy())
 
 
