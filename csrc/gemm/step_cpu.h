@@ -197,9 +197,7 @@ struct Step<bfloat16, bfloat16> : PlainStep<bfloat16> {
     return out;
   }
   static float input(const float* p, int part) { return p[1 - part]; }
-  static void dot(Sum& sum, const Quad<Float4>& w, float x) {
-    add_product(sum, w, x);
-  }
+  static void dot(Sum& sum, const Quad<Float4>& w, float x) { add_product(sum, w, x); }
 };
 
 template <>
@@ -214,9 +212,7 @@ struct Step<float, float> : PlainStep<float> {
     return out;
   }
   static float input(const float* p, int) { return *p; }
-  static void dot(Sum& sum, const Quad<Float4>& w, float x) {
-    add_product(sum, w, x);
-  }
+  static void dot(Sum& sum, const Quad<Float4>& w, float x) { add_product(sum, w, x); }
 };
 
 inline void put(float* p, const Quad<Float4>& sum) {
