@@ -383,6 +383,7 @@ def mixed(index: int) -> SamplingParams:
         **(thinking if rng.random() < 0.2 else {}),
         report_drafts=index % 3 == 0,
         prompt_logprobs=1 if index % 5 == 2 else None,
+        prompt_logprobs_start=1 if index % 15 in (2, 7) else 0,
         cache_salt=f"salt {index % 3}" if index % 4 == 1 else None,
     )
 

@@ -293,7 +293,7 @@ def test_api_page_has_every_route_and_field(
             trial.locator("summary").click()
             trial.get_by_role("button").click()
             expect(trial.locator("pre")).to_have_text(re.compile(r"^(\{\s|# HELP)"))
-        assert page.locator(".trial textarea").count() == 7
+        assert page.locator(".trial textarea").count() == 8
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         assert findings(page) == []
 
@@ -312,7 +312,7 @@ def test_api_page_sends_examples_with_the_key(browser: Browser) -> None:
             page.get_by_label("API key").fill(key)
             here.get_by_role("button").click()
             expect(here.locator("pre")).to_contain_text(text)
-        assert page.locator(".trial textarea").count() == 3
+        assert page.locator(".trial textarea").count() == 4
         chats = page.locator("#POST-v1-chat-completions")
         expect(chats).to_contain_text("No example: the model has no chat template.")
 

@@ -245,5 +245,6 @@ def test_footer_links_work(page: Page, served: Served) -> None:
     assert len(links) == 3
     for link in links:
         assert httpx.get(link).status_code == 200, link
-    icon = page.locator("link[rel=icon]").get_attribute("href")
-    assert icon is not None and icon.startswith("data:image/svg+xml,")
+    icon = httpx.get(f"{served.url}/favicon.ico")
+    assert page.locator("link[rel=icon]").get_attribute("href") == "favicon.ico"
+    assert icon.status_code == 200 and icon.headers["content-type"].startswith("image/svg+xml")
