@@ -372,7 +372,7 @@ extern "C" __attribute__((visibility("default"))) const char* specops_ggml_versi
   return SPECOPS_GGML_VERSION;
 }
 
-// What ggml calls after it loaded the library.
+// Entry point: ggml calls this function after it has loaded the library.
 extern "C" __attribute__((visibility("default"))) ggml_backend_reg_t ggml_backend_init() {
   if (std::strcmp(ggml_version(), SPECOPS_GGML_VERSION) != 0) {
     GGML_LOG_ERROR(

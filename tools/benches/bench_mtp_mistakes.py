@@ -137,7 +137,7 @@ def _num_equal(drafts: Sequence[int], judged: Sequence[int]) -> int:
 
 
 class Counts(list[int]):
-    """How many drafts were kept: one number per chain or step."""
+    """Numbers of accepted drafts, one per chain or step."""
 
     def first(self) -> float:
         """Return how often the first draft was kept."""

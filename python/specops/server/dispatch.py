@@ -148,6 +148,7 @@ class Dispatch:
             raise ValueError("requests may run; call /pause first")
         await self._client.update(settings)
         self._num_rows = 0  # a new engine counts from zero
+        self._fail_changes("the engine was replaced while its adapters changed")
 
     def _remove(self, number: int) -> Job | None:
         """Remove an unfinished job from the table, and return it if it is there."""
@@ -335,12 +336,16 @@ class Dispatch:
         self._jobs = {}
         self._is_idle.set()
         self._num_rows = 0  # a new engine counts from zero
-        for change in self._changes.values():
-            if not change.done():
-                change.set_exception(EngineAway(message))
+        self._fail_changes(message)
         for job in jobs.values():
             self.metrics.dropped("error", job.num_running)
         self._deliver([(job, _loss_error(message, job)) for job in jobs.values()])
+
+    def _fail_changes(self, message: str) -> None:
+        """Fail the changes of adapters that an engine has not answered before it ended."""
+        for change in self._changes.values():
+            if not change.done():
+                change.set_exception(EngineAway(message))
 
 
 def _loss_error(message: str, job: Job) -> JobFailed:

@@ -40,7 +40,7 @@ class UpdateRequest(Body):
 
 
 class Status(Strict):
-    """What the server does with requests from now on."""
+    """New state of the server: whether it runs requests."""
 
     status: Literal["paused", "resumed"]
 

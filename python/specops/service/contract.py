@@ -59,10 +59,10 @@ def contract_of(engine: Engine) -> dict[str, Any]:
         instruction set; "model", the digest of its configuration and weights, the dtypes of weights
         and of the KV cache, and the quantization of projections and of the head;
         "attention_leaf_tokens", the number of tokens after which attention rounds;
-        "sampling_leaf_tokens", the number of logits
-        after which sums over the vocabulary round; "num_virtual_ranks", the number of virtual TP
-        ranks; "has_whole_experts", whether each virtual TP rank has whole experts; "logprobs_mode"
-        and "json_whitespace", as configured; and "digest", the digest of all of these.
+        "sampling_leaf_tokens", the number of logits after which sums over the vocabulary round;
+        "num_virtual_ranks", the number of virtual TP ranks; "has_whole_experts", whether each
+        virtual TP rank has whole experts; "logprobs_mode" and "json_whitespace", as configured; and
+        "digest", the digest of all of these.
     """
     config = engine.config
     kind = engine.device.partition(":")[0]
