@@ -2,6 +2,7 @@
 # ruff: noqa: E402  (where the server's packages are missing, nothing else is imported)
 """LoRA adapters over HTTP: names of models, loading and unloading, and their refusals."""
 
+import asyncio
 import json
 import os
 import signal
@@ -18,13 +19,18 @@ from adapters import write_adapter
 from serving import JSON, Served, http, post, serving, serving_app, wait_for
 from specops.api.contract import with_adapter
 from specops.api.errors import UnknownAdapter
+from specops.api.messages import LoadAdapter, Submit, UnloadAdapter
 from specops.api.tokenizer import Tokenizer
 from specops.cli.options import lora_module
 from specops.cli.serve import _parser, _read, main
 from specops.engine import SamplingParams
 from specops.server import make_app
 from specops.server.chat import ChatFormat
+from specops.server.dispatch import Dispatch
+from specops.server.jobs import EngineAway
+from specops.server.metrics import Metrics
 from specops.service.process import EngineProcess, ProcessClient
+from specops.service.thread import ThreadClient
 from specops.service.wire import Frames, Setup, encoded, to_process
 from test_lora import PROMPT, engine, model_dir
 
@@ -266,9 +272,33 @@ def test_restarted_engine_has_the_adapters_again() -> None:
         assert answers() == before
 
 
-def test_commands_are_unchanged_by_encoding() -> None:
-    from specops.api.messages import LoadAdapter, Submit, UnloadAdapter
+def test_change_of_adapters_ends_when_the_engine_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The new engine does not know of a change that the old one has not answered."""
+    client = ThreadClient(engine(["lora0"]))
 
+    async def replaced(settings: Any) -> None:
+        pass
+
+    monkeypatch.setattr(client, "change_adapters", lambda change: None)
+    monkeypatch.setattr(client, "update", replaced)
+
+    async def run() -> None:
+        dispatch = Dispatch(client, Metrics(client))
+        await dispatch.start()
+        change = asyncio.ensure_future(dispatch.change_adapters(LoadAdapter(1, "more", "/a")))
+        await asyncio.sleep(0)
+        await dispatch.pause(aborts=False)
+        await dispatch.update({})
+        with pytest.raises(EngineAway, match="was replaced while its adapters changed"):
+            await change
+        await dispatch.stop()
+
+    asyncio.run(run())
+
+
+def test_commands_are_unchanged_by_encoding() -> None:
     job = Submit(3, "", [[1]], SamplingParams(), None, True, adapter=("one", "digest"))
     for command in (LoadAdapter(1, "one", "/a"), UnloadAdapter(2, "one"), job):
         (found,) = map(to_process, Frames().feed(encoded(command)))

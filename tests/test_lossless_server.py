@@ -213,6 +213,17 @@ def test_requests_have_the_expected_bodies(capsys: pytest.CaptureFixture[str]) -
     assert [text.kind for text in TEXTS[:4]] == ["prose", "code", "chat", "copy"]
 
 
+def test_temperature_0_sends_greedy_requests_only(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    lossy = Lossy(has_ids=True)
+    card = tmp_path / "card.svg"
+    verify(capsys, lossy, "--temperature", "0", "--card", str(card), code=0)
+    assert {body["temperature"] for body in lossy.bodies[2:]} == {0}
+    texts = [element.text for element in ET.parse(card).getroot().iter() if element.text]
+    assert texts.count("0 of 4") == 4, "plain decoding and drafts, alone and beside others"
+
+
 def test_prompts_are_distinct_and_copies_share_their_beginning() -> None:
     assert len({text.prompt for text in TEXTS}) == len(TEXTS) == 20
     copies = [text.prompt for text in TEXTS if text.kind == "copy"]
@@ -277,7 +288,7 @@ def test_printed_lines_show_both_sides_in_context(capsys: pytest.CaptureFixture[
         (("--prompts", "0"), "--prompts must be 1 to 20, got 0"),
         (("--max-tokens", "0"), "--max-tokens must be at least 1, got 0"),
         (("--concurrency", "1"), "--concurrency must be at least 2, got 1"),
-        (("--temperature", "0"), "--temperature must be above 0, got 0"),
+        (("--temperature", "-1"), "--temperature must be at least 0, got -1"),
         (("--plain-body", "{"), "--plain-body is not valid JSON"),
         (("--drafted-body", "[1]"), "--drafted-body must be a JSON object, got [1]"),
         (("--baseline-url", "here"), "--baseline-url must begin with http:// or https://"),

@@ -32,7 +32,7 @@ def card(
     Args:
         status: status of the verdict.
         sentence: sentence of the verdict.
-        comparisons: four comparisons per mode; a mode is a row.
+        comparisons: up to four comparisons per mode; a mode is a row.
         footer: lines of small print.
     """
     lines = wrap(sentence, _LETTERS)
@@ -51,12 +51,13 @@ def card(
         rows.setdefault(comparison.mode, []).append(comparison)
     for row, (mode, of_mode) in enumerate(rows.items(), start=2):
         body.append(_text(_MARGIN, top + _ROW * row, _short(mode)))
-        for end, comparison in zip(_ENDS, of_mode, strict=True):
+        for comparison in of_mode:
+            place = 2 * (comparison.setting == BESIDE) + (comparison.sampling == SEEDED)
             cell = f"{len(comparison.differences)} of {comparison.num_compared}"
             colour = ""
             if comparison.differences:
                 colour = _COLOURS[DIFFERS]
-            body.append(_text(end, top + _ROW * row, cell, "end", colour))
+            body.append(_text(_ENDS[place], top + _ROW * row, cell, "end", colour))
     top += _ROW * (len(rows) + 2) + 4
     small = [line for long in footer for line in wrap(long, _LETTERS + 16)]
     body += [_text(_MARGIN, top + 16 * row, line, "note") for row, line in enumerate(small)]

@@ -153,8 +153,8 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
         type=finite,
         default=0.8,
         metavar="T",
-        help="sampling temperature of requests with a seed; the others are greedy (default: "
-        "%(default)s)",
+        help="sampling temperature of requests with a seed, which are sent beside greedy ones; 0: "
+        "send greedy ones only (default: %(default)s)",
     )
     add(
         "--seed",
@@ -177,10 +177,10 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value < low:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {low}, got {value}")
-    for name in ("temperature", "timeout"):
-        value = getattr(args, name)
-        if not 0 < value < float("inf"):
-            raise ValueError(f"--{name} must be above 0, got {value:g}")
+    if args.temperature < 0:
+        raise ValueError(f"--temperature must be at least 0, got {args.temperature:g}")
+    if args.timeout <= 0:
+        raise ValueError(f"--timeout must be above 0, got {args.timeout:g}")
     require_url("--url", args.url)
     if args.baseline_url is not None:
         require_url("--baseline-url", args.baseline_url)

@@ -45,12 +45,17 @@ class Mode:
 def requests_of(
     texts: Sequence[Text], *, max_tokens: int, temperature: float, seed: int
 ) -> list[Request]:
-    """Return a greedy and a seeded request per text, in turn, so that a batch has both."""
+    """Return a greedy and a seeded request per text, in turn, so that a batch has both.
+
+    At temperature 0, return greedy requests only.
+    """
     requests = []
     for index, text in enumerate(texts):
         greedy = {"max_tokens": max_tokens, "temperature": 0}
         seeded = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed + index}
-        requests += [Request(GREEDY, text, greedy), Request(SEEDED, text, seeded)]
+        requests.append(Request(GREEDY, text, greedy))
+        if temperature > 0:
+            requests.append(Request(SEEDED, text, seeded))
     return requests
 
 
