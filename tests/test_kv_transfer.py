@@ -59,16 +59,6 @@ METHODS: dict[str, dict[str, Any]] = {
 CACHES = {"auto": {}, "int8": {"kv_cache_dtype": "int8"}, "fp8": {"kv_cache_dtype": "fp8_e4m3"}}
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0, logprobs=2, seed=1)
 SEEDED = replace(GREEDY, temperature=0.9, top_p=0.9, seed=7)
-STATES = {
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 32,
-    "linear_conv_kernel_dim": 4,
-    "max_position_embeddings": 192,
-}
 LENGTHS = (5, 16, 17, 33, 48, 70)
 PROMPTS = [random.Random(n).choices(range(3, 150), k=n) for n in LENGTHS]
 
@@ -83,7 +73,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "latents": write_config(
             tmp_path_factory.mktemp("latents"), **FAMILIES["deepseek_v3"], **common
         ),
-        "states": write_config(tmp_path_factory.mktemp("states"), **STATES, **common),
+        "states": write_config(
+            tmp_path_factory.mktemp("states"),
+            max_position_embeddings=192,
+            **FAMILIES["qwen3_5"],
+            **common,
+        ),
     }
 
 
@@ -251,7 +246,7 @@ def test_pages_are_not_stored_without_free_pages(models: dict[str, Path]) -> Non
 def test_states_are_computed_when_the_state_cache_is_full(models: dict[str, Path]) -> None:
     """An older entry is evicted, unless a running request has reserved it."""
     settings = {"model": str(models["states"]), "max_model_len": 128}
-    prefill, decode = make(NAIVE, **settings), make(NAIVE, **settings, state_cache_bytes=10_000)
+    prefill, decode = make(NAIVE, **settings), make(NAIVE, **settings, state_cache_bytes=20_000)
     states = decode._scheduler.states
     assert decode._runner.parts.cache.capacity.num_prefix_states == 1
     for has_room, prompt in zip((True, True, False), PROMPTS[3:], strict=True):

@@ -36,7 +36,7 @@ from specops.disaggregated.sessions import Sessions
 from specops.engine import Completion, Engine, SamplingParams
 from specops.engine.prompt_pages import PagesEvicted
 from specops.service.loop import EngineLoop
-from test_kv_transfer import METHODS, NAIVE, STATES, make
+from test_kv_transfer import METHODS, NAIVE, make
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, logprobs=2, seed=1)
 SEEDED = replace(GREEDY, temperature=0.9, top_p=0.9, seed=7)
@@ -44,7 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dense": {},
     "window": FAMILIES["gpt_oss"],
     "latent": FAMILIES["deepseek_v3"],
-    "states": STATES,
+    "states": FAMILIES["qwen3_5"],
 }
 
 

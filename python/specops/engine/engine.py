@@ -415,7 +415,8 @@ class Engine:
         adapter_name(name)
         if len(self._adapters) >= self.config.max_loras:
             raise ValueError(
-                f"max_loras adapters are loaded already, {self.config.max_loras}; unload one first"
+                f"{self.config.max_loras} adapters are loaded, as many as max_loras allows; unload "
+                "one first"
             )
         if name in (*self._adapters, self.model_name):
             raise ValueError(f"the name of an adapter must be free, got {name!r}, which is in use")
