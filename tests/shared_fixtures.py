@@ -4,6 +4,7 @@
 import gc
 import os
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -234,6 +235,13 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
             torch.cuda.synchronize()
         except RuntimeError:  # an illegal access ends a process's use of the device
             os._exit(1)
+
+
+@pytest.fixture
+def empty_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the machine's disk, which may be so full that the weight cache stores nothing."""
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=usage.total))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -483,6 +483,7 @@ def test_projections_keep_the_quantized_values_of_the_file(tmp_path: Path) -> No
     assert model.lm_head.kind == "int8"
 
 
+@pytest.mark.usefixtures("empty_disk")
 def test_packed_weights_are_cached_on_disk(tmp_path: Path) -> None:
     (tmp_path / "mixed").mkdir()
     file = quantized(make_file(tmp_path, "qwen3", **WIDE), tmp_path / "mixed", MIXED)

@@ -12,6 +12,8 @@ from specops.dense import pack_weight
 from specops.engine.models import WeightCache
 from torch import Tensor
 
+pytestmark = pytest.mark.usefixtures("empty_disk")
+
 MAPS = Path("/proc/self/smaps")
 
 

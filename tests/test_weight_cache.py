@@ -25,6 +25,8 @@ from specops.engine.models import CachedWeights, WeightCache, load_model, weight
 from specops.engine.models.weights import WeightSettings, WeightSource
 from torch import Tensor
 
+pytestmark = pytest.mark.usefixtures("empty_disk")
+
 ROOMY = 1 << 40
 SIZES = {"q_proj": 64, "k_proj": 16, "v_proj": 20}  # outputs, not multiples of 16, of 52 inputs
 
