@@ -69,6 +69,14 @@ STATES = {
     "linear_conv_kernel_dim": 4,
     "max_position_embeddings": 192,
 }
+# Layers with pages and states; ranks share its one group of heads.
+MAMBA = {
+    "architectures": ["FalconH1ForCausalLM"],
+    "mamba_d_ssm": 64,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 32,
+    "max_position_embeddings": 192,
+}
 LENGTHS = (5, 16, 17, 33, 48, 70)
 PROMPTS = [random.Random(n).choices(range(3, 150), k=n) for n in LENGTHS]
 
@@ -84,6 +92,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             tmp_path_factory.mktemp("latents"), **FAMILIES["deepseek_v3"], **common
         ),
         "states": write_config(tmp_path_factory.mktemp("states"), **STATES, **common),
+        "mamba": write_config(tmp_path_factory.mktemp("mamba"), **MAMBA, **common),
     }
 
 
@@ -151,6 +160,7 @@ CASES = [
     ("states", "auto", "suffix"),
     ("states", "int8", "mtp"),
     ("states", "auto", "draft_model"),
+    ("mamba", "auto", "suffix"),
     ("heads", "auto", "draft_model"),
 ]
 
@@ -682,6 +692,8 @@ WITH_RANKS = [
     ("states", "auto", "naive", 1, 2),
     ("states", "int8", "mtp", 2, 1),
     ("states", "auto", "draft_model", 2, 1),
+    ("mamba", "auto", "suffix", 2, 1),
+    ("mamba", "auto", "naive", 1, 2),
 ]
 
 
