@@ -122,7 +122,7 @@ def check(model: Path, count: int, size: int = 2, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.fast("one_kv_head", "deepseek_v3", "qwen3_5", "granite", ci=("*",))
+@pytest.mark.fast("one_kv_head", "deepseek_v3", "qwen3_5", "falcon_h1", ci=("*",))
 def test_several_ranks_have_the_bits_of_one_rank(name: str, directory_of: Any) -> None:
     check(directory_of(name), 7)
 
