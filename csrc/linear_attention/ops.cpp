@@ -197,20 +197,18 @@ void selective_state_update(const TensorView& x,
   check_dim(check, "x", head_dim, kMostHeadDim);
   check.tensor("dt", dt, {dtype}, {&rows, &heads}, Layout::kRows);
   check.tensor("b", b, {dtype}, {&rows, &groups, &state_dim}, Layout::kRows);
-  check.that(groups >= 1 && heads % groups == 0,
-             "b",
-             "of a number of groups (at least 1) that divides num_heads=" +
-                 std::to_string(heads.value),
-             groups.value);
+  check.that(
+      groups >= 1 && heads % groups == 0,
+      "b",
+      "of a number of groups (at least 1) that divides num_heads=" + std::to_string(heads.value),
+      groups.value);
   check_dim(check, "b", state_dim, kMostStateDim);
   check.tensor("c", c, {dtype}, {&rows, &groups, &state_dim}, Layout::kRows);
   check.tensor("a_log", a_log, {DType::kFloat32}, {&heads});
   check.tensor("d", d, {DType::kFloat32}, {&heads});
   check.tensor("dt_bias", dt_bias, {DType::kFloat32}, {&heads});
-  check.tensor("states",
-               states,
-               {DType::kFloat32},
-               {&num_slots, &window, &heads, &state_dim, &head_dim});
+  check.tensor(
+      "states", states, {DType::kFloat32}, {&num_slots, &window, &heads, &state_dim, &head_dim});
   check.that(window >= 1, "states", "of a window of at least 1 position", window.value);
   SlotRows of = read_slot_rows(check, slots, qo_indptr, kv_lens, rows, num_slots, window);
   check.tensor("out", out, {dtype}, {&rows, &heads, &head_dim});
