@@ -10,7 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -236,9 +236,9 @@ def test_drafts_are_rejected_at_every_position() -> None:
 
 def with_last_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant a bug: a step without drafts continues from the last row before, accepted or not."""
-    real, ends = linear_attention.gated_delta_rule, dict[tuple[int, int], int]()
+    ends = dict[tuple[int, int], int]()
 
-    def wrong(*args: Tensor, **options: Any) -> Tensor:
+    def wrong(real: Callable[..., Tensor], *args: Tensor, **options: Any) -> Tensor:
         *_, states, slots, qo_indptr, kv_lens = args
         lens = qo_indptr.diff().tolist()
         for slot, count, end in zip(slots.tolist(), lens, kv_lens.tolist(), strict=True):
@@ -249,7 +249,8 @@ def with_last_states(monkeypatch: pytest.MonkeyPatch) -> None:
             ends[states.data_ptr(), slot] = end
         return real(*args, **options)
 
-    monkeypatch.setattr(linear_attention, "gated_delta_rule", wrong)
+    for op in ("gated_delta_rule", "selective_state_update"):
+        monkeypatch.setattr(linear_attention, op, partial(wrong, getattr(linear_attention, op)))
 
 
 def with_small_windows(part: int) -> Callable[[pytest.MonkeyPatch], None]:
@@ -296,11 +297,13 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = [bits(one) for one in plain(20)]
+@pytest.mark.parametrize("family", [QWEN, *MAMBA])
+@pytest.mark.fast("Qwen3Next-*", ci=("*",))
+def test_planted_bugs_are_noticed(family: str, bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [bits(one) for one in plain(20, family)]
     BUGS[bug](monkeypatch)
-    engine = RandomLengths().decide_for(make("ngram"))
-    assert [bits(one) for one in engine.generate(*expected_texts(20))] != expected
+    engine = RandomLengths().decide_for(make("ngram", family))
+    assert [bits(one) for one in engine.generate(*expected_texts(20, family))] != expected
 
 
 def follow_up(prompt: list[int], done: Completion) -> list[int]:
@@ -456,9 +459,17 @@ def test_cached_prefixes_change_no_bit_of_mamba2(family: str, method: str, cache
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("method", ["naive", "ngram", "suffix", "mtp"])
-def test_cached_prefixes_change_no_bit_of_300_requests(method: str, cache: str) -> None:
-    check_conversations(method, cache, 300)
+@pytest.mark.parametrize(
+    "method,family",
+    [
+        *((method, QWEN) for method in ("naive", "ngram", "suffix", "mtp")),
+        *((method, family) for method in ("ngram", "suffix") for family in MAMBA),
+    ],
+)
+def test_cached_prefixes_change_no_bit_of_300_requests(
+    method: str, family: str, cache: str
+) -> None:
+    check_conversations(method, cache, 300, family)
 
 
 def test_new_request_ignores_the_old_contents_of_its_slot() -> None:

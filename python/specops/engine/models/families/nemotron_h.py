@@ -30,6 +30,15 @@ _MLP, _EXPERTS = "mlp", "moe"
 _LETTERS = {"M": LINEAR, "*": FULL, "-": _MLP, "E": _EXPERTS}
 _OLD_KINDS = {"mamba": LINEAR, "attention": FULL}
 # Old names of fields.
+_OLD = {
+    "attention_head_dim": "head_dim",
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_dt_limit": "time_step_limit",
+}
+_KINDS = {"mamba": LINEAR, "attention": FULL}
+# Old names of fields.
 _OLD = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel"} | {
     "mamba_conv_bias": "use_conv_bias",
     "mamba_dt_limit": "time_step_limit",
