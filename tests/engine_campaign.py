@@ -107,6 +107,43 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 32,
         "linear_conv_kernel_dim": 4,
     },
+    "granite": {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "layer_types": ["mamba", "attention"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "shared_intermediate_size": 48,
+        "mamba_n_heads": 4,
+        "mamba_d_state": 32,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 2,
+        "num_nextn_predict_layers": 0,
+    },
+    "falcon_h1": {
+        "architectures": ["FalconH1ForCausalLM"],
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 4,
+        "mamba_d_state": 32,
+        "key_multiplier": 0.5,
+        "ssm_multipliers": [0.5, 0.25, 0.1, 0.5, 0.3],
+        "mlp_multipliers": [0.5, 0.25],
+        "num_nextn_predict_layers": 0,
+    },
+    "nemotron_h": {
+        "architectures": ["NemotronHForCausalLM"],
+        "hybrid_override_pattern": "ME*-M",
+        "num_hidden_layers": 5,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "ssm_state_size": 32,
+        "n_groups": 2,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 32,
+        "num_nextn_predict_layers": 0,
+    },
     "gemma3": {
         "architectures": ["Gemma3ForCausalLM"],
         "sliding_window": 24,
@@ -131,10 +168,10 @@ HEAD_FAMILIES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
         {"hydra", "hydra++", "dflash", "anchored", "dspark", "dflash2", "windows"},
     ),
 }
-NO_MTP = {"gemma3", *HEAD_FAMILIES}
+NO_MTP = {"gemma3", "granite", "falcon_h1", "nemotron_h", *HEAD_FAMILIES}
 NO_8_BIT_CACHES = {"deepseek_v3"}  # latents have no 8-bit caches
 # Models with recurrent states: the state memory limits the number of drafts.
-HAVE_STATES = {"qwen3_next", "qwen3_5", "qwen3_5 with heads"}
+HAVE_STATES = {"qwen3_next", "qwen3_5", "granite", "falcon_h1", "nemotron_h", "qwen3_5 with heads"}
 MOST_DRAFTS = 12
 
 

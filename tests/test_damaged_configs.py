@@ -60,6 +60,27 @@ LINEAR: dict[str, Any] = {
     **{"linear_value_head_dim": 64, "linear_conv_kernel_dim": 4},
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
 }
+MAMBA: dict[str, Any] = {
+    **{"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 2},
+    **{"mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False},
+    **{"embedding_multiplier": 12, "logits_scaling": 6, "residual_multiplier": 0.22},
+    **{"attention_multiplier": 0.0078125, "position_embedding_type": "nope"},
+    **{"shared_intermediate_size": 48, "time_step_limit": [0.0, float("inf")]},
+    "layer_types": ["mamba", "mamba", "attention"],
+}
+FALCON: dict[str, Any] = {
+    **{"mamba_d_ssm": 64, "mamba_d_head": 16, "key_multiplier": 0.5, "lm_head_multiplier": 0.1},
+    **{"mamba_rms_norm": False, "mamba_norm_before_gate": False, "mlp_multipliers": [0.5, 0.25]},
+    **{"ssm_multipliers": [0.5, 0.25, 0.1, 0.5, 0.3], "ssm_in_multiplier": 1.25},
+    **{"attention_in_multiplier": 1.0, "attention_out_multiplier": 0.9, "ssm_out_multiplier": 0.2},
+    **{"projectors_bias": False, "attn_layer_indices": None},
+}
+NEMOTRON: dict[str, Any] = {
+    **{"mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2},
+    **{"conv_kernel": 4, "use_conv_bias": True, "hybrid_override_pattern": "M-*E"},
+    **{"moe_shared_expert_intermediate_size": 32, "layer_norm_epsilon": 1e-5},
+    **{"mlp_hidden_act": "relu2", "sliding_window": None, "num_hidden_layers": 4},
+}
 GEMMA: dict[str, Any] = {
     **{"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 64},
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
@@ -83,6 +104,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3NextForCausalLM": FIELDS | EXPERTS | LINEAR,
     "Qwen3_5ForConditionalGeneration": {"text_config": FIELDS | LINEAR},
     "Qwen3_5MoeForCausalLM": FIELDS | EXPERTS | LINEAR,
+    "GraniteMoeHybridForCausalLM": FIELDS | EXPERTS | MAMBA,
+    "FalconH1ForCausalLM": FIELDS | {**MAMBA, "layer_types": None} | FALCON,
+    "NemotronHForCausalLM": FIELDS | EXPERTS | NEMOTRON,
     "Gemma3ForCausalLM": {key: one for key, one in FIELDS.items() if key != "hidden_act"} | GEMMA,
     "Gemma3ForConditionalGeneration": {"text_config": {"hidden_size": 64, **GEMMA}},
 }

@@ -388,6 +388,7 @@ def causal_conv1d() -> dict[str, Any]:
         "weight": torch.zeros(4, 5),
         "states": torch.zeros(2, 6, 5),
         **requests_of_slots(),
+        "bias": torch.zeros(5),
         "out": torch.zeros(3, 5),
     }
 
@@ -400,6 +401,21 @@ def gated_delta_rule() -> dict[str, Any]:
         "a": torch.zeros(3, 4),
         "b": torch.zeros(3, 4),
         "a_log": torch.zeros(4),
+        "dt_bias": torch.zeros(4),
+        "states": torch.zeros(2, 3, 4, 16, 32),
+        **requests_of_slots(),
+        "out": torch.zeros(3, 4, 32),
+    }
+
+
+def selective_state_update() -> dict[str, Any]:
+    return {
+        "x": torch.zeros(3, 4, 32),
+        "dt": torch.zeros(3, 4),
+        "b": torch.zeros(3, 2, 16),
+        "c": torch.zeros(3, 2, 16),
+        "a_log": torch.zeros(4),
+        "d": torch.zeros(4),
         "dt_bias": torch.zeros(4),
         "states": torch.zeros(2, 3, 4, 16, 32),
         **requests_of_slots(),
@@ -666,6 +682,7 @@ WHOLE_CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         mtp_input,
         causal_conv1d,
         gated_delta_rule,
+        selective_state_update,
         moe_route,
         moe_sort,
         moe_linear,

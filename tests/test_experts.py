@@ -13,6 +13,7 @@ import pytest
 import simt
 import specops
 import torch
+import torch.nn.functional as F
 from checkpoints import lasting_directory, make_checkpoint, write_config, write_tokenizer
 from fake_gpu import OP_MODULES, FakeGpu
 from mtp_checkpoints import SlowModules, Tiny, make_mtp_checkpoint
@@ -24,9 +25,12 @@ from specops.api.errors import ModelError
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.models import load_model, load_mtp
 from specops.engine.models.blocks.attention import AttentionConfig
-from specops.engine.models.blocks.block import bytes_of
+from specops.engine.models.blocks.block import Rope, bytes_of
 from specops.engine.models.blocks.experts import Experts, ExpertsConfig
 from specops.engine.models.blocks.layer import LayerConfig
+from specops.engine.models.blocks.mamba2 import Mamba2Config
+from specops.engine.models.blocks.mlp import DenseMlpConfig
+from specops.engine.models.blocks.parallel_mixing import ParallelConfig
 from specops.engine.models.config import ModelConfig
 from specops.engine.models.families import read_model_config
 from specops.engine.models.loader import build
@@ -154,14 +158,103 @@ FAMILIES["qwen3_next_dense"] = (
 FAMILIES["qwen3_5"] = ("Qwen3_5", {**LINEAR, "linear_num_value_heads": 6})
 FAMILIES["qwen3_5_experts"] = ("Qwen3_5Moe", LINEAR)
 
+GRANITE: dict[str, Any] = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 32,
+    "shared_intermediate_size": 48,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 32,
+    "mamba_chunk_size": 16,
+    "position_embedding_type": "nope",
+    "embedding_multiplier": 3,
+    "logits_scaling": 1.5,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.03,
+    "tie_word_embeddings": True,
+}
+FAMILIES["granite"] = ("GraniteMoeHybrid", GRANITE)
+FAMILIES["granite_dense"] = (
+    "GraniteMoeHybrid",
+    {
+        **GRANITE,
+        "num_local_experts": 0,
+        "mamba_n_groups": 2,
+        "mamba_n_heads": 4,
+        "mamba_d_head": "auto",
+        "mamba_d_conv": 3,
+        "mamba_conv_bias": False,
+        "position_embedding_type": "rope",
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+    },
+)
+
+NEMOTRON: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 32,
+    "chunk_size": 16,
+    "time_step_min": 1e-30,  # transformers limits time steps from below, except in decoding
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 32,
+    "routed_scaling_factor": 2.5,
+}
+FAMILIES["nemotron_h"] = ("NemotronH", NEMOTRON)
+FALCON: dict[str, Any] = {
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 32,
+    "mamba_chunk_size": 16,
+    "embedding_multiplier": 2.0,
+    "lm_head_multiplier": 0.5,
+    "key_multiplier": 0.75,
+    "attention_in_multiplier": 1.25,
+    "attention_out_multiplier": 0.6,
+    "ssm_in_multiplier": 1.1,
+    "ssm_out_multiplier": 0.6,
+    "ssm_multipliers": [0.9, 0.8, 0.7, 1.2, 0.5],
+    "mlp_multipliers": [0.7, 1.3],
+}
+FAMILIES["falcon_h1"] = ("FalconH1", FALCON)
+FAMILIES["falcon_h1_norm"] = (
+    "FalconH1",
+    {**FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+)
+
+
+def recurrent_scan(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Compute Mamba-2 row by row, as `mamba2_chunk_scan` of transformers does by chunks."""
+    b, c = (one.repeat_interleave(x.shape[2] // b.shape[2], 2)[..., None, :] for one in (b, c))
+    steps = F.softplus(dt + options["dt_bias"])[..., None, None]
+    state, outs = torch.zeros_like(x[:, 0, ..., None] * b[:, 0]), []
+    for row in range(x.shape[1]):
+        value, step = x[:, row, ..., None], steps[:, row]
+        state = torch.exp(step * a[:, None, None]) * state + step * value * b[:, row]
+        outs.append((state * c[:, row]).sum(-1) + options["D"][:, None] * x[:, row])
+    return torch.stack(outs, 1), state
+
 
 @pytest.fixture(autouse=True)
-def _recurrent_delta_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use transformers' recurrent delta rule, since `RandomRounding` lacks the chunked one."""
+def _recurrent_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute states row by row: chunks hide sums from `RandomRounding`, or need float32."""
     for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
         theirs = pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
         rule = theirs.torch_recurrent_gated_delta_rule
         monkeypatch.setattr(theirs, "torch_chunk_gated_delta_rule", rule)
+    for name in ("granitemoehybrid", "nemotron_h", "falcon_h1"):
+        theirs = pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
+        monkeypatch.setattr(theirs, "mamba2_chunk_scan", recurrent_scan)
 
 
 def make_experts(directory: Path, family: str, **changes: Any) -> Any:
@@ -173,7 +266,7 @@ def make_experts(directory: Path, family: str, **changes: Any) -> Any:
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) / 4)
         for name, parameter in theirs.named_parameters():
-            if name.endswith("sinks"):
+            if name.endswith(("sinks", "mamba.D", "mixer.D")):
                 parameter.normal_()
             elif name.endswith("conv1d.weight"):
                 parameter.mul_(5)
@@ -239,6 +332,39 @@ def attention(**changes: Any) -> Fault:
     return fault
 
 
+def mamba(**changes: Any) -> Fault:
+    return lambda layer: (
+        replace(layer, attention=replace(layer.attention, **changes))
+        if isinstance(layer.attention, Mamba2Config)
+        else layer
+    )
+
+
+def parallel(**changes: Any) -> Fault:
+    def fault(layer: LayerConfig) -> LayerConfig:
+        assert isinstance(layer.attention, ParallelConfig)
+        return replace(layer, attention=replace(layer.attention, **changes))
+
+    return fault
+
+
+def unscaled_inputs(layer: LayerConfig) -> LayerConfig:
+    """Leave out the factors on the inputs of Mamba-2."""
+    assert isinstance(layer.attention, ParallelConfig)
+    return parallel(mamba=replace(layer.attention.mamba, scales=None))(layer)
+
+
+def unscaled_gates(layer: LayerConfig) -> LayerConfig:
+    """Leave out the factor on the gates of the MLP."""
+    assert isinstance(layer.mlp, DenseMlpConfig)
+    return replace(layer, mlp=replace(layer.mlp, gate_scale=1.0))
+
+
+def unscaled_branches(layer: LayerConfig) -> LayerConfig:
+    """Add the outputs of branches unscaled."""
+    return replace(layer, branch_scale=1.0)
+
+
 def fully_rotated(layer: LayerConfig) -> LayerConfig:
     """Apply RoPE to whole heads."""
     if not isinstance(layer.attention, AttentionConfig):
@@ -275,6 +401,21 @@ FAULTS: list[tuple[str, Fault]] = [
     ("qwen3_next", experts(shared=None)),
     ("qwen3_next", attention(qk_norm=False)),
     ("qwen3_next", fully_rotated),
+    ("granite", routed(min_sum=None)),
+    ("granite", experts(shared=None)),
+    ("granite", unscaled_branches),
+    ("granite", attention(rope=Rope(theta=10000.0, scaling=None, dim=64))),
+    ("granite", attention(sm_scale=0.125)),
+    ("granite", mamba(has_conv_bias=False)),
+    ("falcon_h1", parallel(mamba_scale=1.0)),
+    ("falcon_h1", parallel(attention_scale=1.0)),
+    ("falcon_h1", unscaled_inputs),
+    ("falcon_h1", unscaled_gates),
+    ("nemotron_h", routed(bias=None)),
+    ("nemotron_h", routed(scale=1.0)),
+    ("nemotron_h", experts(shared=None)),
+    ("nemotron_h", mamba(has_conv_bias=False)),
+    ("nemotron_h", attention(rope=Rope(theta=10000.0, scaling=None, dim=64))),
     ("gpt_oss", routed(min_sum=None)),
     ("gpt_oss", routed(scoring="sigmoid")),
     ("gpt_oss", experts(activation="silu")),
@@ -307,12 +448,15 @@ def test_missing_rules_are_detected(tmp_path: Path, family: str, fault: Fault) -
 
 @pytest.mark.parametrize("quantization", ["none", "wint8"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("family", ["ernie4_5", "deepseek_v3", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family", ["ernie4_5", "deepseek_v3", "gpt_oss", "qwen3_next", "granite", "nemotron_h"]
+)
 @pytest.mark.fast(
     "*-ernie4_5-*",
     "*-deepseek_v3-bfloat16-none",
     "*-gpt_oss-bfloat16-none",
     "*-qwen3_next-bfloat16-none",
+    "*-granite-bfloat16-none",
 )
 @pytest.mark.pairwise
 def test_rows_do_not_depend_on_batch_chunks_or_threads(
@@ -524,7 +668,11 @@ def completions(directory: str, method: str, **options: Any) -> list[Completion]
 @pytest.mark.parametrize("options", [{}, {"quantization": "wint4", "kv_cache_dtype": "int8"}])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "family", ["qwen3", "gpt_oss", "Glm4Moe", "DeepseekV3", "Ernie4_5_Moe", "Qwen3Next"]
+    "family",
+    [
+        *("qwen3", "gpt_oss", "granite", "nemotron_h"),
+        *("Glm4Moe", "DeepseekV3", "Ernie4_5_Moe", "Qwen3Next"),
+    ],
 )
 @pytest.mark.fast("*-bfloat16-options0", "Ernie4_5_Moe-*-options1", "Glm4Moe-*-options1")
 def test_speculation_changes_no_bit(family: str, dtype: str, options: dict[str, Any]) -> None:
@@ -562,6 +710,7 @@ def test_ernie_wint4_quantizes_only_experts_to_4_bits() -> None:
         ("gpt_oss", "ngram", True, {}),
         ("gpt_oss", "ngram", True, {"exact_across_tp": 2, "enable_expert_parallel": True}),
         ("Qwen3Next", "mtp", True, {}),
+        ("granite", "ngram", True, {}),
     ],
     ids=str,
 )

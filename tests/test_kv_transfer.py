@@ -59,6 +59,14 @@ METHODS: dict[str, dict[str, Any]] = {
 CACHES = {"auto": {}, "int8": {"kv_cache_dtype": "int8"}, "fp8": {"kv_cache_dtype": "fp8_e4m3"}}
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0, logprobs=2, seed=1)
 SEEDED = replace(GREEDY, temperature=0.9, top_p=0.9, seed=7)
+# Layers with pages and states; ranks share its one group of heads.
+MAMBA = {
+    "architectures": ["FalconH1ForCausalLM"],
+    "mamba_d_ssm": 64,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 32,
+    "max_position_embeddings": 192,
+}
 LENGTHS = (5, 16, 17, 33, 48, 70)
 PROMPTS = [random.Random(n).choices(range(3, 150), k=n) for n in LENGTHS]
 
@@ -79,6 +87,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             **FAMILIES["qwen3_5"],
             **common,
         ),
+        "mamba": write_config(tmp_path_factory.mktemp("mamba"), **MAMBA, **common),
     }
 
 
@@ -146,6 +155,7 @@ CASES = [
     ("states", "auto", "suffix"),
     ("states", "int8", "mtp"),
     ("states", "auto", "draft_model"),
+    ("mamba", "auto", "suffix"),
     ("heads", "auto", "draft_model"),
 ]
 
@@ -677,6 +687,8 @@ WITH_RANKS = [
     ("states", "auto", "naive", 1, 2),
     ("states", "int8", "mtp", 2, 1),
     ("states", "auto", "draft_model", 2, 1),
+    ("mamba", "auto", "suffix", 2, 1),
+    ("mamba", "auto", "naive", 1, 2),
 ]
 
 

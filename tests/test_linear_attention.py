@@ -48,33 +48,63 @@ def poisoned(step: Sequence[Rows], shape: tuple[int, ...], back: int, dtype: tor
     return states
 
 
-class Heads(NamedTuple):
-    """Sizes of gated_delta_rule."""
+DELTA, SPACE = "gated_delta_rule", "selective_state_update"
 
+
+class Heads(NamedTuple):
+    """Op with one state per head, and its sizes; keys are groups of the state space."""
+
+    op: str
     keys: int
     values: int
     key_dim: int
     value_dim: int
 
+    @property
+    def num_row_inputs(self) -> int:
+        """Number of arguments with one entry per row."""
+        return {DELTA: 5, SPACE: 4}[self.op]
 
-HEADS = [Heads(1, 1, 16, 16), Heads(2, 6, 48, 80), Heads(2, 2, 128, 32)]
+    def run(self, *args: Tensor, **options: Any) -> Tensor:
+        """Call the op."""
+        out: Tensor = getattr(linear_attention, self.op)(*args, **options)
+        return out
+
+    def reference(self, *args: Tensor) -> tuple[Tensor, Tensor]:
+        """Call the op's reference."""
+        out: tuple[Tensor, Tensor] = getattr(reference, self.op)(*args)
+        return out
+
+    def inputs(self, rows: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+        """Return the inputs of rows with poison between the rows, then those of heads."""
+        keys, values, each = (
+            (self.keys, self.key_dim),
+            (self.values, self.value_dim),
+            (self.values,),
+        )
+        shapes: dict[str, tuple[tuple[int, ...], ...]] = {
+            DELTA: (keys, keys, values, each, each),
+            SPACE: (values, each, keys, keys),
+        }
+        made = []
+        for shape in shapes[self.op]:
+            size = torch.Size(shape).numel()
+            wide = torch.full((rows, size + 5), torch.nan, dtype=dtype)
+            wide[:, 2 : 2 + size] = torch.randn(rows, size).to(dtype)
+            made.append(wide.to(device)[:, 2 : 2 + size].unflatten(1, shape))
+        a_log = torch.rand(self.values).mul(4).log().to(device)
+        others = [torch.randn(self.values).to(device) for _ in range(6 - self.num_row_inputs)]
+        return [*made, a_log, *others]
+
+    @property
+    def states(self) -> tuple[int, ...]:
+        """Shape of the states."""
+        return (NUM_SLOTS, WINDOW, self.values, self.key_dim, self.value_dim)
 
 
-def delta_inputs(heads: Heads, rows: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """Return q, k, v, a and b with poison between their rows, and a_log and dt_bias."""
-    keys, values = (heads.keys, heads.key_dim), (heads.values, heads.value_dim)
-    made = []
-    for shape in (keys, keys, values, (heads.values,), (heads.values,)):
-        size = torch.Size(shape).numel()
-        wide = torch.full((rows, size + 5), torch.nan, dtype=dtype)
-        wide[:, 2 : 2 + size] = torch.randn(rows, size).to(dtype)
-        made.append(wide.to(device)[:, 2 : 2 + size].unflatten(1, shape))
-    a_log = torch.rand(heads.values).mul(4).log().to(device)
-    return [*made, a_log, torch.randn(heads.values).to(device)]
-
-
-def delta_states(heads: Heads) -> tuple[int, ...]:
-    return (NUM_SLOTS, WINDOW, heads.values, heads.key_dim, heads.value_dim)
+SMALL = [Heads(DELTA, 1, 1, 16, 16), Heads(SPACE, 1, 1, 16, 16)]
+HEADS = [*SMALL, Heads(DELTA, 2, 6, 48, 80), Heads(SPACE, 2, 6, 48, 80)]
+WIDE = [Heads(DELTA, 2, 2, 128, 32), Heads(SPACE, 1, 2, 128, 64), Heads(SPACE, 1, 2, 208, 32)]
 
 
 def check_states(got: Tensor, want: Tensor, before: Tensor) -> None:
@@ -87,52 +117,63 @@ def check_states(got: Tensor, want: Tensor, before: Tensor) -> None:
 
 @pytest.mark.no_bf16
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("taps,channels", [(TAPS, CHANNELS), (1, 16), (8, 130)])
+@pytest.mark.parametrize(
+    "taps,channels,has_bias",
+    [(TAPS, CHANNELS, False), (TAPS, CHANNELS, True), (1, 16, True), (8, 130, False)],
+)
 @pytest.mark.pairwise
-def test_causal_conv1d(device: str, isa: str, dtype: torch.dtype, taps: int, channels: int) -> None:
+def test_causal_conv1d(
+    device: str, isa: str, dtype: torch.dtype, taps: int, channels: int, has_bias: bool
+) -> None:
     rows = sum(one.count for one in STEP) + SPARE
     wide = torch.full((rows, channels + 6), torch.nan, dtype=dtype)
     wide[:, 3:-3] = torch.randn(rows, channels).to(dtype)
     weight = torch.randn(taps, channels).to(dtype)
+    bias = torch.randn(channels).to(dtype) if has_bias else None
     before = poisoned(STEP, (NUM_SLOTS, WINDOW + taps, channels), taps - 1, dtype)
     arguments = indices(STEP, "cpu")
-    want, want_states = reference.causal_conv1d(wide[:, 3:-3], weight, before, *arguments.values())
+    given = (*arguments.values(), bias)
+    want, want_states = reference.causal_conv1d(wide[:, 3:-3], weight, before, *given)
     states = before.clone().to(device)
     got = linear_attention.causal_conv1d(
-        wide.to(device)[:, 3:-3], weight.to(device), states, **indices(STEP, device)
+        wide.to(device)[:, 3:-3],
+        weight.to(device),
+        states,
+        **indices(STEP, device),
+        bias=None if bias is None else bias.to(device),
     )
     assert torch.equal(states.cpu().nan_to_num(9), want_states.nan_to_num(9))
     unowned = [*range(10, 12), *range(rows - SPARE, rows)]
     assert (got[unowned] == 0).all() and (want[unowned] == 0).all()
 
     def op(x: Tensor, weight: Tensor, states: Tensor) -> Tensor:
-        return reference.causal_conv1d(x, weight, states, *arguments.values())[0]
+        return reference.causal_conv1d(x, weight, states, *given)[0]
 
     assert_close(op, got.cpu(), wide[:, 3:-3], weight, before)
 
 
 @pytest.mark.no_bf16
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("heads", [*HEADS, *WIDE])
 @pytest.mark.pairwise
-def test_gated_delta_rule(device: str, isa: str, dtype: torch.dtype, heads: Heads) -> None:
+def test_states_of_heads(device: str, isa: str, dtype: torch.dtype, heads: Heads) -> None:
     rows = sum(one.count for one in STEP) + SPARE
-    inputs = delta_inputs(heads, rows, dtype, "cpu")
-    before = poisoned(STEP, delta_states(heads), 1, torch.float32)
+    inputs = heads.inputs(rows, dtype, "cpu")
+    before = poisoned(STEP, heads.states, 1, torch.float32)
     arguments = indices(STEP, "cpu")
-    want, want_states = reference.gated_delta_rule(*inputs, before, *arguments.values())
+    want, want_states = heads.reference(*inputs, before, *arguments.values())
     states = before.clone().to(device)
     moved = [one.to(device) for one in inputs]
-    got = linear_attention.gated_delta_rule(*moved, states, **indices(STEP, device))
+    got = heads.run(*moved, states, **indices(STEP, device))
     check_states(states.cpu(), want_states, before)
     unowned = [*range(10, 12), *range(rows - SPARE, rows)]
     assert (got[unowned] == 0).all() and (want[unowned] == 0).all()
 
     def outs(*args: Tensor) -> Tensor:
-        return reference.gated_delta_rule(*args, *arguments.values())[0]
+        return heads.reference(*args, *arguments.values())[0]
 
     def new_states(*args: Tensor) -> Tensor:
-        return reference.gated_delta_rule(*args, *arguments.values())[1].nan_to_num(0)
+        return heads.reference(*args, *arguments.values())[1].nan_to_num(0)
 
     assert_close(outs, got.cpu(), *inputs, before)
     assert_close(new_states, states.cpu().nan_to_num(0), *inputs, before)
@@ -216,20 +257,21 @@ def test_convolved_rows_keep_their_bits(
 
 @pytest.mark.no_bf16
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", HEADS[:2])
+@pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.pairwise
-def test_delta_rule_rows_keep_their_bits(
+def test_rows_of_states_keep_their_bits(
     device: str, isa: str, on_cuda: bool, dtype: torch.dtype, heads: Heads
 ) -> None:
     """Rows are equal in any split into steps, behind rejected drafts and beside other requests."""
-    *text, a_log, dt_bias = delta_inputs(heads, LENGTH, dtype, device)
-    junk = delta_inputs(heads, WINDOW, dtype, device)[:5]
+    inputs, count = heads.inputs(LENGTH, dtype, device), heads.num_row_inputs
+    text, of_heads = inputs[:count], inputs[count:]
+    junk = heads.inputs(WINDOW, dtype, device)[:count]
 
     def make() -> Op:
-        states = torch.full(delta_states(heads), 3.0, device=device)
+        states = torch.full(heads.states, 3.0, device=device)
 
         def op(rows: list[Tensor], arguments: dict[str, Tensor]) -> Tensor:
-            return linear_attention.gated_delta_rule(*rows, a_log, dt_bias, states, **arguments)
+            return heads.run(*rows, *of_heads, states, **arguments)
 
         return op
 
@@ -237,32 +279,32 @@ def test_delta_rule_rows_keep_their_bits(
 
 
 @pytest.mark.no_bf16
-def test_new_request_ignores_the_states_of_its_slot(device: str, isa: str) -> None:
+@pytest.mark.parametrize("heads", SMALL)
+def test_new_request_ignores_the_states_of_its_slot(device: str, isa: str, heads: Heads) -> None:
     """NaN states of an earlier request have no effect."""
-    heads = HEADS[0]
-    inputs = delta_inputs(heads, 3, torch.float32, device)
+    inputs = heads.inputs(3, torch.float32, device)
     arguments = indices([Rows(1, 0, 3)], device)
     outs = []
     for value in (0.0, torch.nan):
-        states = torch.full(delta_states(heads), value, device=device)
+        states = torch.full(heads.states, value, device=device)
         conv = torch.full((NUM_SLOTS, 3, 16), value, device=device)
         mixed = linear_attention.causal_conv1d(
             inputs[2].flatten(1), torch.ones(TAPS, 16, device=device), conv, **arguments
         )
-        outs += [mixed, linear_attention.gated_delta_rule(*inputs, states, **arguments)]
+        outs += [mixed, heads.run(*inputs, states, **arguments)]
     assert torch.equal(outs[0], outs[2]) and torch.equal(outs[1], outs[3])
 
 
 @pytest.mark.no_bf16
+@pytest.mark.parametrize("heads", SMALL)
 @pytest.mark.parametrize("step,rows", [([], 0), ([], 2), ([Rows(0, 3, 0), Rows(1, 0, 0)], 0)])
 def test_steps_without_rows_change_nothing(
-    device: str, isa: str, step: list[Rows], rows: int
+    device: str, isa: str, step: list[Rows], rows: int, heads: Heads
 ) -> None:
-    heads = HEADS[0]
-    states = torch.ones(delta_states(heads), device=device)
+    states = torch.ones(heads.states, device=device)
     conv = torch.ones(NUM_SLOTS, WINDOW, 16, device=device)
-    inputs, arguments = delta_inputs(heads, rows, torch.float32, device), indices(step, device)
-    out = linear_attention.gated_delta_rule(*inputs, states, **arguments)
+    inputs, arguments = heads.inputs(rows, torch.float32, device), indices(step, device)
+    out = heads.run(*inputs, states, **arguments)
     x, weight = torch.ones(rows, 16, device=device), torch.ones(TAPS, 16, device=device)
     mixed = linear_attention.causal_conv1d(x, weight, conv, **arguments)
     assert out.shape == (rows, 1, 16) and mixed.shape == (rows, 16)
@@ -283,17 +325,16 @@ FAULTS: dict[str, tuple[str, list[int], str]] = {
 def test_invalid_requests_are_reported(device: str, on_cuda: bool, fault: str) -> None:
     """On a CPU, no state changes."""
     name, values, words = FAULTS[fault]
-    heads = HEADS[0]
-    inputs = delta_inputs(heads, 4, torch.float32, device)
     x, weight = torch.ones(4, 16, device=device), torch.ones(TAPS, 16, device=device)
     arguments = indices([Rows(0, 1, 2), Rows(1, 4, 2)], device)
     arguments[name] = torch.tensor(values, dtype=torch.int32, device=device)
-    states = torch.ones(delta_states(heads), device=device)
     conv = torch.ones(NUM_SLOTS, WINDOW, 16, device=device)
     calls: list[tuple[str, Callable[..., Any], list[Tensor], Tensor]] = [
         ("causal_conv1d", linear_attention.causal_conv1d, [x, weight], conv),
-        ("gated_delta_rule", linear_attention.gated_delta_rule, inputs, states),
     ]
+    for heads in SMALL:
+        inputs = heads.inputs(4, torch.float32, device)
+        calls.append((heads.op, heads.run, inputs, torch.ones(heads.states, device=device)))
     for op, call, args, own in calls:
         with expect_fault(on_cuda, f"{op}: {words}"):
             call(*args, own, **arguments)

@@ -455,6 +455,11 @@ SMALL = {
     "num_hidden_layers": 40,
     "num_attention_heads": 64,
 }
+# Values that fields of some architectures must have.
+NEEDED: dict[str, dict[str, Any]] = {
+    "GraniteMoeHybridForCausalLM": {"layer_types": [*["linear_attention"] * 39, "full_attention"]},
+    "NemotronHForCausalLM": {"sliding_window": None},
+}
 WINDOWS = {"use_sliding_window": True, "max_window_layers": 4, "sliding_window": 32}
 CONFIGS = {
     "LlamaForCausalLM": "LlamaConfig",
@@ -471,6 +476,9 @@ CONFIGS = {
     "Qwen3NextForCausalLM": "Qwen3NextConfig",
     "Qwen3_5ForCausalLM": "Qwen3_5TextConfig",
     "Qwen3_5MoeForCausalLM": "Qwen3_5MoeTextConfig",
+    "GraniteMoeHybridForCausalLM": "GraniteMoeHybridConfig",
+    "FalconH1ForCausalLM": "FalconH1Config",
+    "NemotronHForCausalLM": "NemotronHConfig",
     "Gemma3ForCausalLM": "Gemma3TextConfig",
 }
 
@@ -512,10 +520,12 @@ def test_missing_fields_default_as_in_transformers(
         # Without the fields that the class computes from others.
         complete = {key: one for key, one in whole(fields).items() if key not in COMPUTED}
         complete |= {key: one for key, one in fields.items() if key in complete}
+        needed = NEEDED.get(architecture, {})
+        complete |= needed
         if more and "sliding_window" not in more:
             complete.pop("sliding_window", None)
         assert read(complete) is not None
-        for field in complete:
+        for field in (key for key in complete if key not in needed):
             left = {key: one for key, one in complete.items() if key != field}
             found = read({**left, field: None} if as_null else left)
             null = {field: None} if as_null and field in NULL_IS_A_VALUE else {}

@@ -177,6 +177,20 @@ MUTATIONS = [
         STATES,
     ),
     Mutation(
+        "an input is added before the state decays",
+        "linear_attention/selective_state_update.cuh",
+        "__fmaf_rn(shared.b[place], scaled, __fmul_rn(decay, state[i]));",
+        "__fmul_rn(decay, __fmaf_rn(shared.b[place], scaled, state[i]));",
+        STATES,
+    ),
+    Mutation(
+        "all heads read the first group",
+        "linear_attention/selective_state_update.cuh",
+        "int64_t group = head / (heads / params.num_groups) * dim;",
+        "int64_t group = head / heads * dim;",
+        STATES,
+    ),
+    Mutation(
         "a head is gated by the one before it",
         "dense/output_gate.cuh",
         "row * params.gate_stride + head * params.gate_dim;",

@@ -76,7 +76,8 @@ def quantize(directory: Path, kind: str) -> None:
     found = {}
     for name, one in load_file(directory / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if ".layers." in name and "_proj" in name and not name.endswith("eh_proj.weight"):
+        is_linear = any(part in name for part in ("_proj", "_linear"))
+        if ".layers." in name and is_linear and not name.endswith("eh_proj.weight"):
             found |= {f"{module}.{suffix}": two for suffix, two in pack(one).items()}
         else:
             found[name] = one
@@ -87,7 +88,9 @@ def quantize(directory: Path, kind: str) -> None:
 
 def completions(directory: Path, method: str) -> list[Completion]:
     drafts = None if method == "naive" else 2
-    own = SpeculativeConfig(method=method, num_speculative_tokens=drafts)
+    own = SpeculativeConfig.from_dict(
+        {"method": method, "num_speculative_tokens": drafts, "min_ngram_size": 1}
+    )
     engine = Engine(EngineConfig(model=str(directory), speculative_config=own, device="cpu"))
     found = engine.generate(PROMPTS, PARAMS)
     assert method == "naive" or engine.stats.speculative.num_draft_tokens > 10
@@ -99,9 +102,23 @@ def same(ones: list[Completion], others: list[Completion]) -> bool:
     return all(a.token_ids == b.token_ids and a.logprobs == b.logprobs for a, b in pairs)
 
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen3": {},
+    "GraniteMoeHybrid": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 128,
+        "mamba_n_heads": 8,
+        "mamba_d_state": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", FORMATS)
-def test_speculation_changes_no_bit(tmp_path: Path, kind: str) -> None:
-    make_checkpoint(tmp_path, "Qwen3", **SIZES, quantization_config=FORMATS[kind][1])
+def test_speculation_changes_no_bit(tmp_path: Path, kind: str, family: str) -> None:
+    settings = {**SIZES, **FAMILIES[family], "quantization_config": FORMATS[kind][1]}
+    make_checkpoint(tmp_path, family, **settings)
     write_tokenizer(tmp_path)
     before = completions(tmp_path, "naive")
     quantize(tmp_path, kind)

@@ -10,7 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -36,13 +36,29 @@ from torch import Tensor
 DRAFTS, TOKENS = 4, 24
 
 
+QWEN, MAMBA = "Qwen3Next", ("granite", "nemotron_h", "falcon_h1")
+
+
 @cache
-def directory() -> str:
-    """Return the directory of a tiny Qwen3-Next with an MTP module and a tokenizer."""
-    return engine_directory("Qwen3Next")
+def directory(family: str = QWEN) -> str:
+    """Return the directory of a tiny model with a tokenizer; Qwen3-Next has an MTP module."""
+    return engine_directory(family)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_next_dense", "qwen3_5", "qwen3_5_experts"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3_next",
+        "qwen3_next_dense",
+        "qwen3_5",
+        "qwen3_5_experts",
+        "granite",
+        "granite_dense",
+        "nemotron_h",
+        "falcon_h1",
+        "falcon_h1_norm",
+    ],
+)
 def test_logits_equal_transformers(tmp_path: Path, family: str) -> None:
     """For 150 rows, transformers computes in chunks of 64. test_experts.py compares row by row."""
     theirs, ids = make_experts(tmp_path, family), random_ids(150)
@@ -89,14 +105,14 @@ def texts(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
-def make(method: str, **options: Any) -> Engine:
+def make(method: str, family: str = QWEN, **options: Any) -> Engine:
     drafts = {"num_speculative_tokens": DRAFTS, "min_ngram_size": 1} if method != "naive" else {}
     speculative = SpeculativeConfig.from_dict(
         {"method": method, "adaptive_verification": False, **drafts}
     )
     return Engine(
         EngineConfig(
-            model=directory(),
+            model=directory(family),
             speculative_config=speculative,
             **{"num_pages": 100, "max_num_seqs": 8, "max_model_len": 128, **options},
         )
@@ -104,25 +120,25 @@ def make(method: str, **options: Any) -> Engine:
 
 
 @cache
-def alone() -> Engine:
+def alone(family: str = QWEN) -> Engine:
     """Return an engine for one request at a time, without drafts or prefix cache."""
-    return make("naive", max_num_seqs=1, enable_prefix_caching=False)
+    return make("naive", family, max_num_seqs=1, enable_prefix_caching=False)
 
 
 @cache
-def plain(count: int) -> list[Completion]:
+def plain(count: int, family: str = QWEN) -> list[Completion]:
     """Return the completions of plain decoding."""
-    return alone().generate(*texts(count))
+    return alone(family).generate(*texts(count))
 
 
-def expected_texts(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+def expected_texts(count: int, family: str = QWEN) -> tuple[list[list[int]], list[SamplingParams]]:
     """Return the texts; most have predictions that are wrong at a token every now and then.
 
     Random models hardly repeat more than one token. Predictions make drafts accepted, and rejected
     at any position.
     """
     prompts, params = texts(count)
-    for index, (one, done) in enumerate(zip(params, plain(count), strict=True)):
+    for index, (one, done) in enumerate(zip(params, plain(count, family), strict=True)):
         predicted = [
             (token + (place % (index % 6 + 2) == index % 3)) % 257
             for place, token in enumerate(done.token_ids)
@@ -166,11 +182,11 @@ LIMITS: dict[str, dict[str, Any]] = {
 }
 
 
-def check_speculation(method: str, limits: str, count: int, **options: Any) -> Steps:
-    engine = RandomLengths().decide_for(make(method, **LIMITS[limits], **options))
+def check_speculation(method: str, limits: str, count: int, family: str = QWEN) -> Steps:
+    engine = RandomLengths().decide_for(make(method, family, **LIMITS[limits]))
     steps = Steps(engine)
-    done = engine.generate(*expected_texts(count))
-    assert [bits(one) for one in done] == [bits(one) for one in plain(count)]
+    done = engine.generate(*expected_texts(count, family))
+    assert [bits(one) for one in done] == [bits(one) for one in plain(count, family)]
     spec = engine.stats.speculative
     assert 0 < spec.num_accepted_tokens < spec.num_draft_tokens
     assert steps.num_bare > 0
@@ -186,10 +202,24 @@ def test_speculation_changes_no_bit(method: str, limits: str) -> None:
     check_speculation(method, limits, 20)
 
 
+@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("family", MAMBA)
+@pytest.mark.fast("granite-ngram-preempted", "falcon_h1-suffix-chunks", ci=("*",))
+def test_speculation_changes_no_bit_of_mamba2(family: str, method: str, limits: str) -> None:
+    check_speculation(method, limits, 20, family)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["ngram", "suffix", "mtp"])
-def test_speculation_changes_no_bit_of_300_requests(method: str) -> None:
-    check_speculation(method, "preempted", 300)
+@pytest.mark.parametrize(
+    "method,family",
+    [
+        *((method, QWEN) for method in ("ngram", "suffix", "mtp")),
+        *((method, family) for method in ("ngram", "suffix") for family in MAMBA),
+    ],
+)
+def test_speculation_changes_no_bit_of_300_requests(method: str, family: str) -> None:
+    check_speculation(method, "preempted", 300, family)
 
 
 def test_drafts_are_rejected_at_every_position() -> None:
@@ -206,9 +236,9 @@ def test_drafts_are_rejected_at_every_position() -> None:
 
 def with_last_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant a bug: a step without drafts continues from the last row before, accepted or not."""
-    real, ends = linear_attention.gated_delta_rule, dict[tuple[int, int], int]()
+    ends = dict[tuple[int, int], int]()
 
-    def wrong(*args: Tensor, **options: Any) -> Tensor:
+    def wrong(real: Callable[..., Tensor], *args: Tensor, **options: Any) -> Tensor:
         *_, states, slots, qo_indptr, kv_lens = args
         lens = qo_indptr.diff().tolist()
         for slot, count, end in zip(slots.tolist(), lens, kv_lens.tolist(), strict=True):
@@ -219,7 +249,8 @@ def with_last_states(monkeypatch: pytest.MonkeyPatch) -> None:
             ends[states.data_ptr(), slot] = end
         return real(*args, **options)
 
-    monkeypatch.setattr(linear_attention, "gated_delta_rule", wrong)
+    for op in ("gated_delta_rule", "selective_state_update"):
+        monkeypatch.setattr(linear_attention, op, partial(wrong, getattr(linear_attention, op)))
 
 
 def with_small_windows(part: int) -> Callable[[pytest.MonkeyPatch], None]:
@@ -266,11 +297,13 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = [bits(one) for one in plain(20)]
+@pytest.mark.parametrize("family", [QWEN, *MAMBA])
+@pytest.mark.fast("Qwen3Next-*", ci=("*",))
+def test_planted_bugs_are_noticed(family: str, bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [bits(one) for one in plain(20, family)]
     BUGS[bug](monkeypatch)
-    engine = RandomLengths().decide_for(make("ngram"))
-    assert [bits(one) for one in engine.generate(*expected_texts(20))] != expected
+    engine = RandomLengths().decide_for(make("ngram", family))
+    assert [bits(one) for one in engine.generate(*expected_texts(20, family))] != expected
 
 
 def follow_up(prompt: list[int], done: Completion) -> list[int]:
@@ -330,7 +363,7 @@ class Conversations(NamedTuple):
 
 
 @cache
-def conversations(count: int) -> Conversations:
+def conversations(count: int, family: str = QWEN) -> Conversations:
     """Make requests that are new, continue an earlier one or share only its first tokens."""
     rng = random.Random(11)
     made = Conversations([], [], [])
@@ -349,7 +382,7 @@ def conversations(count: int) -> Conversations:
             ignore_eos=True,
             logprobs=1,
         )
-        (done,) = alone().generate([prompt], params)
+        (done,) = alone(family).generate([prompt], params)
         predicted = [
             (token + (place % (index % 6 + 2) == index % 3)) % 257
             for place, token in enumerate(done.token_ids)
@@ -388,11 +421,12 @@ CACHES: dict[str, dict[str, Any]] = {
 }
 
 
-def check_conversations(method: str, cache: str, count: int) -> None:
+def check_conversations(method: str, cache: str, count: int, family: str = QWEN) -> None:
     options = dict(CACHES[cache])
     num_prefix_states = options.pop("num_prefix_states", 100)
-    options["state_cache_bytes"] = num_prefix_states * load_model(directory()).kv_bytes_per_slot(0)
-    engine, talk = make(method, **options), conversations(count)
+    each = load_model(directory(family)).kv_bytes_per_slot(0)
+    options["state_cache_bytes"] = num_prefix_states * each
+    engine, talk = make(method, family, **options), conversations(count, family)
     assert engine._runner.parts.cache.capacity.num_prefix_states == num_prefix_states
     if method != "naive":
         engine = RandomLengths().decide_for(engine)
@@ -415,11 +449,27 @@ def test_cached_prefixes_change_no_bit(method: str, cache: str) -> None:
     check_conversations(method, cache, 30)
 
 
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("method", ["naive", "ngram"])
+@pytest.mark.parametrize("family", MAMBA)
+@pytest.mark.fast("falcon_h1-ngram-few kept", ci=("*",))
+def test_cached_prefixes_change_no_bit_of_mamba2(family: str, method: str, cache: str) -> None:
+    check_conversations(method, cache, 30, family)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("method", ["naive", "ngram", "suffix", "mtp"])
-def test_cached_prefixes_change_no_bit_of_300_requests(method: str, cache: str) -> None:
-    check_conversations(method, cache, 300)
+@pytest.mark.parametrize(
+    "method,family",
+    [
+        *((method, QWEN) for method in ("naive", "ngram", "suffix", "mtp")),
+        *((method, family) for method in ("ngram", "suffix") for family in MAMBA),
+    ],
+)
+def test_cached_prefixes_change_no_bit_of_300_requests(
+    method: str, family: str, cache: str
+) -> None:
+    check_conversations(method, cache, 300, family)
 
 
 def test_new_request_ignores_the_old_contents_of_its_slot() -> None:

@@ -448,7 +448,12 @@ def states_job(generator: torch.Generator) -> list[Tensor]:
     out = linear_attention.gated_delta_rule(
         *heads, *gates, torch.zeros(5), torch.ones(5), states, *given
     )
-    return [conv, states, dense.output_gate(out, heads[0], norm_weight=x[0, :64].contiguous())]
+    space = torch.zeros(2, 3, 5, 64, 64)
+    queried = linear_attention.selective_state_update(
+        heads[0], gates[0], *heads[1:], *torch.ones(3, 5), space, *given
+    )
+    gated = dense.output_gate(out, heads[0], norm_weight=x[0, :64].contiguous())
+    return [conv, states, space, queried, gated]
 
 
 def big_job() -> list[Tensor]:

@@ -8,16 +8,16 @@ namespace specops {
 
 constexpr int kConvThreads = 128;
 
-// Computes out = silu(sum over taps of weight[tap] * x at the tap's distance before the row), and
-// stores x in the slot.
+// Computes out = silu(bias + sum over taps of weight[tap] * x at the tap's distance before the row),
+// and stores x in the slot.
 // Grid:    x = (batch + 1) * pieces of 128 channels (unbounded); the last ones handle padding rows.
 // Block:   128 threads; each thread owns one channel of one request, for all its rows.
 // Smem:    none.
 // Cost:    `taps` products per element; each x is read from memory once, then from cache.
 // Assumes: no slot appears twice.
-// Order:   a chain over the taps from the oldest position on, from zero, in fp32; positions before
-//          the text are skipped. Rounded once. A request with a fault is reported, and its rows are
-//          not written.
+// Order:   a chain over the taps from the oldest position on, from the bias or zero, in fp32;
+//          positions before the text are skipped. Rounded once. A request with a fault is reported,
+//          and its rows are not written.
 // Source:  Gu and Dao 2023 (Mamba).
 template <typename T>
 __global__ void __launch_bounds__(kConvThreads) causal_conv1d_kernel(CausalConv1dParams params) {
@@ -48,8 +48,10 @@ __global__ void __launch_bounds__(kConvThreads) causal_conv1d_kernel(CausalConv1
     weight[tap] =
         from < 0 ? 0.0f : to_float(static_cast<const T*>(params.weight)[from * channels + channel]);
   }
+  const T* bias = static_cast<const T*>(params.bias);
+  float before = bias == nullptr ? 0.0f : to_float(bias[channel]);
   for (int64_t i = 0; i < count; ++i) {
-    float sum = 0.0f;
+    float sum = before;
 #pragma unroll
     for (int tap = 0; tap < kMostTaps; ++tap) {
       int64_t back = i - (kMostTaps - 1 - tap), position = range.begin + back;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// causal_conv1d: in each channel, a short convolution over the positions of a request, then silu.
+// causal_conv1d: in each channel, a short convolution over the positions of a request, a bias, then
+// silu.
 #pragma once
 
 #include <cstdint>
@@ -15,6 +16,7 @@ constexpr int kMostTaps = 8;
 struct CausalConv1dParams {
   const void* x;       // [rows, channels], rows are x_stride apart
   const void* weight;  // [taps, channels]; the last tap is for the row itself
+  const void* bias;    // [channels]; may be nullptr
   void* states;        // [num_slots, window, channels]: x of position i is at i % window
   void* out;           // [rows, channels], contiguous
   SlotRows of;

@@ -23,13 +23,15 @@ void run_piece(const CausalConv1dParams& params, SlotRange range, int64_t first,
   }
   const auto* x = static_cast<const T*>(params.x);
   const auto* weight = static_cast<const T*>(params.weight);
+  const auto* bias = static_cast<const T*>(params.bias);
   T* kept = static_cast<T*>(params.states) + range.slot * window * channels;
   int64_t count = range.end - range.first;
   auto row_of = [&](int64_t i) { return x + (range.first + i) * params.x_stride; };
   for (int64_t col = first; col < last; col += kLanes) {
     int n = static_cast<int>(last - col < kLanes ? last - col : kLanes);
+    F32x16 before = bias == nullptr ? zero() : load_partial(bias + col, n);
     for (int64_t i = 0; i < count; ++i) {
-      F32x16 sum = zero();
+      F32x16 sum = before;
       for (int64_t tap = 0; tap < taps; ++tap) {
         int64_t back = i - (taps - 1 - tap), position = range.begin + back;
         if (position < 0) continue;
@@ -49,12 +51,12 @@ void run_piece(const CausalConv1dParams& params, SlotRange range, int64_t first,
   }
 }
 
-// Computes out = silu(sum over taps of weight[tap] * x at the tap's distance before the row), and
-// stores x in the slot.
+// Computes out = silu(bias + sum over taps of weight[tap] * x at the tap's distance before the row),
+// and stores x in the slot.
 // Cost:    `taps` products per element, each x and out moved once; memory-bound.
 // Assumes: slots, lengths and rows checked by ops.cpp; no slot appears twice.
-// Order:   a chain over the taps from the oldest position on, from zero, in fp32; positions before
-//          the text are skipped. Rounded once.
+// Order:   a chain over the taps from the oldest position on, from the bias or zero, in fp32;
+//          positions before the text are skipped. Rounded once.
 // Source:  Gu and Dao 2023 (Mamba).
 // Threads: one item per 64 channels of a request, so that the same thread reads a slot and replaces
 //          it.

@@ -5,12 +5,12 @@
 namespace specops {
 
 void gated_delta_rule_cuda(const GatedDeltaRuleParams& params, CudaStream stream) {
-  int64_t pieces = (params.value_dim + kDeltaColumns - 1) / kDeltaColumns;
+  int64_t pieces = (params.value_dim + kStateColumns - 1) / kStateColumns;
   int64_t blocks = (params.of.batch + 1) * params.num_value_heads * pieces;
   auto run = [&](auto kernel) {
     launch(kernel,
            dim3(static_cast<unsigned>(blocks)),
-           kDeltaThreads,
+           kStateThreads,
            sizeof(DeltaShared),
            stream,
            params);

@@ -1,17 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "common/device.cuh"
 #include "linear_attention/gated_delta_rule.h"
+#include "linear_attention/state_columns.cuh"
 
 namespace specops {
 
-constexpr int kDeltaThreads = 128;
-constexpr int kDeltaLanes = 4;                              // threads per column of a state
-constexpr int kDeltaColumns = kDeltaThreads / kDeltaLanes;  // columns per block
-constexpr int kDeltaKeys = kMostKeyDim / kDeltaLanes;       // elements of a column per thread
-constexpr int kDeltaWarps = kDeltaThreads / kWarpSize;
-static_assert(kMostKeyDim == kDeltaThreads, "a thread normalises one element of q and of k");
+constexpr int kDeltaKeys = kMostKeyDim / kStateLanes;  // elements of a column per thread
+constexpr int kDeltaWarps = kStateThreads / kWarpSize;
+static_assert(kMostKeyDim == kStateThreads, "a thread normalises one element of q and of k");
 
 // q and k of a row in shared memory, and the sums of their squares per warp.
 struct DeltaShared {
@@ -27,12 +24,6 @@ __device__ inline float warp_sum(float x) {
     x = __fadd_rn(x, __shfl_xor_sync(kFullMask, x, lanes));
   }
   return x;
-}
-
-// Returns the sum of x over the threads that share a column.
-__device__ inline float column_sum(float x) {
-  x = __fadd_rn(x, __shfl_xor_sync(kFullMask, x, 1));
-  return __fadd_rn(x, __shfl_xor_sync(kFullMask, x, 2));
 }
 
 // Loads q and k of one row to shared memory as floats, normalized to length `scale` (q) and 1 (k).
@@ -81,16 +72,16 @@ __device__ inline void load_row(DeltaShared& shared, const T* q, const T* k, int
 //          rows are not written.
 // Source:  Yang, Kautz and Hatamizadeh 2024 (Gated DeltaNet).
 template <typename T>
-__global__ void __launch_bounds__(kDeltaThreads)
+__global__ void __launch_bounds__(kStateThreads)
     gated_delta_rule_kernel(GatedDeltaRuleParams params) {
   wait_for_previous_kernel();
   auto& shared = *reinterpret_cast<DeltaShared*>(shared_memory());
   int64_t heads = params.num_value_heads, value_dim = params.value_dim;
   int dim = static_cast<int>(params.key_dim), thread = static_cast<int>(threadIdx.x);
-  int64_t pieces = (value_dim + kDeltaColumns - 1) / kDeltaColumns, window = params.of.window;
+  int64_t pieces = (value_dim + kStateColumns - 1) / kStateColumns, window = params.of.window;
   int64_t request = blockIdx.x / (heads * pieces), head = blockIdx.x / pieces % heads;
-  int64_t col = blockIdx.x % pieces * kDeltaColumns + thread / kDeltaLanes;
-  int lane = thread % kDeltaLanes;
+  int64_t col = blockIdx.x % pieces * kStateColumns + thread / kStateLanes;
+  int lane = thread % kStateLanes;
   bool has_column = col < value_dim;
   Fault fault = find_fault(params, request);
   if (fault.found()) {
@@ -111,13 +102,13 @@ __global__ void __launch_bounds__(kDeltaThreads)
     int64_t place = (range.slot * window + position % window) * heads + head;
     return params.states + (place * dim + lane) * value_dim + col;
   };
-  int step = kDeltaLanes * static_cast<int>(value_dim);
+  int step = kStateLanes * static_cast<int>(value_dim);
   float state[kDeltaKeys] = {};
   if (range.begin > 0 && has_column) {
     const float* from = state_of(range.begin - 1);
 #pragma unroll
     for (int i = 0; i < kDeltaKeys; ++i) {
-      if (i * kDeltaLanes < dim) state[i] = from[i * step];
+      if (i * kStateLanes < dim) state[i] = from[i * step];
     }
   }
   int64_t key_head = head / (heads / params.num_key_heads) * dim;
@@ -129,7 +120,7 @@ __global__ void __launch_bounds__(kDeltaThreads)
              dim,
              scale);
     float a = to_float(static_cast<const T*>(params.a)[row * params.a_stride + head]);
-    float decay = decay_of(a, params.a_log[head], params.dt_bias[head]);
+    float decay = decay_of(params.a_log[head], softplus(a + params.dt_bias[head]));
     float strength =
         strength_of(to_float(static_cast<const T*>(params.b)[row * params.b_stride + head]));
     float v = 0.0f;
@@ -141,14 +132,14 @@ __global__ void __launch_bounds__(kDeltaThreads)
 #pragma unroll
     for (int i = 0; i < kDeltaKeys; ++i) {
       state[i] = __fmul_rn(decay, state[i]);
-      sum = __fmaf_rn(shared.k[i * kDeltaLanes + lane], state[i], sum);
+      sum = __fmaf_rn(shared.k[i * kStateLanes + lane], state[i], sum);
     }
     float delta = __fmul_rn(__fsub_rn(v, column_sum(sum)), strength);
     sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kDeltaKeys; ++i) {
-      state[i] = __fmaf_rn(shared.k[i * kDeltaLanes + lane], delta, state[i]);
-      sum = __fmaf_rn(shared.q[i * kDeltaLanes + lane], state[i], sum);
+      state[i] = __fmaf_rn(shared.k[i * kStateLanes + lane], delta, state[i]);
+      sum = __fmaf_rn(shared.q[i * kStateLanes + lane], state[i], sum);
     }
     sum = column_sum(sum);
     if (!has_column) continue;
@@ -157,7 +148,7 @@ __global__ void __launch_bounds__(kDeltaThreads)
     float* to = state_of(range.begin + row - range.first);
 #pragma unroll
     for (int i = 0; i < kDeltaKeys; ++i) {
-      if (i * kDeltaLanes < dim) to[i * step] = state[i];
+      if (i * kStateLanes < dim) to[i * step] = state[i];
     }
   }
 }

@@ -8,15 +8,14 @@
 
 #include "common/dtype.h"
 #include "common/isa.h"
+#include "linear_attention/decay.h"
 #include "linear_attention/slot_rows.h"
 
 namespace specops {
 
 constexpr int kMostKeyDim = 128;
 constexpr int kMostValueDim = 256;
-constexpr int kDeltaDimStep = 16;         // key_dim and value_dim must be multiples of it
-constexpr float kKeyNormEps = 1e-6f;      // added to the sum of squares of a query or a key
-constexpr float kSoftplusLinear = 20.0f;  // above it, softplus(x) is x
+constexpr float kKeyNormEps = 1e-6f;  // added to the sum of squares of a query or a key
 
 struct GatedDeltaRuleParams {
   const void* q;         // [rows, num_key_heads, key_dim], rows are q_stride apart
@@ -54,13 +53,6 @@ SPECOPS_FAULT(7006, kGatedDeltaRuleKvLens) =
 SPECOPS_HOST_DEVICE Fault find_fault(const GatedDeltaRuleParams& params, int64_t request) {
   return find_fault(
       params.of, request, kGatedDeltaRuleSlots, kGatedDeltaRuleQoIndptr, kGatedDeltaRuleKvLens);
-}
-
-// Returns the factor by which a row lets the state decay: exp(-exp(a_log) * softplus(a + dt_bias)).
-SPECOPS_HOST_DEVICE float decay_of(float a, float a_log, float dt_bias) {
-  float x = a + dt_bias;
-  float softplus = x > kSoftplusLinear ? x : log1pf(expf(x));
-  return expf(-(expf(a_log) * softplus));
 }
 
 // Returns the strength with which a row corrects the state, from 0 to 1: sigmoid(b).

@@ -8,6 +8,7 @@
 #include "common/tensor_view.h"
 #include "linear_attention/causal_conv1d.h"
 #include "linear_attention/gated_delta_rule.h"
+#include "linear_attention/selective_state_update.h"
 
 namespace specops {
 namespace {
@@ -57,6 +58,7 @@ void causal_conv1d(const TensorView& x,
                    const TensorView& slots,
                    const TensorView& qo_indptr,
                    const TensorView& kv_lens,
+                   const TensorView& bias,
                    const TensorView& out) {
   Checker check("causal_conv1d");
   Dim rows{"rows"}, channels{"channels"}, taps{"taps"}, num_slots{"num_slots"}, window{"window"};
@@ -74,12 +76,14 @@ void causal_conv1d(const TensorView& x,
              "of a window of at least " + std::to_string(least) + " positions",
              window.value);
   SlotRows of = read_slot_rows(check, slots, qo_indptr, kv_lens, rows, num_slots, window);
+  check.optional("bias", bias, {dtype}, {&channels});
   check.tensor("out", out, {dtype}, {&rows, &channels});
   if (rows == 0 || channels == 0) return;
   refuse_overlap(check, out, "x", x);
   CausalConv1dParams params{
       .x = x.raw(),
       .weight = weight.raw(),
+      .bias = bias.data<void>(),
       .states = states.raw(),
       .out = out.raw(),
       .of = of,
@@ -96,10 +100,10 @@ void causal_conv1d(const TensorView& x,
 }
 
 void check_dim(Checker& check, const char* argument, const Dim& dim, int64_t most) {
-  check.that(dim >= kDeltaDimStep && dim <= most && dim % kDeltaDimStep == 0,
+  check.that(dim >= kStateDimStep && dim <= most && dim % kStateDimStep == 0,
              argument,
              std::string("of a ") + dim.name + " that is a multiple of " +
-                 std::to_string(kDeltaDimStep) + " up to " + std::to_string(most),
+                 std::to_string(kStateDimStep) + " up to " + std::to_string(most),
              dim.value);
 }
 
@@ -173,12 +177,80 @@ void gated_delta_rule(const TensorView& q,
   gated_delta_rule_cpu(params);
 }
 
+void selective_state_update(const TensorView& x,
+                            const TensorView& dt,
+                            const TensorView& b,
+                            const TensorView& c,
+                            const TensorView& a_log,
+                            const TensorView& d,
+                            const TensorView& dt_bias,
+                            const TensorView& states,
+                            const TensorView& slots,
+                            const TensorView& qo_indptr,
+                            const TensorView& kv_lens,
+                            const TensorView& out) {
+  Checker check("selective_state_update");
+  Dim rows{"rows"}, heads{"num_heads"}, head_dim{"head_dim"}, groups{"num_groups"};
+  Dim state_dim{"state_dim"}, num_slots{"num_slots"}, window{"window"};
+  check.tensor("x", x, kFloats, {&rows, &heads, &head_dim}, Layout::kRows);
+  DType dtype = x.dtype();
+  check_dim(check, "x", head_dim, kMostHeadDim);
+  check.tensor("dt", dt, {dtype}, {&rows, &heads}, Layout::kRows);
+  check.tensor("b", b, {dtype}, {&rows, &groups, &state_dim}, Layout::kRows);
+  check.that(
+      groups >= 1 && heads % groups == 0,
+      "b",
+      "of a number of groups (at least 1) that divides num_heads=" + std::to_string(heads.value),
+      groups.value);
+  check_dim(check, "b", state_dim, kMostStateDim);
+  check.tensor("c", c, {dtype}, {&rows, &groups, &state_dim}, Layout::kRows);
+  check.tensor("a_log", a_log, {DType::kFloat32}, {&heads});
+  check.tensor("d", d, {DType::kFloat32}, {&heads});
+  check.tensor("dt_bias", dt_bias, {DType::kFloat32}, {&heads});
+  check.tensor(
+      "states", states, {DType::kFloat32}, {&num_slots, &window, &heads, &state_dim, &head_dim});
+  check.that(window >= 1, "states", "of a window of at least 1 position", window.value);
+  SlotRows of = read_slot_rows(check, slots, qo_indptr, kv_lens, rows, num_slots, window);
+  check.tensor("out", out, {dtype}, {&rows, &heads, &head_dim});
+  if (rows == 0 || heads == 0) return;
+  refuse_overlap(check, out, "x", x);
+  refuse_overlap(check, out, "b", b);
+  refuse_overlap(check, out, "c", c);
+  SelectiveStateUpdateParams params{
+      .x = x.raw(),
+      .dt = dt.raw(),
+      .b = b.raw(),
+      .c = c.raw(),
+      .a_log = a_log.data<float>(),
+      .d = d.data<float>(),
+      .dt_bias = dt_bias.data<float>(),
+      .states = states.data<float>(),
+      .out = out.raw(),
+      .of = of,
+      .num_heads = heads,
+      .num_groups = groups,
+      .state_dim = state_dim,
+      .head_dim = head_dim,
+      .x_stride = x.stride(0),
+      .dt_stride = dt.stride(0),
+      .b_stride = b.stride(0),
+      .c_stride = c.stride(0),
+      .dtype = dtype,
+      .error = check.error_flag(),
+  };
+  if (check.on_cuda()) return selective_state_update_cuda(params, check.stream());
+  for (int64_t i = 0; i <= of.batch; ++i) check.refuse(find_fault(params, i));
+  ReleaseGil release(rows * heads * state_dim * head_dim > kGilOperations);
+  selective_state_update_cpu(params);
+}
+
 }  // namespace
 
 void register_linear_attention(pybind11::module_& m) {
   register_faults<7000>();
   m.def("causal_conv1d", &causal_conv1d);
   m.def("gated_delta_rule", &gated_delta_rule);
+  m.def("selective_state_update", &selective_state_update);
 }
 
 }  // namespace specops

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The rows of a request in a step, and the slot that stores the states of its earlier rows; used by
-// both linear attention ops.
+// all ops of this folder.
 //
 // The state after position i is stored at i % window of the slot. A step therefore finds the state
 // before its first row even if later rows were rejected, and nothing has to be rolled back.

@@ -295,6 +295,7 @@ def causal_conv1d(
     slots: Tensor,
     qo_indptr: Tensor,
     kv_lens: Tensor,
+    bias: Tensor | None,
     out: Written,
 ) -> None: ...
 def gated_delta_rule(
@@ -304,6 +305,20 @@ def gated_delta_rule(
     a: Tensor,
     b: Tensor,
     a_log: Tensor,
+    dt_bias: Tensor,
+    states: Written,
+    slots: Tensor,
+    qo_indptr: Tensor,
+    kv_lens: Tensor,
+    out: Written,
+) -> None: ...
+def selective_state_update(
+    x: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    c: Tensor,
+    a_log: Tensor,
+    d: Tensor,
     dt_bias: Tensor,
     states: Written,
     slots: Tensor,

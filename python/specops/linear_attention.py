@@ -6,6 +6,8 @@
     out = gated_delta_rule(q, k, v, a, b, a_log, dt_bias, states, slots, qo_indptr, kv_lens)
     out = dense.output_gate(out, z, "silu", norm_weight=norm)
 
+Mamba-2 has `selective_state_update` instead of the gated delta rule, and its norm after the gate.
+
 A slot keeps the states after the last `window` positions of its request; that of position i is at
 i % window. Drafts therefore need no rollback: the next step starts from the state of the last
 accepted row, and later rows do not matter. The window must hold all rows that a step may reject,
@@ -27,13 +29,14 @@ def causal_conv1d(
     qo_indptr: Tensor,
     kv_lens: Tensor,
     *,
+    bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Convolve each channel over the last positions of a request, and apply silu.
 
     Same as `reference.causal_conv1d`. For position i of a request, in fp32, from the oldest tap on:
 
-        out[i] = silu(sum of weight[t] * x[i - taps + 1 + t], for t where that position exists)
+        out[i] = silu(bias + sum of weight[t] * x[i - taps + 1 + t], if that position exists)
 
     Positions before this step's rows are read from `states`; then this step's rows are written
     there.
@@ -48,6 +51,7 @@ def causal_conv1d(
             zeros.
         qo_indptr: [batch + 1], int32. Rows past its last entry become zeros.
         kv_lens: [batch], int32. Positions of each request, this step's rows included.
+        bias: [channels], dtype of `x`; None: no bias.
         out: [rows, channels], dtype of `x`; must not be `x`. Allocated when absent.
 
     Returns:
@@ -66,7 +70,7 @@ def causal_conv1d(
     """
     if out is None:
         out = empty(lambda: (x.shape, None, x))
-    _C.causal_conv1d(x, weight, states, slots, qo_indptr, kv_lens, out)
+    _C.causal_conv1d(x, weight, states, slots, qo_indptr, kv_lens, bias, out)
     return out
 
 
@@ -137,4 +141,74 @@ def gated_delta_rule(
     if out is None:
         out = empty(lambda: (v.shape, None, v))
     _C.gated_delta_rule(q, k, v, a, b, a_log, dt_bias, states, slots, qo_indptr, kv_lens, out)
+    return out
+
+
+def selective_state_update(
+    x: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    c: Tensor,
+    a_log: Tensor,
+    d: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    qo_indptr: Tensor,
+    kv_lens: Tensor,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Update the state of each Mamba-2 head row by row, and query the state with `c`.
+
+    Same as `reference.selective_state_update`. For each row of a request in order, in fp32; head h
+    has `b` and `c` of group h * num_groups // num_heads:
+
+        step  = softplus(dt + dt_bias)
+        state = exp(-exp(a_log) * step) * state + outer(b, step * x)
+        out   = c @ state + d * x
+
+    The initial state is that of the position before the first row, or zeros at position 0.
+
+    Args:
+        x: [rows, num_heads, head_dim], float32, bfloat16 or float16; head_dim a multiple of 16 up
+            to 256. Rows may be strided. `dt`, `b` and `c` have the same dtype, and their rows may
+            be strided too.
+        dt: [rows, num_heads].
+        b: [rows, num_groups, state_dim]; num_groups divides num_heads; state_dim a multiple of 16
+            up to 256.
+        c: [rows, num_groups, state_dim].
+        a_log: [num_heads], float32.
+        d: [num_heads], float32.
+        dt_bias: [num_heads], float32.
+        states: [num_slots, window, num_heads, state_dim, head_dim], float32; the state of position
+            i is at i % window. The window must be one more than the rows of a step that may be
+            rejected. Written for the last `window` rows of each request, elsewhere untouched.
+        slots: [batch], int32. No slot may occur twice; -1: the request's rows of `out` become
+            zeros.
+        qo_indptr: [batch + 1], int32. Rows past its last entry become zeros.
+        kv_lens: [batch], int32. Positions of each request, this step's rows included.
+        out: [rows, num_heads, head_dim], dtype of `x`; must not be `x`, `b` or `c`. Allocated when
+            absent.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: a shape, dtype, layout or device differs from the above; a slot or a length is
+            out of range. Nothing has been written then. On CUDA wrong values are reported by
+            `specops.check_errors`; such a request stays unchanged.
+
+    Note:
+        Mutates `states`. Deterministic; a row's bits depend on its own request alone, not on how
+        its positions are split into steps. The chunked form is not offered, because its bits depend
+        on the chunks.
+
+    Source: Dao and Gu 2024, "Transformers are SSMs".
+    """
+    if out is None:
+        out = empty(lambda: (x.shape, None, x))
+    _C.selective_state_update(
+        x, dt, b, c, a_log, d, dt_bias, states, slots, qo_indptr, kv_lens, out
+    )
     return out

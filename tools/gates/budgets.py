@@ -196,6 +196,8 @@ BUDGETS: tuple[Budget, ...] = (
     Budget("causal_conv1d_kernel<float16>", 128, threads=128, spills={"100a": 16}),
     # At most 94 elsewhere; sm_100a and sm_120 have more loads in flight, from three blocks.
     Budget("gated_delta_rule_kernel<*", registers=160, threads=128, blocks_per_sm=3),
+    Budget("selective_state_update_kernel<*, 128>", registers=128, threads=128, blocks_per_sm=4),
+    Budget("selective_state_update_kernel<*", registers=255, threads=128, blocks_per_sm=2),
     # sampling
     Budget("commit_kernel<*", registers=128),
     # Blocks have 256 threads when there are many rows; two such blocks fit an SM, with half of the

@@ -26,6 +26,8 @@ _MARKS = frozenset(
 _NO_NUMBERS = (torch.int8, torch.uint8, torch.float8_e5m2)
 # Tensors that hold all experts: part -> projections in it; and the suffixes of MXFP4's tensors.
 _STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+# Granite's modules that hold all experts in one weight: module -> projections in it.
+_STACKED_MODULES = {"input_linear": ("gate_proj", "up_proj"), "output_linear": ("down_proj",)}
 _BLOCKS, _SCALES, _BIAS = "_blocks", "_scales", "_bias"
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _LFS = b"version https://git-lfs"  # the beginning of a git-lfs pointer file
@@ -125,6 +127,7 @@ class SafetensorsCheckpoint(Checkpoint):
         stacked: set[str] = set()
         for part in _STACKED:
             stacked |= self._add_experts(prefix, part, set(suffixes))
+        stacked |= self._add_expert_module(module, suffixes)
         for suffix in suffixes:
             if suffix == "bias" or not (is_quantized or suffix in stacked):
                 name = prefix + suffix
@@ -200,6 +203,19 @@ class SafetensorsCheckpoint(Checkpoint):
                         self._bias_of_expert, prefix + bias, which
                     )
         return own | ({bias} & suffixes)
+
+    def _add_expert_module(self, module: str, suffixes: list[str]) -> set[str]:
+        """Do the same as `_add_experts` for a module whose weight holds all experts."""
+        parent, _, last = module.rpartition(".")
+        weight, names = f"{module}.weight", _STACKED_MODULES.get(last)
+        if names is None or "weight" not in suffixes or len(self._facts[weight].shape) != 3:
+            return set()
+        for expert in range(self._facts[weight].shape[0]):
+            for index, name in enumerate(names):
+                which = _Rows(expert, index, len(names), False)
+                read = partial(self._floats_of_expert, weight, which)
+                self._readers[f"{parent}.experts.{expert}.{name}.weight"] = read
+        return {"weight"}
 
     def _mxfp4_of_expert(self, name: str, which: _Rows) -> QuantizedWeight:
         module = Module(

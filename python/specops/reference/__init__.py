@@ -54,7 +54,11 @@ from specops.reference.distribution import (
     process_logits,
     target_probs,
 )
-from specops.reference.linear_attention import causal_conv1d, gated_delta_rule
+from specops.reference.linear_attention import (
+    causal_conv1d,
+    gated_delta_rule,
+    selective_state_update,
+)
 from specops.reference.moe import moe_combine, moe_linear, moe_route, moe_sort
 from specops.reference.sampling import (
     ACCEPT_ALL,
@@ -131,6 +135,7 @@ __all__ = [
     "rope_append_latent",
     "rope_cos_sin",
     "sample",
+    "selective_state_update",
     "silu_mul",
     "swiglu_oai_mul",
     "target_probs",

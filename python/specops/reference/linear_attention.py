@@ -20,7 +20,13 @@ def _requests(
 
 
 def causal_conv1d(
-    x: Tensor, weight: Tensor, states: Tensor, slots: Tensor, qo_indptr: Tensor, kv_lens: Tensor
+    x: Tensor,
+    weight: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    qo_indptr: Tensor,
+    kv_lens: Tensor,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (silu of the convolution, the new states); rows without a slot are zeros."""
     out, states = torch.zeros_like(x), states.clone()
@@ -32,7 +38,7 @@ def causal_conv1d(
         kept = [states[slot, i % window] * (i >= 0) for i in before]
         seen = torch.stack([*kept, *(x[row] for row in rows)]) if rows else x[:0]
         for i, (row, position) in enumerate(zip(rows, positions, strict=True)):
-            total = torch.zeros_like(x[row], dtype=wide)
+            total = torch.zeros_like(x[row], dtype=wide) if bias is None else bias.to(wide)
             for tap in range(taps):
                 if position - taps + 1 + tap >= 0:
                     total = total + weight[tap].to(wide) * seen[i + tap].to(wide)
@@ -75,5 +81,41 @@ def gated_delta_rule(
             delta = (v[row].to(wide) - (key * state).sum(1)) * b[row].to(wide).sigmoid()[:, None]
             state = state + key * delta[:, None]
             out[row] = (query * state).sum(1).to(v.dtype)
+            states[slot, position % window] = state.to(states.dtype)
+    return out, states
+
+
+def selective_state_update(
+    x: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    c: Tensor,
+    a_log: Tensor,
+    d: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    qo_indptr: Tensor,
+    kv_lens: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return (the outputs c @ state + d * x, the new states); rows without a slot are zeros."""
+    out, states = torch.zeros_like(x), states.clone()
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    window, repeats = states.shape[1], x.shape[1] // b.shape[1]
+
+    def of_heads(group: Tensor) -> Tensor:
+        return group.to(wide).repeat_interleave(repeats, 0)[..., None]
+
+    for slot, rows, positions in _requests(slots, qo_indptr, kv_lens):
+        state = torch.zeros_like(states[slot, 0], dtype=wide)
+        if positions.start:
+            state = states[slot, (positions.start - 1) % window].to(wide)
+        for row, position in zip(rows, positions, strict=True):
+            step = F.softplus(dt[row].to(wide) + dt_bias)[:, None, None]
+            value = x[row].to(wide)[:, None]
+            decay = torch.exp(-a_log.exp()[:, None, None] * step)
+            state = decay * state + of_heads(b[row]) * (step * value)
+            queried = (of_heads(c[row]) * state).sum(1) + d[:, None] * value[:, 0]
+            out[row] = queried.to(x.dtype)
             states[slot, position % window] = state.to(states.dtype)
     return out, states

@@ -478,7 +478,7 @@ def output_gate(generator: torch.Generator, move: Move) -> Call:
 
 
 def linear_attention_rows(generator: torch.Generator, move: Move) -> Call:
-    """Make requests that begin and continue: the convolution, then the gated delta rule."""
+    """Make requests that begin and continue: the convolution, then both ops with states."""
     keys, each, rows = (_number(generator, 1, most) for most in (3, 3, 12))
     key_dim, value_dim = (16 * _number(generator, 1, 8) for _ in range(2))
     values, dtype = keys * each, _dtype(generator)
@@ -495,8 +495,8 @@ def linear_attention_rows(generator: torch.Generator, move: Move) -> Call:
     ]
 
     def call() -> list[Tensor]:
-        kept, inputs = states.clone(), conv.clone()
-        mixed = linear_attention.causal_conv1d(x, weight, inputs, *given)
+        kept, space, inputs = states.clone(), states.clone(), conv.clone()
+        mixed = linear_attention.causal_conv1d(x, weight, inputs, *given, bias=weight[0])
         q, k, v = mixed.split(list(sizes), 1)
         heads = [
             q.unflatten(1, (keys, -1)),
@@ -504,7 +504,11 @@ def linear_attention_rows(generator: torch.Generator, move: Move) -> Call:
             v.unflatten(1, (values, -1)),
         ]
         out = linear_attention.gated_delta_rule(*heads, a, b, a_log, dt_bias, kept, *given)
-        return [mixed, out, kept]
+        query, key, value = heads
+        queried = linear_attention.selective_state_update(
+            value, a, key, query, a_log, dt_bias, dt_bias, space, *given
+        )
+        return [mixed, out, kept, queried, space]
 
     return call
 

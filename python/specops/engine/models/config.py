@@ -13,10 +13,19 @@ class Place:
     Attributes:
         prefix: name prefix of the embedding, the layers and the final norm.
         head: name of the LM head, without ".weight".
+        embedding: name of the embedding after the prefix, without ".weight".
+        norm: name of the final norm after the prefix, without ".weight".
     """
 
     prefix: str
     head: str
+    embedding: str = "embed_tokens"
+    norm: str = "norm"
+
+    @property
+    def embedding_name(self) -> str:
+        """Name of the embedding, without ".weight"."""
+        return self.prefix + self.embedding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +45,7 @@ class ModelConfig:
         norm_offset: number added to every norm weight w of the checkpoint: 1 for norms that
             multiply by 1 + w.
         embedding_scale: factor on embeddings, rounded to the model's dtype.
+        logits_divisor: number by which the LM head's outputs are divided.
         wint4_is_mixed: whether quantization to "wint4" means "mix_quant", as for the models that
             FastDeploy was made for.
         places: possible name prefixes in the family's checkpoints; the first that fits is used.
@@ -51,6 +61,7 @@ class ModelConfig:
     dtype: str | None
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
+    logits_divisor: float = 1.0
     mtp_layer: LayerConfig | None = None
     wint4_is_mixed: bool = False
     places: tuple[Place, ...] = (Place("model.", "lm_head"),)

@@ -113,7 +113,10 @@ class KvSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class StateSpec:
-    """Per-request state of a layer with linear attention, of a size independent of the text length.
+    """Per-request state of a layer, of a size independent of the text length.
+
+    The layer has linear attention or Mamba-2, whose groups are key heads and whose heads are value
+    heads.
 
     A step stores a state for each row that may turn out to be the last accepted one, at the row's
     position, so rejected drafts need no rollback; see `specops.linear_attention`.
@@ -126,6 +129,7 @@ class StateSpec:
         value_dim: columns of a state.
         taps: taps (kernel size) of the convolution.
         dtype: dtype of the convolution's input.
+        values_first: whether the convolution's channels are v|k|q, not q|k|v.
     """
 
     bytes_per_token: ClassVar[int] = 0
@@ -137,6 +141,7 @@ class StateSpec:
     value_dim: int
     taps: int
     dtype: torch.dtype
+    values_first: bool = False
 
     def bytes_per_slot(self, num_drafts: int) -> int:
         """Return the bytes per request if steps verify up to `num_drafts` drafts."""
@@ -147,11 +152,12 @@ class StateSpec:
         """Allocate the slots of one layer."""
         conv, states = self._shapes(capacity)
         of_key = self.num_heads // self.num_key_heads
+        widths = (self.key_dim, self.key_dim, of_key * self.value_dim)
         return LayerStates(
             _zeros(conv, self.dtype, device),
             _zeros(states, torch.float32, device),
             self.all_key_heads,
-            ((self.key_dim, self.key_dim, of_key * self.value_dim), (of_key,)),
+            (widths[::-1] if self.values_first else widths, (of_key,)),
         )
 
     def _shapes(self, capacity: CacheCapacity) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -160,6 +166,45 @@ class StateSpec:
         slots = capacity.num_slots
         channels = 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
         return (slots, window, channels), (slots, capacity.num_drafts + 1, *heads)
+
+
+@dataclass(frozen=True)
+class ParallelSpec:
+    """Cache of a layer that has keys and values, and states beside them."""
+
+    kv: KvSpec
+    states: StateSpec
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes per token on pages."""
+        return self.kv.bytes_per_token
+
+    def bytes_per_slot(self, num_drafts: int) -> int:
+        """Return the bytes per request if steps verify up to `num_drafts` drafts."""
+        return self.states.bytes_per_slot(num_drafts)
+
+    def new(self, capacity: CacheCapacity, device: torch.device) -> "ParallelKv":
+        """Allocate the pages and slots of one layer."""
+        return ParallelKv(self.kv.new(capacity, device), self.states.new(capacity, device))
+
+
+@dataclass(frozen=True)
+class NoKvSpec:
+    """Cache of a layer without attention: nothing."""
+
+    bytes_per_token: ClassVar[int] = 0
+
+    def bytes_per_slot(self, num_drafts: int) -> int:
+        """Return 0."""
+        return 0
+
+    def new(self, capacity: CacheCapacity, device: torch.device) -> "NoKv":
+        """Allocate nothing."""
+        return NoKv()
+
+
+AnyKvSpec = KvSpec | StateSpec | ParallelSpec | NoKvSpec
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -210,9 +255,9 @@ class LayerKv:
 
 @dataclass(frozen=True)
 class LayerStates:
-    """Per-slot states of one layer with linear attention."""
+    """Per-slot states of one layer with linear attention or Mamba-2."""
 
-    conv: Tensor  # [num_slots, window, channels], inputs of the convolution, channels q|k|v
+    conv: Tensor  # [num_slots, window, channels], inputs of the convolution
     states: Tensor  # float32 [num_slots, window, num_heads, key_dim, value_dim]
     all_key_heads: int  # number of key heads over all ranks
     widths: tuple[tuple[int, ...], ...]  # per tensor: elements per key head in each part
@@ -240,24 +285,50 @@ class LayerStates:
                 other[to_slot, position % other_window].copy_(own[slot, position % window])
 
 
+class ParallelKv(NamedTuple):
+    """Caches of one layer that has keys and values, and states beside them."""
+
+    kv: LayerKv
+    states: LayerStates
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the layer."""
+        return [*self.kv.tensors, *self.states.tensors]
+
+
+@dataclass(frozen=True)
+class NoKv:
+    """Empty cache of a layer without attention."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """No tensors."""
+        return []
+
+
 @dataclass(frozen=True)
 class KvCache:
     """Caches of all layers, which may differ in everything but the page size."""
 
-    layers: list[Any]  # LayerKv or LayerStates of each layer
+    layers: list[Any]  # LayerKv, LayerStates, ParallelKv or NoKv of each layer
     capacity: CacheCapacity
     # States of prefixes for each layer with LayerStates, in order, with windows for no drafts.
     prefix_states: list[LayerStates]
 
     @classmethod
     def new(
-        cls, specs: Iterable[KvSpec | StateSpec], capacity: CacheCapacity, device: torch.device
+        cls,
+        specs: Iterable[AnyKvSpec],
+        capacity: CacheCapacity,
+        device: torch.device,
     ) -> "KvCache":
         """Allocate the caches of every layer."""
         specs = list(specs)
         of_prefixes = capacity._replace(num_slots=capacity.num_prefix_states, num_drafts=0)
+        states = [spec.states if isinstance(spec, ParallelSpec) else spec for spec in specs]
         prefix_states = [
-            spec.new(of_prefixes, device) for spec in specs if isinstance(spec, StateSpec)
+            spec.new(of_prefixes, device) for spec in states if isinstance(spec, StateSpec)
         ]
         return cls([spec.new(capacity, device) for spec in specs], capacity, prefix_states)
 
@@ -268,11 +339,17 @@ class KvCache:
 
     @property
     def _on_pages(self) -> list[LayerKv]:
-        return [layer for layer in self.layers if isinstance(layer, LayerKv)]
+        return [part for part in self._parts if isinstance(part, LayerKv)]
 
     @property
     def _states(self) -> list[LayerStates]:
-        return [layer for layer in self.layers if isinstance(layer, LayerStates)]
+        return [part for part in self._parts if isinstance(part, LayerStates)]
+
+    @property
+    def _parts(self) -> list[Any]:
+        """Caches of all layers, those of a layer with several apart."""
+        layers = (one if isinstance(one, ParallelKv) else (one,) for one in self.layers)
+        return [part for layer in layers for part in layer]
 
     def keep_states(self, slot: int, num_tokens: int, entry: int) -> None:
         """Copy a slot's states after `num_tokens` tokens to an entry of `prefix_states`."""

@@ -152,7 +152,7 @@ def _stored_dtype(config: ModelConfig, directory: Path) -> str | None:
     If config.json names no dtype, transformers uses the dtype of the tensors as well.
     """
     checkpoint = open_checkpoint(directory)
-    names = (f"{place.prefix}embed_tokens.weight" for place in config.places)
+    names = (f"{place.embedding_name}.weight" for place in config.places)
     return next((checkpoint.dtype(name) for name in names if name in checkpoint.names()), None)
 
 
@@ -164,13 +164,13 @@ def head_name(config: ModelConfig, source: WeightSource) -> str:
     """
     place = place_of(config, source)
     is_tied = config.tie_word_embeddings and f"{place.head}.weight" not in source.names()
-    return f"{place.prefix}embed_tokens" if is_tied else place.head
+    return place.embedding_name if is_tied else place.head
 
 
 def place_of(config: ModelConfig, source: WeightSource) -> Place:
     """Return the place whose embedding is in the source, or the family's first place."""
     names = source.names()
-    found = [one for one in config.places if f"{one.prefix}embed_tokens.weight" in names]
+    found = [one for one in config.places if f"{one.embedding_name}.weight" in names]
     return found[0] if found else config.places[0]
 
 
@@ -210,9 +210,9 @@ def build(
         ranks=ranks,
         is_adaptable=is_adaptable,
     )
-    prefix = place_of(config, source).prefix
+    place = place_of(config, source)
     shape = (config.vocab_size, config.hidden_size)
-    name = f"{prefix}embed_tokens.weight"
+    name = f"{place.embedding_name}.weight"
     embedding = source.embedding(name, *shape, scale=config.embedding_scale)
     lm_head = source.linear(
         "",
@@ -224,7 +224,7 @@ def build(
     )
     layers = []
     for index, layer in enumerate(config.layers):
-        layers.append(layer.load(loader, f"{prefix}layers.{index}."))
+        layers.append(layer.load(loader, f"{place.prefix}layers.{index}."))
         if loaded is not None:
             loaded(index + 1, config.num_layers)
     return Transformer(
@@ -232,7 +232,7 @@ def build(
         max_model_len=max_model_len,
         embedding=embedding,
         layers=layers,
-        final_norm=loader.norm(f"{prefix}norm"),
+        final_norm=loader.norm(place.prefix + place.norm),
         lm_head=lm_head,
         kv_dtype=kv_dtype,
         settings=source.settings,

@@ -62,6 +62,7 @@ class Transformer(LayerStack):
             hidden_size=config.hidden_size,
             dtype=embedding.dtype,
             device=embedding.device,
+            logits_divisor=config.logits_divisor,
         )
         self.config = config
         self.max_model_len = max_model_len

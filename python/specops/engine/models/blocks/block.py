@@ -14,7 +14,7 @@ from specops.api.errors import ModelError
 from specops.dense import PackedWeight
 from specops.engine.models.adapters import AdapterSite
 from specops.engine.models.batch import LayerBatch
-from specops.engine.models.kv import KvSpec, LayerKv, StateSpec
+from specops.engine.models.kv import AnyKvSpec, KvSpec, LayerKv
 from specops.engine.models.shards import Sharding
 from specops.engine.models.weights import WeightSource
 from specops.engine.parallel.ranks import ALONE, Ranks
@@ -74,7 +74,7 @@ class MixingBlock(Block):
         sliding_window: number of positions that a row attends to; None: all.
     """
 
-    kv: KvSpec | StateSpec
+    kv: AnyKvSpec
     sliding_window: int | None
 
     @abstractmethod
@@ -149,6 +149,9 @@ class Rope:
     dim: int
 
 
+NO_ROPE = Rope(theta=1.0, scaling=None, dim=0)  # of attention without positions
+
+
 @dataclass
 class RopeTables:
     """Cosine/sine tables of a model's rotary embeddings, each computed once."""
@@ -167,7 +170,12 @@ class RopeTables:
             if known == rope:
                 return table
         try:
-            table = attention.rope_cos_sin(self.num_positions, rope.dim, rope.theta, rope.scaling)
+            if rope == NO_ROPE:  # one pair of elements is rotated by 0, which changes no bit
+                table = torch.tensor([1.0, 0.0]).repeat(self.num_positions, 1)
+            else:
+                table = attention.rope_cos_sin(
+                    self.num_positions, rope.dim, rope.theta, rope.scaling
+                )
         except RuntimeError as error:
             raise ModelError(
                 f"max_model_len must be smaller: positions up to {self.num_positions} do not fit "

@@ -12,12 +12,11 @@ from specops import dense, moe
 from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.block import BlockLoader, MlpBlock, NewRows, bytes_of
-from specops.engine.models.blocks.mlp import DenseMlp, DenseMlpConfig
+from specops.engine.models.blocks.mlp import RELU2, DenseMlp, DenseMlpConfig, first_parts, relu2
 from specops.engine.models.blocks.row_parallel import RowParallelLinear
 from specops.engine.models.shards import Shard
 from specops.engine.parallel.ranks import Ranks
 
-_GATE_UP = ("gate_proj", "up_proj")
 _WIDTHS = "inner widths of an expert"
 
 
@@ -135,6 +134,7 @@ class Experts(MlpBlock):
             config.shared_gate_name is not None,
         )
         self._routing, self._router, self._bias = config.routing, router, bias
+        self._activation = config.activation
         self._router_bias = router_bias
         self.gate_up, self.down, self._shared = gate_up, down, shared
         self._gate_up_bias = gate_up_bias
@@ -161,6 +161,8 @@ class Experts(MlpBlock):
         moe.moe_sort(views.expert_ids, self._shape.num_experts, order=order)
         indptr, gated = order.expert_indptr, views.gated
         moe.moe_linear(x, self.gate_up, indptr, order.row_indices, self._gate_up_bias, out=gated)
+        if self._activation == RELU2:
+            relu2(gated, out=gated)
         shared, ranks = self._shared, self.down.ranks
         if shared is not None:
             shared.activate(x, batch.sums, views.shared_gated)
@@ -276,6 +278,8 @@ class ExpertsApart(Experts):
             moe.moe_sort(views.own_ids, len(indptr) - 1, order=order)
             rows = order.row_indices
             moe.moe_linear(x, own.gate_up, indptr, rows, own.gate_up_bias, out=views.gated)
+            if self._activation == RELU2:
+                relu2(views.gated, out=views.gated)
             moe.moe_linear(views.gated, own.down, indptr, bias=own.down_bias, out=views.expert_out)
             self._combine(index, batch.sums, views, partial_sum)
         ranks.add(partial_sums, None, out)
@@ -290,9 +294,10 @@ class ExpertsConfig:
         width: inner width of each expert.
         routing: settings of expert selection.
         shared: shared MLP, applied to every row; None: there is none.
-        activation: activation of the gates; see `dense.pack_weight`.
+        activation: activation of the gates, see `dense.pack_weight`; or "relu2", without gates.
         has_bias: whether the router and the experts' projections have biases.
         router_name: tensor name of the router.
+        experts_name: tensor name prefix of the experts.
         shared_name: tensor name prefix of the shared MLP.
         shared_gate_name: tensor name of the projection to the shared MLP's scalar gate; None:
             there is no gate.
@@ -307,6 +312,7 @@ class ExpertsConfig:
     activation: str = "silu"
     has_bias: bool = False
     router_name: str = "gate"
+    experts_name: str = "experts."
     shared_name: str = "shared_experts."
     shared_gate_name: str | None = None
 
@@ -314,6 +320,11 @@ class ExpertsConfig:
         """Return this configuration with the inner width `width`."""
         shared = None if self.shared is None else self.shared.narrowed(width)
         return replace(self, width=width, shared=shared)
+
+    @property
+    def _fused_activation(self) -> str | None:
+        """Activation that the first projection computes; None: it is a separate op."""
+        return None if self.activation == RELU2 else self.activation
 
     def load(self, loader: BlockLoader, prefix: str) -> Experts:
         """Load the block whose tensor names begin with `prefix`.
@@ -337,8 +348,8 @@ class ExpertsConfig:
         if self.shared is not None:
             loader_of_shared = replace(loader, is_adaptable=False)
             shared = self.shared.load(loader_of_shared, prefix + self.shared_name)
-        experts = f"{prefix}experts."
-        sizes = (self.width, self.width)
+        experts, parts = prefix + self.experts_name, first_parts(self.activation)
+        sizes = [self.width] * len(parts)
         what = ("down_proj",)
         if loader.ranks.has_whole_experts:
             return ExpertsApart(
@@ -352,10 +363,10 @@ class ExpertsConfig:
             )
         every = range(count)
         local_width = loader.sharding.of_rank(self.width, _WIDTHS)
-        shard = Shard(outputs=(local_width, local_width))
+        shard = Shard(outputs=[local_width] * len(parts))
         gate_up_bias = down_bias = None
         if self.has_bias:
-            gate_up_bias = source.expert_biases(experts, every, _GATE_UP, sizes, shard=shard)
+            gate_up_bias = source.expert_biases(experts, every, parts, sizes, shard=shard)
             down_bias = source.expert_biases(experts, every, what, (hidden,))
         down = [
             source.experts(experts, every, what, (hidden,), self.width, shard=one)
@@ -367,7 +378,7 @@ class ExpertsConfig:
             router_bias=router_bias,
             bias=self._load_bias(loader, prefix),
             gate_up=source.experts(
-                experts, every, _GATE_UP, sizes, hidden, activation=self.activation, shard=shard
+                experts, every, parts, sizes, hidden, activation=self._fused_activation, shard=shard
             ),
             gate_up_bias=gate_up_bias,
             down=RowParallelLinear(down, down_bias, loader.ranks),
@@ -377,8 +388,8 @@ class ExpertsConfig:
     def _load_own(self, loader: BlockLoader, prefix: str) -> list[OwnExperts]:
         """Load the experts of this rank, one entry per local virtual TP rank."""
         source = loader.source
-        hidden = loader.hidden_size
-        sizes = (self.width, self.width)
+        hidden, parts = loader.hidden_size, first_parts(self.activation)
+        sizes = [self.width] * len(parts)
         source.leave_to_others(prefix)
         whole = loader.sharding.of_rank(self.num_experts, "experts")
         count = len(whole) // loader.ranks.num_local_virtual_ranks
@@ -387,12 +398,12 @@ class ExpertsConfig:
             which = range(begin, begin + count)
             gate_up_bias = down_bias = None
             if self.has_bias:
-                gate_up_bias = source.expert_biases(prefix, which, _GATE_UP, sizes)
+                gate_up_bias = source.expert_biases(prefix, which, parts, sizes)
                 down_bias = source.expert_biases(prefix, which, ("down_proj",), (hidden,))
             places = torch.full((self.num_experts,), -1, dtype=torch.int32)
             places[begin : begin + count] = torch.arange(count)
             gate_up = source.experts(
-                prefix, which, _GATE_UP, sizes, hidden, activation=self.activation
+                prefix, which, parts, sizes, hidden, activation=self._fused_activation
             )
             down = source.experts(prefix, which, ("down_proj",), (hidden,), self.width)
             places = places.to(gate_up.data.device)

@@ -26,6 +26,7 @@ class Layer:
         mlp_norm: norm before the MLP.
         mlp: second branch.
         output_norm: norm of the MLP output; None: no such norm.
+        branch_scale: factor on the output of both branches.
     """
 
     input_norm: Norm
@@ -34,6 +35,7 @@ class Layer:
     mlp_norm: Norm
     mlp: MlpBlock
     output_norm: Norm | None
+    branch_scale: float = 1.0
 
     @property
     def weights(self) -> Sequence[PackedWeight]:
@@ -73,15 +75,18 @@ class Layer:
         self.attention.run(
             normed if own_input is None else own_input, batch, cache, views.attention, branch
         )
-        norm = self.attention_norm
-        if norm is not None:
-            dense.rms_norm(branch, norm.weight, norm.eps, out=branch)
+        self._finish(branch, self.attention_norm)
         norm = self.mlp_norm
         dense.rms_norm(branch, norm.weight, norm.eps, residual=rows.residual, out=normed)
         self.mlp.run(normed, batch, views.mlp, branch)
-        norm = self.output_norm
+        self._finish(branch, self.output_norm)
+
+    def _finish(self, branch: Tensor, norm: Norm | None) -> None:
+        """Norm and scale the output of a branch, where the layer does so."""
         if norm is not None:
             dense.rms_norm(branch, norm.weight, norm.eps, out=branch)
+        if self.branch_scale != 1.0:
+            branch.mul_(self.branch_scale)
 
 
 class AnyAttentionConfig(Protocol):
@@ -133,11 +138,12 @@ class LayerNames:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """Configuration of a layer."""
+    """Configuration of a layer; see `Layer` for `branch_scale`."""
 
     attention: AnyAttentionConfig
     mlp: AnyMlpConfig
     names: LayerNames = LayerNames()
+    branch_scale: float = 1.0
 
     def narrowed(self, width: int) -> "LayerConfig":
         """Return this configuration with an MLP of inner width `width`."""
@@ -161,4 +167,5 @@ class LayerConfig:
             mlp_norm=loader.norm(prefix + names.mlp_norm),
             mlp=self.mlp.load(loader, prefix + names.mlp),
             output_norm=norm(names.output_norm),
+            branch_scale=self.branch_scale,
         )

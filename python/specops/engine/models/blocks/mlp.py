@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense gated MLP."""
+"""Dense MLP, gated or not."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from specops import dense
@@ -13,15 +14,27 @@ from specops.engine.models.adapters import AdapterSite, add_adapters
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.block import BlockLoader, MlpBlock, NewRows
 from specops.engine.models.blocks.row_parallel import RowParallelLinear, load_row_parallel
-from specops.engine.models.shards import Shard
+from specops.engine.models.shards import WHOLE, Shard
 
-_GATE_UP = ("gate_proj", "up_proj")
+RELU2 = "relu2"  # the only activation without gates
 
 
-_ACTIVATE = {
+def first_parts(activation: str) -> tuple[str, ...]:
+    """Return the modules that an MLP's first projection consists of."""
+    return ("up_proj",) if activation == RELU2 else ("gate_proj", "up_proj")
+
+
+def relu2(x: Tensor, *, out: Tensor) -> None:
+    """Square the positive elements, and write zeros for the others; `out` may be `x`."""
+    torch.clamp(x, min=0, out=out)
+    out.mul_(out)
+
+
+_ACTIVATE: dict[str, Callable[..., Any]] = {
     "silu": dense.silu_mul,
     "gelu_tanh": dense.gelu_tanh_mul,
     "swiglu_oai": dense.swiglu_oai_mul,
+    RELU2: relu2,
 }
 
 
@@ -40,7 +53,7 @@ class DenseMlpShape:
 class AdaptableMlpViews:
     """Activations of a step's rows."""
 
-    gate_up: Tensor  # [rows, 2 * width]
+    gate_up: Tensor  # [rows, 2 * width], or [rows, width] without gates
     activated: Tensor  # [rows, width]
 
 
@@ -49,20 +62,26 @@ class AdaptableMlpShape:
     """Inner width of an MLP that LoRA adapters may change."""
 
     width: int
+    parts: int
 
     def views(self, new: NewRows) -> AdaptableMlpViews:
         """Return views of the activation buffers that `new` makes."""
-        return AdaptableMlpViews(new("gate_up", 2 * self.width), new("activated", self.width))
+        gate_up = new("gate_up", self.parts * self.width)
+        return AdaptableMlpViews(gate_up, new("activated", self.width))
 
 
 @dataclass(frozen=True)
 class DenseMlp(MlpBlock):
-    """Dense MLP: down(activation(gate) * up). `linear` computes gate, up and activation at once."""
+    """Dense MLP: down(activation(gate) * up). `linear` computes gate, up and activation at once.
+
+    With the activation relu2, the MLP has no gates: down(relu2(up)).
+    """
 
     shape: DenseMlpShape | AdaptableMlpShape
     gate_up: PackedWeight
     gate_up_bias: Tensor | None
     down: RowParallelLinear
+    activation: str
 
     @property
     def weights(self) -> Sequence[PackedWeight]:
@@ -75,28 +94,36 @@ class DenseMlp(MlpBlock):
         self.down.run(views, out, batch.sums)
 
     def activate(self, x: Tensor, sums: Tensor | None, views: Tensor) -> None:
-        """Compute the gated activations `activation(gate) * up` into `views`; see `run`."""
+        """Compute the input of the last projection into `views`; see `run`."""
         dense.linear(x, self.gate_up, self.gate_up_bias, out=views, workspace=sums)
+        if self.activation == RELU2:
+            relu2(views, out=views)
 
 
 @dataclass(frozen=True)
 class AdaptableMlp(DenseMlp):
-    """Dense MLP whose projections LoRA adapters may change. Its activation is a separate op.
+    """Dense MLP whose activation is a separate op: LoRA adapters or factors may change its input.
 
     Rows have the bits of `DenseMlp`: `linear` with an activation equals `linear` and then the op.
     """
 
-    activation: str
     sites: tuple[AdapterSite, AdapterSite]
+    gate_scale: float = 1.0
+    out_scale: float = 1.0
 
     def run(self, x: Tensor, batch: LayerBatch, views: AdaptableMlpViews, out: Tensor) -> None:
         """Compute the MLP of the rows into `out`."""
         of_gate_up, of_down = self.sites
-        self.activate(x, batch.sums, views.gate_up)  # without the activation
+        bias = self.gate_up_bias
+        dense.linear(x, self.gate_up, bias, out=views.gate_up, workspace=batch.sums)
         add_adapters(batch.adapters, of_gate_up, x, views.gate_up)
+        if self.gate_scale != 1.0:
+            views.gate_up[:, : self.shape.width].mul_(self.gate_scale)
         _ACTIVATE[self.activation](views.gate_up, out=views.activated)
         self.down.run(views.activated, out, batch.sums)
         add_adapters(batch.adapters, of_down, views.activated, out)
+        if self.out_scale != 1.0:
+            out.mul_(self.out_scale)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +132,12 @@ class DenseMlpConfig:
 
     Attributes:
         width: inner width.
-        activation: activation of the gates; see `dense.pack_weight`.
+        activation: activation of the gates, see `dense.pack_weight`; or "relu2", without gates.
         has_bias: whether all projections have biases.
+        gate_up_name: name of one tensor with the gates and then the ups; None: they are two.
+        down_name: name of the last projection.
+        gate_scale: factor on gates before their activation.
+        out_scale: factor on outputs.
     """
 
     kind: ClassVar[str] = "a dense MLP"
@@ -114,6 +145,10 @@ class DenseMlpConfig:
     width: int
     activation: str = "silu"
     has_bias: bool = False
+    gate_up_name: str | None = None
+    down_name: str = "down_proj"
+    gate_scale: float = 1.0
+    out_scale: float = 1.0
 
     def narrowed(self, width: int) -> "DenseMlpConfig":
         """Return this configuration with the inner width `width`."""
@@ -127,15 +162,24 @@ class DenseMlpConfig:
         """
         source = loader.source
         hidden = loader.hidden_size
-        sizes = (self.width, self.width)
+        parts = first_parts(self.activation)
+        sizes = [self.width] * len(parts)
         local_width = loader.sharding.of_rank(self.width, "inner widths of an MLP")
-        shard = Shard(outputs=(local_width, local_width))
-        activation = None if loader.is_adaptable else self.activation
-        gate_up = source.linear(prefix, _GATE_UP, sizes, hidden, activation=activation, shard=shard)
-        bias = source.bias(prefix, _GATE_UP, sizes, shard=shard) if self.has_bias else None
+        shard, rows = Shard(outputs=[local_width] * len(parts)), None
+        if self.gate_up_name is not None:
+            parts, sizes, shard = (self.gate_up_name,), [2 * self.width], WHOLE
+            if len(local_width) < self.width:
+                gates = torch.arange(local_width.start, local_width.stop, dtype=torch.int32)
+                rows = torch.cat([gates, gates + self.width]).to(source.device)
+        is_plain = not loader.is_adaptable and self.gate_scale == self.out_scale == 1.0
+        activation = self.activation if is_plain and self.activation != RELU2 else None
+        gate_up = source.linear(
+            prefix, parts, sizes, hidden, activation=activation, rows=rows, shard=shard
+        )
+        bias = source.bias(prefix, parts, sizes, shard=shard) if self.has_bias else None
         down = load_row_parallel(
             source,
-            f"{prefix}down_proj",
+            prefix + self.down_name,
             hidden,
             self.width,
             "inner widths of an MLP",
@@ -143,11 +187,14 @@ class DenseMlpConfig:
             has_bias=self.has_bias,
             ranks=loader.ranks,
         )
-        if not loader.is_adaptable:
-            return DenseMlp(DenseMlpShape(len(local_width)), gate_up, bias, down)
+        if is_plain:
+            return DenseMlp(DenseMlpShape(len(local_width)), gate_up, bias, down, self.activation)
         sites = (
-            AdapterSite(prefix=prefix, parts=_GATE_UP, outputs=sizes, inputs=hidden),
-            AdapterSite(prefix=prefix, parts=("down_proj",), outputs=(hidden,), inputs=self.width),
+            AdapterSite(prefix=prefix, parts=parts, outputs=tuple(sizes), inputs=hidden),
+            AdapterSite(
+                prefix=prefix, parts=(self.down_name,), outputs=(hidden,), inputs=self.width
+            ),
         )
-        shape = AdaptableMlpShape(len(local_width))
-        return AdaptableMlp(shape, gate_up, bias, down, self.activation, sites)
+        shape = AdaptableMlpShape(len(local_width), gate_up.num_outputs // len(local_width))
+        scales = self.gate_scale, self.out_scale
+        return AdaptableMlp(shape, gate_up, bias, down, self.activation, sites, *scales)

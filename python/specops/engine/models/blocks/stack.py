@@ -24,6 +24,7 @@ class LayerStack:
         dtype: dtype of the hidden states.
         device: device of the weights.
         projections: packed weights outside the layers that use the same workspace.
+        logits_divisor: number by which logits are divided.
     """
 
     def __init__(
@@ -35,10 +36,12 @@ class LayerStack:
         dtype: torch.dtype,
         device: torch.device,
         projections: Sequence[PackedWeight] = (),
+        logits_divisor: float = 1.0,
     ) -> None:
         self.layers = layers
         self.lm_head = lm_head
         self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
+        self._logits_divisor = logits_divisor
         shapes = [(layer.attention.shape, layer.mlp.shape) for layer in layers]
         self.activations = Activations(shapes, hidden_size, dtype, device)
         # One attention block per shape suffices to find the largest workspace.
@@ -96,4 +99,7 @@ class LayerStack:
         self, hidden: Tensor, *, out: Tensor | None = None, sums: Tensor | None = None
     ) -> Tensor:
         """Return float32 logits [rows, vocabulary] of hidden states that `forward` returned."""
-        return dense.linear(hidden, self.lm_head, out=out, out_dtype=torch.float32, workspace=sums)
+        logits = dense.linear(
+            hidden, self.lm_head, out=out, out_dtype=torch.float32, workspace=sums
+        )
+        return logits if self._logits_divisor == 1.0 else logits.div_(self._logits_divisor)

@@ -25,6 +25,9 @@ _FILES = (
     "ernie4_5",
     "gptoss",
     "qwen3_next",
+    "granite_hybrid",
+    "falcon_h1",
+    "nemotron_h",
     "gemma3",
 )
 

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nemotron-H and Nemotron 3: layers of Mamba-2, attention, an MLP or experts, one of these each."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from specops.api.errors import ModelError
+from specops.engine.models.blocks.absent import NoMixingConfig, NoMlpConfig
+from specops.engine.models.blocks.attention import AttentionConfig
+from specops.engine.models.blocks.block import NO_ROPE
+from specops.engine.models.blocks.experts import ExpertsConfig, Routing
+from specops.engine.models.blocks.layer import (
+    AnyAttentionConfig,
+    AnyMlpConfig,
+    LayerConfig,
+    LayerNames,
+)
+from specops.engine.models.blocks.mamba2 import Mamba2Config
+from specops.engine.models.blocks.mlp import DenseMlpConfig
+from specops.engine.models.config import ModelConfig, Place
+from specops.engine.models.families.defaults import NEMOTRON_H
+from specops.engine.models.families.dense_decoder import dense_decoder
+from specops.engine.models.families.family import Family
+from specops.engine.models.families.fields import FULL, LINEAR, count, flag, number, refuse_values
+from specops.engine.models.families.mamba2_layers import refuse_time_steps
+
+_MLP, _EXPERTS = "mlp", "moe"
+# Kinds of layers by the letters of a pattern, and in lists of transformers 4.
+_LETTERS = {"M": LINEAR, "*": FULL, "-": _MLP, "E": _EXPERTS}
+_OLD_KINDS = {"mamba": LINEAR, "attention": FULL}
+# Old names of fields.
+_OLD = {
+    "attention_head_dim": "head_dim",
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_dt_limit": "time_step_limit",
+}
+_KINDS = {"mamba": LINEAR, "attention": FULL}
+# Old names of fields.
+_OLD = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel"} | {
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_dt_limit": "time_step_limit",
+}
+_KINDS = [LINEAR, _EXPERTS, FULL, _MLP]  # of files without a list
+_NAMES = LayerNames(input_norm="norm", attention="mixer.", mlp_norm="norm", mlp="mixer.")
+_PLACES = tuple(
+    Place(prefix, "lm_head", embedding="embeddings", norm="norm_f")
+    for prefix in ("backbone.", "model.")
+)
+
+
+def read(raw: Mapping[str, Any]) -> ModelConfig:
+    """Read a config.json.
+
+    Raises:
+        KeyError: a field is missing.
+        ModelError: a field has an invalid or unsupported value.
+    """
+    raw = {**NEMOTRON_H, **raw, **{new: raw[old] for old, new in _OLD.items() if old in raw}}
+    refuse_values(
+        raw,
+        {
+            "mlp_hidden_act": ("relu2", None),
+            "mamba_hidden_act": ("silu", None),
+            "attention_bias": (False, None),
+            "mlp_bias": (False, None),
+            "use_bias": (False, None),
+            "mamba_proj_bias": (False, None),
+            "residual_in_fp32": (False, None),
+            "moe_latent_size": (None,),
+            "n_shared_experts": (1, None),
+            "sliding_window": (None,),
+        },
+    )
+    refuse_time_steps(raw)
+    kinds = _kinds(raw)
+    decoder = {
+        **{name: one for name, one in raw.items() if name != "layer_types"},
+        "num_hidden_layers": len(kinds),
+        "rms_norm_eps": raw["layer_norm_epsilon"],
+    }
+    config = dense_decoder(decoder, mlps=lambda *_: [_mlp(raw, kind) for kind in kinds])
+    mamba = _mamba(raw)
+
+    def of_kind(layer: LayerConfig, kind: str) -> LayerConfig:
+        attention: AnyAttentionConfig = NoMixingConfig()
+        if kind == LINEAR:
+            attention = mamba
+        elif kind == FULL:
+            assert isinstance(layer.attention, AttentionConfig)
+            attention = replace(layer.attention, rope=NO_ROPE)
+        return replace(layer, attention=attention, names=_NAMES)
+
+    return replace(config, layers=tuple(map(of_kind, config.layers, kinds)), places=_PLACES)
+
+
+def _kinds(raw: Mapping[str, Any]) -> Sequence[str]:
+    """Return the kind of each layer, from a list or from a pattern of letters."""
+    field = next((one for one in ("layers_block_type", "layer_types") if raw.get(one)), None)
+    if field is None and "hybrid_override_pattern" in raw:
+        field, kinds = "hybrid_override_pattern", _LETTERS
+    else:
+        field, kinds = field or "layers_block_type", {one: one for one in _LETTERS.values()}
+        kinds |= _OLD_KINDS
+    listed = raw.get(field, _KINDS)
+    if not isinstance(listed, list | str):
+        raise ModelError(f"{field} must list the kinds of the layers, got {listed!r:.60}")
+    for one in listed:
+        if not isinstance(one, str) or one not in kinds:
+            raise ModelError(f"{field} must only hold {', '.join(kinds)}, got {one!r:.60}")
+    found = [kinds[one] for one in listed]
+    if count(raw, "num_hidden_layers", len(found) or 1) != len(found):
+        raise ModelError(
+            f"{field} must hold num_hidden_layers={raw['num_hidden_layers']} items, "
+            f"got {len(found)}"
+        )
+    if FULL not in found:
+        raise ModelError(f"{field} must make at least one layer {FULL}, got {listed!s:.60}")
+    return found
+
+
+def _mamba(raw: Mapping[str, Any]) -> Mamba2Config:
+    heads, groups = count(raw, "mamba_num_heads"), count(raw, "n_groups")
+    if heads % groups:
+        raise ModelError(f"mamba_num_heads must be a multiple of n_groups={groups}, got {heads}")
+    return Mamba2Config(
+        num_heads=heads,
+        num_groups=groups,
+        head_dim=count(raw, "mamba_head_dim"),
+        state_dim=count(raw, "ssm_state_size"),
+        taps=count(raw, "conv_kernel"),
+        has_conv_bias=flag(raw, "use_conv_bias", True),
+    )
+
+
+def _mlp(raw: Mapping[str, Any], kind: str) -> AnyMlpConfig:
+    if kind == _MLP:
+        return DenseMlpConfig(width=count(raw, "intermediate_size"), activation="relu2")
+    if kind != _EXPERTS:
+        return NoMlpConfig()
+    shared = count(raw, "moe_shared_expert_intermediate_size")
+    return ExpertsConfig(
+        num_experts=count(raw, "n_routed_experts"),
+        width=count(raw, "moe_intermediate_size"),
+        routing=Routing(
+            top_k=count(raw, "num_experts_per_tok"),
+            scoring="sigmoid",
+            num_groups=count(raw, "n_group"),
+            top_k_groups=count(raw, "topk_group"),
+            min_sum=1e-20 if flag(raw, "norm_topk_prob", True) else None,
+            scale=number("routed_scaling_factor", raw["routed_scaling_factor"]),
+            bias="gate.e_score_correction_bias",
+        ),
+        shared=DenseMlpConfig(width=shared, activation="relu2"),
+        activation="relu2",
+    )
+
+
+FAMILY = Family(title="Nemotron-H", read={"NemotronHForCausalLM": read})
