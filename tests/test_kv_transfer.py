@@ -84,6 +84,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             tmp_path_factory.mktemp("latents"), **FAMILIES["deepseek_v3"], **common
         ),
         "states": write_config(tmp_path_factory.mktemp("states"), **STATES, **common),
+        "shared": write_config(
+            tmp_path_factory.mktemp("shared"),
+            **{**FAMILIES["gemma4"], "max_position_embeddings": 192},
+        ),
     }
 
 
@@ -152,6 +156,8 @@ CASES = [
     ("states", "int8", "mtp"),
     ("states", "auto", "draft_model"),
     ("heads", "auto", "draft_model"),
+    ("shared", "auto", "ngram"),
+    ("shared", "int8", "suffix"),
 ]
 
 
@@ -682,6 +688,7 @@ WITH_RANKS = [
     ("states", "auto", "naive", 1, 2),
     ("states", "int8", "mtp", 2, 1),
     ("states", "auto", "draft_model", 2, 1),
+    ("shared", "auto", "ngram", 2, 1),
 ]
 
 

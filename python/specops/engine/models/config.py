@@ -36,6 +36,8 @@ class ModelConfig:
         norm_offset: number added to every norm weight w of the checkpoint: 1 for norms that
             multiply by 1 + w.
         embedding_scale: factor on embeddings, rounded to the model's dtype.
+        per_layer_tokens: tokens with per-layer embeddings; 0: layers have no embeddings.
+        logit_cap: soft cap on logits; None: no cap.
         wint4_is_mixed: whether quantization to "wint4" means "mix_quant", as for the models that
             FastDeploy was made for.
         places: possible name prefixes in the family's checkpoints; the first that fits is used.
@@ -51,6 +53,8 @@ class ModelConfig:
     dtype: str | None
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
+    per_layer_tokens: int = 0
+    logit_cap: float | None = None
     mtp_layer: LayerConfig | None = None
     wint4_is_mixed: bool = False
     places: tuple[Place, ...] = (Place("model.", "lm_head"),)
@@ -67,4 +71,10 @@ class ModelConfig:
             narrow = layer.narrowed(width)
             if narrow not in kinds:
                 kinds.append(narrow)
-        return replace(self, vocab_size=width, hidden_size=width, layers=tuple(kinds))
+        return replace(
+            self,
+            vocab_size=width,
+            hidden_size=width,
+            layers=tuple(kinds),
+            per_layer_tokens=min(width, self.per_layer_tokens),
+        )

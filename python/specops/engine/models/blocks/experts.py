@@ -379,7 +379,7 @@ class ExpertsConfig:
         source = loader.source
         hidden = loader.hidden_size
         sizes = (self.width, self.width)
-        source.leave_to_others(prefix)
+        source.ignore(prefix)
         whole = loader.sharding.of_rank(self.num_experts, "experts")
         count = len(whole) // loader.ranks.num_local_virtual_ranks
         found = []

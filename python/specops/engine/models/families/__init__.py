@@ -26,6 +26,7 @@ _FILES = (
     "gptoss",
     "qwen3_next",
     "gemma3",
+    "gemma4",
 )
 
 FAMILIES: tuple[Family, ...] = tuple(import_module(f"{__name__}.{name}").FAMILY for name in _FILES)
