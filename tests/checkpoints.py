@@ -67,6 +67,13 @@ def make_checkpoint(directory: Path, family: str, **changes: Any) -> Any:
     kind = kind or getattr(transformers, f"{family}Config")
     config = kind(**{**BASE, **changes})
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    randomize(model)
+    model.save_pretrained(directory)
+    return model
+
+
+def randomize(model: torch.nn.Module) -> None:
+    """Replace the weights by random ones."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # The default init is so flat that wrong attention would hardly show.
@@ -74,13 +81,11 @@ def make_checkpoint(directory: Path, family: str, **changes: Any) -> Any:
             # Norm weights start at the identity: 1, or 0 where they multiply with 1 + w.
             offset = parameter.flatten()[0].item() if "norm" in name else 0.0
             parameter.copy_(offset + scale * torch.randn_like(parameter))
-            if family == "Gemma4" and name.endswith("q_norm.weight"):
+            if model.config.model_type.startswith("gemma4") and name.endswith("q_norm.weight"):
                 parameter.mul_(0.125)  # its scores are not divided by the root of the head size
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):  # factor on the output of a layer
                 buffer.copy_(0.5 + torch.rand_like(buffer))
-    model.save_pretrained(directory)
-    return model
 
 
 def write_tokenizer(directory: Path, vocab_size: int = 160) -> None:

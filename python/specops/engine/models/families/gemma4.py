@@ -51,8 +51,36 @@ def read(whole: Mapping[str, Any]) -> ModelConfig:
         KeyError: a field is missing.
         ModelError: a field has an invalid or unsupported value.
     """
+    raw = _fields(whole)
+    kinds = _kinds(raw)
+    num_own = len(kinds) - index(raw, "num_kv_shared_layers", 0)
+    if num_own < 1 or not {*kinds[num_own:]} <= {*kinds[:num_own]}:
+        raise ModelError(
+            "num_kv_shared_layers must leave a layer with keys and values for each kind of layer, "
+            f"got {raw['num_kv_shared_layers']} of {len(kinds)} layers"
+        )
+    return _read(whole, raw, num_own)
+
+
+def read_assistant(whole: Mapping[str, Any]) -> ModelConfig:
+    """Read the config.json of an assistant model, none of whose layers has keys and values.
+
+    Raises:
+        KeyError: a field is missing.
+        ModelError: a field has an invalid or unsupported value.
+    """
+    raw = _fields(whole)
+    refuse_values(raw, {"hidden_size_per_layer_input": (0,), "use_double_wide_mlp": (False, None)})
+    return _read(whole, raw, 0)
+
+
+def _fields(whole: Mapping[str, Any]) -> dict[str, Any]:
     around = {name: whole[name] for name in _AROUND if name in whole}
-    raw = {**GEMMA4, **around, **text_config(whole)}
+    return {**GEMMA4, **around, **text_config(whole)}
+
+
+def _read(whole: Mapping[str, Any], raw: Mapping[str, Any], num_own: int) -> ModelConfig:
+    """Read a configuration; the layers after the first `num_own` have no keys and values."""
     refuse_values(
         raw,
         {
@@ -62,15 +90,14 @@ def read(whole: Mapping[str, Any]) -> ModelConfig:
             "use_bidirectional_attention": (None, "vision"),
         },
     )
-    layers = _layers(raw)
-    num_shared = index(raw, "num_kv_shared_layers", 0)
+    layers = _layers(raw, num_own)
     hidden_size = count(raw, "hidden_size")
     return ModelConfig(
         architecture=whole["architectures"][0],
         vocab_size=count(raw, "vocab_size"),
         hidden_size=hidden_size,
         layers=tuple(layers),
-        mtp_layer=replace(layers[-1 - num_shared], per_layer_width=0),
+        mtp_layer=replace(layers[num_own - 1], per_layer_width=0) if num_own else None,
         rms_norm_eps=number("rms_norm_eps", raw["rms_norm_eps"], or_zero=True),
         max_model_len=count(raw, "max_position_embeddings"),
         tie_word_embeddings=flag(raw, "tie_word_embeddings"),
@@ -82,14 +109,8 @@ def read(whole: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def _layers(raw: Mapping[str, Any]) -> list[LayerConfig]:
-    kinds = _kinds(raw, count(raw, "num_hidden_layers"))
-    num_own = len(kinds) - index(raw, "num_kv_shared_layers", 0)
-    if num_own < 1 or not {*kinds[num_own:]} <= {*kinds[:num_own]}:
-        raise ModelError(
-            "num_kv_shared_layers must leave a layer with keys and values for each kind of layer, "
-            f"got {raw['num_kv_shared_layers']} of {len(kinds)} layers"
-        )
+def _layers(raw: Mapping[str, Any], num_own: int) -> list[LayerConfig]:
+    kinds = _kinds(raw)
     window, has_bias = count(raw, "sliding_window"), flag(raw, "attention_bias")
     width, widens = count(raw, "intermediate_size"), flag(raw, "use_double_wide_mlp")
     values_are_keys = flag(raw, "attention_k_eq_v")
@@ -120,8 +141,9 @@ def _layers(raw: Mapping[str, Any]) -> list[LayerConfig]:
     return layers
 
 
-def _kinds(raw: Mapping[str, Any], num_layers: int) -> list[str]:
+def _kinds(raw: Mapping[str, Any]) -> list[str]:
     """Return each layer's kind of attention; the last layer's is full whatever the file says."""
+    num_layers = count(raw, "num_hidden_layers")
     by_period = [FULL if (layer + 1) % _PERIOD == 0 else SLIDING for layer in range(num_layers)]
     return [*(layer_types(raw, num_layers) or by_period)[:-1], FULL]
 
@@ -188,4 +210,5 @@ def _logit_cap(raw: Mapping[str, Any]) -> float | None:
 FAMILY = Family(
     title="Gemma 4",
     read={"Gemma4ForCausalLM": read, "Gemma4ForConditionalGeneration": read},
+    assistants={"Gemma4AssistantForCausalLM": read_assistant},
 )
