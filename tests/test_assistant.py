@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import BASE, SHARED_KV, make_checkpoint, randomize, write_tokenizer
+from fake_gpu import FakeGpu
 from specops.api.errors import ModelError
 from specops.engine import Engine, EngineConfig, SpeculativeConfig
 from specops.engine.models import load_assistant
@@ -141,6 +142,16 @@ def test_outputs_equal_plain_decoding(models: tuple[Path, Any, Path, Any], case:
     assert 0 < spec.num_accepted_tokens < spec.num_draft_tokens
     assert engine.num_free_pages == engine.num_pages and not engine._drafting.num_failures
     assert (engine.stats.num_preemptions > 0) == ("num_pages" in CASES[case])
+
+
+def test_captured_steps_draft_the_same(
+    models: tuple[Path, Any, Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each = reporting_params(2, 0.8)
+    drafts = reported(make(models, max_num_seqs=2), TEXTS[:2], each)
+    device = FakeGpu(captures=True)
+    monkeypatch.setattr("specops.engine.engine.open_device", lambda *_, **__: device)
+    assert reported(make(models, max_num_seqs=2), TEXTS[:2], each) == drafts
 
 
 @pytest.mark.parametrize(
