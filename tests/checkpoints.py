@@ -25,6 +25,33 @@ BASE: dict[str, Any] = {
 }
 
 
+# Small Gemma 4: the last layers have no keys and values, and each layer has embeddings.
+SHARED_KV: dict[str, Any] = {
+    "num_hidden_layers": 8,
+    "layer_types": [
+        "full_attention" if layer in "247" else "sliding_attention" for layer in "01234567"
+    ],
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "num_key_value_heads": 1,
+    "global_head_dim": 128,
+    "sliding_window": 20,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": 176,
+    "final_logit_softcapping": 30.0,
+}
+# Large Gemma 4: the values of layers with full attention are their keys.
+KEYS_AS_VALUES: dict[str, Any] = {
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "global_head_dim": 128,
+    "sliding_window": 24,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 30.0,
+    "attention_bias": True,
+}
+
+
 def lasting_directory() -> Path:
     """Create a directory that several tests share; it is deleted when the process ends."""
     folder = TemporaryDirectory()
@@ -40,6 +67,13 @@ def make_checkpoint(directory: Path, family: str, **changes: Any) -> Any:
     kind = kind or getattr(transformers, f"{family}Config")
     config = kind(**{**BASE, **changes})
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    randomize(model)
+    model.save_pretrained(directory)
+    return model
+
+
+def randomize(model: torch.nn.Module) -> None:
+    """Replace the weights by random ones."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # The default init is so flat that wrong attention would hardly show.
@@ -47,8 +81,11 @@ def make_checkpoint(directory: Path, family: str, **changes: Any) -> Any:
             # Norm weights start at the identity: 1, or 0 where they multiply with 1 + w.
             offset = parameter.flatten()[0].item() if "norm" in name else 0.0
             parameter.copy_(offset + scale * torch.randn_like(parameter))
-    model.save_pretrained(directory)
-    return model
+            if model.config.model_type.startswith("gemma4") and name.endswith("q_norm.weight"):
+                parameter.mul_(0.125)  # its scores are not divided by the root of the head size
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):  # factor on the output of a layer
+                buffer.copy_(0.5 + torch.rand_like(buffer))
 
 
 def write_tokenizer(directory: Path, vocab_size: int = 160) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 
 import small_heads
 import specops
-from checkpoints import make_checkpoint, write_config, write_tokenizer
+from checkpoints import SHARED_KV, make_checkpoint, write_config, write_tokenizer
 from pages import check_pages
 from specops.api.structured import StructuredOutput
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
@@ -151,11 +151,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 50,
         "num_nextn_predict_layers": 0,
     },
+    "gemma4": {
+        **SHARED_KV,
+        "architectures": ["Gemma4ForCausalLM"],
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "num_nextn_predict_layers": 0,
+    },
 }
 # Families with checkpoints on disk, since heads need a target with weights in files: transformers
 # class, changes of its configuration, and the kinds of heads that do not fit the target.
 _STATES = {one: FAMILIES["qwen3_5"][one] for one in FAMILIES["qwen3_5"] if "linear" in one}
 _MIXED = ["linear_attention", "full_attention"] * (small_heads.LAYERS // 2)
+# These heads read unscaled embeddings, but Gemma scales its embeddings.
+_UNSCALED = {"hydra", "hydra++", "dflash", "anchored", "dspark", "dflash2", "windows"}
 HEAD_FAMILIES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "qwen3 with heads": ("Qwen3", {}, set()),
     # A prefix layer is a layer of the target's family, so the target must have attention layers
@@ -164,11 +174,15 @@ HEAD_FAMILIES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "gemma3 with heads": (
         "Gemma3",
         {"sliding_window": 24, "sliding_window_pattern": 2, "query_pre_attn_scalar": 50},
-        # These heads read unscaled embeddings, but Gemma scales its embeddings.
-        {"hydra", "hydra++", "dflash", "anchored", "dspark", "dflash2", "windows"},
+        _UNSCALED,
+    ),
+    "gemma4 with heads": (
+        "Gemma4",
+        {**SHARED_KV, "layer_types": FAMILIES["gemma4"]["layer_types"], "num_kv_shared_layers": 2},
+        _UNSCALED,
     ),
 }
-NO_MTP = {"gemma3", "granite", "falcon_h1", "nemotron_h", *HEAD_FAMILIES}
+NO_MTP = {"gemma3", "gemma4", "granite", "falcon_h1", "nemotron_h", *HEAD_FAMILIES}
 NO_8_BIT_CACHES = {"deepseek_v3"}  # latents have no 8-bit caches
 # Models with recurrent states: the state memory limits the number of drafts.
 HAVE_STATES = {"qwen3_next", "qwen3_5", "granite", "falcon_h1", "nemotron_h", "qwen3_5 with heads"}
@@ -336,7 +350,7 @@ def write_target(name: str, folder: Path) -> Path:
         directory.mkdir()
         family, changes, _ = HEAD_FAMILIES[name]
         sizes = {"num_hidden_layers": small_heads.LAYERS, "vocab_size": small_heads.VOCAB}
-        make_checkpoint(directory, family, **sizes, **changes)
+        make_checkpoint(directory, family, **{**changes, **sizes})
         write_tokenizer(directory)
     return directory
 

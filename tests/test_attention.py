@@ -41,6 +41,8 @@ SCALINGS = [
         "beta_slow": 1,
         "truncate": False,
     },
+    {"rope_type": "proportional", "partial_rotary_factor": 0.3},
+    {"rope_type": "proportional", "factor": 4.0},
 ]
 
 
@@ -1159,6 +1161,7 @@ def test_rope_cos_sin_refuses_invalid_arguments(device: str) -> None:
         ({"rope_type": "linear"}, "'linear' needs the key 'factor'"),
         ({"rope_type": "linear", "factor": 2.0, "betas": 1}, "'linear' has no key 'betas'"),
         ({"rope_type": "default", "rope_theta": 5e5}, "must be the rope_theta=500000.0"),
+        ({"rope_type": "proportional", "partial_rotary_factor": 1.5}, "must be at most 1, got 1.5"),
     ]:
         with pytest.raises(ValueError, match=message):
             attention.rope_cos_sin(4, 64, 1e4, scaling)

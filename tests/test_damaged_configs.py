@@ -89,6 +89,16 @@ GEMMA: dict[str, Any] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
 }
+GEMMA4: dict[str, Any] = {
+    **{"global_head_dim": 128, "num_global_key_value_heads": 1, "num_kv_shared_layers": 1},
+    **{"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 1 << 20},
+    **{"attention_k_eq_v": True, "use_double_wide_mlp": True, "final_logit_softcapping": 30.0},
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": FIELDS,
     "MistralForCausalLM": FIELDS,
@@ -109,6 +119,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "NemotronHForCausalLM": FIELDS | EXPERTS | NEMOTRON,
     "Gemma3ForCausalLM": {key: one for key, one in FIELDS.items() if key != "hidden_act"} | GEMMA,
     "Gemma3ForConditionalGeneration": {"text_config": {"hidden_size": 64, **GEMMA}},
+    "Gemma4ForCausalLM": FIELDS | GEMMA4,
+    "Gemma4ForConditionalGeneration": {
+        "text_config": FIELDS | GEMMA4 | {"per_layer_config": {"2": {"head_dim": 128}}}
+    },
 }
 QUANTIZED: dict[str, Any] = {
     "quant_method": "compressed-tensors",

@@ -88,6 +88,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             **common,
         ),
         "mamba": write_config(tmp_path_factory.mktemp("mamba"), **MAMBA, **common),
+        "shared": write_config(
+            tmp_path_factory.mktemp("shared"),
+            **{**FAMILIES["gemma4"], "max_position_embeddings": 192},
+        ),
     }
 
 
@@ -157,6 +161,8 @@ CASES = [
     ("states", "auto", "draft_model"),
     ("mamba", "auto", "suffix"),
     ("heads", "auto", "draft_model"),
+    ("shared", "auto", "ngram"),
+    ("shared", "int8", "suffix"),
 ]
 
 
@@ -689,6 +695,7 @@ WITH_RANKS = [
     ("states", "auto", "draft_model", 2, 1),
     ("mamba", "auto", "suffix", 2, 1),
     ("mamba", "auto", "naive", 1, 2),
+    ("shared", "auto", "ngram", 2, 1),
 ]
 
 

@@ -516,7 +516,7 @@ def test_models_import_in_one_direction(path: Path) -> None:
         {"loader"},
         {"mtp"},
         {"state_head"},
-        {"dflash2", "eagle", "prefix_layer"},
+        {"assistant", "dflash2", "eagle", "prefix_layer"},
         {"dflash", "residual_heads"},
         {"__init__"},
     )

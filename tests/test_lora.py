@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from adapters import ATTENTION, MLP, merge, write_adapter
-from checkpoints import lasting_directory, make_checkpoint, write_tokenizer
+from checkpoints import SHARED_KV, lasting_directory, make_checkpoint, write_tokenizer
 from fake_gpu import FakeGpu
 from safetensors.torch import load_file, save_file
 from specops.api.config import BUNDLED_MODEL
@@ -39,7 +39,7 @@ def model_dir(family: str = "Qwen3") -> Path:
     folder = lasting_directory()
     model = folder / "model"
     model.mkdir()
-    make_checkpoint(model, family)
+    make_checkpoint(model, family, **(SHARED_KV if family == "Gemma4" else {}))
     write_tokenizer(model)
     modules = [(*ATTENTION, *MLP), ATTENTION, (*MLP, "o_proj"), ("q_proj", "v_proj")]
     for index in range(NUM_ADAPTERS):
@@ -123,7 +123,7 @@ def run(
         {"modules": ("q_proj",), "dtype": torch.float16},
     ],
 )
-@pytest.mark.parametrize("family", ["Qwen3", "Qwen2", "Gemma3"])
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen2", "Gemma3", "Gemma4"])
 @pytest.mark.pairwise
 def test_logits_are_those_of_merged_weights(
     tmp_path: Path, family: str, changes: dict[str, Any]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import KEYS_AS_VALUES, SHARED_KV, make_checkpoint
 from rounding import assert_error_at_most, distance, rounding_errors
 from safetensors.torch import load_file, save_file
 from shared_fixtures import every_isa
@@ -81,6 +81,8 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
             },
         },
     ),
+    ("Gemma4", SHARED_KV),
+    ("Gemma4", KEYS_AS_VALUES),
 ]
 
 
@@ -172,14 +174,15 @@ def test_logits_equal_transformers(tmp_path: Path, family: str, changes: dict[st
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("family", ["Mistral", "Qwen3", "Gemma3"])
+@pytest.mark.parametrize("family", ["Mistral", "Qwen3", "Gemma3", "Gemma4"])
 @pytest.mark.pairwise
 def test_a_row_has_the_same_bits_however_it_is_computed(
     tmp_path: Path, isa: str, family: str, dtype: str
 ) -> None:
     import specops
 
-    make_checkpoint(tmp_path, family, **({} if family == "Qwen3" else {"sliding_window": 24}))
+    changes = {"Qwen3": {}, "Gemma4": SHARED_KV}.get(family, {"sliding_window": 24})
+    make_checkpoint(tmp_path, family, **changes)
     model = load_model(tmp_path, dtype=dtype)
     ids = random_ids(100)
     alone = Runner(model).run([ids], [[90]] + [[1]] * 10)[0]
@@ -243,7 +246,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
         (
             "Llama",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
-            "rope_type must be one of default, linear, llama3, yarn, got 'dynamic' (rope_cos_sin)",
+            "rope_type must be one of default, linear, llama3, proportional, yarn, got 'dynamic'",
         ),
         (
             "Llama",
@@ -445,7 +448,7 @@ def test_lm_head_in_the_file_is_used_though_it_is_tied(
 
 # ---- fields that files leave out ----
 
-COMPUTED = ("layer_types", "qk_head_dim")
+COMPUTED = ("layer_types", "qk_head_dim", "per_layer_config")
 # Fields for which transformers distinguishes null from absence.
 NULL_IS_A_VALUE = ("sliding_window", "q_lora_rank", "head_dim", "num_key_value_heads")
 SMALL = {
@@ -480,6 +483,7 @@ CONFIGS = {
     "FalconH1ForCausalLM": "FalconH1Config",
     "NemotronHForCausalLM": "NemotronHConfig",
     "Gemma3ForCausalLM": "Gemma3TextConfig",
+    "Gemma4ForCausalLM": "Gemma4TextConfig",
 }
 
 

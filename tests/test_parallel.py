@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint, write_tokenizer
+from checkpoints import KEYS_AS_VALUES, SHARED_KV, make_checkpoint, write_tokenizer
 from mtp_checkpoints import make_mtp_model
 from ranks import on_ranks
 from specops.api.errors import ModelError
@@ -33,6 +33,8 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"mlp_bias": True, "attention_bias": True}),
     "one_kv_head": ("Qwen2", {"num_key_value_heads": 1}),
     "odd_vocabulary": ("Qwen3", {"vocab_size": 159}),
+    "shared_kv": ("Gemma4", SHARED_KV),
+    "keys_as_values": ("Gemma4", KEYS_AS_VALUES),
 }
 # Models of test_experts.py.
 WITH_EXPERTS = ("qwen3", "glm4", "deepseek_v3", "gpt_oss", "qwen3_next", "granite", "nemotron_h")

@@ -51,6 +51,7 @@ _SCALING_KEYS = {
         "mscale_all_dim",
         "truncate",
     },
+    "proportional": {"factor", "partial_rotary_factor"},
 }
 _MAX_HEAD_DIM = 256  # limit of `rope_append_kv`
 LATENT_DIM = 512  # latent attention: leading elements of a token's key that are also its value
@@ -75,16 +76,17 @@ def rope_cos_sin(
         rotary_dim: number of rotated elements of a head, even, 2 to 256.
         theta: base of the frequencies; finite, above 0.
         scaling: the rope_scaling or rope_parameters mapping of a checkpoint's config: rope_type
-            "default", "linear", "llama3" or "yarn" with its keys. None: default.
+            "default", "linear", "llama3", "yarn" or "proportional" with its keys. None: default.
 
     Returns:
         [max_positions, rotary_dim], float32: the cosine of every pair, then the sine; yarn
-        multiplies both by its attention factor.
+        multiplies both by its attention factor. With "proportional", only the first pairs turn: a
+        share partial_rotary_factor of them; the others have the angle 0.
 
     Raises:
         ValueError: the rope_type is unknown, a key is missing or unknown, or the sizes are wrong.
 
-    Source: Su et al. 2021 (RoPE), Peng et al. 2023 (YaRN), Llama 3.1.
+    Source: Su et al. 2021 (RoPE), Peng et al. 2023 (YaRN), Llama 3.1, Gemma 4 (proportional).
     """
     check_int("rope_cos_sin", "max_positions", max_positions)
     check_int("rope_cos_sin", "rotary_dim", rotary_dim, least=2)
@@ -115,6 +117,12 @@ def rope_cos_sin(
         is_unused = not options.get(key) and key.startswith("mscale")
         if options.get(key) is not None and not is_unused:
             _check_positive(key, options[key])
+
+    if kind == "proportional" and (options.get("partial_rotary_factor") or 1) > 1:
+        raise ValueError(
+            "rope_cos_sin: partial_rotary_factor must be at most 1, "
+            f"got {options['partial_rotary_factor']}"
+        )
 
     def option(key: str) -> float:
         if options.get(key) is None:
@@ -148,6 +156,9 @@ def rope_cos_sin(
             bool(options.get("truncate", True)),
         )
         attention_factor = _yarn_attention_factor(factor, options)
+    elif kind == "proportional":
+        inv_freq = inv_freq / float(options.get("factor") or 1)
+        inv_freq[int(float(options.get("partial_rotary_factor") or 1) * rotary_dim) // 2 :] = 0.0
     angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inv_freq
     wide = angles.double()
     table = torch.cat([wide.cos(), wide.sin()], dim=1).float()

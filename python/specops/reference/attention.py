@@ -40,6 +40,9 @@ def rope_cos_sin(
             low, high = max(low, 0), min(high, rotary_dim - 1)
             slow = min(max((pair - low) / max(high - low, 0.001), 0.0), 1.0)
             frequency *= 1 - slow + slow / factor
+        elif kind == "proportional":
+            turns_all = 2 * (pair + 1) <= rotary_dim * options.get("partial_rotary_factor", 1)
+            frequency *= turns_all / options.get("factor", 1)
         frequencies.append(frequency)
     if kind == "yarn":
         growth = math.log(max(options["factor"], 1.0)) / 10

@@ -98,6 +98,7 @@ class TargetStep(LayerBatch):
     """
 
     shape: StepShape
+    cache: KvCache  # the target's keys and values
     hidden: Tensor  # [rows, hidden_size], the states after the final norm
     aux_hidden_states: Mapping[int, Tensor]  # by layer, its output [rows, hidden_size]
     row_to_request: Tensor  # int32 [rows]

@@ -40,6 +40,7 @@ class DraftArrays:
     Attributes:
         same_rows: int32 [max_rows], the identity mapping 0, 1, 2, ...
         kv_lens: int32 [slots], KV lengths for a head that skips leading pages.
+        no_pages: int32 [slots], zeros: a page for each request of a head without pages.
         lens: int32 [slots], text lengths for a head whose rows read the token at their position.
         choices: arrays for choosing drafts, sized for all slots.
         workspace: workspace of the sampling ops.
@@ -53,7 +54,9 @@ class DraftArrays:
         # On the CPU, the host reads these arrays between passes; numpy is the fastest way to do so.
         self._row_ends = [] if device.is_async else [one.qo_indptr.numpy() for one in self._indices]
         self.same_rows = torch.arange(max_rows, dtype=torch.int32, device=where)
-        self.kv_lens, self.lens = torch.zeros((2, slots), dtype=torch.int32, device=where)
+        self.kv_lens, self.lens, self.no_pages = torch.zeros(
+            (3, slots), dtype=torch.int32, device=where
+        ).unbind()
         ints = torch.zeros((5, slots), dtype=torch.int32, device=where)
         self.choices = Choices(
             torch.empty((slots, width), dtype=head.dtype, device=where),

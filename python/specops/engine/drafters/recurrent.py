@@ -43,6 +43,7 @@ WINDOW = 128
 # A head catches up if it lags by at most CATCH_UP positions. If it lags further, it starts over at
 # about the last BEGIN_ANEW positions and never attends to earlier ones.
 CATCH_UP, BEGIN_ANEW = 64, 32
+_ENDLESS = (1 << 31) - 1  # tokens of a page that holds any text
 
 
 class RecurrentShape(NamedTuple):
@@ -249,7 +250,9 @@ class RecurrentDrafter(Drafter):
         if missing < 0 or missing - (self.num_passes - 1) > room:
             return -1
         if begin > progress.num_drafted:
-            progress.num_drafted = progress.begin = begin
+            progress.num_drafted = begin
+            if self.kv_bytes.per_token:  # otherwise there are no keys and values to skip
+                progress.begin = begin
         return missing
 
     def new_step(
@@ -562,6 +565,12 @@ class RecurrentStep(DrafterStep):
             torch.where(choices.is_drawn, choices.drawn, choices.sampled, out=choices.sampled)
         if head.token_map is not None:
             torch.index_select(head.token_map, 0, choices.sampled, out=choices.token_ids)
+        # A head without keys and values needs no pages: all its rows are of one endless page.
+        pages = (target.kv_indptr, target.kv_indices)
+        page_size = drafter.page_size
+        if not drafter.kv_bytes.per_token:
+            pages = (drafter.arrays.same_rows[: size + 1], drafter.arrays.no_pages)
+            page_size = _ENDLESS
         follows = drafter.num_passes <= step + 1 < count
         which = 1 + (step + 1) % 2
         following = drafter.arrays.index_view(which, size, size) if follows else None
@@ -570,11 +579,10 @@ class RecurrentStep(DrafterStep):
             choices.token_ids,
             indices.last_rows,
             self.rows.drafting_slots,
-            target.kv_indptr,
-            target.kv_indices,
+            *pages,
             drafter.arrays.lens if is_own else target.lens,
             self.max_draft_tokens,
-            page_size=drafter.page_size,
+            page_size=page_size,
             step=step,
             ahead=drafter.num_passes,
             draft_token_ids=target.draft_token_ids,

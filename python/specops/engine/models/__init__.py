@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoder-only models and draft heads, computed with the specops ops, and their loaders."""
 
+from specops.engine.models.assistant import Assistant, load_assistant
 from specops.engine.models.batch import LayerBatch, StepBatch
 from specops.engine.models.blocks.stack import LayerStack
 from specops.engine.models.config import ModelConfig
@@ -22,6 +23,7 @@ from specops.engine.models.weight_cache import CachedWeights, WeightCache
 
 __all__ = [
     "CONVENTIONS",
+    "Assistant",
     "BlockDrafter",
     "CacheCapacity",
     "CachedWeights",
@@ -45,6 +47,7 @@ __all__ = [
     "StepBatch",
     "Transformer",
     "WeightCache",
+    "load_assistant",
     "load_dflash",
     "load_eagle",
     "load_eagle3",

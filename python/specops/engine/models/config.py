@@ -46,6 +46,8 @@ class ModelConfig:
             multiply by 1 + w.
         embedding_scale: factor on embeddings, rounded to the model's dtype.
         logits_divisor: number by which the LM head's outputs are divided.
+        per_layer_tokens: tokens with per-layer embeddings; 0: layers have no embeddings.
+        logit_cap: soft cap on logits; None: no cap.
         wint4_is_mixed: whether quantization to "wint4" means "mix_quant", as for the models that
             FastDeploy was made for.
         places: possible name prefixes in the family's checkpoints; the first that fits is used.
@@ -62,6 +64,8 @@ class ModelConfig:
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
     logits_divisor: float = 1.0
+    per_layer_tokens: int = 0
+    logit_cap: float | None = None
     mtp_layer: LayerConfig | None = None
     wint4_is_mixed: bool = False
     places: tuple[Place, ...] = (Place("model.", "lm_head"),)
@@ -78,4 +82,10 @@ class ModelConfig:
             narrow = layer.narrowed(width)
             if narrow not in kinds:
                 kinds.append(narrow)
-        return replace(self, vocab_size=width, hidden_size=width, layers=tuple(kinds))
+        return replace(
+            self,
+            vocab_size=width,
+            hidden_size=width,
+            layers=tuple(kinds),
+            per_layer_tokens=min(width, self.per_layer_tokens),
+        )

@@ -71,6 +71,9 @@ class KvSpec:
         head_dim: elements of a head.
         dtype: dtype of the elements. 8-bit elements have a float32 scale per token and head.
         has_values: False: values are part of the keys, as in latent attention.
+        window: number of positions that a row attends to; None: all.
+        is_shared: whether the layer has no cache of its own, but reads that of the last earlier
+            layer that has one and the same window.
     """
 
     num_heads: int
@@ -78,6 +81,8 @@ class KvSpec:
     head_dim: int
     dtype: torch.dtype
     has_values: bool = True
+    window: int | None = None
+    is_shared: bool = False
 
     @property
     def has_scales(self) -> bool:
@@ -86,7 +91,12 @@ class KvSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes per token, including scales."""
+        """Bytes that the layer stores per token, including scales."""
+        return 0 if self.is_shared else self.bytes_read_per_token
+
+    @property
+    def bytes_read_per_token(self) -> int:
+        """Bytes that the layer reads per token, including scales."""
         head_bytes = self.head_dim * self.dtype.itemsize
         if self.has_scales:
             head_bytes += torch.float32.itemsize
@@ -133,6 +143,7 @@ class StateSpec:
     """
 
     bytes_per_token: ClassVar[int] = 0
+    bytes_read_per_token: ClassVar[int] = 0
 
     num_heads: int
     num_key_heads: int
@@ -180,6 +191,11 @@ class ParallelSpec:
         """Bytes per token on pages."""
         return self.kv.bytes_per_token
 
+    @property
+    def bytes_read_per_token(self) -> int:
+        """Bytes per token that attention reads."""
+        return self.kv.bytes_read_per_token
+
     def bytes_per_slot(self, num_drafts: int) -> int:
         """Return the bytes per request if steps verify up to `num_drafts` drafts."""
         return self.states.bytes_per_slot(num_drafts)
@@ -194,6 +210,7 @@ class NoKvSpec:
     """Cache of a layer without attention: nothing."""
 
     bytes_per_token: ClassVar[int] = 0
+    bytes_read_per_token: ClassVar[int] = 0
 
     def bytes_per_slot(self, num_drafts: int) -> int:
         """Return 0."""
@@ -311,7 +328,7 @@ class NoKv:
 class KvCache:
     """Caches of all layers, which may differ in everything but the page size."""
 
-    layers: list[Any]  # LayerKv, LayerStates, ParallelKv or NoKv of each layer
+    layers: list[Any]  # LayerKv, LayerStates, ParallelKv or NoKv; layers may share a LayerKv
     capacity: CacheCapacity
     # States of prefixes for each layer with LayerStates, in order, with windows for no drafts.
     prefix_states: list[LayerStates]
@@ -330,12 +347,26 @@ class KvCache:
         prefix_states = [
             spec.new(of_prefixes, device) for spec in states if isinstance(spec, StateSpec)
         ]
-        return cls([spec.new(capacity, device) for spec in specs], capacity, prefix_states)
+        layers: list[Any] = []
+        last_of_window: dict[int | None, LayerKv] = {}
+        for spec in specs:
+            if isinstance(spec, KvSpec) and spec.is_shared:
+                layers.append(last_of_window[spec.window])
+                continue
+            layers.append(spec.new(capacity, device))
+            if isinstance(spec, KvSpec):
+                last_of_window[spec.window] = layers[-1]
+        return cls(layers, capacity, prefix_states)
 
     @property
     def page_size(self) -> int:
         """Tokens of a page."""
         return self.capacity.page_size
+
+    @property
+    def _distinct(self) -> list[Any]:
+        """The caches without those of layers that share another layer's."""
+        return list({id(layer): layer for layer in self.layers}.values())
 
     @property
     def _on_pages(self) -> list[LayerKv]:
@@ -348,7 +379,7 @@ class KvCache:
     @property
     def _parts(self) -> list[Any]:
         """Caches of all layers, those of a layer with several apart."""
-        layers = (one if isinstance(one, ParallelKv) else (one,) for one in self.layers)
+        layers = (one if isinstance(one, ParallelKv) else (one,) for one in self._distinct)
         return [part for layer in layers for part in layer]
 
     def keep_states(self, slot: int, num_tokens: int, entry: int) -> None:
@@ -379,4 +410,5 @@ class KvCache:
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors of the cache."""
-        return [tensor for layer in (*self.layers, *self.prefix_states) for tensor in layer.tensors]
+        layers = (*self._distinct, *self.prefix_states)
+        return [tensor for layer in layers for tensor in layer.tensors]

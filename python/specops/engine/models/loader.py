@@ -13,6 +13,7 @@ from specops.api.methods.checks import QUANTIZATIONS
 from specops.checkpoints.directory import open_checkpoint, weight_files
 from specops.engine.models.blocks.block import BlockLoader, RopeTables
 from specops.engine.models.blocks.experts import ExpertsConfig
+from specops.engine.models.blocks.per_layer import load_per_layer_embeddings
 from specops.engine.models.config import ModelConfig, Place
 from specops.engine.models.dry_run import dry_run
 from specops.engine.models.families import read_model_config
@@ -222,6 +223,12 @@ def build(
         quantization=source.settings.quantize_head,
         shard=Shard(outputs=(Sharding(ranks).of_vocabulary(config.vocab_size),)),
     )
+    per_layer = None
+    if config.per_layer_tokens:
+        width = config.layers[0].per_layer_width
+        per_layer = load_per_layer_embeddings(
+            loader, place.prefix, config.per_layer_tokens, config.num_layers, width
+        )
     layers = []
     for index, layer in enumerate(config.layers):
         layers.append(layer.load(loader, f"{place.prefix}layers.{index}."))
@@ -238,6 +245,7 @@ def build(
         settings=source.settings,
         cached=source.cached,
         ropes=loader.ropes,
+        per_layer=per_layer,
         ranks=ranks,
     )
 

@@ -109,5 +109,5 @@ def _like(layer: LayerConfig, directory: Path, names: Collection[str]) -> LayerC
             f"{directory}: a prefix layer needs a target with plain attention, "
             f"got {layer.attention.kind}"
         )
-    layer = replace(layer, attention=layer.attention.without_window())
+    layer = replace(layer, attention=layer.attention.without_window(), per_layer_width=0)
     return with_qk_norms(layer, f"{_PREFIX}layers.0.self_attn.q_norm.weight" in names)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specops import dense
+from specops import batching, dense
 from specops.api.errors import ModelError
 from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
@@ -159,6 +159,42 @@ def gather_states(batch: MtpBatch, states: Tensor, out: Tensor) -> None:
     if batch.kept is not None:
         earlier = batch.kept.flatten(0, 1).index_select(0, (-2 - source).clamp(min=0))
         torch.where(source[:, None] < -1, earlier, out, out=out)
+
+
+class NextTokens:
+    """Gatherer of the token after each row.
+
+    Args:
+        num_slots: number of request slots.
+        device: device of the rows.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self._places = torch.empty(3, 0, dtype=torch.int32, device=device)
+        self._same = torch.arange(num_slots, dtype=torch.int32, device=device)
+
+    def reserve(self, rows: int) -> None:
+        """Allocate buffers for up to `rows` rows."""
+        if self._places.shape[1] < rows:
+            self._places = self._places.new_empty(3, rows)
+
+    def of(self, batch: MtpBatch) -> Tensor:
+        """Return the token after each row, int32 [rows]; 0 for padding rows."""
+        slot, position, out = self._places[:, : batch.positions.shape[0]]
+        is_nobody = batch.row_to_request < 0
+        torch.index_select(batch.slots, 0, batch.row_to_request.clamp(min=0), out=slot)
+        slot.masked_fill_(is_nobody, -1)
+        torch.add(batch.positions, 1, out=position)
+        # Indexed by slot, not by request, because `draft_token_ids` is.
+        return batching.gather_input_ids(
+            slot,
+            position,
+            self._same[: batch.lens.shape[0]],
+            batch.token_ids,
+            batch.lens,
+            batch.draft_token_ids,
+            out=out,
+        )
 
 
 class StateHeadLoader:

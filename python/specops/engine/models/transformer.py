@@ -16,6 +16,8 @@ from specops.dense import PackedWeight
 from specops.engine.models.batch import StepBatch
 from specops.engine.models.blocks.block import Norm, RopeTables
 from specops.engine.models.blocks.layer import Layer
+from specops.engine.models.blocks.logit_cap import LogitCap
+from specops.engine.models.blocks.per_layer import PerLayerEmbeddings
 from specops.engine.models.blocks.stack import LayerStack
 from specops.engine.models.config import ModelConfig
 from specops.engine.models.kv import KvCache
@@ -38,6 +40,7 @@ class Transformer(LayerStack):
         settings: settings that the weights were read with.
         cached: cache of the packed weights, if any.
         ropes: the layers' RoPE tables, which MTP modules share.
+        per_layer: embeddings of the layers; None: they have none.
         ranks: tensor-parallel ranks over which the model is sharded.
     """
 
@@ -54,6 +57,7 @@ class Transformer(LayerStack):
         settings: WeightSettings,
         cached: CachedWeights | None,
         ropes: RopeTables,
+        per_layer: PerLayerEmbeddings | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
         super().__init__(
@@ -63,13 +67,16 @@ class Transformer(LayerStack):
             dtype=embedding.dtype,
             device=embedding.device,
             logits_divisor=config.logits_divisor,
+            projections=() if per_layer is None else (per_layer.projection,),
         )
         self.config = config
         self.max_model_len = max_model_len
         self.embedding = embedding
         self.final_norm = final_norm
         self.kv_dtype, self.settings, self.ropes = kv_dtype, settings, ropes
-        self.cached, self.ranks = cached, ranks
+        self.cached, self.ranks, self._per_layer = cached, ranks, per_layer
+        cap = config.logit_cap
+        self._cap = None if cap is None else LogitCap(cap, self.device)
         # The norm after each layer: the next layer's input norm, or the final norm.
         self._next_norms = [layer.input_norm for layer in layers[1:]] + [final_norm]
         self._row_numbers = torch.empty(0, dtype=torch.int32, device=self.device)
@@ -78,6 +85,8 @@ class Transformer(LayerStack):
         """Allocate buffers for steps of up to `rows` rows; they do not move afterwards."""
         super().reserve(rows)
         self.ranks.reserve(rows, self.hidden_size, self.device)
+        if self._per_layer is not None:
+            self._per_layer.reserve(rows)
         if len(self._row_numbers) < rows:
             self._row_numbers = torch.arange(rows, dtype=torch.int32, device=self.device)
 
@@ -88,7 +97,7 @@ class Transformer(LayerStack):
         """
         windows = [(layer.attention.sliding_window, layer.attention.kv) for layer in self.layers]
         return sum(
-            kv.bytes_per_token
+            kv.bytes_read_per_token
             for window, kv in windows
             if window is None or window >= self.max_model_len
         )
@@ -115,8 +124,12 @@ class Transformer(LayerStack):
         residual, normed, branch = rows.residual, rows.normed, rows.branch
         dense.embedding(batch.token_ids, self.embedding, out=residual)
         dense.rms_norm(residual, *self.layers[0].input_norm, out=normed)
+        embedded: Sequence[Tensor | None] = [None] * len(self.layers)
+        if self._per_layer is not None:
+            embedded = self._per_layer.run(batch.token_ids, residual, batch.sums).unbind(1)
         for index, layer in enumerate(self.layers):
-            layer.run(batch, cache.layers[index], rows, rows.layers[index])
+            views, own = rows.layers[index], embedded[index]
+            layer.run(batch, cache.layers[index], rows, views, embedded=own)
             weight, eps = self._next_norms[index]
             dense.rms_norm(branch, weight, eps, residual=residual, out=normed)
             if aux_hidden_states and index in aux_hidden_states:
@@ -129,11 +142,14 @@ class Transformer(LayerStack):
     ) -> Tensor:
         """Return the fp32 logits [rows, vocabulary] of states that `forward` returned."""
         if self.ranks.size == 1:
-            return super().logits(hidden, out=out, sums=sums)
-        if out is None:
-            shape = (len(hidden), self.config.vocab_size)
-            out = torch.empty(shape, dtype=torch.float32, device=self.device)
-        self.ranks.join_columns(super().logits(hidden, sums=sums), out)
+            out = super().logits(hidden, out=out, sums=sums)
+        else:
+            if out is None:
+                shape = (len(hidden), self.config.vocab_size)
+                out = torch.empty(shape, dtype=torch.float32, device=self.device)
+            self.ranks.join_columns(super().logits(hidden, sums=sums), out)
+        if self._cap is not None:
+            self._cap.apply(out)
         return out
 
     def states(self, rows: int) -> Tensor:

@@ -324,8 +324,8 @@ class WeightSource(ABC):
         kind = {"wint8": ("int8", 0), "wint4": ("int4", group)}[quantization]
         return quantize_weight(weight, kind=kind[0], group=kind[1])
 
-    def leave_to_others(self, prefix: str) -> None:
-        """Mark tensors with this name prefix as read, since other ranks read them."""
+    def ignore(self, prefix: str) -> None:
+        """Mark tensors with this name prefix as read: this rank or the model does not need them."""
         self.read.update(name for name in self.names() if name.startswith(prefix))
 
     def _cached_or_made(

@@ -346,6 +346,7 @@ class Step:
         return TargetStep(
             **self._rows,
             shape=self.shape,
+            cache=self._parts.cache,
             hidden=self._parts.model.states(self.shape.rows),
             aux_hidden_states=self._aux_hidden_states,
             row_to_request=self._indices.row_to_request,

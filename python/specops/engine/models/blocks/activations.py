@@ -16,10 +16,11 @@ _MAX_KEPT_VIEWS = 64
 
 
 class LayerViews(NamedTuple):
-    """Activation views of a layer's attention and MLP."""
+    """Activation views of a layer's blocks."""
 
     attention: Any
     mlp: Any
+    per_layer: Any = None  # for layers with an embedding of their own
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Activations:
     layer that needs the largest one.
 
     Args:
-        shapes: attention shape and MLP shape of each layer.
+        shapes: shapes of each layer's blocks, in the order of `LayerViews`.
         hidden_size: width of the hidden states.
         dtype: dtype of the hidden states.
         device: device of the buffers.
@@ -47,7 +48,7 @@ class Activations:
 
     def __init__(
         self,
-        shapes: Sequence[tuple[Shape, Shape]],
+        shapes: Sequence[Sequence[Shape]],
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -109,5 +110,5 @@ class Activations:
             new("residual", self._hidden_size),
             new("normed", self._hidden_size),
             new("branch", self._hidden_size),
-            [LayerViews(views(attention), views(mlp)) for attention, mlp in self._shapes],
+            [LayerViews(*map(views, of_layer)) for of_layer in self._shapes],
         )

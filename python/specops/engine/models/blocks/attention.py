@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specops import attention, dense
+from specops.attention import PagedKv
 from specops.dense import PackedWeight
 from specops.engine.models.adapters import AdapterSite, add_adapters
 from specops.engine.models.batch import LayerBatch
@@ -26,8 +27,9 @@ class AttentionViews:
 
     qkv: Tensor
     q: Tensor  # view of qkv, [rows, num_qo_heads, head_dim]
-    k: Tensor  # view of qkv, [rows, num_kv_heads, head_dim]
-    v: Tensor  # view of qkv, [rows, num_kv_heads, head_dim]
+    k: Tensor  # view of qkv, [rows, num_kv_heads, head_dim]; no heads if the cache is shared
+    v: Tensor  # view of qkv like k, or k itself
+    v_normed: Tensor | None  # normed copy of v, [rows, num_kv_heads, head_dim]
     gate: Tensor | None  # view of qkv, [rows, num_qo_heads, head_dim]: output gate
     q_rotated: Tensor  # [rows, num_qo_heads, head_dim]
     attended: Tensor  # [rows, num_qo_heads, head_dim]
@@ -42,20 +44,27 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     has_gate: bool = False
+    kv_parts: int = 2  # 2: keys and values; 1: values are the keys; 0: the cache is shared
+    has_v_norm: bool = False
 
     def views(self, new: NewRows) -> AttentionViews:
         """Return views of the activation buffers that `new` makes."""
-        qo_heads, kv_heads, dim = self.num_qo_heads, self.num_kv_heads, self.head_dim
-        gated = qo_heads + 2 * kv_heads
+        qo_heads, dim = self.num_qo_heads, self.head_dim
+        kv_heads = self.num_kv_heads if self.kv_parts else 0
+        gated = qo_heads + self.kv_parts * kv_heads
         num_heads = gated + self.has_gate * qo_heads
         qkv = new("qkv", num_heads * dim)
         attended = new("attended", qo_heads * dim)
         heads = qkv.view(len(qkv), num_heads, dim)
+        v_normed = None
+        if self.has_v_norm:
+            v_normed = new("v_normed", kv_heads * dim).view(len(qkv), kv_heads, dim)
         return AttentionViews(
             qkv=qkv,
             q=heads[:, :qo_heads],
             k=heads[:, qo_heads : qo_heads + kv_heads],
-            v=heads[:, qo_heads + kv_heads : gated],
+            v=heads[:, gated - kv_heads : gated],
+            v_normed=v_normed,
             gate=heads[:, gated:] if self.has_gate else None,
             q_rotated=new("q_rotated", qo_heads * dim).view(len(qkv), qo_heads, dim),
             attended=attended.view(len(qkv), qo_heads, dim),
@@ -69,15 +78,16 @@ class Attention(AttentionBlock):
     def __init__(
         self, config: "AttentionConfig", shape: AttentionShape, kv: KvSpec, qkv: PackedWeight,
         o: RowParallelLinear, cos_sin: Tensor, *, qkv_bias: Tensor | None,
-        q_norm: Tensor | None, k_norm: Tensor | None, norm_eps: float, sinks: Tensor | None,
-        sites: tuple[AdapterSite, AdapterSite],
+        q_norm: Tensor | None, k_norm: Tensor | None, v_norm: Tensor | None, norm_eps: float,
+        sinks: Tensor | None, sites: tuple[AdapterSite, AdapterSite],
     ) -> None:  # fmt: skip
         self.shape = self._shape = shape
         self.kv = kv
         self.sliding_window, self._is_causal = config.sliding_window, config.is_causal
         self._sm_scale, self._interleaved = config.sm_scale, config.interleaved
         self._qkv, self._qkv_bias, self._o = qkv, qkv_bias, o
-        self._q_norm, self._k_norm, self._norm_eps = q_norm, k_norm, norm_eps
+        self._q_norm, self._k_norm, self._v_norm = q_norm, k_norm, v_norm
+        self._norm_eps = norm_eps
         self._cos_sin, self._sinks = cos_sin, sinks
         self.sites = self._qkv_site, self._o_site = sites
 
@@ -96,14 +106,25 @@ class Attention(AttentionBlock):
     def append_kv(
         self, x: Tensor, batch: LayerBatch, cache: LayerKv, views: AttentionViews
     ) -> None:
-        """Write the keys and values of the rows to the cache; also rotate the queries for `run`."""
+        """Write the keys and values of the rows to the cache; also rotate the queries for `run`.
+
+        A layer that reads another layer's cache only rotates the queries.
+        """
         dense.linear(x, self._qkv, self._qkv_bias, out=views.qkv, workspace=batch.sums)
         add_adapters(batch.adapters, self._qkv_site, x, views.qkv)
+        v, paged = views.v, cache.paged
+        if self._v_norm is not None and views.v_normed is not None:
+            v = views.v_normed.copy_(v)
+            heads = v.flatten(0, 1)
+            dense.rms_norm(heads, self._v_norm, self._norm_eps, out=heads)
+        if self.kv.is_shared:
+            none = v.new_empty(*cache.k.shape[:2], 0, self._shape.head_dim)
+            paged = PagedKv(none, none)
         attention.rope_append_kv(
             views.q,
             views.k,
-            views.v,
-            cache.paged,
+            v,
+            paged,
             batch.cache_slots,
             batch.positions,
             self._cos_sin,
@@ -152,6 +173,10 @@ class AttentionConfig:
         qkv_bias: whether q_proj, k_proj and v_proj have biases.
         o_bias: whether o_proj has a bias.
         qk_norm: whether q and k are normalized per head.
+        v_norm: whether v is normalized per head, without a weight.
+        values_are_keys: whether v is k before its norm and RoPE, so there is no v_proj.
+        shares_kv: whether the layer has no keys and values, but reads those of the last earlier
+            layer that has some and the same sliding window.
         interleaved: RoPE rotates adjacent elements instead of the two halves of a head.
         has_sinks: whether each query head has an attention sink, a logit without a value.
         has_gate: whether q_proj outputs a gate of the head's output after the query of each head.
@@ -170,6 +195,9 @@ class AttentionConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
+    v_norm: bool = False
+    values_are_keys: bool = False
+    shares_kv: bool = False
     interleaved: bool = False
     has_sinks: bool = False
     has_gate: bool = False
@@ -188,19 +216,34 @@ class AttentionConfig:
         source, hidden, dim = loader.source, loader.hidden_size, self.head_dim
         q_size, kv_size = self.num_qo_heads * dim, self.num_kv_heads * dim
         of_q = (1 + self.has_gate) * dim
-        sizes = (q_size // dim * of_q, kv_size, kv_size)
+        kv_parts = 0 if self.shares_kv else 1 if self.values_are_keys else 2
+        parts = _QKV[: 1 + kv_parts]
+        sizes = (q_size // dim * of_q, kv_size, kv_size)[: len(parts)]
         own_q = loader.sharding.of_rank(self.num_qo_heads, "heads of queries", of_q)
         own_kv = loader.sharding.of_copies(self.num_kv_heads, "heads of keys", dim)
-        shard = Shard(outputs=(own_q, own_kv, own_kv))
-        shape = AttentionShape(len(own_q) // of_q, len(own_kv) // dim, dim, self.has_gate)
+        shard = Shard(outputs=(own_q, own_kv, own_kv)[: len(parts)])
+        shape = AttentionShape(
+            num_qo_heads=len(own_q) // of_q,
+            num_kv_heads=len(own_kv) // dim,
+            head_dim=dim,
+            has_gate=self.has_gate,
+            kv_parts=kv_parts,
+            has_v_norm=self.v_norm and not self.shares_kv,
+        )
         order = _gates_last(shape, loader.source.device) if self.has_gate else None
-        qkv_bias = source.bias(prefix, _QKV, sizes, shard=shard) if self.qkv_bias else None
+        qkv_bias = source.bias(prefix, parts, sizes, shard=shard) if self.qkv_bias else None
         if qkv_bias is not None and order is not None:
             qkv_bias = qkv_bias[order.long()]
-        q_norm = k_norm = sinks = None
+        q_norm = k_norm = v_norm = sinks = None
         if self.qk_norm:
             q_norm = source.norm(f"{prefix}q_norm.weight", dim)
+        if self.qk_norm and not self.shares_kv:
             k_norm = source.norm(f"{prefix}k_norm.weight", dim)
+        if shape.has_v_norm:
+            v_norm = torch.ones(dim, dtype=source.dtype, device=source.device)
+        if self.shares_kv:  # some checkpoints hold them nevertheless
+            for unused in ("k_proj.", "v_proj.", "k_norm."):
+                source.ignore(prefix + unused)
         if self.has_sinks:
             sinks = source.tensor(f"{prefix}sinks", self.num_qo_heads, dtype=torch.float32)
             sinks = sinks[own_q.start // of_q : own_q.stop // of_q].contiguous()
@@ -212,8 +255,10 @@ class AttentionConfig:
                 all_heads=self.num_kv_heads,
                 head_dim=dim,
                 dtype=loader.kv_dtype,
+                window=self.sliding_window,
+                is_shared=self.shares_kv,
             ),
-            source.linear(prefix, _QKV, sizes, self.input_size or hidden, shard=shard, rows=order),
+            source.linear(prefix, parts, sizes, self.input_size or hidden, shard=shard, rows=order),
             load_row_parallel(
                 source,
                 f"{prefix}o_proj",
@@ -228,12 +273,13 @@ class AttentionConfig:
             qkv_bias=qkv_bias,
             q_norm=q_norm,
             k_norm=k_norm,
+            v_norm=v_norm,
             norm_eps=loader.norm_eps,
             sinks=sinks,
             sites=(
                 AdapterSite(
                     prefix=prefix,
-                    parts=_QKV,
+                    parts=parts,
                     outputs=sizes,
                     inputs=self.input_size or hidden,
                     order=order,

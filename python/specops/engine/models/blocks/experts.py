@@ -390,7 +390,7 @@ class ExpertsConfig:
         source = loader.source
         hidden, parts = loader.hidden_size, first_parts(self.activation)
         sizes = [self.width] * len(parts)
-        source.leave_to_others(prefix)
+        source.ignore(prefix)
         whole = loader.sharding.of_rank(self.num_experts, "experts")
         count = len(whole) // loader.ranks.num_local_virtual_ranks
         found = []

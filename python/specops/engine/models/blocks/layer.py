@@ -12,7 +12,15 @@ from specops.dense import PackedWeight
 from specops.engine.models.adapters import AdapterSite
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.activations import LayerViews, StepViews
-from specops.engine.models.blocks.block import BlockLoader, MixingBlock, MlpBlock, Norm
+from specops.engine.models.blocks.block import (
+    BlockLoader,
+    MixingBlock,
+    MlpBlock,
+    Norm,
+    Shape,
+    bytes_of,
+)
+from specops.engine.models.blocks.per_layer import PerLayerBranch, load_per_layer_branch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +35,8 @@ class Layer:
         mlp: second branch.
         output_norm: norm of the MLP output; None: no such norm.
         branch_scale: factor on the output of both branches.
+        per_layer: third branch, with an embedding of the layer; None: no such branch.
+        scale: factor on the layer's output.
     """
 
     input_norm: Norm
@@ -36,11 +46,20 @@ class Layer:
     mlp: MlpBlock
     output_norm: Norm | None
     branch_scale: float = 1.0
+    per_layer: PerLayerBranch | None = None
+    scale: float = 1.0
+
+    @property
+    def shapes(self) -> Sequence[Shape]:
+        """Shapes of the blocks, in the order of `LayerViews`."""
+        both = (self.attention.shape, self.mlp.shape)
+        return both if self.per_layer is None else (*both, self.per_layer.shape)
 
     @property
     def weights(self) -> Sequence[PackedWeight]:
-        """Packed projections of both blocks."""
-        return (*self.attention.weights, *self.mlp.weights)
+        """Packed projections of all blocks."""
+        own = () if self.per_layer is None else self.per_layer.weights
+        return (*self.attention.weights, *self.mlp.weights, *own)
 
     @property
     def sites(self) -> Sequence[AdapterSite]:
@@ -49,7 +68,8 @@ class Layer:
 
     def bytes_read(self, rows: int) -> float:
         """Return the expected bytes of weights that a step of `rows` rows reads."""
-        return self.attention.bytes_read(rows) + self.mlp.bytes_read(rows)
+        own = () if self.per_layer is None else self.per_layer.weights
+        return self.attention.bytes_read(rows) + self.mlp.bytes_read(rows) + sum(map(bytes_of, own))
 
     def run(
         self,
@@ -58,11 +78,13 @@ class Layer:
         rows: StepViews,
         views: LayerViews,
         own_input: Tensor | None = None,
+        embedded: Tensor | None = None,
     ) -> None:
         """Run the layer on `rows.normed`, except for the last residual addition.
 
-        The attention output is added to `residual`. The MLP output stays in `branch`: the caller
-        adds it in the fused norm that follows, which belongs to the next layer.
+        The outputs of all branches but the last are added to `residual`. The last one stays in
+        `branch`: the caller adds it in the fused norm that follows, which belongs to the next
+        layer.
 
         Args:
             batch: metadata of the rows.
@@ -70,6 +92,7 @@ class Layer:
             rows: activations of the rows.
             views: views of the two blocks.
             own_input: input of attention that replaces `normed`; its width may differ.
+            embedded: the layer's own embeddings, if it has some.
         """
         normed, branch = rows.normed, rows.branch
         self.attention.run(
@@ -80,6 +103,13 @@ class Layer:
         dense.rms_norm(branch, norm.weight, norm.eps, residual=rows.residual, out=normed)
         self.mlp.run(normed, batch, views.mlp, branch)
         self._finish(branch, self.output_norm)
+        if self.per_layer is not None:
+            assert embedded is not None
+            residual = rows.residual.add_(branch)
+            self.per_layer.run(residual, embedded, views.per_layer, batch.sums, branch)
+        if self.scale != 1.0:
+            rows.residual.mul_(self.scale)
+            branch.mul_(self.scale)
 
     def _finish(self, branch: Tensor, norm: Norm | None) -> None:
         """Norm and scale the output of a branch, where the layer does so."""
@@ -125,7 +155,7 @@ class AnyMlpConfig(Protocol):
 class LayerNames:
     """Tensor name prefixes of a layer's parts, relative to the prefix of the layer.
 
-    The name of a norm is None if the layer has no such norm.
+    The name of a norm or of the scale is None if the layer has none.
     """
 
     input_norm: str = "input_layernorm"
@@ -134,20 +164,31 @@ class LayerNames:
     mlp_norm: str = "post_attention_layernorm"
     mlp: str = "mlp."
     output_norm: str | None = None
+    scale: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """Configuration of a layer; see `Layer` for `branch_scale`."""
+    """Configuration of a layer.
+
+    Attributes:
+        attention: configuration of attention.
+        mlp: configuration of the MLP.
+        names: tensor names of the parts.
+        branch_scale: factor on the output of both branches.
+        per_layer_width: width of the layer's own embeddings; 0: it has none.
+    """
 
     attention: AnyAttentionConfig
     mlp: AnyMlpConfig
     names: LayerNames = LayerNames()
     branch_scale: float = 1.0
+    per_layer_width: int = 0
 
     def narrowed(self, width: int) -> "LayerConfig":
-        """Return this configuration with an MLP of inner width `width`."""
-        return replace(self, mlp=self.mlp.narrowed(width))
+        """Return this configuration with an MLP and own embeddings of width `width`."""
+        own = min(width, self.per_layer_width)
+        return replace(self, mlp=self.mlp.narrowed(width), per_layer_width=own)
 
     def load(self, loader: BlockLoader, prefix: str) -> Layer:
         """Load the layer whose tensor names begin with `prefix`, with packed projections.
@@ -168,4 +209,17 @@ class LayerConfig:
             mlp=self.mlp.load(loader, prefix + names.mlp),
             output_norm=norm(names.output_norm),
             branch_scale=self.branch_scale,
+            per_layer=self._load_per_layer(loader, prefix),
+            scale=self._load_scale(loader, prefix),
         )
+
+    def _load_scale(self, loader: BlockLoader, prefix: str) -> float:
+        if self.names.scale is None:
+            return 1.0
+        # Read like a norm, because random weights of norms are 1.
+        return loader.source.norm(prefix + self.names.scale, 1).item()
+
+    def _load_per_layer(self, loader: BlockLoader, prefix: str) -> PerLayerBranch | None:
+        if not self.per_layer_width:
+            return None
+        return load_per_layer_branch(loader, prefix, self.per_layer_width)

@@ -42,7 +42,7 @@ class LayerStack:
         self.lm_head = lm_head
         self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
         self._logits_divisor = logits_divisor
-        shapes = [(layer.attention.shape, layer.mlp.shape) for layer in layers]
+        shapes = [layer.shapes for layer in layers]
         self.activations = Activations(shapes, hidden_size, dtype, device)
         # One attention block per shape suffices to find the largest workspace.
         attentions = {(layer.attention.shape, layer.attention.kv): layer for layer in layers}

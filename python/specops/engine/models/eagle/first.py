@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specops import batching, dense
+from specops import dense
 from specops.api.errors import ModelError
 from specops.engine.models.blocks.layer import LayerNames
 from specops.engine.models.families.dense_decoder import dense_decoder
@@ -28,6 +28,7 @@ from specops.engine.models.head_files import open_head, refuse_unread
 from specops.engine.models.kv import KvCache
 from specops.engine.models.mtp.modules import MtpBatch
 from specops.engine.models.state_head import (
+    NextTokens,
     StateHead,
     StateHeadConfig,
     StateHeadLoader,
@@ -60,16 +61,15 @@ class Eagle(StateHead):
         super().__init__(config, weights, 0)
         self._pairs = self._new(0, 2 * self.hidden_size)
         self._half = self._new(0, self.hidden_size)
-        self._places = torch.empty(3, 0, dtype=torch.int32, device=self.device)
-        self._same = torch.arange(num_slots, dtype=torch.int32, device=self.device)
+        self._tokens = NextTokens(num_slots, self.device)
 
     def reserve(self, rows: int) -> None:
         """Allocate buffers for steps of up to `rows` rows; they do not move afterwards."""
         super().reserve(rows)
+        self._tokens.reserve(rows)
         if len(self._pairs) < rows:
             self._pairs = self._new(rows, 2 * self.hidden_size)
             self._half = self._new(rows, self.hidden_size)
-            self._places = self._places.new_empty(3, rows)
 
     def forward(self, batch: MtpBatch, states: Tensor, cache: KvCache) -> Tensor:
         """Run the layers over the rows, and write their keys and values.
@@ -90,30 +90,12 @@ class Eagle(StateHead):
         self.reserve(num_rows)
         rows = self.activations.first(num_rows)
         pairs, half = self._pairs[:num_rows], self._half[:num_rows]
-        dense.embedding(self._tokens_behind(batch), weights.embedding, out=half)
+        dense.embedding(self._tokens.of(batch), weights.embedding, out=half)
         pairs[:, :width].copy_(half)
         gather_states(batch, states, half)
         pairs[:, width:].copy_(half)
         dense.linear(pairs, weights.fc, weights.fc_bias, out=rows.residual, workspace=batch.sums)
         return self._run_layers(batch, cache, rows, rows.residual)
-
-    def _tokens_behind(self, batch: MtpBatch) -> Tensor:
-        """Return the token after each row, int32 [rows]; 0 for padding rows."""
-        slot, position, out = self._places[:, : batch.positions.shape[0]]
-        is_nobody = batch.row_to_request < 0
-        torch.index_select(batch.slots, 0, batch.row_to_request.clamp(min=0), out=slot)
-        slot.masked_fill_(is_nobody, -1)
-        torch.add(batch.positions, 1, out=position)
-        # Indexed by slot, not by request, because `draft_token_ids` is.
-        return batching.gather_input_ids(
-            slot,
-            position,
-            self._same[: batch.lens.shape[0]],
-            batch.token_ids,
-            batch.lens,
-            batch.draft_token_ids,
-            out=out,
-        )
 
 
 def load_eagle(

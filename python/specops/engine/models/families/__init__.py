@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Registry of the supported model families; each has one file and one line in the registry."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -29,6 +30,7 @@ _FILES = (
     "falcon_h1",
     "nemotron_h",
     "gemma3",
+    "gemma4",
 )
 
 FAMILIES: tuple[Family, ...] = tuple(import_module(f"{__name__}.{name}").FAMILY for name in _FILES)
@@ -57,10 +59,35 @@ def read_model_config(directory: str | Path) -> ModelConfig:
     if not isinstance(names, list) or not isinstance(names[0], str):
         raise ModelError(f"{path}: architectures must be a list of names, got {names!r:.60}")
     architecture = names[0]
-    try:
+    with _naming(path):
         if "gguf" in raw:
             return _read_gguf(raw)
         return _family_of(architecture).read[architecture](raw)
+
+
+def read_assistant_config(directory: str | Path) -> ModelConfig | None:
+    """Read the configuration of an assistant model; return None for another kind of model.
+
+    Raises:
+        ModelError: the file is missing or unreadable, or a field is missing, invalid or
+            unsupported.
+    """
+    raw = read_config(directory)
+    readers = {name: read for family in FAMILIES for name, read in family.assistants.items()}
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    read = readers.get(name) if isinstance(name, str) else None
+    if read is None:
+        return None
+    with _naming(Path(directory) / "config.json"):
+        return read(raw)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name the file in errors about its fields."""
+    try:
+        yield
     except KeyError as error:
         raise ModelError(f"{path}: {error} is missing") from error
     except ModelError as error:

@@ -203,3 +203,28 @@ FALCON_H1: Fields = {
     "ssm_in_multiplier": 1.0,
     "ssm_out_multiplier": 1.0,
 }
+GEMMA4: Fields = {
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 512,
+    "tie_word_embeddings": True,
+    "vocab_size_per_layer_input": 262_144,
+    "hidden_size_per_layer_input": 256,
+    "num_kv_shared_layers": 0,
+}
+GEMMA4_ROPES: Mapping[str, Fields] = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {
+        "rope_type": "proportional",
+        "rope_theta": 1_000_000.0,
+        "partial_rotary_factor": 0.25,
+    },
+}

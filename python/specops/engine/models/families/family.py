@@ -2,7 +2,7 @@
 """Description of a model family."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from specops.engine.models.config import ModelConfig
@@ -63,9 +63,14 @@ class Family:
         read: functions that read config.json to a `ModelConfig`, by the architecture named in it.
         mtp: convention of the family's MTP modules; None: it defines none.
         gguf: layouts of the family's GGUF files, one for each architecture named in them.
+        assistants: functions that read the config.json of assistant models, which draft from the
+            target's keys and values, by the architecture named in it.
     """
 
     title: str
     read: Mapping[str, Callable[[Mapping[str, Any]], ModelConfig]]
     mtp: MtpConvention | None = None
     gguf: tuple[GgufForm, ...] = ()
+    assistants: Mapping[str, Callable[[Mapping[str, Any]], ModelConfig]] = field(
+        default_factory=dict
+    )

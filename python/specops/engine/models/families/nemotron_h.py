@@ -37,12 +37,6 @@ _OLD = {
     "mamba_conv_bias": "use_conv_bias",
     "mamba_dt_limit": "time_step_limit",
 }
-_KINDS = {"mamba": LINEAR, "attention": FULL}
-# Old names of fields.
-_OLD = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel"} | {
-    "mamba_conv_bias": "use_conv_bias",
-    "mamba_dt_limit": "time_step_limit",
-}
 _KINDS = [LINEAR, _EXPERTS, FULL, _MLP]  # of files without a list
 _NAMES = LayerNames(input_norm="norm", attention="mixer.", mlp_norm="norm", mlp="mixer.")
 _PLACES = tuple(
