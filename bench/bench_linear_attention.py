@@ -15,6 +15,7 @@ from specops.linear_attention import gated_delta_rule
 from torch import Tensor
 
 from bench.common import Bench, Figure
+from bench.limits import add_share, instructions
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 16, 32, 128, 128
 ROWS = (1, 5, 256)  # rows per request
@@ -39,18 +40,16 @@ def _run(bench: Bench, rows: int) -> None:
     what = f"gated delta rule bf16, {VALUE_HEADS} heads of {KEY_DIM} by {VALUE_DIM}, {rows} rows"
     num_bytes = 4 * VALUE_HEADS * KEY_DIM * VALUE_DIM * (1 + min(rows, 1 + DRAFTS))
     common: dict[str, Any] = {"threads": bench.num_threads}
-    bench.add(
-        Figure(
-            f"linear_attention.r{rows}.rate",
-            f"{what}: share of read, {num_bytes * 1e-6:.0f} MB of states",
-            FLOPS * VALUE_HEADS * rows * 1e-9 / timing.median("ours"),
-            "GFLOP/s",
-            "read bandwidth",
-            timing.read_gb_s("ours"),
-            timing.share("ours", num_bytes),
-            read_gb_s=timing.read_gb_s("ours"),
-            **common,
-        )
+    flops = FLOPS * VALUE_HEADS * rows
+    add_share(
+        bench,
+        f"linear_attention.r{rows}.rate",
+        f"{what}: share of read, {num_bytes * 1e-6:.0f} MB of states",
+        timing,
+        "ours",
+        num_bytes,
+        instructions(bench, "fp32", flops / 2),
+        rate=(flops * 1e-9, "GFLOP/s"),
     )
     form = "row by row" if rows <= 1 + DRAFTS else "by chunks"
     bench.add(
