@@ -22,7 +22,7 @@ constexpr int64_t kIntegerRowsKept = 64;
 
 // Number of rows that are rounded to integers together. With more rows, a thread rounds them again
 // for each of its ranges of panels.
-constexpr int64_t kIntegerRowsRounded = 256;
+constexpr int64_t kIntegerRowsRounded = 512;
 
 // Prefetch distance in a panel, in bytes.
 constexpr int64_t kIntegerFetch = 8 << 10;
