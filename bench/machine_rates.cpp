@@ -60,12 +60,11 @@ double steps_per_second(double seconds, Vector first, Step step, volatile float*
 
 // Defines the step of an instruction, or of a few that belong together: `code` advances x, which
 // holds values of the type of `first`, with an operand a of the same type.
-#define SPECOPS_RATE(name, first, code)                                   \
-  if (std::strcmp(what, name) == 0) {                                     \
-    auto a = first;                                                       \
-    asm volatile("" : "+x"(a));                                           \
-    return steps_per_second(                                              \
-        seconds, first, [&]([[maybe_unused]] auto& x) { code; }, sink);   \
+#define SPECOPS_RATE(name, first, code)                                                     \
+  if (std::strcmp(what, name) == 0) {                                                       \
+    auto a = first;                                                                         \
+    asm volatile("" : "+x"(a));                                                             \
+    return steps_per_second(seconds, first, [&]([[maybe_unused]] auto& x) { code; }, sink); \
   }
 
 // Returns the steps per second of one thread; negative if this CPU lacks the instruction. Steps that
@@ -77,8 +76,8 @@ double rate(const char* what, double seconds, volatile float* sink) {
   const __m512i even512 = _mm512_set1_epi16(255);
   SPECOPS_RATE("fma512", f512, x = _mm512_fmadd_ps(x, a, a))
   SPECOPS_RATE("max512", f512, x = _mm512_max_ps(x, a))
-  SPECOPS_RATE("widen512", i512,
-               x = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(x)), 16))
+  SPECOPS_RATE(
+      "widen512", i512, x = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(x)), 16))
   SPECOPS_RATE("widen_fp8_512", i512, {
     __m256i words = _mm256_cvtepi8_epi16(_mm512_castsi512_si128(x));
     words = _mm256_and_si256(_mm256_slli_epi16(words, 7), _mm256_set1_epi16(-0x4080));
@@ -109,8 +108,8 @@ double rate(const char* what, double seconds, volatile float* sink) {
   const __m256i even256 = _mm256_set1_epi16(255);
   SPECOPS_RATE("fma256", f256, x = _mm256_fmadd_ps(x, a, a))
   SPECOPS_RATE("max256", f256, x = _mm256_max_ps(x, a))
-  SPECOPS_RATE("widen256", i256,
-               x = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(x)), 16))
+  SPECOPS_RATE(
+      "widen256", i256, x = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(x)), 16))
   SPECOPS_RATE("widen_fp8_256", i256, {
     __m128i words = _mm_cvtepi8_epi16(_mm256_castsi256_si128(x));
     words = _mm_and_si128(_mm_slli_epi16(words, 7), _mm_set1_epi16(-0x4080));
