@@ -15,6 +15,7 @@ from specops.attention import PagedBatch, PagedKv, append_attention
 from torch import Tensor
 
 from bench.common import Bench, Figure
+from bench.limits import add_share, instructions
 
 BATCH, QO_HEADS, KV_HEADS, HEAD_DIM, KV_LEN, PAGE_SIZE = 8, 16, 8, 128, 4096, 16
 # 8-bit caches: batch and tokens per request.
@@ -46,19 +47,15 @@ def run_attention(bench: Bench) -> None:
             timing = bench.alternate(cases, rounds=9, window_s=0.1)
         for order in orders:
             limit = {"ascending": "ratio >= 0.75", "shuffled": "ratio >= 0.65"}[order]
-            bench.add(
-                Figure(
-                    f"attention.bf16.q{q_len}.{order}",
-                    f"append_attention bf16 kv 4,096, q_len {q_len}, pages {order}: share of read",
-                    num_bytes * 1e-9 / timing.median(order),
-                    "GB/s",
-                    "read bandwidth",
-                    timing.read_gb_s(order),
-                    timing.share(order, num_bytes),
-                    limit if q_len == 1 else None,
-                    threads=bench.num_threads,
-                    read_gb_s=timing.read_gb_s(order),
-                )
+            add_share(
+                bench,
+                f"attention.bf16.q{q_len}.{order}",
+                f"append_attention bf16 kv 4,096, q_len {q_len}, pages {order}: share of read",
+                timing,
+                order,
+                num_bytes,
+                instructions(bench, "bf16", num_bytes / 2, q_len * QO_HEADS / KV_HEADS),
+                bar=limit if q_len == 1 else None,
             )
         bench.add(
             Figure(

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from bench.common import Bench, Figure
 from bench.cuda import Call, CudaBench, bandwidth_figure, time_figure
+from bench.limits import add_share, instructions
 
 COLD_BYTES = 512 << 20
 LAYER = ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072))
@@ -150,24 +151,18 @@ def _matrices(
     in_bf16 = dtype == torch.bfloat16
     for rows in row_counts:
         case, peer = f"m{rows}", f"torch m{rows}"
-        share = timing.share(case, num_bytes)
         flops = 2 * rows * num_bytes / element
         limit = {True: "ratio >= 0.9" if rows <= 5 else "ratio >= 0.8"}.get(in_bf16 and rows <= 8)
         if limit:
-            read = timing.read_gb_s(case)
-            bench.add(
-                Figure(
-                    f"{prefix}.m{rows}",
-                    f"{prefix}, M={rows}, cold weights: share of read bandwidth",
-                    num_bytes * 1e-9 / timing.median(case),
-                    "GB/s",
-                    "read bandwidth",
-                    read,
-                    share,
-                    limit,
-                    threads=bench.num_threads,
-                    read_gb_s=read,
-                )
+            add_share(
+                bench,
+                f"{prefix}.m{rows}",
+                f"{prefix}, M={rows}, cold weights: share of read bandwidth",
+                timing,
+                case,
+                num_bytes,
+                instructions(bench, "bf16", num_bytes / 2, rows),
+                bar=limit,
             )
         bench.add(
             Figure(

@@ -23,6 +23,7 @@ from bench.checkpoints import QWEN8, Checkpoint, bundled, decode_bytes, qwen06, 
 from bench.common import BENCH, Bench, Figure, Peer, PeerError, Timing
 from bench.cuda import CudaBench, free_memory
 from bench.engine_runs import Decoding, Stepper, decode
+from bench.limits import instructions, lowest_limit
 
 PEERS = ("llama_cpp_peer", "openvino_peer", "transformers_peer")
 NAMES = {
@@ -283,6 +284,7 @@ def _steps(
             prefix=f"{family}.b{batch}.rows{rows}",
             what=f"{family}, batch {batch}, kv {kv_len}, {rows} row{'s' * (rows > 1)} a request",
             bytes_read=checkpoint.weight_bytes + batch * stepper.kv_len * checkpoint.kv_bytes,
+            work=instructions(bench, "bf16", checkpoint.weight_bytes / 2, batch * rows),
             bars=bars.get((batch, rows), {}),
         )
 
@@ -294,10 +296,12 @@ def step_figures(
     prefix: str,
     what: str,
     bytes_read: float,
+    work: Mapping[str, float],
     bars: dict[str, str],
 ) -> None:
     """Add a step's times, relative to reading its bytes, to one row, and to peers."""
     step = timing.median("ours")
+    limit, least = lowest_limit(bench, bytes_read, timing.read_gb_s("ours"), work)
     common = {"threads": bench.num_threads, "read_gb_s": timing.read_gb_s("ours")}
     bench.add(
         Figure(
@@ -309,6 +313,8 @@ def step_figures(
             bytes_read * 1e-6 / timing.read_gb_s("ours"),
             1 / timing.share("ours", bytes_read),
             bars.get("floor"),
+            limit=limit,
+            of_limit=least / step,
             **common,
         )
     )

@@ -20,6 +20,7 @@ from specops.attention import (
 )
 
 from bench.common import Bench, Figure
+from bench.limits import add_share, instructions
 
 LATENT, KEY, NOPE, VALUE = 512, 576, 128, 128
 PAGE_SIZE, KV_LEN = 16, 4096
@@ -44,18 +45,16 @@ def _run(bench: Bench, heads: int, batch: int, q_len: int) -> None:
     what = f"latent attention bf16 kv {KV_LEN:,}, {heads} heads, batch {batch}, q_len {q_len}"
     flops = FLOPS * heads * batch * q_len * KV_LEN
     num_bytes = 2 * KEY * batch * KV_LEN
-    bench.add(
-        Figure(
-            f"latent.h{heads}.q{q_len}.rate",
-            f"{what}: share of read, {num_bytes * 1e-6:.0f} MB",
-            flops * 1e-9 / timing.median("ours"),
-            "GFLOP/s",
-            "read bandwidth",
-            timing.read_gb_s("ours"),
-            timing.share("ours", num_bytes),
-            threads=bench.num_threads,
-            read_gb_s=timing.read_gb_s("ours"),
-        )
+    numbers = num_bytes / 2
+    add_share(
+        bench,
+        f"latent.h{heads}.q{q_len}.rate",
+        f"{what}: share of read, {num_bytes * 1e-6:.0f} MB",
+        timing,
+        "ours",
+        num_bytes,
+        instructions(bench, "bf16", numbers, flops / 2 / numbers),
+        rate=(flops * 1e-9, "GFLOP/s"),
     )
     bench.add(
         Figure(

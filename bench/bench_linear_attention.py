@@ -15,6 +15,7 @@ from specops.linear_attention import gated_delta_rule, selective_state_update
 from torch import Tensor
 
 from bench.common import Bench, Figure
+from bench.limits import add_share, instructions
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 16, 32, 128, 128
 HEADS, STATE_DIM, HEAD_DIM, CHUNK = 128, 128, 64, 256
@@ -68,18 +69,16 @@ def _run(bench: Bench, rows: int, case: Case) -> None:
     what = f"{case.what} bf16, {heads} heads of {dim} by {columns}, {rows} rows"
     num_bytes = 4 * heads * dim * columns * (1 + min(rows, 1 + DRAFTS))
     common: dict[str, Any] = {"threads": bench.num_threads}
-    bench.add(
-        Figure(
-            f"{case.name}.r{rows}.rate",
-            f"{what}: share of read, {num_bytes * 1e-6:.0f} MB of states",
-            case.flops * heads * dim * columns * rows * 1e-9 / timing.median("ours"),
-            "GFLOP/s",
-            "read bandwidth",
-            timing.read_gb_s("ours"),
-            timing.share("ours", num_bytes),
-            read_gb_s=timing.read_gb_s("ours"),
-            **common,
-        )
+    flops = case.flops * heads * dim * columns * rows
+    add_share(
+        bench,
+        f"{case.name}.r{rows}.rate",
+        f"{what}: share of read, {num_bytes * 1e-6:.0f} MB of states",
+        timing,
+        "ours",
+        num_bytes,
+        instructions(bench, "fp32", flops / 2),
+        rate=(flops * 1e-9, "GFLOP/s"),
     )
     form = "row by row" if rows <= case.most_one_by_one else "by chunks"
     bench.add(

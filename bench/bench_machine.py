@@ -2,15 +2,15 @@
 """The limits of this machine's cores and memory, and what they allow the kernels.
 
 It measures read bandwidth by number of threads, the latency of an unpredictable read, the cost of
-splitting a call among threads, and issue rates of the instructions in inner loops. For each way to
-multiply bf16, these determine up to how many rows arithmetic keeps up with weights (or keys and
-values) that stream from memory. With more rows, no kernel reaches that bandwidth. `linear` is
-measured in the same run, against the lower of the two limits of the active instruction set.
+splitting a call among threads, and issue rates of the instructions in inner loops. These determine
+up to how many rows arithmetic keeps up with weights (or keys and values) that stream from memory.
+With more rows, no kernel reaches that bandwidth (bench/limits.py). `linear` is measured in the same
+run, against the lowest limit of the active instruction set.
 """
 
 import ctypes
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from itertools import cycle
 
@@ -19,15 +19,8 @@ import torch
 from specops.dense import PackedWeight, linear, pack_weight, silu_mul
 
 from bench.common import Bench, Figure, host_library
+from bench.limits import RATES, instructions, issue_rate, lowest_limit
 
-# Instruction, by its name in machine_rates.cpp -> number of bf16 products it contributes to.
-RATES = {"fma512": 16, "dpbf16_512": 32, "widen512": 16, "fma256": 8, "widen256": 8}
-# Instruction set -> the multiply instruction, and the instruction that widens weights before it.
-WAYS = {
-    "avx512_bf16": ("dpbf16_512", None),
-    "avx512": ("fma512", "widen512"),
-    "avx2": ("fma256", "widen256"),
-}
 LATENCIES = {"l2": 256 << 10, "l3": 8 << 20, "memory": 256 << 20}
 OUTPUTS, INPUTS = 4096, 2048  # a bf16 matrix of 16 MiB
 COLD_BYTES = 512 << 20
@@ -37,10 +30,10 @@ _SILU_ROWS = 64  # rows per chunk of silu_mul
 def run_machine(bench: Bench) -> None:
     """Measure bandwidth, latency, rates, and `linear` against the resulting limits."""
     _bandwidth(bench)
-    rates = _rates(bench)
+    _rates(bench)
     _latency(bench)
     _dispatch(bench)
-    _linear(bench, rates)
+    _linear(bench)
 
 
 def _bandwidth(bench: Bench) -> None:
@@ -59,24 +52,14 @@ def _add(bench: Bench, id: str, what: str, value: float, unit: str, threads: int
     bench.add(Figure(f"machine.{id}", what, value, unit, threads=threads))
 
 
-def _rates(bench: Bench) -> dict[str, float]:
-    """Return each instruction's rate per second over all threads, if the CPU has it."""
-    function = _function("issue_rate", (ctypes.c_char_p, ctypes.c_double, ctypes.c_int))
-    seconds, found = bench.pick(0.05, 0.0), {}
+def _rates(bench: Bench) -> None:
+    seconds, count = bench.pick(0.05, 0.0), bench.num_threads
     for name in RATES:
-        call = partial(function, name.encode(), seconds, bench.num_threads)
-        if call() < 0:
+        if issue_rate(name, count, 0.0) < 0:
             continue
-        found[name] = bench.rounds({name: call}, rounds=5).median(name)
-        _add(
-            bench,
-            f"rate.{name}",
-            f"{name} instructions",
-            found[name] / 1e9,
-            "G/s",
-            bench.num_threads,
-        )
-    return found
+        rate = bench.rounds({name: partial(issue_rate, name, count, seconds)}, rounds=5)
+        what = f"{name} instructions"
+        _add(bench, f"rate.{name}", what, rate.median(name) / 1e9, "G/s", count)
 
 
 def _latency(bench: Bench) -> None:
@@ -124,18 +107,8 @@ def _function(name: str, argtypes: tuple[type, ...]) -> Callable[..., float]:
     return call
 
 
-def products_gb_s(isa: str, rates: Mapping[str, float], rows: int) -> float:
-    """Return the GB/s of bf16 weights that arithmetic can use, with `rows` products per element."""
-    multiply, widen = WAYS[isa]
-    seconds = rows / (rates[multiply] * RATES[multiply])
-    if widen is not None:
-        seconds += 1 / (rates[widen] * RATES[widen])
-    return 2e-9 / seconds
-
-
-def _linear(bench: Bench, rates: Mapping[str, float]) -> None:
-    isa = specops.get_isa()
-    if isa not in WAYS or any(name not in rates for name in WAYS[isa] if name is not None):
+def _linear(bench: Bench) -> None:
+    if not instructions(bench, "bf16", 1):
         return
     outputs, inputs = bench.pick((OUTPUTS, INPUTS), (64, 64))
     copies = bench.pick(-(-COLD_BYTES // (2 * outputs * inputs)), 1)
@@ -144,26 +117,31 @@ def _linear(bench: Bench, rates: Mapping[str, float]) -> None:
     cases = {rows: _calls(weights, rows, inputs) for rows in (1, 5, 8, 16)}
     timing = bench.alternate({f"m{rows}": call for rows, call in cases.items()})
     num_bytes, read = 2 * outputs * inputs, timing.read_gb_s()
+
+    def limit(rows: int) -> tuple[str, float]:
+        work = instructions(bench, "bf16", outputs * inputs, rows)
+        return lowest_limit(bench, num_bytes, read, work)
+
     for rows in cases:
-        limit = min(read, products_gb_s(isa, rates, rows))
-        value = num_bytes * 1e-9 / timing.median(f"m{rows}")
+        name, least = limit(rows)
+        seconds = timing.median(f"m{rows}")
         bench.add(
             Figure(
                 f"machine.linear.m{rows}",
                 f"linear bf16, {rows} rows, cold weights: share of the lower limit",
-                value,
+                num_bytes * 1e-9 / seconds,
                 "GB/s",
-                "reading" if limit == read else f"{isa} products",
-                limit,
-                value / limit,
+                name,
+                num_bytes * 1e-9 / least,
+                least / seconds,
                 threads=bench.num_threads,
                 read_gb_s=read,
             )
         )
     ridge = 1
-    while products_gb_s(isa, rates, ridge + 1) >= read and ridge < 1024:
+    while limit(ridge + 1)[0] == "reading" and ridge < 1024:
         ridge += 1
-    what = f"rows that {isa} products keep up with at the read line"
+    what = f"rows that {specops.get_isa()} products keep up with at the read line"
     _add(bench, "rows", what, float(ridge), "rows", bench.num_threads)
 
 

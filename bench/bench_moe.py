@@ -30,6 +30,7 @@ from bench.bench_engine import load_peers, step_figures
 from bench.checkpoints import qwen30
 from bench.common import Bench, Figure
 from bench.engine_runs import Stepper
+from bench.limits import add_share, instructions
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ KV_LEN = 256
 STEPS = (2, 5, 16, 64)  # numbers of rows of the steps that an engine measures at start-up
 # Name -> kind and group of the weights.
 KINDS = {"bf16": ("plain", 0), "int8": ("int8", 0), "int4": ("int4", 128)}
+PRODUCTS = {"bf16": "bf16", "int8": "int8 int16", "int4": "int4 int8"}  # bench/limits.py
 
 
 @dataclass
@@ -143,19 +145,17 @@ def _run(
     num_bytes = distinct * weights.bytes_of_expert
     what = f"experts of {shape.name} in {kind}, {rows} rows, {distinct:.1f} of {shape.num_experts}"
     prefix = f"moe.{shape.name.lower()}.{kind}.m{rows}"
-    bench.add(
-        Figure(
-            f"{prefix}.rate",
-            f"{what}: share of read, {num_bytes * 1e-6:.0f} MB",
-            num_bytes * 1e-9 / timing.median("ours"),
-            "GB/s",
-            "read bandwidth",
-            timing.read_gb_s("ours"),
-            timing.share("ours", num_bytes),
-            bar="ratio >= 0.87",
-            threads=bench.num_threads,
-            read_gb_s=timing.read_gb_s("ours"),
-        )
+    numbers = distinct * 3 * shape.hidden * shape.width
+    product = instructions(bench, PRODUCTS[kind], numbers, rows * shape.top_k / distinct)
+    add_share(
+        bench,
+        f"{prefix}.rate",
+        f"{what}: share of read, {num_bytes * 1e-6:.0f} MB",
+        timing,
+        "ours",
+        num_bytes,
+        product,
+        bar="ratio >= 0.87",
     )
     if "torch" not in cases:
         return
@@ -199,6 +199,7 @@ def _run_step(bench: Bench) -> None:
             prefix=f"moe.two_layers.rows{rows}",
             what=f"two layers of {SHAPES[0].name} in bf16, a step of {rows} rows",
             bytes_read=bytes_read(rows) + stepper.kv_len * checkpoint.kv_bytes,
+            work=instructions(bench, "bf16", bytes_read(1) / 2, rows),
             bars={},
         )
 

@@ -22,6 +22,7 @@ from bench.bench_engine import load_peers
 from bench.checkpoints import qwen06
 from bench.common import Bench, Figure, Peer
 from bench.engine_runs import Stepper
+from bench.limits import add_share, instructions
 
 COLD_BYTES = 512 << 20
 LAYER = ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072))
@@ -84,21 +85,19 @@ def _layer(bench: Bench, form: Form) -> None:
     group = f"g{form.group}" if form.group else "channel"
     id = f"quantized.{form.kind}.{group}.{form.activations}"
     what = f"linear of {form.kind} codes, scales by {group}, rows as {form.activations}"
+    product = "fp8" if form.kind == "fp8" else f"{form.kind} {form.activations}"
+    weights = sum(outputs * inputs for outputs, inputs in LAYER)
     for i, rows in enumerate(ROWS):
-        case, read = f"m{rows}", timing.read_gb_s(f"m{rows}")
-        bench.add(
-            Figure(
-                f"{id}.m{rows}",
-                f"{what}, M={rows}, cold weights: share of read bandwidth",
-                num_bytes * 1e-9 / timing.median(case),
-                "GB/s",
-                "read bandwidth",
-                read,
-                timing.share(case, num_bytes),
-                f"ratio >= {form.goals[i]:.2f}" if i < len(form.goals) else None,
-                threads=bench.num_threads,
-                read_gb_s=read,
-            )
+        case = f"m{rows}"
+        add_share(
+            bench,
+            f"{id}.m{rows}",
+            f"{what}, M={rows}, cold weights: share of read bandwidth",
+            timing,
+            case,
+            num_bytes,
+            instructions(bench, product, weights, rows),
+            bar=f"ratio >= {form.goals[i]:.2f}" if i < len(form.goals) else None,
         )
         if peer is not None:
             bench.add(

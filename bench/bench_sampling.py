@@ -25,6 +25,7 @@ from specops.sampling import (
 from torch import Tensor
 
 from bench.common import Bench, Figure, Timing
+from bench.limits import add_share, instructions
 
 ROWS, VOCAB = 48, 151936
 BATCH, DRAFTS = 8, 5
@@ -69,19 +70,15 @@ def _strategies(bench: Bench, logits: list[Tensor], name: str) -> None:
         ("plain", "verify at temperature 1", None),
         ("top_p", "verify with top-p", None),
     ):
-        bench.add(
-            Figure(
-                f"sampling.verify.{name}.{case}.read",
-                f"{what}, 48 x 151,936 {name}: share of read bandwidth",
-                num_bytes * 1e-9 / timing.median(case),
-                "GB/s",
-                "read bandwidth",
-                timing.read_gb_s(case),
-                timing.share(case, num_bytes),
-                bar,
-                threads=bench.num_threads,
-                read_gb_s=timing.read_gb_s(case),
-            )
+        add_share(
+            bench,
+            f"sampling.verify.{name}.{case}.read",
+            f"{what}, 48 x 151,936 {name}: share of read bandwidth",
+            timing,
+            case,
+            num_bytes,
+            instructions(bench, f"max of {name}", logits[0].numel()),
+            bar=bar,
         )
     for case, other, what, peer, bar in (
         ("rejection", "greedy", "rejection with top-p, one-hot drafts", "greedy verify", None),

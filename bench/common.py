@@ -3,9 +3,10 @@
 
 A figure's `bar` is its required value. With `ratio >= x`, the ratio is how many times better we are
 than the peer, or which fraction of a limit we reach. With `ratio <= x`, the ratio is our value over
-the peer's. `value <= x` bounds our value alone. Memory bandwidth drifts on shared machines. So
-cases alternate, the read bandwidth is measured right before each case, and
-fractions of it are computed per round.
+the peer's. `value <= x` bounds our value alone. `limit` names what bounds the speed most, reading
+or an instruction, and `of_limit` is the reached fraction of that bound (bench/limits.py). Memory
+bandwidth drifts on shared machines. So cases alternate, the read bandwidth is measured right before
+each case, and fractions of it are computed per round.
 """
 
 import ctypes
@@ -56,6 +57,8 @@ class Figure:
     read_gb_s: float | None = None
     us: float | None = None
     spread: float | None = None
+    limit: str | None = None
+    of_limit: float | None = None
 
 
 @dataclass
@@ -339,7 +342,7 @@ def _number(value: float | None) -> str:
 
 HEADER = (
     f"{'figure':34} {'value':>8} {'unit':9} {'peer':22} {'value':>8} {'ratio':>6}  "
-    f"{'bar':16} {'met':4} {'thr':>3} {'read GB/s':>9}"
+    f"{'bar':16} {'met':4} {'thr':>3} {'read GB/s':>9}  of limit"
 )
 
 
@@ -347,10 +350,11 @@ def format_row(figure: Figure) -> str:
     """Format one line of the table."""
     met = {None: "", True: "yes", False: "NO"}[figure.met]
     bar = (figure.bar or "").split(",")[0]
+    limit = f"  {_number(figure.of_limit)} {figure.limit}" if figure.limit else ""
     return (
         f"{figure.id:34} {_number(figure.value):>8} {figure.unit:9} {figure.peer or '':22} "
         f"{_number(figure.peer_value):>8} {_number(figure.ratio):>6}  {bar:16} {met:4} "
-        f"{figure.threads or '':>3} {_number(figure.read_gb_s):>9}"
+        f"{figure.threads or '':>3} {_number(figure.read_gb_s):>9}{limit}"
     )
 
 

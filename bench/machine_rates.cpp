@@ -58,49 +58,79 @@ double steps_per_second(double seconds, Vector first, Step step, volatile float*
   return static_cast<double>(rounds * kChains) / elapsed;
 }
 
-// Returns the steps per second of one thread; negative if this CPU lacks the instruction.
+// Defines the step of an instruction, or of a few that belong together: `code` advances x, which
+// holds values of the type of `first`, with an operand a of the same type.
+#define SPECOPS_RATE(name, first, code)                                                     \
+  if (std::strcmp(what, name) == 0) {                                                       \
+    auto a = first;                                                                         \
+    asm volatile("" : "+x"(a));                                                             \
+    return steps_per_second(seconds, first, [&]([[maybe_unused]] auto& x) { code; }, sink); \
+  }
+
+// Returns the steps per second of one thread; negative if this CPU lacks the instruction. Steps that
+// consist of several instructions stand for what a kernel does with a vector (bench/limits.py).
 double rate(const char* what, double seconds, volatile float* sink) {
-  const auto is = [what](const char* name) { return std::strcmp(what, name) == 0; };
-#if defined(__AVX512F__)
-  if (is("fma512")) {
-    const __m512 a = _mm512_set1_ps(0.999f), b = _mm512_set1_ps(1e-3f);
-    return steps_per_second(
-        seconds, a, [&](__m512& x) { x = _mm512_fmadd_ps(x, a, b); }, sink);
-  }
-  if (is("widen512")) {
-    // Widens sixteen bf16 to floats, as in each step of the kernels that have no dot products of
-    // pairs.
-    return steps_per_second(
-        seconds,
-        _mm512_set1_epi32(3),
-        [](__m512i& x) {
-          x = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(x)), 16);
-        },
-        sink);
-  }
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  const __m512 f512 = _mm512_set1_ps(0.5f);
+  const __m512i i512 = _mm512_set1_epi32(3), low512 = _mm512_set1_epi8(15);
+  const __m512i even512 = _mm512_set1_epi16(255);
+  SPECOPS_RATE("fma512", f512, x = _mm512_fmadd_ps(x, a, a))
+  SPECOPS_RATE("max512", f512, x = _mm512_max_ps(x, a))
+  SPECOPS_RATE(
+      "widen512", i512, x = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(x)), 16))
+  SPECOPS_RATE("widen_fp8_512", i512, {
+    __m256i words = _mm256_cvtepi8_epi16(_mm512_castsi512_si128(x));
+    words = _mm256_and_si256(_mm256_slli_epi16(words, 7), _mm256_set1_epi16(-0x4080));
+    x = _mm512_castps_si512(_mm512_cvtph_ps(words));
+  })
+  SPECOPS_RATE("split512", i512, {
+    __m512i odd = _mm512_srli_epi16(x, 8);
+    keep(odd);
+    x = _mm512_and_si512(x, even512);
+  })
+  SPECOPS_RATE("halves512", i512, {
+    __m512i high = _mm512_and_si512(_mm512_srli_epi16(x, 4), low512);
+    keep(high);
+    x = _mm512_and_si512(x, low512);
+  })
+  SPECOPS_RATE("madd512", i512, x = _mm512_add_epi32(x, _mm512_madd_epi16(x, a)))
+#endif
+#if defined(__AVX512VNNI__)
+  SPECOPS_RATE("dpwssd512", i512, x = _mm512_dpwssd_epi32(x, a, a))
+  SPECOPS_RATE("dpbusd512", i512, x = _mm512_dpbusd_epi32(x, a, a))
 #endif
 #if defined(__AVX512BF16__)
-  if (is("dpbf16_512")) {
-    const __m512bh a = (__m512bh)_mm512_set1_epi16(0x3c00);
-    return steps_per_second(
-        seconds, _mm512_set1_ps(1.0f), [&](__m512& x) { x = _mm512_dpbf16_ps(x, a, a); }, sink);
-  }
+  SPECOPS_RATE("dpbf16_512", f512, x = _mm512_dpbf16_ps(x, (__m512bh)a, (__m512bh)a))
 #endif
-#if defined(__AVX2__) && defined(__FMA__)
-  if (is("fma256")) {
-    const __m256 a = _mm256_set1_ps(0.999f), b = _mm256_set1_ps(1e-3f);
-    return steps_per_second(
-        seconds, a, [&](__m256& x) { x = _mm256_fmadd_ps(x, a, b); }, sink);
-  }
-  if (is("widen256")) {
-    return steps_per_second(
-        seconds,
-        _mm256_set1_epi32(3),
-        [](__m256i& x) {
-          x = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(x)), 16);
-        },
-        sink);
-  }
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+  const __m256 f256 = _mm256_set1_ps(0.5f);
+  const __m256i i256 = _mm256_set1_epi32(3), low256 = _mm256_set1_epi8(15);
+  const __m256i even256 = _mm256_set1_epi16(255);
+  SPECOPS_RATE("fma256", f256, x = _mm256_fmadd_ps(x, a, a))
+  SPECOPS_RATE("max256", f256, x = _mm256_max_ps(x, a))
+  SPECOPS_RATE(
+      "widen256", i256, x = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(x)), 16))
+  SPECOPS_RATE("widen_fp8_256", i256, {
+    __m128i words = _mm_cvtepi8_epi16(_mm256_castsi256_si128(x));
+    words = _mm_and_si128(_mm_slli_epi16(words, 7), _mm_set1_epi16(-0x4080));
+    x = _mm256_castps_si256(_mm256_cvtph_ps(words));
+  })
+  SPECOPS_RATE("split256", i256, {
+    __m256i odd = _mm256_srli_epi16(x, 8);
+    keep(odd);
+    x = _mm256_and_si256(x, even256);
+  })
+  SPECOPS_RATE("halves256", i256, {
+    __m256i high = _mm256_and_si256(_mm256_srli_epi16(x, 4), low256);
+    keep(high);
+    x = _mm256_and_si256(x, low256);
+  })
+  SPECOPS_RATE("madd256", i256, x = _mm256_add_epi32(x, _mm256_madd_epi16(x, a)))
+  SPECOPS_RATE("maddubs256", i256, x = _mm256_add_epi16(x, _mm256_maddubs_epi16(x, a)))
+#endif
+#if defined(__AVXVNNI__)
+  SPECOPS_RATE("dpwssd256", i256, x = _mm256_dpwssd_avx_epi32(x, a, a))
+  SPECOPS_RATE("dpbusd256", i256, x = _mm256_dpbusd_avx_epi32(x, a, a))
 #endif
   return -1.0;
 }

@@ -113,7 +113,9 @@ def test_bf16_dot_products_are_close(folder: Path, name: str) -> None:
             assert abs(got - want) <= 200 * 2**-22  # sum of two products of at most 10 x 10
 
 
-@pytest.mark.parametrize("cpu,best", [("cortex-a57", "neon"), ("max", "neon_bf16")])
+@pytest.mark.parametrize(
+    "cpu,best", [("cortex-a57", "neon"), ("neoverse-n1", "neon"), ("max", "neon_bf16")]
+)
 def test_default_isa_on_arm_follows_cpu_features(tmp_path: Path, cpu: str, best: str) -> None:
     require_programs(CROSS_COMPILER, EMULATOR)
     program = tmp_path / "best_isa"

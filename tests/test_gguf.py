@@ -491,8 +491,9 @@ def test_packed_weights_are_cached_on_disk(tmp_path: Path) -> None:
     first = logits(directory)
     for _ in range(2):  # written, then mapped
         assert torch.equal(logits(directory, weight_cache=cache), first)
-    # four projections of each of two layers, the LM head and the dequantized embedding
-    assert len(list((tmp_path / "cache").rglob("*.safetensors"))) == 4 * 2 + 2
+    # Four projections of each of two layers, the LM head, the dequantized embedding and a table of
+    # the rotary embedding.
+    assert len(list((tmp_path / "cache").rglob("*.safetensors"))) == 4 * 2 + 3
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -759,11 +760,17 @@ def test_byte_level_tokenizer_survives_conversion(tmp_path: Path) -> None:
     assert config == {"eos_token": "<|end|>", "chat_template": "{{ messages }}"}
 
 
-def test_merges_are_derived_from_token_scores(tmp_path: Path) -> None:
-    """Neighbors whose joined token has the best score merge first; on ties, the leftmost."""
+@pytest.mark.parametrize("unclear", [[], [" ", " b"], ["#version", "#versionb"]])
+def test_merges_are_derived_from_token_scores(tmp_path: Path, unclear: list[str]) -> None:
+    """Neighbors whose joined token has the best score merge first; on ties, the leftmost.
+
+    Merges of `unclear` tokens cannot be stored as texts.
+    """
     pieces = ["▁", "a", "b", "c", "ab", "abc", "▁a", "bc", "▁ab", "ca", "cab", "aa", "aaaa"]
     specials = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     scores = {piece: float(-i) for i, piece in enumerate(random.Random(3).sample(pieces, 13))}
+    scores |= dict.fromkeys(unclear, -20.0)
+    pieces += unclear
     tokens = [*specials, *pieces, "cc"]
     metadata = {
         "tokenizer.ggml.model": "llama",
@@ -787,6 +794,8 @@ def test_merges_are_derived_from_token_scores(tmp_path: Path) -> None:
             parts[at : at + 2] = ["".join(parts[at : at + 2])]
 
     ours = tokenizer_of(tmp_path, metadata)
+    stored = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["merges"]
+    assert {type(one) for one in stored} == ({list} if unclear else {str})
     generator = random.Random(4)
     for _ in range(200):
         text = "".join(generator.choices("abc ", k=12)).replace("cc", "ca")

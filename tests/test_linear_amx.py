@@ -259,6 +259,7 @@ def test_quantized_weights_have_the_bits_of_other_instruction_sets(
         (16, 129, 64),
         (33, 320, 130),
         (70, 1030, 50),
+        (530, 40, 20),
     ]:
         x, q, bias = make(case, "cpu", rows, num_inputs, num_outputs, dtype)
         packed = dense.pack_weight(q, activations=case.activations)

@@ -41,26 +41,31 @@ Isa best_isa() {
 }
 
 #if defined(__aarch64__)
-// Returns whether an ARM CPU has products of bfloat16 and of 8-bit integers. Every 64-bit ARM has
-// vectors, but not these products. If the operating system cannot report them, they count as
+// Products that some 64-bit ARM CPUs have. If the operating system cannot report them, they count as
 // missing.
-[[maybe_unused]] bool has_arm_products() {
+struct ArmProducts {
+  bool dot;    // 8-bit integers, both signed or both unsigned
+  bool mixed;  // 8-bit integers, signed times unsigned
+  bool bf16;
+};
+
+[[maybe_unused]] ArmProducts arm_products() {
 #if defined(__linux__)
-  // HWCAP_ASIMDDP, HWCAP2_BF16 and HWCAP2_I8MM, which older headers lack.
-  constexpr unsigned long kDotProducts = 1ul << 20, kBf16 = 1ul << 14, kInt8 = 1ul << 13;
-  unsigned long second = getauxval(AT_HWCAP2);
-  return (getauxval(AT_HWCAP) & kDotProducts) != 0 && (second & kBf16) != 0 &&
-         (second & kInt8) != 0;
+  // HWCAP_ASIMDDP, HWCAP2_I8MM and HWCAP2_BF16, which older headers lack.
+  constexpr unsigned long kDot = 1ul << 20, kMixed = 1ul << 13, kBf16 = 1ul << 14;
+  unsigned long first = getauxval(AT_HWCAP), second = getauxval(AT_HWCAP2);
+  return {(first & kDot) != 0, (second & kMixed) != 0, (second & kBf16) != 0};
 #elif defined(__APPLE__)
   auto has = [](const char* name) {
     int value = 0;
     size_t size = sizeof(value);
     return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
   };
-  return has("hw.optional.arm.FEAT_DotProd") && has("hw.optional.arm.FEAT_BF16") &&
-         has("hw.optional.arm.FEAT_I8MM");
+  return {has("hw.optional.arm.FEAT_DotProd"),
+          has("hw.optional.arm.FEAT_I8MM"),
+          has("hw.optional.arm.FEAT_BF16")};
 #else
-  return false;
+  return {};
 #endif
 }
 #endif
@@ -152,8 +157,10 @@ bool isa_supported(Isa isa) {
       return avx2;
 #endif
 #ifdef SPECOPS_HAS_neon_bf16
-    case Isa::kNeonBf16:
-      return has_arm_products();
+    case Isa::kNeonBf16: {
+      ArmProducts products = arm_products();
+      return products.dot && products.mixed && products.bf16;
+    }
 #endif
 #ifdef SPECOPS_HAS_neon
     case Isa::kNeon:
@@ -178,6 +185,9 @@ bool has_vnni([[maybe_unused]] Isa isa) {
     return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax & kAvxVnni) != 0;
   }();
   return (isa == Isa::kAvx2 ? narrow : wide) && vnni_allowed.load(std::memory_order_relaxed);
+#elif defined(__aarch64__)
+  static const bool dot = arm_products().dot;
+  return dot && vnni_allowed.load(std::memory_order_relaxed);
 #else
   return false;
 #endif

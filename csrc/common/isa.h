@@ -24,9 +24,10 @@ constexpr Isa kAllIsas[kNumIsas] = {Isa::kPortable,
 const char* isa_name(Isa isa);
 bool isa_supported(Isa isa);  // compiled in, present in this CPU, and permitted by the system
 
-// Returns whether kernels of `isa`, avx2 or avx512, may use products of 8-bit integers (VNNI), which
-// are not part of these sets: this CPU has them for its vectors, and use_vnni() did not turn them
-// off. Integer sums are exact, so kernels with and without them give the same bits.
+// Returns whether kernels of `isa`, avx2, avx512 or neon, may use dot products of 8-bit integers
+// (VNNI on x86; SDOT and UDOT on ARM), which are not part of these sets: this CPU has them for its
+// vectors, and use_vnni() did not turn them off. Integer sums are exact, so kernels with and without
+// them give the same bits.
 bool has_vnni(Isa isa);
 void use_vnni(bool use);  // for tests
 

@@ -20,7 +20,7 @@
 #define SPECOPS_AVX512 1
 #elif defined(SPECOPS_ISA_avx2) || defined(SPECOPS_ISA_avx2_vnni)
 #define SPECOPS_AVX2 1
-#elif defined(SPECOPS_ISA_neon) || defined(SPECOPS_ISA_neon_bf16)
+#elif defined(SPECOPS_ISA_neon) || defined(SPECOPS_ISA_neon_dot) || defined(SPECOPS_ISA_neon_bf16)
 #define SPECOPS_NEON 1
 #endif
 

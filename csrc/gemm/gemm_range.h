@@ -34,6 +34,8 @@ struct GemmRange {
 #define SPECOPS_INTEGER_ISA avx2_vnni
 #elif defined(SPECOPS_ISA_avx512) || defined(SPECOPS_ISA_avx512_bf16)
 #define SPECOPS_INTEGER_ISA avx512_vnni
+#elif defined(SPECOPS_ISA_neon)
+#define SPECOPS_INTEGER_ISA neon_dot
 #endif
 
 #if defined(SPECOPS_INTEGER_ISA)

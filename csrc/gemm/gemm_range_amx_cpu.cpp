@@ -179,6 +179,7 @@ template <typename Kind, typename Tiles>
 void panel_of_tiles(const GemmParams& params,
                     const IntegerRows<typename Tiles::Integer>& rows,
                     int64_t row,
+                    int64_t count,
                     int64_t panel) {
   const WeightParams& weight = params.weight;
   Kind kind(weight);
@@ -189,15 +190,15 @@ void panel_of_tiles(const GemmParams& params,
   const auto* chunk = static_cast<const uint8_t*>(weight.data);
   chunk += panel * panel_bytes<Kind>(weight.num_inputs);
   int64_t chunks = weight_chunks(weight.num_inputs);
-  int height = static_cast<int>(min64(rows.count, kTileRows));
+  int height = static_cast<int>(min64(count, kTileRows));
   int tiles = static_cast<int>(ceil_div(pieces.inputs, kTileInputs));
   PieceCodes codes{};
   PieceSums high, low;
   alignas(64) float totals[kRowTiles][kTileRows * kPanelOutputs] = {};
   // The last tile may overlap the previous one; both then compute the complete totals of the shared
   // rows.
-  auto row_of = [&](int64_t t) { return min64(t * kTileRows, rows.count - height); };
-  int64_t row_tiles = ceil_div(rows.count, kTileRows);
+  auto row_of = [&](int64_t t) { return min64(t * kTileRows, count - height); };
+  int64_t row_tiles = ceil_div(count, kTileRows);
   for (int64_t piece = 0; piece < pieces.count; ++piece) {
     int64_t own = min64(pieces.inputs / kChunkInputs, chunks);
     int64_t bytes = own * kPanelChunkBytes<Kind>;
@@ -229,14 +230,12 @@ void panel_of_tiles(const GemmParams& params,
 template <typename Kind, typename Tiles>
 void range_of_tiles(const GemmParams& params, const GemmRange& range) {
   fetch_first<Kind>(params.weight, range.begin);
-  for (int64_t row = range.row_begin; row < range.row_end; row += kIntegerRowsKept) {
-    int64_t count = min64(kIntegerRowsKept, range.row_end - row);
-    auto rows = integer_rows_from<Tiles>(params, row, count, Kind::kBias, range.product);
+  for_kept_rows<Tiles>(params, range, Kind::kBias, [&](auto rows, int64_t row, int64_t count) {
     configure(static_cast<int>(min64(count, kTileRows)), Pieces(params.weight).inputs);
     for (int64_t panel = range.begin; panel < range.end; ++panel) {
-      panel_of_tiles<Kind, Tiles>(params, rows, row, panel);
+      panel_of_tiles<Kind, Tiles>(params, rows, row, count, panel);
     }
-  }
+  });
   release_tiles();  // so that the kernel need not save them when it preempts this thread
 }
 

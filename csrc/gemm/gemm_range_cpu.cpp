@@ -7,8 +7,8 @@ namespace specops::SPECOPS_ISA {
 
 namespace {
 
-// Calls the variant with integer products (VNNI) if the CPU has them: avx2 and avx512 do not
-// include them.
+// Calls the variant with dot products of 8-bit integers if the CPU has them: avx2, avx512 and neon do
+// not include them.
 void integers(const GemmParams& params, const GemmRange& range) {
 #if defined(SPECOPS_ISA_avx512_bf16)
   avx512_vnni::gemm_range_integers(params, range);
@@ -17,6 +17,9 @@ void integers(const GemmParams& params, const GemmRange& range) {
   gemm_range_integers(params, range);
 #elif defined(SPECOPS_ISA_avx2)
   if (has_vnni(Isa::kAvx2)) return avx2_vnni::gemm_range_integers(params, range);
+  gemm_range_integers(params, range);
+#elif defined(SPECOPS_ISA_neon)
+  if (has_vnni(Isa::kNeon)) return neon_dot::gemm_range_integers(params, range);
   gemm_range_integers(params, range);
 #else
   gemm_range_integers(params, range);

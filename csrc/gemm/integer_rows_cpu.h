@@ -129,6 +129,14 @@ void split_bytes(int16_t* integers, int64_t count) {
   }
 }
 
+// Returns the part of an integer that the product multiplies by weights plus their bias: all of it,
+// unless the product multiplies another part by the weights themselves.
+template <typename Product>
+int32_t biased_part(int32_t x) {
+  if constexpr (requires { Product::biased(x); }) return Product::biased(x);
+  return x;
+}
+
 // Rounds one row in groups of kGroup inputs. `x` has num_inputs elements and is not read past them.
 template <typename Product, int kGroup, typename T>
 void round_row(const T* x,
@@ -163,12 +171,16 @@ void round_row(const T* x,
     }
     Product::arrange(group, kGroup);
     for (int part = 0; part < kParts && first + part * kWeightBlock < weight.num_inputs;) {
-      int32_t sum = 0;
+      int32_t sum = 0, biased = 0;
       for (int end = part + static_cast<int>(piece_parts); part < end; ++part) {
-        for (int i = 0; i < kWeightBlock; ++i) sum += integers[part * kWeightBlock + i];
+        for (int i = 0; i < kWeightBlock; ++i) {
+          int32_t x = integers[part * kWeightBlock + i];
+          sum += x;
+          biased += biased_part<Product>(x);
+        }
       }
       *scales = scale;
-      *starts = -bias * sum;
+      *starts = -bias * biased;
       *sums = static_cast<float>(sum);
       scales += count;
       starts += count;

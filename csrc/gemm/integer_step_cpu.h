@@ -144,19 +144,39 @@ inline void store_floats(float* p, Floats x) { vst1q_f32(p, x); }
 inline Floats spread_float(float x) { return vdupq_n_f32(x); }
 inline Floats times(Floats a, Floats b) { return vmulq_f32(a, b); }
 inline Floats fused(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
+#if defined(SPECOPS_ISA_neon_bf16) || defined(SPECOPS_ISA_neon_dot)
+#define SPECOPS_NEON_DOT 1
+// Products of quads and signed integers. SDOT multiplies signed quads, so a bias of 128, which needs
+// the eighth bit, is subtracted; USDOT multiplies quads as they are.
 #if defined(SPECOPS_ISA_neon_bf16)
+#define SPECOPS_SIGNED_DOT vusdotq_laneq_s32
+using SignedQuads = uint8x16_t;
+template <int kBias>
+constexpr bool kSubtractsBias = false;
+#else
+#define SPECOPS_SIGNED_DOT vdotq_laneq_s32
+using SignedQuads = int8x16_t;
+template <int kBias>
+constexpr bool kSubtractsBias = kBias == 128;
+#endif
+template <int kBias>
+SignedQuads signed_quads(Codes quads) {
+  if constexpr (kSubtractsBias<kBias>) quads = veorq_u8(quads, vdupq_n_u8(128));
+  return (SignedQuads)quads;
+}
+
 // Multiplies quads by the four integers in lane `lane` of x. The lane number must be a literal for
 // the intrinsics.
-inline Sums add_quads(Sums sums, Codes quads, int8x16_t x, int lane) {
+inline Sums add_quads(Sums sums, SignedQuads quads, int8x16_t x, int lane) {
   switch (lane) {
     case 0:
-      return vusdotq_laneq_s32(sums, quads, x, 0);
+      return SPECOPS_SIGNED_DOT(sums, quads, x, 0);
     case 1:
-      return vusdotq_laneq_s32(sums, quads, x, 1);
+      return SPECOPS_SIGNED_DOT(sums, quads, x, 1);
     case 2:
-      return vusdotq_laneq_s32(sums, quads, x, 2);
+      return SPECOPS_SIGNED_DOT(sums, quads, x, 2);
     default:
-      return vusdotq_laneq_s32(sums, quads, x, 3);
+      return SPECOPS_SIGNED_DOT(sums, quads, x, 3);
   }
 }
 inline Sums add_quads(Sums sums, Codes quads, uint8x16_t x, int lane) {
@@ -277,7 +297,7 @@ struct Int4Table {
 // first of the four inputs of a quad. `x` is the start of the chunk's integers, in the order that
 // `arrange` makes.
 
-#if defined(SPECOPS_ISA_neon_bf16)
+#if defined(SPECOPS_NEON_DOT)
 // Products of quads and 16-bit integers, as 256 times the product with the signed high bytes plus
 // the product with the unsigned low bytes.
 template <typename Kind>
@@ -290,6 +310,7 @@ struct Wide {
   static void arrange(int16_t* integers, int64_t count) {
     split_bytes<kChunkInputs>(integers, count);
   }
+  static int32_t biased(int32_t x) { return kSubtractsBias<Kind::kBias> ? x & 255 : x; }
   static Acc begin(int32_t start) { return {spread(0), spread(start)}; }
   template <int kRows, int kParts>
   SPECOPS_INLINE static void add(const Codes (&quads)[kParts],
@@ -297,12 +318,15 @@ struct Wide {
                                  int at,
                                  int64_t stride,
                                  Acc (&acc)[kRows][kParts]) {
+    SignedQuads with_sign[kParts];
+    unrolled<kParts>([&](int p)
+                         SPECOPS_INLINE { with_sign[p] = signed_quads<Kind::kBias>(quads[p]); });
     unrolled<kRows>([&](int r) SPECOPS_INLINE {
       const auto* bytes = reinterpret_cast<const uint8_t*>(x + r * stride);
       int8x16_t high = vreinterpretq_s8_u8(vld1q_u8(bytes));
       uint8x16_t low = vld1q_u8(bytes + kChunkInputs);
       unrolled<kParts>([&](int p) SPECOPS_INLINE {
-        acc[r][p].high = add_quads(acc[r][p].high, quads[p], high, at / 4);
+        acc[r][p].high = add_quads(acc[r][p].high, with_sign[p], high, at / 4);
         acc[r][p].low = add_quads(acc[r][p].low, quads[p], low, at / 4);
       });
     });
@@ -321,6 +345,7 @@ struct Narrow {
   using Acc = Sums;
   static constexpr bool kIsNarrow = true;
   static void arrange(int8_t*, int64_t) {}
+  static int32_t biased(int32_t x) { return kSubtractsBias<Kind::kBias> ? 0 : x; }
   static Acc begin(int32_t start) { return spread(start); }
   template <int kRows, int kParts>
   SPECOPS_INLINE static void add(const Codes (&quads)[kParts],
@@ -328,10 +353,13 @@ struct Narrow {
                                  int at,
                                  int64_t stride,
                                  Acc (&acc)[kRows][kParts]) {
+    SignedQuads with_sign[kParts];
+    unrolled<kParts>([&](int p)
+                         SPECOPS_INLINE { with_sign[p] = signed_quads<Kind::kBias>(quads[p]); });
     unrolled<kRows>([&](int r) SPECOPS_INLINE {
       int8x16_t of_row = vld1q_s8(x + r * stride);
       unrolled<kParts>([&](int p) SPECOPS_INLINE {
-        acc[r][p] = add_quads(acc[r][p], quads[p], of_row, at / 4);
+        acc[r][p] = add_quads(acc[r][p], with_sign[p], of_row, at / 4);
       });
     });
   }

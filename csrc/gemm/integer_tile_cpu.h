@@ -17,8 +17,12 @@ constexpr int kIntegerRows = 5;
 constexpr int kIntegerRows = 1;  // portable: taller tiles compile seven times slower
 #endif
 
-// Number of rows that are rounded to integers together; all panels then pass over these rows.
+// Number of rows that all panels pass over together: their integers stay in the L2 cache.
 constexpr int64_t kIntegerRowsKept = 64;
+
+// Number of rows that are rounded to integers together. With more rows, a thread rounds them again
+// for each of its ranges of panels.
+constexpr int64_t kIntegerRowsRounded = 512;
 
 // Prefetch distance in a panel, in bytes.
 constexpr int64_t kIntegerFetch = 8 << 10;
@@ -280,13 +284,24 @@ void fetch_first(const WeightParams& weight, int64_t panel) {
   for (int64_t i = 0; i < kIntegerFetch; i += 64) __builtin_prefetch(data + i, 0, 3);
 }
 
+// Rounds the rows of a range, and calls fn(rows, row, count) for each kIntegerRowsKept of them:
+// `count` rows from `row` on.
+template <typename Product, typename Fn>
+void for_kept_rows(const GemmParams& params, const GemmRange& range, int bias, const Fn& fn) {
+  for (int64_t first = range.row_begin; first < range.row_end; first += kIntegerRowsRounded) {
+    int64_t rounded = min64(kIntegerRowsRounded, range.row_end - first);
+    auto rows = integer_rows_from<Product>(params, first, rounded, bias, range.product);
+    for (int64_t kept = 0; kept < rounded; kept += kIntegerRowsKept) {
+      fn(rows.from(kept), first + kept, min64(kIntegerRowsKept, rounded - kept));
+    }
+  }
+}
+
 // Computes a range of rows and panels in one thread.
 template <typename Kind, typename Product>
 void integer_range_of(const GemmParams& params, const GemmRange& range) {
   fetch_first<Kind>(params.weight, range.begin);
-  for (int64_t kept = range.row_begin; kept < range.row_end; kept += kIntegerRowsKept) {
-    int64_t count = min64(kIntegerRowsKept, range.row_end - kept);
-    auto rows = integer_rows_from<Product>(params, kept, count, Kind::kBias, range.product);
+  for_kept_rows<Product>(params, range, Kind::kBias, [&](auto rows, int64_t kept, int64_t count) {
     for (int64_t panel = range.begin; panel < range.end; ++panel) {
       int64_t next = panel + 1 < range.end ? panel + 1 : range.next;
       for (int64_t row = 0; row < count; row += kIntegerRows) {  // the shorter tile comes last
@@ -295,7 +310,7 @@ void integer_range_of(const GemmParams& params, const GemmRange& range) {
             params, rows.from(row), kept + row, tall, panel, next);
       }
     }
-  }
+  });
 }
 
 template <typename Kind>

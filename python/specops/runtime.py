@@ -61,8 +61,9 @@ def set_isa(isa: str) -> None:
 
     The default is the environment variable SPECOPS_ISA, or else the last of `supported_isas()`;
     Intel CPUs without "amx" use "avx512" instead of "avx512_bf16", because their dot products of
-    bfloat16 pairs take twice as long. int8 and int4 weights use products of 8-bit integers (VNNI)
-    on "avx2" and "avx512", too, if the CPU has them: they have the same bits.
+    bfloat16 pairs take twice as long. int8 and int4 weights use products of 8-bit integers (VNNI;
+    on ARM SDOT and UDOT) on "avx2", "avx512" and "neon", too, if the CPU has them: they have the
+    same bits.
 
     Args:
         isa: one of `supported_isas()`: "portable"; on x86 "avx2", "avx512", "avx512_bf16" and

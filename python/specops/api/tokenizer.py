@@ -13,6 +13,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ class Tokenizer:
     """The tokenizer of a Hugging Face model directory.
 
     Attributes:
-        vocab_size: one more than the largest token id of the tokenizer.
+        num_tokens: number of tokens.
         eos_token_ids: ids that end an output: those of the model and of its chat format.
         bos_token_id: id that starts a text, if the model has one.
         special_tokens: texts of special tokens by role, such as "eos_token".
@@ -76,7 +77,7 @@ class Tokenizer:
         )
         self._bytes: dict[int, bytes] = {}
         self.special_tokens = dict(special_tokens or {})
-        self.vocab_size = _vocab_size(tokenizer)
+        self.num_tokens: int = tokenizer.get_vocab_size(with_added_tokens=True)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.bos_token_id = bos_token_id
 
@@ -123,6 +124,14 @@ class Tokenizer:
             return cls(tokenizer, special_tokens=specials, **options)
         except ValueError as error:  # the message names the file without its directory
             raise ValueError(f"{path}: {error}") from None
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest token id. A large vocabulary takes a tenth of a second."""
+        # Without gaps between the ids, it is the number of tokens.
+        if None not in map(self._tokenizer.id_to_token, range(self.num_tokens)):
+            return self.num_tokens
+        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text.
@@ -326,14 +335,6 @@ def _copy_of(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     for is_special, tokens in itertools.groupby(added, key=lambda token: token.special):
         (copy.add_special_tokens if is_special else copy.add_tokens)(list(tokens))
     return copy
-
-
-def _vocab_size(tokenizer: tokenizers.Tokenizer) -> int:
-    """Return one more than the largest token id."""
-    count = tokenizer.get_vocab_size(with_added_tokens=True)
-    if None not in map(tokenizer.id_to_token, range(count)):  # there are no gaps between the ids
-        return count
-    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
 
 def _release_free_memory() -> None:

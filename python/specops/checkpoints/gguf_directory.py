@@ -18,7 +18,7 @@ from specops.checkpoints.gguf_file import GgufFile, numbers_of, parts_of, read_g
 from specops.checkpoints.gguf_tokenizer import end_token_ids, tokenizer_files
 
 SUFFIX = ".gguf"
-_VERSION = 3  # version of the directory format; part of the cache key
+_VERSION = 4  # version of the directory format; part of the cache key
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 # Fields of config.json that files omit: true if a tensor with this suffix exists.
 _SHOWN_BY_TENSORS = {"attention_bias": ".attn_q.bias", "use_qk_norm": ".attn_q_norm.weight"}

@@ -300,7 +300,7 @@ def _sentencepiece(
     model = {
         "type": "BPE",
         "vocab": {text: i for i, text in enumerate(tokens)},
-        "merges": _merges(normal),
+        "merges": _compact(_merges(normal)),
         "unk_token": unknown,
         "fuse_unk": True,
         "byte_fallback": _BYTE in types,
@@ -312,7 +312,7 @@ def _sentencepiece(
     }
 
 
-def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
+def _merges(scores: Mapping[str, float]) -> list[tuple[str, ...]]:
     """Return all pairs of tokens that together form a token, by descending score of that token."""
     return [
         (first, second)
@@ -320,6 +320,17 @@ def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
         for cut in range(1, len(text))
         if (first := text[:cut]) in scores and (second := text[cut:]) in scores
     ]
+
+
+def _compact(merges: list[tuple[str, ...]]) -> list[tuple[str, ...]] | list[str]:
+    """Return merges as texts, which the tokenizers library reads faster than pairs.
+
+    Merges stay pairs if a text would be ambiguous: if it has another space than the one between the
+    two tokens, or begins like a line with the version of a file of merges.
+    """
+    texts = list(map(" ".join, merges))
+    is_clear = all(text.count(" ") == 1 and not text.startswith("#version") for text in texts)
+    return texts if is_clear else merges
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
@@ -336,7 +347,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str,
     model = {
         "type": "BPE",
         "vocab": {text: i for i, text in enumerate(tokens)},
-        "merges": [tuple(merge.split(" ")) for merge in merges],
+        "merges": _compact([tuple(merge.split(" ")) for merge in merges]),
         "ignore_merges": split.ignores_merges,
     }
     return {

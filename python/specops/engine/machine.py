@@ -88,7 +88,7 @@ def warn_of_more_tokens(tokenizer: Tokenizer, vocab_size: int) -> None:
     The additional tokens have no logits and are never sampled; prompts that contain one are
     rejected.
     """
-    if tokenizer.vocab_size > vocab_size:
+    if tokenizer.num_tokens > vocab_size:
         logger.warning(
             "the tokenizer has %d tokens, the model %d: prompts with tokens from %d on are refused",
             tokenizer.vocab_size,

@@ -207,7 +207,7 @@ def build(
         hidden_size=config.hidden_size,
         norm_eps=config.rms_norm_eps,
         kv_dtype=kv_dtype,
-        ropes=RopeTables(max_positions, source.device),
+        ropes=RopeTables(max_positions, source.device, source.cached),
         ranks=ranks,
         is_adaptable=is_adaptable,
     )

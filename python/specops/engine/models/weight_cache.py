@@ -2,8 +2,8 @@
 """Disk cache of packed weights, which are packed once per checkpoint and memory-mapped later.
 
 The cache has a folder for each combination of checkpoint, build and instruction set. It holds a
-safetensors file for each packed weight, and for an embedding that is not stored in the checkpoint
-as the model reads it. The folder's name is a digest of
+safetensors file for each packed weight, for an embedding that is not stored in the checkpoint as
+the model reads it, and for each table of a rotary embedding. The folder's name is a digest of
 
     the bytes of the checkpoint's files, regardless of their names and location, and the part of the
         configuration that describes how weights are stored in them;
@@ -402,16 +402,16 @@ def _bytes_of(folder: Path) -> int:
 
 
 def _code_files() -> list[Path]:
-    """Return the Python files that determine the bytes of a packed weight."""
+    """Return the Python files that determine the bytes of a cached tensor."""
     package = Path(specops.__file__).parent
-    ops = [package / f"{name}.py" for name in ("dense", "moe", "quantization")]
+    ops = [package / f"{name}.py" for name in ("attention", "dense", "moe", "quantization")]
     folders = [package / "checkpoints", package / "engine" / "models"]
     return sorted([*ops, *(file for one in folders for file in one.rglob("*.py"))])
 
 
 @functools.lru_cache
 def _code_digest() -> str:
-    """Return the digest of the code that determines the bytes of a packed weight."""
+    """Return the digest of the code that determines the bytes of a cached tensor."""
     facts = specops.runtime.build_facts()
     texts = [file.read_text(encoding="utf-8") for file in _code_files()]
     return _digest([facts["source_digest"], facts["compiler"], *texts])

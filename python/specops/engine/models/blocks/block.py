@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interfaces common to all blocks: loading, norms, RoPE and activations."""
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,6 +18,7 @@ from specops.engine.models.adapters import AdapterSite
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.kv import AnyKvSpec, KvSpec, LayerKv
 from specops.engine.models.shards import Sharding
+from specops.engine.models.weight_cache import CachedWeights
 from specops.engine.models.weights import WeightSource
 from specops.engine.parallel.ranks import ALONE, Ranks
 
@@ -154,10 +157,17 @@ NO_ROPE = Rope(theta=1.0, scaling=None, dim=0)  # of attention without positions
 
 @dataclass
 class RopeTables:
-    """Cosine/sine tables of a model's rotary embeddings, each computed once."""
+    """Cosine/sine tables of a model's rotary embeddings, each computed once.
+
+    Attributes:
+        num_positions: rows of a table.
+        device: device of the tables.
+        cached: the model's entry of the weight cache, which also stores tables; None: none.
+    """
 
     num_positions: int
     device: torch.device
+    cached: CachedWeights | None = None
     _tables: list[tuple[Rope, Tensor]] = field(default_factory=list)
 
     def of(self, rope: Rope) -> Tensor:
@@ -169,13 +179,15 @@ class RopeTables:
         for known, table in self._tables:
             if known == rope:
                 return table
+        arguments = self.num_positions, rope.dim, rope.theta, rope.scaling
+        make = partial(attention.rope_cos_sin, *arguments)
         try:
             if rope == NO_ROPE:  # one pair of elements is rotated by 0, which changes no bit
                 table = torch.tensor([1.0, 0.0]).repeat(self.num_positions, 1)
+            elif self.cached is None:
+                table = make()
             else:
-                table = attention.rope_cos_sin(
-                    self.num_positions, rope.dim, rope.theta, rope.scaling
-                )
+                table = self.cached.table(json.dumps(["rope", *arguments]), make)
         except RuntimeError as error:
             raise ModelError(
                 f"max_model_len must be smaller: positions up to {self.num_positions} do not fit "
