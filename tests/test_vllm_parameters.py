@@ -57,7 +57,7 @@ POSITIONS = torch.tensor([5, 6, 2], dtype=torch.int32)
 
 
 def of(*every: Params) -> BatchParameters:
-    return BatchParameters.of(rows_of(*every), 0, VOCAB, TEXTS)
+    return BatchParameters.of(rows_of(*every), 0, VOCAB)
 
 
 def rows_of(*every: Params) -> list[Row]:
@@ -112,11 +112,16 @@ def test_unsupported_strategies_are_refused(environment: dict[str, str], sentenc
         strategy_of(environment)
 
 
-def test_seed_is_that_of_the_request_or_derived_from_its_name() -> None:
-    assert seed_of("a", Params(seed=5), 0) == 5
-    made = {seed_of(name, Params(), engine) for name in "abc" for engine in (0, 1)}
+def test_seed_is_that_of_the_request_or_derived_from_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert seed_of("a-01234567", Params(seed=5), 0) == 5
+    made = {seed_of(f"{name}-01234567", Params(), engine) for name in "abc" for engine in (0, 1)}
     assert len(made) == 6
-    assert seed_of("a", Params(), 0) == seed_of("a", Params(temperature=0.0), 0)
+    seed = seed_of("a-01234567", Params(), 0)
+    assert seed == seed_of("a-89abcdef", Params(temperature=0.0), 0)
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
+    assert seed == seed_of("a", Params(), 0)
     assert all(-(1 << 63) <= seed < 1 << 63 for seed in made)
     assert of(Params(seed=(1 << 64) - 1)).seeds.tolist() == [-1]
 
@@ -215,7 +220,7 @@ def test_sampling_applies_the_edits_of_vllm(name: str, temperature: float) -> No
     for params in every:
         params.temperature = temperature
     rows, batch = rows_of(*every), of(*every)
-    processors = batch.processors_of(rows, POSITIONS, [1, 1, 1])
+    processors = batch.processors_of(rows, POSITIONS, [1, 1, 1], TEXTS)
     assert processors is not None
     generator = torch.Generator().manual_seed(3)
     changed = 0
@@ -244,11 +249,11 @@ def test_drafts_change_no_token(name: str) -> None:
     texts = torch.cat([texts, torch.zeros(3, 4, dtype=torch.int32)], dim=1)
     plain = []
     for step in range(3):
-        now = BatchParameters.of(rows, 0, VOCAB, texts)
+        now = BatchParameters.of(rows, 0, VOCAB)
         token = sampling.sample(
             logits[step::3].contiguous(),
             positions,
-            processors=now.processors_of(rows, positions, [1, 1, 1]),
+            processors=now.processors_of(rows, positions, [1, 1, 1], texts),
             sampling=now.sampling(),
         )
         plain.append(token)
@@ -261,7 +266,7 @@ def test_drafts_change_no_token(name: str) -> None:
         sampling.Drafts(torch.tensor([0, 3, 6, 9], dtype=torch.int32), drafts),
         POSITIONS,
         sampling=batch.sampling(),
-        processors=batch.processors_of(rows, POSITIONS, [3, 3, 3]),
+        processors=batch.processors_of(rows, POSITIONS, [3, 3, 3], TEXTS),
     )
     assert accepted.tolist() == [2, 2, 2]
     assert torch.equal(output, torch.stack(plain, dim=1))

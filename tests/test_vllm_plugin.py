@@ -16,7 +16,16 @@ from specops.integrations.vllm import compiled, exactness, plugin, support, thre
 from specops.integrations.vllm.decoding import Decoded, Job
 from specops.integrations.vllm.exactness import compare
 from specops.integrations.vllm.graph_check import GraphCheck
-from specops.integrations.vllm.hooks import HOOKS, Hook, HookError, check, fault_of, of_parts
+from specops.integrations.vllm.hooks import (
+    HOOKS,
+    SECOND_RUNNER,
+    Hook,
+    HookError,
+    check,
+    check_version,
+    fault_of,
+    of_parts,
+)
 from specops.integrations.vllm.settings import PARTS
 from specops.integrations.vllm.threads import bound_cpus
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -203,6 +212,18 @@ def linear(
     )
 
 
+def quantized(
+    quant_method: str, kernel: str = "SpecopsWna16Kernel", scheme: str | None = None
+) -> Any:
+    """Return a quantized layer, whose kernel belongs to its method or to a scheme between them."""
+    found = layer(kernel, "specops.integrations.vllm.quantized_linear")
+    fields = {"scheme": layer(scheme, LINEAR, kernel=found)} if scheme else {}
+    own = {} if scheme else {"kernel": found}
+    return layer(
+        "RowParallelLinear", LINEAR, quant_method=layer(quant_method, LINEAR, **own), **fields
+    )
+
+
 def attention(impl: str) -> Any:
     return layer(
         "Attention",
@@ -227,6 +248,9 @@ def attention(impl: str) -> Any:
         (linear(), None),
         (linear("ParallelLMHead", EMBEDDING, "UnquantizedEmbeddingMethod"), None),
         (linear(quant_method="Fp8"), "RowParallelLinear with Fp8"),
+        (quantized("Gptq"), None),
+        (quantized("Gptq", "Other"), "RowParallelLinear with Gptq"),
+        (quantized("CompressedTensors", scheme="Int8"), None),
         (linear(product="torch:F"), "RowParallelLinear whose product is not specops'"),
         (attention("SpecopsAttentionImpl"), None),
         (attention("Other"), "attention by Other"),
@@ -288,6 +312,38 @@ def test_plugin_stays_off_unless_vllm_computes_on_a_cpu(
     assert plugin.switched_on() == frozenset()
 
 
+@pytest.mark.parametrize(
+    "version, is_supported", [("0.32.1", True), ("0.33.0", False), ("0.3", False)]
+)
+def test_other_series_of_vllm_are_refused(version: str, is_supported: bool) -> None:
+    if is_supported:
+        check_version(version)
+    else:
+        with pytest.raises(HookError, match=f"supports vLLM 0.32, got {version}"):
+            check_version(version)
+
+
+@pytest.mark.parametrize(
+    "parts, is_cpu, expected",
+    [
+        ("", True, None),
+        ("exactly", True, None),
+        ("norm", False, None),
+        ("norm", True, "specops.integrations.vllm.platform.SpecopsCpuPlatform"),
+    ],
+)
+def test_platform_is_chosen_on_a_cpu(
+    parts: str, is_cpu: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platforms = types.ModuleType("vllm.platforms")
+    of_cpu = "vllm.platforms.cpu.CpuPlatform" if is_cpu else None
+    platforms.builtin_platform_plugins = {"cpu": lambda: of_cpu}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    monkeypatch.setenv("SPECOPS_VLLM", parts)
+    assert plugin.platform() == expected
+
+
 def stub(monkeypatch: pytest.MonkeyPatch, **contents: Any) -> None:
     module = types.ModuleType("stub_of_vllm")
     for name, value in contents.items():
@@ -330,7 +386,7 @@ def test_moved_hooks_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_part_has_hooks() -> None:
-    assert {hook.part for hook in HOOKS} == {*PARTS, ""}
+    assert {hook.part for hook in HOOKS} == {*PARTS, "", SECOND_RUNNER}
     for part in PARTS:
         assert {hook.part for hook in of_parts({part})} == {part, ""}
 

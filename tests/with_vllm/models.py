@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from specops.quantization import quantize_weight
 
 ASSETS = Path(__file__).resolve().parents[2] / "python" / "specops" / "assets"
 VOCAB = 4096
@@ -60,6 +61,86 @@ def write_random(folder: Path, family: str, seed: int = 0) -> str:
             tensors[f"{name}mlp.{kind}_proj.weight"] = random(_INTERMEDIATE, _HIDDEN, scale=0.05)
         tensors[f"{name}mlp.down_proj.weight"] = random(_HIDDEN, _INTERMEDIATE, scale=0.02)
     return _write(folder, config, tensors)
+
+
+QUANTIZED = ("gptq", "awq", "int4", "int8")
+_GROUP = 64
+_AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+
+
+def write_quantized(folder: Path, source: str, kind: str) -> str:
+    """Write a model with the projections of another one quantized.
+
+    Args:
+        folder: created by this function.
+        source: folder of a model with weights.
+        kind: "gptq", "awq", or "int4" or "int8" of compressed-tensors.
+    """
+    config = json.loads(Path(source, "config.json").read_text())
+    tensors = {}
+    for name, weight in load_file(Path(source, "model.safetensors")).items():
+        module = name.removesuffix(".weight")
+        if module.endswith("_proj"):
+            found = _quantized(weight, kind)
+            tensors |= {f"{module}.{part}": one.contiguous() for part, one in found.items()}
+        else:
+            tensors[name] = weight
+    config["quantization_config"] = _quantization_config(kind)
+    return _write(folder, config, tensors)
+
+
+def _quantized(weight: torch.Tensor, kind: str) -> dict[str, torch.Tensor]:
+    if kind == "int8":
+        whole = quantize_weight(weight.float(), kind="int8")
+        return {"weight": whole.values, "weight_scale": whole.scales}
+    one = quantize_weight(weight.float(), kind="int4", group=_GROUP)
+    values, scales = one.values, one.scales.bfloat16()
+    if kind == "int4":
+        return {
+            "weight_packed": _words(values),
+            "weight_scale": scales,
+            "weight_shape": torch.tensor(weight.shape),
+        }
+    if kind == "awq":
+        columns = values.T.reshape(-1, 8)[:, _AWQ_ORDER].view(weight.shape[1], -1)
+        zeros = torch.full((scales.shape[1], len(weight)), 8, dtype=torch.uint8)
+        return {"qweight": _words(columns), "qzeros": _words(zeros), "scales": scales.T}
+    zeros = torch.full((scales.shape[1], len(weight)), 7, dtype=torch.uint8)
+    index = torch.arange(weight.shape[1], dtype=torch.int32) // _GROUP
+    return {
+        "qweight": _words(values).T,
+        "qzeros": _words(zeros),
+        "scales": scales.T,
+        "g_idx": index,
+    }
+
+
+def _words(values: torch.Tensor) -> torch.Tensor:
+    """Pack eight 4-bit values into each int32 word along the last dimension."""
+    shifted = values.reshape(len(values), -1, 8).to(torch.int64) << torch.arange(0, 32, 4)
+    return shifted.sum(-1).to(torch.uint32).view(torch.int32)
+
+
+def _quantization_config(kind: str) -> dict[str, Any]:
+    bits: dict[str, Any] = {"bits": 4, "group_size": _GROUP}
+    if kind == "gptq":
+        return bits | {"quant_method": "gptq", "desc_act": False, "sym": True}
+    if kind == "awq":
+        return bits | {"quant_method": "awq", "zero_point": True, "version": "gemm"}
+    integers = {"type": "int", "symmetric": True, "dynamic": False}
+    weights = integers | {"num_bits": 4, "strategy": "group", "group_size": _GROUP}
+    inputs = None
+    if kind == "int8":
+        weights = integers | {"num_bits": 8, "strategy": "channel"}
+        inputs = integers | {"num_bits": 8, "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized" if kind == "int8" else "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
 
 
 def write_config(folder: Path, family: str) -> str:

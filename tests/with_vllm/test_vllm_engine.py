@@ -4,6 +4,7 @@
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 from campaign import METHODS, joined, params_of, prompts_of, runs_of
-from models import write_config, write_random
+from models import QUANTIZED, write_config, write_quantized, write_random
 from specops.integrations.vllm.decoding import Decoded, DecodingError, Job, Run, decode
 from specops.integrations.vllm.exactness import compare
 from specops.integrations.vllm.settings import EXACT, PARTS
@@ -36,8 +37,16 @@ def alone(llama: str) -> Decoded:
     return decode(Job(engine(llama), [Run(*small(), 1)], EXACT))[0]
 
 
+SECOND_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+@pytest.mark.parametrize("runner", ["0", "1"])
 @pytest.mark.parametrize("method", METHODS)
-def test_no_method_and_no_batch_changes_a_bit(llama: str, alone: Decoded, method: str) -> None:
+def test_no_method_and_no_batch_changes_a_bit(
+    llama: str, alone: Decoded, method: str, runner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both model runners of vLLM have the same bits."""
+    monkeypatch.setenv(SECOND_RUNNER, runner)
     config = METHODS[method]
     more: dict[str, Any] = {"enable_prefix_caching": True, "max_num_batched_tokens": 64}
     if config:
@@ -48,11 +57,17 @@ def test_no_method_and_no_batch_changes_a_bit(llama: str, alone: Decoded, method
     assert whole.logprobs == alone.logprobs
 
 
-@pytest.mark.parametrize("method", ["plain", "junk"])
+@pytest.mark.parametrize("method, runner", [("plain", "0"), ("junk", "0"), ("junk", "1")])
 def test_compiled_model_has_the_bits_of_eager(
-    llama: str, alone: Decoded, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: str,
+    alone: Decoded,
+    method: str,
+    runner: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setenv(SECOND_RUNNER, runner)
     more: dict[str, Any] = {"enforce_eager": False, "max_num_batched_tokens": 64}
     if METHODS[method]:
         more["speculative_config"] = METHODS[method] | {"num_speculative_tokens": 5}
@@ -141,8 +156,12 @@ def test_comparison_notices_differences_of_vllms_own_kernels(llama: str) -> None
     assert compare(base, whole, "vllm", "plain", 24, 0.0).logprobs > 0
 
 
-def test_preemption_changes_no_bit(llama: str, alone: Decoded) -> None:
+@pytest.mark.parametrize("runner", ["0", "1"])
+def test_preemption_changes_no_bit(
+    llama: str, alone: Decoded, runner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The cache has memory for a few requests only."""
+    monkeypatch.setenv(SECOND_RUNNER, runner)
     config = METHODS["junk"] | {"num_speculative_tokens": 5}
     tight = engine(
         llama, num_gpu_blocks_override=7, speculative_config=config, disable_log_stats=False
@@ -182,8 +201,12 @@ def test_every_parameter_works_with_speculation(bundled: str) -> None:
     assert len(plain.token_ids[1]) >= 20
 
 
-def test_predictions_are_accepted(bundled: str) -> None:
+@pytest.mark.parametrize("runner", ["0", "1"])
+def test_predictions_are_accepted(
+    bundled: str, runner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A predicted output takes far fewer steps and has the same tokens."""
+    monkeypatch.setenv(SECOND_RUNNER, runner)
     prompts, _ = small(4)
     params: list[dict[str, Any]] = [{"temperature": 0.0, "max_tokens": 48}] * 4
     plain = decode(Job(engine(bundled), [Run(prompts, params, 4)], EXACT))[0]
@@ -264,6 +287,77 @@ def test_reloaded_weights_are_used(
     assert "can only reload them in the checkpoint's format" in refusal
 
 
+GRAMMAR = """
+import json, sys
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+grammar = StructuredOutputsParams(regex="(ab|cd)+[0-9]{3,9}x")
+every = [
+    SamplingParams(
+        temperature=seed % 2, seed=seed, max_tokens=24, logprobs=1, structured_outputs=grammar
+    )
+    for seed in range(4)
+]
+llm = LLM(**json.loads(sys.argv[1]))
+outputs = [one.outputs[0] for one in llm.generate(["def f(", "abab", "cdcd 12", "x"], every)]
+steps = [step for one in outputs for step in one.logprobs]
+bits = [sorted((token, one.logprob) for token, one in step.items()) for step in steps]
+print("SAID", json.dumps([[one.text for one in outputs], bits]))
+"""
+
+
+def test_structured_output_has_the_same_bits_with_drafts_and_in_the_second_runner(
+    bundled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grammar forbids some of the drafts."""
+    monkeypatch.setenv("SPECOPS_VLLM", EXACT)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    found = []
+    for method, runner in (("plain", "0"), ("specops-suffix", "1")):
+        monkeypatch.setenv(SECOND_RUNNER, runner)
+        more = {}
+        if METHODS[method]:
+            more["speculative_config"] = METHODS[method] | {"num_speculative_tokens": 5}
+        command = [sys.executable, "-c", GRAMMAR, json.dumps(engine(bundled, **more))]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        found += [line for line in done.stdout.splitlines() if line.startswith("SAID ")]
+        assert found, done.stdout[-2000:] + done.stderr[-2000:]
+    texts, _ = json.loads(found[0].removeprefix("SAID "))
+    assert all(re.fullmatch("(ab|cd)+[0-9]{3,9}x", text) for text in texts)
+    assert found[1] == found[0]
+
+
+@pytest.mark.parametrize(
+    "parts, more, sentence",
+    [
+        ("norm", {}, "requires Triton or the part sampling, got neither"),
+        (EXACT, {"method": "draft_model"}, "draft_model drafts in vLLM's second model runner"),
+    ],
+)
+def test_second_runner_refuses_what_needs_triton(
+    bundled: str, parts: str, more: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SECOND_RUNNER, "1")
+    given = engine(bundled)
+    if more:
+        given["speculative_config"] = more | {"model": bundled, "num_speculative_tokens": 2}
+    with pytest.raises(DecodingError, match=sentence):
+        decode(Job(given, [Run([[1, 2]], [{"max_tokens": 2}], 1)], parts))
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_quantized_layers_change_no_bit(llama: str, kind: str, tmp_path: Path) -> None:
+    model = write_quantized(tmp_path / kind, llama, kind)
+    prompts, params = small(8, 16)
+    plain = decode(Job(engine(model), [Run(prompts, params, 1)], EXACT))[0]
+    config = METHODS["junk"] | {"num_speculative_tokens": 5}
+    drafted = engine(model, speculative_config=config, max_num_batched_tokens=64)
+    whole = decode(Job(drafted, [Run(prompts, params, 8, 2)], EXACT))[0]
+    assert whole.token_ids == plain.token_ids
+    assert whole.logprobs == plain.logprobs
+
+
 @pytest.mark.parametrize(
     "family, more, faults",
     [
@@ -329,8 +423,8 @@ def test_inexact_configurations_are_refused(
 
 
 def test_unsupported_parameters_are_refused(bundled: str) -> None:
-    params = {"max_tokens": 2, "thinking_token_budget": 5}
-    with pytest.raises(DecodingError, match="sampling does not support thinking_token_budget"):
+    params = {"max_tokens": 2, "logprob_token_ids": [5]}
+    with pytest.raises(DecodingError, match="sampling does not support logprob_token_ids"):
         decode(Job(engine(bundled), [Run([[1, 2]], [params], 1)], EXACT))
 
 

@@ -40,40 +40,40 @@ def in_vllm(
 REPORT = """
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers import utils
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-print(AttentionBackendEnum.CPU_ATTN.get_class().__module__, sorted(op_registry_oot),
-      utils.dispatch_cpu_unquantized_gemm.__module__, GPUModelRunner._sample.__module__)
+print(type(current_platform).__module__, AttentionBackendEnum.CPU_ATTN.get_class().__module__,
+      sorted(op_registry_oot), utils.dispatch_cpu_unquantized_gemm.__module__)
 """
 
 
 def test_nothing_is_changed_without_the_setting() -> None:
     done = in_vllm(REPORT, "")
     assert done.stdout.split() == [
+        "vllm.platforms.cpu",
         "vllm.v1.attention.backends.cpu_attn",
         "[]",
         "vllm.model_executor.layers.utils",
-        "vllm.v1.worker.gpu_model_runner",
     ], done.stderr
 
 
 def test_exact_switches_on_all_parts() -> None:
     done = in_vllm(REPORT, "exact")
     assert done.stdout.split() == [
+        "specops.integrations.vllm.platform",
         "specops.integrations.vllm.attention",
         "['RMSNorm',",
         "'SiluAndMul']",
         "specops.integrations.vllm.packed_linear",
-        "specops.integrations.vllm.sample_step",
     ], done.stderr
 
 
 def test_list_switches_on_the_parts_that_it_names() -> None:
     assert in_vllm(REPORT, "linear,norm").stdout.split() == [
+        "specops.integrations.vllm.platform",
         "vllm.v1.attention.backends.cpu_attn",
         "['RMSNorm']",
         "specops.integrations.vllm.packed_linear",
-        "vllm.v1.worker.gpu_model_runner",
     ]
 
 
@@ -111,15 +111,8 @@ def test_running_numba_is_limited_to_one_thread() -> None:
     assert in_vllm(NUMBA + compiled, "exact", before=code).stdout.split() == ["1", "1.0"]
 
 
-def test_second_model_runner_is_refused() -> None:
-    code = """
-from types import SimpleNamespace
-from vllm import envs
-from vllm.v1.worker.cpu_worker import CPUWorker
-print(envs.VLLM_USE_V2_MODEL_RUNNER)
-CPUWorker.init_device(SimpleNamespace(use_v2_model_runner=True))
-"""
-    done = in_vllm(code, "exact")
-    assert done.stdout.split() == ["False"] and done.returncode != 0
-    assert "cannot be exact with vLLM's second model runner" in done.stderr
-    assert in_vllm(code, "exact", VLLM_USE_V2_MODEL_RUNNER="1").stdout.split() == ["True"]
+def test_other_version_is_refused_by_name() -> None:
+    before = "import vllm\nvllm.__version__ = '0.33.0'\n"
+    done = in_vllm(REPORT, "norm", before=before)
+    assert done.returncode != 0
+    assert "specops: supports vLLM 0.32, got 0.33.0" in done.stderr

@@ -207,6 +207,21 @@ def _integers(
         module.refuse(
             f"{module.name} must have groups of 16 or a multiple of 32 inputs, got {groups.size}"
         )
+    return integer_weight(bits, values, scales, zeros, groups)
+
+
+def integer_weight(
+    bits: int, values: Tensor, scales: Tensor, zeros: Tensor | None, groups: Groups
+) -> QuantizedWeight:
+    """Return the weight (value - zero) * scale.
+
+    Args:
+        bits: 4 or 8.
+        values: uint8 [N, K], from 0 to 2^bits - 1.
+        scales: float32 [N, groups].
+        zeros: zero points [N, groups], in the range of the values; None: 2^(bits - 1).
+        groups: the inputs that share a scale.
+    """
     middle = 2 ** (bits - 1)
     offsets = None
     if zeros is not None and bool((zeros != middle).any()):

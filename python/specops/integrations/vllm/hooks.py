@@ -13,8 +13,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# The vLLM version that the tests run.
+from specops.integrations.vllm.v2_kernels import kernels
+
+# Version that the tests run; releases of this series are accepted, if their hooks match.
 TESTED = "0.32.0"
+# Part of the hooks that vLLM's second model runner needs.
+SECOND_RUNNER = "v2"
 
 
 @dataclass(frozen=True)
@@ -22,11 +26,11 @@ class Hook:
     """A function, class or field of vLLM that the plug-in depends on.
 
     Attributes:
-        part: part of SPECOPS_VLLM that needs it; "" for all parts.
+        part: part of SPECOPS_VLLM that needs it; "" for all parts; SECOND_RUNNER for vLLM's second
+            model runner.
         target: module:name.
         use: how the plug-in uses it: "registered" through vLLM's API; "subclassed" by a class that
-            is registered; "replaced"; "wrapped" with a check before or after the call; "called";
-            "read".
+            is registered; "replaced"; "called"; "read".
         names: for a function, all its parameters in order, or only the passed ones if `use` is
             "called"; for a class, the fields and methods used.
     """
@@ -45,6 +49,8 @@ _BACKEND = "vllm.v1.attention.backend"
 _CPU_ATTN = "vllm.v1.attention.backends.cpu_attn"
 _LAYERS = "vllm.model_executor.layers"
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
+_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
+_V2 = "vllm.v1.worker.gpu"
 
 
 def _layers(names: str) -> tuple[str, ...]:
@@ -210,25 +216,16 @@ HOOKS = (
     ),
     _hook(
         "sampling",
-        "wrapped",
-        "vllm.sampling_params:SamplingParams.verify",
-        "self model_config speculative_config structured_outputs_config tokenizer",
-    ),
-    _hook(
-        "sampling",
-        "wrapped",
-        "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
-        "self request_id prompt params supported_tasks arrival_time lora_request "
-        "tokenization_kwargs trace_headers priority data_parallel_rank resumable session_id "
-        "kv_hints",
+        "subclassed",
+        "vllm.platforms.cpu:CpuPlatform.validate_request",
+        "processed_inputs params",
     ),
     _hook(
         "sampling",
         "read",
-        "vllm.v1.engine.input_processor:InputProcessor",
-        "model_config",
+        "vllm.v1.engine.input_processor:InputProcessor.assign_request_id",
+        "request",
     ),
-    _hook("sampling", "read", "vllm.v1.engine:EngineCoreRequest", "request_id sampling_params"),
     _hook("", "read", "vllm.platforms.interface:Platform", "is_cpu"),
     _hook(
         "",
@@ -276,31 +273,119 @@ HOOKS = (
         "self communicator",
     ),
     _hook("", "read", "vllm.v1.worker.cpu_worker:CPUWorker", "use_v2_model_runner"),
-    _hook("", "wrapped", "vllm.v1.worker.cpu_worker:CPUWorker.init_device", "self"),
+    _hook(
+        "", "subclassed", "vllm.platforms.cpu:CpuPlatform.check_and_update_config", "vllm_config"
+    ),
+    _hook("", "replaced", "vllm.config.vllm:VllmConfig._validate_v2_model_runner", "self"),
     _hook(
         "",
-        "wrapped",
-        "vllm.v1.worker.cpu_model_runner:CPUModelRunner.load_model",
-        "self load_dummy_weights",
+        "called",
+        "vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",
+        "self",
     ),
-    _hook(
-        "",
-        "read",
-        "vllm.v1.worker.cpu_model_runner:CPUModelRunner",
-        "vllm_config get_model max_num_tokens",
-    ),
+    _hook("", "subclassed", f"{_WORKER}.init_device", "self"),
+    _hook("", "subclassed", f"{_WORKER}.load_model", "self load_dummy_weights"),
+    _hook("", "read", f"{_RUNNER}:GPUModelRunner", "vllm_config get_model max_num_tokens"),
     _hook("", "called", f"{_RUNNER}:GPUModelRunner._dummy_run", "self num_tokens is_profile"),
-    _hook(
-        "linear",
-        "wrapped",
-        f"{_RUNNER}:GPUModelRunner.reload_weights",
-        "self weights_iterator weights_path is_checkpoint_format",
-    ),
-    _hook("linear", "wrapped", "vllm.v1.worker.gpu_worker:Worker.finish_weight_update", "self"),
+    _hook("linear", "subclassed", f"{_WORKER}.reload_weights", "self args kwargs"),
+    _hook("linear", "subclassed", f"{_WORKER}.finish_weight_update", "self"),
     *(_hook("", "read", layer, "") for layer in (*EXACT_LAYERS, *QUANT_METHODS)),
     *(_hook("", "read", layer, "quant_method") for layer in LINEAR_LAYERS),
     _hook("", "read", ATTENTION_LAYER, "impl"),
     *(_hook(part, "read", layer, "") for layer, part in REPLACED_LAYERS.items()),
+    *(
+        _hook(
+            SECOND_RUNNER,
+            "registered",
+            ":".join(name.rsplit(".", 1)),
+            " ".join(inspect.signature(kernel).parameters),
+        )
+        for name, kernel in kernels().items()
+    ),
+    _hook(
+        SECOND_RUNNER,
+        "called",
+        "vllm.triton_utils.dispatcher:register_kernels",
+        "overrides",
+    ),
+    _hook(
+        SECOND_RUNNER,
+        "replaced",
+        f"{_V2}.model_runner:init_speculator",
+        "vllm_config device req_states",
+    ),
+    _hook(
+        SECOND_RUNNER,
+        "read",
+        f"{_V2}.model_runner:GPUModelRunner",
+        "get_model max_num_tokens model_config req_states sampler rejection_sampler speculator "
+        "draft_tokens_handler batch_sharder",
+    ),
+    _hook(
+        SECOND_RUNNER,
+        "called",
+        f"{_V2}.model_runner:GPUModelRunner._dummy_run",
+        "self num_tokens skip_attn is_profile",
+    ),
+    _hook(
+        SECOND_RUNNER,
+        "read",
+        f"{_V2}.input_batch:InputBatch",
+        "num_reqs req_ids idx_mapping_np cu_num_logits_np seq_lens input_ids logits_indices",
+    ),
+    _hook(
+        SECOND_RUNNER,
+        "read",
+        f"{_V2}.states:RequestState",
+        "all_token_ids total_len prefill_len prompt_len",
+    ),
+    _hook(
+        SECOND_RUNNER,
+        "replaced",
+        f"{_V2}.sample.sampler:Sampler.__call__",
+        "self logits input_batch",
+    ),
+    _hook(
+        SECOND_RUNNER,
+        "replaced",
+        f"{_V2}.sample.sampler:Sampler.add_request",
+        "self req_idx sampling_params",
+    ),
+    _hook(SECOND_RUNNER, "replaced", f"{_V2}.sample.sampler:Sampler.apply_staged_writes", "self"),
+    _hook(SECOND_RUNNER, "read", f"{_V2}.sample.sampler:Sampler", "sampling_states logprobs_mode"),
+    _hook(
+        SECOND_RUNNER,
+        "replaced",
+        f"{_V2}.spec_decode.rejection_sampler:RejectionSampler.__call__",
+        "self logits input_batch draft_logits invalid_drafts",
+    ),
+    _hook(
+        SECOND_RUNNER,
+        "read",
+        f"{_V2}.sample.output:SamplerOutput",
+        "sampled_token_ids logprobs_tensors num_nans num_sampled num_rejected",
+    ),
+    _hook(
+        SECOND_RUNNER,
+        "subclassed",
+        f"{_V2}.spec_decode.speculator:BaseSpeculator.propose",
+        "self input_batch attn_metadata slot_mappings last_hidden_states aux_hidden_states "
+        "num_sampled num_rejected last_sampled next_prefill_tokens temperature seeds dp_sync_state "
+        "dummy_run skip_attn_for_dummy_run mm_inputs is_profile num_speculative_tokens",
+    ),
+    _hook(
+        SECOND_RUNNER,
+        "replaced",
+        f"{_V2}.spec_decode.utils:DraftTokensHandler.set_draft_tokens",
+        "self input_batch draft_tokens",
+    ),
+    _hook(
+        SECOND_RUNNER,
+        "replaced",
+        f"{_V2}.spec_decode.utils:DraftTokensHandler.get_draft_tokens",
+        "self",
+    ),
+    _hook(SECOND_RUNNER, "read", "vllm.v1.outputs:DraftTokenIds", "req_ids draft_token_ids"),
 )
 
 
@@ -360,6 +445,17 @@ def _fields_of(kind: type) -> set[str]:
                 steps = dis.get_instructions(inspect.unwrap(made_by))
                 fields.update(step.argval for step in steps if step.opname == "STORE_ATTR")
     return fields
+
+
+def check_version(version: str) -> None:
+    """Refuse a vLLM of another series than the tested one.
+
+    Raises:
+        HookError: the version differs in more than its last number.
+    """
+    series = TESTED.rpartition(".")[0]
+    if not version.startswith(f"{series}."):
+        raise HookError(f"specops: supports vLLM {series}, got {version}")
 
 
 def check(hooks: Sequence[Hook]) -> None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check of each model that vLLM's CPU worker loads: with all parts enabled, it must be exact."""
 
-import functools
 import logging
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -10,46 +9,43 @@ from specops.integrations.vllm import compiled, support, threads
 from specops.integrations.vllm.op_check import OpCheck, look_at
 from specops.integrations.vllm.settings import PARTS
 
-# Environment variable that selects vLLM's second model runner, which is unsupported.
-SECOND_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _logger = logging.getLogger("vllm.specops")
 
 
-def switch_on(parts: Collection[str]) -> None:
-    """Install the checks: wrap vLLM's construction of the model runner and its model loading.
+def check_config(config: Any, parts: Collection[str]) -> None:
+    """Refuse a configuration that cannot be exact, and prepare compilation.
 
     Args:
-        parts: parts of SPECOPS_VLLM. Unless all are enabled, inexact parts are only a warning.
+        config: vLLM's configuration.
+        parts: parts of SPECOPS_VLLM. Unless all are enabled, inexact settings are only a warning.
+
+    Raises:
+        NotExactError: all parts are enabled, and a setting cannot be exact.
     """
-    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-    from vllm.v1.worker.cpu_worker import CPUWorker
+    _refuse(support.faults_of_config(config, parts) + compiled.faults_of(config), _is_exact(parts))
+    compiled.prepare(config, parts)
 
-    init_device = CPUWorker.init_device
-    load_model = CPUModelRunner.load_model
 
-    @functools.wraps(init_device)
-    def with_first_runner(self: Any) -> None:
-        if self.use_v2_model_runner:
-            raise support.NotExactError(
-                "specops: cannot be exact with vLLM's second model runner; do not set "
-                f"{SECOND_RUNNER}=1, watermarking or HiSparse"
-            )
-        init_device(self)
+def check_model(runner: Any, parts: Collection[str]) -> None:
+    """Refuse a loaded model that cannot be exact.
 
-    @functools.wraps(load_model)
-    def looked_at(self: Any, *args: Any, **kwargs: Any) -> None:
-        is_exact = len(parts) == len(PARTS)
-        config = self.vllm_config
-        _refuse(support.faults_of_config(config, parts) + compiled.faults_of(config), is_exact)
-        compiled.prepare(config, parts)
-        load_model(self, *args, **kwargs)
-        unable = support.faults_of_ops(self.get_model())
-        _refuse(unable + _faults_of_model(self, parts, not unable), is_exact or bool(unable))
-        if is_exact:
-            threads.rest_openmp()
+    Args:
+        runner: vLLM's first or second model runner.
+        parts: parts of SPECOPS_VLLM. Unless all are enabled, inexact layers are only a warning.
 
-    CPUWorker.init_device = with_first_runner
-    CPUModelRunner.load_model = looked_at
+    Raises:
+        NotExactError: specops cannot compute a layer; or all parts are enabled, and a layer cannot
+            be exact.
+    """
+    unable = support.faults_of_ops(runner.get_model())
+    faults = unable + _faults_of_model(runner, parts, not unable)
+    _refuse(faults, _is_exact(parts) or bool(unable))
+    if _is_exact(parts):
+        threads.rest_openmp()
+
+
+def _is_exact(parts: Collection[str]) -> bool:
+    return len(parts) == len(PARTS)
 
 
 def _refuse(faults: Sequence[str], is_error: bool) -> None:
@@ -71,7 +67,7 @@ def _faults_of_model(runner: Any, parts: Collection[str], runs: bool) -> list[st
 
     check = OpCheck()
     error = None
-    if runs and len(parts) == len(PARTS):
+    if runs and _is_exact(parts):
         try:
             look_at(runner, check)
         except Exception as raised:  # perhaps by a layer that is refused below

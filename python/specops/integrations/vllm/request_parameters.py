@@ -3,6 +3,7 @@
 
 import functools
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,9 @@ _GREEDY_BELOW = 1e-5
 # Penalty -> value that disables it.
 _PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _WORD_BITS = 32
+# vLLM appends a hyphen and eight random characters to the id of a request, unless this is set.
+_NOT_RANDOM = "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"
+_NUM_RANDOM = 9
 # Parameters that the ops, or vLLM's processor, scheduler and frontend apply. Any other parameter
 # must have its default, since nothing would apply it.
 _OF_THE_OPS = (
@@ -38,10 +42,13 @@ _KNOWN = frozenset(f"{_OF_THE_OPS} {_OF_VLLM}".split())
 def seed_of(request_id: str, params: Any, engine_seed: int) -> int:
     """Return the seed of a request: its own, or one derived from its id and the engine's seed.
 
-    The seed is the same on every rank of a distributed engine, and differs between requests.
+    The id counts as it was before vLLM appended random characters to it. The seed is the same on
+    every rank of a distributed engine, and differs between requests.
     """
     if params.seed is not None:
         return int(params.seed)
+    if not int(os.environ.get(_NOT_RANDOM, "0")):
+        request_id = request_id[:-_NUM_RANDOM]
     text = f"{engine_seed}/{request_id}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
@@ -86,8 +93,8 @@ class BatchParameters:
         top_p: [batch], float32.
         min_p: [batch], float32.
         seeds: [batch], int64.
-        processors: logits processors; None if there are none. Token counts and mask rows change
-            with each step, so `processors_of` adds them.
+        processors: logits processors; None if there are none. Texts, token counts and mask rows
+            change with each step, so `processors_of` adds them.
         penalised: indices of the rows with a penalty.
     """
 
@@ -101,16 +108,13 @@ class BatchParameters:
     penalised: list[int]
 
     @classmethod
-    def of(
-        cls, rows: Sequence[Row], engine_seed: int, vocab_size: int, token_ids: Tensor
-    ) -> "BatchParameters":
+    def of(cls, rows: Sequence[Row], engine_seed: int, vocab_size: int) -> "BatchParameters":
         """Read the parameters of every row.
 
         Args:
             rows: the requests.
             engine_seed: source of seeds for requests without one.
             vocab_size: columns of the logits.
-            token_ids: [rows, max_len], int32. Texts that the processors read.
 
         Raises:
             ValueError: the ops do not support a parameter.
@@ -132,7 +136,7 @@ class BatchParameters:
             _filter([params.top_p for params in every], 1.0),
             _filter([params.min_p for params in every], 0.0),
             torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64),
-            _processors(rows, vocab_size, token_ids),
+            _processors(rows, vocab_size),
             [index for index, params in enumerate(every) if _is_penalised(params)],
         )
 
@@ -149,7 +153,11 @@ class BatchParameters:
         )
 
     def processors_of(
-        self, rows: Sequence[Row], positions: Tensor, num_logits: Sequence[int]
+        self,
+        rows: Sequence[Row],
+        positions: Tensor,
+        num_logits: Sequence[int],
+        token_ids: Tensor,
     ) -> LogitsProcessors | None:
         """Return the logits processors for one step; None if there are none.
 
@@ -157,10 +165,12 @@ class BatchParameters:
             rows: the requests.
             positions: [batch], int32. Number of tokens of each request.
             num_logits: number of logits rows of each request.
+            token_ids: [at least batch, max_len], int32. Text of each request.
         """
         processors = self.processors
         if processors is None:
             return None
+        processors = processors._replace(token_ids=token_ids[: len(rows)])
         if self.penalised:
             processors = _with_counts(processors, rows, positions, self.penalised)
         if processors.allowed_token_mask is not None:
@@ -192,7 +202,7 @@ def _is_penalised(params: Any) -> bool:
     return any(getattr(params, name) != off for name, off in _PENALTIES.items())
 
 
-def _processors(rows: Sequence[Row], vocab_size: int, token_ids: Tensor) -> LogitsProcessors | None:
+def _processors(rows: Sequence[Row], vocab_size: int) -> LogitsProcessors | None:
     """Return logits processors, without parts that change every step; None if not needed."""
     every = [row.sampling_params for row in rows]
     tensors: dict[str, Tensor] = {}
@@ -219,7 +229,7 @@ def _processors(rows: Sequence[Row], vocab_size: int, token_ids: Tensor) -> Logi
     if not tensors:
         return None
     slots = torch.arange(len(rows), dtype=torch.int32)
-    return LogitsProcessors(slots=slots, token_ids=token_ids[: len(rows)], **tensors)
+    return LogitsProcessors(slots=slots, **tensors)
 
 
 def _with_counts(

@@ -28,26 +28,8 @@ _STATE = "_specops_batch"
 _STRATEGIES = {name: sampling.VerifyStrategy[name.upper()] for name in STRATEGIES}
 
 
-class _Batch:
-    """Requests of a runner's batch with their parameters, reused until the batch changes."""
-
-    def __init__(self, rows: list[Row], parameters: BatchParameters) -> None:
-        self.request_ids = [row.request_id for row in rows]
-        self.rows = rows
-        self.parameters = parameters
-
-    def is_of(self, runner: Any) -> bool:
-        """Return whether the runner has the same requests, in the same order."""
-        if runner.input_batch.req_ids != self.request_ids:
-            return False
-        states = runner.requests
-        return all(
-            states[row.request_id].sampling_params is row.sampling_params for row in self.rows
-        )
-
-
 @dataclass(frozen=True)
-class _Step:
+class Step:
     """The inputs of sampling for one step.
 
     Attributes:
@@ -79,6 +61,15 @@ class _Step:
             "ranks": torch.empty(shape, dtype=torch.int32),
         }
 
+    def run(self) -> SamplerOutput:
+        """Sample, or verify drafts.
+
+        Returns:
+            The tokens, [batch, 1] or [batch, maximum drafts + 1] padded with -1, and the requested
+            logprobs.
+        """
+        return _sample(self) if self.drafts is None else _verify(self)
+
 
 def sample_step(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
     """Sample a step's tokens; replaces `GPUModelRunner._sample`.
@@ -94,12 +85,16 @@ def sample_step(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> 
     """
     assert logits is not None
     threads.start()
-    batch = _batch_of(self, logits)
-    step_requests.note(batch.rows)
-    # Remove the requests' generators: they are unused, and vLLM's resetting them fails on a CPU.
-    self.input_batch.generators.clear()
-    count = len(batch.rows)
     input_batch = self.input_batch
+    rows = []
+    for request_id in input_batch.req_ids:
+        state = self.requests[request_id]
+        rows.append(Row(request_id, state.num_prompt_tokens, state.sampling_params))
+    step_requests.note(rows)
+    parameters = parameters_of(self, rows, self.model_config.seed or 0, logits.shape[-1])
+    # Remove the requests' generators: they are unused, and vLLM's resetting them fails on a CPU.
+    input_batch.generators.clear()
+    count = len(rows)
     positions = input_batch.num_tokens_no_spec_cpu_tensor[:count].to(torch.int32, copy=True)
     num_logits, drafts = [1] * count, None
     if spec_decode_metadata is not None:
@@ -108,38 +103,44 @@ def sample_step(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> 
         indptr = torch.zeros(count + 1, dtype=torch.int32)
         indptr[1:] = spec_decode_metadata.cu_num_sampled_tokens
         drafts = sampling.Drafts(indptr, _padded(spec_decode_metadata.draft_token_ids, num_drafts))
-    step = _Step(
+    return Step(
         # vLLM applies logits processors in float32 as well.
-        logits if batch.parameters.processors is None else logits.float(),
+        logits if parameters.processors is None else logits.float(),
         positions,
-        batch.parameters.sampling(),
-        batch.parameters.processors_of(batch.rows, positions, num_logits),
+        parameters.sampling(),
+        parameters.processors_of(rows, positions, num_logits, input_batch.token_ids_cpu_tensor),
         input_batch.sampling_metadata.max_num_logprobs,
         self.sampler.logprobs_mode == "processed_logprobs",
         drafts,
+    ).run()
+
+
+def parameters_of(
+    holder: Any, rows: list[Row], engine_seed: int, vocab_size: int
+) -> BatchParameters:
+    """Return the parameters of a step's requests; read them again only if the batch has changed.
+
+    Args:
+        holder: object that keeps the parameters between steps.
+        rows: the requests.
+        engine_seed: source of seeds for requests without one.
+        vocab_size: columns of the logits.
+    """
+    batch: tuple[list[Row], BatchParameters] | None = vars(holder).get(_STATE)
+    if batch is None or not _is_same(batch[0], rows):
+        batch = rows, BatchParameters.of(rows, engine_seed, vocab_size)
+        setattr(holder, _STATE, batch)
+    return batch[1]
+
+
+def _is_same(kept: list[Row], rows: list[Row]) -> bool:
+    return len(kept) == len(rows) and all(
+        one.request_id == other.request_id and one.sampling_params is other.sampling_params
+        for one, other in zip(kept, rows, strict=True)
     )
-    return _sample(step) if drafts is None else _verify(step)
 
 
-def _batch_of(runner: Any, logits: Tensor) -> _Batch:
-    """Return the parameters of the runner's batch; read them again if the batch has changed."""
-    batch: _Batch | None = getattr(runner, _STATE, None)
-    if batch is None or not batch.is_of(runner):
-        input_batch = runner.input_batch
-        rows = []
-        for request_id in input_batch.req_ids:
-            state = runner.requests[request_id]
-            rows.append(Row(request_id, state.num_prompt_tokens, state.sampling_params))
-        seed = runner.model_config.seed or 0
-        parameters = BatchParameters.of(
-            rows, seed, logits.shape[-1], input_batch.token_ids_cpu_tensor
-        )
-        batch = _Batch(rows, parameters)
-        setattr(runner, _STATE, batch)
-    return batch
-
-
-def _sample(step: _Step) -> SamplerOutput:
+def _sample(step: Step) -> SamplerOutput:
     """Sample one token of each request."""
     results = step.results(len(step.positions))
     tokens = sampling.sample(
@@ -156,7 +157,7 @@ def _sample(step: _Step) -> SamplerOutput:
     return SamplerOutput(sampled_token_ids=tokens[:, None], logprobs_tensors=tensors)
 
 
-def _verify(step: _Step) -> SamplerOutput:
+def _verify(step: Step) -> SamplerOutput:
     """Verify drafts: return each request's accepted drafts and one more token."""
     assert step.drafts is not None
     batch, max_drafts = step.drafts.token_ids.shape
@@ -193,7 +194,7 @@ def _padded(flat: Tensor, counts: list[int]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int32).view(len(counts), max_count)
 
 
-def _top(step: _Step) -> tuple[Tensor, Tensor]:
+def _top(step: Step) -> tuple[Tensor, Tensor]:
     """Return the most probable tokens of every row of logits, and their logprobs."""
     assert step.num_logprobs is not None
     if not step.is_processed:

@@ -14,6 +14,8 @@ EXACT = "exact"
 # Verification strategies. Only with the first one, drafts do not change seeded texts.
 TARGET_MATCH = "target_match"
 STRATEGIES = (TARGET_MATCH, "rejection", "block")
+# vLLM's method whose drafter is a class of the user's, or of the plug-in.
+CUSTOM_CLASS = "custom_class"
 
 
 def parts_of(environment: Mapping[str, str] | None = None) -> frozenset[str]:

@@ -22,6 +22,10 @@ _SHARED_MEMORY = "_CPUSHMDistributed"
 _LAYER_PACKAGE = "vllm.model_executor.layers"
 _OUR_ATTENTION = "specops.integrations.vllm.attention:SpecopsAttentionImpl"
 _OUR_LINEAR = "specops.integrations.vllm.packed_linear:PackedLinear"
+_OUR_KERNELS = (
+    "specops.integrations.vllm.quantized_linear:SpecopsWna16Kernel",
+    "specops.integrations.vllm.quantized_linear:SpecopsInt8Kernel",
+)
 _PLAIN_TORCH = frozenset({"Identity", "ModuleList", "ModuleDict", "Sequential"})
 _LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 _STATE_SPACE_PACKAGE = f"{_LAYER_PACKAGE}.mamba"
@@ -139,7 +143,10 @@ def _fault_of_layer(module: Any, parts: Collection[str]) -> str | None:
 def _fault_of_linear(module: Any, parts: Collection[str]) -> str | None:
     name, method = type(module).__name__, getattr(module, "quant_method", None)
     if _full_name(method) not in QUANT_METHODS:
-        return f"{name} with {type(method).__name__}"
+        # compressed-tensors has a scheme between a layer and its kernel.
+        scheme = getattr(module, "scheme", method)
+        is_ours = _full_name(getattr(scheme, "kernel", None)) in _OUR_KERNELS
+        return None if is_ours else f"{name} with {type(scheme).__name__}"
     product = getattr(module, "cpu_linear", None)
     if "linear" in parts and _full_name(product) != _OUR_LINEAR:
         return f"{name} whose product is not specops'"
