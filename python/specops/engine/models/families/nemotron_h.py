@@ -37,12 +37,6 @@ _OLD = {
     "mamba_conv_bias": "use_conv_bias",
     "mamba_dt_limit": "time_step_limit",
 }
-_KINDS = {"mamba": LINEAR, "attention": FULL}
-# Old names of fields.
-_OLD = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel"} | {
-    "mamba_conv_bias": "use_conv_bias",
-    "mamba_dt_limit": "time_step_limit",
-}
 _KINDS = [LINEAR, _EXPERTS, FULL, _MLP]  # of files without a list
 _NAMES = LayerNames(input_norm="norm", attention="mixer.", mlp_norm="norm", mlp="mixer.")
 _PLACES = tuple(
@@ -58,7 +52,8 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
         KeyError: a field is missing.
         ModelError: a field has an invalid or unsupported value.
     """
-    raw = {**NEMOTRON_H, **raw, **{new: raw[old] for old, new in _OLD.items() if old in raw}}
+    renamed = {new: raw[old] for old, new in _OLD.items() if old in raw}
+    raw = {**NEMOTRON_H, **renamed, **raw}
     refuse_values(
         raw,
         {
