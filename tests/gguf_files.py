@@ -51,6 +51,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3next": ("qwen3_next", LINEAR),
     "qwen35": ("qwen3_5", LINEAR),
     "qwen35moe": ("qwen3_5_experts", LINEAR),
+    "granitehybrid": ("granite", {"attention_multiplier": 2.0**-5}),
 }
 _QWEN = ("qwen3next", "qwen35", "qwen35moe")
 # Field of config.json -> GGUF key without the architecture's prefix.
@@ -83,6 +84,15 @@ _KEYS = {
     "q_lora_rank": "attention.q_lora_rank",
     "kv_lora_rank": "attention.kv_lora_rank",
     "v_head_dim": "attention.value_length_mla",
+    "shared_intermediate_size": "expert_shared_feed_forward_length",
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+    "mamba_d_conv": "ssm.conv_kernel",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_n_groups": "ssm.group_count",
+    "mamba_n_heads": "ssm.time_step_rank",
     "linear_conv_kernel_dim": "ssm.conv_kernel",
     "linear_key_head_dim": "ssm.state_size",
     "linear_num_key_heads": "ssm.group_count",
@@ -148,7 +158,7 @@ def make_source(source: Path, architecture: str, modules: int = 0, **changes: An
         make_experts(source, name, **changes)
     else:
         make_checkpoint(source, name, **changes)
-    if architecture in _QWEN:
+    if architecture in (*_QWEN, "granitehybrid"):
         tensors = load_file(source / "model.safetensors")
         for tensor in (one for name, one in tensors.items() if name.endswith("A_log")):
             for _ in range(5):  # until the value can be computed from its exponential
@@ -175,7 +185,7 @@ def metadata_of(architecture: str, config: dict[str, Any], modules: int) -> dict
         own["attention.sliding_window_pattern"] = 3
         own["rope.freq_base_swa"] = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
-    own["rope.freq_base"] = float(rope["rope_theta"])
+    own["rope.freq_base"] = float(rope.get("rope_theta", 10000.0))
     if rope.get("rope_type") == "yarn":
         own["rope.scaling.type"], own["rope.scaling.factor"] = "yarn", rope["factor"]
         own["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
@@ -208,6 +218,13 @@ def metadata_of(architecture: str, config: dict[str, Any], modules: int) -> dict
             own["rope.dimension_sections"] = [11, 11, 10, 0]
         kinds = [kind == "linear_attention" for kind in config["layer_types"]]
         own["attention.recurrent_layers"] = kinds + [False] * modules
+    if architecture == "granitehybrid":
+        kinds = [kind == "full_attention" for kind in config["layer_types"]]
+        own["attention.head_count_kv"] = [
+            is_full * config["num_key_value_heads"] for is_full in kinds
+        ]
+        own["ssm.inner_size"] = config["mamba_expand"] * config["hidden_size"]
+        own["rope.scaling.finetuned"] = config["position_embedding_type"] == "rope"
     if modules:
         own["block_count"] += modules
         own["nextn_predict_layers"] = modules
@@ -239,7 +256,7 @@ def tensors_of(
                 own = experts.setdefault(f"{before}.experts.{rest}", [part] * 64)
                 own[int(number)] = part
                 continue
-            found[named(new)] = part.contiguous()
+            found[new if new.startswith("blk.") else named(new)] = part.contiguous()
     count = next((config[key] for key in _KEYS if key.endswith("experts") and key in config), 0)
     for name, parts in experts.items():
         found[named(name)] = torch.stack(parts[:count])
@@ -267,7 +284,9 @@ def _rearranged(
     name = name.replace("e_score_correction_bias", "e_score_correction.bias")
     if architecture == "gemma3" and "norm" in name:
         one = one + 1
-    if architecture in ("llama", "mistral3") and ("q_proj" in name or "k_proj" in name):
+    if architecture in ("llama", "mistral3", "granitehybrid") and (
+        "q_proj" in name or "k_proj" in name
+    ):
         heads = config[f"num_{'attention' if 'q_proj' in name else 'key_value'}_heads"]
         one = one.view(heads, 2, -1, one.shape[-1]).transpose(1, 2).reshape(one.shape)
     if name.endswith("sinks"):
@@ -283,10 +302,31 @@ def _rearranged(
         )
         yield name.replace("kv_b", "k_b"), keys.transpose(1, 2)
         yield name.replace("kv_b", "v_b"), values
+    elif architecture == "granitehybrid":
+        yield from _granite(name, one, config)
     elif architecture in _QWEN:
         yield from _linear(architecture, name, one, config)
     else:
         yield name, one
+
+
+def _granite(name: str, one: Tensor, config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of Granite 4: gates and ups apart, and the vectors of heads as columns."""
+    layer = name.split(".")[2]
+    if "input_linear" in name:
+        kind = "exps" if "block_sparse_moe" in name else "shexp"
+        for half, own in zip(("gate", "up"), one.chunk(2, -2), strict=True):
+            yield f"blk.{layer}.ffn_{half}_{kind}.weight", own
+        return
+    if name.endswith("A_log"):
+        one = -one.exp()
+    if name.endswith(("A_log", ".D")):
+        one = one[:, None]
+    elif name.endswith("mamba.norm.weight"):
+        one = one.view(config["mamba_n_groups"], -1)
+    elif name.endswith("conv1d.weight"):
+        one = one.squeeze(1)
+    yield name.replace("dt_bias", "dt_proj.bias"), one
 
 
 def _stacked(architecture: str, name: str, one: Tensor) -> Iterator[tuple[str, Tensor]]:

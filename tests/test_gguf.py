@@ -416,6 +416,18 @@ QUANTIZED: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
         {**WIDE, "moe_intermediate_size": 256},
     ),
     "glm4moe": (dict.fromkeys(K_EXPERTS, "IQ4_NL"), WIDE | {"moe_intermediate_size": 64}),
+    "granitehybrid": (
+        {
+            **{**MIXED, **K_EXPERTS, "ssm_in": "Q5_K", "ssm_out": "Q8_0"},
+            **{"ffn_gate_shexp": "Q4_K", "ffn_up_shexp": "Q4_0", "ffn_down_shexp": "Q6_K"},
+        },
+        {
+            **WIDE,
+            "shared_intermediate_size": 256,
+            "layer_types": ["full_attention", "linear_attention"],
+            "mamba_n_heads": 32,
+        },
+    ),
     **dict.fromkeys(
         ("qwen3next", "qwen35", "qwen35moe"),
         (
@@ -902,6 +914,7 @@ def test_texts_are_split_as_by_the_models_own_pre_tokenizers() -> None:
         "llama3": "llama-bpe",
         "llama-v3": "llama-bpe",
         "smaug-bpe": "llama-bpe",
+        "dbrx": "llama-bpe",
         "pixtral": "llama-bpe",
         "chatglm-bpe": "glm4",
         "kanana2": "gpt-4o",

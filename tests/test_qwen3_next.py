@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear attention in the engine: states need no rollback, and speculation changes no bit.
+"""Linear attention and Mamba-2 in the engine: states need no rollback, drafts change no bit.
 
 Drafts are rejected at every position, steps without drafts follow partly accepted ones, requests
 lose their slots, and prompts come in chunks. Each bug that these cases could hide is planted.

@@ -14,7 +14,15 @@ from specops.checkpoints.errors import ModelError
 from specops.checkpoints.gguf_blocks import DECODERS
 from specops.checkpoints.gguf_directory import ROPE_FACTORS
 from specops.checkpoints.gguf_file import TYPES, parts_of, read_gguf
-from specops.checkpoints.gguf_names import EXPERTS, NAMES, Layout, Weight, layer_name, layouts
+from specops.checkpoints.gguf_names import (
+    EXPERTS,
+    NAMES,
+    Layout,
+    Weight,
+    experts_name,
+    layer_name,
+    layouts,
+)
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
@@ -97,7 +105,7 @@ class GgufCheckpoint(Checkpoint):
                 yield layer + names[part], partial(self._restored, f"blk.{match[1]}.", layout)
             elif module in EXPERTS and suffix in ("weight", "bias"):
                 for name, read in self._of_experts(stored, EXPERTS[module]):
-                    yield f"{layer}mlp.experts.{name}.{suffix}", read
+                    yield f"{layer}{experts_name(architecture)}{name}.{suffix}", read
             else:
                 name_in_layer = layer_name(architecture, part)
                 if name_in_layer is None:

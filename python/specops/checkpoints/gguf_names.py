@@ -73,6 +73,14 @@ _LINEAR = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+_GRANITE = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_out": "mamba.out_proj",
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    "ffn_down": "shared_mlp.output_linear",
+    "ffn_down_shexp": "shared_mlp.output_linear",
+}
 # Names of an architecture's modules that differ from the common ones, or that others do not have.
 _OWN_MODULES = {
     "gemma3": {"ffn_norm": "pre_feedforward_layernorm"},
@@ -81,7 +89,10 @@ _OWN_MODULES = {
     "qwen3next": _LINEAR,
     "qwen35": _LINEAR,
     "qwen35moe": _LINEAR,
+    "granitehybrid": _GRANITE,
 }
+# Prefixes of the names of experts that differ from the common one.
+_EXPERTS_NAMES = {"granitehybrid": "block_sparse_moe.experts."}
 # Names of a layer's tensors whose suffix differs, too.
 _TENSORS = {
     "attn_sinks.weight": "self_attn.sinks",
@@ -111,6 +122,11 @@ def layer_name(architecture: str, name: str) -> str | None:
     module, _, suffix = name.rpartition(".")
     own = _OWN_MODULES.get(architecture, {}).get(module, _MODULES.get(module))
     return None if own is None or suffix not in ("weight", "bias") else f"{own}.{suffix}"
+
+
+def experts_name(architecture: str) -> str:
+    """Return the prefix of experts in Hugging Face's names of a layer's tensors."""
+    return _EXPERTS_NAMES.get(architecture, "mlp.experts.")
 
 
 class Layout(NamedTuple):
@@ -160,7 +176,28 @@ def layouts(metadata: Mapping[str, Any]) -> dict[str, Layout]:
             count("ssm.inner_size") // count("ssm.time_step_rank"),
         )
         return linear.of_next() if architecture == "qwen3next" else linear.of_3_5()
+    if architecture == "granitehybrid":
+        each = metadata.get("granitehybrid.attention.head_count_kv")
+        key_heads = max([0, *each]) if isinstance(each, list) else 0
+        kind = "_shexp" if metadata.get("granitehybrid.expert_count") else ""
+        return _of_granite(count("attention.head_count"), key_heads, kind)
     return {}
+
+
+def _of_granite(heads: int, key_heads: int, kind: str) -> dict[str, Layout]:
+    """Return the layouts of Granite 4; `kind` ends the names of the shared MLP's modules."""
+    gates, ups = f"ffn_gate{kind}.weight", f"ffn_up{kind}.weight"
+    return {
+        **(_pairs(heads, key_heads) if key_heads else {}),
+        "mamba.A_log": Layout(("ssm_a",), lambda one: _logarithm(one).flatten()),
+        "mamba.D": Layout(("ssm_d",), torch.flatten),
+        "mamba.dt_bias": Layout(("ssm_dt.bias",), torch.flatten),
+        "mamba.norm.weight": Layout(("ssm_norm.weight",), torch.flatten),
+        "mamba.conv1d.weight": Layout(("ssm_conv1d.weight",), lambda one: one[:, None]),
+        "shared_mlp.input_linear.weight": Layout(
+            (gates, ups), lambda *both: fused(list(both), (gates, ups))
+        ),
+    }
 
 
 def _pairs(heads: int, key_heads: int) -> dict[str, Layout]:

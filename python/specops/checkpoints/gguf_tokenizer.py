@@ -109,6 +109,7 @@ _SPLITS = {
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "smaug-bpe": _Split((_THREE_DIGITS,)),
+    "dbrx": _Split((_THREE_DIGITS,)),
     "tekken": _Split(
         (rf"{_CASED}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",),
         ignores_merges=True,

@@ -19,10 +19,12 @@ from specops.engine.models.families.fields import (
     FULL,
     LINEAR,
     count,
+    flag,
     index,
     layer_types,
     number,
 )
+from specops.engine.models.families.gguf import GgufForm
 from specops.engine.models.families.mamba2_layers import mamba2
 
 # Kinds of layers in files of transformers 4.
@@ -101,4 +103,50 @@ def mlps(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMlpConfig]:
     return [experts] * num_layers
 
 
-FAMILY = Family(title="Granite 4", read={"GraniteMoeHybridForCausalLM": read})
+def _gguf_fields(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the kinds of the layers: those without key heads have Mamba-2."""
+    key_heads = raw["num_key_value_heads"]
+    inner, hidden = count(raw, "mamba_inner"), count(raw, "hidden_size")
+    if not isinstance(key_heads, list) or len({*key_heads, 0}) != 2:
+        raise ModelError(
+            "attention.head_count_kv must be one number of heads for layers with attention, and 0 "
+            f"for others, got {key_heads!s:.60}"
+        )
+    if inner % hidden:
+        raise ModelError(f"ssm.inner_size must be a multiple of {hidden}, got {inner}")
+    return {
+        "layer_types": [FULL if one else LINEAR for one in key_heads],
+        "num_key_value_heads": max(key_heads),
+        "mamba_expand": inner // hidden,
+        "position_embedding_type": "rope" if flag(raw, "is_rotated", True) else "nope",
+    }
+
+
+_GGUF_KEYS = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_shared_feed_forward_length": "shared_intermediate_size",
+    "rope.scaling.finetuned": "is_rotated",
+    "ssm.conv_kernel": "mamba_d_conv",
+    "ssm.state_size": "mamba_d_state",
+    "ssm.group_count": "mamba_n_groups",
+    "ssm.inner_size": "mamba_inner",
+    "ssm.time_step_rank": "mamba_n_heads",
+}
+FAMILY = Family(
+    title="Granite 4",
+    read={"GraniteMoeHybridForCausalLM": read},
+    gguf=(
+        GgufForm(
+            "granitehybrid",
+            "GraniteMoeHybridForCausalLM",
+            keys=_GGUF_KEYS,
+            defaults={"num_local_experts": 0},
+            fields=_gguf_fields,
+        ),
+    ),
+)

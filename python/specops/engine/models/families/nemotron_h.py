@@ -52,7 +52,8 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
         KeyError: a field is missing.
         ModelError: a field has an invalid or unsupported value.
     """
-    raw = {**NEMOTRON_H, **raw, **{new: raw[old] for old, new in _OLD.items() if old in raw}}
+    renamed = {new: raw[old] for old, new in _OLD.items() if old in raw}
+    raw = {**NEMOTRON_H, **renamed, **raw}
     refuse_values(
         raw,
         {
