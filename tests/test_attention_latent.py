@@ -152,7 +152,10 @@ def test_attention_equals_attention_without_absorption(
     ],
 )
 @pytest.mark.fast(
-    "cpu-[!p]*", "cpu-portable-dtype[23]-*", "simt-dtype2-*", ci=("cpu-*", "simt-dtype[04]-*")
+    "cpu-[!p]*",
+    "cpu-portable-dtype[23]-*",
+    "simt-dtype2-*",
+    ci=("cpu-*-dtype4-*", "simt-dtype[04]-*"),
 )
 def test_prefill_rows_equal_decode_rows(
     device: str, isa: str, on_cuda: bool, dtype: torch.dtype, heads: int

@@ -924,8 +924,3 @@ def test_page_turns_no_text_into_markup() -> None:
         assert not re.search(forbidden, path.read_text(encoding="utf-8")), path.name
     html = (FOLDER / "index.html").read_text(encoding="utf-8")
     assert not re.search(r"\bstyle=|<style|\son\w+=", html), "the policy forbids it"
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.name))
-def test_page_files_are_short(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 300
