@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import specops
 import torch
 from safetensors.torch import load_file
 from specops.integrations.vllm.decoding import Decoded, Job
 
-from bench import bench_engine, checkpoints, common
+from bench import bench_engine, checkpoints, common, limits
 from bench.__main__ import FAMILIES, ON_REQUEST, module_of
 from bench.bench_cascade import Sharing
 from bench.bench_moe import Shape
@@ -243,6 +244,25 @@ def test_vllm_is_measured_with_and_without_specops(
         ("exact", False),
         ("exact", True),
     ]
+
+
+def test_a_limit_is_the_slowest_of_reading_and_instructions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a rehearsal, each instruction is issued 10^9 times a second."""
+    bench = common.Bench(1, rehearsal=True)
+    kinds = ["fp32", "bf16", "fp8", "max of fp32", "max of bf16"]
+    kinds += [f"{weight} {row}" for weight in ("int8", "int4") for row in ("int16", "int8")]
+    for isa in ("avx2", "avx512", "avx512_bf16"):
+        monkeypatch.setattr(specops, "get_isa", lambda isa=isa: isa)
+        for kind in kinds:
+            one, eight = (limits.instructions(bench, kind, 1e6, rows) for rows in (1, 8))
+            assert one.keys() == eight.keys() <= set(limits.RATES)
+            first = next(iter(one))
+            assert eight == {**one, first: 8 * one[first]}
+    work = limits.instructions(bench, "bf16", 3.2e10)
+    assert limits.lowest_limit(bench, 6.4e10, 100, work) == ("dpbf16_512", 1)
+    assert limits.lowest_limit(bench, 6.4e10, 32, work) == ("reading", pytest.approx(2))
 
 
 def test_families_on_request_can_be_requested() -> None:

@@ -246,8 +246,8 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def _list(metadata: Mapping[str, Any], key: str, of: str) -> list[Any] | None:
     """Return a tokenizer list from the metadata, of "texts" or "numbers"; None if absent."""
     found = metadata.get(f"tokenizer.ggml.{key}")
-    kinds = (str,) if of == "texts" else (int, float)
-    is_list = isinstance(found, list) and all(isinstance(one, kinds) for one in found)
+    kinds = {str} if of == "texts" else {int, float}
+    is_list = isinstance(found, list) and set(map(type, found)) <= kinds
     if found is not None and not is_list:
         raise ModelError(f"tokenizer.ggml.{key} must be a list of {of}, got {found!r:.60}")
     return found
@@ -330,7 +330,8 @@ def _compact(merges: list[tuple[str, ...]]) -> list[tuple[str, ...]] | list[str]
     two tokens, or begins like a line with the version of a file of merges.
     """
     texts = list(map(" ".join, merges))
-    is_clear = all(text.count(" ") == 1 and not text.startswith("#version") for text in texts)
+    lines = "\n".join(("", *texts))
+    is_clear = lines.count(" ") == len(texts) and "\n#version" not in lines
     return texts if is_clear else merges
 
 
