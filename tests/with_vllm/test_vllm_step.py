@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampling step alone, on a stand-in for the runner: drafts change no token and no bit."""
+"""The sampling step alone, on stand-ins for both runners: drafts change no token and no bit."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from specops.integrations.vllm.hooks import HOOKS
+from specops.integrations.vllm.hooks import HOOKS, SECOND_RUNNER
 from torch import Tensor
 
 VOCAB, LENGTH = 60, 12
@@ -38,7 +38,8 @@ def runner(texts: list[list[int]], every: list[Any], mode: str, num_logprobs: in
 def test_every_field_that_is_read_is_checked_by_a_hook() -> None:
     """The stand-in has what the step reads and nothing more."""
     given = runner([[1]], [None], "raw_logprobs", None)
-    names = {hook.target.partition(":")[2]: set(hook.names) for hook in HOOKS}
+    hooks = [hook for hook in HOOKS if hook.part != SECOND_RUNNER]
+    names = {hook.target.partition(":")[2]: set(hook.names) for hook in hooks}
     assert vars(given).keys() <= names["GPUModelRunner"]
     assert vars(given.input_batch).keys() == names["InputBatch"]
     assert vars(given.input_batch.sampling_metadata).keys() == names["SamplingMetadata"]
@@ -208,3 +209,76 @@ def test_batch_is_read_again_when_it_changes() -> None:
     sample_step(one, logits, None)
     assert one._specops_batch is not kept
     assert [row.request_id for row in step_requests.rows()] == ["r3", "r2", "r1", "r0"]
+
+
+class SecondRunner:
+    """Stand-in for vLLM's second model runner: the state has the requests in reverse order."""
+
+    def __init__(self, texts: list[list[int]], every: list[Any], num_logprobs: int) -> None:
+        from specops.integrations.vllm.v2_sampler import SpecopsSampler
+
+        count = len(texts)
+        self.indices = list(reversed(range(count)))
+        self.lens = [len(text) for text in texts]
+        token_ids = torch.zeros(count, LENGTH, dtype=torch.int32)
+        for index, text in zip(self.indices, texts, strict=True):
+            token_ids[index, : len(text)] = torch.tensor(text, dtype=torch.int32)
+        self.model_config = SimpleNamespace(seed=0)
+        self.req_states = SimpleNamespace(
+            all_token_ids=SimpleNamespace(gpu=token_ids),
+            prompt_len=SimpleNamespace(np=torch.full((count,), 2).numpy()),
+            prefill_len=SimpleNamespace(gpu=torch.full((count,), 2, dtype=torch.int32)),
+        )
+        states = SimpleNamespace(
+            add_request=lambda index, params: None, max_num_logprobs=lambda rows: num_logprobs
+        )
+        self.sampler: Any = SimpleNamespace(sampling_states=states, logprobs_mode="raw_logprobs")
+        self.sampler = SpecopsSampler(self)
+        for index, params in zip(self.indices, every, strict=True):
+            self.sampler.add_request(index, params)
+
+    def step(self, logits: Tensor, drafts: list[list[int]], invalid: Tensor | None = None) -> Any:
+        starts = torch.tensor([0, *(1 + len(found) for found in drafts)]).cumsum(0)
+        lens = [length + len(found) for length, found in zip(self.lens, drafts, strict=True)]
+        batch = SimpleNamespace(
+            num_reqs=len(drafts),
+            req_ids=[f"r{row}" for row in range(len(drafts))],
+            idx_mapping_np=torch.tensor(self.indices).numpy(),
+            cu_num_logits_np=starts.to(torch.int32).numpy(),
+            seq_lens=torch.tensor(lens, dtype=torch.int32),
+            input_ids=torch.tensor([token for found in drafts for token in (7, *found)]),
+            logits_indices=torch.arange(int(starts[-1])),
+        )
+        return self.sampler(logits, batch, None, invalid)
+
+
+def test_second_runner_has_the_bits_of_the_first() -> None:
+    """A draft that a grammar forbids ends the accepted ones, although it is right."""
+    from specops.integrations.vllm.sample_step import sample_step
+
+    logits = 3 * torch.randn(12, VOCAB, generator=torch.Generator().manual_seed(8))
+    tokens, found = plain_steps(TEXTS, logits, "raw_logprobs")
+    drafts = [text[:2] for text in tokens]
+    first = sample_step(runner(TEXTS, params(), "raw_logprobs", 2), logits, metadata(drafts))
+    second = SecondRunner(TEXTS, params(), 2).step(logits, drafts)
+    assert torch.equal(second.sampled_token_ids, first.sampled_token_ids)
+    assert second.num_sampled.tolist() == [3] * 4 and second.num_rejected.tolist() == [0] * 4
+    for row, kept in enumerate(found):
+        lists = second.logprobs_tensors.tolists().slice_request(row, 3)
+        assert [one.tolist() for one in lists[:3]] == kept
+    invalid = torch.tensor([False, False, True] + [False] * 6 + [False, True, True])
+    third = SecondRunner(TEXTS, params(), 2).step(logits, drafts, invalid)
+    assert third.num_sampled.tolist() == [2, 3, 3, 1]
+    assert third.num_rejected.tolist() == [1, 0, 0, 2]
+    kept = [text[:count] for text, count in zip(tokens, [2, 3, 3, 1], strict=True)]
+    assert [
+        [token for token in row if token >= 0] for row in third.sampled_token_ids.tolist()
+    ] == kept
+
+
+def test_incomplete_prompt_samples_nothing() -> None:
+    second = SecondRunner(TEXTS, params(), -1)
+    second.req_states.prefill_len.gpu[second.indices[0]] = 9
+    output = second.step(torch.randn(4, VOCAB), [[]] * 4)
+    assert output.num_sampled.tolist() == [0, 1, 1, 1] and output.num_rejected.tolist() == [0] * 4
+    assert output.logprobs_tensors is None

@@ -285,7 +285,7 @@ HOOKS = (
     ),
     _hook("", "subclassed", f"{_WORKER}.init_device", "self"),
     _hook("", "subclassed", f"{_WORKER}.load_model", "self load_dummy_weights"),
-    _hook("", "read", f"{_RUNNER}:GPUModelRunner", "vllm_config get_model max_num_tokens"),
+    _hook("", "read", "vllm.v1.worker.cpu_model_runner:CPUModelRunner", "get_model max_num_tokens"),
     _hook("", "called", f"{_RUNNER}:GPUModelRunner._dummy_run", "self num_tokens is_profile"),
     _hook("linear", "subclassed", f"{_WORKER}.reload_weights", "self args kwargs"),
     _hook("linear", "subclassed", f"{_WORKER}.finish_weight_update", "self"),
