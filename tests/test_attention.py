@@ -101,6 +101,11 @@ def grouped(
     return q, cache, PagedBatch(qo_indptr, kv_indptr, kv_indices, kv_lens)
 
 
+def skip_unsupported_heads(on_cuda: bool, head_dim: int) -> None:
+    if on_cuda and head_dim == 512:
+        pytest.skip("CUDA kernels support heads of up to 256 elements only")
+
+
 def lengths_to_indptr(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
@@ -185,12 +190,26 @@ def test_append_attention_matches_the_reference(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "heads,head_dim", [((1, 1), 256), ((2, 1), 96), ((6, 2), 64), ((8, 2), 128), ((16, 2), 64)]
+    "heads,head_dim",
+    [
+        ((1, 1), 256),
+        ((2, 1), 96),
+        ((6, 2), 64),
+        ((8, 2), 128),
+        ((16, 2), 64),
+        ((8, 2), 512),
+    ],
 )
-@pytest.mark.pairwise
+@pytest.mark.pairwise("simt-heads5-*")
 def test_append_attention_supports_every_head_shape(
-    device: str, isa: str, dtype: torch.dtype, heads: tuple[int, int], head_dim: int
+    device: str,
+    isa: str,
+    on_cuda: bool,
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    head_dim: int,
 ) -> None:
+    skip_unsupported_heads(on_cuda, head_dim)
     batch = random_batch([90, 20, 3], [6, 1, 2], dtype, heads, head_dim)
     check_against_reference(batch)
 
@@ -246,6 +265,8 @@ def attend_one(
         (torch.float32, None, (4, 2), 64),
         (torch.float32, 600, (1, 1), 128),
         (torch.float16, None, (2, 1), 96),
+        (torch.bfloat16, 300, (1, 1), 512),
+        (torch.float32, 100, (1, 1), 512),
     ],
 )
 @pytest.mark.fast("cpu-*", "simt-dtype0-*", ci=("simt-dtype[238]-*",))
@@ -258,6 +279,7 @@ def test_append_attention_prefill_rows_equal_decode_rows(
     heads: tuple[int, int],
     head_dim: int,
 ) -> None:
+    skip_unsupported_heads(on_cuda, head_dim)
     length = 580 if on_cuda else 1093
     q = torch.randn(length, heads[0], head_dim).to(dtype)
     k, v = (torch.randn(length, heads[1], head_dim).to(dtype) for _ in range(2))
@@ -607,9 +629,11 @@ def test_append_attention_refuses_invalid_arguments(device: str, on_cuda: bool) 
         assert (got[2] == 0).all() and (lse[2] == -torch.inf).all()
         with pytest.raises(ValueError, match=lengths):
             specops.check_errors()
-    wide = random_batch([4], [1], torch.float32, head_dim=80)
-    with pytest.raises(ValueError, match="head_dim must be 64, 96, 128 or 256, got 80"):
-        attention.append_attention(*wide.arguments())
+    sizes = "64, 96, 128 or 256 on cuda" if on_cuda else "64, 96, 128, 256 or 512"
+    for head_dim in (80, 512) if on_cuda else (80, 1024):
+        wide = random_batch([4], [1], torch.float32, head_dim=head_dim)
+        with pytest.raises(ValueError, match=f"head_dim must be {sizes}, got {head_dim}$"):
+            attention.append_attention(*wide.arguments())
 
 
 def prefix_tree(
@@ -665,6 +689,8 @@ def test_append_attention_does_not_depend_on_shared_prefixes(
     draw = random.Random(seed)
     dtype = DTYPES[seed % 3]
     heads, head_dim = draw.choice([((4, 2), 64), ((2, 1), 96), ((6, 3), 128), ((1, 1), 256)])
+    if seed == 7:  # bfloat16 on the CPU
+        heads, head_dim = (4, 2), 512
     batch, tree = prefix_tree(seed, dtype, heads, head_dim, draw.choice([200, 1500]))
     for window in (None, draw.choice([1, 60, 300, 1000])):
 
@@ -980,15 +1006,18 @@ def test_comparison_detects_planted_faults() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("head_dim,rotary_dim", [(64, 64), (96, 24), (128, 128), (256, 64)])
+@pytest.mark.parametrize(
+    "head_dim,rotary_dim", [(64, 64), (96, 24), (128, 128), (256, 64), (512, 512)]
+)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.fast("*-40-*", "*-1-*-64-64-*")
 @pytest.mark.no_bf16
-@pytest.mark.pairwise
+@pytest.mark.pairwise("simt-*-512-512-*")
 def test_rope_append_kv_matches_the_reference(
     device: str,
     isa: str,
+    on_cuda: bool,
     dtype: torch.dtype,
     interleaved: bool,
     head_dim: int,
@@ -996,6 +1025,7 @@ def test_rope_append_kv_matches_the_reference(
     norm: bool,
     rows: int,
 ) -> None:
+    skip_unsupported_heads(on_cuda, head_dim)
     qkv = torch.randn(rows, 4 + 2 + 2, head_dim).to(dtype)
     q, k, v = qkv.split([4, 2, 2], dim=1)
     cache = torch.full((40, 16, 2, head_dim), 7.0, dtype=dtype)
@@ -1166,8 +1196,8 @@ def test_rope_cos_sin_refuses_invalid_arguments(device: str) -> None:
         with pytest.raises(ValueError, match=message):
             attention.rope_cos_sin(4, 64, 1e4, scaling)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"rotary_dim": 63}, "rotary_dim must be even and at most 256, got 63"),
-        ({"rotary_dim": 258}, "rotary_dim must be even and at most 256, got 258"),
+        ({"rotary_dim": 63}, "rotary_dim must be even and at most 512, got 63"),
+        ({"rotary_dim": 514}, "rotary_dim must be even and at most 512, got 514"),
         ({"rotary_dim": 2**31}, "rotary_dim must be an int32 of at least 2, got 2147483648"),
         ({"rotary_dim": 64.0}, "rotary_dim must be an int32 of at least 2, got 64.0"),
         ({"max_positions": -1}, "max_positions must be an int32 of at least 0, got -1"),

@@ -23,6 +23,7 @@ from test_attention import (
     new_workspace,
     prefix_tree,
     random_batch,
+    skip_unsupported_heads,
 )
 from torch import Tensor
 
@@ -266,9 +267,17 @@ def test_attention_matches_the_reference(
 
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "heads,head_dim", [((1, 1), 256), ((2, 1), 96), ((6, 2), 64), ((8, 2), 128), ((16, 2), 64)]
+    "heads,head_dim",
+    [
+        ((1, 1), 256),
+        ((2, 1), 96),
+        ((6, 2), 64),
+        ((8, 2), 128),
+        ((16, 2), 64),
+        ((8, 2), 512),
+    ],
 )
-@pytest.mark.pairwise
+@pytest.mark.pairwise("simt-heads5-*")
 def test_attention_supports_every_head_shape(
     device: str,
     isa: str,
@@ -277,6 +286,7 @@ def test_attention_supports_every_head_shape(
     heads: tuple[int, int],
     head_dim: int,
 ) -> None:
+    skip_unsupported_heads(on_cuda, head_dim)
     for dtype in query_dtypes(on_cuda):
         plain = random_batch([90, 20, 3], [6, 1, 2], dtype, heads, head_dim)
         check_against_reference(quantized(plain, cache_dtype))
@@ -329,6 +339,7 @@ def test_comparison_detects_planted_faults() -> None:
         (torch.float16, 600, (3, 1), 96),
         (torch.bfloat16, None, (4, 1), 128),
         (torch.float32, 1, (1, 1), 256),
+        (torch.bfloat16, 300, (1, 1), 512),
     ],
 )
 @pytest.mark.fast("cpu-*", "simt-dtype0-*", "simt-dtype3-*-torch.int8", ci=("simt-*-torch.int8",))
@@ -345,6 +356,7 @@ def test_prefill_rows_equal_decode_rows(
 ) -> None:
     """Chunks, page sizes and threads vary; a NaN in a later token affects no earlier row."""
     skip_unsupported(on_cuda, dtype)
+    skip_unsupported_heads(on_cuda, head_dim)
     length = 580 if on_cuda else 1093
     q = torch.randn(length, heads[0], head_dim).to(dtype)
     k, v = (torch.randn(length, heads[1], head_dim).to(dtype) for _ in "kv")

@@ -215,14 +215,14 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
         (
             "Qwen3",
             {"head_dim": 80},
-            "head_dim must be 64, 96, 128 or 256, got 80 (append_attention)",
+            "head_dim must be 64, 96, 128, 256 or 512, got 80 (append_attention)",
         ),
         (
             "Qwen3",
-            {"head_dim": 512},
-            "head_dim * partial_rotary_factor must be even and at most 256, got 512 (rope_cos_sin)",
+            {"head_dim": 514},
+            "head_dim * partial_rotary_factor must be even and at most 512, got 514 (rope_cos_sin)",
         ),
-        ("Qwen3", {"head_dim": None}, "head_dim must be 64, 96, 128 or 256, got 16 (append_att"),
+        ("Qwen3", {"head_dim": None}, "head_dim must be 64, 96, 128, 256 or 512, got 16 (appen"),
         (
             "Qwen3",
             {"num_key_value_heads": 3},
@@ -236,7 +236,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
         (
             "Llama",
             {"partial_rotary_factor": 0.52},
-            "head_dim * partial_rotary_factor must be even and at most 256, got 33 (rope_cos_sin)",
+            "head_dim * partial_rotary_factor must be even and at most 512, got 33 (rope_cos_sin)",
         ),
         (
             "Llama",

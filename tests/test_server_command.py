@@ -375,7 +375,7 @@ def test_model_with_unsupported_sizes_is_not_served(
     capsys.readouterr()
     assert main(["--model", str(tmp_path), "--device", "cpu"]) == 2
     assert capsys.readouterr().err == (
-        f"specops: {tmp_path / 'config.json'}: head_dim must be 64, 96, 128 or 256, got 80 "
+        f"specops: {tmp_path / 'config.json'}: head_dim must be 64, 96, 128, 256 or 512, got 80 "
         "(append_attention)\n"
     )
 

@@ -390,7 +390,7 @@ def test_gradients_are_refused(model: Any) -> None:
     "name,more,message",
     [
         ("Gemma2Config", {}, "does not support softcap, got 50.0"),
-        ("LlamaConfig", {"head_dim": 80}, "head_dim must be 64, 96, 128 or 256, got 80"),
+        ("LlamaConfig", {"head_dim": 80}, "head_dim must be 64, 96, 128, 256 or 512, got 80"),
     ],
 )
 def test_models_with_unsupported_attention_are_refused(

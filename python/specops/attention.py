@@ -53,7 +53,7 @@ _SCALING_KEYS = {
     },
     "proportional": {"factor", "partial_rotary_factor"},
 }
-_MAX_HEAD_DIM = 256  # limit of `rope_append_kv`
+_MAX_HEAD_DIM = 512  # limit of `rope_append_kv`
 LATENT_DIM = 512  # latent attention: leading elements of a token's key that are also its value
 
 # Keys of a checkpoint's rope_parameters that are not part of the scaling.
@@ -73,7 +73,7 @@ def rope_cos_sin(
 
     Args:
         max_positions: number of positions.
-        rotary_dim: number of rotated elements of a head, even, 2 to 256.
+        rotary_dim: number of rotated elements of a head, even, 2 to 512.
         theta: base of the frequencies; finite, above 0.
         scaling: the rope_scaling or rope_parameters mapping of a checkpoint's config: rope_type
             "default", "linear", "llama3", "yarn" or "proportional" with its keys. None: default.
@@ -261,7 +261,7 @@ def rope_append_kv(
 
     Args:
         q: [rows, num_qo_heads, head_dim], float32, bfloat16 or float16. Rows may be strided, as in
-            views of one packed qkv; each row is contiguous. head_dim is at most 256.
+            views of one packed qkv; each row is contiguous. head_dim is at most 512, on CUDA 256.
         k: [rows, num_kv_heads, head_dim], dtype of `q`.
         v: [rows, num_kv_heads, head_dim], dtype of `q`.
         cache: keys and values, dtype of `q`, int8 or float8_e4m3fn; on CUDA the last two require a
@@ -495,7 +495,7 @@ def append_attention(
 
     Args:
         q: [rows, num_qo_heads, head_dim], float32, bfloat16 or float16. Rows may be strided.
-            head_dim is 64, 96, 128 or 256; 576 for latent attention.
+            head_dim is 64, 96, 128, 256 or, on the CPU, 512; 576 for latent attention.
         cache: keys and values, dtype of `q`, int8 or float8_e4m3fn; on CUDA the last two require a
             bfloat16 `q`. page_size is 16, 32 or 64; num_kv_heads divides num_qo_heads. The two bit
             patterns of float8_e4m3fn for NaN are read as 480 and -480. To use one scale per head,

@@ -7,7 +7,7 @@
 namespace specops::SPECOPS_ISA {
 namespace {
 
-constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kMaxHeadDim = 512;
 
 template <typename T>
 void turn_heads(const T* src,

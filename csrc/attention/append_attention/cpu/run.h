@@ -68,6 +68,8 @@ void run_dtype(const AppendAttentionParams& params) {
       return run<T, 96>(params);
     case 128:
       return run<T, 128>(params);
+    case 512:
+      return run<T, 512>(params);
     case kLatentKeyDim:
       return run<T, kLatentKeyDim>(params);
     default:
