@@ -18,11 +18,11 @@ from torch import Tensor
 NUM_ROWS, WIDTH, NUM_TOKENS = 5, 256, 150
 
 
-def attended(randn: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+def attended(randn: Callable[..., Tensor], head_dim: int) -> tuple[Tensor, Tensor]:
     """Return rotated queries of one sequence, and their attention."""
-    q, k, v = randn(NUM_TOKENS, 4, 64), randn(NUM_TOKENS, 2, 64), randn(NUM_TOKENS, 2, 64)
+    q, k, v = (randn(NUM_TOKENS, heads, head_dim) for heads in (4, 2, 2))
     pages = -(-NUM_TOKENS // 16)
-    cache = PagedKv(q.new_zeros(pages, 16, 2, 64), q.new_zeros(pages, 16, 2, 64))
+    cache = PagedKv(*(q.new_zeros(pages, 16, 2, head_dim) for _ in "kv"))
     lens, indptr = torch.tensor([NUM_TOKENS]).int(), torch.tensor([0, pages]).int()
     modes, indices = torch.zeros(1).int(), torch.arange(pages).int()
     rows = batching.prepare_batch(lens, lens, modes, indptr, indices, page_size=16)
@@ -33,9 +33,9 @@ def attended(randn: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
         cache,
         rows.cache_slots,
         rows.positions,
-        attention.rope_cos_sin(256, 64, 1e4),
-        q_norm_weight=randn(64),
-        k_norm_weight=randn(64),
+        attention.rope_cos_sin(256, head_dim, 1e4),
+        q_norm_weight=randn(head_dim),
+        k_norm_weight=randn(head_dim),
     )
     paged = PagedBatch(rows.qo_indptr, indptr, indices, lens)
     return q, attention.append_attention(q, cache, paged)
@@ -62,7 +62,8 @@ OPS: dict[str, Callable[[Callable[..., Tensor]], Any]] = {
     "linear of int4": lambda randn: dense.linear(
         randn(NUM_ROWS, WIDTH), quantized(randn(48, WIDTH), "int4")
     ),
-    "attention": attended,
+    "attention": lambda randn: attended(randn, 64),
+    "attention with heads of 512": lambda randn: attended(randn, 512),
     "top_logprobs": lambda randn: sampling.top_logprobs(3 * randn(4, 5000).float(), 20),
     "sample": lambda randn: sampling.sample(
         3 * randn(4, 5000).float(),
