@@ -75,8 +75,8 @@ def register() -> None:
         return
     if type(current_platform).__name__ != _PLATFORM.rpartition(".")[2]:
         raise NotExactError(
-            "specops: vLLM did not load the platform plug-in specops; VLLM_PLUGINS must be unset "
-            "or name specops"
+            "specops: vLLM did not load the platform plug-in specops; unset VLLM_PLUGINS or name "
+            "specops in it, and install specops again if its metadata is older than its code"
         )
     threads.remember_mask()
     threads.rest_numba()
