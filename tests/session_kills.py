@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from checkpoints import write_config
-from engine_campaign import FAMILIES
 from specops.disaggregated import session_file
 from specops.disaggregated.session_file import SUFFIX, SessionDirectory
 from specops.disaggregated.sessions import Sessions
@@ -30,9 +29,18 @@ from specops.engine import Completion, Engine, EngineConfig, SamplingParams
 POINTS = ("created", "half", "written", "synced", "renamed", "saved")
 TURNS = 4
 PARAMS = SamplingParams(max_tokens=16, temperature=0.0, logprobs=1, seed=1)
+LINEAR = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mtp": ({}, {"method": "mtp", "num_speculative_tokens": 3}),
-    "linear": (FAMILIES["qwen3_5"], {"method": "suffix", "num_speculative_tokens": 4}),
+    "linear": (LINEAR, {"method": "suffix", "num_speculative_tokens": 4}),
 }
 
 

@@ -237,6 +237,17 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
             os._exit(1)
 
 
+@pytest.fixture(autouse=True)
+def restored_runtime_settings() -> Iterator[None]:
+    """Restore the instruction set and the number of threads, which engines of a test may change."""
+    isa, threads = specops.get_isa(), specops.runtime.get_num_threads()
+    yield
+    if specops.get_isa() != isa:
+        specops.set_isa(isa)
+    if specops.runtime.get_num_threads() != threads:
+        specops.set_num_threads(threads)
+
+
 @pytest.fixture
 def empty_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the machine's disk, which may be so full that the weight cache stores nothing."""

@@ -1,23 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Single rounds of the campaigns of random engines and of audits (`make -C tools campaign`)."""
 
-from collections.abc import Iterator
-
 import audit_campaign
 import engine_campaign
 import pytest
-import specops
 
 KINDS = ("none", "wint8", "wint4")
-
-
-@pytest.fixture(autouse=True)
-def restored_runtime_settings() -> Iterator[None]:
-    """Restore the instruction set and the number of threads, which a round changes."""
-    isa, threads = specops.get_isa(), specops.runtime.get_num_threads()
-    yield
-    specops.set_isa(isa)
-    specops.set_num_threads(threads)
 
 
 def test_round_finds_no_difference(capsys: pytest.CaptureFixture[str]) -> None:
