@@ -23,7 +23,7 @@ simt-race: VARIANTS := _simt_race
 simt-asan: VARIANTS := _simt_asan
 simt-smoke: VARIANTS := _simt_race _simt_asan
 simt-race simt-asan simt-smoke: $(VENV)/simt
-	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cmake-* --target $(VARIANTS)
+	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/cmake-cpython-* --target $(VARIANTS)
 
 RACE := SPECOPS_SIMT_BUILD=race $(PYTEST) "not slow"
 ASAN := SPECOPS_SIMT_BUILD=asan \
