@@ -118,7 +118,7 @@ def make_server(drafts: Drafts, host: str, port: int) -> ThreadingHTTPServer:
                 self._answer(404, {"error": f"the path must be {PATH}, got {self.path}"})
                 return
             length = self.headers.get("Content-Length", "")
-            if not length.isdigit() or int(length) > _MAX_BODY:
+            if not length.isdecimal() or int(length) > _MAX_BODY:
                 self.close_connection = True
                 error = f"Content-Length must be at most {_MAX_BODY}, got {length!r}"
                 self._answer(400, {"error": error})

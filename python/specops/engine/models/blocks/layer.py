@@ -58,8 +58,11 @@ class Layer:
     @property
     def weights(self) -> Sequence[PackedWeight]:
         """Packed projections of all blocks."""
-        own = () if self.per_layer is None else self.per_layer.weights
-        return (*self.attention.weights, *self.mlp.weights, *own)
+        return (*self.attention.weights, *self.mlp.weights, *self._per_layer_weights)
+
+    @property
+    def _per_layer_weights(self) -> Sequence[PackedWeight]:
+        return () if self.per_layer is None else self.per_layer.weights
 
     @property
     def sites(self) -> Sequence[AdapterSite]:
@@ -68,8 +71,8 @@ class Layer:
 
     def bytes_read(self, rows: int) -> float:
         """Return the expected bytes of weights that a step of `rows` rows reads."""
-        own = () if self.per_layer is None else self.per_layer.weights
-        return self.attention.bytes_read(rows) + self.mlp.bytes_read(rows) + sum(map(bytes_of, own))
+        own = sum(map(bytes_of, self._per_layer_weights))
+        return self.attention.bytes_read(rows) + self.mlp.bytes_read(rows) + own
 
     def run(
         self,
@@ -90,7 +93,7 @@ class Layer:
             batch: metadata of the rows.
             cache: cache of this layer.
             rows: activations of the rows.
-            views: views of the two blocks.
+            views: views of the blocks.
             own_input: input of attention that replaces `normed`; its width may differ.
             embedded: the layer's own embeddings, if it has some.
         """
