@@ -2,7 +2,7 @@
 """Audit random answers, and answers with planted changes, for ten minutes: no verdict is wrong.
 
     PYTHONPATH=. python tests/audit_campaign.py [--minutes 10] [--rounds N] [--seed 0]
-        [--family NAME]
+        [--family NAME] [--requests 16] [--plant-every 1]
 
 Models, requests and methods are those of engine_campaign.py. An engine answers the requests in
 random order, among others that are aborted. Another engine, with other limits, audits the answers
@@ -10,7 +10,8 @@ as JSON and must confirm each one. Then changes are planted: in the answer, in w
 about its request, and in the engine. Whether the last two kinds change the answer is decided by
 plain decoding with the change; the audit must say the same. For a wrong verdict, the campaign
 prints all that is needed to reproduce it and exits with status 1. The table at the end shows how
-many changes of each kind a single answer showed.
+many changes of each kind a single answer showed. Planting costs most of the time: with
+--plant-every N, only every Nth round does it.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from engine_campaign import (
     FAMILIES,
     HEAD_FAMILIES,
     NO_8_BIT_CACHES,
+    REQUESTS,
     Model,
     bits,
     random_params,
@@ -183,6 +185,7 @@ class Campaign:
 
     Args:
         seed: seed of all choices.
+        requests: number of requests per round.
 
     Attributes:
         answers, tokens: number of audited answers without a change, and their tokens.
@@ -191,20 +194,27 @@ class Campaign:
         wrong: number of wrong verdicts; "none" counts false alarms.
     """
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
+    def __init__(self, seed: int, requests: int = REQUESTS) -> None:
+        self._seed, self._requests = seed, requests
         self.answers = self.tokens = 0
         self.planted: Counter[str] = Counter()
         self.shown: Counter[str] = Counter()
         self.wrong: Counter[str] = Counter()
 
-    def run_round(self, number: int, name: str, folder: Path) -> None:
-        """Answer requests by a model of a family, audit the answers, and plant changes."""
+    def run_round(self, number: int, name: str, folder: Path, *, plants: bool = True) -> None:
+        """Answer requests by a model of a family and audit the answers.
+
+        Args:
+            number: number of the round; with the seed, it determines all choices.
+            name: name of the family.
+            folder: folder for checkpoints.
+            plants: whether to plant changes as well.
+        """
         draw = random.Random(f"audit {self._seed}-{number}")
         model = Model.drawn(draw, name, folder)
         plain = model.plain_engine()
         vocab = model.vocab_of(plain)
-        prompts = random_prompts(draw, vocab, model.longest)
+        prompts = random_prompts(draw, vocab, model.longest, self._requests)
         params = [random_params(draw, vocab, draw.randint(1, model.max_tokens)) for _ in prompts]
         engine, _, speculations = model.random_engine(draw, len(prompts))
         for one in speculations:
@@ -219,6 +229,18 @@ class Campaign:
         self.tokens += sum(len(record.token_ids) for record in records)
         for record, verdict in zip(records, audit(auditor, as_json(records)), strict=True):
             self._judge(f"{model}", "none", record, verdict, is_changed=False)
+        if plants:
+            self._plant(draw, model, plain, auditor, records)
+
+    def _plant(
+        self,
+        draw: random.Random,
+        model: Model,
+        plain: Engine,
+        auditor: Engine,
+        records: list[AuditRecord],
+    ) -> None:
+        """Plant changes in the answers, in the records of their requests, and in the engine."""
         for kinds, always in ((OF_ANSWERS, True), (OF_REQUESTS, False)):
             plants = [
                 (draw.choice(list(kinds)) if record.token_ids else list(kinds)[-1], record)
@@ -237,7 +259,7 @@ class Campaign:
             ):
                 self._judge(f"{model}", kind, record, verdict, is_changed=is_changed)
         kind = draw.choice(list(OF_ENGINES))
-        if kind == "KV dtype" and name in NO_8_BIT_CACHES:
+        if kind == "KV dtype" and model.name in NO_8_BIT_CACHES:
             kind = "weight kind"
         if kind in ("one quantized value", "last bit of one weight"):
             is_float = model.settings["quantization"] == "none"
@@ -312,12 +334,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--family", choices=names, help="family of all rounds (default: each in turn)"
     )
+    parser.add_argument("--requests", type=int, default=REQUESTS, help="requests per round")
+    parser.add_argument(
+        "--plant-every", type=int, default=1, metavar="N", help="plant changes in every Nth round"
+    )
     options = parser.parse_args(arguments)
-    campaign, number = Campaign(options.seed), 0
+    campaign, number = Campaign(options.seed, options.requests), 0
     end = time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory() as folder:
         while number < options.rounds if options.rounds else time.monotonic() < end:
-            campaign.run_round(number, options.family or names[number % len(names)], Path(folder))
+            name = options.family or names[number % len(names)]
+            plants = number % options.plant_every == 0
+            campaign.run_round(number, name, Path(folder), plants=plants)
             number += 1
     print(campaign.table())
     wrong = campaign.wrong.total() - campaign.wrong["none"]

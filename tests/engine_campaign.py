@@ -271,7 +271,9 @@ def random_params(draw: random.Random, vocab: int, max_tokens: int) -> SamplingP
     )
 
 
-def random_prompts(draw: random.Random, vocab: int, longest: int) -> list[list[int]]:
+def random_prompts(
+    draw: random.Random, vocab: int, longest: int, count: int = REQUESTS
+) -> list[list[int]]:
     """Return random prompts: some share beginnings on three levels, and all repeat themselves."""
 
     def text(size: int) -> list[int]:
@@ -282,7 +284,7 @@ def random_prompts(draw: random.Random, vocab: int, longest: int) -> list[list[i
     branches = [draw.choice(roots) + text(draw.randint(1, longest // 3)) for _ in range(3)]
     return [
         draw.choice([[], *roots, *branches, *branches]) + text(draw.randint(1, longest // 3))
-        for _ in range(REQUESTS)
+        for _ in range(count)
     ]
 
 

@@ -280,7 +280,7 @@ def test_append_attention_prefill_rows_equal_decode_rows(
     head_dim: int,
 ) -> None:
     skip_unsupported_heads(on_cuda, head_dim)
-    length = 580 if on_cuda else 1093
+    length = 580 if on_cuda or isa == "portable" else 1093  # two chunks, or three
     q = torch.randn(length, heads[0], head_dim).to(dtype)
     k, v = (torch.randn(length, heads[1], head_dim).to(dtype) for _ in range(2))
     # A later token must not reach an earlier row, not even as zero times NaN.

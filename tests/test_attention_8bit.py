@@ -357,7 +357,7 @@ def test_prefill_rows_equal_decode_rows(
     """Chunks, page sizes and threads vary; a NaN in a later token affects no earlier row."""
     skip_unsupported(on_cuda, dtype)
     skip_unsupported_heads(on_cuda, head_dim)
-    length = 580 if on_cuda else 1093
+    length = 580 if on_cuda or isa == "portable" else 1093  # two chunks, or three
     q = torch.randn(length, heads[0], head_dim).to(dtype)
     k, v = (torch.randn(length, heads[1], head_dim).to(dtype) for _ in "kv")
     k[-1], v[-1] = torch.nan, torch.inf
