@@ -3,8 +3,9 @@
 
 docs/comparison.svg: three bar charts of specops and its peers: greedy texts that speculation
 changes, and tokens per second of plain decoding on two models. docs/cascade.svg: speed-up by
-sharing a prefix, by length of the prefix and number of requests. The charts have their own
-background, so they look alike on light and dark pages.
+sharing a prefix, by length of the prefix and number of requests. docs/grpo.svg: rewards during
+training, by sampler. The charts have their own background, so they look alike on light and dark
+pages.
 """
 
 import argparse
@@ -28,11 +29,17 @@ SYSTEMS = {
 KINDS = ("edits", "completions")
 
 
-Figures = dict[str, dict[str, float]]  # figures of a results file by id
+Results = dict[str, Any]  # a results file
 
 
-def comparison(figures: Figures) -> list[Panel]:
+def figures_of(results: Results) -> dict[str, dict[str, float]]:
+    """Return the figures of a results file by id."""
+    return {figure["id"]: figure for figure in results["figures"]}
+
+
+def comparison(results: Results) -> list[Panel]:
     """Return the charts that compare specops with its peers."""
+    figures = figures_of(results)
 
     def tokens_per_s(case: str) -> dict[str, float]:
         """Return the tokens per second of one request, from milliseconds per step."""
@@ -66,7 +73,7 @@ def comparison(figures: Figures) -> list[Panel]:
     ]
 
 
-def peers(results: dict[str, Any]) -> list[str]:
+def peers(results: Results) -> list[str]:
     """Return the heading of the comparison: machine and versions of the peers."""
     run = results["runs"]["lossless"]["versions"]
     transformers = run["transformers_peer"].partition(",")[0]
@@ -77,8 +84,9 @@ def peers(results: dict[str, Any]) -> list[str]:
     ]
 
 
-def cascade(figures: Figures) -> list[Panel]:
+def cascade(results: Results) -> list[Panel]:
     """Return the charts that compare shared prefixes with the same call without sharing."""
+    figures = figures_of(results)
     return [
         Panel(
             f"{requests} requests",
@@ -92,32 +100,47 @@ def cascade(figures: Figures) -> list[Panel]:
     ]
 
 
+def training(results: Results) -> list[Panel]:
+    """Return the charts of mean rewards in steps of GRPO, one chart per sampler."""
+    names, *rows = results["notes"]["grpo"]["rows"]
+    rewards = [name for name in names if name.startswith("reward")]
+    return [
+        Panel(
+            f"Valid Python, %: {reward.partition(', ')[2]} samples",
+            ("mean reward of 50 steps of GRPO,", "bundled model. More is better."),
+            {f"steps {row[0]}": 100 * float(row[names.index(reward)]) for row in rows},
+        )
+        for reward in rewards
+    ]
+
+
 @dataclass(frozen=True)
 class Picture:
     """A picture in docs/."""
 
     name: str
     title: str  # alternative text
-    panels: Callable[[Figures], list[Panel]]
+    panels: Callable[[Results], list[Panel]]
     ours: Collection[str]
-    heading: Callable[[dict[str, Any]], list[str]] = lambda _: []
+    heading: Callable[[Results], list[str]] = lambda _: []
 
     @property
     def path(self) -> Path:
         """Path of the committed picture."""
         return ROOT / "docs" / self.name
 
-    def drawn(self, results: Path) -> str:
+    def drawn(self, path: Path) -> str:
         """Return the SVG drawn from a results file.
 
         Raises:
             KeyError: the file lacks one of the figures.
         """
+        results = json.loads(path.read_text())
         return picture(
-            self.panels(figures_of(results)),
+            self.panels(results),
             self.title,
             highlighted=self.ours,
-            heading=self.heading(json.loads(results.read_text())),
+            heading=self.heading(results),
         )
 
     def complete_results(self) -> list[Path]:
@@ -145,11 +168,13 @@ CASCADE = Picture(
     cascade,
     {f"{length:,} tokens" for length in GAIN_PREFIX_LENS},
 )
-
-
-def figures_of(results: Path) -> Figures:
-    """Return the figures of a results file by id."""
-    return {figure["id"]: figure for figure in json.loads(results.read_text())["figures"]}
+TRAINING = Picture(
+    "grpo.svg",
+    "Mean reward in 300 steps of GRPO, with rollouts of specops and of transformers",
+    training,
+    (),
+)
+PICTURES = (COMPARISON, CASCADE, TRAINING)
 
 
 def main() -> None:
@@ -157,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.plot_docs", description=__doc__)
     parser.add_argument("results", nargs="?", type=Path)
     named = parser.parse_args().results
-    for one in (COMPARISON, CASCADE):
+    for one in PICTURES:
         results = named or next(iter(one.complete_results()), None)
         if results is None:
             parser.error(f"no file in bench/results has every figure of {one.name}")

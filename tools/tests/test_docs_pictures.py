@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tools.plot_docs import CASCADE, COMPARISON, Picture
+from tools.plot_docs import COMPARISON, PICTURES, Picture
 
 
-@pytest.mark.parametrize("picture", [COMPARISON, CASCADE], ids=lambda one: one.name)
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda one: one.name)
 def test_a_committed_picture_is_that_of_committed_results(picture: Picture) -> None:
     committed = picture.path.read_text()
     assert committed in [picture.drawn(path) for path in picture.complete_results()], (
