@@ -128,8 +128,6 @@ __global__ void __launch_bounds__(kStateThreads)
     float decay = 0.0f;
     if constexpr (kHasChannels) {
       if (thread < dim) decay = decay_at(row, head * dim + thread);
-    } else {
-      decay = decay_at(row, head);
     }
     load_row<kHasChannels>(shared,
                            static_cast<const T*>(params.q) + row * params.q_stride + key_head,
@@ -137,6 +135,7 @@ __global__ void __launch_bounds__(kStateThreads)
                            dim,
                            scale,
                            decay);
+    if constexpr (!kHasChannels) decay = decay_at(row, head);
     float strength =
         strength_of(to_float(static_cast<const T*>(params.b)[row * params.b_stride + head]));
     float v = 0.0f;
