@@ -144,6 +144,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 32,
         "num_nextn_predict_layers": 0,
     },
+    "kimi_linear": {
+        **_EXPERTS,
+        "architectures": ["KimiLinearForCausalLM"],
+        "num_hidden_layers": 3,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 48,
+        "mla_use_nope": True,
+        "num_experts": 8,
+        "routed_scaling_factor": 2.5,
+        "linear_attn_config": {
+            "kda_layers": [1, 3],
+            "full_attn_layers": [2],
+            "num_heads": 2,
+            "head_dim": 32,
+            "short_conv_kernel_size": 4,
+        },
+        "num_nextn_predict_layers": 0,
+    },
     "gemma3": {
         "architectures": ["Gemma3ForCausalLM"],
         "sliding_window": 24,
@@ -182,10 +202,16 @@ HEAD_FAMILIES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
         _UNSCALED,
     ),
 }
-NO_MTP = {"gemma3", "gemma4", "granite", "falcon_h1", "nemotron_h", *HEAD_FAMILIES}
-NO_8_BIT_CACHES = {"deepseek_v3"}  # latents have no 8-bit caches
+NO_MTP = {
+    *("gemma3", "gemma4", "granite", "falcon_h1", "nemotron_h", "kimi_linear"),
+    *HEAD_FAMILIES,
+}
+NO_8_BIT_CACHES = {"deepseek_v3", "kimi_linear"}  # latents have no 8-bit caches
 # Models with recurrent states: the state memory limits the number of drafts.
-HAVE_STATES = {"qwen3_next", "qwen3_5", "granite", "falcon_h1", "nemotron_h", "qwen3_5 with heads"}
+HAVE_STATES = {
+    *("qwen3_next", "qwen3_5", "granite", "falcon_h1", "nemotron_h", "kimi_linear"),
+    "qwen3_5 with heads",
+}
 MOST_DRAFTS = 12
 
 

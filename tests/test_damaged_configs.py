@@ -81,6 +81,15 @@ NEMOTRON: dict[str, Any] = {
     **{"moe_shared_expert_intermediate_size": 32, "layer_norm_epsilon": 1e-5},
     **{"mlp_hidden_act": "relu2", "sliding_window": None, "num_hidden_layers": 4},
 }
+KIMI: dict[str, Any] = {
+    **{"mla_use_nope": True, "num_experts_per_token": 1, "num_shared_experts": 1},
+    **{"num_expert_group": 1, "moe_renormalize": True, "model_max_length": 256},
+    **{"moe_router_activation_func": "sigmoid", "moe_layer_freq": 1},
+    "linear_attn_config": {
+        **{"kda_layers": [1, 3], "full_attn_layers": [2], "num_heads": 2, "head_dim": 32},
+        "short_conv_kernel_size": 4,
+    },
+}
 GEMMA: dict[str, Any] = {
     **{"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 64},
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
@@ -117,6 +126,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GraniteMoeHybridForCausalLM": FIELDS | EXPERTS | MAMBA,
     "FalconH1ForCausalLM": FIELDS | {**MAMBA, "layer_types": None} | FALCON,
     "NemotronHForCausalLM": FIELDS | EXPERTS | NEMOTRON,
+    "KimiLinearForCausalLM": FIELDS | EXPERTS | LATENT | KIMI,
     "Gemma3ForCausalLM": {key: one for key, one in FIELDS.items() if key != "hidden_act"} | GEMMA,
     "Gemma3ForConditionalGeneration": {"text_config": {"hidden_size": 64, **GEMMA}},
     "Gemma4ForCausalLM": FIELDS | GEMMA4,

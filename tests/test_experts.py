@@ -27,6 +27,7 @@ from specops.engine.models import load_model, load_mtp
 from specops.engine.models.blocks.attention import AttentionConfig
 from specops.engine.models.blocks.block import Rope, bytes_of
 from specops.engine.models.blocks.experts import Experts, ExpertsConfig
+from specops.engine.models.blocks.latent_attention import LatentAttentionConfig
 from specops.engine.models.blocks.layer import LayerConfig
 from specops.engine.models.blocks.mamba2 import Mamba2Config
 from specops.engine.models.blocks.mlp import DenseMlpConfig
@@ -207,6 +208,27 @@ NEMOTRON: dict[str, Any] = {
     "routed_scaling_factor": 2.5,
 }
 FAMILIES["nemotron_h"] = ("NemotronH", NEMOTRON)
+KIMI: dict[str, Any] = {
+    **LATENT,
+    "num_hidden_layers": 4,
+    "q_lora_rank": None,
+    "num_experts": 8,
+    "num_experts_per_token": 3,
+    "num_shared_experts": 1,
+    "num_expert_group": 1,
+    "moe_renormalize": True,
+    "moe_intermediate_size": 48,
+    "model_max_length": 256,
+    "mla_use_nope": True,
+    "linear_attn_config": {
+        "kda_layers": [1, 2, 4],
+        "full_attn_layers": [3],
+        "num_heads": 4,
+        "head_dim": 32,
+        "short_conv_kernel_size": 4,
+    },
+}
+FAMILIES["kimi_linear"] = ("KimiLinear", KIMI)
 FALCON: dict[str, Any] = {
     "mamba_d_ssm": 96,
     "mamba_n_heads": 6,
@@ -252,6 +274,9 @@ def _recurrent_states(monkeypatch: pytest.MonkeyPatch) -> None:
         theirs = pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
         rule = theirs.torch_recurrent_gated_delta_rule
         monkeypatch.setattr(theirs, "torch_chunk_gated_delta_rule", rule)
+    theirs = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+    rule = theirs.recurrent_kimi_delta_attention
+    monkeypatch.setattr(theirs, "chunk_kimi_delta_attention", rule)
     for name in ("granitemoehybrid", "nemotron_h", "falcon_h1"):
         theirs = pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
         monkeypatch.setattr(theirs, "mamba2_chunk_scan", recurrent_scan)
@@ -273,7 +298,19 @@ def make_experts(directory: Path, family: str, **changes: Any) -> Any:
             elif kind == "GptOss" and name.endswith("gate_up_proj"):
                 parameter.mul_(4)
     theirs.save_pretrained(directory)
+    if kind == "KimiLinear":
+        rename_dense_mlps(directory)
     return theirs
+
+
+def rename_dense_mlps(directory: Path) -> None:
+    """Give dense MLPs their published names; transformers 5.23 names them like experts."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        old = f"model.layers.0.block_sparse_moe.{part}.weight"
+        tensors[f"model.layers.0.mlp.{part}.weight"] = tensors.pop(old)
+    save_file(tensors, file)
 
 
 def exact_and_allowed(theirs: Any, ids: list[int]) -> tuple[Tensor, Tensor]:
@@ -336,6 +373,14 @@ def mamba(**changes: Any) -> Fault:
     return lambda layer: (
         replace(layer, attention=replace(layer.attention, **changes))
         if isinstance(layer.attention, Mamba2Config)
+        else layer
+    )
+
+
+def latent(**changes: Any) -> Fault:
+    return lambda layer: (
+        replace(layer, attention=replace(layer.attention, **changes))
+        if isinstance(layer.attention, LatentAttentionConfig)
         else layer
     )
 
@@ -416,6 +461,13 @@ FAULTS: list[tuple[str, Fault]] = [
     ("nemotron_h", experts(shared=None)),
     ("nemotron_h", mamba(has_conv_bias=False)),
     ("nemotron_h", attention(rope=Rope(theta=10000.0, scaling=None, dim=64))),
+    ("kimi_linear", routed(bias=None)),
+    ("kimi_linear", routed(min_sum=None)),
+    ("kimi_linear", routed(scale=1.0)),
+    ("kimi_linear", experts(shared=None)),
+    ("kimi_linear", experts(projections=("w3", "w1", "w2"))),
+    ("kimi_linear", latent(rope=Rope(theta=10000.0, scaling=None, dim=64))),
+    ("kimi_linear", latent(sm_scale=64**-0.5)),
     ("gpt_oss", routed(min_sum=None)),
     ("gpt_oss", routed(scoring="sigmoid")),
     ("gpt_oss", experts(activation="silu")),
@@ -449,7 +501,8 @@ def test_missing_rules_are_detected(tmp_path: Path, family: str, fault: Fault) -
 @pytest.mark.parametrize("quantization", ["none", "wint8"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
-    "family", ["ernie4_5", "deepseek_v3", "gpt_oss", "qwen3_next", "granite", "nemotron_h"]
+    "family",
+    ["ernie4_5", "deepseek_v3", "gpt_oss", "qwen3_next", "granite", "nemotron_h", "kimi_linear"],
 )
 @pytest.mark.fast(
     "*-ernie4_5-*",
@@ -457,6 +510,7 @@ def test_missing_rules_are_detected(tmp_path: Path, family: str, fault: Fault) -
     "*-gpt_oss-bfloat16-none",
     "*-qwen3_next-bfloat16-none",
     "*-granite-bfloat16-none",
+    "*-kimi_linear-bfloat16-none",
 )
 @pytest.mark.pairwise
 def test_rows_do_not_depend_on_batch_chunks_or_threads(
@@ -561,6 +615,108 @@ def test_unsupported_clamps_are_refused(tmp_path: Path) -> None:
     write_config(tmp_path, architectures=["GptOssForCausalLM"], swiglu_limit=5.0)
     with pytest.raises(ModelError, match=r"swiglu_limit must be 7\.0, got 5\.0"):
         read_model_config(tmp_path)
+
+
+# config.json of Kimi-Linear-48B-A3B-Instruct, as published.
+PUBLISHED_KIMI: dict[str, Any] = {
+    "architectures": ["KimiLinearForCausalLM"],
+    "dtype": "bfloat16",
+    "first_k_dense_replace": 1,
+    "head_dim": 72,
+    "hidden_act": "silu",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "kv_lora_rank": 512,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "head_dim": 128,
+        "kda_layers": [one for one in range(1, 27) if one % 4],
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+    "mla_use_nope": True,
+    "model_max_length": 1048576,
+    "moe_intermediate_size": 1024,
+    "moe_layer_freq": 1,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_attention_heads": 32,
+    "num_expert_group": 1,
+    "num_experts": 256,
+    "num_experts_per_token": 8,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 32,
+    "num_nextn_predict_layers": 0,
+    "num_shared_experts": 1,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "routed_scaling_factor": 2.446,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "use_grouped_topk": True,
+    "v_head_dim": 128,
+    "vocab_size": 163840,
+}
+
+
+def kimi_config(directory: Path, **changes: Any) -> ModelConfig:
+    (directory / "config.json").write_text(json.dumps({**PUBLISHED_KIMI, **changes}))
+    return read_model_config(directory)
+
+
+def test_published_kimi_linear_fields_equal_those_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    published = kimi_config(tmp_path)
+    kinds = [layer.attention.kind for layer in published.layers]
+    latent = {3, 7, 11, 15, 19, 23, 26}
+    assert {i for i, kind in enumerate(kinds) if kind == "multi-head latent attention"} == latent
+    assert isinstance(published.layers[0].mlp, DenseMlpConfig)
+    fields = {key: one for key, one in PUBLISHED_KIMI.items() if not key.startswith("rope_")}
+    theirs = transformers.KimiLinearConfig(**fields).to_dict()
+    for name in ("linear_attn_config", "first_k_dense_replace"):
+        theirs.pop(name)
+    config = {**theirs, "architectures": PUBLISHED_KIMI["architectures"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_model_config(tmp_path) == published
+
+
+@pytest.mark.parametrize(
+    "changes,words",
+    [
+        ({"kda_layers": [*range(1, 28)]}, "full_attn_layers must hold .* got 4"),
+        ({"kda_layers": [0, 1]}, "kda_layers must hold numbers of layers from 1 to 27, .* got 0"),
+        ({"kda_layers": [1, 2]}, "got neither for layer 3"),
+        ({"kda_layers": [*range(1, 28)], "full_attn_layers": []}, "at least one layer"),
+        ({"gate_lower_bound": -5.0}, r"linear_attn_config\.gate_lower_bound must be None"),
+        ({"use_full_rank_gate": True}, r"linear_attn_config\.use_full_rank_gate must be False"),
+    ],
+)
+def test_invalid_linear_attention_of_kimi_is_refused(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    linear = {**PUBLISHED_KIMI["linear_attn_config"], **changes}
+    with pytest.raises(ModelError, match=words):
+        kimi_config(tmp_path, linear_attn_config=linear)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mla_use_nope": False},
+        {"mla_use_output_gate": True},
+        {"attn_res_block_size": 2},
+        {"moe_router_activation_func": "softmax"},
+        {"mlp_layer_types": ["dense"]},
+    ],
+)
+def test_unsupported_kimi_models_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    (name,) = changes
+    with pytest.raises(ModelError, match=f"{name} must "):
+        kimi_config(tmp_path, **changes)
 
 
 # MTP modules

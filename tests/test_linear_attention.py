@@ -59,6 +59,7 @@ class Heads(NamedTuple):
     values: int
     key_dim: int
     value_dim: int
+    has_channels: bool = False  # whether each key channel has its own decay
 
     @property
     def num_row_inputs(self) -> int:
@@ -82,8 +83,9 @@ class Heads(NamedTuple):
             (self.values, self.value_dim),
             (self.values,),
         )
+        decays = (self.values, self.key_dim) if self.has_channels else each
         shapes: dict[str, tuple[tuple[int, ...], ...]] = {
-            DELTA: (keys, keys, values, each, each),
+            DELTA: (keys, keys, values, decays, each),
             SPACE: (values, each, keys, keys),
         }
         made = []
@@ -93,7 +95,7 @@ class Heads(NamedTuple):
             wide[:, 2 : 2 + size] = torch.randn(rows, size).to(dtype)
             made.append(wide.to(device)[:, 2 : 2 + size].unflatten(1, shape))
         a_log = torch.rand(self.values).mul(4).log().to(device)
-        others = [torch.randn(self.values).to(device) for _ in range(6 - self.num_row_inputs)]
+        others = [torch.randn(decays).to(device) for _ in range(6 - self.num_row_inputs)]
         return [*made, a_log, *others]
 
     @property
@@ -102,9 +104,23 @@ class Heads(NamedTuple):
         return (NUM_SLOTS, WINDOW, self.values, self.key_dim, self.value_dim)
 
 
-SMALL = [Heads(DELTA, 1, 1, 16, 16), Heads(SPACE, 1, 1, 16, 16)]
-HEADS = [*SMALL, Heads(DELTA, 2, 6, 48, 80), Heads(SPACE, 2, 6, 48, 80)]
-WIDE = [Heads(DELTA, 2, 2, 128, 32), Heads(SPACE, 1, 2, 128, 64), Heads(SPACE, 1, 2, 208, 32)]
+SMALL = [
+    Heads(DELTA, 1, 1, 16, 16),
+    Heads(DELTA, 1, 1, 16, 16, has_channels=True),
+    Heads(SPACE, 1, 1, 16, 16),
+]
+HEADS = [
+    *SMALL,
+    Heads(DELTA, 2, 6, 48, 80),
+    Heads(DELTA, 2, 6, 48, 80, has_channels=True),
+    Heads(SPACE, 2, 6, 48, 80),
+]
+WIDE = [
+    Heads(DELTA, 2, 2, 128, 32),
+    Heads(DELTA, 2, 2, 128, 32, has_channels=True),
+    Heads(SPACE, 1, 2, 128, 64),
+    Heads(SPACE, 1, 2, 208, 32),
+]
 
 
 def check_states(got: Tensor, want: Tensor, before: Tensor) -> None:
@@ -309,6 +325,18 @@ def test_steps_without_rows_change_nothing(
     mixed = linear_attention.causal_conv1d(x, weight, conv, **arguments)
     assert out.shape == (rows, 1, 16) and mixed.shape == (rows, 16)
     assert not out.any() and not mixed.any() and (states == 1).all() and (conv == 1).all()
+
+
+@pytest.mark.parametrize("has_channels", [False, True])
+def test_decays_have_the_shape_of_their_bias(device: str, has_channels: bool) -> None:
+    """`a` decides between a decay per head and one per key channel."""
+    heads = Heads(DELTA, 1, 2, 16, 16, has_channels)
+    inputs, states = heads.inputs(3, torch.float32, device), torch.ones(heads.states, device=device)
+    inputs[6] = torch.zeros((2,) if has_channels else (2, 16), device=device)
+    shape = r"\[num_value_heads=2, key_dim=16\]" if has_channels else r"\[num_value_heads=2\]"
+    with pytest.raises(ValueError, match=f"dt_bias must be float32 {shape}, got"):
+        heads.run(*inputs, states, **indices([Rows(1, 0, 3)], device))
+    assert (states == 1).all()
 
 
 FAULTS: dict[str, tuple[str, list[int], str]] = {

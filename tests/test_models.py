@@ -448,7 +448,7 @@ def test_lm_head_in_the_file_is_used_though_it_is_tied(
 
 # ---- fields that files leave out ----
 
-COMPUTED = ("layer_types", "qk_head_dim", "per_layer_config")
+COMPUTED = ("layer_types", "mlp_layer_types", "qk_head_dim", "per_layer_config")
 # Fields for which transformers distinguishes null from absence.
 NULL_IS_A_VALUE = ("sliding_window", "q_lora_rank", "head_dim", "num_key_value_heads")
 SMALL = {
@@ -482,6 +482,7 @@ CONFIGS = {
     "GraniteMoeHybridForCausalLM": "GraniteMoeHybridConfig",
     "FalconH1ForCausalLM": "FalconH1Config",
     "NemotronHForCausalLM": "NemotronHConfig",
+    "KimiLinearForCausalLM": "KimiLinearConfig",
     "Gemma3ForCausalLM": "Gemma3TextConfig",
     "Gemma4ForCausalLM": "Gemma4TextConfig",
 }

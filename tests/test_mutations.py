@@ -177,6 +177,20 @@ MUTATIONS = [
         STATES,
     ),
     Mutation(
+        "a key channel has the decay of another one",
+        "linear_attention/gated_delta_rule.cuh",
+        "decay = shared.decay[i * kStateLanes + lane];",
+        "decay = shared.decay[i * kStateLanes];",
+        STATES,
+    ),
+    Mutation(
+        "a head has the decays of the first head",
+        "linear_attention/gated_delta_rule.cuh",
+        "decay_at(row, head * dim + thread);",
+        "decay_at(row, thread);",
+        STATES,
+    ),
+    Mutation(
         "an input is added before the state decays",
         "linear_attention/selective_state_update.cuh",
         "__fmaf_rn(shared.b[place], scaled, __fmul_rn(decay, state[i]));",

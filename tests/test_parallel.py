@@ -37,7 +37,10 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "keys_as_values": ("Gemma4", KEYS_AS_VALUES),
 }
 # Models of test_experts.py.
-WITH_EXPERTS = ("qwen3", "glm4", "deepseek_v3", "gpt_oss", "qwen3_next", "granite", "nemotron_h")
+WITH_EXPERTS = (
+    *("qwen3", "glm4", "deepseek_v3", "gpt_oss", "qwen3_next", "granite", "nemotron_h"),
+    "kimi_linear",
+)
 MODELS = (*DENSE, *WITH_EXPERTS, "qwen3_5", "falcon_h1")
 WIDE = {"intermediate_size": 256, "moe_intermediate_size": 64}  # multiples of a quantization group
 DRAFTS = {"num_speculative_tokens": 4, "adaptive_verification": False}
@@ -124,7 +127,7 @@ def check(model: Path, count: int, size: int = 2, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.fast("one_kv_head", "deepseek_v3", "qwen3_5", "falcon_h1", ci=("*",))
+@pytest.mark.fast("one_kv_head", "deepseek_v3", "qwen3_5", "falcon_h1", "kimi_linear", ci=("*",))
 def test_several_ranks_have_the_bits_of_one_rank(name: str, directory_of: Any) -> None:
     check(directory_of(name), 7)
 

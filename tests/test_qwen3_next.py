@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear attention and Mamba-2 in the engine: states need no rollback, drafts change no bit.
+"""Linear attention, KDA and Mamba-2 in the engine: states need no rollback, drafts change no bit.
 
 Drafts are rejected at every position, steps without drafts follow partly accepted ones, requests
 lose their slots, and prompts come in chunks. Each bug that these cases could hide is planted.
@@ -36,7 +36,7 @@ from torch import Tensor
 DRAFTS, TOKENS = 4, 24
 
 
-QWEN, MAMBA = "Qwen3Next", ("granite", "nemotron_h", "falcon_h1")
+QWEN, OTHERS = "Qwen3Next", ("granite", "nemotron_h", "falcon_h1", "kimi_linear")
 
 
 @cache
@@ -57,6 +57,7 @@ def directory(family: str = QWEN) -> str:
         "nemotron_h",
         "falcon_h1",
         "falcon_h1_norm",
+        "kimi_linear",
     ],
 )
 def test_logits_equal_transformers(tmp_path: Path, family: str) -> None:
@@ -204,9 +205,11 @@ def test_speculation_changes_no_bit(method: str, limits: str) -> None:
 
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
-@pytest.mark.parametrize("family", MAMBA)
-@pytest.mark.fast("granite-ngram-preempted", "falcon_h1-suffix-chunks", ci=("*",))
-def test_speculation_changes_no_bit_of_mamba2(family: str, method: str, limits: str) -> None:
+@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.fast(
+    "granite-ngram-preempted", "falcon_h1-suffix-chunks", "kimi_linear-ngram-preempted", ci=("*",)
+)
+def test_speculation_changes_no_bit_of_other_states(family: str, method: str, limits: str) -> None:
     check_speculation(method, limits, 20, family)
 
 
@@ -215,7 +218,7 @@ def test_speculation_changes_no_bit_of_mamba2(family: str, method: str, limits: 
     "method,family",
     [
         *((method, QWEN) for method in ("ngram", "suffix", "mtp")),
-        *((method, family) for method in ("ngram", "suffix") for family in MAMBA),
+        *((method, family) for method in ("ngram", "suffix") for family in OTHERS),
     ],
 )
 def test_speculation_changes_no_bit_of_300_requests(method: str, family: str) -> None:
@@ -297,8 +300,8 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
-@pytest.mark.parametrize("family", [QWEN, *MAMBA])
-@pytest.mark.fast("Qwen3Next-*", ci=("*",))
+@pytest.mark.parametrize("family", [QWEN, *OTHERS])
+@pytest.mark.fast("Qwen3Next-*", "kimi_linear-*", ci=("*",))
 def test_planted_bugs_are_noticed(family: str, bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [bits(one) for one in plain(20, family)]
     BUGS[bug](monkeypatch)
@@ -451,9 +454,11 @@ def test_cached_prefixes_change_no_bit(method: str, cache: str) -> None:
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("method", ["naive", "ngram"])
-@pytest.mark.parametrize("family", MAMBA)
-@pytest.mark.fast("falcon_h1-ngram-few kept", ci=("*",))
-def test_cached_prefixes_change_no_bit_of_mamba2(family: str, method: str, cache: str) -> None:
+@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.fast("falcon_h1-ngram-few kept", "kimi_linear-ngram-few pages", ci=("*",))
+def test_cached_prefixes_change_no_bit_of_other_states(
+    family: str, method: str, cache: str
+) -> None:
     check_conversations(method, cache, 30, family)
 
 
@@ -463,7 +468,7 @@ def test_cached_prefixes_change_no_bit_of_mamba2(family: str, method: str, cache
     "method,family",
     [
         *((method, QWEN) for method in ("naive", "ngram", "suffix", "mtp")),
-        *((method, family) for method in ("ngram", "suffix") for family in MAMBA),
+        *((method, family) for method in ("ngram", "suffix") for family in OTHERS),
     ],
 )
 def test_cached_prefixes_change_no_bit_of_300_requests(

@@ -448,12 +448,16 @@ def states_job(generator: torch.Generator) -> list[Tensor]:
     out = linear_attention.gated_delta_rule(
         *heads, *gates, torch.zeros(5), torch.ones(5), states, *given
     )
+    by_channel = torch.zeros(2, 3, 5, 64, 64)
+    decayed = linear_attention.gated_delta_rule(
+        *heads, heads[0], gates[1], torch.zeros(5), torch.ones(5, 64), by_channel, *given
+    )
     space = torch.zeros(2, 3, 5, 64, 64)
     queried = linear_attention.selective_state_update(
         heads[0], gates[0], *heads[1:], *torch.ones(3, 5), space, *given
     )
     gated = dense.output_gate(out, heads[0], norm_weight=x[0, :64].contiguous())
-    return [conv, states, space, queried, gated]
+    return [conv, states, by_channel, decayed, space, queried, gated]
 
 
 def big_job() -> list[Tensor]:

@@ -15,9 +15,14 @@ void gated_delta_rule_cuda(const GatedDeltaRuleParams& params, CudaStream stream
            stream,
            params);
   };
-  if (params.dtype == DType::kBFloat16) return run(gated_delta_rule_kernel<bfloat16>);
-  if (params.dtype == DType::kFloat16) return run(gated_delta_rule_kernel<float16>);
-  run(gated_delta_rule_kernel<float>);
+  if (params.num_decays > 1) {
+    if (params.dtype == DType::kBFloat16) return run(gated_delta_rule_kernel<bfloat16, true>);
+    if (params.dtype == DType::kFloat16) return run(gated_delta_rule_kernel<float16, true>);
+    return run(gated_delta_rule_kernel<float, true>);
+  }
+  if (params.dtype == DType::kBFloat16) return run(gated_delta_rule_kernel<bfloat16, false>);
+  if (params.dtype == DType::kFloat16) return run(gated_delta_rule_kernel<float16, false>);
+  run(gated_delta_rule_kernel<float, false>);
 }
 
 }  // namespace specops

@@ -10,10 +10,12 @@ constexpr int kDeltaKeys = kMostKeyDim / kStateLanes;  // elements of a column p
 constexpr int kDeltaWarps = kStateThreads / kWarpSize;
 static_assert(kMostKeyDim == kStateThreads, "a thread normalises one element of q and of k");
 
-// q and k of a row in shared memory, and the sums of their squares per warp.
+// q, k and, with a decay per key channel, the decays of a row in shared memory; and the sums of
+// squares of q and k per warp.
 struct DeltaShared {
   float q[kMostKeyDim];
   float k[kMostKeyDim];
+  float decay[kMostKeyDim];
   float q_squares[kDeltaWarps];
   float k_squares[kDeltaWarps];
 };
@@ -26,9 +28,11 @@ __device__ inline float warp_sum(float x) {
   return x;
 }
 
-// Loads q and k of one row to shared memory as floats, normalized to length `scale` (q) and 1 (k).
-template <typename T>
-__device__ inline void load_row(DeltaShared& shared, const T* q, const T* k, int dim, float scale) {
+// Loads q and k of one row to shared memory as floats, normalized to length `scale` (q) and 1 (k);
+// with kHasChannels, also stores `decay` of this thread's key channel.
+template <bool kHasChannels, typename T>
+__device__ inline void load_row(
+    DeltaShared& shared, const T* q, const T* k, int dim, float scale, float decay) {
   int thread = static_cast<int>(threadIdx.x);
   float query = 0.0f, key = 0.0f;
   if (thread < dim) {
@@ -53,11 +57,13 @@ __device__ inline void load_row(DeltaShared& shared, const T* q, const T* k, int
   };
   shared.q[thread] = __fmul_rn(__fmul_rn(query, inverse(q_squares)), scale);
   shared.k[thread] = __fmul_rn(key, inverse(k_squares));
+  if constexpr (kHasChannels) shared.decay[thread] = decay;
   __syncthreads();
 }
 
 // Computes, for each row in order, with q and k normalized to length key_dim^-1/2 and 1:
 // state = decay * state; state += k (v - k state) strength; out = q state.
+// The decay is one factor per head or, with kHasChannels, one per key channel.
 // Grid:    x = (batch + 1) * value heads * pieces of 32 columns of a state (unbounded); the last
 //          ones handle padding rows.
 // Block:   128 threads; four threads hold a column of a state in registers, every fourth element
@@ -70,8 +76,8 @@ __device__ inline void load_row(DeltaShared& shared, const T* q, const T* k, int
 //          then a tree of four. Sums of squares: a tree over a warp, then warps in order. No order
 //          depends on the number of rows in a step. A request with a fault is reported, and its
 //          rows are not written.
-// Source:  Yang, Kautz and Hatamizadeh 2024 (Gated DeltaNet).
-template <typename T>
+// Source:  Yang, Kautz and Hatamizadeh 2024 (Gated DeltaNet); Kimi Team 2025 (Kimi Linear).
+template <typename T, bool kHasChannels>
 __global__ void __launch_bounds__(kStateThreads)
     gated_delta_rule_kernel(GatedDeltaRuleParams params) {
   wait_for_previous_kernel();
@@ -113,14 +119,23 @@ __global__ void __launch_bounds__(kStateThreads)
   }
   int64_t key_head = head / (heads / params.num_key_heads) * dim;
   float scale = __fdiv_rn(1.0f, __fsqrt_rn(static_cast<float>(dim)));
+  // Returns the decay of a head, or of one of its key channels.
+  auto decay_at = [&](int64_t row, int64_t place) {
+    float a = to_float(static_cast<const T*>(params.a)[row * params.a_stride + place]);
+    return decay_of(params.a_log[head], softplus(a + params.dt_bias[place]));
+  };
   for (int64_t row = range.first; row < range.end; ++row) {
-    load_row(shared,
-             static_cast<const T*>(params.q) + row * params.q_stride + key_head,
-             static_cast<const T*>(params.k) + row * params.k_stride + key_head,
-             dim,
-             scale);
-    float a = to_float(static_cast<const T*>(params.a)[row * params.a_stride + head]);
-    float decay = decay_of(params.a_log[head], softplus(a + params.dt_bias[head]));
+    float decay = 0.0f;
+    if constexpr (kHasChannels) {
+      if (thread < dim) decay = decay_at(row, head * dim + thread);
+    }
+    load_row<kHasChannels>(shared,
+                           static_cast<const T*>(params.q) + row * params.q_stride + key_head,
+                           static_cast<const T*>(params.k) + row * params.k_stride + key_head,
+                           dim,
+                           scale,
+                           decay);
+    if constexpr (!kHasChannels) decay = decay_at(row, head);
     float strength =
         strength_of(to_float(static_cast<const T*>(params.b)[row * params.b_stride + head]));
     float v = 0.0f;
@@ -131,6 +146,7 @@ __global__ void __launch_bounds__(kStateThreads)
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kDeltaKeys; ++i) {
+      if constexpr (kHasChannels) decay = shared.decay[i * kStateLanes + lane];
       state[i] = __fmul_rn(decay, state[i]);
       sum = __fmaf_rn(shared.k[i * kStateLanes + lane], state[i], sum);
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// gated_delta_rule: linear attention with one state matrix per head. Each row lets the state decay
-// and then corrects it towards the row's k and v.
+// gated_delta_rule: linear attention with one state matrix per head. Each row lets the state decay,
+// as a whole or by one factor per key channel, and then corrects it towards the row's k and v.
 #pragma once
 
 #include <cmath>
@@ -21,10 +21,10 @@ struct GatedDeltaRuleParams {
   const void* q;         // [rows, num_key_heads, key_dim], rows are q_stride apart
   const void* k;         // [rows, num_key_heads, key_dim], rows are k_stride apart
   const void* v;         // [rows, num_value_heads, value_dim], rows are v_stride apart
-  const void* a;         // [rows, num_value_heads], rows are a_stride apart
+  const void* a;         // [rows, num_value_heads, num_decays], rows are a_stride apart
   const void* b;         // [rows, num_value_heads], rows are b_stride apart
   const float* a_log;    // [num_value_heads]
-  const float* dt_bias;  // [num_value_heads]
+  const float* dt_bias;  // [num_value_heads, num_decays]
   float* states;  // [num_slots, window, num_value_heads, key_dim, value_dim]; after position i: at
                   // i % window
   void* out;      // [rows, num_value_heads, value_dim], contiguous
@@ -33,6 +33,7 @@ struct GatedDeltaRuleParams {
   int64_t num_value_heads;  // a multiple of num_key_heads
   int64_t key_dim;
   int64_t value_dim;
+  int64_t num_decays;  // per head: 1, or key_dim for a decay per key channel
   int64_t q_stride;
   int64_t k_stride;
   int64_t v_stride;

@@ -19,27 +19,47 @@ void normalise(const T* src, float* dst, int64_t dim, float scale) {
   }
 }
 
-// The inputs of one row.
+// The inputs of one row; kDecays is 1, or kMostKeyDim for a decay per key channel.
+template <int kDecays>
 struct RowInput {
   float q[kMostKeyDim];
   float k[kMostKeyDim];
-  float decay;
+  float decay[kDecays];
   float strength;
 };
 
+// Returns log(1 + e^x) to a few ulp, as max(x, 0) + log(1 + z) with z = e^-|x|. The logarithm is
+// 2 artanh(z / (2 + z)), whose argument is at most 1 / 3: its series ends after 8 terms.
+F32x16 softplus(F32x16 x) {
+  F32x16 z = exp(min(x, sub(zero(), x)));
+  F32x16 s = div(z, add(set1(2.0f), z)), t = mul(s, s), sum = set1(1.0f / 15);
+  for (int i = 13; i > 0; i -= 2) sum = fma(sum, t, set1(1.0f / static_cast<float>(i)));
+  return fma(mul(set1(2.0f), s), sum, max(x, zero()));
+}
+
+// Computes the decays of a head's key channels for one row.
+template <typename T>
+void decay_channels(const T* a, const float* dt_bias, float a_log, float* decay, int64_t dim) {
+  F32x16 scale = set1(-expf(a_log));
+  for (int64_t i = 0; i < dim; i += kLanes) {
+    store(decay + i, exp(mul(scale, softplus(add(load(a + i), load(dt_bias + i))))));
+  }
+}
+
 // Updates kCount * 16 columns of a state for one row.
-template <int kCount, typename T>
-void step_columns(const RowInput& row,
+template <int kCount, int kDecays, typename T>
+void step_columns(const RowInput<kDecays>& row,
                   Columns<const float> from,
                   Columns<float> to,
                   int64_t dim,
                   const T* v,
                   T* out) {
-  F32x16 decay = set1(row.decay), strength = set1(row.strength);
+  F32x16 of_head = set1(row.decay[0]), strength = set1(row.strength);
+  auto decay_at = [&](int64_t i) { return kDecays == 1 ? of_head : set1(row.decay[i]); };
   F32x16 delta[kCount], sum[kCount];
   for (int c = 0; c < kCount; ++c) sum[c] = zero();
   for (int64_t i = 0; i < dim; ++i) {
-    F32x16 key = set1(row.k[i]);
+    F32x16 key = set1(row.k[i]), decay = decay_at(i);
     for (int c = 0; c < kCount; ++c) sum[c] = fma(key, mul(decay, from.at(i, c)), sum[c]);
   }
   for (int c = 0; c < kCount; ++c) {
@@ -47,7 +67,7 @@ void step_columns(const RowInput& row,
     sum[c] = zero();
   }
   for (int64_t i = 0; i < dim; ++i) {
-    F32x16 key = set1(row.k[i]), query = set1(row.q[i]);
+    F32x16 key = set1(row.k[i]), query = set1(row.q[i]), decay = decay_at(i);
     for (int c = 0; c < kCount; ++c) {
       F32x16 state = fma(key, delta[c], mul(decay, from.at(i, c)));
       to.set(i, c, state);
@@ -58,39 +78,49 @@ void step_columns(const RowInput& row,
 }
 
 // Loads the inputs of row `row` for one head.
-template <typename T>
-void load_row(const GatedDeltaRuleParams& params, int64_t row, int64_t head, RowInput& input) {
+template <typename T, int kDecays>
+void load_row(const GatedDeltaRuleParams& params,
+              int64_t row,
+              int64_t head,
+              RowInput<kDecays>& input) {
   int64_t dim = params.key_dim;
   int64_t key = head / (params.num_value_heads / params.num_key_heads) * dim;
   float scale = 1.0f / __builtin_sqrtf(static_cast<float>(dim));
   normalise(of_row<T>(params.q, params.q_stride, row) + key, input.q, dim, scale);
   normalise(of_row<T>(params.k, params.k_stride, row) + key, input.k, dim, 1.0f);
-  float a = to_float(of_row<T>(params.a, params.a_stride, row)[head]);
-  input.decay = decay_of(params.a_log[head], softplus(a + params.dt_bias[head]));
+  const T* a = of_row<T>(params.a, params.a_stride, row) + head * params.num_decays;
+  const float* dt_bias = params.dt_bias + head * params.num_decays;
+  float a_log = params.a_log[head];
+  if constexpr (kDecays == 1) {
+    input.decay[0] = decay_of(a_log, specops::softplus(to_float(*a) + *dt_bias));
+  } else {
+    decay_channels(a, dt_bias, a_log, input.decay, dim);
+  }
   input.strength = strength_of(to_float(of_row<T>(params.b, params.b_stride, row)[head]));
 }
 
 // Computes, for each row in order, with q and k normalized to length key_dim^-1/2 and 1:
 // state = decay * state; state += k (v - k state) strength; out = q state.
+// The decay is one factor per head or, with kDecays > 1, one per key channel.
 // Cost:    7 * key_dim * value_dim operations per row and value head. In prompts, 64 columns of a
 //          state stay in L1 for 8 rows; rows that a step may reject write one state each.
 // Assumes: slots, lengths and rows checked by ops.cpp; no slot appears twice.
 // Order:   row by row, in fp32. Sums over key_dim are chains from zero in its order; sums of
 //          squares are 16 lane sums, then one tree. No order depends on the number of rows in a
 //          step, unlike in the chunked form, which computes chunks of rows as matrix products.
-// Source:  Yang, Kautz and Hatamizadeh 2024 (Gated DeltaNet).
-template <typename T>
+// Source:  Yang, Kautz and Hatamizadeh 2024 (Gated DeltaNet); Kimi Team 2025 (Kimi Linear).
+template <typename T, int kDecays>
 void run(const GatedDeltaRuleParams& params) {
   int64_t heads = params.num_value_heads, dim = params.key_dim, value_dim = params.value_dim;
   HeadStates states{params.states, heads, dim, value_dim};
   walk_heads<T>(params.of, states, params.out, [&](SlotRange range, int64_t head) {
-    walk_head<kMostKeyDim, kMostValueDim, RowInput>(
+    walk_head<kMostKeyDim, kMostValueDim, RowInput<kDecays>>(
         states,
         params.of.window,
         range,
         head,
-        [&](int64_t row, RowInput& input) { load_row<T>(params, row, head, input); },
-        [&]<int kCount>(const RowInput& input,
+        [&](int64_t row, RowInput<kDecays>& input) { load_row<T>(params, row, head, input); },
+        [&]<int kCount>(const RowInput<kDecays>& input,
                         Columns<const float> from,
                         Columns<float> to,
                         int64_t row,
@@ -104,6 +134,12 @@ void run(const GatedDeltaRuleParams& params) {
                                static_cast<T*>(params.out) + row * heads * value_dim + place);
         });
   });
+}
+
+template <typename T>
+void run(const GatedDeltaRuleParams& params) {
+  if (params.num_decays == 1) return run<T, 1>(params);
+  run<T, kMostKeyDim>(params);
 }
 
 }  // namespace

@@ -133,10 +133,19 @@ void gated_delta_rule(const TensorView& q,
       "v",
       "of a multiple of num_key_heads=" + std::to_string(key_heads.value) + " (at least 1) heads",
       value_heads.value);
-  check.tensor("a", a, {dtype}, {&rows, &value_heads}, Layout::kRows);
+  bool has_channels = a.is_tensor && a.ndim() == 3;
+  if (has_channels) {
+    check.tensor("a", a, {dtype}, {&rows, &value_heads, &key_dim}, Layout::kRows);
+  } else {
+    check.tensor("a", a, {dtype}, {&rows, &value_heads}, Layout::kRows);
+  }
   check.tensor("b", b, {dtype}, {&rows, &value_heads}, Layout::kRows);
   check.tensor("a_log", a_log, {DType::kFloat32}, {&value_heads});
-  check.tensor("dt_bias", dt_bias, {DType::kFloat32}, {&value_heads});
+  if (has_channels) {
+    check.tensor("dt_bias", dt_bias, {DType::kFloat32}, {&value_heads, &key_dim});
+  } else {
+    check.tensor("dt_bias", dt_bias, {DType::kFloat32}, {&value_heads});
+  }
   check.tensor("states",
                states,
                {DType::kFloat32},
@@ -163,6 +172,7 @@ void gated_delta_rule(const TensorView& q,
       .num_value_heads = value_heads,
       .key_dim = key_dim,
       .value_dim = value_dim,
+      .num_decays = has_channels ? key_dim.value : 1,
       .q_stride = q.stride(0),
       .k_stride = k.stride(0),
       .v_stride = v.stride(0),

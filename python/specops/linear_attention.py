@@ -99,6 +99,9 @@ def gated_delta_rule(
         state = state + outer(k, (v - k @ state) * sigmoid(b))
         out   = q @ state
 
+    The decay is one number per head, or one per key channel (a row of the state) if `a` and
+    `dt_bias` have such entries, as in Kimi Delta Attention.
+
     The initial state is that of the position before the first row, or zeros at position 0.
 
     Args:
@@ -108,10 +111,11 @@ def gated_delta_rule(
         k: [rows, num_key_heads, key_dim].
         v: [rows, num_value_heads, value_dim]; num_value_heads is a multiple of num_key_heads;
             value_dim a multiple of 16 up to 256.
-        a: [rows, num_value_heads].
+        a: [rows, num_value_heads], or [rows, num_value_heads, key_dim] for a decay per key channel.
         b: [rows, num_value_heads].
         a_log: [num_value_heads], float32.
-        dt_bias: [num_value_heads], float32.
+        dt_bias: [num_value_heads], or [num_value_heads, key_dim] if `a` has three dimensions;
+            float32.
         states: [num_slots, window, num_value_heads, key_dim, value_dim], float32; the state of
             position i is at i % window. The window must be one more than the rows of a step that
             may be rejected. Written for the last `window` rows of each request, elsewhere
@@ -136,7 +140,8 @@ def gated_delta_rule(
         its positions are split into steps. The chunked form with matrix products suits tensor
         cores, but its bits depend on the chunks, so it is not offered.
 
-    Source: Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks".
+    Source: Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks"; a decay per key channel: Kimi
+    Team 2025, "Kimi Linear".
     """
     if out is None:
         out = empty(lambda: (v.shape, None, v))

@@ -61,7 +61,11 @@ def gated_delta_rule(
     qo_indptr: Tensor,
     kv_lens: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return (the outputs q @ state, the new states); rows without a slot are zeros."""
+    """Return (the outputs q @ state, the new states); rows without a slot are zeros.
+
+    If `a` and `dt_bias` have one entry per key channel, so has the decay: it is then a factor per
+    row of a state instead of one factor.
+    """
     out, states = torch.zeros_like(v), states.clone()
     wide = torch.float64 if v.dtype == torch.float64 else torch.float32
     window, repeats = states.shape[1], v.shape[1] // q.shape[1]
@@ -75,9 +79,10 @@ def gated_delta_rule(
         if positions.start:
             state = states[slot, (positions.start - 1) % window].to(wide)
         for row, position in zip(rows, positions, strict=True):
-            decay = torch.exp(-a_log.exp() * F.softplus(a[row].to(wide) + dt_bias))
+            step = F.softplus(a[row].to(wide) + dt_bias).view(len(a_log), -1, 1)
+            decay = torch.exp(-a_log.exp()[:, None, None] * step)
             key, query = unit(k[row])[..., None], unit(q[row])[..., None] * q.shape[-1] ** -0.5
-            state = decay[:, None, None] * state
+            state = decay * state
             delta = (v[row].to(wide) - (key * state).sum(1)) * b[row].to(wide).sigmoid()[:, None]
             state = state + key * delta[:, None]
             out[row] = (query * state).sum(1).to(v.dtype)

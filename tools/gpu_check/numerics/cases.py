@@ -487,6 +487,8 @@ def linear_attention_rows(generator: torch.Generator, move: Move) -> Call:
     weight = move(_randn(generator, 4, sum(sizes), dtype=dtype))
     a, b = (move(_randn(generator, 2 * rows, values, dtype=dtype)) for _ in range(2))
     a_log, dt_bias = (move(_randn(generator, values, dtype=torch.float32)) for _ in range(2))
+    decays = move(_randn(generator, 2 * rows, values, key_dim, dtype=dtype))
+    decay_bias = move(_randn(generator, values, key_dim, dtype=torch.float32))
     conv = move(_randn(generator, 2, 8, sum(sizes), dtype=dtype))
     states = move(_randn(generator, 2, 5, values, key_dim, value_dim, dtype=torch.float32))
     given = [
@@ -496,6 +498,7 @@ def linear_attention_rows(generator: torch.Generator, move: Move) -> Call:
 
     def call() -> list[Tensor]:
         kept, space, inputs = states.clone(), states.clone(), conv.clone()
+        by_channel = states.clone()
         mixed = linear_attention.causal_conv1d(x, weight, inputs, *given, bias=weight[0])
         q, k, v = mixed.split(list(sizes), 1)
         heads = [
@@ -504,11 +507,14 @@ def linear_attention_rows(generator: torch.Generator, move: Move) -> Call:
             v.unflatten(1, (values, -1)),
         ]
         out = linear_attention.gated_delta_rule(*heads, a, b, a_log, dt_bias, kept, *given)
+        decayed = linear_attention.gated_delta_rule(
+            *heads, decays, b, a_log, decay_bias, by_channel, *given
+        )
         query, key, value = heads
         queried = linear_attention.selective_state_update(
             value, a, key, query, a_log, dt_bias, dt_bias, space, *given
         )
-        return [mixed, out, kept, queried, space]
+        return [mixed, out, kept, decayed, by_channel, queried, space]
 
     return call
 

@@ -145,14 +145,18 @@ class Norm(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary embedding: base, scaling as in config.json, and number of rotated elements."""
+    """Rotary embedding: base, scaling as in config.json, and number of rotated elements.
+
+    With `is_identity`, these elements are rotated by 0 at every position, which changes no bit.
+    """
 
     theta: float
     scaling: Mapping[str, Any] | None
     dim: int
+    is_identity: bool = False
 
 
-NO_ROPE = Rope(theta=1.0, scaling=None, dim=0)  # of attention without positions
+NO_ROPE = Rope(theta=1.0, scaling=None, dim=0, is_identity=True)  # of attention without positions
 
 
 @dataclass
@@ -182,8 +186,10 @@ class RopeTables:
         arguments = self.num_positions, rope.dim, rope.theta, rope.scaling
         make = partial(attention.rope_cos_sin, *arguments)
         try:
-            if rope == NO_ROPE:  # one pair of elements is rotated by 0, which changes no bit
-                table = torch.tensor([1.0, 0.0]).repeat(self.num_positions, 1)
+            if rope.is_identity:
+                pairs = max(rope.dim // 2, 1)  # the ops rotate at least one pair
+                table = torch.tensor([1.0, 0.0]).repeat_interleave(pairs)
+                table = table.repeat(self.num_positions, 1)
             elif self.cached is None:
                 table = make()
             else:

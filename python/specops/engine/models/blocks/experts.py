@@ -12,7 +12,7 @@ from specops import dense, moe
 from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.block import BlockLoader, MlpBlock, NewRows, bytes_of
-from specops.engine.models.blocks.mlp import RELU2, DenseMlp, DenseMlpConfig, first_parts, relu2
+from specops.engine.models.blocks.mlp import RELU2, DenseMlp, DenseMlpConfig, relu2
 from specops.engine.models.blocks.row_parallel import RowParallelLinear
 from specops.engine.models.shards import Shard
 from specops.engine.parallel.ranks import Ranks
@@ -298,6 +298,7 @@ class ExpertsConfig:
         has_bias: whether the router and the experts' projections have biases.
         router_name: tensor name of the router.
         experts_name: tensor name prefix of the experts.
+        projections: names of an expert's gate, up and down projections.
         shared_name: tensor name prefix of the shared MLP.
         shared_gate_name: tensor name of the projection to the shared MLP's scalar gate; None:
             there is no gate.
@@ -313,6 +314,7 @@ class ExpertsConfig:
     has_bias: bool = False
     router_name: str = "gate"
     experts_name: str = "experts."
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared_name: str = "shared_experts."
     shared_gate_name: str | None = None
 
@@ -325,6 +327,11 @@ class ExpertsConfig:
     def _fused_activation(self) -> str | None:
         """Activation that the first projection computes; None: it is a separate op."""
         return None if self.activation == RELU2 else self.activation
+
+    @property
+    def _parts(self) -> tuple[str, ...]:
+        """Names of the modules that an expert's first projection consists of."""
+        return self.projections[1:2] if self.activation == RELU2 else self.projections[:2]
 
     def load(self, loader: BlockLoader, prefix: str) -> Experts:
         """Load the block whose tensor names begin with `prefix`.
@@ -348,9 +355,8 @@ class ExpertsConfig:
         if self.shared is not None:
             loader_of_shared = replace(loader, is_adaptable=False)
             shared = self.shared.load(loader_of_shared, prefix + self.shared_name)
-        experts, parts = prefix + self.experts_name, first_parts(self.activation)
+        experts, parts, what = prefix + self.experts_name, self._parts, self.projections[2:]
         sizes = [self.width] * len(parts)
-        what = ("down_proj",)
         if loader.ranks.has_whole_experts:
             return ExpertsApart(
                 self,
@@ -388,7 +394,7 @@ class ExpertsConfig:
     def _load_own(self, loader: BlockLoader, prefix: str) -> list[OwnExperts]:
         """Load the experts of this rank, one entry per local virtual TP rank."""
         source = loader.source
-        hidden, parts = loader.hidden_size, first_parts(self.activation)
+        hidden, parts, what = loader.hidden_size, self._parts, self.projections[2:]
         sizes = [self.width] * len(parts)
         source.ignore(prefix)
         whole = loader.sharding.of_rank(self.num_experts, "experts")
@@ -399,13 +405,13 @@ class ExpertsConfig:
             gate_up_bias = down_bias = None
             if self.has_bias:
                 gate_up_bias = source.expert_biases(prefix, which, parts, sizes)
-                down_bias = source.expert_biases(prefix, which, ("down_proj",), (hidden,))
+                down_bias = source.expert_biases(prefix, which, what, (hidden,))
             places = torch.full((self.num_experts,), -1, dtype=torch.int32)
             places[begin : begin + count] = torch.arange(count)
             gate_up = source.experts(
                 prefix, which, parts, sizes, hidden, activation=self._fused_activation
             )
-            down = source.experts(prefix, which, ("down_proj",), (hidden,), self.width)
+            down = source.experts(prefix, which, what, (hidden,), self.width)
             places = places.to(gate_up.data.device)
             found.append(OwnExperts(places, gate_up, gate_up_bias, down, down_bias))
         return found

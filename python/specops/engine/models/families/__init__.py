@@ -29,6 +29,7 @@ _FILES = (
     "granite_hybrid",
     "falcon_h1",
     "nemotron_h",
+    "kimi_linear",
     "gemma3",
     "gemma4",
 )

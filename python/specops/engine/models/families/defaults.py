@@ -180,6 +180,28 @@ NEMOTRON_H: Fields = {
     "topk_group": 1,
     "routed_scaling_factor": 1.0,
 }
+KIMI_LINEAR: Fields = {
+    "vocab_size": 163_840,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 32,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 1_048_576,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "linear_num_heads": 32,
+    "linear_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1024,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.446,
+}
 FALCON_H1: Fields = {
     "vocab_size": 128_000,
     "hidden_size": 4096,
