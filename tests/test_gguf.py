@@ -16,7 +16,7 @@ import pytest
 import torch
 from adapters import write_adapter
 from checkpoints import write_tokenizer
-from gguf_files import ARCHITECTURES, make_file, write
+from gguf_files import ARCHITECTURES, FACTOR_LISTS, FACTORS, make_file, write
 from safetensors.torch import load_file
 from specops import dense
 from specops.api.errors import ModelError
@@ -244,6 +244,25 @@ def test_adapter_of_a_gguf_model_equals_that_of_its_source(tmp_path: Path) -> No
     assert answers[0] == answers[1]
 
 
+def test_factors_of_falcon_h1_are_in_its_weights(tmp_path: Path) -> None:
+    """Factors that are powers of two round nothing."""
+    directory = gguf_directory(make_file(tmp_path, "falcon-h1", **FACTORS, **FACTOR_LISTS))
+    whole = logits(tmp_path / "source")
+    assert torch.equal(logits(directory), whole)
+    config = tmp_path / "source" / "config.json"
+    raw = json.loads(config.read_text())
+    for name, factor in {**FACTORS, **FACTOR_LISTS}.items():
+        double = [2 * one for one in factor] if isinstance(factor, list) else 2 * factor
+        config.write_text(json.dumps({**raw, name: double}))
+        assert not torch.equal(logits(tmp_path / "source"), whole), name
+
+
+@pytest.mark.parametrize("part", ["mamba_rms_norm", "mamba_conv_bias"])
+def test_tensors_show_whether_mamba_2_has_a_norm_and_a_bias(tmp_path: Path, part: str) -> None:
+    directory = gguf_directory(make_file(tmp_path, "falcon-h1", **{part: False}))
+    assert torch.equal(logits(directory), logits(tmp_path / "source"))
+
+
 def test_settings_of_yarn_and_of_experts_are_read(tmp_path: Path) -> None:
     """This DeepSeek also has a single query projection, and one group of experts."""
     directory = gguf_directory(make_file(tmp_path, "deepseek2", **FAMILIES["deepseek_v3_yarn"][1]))
@@ -416,6 +435,17 @@ QUANTIZED: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
         {**WIDE, "moe_intermediate_size": 256},
     ),
     "glm4moe": (dict.fromkeys(K_EXPERTS, "IQ4_NL"), WIDE | {"moe_intermediate_size": 64}),
+    **dict.fromkeys(
+        ("falcon-h1", "nemotron_h"),
+        ({**MIXED, "ssm_in": "Q5_K", "ssm_out": "Q8_0"}, {**WIDE, "mamba_d_ssm": 96}),
+    ),
+    "nemotron_h_moe": (
+        {
+            **{**MIXED, **K_EXPERTS, "ssm_in": "Q4_K", "ssm_out": "Q4_0"},
+            **{"ffn_up_shexp": "Q4_0", "ffn_down_shexp": "Q6_K"},
+        },
+        {**WIDE, "moe_intermediate_size": 256, "moe_shared_expert_intermediate_size": 256},
+    ),
     "granitehybrid": (
         {
             **{**MIXED, **K_EXPERTS, "ssm_in": "Q5_K", "ssm_out": "Q8_0"},
@@ -614,6 +644,11 @@ def test_unsupported_metadata_is_refused(
         ("mistral3", {"attention.temperature_scale": "a"}, "temperature_scale must be a number"),
         ("gpt-oss", {"rope.scaling.yarn_ext_factor": 2.0}, "rope.scaling.type yarn is not"),
         ("gpt-oss", {"rope.scaling.type": [1]}, "rope.scaling.type [1] is not supported"),
+        ("nemotron_h", {"attention.head_count_kv": 2}, "head_count_kv must list block_count=3 num"),
+        ("nemotron_h", {"feed_forward_length": [0, 0]}, "feed_forward_length must list block_coun"),
+        ("nemotron_h", {"feed_forward_length": [3, 0, 9]}, "must be 0 or the same in all layers"),
+        ("nemotron_h_moe", {"ssm.inner_size": 9}, "ssm.inner_size must be a multiple of 8 heads"),
+        ("nemotron_h_moe", {"nextn_predict_layers": 1}, "nextn_predict_layers must be 0, got 1"),
     ],
 )
 def test_unsupported_settings_of_a_family_are_refused(
@@ -659,6 +694,7 @@ def test_parts_of_other_sizes_are_refused(
         ("deepseek2", "attn_v_b.weight", "is incomplete: blk.0.attn_v_b.weight is missing"),
         ("qwen3next", "attn_gate.weight", "is incomplete: blk.1.attn_gate.weight is missing"),
         ("qwen3moe", "ffn_up_exps.weight", "experts.0.up_proj.weight is missing"),
+        ("falcon-h1", "output.weight", "output.weight must be in the file: the embedding has anot"),
     ],
 )
 def test_missing_parts_are_named(
@@ -913,6 +949,7 @@ def test_texts_are_split_as_by_the_models_own_pre_tokenizers() -> None:
         "deepseek-r1-qwen": "qwen2",
         "llama3": "llama-bpe",
         "llama-v3": "llama-bpe",
+        "falcon-h1": "llama-bpe",
         "smaug-bpe": "llama-bpe",
         "dbrx": "llama-bpe",
         "pixtral": "llama-bpe",

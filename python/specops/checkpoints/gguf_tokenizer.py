@@ -108,6 +108,7 @@ _SPLITS = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
+    "falcon-h1": _LLAMA3,
     "smaug-bpe": _Split((_THREE_DIGITS,)),
     "dbrx": _Split((_THREE_DIGITS,)),
     "tekken": _Split(
