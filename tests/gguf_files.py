@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import SHARED_KV, make_checkpoint
 from mtp_checkpoints import make_mtp_checkpoint
 from safetensors.torch import load_file, save_file
 from specops import attention
@@ -53,6 +53,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         {"sliding_window": 20, "sliding_window_pattern": 3, "query_pre_attn_scalar": 64},
     ),
+    "gemma4": ("Gemma4", {**SHARED_KV, "vocab_size_per_layer_input": 160}),
     "mistral3": ("Mistral", {"sliding_window": None}),
     "qwen3moe": ("qwen3", {}),
     "gpt-oss": ("gpt_oss", {}),
@@ -121,6 +122,9 @@ _KEYS = {
     "mamba_d_conv": "ssm.conv_kernel",
     "mamba_d_state": "ssm.state_size",
     "mamba_n_groups": "ssm.group_count",
+    "num_kv_shared_layers": "attention.shared_kv_layers",
+    "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+    "final_logit_softcapping": "final_logit_softcapping",
     "mamba_n_heads": "ssm.time_step_rank",
     "mamba_d_ssm": "ssm.inner_size",
     "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
@@ -217,6 +221,9 @@ def make_file(
 def metadata_of(architecture: str, config: dict[str, Any], modules: int) -> dict[str, Any]:
     own = {key: config[name] for name, key in _KEYS.items() if config.get(name) is not None}
     rope = dict(config.get("rope_parameters") or {})
+    if architecture == "gemma4":
+        own = {**own, **_gemma4_metadata(config)}
+        return {**{f"gemma4.{key}": value for key, value in own.items()}, **byte_tokenizer()}
     if architecture == "gemma3":
         own["attention.sliding_window_pattern"] = 3
         own["rope.freq_base_swa"] = rope["sliding_attention"]["rope_theta"]
@@ -272,6 +279,33 @@ def metadata_of(architecture: str, config: dict[str, Any], modules: int) -> dict
     return {**found, **byte_tokenizer()}
 
 
+def _gemma4_metadata(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the metadata of Gemma 4's layers with sliding and with full attention."""
+    slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+    of_full = config["per_layer_config"][str(slides.index(False))]
+    heads, width = config["num_key_value_heads"], config["intermediate_size"]
+    of_kind = of_full.get("num_key_value_heads", heads), heads
+    num_own = len(slides) - config["num_kv_shared_layers"]
+    ropes, sizes = config["rope_parameters"], (config["head_dim"], of_full["head_dim"])
+    own = {
+        f"{key}{suffix}": size
+        for suffix, size in zip(("_swa", ""), sizes, strict=True)
+        for key in ("attention.key_length", "attention.value_length", "rope.dimension_count")
+    }
+    if config["use_double_wide_mlp"]:
+        own["feed_forward_length"] = [
+            width * (1 + (layer >= num_own)) for layer in range(len(slides))
+        ]
+    if of_kind[0] != of_kind[1]:
+        own["attention.head_count_kv"] = [of_kind[one] for one in slides]
+    return {
+        **own,
+        "attention.sliding_window_pattern": slides,
+        "rope.freq_base": ropes["full_attention"]["rope_theta"],
+        "rope.freq_base_swa": ropes["sliding_attention"]["rope_theta"],
+    }
+
+
 def _nemotron_metadata(
     architecture: str, config: dict[str, Any], own: dict[str, Any]
 ) -> dict[str, Any]:
@@ -325,6 +359,11 @@ def tensors_of(
     count = next((config[key] for key in _KEYS if key.endswith("experts") and key in config), 0)
     for name, parts in experts.items():
         found[named(name)] = torch.stack(parts[:count])
+    if architecture == "gemma4":
+        part = config["rope_parameters"]["full_attention"]["partial_rotary_factor"]
+        size = max(one["head_dim"] for one in config["per_layer_config"].values())
+        found["rope_freqs.weight"] = torch.full((size // 2,), 1e30)
+        found["rope_freqs.weight"][: int(size * part) // 2] = 1.0
     if architecture == "llama":  # ratio of the angles of position 1, which are small enough
         plain, scaled = (
             attention.rope_cos_sin(2, config["head_dim"], 5e5, one)[1, config["head_dim"] // 2 :]
@@ -358,7 +397,7 @@ def _rearranged(
     ):
         heads = config[f"num_{'attention' if 'q_proj' in name else 'key_value'}_heads"]
         one = one.view(heads, 2, -1, one.shape[-1]).transpose(1, 2).reshape(one.shape)
-    if name.endswith("sinks"):
+    if name.endswith(("sinks", "layer_scalar")):
         name += ".weight"
     if "gate_up_proj" in name or (architecture == "gpt-oss" and "down_proj" in name):
         yield from _stacked(architecture, name, one)

@@ -94,6 +94,11 @@ def _files(file: GgufFile) -> dict[str, dict[str, Any]]:
             for field, suffix in _SHOWN_BY_TENSORS.items()
         },
     }
+    keys, values = (
+        {name.split(".")[1] for name in file.tensors if name.endswith(suffix)}
+        for suffix in (".attn_k.weight", ".attn_v.weight")
+    )
+    config["attention_k_eq_v"] = not keys <= values  # a layer without values uses its keys
     if ROPE_FACTORS in file.tensors:
         config["rope_factors"] = file.floats(ROPE_FACTORS)
     if "tokenizer.ggml.bos_token_id" in metadata:

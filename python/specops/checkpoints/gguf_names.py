@@ -22,6 +22,9 @@ _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
+    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
 # Those of an architecture that differ.
 _NEMOTRON_NAMES = {
@@ -116,9 +119,16 @@ _NEMOTRON = {
     "ffn_up_shexp": "mixer.shared_experts.up_proj",
     "ffn_down_shexp": "mixer.shared_experts.down_proj",
 }
+_GEMMA4 = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
 # Names of an architecture's modules that differ from the common ones, or that others do not have.
 _OWN_MODULES = {
     "gemma3": {"ffn_norm": "pre_feedforward_layernorm"},
+    "gemma4": _GEMMA4,
     "gpt-oss": {"ffn_gate_inp": "mlp.router"},
     "deepseek2": _LATENT,
     "qwen3next": _LINEAR,
@@ -137,6 +147,7 @@ _EXPERTS_NAMES = {
 # Names of a layer's tensors whose suffix differs, too.
 _TENSORS = {
     "attn_sinks.weight": "self_attn.sinks",
+    "layer_output_scale.weight": "layer_scalar",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     "ssm_a": "linear_attn.A_log",
     "ssm_dt.bias": "linear_attn.dt_bias",

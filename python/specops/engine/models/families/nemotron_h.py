@@ -24,7 +24,7 @@ from specops.engine.models.families.defaults import NEMOTRON_H
 from specops.engine.models.families.dense_decoder import dense_decoder
 from specops.engine.models.families.family import Family
 from specops.engine.models.families.fields import FULL, LINEAR, count, flag, number, refuse_values
-from specops.engine.models.families.gguf import GgufForm
+from specops.engine.models.families.gguf import GgufForm, value_of_layers
 from specops.engine.models.families.mamba2_layers import refuse_time_steps
 
 _MLP, _EXPERTS = "mlp", "moe"
@@ -160,14 +160,11 @@ def _gguf_fields(raw: Mapping[str, Any], of_widths: str) -> Mapping[str, Any]:
 
     `of_widths` is the kind of a layer with a width.
     """
-    key_heads, widths = raw["num_key_value_heads"], raw["intermediate_size"]
-    for key, each in (("attention.head_count_kv", key_heads), ("feed_forward_length", widths)):
-        if not isinstance(each, list) or len(each) != raw["num_hidden_layers"]:
-            raise ModelError(
-                f"{key} must list block_count={raw['num_hidden_layers']} numbers, got {each!s:.60}"
-            )
+    fields = ("num_key_value_heads", "intermediate_size")
+    key_heads, widths = (value_of_layers(raw, field) for field in fields)
+    for field, each in zip(fields, (key_heads, widths), strict=True):
         if len({0, *each}) > 2:
-            raise ModelError(f"{key} must be 0 or the same in all layers, got {each!s:.60}")
+            raise ModelError(f"{field} must be 0 or the same in all layers, got {each!s:.60}")
     heads, inner = count(raw, "mamba_num_heads"), count(raw, "mamba_inner")
     if inner % heads:
         raise ModelError(f"ssm.inner_size must be a multiple of {heads} heads, got {inner}")
