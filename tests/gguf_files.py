@@ -133,6 +133,7 @@ _KEYS = {
     "n_groups": "ssm.group_count",
     "mamba_num_heads": "ssm.time_step_rank",
     "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "moe_latent_size": "moe_latent_size",
     "linear_conv_kernel_dim": "ssm.conv_kernel",
     "linear_key_head_dim": "ssm.state_size",
     "linear_num_key_heads": "ssm.group_count",

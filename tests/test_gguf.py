@@ -257,6 +257,11 @@ def test_factors_of_falcon_h1_are_in_its_weights(tmp_path: Path) -> None:
         assert not torch.equal(logits(tmp_path / "source"), whole), name
 
 
+def test_latent_experts_of_nemotron_h_are_read(tmp_path: Path) -> None:
+    directory = gguf_directory(make_file(tmp_path, "nemotron_h_moe", moe_latent_size=32))
+    assert torch.equal(logits(directory), logits(tmp_path / "source"))
+
+
 @pytest.mark.parametrize("part", ["mamba_rms_norm", "mamba_conv_bias"])
 def test_tensors_show_whether_mamba_2_has_a_norm_and_a_bias(tmp_path: Path, part: str) -> None:
     directory = gguf_directory(make_file(tmp_path, "falcon-h1", **{part: False}))

@@ -37,7 +37,10 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "keys_as_values": ("Gemma4", KEYS_AS_VALUES),
 }
 # Models of test_experts.py.
-WITH_EXPERTS = ("qwen3", "glm4", "deepseek_v3", "gpt_oss", "qwen3_next", "granite", "nemotron_h")
+WITH_EXPERTS = (
+    *("qwen3", "glm4", "deepseek_v3", "gpt_oss", "qwen3_next", "granite", "nemotron_h"),
+    "nemotron_h_latent",
+)
 MODELS = (*DENSE, *WITH_EXPERTS, "qwen3_5", "falcon_h1")
 WIDE = {"intermediate_size": 256, "moe_intermediate_size": 64}  # multiples of a quantization group
 DRAFTS = {"num_speculative_tokens": 4, "adaptive_verification": False}

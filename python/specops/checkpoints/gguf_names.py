@@ -118,6 +118,8 @@ _NEMOTRON = {
     "ffn_gate_inp": "mixer.gate",
     "ffn_up_shexp": "mixer.shared_experts.up_proj",
     "ffn_down_shexp": "mixer.shared_experts.down_proj",
+    "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj",
 }
 _GEMMA4 = {
     "ffn_norm": "pre_feedforward_layernorm",

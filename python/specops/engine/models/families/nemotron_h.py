@@ -11,6 +11,7 @@ from specops.engine.models.blocks.absent import NoMixingConfig, NoMlpConfig
 from specops.engine.models.blocks.attention import AttentionConfig
 from specops.engine.models.blocks.block import NO_ROPE
 from specops.engine.models.blocks.experts import ExpertsConfig, Routing
+from specops.engine.models.blocks.latent_experts import LatentExpertsConfig
 from specops.engine.models.blocks.layer import (
     AnyAttentionConfig,
     AnyMlpConfig,
@@ -66,7 +67,6 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
             "use_bias": (False, None),
             "mamba_proj_bias": (False, None),
             "residual_in_fp32": (False, None),
-            "moe_latent_size": (None,),
             "n_shared_experts": (1, None),
             "sliding_window": (None,),
         },
@@ -137,8 +137,9 @@ def _mlp(raw: Mapping[str, Any], kind: str) -> AnyMlpConfig:
         return DenseMlpConfig(width=count(raw, "intermediate_size"), activation="relu2")
     if kind != _EXPERTS:
         return NoMlpConfig()
-    shared = count(raw, "moe_shared_expert_intermediate_size")
-    return ExpertsConfig(
+    width = count(raw, "moe_shared_expert_intermediate_size")
+    shared = DenseMlpConfig(width=width, activation="relu2")
+    experts = ExpertsConfig(
         num_experts=count(raw, "n_routed_experts"),
         width=count(raw, "moe_intermediate_size"),
         routing=Routing(
@@ -150,9 +151,11 @@ def _mlp(raw: Mapping[str, Any], kind: str) -> AnyMlpConfig:
             scale=number("routed_scaling_factor", raw["routed_scaling_factor"]),
             bias="gate.e_score_correction_bias",
         ),
-        shared=DenseMlpConfig(width=shared, activation="relu2"),
         activation="relu2",
     )
+    if raw.get("moe_latent_size") is None:
+        return replace(experts, shared=shared)
+    return LatentExpertsConfig(experts=experts, width=count(raw, "moe_latent_size"), shared=shared)
 
 
 def _gguf_fields(raw: Mapping[str, Any], of_widths: str) -> Mapping[str, Any]:
@@ -197,6 +200,7 @@ _GGUF_KEYS_OF_EXPERTS = {
     "expert_weights_scale": "routed_scaling_factor",
     "expert_group_count": "n_group",
     "expert_group_used_count": "topk_group",
+    "moe_latent_size": "moe_latent_size",
 }
 
 
