@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import SHARED_KV, make_checkpoint
 from mtp_checkpoints import make_mtp_checkpoint
 from safetensors.torch import load_file, save_file
 from specops import attention
@@ -32,6 +32,18 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 LINEAR = {"linear_value_head_dim": 32, "linear_num_value_heads": 4}
+# Factors of Falcon-H1, which the converter multiplies into the weights.
+FACTORS = {
+    "embedding_multiplier": 2.0,
+    "lm_head_multiplier": 0.5,
+    "key_multiplier": 0.25,
+    "attention_in_multiplier": 4.0,
+    "attention_out_multiplier": 0.5,
+    "ssm_in_multiplier": 0.25,
+    "ssm_out_multiplier": 0.5,
+}
+FACTOR_LISTS = {"ssm_multipliers": [0.5, 2.0, 4.0, 0.25, 2.0], "mlp_multipliers": [0.5, 2.0]}
+UNIT_LISTS = {name: [1.0] * len(each) for name, each in FACTOR_LISTS.items()}
 # Architecture -> the name of its checkpoint for make_experts or make_checkpoint, and changes.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
@@ -41,6 +53,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         {"sliding_window": 20, "sliding_window_pattern": 3, "query_pre_attn_scalar": 64},
     ),
+    "gemma4": ("Gemma4", {**SHARED_KV, "vocab_size_per_layer_input": 160}),
     "mistral3": ("Mistral", {"sliding_window": None}),
     "qwen3moe": ("qwen3", {}),
     "gpt-oss": ("gpt_oss", {}),
@@ -52,8 +65,25 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen35": ("qwen3_5", LINEAR),
     "qwen35moe": ("qwen3_5_experts", LINEAR),
     "granitehybrid": ("granite", {"attention_multiplier": 2.0**-5}),
+    "falcon-h1": ("falcon_h1_norm", {**dict.fromkeys(FACTORS, 1.0), **UNIT_LISTS}),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "full_attention", "mlp"],
+            "layer_norm_epsilon": 2.0**-20,
+        },
+    ),
+    "nemotron_h_moe": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention"],
+            "layer_norm_epsilon": 2.0**-20,
+        },
+    ),
 }
 _QWEN = ("qwen3next", "qwen35", "qwen35moe")
+_NEMOTRON = ("nemotron_h", "nemotron_h_moe")
+_MAMBA2 = ("granitehybrid", "falcon-h1", *_NEMOTRON)
 # Field of config.json -> GGUF key without the architecture's prefix.
 _KEYS = {
     "num_hidden_layers": "block_count",
@@ -92,7 +122,18 @@ _KEYS = {
     "mamba_d_conv": "ssm.conv_kernel",
     "mamba_d_state": "ssm.state_size",
     "mamba_n_groups": "ssm.group_count",
+    "num_kv_shared_layers": "attention.shared_kv_layers",
+    "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+    "final_logit_softcapping": "final_logit_softcapping",
     "mamba_n_heads": "ssm.time_step_rank",
+    "mamba_d_ssm": "ssm.inner_size",
+    "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
+    "conv_kernel": "ssm.conv_kernel",
+    "ssm_state_size": "ssm.state_size",
+    "n_groups": "ssm.group_count",
+    "mamba_num_heads": "ssm.time_step_rank",
+    "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "moe_latent_size": "moe_latent_size",
     "linear_conv_kernel_dim": "ssm.conv_kernel",
     "linear_key_head_dim": "ssm.state_size",
     "linear_num_key_heads": "ssm.group_count",
@@ -158,7 +199,7 @@ def make_source(source: Path, architecture: str, modules: int = 0, **changes: An
         make_experts(source, name, **changes)
     else:
         make_checkpoint(source, name, **changes)
-    if architecture in (*_QWEN, "granitehybrid"):
+    if architecture in (*_QWEN, *_MAMBA2):
         tensors = load_file(source / "model.safetensors")
         for tensor in (one for name, one in tensors.items() if name.endswith("A_log")):
             for _ in range(5):  # until the value can be computed from its exponential
@@ -181,6 +222,9 @@ def make_file(
 def metadata_of(architecture: str, config: dict[str, Any], modules: int) -> dict[str, Any]:
     own = {key: config[name] for name, key in _KEYS.items() if config.get(name) is not None}
     rope = dict(config.get("rope_parameters") or {})
+    if architecture == "gemma4":
+        own = {**own, **_gemma4_metadata(config)}
+        return {**{f"gemma4.{key}": value for key, value in own.items()}, **byte_tokenizer()}
     if architecture == "gemma3":
         own["attention.sliding_window_pattern"] = 3
         own["rope.freq_base_swa"] = rope["sliding_attention"]["rope_theta"]
@@ -225,6 +269,10 @@ def metadata_of(architecture: str, config: dict[str, Any], modules: int) -> dict
         ]
         own["ssm.inner_size"] = config["mamba_expand"] * config["hidden_size"]
         own["rope.scaling.finetuned"] = config["position_embedding_type"] == "rope"
+    if architecture == "falcon-h1":
+        del own["embedding_scale"]
+    if architecture in _NEMOTRON:
+        own = _nemotron_metadata(architecture, config, own)
     if modules:
         own["block_count"] += modules
         own["nextn_predict_layers"] = modules
@@ -232,12 +280,64 @@ def metadata_of(architecture: str, config: dict[str, Any], modules: int) -> dict
     return {**found, **byte_tokenizer()}
 
 
+def _gemma4_metadata(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the metadata of Gemma 4's layers with sliding and with full attention."""
+    slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+    of_full = config["per_layer_config"][str(slides.index(False))]
+    heads, width = config["num_key_value_heads"], config["intermediate_size"]
+    of_kind = of_full.get("num_key_value_heads", heads), heads
+    num_own = len(slides) - config["num_kv_shared_layers"]
+    ropes, sizes = config["rope_parameters"], (config["head_dim"], of_full["head_dim"])
+    own = {
+        f"{key}{suffix}": size
+        for suffix, size in zip(("_swa", ""), sizes, strict=True)
+        for key in ("attention.key_length", "attention.value_length", "rope.dimension_count")
+    }
+    if config["use_double_wide_mlp"]:
+        own["feed_forward_length"] = [
+            width * (1 + (layer >= num_own)) for layer in range(len(slides))
+        ]
+    if of_kind[0] != of_kind[1]:
+        own["attention.head_count_kv"] = [of_kind[one] for one in slides]
+    return {
+        **own,
+        "attention.sliding_window_pattern": slides,
+        "rope.freq_base": ropes["full_attention"]["rope_theta"],
+        "rope.freq_base_swa": ropes["sliding_attention"]["rope_theta"],
+    }
+
+
+def _nemotron_metadata(
+    architecture: str, config: dict[str, Any], own: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the metadata of Nemotron-H: the heads and widths of each layer."""
+    has_experts = architecture == "nemotron_h_moe"
+    kinds, width = config["layers_block_type"], config["intermediate_size"]
+    if has_experts:
+        width = config["moe_intermediate_size"]
+        own["expert_weights_norm"] = config["norm_topk_prob"]
+    else:
+        own = {key: value for key, value in own.items() if not key.startswith("expert_")}
+    return {
+        **own,
+        "block_count": len(kinds),
+        "attention.head_count_kv": [
+            (kind == "full_attention") * config["num_key_value_heads"] for kind in kinds
+        ],
+        "feed_forward_length": [(kind in ("mlp", "moe")) * width for kind in kinds],
+        "attention.layer_norm_epsilon": config["layer_norm_epsilon"],
+        "rope.dimension_count": config["hidden_size"] // config["num_attention_heads"],
+        "rope.scaling.finetuned": False,
+        "ssm.inner_size": config["mamba_num_heads"] * config["mamba_head_dim"],
+    }
+
+
 def tensors_of(
     source: Path, architecture: str, config: dict[str, Any], modules: int
 ) -> dict[str, Any]:
     """Return a model's tensors as llama.cpp's converter writes them."""
     kind = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    layers = config["num_hidden_layers"] + modules
+    layers = _num_layers(config) + modules
     # The package's maps of Qwen lack the names of MTP modules.
     maps = [gguf.get_tensor_name_map(one, layers) for one in (kind, gguf.MODEL_ARCH.GLM4_MOE)]
 
@@ -260,6 +360,11 @@ def tensors_of(
     count = next((config[key] for key in _KEYS if key.endswith("experts") and key in config), 0)
     for name, parts in experts.items():
         found[named(name)] = torch.stack(parts[:count])
+    if architecture == "gemma4":
+        part = config["rope_parameters"]["full_attention"]["partial_rotary_factor"]
+        size = max(one["head_dim"] for one in config["per_layer_config"].values())
+        found["rope_freqs.weight"] = torch.full((size // 2,), 1e30)
+        found["rope_freqs.weight"][: int(size * part) // 2] = 1.0
     if architecture == "llama":  # ratio of the angles of position 1, which are small enough
         plain, scaled = (
             attention.rope_cos_sin(2, config["head_dim"], 5e5, one)[1, config["head_dim"] // 2 :]
@@ -269,11 +374,15 @@ def tensors_of(
     return found
 
 
+def _num_layers(config: dict[str, Any]) -> int:
+    return config.get("num_hidden_layers") or len(config["layers_block_type"])
+
+
 def _rearranged(
     architecture: str, name: str, one: Tensor, config: dict[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that the converter makes of one, by Hugging Face's names."""
-    layers = config["num_hidden_layers"]
+    layers = _num_layers(config)
     if name.startswith("mtp."):
         kind = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm"}
         parts = name.split(".", 3)
@@ -284,12 +393,12 @@ def _rearranged(
     name = name.replace("e_score_correction_bias", "e_score_correction.bias")
     if architecture == "gemma3" and "norm" in name:
         one = one + 1
-    if architecture in ("llama", "mistral3", "granitehybrid") and (
+    if architecture in ("llama", "mistral3", "granitehybrid", *_NEMOTRON) and (
         "q_proj" in name or "k_proj" in name
     ):
         heads = config[f"num_{'attention' if 'q_proj' in name else 'key_value'}_heads"]
         one = one.view(heads, 2, -1, one.shape[-1]).transpose(1, 2).reshape(one.shape)
-    if name.endswith("sinks"):
+    if name.endswith(("sinks", "layer_scalar")):
         name += ".weight"
     if "gate_up_proj" in name or (architecture == "gpt-oss" and "down_proj" in name):
         yield from _stacked(architecture, name, one)
@@ -302,18 +411,25 @@ def _rearranged(
         )
         yield name.replace("kv_b", "k_b"), keys.transpose(1, 2)
         yield name.replace("kv_b", "v_b"), values
-    elif architecture == "granitehybrid":
-        yield from _granite(name, one, config)
+    elif architecture in _MAMBA2:
+        yield from _mamba2(architecture, name, one, config)
     elif architecture in _QWEN:
         yield from _linear(architecture, name, one, config)
     else:
         yield name, one
 
 
-def _granite(name: str, one: Tensor, config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of Granite 4: gates and ups apart, and the vectors of heads as columns."""
-    layer = name.split(".")[2]
+def _mamba2(
+    architecture: str, name: str, one: Tensor, config: dict[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield a tensor of a family with Mamba-2: the vectors of heads are columns.
+
+    Gates and ups of Granite 4 lie apart, and Falcon-H1's weights are multiplied by its factors.
+    """
+    if architecture == "falcon-h1":
+        one = _scaled(name, one, config)
     if "input_linear" in name:
+        layer = name.split(".")[2]
         kind = "exps" if "block_sparse_moe" in name else "shexp"
         for half, own in zip(("gate", "up"), one.chunk(2, -2), strict=True):
             yield f"blk.{layer}.ffn_{half}_{kind}.weight", own
@@ -322,11 +438,37 @@ def _granite(name: str, one: Tensor, config: dict[str, Any]) -> Iterator[tuple[s
         one = -one.exp()
     if name.endswith(("A_log", ".D")):
         one = one[:, None]
-    elif name.endswith("mamba.norm.weight"):
-        one = one.view(config["mamba_n_groups"], -1)
+    elif name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+        one = one.view(config.get("mamba_n_groups") or config["n_groups"], -1)
     elif name.endswith("conv1d.weight"):
         one = one.squeeze(1)
-    yield name.replace("dt_bias", "dt_proj.bias"), one
+    name = name.replace("dt_bias", "dt_proj.bias")
+    if "mixer.experts." in name:
+        name = name.replace("backbone.", "model.").replace("mixer.", "mlp.")
+    yield name, one
+
+
+def _scaled(name: str, one: Tensor, config: dict[str, Any]) -> Tensor:
+    """Return a tensor of Falcon-H1 with its factors."""
+    inputs, (of_gates, of_mlp) = config["attention_in_multiplier"], config["mlp_multipliers"]
+    factors = {
+        "down_proj.": of_mlp,
+        "gate_proj.": of_gates,
+        "k_proj.": config["key_multiplier"] * inputs,
+        "q_proj.": inputs,
+        "v_proj.": inputs,
+        "o_proj.": config["attention_out_multiplier"],
+        "out_proj.": config["ssm_out_multiplier"],
+        "lm_head.": config["lm_head_multiplier"],
+        "embed_tokens.": config["embedding_multiplier"],
+    }
+    if "in_proj." in name:
+        inner, heads = config["mamba_d_ssm"], config["mamba_n_heads"]
+        group = config["mamba_n_groups"] * config["mamba_d_state"]
+        sizes = torch.tensor([inner, inner, group, group, heads])
+        each = torch.tensor(config["ssm_multipliers"]).repeat_interleave(sizes)
+        return one * config["ssm_in_multiplier"] * each[:, None]
+    return one * next((f for part, f in factors.items() if f".{part}" in f".{name}"), 1.0)
 
 
 def _stacked(architecture: str, name: str, one: Tensor) -> Iterator[tuple[str, Tensor]]:

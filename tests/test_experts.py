@@ -28,6 +28,7 @@ from specops.engine.models.blocks.attention import AttentionConfig
 from specops.engine.models.blocks.block import Rope, bytes_of
 from specops.engine.models.blocks.experts import Experts, ExpertsConfig
 from specops.engine.models.blocks.latent_attention import LatentAttentionConfig
+from specops.engine.models.blocks.latent_experts import LatentExpertsConfig
 from specops.engine.models.blocks.layer import LayerConfig
 from specops.engine.models.blocks.mamba2 import Mamba2Config
 from specops.engine.models.blocks.mlp import DenseMlpConfig
@@ -229,6 +230,10 @@ KIMI: dict[str, Any] = {
     },
 }
 FAMILIES["kimi_linear"] = ("KimiLinear", KIMI)
+FAMILIES["nemotron_h_latent"] = (
+    "NemotronH",
+    {**NEMOTRON, "moe_latent_size": 32, "n_group": 4, "topk_group": 2, "norm_topk_prob": False},
+)
 FALCON: dict[str, Any] = {
     "mamba_d_ssm": 96,
     "mamba_n_heads": 6,
@@ -344,20 +349,25 @@ def test_logits_equal_transformers(tmp_path: Path, family: str) -> None:
 Fault = Callable[[LayerConfig], LayerConfig]
 
 
+def with_experts(
+    layer: LayerConfig, change: Callable[[ExpertsConfig], ExpertsConfig]
+) -> LayerConfig:
+    """Return a layer with changed experts; other layers stay as they are."""
+    mlp = layer.mlp
+    if isinstance(mlp, LatentExpertsConfig):
+        return replace(layer, mlp=replace(mlp, experts=change(mlp.experts)))
+    return replace(layer, mlp=change(mlp)) if isinstance(mlp, ExpertsConfig) else layer
+
+
 def experts(**changes: Any) -> Fault:
-    return lambda layer: (
-        replace(layer, mlp=replace(layer.mlp, **changes))
-        if isinstance(layer.mlp, ExpertsConfig)
-        else layer
-    )
+    return lambda layer: with_experts(layer, lambda one: replace(one, **changes))
 
 
 def routed(**changes: Any) -> Fault:
-    return lambda layer: (
-        experts(routing=replace(layer.mlp.routing, **changes))(layer)
-        if isinstance(layer.mlp, ExpertsConfig)
-        else layer
-    )
+    def change(one: ExpertsConfig) -> ExpertsConfig:
+        return replace(one, routing=replace(one.routing, **changes))
+
+    return lambda layer: with_experts(layer, change)
 
 
 def attention(**changes: Any) -> Fault:
@@ -468,6 +478,9 @@ FAULTS: list[tuple[str, Fault]] = [
     ("kimi_linear", experts(projections=("w3", "w1", "w2"))),
     ("kimi_linear", latent(rope=Rope(theta=10000.0, scaling=None, dim=64))),
     ("kimi_linear", latent(sm_scale=64**-0.5)),
+    ("nemotron_h_latent", routed(bias=None)),
+    ("nemotron_h_latent", routed(num_groups=1, top_k_groups=1)),
+    ("nemotron_h_latent", routed(min_sum=1e-20)),
     ("gpt_oss", routed(min_sum=None)),
     ("gpt_oss", routed(scoring="sigmoid")),
     ("gpt_oss", experts(activation="silu")),
@@ -502,7 +515,10 @@ def test_missing_rules_are_detected(tmp_path: Path, family: str, fault: Fault) -
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     "family",
-    ["ernie4_5", "deepseek_v3", "gpt_oss", "qwen3_next", "granite", "nemotron_h", "kimi_linear"],
+    [
+        *("ernie4_5", "deepseek_v3", "gpt_oss", "qwen3_next", "granite", "kimi_linear"),
+        *("nemotron_h", "nemotron_h_latent"),
+    ],
 )
 @pytest.mark.fast(
     "*-ernie4_5-*",
@@ -826,7 +842,7 @@ def completions(directory: str, method: str, **options: Any) -> list[Completion]
 @pytest.mark.parametrize(
     "family",
     [
-        *("qwen3", "gpt_oss", "granite", "nemotron_h"),
+        *("qwen3", "gpt_oss", "granite", "nemotron_h", "nemotron_h_latent"),
         *("Glm4Moe", "DeepseekV3", "Ernie4_5_Moe", "Qwen3Next"),
     ],
 )

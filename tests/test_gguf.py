@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from adapters import write_adapter
-from checkpoints import write_tokenizer
-from gguf_files import ARCHITECTURES, make_file, write
+from checkpoints import KEYS_AS_VALUES, write_tokenizer
+from gguf_files import ARCHITECTURES, FACTOR_LISTS, FACTORS, make_file, write
 from safetensors.torch import load_file
 from specops import dense
 from specops.api.errors import ModelError
@@ -244,6 +244,48 @@ def test_adapter_of_a_gguf_model_equals_that_of_its_source(tmp_path: Path) -> No
     assert answers[0] == answers[1]
 
 
+def test_factors_of_falcon_h1_are_in_its_weights(tmp_path: Path) -> None:
+    """Factors that are powers of two round nothing."""
+    directory = gguf_directory(make_file(tmp_path, "falcon-h1", **FACTORS, **FACTOR_LISTS))
+    whole = logits(tmp_path / "source")
+    assert torch.equal(logits(directory), whole)
+    config = tmp_path / "source" / "config.json"
+    raw = json.loads(config.read_text())
+    for name, factor in {**FACTORS, **FACTOR_LISTS}.items():
+        double = [2 * one for one in factor] if isinstance(factor, list) else 2 * factor
+        config.write_text(json.dumps({**raw, name: double}))
+        assert not torch.equal(logits(tmp_path / "source"), whole), name
+
+
+def test_latent_experts_of_nemotron_h_are_read(tmp_path: Path) -> None:
+    directory = gguf_directory(make_file(tmp_path, "nemotron_h_moe", moe_latent_size=32))
+    assert torch.equal(logits(directory), logits(tmp_path / "source"))
+
+
+@pytest.mark.parametrize("part", ["mamba_rms_norm", "mamba_conv_bias"])
+def test_tensors_show_whether_mamba_2_has_a_norm_and_a_bias(tmp_path: Path, part: str) -> None:
+    directory = gguf_directory(make_file(tmp_path, "falcon-h1", **{part: False}))
+    assert torch.equal(logits(directory), logits(tmp_path / "source"))
+
+
+@pytest.mark.parametrize("num_key_heads", [1, 2])
+def test_keys_of_gemma_4_are_values_if_the_file_has_no_values(
+    tmp_path: Path, num_key_heads: int
+) -> None:
+    """This Gemma 4 has no per-layer embeddings, and no layers that share keys and values."""
+    changes = {
+        **KEYS_AS_VALUES,
+        "num_key_value_heads": num_key_heads,
+        "attention_bias": False,
+        "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": False,
+        "final_logit_softcapping": None,
+    }
+    directory = gguf_directory(make_file(tmp_path, "gemma4", **changes))
+    assert torch.equal(logits(directory), logits(tmp_path / "source"))
+    assert read_model_config(directory).layers[2].attention.values_are_keys
+
+
 def test_settings_of_yarn_and_of_experts_are_read(tmp_path: Path) -> None:
     """This DeepSeek also has a single query projection, and one group of experts."""
     directory = gguf_directory(make_file(tmp_path, "deepseek2", **FAMILIES["deepseek_v3_yarn"][1]))
@@ -408,6 +450,10 @@ LINEAR = {
 QUANTIZED: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "llama": (MIXED, WIDE),
     "qwen3": (MIXED, WIDE),
+    "gemma4": (
+        {**MIXED, "inp_gate": "Q4_K", "proj": "Q8_0", "per_layer_token_embd.weight": "Q8_0"},
+        {"hidden_size": 256, "intermediate_size": 256},
+    ),
     "mistral3": (MIXED, WIDE),
     "qwen3moe": ({**MIXED, **K_EXPERTS}, {**WIDE, "moe_intermediate_size": 256}),
     "gpt-oss": (dict.fromkeys(K_EXPERTS, "MXFP4"), WIDE),
@@ -416,6 +462,17 @@ QUANTIZED: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
         {**WIDE, "moe_intermediate_size": 256},
     ),
     "glm4moe": (dict.fromkeys(K_EXPERTS, "IQ4_NL"), WIDE | {"moe_intermediate_size": 64}),
+    **dict.fromkeys(
+        ("falcon-h1", "nemotron_h"),
+        ({**MIXED, "ssm_in": "Q5_K", "ssm_out": "Q8_0"}, {**WIDE, "mamba_d_ssm": 96}),
+    ),
+    "nemotron_h_moe": (
+        {
+            **{**MIXED, **K_EXPERTS, "ssm_in": "Q4_K", "ssm_out": "Q4_0"},
+            **{"ffn_up_shexp": "Q4_0", "ffn_down_shexp": "Q6_K"},
+        },
+        {**WIDE, "moe_intermediate_size": 256, "moe_shared_expert_intermediate_size": 256},
+    ),
     "granitehybrid": (
         {
             **{**MIXED, **K_EXPERTS, "ssm_in": "Q5_K", "ssm_out": "Q8_0"},
@@ -563,7 +620,7 @@ def test_speculation_changes_no_bit(tmp_path: Path, architecture: str) -> None:
         ({"tokenizer.ggml.tokens": 7}, "tokenizer.ggml.tokens must be a list of texts, got 7"),
         ({"tokenizer.ggml.merges": [7]}, "tokenizer.ggml.merges must be a list of texts, got [7]"),
         ({"tokenizer.ggml.token_type": "a"}, "token_type must be a list of numbers, got 'a'"),
-        ({"tokenizer.ggml.model": "rwkv"}, "tokenizer.ggml.model must be llama or gpt2, got rwkv"),
+        ({"tokenizer.ggml.model": "rwkv"}, "ggml.model must be llama, gemma4 or gpt2, got rwkv"),
         ({"tokenizer.ggml.pre": "viking"}, "tokenizer.ggml.pre must be one of default, gpt-2,"),
         ({"tokenizer.ggml.pre": ["a"]}, "glm4, kimi-k2, deepseek-coder, got ['a']"),
         (
@@ -614,6 +671,16 @@ def test_unsupported_metadata_is_refused(
         ("mistral3", {"attention.temperature_scale": "a"}, "temperature_scale must be a number"),
         ("gpt-oss", {"rope.scaling.yarn_ext_factor": 2.0}, "rope.scaling.type yarn is not"),
         ("gpt-oss", {"rope.scaling.type": [1]}, "rope.scaling.type [1] is not supported"),
+        ("nemotron_h", {"attention.head_count_kv": 2}, "num_key_value_heads must list block_count"),
+        ("nemotron_h", {"feed_forward_length": [0, 0]}, "intermediate_size must list block_count="),
+        ("nemotron_h", {"feed_forward_length": [3, 0, 9]}, "must be 0 or the same in all layers"),
+        ("nemotron_h_moe", {"ssm.inner_size": 9}, "ssm.inner_size must be a multiple of 8 heads"),
+        ("gemma4", {"attention.value_length": 64}, "global_value_length must be the head size 128"),
+        ("gemma4", {"rope.dimension_count_swa": 32}, "rotary_dim must be the head size 64, got 32"),
+        ("gemma4", {"attention.head_count_kv": [1]}, "num_key_value_heads must list block_count=8"),
+        ("gemma4", {"attention.sliding_window_pattern": 6}, "sliding_window_pattern must list blo"),
+        ("gemma4", {"feed_forward_length": [96] * 8}, "and twice as large in others, got [96, 96"),
+        ("nemotron_h_moe", {"nextn_predict_layers": 1}, "nextn_predict_layers must be 0, got 1"),
     ],
 )
 def test_unsupported_settings_of_a_family_are_refused(
@@ -659,6 +726,8 @@ def test_parts_of_other_sizes_are_refused(
         ("deepseek2", "attn_v_b.weight", "is incomplete: blk.0.attn_v_b.weight is missing"),
         ("qwen3next", "attn_gate.weight", "is incomplete: blk.1.attn_gate.weight is missing"),
         ("qwen3moe", "ffn_up_exps.weight", "experts.0.up_proj.weight is missing"),
+        ("gemma4", "rope_freqs.weight", "tensor rope_freqs.weight must be in the file"),
+        ("falcon-h1", "output.weight", "output.weight must be in the file: the embedding has anot"),
     ],
 )
 def test_missing_parts_are_named(
@@ -690,14 +759,21 @@ def test_neutral_metadata_is_accepted(tmp_path: Path) -> None:
     assert read_model_config(gguf_directory(file)) == plain
 
 
-def test_unknown_rope_factors_are_refused(tmp_path: Path) -> None:
-    file = make_file(tmp_path, "llama")
+@pytest.mark.parametrize(
+    "architecture,sentence",
+    [
+        ("llama", r"rope_freqs\.weight must hold the factors of Llama 3"),
+        ("gemma4", r"rope_freqs\.weight must only hold ones, and then only 1e30"),
+    ],
+)
+def test_unknown_rope_factors_are_refused(tmp_path: Path, architecture: str, sentence: str) -> None:
+    file = make_file(tmp_path, architecture)
     found = read_gguf(file)
     data = {name: torch.ones(one.shape) for name, one in found.tensors.items()}
     data["rope_freqs.weight"][-1] = 3.0
-    architecture = found.metadata.pop("general.architecture")
+    del found.metadata["general.architecture"]
     file = write(tmp_path, data, architecture, **found.metadata)
-    with pytest.raises(ModelError, match=r"rope_freqs\.weight must hold the factors of Llama 3"):
+    with pytest.raises(ModelError, match=sentence):
         load_model(gguf_directory(file))
 
 
@@ -823,6 +899,51 @@ def test_merges_are_derived_from_token_scores(tmp_path: Path, unclear: list[str]
     ]
 
 
+@pytest.mark.parametrize("adds_bos", [None, False])
+def test_gemma_4_splits_texts_at_newlines_and_merges_characters(
+    tmp_path: Path, adds_bos: bool | None
+) -> None:
+    """The first merge of the file that fits is made first; on ties, the leftmost one."""
+    bytes_of = [f"<0x{byte:02X}>" for byte in range(256)]
+    listed = ["\n \n", "\u2581 a", "a b", "ab c", "\n\n \n", "b c", "\u2581a b", "c a", "\n\n \n\n"]
+    merges = random.Random(5).sample(listed, len(listed))
+    pieces = ["\u2581", "a", "b", "c", "\n", *dict.fromkeys(one.replace(" ", "") for one in listed)]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *bytes_of, *pieces, "<turn|>"]
+    metadata = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3, 3, 3, 2] + [6] * 256 + [1] * len(pieces) + [3],
+        "tokenizer.ggml.scores": [0.0] * len(tokens),
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    if adds_bos is not None:
+        metadata["tokenizer.ggml.add_bos_token"] = adds_bos
+    ranks = {tuple(one.split(" ")): rank for rank, one in enumerate(merges)}
+
+    def merged(text: str) -> list[str]:
+        parts = list(text.replace(" ", "\u2581"))
+        while True:
+            found = [ranks.get(pair, len(ranks)) for pair in itertools.pairwise(parts)]
+            best = min(found, default=len(ranks))
+            if best == len(ranks):
+                return parts
+            at = found.index(best)
+            parts[at : at + 2] = ["".join(parts[at : at + 2])]
+
+    ours = tokenizer_of(tmp_path, metadata)
+    generator = random.Random(4)
+    for _ in range(200):
+        text = "".join(generator.choices("abc \n", k=14))
+        want = [2, *(tokens.index(piece) for piece in merged(text))]
+        assert ours.encode(text) == want
+        assert ours.decode(want) == text
+    assert ours.encode("\u00e9<turn|>") == [2, 4 + 0xC3, 4 + 0xA9, len(tokens) - 1]
+
+
 @pytest.mark.parametrize(
     "texts,keys,ends",
     [
@@ -843,6 +964,8 @@ def test_merges_are_derived_from_token_scores(tmp_path: Path, unclear: list[str]
         # In harmony, <|end|> ends a message but not the output.
         (["<|end|>", "<|return|>", "<|call|>"], {"eos": 1}, [1, 2]),
         (["<|end|>", "a"], {}, [0]),
+        # Gemma 4: ends of a document, a turn, and a request for a tool's response.
+        (["<eos>", "<|turn>", "<turn|>", "</s>", "<|tool_response>"], {"eos": 0}, [0, 2, 4]),
         (["a", "b"], {}, []),
     ],
 )
@@ -913,6 +1036,7 @@ def test_texts_are_split_as_by_the_models_own_pre_tokenizers() -> None:
         "deepseek-r1-qwen": "qwen2",
         "llama3": "llama-bpe",
         "llama-v3": "llama-bpe",
+        "falcon-h1": "llama-bpe",
         "smaug-bpe": "llama-bpe",
         "dbrx": "llama-bpe",
         "pixtral": "llama-bpe",

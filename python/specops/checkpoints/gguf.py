@@ -16,12 +16,12 @@ from specops.checkpoints.gguf_directory import ROPE_FACTORS
 from specops.checkpoints.gguf_file import TYPES, parts_of, read_gguf
 from specops.checkpoints.gguf_names import (
     EXPERTS,
-    NAMES,
     Layout,
     Weight,
     experts_name,
     layer_name,
     layouts,
+    model_name,
 )
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -94,9 +94,10 @@ class GgufCheckpoint(Checkpoint):
             if stored == ROPE_FACTORS:
                 continue
             if match is None:
-                if stored not in NAMES:
+                name_in_model = model_name(architecture, stored)
+                if name_in_model is None:
                     raise self._unknown(stored)
-                yield NAMES[stored], partial(self._decoded, stored)
+                yield name_in_model, partial(self._decoded, stored)
                 continue
             layer, part = f"model.layers.{match[1]}.", match[2]
             module, _, suffix = part.rpartition(".")

@@ -18,10 +18,15 @@ from specops.checkpoints.gguf_file import GgufFile, numbers_of, parts_of, read_g
 from specops.checkpoints.gguf_tokenizer import end_token_ids, tokenizer_files
 
 SUFFIX = ".gguf"
-_VERSION = 4  # version of the directory format; part of the cache key
+_VERSION = 5  # version of the directory format; part of the cache key
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 # Fields of config.json that files omit: true if a tensor with this suffix exists.
-_SHOWN_BY_TENSORS = {"attention_bias": ".attn_q.bias", "use_qk_norm": ".attn_q_norm.weight"}
+_SHOWN_BY_TENSORS = {
+    "attention_bias": ".attn_q.bias",
+    "use_qk_norm": ".attn_q_norm.weight",
+    "mamba_conv_bias": ".ssm_conv1d.bias",
+    "mamba_rms_norm": ".ssm_norm.weight",
+}
 ROPE_FACTORS = "rope_freqs.weight"  # tensor of divisors of RoPE frequencies, for config.json
 
 
@@ -89,6 +94,11 @@ def _files(file: GgufFile) -> dict[str, dict[str, Any]]:
             for field, suffix in _SHOWN_BY_TENSORS.items()
         },
     }
+    keys, values = (
+        {name.split(".")[1] for name in file.tensors if name.endswith(suffix)}
+        for suffix in (".attn_k.weight", ".attn_v.weight")
+    )
+    config["attention_k_eq_v"] = not keys <= values  # a layer without values uses its keys
     if ROPE_FACTORS in file.tensors:
         config["rope_factors"] = file.floats(ROPE_FACTORS)
     if "tokenizer.ggml.bos_token_id" in metadata:

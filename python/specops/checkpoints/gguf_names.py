@@ -18,10 +18,23 @@ from specops.quantization import QuantizedWeight, dequantize_weight
 Weight = Tensor | QuantizedWeight
 
 # GGUF's names of tensors outside the layers -> Hugging Face's.
-NAMES = {
+_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
+    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
+}
+# Those of an architecture that differ.
+_NEMOTRON_NAMES = {
+    "token_embd.weight": "model.embeddings.weight",
+    "output_norm.weight": "model.norm_f.weight",
+}
+_OWN_NAMES = {
+    "falcon-h1": {"output_norm.weight": "model.final_layernorm.weight"},
+    "nemotron_h": _NEMOTRON_NAMES,
+    "nemotron_h_moe": _NEMOTRON_NAMES,
 }
 # GGUF's names of a layer's modules -> Hugging Face's. Weights and biases have the same suffix.
 _MODULES = {
@@ -73,29 +86,70 @@ _LINEAR = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+_MAMBA2 = {"ssm_in": "in_proj", "ssm_conv1d": "conv1d", "ssm_out": "out_proj"}
+
+
+def _within(prefix: str, modules: Mapping[str, str]) -> dict[str, str]:
+    """Return these modules with a prefix before their Hugging Face names."""
+    return {stored: prefix + name for stored, name in modules.items()}
+
+
 _GRANITE = {
-    "ssm_in": "mamba.in_proj",
-    "ssm_conv1d": "mamba.conv1d",
-    "ssm_out": "mamba.out_proj",
+    **_within("mamba.", _MAMBA2),
     "ffn_gate_inp": "block_sparse_moe.router.layer",
     "ffn_down": "shared_mlp.output_linear",
     "ffn_down_shexp": "shared_mlp.output_linear",
 }
+_FALCON = {
+    **_within("mamba.", _MAMBA2),
+    "ffn_gate": "feed_forward.gate_proj",
+    "ffn_up": "feed_forward.up_proj",
+    "ffn_down": "feed_forward.down_proj",
+}
+_NEMOTRON = {
+    "attn_norm": "norm",
+    **_within("mixer.", _MAMBA2),
+    "attn_q": "mixer.q_proj",
+    "attn_k": "mixer.k_proj",
+    "attn_v": "mixer.v_proj",
+    "attn_output": "mixer.o_proj",
+    "ffn_up": "mixer.up_proj",
+    "ffn_down": "mixer.down_proj",
+    "ffn_gate_inp": "mixer.gate",
+    "ffn_up_shexp": "mixer.shared_experts.up_proj",
+    "ffn_down_shexp": "mixer.shared_experts.down_proj",
+    "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj",
+}
+_GEMMA4 = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
 # Names of an architecture's modules that differ from the common ones, or that others do not have.
 _OWN_MODULES = {
     "gemma3": {"ffn_norm": "pre_feedforward_layernorm"},
+    "gemma4": _GEMMA4,
     "gpt-oss": {"ffn_gate_inp": "mlp.router"},
     "deepseek2": _LATENT,
     "qwen3next": _LINEAR,
     "qwen35": _LINEAR,
     "qwen35moe": _LINEAR,
     "granitehybrid": _GRANITE,
+    "falcon-h1": _FALCON,
+    "nemotron_h": _NEMOTRON,
+    "nemotron_h_moe": _NEMOTRON,
 }
 # Prefixes of the names of experts that differ from the common one.
-_EXPERTS_NAMES = {"granitehybrid": "block_sparse_moe.experts."}
+_EXPERTS_NAMES = {
+    "granitehybrid": "block_sparse_moe.experts.",
+    "nemotron_h_moe": "mixer.experts.",
+}
 # Names of a layer's tensors whose suffix differs, too.
 _TENSORS = {
     "attn_sinks.weight": "self_attn.sinks",
+    "layer_output_scale.weight": "layer_scalar",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     "ssm_a": "linear_attn.A_log",
     "ssm_dt.bias": "linear_attn.dt_bias",
@@ -108,6 +162,16 @@ EXPERTS = {
     "ffn_down_exps": ("down_proj",),
     "ffn_gate_up_exps": ("gate_proj", "up_proj"),
 }
+
+
+def model_name(architecture: str, name: str) -> str | None:
+    """Return Hugging Face's name of a tensor outside the layers; None if the name is unknown.
+
+    Args:
+        architecture: the file's general.architecture.
+        name: GGUF's name of the tensor.
+    """
+    return _OWN_NAMES.get(architecture, {}).get(name, _NAMES.get(name))
 
 
 def layer_name(architecture: str, name: str) -> str | None:
@@ -176,38 +240,62 @@ def layouts(metadata: Mapping[str, Any]) -> dict[str, Layout]:
             count("ssm.inner_size") // count("ssm.time_step_rank"),
         )
         return linear.of_next() if architecture == "qwen3next" else linear.of_3_5()
+    if architecture == "falcon-h1":
+        return {**_mamba2("mamba."), "pre_ff_layernorm.weight": Layout(("ffn_norm",), _unchanged)}
+    if architecture not in ("granitehybrid", "nemotron_h", "nemotron_h_moe"):
+        return {}
+    # Their queries and keys are interleaved, even if they have no positions.
+    heads, each = count("attention.head_count"), metadata.get(f"{architecture}.{_KEY_HEADS}")
+    key_heads = max([0, *each]) if isinstance(each, list) else 0
     if architecture == "granitehybrid":
-        each = metadata.get("granitehybrid.attention.head_count_kv")
-        key_heads = max([0, *each]) if isinstance(each, list) else 0
         kind = "_shexp" if metadata.get("granitehybrid.expert_count") else ""
-        return _of_granite(count("attention.head_count"), key_heads, kind)
-    return {}
+        return {**_pairs(heads, key_heads), **_mamba2("mamba."), **_of_granite(kind)}
+    bias = {"mixer.gate.e_score_correction_bias": Layout(("exp_probs_b.bias",), _unchanged)}
+    return {**_pairs(heads, key_heads, "mixer."), **_mamba2("mixer."), **bias}
 
 
-def _of_granite(heads: int, key_heads: int, kind: str) -> dict[str, Layout]:
-    """Return the layouts of Granite 4; `kind` ends the names of the shared MLP's modules."""
-    gates, ups = f"ffn_gate{kind}.weight", f"ffn_up{kind}.weight"
+_KEY_HEADS = "attention.head_count_kv"
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    """Return a tensor that only has another name."""
+    return tensor
+
+
+def _of_granite(kind: str) -> dict[str, Layout]:
+    """Return the layout of Granite 4's shared MLP; `kind` ends the names of its modules."""
+    parts = f"ffn_gate{kind}.weight", f"ffn_up{kind}.weight"
     return {
-        **(_pairs(heads, key_heads) if key_heads else {}),
-        "mamba.A_log": Layout(("ssm_a",), lambda one: _logarithm(one).flatten()),
-        "mamba.D": Layout(("ssm_d",), torch.flatten),
-        "mamba.dt_bias": Layout(("ssm_dt.bias",), torch.flatten),
-        "mamba.norm.weight": Layout(("ssm_norm.weight",), torch.flatten),
-        "mamba.conv1d.weight": Layout(("ssm_conv1d.weight",), lambda one: one[:, None]),
-        "shared_mlp.input_linear.weight": Layout(
-            (gates, ups), lambda *both: fused(list(both), (gates, ups))
-        ),
+        "shared_mlp.input_linear.weight": Layout(parts, lambda *both: fused(list(both), parts)),
     }
 
 
-def _pairs(heads: int, key_heads: int) -> dict[str, Layout]:
+def _mamba2(prefix: str) -> dict[str, Layout]:
+    """Return the layouts of Mamba-2 blocks whose names begin with `prefix`."""
+    return {
+        f"{prefix}A_log": Layout(("ssm_a",), lambda one: _logarithm(one).flatten()),
+        f"{prefix}D": Layout(("ssm_d",), torch.flatten),
+        f"{prefix}dt_bias": Layout(("ssm_dt.bias",), torch.flatten),
+        f"{prefix}norm.weight": Layout(("ssm_norm.weight",), torch.flatten),
+        f"{prefix}conv1d.weight": Layout(("ssm_conv1d.weight",), lambda one: one[:, None]),
+    }
+
+
+def _pairs(heads: int, key_heads: int, prefix: str = "self_attn.") -> dict[str, Layout]:
     """Return the layouts of queries and keys whose RoPE rows are interleaved.
 
     Elements i and i + half of a head are neighbors in the file. Hugging Face models expect all
     first elements of the pairs, then all second ones.
+
+    Args:
+        heads: heads of queries.
+        key_heads: heads of keys; 0: no layer has keys.
+        prefix: start of the names of attention blocks.
     """
+    if not key_heads:
+        return {}
     return {
-        f"self_attn.{part}_proj.{suffix}": Layout(
+        f"{prefix}{part}_proj.{suffix}": Layout(
             (f"attn_{part}.{suffix}",), partial(_unpaired, heads=own)
         )
         for part, own in (("q", heads), ("k", key_heads))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of a GGUF tokenizer to Hugging Face's tokenizer.json and tokenizer_config.json.
 
-Two kinds are supported, with ggml's names: "llama", SentencePiece BPE with token scores; and
-"gpt2", byte-level BPE with merges. Sources: docs/gguf.md of github.com/ggml-org/ggml; the
-tokenizers library for the JSON.
+Three kinds are supported, with ggml's names: "llama", SentencePiece BPE with token scores;
+"gemma4", the same with merges; and "gpt2", byte-level BPE with merges. Sources: docs/gguf.md of
+github.com/ggml-org/ggml; the tokenizers library for the JSON.
 """
 
 from collections.abc import Mapping, Sequence
@@ -108,6 +108,7 @@ _SPLITS = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
+    "falcon-h1": _LLAMA3,
     "smaug-bpe": _Split((_THREE_DIGITS,)),
     "dbrx": _Split((_THREE_DIGITS,)),
     "tekken": _Split(
@@ -156,6 +157,9 @@ _END_TEXTS = frozenset(
         "[EOS]",
         "<|end_of_text|>",
         "<end_of_utterance>",
+        "<eos>",
+        "<turn|>",
+        "<|tool_response>",
         "<\uff5cend\u2581of\u2581sentence\uff5c>",
     )
 )
@@ -224,12 +228,20 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     # End tokens never appear in the text, even if the file declares them as normal tokens.
     ends = set(end_token_ids(metadata))
     types = [_CONTROL if i in ends else one for i, one in enumerate(types)]
+    unknown = specials.get("unk_token")
     if kind == "llama":
-        whole = _sentencepiece(metadata, tokens, types, specials.get("unk_token"))
+        adds_space = metadata.get("tokenizer.ggml.add_space_prefix", True)
+        merges = _merges(_normal_scores(metadata, tokens, types))
+        whole = _sentencepiece(tokens, types, unknown, merges, adds_space)
+    elif kind == "gemma4":
+        whole = _sentencepiece(tokens, types, unknown, _stored_merges(metadata))
+        whole["pre_tokenizer"] = _isolated(r"\n+")
+        # As in llama.cpp: some files say false, but the model needs it.
+        metadata = {**metadata, "tokenizer.ggml.add_bos_token": True}
     elif kind == "gpt2":
         whole = _byte_level(metadata, tokens)
     else:
-        raise ModelError(f"tokenizer.ggml.model must be llama or gpt2, got {kind}")
+        raise ModelError(f"tokenizer.ggml.model must be llama, gemma4 or gpt2, got {kind}")
     whole["added_tokens"] = [
         _added_token(i, tokens[i], types[i] != _USER_DEFINED)
         for i in range(len(tokens))
@@ -280,28 +292,43 @@ def _added_token(i: int, text: str, is_special: bool) -> dict[str, Any]:
     return {"id": i, "content": text, "special": is_special, **flags}
 
 
-def _sentencepiece(
-    metadata: Mapping[str, Any],
-    tokens: Sequence[str],
-    types: Sequence[int],
-    unknown: str | None,
-) -> dict[str, Any]:
-    """Return the parts of tokenizer.json for SentencePiece BPE, with merges from token scores."""
+def _normal_scores(
+    metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]
+) -> dict[str, float]:
+    """Return the scores of normal tokens, by text."""
     scores = _list(metadata, "scores", "numbers")
     if scores is None or len(scores) != len(tokens):
         raise ModelError("tokenizer.ggml.scores must have a score for each token")
+    return {tokens[i]: scores[i] for i in range(len(tokens)) if types[i] == _NORMAL}
+
+
+def _sentencepiece(
+    tokens: Sequence[str],
+    types: Sequence[int],
+    unknown: str | None,
+    merges: list[tuple[str, ...]],
+    adds_space: bool = False,
+) -> dict[str, Any]:
+    """Return the parts of tokenizer.json for SentencePiece BPE.
+
+    Args:
+        tokens: texts of the tokens.
+        types: types of the tokens.
+        unknown: text of the unknown token; None: there is none.
+        merges: pairs of tokens that are merged, the best first.
+        adds_space: whether a space is put before each text.
+    """
     replaced = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     spelt = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
     decoders: list[dict[str, Any]] = [spelt, {"type": "ByteFallback"}, {"type": "Fuse"}]
     normalizers: list[dict[str, Any]] = [replaced]
-    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+    if adds_space:
         normalizers.insert(0, {"type": "Prepend", "prepend": _SPACE})
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    normal = {tokens[i]: scores[i] for i in range(len(tokens)) if types[i] == _NORMAL}
     model = {
         "type": "BPE",
         "vocab": {text: i for i, text in enumerate(tokens)},
-        "merges": _compact(_merges(normal)),
+        "merges": _compact(merges),
         "unk_token": unknown,
         "fuse_unk": True,
         "byte_fallback": _BYTE in types,
@@ -335,21 +362,29 @@ def _compact(merges: list[tuple[str, ...]]) -> list[tuple[str, ...]] | list[str]
     return texts if is_clear else merges
 
 
-def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
-    split = _split_of(metadata)
+def _stored_merges(metadata: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return the merges that the file lists."""
     merges = _list(metadata, "merges", "texts")
     if merges is None:
         raise ModelError("tokenizer.ggml.merges is missing")
+    return [tuple(merge.split(" ")) for merge in merges]
+
+
+def _isolated(expression: str) -> dict[str, Any]:
+    """Return a pre-tokenizer that splits texts before and after each match."""
+    pattern = {"Regex": expression}
+    return {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+
+
+def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
+    split = _split_of(metadata)
     bytes_of = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    parts: list[dict[str, Any]] = [
-        {"type": "Split", "pattern": {"Regex": one}, "behavior": "Isolated", "invert": False}
-        for one in split.patterns
-    ]
+    parts = [_isolated(one) for one in split.patterns]
     parts.append({**bytes_of, "use_regex": split.like_gpt2})
     model = {
         "type": "BPE",
         "vocab": {text: i for i, text in enumerate(tokens)},
-        "merges": _compact([tuple(merge.split(" ")) for merge in merges]),
+        "merges": _compact(_stored_merges(metadata)),
         "ignore_merges": split.ignores_merges,
     }
     return {

@@ -12,7 +12,6 @@ from specops.api.errors import ModelError
 from specops.api.methods.checks import QUANTIZATIONS
 from specops.checkpoints.directory import open_checkpoint, weight_files
 from specops.engine.models.blocks.block import BlockLoader, RopeTables
-from specops.engine.models.blocks.experts import ExpertsConfig
 from specops.engine.models.blocks.per_layer import load_per_layer_embeddings
 from specops.engine.models.config import ModelConfig, Place
 from specops.engine.models.dry_run import dry_run
@@ -117,7 +116,7 @@ def load_model(
 
 
 def _check_experts(config: ModelConfig, ranks: Ranks) -> None:
-    has_experts = any(isinstance(layer.mlp, ExpertsConfig) for layer in config.layers)
+    has_experts = any(layer.mlp.has_experts for layer in config.layers)
     if ranks.has_whole_experts and not has_experts:
         raise ModelError("enable_expert_parallel must be off for a model without experts, got on")
 

@@ -77,6 +77,7 @@ class NoMlpConfig:
     """Configuration of an absent MLP."""
 
     kind: ClassVar[str] = "no MLP"
+    has_experts: ClassVar[bool] = False
 
     def narrowed(self, width: int) -> "NoMlpConfig":
         """Return this configuration."""

@@ -33,7 +33,7 @@ class ExpertsViews:
     row_indices: Tensor  # [pairs], int32
     places: Tensor  # [rows, top_k], int32
     gated: Tensor  # [pairs, width]
-    expert_out: Tensor  # [pairs, hidden_size], float32
+    expert_out: Tensor  # [pairs, out_size], float32
     shared_gated: Tensor  # [rows, shared_width]
     shared_out: Tensor  # [rows, hidden_size], float32; [rows, 0] without a shared MLP
     own_ids: Tensor  # [rows, top_k], int32: local expert indices; [rows, 0] without EP
@@ -41,9 +41,10 @@ class ExpertsViews:
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """Sizes of a mixture-of-experts block."""
+    """Sizes of a mixture-of-experts block; `hidden_size` is the width of the router's inputs."""
 
     hidden_size: int
+    out_size: int
     num_experts: int
     top_k: int
     width: int
@@ -53,7 +54,7 @@ class ExpertsShape:
 
     def views(self, new: NewRows) -> ExpertsViews:
         """Return views of the activation buffers that `new` makes."""
-        hidden, top_k = self.hidden_size, self.top_k
+        hidden, outputs, top_k = self.hidden_size, self.out_size, self.top_k
         places = new("places", top_k, torch.int32)
         pairs = places.shape[0] * top_k
         scores = new("router_logits", self.num_experts + self.has_shared_gate, torch.float32)
@@ -67,7 +68,7 @@ class ExpertsShape:
             row_indices=new("row_indices", top_k, torch.int32).view(pairs),
             places=places,
             gated=new("gated", top_k * self.width).view(pairs, self.width),
-            expert_out=new("expert_out", top_k * hidden, torch.float32).view(pairs, hidden),
+            expert_out=new("expert_out", top_k * outputs, torch.float32).view(pairs, outputs),
             shared_gated=new("activated", self.shared_width),
             shared_out=new("shared_out", hidden if self.shared_width else 0, torch.float32),
             own_ids=new("own_expert_ids", top_k if self.is_apart else 0, torch.int32),
@@ -111,6 +112,8 @@ class Experts(MlpBlock):
             virtual rank adds the bias.
     """
 
+    shape: ExpertsShape
+
     def __init__(
         self,
         config: "ExpertsConfig",
@@ -125,8 +128,9 @@ class Experts(MlpBlock):
     ) -> None:
         shared_width = 0 if shared is None else shared.shape.width
         width = sum(one.num_inputs for one in down.shards)
-        self.shape = self._shape = ExpertsShape(
+        self.shape = ExpertsShape(
             router.num_inputs,
+            down.shards[0].num_outputs,
             config.num_experts,
             config.routing.top_k,
             width,
@@ -149,16 +153,27 @@ class Experts(MlpBlock):
 
     def bytes_read(self, rows: int) -> float:
         """Return the expected bytes of weights read if rows choose their experts independently."""
-        routing, count = self._routing, self._shape.num_experts
+        routing, count = self._routing, self.shape.num_experts
         read = 1.0 - (1.0 - routing.top_k / count) ** rows
         experts = sum(map(bytes_of, (self.gate_up, *self.down.shards)))
         return super().bytes_read(rows) + bytes_of(self._router) + read * experts
 
     def run(self, x: Tensor, batch: LayerBatch, views: ExpertsViews, out: Tensor) -> None:
         """Compute the mixture of experts of the rows into `out`."""
-        self._route(x, views)
+        self.route(x, views)
+        self.mix(x, batch, views, out)
+
+    def mix(self, x: Tensor, batch: LayerBatch, views: ExpertsViews, out: Tensor) -> None:
+        """Compute the mixture of the experts that `route` has chosen, and the shared MLP.
+
+        Args:
+            x: [rows, inputs of an expert].
+            batch: metadata of the rows.
+            views: views that `route` has written to.
+            out: [rows, out_size]; written.
+        """
         order = moe.ExpertOrder(self._indptr, views.row_indices, views.places)
-        moe.moe_sort(views.expert_ids, self._shape.num_experts, order=order)
+        moe.moe_sort(views.expert_ids, self.shape.num_experts, order=order)
         indptr, gated = order.expert_indptr, views.gated
         moe.moe_linear(x, self.gate_up, indptr, order.row_indices, self._gate_up_bias, out=gated)
         if self._activation == RELU2:
@@ -191,8 +206,8 @@ class Experts(MlpBlock):
                 dense.output_gate(whole, views.shared_gate, out=whole)
         moe.moe_combine(views.expert_out, views.places, views.expert_weights, of_shared, out=out)
 
-    def _route(self, x: Tensor, views: ExpertsViews) -> None:
-        """Compute the router, and choose the experts of each row."""
+    def route(self, x: Tensor, views: ExpertsViews) -> None:
+        """Compute the router from `x` [rows, hidden_size], and choose the experts of each row."""
         routing = self._routing
         views.x.copy_(x)
         dense.linear(views.x, self._router, self._router_bias, out=views.scores)
@@ -254,19 +269,18 @@ class ExpertsApart(Experts):
             down=RowParallelLinear([one.down for one in own], None, ranks),
             shared=shared,
         )
-        self.shape = self._shape = replace(self._shape, width=config.width, is_apart=True)
+        self.shape = replace(self.shape, width=config.width, is_apart=True)
         self._own = own
         self._indptr = self._indptr[: config.num_experts // ranks.num_virtual_ranks + 1]
 
     def bytes_read(self, rows: int) -> float:
         """Return the expected bytes of weights read, over all local virtual TP ranks."""
         others = sum(bytes_of(one.gate_up) for one in self._own[1:])
-        routing, count = self._routing, self._shape.num_experts
+        routing, count = self._routing, self.shape.num_experts
         return super().bytes_read(rows) + (1.0 - (1.0 - routing.top_k / count) ** rows) * others
 
-    def run(self, x: Tensor, batch: LayerBatch, views: ExpertsViews, out: Tensor) -> None:
-        """Compute the mixture of experts of the rows into `out`."""
-        self._route(x, views)
+    def mix(self, x: Tensor, batch: LayerBatch, views: ExpertsViews, out: Tensor) -> None:
+        """Compute the mixture of the experts that `route` has chosen; see `Experts.mix`."""
         shared, ranks = self._shared, self.down.ranks
         if shared is not None:
             shared.activate(x, batch.sums, views.shared_gated)
@@ -305,6 +319,7 @@ class ExpertsConfig:
     """
 
     kind: ClassVar[str] = "a mixture of experts"
+    has_experts: ClassVar[bool] = True
 
     num_experts: int
     width: int
@@ -333,19 +348,26 @@ class ExpertsConfig:
         """Names of the modules that an expert's first projection consists of."""
         return self.projections[1:2] if self.activation == RELU2 else self.projections[:2]
 
-    def load(self, loader: BlockLoader, prefix: str) -> Experts:
+    def load(self, loader: BlockLoader, prefix: str, router_inputs: int | None = None) -> Experts:
         """Load the block whose tensor names begin with `prefix`.
+
+        Args:
+            loader: source and settings.
+            prefix: name prefix.
+            router_inputs: width of the router's inputs; None: that of the experts' inputs, which is
+                the loader's hidden size.
 
         Raises:
             ModelError: a tensor is missing or has the wrong shape.
         """
         source, hidden, count = loader.source, loader.hidden_size, self.num_experts
+        inputs = router_inputs or hidden
         router = source.tensor(
-            f"{prefix}{self.router_name}.weight", count, hidden, dtype=torch.float32
+            f"{prefix}{self.router_name}.weight", count, inputs, dtype=torch.float32
         )
         if self.shared_gate_name is not None:  # appended as the last output of the router
             name = f"{prefix}{self.shared_gate_name}.weight"
-            gate = source.tensor(name, 1, hidden, dtype=torch.float32)
+            gate = source.tensor(name, 1, inputs, dtype=torch.float32)
             router = torch.cat([router, gate])
         router_bias = None
         if self.has_bias:

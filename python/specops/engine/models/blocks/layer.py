@@ -143,9 +143,11 @@ class AnyMlpConfig(Protocol):
 
     Attributes:
         kind: name of the kind in error messages.
+        has_experts: whether it has experts, which ranks may hold as a whole.
     """
 
     kind: ClassVar[str]
+    has_experts: ClassVar[bool]
 
     def narrowed(self, width: int) -> "AnyMlpConfig":
         """Return this configuration with the inner width `width`."""

@@ -141,6 +141,7 @@ class DenseMlpConfig:
     """
 
     kind: ClassVar[str] = "a dense MLP"
+    has_experts: ClassVar[bool] = False
 
     width: int
     activation: str = "silu"

@@ -16,6 +16,7 @@ from specops.engine.models.families.defaults import FALCON_H1
 from specops.engine.models.families.dense_decoder import dense_decoder
 from specops.engine.models.families.family import Family
 from specops.engine.models.families.fields import count, flag, number, refuse_values
+from specops.engine.models.families.gguf import GgufForm
 from specops.engine.models.families.mamba2_layers import mamba2
 
 _NAMES = LayerNames(attention="", mlp_norm="pre_ff_layernorm", mlp="feed_forward.")
@@ -85,7 +86,37 @@ def _mamba(raw: Mapping[str, Any]) -> Mamba2Config:
         raise ModelError("mamba_norm_before_gate must be false if mamba_rms_norm is true, got true")
     of_input = number("ssm_in_multiplier", raw["ssm_in_multiplier"])
     scales = tuple(of_input * one for one in _numbers(raw, "ssm_multipliers", 5))
-    return mamba2(raw, count(raw, "mamba_d_ssm"), has_norm=has_norm, scales=scales)
+    own = None if set(scales) == {1.0} else scales
+    return mamba2(raw, count(raw, "mamba_d_ssm"), has_norm=has_norm, scales=own)
 
 
-FAMILY = Family(title="Falcon-H1", read={"FalconH1ForCausalLM": read})
+def _check_head(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Reject files without an LM head; the weights of others include all factors.
+
+    A tied LM head would have the factor of the embedding, not its own.
+    """
+    if raw["tie_word_embeddings"]:
+        raise ModelError("output.weight must be in the file: the embedding has another factor")
+    return {}
+
+
+_GGUF_KEYS = {
+    "ssm.conv_kernel": "mamba_d_conv",
+    "ssm.state_size": "mamba_d_state",
+    "ssm.group_count": "mamba_n_groups",
+    "ssm.inner_size": "mamba_d_ssm",
+    "ssm.time_step_rank": "mamba_n_heads",
+}
+FAMILY = Family(
+    title="Falcon-H1",
+    read={"FalconH1ForCausalLM": read},
+    gguf=(
+        GgufForm(
+            "falcon-h1",
+            "FalconH1ForCausalLM",
+            keys=_GGUF_KEYS,
+            defaults={"mamba_norm_before_gate": False},
+            fields=_check_head,
+        ),
+    ),
+)

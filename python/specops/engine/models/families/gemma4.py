@@ -27,6 +27,7 @@ from specops.engine.models.families.fields import (
     refuse_values,
     text_config,
 )
+from specops.engine.models.families.gguf import GgufForm, value_of_layers
 
 # Fields that lie outside text_config in multimodal files.
 _AROUND = ("tie_word_embeddings", "dtype", "torch_dtype")
@@ -207,8 +208,90 @@ def _logit_cap(raw: Mapping[str, Any]) -> float | None:
     return float(cap)
 
 
+def _proportional(factors: Sequence[float], theta: float, head_dim: int) -> dict[str, Any]:
+    """Return the RoPE scaling that a file expresses by factors: huge ones rotate nothing."""
+    rotated = sum(one == 1.0 for one in factors)
+    if any(one != 1.0 for one in factors[:rotated]) or any(one < 1e29 for one in factors[rotated:]):
+        raise ModelError("tensor rope_freqs.weight must only hold ones, and then only 1e30")
+    return {"rope_type": "proportional", "partial_rotary_factor": rotated / len(factors)}
+
+
+def _gguf_fields(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields of layers with sliding and with full attention."""
+    if "rope_scaling" not in raw:
+        raise ModelError("tensor rope_freqs.weight must be in the file")
+    for field in ("value_length", "rotary_dim"):
+        for prefix in ("", "global_"):
+            size = raw[f"{prefix}head_dim"]
+            if raw.get(prefix + field, size) != size:
+                raise ModelError(
+                    f"{prefix}{field} must be the head size {size}, got {raw[prefix + field]}"
+                )
+    kinds = [SLIDING if one else FULL for one in value_of_layers(raw, "sliding_window_pattern")]
+    key_heads = raw["num_key_value_heads"]
+    if isinstance(key_heads, list):
+        key_heads = value_of_layers(raw, "num_key_value_heads")
+    else:
+        key_heads = [key_heads] * len(kinds)
+    theta = {} if "sliding_theta" not in raw else {"rope_theta": raw["sliding_theta"]}
+    return {
+        "layer_types": kinds,
+        "per_layer_config": {
+            str(layer): {
+                "head_dim": raw["global_head_dim" if kind == FULL else "head_dim"],
+                "num_key_value_heads": heads,
+            }
+            for layer, (kind, heads) in enumerate(zip(kinds, key_heads, strict=True))
+        },
+        "rope_parameters": {
+            FULL: {**raw["rope_scaling"], "rope_theta": raw["rope_theta"]},
+            SLIDING: theta,
+        },
+        "vocab_size_per_layer_input": raw["vocab_size"],
+        **_widths(raw),
+    }
+
+
+def _widths(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the width of MLPs, which may be twice as large in layers that share keys."""
+    if not isinstance(raw["intermediate_size"], list):
+        return {}
+    widths = value_of_layers(raw, "intermediate_size")
+    num_shared = index(raw, "num_kv_shared_layers", 0)
+    num_own = len(widths) - num_shared
+    if len({*widths[:num_own]}) != 1 or widths[num_own:] != [2 * widths[0]] * num_shared:
+        raise ModelError(
+            "intermediate_size must be the same in all layers with keys and values, and twice as "
+            f"large in others, got {widths!s:.60}"
+        )
+    return {"intermediate_size": widths[0], "use_double_wide_mlp": True}
+
+
+_GGUF_KEYS = {
+    "attention.key_length": "global_head_dim",
+    "attention.key_length_swa": "head_dim",
+    "attention.value_length": "global_value_length",
+    "attention.value_length_swa": "value_length",
+    "attention.shared_kv_layers": "num_kv_shared_layers",
+    "attention.sliding_window_pattern": "sliding_window_pattern",
+    "rope.dimension_count": "global_rotary_dim",
+    "rope.dimension_count_swa": "rotary_dim",
+    "rope.freq_base_swa": "sliding_theta",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
 FAMILY = Family(
     title="Gemma 4",
     read={"Gemma4ForCausalLM": read, "Gemma4ForConditionalGeneration": read},
+    gguf=(
+        GgufForm(
+            "gemma4",
+            "Gemma4ForCausalLM",
+            keys=_GGUF_KEYS,
+            defaults={"hidden_size_per_layer_input": 0},
+            fields=_gguf_fields,
+            scaling=_proportional,
+        ),
+    ),
     assistants={"Gemma4AssistantForCausalLM": read_assistant},
 )

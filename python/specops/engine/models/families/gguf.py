@@ -64,6 +64,43 @@ def partial_rotary_factor(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"partial_rotary_factor": count(raw, "rotary_dim", head_dim) / head_dim}
 
 
+def value_of_layers(raw: Mapping[str, Any], field: str) -> list[Any]:
+    """Return a field that must list a value for each layer.
+
+    Raises:
+        KeyError: the field is missing.
+        ModelError: the field is no list, or has another length.
+    """
+    each, num_layers = raw[field], raw["num_hidden_layers"]
+    if not isinstance(each, list) or len(each) != num_layers:
+        raise ModelError(f"{field} must list block_count={num_layers} values, got {each!s:.60}")
+    return each
+
+
+def llama3_scaling(factors: Sequence[float], theta: float, head_dim: int) -> dict[str, Any]:
+    """Return the Llama 3 RoPE scaling parameters that yield these frequency factors.
+
+    Raises:
+        ModelError: the factors belong to another kind of scaling.
+    """
+    factor, pairs = max(factors), head_dim // 2
+    for i in range(pairs):
+        turns = _LLAMA3_LENGTH * theta ** (-i / pairs) / (2 * math.pi)
+        keep = min(max((turns - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW), 0.0), 1.0)
+        expected = 1 / (keep + (1 - keep) / factor)
+        if len(factors) != pairs or not math.isclose(factors[i], expected, rel_tol=1e-4):
+            raise ModelError(
+                "tensor rope_freqs.weight must hold the factors of Llama 3's RoPE scaling"
+            )
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": _LLAMA3_LOW,
+        "high_freq_factor": _LLAMA3_HIGH,
+        "original_max_position_embeddings": _LLAMA3_LENGTH,
+    }
+
+
 @dataclass(frozen=True)
 class GgufForm:
     """Layout of a family's GGUF files.
@@ -77,6 +114,8 @@ class GgufForm:
         allowed: supported values of keys that set no field; None: the key may be absent.
         ignored: keys whose value follows from others, or from the tensors.
         fields: function that computes further fields from the other fields.
+        scaling: function that returns the RoPE scaling of the file's frequency factors, from these,
+            the base of the frequencies and the size of a head.
     """
 
     architecture: str
@@ -86,6 +125,7 @@ class GgufForm:
     allowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     fields: Callable[[Mapping[str, Any]], Mapping[str, Any]] = no_fields
+    scaling: Callable[[Sequence[float], float, int], dict[str, Any]] = llama3_scaling
 
     def config(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Convert the metadata to the content of a Hugging Face config.json.
@@ -130,7 +170,7 @@ class GgufForm:
             config["rope_scaling"] = scaling
         if raw.get("rope_factors"):
             theta = number("rope_theta", config.get("rope_theta", 10000.0))
-            config["rope_scaling"] = _scaling_of_factors(raw["rope_factors"], theta, head_dim)
+            config["rope_scaling"] = self.scaling(raw["rope_factors"], theta, head_dim)
         around = {name: raw[name] for name in raw if name not in ("gguf", "rope_factors")}
         whole = {**around, "architectures": [self.read_as], "dtype": "bfloat16", **config}
         return {**whole, **self.fields(whole)}
@@ -151,27 +191,3 @@ class GgufForm:
                 f"{self.architecture}.{_SCALING}type {kind} is not supported with {own}"
             )
         return {"rope_type": kind, **{_SCALING_FIELDS[key]: own[key] for key in own}}
-
-
-def _scaling_of_factors(factors: Sequence[float], theta: float, head_dim: int) -> dict[str, Any]:
-    """Return the Llama 3 RoPE scaling parameters that yield these frequency factors.
-
-    Raises:
-        ModelError: the factors belong to another kind of scaling.
-    """
-    factor, pairs = max(factors), head_dim // 2
-    for i in range(pairs):
-        turns = _LLAMA3_LENGTH * theta ** (-i / pairs) / (2 * math.pi)
-        keep = min(max((turns - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW), 0.0), 1.0)
-        expected = 1 / (keep + (1 - keep) / factor)
-        if len(factors) != pairs or not math.isclose(factors[i], expected, rel_tol=1e-4):
-            raise ModelError(
-                "tensor rope_freqs.weight must hold the factors of Llama 3's RoPE scaling"
-            )
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": _LLAMA3_LOW,
-        "high_freq_factor": _LLAMA3_HIGH,
-        "original_max_position_embeddings": _LLAMA3_LENGTH,
-    }

@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from specops.api.errors import ModelError
@@ -10,6 +11,7 @@ from specops.engine.models.blocks.absent import NoMixingConfig, NoMlpConfig
 from specops.engine.models.blocks.attention import AttentionConfig
 from specops.engine.models.blocks.block import NO_ROPE
 from specops.engine.models.blocks.experts import ExpertsConfig, Routing
+from specops.engine.models.blocks.latent_experts import LatentExpertsConfig
 from specops.engine.models.blocks.layer import (
     AnyAttentionConfig,
     AnyMlpConfig,
@@ -23,6 +25,7 @@ from specops.engine.models.families.defaults import NEMOTRON_H
 from specops.engine.models.families.dense_decoder import dense_decoder
 from specops.engine.models.families.family import Family
 from specops.engine.models.families.fields import FULL, LINEAR, count, flag, number, refuse_values
+from specops.engine.models.families.gguf import GgufForm, value_of_layers
 from specops.engine.models.families.mamba2_layers import refuse_time_steps
 
 _MLP, _EXPERTS = "mlp", "moe"
@@ -64,7 +67,6 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
             "use_bias": (False, None),
             "mamba_proj_bias": (False, None),
             "residual_in_fp32": (False, None),
-            "moe_latent_size": (None,),
             "n_shared_experts": (1, None),
             "sliding_window": (None,),
         },
@@ -135,8 +137,9 @@ def _mlp(raw: Mapping[str, Any], kind: str) -> AnyMlpConfig:
         return DenseMlpConfig(width=count(raw, "intermediate_size"), activation="relu2")
     if kind != _EXPERTS:
         return NoMlpConfig()
-    shared = count(raw, "moe_shared_expert_intermediate_size")
-    return ExpertsConfig(
+    width = count(raw, "moe_shared_expert_intermediate_size")
+    shared = DenseMlpConfig(width=width, activation="relu2")
+    experts = ExpertsConfig(
         num_experts=count(raw, "n_routed_experts"),
         width=count(raw, "moe_intermediate_size"),
         routing=Routing(
@@ -148,9 +151,76 @@ def _mlp(raw: Mapping[str, Any], kind: str) -> AnyMlpConfig:
             scale=number("routed_scaling_factor", raw["routed_scaling_factor"]),
             bias="gate.e_score_correction_bias",
         ),
-        shared=DenseMlpConfig(width=shared, activation="relu2"),
         activation="relu2",
+    )
+    if raw.get("moe_latent_size") is None:
+        return replace(experts, shared=shared)
+    return LatentExpertsConfig(experts=experts, width=count(raw, "moe_latent_size"), shared=shared)
+
+
+def _gguf_fields(raw: Mapping[str, Any], of_widths: str) -> Mapping[str, Any]:
+    """Return the kinds of the layers, by their heads of keys and the widths of their MLPs.
+
+    `of_widths` is the kind of a layer with a width.
+    """
+    fields = ("num_key_value_heads", "intermediate_size")
+    key_heads, widths = (value_of_layers(raw, field) for field in fields)
+    for field, each in zip(fields, (key_heads, widths), strict=True):
+        if len({0, *each}) > 2:
+            raise ModelError(f"{field} must be 0 or the same in all layers, got {each!s:.60}")
+    heads, inner = count(raw, "mamba_num_heads"), count(raw, "mamba_inner")
+    if inner % heads:
+        raise ModelError(f"ssm.inner_size must be a multiple of {heads} heads, got {inner}")
+    return {
+        "layers_block_type": [
+            FULL if heads else of_widths if width else LINEAR
+            for heads, width in zip(key_heads, widths, strict=True)
+        ],
+        "num_key_value_heads": max(key_heads),
+        "intermediate_size": max(widths),
+        "layer_norm_epsilon": raw["rms_norm_eps"],
+        "mamba_head_dim": inner // heads,
+    }
+
+
+_GGUF_KEYS = {
+    "ssm.conv_kernel": "conv_kernel",
+    "ssm.state_size": "ssm_state_size",
+    "ssm.group_count": "n_groups",
+    "ssm.inner_size": "mamba_inner",
+    "ssm.time_step_rank": "mamba_num_heads",
+}
+_GGUF_KEYS_OF_EXPERTS = {
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_shared_count": "n_shared_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "moe_latent_size": "moe_latent_size",
+}
+
+
+def _gguf_form(architecture: str, kind: str, keys: Mapping[str, str]) -> GgufForm:
+    return GgufForm(
+        architecture,
+        "NemotronHForCausalLM",
+        keys={**_GGUF_KEYS, **keys},
+        allowed={"nextn_predict_layers": (0, None)},
+        # The epsilon is also stored as that of other norms, and no layer is rotated.
+        ignored=("attention.layer_norm_epsilon", "rope.dimension_count"),
+        fields=partial(_gguf_fields, of_widths=kind),
     )
 
 
-FAMILY = Family(title="Nemotron-H", read={"NemotronHForCausalLM": read})
+FAMILY = Family(
+    title="Nemotron-H",
+    read={"NemotronHForCausalLM": read},
+    gguf=(
+        _gguf_form("nemotron_h", _MLP, {}),
+        _gguf_form("nemotron_h_moe", _EXPERTS, _GGUF_KEYS_OF_EXPERTS),
+    ),
+)
