@@ -74,7 +74,7 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
     )
     num_layers = count(raw, "num_hidden_layers")
     nope_dim, rope_dim = count(raw, "qk_nope_head_dim"), count(raw, "qk_rope_head_dim")
-    of_kind = {
+    of_kind: dict[str, DeltaAttentionConfig | LatentAttentionConfig] = {
         LINEAR: DeltaAttentionConfig(
             num_heads=count(raw, "linear_num_heads"),
             head_dim=count(raw, "linear_head_dim"),
