@@ -55,8 +55,8 @@ class DeltaAttentionShape:
         low_rank = new("low_rank", 2 * self.head_dim)
         decays, gates, attended = (new(name, self.size) for name in ("decays", "gates", "attended"))
         heads = (len(projected), self.num_heads, self.head_dim)
-        q, k, v = mixed.split(self.size, 1)
-        of_decays, of_gates = low_rank.split(self.head_dim, 1)
+        q, k, v = torch.split(mixed, self.size, 1)
+        of_decays, of_gates = torch.split(low_rank, self.head_dim, 1)
         return DeltaAttentionViews(
             projected=projected,
             mixed=mixed,
