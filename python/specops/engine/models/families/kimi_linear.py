@@ -12,7 +12,12 @@ from specops.engine.models.blocks.block import NO_ROPE
 from specops.engine.models.blocks.delta_attention import DeltaAttentionConfig
 from specops.engine.models.blocks.experts import ExpertsConfig
 from specops.engine.models.blocks.latent_attention import LatentAttentionConfig
-from specops.engine.models.blocks.layer import AnyMlpConfig, LayerConfig, LayerNames
+from specops.engine.models.blocks.layer import (
+    AnyAttentionConfig,
+    AnyMlpConfig,
+    LayerConfig,
+    LayerNames,
+)
 from specops.engine.models.config import ModelConfig
 from specops.engine.models.families.defaults import KIMI_LINEAR
 from specops.engine.models.families.dense_decoder import dense_mlp, model_config
@@ -74,7 +79,7 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
     )
     num_layers = count(raw, "num_hidden_layers")
     nope_dim, rope_dim = count(raw, "qk_nope_head_dim"), count(raw, "qk_rope_head_dim")
-    of_kind: dict[str, DeltaAttentionConfig | LatentAttentionConfig] = {
+    of_kind: dict[str, AnyAttentionConfig] = {
         LINEAR: DeltaAttentionConfig(
             num_heads=count(raw, "linear_num_heads"),
             head_dim=count(raw, "linear_head_dim"),
@@ -101,9 +106,7 @@ def _renamed(raw: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, A
     return {new: raw[old] for old, new in names.items() if old in raw}
 
 
-def _layer(
-    attention: DeltaAttentionConfig | LatentAttentionConfig, mlp: AnyMlpConfig
-) -> LayerConfig:
+def _layer(attention: AnyAttentionConfig, mlp: AnyMlpConfig) -> LayerConfig:
     if not isinstance(mlp, ExpertsConfig):
         return LayerConfig(attention=attention, mlp=mlp)
     return LayerConfig(
