@@ -50,6 +50,15 @@ KEYS_AS_VALUES: dict[str, Any] = {
     "final_logit_softcapping": 30.0,
     "attention_bias": True,
 }
+# Gemma 4 with experts beside the dense MLP.
+EXPERTS_BESIDE_MLP: dict[str, Any] = {
+    **KEYS_AS_VALUES,
+    "attention_bias": False,
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 48,
+}
 
 
 def lasting_directory() -> Path:
@@ -79,10 +88,13 @@ def randomize(model: torch.nn.Module) -> None:
             # The default init is so flat that wrong attention would hardly show.
             scale = 0.2 if parameter.dim() == 2 else 0.1
             # Norm weights start at the identity: 1, or 0 where they multiply with 1 + w.
-            offset = parameter.flatten()[0].item() if "norm" in name else 0.0
+            is_factor = "norm" in name or name.endswith("scale")
+            offset = parameter.flatten()[0].item() if is_factor else 0.0
             parameter.copy_(offset + scale * torch.randn_like(parameter))
             if model.config.model_type.startswith("gemma4") and name.endswith("q_norm.weight"):
                 parameter.mul_(0.125)  # its scores are not divided by the root of the head size
+            if name.endswith("router.scale"):
+                parameter.mul_(8)  # so that scores of experts differ
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):  # factor on the output of a layer
                 buffer.copy_(0.5 + torch.rand_like(buffer))

@@ -100,6 +100,7 @@ _KEYS = {
     "n_routed_experts": "expert_count",
     "moe_num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
+    "top_k_experts": "expert_used_count",
     "moe_k": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
     "n_shared_experts": "expert_shared_count",
@@ -400,7 +401,12 @@ def _rearranged(
         one = one.view(heads, 2, -1, one.shape[-1]).transpose(1, 2).reshape(one.shape)
     if name.endswith(("sinks", "layer_scalar")):
         name += ".weight"
-    if "gate_up_proj" in name or (architecture == "gpt-oss" and "down_proj" in name):
+    if architecture == "gemma4" and ".router." in name and name.endswith("scale"):
+        part = "ffn_down_exps" if "per_expert" in name else "ffn_gate_inp"
+        yield f"blk.{name.split('.')[2]}.{part}.scale", one
+    elif architecture == "gemma4" and ".experts." in name:
+        yield f"{name}.weight", one
+    elif "gate_up_proj" in name or (architecture == "gpt-oss" and "down_proj" in name):
         yield from _stacked(architecture, name, one)
     elif name.endswith("experts.down_proj"):
         yield f"{name}.weight", one

@@ -80,6 +80,7 @@ NEMOTRON: dict[str, Any] = {
     **{"conv_kernel": 4, "use_conv_bias": True, "hybrid_override_pattern": "M-*E"},
     **{"moe_shared_expert_intermediate_size": 32, "layer_norm_epsilon": 1e-5},
     **{"mlp_hidden_act": "relu2", "sliding_window": None, "num_hidden_layers": 4},
+    "moe_latent_size": 32,
 }
 KIMI: dict[str, Any] = {
     **{"mla_use_nope": True, "num_experts_per_token": 1, "num_shared_experts": 1},
@@ -108,6 +109,10 @@ GEMMA4: dict[str, Any] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
 }
+GEMMA4_EXPERTS: dict[str, Any] = {
+    **{"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 48},
+    "per_layer_config": {"2": {"head_dim": 128}},
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": FIELDS,
     "MistralForCausalLM": FIELDS,
@@ -130,9 +135,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Gemma3ForCausalLM": {key: one for key, one in FIELDS.items() if key != "hidden_act"} | GEMMA,
     "Gemma3ForConditionalGeneration": {"text_config": {"hidden_size": 64, **GEMMA}},
     "Gemma4ForCausalLM": FIELDS | GEMMA4,
-    "Gemma4ForConditionalGeneration": {
-        "text_config": FIELDS | GEMMA4 | {"per_layer_config": {"2": {"head_dim": 128}}}
-    },
+    "Gemma4ForConditionalGeneration": {"text_config": FIELDS | GEMMA4 | GEMMA4_EXPERTS},
 }
 QUANTIZED: dict[str, Any] = {
     "quant_method": "compressed-tensors",

@@ -14,7 +14,13 @@ import simt
 import specops
 import torch
 import torch.nn.functional as F
-from checkpoints import lasting_directory, make_checkpoint, write_config, write_tokenizer
+from checkpoints import (
+    EXPERTS_BESIDE_MLP,
+    lasting_directory,
+    make_checkpoint,
+    write_config,
+    write_tokenizer,
+)
 from fake_gpu import OP_MODULES, FakeGpu
 from mtp_checkpoints import SlowModules, Tiny, make_mtp_checkpoint
 from rounding import assert_error_at_most, distance, rounding_errors
@@ -252,6 +258,7 @@ FALCON: dict[str, Any] = {
     "mlp_multipliers": [0.7, 1.3],
 }
 FAMILIES["falcon_h1"] = ("FalconH1", FALCON)
+FAMILIES["gemma4_experts"] = ("Gemma4", EXPERTS_BESIDE_MLP)
 FAMILIES["falcon_h1_norm"] = (
     "FalconH1",
     {**FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
@@ -517,7 +524,7 @@ def test_missing_rules_are_detected(tmp_path: Path, family: str, fault: Fault) -
     "family",
     [
         *("ernie4_5", "deepseek_v3", "gpt_oss", "qwen3_next", "granite", "kimi_linear"),
-        *("nemotron_h", "nemotron_h_latent"),
+        *("nemotron_h", "nemotron_h_latent", "gemma4_experts"),
     ],
 )
 @pytest.mark.fast(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints import (
     BASE,
+    EXPERTS_BESIDE_MLP,
     KEYS_AS_VALUES,
     SHARED_KV,
     lasting_directory,
@@ -24,6 +25,7 @@ from specops.api.structured import StructuredOutput
 from specops.engine import Completion, Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.models import KvCache, Transformer, load_model
 from specops.engine.models.blocks.attention import AttentionConfig
+from specops.engine.models.blocks.experts_beside_mlp import ExpertsBesideMlpConfig
 from specops.engine.models.blocks.layer import LayerConfig
 from specops.engine.models.blocks.per_layer import PerLayerEmbeddings
 from specops.engine.models.config import ModelConfig
@@ -49,6 +51,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # Heads of the published sizes.
     "gemma4 large heads": ("Gemma4", {**SHARED_KV, "head_dim": 256, "global_head_dim": 512}),
     "gemma4 keys as values": ("Gemma4", KEYS_AS_VALUES),
+    "gemma4 experts": ("Gemma4", EXPERTS_BESIDE_MLP),
 }
 
 
@@ -196,7 +199,7 @@ def test_missing_sizes_of_full_attention_default_as_in_transformers(tmp_path: Pa
 @pytest.mark.parametrize(
     "changes,sentence",
     [
-        ({"enable_moe_block": True}, "enable_moe_block must be False, got True"),
+        ({"enable_moe_block": True}, "'num_experts' is missing"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention must be None, got a"),
         ({"hidden_activation": "silu"}, "hidden_activation must be gelu_pytorch_tanh, got silu"),
         ({"final_logit_softcapping": 1e9}, "final_logit_softcapping must be from 1 to 100, got 1"),
@@ -297,8 +300,9 @@ def without_scales(config: ModelConfig) -> ModelConfig:
     return of_layers(config, lambda layer: replace(layer, names=replace(layer.names, scale=None)))
 
 
+Fault = Callable[[ModelConfig], ModelConfig]
 # Wrong readings of a configuration.
-FAULTS: dict[str, Callable[[ModelConfig], ModelConfig]] = {
+FAULTS: dict[str, Fault] = {
     "RoPE bases of the other kind": swapped_ropes,
     "all pairs rotated": whole_rotation,
     "window too wide by one": wide_windows,
@@ -311,10 +315,42 @@ FAULTS: dict[str, Callable[[ModelConfig], ModelConfig]] = {
 }
 
 
+def beside(change: Callable[[ExpertsBesideMlpConfig], ExpertsBesideMlpConfig]) -> Fault:
+    def changed(layer: LayerConfig) -> LayerConfig:
+        assert isinstance(layer.mlp, ExpertsBesideMlpConfig)
+        return replace(layer, mlp=change(layer.mlp))
+
+    return lambda config: of_layers(config, changed)
+
+
+def routed(**changes: Any) -> Fault:
+    def change(both: ExpertsBesideMlpConfig) -> ExpertsBesideMlpConfig:
+        routing = replace(both.experts.routing, **changes)
+        return replace(both, experts=replace(both.experts, routing=routing))
+
+    return beside(change)
+
+
+FAULTS_OF_EXPERTS: dict[str, Fault] = {
+    "inputs of the router not normed": routed(norm=None),
+    "no factors on experts": routed(factors=None),
+    "one expert too few": routed(top_k=2),
+    "scores of experts not softmax": routed(scoring="sigmoid"),
+    "norm of the MLP before experts": beside(
+        lambda both: replace(both, experts_input_norm="pre_feedforward_layernorm")
+    ),
+    "norms of outputs swapped": beside(
+        lambda both: replace(
+            both, mlp_norm=both.experts_output_norm, experts_output_norm=both.mlp_norm
+        )
+    ),
+}
+
+
 def built(directory: Path, fault: str | None) -> Transformer:
     config = read_model_config(directory)
     settings = WeightSettings(dtype=torch.float32, device=torch.device("cpu"))
-    config = config if fault is None else FAULTS[fault](config)
+    config = config if fault is None else (FAULTS | FAULTS_OF_EXPERTS)[fault](config)
     return build(config, settings.open(directory), torch.float32, 256)
 
 
@@ -322,6 +358,7 @@ def built(directory: Path, fault: str | None) -> Transformer:
 def exact_logits(name: str) -> tuple[list[int], Tensor]:
     """Return token ids, and the logits of transformers in float64."""
     ids = random_ids(100)
+    model(name)[1].set_experts_implementation("eager")  # others do not compute in float64
     with torch.no_grad():
         exact = model(name)[1].double()(torch.tensor([ids])).logits[0]
         model(name)[1].float()
@@ -339,7 +376,8 @@ def error_of(name: str, ours: Transformer) -> float:
 def test_logits_equal_transformers_and_every_fault_is_noticed(name: str) -> None:
     directory = model(name)[0]
     assert error_of(name, built(directory, None)) <= 2e-5
-    for fault in FAULTS:
+    has_experts = name == "gemma4 experts"
+    for fault in [*FAULTS, *(FAULTS_OF_EXPERTS if has_experts else ())]:
         assert error_of(name, built(directory, fault)) > 1e-3, fault
 
 

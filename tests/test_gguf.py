@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from adapters import write_adapter
-from checkpoints import KEYS_AS_VALUES, write_tokenizer
+from checkpoints import EXPERTS_BESIDE_MLP, KEYS_AS_VALUES, write_tokenizer
 from gguf_files import ARCHITECTURES, FACTOR_LISTS, FACTORS, make_file, write
 from safetensors.torch import load_file
 from specops import dense
@@ -255,6 +255,13 @@ def test_factors_of_falcon_h1_are_in_its_weights(tmp_path: Path) -> None:
         double = [2 * one for one in factor] if isinstance(factor, list) else 2 * factor
         config.write_text(json.dumps({**raw, name: double}))
         assert not torch.equal(logits(tmp_path / "source"), whole), name
+
+
+def test_experts_of_gemma_4_are_read(tmp_path: Path) -> None:
+    changes = {**EXPERTS_BESIDE_MLP, "num_kv_shared_layers": 0, "use_double_wide_mlp": False}
+    directory = gguf_directory(make_file(tmp_path, "gemma4", **changes))
+    assert torch.equal(logits(directory), logits(tmp_path / "source"))
+    assert read_model_config(directory).layers == read_model_config(tmp_path / "source").layers
 
 
 def test_latent_experts_of_nemotron_h_are_read(tmp_path: Path) -> None:

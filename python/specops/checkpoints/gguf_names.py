@@ -126,6 +126,10 @@ _GEMMA4 = {
     "inp_gate": "per_layer_input_gate",
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
+    "ffn_gate_inp": "router.proj",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
 }
 # Names of an architecture's modules that differ from the common ones, or that others do not have.
 _OWN_MODULES = {
@@ -145,11 +149,14 @@ _OWN_MODULES = {
 _EXPERTS_NAMES = {
     "granitehybrid": "block_sparse_moe.experts.",
     "nemotron_h_moe": "mixer.experts.",
+    "gemma4": "experts.",
 }
 # Names of a layer's tensors whose suffix differs, too.
 _TENSORS = {
     "attn_sinks.weight": "self_attn.sinks",
     "layer_output_scale.weight": "layer_scalar",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     "ssm_a": "linear_attn.A_log",
     "ssm_dt.bias": "linear_attn.dt_bias",

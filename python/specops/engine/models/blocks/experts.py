@@ -11,7 +11,7 @@ from torch import Tensor
 from specops import dense, moe
 from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
-from specops.engine.models.blocks.block import BlockLoader, MlpBlock, NewRows, bytes_of
+from specops.engine.models.blocks.block import BlockLoader, MlpBlock, NewRows, Norm, bytes_of
 from specops.engine.models.blocks.mlp import RELU2, DenseMlp, DenseMlpConfig, relu2
 from specops.engine.models.blocks.row_parallel import RowParallelLinear
 from specops.engine.models.shards import Shard
@@ -30,6 +30,7 @@ class ExpertsViews:
     shared_gate: Tensor | None  # [rows, 1, 1], view of scores: gate of the shared MLP
     expert_ids: Tensor  # [rows, top_k], int32
     expert_weights: Tensor  # [rows, top_k], float32
+    factors: Tensor  # [rows, top_k], float32: factors on weights; [rows, 0] without
     row_indices: Tensor  # [pairs], int32
     places: Tensor  # [rows, top_k], int32
     gated: Tensor  # [pairs, width]
@@ -50,6 +51,7 @@ class ExpertsShape:
     width: int
     shared_width: int
     has_shared_gate: bool
+    has_factors: bool
     is_apart: bool = False
 
     def views(self, new: NewRows) -> ExpertsViews:
@@ -65,6 +67,7 @@ class ExpertsShape:
             shared_gate=scores[:, self.num_experts :, None] if self.has_shared_gate else None,
             expert_ids=new("expert_ids", top_k, torch.int32),
             expert_weights=new("expert_weights", top_k, torch.float32),
+            factors=new("expert_factors", top_k if self.has_factors else 0, torch.float32),
             row_indices=new("row_indices", top_k, torch.int32).view(pairs),
             places=places,
             gated=new("gated", top_k * self.width).view(pairs, self.width),
@@ -88,6 +91,9 @@ class Routing:
         scale: factor on all weights.
         bias: name of a tensor added to the scores for selection only; None: no such tensor.
         bias_shape: leading dimensions of that tensor, before the experts.
+        norm: name of a tensor of factors on the router's inputs, which are then normed and divided
+            by the root of their number; None: they are not normed.
+        factors: name of a tensor of factors on the experts' weights; None: no such tensor.
     """
 
     top_k: int
@@ -98,6 +104,27 @@ class Routing:
     scale: float = 1.0
     bias: str | None = None
     bias_shape: tuple[int, ...] = ()
+    norm: str | None = None
+    factors: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """Weights of a router, in float32.
+
+    Attributes:
+        projection: projection of the inputs to scores, and perhaps to the shared MLP's gate.
+        projection_bias: bias of the projection, or None.
+        bias: bias that only affects the choice of experts, or None.
+        norm: norm of the inputs, or None.
+        factors: [num_experts], factors on the experts' weights, or None.
+    """
+
+    projection: PackedWeight
+    projection_bias: Tensor | None
+    bias: Tensor | None
+    norm: Norm | None
+    factors: Tensor | None
 
 
 class Experts(MlpBlock):
@@ -118,9 +145,7 @@ class Experts(MlpBlock):
         self,
         config: "ExpertsConfig",
         *,
-        router: PackedWeight,
-        router_bias: Tensor | None,
-        bias: Tensor | None,
+        router: Router,
         gate_up: PackedWeight,
         gate_up_bias: Tensor | None,
         down: RowParallelLinear,
@@ -129,21 +154,21 @@ class Experts(MlpBlock):
         shared_width = 0 if shared is None else shared.shape.width
         width = sum(one.num_inputs for one in down.shards)
         self.shape = ExpertsShape(
-            router.num_inputs,
+            router.projection.num_inputs,
             down.shards[0].num_outputs,
             config.num_experts,
             config.routing.top_k,
             width,
             shared_width,
             config.shared_gate_name is not None,
+            router.factors is not None,
         )
-        self._routing, self._router, self._bias = config.routing, router, bias
+        self._routing, self._router = config.routing, router
         self._activation = config.activation
-        self._router_bias = router_bias
         self.gate_up, self.down, self._shared = gate_up, down, shared
         self._gate_up_bias = gate_up_bias
         self._indptr = torch.empty(
-            config.num_experts + 1, dtype=torch.int32, device=router.data.device
+            config.num_experts + 1, dtype=torch.int32, device=router.projection.data.device
         )
 
     @property
@@ -156,7 +181,7 @@ class Experts(MlpBlock):
         routing, count = self._routing, self.shape.num_experts
         read = 1.0 - (1.0 - routing.top_k / count) ** rows
         experts = sum(map(bytes_of, (self.gate_up, *self.down.shards)))
-        return super().bytes_read(rows) + bytes_of(self._router) + read * experts
+        return super().bytes_read(rows) + bytes_of(self._router.projection) + read * experts
 
     def run(self, x: Tensor, batch: LayerBatch, views: ExpertsViews, out: Tensor) -> None:
         """Compute the mixture of experts of the rows into `out`."""
@@ -208,14 +233,16 @@ class Experts(MlpBlock):
 
     def route(self, x: Tensor, views: ExpertsViews) -> None:
         """Compute the router from `x` [rows, hidden_size], and choose the experts of each row."""
-        routing = self._routing
+        routing, router = self._routing, self._router
         views.x.copy_(x)
-        dense.linear(views.x, self._router, self._router_bias, out=views.scores)
+        if router.norm is not None:
+            dense.rms_norm(views.x, *router.norm, out=views.x)
+        dense.linear(views.x, router.projection, router.projection_bias, out=views.scores)
         moe.moe_route(
             views.logits,
             routing.top_k,
             scoring=routing.scoring,
-            bias=self._bias,
+            bias=router.bias,
             num_groups=routing.num_groups,
             top_k_groups=routing.top_k_groups,
             min_sum=routing.min_sum,
@@ -223,6 +250,10 @@ class Experts(MlpBlock):
             expert_ids=views.expert_ids,
             expert_weights=views.expert_weights,
         )
+        if router.factors is not None:
+            chosen = views.expert_ids.view(-1)
+            torch.index_select(router.factors, 0, chosen, out=views.factors.view(-1))
+            views.expert_weights.mul_(views.factors)
 
 
 @dataclass(frozen=True)
@@ -253,17 +284,13 @@ class ExpertsApart(Experts):
         config: "ExpertsConfig",
         own: Sequence[OwnExperts],
         *,
-        router: PackedWeight,
-        router_bias: Tensor | None,
-        bias: Tensor | None,
+        router: Router,
         shared: DenseMlp | None,
         ranks: Ranks,
     ) -> None:
         super().__init__(
             config,
             router=router,
-            router_bias=router_bias,
-            bias=bias,
             gate_up=own[0].gate_up,
             gate_up_bias=None,
             down=RowParallelLinear([one.down for one in own], None, ranks),
@@ -361,18 +388,7 @@ class ExpertsConfig:
             ModelError: a tensor is missing or has the wrong shape.
         """
         source, hidden, count = loader.source, loader.hidden_size, self.num_experts
-        inputs = router_inputs or hidden
-        router = source.tensor(
-            f"{prefix}{self.router_name}.weight", count, inputs, dtype=torch.float32
-        )
-        if self.shared_gate_name is not None:  # appended as the last output of the router
-            name = f"{prefix}{self.shared_gate_name}.weight"
-            gate = source.tensor(name, 1, inputs, dtype=torch.float32)
-            router = torch.cat([router, gate])
-        router_bias = None
-        if self.has_bias:
-            name = f"{prefix}{self.router_name}.bias"
-            router_bias = source.tensor(name, count, dtype=torch.float32)
+        router = self._load_router(loader, prefix, router_inputs or hidden)
         shared = None
         if self.shared is not None:
             loader_of_shared = replace(loader, is_adaptable=False)
@@ -383,9 +399,7 @@ class ExpertsConfig:
             return ExpertsApart(
                 self,
                 self._load_own(loader, experts),
-                router=dense.pack_weight(router),
-                router_bias=router_bias,
-                bias=self._load_bias(loader, prefix),
+                router=router,
                 shared=shared,
                 ranks=loader.ranks,
             )
@@ -402,9 +416,7 @@ class ExpertsConfig:
         ]
         return Experts(
             self,
-            router=dense.pack_weight(router),
-            router_bias=router_bias,
-            bias=self._load_bias(loader, prefix),
+            router=router,
             gate_up=source.experts(
                 experts, every, parts, sizes, hidden, activation=self._fused_activation, shard=shard
             ),
@@ -438,9 +450,31 @@ class ExpertsConfig:
             found.append(OwnExperts(places, gate_up, gate_up_bias, down, down_bias))
         return found
 
-    def _load_bias(self, loader: BlockLoader, prefix: str) -> Tensor | None:
-        name = self.routing.bias
-        shape = (*self.routing.bias_shape, self.num_experts)
-        if name is None:
-            return None
-        return loader.source.tensor(prefix + name, *shape, dtype=torch.float32).flatten()
+    def _load_router(self, loader: BlockLoader, prefix: str, inputs: int) -> Router:
+        source, count, routing = loader.source, self.num_experts, self.routing
+
+        def floats(name: str, *shape: int) -> Tensor:
+            return source.tensor(prefix + name, *shape, dtype=torch.float32)
+
+        projection = floats(f"{self.router_name}.weight", count, inputs)
+        if self.shared_gate_name is not None:  # appended as the last output of the router
+            gate = floats(f"{self.shared_gate_name}.weight", 1, inputs)
+            projection = torch.cat([projection, gate])
+        projection_bias = bias = norm = factors = None
+        if self.has_bias:
+            projection_bias = floats(f"{self.router_name}.bias", count)
+        if routing.bias is not None:
+            bias = floats(routing.bias, *routing.bias_shape, count).flatten()
+        # Read the factors like norms, because random weights of norms are 1.
+        if routing.norm is not None:
+            weight = source.norm(prefix + routing.norm, inputs).float() * inputs**-0.5
+            norm = Norm(weight, loader.norm_eps)
+        if routing.factors is not None:
+            factors = source.norm(prefix + routing.factors, count).float()
+        return Router(
+            projection=dense.pack_weight(projection),
+            projection_bias=projection_bias,
+            bias=bias,
+            norm=norm,
+            factors=factors,
+        )

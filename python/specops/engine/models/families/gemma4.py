@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 4, text only: the dense models, and the small ones with shared keys and values."""
+"""Gemma 4, text only: the large models, and the small ones with shared keys and values."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,6 +8,8 @@ from typing import Any
 from specops.api.errors import ModelError
 from specops.engine.models.blocks.attention import AttentionConfig
 from specops.engine.models.blocks.block import Rope
+from specops.engine.models.blocks.experts import ExpertsConfig, Routing
+from specops.engine.models.blocks.experts_beside_mlp import ExpertsBesideMlpConfig
 from specops.engine.models.blocks.layer import LayerConfig, LayerNames
 from specops.engine.models.blocks.mlp import DenseMlpConfig
 from specops.engine.models.config import ModelConfig, Place
@@ -71,7 +73,8 @@ def read_assistant(whole: Mapping[str, Any]) -> ModelConfig:
         ModelError: a field has an invalid or unsupported value.
     """
     raw = _fields(whole)
-    refuse_values(raw, {"hidden_size_per_layer_input": (0,), "use_double_wide_mlp": (False, None)})
+    dense = dict.fromkeys(("use_double_wide_mlp", "enable_moe_block"), (False, None))
+    refuse_values(raw, {"hidden_size_per_layer_input": (0,), **dense})
     return _read(whole, raw, 0)
 
 
@@ -86,7 +89,6 @@ def _read(whole: Mapping[str, Any], raw: Mapping[str, Any], num_own: int) -> Mod
         raw,
         {
             "hidden_activation": ("gelu_pytorch_tanh", None),
-            "enable_moe_block": (False, None),
             # With "vision", text is causal.
             "use_bidirectional_attention": (None, "vision"),
         },
@@ -136,10 +138,27 @@ def _layers(raw: Mapping[str, Any], num_own: int) -> list[LayerConfig]:
             width=2 * width if widens and shares_kv else width, activation="gelu_tanh"
         )
         own_width = index(raw, "hidden_size_per_layer_input", 0)
-        layers.append(
-            LayerConfig(attention=attention, mlp=mlp, names=_NAMES, per_layer_width=own_width)
-        )
+        one = LayerConfig(attention=attention, mlp=mlp, names=_NAMES, per_layer_width=own_width)
+        if flag(raw, "enable_moe_block"):
+            both = ExpertsBesideMlpConfig(mlp=mlp, experts=_experts(raw))
+            one = replace(one, mlp=both, names=replace(_NAMES, mlp=""))
+        layers.append(one)
     return layers
+
+
+def _experts(raw: Mapping[str, Any]) -> ExpertsConfig:
+    return ExpertsConfig(
+        num_experts=count(raw, "num_experts"),
+        width=count(raw, "moe_intermediate_size"),
+        routing=Routing(
+            top_k=count(raw, "top_k_experts"),
+            min_sum=0.0,
+            norm="router.scale",
+            factors="router.per_expert_scale",
+        ),
+        activation="gelu_tanh",
+        router_name="router.proj",
+    )
 
 
 def _kinds(raw: Mapping[str, Any]) -> list[str]:
@@ -248,6 +267,7 @@ def _gguf_fields(raw: Mapping[str, Any]) -> Mapping[str, Any]:
             SLIDING: theta,
         },
         "vocab_size_per_layer_input": raw["vocab_size"],
+        "enable_moe_block": "num_experts" in raw,
         **_widths(raw),
     }
 
@@ -279,6 +299,9 @@ _GGUF_KEYS = {
     "rope.freq_base_swa": "sliding_theta",
     "embedding_length_per_layer_input": "hidden_size_per_layer_input",
     "final_logit_softcapping": "final_logit_softcapping",
+    "expert_count": "num_experts",
+    "expert_used_count": "top_k_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
 }
 FAMILY = Family(
     title="Gemma 4",
