@@ -492,6 +492,7 @@ def equal(left: list[Tensor], right: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
+@pytest.mark.fast("[!p]*")  # the portable set divides work among threads by the same code
 def test_thread_count_changes_no_bit(isa: str) -> None:
     specops.set_num_threads(1)
     want = big_job()

@@ -402,8 +402,10 @@ def test_models_with_unsupported_attention_are_refused(
         model.eval()(torch.ones(1, 5, dtype=torch.int64))
 
 
-def test_documented_example_runs() -> None:
+def test_documented_examples_run() -> None:
     text = (Path(__file__).resolve().parent.parent / "docs" / "ops.md").read_text()
     section = text.split("## In transformers")[1].split("\n## ")[0]
-    (code,) = re.findall(r"```python\n(.*?)```", section, re.S)
-    exec(compile(code, "docs/ops.md", "exec"), {})
+    names: dict[str, Any] = {}
+    for code in re.findall(r"```python\n(.*?)```", section, re.S):
+        exec(compile(code, "docs/ops.md", "exec"), names)
+    assert names["tokens"].shape == (1, 13)
