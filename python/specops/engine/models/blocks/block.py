@@ -16,7 +16,7 @@ from specops.api.errors import ModelError
 from specops.dense import PackedWeight
 from specops.engine.models.adapters import AdapterSite
 from specops.engine.models.batch import LayerBatch
-from specops.engine.models.kv import AnyKvSpec, KvSpec, LayerKv
+from specops.engine.models.kv import AnyKvSpec, KvSpec, LayerKv, StateSpec
 from specops.engine.models.shards import Sharding
 from specops.engine.models.weight_cache import CachedWeights
 from specops.engine.models.weights import WeightSource
@@ -95,6 +95,21 @@ class MixingBlock(Block):
             views: views made by `shape`, with the same number of rows.
             out: [rows, hidden_size]; written.
         """
+
+
+class StateBlock(MixingBlock):
+    """Base class of blocks with one state per request, such as linear attention.
+
+    Attributes:
+        kv: layout of a state.
+    """
+
+    kv: StateSpec
+    sliding_window = None
+
+    def workspace_size(self, rows: int, batch: int, pages: int, page_size: int) -> int:
+        """Return 0: only attention needs this workspace."""
+        return 0
 
 
 class AttentionBlock(MixingBlock):

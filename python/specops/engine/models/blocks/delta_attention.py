@@ -11,7 +11,7 @@ from torch import Tensor
 from specops import dense, linear_attention
 from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
-from specops.engine.models.blocks.block import BlockLoader, MixingBlock, NewRows
+from specops.engine.models.blocks.block import BlockLoader, NewRows, StateBlock
 from specops.engine.models.blocks.row_parallel import RowParallelLinear, load_row_parallel
 from specops.engine.models.kv import LayerStates, StateSpec
 from specops.engine.models.shards import Shard
@@ -89,10 +89,8 @@ class DeltaAttentionWeights:
     o: RowParallelLinear
 
 
-class DeltaAttention(MixingBlock):
+class DeltaAttention(StateBlock):
     """Linear attention: a short convolution, the gated delta rule, and a gated norm per head."""
-
-    sliding_window = None
 
     def __init__(
         self,
@@ -118,10 +116,6 @@ class DeltaAttention(MixingBlock):
         """Packed projections of this block."""
         own = self._weights
         return (own.qkv, own.low_rank, own.decays, own.strengths, own.gates, *own.o.shards)
-
-    def workspace_size(self, rows: int, batch: int, pages: int, page_size: int) -> int:
-        """Return 0: linear attention needs no attention workspace."""
-        return 0
 
     def run(
         self,

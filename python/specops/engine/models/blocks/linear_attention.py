@@ -11,7 +11,7 @@ from torch import Tensor
 from specops import dense, linear_attention
 from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
-from specops.engine.models.blocks.block import BlockLoader, MixingBlock, NewRows
+from specops.engine.models.blocks.block import BlockLoader, NewRows, StateBlock
 from specops.engine.models.blocks.row_parallel import RowParallelLinear, load_row_parallel
 from specops.engine.models.kv import LayerStates, StateSpec
 from specops.engine.models.shards import Shard
@@ -101,10 +101,8 @@ class LinearAttentionWeights:
     o: RowParallelLinear
 
 
-class LinearAttention(MixingBlock):
+class LinearAttention(StateBlock):
     """Linear attention: a short convolution, the gated delta rule, a norm and a gate per head."""
-
-    sliding_window = None
 
     def __init__(
         self,
@@ -129,10 +127,6 @@ class LinearAttention(MixingBlock):
     def weights(self) -> Sequence[PackedWeight]:
         """Packed projections of this block."""
         return (self._weights.projection, self._weights.ba, *self._weights.o.shards)
-
-    def workspace_size(self, rows: int, batch: int, pages: int, page_size: int) -> int:
-        """Return 0: linear attention needs no attention workspace."""
-        return 0
 
     def run(
         self,

@@ -11,7 +11,7 @@ from torch import Tensor
 from specops import dense, linear_attention
 from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
-from specops.engine.models.blocks.block import BlockLoader, MixingBlock, NewRows
+from specops.engine.models.blocks.block import BlockLoader, NewRows, StateBlock
 from specops.engine.models.blocks.row_parallel import RowParallelLinear, load_row_parallel
 from specops.engine.models.kv import LayerStates, StateSpec
 
@@ -99,7 +99,7 @@ class Mamba2Weights:
     o: RowParallelLinear
 
 
-class Mamba2(MixingBlock):
+class Mamba2(StateBlock):
     """Mamba-2: a short convolution, the state space, a gate, and a norm over each group's heads.
 
     If there are more ranks than groups, several ranks compute the same group, since the norm needs
@@ -114,7 +114,6 @@ class Mamba2(MixingBlock):
     """
 
     kv: StateSpec
-    sliding_window = None
 
     def __init__(
         self,
@@ -142,10 +141,6 @@ class Mamba2(MixingBlock):
     def weights(self) -> Sequence[PackedWeight]:
         """Packed projections of this block."""
         return (self._weights.projection, *self._weights.o.shards)
-
-    def workspace_size(self, rows: int, batch: int, pages: int, page_size: int) -> int:
-        """Return 0: Mamba-2 needs no attention workspace."""
-        return 0
 
     def run(
         self, x: Tensor, batch: LayerBatch, cache: LayerStates, views: Mamba2Views, out: Tensor
