@@ -38,9 +38,16 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Models of test_experts.py.
 WITH_EXPERTS = (
-    *("qwen3", "glm4", "deepseek_v3", "gpt_oss", "qwen3_next", "granite", "nemotron_h"),
+    "qwen3",
+    "glm4",
+    "deepseek_v3",
+    "gpt_oss",
+    "qwen3_next",
+    "granite",
+    "nemotron_h",
+    "nemotron_h_latent",
     "kimi_linear",
-    *("nemotron_h_latent", "gemma4_experts"),
+    "gemma4_experts",
 )
 MODELS = (*DENSE, *WITH_EXPERTS, "qwen3_5", "falcon_h1")
 WIDE = {"intermediate_size": 256, "moe_intermediate_size": 64}  # multiples of a quantization group

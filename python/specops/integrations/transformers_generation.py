@@ -38,7 +38,7 @@ def make_exact(model: Any) -> None:
         model: decoder-only model of transformers, on the CPU, for inference; changed IN PLACE.
 
     Raises:
-        ValueError: some other layer of the model still depends on other rows.
+        ValueError: some other layer still depends on other rows; the model is changed nevertheless.
     """
     adapter.register()
     model.set_attn_implementation("specops")
@@ -51,7 +51,7 @@ def make_exact(model: Any) -> None:
     _check_rows(model)
 
 
-# The classes of all activations that transformers selects by name.
+# Classes of the activations that dense models use.
 _ACTIVATIONS = tuple({type(ACT2FN[name]) for name in ("silu", "gelu", "gelu_pytorch_tanh", "relu")})
 
 

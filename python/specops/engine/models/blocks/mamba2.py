@@ -113,8 +113,6 @@ class Mamba2(StateBlock):
         outputs: range of `Mamba2Views.head_rows` that this rank projects.
     """
 
-    kv: StateSpec
-
     def __init__(
         self,
         shape: Mamba2Shape,
