@@ -187,7 +187,7 @@ test test-ci:
 # call under every schedule.
 prove: setup $(VENV)/simt $(VENV)/test-deps
 	$(BIN)/python -m pytest -m slow $(SIDE_BY_SIDE) --ignore tests/test_mutations.py
-	$(BIN)/python -m pytest -m slow tests/test_mutations.py
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadgroup tests/test_mutations.py
 	SPECOPS_SIMT_SCHEDULES=all $(PYTEST) "not slow" -k simt
 	$(MAKE) --no-print-directory gates
 	$(ARM) --if-possible

@@ -26,6 +26,7 @@ def small_streams(folder: Path) -> None:
     suffix_streams.save(folder / "edit", copies, again)
 
 
+@pytest.mark.slow
 def test_bench_runs_at_small_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_streams(tmp_path)
     sizes = bench_suffix_tree.Sizes(

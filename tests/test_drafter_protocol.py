@@ -84,7 +84,7 @@ LIMITS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("limits", LIMITS, ids=["wide", "chunks", "preemption", "both"])
-@pytest.mark.fast("both", ci=("wide",))
+@pytest.mark.fast("both")
 def test_toy_drafter_changes_no_bit(toy: dict[str, Any], limits: dict[str, Any]) -> None:
     texts, each, expected = (of_all[::2] for of_all in plain())
     engine = make(SpeculativeConfig.from_dict({"num_speculative_tokens": 3, **toy}), **limits)

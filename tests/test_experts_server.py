@@ -89,6 +89,7 @@ def answers(url: str) -> list[Any]:
         return list(pool.map(answer, BODIES))
 
 
+@pytest.mark.fast("Glm4Moe")
 def test_answers_are_equal_with_and_without_speculation(servers: tuple[Server, Server]) -> None:
     on, off = servers
     assert answers(on.url) == answers(off.url)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.ci
 PROGRAM = Path(__file__).with_name("fuzzed_arguments.py")
 
 
-@pytest.mark.fast("17-*-cpu", "37-compiled-simt")
+@pytest.mark.fast("37-*-cpu", "37-compiled-simt")
 @pytest.mark.parametrize("module", ["cpu", "simt"])
 @pytest.mark.parametrize("calls", ["compiled", "public"])
 @pytest.mark.parametrize("every", [1, 17, 37])

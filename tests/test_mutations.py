@@ -3,7 +3,7 @@
 
 The tests run in the interpreter. Bugs in the rules of verification are planted in the CPU kernels,
 for the tests of the exact distribution. A mutation that no longer applies fails: plant a
-similar bug in the new code instead. build/mutations.md lists the test and tier that noticed each.
+similar bug in the new code instead. build/mutations lists the test and tier that noticed each.
 """
 
 import ast
@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 import simt
 
-TABLE = simt.ROOT / "build" / "mutations.md"
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "all")
+TABLE = simt.ROOT / "build" / "mutations" / f"{WORKER}.md"
 Run = subprocess.CompletedProcess[str]
 
 
@@ -31,7 +32,8 @@ class Mutation:
     old: str  # occurs in the file once
     new: str
     tests: str  # file of tests, and a pytest -k expression
-    # Build that shows the bug: "plain", "race", "scripted" (exact distributions) or "program".
+    # Build that shows the bug: "plain" (compiled fast, without checks), "race" (with all checks),
+    # "asan", "scripted" (exact distributions) or "program".
     build: str = "plain"
 
 
@@ -1453,6 +1455,11 @@ MUTATIONS += LAWS + SUFFIX
 SELECTIONS = sorted({(mutation.tests, mutation.build) for mutation in MUTATIONS})
 
 
+def on_one_worker(build: str, file: str) -> pytest.MarkDecorator:
+    """Return the mark that lets one worker compile a variant or a file's dependents for all."""
+    return pytest.mark.xdist_group(file if build == "plain" else build)
+
+
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Copy the sources of the interpreter and its tests, and configure a build."""
@@ -1467,6 +1474,8 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pybind11 = run([sys.executable, "-m", "pybind11", "--cmakedir"], root).stdout.strip()
     options = [
         "-DSPECOPS_WERROR=OFF",
+        "-DSPECOPS_ISAS=portable",
+        "-DSPECOPS_SIMT_FLAGS_plain=-O0",
         f"-DPython_EXECUTABLE={sys.executable}",
         f"-Dpybind11_DIR={pybind11}",
     ]
@@ -1481,7 +1490,7 @@ def table() -> Iterator[list[str]]:
     lines: list[str] = []
     yield lines
     head = ["| kernel file | mutation | tier | noticed by | how |", "| --- " * 5 + "|"]
-    TABLE.parent.mkdir(exist_ok=True)
+    TABLE.parent.mkdir(parents=True, exist_ok=True)
     TABLE.write_text("\n".join(head + lines) + "\n")
 
 
@@ -1550,14 +1559,26 @@ def test_selections_name_tests() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tests", SELECTIONS, ids=lambda pair: "-".join(pair))
+@pytest.mark.parametrize(
+    "tests",
+    [
+        pytest.param((tests, build), marks=on_one_worker(build, tests), id=f"{tests}-{build}")
+        for tests, build in SELECTIONS
+    ],
+)
 def test_unchanged_kernels_pass(scratch: Path, tests: tuple[str, str]) -> None:
     runs = build_and_test(scratch, *tests).values()
     assert {pytest.ExitCode.OK} <= {one.returncode for one in runs} <= PASSED, [*runs][-1].stdout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        pytest.param(mutation, marks=on_one_worker(mutation.build, mutation.file), id=mutation.name)
+        for mutation in MUTATIONS
+    ],
+)
 def test_mutations_are_noticed(scratch: Path, table: list[str], mutation: Mutation) -> None:
     file = scratch / "csrc" / mutation.file
     text = file.read_text()

@@ -209,6 +209,7 @@ print({{"torch", "numpy"}} & set(sys.modules))
 """
 
 
+@pytest.mark.ci
 def test_suffix_cache_is_a_small_wheel_without_torch(tmp_path: Path) -> None:
     """The wheel has the results of the full package, which can be loaded in the same process."""
     pytest.importorskip("pybind11")

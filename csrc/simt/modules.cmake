@@ -24,7 +24,9 @@ endif()
 # Only the plain variant runs many tests: it alone is optimized for speed, and it has no line
 # numbers, which only reports of the other two name. That saves a third of their compile time, and a
 # fifth of its own.
-set(SPECOPS_SIMT_FLAGS_plain -O1 ${checks})
+if(NOT DEFINED SPECOPS_SIMT_FLAGS_plain)
+  set(SPECOPS_SIMT_FLAGS_plain -O1 ${checks})
+endif()
 set(SPECOPS_SIMT_FLAGS_race
   -Og -g1 ${checks} -fsanitize=thread --param=tsan-instrument-func-entry-exit=0)
 # The plain variant runs every case of this one. A call per access instead of an inline check, and

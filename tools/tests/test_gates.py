@@ -257,6 +257,7 @@ def nvcc() -> Path:
 
 
 @pytest.mark.parametrize("sentence", PLANTED)
+@pytest.mark.fast("spills", "keeps a stack frame", "does not compile")
 def test_planted_kernels_are_refused(sentence: str, nvcc: Path, tmp_path: Path) -> None:
     source = tmp_path / "planted.cu"
     source.write_text(PLANTED[sentence])
