@@ -801,8 +801,7 @@ def test_samples_with_wrong_draft_probs_are_noticed(strategy: VerifyStrategy) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("k", [1, 3])
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize("k,temperature", [(1, 1.0), (3, 0.6)])
 @pytest.mark.parametrize("form", ["dense", "one_hot", "rows"])
 @pytest.mark.parametrize("strategy", [TARGET_MATCH, REJECTION, BLOCK])
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"min_p": 0.02}, {"top_k": 200}])
