@@ -542,5 +542,5 @@ def test_a_hundred_prompts_keep_their_bits(temperature: float, dtype: str) -> No
             different = [i for i in range(100) if got[i] != expected[i]]
             assert different == [], (method, limits)
             spec = engine.stats.speculative
-            assert 0.2 <= spec.num_accepted_tokens / spec.num_draft_tokens <= 0.8
+            assert 0.2 <= spec.num_accepted_tokens / spec.num_draft_tokens <= 0.9
             assert (engine.stats.num_preemptions > 0) == ("num_pages" in limits)
