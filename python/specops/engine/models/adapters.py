@@ -29,9 +29,9 @@ from specops.engine.models.shards import WHOLE, Shard
 class AdapterSite:
     """Place for an adapter's product: the modules of one, possibly fused, projection.
 
-    A rank has a site for each of its packed weights. A shard of the outputs needs all of the first
-    factor and these rows of the second one; a shard of the inputs needs these columns of the first
-    factor and all of the second one.
+    A rank has a site for each of its packed weights. A shard of the outputs needs the whole first
+    factor, and the rows of the second factor for these outputs. A shard of the inputs needs the
+    columns of the first factor for these inputs, and the whole second factor.
 
     Attributes:
         prefix: name prefix of the modules, such as "model.layers.0.self_attn.".
