@@ -3,6 +3,7 @@
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from adapters import write_adapter
 from serving import Served, serving
 from specops.engine import Engine, EngineConfig
 
@@ -203,6 +205,16 @@ def bodies(count: int, seed: int) -> list[dict[str, Any]]:
         }
         for _ in range(count)
     ]
+
+
+def adapted(model: Path, folder: Path) -> tuple[list[dict[str, Any]], dict[str, str], list[str]]:
+    """Write two adapters; return requests of them and of the model, their paths, and options."""
+    paths = {name: str(write_adapter(folder / name, model, seed)) for seed, name in enumerate("ab")}
+    requests = bodies(20, seed=3)
+    for body, name in zip(requests, itertools.cycle((None, *paths)), strict=False):
+        if name is not None:
+            body["model"] = name
+    return requests, paths, ["--lora-modules", *map("=".join, paths.items())]
 
 
 def options(model: Path, *more: str, speculative_config: str = MTP) -> list[str]:

@@ -22,6 +22,7 @@ import httpx
 from server_pairs import (
     Router,
     ServerProcess,
+    adapted,
     bodies,
     choices_of,
     free_port,
@@ -60,6 +61,17 @@ def test_prefill_and_decode_servers_answer_like_one_server(
     assert decode.gauge("prefix_cache_hits_total") - hits >= 16 * pages
     for one in pair:
         wait_until_idle(one)
+
+
+@pytest.mark.ci
+def test_adapters_of_a_pair_answer_like_one_server(mtp_model: Path, tmp_path: Path) -> None:
+    requests, paths, flags = adapted(mtp_model, tmp_path)
+    with one_server(mtp_model, lora_modules=list(paths.items())) as one:
+        expected = choices_of(one, requests)
+    with servers(*pair_options(mtp_model, *flags)) as (prefill, decode):
+        assert Router(prefill.url, decode.url).run(requests) == expected
+        pages = sum((len(body["prompt"]) - 1) // 16 for body in requests)
+        assert decode.gauge("prefix_cache_hits_total") >= 16 * pages
 
 
 @pytest.mark.fast("20-decode")

@@ -43,10 +43,12 @@ from specops.disaggregated.pages import Header, KvTransferError, Layout, Pages, 
 from specops.disaggregated.peers import Peers
 from specops.disaggregated.transfer_inbox import KvTransferInbox
 from specops.disaggregated.transport import Address, Leases, TcpTransport
-from specops.engine import Engine, EngineConfig, SamplingParams
+from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
+from specops.engine.memory.kv_cache import adapted_salt
 from specops.engine.parallel.ranks import Ranks
 from specops.service.snapshot import status_of
 from specops.service.wire import Peer
+from test_lora import engine as lora_engine
 
 NAIVE = {"method": "naive"}
 METHODS: dict[str, dict[str, Any]] = {
@@ -277,6 +279,32 @@ def test_states_are_computed_when_the_state_cache_is_full(models: dict[str, Path
         assert PageTransfer(decode).give(pages, expected) == count
         (done,) = decode.generate([prompt], GREEDY)
         assert done.logprobs == want.logprobs and done.num_cached_tokens == 16 * count
+
+
+def test_pages_of_adapters_are_used_by_their_requests_only() -> None:
+    names = (None, "lora0", "lora1")
+    alone, prefill, decode = (
+        lora_engine(["lora0", "lora1"], speculative_config=SpeculativeConfig.from_dict(NAIVE))
+        for _ in range(3)
+    )
+    keys = {name: None if name is None else (name, alone.adapters[name]) for name in names}
+    prompt, params = PROMPTS[-1], replace(SEEDED, max_tokens=8)
+    for name, key in keys.items():
+        (expected,) = alone.generate([prompt], params, adapter=name)
+        prefill.generate([prompt], replace(params, max_tokens=1), adapter=name)
+        pages = PageTransfer(prefill).take(prompt, params, adapter=key)
+        for other in keys.values():
+            header = PageTransfer(decode).expected(prompt, params, adapter=other)
+            salt = adapted_salt(params.cache_salt, other)
+            if other == key:
+                assert PageTransfer(decode).give(pages, header, salt) == 4
+            else:
+                with pytest.raises(KvTransferError, match="contract must be"):
+                    PageTransfer(decode).give(pages, header, salt)
+        (done,) = decode.generate([prompt], params, adapter=name)
+        assert (done.token_ids, done.logprobs) == (expected.token_ids, expected.logprobs)
+        assert done.num_cached_tokens == 64
+        assert decode.generate([prompt], params, adapter=name)[0].logprobs == expected.logprobs
 
 
 def test_role_requires_a_prefix_cache(models: dict[str, Path]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import ATTENTION, MLP, merge, write_adapter
+from adapters import ATTENTION, EVERY, MLP, merge, write_adapter
 from checkpoints import SHARED_KV, lasting_directory, make_checkpoint, write_tokenizer
 from fake_gpu import FakeGpu
 from safetensors.torch import load_file, save_file
@@ -26,10 +26,24 @@ from specops.engine import (
     UnknownAdapter,
 )
 from specops.engine.models.adapters import adapter_rows, add_adapters
+from test_experts import make_experts
 
 NUM_ADAPTERS = 8
 PROMPT = [7, 8, 9, 10] * 10
 PLAIN = {"method": "naive"}
+FAMILIES = (
+    "qwen3",
+    "glm4",
+    "deepseek_v3",
+    "gpt_oss",
+    "qwen3_next",
+    "qwen3_5",
+    "granite",
+    "nemotron_h_latent",
+    "kimi_linear",
+    "gemma4_experts",
+    "falcon_h1",
+)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "min_ngram_size": 1}
 
 
@@ -345,25 +359,14 @@ def test_answers_of_adapters_are_audited() -> None:
         audit(ours, [record])
 
 
-def test_adapters_of_a_gated_attention(tmp_path: Path) -> None:
-    changes = {
-        "layer_types": ["linear_attention", "full_attention"],
-        "num_hidden_layers": 2,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-        "partial_rotary_factor": 0.5,
-        "head_dim": 64,
-    }
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.fast("deepseek_v3", "qwen3_next", ci=("*",))
+def test_adapters_of_families(tmp_path: Path, family: str) -> None:
+    """Their values, and that other requests, drafts and cached prefixes change no bit."""
     (model := tmp_path / "model").mkdir()
-    theirs = make_checkpoint(model, "Qwen3Next", **changes)
+    theirs = make_experts(model, family)
     write_tokenizer(model)
-    adapter = write_adapter(tmp_path / "lora", model, 5, modules=ATTENTION)
+    adapter = write_adapter(tmp_path / "one", model, 5, modules=EVERY)
     config = EngineConfig(model=str(model), lora_modules=(("one", str(adapter)),), device="cpu")
     ours = Engine(config)
     (done,) = ours.generate([PROMPT], params(0, max_tokens=1, logprobs=20), adapter="one")
@@ -371,17 +374,32 @@ def test_adapters_of_a_gated_attention(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = theirs(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1)
     found = done.logprobs[0].alternatives
-    assert max(abs(value - expected[token].item()) for token, value in found) < 2e-5
+    assert max(abs(value - expected[token].item()) for token, value in found) < 5e-5
     ours.load_adapter("two", write_adapter(tmp_path / "two", model, 6, modules=("o_proj",)))
     requests: list[tuple[str | None, int]] = [("one", 0), (None, 0), ("two", 0), ("one", 1)]
     each = [run(ours, [request], PLAIN)[0] for request in requests]
     assert len({str(one) for one in each}) == 4
-    for speculative in (PLAIN, NGRAM):  # prefixes with states are cached
+    assert each[1] == run(Engine(replace(config, lora_modules=())), [(None, 0)], NGRAM)[0]
+    for speculative in (PLAIN, NGRAM):
         assert run(ours, requests, speculative) == each
     assert ours.stats.prefix_cache_hits > 0
-    router = write_adapter(tmp_path / "other", model, 5, modules=("in_proj_qkvz",))
-    with pytest.raises(ModelError, match=r"linear_attn.in_proj_qkvz cannot be adapted; of this"):
-        ours.load_adapter("other", router)
+
+
+@pytest.mark.parametrize(
+    ("family", "part", "module"),
+    [
+        ("qwen3", "gate_proj", "mlp.experts.0.gate_proj"),
+        ("qwen3", "gate", "mlp.gate"),
+    ],
+)
+def test_other_projections_are_refused(tmp_path: Path, family: str, part: str, module: str) -> None:
+    (model := tmp_path / "model").mkdir()
+    make_experts(model, family)
+    write_tokenizer(model)
+    own = write_adapter(tmp_path / "one", model, 5, modules=(part,), experts=".experts." in module)
+    ours = Engine(EngineConfig(model=str(model), enable_lora=True, device="cpu"))
+    with pytest.raises(ModelError, match=f"{module} cannot be adapted; of this model, .*o_proj"):
+        ours.load_adapter("one", own)
 
 
 BAD_FIELDS = [
@@ -470,7 +488,6 @@ def test_names_and_settings_are_checked() -> None:
         ({"lora_modules": (("a", ""),)}, "lora_modules must be pairs"),
         ({"lora_modules": (("a", "b"), ("a", "c"))}, "must have different names, got 'a' twice"),
         ({"max_lora_rank": 0}, "max_lora_rank must be at least 1"),
-        ({"enable_lora": True, "exact_across_tp": 2}, "LoRA adapters need tensor_parallel_size"),
     ):
         with pytest.raises(ValueError, match=message):
             EngineConfig(**config)

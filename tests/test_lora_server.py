@@ -241,13 +241,15 @@ def test_request_of_an_adapter_that_has_just_gone_is_refused(
 
 
 @pytest.mark.ci
-def test_restarted_engine_has_the_adapters_again() -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_restarted_engine_has_the_adapters_again(num_ranks: int) -> None:
     folder = model_dir()
     settings = {
         "model": str(folder / "model"),
         "device": "cpu",
         "dtype": "float32",
         "num_threads": 1,
+        "tensor_parallel_size": num_ranks,
         "lora_modules": [["lora0", str(folder / "lora0")], ["lora1", str(folder / "lora1")]],
     }
     client = ProcessClient(EngineProcess(Setup(settings, "error")))
@@ -335,8 +337,10 @@ def test_options_of_adapters_are_read_and_checked(
             *("--runtime-lora-dir", str(tmp_path)),
             *("--data-parallel-size", "2"),
         ],
-        "cannot be combined with role": ["--enable-lora", "--role", "prefill"],
-        "need tensor_parallel_size": ["--lora-modules", "a=b", "--tensor-parallel-size", "2"],
+        "runtime_lora_dir needs scheduler_name local": [
+            *("--runtime-lora-dir", str(tmp_path)),
+            *("--scheduler-name", "splitwise", "--role", "mixed"),
+        ],
         "max_loras must be at least the 2": ["--max-loras", "1", "--lora-modules", "a=b", "c=d"],
     }
     for message, options in cases.items():

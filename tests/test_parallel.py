@@ -2,6 +2,7 @@
 """Tensor-parallel models: the bits of one rank, with and without speculation."""
 
 import json
+import struct
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapters import EVERY, write_adapter
 from checkpoints import KEYS_AS_VALUES, SHARED_KV, make_checkpoint, write_tokenizer
 from mtp_checkpoints import make_mtp_model
 from ranks import on_ranks
@@ -249,6 +251,61 @@ def test_clocks_of_ranks_may_differ(directory_of: Any, monkeypatch: pytest.Monke
     settings = config(model, tensor_parallel_size=2, speculative_config=drafts)
     one = answers(Engine(config(model, exact_across_tp=2)))
     assert on_ranks(2, lambda ranks: answers(Engine(settings, ranks))) == [one, one]
+
+
+# ---- adapters ----
+
+ADAPTED = ("llama", "qwen3", "glm4", "deepseek_v3", "qwen3_next", "nemotron_h_latent", "falcon_h1")
+
+
+def adapted(engine: Engine) -> list[Any]:
+    """Return the bits of requests of three adapters and of the model alone, run together."""
+    ids = [
+        engine.add_request(prompt, params, adapter=adapter)
+        for prompt, params in zip(*requests(4), strict=True)
+        for adapter in ("one", None, "two", "three")
+    ]
+    while engine.has_unfinished():
+        engine.step()
+    return [bits(engine.completion(one)) for one in ids]
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+@pytest.mark.fast("llama", "deepseek_v3", ci=("*",))
+def test_adapters_have_the_bits_of_one_rank(name: str, directory_of: Any, tmp_path: Path) -> None:
+    model = directory_of(name)
+    parts = {"one": EVERY, "two": EVERY, "three": ("q_proj", "o_proj")}
+    modules = tuple(
+        (one, str(write_adapter(tmp_path / one, model, index, modules=own)))
+        for index, (one, own) in enumerate(parts.items())
+    )
+    apart = name == "glm4"  # its shared MLP is sharded although its experts are whole
+    ranked = {"lora_modules": modules, "enable_expert_parallel": apart}
+    one = adapted(Engine(config(model, exact_across_tp=2, **ranked)))
+    assert len({str(own) for own in one}) == len(one)
+    for way, method in (("alone", "naive"), ("batch", "ngram"), ("chunks", "suffix")):
+        settings = config(model, method, tensor_parallel_size=2, **ranked, **WAYS[way])
+        results = on_ranks(2, lambda ranks: adapted(Engine(settings, ranks)), 2, apart)  # noqa: B023
+        assert results == [one, one]
+    # The virtual ranks change only the rounding.
+    whole = adapted(Engine(config(model, lora_modules=modules)))
+    assert whole != one
+    firsts = [[struct.unpack("<f", own[0][1])[0] for own in some] for some in (whole, one)]
+    assert firsts[0] == pytest.approx(firsts[1], abs=2e-4)
+
+
+def test_ranks_refuse_an_adapter_of_which_they_read_different_files(
+    directory_of: Any, tmp_path: Path
+) -> None:
+    model = directory_of("llama")
+    settings = config(model, tensor_parallel_size=2, enable_lora=True)
+    paths = [write_adapter(tmp_path / str(seed), model, seed) for seed in range(2)]
+
+    def load(ranks: Ranks) -> None:
+        Engine(settings, ranks).load_adapter("one", paths[ranks.rank])
+
+    with pytest.raises(AssertionError, match="the inputs of a step differ"):
+        on_ranks(2, load)
 
 
 # ---- refused configurations ----

@@ -33,6 +33,7 @@ from redis.exceptions import DataError, OutOfMemoryError, ResponseError
 from server_pairs import (
     Redis,
     ServerProcess,
+    adapted,
     bodies,
     choices_of,
     free_port,
@@ -112,6 +113,21 @@ def test_nodes_may_have_different_numbers_of_ranks(mtp_model: Path, redis: Redis
         with servers(*([*own, *shared] for own in of_ranks(mtp_model, sizes))) as both:
             assert answers_of(both[0], requests) == expected
             assert both[1].gauge("prefix_cache_hits_total") > 0, "no KV was transferred"
+
+
+@pytest.mark.ci
+def test_adapters_of_nodes_answer_like_one_server(
+    mtp_model: Path, redis: Redis, tmp_path: Path
+) -> None:
+    requests, paths, flags = adapted(mtp_model, tmp_path)
+    with one_server(mtp_model, lora_modules=list(paths.items())) as one:
+        expected = choices_of(one, requests)
+    flags += ["--scheduler-name", "splitwise", "--scheduler-port", str(redis.port)]
+    flags += ["--scheduler-password", PASSWORD, "--scheduler-topic", "adapters"]
+    roles = ("prefill", "decode")
+    with servers(*(options(mtp_model, "--splitwise-role", role, *flags) for role in roles)) as both:
+        assert answers_of(both[0], requests) == expected
+        assert both[1].gauge("prefix_cache_hits_total") > 0, "no KV was transferred"
 
 
 def answers_of(
@@ -394,6 +410,16 @@ def test_node_reads_streams_that_no_other_node_reads(
     one = node(role)
     one._roles = {role, *others}
     assert one._readable() == [one._streams[name] for name in streams]
+
+
+def test_nodes_with_other_adapters_share_nothing() -> None:
+    prefixes = set()
+    for adapters in ({}, {"a": "1"}, {"a": "2"}, {"b": "1"}):
+        client = FakeClient()
+        client.status = structs.replace(client.status, adapters=adapters)
+        one = SplitwiseClient(client, role="mixed", topic="t", ttl=60.0, connect=lambda: None)
+        prefixes.add(one._prefix)
+    assert len(prefixes) == 4
 
 
 def test_consumer_that_reads_again_keeps_its_jobs(redis: Redis) -> None:

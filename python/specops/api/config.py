@@ -281,11 +281,6 @@ class EngineConfig:
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"lora_modules must have different names, got {repeated[0]!r} twice")
         object.__setattr__(self, "lora_modules", tuple(map(tuple, modules)))
-        if self.uses_adapters and self.num_virtual_ranks > 1:
-            raise ValueError(
-                "LoRA adapters need tensor_parallel_size and exact_across_tp of 1, got "
-                f"{self.tensor_parallel_size} and {self.num_virtual_ranks}"
-            )
 
     @property
     def uses_adapters(self) -> bool:

@@ -358,12 +358,11 @@ def _check_adapters(args: argparse.Namespace) -> None:
                 "runtime_lora_dir needs data_parallel_size 1, since each engine loads its own "
                 f"adapters, got {args.data_parallel_size}; use lora_modules"
             )
-    is_alone = args.role is None and args.scheduler_name == "local"
-    if (args.enable_lora or args.lora_modules) and not is_alone:
-        raise ValueError(
-            "LoRA adapters cannot be combined with role or scheduler_name splitwise, since pages "
-            "and jobs of other servers do not name their adapter"
-        )
+        if args.scheduler_name != "local":
+            raise ValueError(
+                "runtime_lora_dir needs scheduler_name local, since all servers of the queue must "
+                f"have the same adapters, got {args.scheduler_name}; use lora_modules"
+            )
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:

@@ -9,11 +9,12 @@ token. If pages arrive late or never, the engine computes the whole prompt inste
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from specops.api.contract import digest_with_adapter
 from specops.api.sampling_params import SamplingParams
 from specops.api.speculative_config import SpeculativeConfig
 from specops.disaggregated.pages import VERSION, Header, KvTransferError, Layout, Pages, check
 from specops.engine.engine import Engine
-from specops.engine.memory.kv_cache import DraftKv
+from specops.engine.memory.kv_cache import DraftKv, Salt, adapted_salt
 from specops.engine.models.kv import TensorShard
 from specops.service.contract import contract_of
 
@@ -44,6 +45,7 @@ class PageTransfer:
         token_ids: Sequence[int],
         params: SamplingParams,
         speculative_config: Mapping[str, object] | SpeculativeConfig | None = None,
+        adapter: tuple[str, str] | None = None,
     ) -> Pages:
         """Copy a prompt's full pages from the prefix cache, for another engine.
 
@@ -51,6 +53,7 @@ class PageTransfer:
             token_ids: the prompt.
             params: sampling parameters of the request that computed it.
             speculative_config: configuration of that request.
+            adapter: name and digest of its LoRA adapter; None: the model alone.
 
         Returns:
             A copy of this rank's shard of the pages.
@@ -59,8 +62,9 @@ class PageTransfer:
             ValueError: no request could have this prompt or these arguments.
         """
         draft_kv = self._engine.draft_kv_of(token_ids, params, speculative_config)
-        num_pages, data = self._engine.pages.take(token_ids, draft_kv, params.cache_salt)
-        return Pages(self._header(token_ids, draft_kv, num_pages), data)
+        salt = adapted_salt(params.cache_salt, adapter)
+        num_pages, data = self._engine.pages.take(token_ids, draft_kv, salt)
+        return Pages(self._header(token_ids, draft_kv, num_pages, adapter), data)
 
     def copy(
         self,
@@ -75,20 +79,21 @@ class PageTransfer:
         num_pages, pieces = self._engine.pages.copy(
             token_ids, draft_kv, params.cache_salt, most=most
         )
-        return self._header(token_ids, draft_kv, num_pages), pieces
+        return self._header(token_ids, draft_kv, num_pages, None), pieces
 
     def expected(
         self,
         token_ids: Sequence[int],
         params: SamplingParams,
         speculative_config: Mapping[str, object] | SpeculativeConfig | None = None,
+        adapter: tuple[str, str] | None = None,
     ) -> Header:
         """Return the header that another engine's pages must match to be used for a request."""
         draft_kv = self._engine.draft_kv_of(token_ids, params, speculative_config)
         num_pages = (len(token_ids) - 1) // self._engine.config.page_size
-        return self._header(token_ids, draft_kv, num_pages)
+        return self._header(token_ids, draft_kv, num_pages, adapter)
 
-    def give(self, pages: Pages, expected: Header, cache_salt: str | None = None) -> int:
+    def give(self, pages: Pages, expected: Header, salt: Salt = None) -> int:
         """Put pages into the prefix cache for the next request with this prompt.
 
         If there are too few free pages, the request computes its prompt (`PromptPages.give`).
@@ -96,7 +101,7 @@ class PageTransfer:
         Args:
             pages: this rank's shard of pages that another engine has computed.
             expected: header for the request that will use the pages.
-            cache_salt: cache salt of that request.
+            salt: salt of that request's pages, see `adapted_salt`.
 
         Returns:
             Number of leading pages of the prompt that are in the cache now.
@@ -114,16 +119,23 @@ class PageTransfer:
         if expected.owner:
             draft_kv = DraftKv(expected.owner, expected.lookahead, max_drafts=0)
         return self._engine.pages.give(
-            header.token_ids, header.num_pages, pages.data, draft_kv, cache_salt
+            header.token_ids, header.num_pages, pages.data, draft_kv, salt
         )
 
-    def _header(self, token_ids: Sequence[int], draft_kv: DraftKv | None, num_pages: int) -> Header:
+    def _header(
+        self,
+        token_ids: Sequence[int],
+        draft_kv: DraftKv | None,
+        num_pages: int,
+        adapter: tuple[str, str] | None,
+    ) -> Header:
+        contract = self.contract["digest"]
         ranks = self._engine.ranks
         model, draft = self._engine.pages.tensors(draft_kv)
         return Header(
             version=VERSION,
             exact_across_tp=ranks.num_virtual_ranks,
-            contract=self.contract["digest"],
+            contract=digest_with_adapter(contract, None if adapter is None else adapter[1]),
             num_ranks=ranks.size,
             rank=ranks.rank,
             num_readers=ranks.size,

@@ -72,7 +72,7 @@ class Header(Struct, frozen=True, tag=True):
     Attributes:
         version: version of this format.
         exact_across_tp: virtual TP ranks of the engine that computed them.
-        contract: digest of that engine's execution contract.
+        contract: digest of that engine's execution contract, with the LoRA adapter of the request.
         num_ranks: number of ranks over which its keys and values are sharded.
         rank: rank that holds the pages.
         num_readers: number of ranks of the receiving engine.

@@ -16,11 +16,13 @@ An error in handling a job or a message ends that job. After a connection error 
 Any other error that repeats ends the process.
 
 Keys in Redis begin with the topic and the digest of the execution contract, so that engines with
-different bits never share jobs. All values are MessagePack.
+different bits never share jobs. For the same reason, servers with LoRA adapters add a digest of
+them. All values are MessagePack.
 """
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
 import logging
 import re
@@ -205,6 +207,8 @@ class SplitwiseClient(EngineClient):
         self._seconds = max(int(ttl), _MIN_TTL_SECONDS)  # time to live of keys
         self.node = secrets.token_hex(8)
         prefix = f"{topic}:{engine.capabilities.contract['digest']}"
+        if adapters := sorted(engine.status.adapters.items()):
+            prefix += f":{hashlib.sha256(repr(adapters).encode()).hexdigest()[:16]}"
         self._prefix = prefix
         self._own_stream = f"{prefix}:node:{self.node}"
         self._alive = f"{prefix}:alive"

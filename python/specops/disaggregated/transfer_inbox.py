@@ -34,6 +34,7 @@ from specops.api.messages import (
     Stop,
     Submit,
 )
+from specops.api.sampling_params import SamplingParams
 from specops.disaggregated.fair_threads import FairThreads
 from specops.disaggregated.page_transfer import PageTransfer
 from specops.disaggregated.pages import Header, KvTransferError, Pages, joined, sources
@@ -46,6 +47,7 @@ from specops.disaggregated.transport import (
     Transport,
 )
 from specops.engine.engine import Engine
+from specops.engine.memory.kv_cache import adapted_salt
 from specops.service.loop import Compiled, Inbox
 from specops.service.wire import RoleSettings
 
@@ -166,7 +168,7 @@ class KvTransferInbox(Inbox):
             return False
         try:
             addresses = self._addresses_of(transfer)
-            expected = self._pages.expected(job.prompts[0], job.params, speculative_of(job))
+            expected = self._pages.expected(*_request_of(job))
         except ValueError as error:  # the request is invalid: the engine refuses it with a message
             _log_computed(error)
             return False
@@ -241,7 +243,9 @@ class KvTransferInbox(Inbox):
         if pages is None or not is_whole:
             self._engine.stats.num_damaged_kv_pages -= self._ranks.least(-num_damaged)
             return _log_computed(reason)
-        self._pages.give(pages, fetching.expected, fetching.job.params.cache_salt)
+        job = fetching.job
+        salt = adapted_salt(job.params.cache_salt, job.adapter)
+        self._pages.give(pages, fetching.expected, salt)
 
     def _leased(self, job: Submit) -> KvTransfer | None:
         """Lease a prompt's pages; return their location for another engine, or None on failure."""
@@ -251,7 +255,7 @@ class KvTransferInbox(Inbox):
         number = str(self._num_leases).encode()
         name = hashlib.blake2b(number, key=self._secret, digest_size=16).hexdigest()
         try:
-            pages = self._pages.take(job.prompts[0], job.params, speculative_of(job))
+            pages = self._pages.take(*_request_of(job))
             count = pages.header.num_pages
             self._transport.lease(name, pages)
         except Exception:
@@ -276,6 +280,13 @@ def _log_computed(why: object) -> None:
     if len(reason) > _MAX_REASON_LENGTH:
         reason = f"{reason[:_MAX_REASON_LENGTH]} ..."
     logger.warning("computing a prompt that another engine has computed: %s", reason)
+
+
+def _request_of(
+    job: Submit,
+) -> tuple[Sequence[int], SamplingParams, dict[str, object] | None, tuple[str, str] | None]:
+    """Return the arguments of `PageTransfer` that describe a job's request."""
+    return job.prompts[0], job.params, speculative_of(job), job.adapter
 
 
 def speculative_of(job: Submit) -> dict[str, object] | None:

@@ -420,7 +420,12 @@ class Engine:
             )
         if name in (*self._adapters, self.model_name):
             raise ValueError(f"the name of an adapter must be free, got {name!r}, which is in use")
-        adapter = read_adapter(path, name, self._model, max_rank=self.config.max_lora_rank)
+        digest = bytearray(16)
+        try:
+            adapter = read_adapter(path, name, self._model, max_rank=self.config.max_lora_rank)
+            digest[:] = adapter.digest.encode()
+        finally:  # all ranks load it, or none does
+            self.ranks.check(torch.frombuffer(digest, dtype=torch.uint8), len(digest))
         logger.info("read adapter %s of %s (digest %s)", name, path, adapter.digest)
         return adapter
 

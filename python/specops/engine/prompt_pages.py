@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specops.engine.drafters.base import Drafter
-from specops.engine.memory.kv_cache import DraftKv, PagePool
+from specops.engine.memory.kv_cache import DraftKv, PagePool, Salt
 from specops.engine.models import PrefixStates
 from specops.engine.models.kv import KvCache, TensorShard
 
@@ -42,7 +42,7 @@ class PromptPages:
         self._drafters = drafters
 
     def take(
-        self, token_ids: Sequence[int], draft_kv: DraftKv | None, salt: str | None
+        self, token_ids: Sequence[int], draft_kv: DraftKv | None, salt: Salt
     ) -> tuple[int, bytearray]:
         """Copy the cached pages of a prompt.
 
@@ -65,7 +65,7 @@ class PromptPages:
         self,
         token_ids: Sequence[int],
         draft_kv: DraftKv | None,
-        salt: str | None,
+        salt: Salt,
         *,
         most: int | None,
     ) -> tuple[int, Iterator[list[bytes]]]:
@@ -110,9 +110,7 @@ class PromptPages:
 
         return num_pages, pieces()
 
-    def num_cached(
-        self, token_ids: Sequence[int], draft_kv: DraftKv | None, salt: str | None
-    ) -> int:
+    def num_cached(self, token_ids: Sequence[int], draft_kv: DraftKv | None, salt: Salt) -> int:
         """Return the number of pages that `take` would copy, and mark them as recently used."""
         with self._held(token_ids, draft_kv, salt) as pages:
             self._states.release_unusable(pages, draft_kv)
@@ -120,7 +118,7 @@ class PromptPages:
 
     @contextlib.contextmanager
     def _held(
-        self, token_ids: Sequence[int], draft_kv: DraftKv | None, salt: str | None
+        self, token_ids: Sequence[int], draft_kv: DraftKv | None, salt: Salt
     ) -> Iterator[list[int]]:
         """Hold the cached pages of a prompt during a `with` block."""
         pages = self._pool.match_prefix(token_ids, len(token_ids) - 1, draft_kv, salt)
@@ -135,7 +133,7 @@ class PromptPages:
         num_pages: int,
         data: bytearray,
         draft_kv: DraftKv | None,
-        salt: str | None,
+        salt: Salt,
     ) -> int:
         """Put pages into the prefix cache for the next request with this prompt.
 

@@ -15,7 +15,7 @@ from specops.api.sampling_params import SamplingParams
 from specops.api.speculative_config import SpeculativeConfig
 from specops.api.tokenizer import TextStream
 from specops.engine.emitted import Emitted
-from specops.engine.memory.kv_cache import AdaptedSalt, DraftKv, Salt
+from specops.engine.memory.kv_cache import DraftKv, Salt, adapted_salt
 from specops.engine.models.adapters import Adapter
 from specops.engine.structured import GrammarState, num_unconstrained
 from specops.sampling import FinishReason
@@ -116,8 +116,9 @@ class Request:
     @property
     def salt(self) -> Salt:
         """Salt of its pages: requests with other adapters share no pages with it."""
-        adapter, salt = self.adapter, self.params.cache_salt
-        return salt if adapter is None else AdaptedSalt(adapter.name, adapter.digest, salt)
+        adapter = self.adapter
+        key = None if adapter is None else (adapter.name, adapter.digest)
+        return adapted_salt(self.params.cache_salt, key)
 
     @property
     def num_computed(self) -> int:

@@ -66,6 +66,16 @@ class AdaptedSalt(NamedTuple):
 Salt = str | AdaptedSalt | None
 
 
+def adapted_salt(salt: str | None, adapter: tuple[str, str] | None) -> Salt:
+    """Return the salt of a request's pages.
+
+    Args:
+        salt: cache salt of the request.
+        adapter: name and digest of its LoRA adapter; None: the model alone.
+    """
+    return salt if adapter is None else AdaptedSalt(*adapter, salt)
+
+
 class Prefix:
     """Node of the prefix tree: a prefix that ends at a page boundary, and its last pages.
 

@@ -37,6 +37,7 @@ _CONFIG, _WEIGHTS, _PICKLE = (
 )
 _PREFIX = "base_model.model."  # of all tensor names of PEFT
 _TENSOR = re.compile(r"(.+)\.lora_([AB])\.weight")
+_OF_LAYER = re.compile(r".*\blayers\.\d+\.")  # of a module's name, before its name in the layer
 _PATTERN = re.compile(r"\^?[\w.]+")  # a pattern that is a module name or its end
 # Fields that are read, and fields that change no result once an adapter is trained.
 _READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
@@ -213,25 +214,24 @@ def _products(
 ) -> dict[AdapterSite, LowRankProduct]:
     """Return the packed weights of an adapter by site; refuse modules without a site."""
     prefixes = sorted({place.prefix for place in model.config.places}, key=len, reverse=True)
-    places = {
-        _relative(site.prefix + part, prefixes): (site, index)
-        for layer in model.layers
-        for site in layer.sites
-        for index, part in enumerate(site.parts)
-    }
+    places: dict[str, list[tuple[AdapterSite, int]]] = {}
+    for site in (site for layer in model.layers for site in layer.sites):
+        for index, part in enumerate(site.parts):
+            name = _relative(site.prefix + part, prefixes)
+            places.setdefault(name, []).append((site, index))
     by_site: dict[AdapterSite, dict[int, str]] = {}
     for module in tensors:
-        place = places.get(_relative(module, prefixes))
-        if place is None:
-            parts = dict.fromkeys(part for site, _ in places.values() for part in site.parts)
+        name = _relative(module, prefixes)
+        if name not in places:
+            parts = dict.fromkeys(_OF_LAYER.sub("", place) for place in places)
             raise ModelError(
                 f"module {module} cannot be adapted; of this model, adapters may change "
                 f"{', '.join(parts)} of {model.config.num_layers} layers"
             )
-        site, part = place
-        if part in by_site.setdefault(site, {}):
-            raise ModelError(f"module {module} has two adapters")
-        by_site[site][part] = module
+        for site, index in places[name]:
+            if index in by_site.setdefault(site, {}):
+                raise ModelError(f"module {module} has two adapters")
+            by_site[site][index] = module
     return {
         site: _product(site, dict(sorted(parts.items())), tensors, ranks, model)
         for site, parts in by_site.items()
@@ -264,14 +264,21 @@ def _product(
         rank, scale = ranks.of(module)
         a = _factor(tensors, module, "A", (rank, site.inputs)).to(model.device, dtype)
         b = _factor(tensors, module, "B", (site.outputs[part], rank)).to(model.device, dtype)
+        if (own := site.shard.inputs) is not None:
+            a = a[:, own.start : own.stop]
+        columns = site.columns_of(part)
+        if site.is_transposed:
+            ((_, rows),) = columns
+            a, b = b[rows.to(model.device)].T, a.T
+            columns = [(slice(site.inputs), torch.arange(site.inputs))]
         if math.frexp(scale)[0] == 0.5:  # a power of two scales without rounding
             b, scale = b * scale, 1.0
         firsts.append(a)
         own_ranks = slice(begin, begin + rank)
-        for columns, rows in site.columns_of(part):
-            packed = _stacked(b[rows.to(model.device)])
+        for place, rows in columns:
+            packed = _stacked(b[rows.to(model.device)].contiguous())
             scales = torch.tensor([scale], device=model.device)
-            parts.append(LowRankPart(packed, own_ranks, columns, scales, scale != 1.0))
+            parts.append(LowRankPart(packed, own_ranks, place, scales, scale != 1.0))
         begin += rank
     return LowRankProduct(_stacked(torch.cat(firsts)), parts, dtype)
 

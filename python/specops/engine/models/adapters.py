@@ -22,40 +22,52 @@ from torch import Tensor
 
 from specops import moe
 from specops.dense import PackedWeight
+from specops.engine.models.shards import WHOLE, Shard
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AdapterSite:
     """Place for an adapter's product: the modules of one, possibly fused, projection.
 
+    A rank has a site for each of its packed weights. A shard of the outputs needs the whole first
+    factor, and the rows of the second factor for these outputs. A shard of the inputs needs the
+    columns of the first factor for these inputs, and the whole second factor.
+
     Attributes:
         prefix: name prefix of the modules, such as "model.layers.0.self_attn.".
         parts: names of the modules, such as q_proj, k_proj and v_proj.
-        outputs: outputs of each module.
-        inputs: inputs of all modules.
-        order: int32, the output of the concatenated modules that each output of the projection is;
-            None: the modules follow one another.
+        outputs: outputs of each module, on all ranks.
+        inputs: inputs of all modules, on all ranks.
+        order: int32, the output of the shard's concatenated modules that each output of the
+            projection is; None: the modules follow one another.
+        shard: the outputs and inputs that the packed weight has.
+        is_transposed: whether the packed weight is transposed, so that it has inputs for the
+            outputs of the only part, and outputs for its inputs.
     """
 
     prefix: str
-    parts: tuple[str, ...]
-    outputs: tuple[int, ...]
+    parts: Sequence[str]
+    outputs: Sequence[int]
     inputs: int
     order: Tensor | None = None
+    shard: Shard = WHOLE
+    is_transposed: bool = False
 
     def columns_of(self, part: int) -> list[tuple[slice, Tensor]]:
         """Return the ranges of the projection's outputs that belong to a module.
 
         Each range has the int64 indices of the module's outputs in it.
         """
-        begin, size = sum(self.outputs[:part]), self.outputs[part]
+        shards = self.shard.outputs or list(map(range, self.outputs))
+        begin, size = sum(map(len, shards[:part])), len(shards[part])
+        rows = torch.arange(shards[part].start, shards[part].stop)
         if self.order is None:
-            return [(slice(begin, begin + size), torch.arange(size))]
+            return [(slice(begin, begin + size), rows)]
         order = self.order.cpu().long() - begin
         places = torch.nonzero((order >= 0) & (order < size)).flatten()
         cuts = (torch.nonzero(places.diff() != 1).flatten() + 1).tolist()
         return [
-            (slice(int(run[0]), int(run[-1]) + 1), order[run])
+            (slice(int(run[0]), int(run[-1]) + 1), rows[order[run]])
             for run in torch.tensor_split(places, cuts)
         ]
 

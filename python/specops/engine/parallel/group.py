@@ -75,7 +75,7 @@ class Group(Ranks):
         found = self._of_all(own, torch.int64).tolist()
         if found != [own] * self.size:
             raise RanksDiverged(
-                f"tensor-parallel ranks have diverged: a step's inputs have checksums {found}"
+                f"tensor-parallel ranks have diverged: their inputs have checksums {found}"
             )
 
     def _of_all(self, number: float, dtype: torch.dtype) -> Tensor:

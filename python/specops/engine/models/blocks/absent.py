@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.block import BlockLoader, MixingBlock, MlpBlock, NewRows
 from specops.engine.models.kv import NoKvSpec
@@ -29,8 +28,8 @@ class NoMixing(MixingBlock):
     sliding_window = None
 
     @property
-    def weights(self) -> Sequence[PackedWeight]:
-        """No weights."""
+    def projections(self) -> Sequence[Any]:
+        """No projections."""
         return ()
 
     def workspace_size(self, rows: int, batch: int, pages: int, page_size: int) -> int:
@@ -48,8 +47,8 @@ class NoMlp(MlpBlock):
     shape = NoShape()
 
     @property
-    def weights(self) -> Sequence[PackedWeight]:
-        """No weights."""
+    def projections(self) -> Sequence[Any]:
+        """No projections."""
         return ()
 
     def run(self, x: Tensor, batch: LayerBatch, views: Any, out: Tensor) -> None:

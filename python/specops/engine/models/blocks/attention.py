@@ -10,10 +10,12 @@ from torch import Tensor
 
 from specops import attention, dense
 from specops.attention import PagedKv
-from specops.dense import PackedWeight
-from specops.engine.models.adapters import AdapterSite, add_adapters
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.block import AttentionBlock, BlockLoader, NewRows, Rope
+from specops.engine.models.blocks.column_parallel import (
+    ColumnParallelLinear,
+    load_column_parallel,
+)
 from specops.engine.models.blocks.row_parallel import RowParallelLinear, load_row_parallel
 from specops.engine.models.kv import KvSpec, LayerKv
 from specops.engine.models.shards import Shard
@@ -76,25 +78,24 @@ class Attention(AttentionBlock):
     """Grouped-query attention with packed projections; q, k, v and gates are one fused product."""
 
     def __init__(
-        self, config: "AttentionConfig", shape: AttentionShape, kv: KvSpec, qkv: PackedWeight,
-        o: RowParallelLinear, cos_sin: Tensor, *, qkv_bias: Tensor | None,
+        self, config: "AttentionConfig", shape: AttentionShape, kv: KvSpec,
+        qkv: ColumnParallelLinear, o: RowParallelLinear, cos_sin: Tensor, *,
         q_norm: Tensor | None, k_norm: Tensor | None, v_norm: Tensor | None, norm_eps: float,
-        sinks: Tensor | None, sites: tuple[AdapterSite, AdapterSite],
+        sinks: Tensor | None,
     ) -> None:  # fmt: skip
         self.shape = self._shape = shape
         self.kv = kv
         self.sliding_window, self._is_causal = config.sliding_window, config.is_causal
         self._sm_scale, self._interleaved = config.sm_scale, config.interleaved
-        self._qkv, self._qkv_bias, self._o = qkv, qkv_bias, o
+        self._qkv, self._o = qkv, o
         self._q_norm, self._k_norm, self._v_norm = q_norm, k_norm, v_norm
         self._norm_eps = norm_eps
         self._cos_sin, self._sinks = cos_sin, sinks
-        self.sites = self._qkv_site, self._o_site = sites
 
     @property
-    def weights(self) -> Sequence[PackedWeight]:
-        """Packed projections of this block."""
-        return (self._qkv, *self._o.shards)
+    def projections(self) -> Sequence[ColumnParallelLinear | RowParallelLinear]:
+        """Projections of this block."""
+        return (self._qkv, self._o)
 
     def workspace_size(self, rows: int, batch: int, pages: int, page_size: int) -> int:
         """Return how many floats of attention workspace steps of up to these sizes need."""
@@ -110,8 +111,7 @@ class Attention(AttentionBlock):
 
         A layer that reads another layer's cache only rotates the queries.
         """
-        dense.linear(x, self._qkv, self._qkv_bias, out=views.qkv, workspace=batch.sums)
-        add_adapters(batch.adapters, self._qkv_site, x, views.qkv)
+        self._qkv.run(x, views.qkv, batch)
         v, paged = views.v, cache.paged
         if self._v_norm is not None and views.v_normed is not None:
             v = views.v_normed.copy_(v)
@@ -154,8 +154,7 @@ class Attention(AttentionBlock):
         )
         if views.gate is not None:
             dense.output_gate(views.attended, views.gate, out=views.attended)
-        self._o.run(views.attended_rows, out, batch.sums)
-        add_adapters(batch.adapters, self._o_site, views.attended_rows, out)
+        self._o.run(views.attended_rows, out, batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,9 +230,6 @@ class AttentionConfig:
             has_v_norm=self.v_norm and not self.shares_kv,
         )
         order = _gates_last(shape, loader.source.device) if self.has_gate else None
-        qkv_bias = source.bias(prefix, parts, sizes, shard=shard) if self.qkv_bias else None
-        if qkv_bias is not None and order is not None:
-            qkv_bias = qkv_bias[order.long()]
         q_norm = k_norm = v_norm = sinks = None
         if self.qk_norm:
             q_norm = source.norm(f"{prefix}q_norm.weight", dim)
@@ -258,7 +254,16 @@ class AttentionConfig:
                 window=self.sliding_window,
                 is_shared=self.shares_kv,
             ),
-            source.linear(prefix, parts, sizes, self.input_size or hidden, shard=shard, rows=order),
+            load_column_parallel(
+                source,
+                prefix,
+                parts,
+                sizes,
+                self.input_size or hidden,
+                has_bias=self.qkv_bias,
+                rows=order,
+                shard=shard,
+            ),
             load_row_parallel(
                 source,
                 f"{prefix}o_proj",
@@ -270,22 +275,11 @@ class AttentionConfig:
                 ranks=loader.ranks,
             ),
             loader.ropes.of(self.rope),
-            qkv_bias=qkv_bias,
             q_norm=q_norm,
             k_norm=k_norm,
             v_norm=v_norm,
             norm_eps=loader.norm_eps,
             sinks=sinks,
-            sites=(
-                AdapterSite(
-                    prefix=prefix,
-                    parts=parts,
-                    outputs=sizes,
-                    inputs=self.input_size or hidden,
-                    order=order,
-                ),
-                AdapterSite(prefix=prefix, parts=("o_proj",), outputs=(hidden,), inputs=q_size),
-            ),
         )
 
 

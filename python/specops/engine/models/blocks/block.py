@@ -16,6 +16,8 @@ from specops.api.errors import ModelError
 from specops.dense import PackedWeight
 from specops.engine.models.adapters import AdapterSite
 from specops.engine.models.batch import LayerBatch
+from specops.engine.models.blocks.column_parallel import ColumnParallelLinear
+from specops.engine.models.blocks.row_parallel import RowParallelLinear
 from specops.engine.models.kv import AnyKvSpec, KvSpec, LayerKv, StateSpec
 from specops.engine.models.shards import Sharding
 from specops.engine.models.weight_cache import CachedWeights
@@ -48,16 +50,24 @@ class Block(ABC):
 
     Attributes:
         shape: sizes of the block.
-        sites: projections that LoRA adapters may change.
     """
 
     shape: Shape
-    sites: Sequence[AdapterSite] = ()
 
     @property
     @abstractmethod
+    def projections(self) -> Sequence[ColumnParallelLinear | RowParallelLinear]:
+        """Projections of this block, which LoRA adapters may change."""
+
+    @property
     def weights(self) -> Sequence[PackedWeight]:
-        """Packed projections of this block."""
+        """Packed projections of this block that need `linear` workspace."""
+        return [weight for one in self.projections for weight in one.weights]
+
+    @property
+    def sites(self) -> Sequence[AdapterSite]:
+        """Sites of LoRA adapters."""
+        return [site for one in self.projections for site in one.sites]
 
     def bytes_read(self, rows: int) -> float:
         """Return the expected bytes of weights that a step of `rows` rows reads."""

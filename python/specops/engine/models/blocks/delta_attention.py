@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from specops import dense, linear_attention
-from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.block import BlockLoader, NewRows, StateBlock
+from specops.engine.models.blocks.column_parallel import (
+    ColumnParallelLinear,
+    load_column_parallel,
+)
 from specops.engine.models.blocks.row_parallel import RowParallelLinear, load_row_parallel
 from specops.engine.models.kv import LayerStates, StateSpec
 from specops.engine.models.shards import Shard
@@ -77,11 +80,11 @@ class DeltaAttentionShape:
 class DeltaAttentionWeights:
     """Weights of a delta attention block; projection outputs are ordered like the views."""
 
-    qkv: PackedWeight
-    low_rank: PackedWeight
-    decays: PackedWeight
-    strengths: PackedWeight
-    gates: PackedWeight
+    qkv: ColumnParallelLinear
+    low_rank: ColumnParallelLinear
+    decays: ColumnParallelLinear
+    strengths: ColumnParallelLinear
+    gates: ColumnParallelLinear
     conv: Tensor  # [taps, channels]
     a_log: Tensor  # float32 [num_heads]
     dt_bias: Tensor  # float32 [num_heads, head_dim]
@@ -112,10 +115,10 @@ class DeltaAttention(StateBlock):
         )
 
     @property
-    def weights(self) -> Sequence[PackedWeight]:
-        """Packed projections of this block."""
+    def projections(self) -> Sequence[ColumnParallelLinear | RowParallelLinear]:
+        """Projections of this block."""
         own = self._weights
-        return (own.qkv, own.low_rank, own.decays, own.strengths, own.gates, *own.o.shards)
+        return (own.qkv, own.low_rank, own.decays, own.strengths, own.gates, own.o)
 
     def run(
         self,
@@ -126,13 +129,13 @@ class DeltaAttention(StateBlock):
         out: Tensor,
     ) -> None:
         """Continue from the state before each request's first row; store the states of its rows."""
-        weights, sums = self._weights, batch.sums
+        weights = self._weights
         of_decays, of_gates = views.low_rank_parts
-        dense.linear(x, weights.qkv, out=views.projected, workspace=sums)
-        dense.linear(x, weights.low_rank, out=views.low_rank, workspace=sums)
-        dense.linear(x, weights.strengths, out=views.strengths, workspace=sums)
-        dense.linear(of_decays, weights.decays, out=views.decay_rows, workspace=sums)
-        dense.linear(of_gates, weights.gates, out=views.gate_rows, workspace=sums)
+        weights.qkv.run(x, views.projected, batch)
+        weights.low_rank.run(x, views.low_rank, batch)
+        weights.strengths.run(x, views.strengths, batch)
+        weights.decays.run(of_decays, views.decay_rows, batch)
+        weights.gates.run(of_gates, views.gate_rows, batch)
         assert batch.slots is not None, "the rows are those of a model, not of a head"
         requests = batch.slots, batch.qo_indptr, batch.kv_lens
         linear_attention.causal_conv1d(
@@ -155,7 +158,7 @@ class DeltaAttention(StateBlock):
             norm_eps=self._norm_eps,
             out=views.attended,
         )
-        weights.o.run(views.attended_rows, out, sums)
+        weights.o.run(views.attended_rows, out, batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,9 +193,9 @@ class DeltaAttentionConfig:
         own = slice(heads.start * dim, heads.stop * dim)
         of_heads = range(own.start, own.stop)
 
-        def expanding(name: str) -> PackedWeight:
+        def expanding(name: str) -> ColumnParallelLinear:
             shard = Shard(outputs=(of_heads,))
-            return source.linear(prefix, (name,), (size,), dim, shard=shard)
+            return load_column_parallel(source, prefix, (name,), (size,), dim, shard=shard)
 
         convs = [
             source.tensor(f"{prefix}{name}_conv1d.weight", size, 1, self.taps)[own, 0]
@@ -201,16 +204,20 @@ class DeltaAttentionConfig:
         a_log = source.tensor(f"{prefix}A_log", 1, 1, self.num_heads, 1, dtype=torch.float32)
         dt_bias = source.tensor(f"{prefix}dt_bias", size, dtype=torch.float32)
         weights = DeltaAttentionWeights(
-            qkv=source.linear(
+            qkv=load_column_parallel(
+                source,
                 prefix,
                 ("q_proj", "k_proj", "v_proj"),
                 (size,) * 3,
                 hidden,
                 shard=Shard(outputs=(of_heads,) * 3),
             ),
-            low_rank=source.linear(prefix, ("f_a_proj", "g_a_proj"), (dim, dim), hidden),
+            low_rank=load_column_parallel(
+                source, prefix, ("f_a_proj", "g_a_proj"), (dim, dim), hidden
+            ),
             decays=expanding("f_b_proj"),
-            strengths=source.linear(
+            strengths=load_column_parallel(
+                source,
                 prefix,
                 ("b_proj",),
                 (self.num_heads,),

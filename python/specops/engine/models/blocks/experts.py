@@ -3,7 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,7 +11,15 @@ from torch import Tensor
 from specops import dense, moe
 from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
-from specops.engine.models.blocks.block import BlockLoader, MlpBlock, NewRows, Norm, bytes_of
+from specops.engine.models.blocks.block import (
+    BlockLoader,
+    MlpBlock,
+    NewRows,
+    Norm,
+    Shape,
+    bytes_of,
+)
+from specops.engine.models.blocks.column_parallel import ColumnParallelLinear
 from specops.engine.models.blocks.mlp import RELU2, DenseMlp, DenseMlpConfig, relu2
 from specops.engine.models.blocks.row_parallel import RowParallelLinear
 from specops.engine.models.shards import Shard
@@ -35,7 +43,7 @@ class ExpertsViews:
     places: Tensor  # [rows, top_k], int32
     gated: Tensor  # [pairs, width]
     expert_out: Tensor  # [pairs, out_size], float32
-    shared_gated: Tensor  # [rows, shared_width]
+    shared: Any  # views of the shared MLP; None without one
     shared_out: Tensor  # [rows, hidden_size], float32; [rows, 0] without a shared MLP
     own_ids: Tensor  # [rows, top_k], int32: local expert indices; [rows, 0] without EP
 
@@ -49,7 +57,7 @@ class ExpertsShape:
     num_experts: int
     top_k: int
     width: int
-    shared_width: int
+    shared: Shape | None  # of the shared MLP
     has_shared_gate: bool
     has_factors: bool
     is_apart: bool = False
@@ -72,8 +80,8 @@ class ExpertsShape:
             places=places,
             gated=new("gated", top_k * self.width).view(pairs, self.width),
             expert_out=new("expert_out", top_k * outputs, torch.float32).view(pairs, outputs),
-            shared_gated=new("activated", self.shared_width),
-            shared_out=new("shared_out", hidden if self.shared_width else 0, torch.float32),
+            shared=None if self.shared is None else self.shared.views(new),
+            shared_out=new("shared_out", hidden if self.shared else 0, torch.float32),
             own_ids=new("own_expert_ids", top_k if self.is_apart else 0, torch.int32),
         )
 
@@ -151,7 +159,6 @@ class Experts(MlpBlock):
         down: RowParallelLinear,
         shared: DenseMlp | None,
     ) -> None:
-        shared_width = 0 if shared is None else shared.shape.width
         width = sum(one.num_inputs for one in down.shards)
         self.shape = ExpertsShape(
             router.projection.num_inputs,
@@ -159,7 +166,7 @@ class Experts(MlpBlock):
             config.num_experts,
             config.routing.top_k,
             width,
-            shared_width,
+            None if shared is None else shared.shape,
             config.shared_gate_name is not None,
             router.factors is not None,
         )
@@ -172,9 +179,9 @@ class Experts(MlpBlock):
         )
 
     @property
-    def weights(self) -> Sequence[PackedWeight]:
-        """Packed projections that need `linear` workspace: those of the shared MLP."""
-        return () if self._shared is None else self._shared.weights
+    def projections(self) -> Sequence[ColumnParallelLinear | RowParallelLinear]:
+        """Projections of the shared MLP."""
+        return () if self._shared is None else self._shared.projections
 
     def bytes_read(self, rows: int) -> float:
         """Return the expected bytes of weights read if rows choose their experts independently."""
@@ -203,9 +210,8 @@ class Experts(MlpBlock):
         moe.moe_linear(x, self.gate_up, indptr, order.row_indices, self._gate_up_bias, out=gated)
         if self._activation == RELU2:
             relu2(gated, out=gated)
-        shared, ranks = self._shared, self.down.ranks
-        if shared is not None:
-            shared.activate(x, batch.sums, views.shared_gated)
+        ranks = self.down.ranks
+        activated = self._activate_shared(x, batch, views)
         is_whole = ranks.num_virtual_ranks == 1
         partial_sums = out[None] if is_whole else ranks.partial_sums(out.shape, out.device)
         for index, partial_sum in enumerate(partial_sums):
@@ -216,16 +222,27 @@ class Experts(MlpBlock):
                 bias=self.down.bias if ranks.rank == index == 0 else None,
                 out=views.expert_out,
             )
-            self._combine(index, batch.sums, views, partial_sum)
+            self._combine(index, batch, views, activated, partial_sum)
         if not is_whole:
             ranks.add(partial_sums, None, out)
 
-    def _combine(self, index: int, sums: Tensor | None, views: ExpertsViews, out: Tensor) -> None:
+    def _activate_shared(self, x: Tensor, batch: LayerBatch, views: ExpertsViews) -> Tensor | None:
+        """Return the input of the shared MLP's last projection; None: there is no shared MLP."""
+        return None if self._shared is None else self._shared.activate(x, batch, views.shared)
+
+    def _combine(
+        self,
+        index: int,
+        batch: LayerBatch,
+        views: ExpertsViews,
+        activated: Tensor | None,
+        out: Tensor,
+    ) -> None:
         """Add experts' outputs and shared MLP of virtual TP rank `index` into `out`."""
         of_shared = None
-        if self._shared is not None:
+        if self._shared is not None and activated is not None:
             of_shared = views.shared_out
-            self._shared.down.partial_sum(index, views.shared_gated, of_shared, sums)
+            self._shared.down.partial_sum(index, activated, of_shared, batch)
             if views.shared_gate is not None:
                 whole = of_shared[:, None]
                 dense.output_gate(whole, views.shared_gate, out=whole)
@@ -308,9 +325,8 @@ class ExpertsApart(Experts):
 
     def mix(self, x: Tensor, batch: LayerBatch, views: ExpertsViews, out: Tensor) -> None:
         """Compute the mixture of the experts that `route` has chosen; see `Experts.mix`."""
-        shared, ranks = self._shared, self.down.ranks
-        if shared is not None:
-            shared.activate(x, batch.sums, views.shared_gated)
+        ranks = self.down.ranks
+        activated = self._activate_shared(x, batch, views)
         order = moe.ExpertOrder(self._indptr, views.row_indices, views.places)
         indptr, chosen = order.expert_indptr, views.expert_ids.view(-1)
         partial_sums = ranks.partial_sums(out.shape, out.device)
@@ -322,7 +338,7 @@ class ExpertsApart(Experts):
             if self._activation == RELU2:
                 relu2(views.gated, out=views.gated)
             moe.moe_linear(views.gated, own.down, indptr, bias=own.down_bias, out=views.expert_out)
-            self._combine(index, batch.sums, views, partial_sum)
+            self._combine(index, batch, views, activated, partial_sum)
         ranks.add(partial_sums, None, out)
 
 
@@ -391,8 +407,7 @@ class ExpertsConfig:
         router = self._load_router(loader, prefix, router_inputs or hidden)
         shared = None
         if self.shared is not None:
-            loader_of_shared = replace(loader, is_adaptable=False)
-            shared = self.shared.load(loader_of_shared, prefix + self.shared_name)
+            shared = self.shared.load(loader, prefix + self.shared_name)
         experts, parts, what = prefix + self.experts_name, self._parts, self.projections[2:]
         sizes = [self.width] * len(parts)
         if loader.ranks.has_whole_experts:

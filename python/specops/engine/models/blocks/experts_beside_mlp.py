@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from specops import dense
-from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.block import BlockLoader, MlpBlock, NewRows, Norm, Shape
+from specops.engine.models.blocks.column_parallel import ColumnParallelLinear
 from specops.engine.models.blocks.experts import (
     Experts,
     ExpertsConfig,
@@ -18,6 +18,7 @@ from specops.engine.models.blocks.experts import (
     ExpertsViews,
 )
 from specops.engine.models.blocks.mlp import DenseMlp, DenseMlpConfig
+from specops.engine.models.blocks.row_parallel import RowParallelLinear
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,12 @@ class ExpertsBesideMlp(MlpBlock):
 
     def __init__(self, mlp: DenseMlp, experts: Experts, norms: BesideNorms) -> None:
         self.shape = ExpertsBesideMlpShape(mlp.shape, experts.shape)
-        self.sites = mlp.sites
         self._mlp, self._experts, self._norms = mlp, experts, norms
 
     @property
-    def weights(self) -> Sequence[PackedWeight]:
-        """Packed projections that need `linear` workspace: those of the dense MLP."""
-        return self._mlp.weights
+    def projections(self) -> Sequence[ColumnParallelLinear | RowParallelLinear]:
+        """Projections of the dense MLP."""
+        return self._mlp.projections
 
     def bytes_read(self, rows: int) -> float:
         """Return the expected bytes of weights read if rows choose their experts independently."""

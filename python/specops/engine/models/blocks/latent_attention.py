@@ -8,15 +8,19 @@ decoding and verification all use this form, so that their results have the same
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from specops import attention, dense
 from specops.attention import LATENT_DIM
-from specops.dense import PackedWeight
+from specops.engine.models.adapters import AdapterSite
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.block import AttentionBlock, BlockLoader, NewRows, Norm, Rope
+from specops.engine.models.blocks.column_parallel import (
+    ColumnParallelLinear,
+    load_column_parallel,
+)
 from specops.engine.models.blocks.row_parallel import RowParallelLinear, load_row_parallel
 from specops.engine.models.kv import KvSpec, LayerKv
 from specops.engine.models.shards import Shard
@@ -74,15 +78,13 @@ class LatentShape:
 class LatentWeights:
     """Weights of a latent attention block; biases may be None."""
 
-    q_low_rank: PackedWeight | None  # None: queries have a single projection
-    q_low_rank_bias: Tensor | None
+    q_low_rank: ColumnParallelLinear | None  # None: queries have a single projection
     q_norm: Norm | None
-    q: PackedWeight
-    kv: PackedWeight
-    kv_bias: Tensor | None
+    q: ColumnParallelLinear
+    kv: ColumnParallelLinear
     kv_norm: Tensor
-    key_of_head: Sequence[PackedWeight]  # [LATENT_DIM, nope_dim] each: converts a query
-    value_of_head: Sequence[PackedWeight]  # [value_dim, LATENT_DIM] each
+    key_of_head: Sequence[ColumnParallelLinear]  # [LATENT_DIM, nope_dim] each: converts a query
+    value_of_head: Sequence[ColumnParallelLinear]  # [value_dim, LATENT_DIM] each
     o: RowParallelLinear
 
 
@@ -104,18 +106,12 @@ class LatentAttention(AttentionBlock):
         self._config, self._weights, self._cos_sin = config, weights, cos_sin
 
     @property
-    def weights(self) -> Sequence[PackedWeight]:
-        """Packed projections of this block."""
+    def projections(self) -> Sequence[ColumnParallelLinear | RowParallelLinear]:
+        """Projections of this block."""
         weights = self._weights
         optional = [] if weights.q_low_rank is None else [weights.q_low_rank]
-        return (
-            *optional,
-            weights.q,
-            weights.kv,
-            *weights.key_of_head,
-            *weights.value_of_head,
-            *weights.o.shards,
-        )
+        of_heads = (*weights.key_of_head, *weights.value_of_head)
+        return (*optional, weights.q, weights.kv, *of_heads, weights.o)
 
     def workspace_size(self, rows: int, batch: int, pages: int, page_size: int) -> int:
         """Return how many floats of attention workspace steps of up to these sizes need."""
@@ -126,8 +122,8 @@ class LatentAttention(AttentionBlock):
 
     def append_kv(self, x: Tensor, batch: LayerBatch, cache: LayerKv, views: LatentViews) -> None:
         """Write the latents and rotated keys of the rows to the cache; also rotate the queries."""
-        weights, sums = self._weights, batch.sums
-        dense.linear(x, weights.kv, weights.kv_bias, out=views.kv, workspace=sums)
+        weights = self._weights
+        weights.kv.run(x, views.kv, batch)
         attention.rope_append_latent(
             views.absorbed,
             views.kv,
@@ -145,8 +141,8 @@ class LatentAttention(AttentionBlock):
         self, x: Tensor, batch: LayerBatch, cache: LayerKv, views: LatentViews, out: Tensor
     ) -> None:
         """Write latents and keys to the cache, then compute attention into `out`."""
-        weights, sums = self._weights, batch.sums
-        self._absorb(x, sums, views)
+        weights = self._weights
+        self._absorb(x, batch, views)
         self.append_kv(x, batch, cache, views)
         attention.append_attention(
             views.absorbed,
@@ -158,23 +154,21 @@ class LatentAttention(AttentionBlock):
             out=views.attended,
             workspace=batch.workspace,
         )
-        for head, weight in enumerate(weights.value_of_head):
-            dense.linear(views.attended[:, head], weight, out=views.value_of_head, workspace=sums)
+        for head, value in enumerate(weights.value_of_head):
+            value.run(views.attended[:, head], views.value_of_head, batch)
             views.values[:, head].copy_(views.value_of_head)
-        weights.o.run(views.value_rows, out, sums)
+        weights.o.run(views.value_rows, out, batch)
 
-    def _absorb(self, x: Tensor, sums: Tensor | None, views: LatentViews) -> None:
+    def _absorb(self, x: Tensor, batch: LayerBatch, views: LatentViews) -> None:
         """Compute the absorbed queries of the rows, without RoPE."""
         weights, nope = self._weights, self._config.nope_dim
         if weights.q_low_rank is not None and weights.q_norm is not None:
             low_rank = views.low_rank
-            dense.linear(
-                x, weights.q_low_rank, weights.q_low_rank_bias, out=low_rank, workspace=sums
-            )
+            weights.q_low_rank.run(x, low_rank, batch)
             x = dense.rms_norm(low_rank, *weights.q_norm, out=low_rank)
-        dense.linear(x, weights.q, out=views.q_rows, workspace=sums)
-        for head, weight in enumerate(weights.key_of_head):
-            dense.linear(views.q[:, head, :nope], weight, out=views.of_head, workspace=sums)
+        weights.q.run(x, views.q_rows, batch)
+        for head, key in enumerate(weights.key_of_head):
+            key.run(views.q[:, head, :nope], views.of_head, batch)
             views.absorbed[:, head, :LATENT_DIM].copy_(views.of_head)
         views.absorbed[..., LATENT_DIM:].copy_(views.q[..., nope:])
 
@@ -219,31 +213,43 @@ class LatentAttentionConfig:
         key_dim = LATENT_DIM + self.rope.dim
         inputs = hidden
         q_name = "q_proj"
+
+        def load(name: str, size: int, inputs: int, **how: Any) -> ColumnParallelLinear:
+            return load_column_parallel(source, prefix, (name,), (size,), inputs, **how)
+
         q_low_rank = q_norm = None
         if self.q_rank is not None:
             inputs, q_name = self.q_rank, "q_b_proj"
-            q_low_rank = source.linear(prefix, ("q_a_proj",), (inputs,), hidden)
+            q_low_rank = load("q_a_proj", inputs, hidden, has_bias=self.has_bias)
             q_norm = Norm(source.norm(f"{prefix}q_a_layernorm.weight", inputs), _NORM_EPS)
-
-        def bias(name: str, size: int) -> Tensor | None:
-            return source.bias(prefix, (name,), (size,)) if self.has_bias else None
 
         local_heads = loader.sharding.of_rank(heads, "heads of queries")
         per_head, q_dim = self.nope_dim + self.value_dim, self.nope_dim + self.rope.dim
         shard = Shard(outputs=(range(local_heads.start * q_dim, local_heads.stop * q_dim),))
         expanding = source.tensor(f"{prefix}kv_b_proj.weight", heads * per_head, LATENT_DIM)
-        by_head = expanding.view(heads, per_head, LATENT_DIM)[local_heads.start : local_heads.stop]
-        keys = [one[: self.nope_dim].T.contiguous() for one in by_head]
+
+        def of_head(begin: int, end: int, is_key: bool) -> ColumnParallelLinear:
+            weight = expanding[begin:end]
+            site = AdapterSite(
+                prefix=prefix,
+                parts=("kv_b_proj",),
+                outputs=(heads * per_head,),
+                inputs=LATENT_DIM,
+                shard=Shard(outputs=(range(begin, end),)),
+                is_transposed=is_key,
+            )
+            packed = dense.pack_weight(weight.T.contiguous() if is_key else weight)
+            return ColumnParallelLinear(packed, None, site)
+
+        keys = [(head * per_head, head * per_head + self.nope_dim) for head in local_heads]
         weights = LatentWeights(
             q_low_rank=q_low_rank,
-            q_low_rank_bias=bias("q_a_proj", inputs) if q_low_rank is not None else None,
             q_norm=q_norm,
-            q=source.linear(prefix, (q_name,), (heads * q_dim,), inputs, shard=shard),
-            kv=source.linear(prefix, ("kv_a_proj_with_mqa",), (key_dim,), hidden),
-            kv_bias=bias("kv_a_proj_with_mqa", key_dim),
+            q=load(q_name, heads * q_dim, inputs, shard=shard),
+            kv=load("kv_a_proj_with_mqa", key_dim, hidden, has_bias=self.has_bias),
             kv_norm=source.norm(f"{prefix}kv_a_layernorm.weight", LATENT_DIM),
-            key_of_head=[dense.pack_weight(key) for key in keys],
-            value_of_head=[dense.pack_weight(one[self.nope_dim :]) for one in by_head],
+            key_of_head=[of_head(*key, is_key=True) for key in keys],
+            value_of_head=[of_head(end, end + self.value_dim, is_key=False) for _, end in keys],
             o=load_row_parallel(
                 source,
                 f"{prefix}o_proj",

@@ -3,15 +3,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from specops import dense
-from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
-from specops.engine.models.blocks.block import BlockLoader, MlpBlock, NewRows
+from specops.engine.models.blocks.block import BlockLoader, MlpBlock, NewRows, Shape
+from specops.engine.models.blocks.column_parallel import (
+    ColumnParallelLinear,
+    load_column_parallel,
+)
 from specops.engine.models.blocks.experts import (
     Experts,
     ExpertsConfig,
@@ -19,6 +21,7 @@ from specops.engine.models.blocks.experts import (
     ExpertsViews,
 )
 from specops.engine.models.blocks.mlp import DenseMlp, DenseMlpConfig
+from specops.engine.models.blocks.row_parallel import RowParallelLinear
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class LatentExpertsViews:
     experts: ExpertsViews
     latent: Tensor  # [rows, latent width], inputs of the experts
     mixed: Tensor  # [rows, latent width], outputs of the experts
-    shared_gated: Tensor  # [rows, shared width]
+    shared: Any  # views of the shared MLP
     shared_out: Tensor  # [rows, hidden_size], float32
 
 
@@ -37,7 +40,7 @@ class LatentExpertsShape:
     """Sizes of the block."""
 
     experts: ExpertsShape
-    shared_width: int
+    shared: Shape
 
     def views(self, new: NewRows) -> LatentExpertsViews:
         """Return views of the activation buffers that `new` makes."""
@@ -45,7 +48,7 @@ class LatentExpertsShape:
             experts=self.experts.views(new),
             latent=new("latent_in", self.experts.out_size),
             mixed=new("latent_out", self.experts.out_size),
-            shared_gated=new("activated", self.shared_width),
+            shared=self.shared.views(new),
             shared_out=new("shared_out", self.experts.hidden_size, torch.float32),
         )
 
@@ -63,15 +66,19 @@ class LatentExperts(MlpBlock):
     """
 
     def __init__(
-        self, experts: Experts, down: PackedWeight, up: PackedWeight, shared: DenseMlp
+        self,
+        experts: Experts,
+        down: ColumnParallelLinear,
+        up: ColumnParallelLinear,
+        shared: DenseMlp,
     ) -> None:
-        self.shape = LatentExpertsShape(experts.shape, shared.shape.width)
+        self.shape = LatentExpertsShape(experts.shape, shared.shape)
         self._experts, self._down, self._up, self._shared = experts, down, up, shared
 
     @property
-    def weights(self) -> Sequence[PackedWeight]:
-        """Packed projections that need `linear` workspace: all but those of the experts."""
-        return (self._down, self._up, *self._shared.weights)
+    def projections(self) -> Sequence[ColumnParallelLinear | RowParallelLinear]:
+        """All projections but those of the experts."""
+        return (self._down, self._up, *self._shared.projections)
 
     def bytes_read(self, rows: int) -> float:
         """Return the expected bytes of weights read if rows choose their experts independently."""
@@ -80,11 +87,10 @@ class LatentExperts(MlpBlock):
     def run(self, x: Tensor, batch: LayerBatch, views: LatentExpertsViews, out: Tensor) -> None:
         """Compute the mixture of experts of the rows into `out`."""
         self._experts.route(x, views.experts)
-        dense.linear(x, self._down, out=views.latent, workspace=batch.sums)
+        self._down.run(x, views.latent, batch)
         self._experts.mix(views.latent, batch, views.experts, views.mixed)
-        dense.linear(views.mixed, self._up, out=out, workspace=batch.sums)
-        self._shared.activate(x, batch.sums, views.shared_gated)
-        self._shared.down.run(views.shared_gated, views.shared_out, batch.sums)
+        self._up.run(views.mixed, out, batch)
+        self._shared.run(x, batch, views.shared, views.shared_out)
         out.add_(views.shared_out)
 
 
@@ -126,7 +132,7 @@ class LatentExpertsConfig:
         latent = replace(loader, hidden_size=self.width)
         return LatentExperts(
             self.experts.load(latent, prefix, hidden),
-            source.linear(prefix, (self.down_name,), (self.width,), hidden),
-            source.linear(prefix, (self.up_name,), (hidden,), self.width),
-            self.shared.load(replace(loader, is_adaptable=False), prefix + self.shared_name),
+            load_column_parallel(source, prefix, (self.down_name,), (self.width,), hidden),
+            load_column_parallel(source, prefix, (self.up_name,), (hidden,), self.width),
+            self.shared.load(loader, prefix + self.shared_name),
         )

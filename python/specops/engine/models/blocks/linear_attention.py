@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from specops import dense, linear_attention
-from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.block import BlockLoader, NewRows, StateBlock
+from specops.engine.models.blocks.column_parallel import (
+    ColumnParallelLinear,
+    load_column_parallel,
+)
 from specops.engine.models.blocks.row_parallel import RowParallelLinear, load_row_parallel
 from specops.engine.models.kv import LayerStates, StateSpec
 from specops.engine.models.shards import Shard
@@ -92,8 +95,8 @@ class LinearAttentionShape:
 class LinearAttentionWeights:
     """Weights of a linear attention block; projection outputs are ordered like the views."""
 
-    projection: PackedWeight
-    ba: PackedWeight
+    projection: ColumnParallelLinear
+    ba: ColumnParallelLinear
     conv: Tensor  # [taps, channels]
     a_log: Tensor  # float32 [num_value_heads]
     dt_bias: Tensor  # float32 [num_value_heads]
@@ -124,9 +127,9 @@ class LinearAttention(StateBlock):
         )
 
     @property
-    def weights(self) -> Sequence[PackedWeight]:
-        """Packed projections of this block."""
-        return (self._weights.projection, self._weights.ba, *self._weights.o.shards)
+    def projections(self) -> Sequence[ColumnParallelLinear | RowParallelLinear]:
+        """Projections of this block."""
+        return (self._weights.projection, self._weights.ba, self._weights.o)
 
     def run(
         self,
@@ -138,8 +141,8 @@ class LinearAttention(StateBlock):
     ) -> None:
         """Continue from the state before each request's first row; store the states of its rows."""
         weights = self._weights
-        dense.linear(x, weights.projection, out=views.projected, workspace=batch.sums)
-        dense.linear(x, weights.ba, out=views.ba, workspace=batch.sums)
+        weights.projection.run(x, views.projected, batch)
+        weights.ba.run(x, views.ba, batch)
         assert batch.slots is not None, "the rows are those of a model, not of a head"
         requests = batch.slots, batch.qo_indptr, batch.kv_lens
         linear_attention.causal_conv1d(
@@ -165,7 +168,7 @@ class LinearAttention(StateBlock):
             norm_eps=self._norm_eps,
             out=views.attended,
         )
-        weights.o.run(views.attended_rows, out, batch.sums)
+        weights.o.run(views.attended_rows, out, batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,14 +263,17 @@ class LinearAttentionConfig:
 
     def _fused(
         self, source: WeightSource, prefix: str, hidden: int, heads: range
-    ) -> tuple[PackedWeight, PackedWeight]:
+    ) -> tuple[ColumnParallelLinear, ColumnParallelLinear]:
         """Load q|k|v|z and b|a from files that interleave them by key head."""
 
-        def load(name: str, widths: Sequence[int], quantization: str | None) -> PackedWeight:
+        def load(
+            name: str, widths: Sequence[int], quantization: str | None
+        ) -> ColumnParallelLinear:
             width = sum(widths)
             places = torch.arange(len(heads) * width, dtype=torch.int32, device=source.device)
             parts = torch.split(places.view(len(heads), width), list(widths), 1)
-            return source.linear(
+            return load_column_parallel(
+                source,
                 prefix,
                 (name,),
                 (self.num_key_heads * width,),
@@ -282,19 +288,21 @@ class LinearAttentionConfig:
 
     def _apart(
         self, source: WeightSource, prefix: str, hidden: int, heads: range
-    ) -> tuple[PackedWeight, PackedWeight]:
+    ) -> tuple[ColumnParallelLinear, ColumnParallelLinear]:
         """Load q|k|v|z and b|a from files that store q|k|v, z, b and a as separate tensors."""
         whole = self._shape(self.num_key_heads)
         is_whole = len(heads) == self.num_key_heads
         own_values = _times(heads, self._values_of_key)
-        projection = source.linear(
+        projection = load_column_parallel(
+            source,
             prefix,
             ("in_proj_qkv", "in_proj_z"),
             (whole.channels, whole.value_size),
             hidden,
             rows=None if is_whole else self._places(heads, source.device),
         )
-        ba = source.linear(
+        ba = load_column_parallel(
+            source,
             prefix,
             ("in_proj_b", "in_proj_a"),
             (self.num_value_heads, self.num_value_heads),

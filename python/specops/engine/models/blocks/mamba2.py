@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from specops import dense, linear_attention
-from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.block import BlockLoader, NewRows, StateBlock
+from specops.engine.models.blocks.column_parallel import (
+    ColumnParallelLinear,
+    load_column_parallel,
+)
 from specops.engine.models.blocks.row_parallel import RowParallelLinear, load_row_parallel
 from specops.engine.models.kv import LayerStates, StateSpec
 
@@ -88,7 +91,7 @@ class Mamba2Shape:
 class Mamba2Weights:
     """Weights of a Mamba-2 block; projection outputs are ordered like the views."""
 
-    projection: PackedWeight
+    projection: ColumnParallelLinear
     scales: Tensor | None  # [projection outputs], factors on them
     conv: Tensor  # [taps, channels]
     conv_bias: Tensor | None  # [channels]
@@ -136,16 +139,16 @@ class Mamba2(StateBlock):
         )
 
     @property
-    def weights(self) -> Sequence[PackedWeight]:
-        """Packed projections of this block."""
-        return (self._weights.projection, *self._weights.o.shards)
+    def projections(self) -> Sequence[ColumnParallelLinear | RowParallelLinear]:
+        """Projections of this block."""
+        return (self._weights.projection, self._weights.o)
 
     def run(
         self, x: Tensor, batch: LayerBatch, cache: LayerStates, views: Mamba2Views, out: Tensor
     ) -> None:
         """Continue from the state before each request's first row; store the states of its rows."""
         weights = self._weights
-        dense.linear(x, weights.projection, out=views.projected, workspace=batch.sums)
+        weights.projection.run(x, views.projected, batch)
         if weights.scales is not None:
             views.projected.mul_(weights.scales)
         assert batch.slots is not None, "the rows are those of a model, not of a head"
@@ -170,7 +173,7 @@ class Mamba2(StateBlock):
             # Each group has its own weights, so they are multiplied after the norm of all groups.
             dense.rms_norm(views.groups, self._ones, self._norm_eps, out=views.groups)
             views.head_rows.mul_(weights.norm)
-        weights.o.run(views.head_rows[:, self._outputs], out, batch.sums)
+        weights.o.run(views.head_rows[:, self._outputs], out, batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +248,8 @@ class Mamba2Config:
             scales = torch.tensor(self.scales).repeat_interleave(sizes)
             scales = scales.to(source.dtype).to(source.device)
         weights = Mamba2Weights(
-            projection=source.linear(
+            projection=load_column_parallel(
+                source,
                 prefix,
                 ("in_proj",),
                 (inner + whole.channels + self.num_heads,),

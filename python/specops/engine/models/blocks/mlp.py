@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from specops import dense
-from specops.dense import PackedWeight
-from specops.engine.models.adapters import AdapterSite, add_adapters
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.block import BlockLoader, MlpBlock, NewRows
+from specops.engine.models.blocks.column_parallel import (
+    ColumnParallelLinear,
+    load_column_parallel,
+)
 from specops.engine.models.blocks.row_parallel import RowParallelLinear, load_row_parallel
 from specops.engine.models.shards import WHOLE, Shard
 
@@ -78,26 +80,26 @@ class DenseMlp(MlpBlock):
     """
 
     shape: DenseMlpShape | AdaptableMlpShape
-    gate_up: PackedWeight
-    gate_up_bias: Tensor | None
+    gate_up: ColumnParallelLinear
     down: RowParallelLinear
     activation: str
 
     @property
-    def weights(self) -> Sequence[PackedWeight]:
-        """Packed projections of this block."""
-        return (self.gate_up, *self.down.shards)
+    def projections(self) -> Sequence[ColumnParallelLinear | RowParallelLinear]:
+        """Projections of this block."""
+        return (self.gate_up, self.down)
 
     def run(self, x: Tensor, batch: LayerBatch, views: Any, out: Tensor) -> None:
         """Compute the MLP of the rows into `out`."""
-        self.activate(x, batch.sums, views)
-        self.down.run(views, out, batch.sums)
+        self.down.run(self.activate(x, batch, views), out, batch)
 
-    def activate(self, x: Tensor, sums: Tensor | None, views: Tensor) -> None:
-        """Compute the input of the last projection into `views`; see `run`."""
-        dense.linear(x, self.gate_up, self.gate_up_bias, out=views, workspace=sums)
+    def activate(self, x: Tensor, batch: LayerBatch, views: Any) -> Tensor:
+        """Return the input of the last projection; see `run`."""
+        activated: Tensor = views
+        self.gate_up.run(x, activated, batch)
         if self.activation == RELU2:
-            relu2(views, out=views)
+            relu2(activated, out=activated)
+        return activated
 
 
 @dataclass(frozen=True)
@@ -107,23 +109,22 @@ class AdaptableMlp(DenseMlp):
     Rows have the bits of `DenseMlp`: `linear` with an activation equals `linear` and then the op.
     """
 
-    sites: tuple[AdapterSite, AdapterSite]
     gate_scale: float = 1.0
     out_scale: float = 1.0
 
     def run(self, x: Tensor, batch: LayerBatch, views: AdaptableMlpViews, out: Tensor) -> None:
         """Compute the MLP of the rows into `out`."""
-        of_gate_up, of_down = self.sites
-        bias = self.gate_up_bias
-        dense.linear(x, self.gate_up, bias, out=views.gate_up, workspace=batch.sums)
-        add_adapters(batch.adapters, of_gate_up, x, views.gate_up)
+        super().run(x, batch, views, out)
+        if self.out_scale != 1.0:
+            out.mul_(self.out_scale)
+
+    def activate(self, x: Tensor, batch: LayerBatch, views: AdaptableMlpViews) -> Tensor:
+        """Return the input of the last projection; see `run`."""
+        self.gate_up.run(x, views.gate_up, batch)
         if self.gate_scale != 1.0:
             views.gate_up[:, : self.shape.width].mul_(self.gate_scale)
         _ACTIVATE[self.activation](views.gate_up, out=views.activated)
-        self.down.run(views.activated, out, batch.sums)
-        add_adapters(batch.adapters, of_down, views.activated, out)
-        if self.out_scale != 1.0:
-            out.mul_(self.out_scale)
+        return views.activated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,10 +175,17 @@ class DenseMlpConfig:
                 rows = torch.cat([gates, gates + self.width]).to(source.device)
         is_plain = not loader.is_adaptable and self.gate_scale == self.out_scale == 1.0
         activation = self.activation if is_plain and self.activation != RELU2 else None
-        gate_up = source.linear(
-            prefix, parts, sizes, hidden, activation=activation, rows=rows, shard=shard
+        gate_up = load_column_parallel(
+            source,
+            prefix,
+            parts,
+            sizes,
+            hidden,
+            has_bias=self.has_bias,
+            activation=activation,
+            rows=rows,
+            shard=shard,
         )
-        bias = source.bias(prefix, parts, sizes, shard=shard) if self.has_bias else None
         down = load_row_parallel(
             source,
             prefix + self.down_name,
@@ -189,13 +197,8 @@ class DenseMlpConfig:
             ranks=loader.ranks,
         )
         if is_plain:
-            return DenseMlp(DenseMlpShape(len(local_width)), gate_up, bias, down, self.activation)
-        sites = (
-            AdapterSite(prefix=prefix, parts=parts, outputs=tuple(sizes), inputs=hidden),
-            AdapterSite(
-                prefix=prefix, parts=(self.down_name,), outputs=(hidden,), inputs=self.width
-            ),
-        )
-        shape = AdaptableMlpShape(len(local_width), gate_up.num_outputs // len(local_width))
+            return DenseMlp(DenseMlpShape(len(local_width)), gate_up, down, self.activation)
+        num_outputs = gate_up.weight.num_outputs
+        shape = AdaptableMlpShape(len(local_width), num_outputs // len(local_width))
         scales = self.gate_scale, self.out_scale
-        return AdaptableMlp(shape, gate_up, bias, down, self.activation, sites, *scales)
+        return AdaptableMlp(shape, gate_up, down, self.activation, *scales)

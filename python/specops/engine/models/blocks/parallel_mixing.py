@@ -7,11 +7,12 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from specops.dense import PackedWeight
 from specops.engine.models.batch import LayerBatch
 from specops.engine.models.blocks.attention import Attention, AttentionConfig
 from specops.engine.models.blocks.block import BlockLoader, MixingBlock, NewRows, Shape
+from specops.engine.models.blocks.column_parallel import ColumnParallelLinear
 from specops.engine.models.blocks.mamba2 import Mamba2, Mamba2Config
+from specops.engine.models.blocks.row_parallel import RowParallelLinear
 from specops.engine.models.kv import ParallelKv, ParallelSpec
 
 
@@ -52,14 +53,14 @@ class ParallelMixing(MixingBlock):
     ) -> None:
         self.shape = ParallelShape(mamba.shape, attention.shape, hidden_size)
         self.kv = ParallelSpec(attention.kv, mamba.kv)
-        self.sliding_window, self.sites = attention.sliding_window, attention.sites
+        self.sliding_window = attention.sliding_window
         self._mamba, self._attention = mamba, attention
         self._mamba_scale, self._attention_scale = config.mamba_scale, config.attention_scale
 
     @property
-    def weights(self) -> Sequence[PackedWeight]:
-        """Packed projections of both blocks."""
-        return (*self._mamba.weights, *self._attention.weights)
+    def projections(self) -> Sequence[ColumnParallelLinear | RowParallelLinear]:
+        """Projections of both blocks."""
+        return (*self._mamba.projections, *self._attention.projections)
 
     def workspace_size(self, rows: int, batch: int, pages: int, page_size: int) -> int:
         """Return how many floats of workspace attention needs."""

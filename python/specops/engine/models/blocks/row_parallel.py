@@ -8,6 +8,8 @@ from torch import Tensor
 
 from specops import dense
 from specops.dense import PackedWeight
+from specops.engine.models.adapters import AdapterSite, add_adapters
+from specops.engine.models.batch import LayerBatch
 from specops.engine.models.shards import Sharding
 from specops.engine.models.weights import WeightSource
 from specops.engine.parallel.ranks import Ranks
@@ -21,32 +23,47 @@ class RowParallelLinear:
         shards: weights of consecutive input ranges, one for each local virtual TP rank.
         bias: bias that is added once to the sum over all ranks, or None.
         ranks: tensor-parallel ranks that hold the shards.
+        sites: sites of LoRA adapters, one for each shard; empty if there are none.
     """
 
     shards: Sequence[PackedWeight]
     bias: Tensor | None
     ranks: Ranks
+    sites: Sequence[AdapterSite] = ()
 
-    def run(self, x: Tensor, out: Tensor, sums: Tensor | None) -> None:
-        """Compute the projection of the rows, summed over all ranks.
+    @property
+    def weights(self) -> Sequence[PackedWeight]:
+        """Packed weights of the projection."""
+        return self.shards
+
+    def run(self, x: Tensor, out: Tensor, batch: LayerBatch) -> None:
+        """Compute the projection of the rows, summed over all ranks, with their adapters.
 
         Args:
             x: [rows, inputs of this rank].
             out: [rows, outputs]; written.
-            sums: workspace of `dense.linear`.
+            batch: metadata of the rows.
         """
         if self.ranks.num_virtual_ranks == 1:
-            dense.linear(x, self.shards[0], self.bias, out=out, workspace=sums)
+            self._shard(0, x, out, batch, self.bias)
             return
         partial_sums = self.ranks.partial_sums(out.shape, out.device)
         for index, partial_sum in enumerate(partial_sums):
-            self.partial_sum(index, x, partial_sum, sums)
+            self.partial_sum(index, x, partial_sum, batch)
         self.ranks.add(partial_sums, self.bias, out)
 
-    def partial_sum(self, index: int, x: Tensor, out: Tensor, sums: Tensor | None) -> None:
-        """Compute the partial sum of one virtual TP rank into `out`; see `run`."""
-        weight = self.shards[index]
-        dense.linear(self.inputs_of(index, x), weight, out=out, workspace=sums)
+    def partial_sum(self, index: int, x: Tensor, out: Tensor, batch: LayerBatch) -> None:
+        """Compute the partial sum of one virtual TP rank into `out`; see `run`.
+
+        The products of the adapters are part of the sum, so they need no communication.
+        """
+        self._shard(index, self.inputs_of(index, x), out, batch, None)
+
+    def _shard(
+        self, index: int, x: Tensor, out: Tensor, batch: LayerBatch, bias: Tensor | None
+    ) -> None:
+        dense.linear(x, self.shards[index], bias, out=out, workspace=batch.sums)
+        add_adapters(batch.adapters, self.sites[index], x, out)
 
     def inputs_of(self, index: int, x: Tensor) -> Tensor:
         """Return the columns of `x` that one local virtual TP rank reads."""
@@ -80,9 +97,14 @@ def load_row_parallel(
     Raises:
         ModelError: a tensor is missing, has the wrong shape or cannot be sharded.
     """
-    shards = [
-        source.linear("", (name,), (outputs,), count * each, shard=shard)
-        for shard in Sharding(ranks).of_inputs(count, what, each)
-    ]
-    bias = source.bias("", (name,), (outputs,)) if has_bias else None
-    return RowParallelLinear(shards, bias, ranks)
+    inputs, parts, sizes = count * each, (name,), (outputs,)
+    shards = Sharding(ranks).of_inputs(count, what, each)
+    return RowParallelLinear(
+        [source.linear("", parts, sizes, inputs, shard=shard) for shard in shards],
+        source.bias("", parts, sizes) if has_bias else None,
+        ranks,
+        [
+            AdapterSite(prefix="", parts=parts, outputs=sizes, inputs=inputs, shard=shard)
+            for shard in shards
+        ],
+    )
