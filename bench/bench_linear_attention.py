@@ -58,7 +58,11 @@ def run_linear_attention(bench: Bench) -> None:
             Case("linear_attention", "gated delta rule", delta, 7, _ours, _torch, 1 + DRAFTS),
         )
         space = (HEADS, STATE_DIM, HEAD_DIM)
-        _run(bench, rows, Case("linear_attention.mamba2", "Mamba-2", space, 5, _our_space, _torch_space, 1))
+        _run(
+            bench,
+            rows,
+            Case("linear_attention.mamba2", "Mamba-2", space, 5, _our_space, _torch_space, 1),
+        )
 
 
 def _run(bench: Bench, rows: int, case: Case) -> None:
