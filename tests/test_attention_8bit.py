@@ -116,7 +116,7 @@ def hard_heads(rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> Tens
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 512])
 @pytest.mark.no_bf16
-@pytest.mark.pairwise
+@pytest.mark.pairwise("simt-*-torch.float32-*", "simt-*-torch.float16-*")
 def test_written_elements_equal_quantized_16_bit_caches(
     device: str,
     isa: str,
