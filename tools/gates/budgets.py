@@ -153,6 +153,7 @@ BUDGETS: tuple[Budget, ...] = (
     # have 16 elements and twice the registers.
     Budget("rope_append_kv_kernel<*float16, true, 8, *", 64, threads=128, blocks_per_sm=8),
     Budget("rope_append_kv_kernel<float, true, 8, *", registers=80, threads=128, blocks_per_sm=6),
+    Budget("rope_append_kv_kernel<*, false, 16, *", registers=168, threads=128, blocks_per_sm=3),
     Budget("rope_append_kv_kernel<*", registers=128, threads=128, blocks_per_sm=4),
     *_attention_budgets("append_attention_kernel<*float16, {}, {}, *", _SMEM_16BIT, _SPILLS_16BIT),
     # The state of its 64 rows fills the registers of an SM, so one block is enough.

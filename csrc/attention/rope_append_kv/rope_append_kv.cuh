@@ -195,9 +195,10 @@ __device__ inline void store_quantized(const RopeWords<T, kChunk>& words,
 // Source:  Su et al. 2021 (RoPE); per-head norm as in Qwen3.
 template <typename T, bool kVector, int kChunk, typename Cache = T>
 __global__ void __launch_bounds__(kRopeThreads,
-                                  !kVector || kChunk > kRopeChunk ? 4
-                                  : sizeof(T) == 4                ? 6
-                                                                  : 8)
+                                  kChunk > kRopeChunk ? (kVector ? 4 : 3)
+                                  : !kVector          ? 4
+                                  : sizeof(T) == 4    ? 6
+                                                      : 8)
     rope_append_kv_kernel(RopeAppendKvParams params, RopeAppendKvGrid grid) {
   wait_for_previous_kernel();
   int chunk_idx = static_cast<int>(threadIdx.x) % grid.lanes;
