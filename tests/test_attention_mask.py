@@ -44,6 +44,7 @@ def random_mask(rows: int, tokens: int) -> AttentionMask:
         ((8, 2), 128, None, False),
         ((3, 1), 96, 30, True),
         ((1, 1), 256, 100, False),
+        ((2, 1), 512, None, True),
     ],
 )
 @pytest.mark.parametrize("starts", [None, [0, 2, 60, 300, -5, 400]], ids=["rows", "starts"])

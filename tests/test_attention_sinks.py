@@ -34,7 +34,13 @@ def random_sinks(heads: int) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "heads,head_dim,window",
-    [((4, 2), 64, None), ((3, 1), 96, 100), ((8, 2), 128, None), ((2, 2), 256, 1)],
+    [
+        ((4, 2), 64, None),
+        ((3, 1), 96, 100),
+        ((8, 2), 128, None),
+        ((2, 2), 256, 1),
+        ((2, 1), 512, None),
+    ],
 )
 @pytest.mark.pairwise
 def test_attention_matches_the_reference(

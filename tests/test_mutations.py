@@ -606,8 +606,15 @@ MUTATIONS = [
     Mutation(
         "the partner element is a chunk off",
         "attention/rope_append_kv/rope_append_kv.cuh",
-        "first_half ? half / kRopeChunk : -half",
-        "first_half ? half / kRopeChunk - 1 : -half",
+        "first_half ? half / kChunk : -half",
+        "first_half ? half / kChunk - 1 : -half",
+        ROPE,
+    ),
+    Mutation(
+        "a lane of 16 elements loads the angles of its first four pairs only",
+        "attention/rope_append_kv/rope_append_kv.cuh",
+        "interleaved && j >= kChunk / 2",
+        "interleaved && j > 0",
         ROPE,
     ),
     Mutation(
@@ -671,6 +678,20 @@ MUTATIONS = [
         "attention/append_attention/cuda/block.cuh",
         "(2u * tile + 1) % 3",
         "(2u * tile + 2) % 3",
+        ATTENTION,
+    ),
+    Mutation(
+        "in one slot keys are copied over values that warps still read",
+        "attention/append_attention/cuda/walk.cuh",
+        "        __syncthreads();  // all warps are done with V, whose slot K takes\n",
+        "",
+        ATTENTION,
+    ),
+    Mutation(
+        "the second row of a lane has the query of the first",
+        "attention/append_attention/cuda/tile.cuh",
+        "query_of_row(block, lane / 4 + 8)",
+        "query_of_row(block, lane / 4)",
         ATTENTION,
     ),
     Mutation(

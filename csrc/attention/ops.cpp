@@ -98,10 +98,7 @@ void rope_append_kv(const TensorView& q,
   bool are_pairs_neighbours = check.flag("interleaved", interleaved);
   float eps = check.number("norm_eps", norm_eps);
   check.tensor("q_out", q_out, {dtype}, {&rows, &qo_heads, &head_dim});
-  check.that(head_dim <= (check.on_cuda() ? 256 : 512),
-             "head_dim",
-             check.on_cuda() ? "at most 256 on cuda" : "at most 512",
-             head_dim.value);
+  check.that(head_dim <= 512, "head_dim", "at most 512", head_dim.value);
   check.that(rotary_dim % 2 == 0 && rotary_dim <= head_dim,
              "rotary_dim",
              "even and at most head_dim=" + std::to_string(head_dim),
@@ -160,13 +157,9 @@ void check_heads(const Checker& check,
                  int64_t qo_heads,
                  int64_t kv_heads) {
   if (!is_latent) {
-    bool known = head_dim == 64 || head_dim == 96 || head_dim == 128 || head_dim == 256 ||
-                 (head_dim == 512 && !check.on_cuda());
-    if (!known) {
-      check.fail("head_dim",
-                 check.on_cuda() ? "64, 96, 128 or 256 on cuda" : "64, 96, 128, 256 or 512",
-                 std::to_string(head_dim));
-    }
+    bool known =
+        head_dim == 64 || head_dim == 96 || head_dim == 128 || head_dim == 256 || head_dim == 512;
+    if (!known) check.fail("head_dim", "64, 96, 128, 256 or 512", std::to_string(head_dim));
     int64_t group = kv_heads > 0 && qo_heads % kv_heads == 0 ? qo_heads / kv_heads : 0;
     if (group >= 1 && group <= 64) return;
     check.fail("num_qo_heads",

@@ -261,7 +261,7 @@ def rope_append_kv(
 
     Args:
         q: [rows, num_qo_heads, head_dim], float32, bfloat16 or float16. Rows may be strided, as in
-            views of one packed qkv; each row is contiguous. head_dim is at most 512, on CUDA 256.
+            views of one packed qkv; each row is contiguous. head_dim is at most 512.
         k: [rows, num_kv_heads, head_dim], dtype of `q`.
         v: [rows, num_kv_heads, head_dim], dtype of `q`.
         cache: keys and values, dtype of `q`, int8 or float8_e4m3fn; on CUDA the last two require a
@@ -495,7 +495,7 @@ def append_attention(
 
     Args:
         q: [rows, num_qo_heads, head_dim], float32, bfloat16 or float16. Rows may be strided.
-            head_dim is 64, 96, 128, 256 or, on the CPU, 512; 576 for latent attention.
+            head_dim is 64, 96, 128, 256 or 512; 576 for latent attention.
         cache: keys and values, dtype of `q`, int8 or float8_e4m3fn; on CUDA the last two require a
             bfloat16 `q`. page_size is 16, 32 or 64; num_kv_heads divides num_qo_heads. The two bit
             patterns of float8_e4m3fn for NaN are read as 480 and -480. To use one scale per head,

@@ -92,14 +92,22 @@ _SMEM_16BIT = {
     96: (59264, 66432, 80768),
     128: (76672, 68480, 101248),
     256: (63360, 91008),
+    512: (87936,),
     576: (98176,),
 }
-_SMEM_32BIT = {64: (62336, 88960), 96: (62336, 72576), 128: (64384, 93056), 256: (88960,)}
+_SMEM_32BIT = {
+    64: (62336, 88960),
+    96: (62336, 72576),
+    128: (64384, 93056),
+    256: (88960,),
+    512: (72576,),
+}
 _SMEM_8BIT = {  # half the bytes, so more tiles in flight
     64: (41856, 48000, 60288),
     96: (75648, 50048, 97152),
     128: (76672, 52096, 101248),
     256: (46976, 91008),
+    512: (87936,),
 }
 # Spilled bytes by head_dim and tiles of 16 rows, where 168 registers are too few.
 _SPILLS_16BIT = {key: {"100a": 28} for key in ((96, 2), (128, 2), (256, 1))}
@@ -118,7 +126,10 @@ def _attention_budgets(
     """
     for head_dim, by_rows in sizes.items():
         for tiles, smem_bytes in zip((1, 2, 4), by_rows, strict=False):
-            is_low = tiles == 1 or (tiles == 2 and head_dim <= 128 and "<float," not in pattern)
+            # The outputs of 512 columns leave no registers for a third block.
+            is_low = (tiles == 1 and head_dim < 512) or (
+                tiles == 2 and head_dim <= 128 and "<float," not in pattern
+            )
             fits_three = 3 * (smem_bytes + RESERVED_SMEM_BYTES) <= LIMITS["90a"].smem_bytes
             yield Budget(
                 pattern.format(head_dim, tiles),
@@ -138,9 +149,11 @@ BUDGETS: tuple[Budget, ...] = (
     Budget("prepare_batch_kernel", registers=48, threads=256, smem_bytes=5248, blocks_per_sm=5),
     Budget("prepare_draft_batch_kernel", 40, threads=256, smem_bytes=6208, blocks_per_sm=6),
     # attention
-    # Occupancy matters: the bytes in flight hide the latency of memory.
-    Budget("rope_append_kv_kernel<*float16, true, *", registers=64, threads=128, blocks_per_sm=8),
-    Budget("rope_append_kv_kernel<float, true, *", registers=80, threads=128, blocks_per_sm=6),
+    # Occupancy matters: the bytes in flight hide the latency of memory. Lanes of heads above 256
+    # have 16 elements and twice the registers.
+    Budget("rope_append_kv_kernel<*float16, true, 8, *", 64, threads=128, blocks_per_sm=8),
+    Budget("rope_append_kv_kernel<float, true, 8, *", registers=80, threads=128, blocks_per_sm=6),
+    Budget("rope_append_kv_kernel<*, false, 16, *", registers=168, threads=128, blocks_per_sm=3),
     Budget("rope_append_kv_kernel<*", registers=128, threads=128, blocks_per_sm=4),
     *_attention_budgets("append_attention_kernel<*float16, {}, {}, *", _SMEM_16BIT, _SPILLS_16BIT),
     # The state of its 64 rows fills the registers of an SM, so one block is enough.
@@ -529,6 +542,7 @@ METERED: tuple[Metered, ...] = (
     _attention(128, 4, _per_arch(1044, 1045, 1045, 1095, 1063, 1139)),
     _attention(256, 1, _per_arch(556, 552, 552, 601, 578, 579)),
     _attention(256, 2, _per_arch(688, 687, 687, 741, 714, 731)),
+    _attention(512, 1, _per_arch(634, 634, 634, 708, 689, 703)),
     _attention(576, 1, _per_arch(534, 536, 536, 561, 522, 568)),
     _wide_latents(_per_arch(782, 784, 784, 811, 793, 888)),
     _attention(64, 1, _per_arch(493, 493, 493, 527, 511, 503), "KvInt8"),
@@ -542,6 +556,7 @@ METERED: tuple[Metered, ...] = (
     _attention(128, 4, _per_arch(1314, 1314, 1314, 1359, 1342, 1386), "KvInt8"),
     _attention(256, 1, _per_arch(728, 728, 728, 762, 765, 757), "KvInt8"),
     _attention(256, 2, _per_arch(890, 889, 889, 925, 929, 934), "KvInt8"),
+    _attention(512, 1, _per_arch(1020, 1020, 1020, 1054, 1049, 1039), "KvInt8"),
     _attention(64, 1, _per_arch(506, 506, 506, 539, 522, 515), "KvE4M3"),
     _attention(64, 2, _per_arch(746, 747, 747, 783, 781, 778), "KvE4M3"),
     _attention(64, 4, _per_arch(1065, 1065, 1065, 1104, 1076, 1096), "KvE4M3"),
@@ -553,6 +568,7 @@ METERED: tuple[Metered, ...] = (
     _attention(128, 4, _per_arch(1343, 1343, 1343, 1388, 1371, 1425), "KvE4M3"),
     _attention(256, 1, _per_arch(758, 757, 757, 787, 791, 784), "KvE4M3"),
     _attention(256, 2, _per_arch(919, 918, 918, 953, 958, 959), "KvE4M3"),
+    _attention(512, 1, _per_arch(1082, 1082, 1082, 1113, 1109, 1102), "KvE4M3"),
     _streamed(1, 1, _per_arch(53, 55, 55, 50, 51, 54)),
     _streamed(2, 1, _per_arch(71, 74, 74, 71, 65, 71)),
     _streamed(1, 2, _per_arch(65, 65, 65, 62, 60, 66)),

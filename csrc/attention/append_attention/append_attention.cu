@@ -40,6 +40,7 @@ struct Sizes {
 using WideShape = AttentionShape<bfloat16, kLatentKeyDim, 4>;
 int64_t most_rows_of(int64_t head_dim, CudaStream stream) {
   if (head_dim == kLatentKeyDim && max_shared_bytes(stream) < WideShape::kSharedBytes) return 16;
+  if (head_dim == 512) return 16;
   return head_dim > 128 && head_dim != kLatentKeyDim ? 32 : 64;
 }
 

@@ -34,7 +34,8 @@ namespace specops {
 // Smem:    queries, a ring of kStages tiles of K and of V, weights, maxima and sums, page table,
 //          plan: 75 KiB for 16 rows at head_dim 128 and two bytes, 99 for 64, never more; 40 more
 //          if totals are not in the workspace. 195 for 64 rows of latents, which keep the outputs
-//          of their chunk in the workspace.
+//          of their chunk in the workspace. float32 heads of 512 have one slot for K and V, and
+//          read their queries from global memory.
 // Cost:    K and V once per tile of rows, 4 * rows * tokens * head_dim flops with rows rounded up
 //          to whole tiles; bandwidth-bound up to there. States: 520 bytes per row and work item at
 //          head_dim 128.

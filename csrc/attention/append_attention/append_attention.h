@@ -73,7 +73,7 @@ struct AppendAttentionParams {
   int64_t num_indices;  // length of kv_indices
   int64_t num_qo_heads;
   int64_t num_kv_heads;  // latents: 1; on the CPU, groups of query heads
-  int64_t head_dim;      // 64, 96, 128, 256 or, on the CPU, 512; latents: kLatentKeyDim
+  int64_t head_dim;      // 64, 96, 128, 256 or 512; latents: kLatentKeyDim
   int64_t page_size;     // 16, 32 or 64
   int64_t q_stride;
   int64_t sliding_window;  // positions a row sees, including its own; 0: all

@@ -27,7 +27,7 @@ struct RopeAppendKvParams {
   int64_t rows;
   int64_t num_qo_heads;
   int64_t num_kv_heads;
-  int64_t head_dim;    // at most 512; on CUDA 256
+  int64_t head_dim;    // at most 512
   int64_t rotary_dim;  // even, at most head_dim
   int64_t num_slots;   // slots in each cache
   int64_t max_positions;

@@ -333,7 +333,7 @@ def launches(device: Machine, *, is_small: bool) -> Iterator[Trial]:
 def _largest(device: Machine, is_small: bool) -> Iterator[tuple[str, Callable[[], list[Tensor]]]]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         of_latents = () if dtype == torch.float32 else (LATENT_KEY,)
-        for head_dim in (64, 96, 128, 256, *of_latents):
+        for head_dim in (64, 96, 128, 256, 512, *of_latents):
             subject = f"append_attention {_name(dtype)} {head_dim}"
             case = paged_case(_generator(0), device.move, head_dim=head_dim, dtype=dtype, qo_len=9)
             batch = case.batch.kv_lens.shape[0]
@@ -352,7 +352,7 @@ def _largest(device: Machine, is_small: bool) -> Iterator[tuple[str, Callable[[]
                 lambda x=x, w=weight: [dense.linear(x, dense.pack_weight(w))],
             )
     for kind in CACHES_8BIT:
-        for head_dim in (64, 96, 128, 256):
+        for head_dim in (64, 96, 128, 256, 512):
             case = paged_case(
                 _generator(0), device.move, head_dim=head_dim, qo_len=9, cache_dtype=kind
             )

@@ -63,6 +63,9 @@ struct AttentionShape {
   static constexpr int kVectors = (kFilled + 3) / 4 * 4;
   static constexpr int kRowBytes = kVectors * 16;
   static constexpr int kTileBytes = kTile * kRowBytes;
+  // True for float32 heads of 512, whose tiles have 64 KiB. 99 KiB hold neither a second tile nor
+  // the queries beside it. So K and V take turns in one slot, and queries stay in global memory.
+  static constexpr bool kOneSlot = kTileBytes == 64 << 10;
   // Number of threads that copy one row of a tile, and number of rows that all threads copy at
   // once.
   static constexpr int kCopyLanes = kVectors % 16 == 0 ? 16 : kVectors % 8 == 0 ? 8 : 4;
@@ -72,7 +75,7 @@ struct AttentionShape {
 
   // Offsets in shared memory, in bytes.
   static constexpr int kQueries = 0;
-  static constexpr int kProbs = kQueries + kRows * kQueryBytes;
+  static constexpr int kProbs = kQueries + (kOneSlot ? 0 : kRows * kQueryBytes);
   static constexpr int kMaxima = kProbs + kRows * kProbVectors * 16;  // float [kRows, kTokenWarps]
   static constexpr int kSums = kMaxima + kRows * kTokenWarps * 4;     // float [kRows, kSumParts]
   static constexpr int kRunning = kSums + kRows * kSumParts * 4;      // float [2, kRows]
@@ -95,7 +98,7 @@ struct AttentionShape {
   }
   // Three blocks hide more latency than two, if registers suffice.
   static constexpr bool kWantsThree =
-      kRowTiles == 1 || (kRowTiles == 2 && sizeof(T) == 2 && kHeadDim <= 128);
+      (kRowTiles == 1 && kValueDim < 512) || (kRowTiles == 2 && sizeof(T) == 2 && kHeadDim <= 128);
   // The ring has kStages tiles of K, then as many of V. If that is too much for three blocks, it
   // has half as many, or three slots that K and V use in turn. Latents use two slots in turn, or
   // three, so that warps may still multiply one tile while others score the next.
@@ -105,7 +108,7 @@ struct AttentionShape {
   static constexpr bool kThreeSlots =
       kWantsThree && !fits_three(2 * kMostStages) && kMostStages == 2 && fits_three(3);
   static constexpr int kStages = kThreeSlots ? 1 : kHalves ? kMostStages / 2 : kMostStages;
-  static constexpr int kSlots = kThreeSlots || kIsWide ? 3 : 2 * kStages;
+  static constexpr int kSlots = kThreeSlots || kIsWide ? 3 : kOneSlot ? 1 : 2 * kStages;
   // kAhead: how many tiles ahead of scoring the copy of a tile starts. kWaitsLate: whether the wait
   // for the copy is delayed until the tile is scored.
   static constexpr int kAhead = kIsLatent ? kSlots - 1 : kStages;
@@ -305,7 +308,7 @@ struct AttentionBlock {
     return smem + Shape::kRing + slot * Shape::kTileBytes;
   }
   __device__ __forceinline__ unsigned char* v_slot(int tile) const {
-    if constexpr (Shape::kIsLatent) return k_slot(tile);
+    if constexpr (Shape::kIsLatent || Shape::kOneSlot) return k_slot(tile);
     int slot = kStages + (tile & (kStages - 1));
     if constexpr (Shape::kThreeSlots) slot = static_cast<int>((2u * tile + 1) % 3);
     return smem + Shape::kRing + slot * Shape::kTileBytes;

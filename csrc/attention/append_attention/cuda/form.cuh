@@ -54,6 +54,8 @@ AttentionForm form_for(const AppendAttentionParams& params, int64_t rows, int64_
       return form_of<T, Cache, 96>(params, rows, most_rows);
     case 128:
       return form_of<T, Cache, 128>(params, rows, most_rows);
+    case 512:
+      return form_of<T, Cache, 512>(params, rows, most_rows);
     case kLatentKeyDim:
       if constexpr (sizeof(Cache) == 2) {
         return form_of<T, Cache, kLatentKeyDim>(params, rows, most_rows);

@@ -359,6 +359,19 @@ __device__ __forceinline__ void load_tile(const Block& block,
   }
 }
 
+// Returns the query of a row of the tile in global memory, or of the first row if the tile does not
+// have the row.
+template <typename Block>
+__device__ __forceinline__ const typename Block::Element* query_of_row(const Block& block,
+                                                                       int row) {
+  WorkItem& item = block.item;
+  int packed = item.first_row + (row < item.rows ? row : 0);
+  int64_t query = int64_t{item.request.qo_begin} + packed / block.group();
+  int head = item.head * block.group() + packed % block.group();
+  return static_cast<const typename Block::Element*>(block.params.q) +
+         query * block.params.q_stride + head * Block::kHeadDim;
+}
+
 template <typename Block>
 __device__ __forceinline__ void load_queries(const Block& block) {
   using Shape = typename Block::Shape;
@@ -374,6 +387,7 @@ __device__ __forceinline__ void load_queries(const Block& block) {
     seen[row] = make_int2(window_begin(block.params, position),
                           seen_end(block.params, position, item.request.kv_len));
   }
+  if constexpr (Shape::kOneSlot) return;  // multiply_keys() reads the queries from global memory
   // Queries for 8-bit caches are stored two vectors at a time, because their columns are
   // interleaved.
   constexpr int kAtOnce = Shape::kScaled ? 2 : 1, kShares = Shape::kQueryVectors / kAtOnce;
@@ -381,11 +395,7 @@ __device__ __forceinline__ void load_queries(const Block& block) {
   for (unsigned index = thread; index < 16 * Block::kRowTiles * kShares; index += Shape::kThreads) {
     int row = index / kShares, vector = index % kShares * kAtOnce;
     bool valid = row < item.rows;
-    int packed = item.first_row + (valid ? row : 0);
-    int64_t query = int64_t{item.request.qo_begin} + packed / block.group();
-    int head = item.head * block.group() + packed % block.group();
-    const T* source = static_cast<const T*>(block.params.q) + query * block.params.q_stride +
-                      head * Block::kHeadDim + vector * (16 / sizeof(T));
+    const T* source = query_of_row(block, row) + vector * (16 / sizeof(T));
     unsigned char* queries = block.smem + Shape::kQueries;
     if constexpr (Shape::kScaled) {
       const uint4* from = reinterpret_cast<const uint4*>(source);
@@ -468,6 +478,12 @@ __device__ __forceinline__ void multiply_keys(
       sum = __fmaf_rn(a.z, b.z, sum);
       return __fmaf_rn(a.w, b.w, sum);
     };
+    [[maybe_unused]] const float4* rows[2];
+    if constexpr (Shape::kOneSlot) {
+      static_assert(Block::kRowTiles == 1);
+      rows[0] = reinterpret_cast<const float4*>(query_of_row(block, lane / 4));
+      rows[1] = reinterpret_cast<const float4*>(query_of_row(block, lane / 4 + 8));
+    }
 #pragma unroll 1
     for (int vector = 0; vector < Shape::kVectors; ++vector) {
       float4 b[Block::kScoreTiles][2];
@@ -480,7 +496,12 @@ __device__ __forceinline__ void multiply_keys(
       for (int i = 0; i < Block::kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          float4 a = at(queries, 16 * i + lane / 4 + 8 * half, vector);
+          float4 a;
+          if constexpr (Shape::kOneSlot) {
+            a = rows[half][vector];
+          } else {
+            a = at(queries, 16 * i + lane / 4 + 8 * half, vector);
+          }
 #pragma unroll
           for (int n = 0; n < Block::kScoreTiles; ++n) {
             s[i][n][2 * half] = dot(s[i][n][2 * half], a, b[n][0]);

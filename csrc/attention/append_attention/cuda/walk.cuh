@@ -46,9 +46,10 @@ __device__ __forceinline__ bool attend(const Block& block) {
     block.lane_sums()[i * Shape::kThreads + thread_index()] = 0.0f;
   // Copies run ahead of the arithmetic. Step `tile` starts copying V of tile + kStages - 1 and K of
   // the tile after that. With three slots, it starts K and V of the next tile, separately because K
-  // is needed first. For latents, it starts the tile for which a slot has become free. Steps before
-  // first - 1 only start copies, and step first - 1 scores the first tile. Every step rereads the
-  // item from shared memory, because registers are scarce.
+  // is needed first. With one slot, it starts V of its tile and, once V is used, K of the next tile.
+  // For latents, it starts the tile for which a slot has become free. Steps before first - 1 only
+  // start copies, and step first - 1 scores the first tile. Every step rereads the item from shared
+  // memory, because registers are scarce.
 #pragma unroll 1
   for (int tile = begin - Shape::kAhead;; ++tile) {
     int first = block.first_tile(), last = block.last_tile();
@@ -63,7 +64,7 @@ __device__ __forceinline__ bool attend(const Block& block) {
     }
     int ahead = tile + Shape::kAhead;
 #pragma unroll 1
-    for (int which = 0; which < (Shape::kIsLatent ? 1 : 2); ++which) {
+    for (int which = Shape::kOneSlot ? 1 : 0; which < (Shape::kIsLatent ? 1 : 2); ++which) {
       int wanted = Shape::kThreeSlots ? tile + 1 : ahead - which;
       if (Shape::kThreeSlots && which == 1) ptx::cp_async_commit();
       if (wanted < first || wanted > last) continue;
@@ -133,7 +134,13 @@ __device__ __forceinline__ bool attend(const Block& block) {
       }
     }
     if (tile < block.last_tile()) {
-      if constexpr (Shape::kWaitsLate) {  // accumulate() did not need the copy
+      if constexpr (Shape::kOneSlot) {
+        __syncthreads();  // all warps are done with V, whose slot K takes
+        load_tile(block, block.params.k_cache, block.k_slot(tile + 1), tile + 1);
+        ptx::cp_async_commit();
+        ptx::cp_async_wait<0>();
+        __syncthreads();
+      } else if constexpr (Shape::kWaitsLate) {  // accumulate() did not need the copy
         ptx::cp_async_wait<Shape::kThreeSlots ? 1 : 0>();
         __syncthreads();
       }
