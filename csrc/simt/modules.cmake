@@ -31,7 +31,7 @@ set(SPECOPS_SIMT_FLAGS_race
   -Og -g1 ${checks} -fsanitize=thread --param=tsan-instrument-func-entry-exit=0)
 # The plain variant runs every case of this one. A call per access instead of an inline check, and
 # no other checks, take a third of the compile time.
-set(SPECOPS_SIMT_FLAGS_asan -O0 -g1 -fsanitize=address -fsanitize-recover=address
+set(SPECOPS_SIMT_FLAGS_asan -Og -g1 -fsanitize=address -fsanitize-recover=address
   --param=asan-instrumentation-with-call-threshold=0)
 
 # Configures one part of a module with the flags of the variant and extra options.
