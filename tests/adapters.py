@@ -13,16 +13,20 @@ from safetensors.torch import load_file, save_file
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
-# Projections of all families, except those of experts.
-EVERY = (
-    *ATTENTION,
-    *MLP,
-    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),  # latent attention
-    *("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
-    *("in_proj", "out_proj"),  # linear attention and Mamba-2
-    *("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "b_proj"),
-    *("input_linear", "output_linear", "fc1_latent_proj", "fc2_latent_proj"),
+LATENT_ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+LINEAR_ATTENTION = (
+    "in_proj_qkvz",
+    "in_proj_ba",
+    "in_proj_qkv",
+    "in_proj_z",
+    "in_proj_b",
+    "in_proj_a",
 )
+MAMBA = ("in_proj", "out_proj")
+DELTA_ATTENTION = ("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "b_proj")
+OTHER_MLPS = ("input_linear", "output_linear", "fc1_latent_proj", "fc2_latent_proj")
+# Projections of all families, except those of experts.
+EVERY = ATTENTION + MLP + LATENT_ATTENTION + LINEAR_ATTENTION + MAMBA + DELTA_ATTENTION + OTHER_MLPS
 # Names in checkpoints, which adapters have too, and names of modules of transformers 5.
 _RENAMED = {
     "backbone.": "model.",

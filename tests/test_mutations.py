@@ -1476,9 +1476,12 @@ MUTATIONS += LAWS + SUFFIX
 SELECTIONS = sorted({(mutation.tests, mutation.build) for mutation in MUTATIONS})
 
 
-def on_one_worker(build: str, file: str) -> pytest.MarkDecorator:
-    """Return the mark that lets one worker compile a variant or a file's dependents for all."""
-    return pytest.mark.xdist_group(file if build == "plain" else build)
+def on_one_worker(build: str, of_plain: str) -> pytest.MarkDecorator:
+    """Return the mark that keeps the tests of a build on one worker, which compiles it once.
+
+    The plain build is compiled by each worker; its tests are grouped by `of_plain`.
+    """
+    return pytest.mark.xdist_group(of_plain if build == "plain" else build)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,8 @@ class RowParallelLinear:
         shards: weights of consecutive input ranges, one for each local virtual TP rank.
         bias: bias that is added once to the sum over all ranks, or None.
         ranks: tensor-parallel ranks that hold the shards.
-        sites: sites of LoRA adapters, one for each shard; empty if there are none.
+        sites: sites of LoRA adapters, one for each shard; empty for experts, which
+            have none and only use the shards.
     """
 
     shards: Sequence[PackedWeight]
