@@ -103,8 +103,8 @@ class RandomRounding(TorchDispatchMode):
         if generator is None:
             generator = torch.Generator(result.device).manual_seed(self.seed)
             self.generators[result.device] = generator
-        part = 2 * torch.rand(result.shape, generator=generator, device=result.device) - 1
-        return result.copy_(torch.where(result.isfinite(), result + part * error, result))
+        noise = torch.empty_like(result).uniform_(-1, 1, generator=generator).mul_(error)
+        return result.add_(noise.nan_to_num_(0, 0, 0))
 
     def _error(self, name: str, result: Tensor, args: Any, kwargs: Any) -> Tensor:
         """Return the largest error of one result, given exact inputs."""

@@ -5,7 +5,7 @@ import gc
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from itertools import combinations_with_replacement
@@ -433,9 +433,17 @@ def assert_close(op: Callable[..., Tensor], got: Tensor, *inputs: Tensor) -> Non
     `op` is the reference; it is run on float64 inputs (the truth), and in the op's own dtype with
     torch's rounding and with random rounding (rounding.py).
     """
+    assert_all_close(lambda *args: [op(*args)], [got], *inputs)
+
+
+def assert_all_close(
+    op: Callable[..., Sequence[Tensor]], got: Sequence[Tensor], *inputs: Tensor
+) -> None:
+    """Check the results of an op that has several, each as in `assert_close`."""
     truth = op(*(x.double() if x.is_floating_point() else x for x in inputs))
-    (allowed,) = rounding_errors(lambda: [op(*inputs)], [truth])
-    assert_error_at_most(distance(got, truth), allowed)
+    allowed = rounding_errors(lambda: op(*inputs), truth)
+    for one, true, error in zip(got, truth, allowed, strict=True):
+        assert_error_at_most(distance(one, true), error)
 
 
 def every_isa() -> Iterator[str]:

@@ -162,7 +162,7 @@ def test_the_page() -> None:
     exec(code, {})
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_example_trains_without_a_gap(tmp_path: Path) -> None:
     command = [sys.executable, EXAMPLE, "--steps", "2", "--out", tmp_path / "curve.json"]
     subprocess.run(command, check=True)

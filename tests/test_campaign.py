@@ -22,7 +22,7 @@ def test_quantized_mixtures_have_no_difference(family: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "gpt_oss", "gemma3 with heads", "glm4_moe"])
-@pytest.mark.fast(ci=("qwen3_5", "gemma3*"))
+@pytest.mark.fast(ci=("qwen3_5",))
 def test_audits_of_random_answers_are_right(
     family: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

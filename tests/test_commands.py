@@ -150,7 +150,7 @@ def test_every_documented_command_is_tested() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=NAMES)
-@pytest.mark.fast("mtp", "hybrid", ci=("*",))
+@pytest.mark.fast("mtp", "hybrid")
 def test_answers_equal_plain_decoding(command: str, paths: dict[str, str]) -> None:
     settings = settings_of(options_of(command, paths))
     with started(settings) as one:

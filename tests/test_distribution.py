@@ -640,13 +640,13 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("ops", "name"), cases())
-@pytest.mark.fast("_scripted-*", ci=("_scripted_simt-*",))
+@pytest.mark.fast("_scripted-*")
 def test_emitted_tokens_have_the_exact_distribution(ops: str, name: str) -> None:
     CHECKS[name](ops_named(ops))
 
 
 @pytest.mark.parametrize("name", THREE_TOKENS)
-@pytest.mark.ci
+@pytest.mark.slow
 def test_emitted_tokens_have_the_exact_distribution_with_three_tokens(name: str) -> None:
     THREE_TOKENS[name](ProductionOps("_scripted_simt"))
 

@@ -296,10 +296,7 @@ TRIALS = [
 
 
 @pytest.mark.parametrize("trial", TRIALS, ids=str)
-@pytest.mark.fast(
-    "*modules=2, k=3, *'rejection'*",
-    ci=("*modules=1, k=1, *'block'*", "*modules=1, k=3, *'rejection'*"),
-)
+@pytest.mark.fast("*modules=2, k=3, *'rejection'*")
 def test_texts_follow_the_target(tinies: dict[int, Tiny], trial: Trial, drafts: Drafts) -> None:
     found = p_values_of(tinies[trial.modules], trial, 1200)
     found["drafts"] = drafts.p_value()
@@ -440,7 +437,7 @@ def cases(faults: Sequence[Fault]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("fault", "trial"), cases(FAULTS))
-@pytest.mark.ci
+@pytest.mark.slow
 def test_planted_faults_are_noticed(
     tinies: dict[int, Tiny], fault: Fault, trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -539,7 +536,7 @@ MIXED: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("modules", "limits"), [(1, FEW_PAGES), (2, {"max_num_seqs": 64})], ids=str
 )
-@pytest.mark.fast(ci=("1-*",))
+@pytest.mark.slow
 def test_mixed_methods_keep_their_distributions(
     tinies: dict[int, Tiny], modules: int, limits: dict[str, Any]
 ) -> None:

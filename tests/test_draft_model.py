@@ -138,7 +138,7 @@ OWN_PARAMETERS: dict[str, tuple[dict[str, Any], float]] = {
 
 
 @pytest.mark.parametrize("name", OWN_PARAMETERS)
-@pytest.mark.ci
+@pytest.mark.slow
 def test_drafts_follow_the_parameters_of_their_request(name: str) -> None:
     """Other requests in the batch keep their outputs."""
     own, least = OWN_PARAMETERS[name]

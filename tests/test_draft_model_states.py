@@ -247,7 +247,7 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
-@pytest.mark.ci
+@pytest.mark.slow
 def test_planted_bugs_are_detected(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only drafts show the bugs, since no token depends on them."""
     BUGS[bug](monkeypatch)

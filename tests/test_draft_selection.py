@@ -220,7 +220,7 @@ class Simulation:
         return tokens / self.batch * self.table[self.batch] / taken
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", SECONDS.values(), ids=SECONDS)
 @pytest.mark.parametrize(("batch", "steps"), [(1, 1200), (8, 300), (32, 100)])
 def test_selection_is_nearly_as_fast_as_the_best_fixed_length(

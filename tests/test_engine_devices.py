@@ -217,7 +217,7 @@ def test_sizes_round_up_to_few_shapes(k: int) -> None:
 
 @pytest.mark.parametrize("poison", [0xFF, 0x7F])
 @pytest.mark.parametrize("captures", [True, False], ids=["graphs", "eager"])
-@pytest.mark.fast("graphs-127", "eager-255", ci=("*",))
+@pytest.mark.fast("graphs-127", "eager-255")
 def test_padding_static_memory_and_replays_change_no_bit(
     model_dir: Path, use_fake_gpu: Callable[..., FakeGpu], captures: bool, poison: int
 ) -> None:

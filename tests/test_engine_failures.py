@@ -279,7 +279,7 @@ CASES = [
 ]
 
 
-@pytest.mark.fast("*-suffix", ci=("*-mtp",))
+@pytest.mark.fast("*-suffix")
 @pytest.mark.parametrize("hook,method", CASES, ids=lambda value: value)
 def test_drafter_error_changes_no_output(
     model_dir: Path,

@@ -580,7 +580,7 @@ def test_unwritable_files_are_refused(
         make(model_dir, suffix_cache=str(tmp_path / "file"))
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_command_line_errors_name_the_option(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

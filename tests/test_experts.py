@@ -502,7 +502,7 @@ FAULTS: list[tuple[str, Fault]] = [
 @pytest.mark.parametrize(
     "family,fault", FAULTS, ids=[f"{family}-{i}" for i, (family, _) in enumerate(FAULTS)]
 )
-@pytest.mark.ci
+@pytest.mark.slow
 def test_missing_rules_are_detected(tmp_path: Path, family: str, fault: Fault) -> None:
     theirs = make_experts(tmp_path, family)
     ids = random_ids(40)
@@ -900,7 +900,7 @@ def test_ernie_wint4_quantizes_only_experts_to_4_bits() -> None:
     ],
     ids=str,
 )
-@pytest.mark.ci
+@pytest.mark.slow
 def test_graphs_with_experts_change_no_bit(
     family: str,
     drafting: str,

@@ -24,7 +24,7 @@ from mtp_checkpoints import make_mtp_checkpoint, save_checkpoint
 from server_attacks import Server
 from test_experts import MTP_BASES
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.slow
 
 FAMILIES = ("Ernie4_5_Moe", "Glm4Moe")
 OWN = {"Ernie4_5_Moe": "model.mtp_", "Glm4Moe": "model.layers.2."}  # tensors of the module
@@ -89,7 +89,6 @@ def answers(url: str) -> list[Any]:
         return list(pool.map(answer, BODIES))
 
 
-@pytest.mark.fast("Glm4Moe")
 def test_answers_are_equal_with_and_without_speculation(servers: tuple[Server, Server]) -> None:
     on, off = servers
     assert answers(on.url) == answers(off.url)

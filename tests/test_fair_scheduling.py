@@ -438,7 +438,7 @@ def complete_owned(engine: Engine, count: int, **own: Any) -> list[Completion]:
     [{}, {"num_pages": 130, "max_model_len": 1024, "max_num_batched_tokens": 64}],
     ids=["wide", "narrow"],
 )
-@pytest.mark.fast("narrow-hybrid", ci=("wide-suffix", "narrow-ngram"))
+@pytest.mark.fast("narrow-hybrid")
 def test_paused_requests_continue_with_the_same_bits(
     name: str, limits: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -456,7 +456,7 @@ def test_paused_requests_continue_with_the_same_bits(
 
 
 @pytest.mark.parametrize("name", ["ngram", "suffix", "mtp"])
-@pytest.mark.fast("suffix", ci=("*",))
+@pytest.mark.fast("suffix")
 def test_drafts_outlast_a_pause(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts that were due before a pause are verified after it."""
     engine = engine_of(name)
@@ -485,7 +485,7 @@ def test_drafts_outlast_a_pause(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("strategy", ["rejection", "block"])
-@pytest.mark.fast("rejection", ci=("*",))
+@pytest.mark.fast("rejection")
 def test_sampled_drafts_are_dropped_after_a_pause(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

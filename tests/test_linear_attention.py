@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import specops
 import torch
-from shared_fixtures import assert_close, expect_fault
+from shared_fixtures import assert_all_close, assert_close, expect_fault
 from specops import linear_attention, reference
 from torch import Tensor
 
@@ -185,14 +185,11 @@ def test_states_of_heads(device: str, isa: str, dtype: torch.dtype, heads: Heads
     unowned = [*range(10, 12), *range(rows - SPARE, rows)]
     assert (got[unowned] == 0).all() and (want[unowned] == 0).all()
 
-    def outs(*args: Tensor) -> Tensor:
-        return heads.reference(*args, *arguments.values())[0]
+    def op(*args: Tensor) -> list[Tensor]:
+        out, new_states = heads.reference(*args, *arguments.values())
+        return [out, new_states.nan_to_num(0)]
 
-    def new_states(*args: Tensor) -> Tensor:
-        return heads.reference(*args, *arguments.values())[1].nan_to_num(0)
-
-    assert_close(outs, got.cpu(), *inputs, before)
-    assert_close(new_states, states.cpu().nan_to_num(0), *inputs, before)
+    assert_all_close(op, [got.cpu(), states.cpu().nan_to_num(0)], *inputs, before)
 
 
 # Ways to split a text of 24 positions into steps: accepted rows, and rejected ones behind them.

@@ -240,7 +240,7 @@ def test_request_of_an_adapter_that_has_just_gone_is_refused(
             assert error["message"] == message and error["param"] == "model"
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_restarted_engine_has_the_adapters_again(num_ranks: int) -> None:
     folder = model_dir()

@@ -137,11 +137,7 @@ CONFIGS: list[dict[str, Any]] = [
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
-@pytest.mark.fast(
-    "ngram-0.8-preempted",
-    "suffix-0.0-preempted",
-    ci=("ngram-0.0-chunks of 16", "suffix-0.8-32 at once"),
-)
+@pytest.mark.fast("ngram-0.8-preempted", "suffix-0.0-preempted")
 def test_drafting_changes_no_bit(method: str, temperature: float, config: dict[str, Any]) -> None:
     expected = plain(temperature)
     got, engine = run(method, temperature, shuffled(len(CONFIGS)), **config)
@@ -167,7 +163,7 @@ def test_drafting_changes_no_bit(method: str, temperature: float, config: dict[s
     ],
     ids=["leftmost, preempted", "seven drafts a step", "none"],
 )
-@pytest.mark.fast("leftmost, preempted", ci=("none",))
+@pytest.mark.fast("leftmost, preempted")
 def test_ngram_options_change_nothing(own: dict[str, Any], config: dict[str, Any]) -> None:
     """Rows are indexed from their first token on, and again after a preemption."""
     order = shuffled(5)[:24]
@@ -458,7 +454,7 @@ def check_equal(got: list[Completion], expected: list[Completion]) -> None:
         assert ends[0] == ends[1], index
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_mixed_parameters_cover_every_field() -> None:
     """The tests below need requests on which every parameter has an effect."""
     each = [mixed(i) for i in range(NUM_MIXED)]
@@ -478,7 +474,7 @@ def test_mixed_parameters_cover_every_field() -> None:
 
 @pytest.mark.parametrize("k", [1, 3, 7])
 @pytest.mark.parametrize("drafter", ["ngram", "suffix", "scripted"])
-@pytest.mark.fast("suffix-7", ci=("scripted-1",))
+@pytest.mark.fast("suffix-7")
 def test_all_parameters_mixed_change_nothing(
     drafter: str, k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -264,7 +264,7 @@ def test_mtp_drafts_change_nothing(
 
 @pytest.mark.parametrize("k", [1, 3, 5])
 @pytest.mark.parametrize("modules", [1, 2, 3])
-@pytest.mark.fast("2-3", ci=("1-5", "3-5"))
+@pytest.mark.fast("2-3")
 def test_drafts_depend_on_the_text_alone(tinies: dict[int, Tiny], modules: int, k: int) -> None:
     """Chunks, pages, cached prefixes, preemptions, pauses and other requests change no draft.
 
@@ -339,7 +339,7 @@ def check_drafts(tiny: Tiny, k: int, each: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("verify", ["rejection", "block"])
 @pytest.mark.parametrize("modules", [1, 2, 3])
-@pytest.mark.fast("2-block", "1-rejection", ci=("*",))
+@pytest.mark.fast("2-block", "1-rejection")
 def test_drawn_drafts_depend_on_the_text_and_the_seed_alone(
     tinies: dict[int, Tiny], modules: int, verify: str
 ) -> None:
@@ -400,7 +400,7 @@ def test_rows_that_modules_recompute_prevent_no_drafts(
 
 @pytest.mark.parametrize("max_model_len", [9, 50])
 @pytest.mark.parametrize("modules", [1, 2, 3])
-@pytest.mark.fast("1-9", "3-9", ci=("2-50",))
+@pytest.mark.fast("1-9", "3-9")
 def test_drafts_past_the_end_of_the_context_change_nothing(
     tinies: dict[int, Tiny], modules: int, max_model_len: int
 ) -> None:
@@ -420,7 +420,7 @@ def test_drafts_past_the_end_of_the_context_change_nothing(
 
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
 @pytest.mark.parametrize("modules", [1, 2, 3])
-@pytest.mark.fast("2-*", ci=("[13]-{'max_num_seqs': 1}",))
+@pytest.mark.fast("2-*")
 def test_mixed_methods_change_nothing(
     tinies: dict[int, Tiny],
     modules: int,

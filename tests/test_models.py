@@ -495,7 +495,7 @@ def test_every_architecture_is_compared() -> None:
 
 @pytest.mark.parametrize("architecture", CONFIGS)
 @pytest.mark.parametrize("as_null", [False, True])
-@pytest.mark.fast("False-*", ci=("True-*",))
+@pytest.mark.fast("False-*")
 def test_missing_fields_default_as_in_transformers(
     tmp_path: Path, architecture: str, as_null: bool
 ) -> None:

@@ -324,7 +324,7 @@ def test_drafts_after_preemption_equal_the_oracle(served: Path, made: list[Made]
 
 
 @pytest.mark.parametrize("span", [3, 40, 70])
-@pytest.mark.fast("*40*", ci=("*",))
+@pytest.mark.fast("*40*")
 def test_drafts_after_pauses_equal_the_oracle(served: Path, made: list[Made], span: int) -> None:
     """Requests alternate between `span` tokens with drafts and `span` tokens without."""
 

@@ -137,13 +137,13 @@ def check(model: Path, count: int, size: int = 2, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.fast("one_kv_head", "deepseek_v3", "qwen3_5", "falcon_h1", "kimi_linear", ci=("*",))
+@pytest.mark.fast("one_kv_head", "deepseek_v3", "qwen3_5", "falcon_h1", "kimi_linear")
 def test_several_ranks_have_the_bits_of_one_rank(name: str, directory_of: Any) -> None:
     check(directory_of(name), 7)
 
 
 @pytest.mark.parametrize("name", WITH_EXPERTS)
-@pytest.mark.fast("qwen3", ci=("*",))
+@pytest.mark.fast("qwen3")
 def test_expert_parallelism_has_the_same_bits_on_any_ranks(name: str, directory_of: Any) -> None:
     """Sums of whole experts have other bits than sums of sharded experts."""
     model, apart = directory_of(name), {"enable_expert_parallel": True}
@@ -271,7 +271,7 @@ def adapted(engine: Engine) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ADAPTED)
-@pytest.mark.fast("llama", "deepseek_v3", ci=("*",))
+@pytest.mark.fast("llama", "deepseek_v3")
 def test_adapters_have_the_bits_of_one_rank(name: str, directory_of: Any, tmp_path: Path) -> None:
     model = directory_of(name)
     parts = {"one": EVERY, "two": EVERY, "three": ("q_proj", "o_proj")}

@@ -153,6 +153,7 @@ def test_rank_that_ends_on_request_is_not_lost(
     assert lost == ["rank 1 has ended (exit status 0)"]
 
 
+@pytest.mark.slow
 def test_hanging_rank_is_noticed_without_requests(apart: Apart, together: Served) -> None:
     """The other ranks wait for it, so they give no sign of life either."""
     wait_for(lambda: apart.health() == (200, "ok"))
@@ -176,6 +177,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_errors_of_starting_ranks_are_reported(settings: dict[str, Any]) -> None:
     """Both ranks find the error, and one reports it."""
     sizes = {"tensor_parallel_size": 2, "exact_across_tp": 8}

@@ -207,7 +207,7 @@ def test_speculation_changes_no_bit(method: str, limits: str) -> None:
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 @pytest.mark.parametrize("family", OTHERS)
 @pytest.mark.fast(
-    "granite-ngram-preempted", "falcon_h1-suffix-chunks", "kimi_linear-ngram-preempted", ci=("*",)
+    "granite-ngram-preempted", "falcon_h1-suffix-chunks", "kimi_linear-ngram-preempted"
 )
 def test_speculation_changes_no_bit_of_other_states(family: str, method: str, limits: str) -> None:
     check_speculation(method, limits, 20, family)
@@ -455,7 +455,7 @@ def test_cached_prefixes_change_no_bit(method: str, cache: str) -> None:
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("method", ["naive", "ngram"])
 @pytest.mark.parametrize("family", OTHERS)
-@pytest.mark.fast("falcon_h1-ngram-few kept", ci=("*-naive-all kept", "*-ngram-few pages"))
+@pytest.mark.fast("falcon_h1-ngram-few kept")
 def test_cached_prefixes_change_no_bit_of_other_states(
     family: str, method: str, cache: str
 ) -> None:

@@ -105,7 +105,6 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "greedy-states-int8-mtp",
     "seeded-states-suffix",
     "seeded-window-suffix",
-    ci=("*",),
 )
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
@@ -628,7 +627,7 @@ def test_aborted_and_refused_jobs_are_not_saved(models: dict[str, Path], tmp_pat
 # ---- processes ----
 
 
-@pytest.mark.fast(ci=("24",))
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [24, 500])
 def test_killed_saves_lose_no_complete_turn(count: int) -> None:
     """Cycles of saving, `kill -9` at each point of saving, and resuming in another process."""

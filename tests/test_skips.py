@@ -30,6 +30,7 @@ def test_skip_reasons_are_summarized_in_ten_lines() -> None:
     assert skips.summary(skipped[:20]) == ["SKIPPED 20: reason 0"] and skips.summary([]) == []
 
 
+@pytest.mark.slow
 def test_skipped_tests_of_the_page_name_the_package(tmp_path: Path) -> None:
     """The run has workers, like `make test`."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "1"]

@@ -140,7 +140,7 @@ def plain(temperature: float) -> tuple[list[Any], int]:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.fast("ngram-0.8", "mtp+suffix-0.0", ci=("suffix-0.0", "mtp-0.8"))
+@pytest.mark.fast("ngram-0.8", "mtp+suffix-0.0")
 def test_constrained_texts_are_valid_and_equal_plain_decoding(
     method: str, temperature: float
 ) -> None:
@@ -348,7 +348,7 @@ LIMITS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("limits", LIMITS)
-@pytest.mark.fast("preempted", ci=("processed",))
+@pytest.mark.fast("preempted")
 def test_drafts_change_no_bit_with_all_parameters_beside_a_grammar(limits: str) -> None:
     draw = random.Random(5)
     prompts = [prompt_of(*BY_HAND[i % 40])[-300:] for i in range(56)]
@@ -527,7 +527,7 @@ def test_grammar_begins_after_the_thinking(method: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["rejection", "block"])
 @pytest.mark.parametrize("method", ["mtp", "ngram"])
-@pytest.mark.fast(ci=("mtp-block",))
+@pytest.mark.slow
 def test_texts_follow_the_distribution_of_constrained_sampling(method: str, strategy: str) -> None:
     """Compare the texts of plain and speculative sampling by a chi-square test."""
     choices = ("a + b", "a - b", "b + a", "a", "None", "a.b", "b")
@@ -647,7 +647,7 @@ def test_grammar_limit_is_reported_even_for_a_whole_text() -> None:
 
 
 @pytest.mark.parametrize("row", [1e-4, 1e-3, 1.0], ids=["many drafts", "few drafts", "copies"])
-@pytest.mark.fast("few drafts", ci=("*",))
+@pytest.mark.fast("few drafts")
 def test_slow_grammars_skip_steps_and_change_no_bit(
     row: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

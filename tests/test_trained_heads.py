@@ -19,7 +19,7 @@ from tools.train.heads import HEADS, new_head, run_target
 from tools.train.model import Model, ModelConfig, rope_cos_sin
 from tools.train.train_heads import HeadRecipe, save_head, train_head
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.slow
 
 TEXTS = [[3 + i, 4, 9 * i + 5, 7] * (4 + i) + [11 * i % 97 + 1] * i for i in range(4)]
 

@@ -183,6 +183,7 @@ UNTIMED = {"binding", "bundled", "qwen8"}
 THEIRS = {"peer", *flashinfer_attention.PATHS, *flashinfer_cascade.CASCADES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", CUDA_FAMILIES)
 def test_bench_runs_on_cpu_without_allocating(
     family: str, flashinfer: dict, nonzero_workspaces: None

@@ -59,6 +59,7 @@ def optional_packages() -> list[str]:
     return sorted(imported - set(gpu_check.REQUIRED.split()))
 
 
+@pytest.mark.slow
 def test_the_tests_can_be_read_without_what_the_check_does_not_ask_for() -> None:
     """Every test file can be imported without the packages that the GPU check does not require.
 

@@ -13,7 +13,7 @@ import pytest
 
 from tools.benches.bench_head_mistakes import MISTAKES, Kept, Mistake, kept, planted
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.slow
 
 GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden"
 
@@ -23,7 +23,6 @@ def right(method: str) -> Kept:
     return kept(method, GOLDEN / method, "completions", 12)
 
 
-@pytest.mark.fast("eagle3-layers", "eagle3-rope", "dflash-anchor")
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda one: f"{one.method}-{one.name}")
 def test_a_mistake_costs_acceptance(mistake: Mistake) -> None:
     """Fewer drafts are kept with the mistake, so these heads show whether an engine is right."""

@@ -183,6 +183,7 @@ def test_a_rounding_is_one_unit_wherever_it_falls() -> None:
     assert not trials.is_within(APPROXIMATE, *apart)
 
 
+@pytest.mark.slow
 def test_approximate_functions_may_differ_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """Functions such as ex2 may differ by two units in the last place, as the fuzzer makes them."""
     other, device = machine("interpreter"), machine()
@@ -207,6 +208,7 @@ def test_approximate_functions_may_differ_and_nothing_else(monkeypatch: pytest.M
 # Faults of kernels
 
 
+@pytest.mark.slow
 def test_rows_that_depend_on_their_place_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     linear, append, sample = dense.linear, attention.append_attention, sampling.sample
 
@@ -233,6 +235,7 @@ def test_rows_that_depend_on_their_place_are_noticed(monkeypatch: pytest.MonkeyP
     assert not any(one.passed for one in found.values())
 
 
+@pytest.mark.slow
 def test_a_kernel_with_other_sums_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel has other bits, as if it split its sums elsewhere; only its rows fail."""
     force, linear, forced = dense.set_linear_kernel, dense.linear, [""]
@@ -255,6 +258,7 @@ def test_a_kernel_with_other_sums_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
     assert all(one.cases - one.equal == len(checks.REHEARSED.rows) for one in wrong)
 
 
+@pytest.mark.slow
 def test_a_schedule_that_changes_bits_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     append = attention.append_attention
 
@@ -267,6 +271,7 @@ def test_a_schedule_that_changes_bits_is_noticed(monkeypatch: pytest.MonkeyPatch
     assert not found.passed and found.equal < found.cases
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["k", "v"])
 def test_flushed_subnormal_codes_are_noticed(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
     """Subnormal fp8 values are read as zero, as by hardware that flushes them."""
@@ -289,6 +294,7 @@ def test_flushed_subnormal_codes_are_noticed(monkeypatch: pytest.MonkeyPatch, wh
     assert op.passed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["append_attention", "linear", "sample"])
 def test_a_lost_arrival_is_noticed(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
     """A counter of arrivals is one too high before one of many calls.
@@ -317,6 +323,7 @@ def test_a_lost_arrival_is_noticed(monkeypatch: pytest.MonkeyPatch, op: str) -> 
 COUNTER_BYTES = {"append_attention": 512, "linear": 512, "sample": 4}
 
 
+@pytest.mark.slow
 def test_a_form_that_cannot_be_launched_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     append = attention.append_attention
 
