@@ -45,9 +45,17 @@ NAMES: dict[str, dict[str, str]] = {
         "head_norm": "mtp.norm.weight",
         "block": "mtp.layers.{i}.",
     },
+    "nemotron_h": {
+        "embed_norm": "mtp.layers.{i}.enorm.weight",
+        "hidden_norm": "mtp.layers.{i}.hnorm.weight",
+        "projection": "mtp.layers.{i}.eh_proj.weight",
+        "head_norm": "mtp.layers.1.final_layernorm.weight",
+        "block": "mtp.layers.",
+    },
 }
 
-# The base and the config.json of a tiny checkpoint in each naming.
+# The base and the config.json of a tiny checkpoint in each naming but Nemotron's, whose modules
+# have layers of their own (test_experts.py).
 BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("Qwen3", {"tie_word_embeddings": True}),
     "mimo": ("Qwen2", {}),

@@ -22,7 +22,13 @@ from checkpoints import (
     write_tokenizer,
 )
 from fake_gpu import OP_MODULES, FakeGpu
-from mtp_checkpoints import SlowModules, Tiny, make_mtp_checkpoint
+from mtp_checkpoints import (
+    NAMES,
+    SlowModules,
+    Tiny,
+    make_mtp_checkpoint,
+    save_checkpoint,
+)
 from rounding import assert_error_at_most, distance, rounding_errors
 from safetensors.torch import load_file, save_file
 from shared_fixtures import every_isa
@@ -809,14 +815,108 @@ def test_mtp_modules_equal_transformers(
             assert truth.std().item() > 0.5
 
 
+def make_nemotron_mtp(directory: Path, family: str, **changes: Any) -> tuple[Tiny, Any]:
+    """Save a tiny Nemotron with an MTP module; return it, and the module's layers."""
+    blocks = ["full_attention", "moe"]
+    layers = make_experts(directory, family, layers_block_type=blocks, **changes)
+    layers.model.norm_f = torch.nn.Identity()
+    own = load_file(directory / "model.safetensors")
+    base = make_experts(directory, family, **changes)
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"num_nextn_predict_layers": 1}
+    tensors, hidden = load_file(directory / "model.safetensors"), config["hidden_size"]
+    tensors |= {
+        name.replace("backbone", "mtp", 1): tensor
+        for name, tensor in own.items()
+        if name.startswith("backbone.layers.")
+    }
+    names = NAMES["nemotron_h"]
+    for part in ("embed_norm", "hidden_norm", "head_norm"):
+        tensors[names[part].format(i=0)] = 1 + 0.1 * torch.randn(hidden)
+    tensors[names["projection"].format(i=0)] = 0.2 * torch.randn(hidden, 2 * hidden)
+    save_checkpoint(directory, config, tensors)
+    renamed = {"model.embed_tokens.weight": tensors["backbone.embeddings.weight"]}
+    own_names = {
+        "rms_norm_eps": config["layer_norm_epsilon"],
+        "num_hidden_layers": len(config["layers_block_type"]),
+    }
+    return Tiny(directory, "nemotron_h", config | own_names, tensors | renamed, base), layers
+
+
+class NemotronModules(SlowModules):
+    """A Nemotron module whose layers are transformers' code."""
+
+    def __init__(self, tiny: Tiny, layers: Any, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__(tiny, dtype=dtype)
+        self.layers = copy.deepcopy(layers).to(dtype)
+        for model in (self.base, self.layers):
+            model.set_attn_implementation("eager")
+            model.set_experts_implementation("eager")
+
+    def _block(self, prefix: str, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            out: Tensor = self.layers.model(inputs_embeds=x[None]).last_hidden_state[0]
+        return out
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "nemotron_h_latent"])
+def test_mtp_modules_of_nemotron_equal_transformers(tmp_path: Path, family: str) -> None:
+    """A module's attention and experts are two layers of the checkpoint."""
+    tiny, layers = make_nemotron_mtp(tmp_path, family)
+    model = load_model(tmp_path)
+    modules = load_mtp(model, tmp_path)
+    ids = random_ids(40)
+    slow, float32 = (
+        NemotronModules(tiny, layers, dtype) for dtype in (torch.float64, torch.float32)
+    )
+    exact = [slow.logits(states) for states in slow.text(ids, 1)]
+    allowed = rounding_errors(
+        lambda: [float32.logits(states) for states in float32.text(ids, 1)], exact
+    )
+    for _ in every_isa():
+        states = target_states(model, ids)
+        (whole,), (chunked,) = (
+            text_states(modules, states, ids, sizes) for sizes in ([40], [17, 1, 1, 5, 16])
+        )
+        assert_error_at_most(distance(modules.logits(whole), exact[0]), allowed[0])
+        assert torch.equal(whole, chunked)
+    assert exact[0].std().item() > 0.5
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        (
+            {"mtp.layers.2.eh_proj.weight": "mtp.layers.0.eh_proj.weight"},
+            "num_nextn_predict_layers is 1, but the checkpoint holds the tensors of 2 MTP modules",
+        ),
+        (
+            {"mtp.layers.2.norm.weight": "mtp.layers.1.norm.weight"},
+            r"tensor mtp.layers.2.norm.weight is not used by the MTP module",
+        ),
+    ],
+)
+def test_other_mtp_modules_of_nemotron_are_refused(
+    tmp_path: Path, changes: dict[str, str], message: str
+) -> None:
+    tiny, _ = make_nemotron_mtp(tmp_path, "nemotron_h")
+    copies = {name: tiny.tensors[one] for name, one in changes.items()}
+    save_checkpoint(tmp_path, tiny.config, tiny.tensors | copies)
+    model = load_model(tmp_path)
+    with pytest.raises(ModelError, match=message):
+        load_mtp(model, tmp_path)
+
+
 # engines
 
 
 @lru_cache
 def engine_directory(family: str) -> str:
-    """Write a tiny model with an MTP module and a tokenizer."""
+    """Write a tiny model with a tokenizer, and with an MTP module if its family has one."""
     directory = lasting_directory()
-    if family in FAMILIES:
+    if FAMILIES.get(family, ("",))[0] == "NemotronH":
+        make_nemotron_mtp(directory, family, vocab_size=257)
+    elif family in FAMILIES:
         make_experts(directory, family, vocab_size=257)
     else:
         naming, base = next(one for one in MTP_BASES if one[1][0] == family)
@@ -866,7 +966,8 @@ def test_speculation_changes_no_bit(family: str, dtype: str, options: dict[str, 
         options = {name: one for name, one in options.items() if name != "kv_cache_dtype"}
     directory = engine_directory(family)
     plain = completions(directory, "naive", dtype=dtype, **options)
-    for method in ("ngram",) if family in FAMILIES else ("ngram", "mtp"):
+    has_module = family not in FAMILIES or FAMILIES[family][0] == "NemotronH"
+    for method in ("ngram", "mtp") if has_module else ("ngram",):
         for one, other in zip(
             plain, completions(directory, method, dtype=dtype, **options), strict=True
         ):

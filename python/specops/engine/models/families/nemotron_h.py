@@ -15,7 +15,6 @@ from specops.engine.models.blocks.latent_experts import LatentExpertsConfig
 from specops.engine.models.blocks.layer import (
     AnyAttentionConfig,
     AnyMlpConfig,
-    LayerConfig,
     LayerNames,
 )
 from specops.engine.models.blocks.mamba2 import Mamba2Config
@@ -23,7 +22,7 @@ from specops.engine.models.blocks.mlp import DenseMlpConfig
 from specops.engine.models.config import ModelConfig, Place
 from specops.engine.models.families.defaults import NEMOTRON_H
 from specops.engine.models.families.dense_decoder import dense_decoder
-from specops.engine.models.families.family import Family
+from specops.engine.models.families.family import Family, MtpConvention
 from specops.engine.models.families.fields import FULL, LINEAR, count, flag, number, refuse_values
 from specops.engine.models.families.gguf import GgufForm, value_of_layers
 from specops.engine.models.families.mamba2_layers import refuse_time_steps
@@ -42,6 +41,10 @@ _OLD = {
 }
 _KINDS = [LINEAR, _EXPERTS, FULL, _MLP]  # of files without a list
 _NAMES = LayerNames(input_norm="norm", attention="mixer.", mlp_norm="norm", mlp="mixer.")
+# Attention and experts of an MTP module are two layers of the checkpoint.
+_MTP_NAMES = LayerNames(
+    input_norm="0.norm", attention="0.mixer.", mlp_norm="1.norm", mlp="1.mixer."
+)
 _PLACES = tuple(
     Place(prefix, "lm_head", embedding="embeddings", norm="norm_f")
     for prefix in ("backbone.", "model.")
@@ -79,18 +82,21 @@ def read(raw: Mapping[str, Any]) -> ModelConfig:
         "rms_norm_eps": raw["layer_norm_epsilon"],
     }
     config = dense_decoder(decoder, mlps=lambda *_: [_mlp(raw, kind) for kind in kinds])
-    mamba = _mamba(raw)
-
-    def of_kind(layer: LayerConfig, kind: str) -> LayerConfig:
-        attention: AnyAttentionConfig = NoMixingConfig()
-        if kind == LINEAR:
-            attention = mamba
-        elif kind == FULL:
-            assert isinstance(layer.attention, AttentionConfig)
-            attention = replace(layer.attention, rope=NO_ROPE)
-        return replace(layer, attention=attention, names=_NAMES)
-
-    return replace(config, layers=tuple(map(of_kind, config.layers, kinds)), places=_PLACES)
+    attention = config.layers[0].attention
+    assert isinstance(attention, AttentionConfig)
+    blocks: Mapping[str, AnyAttentionConfig] = {
+        LINEAR: _mamba(raw),
+        FULL: replace(attention, rope=NO_ROPE),
+    }
+    layers = tuple(
+        replace(layer, attention=blocks.get(kind, NoMixingConfig()), names=_NAMES)
+        for layer, kind in zip(config.layers, kinds, strict=True)
+    )
+    module = None
+    if _EXPERTS in kinds:
+        experts = _mlp(raw, _EXPERTS)
+        module = replace(layers[0], attention=blocks[FULL], mlp=experts, names=_MTP_NAMES)
+    return replace(config, layers=layers, mtp_layer=module, places=_PLACES)
 
 
 def _kinds(raw: Mapping[str, Any]) -> Sequence[str]:
@@ -219,6 +225,15 @@ def _gguf_form(architecture: str, kind: str, keys: Mapping[str, str]) -> GgufFor
 FAMILY = Family(
     title="Nemotron-H",
     read={"NemotronHForCausalLM": read},
+    mtp=MtpConvention(
+        name="nemotron_h",
+        families=("Nemotron 3",),
+        embed_norm="mtp.layers.{index}.enorm",
+        hidden_norm="mtp.layers.{index}.hnorm",
+        projection="mtp.layers.{index}.eh_proj",
+        head_norm="mtp.layers.1.final_layernorm",
+        block="mtp.layers.",
+    ),
     gguf=(
         _gguf_form("nemotron_h", _MLP, {}),
         _gguf_form("nemotron_h_moe", _EXPERTS, _GGUF_KEYS_OF_EXPERTS),
