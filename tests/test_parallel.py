@@ -27,7 +27,7 @@ from specops.engine import (
     step_costs,
 )
 from specops.engine.parallel.ranks import Ranks
-from test_experts import make_experts
+from test_experts import make_experts, make_nemotron_mtp
 from test_lossless import bits
 
 # Dense models: the family, and changes of its tiny checkpoint.
@@ -63,7 +63,9 @@ def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
         directory = tmp_path_factory.mktemp(name)
         if name == "mtp":
             return make_mtp_model(directory)
-        if name == "wide_experts":
+        if name == "nemotron_h_mtp":
+            make_nemotron_mtp(directory, "nemotron_h")
+        elif name == "wide_experts":
             make_experts(directory, "qwen3", **WIDE)
         elif name in DENSE:
             family, changes = DENSE[name]
@@ -216,8 +218,9 @@ def test_virtual_tp_ranks_change_only_the_rounding(name: str, directory_of: Any)
         assert a == pytest.approx(b, abs=2e-4)
 
 
-def test_every_rank_has_the_whole_mtp_drafter(directory_of: Any) -> None:
-    model = directory_of("mtp")
+@pytest.mark.parametrize("name", ["mtp", "nemotron_h_mtp"])
+def test_every_rank_has_the_whole_mtp_drafter(name: str, directory_of: Any) -> None:
+    model = directory_of(name)
     one = generate(Engine(config(model, exact_across_tp=2)), 6)
     assert one == on_all_ranks(2, 6, model, "mtp")
     assert one == on_all_ranks(2, 6, model, "mtp", quantization="none", max_num_seqs=2)
