@@ -80,6 +80,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_norm_epsilon": 2.0**-20,
         },
     ),
+    "kimi-linear": ("kimi_linear", {"routed_scaling_factor": 2.5}),
 }
 _QWEN = ("qwen3next", "qwen35", "qwen35moe")
 _NEMOTRON = ("nemotron_h", "nemotron_h_moe")
@@ -100,10 +101,12 @@ _KEYS = {
     "n_routed_experts": "expert_count",
     "moe_num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
+    "num_experts_per_token": "expert_used_count",
     "top_k_experts": "expert_used_count",
     "moe_k": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
     "n_shared_experts": "expert_shared_count",
+    "num_shared_experts": "expert_shared_count",
     "moe_num_shared_experts": "expert_shared_count",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "first_k_dense_replace": "leading_dense_block_count",
@@ -200,7 +203,7 @@ def make_source(source: Path, architecture: str, modules: int = 0, **changes: An
         make_experts(source, name, **changes)
     else:
         make_checkpoint(source, name, **changes)
-    if architecture in (*_QWEN, *_MAMBA2):
+    if architecture in (*_QWEN, *_MAMBA2, "kimi-linear"):
         tensors = load_file(source / "model.safetensors")
         for tensor in (one for name, one in tensors.items() if name.endswith("A_log")):
             for _ in range(5):  # until the value can be computed from its exponential
@@ -238,7 +241,7 @@ def metadata_of(architecture: str, config: dict[str, Any], modules: int) -> dict
     part = rope.get("partial_rotary_factor", 1.0)
     own["rope.dimension_count"] = int(config["head_dim"] * part)
     own["attention.value_length"] = config["head_dim"]
-    if architecture == "deepseek2":
+    if architecture in ("deepseek2", "kimi-linear"):
         latent, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
         own["attention.head_count_kv"] = 1
         own["attention.key_length"], own["attention.value_length"] = latent + rotated, latent
@@ -246,6 +249,10 @@ def metadata_of(architecture: str, config: dict[str, Any], modules: int) -> dict
         own["rope.dimension_count"] = rotated
         if "mscale_all_dim" in rope:
             own["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
+    if architecture == "kimi-linear":
+        own["context_length"] = config["model_max_length"]
+        own["attention.head_count_kv"] = [int("full" in one) for one in config["layer_types"]]
+        own["kda.head_dim"] = config["linear_head_dim"]
     if architecture == "mistral3" and "mscale_all_dim" in rope:
         own["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
         own["attention.temperature_scale"] = 0.1
@@ -421,6 +428,12 @@ def _rearranged(
         yield from _mamba2(architecture, name, one, config)
     elif architecture in _QWEN:
         yield from _linear(architecture, name, one, config)
+    elif architecture == "kimi-linear":
+        if name.endswith("A_log"):
+            one = -one.exp()
+        elif "conv1d" in name:
+            one = one.view(1, len(one), 1, -1)
+        yield name.replace("dt_bias", "dt_proj.bias"), one
     else:
         yield name, one
 

@@ -468,6 +468,15 @@ QUANTIZED: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
         {"attn_k_b": "Q8_0", "attn_v_b": "Q4_K", **K_EXPERTS},
         {**WIDE, "moe_intermediate_size": 256},
     ),
+    "kimi-linear": (
+        {
+            **{**MIXED, **K_EXPERTS, "attn_output": "Q8_0"},
+            **{"attn_k_b": "Q8_0", "attn_v_b": "Q4_K"},
+            **{"ssm_f_a": "Q4_0", "ssm_f_b": "Q5_0", "ssm_g_a": "Q4_K", "ssm_g_b": "Q8_0"},
+            **{"ffn_gate_shexp": "Q4_K", "ffn_up_shexp": "Q4_0", "ffn_down_shexp": "Q6_K"},
+        },
+        {**WIDE, "moe_intermediate_size": 256, "num_hidden_layers": 4},
+    ),
     "glm4moe": (dict.fromkeys(K_EXPERTS, "IQ4_NL"), WIDE | {"moe_intermediate_size": 64}),
     **dict.fromkeys(
         ("falcon-h1", "nemotron_h"),
@@ -688,6 +697,8 @@ def test_unsupported_metadata_is_refused(
         ("gemma4", {"attention.sliding_window_pattern": 6}, "sliding_window_pattern must list blo"),
         ("gemma4", {"feed_forward_length": [96] * 8}, "and twice as large in others, got [96, 96"),
         ("nemotron_h_moe", {"nextn_predict_layers": 1}, "nextn_predict_layers must be 0, got 1"),
+        ("kimi-linear", {"attention.head_count_kv": 1}, "must list block_count=4 values, got 1"),
+        ("kimi-linear", {"expert_gating_func": 1}, "kimi-linear.expert_gating_func must be 2"),
     ],
 )
 def test_unsupported_settings_of_a_family_are_refused(

@@ -15,13 +15,13 @@ from specops.checkpoints.gguf_blocks import DECODERS
 from specops.checkpoints.gguf_directory import ROPE_FACTORS
 from specops.checkpoints.gguf_file import TYPES, parts_of, read_gguf
 from specops.checkpoints.gguf_names import (
-    EXPERTS,
     Layout,
     Weight,
     experts_name,
     layer_name,
     layouts,
     model_name,
+    projections_of_experts,
 )
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -89,6 +89,7 @@ class GgufCheckpoint(Checkpoint):
     ) -> Iterator[tuple[str, Callable[[], Weight]]]:
         """Yield the name of each tensor, and a function that reads it."""
         names = {part: name for name, layout in own.items() for part in layout.parts}
+        of_experts = projections_of_experts(architecture)
         for stored in self._tensors:
             match = _LAYER.fullmatch(stored)
             if stored == ROPE_FACTORS:
@@ -104,8 +105,8 @@ class GgufCheckpoint(Checkpoint):
             if part in names:
                 layout = own[names[part]]
                 yield layer + names[part], partial(self._restored, f"blk.{match[1]}.", layout)
-            elif module in EXPERTS and suffix in ("weight", "bias"):
-                for name, read in self._of_experts(stored, EXPERTS[module]):
+            elif module in of_experts and suffix in ("weight", "bias"):
+                for name, read in self._of_experts(stored, of_experts[module]):
                     yield f"{layer}{experts_name(architecture)}{name}.{suffix}", read
             else:
                 name_in_layer = layer_name(architecture, part)

@@ -121,6 +121,19 @@ _NEMOTRON = {
     "ffn_latent_down": "mixer.fc1_latent_proj",
     "ffn_latent_up": "mixer.fc2_latent_proj",
 }
+_KIMI = {
+    **_LATENT,
+    "ssm_f_a": "self_attn.f_a_proj",
+    "ssm_f_b": "self_attn.f_b_proj",
+    "ssm_g_a": "self_attn.g_a_proj",
+    "ssm_g_b": "self_attn.g_b_proj",
+    "ssm_beta": "self_attn.b_proj",
+    "ssm_norm": "self_attn.o_norm",
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_shexp": "block_sparse_moe.shared_experts.gate_proj",
+    "ffn_up_shexp": "block_sparse_moe.shared_experts.up_proj",
+    "ffn_down_shexp": "block_sparse_moe.shared_experts.down_proj",
+}
 _GEMMA4 = {
     "ffn_norm": "pre_feedforward_layernorm",
     "inp_gate": "per_layer_input_gate",
@@ -144,12 +157,14 @@ _OWN_MODULES = {
     "falcon-h1": _FALCON,
     "nemotron_h": _NEMOTRON,
     "nemotron_h_moe": _NEMOTRON,
+    "kimi-linear": _KIMI,
 }
 # Prefixes of the names of experts that differ from the common one.
 _EXPERTS_NAMES = {
     "granitehybrid": "block_sparse_moe.experts.",
     "nemotron_h_moe": "mixer.experts.",
     "gemma4": "experts.",
+    "kimi-linear": "block_sparse_moe.experts.",
 }
 # Names of a layer's tensors whose suffix differs, too.
 _TENSORS = {
@@ -162,12 +177,17 @@ _TENSORS = {
     "ssm_dt.bias": "linear_attn.dt_bias",
 }
 _ERNIE_BIAS = "mlp.moe_statics.e_score_correction_bias"
-# Projections of experts in a tensor that holds all experts.
-EXPERTS = {
+# Projections of experts in a tensor that holds all experts, and their names in Kimi-Linear.
+_EXPERTS = {
     "ffn_gate_exps": ("gate_proj",),
     "ffn_up_exps": ("up_proj",),
     "ffn_down_exps": ("down_proj",),
     "ffn_gate_up_exps": ("gate_proj", "up_proj"),
+}
+_KIMI_EXPERTS = {
+    "ffn_gate_exps": ("w1",),
+    "ffn_up_exps": ("w3",),
+    "ffn_down_exps": ("w2",),
 }
 
 
@@ -198,6 +218,11 @@ def layer_name(architecture: str, name: str) -> str | None:
 def experts_name(architecture: str) -> str:
     """Return the prefix of experts in Hugging Face's names of a layer's tensors."""
     return _EXPERTS_NAMES.get(architecture, "mlp.experts.")
+
+
+def projections_of_experts(architecture: str) -> Mapping[str, tuple[str, ...]]:
+    """Return Hugging Face's names of the projections in each of GGUF's tensors of all experts."""
+    return _KIMI_EXPERTS if architecture == "kimi-linear" else _EXPERTS
 
 
 class Layout(NamedTuple):
@@ -235,10 +260,11 @@ def layouts(metadata: Mapping[str, Any]) -> dict[str, Layout]:
         return _pairs(heads, heads if is_alone else count("attention.head_count_kv"))
     if architecture == "ernie4_5-moe":
         return {_ERNIE_BIAS: Layout(("exp_probs_b.bias",), _one_row)}
-    if architecture == "deepseek2":
+    if architecture in ("deepseek2", "kimi-linear"):
         restore = partial(_expansion, heads=count("attention.head_count"))
         parts = ("attn_k_b.weight", "attn_v_b.weight")
-        return {"self_attn.kv_b_proj.weight": Layout(parts, restore)}
+        latent = {"self_attn.kv_b_proj.weight": Layout(parts, restore)}
+        return latent if architecture == "deepseek2" else {**latent, **_DELTA_ATTENTION}
     if architecture in ("qwen3next", "qwen35", "qwen35moe"):
         linear = _LinearHeads(
             count("ssm.group_count"),
@@ -435,6 +461,18 @@ def _logarithm(decay: Tensor) -> Tensor:
     return decay.double().neg().log().float()
 
 
+# Layouts of Kimi-Linear.
+_DELTA_ATTENTION = {
+    "self_attn.A_log": Layout(("ssm_a",), lambda one: _logarithm(one).view(1, 1, -1, 1)),
+    "self_attn.dt_bias": Layout(("ssm_dt.bias",), _unchanged),
+    "block_sparse_moe.gate.e_score_correction_bias": Layout(("exp_probs_b.bias",), _unchanged),
+    **{
+        f"self_attn.{part}_conv1d.weight": Layout(
+            (f"ssm_conv1d_{part}.weight",), lambda one: one.view(-1, 1, one.shape[-1])
+        )
+        for part in "qkv"
+    },
+}
 _COMMON_OF_LINEAR = {
     "linear_attn.A_log": Layout(("ssm_a",), _logarithm),
     "linear_attn.conv1d.weight": Layout(("ssm_conv1d.weight",), lambda one: one[:, None]),

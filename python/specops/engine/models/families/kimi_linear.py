@@ -21,7 +21,12 @@ from specops.engine.models.blocks.layer import (
 from specops.engine.models.config import ModelConfig
 from specops.engine.models.families.defaults import KIMI_LINEAR
 from specops.engine.models.families.dense_decoder import dense_mlp, model_config
-from specops.engine.models.families.experts_of_groups import experts_of_groups
+from specops.engine.models.families.experts_of_groups import (
+    GGUF_DEFAULTS,
+    GGUF_KEYS,
+    GGUF_SIGMOID,
+    experts_of_groups,
+)
 from specops.engine.models.families.family import Family
 from specops.engine.models.families.fields import (
     FULL,
@@ -32,6 +37,7 @@ from specops.engine.models.families.fields import (
     mapping,
     refuse_values,
 )
+from specops.engine.models.families.gguf import GgufForm, value_of_layers
 
 # Names of fields: those of DeepSeek-V3, and of transformers for linear_attn_config.
 _RENAMED = {
@@ -171,4 +177,38 @@ def _mlps(raw: Mapping[str, Any], num_layers: int) -> Sequence[AnyMlpConfig]:
     return [experts if kind == "sparse" else dense_mlp(raw) for kind in kinds]
 
 
-FAMILY = Family(title="Kimi-Linear", read={"KimiLinearForCausalLM": read})
+def _gguf_fields(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the kinds of the layers, by their heads of keys, and the sizes of heads."""
+    heads = value_of_layers(raw, "num_key_value_heads")
+    return {
+        "layer_types": [FULL if each else LINEAR for each in heads],
+        "linear_num_heads": count(raw, "num_attention_heads"),
+        "qk_nope_head_dim": count(raw, "key_dim_mla") - count(raw, "qk_rope_head_dim"),
+    }
+
+
+FAMILY = Family(
+    title="Kimi-Linear",
+    read={"KimiLinearForCausalLM": read},
+    gguf=(
+        GgufForm(
+            "kimi-linear",
+            "KimiLinearForCausalLM",
+            keys={
+                **GGUF_KEYS,
+                "attention.q_lora_rank": "q_lora_rank",
+                "attention.kv_lora_rank": "kv_lora_rank",
+                "attention.key_length_mla": "key_dim_mla",
+                "attention.value_length_mla": "v_head_dim",
+                "rope.dimension_count": "qk_rope_head_dim",
+                "ssm.conv_kernel": "linear_conv_kernel_dim",
+                "kda.head_dim": "linear_head_dim",
+            },
+            # As in llama.cpp, which always divides the weights of experts by their sum.
+            defaults={**GGUF_DEFAULTS, "norm_topk_prob": True},
+            allowed={"expert_gating_func": (GGUF_SIGMOID, None)},
+            ignored=("attention.value_length",),
+            fields=_gguf_fields,
+        ),
+    ),
+)
