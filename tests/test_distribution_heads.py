@@ -143,7 +143,7 @@ def test_texts_follow_the_target(heads: Heads, trial: Trial, drafts: Drafts) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("k", [1, 2, 4])  # the DFlash head makes four drafts
+@pytest.mark.parametrize("k", [1, 4])  # the DFlash head makes four drafts
 @pytest.mark.parametrize("trial", TRIALS, ids=str)
 def test_more_texts_follow_the_target(heads: Heads, trial: Trial, k: int, drafts: Drafts) -> None:
     found = p_values_of(heads, trial, 3000, k)
