@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from specops import _C
 from specops._checks import check_int, check_kind, describe, empty, try_or_none
@@ -424,6 +425,8 @@ def _total(lengths: Callable[[], Tensor]) -> int:
     """Return the sum of lengths; 0 if an argument is invalid, which the op then reports."""
     total = try_or_none(lambda: lengths().sum())
     if not isinstance(total, Tensor) or total.is_meta or total.dtype != torch.int64:
+        return 0
+    if isinstance(total, FakeTensor):  # it has no value
         return 0
     return max(int(total), 0)  # raises during the capture of a CUDA graph
 
