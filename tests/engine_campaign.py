@@ -142,7 +142,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 48,
         "moe_shared_expert_intermediate_size": 32,
-        "num_nextn_predict_layers": 0,
     },
     "kimi_linear": {
         **_EXPERTS,
@@ -203,7 +202,7 @@ HEAD_FAMILIES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     ),
 }
 NO_MTP = {
-    *("gemma3", "gemma4", "granite", "falcon_h1", "nemotron_h", "kimi_linear"),
+    *("gemma3", "gemma4", "granite", "falcon_h1", "kimi_linear"),
     *HEAD_FAMILIES,
 }
 NO_8_BIT_CACHES = {"deepseek_v3", "kimi_linear"}  # latents have no 8-bit caches

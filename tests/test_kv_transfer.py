@@ -90,6 +90,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             **common,
         ),
         "mamba": write_config(tmp_path_factory.mktemp("mamba"), **MAMBA, **common),
+        "nemotron": write_config(
+            tmp_path_factory.mktemp("nemotron"),
+            max_position_embeddings=192,
+            **{**common, **FAMILIES["nemotron_h"]},
+        ),
         "shared": write_config(
             tmp_path_factory.mktemp("shared"),
             **{**FAMILIES["gemma4"], "max_position_embeddings": 192},
@@ -162,6 +167,7 @@ CASES = [
     ("states", "int8", "mtp"),
     ("states", "auto", "draft_model"),
     ("mamba", "auto", "suffix"),
+    ("nemotron", "auto", "mtp"),
     ("heads", "auto", "draft_model"),
     ("shared", "auto", "ngram"),
     ("shared", "int8", "suffix"),
