@@ -81,7 +81,6 @@ def fuzz(program: Path, seconds: float) -> None:
     assert found is not None and int(found.group(1)) >= seconds, out
 
 
-@pytest.mark.slow
 def test_fuzzing_finds_no_error(tmp_path: Path) -> None:
     fuzz(build(tmp_path, "fuzz_suffix_tree", "-O1", objects() or SOURCES), seconds=3)
 
