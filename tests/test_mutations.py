@@ -69,6 +69,7 @@ GATE = "test_dense.py output_gate"
 ROUTE = "test_moe.py route or lowest or router"
 EXPERTS = "test_moe.py sort or combine or alone or out_of_range"
 TYPICAL = "test_logits_processors.py typical and not large and not nearest"
+TYPICAL_TIES = "test_logits_processors.py nearest and simt"
 TYPICAL_RACE = "test_logits_processors.py retains_the_smallest"
 NGRAM = "test_ngram.py not distance and not invalid"
 
@@ -1018,7 +1019,7 @@ MUTATIONS = [
         "sampling/row/cuda/typical.cuh",
         "leaf < divided ? sums.raw : sums.warm",
         "leaf > divided ? sums.raw : sums.warm",
-        TYPICAL,
+        TYPICAL_TIES,
     ),
     Mutation(
         "no barrier between emptying the bins of surprises and filling them",
