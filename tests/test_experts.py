@@ -795,24 +795,35 @@ class ModulesOfTransformers(SlowModules):
         return out[0].view(len(x), -1)
 
 
+def check_modules(directory: Path, slow: SlowModules, float32: SlowModules, count: int) -> None:
+    """Compare the logits of modules with a reference in float64 and in float32."""
+    model = load_model(directory)
+    modules = load_mtp(model, directory)
+    ids = random_ids(40)
+    exact = [slow.logits(states) for states in slow.text(ids, count)]
+    allowed = rounding_errors(
+        lambda: [float32.logits(states) for states in float32.text(ids, count)], exact
+    )
+    for _ in every_isa():
+        states = target_states(model, ids)
+        whole = text_states(modules, states, ids, [40])
+        chunked = text_states(modules, states, ids, [17, 1, 1, 5, 16])
+        assert all(torch.equal(one, other) for one, other in zip(whole, chunked, strict=True))
+        for ours, truth, error in zip(whole, exact, allowed, strict=True):
+            assert_error_at_most(distance(modules.logits(ours), truth), error)
+            assert truth.std().item() > 0.5
+
+
 @pytest.mark.parametrize("naming,base", MTP_BASES, ids=[base[0] for _, base in MTP_BASES])
 def test_mtp_modules_equal_transformers(
     tmp_path: Path, naming: str, base: tuple[str, dict[str, Any]]
 ) -> None:
     tiny = make_mtp_checkpoint(tmp_path, naming, 2, base=base)
-    model = load_model(tmp_path)
-    modules = load_mtp(model, tmp_path)
-    ids = random_ids(40)
     slow, float32 = ModulesOfTransformers(tiny), ModulesOfTransformers(tiny, torch.float32)
-    exact = [slow.logits(states) for states in slow.text(ids, 2)]
-    allowed = rounding_errors(
-        lambda: [float32.logits(states) for states in float32.text(ids, 2)], exact
-    )
-    for _ in every_isa():
-        states = text_states(modules, target_states(model, ids), ids, [40])
-        for ours, truth, error in zip(states, exact, allowed, strict=True):
-            assert_error_at_most(distance(modules.logits(ours), truth), error)
-            assert truth.std().item() > 0.5
+    check_modules(tmp_path, slow, float32, 2)
+
+
+NEMOTRONS = ("nemotron_h", "nemotron_h_latent")
 
 
 def make_nemotron_mtp(directory: Path, family: str, **changes: Any) -> tuple[Tiny, Any]:
@@ -859,28 +870,14 @@ class NemotronModules(SlowModules):
         return out
 
 
-@pytest.mark.parametrize("family", ["nemotron_h", "nemotron_h_latent"])
+@pytest.mark.parametrize("family", NEMOTRONS)
 def test_mtp_modules_of_nemotron_equal_transformers(tmp_path: Path, family: str) -> None:
     """A module's attention and experts are two layers of the checkpoint."""
     tiny, layers = make_nemotron_mtp(tmp_path, family)
-    model = load_model(tmp_path)
-    modules = load_mtp(model, tmp_path)
-    ids = random_ids(40)
     slow, float32 = (
         NemotronModules(tiny, layers, dtype) for dtype in (torch.float64, torch.float32)
     )
-    exact = [slow.logits(states) for states in slow.text(ids, 1)]
-    allowed = rounding_errors(
-        lambda: [float32.logits(states) for states in float32.text(ids, 1)], exact
-    )
-    for _ in every_isa():
-        states = target_states(model, ids)
-        (whole,), (chunked,) = (
-            text_states(modules, states, ids, sizes) for sizes in ([40], [17, 1, 1, 5, 16])
-        )
-        assert_error_at_most(distance(modules.logits(whole), exact[0]), allowed[0])
-        assert torch.equal(whole, chunked)
-    assert exact[0].std().item() > 0.5
+    check_modules(tmp_path, slow, float32, 1)
 
 
 @pytest.mark.parametrize(
@@ -914,7 +911,7 @@ def test_other_mtp_modules_of_nemotron_are_refused(
 def engine_directory(family: str) -> str:
     """Write a tiny model with a tokenizer, and with an MTP module if its family has one."""
     directory = lasting_directory()
-    if FAMILIES.get(family, ("",))[0] == "NemotronH":
+    if family in NEMOTRONS:
         make_nemotron_mtp(directory, family, vocab_size=257)
     elif family in FAMILIES:
         make_experts(directory, family, vocab_size=257)
@@ -966,7 +963,7 @@ def test_speculation_changes_no_bit(family: str, dtype: str, options: dict[str, 
         options = {name: one for name, one in options.items() if name != "kv_cache_dtype"}
     directory = engine_directory(family)
     plain = completions(directory, "naive", dtype=dtype, **options)
-    has_module = family not in FAMILIES or FAMILIES[family][0] == "NemotronH"
+    has_module = family not in FAMILIES or family in NEMOTRONS
     for method in ("ngram", "mtp") if has_module else ("ngram",):
         for one, other in zip(
             plain, completions(directory, method, dtype=dtype, **options), strict=True

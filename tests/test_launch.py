@@ -113,7 +113,6 @@ def test_launches_keep_shared_memory_limits_and_overlap(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("planted", PLANTED)
-@pytest.mark.fast("set by*", "overlap of*", "limit raised*")
 @pytest.mark.slow
 def test_planted_bug_is_noticed(planted: str, tmp_path: Path) -> None:
     line, other, message = PLANTED[planted]

@@ -26,7 +26,7 @@ from specops.engine.models.families.fields import (
     number,
     refuse_values,
 )
-from specops.engine.models.families.gguf import GgufForm
+from specops.engine.models.families.gguf import LATENT_KEYS, GgufForm
 
 
 def read(raw: Mapping[str, Any]) -> ModelConfig:
@@ -91,12 +91,9 @@ def _gguf_fields(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 _GGUF_KEYS = {
     **GGUF_KEYS,
-    "attention.q_lora_rank": "q_lora_rank",
-    "attention.kv_lora_rank": "kv_lora_rank",
-    "attention.key_length_mla": "key_dim_mla",
+    **LATENT_KEYS,
     "attention.value_length_mla": "value_dim_mla",
     "attention.value_length": "v_head_dim",
-    "rope.dimension_count": "qk_rope_head_dim",
     "rope.scaling.yarn_log_multiplier": "mscale_tenth",
 }
 FAMILY = Family(

@@ -26,6 +26,13 @@ _FIELDS = {
     "rope.freq_base": "rope_theta",
     "nextn_predict_layers": "num_nextn_predict_layers",
 }
+# Keys of latent attention.
+LATENT_KEYS = {
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "attention.key_length_mla": "key_dim_mla",
+    "rope.dimension_count": "qk_rope_head_dim",
+}
 _SCALING = "rope.scaling."
 _SCALING_FIELDS = {
     "factor": "factor",

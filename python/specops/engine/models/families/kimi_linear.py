@@ -37,7 +37,7 @@ from specops.engine.models.families.fields import (
     mapping,
     refuse_values,
 )
-from specops.engine.models.families.gguf import GgufForm, value_of_layers
+from specops.engine.models.families.gguf import LATENT_KEYS, GgufForm, value_of_layers
 
 # Names of fields: those of DeepSeek-V3, and of transformers for linear_attn_config.
 _RENAMED = {
@@ -196,11 +196,8 @@ FAMILY = Family(
             "KimiLinearForCausalLM",
             keys={
                 **GGUF_KEYS,
-                "attention.q_lora_rank": "q_lora_rank",
-                "attention.kv_lora_rank": "kv_lora_rank",
-                "attention.key_length_mla": "key_dim_mla",
+                **LATENT_KEYS,
                 "attention.value_length_mla": "v_head_dim",
-                "rope.dimension_count": "qk_rope_head_dim",
                 "ssm.conv_kernel": "linear_conv_kernel_dim",
                 "kda.head_dim": "linear_head_dim",
             },
