@@ -424,8 +424,9 @@ def prepare_batch(
 def _total(lengths: Callable[[], Tensor]) -> int:
     """Return the sum of lengths; 0 if an argument is invalid, which the op then reports."""
     total = try_or_none(lambda: lengths().sum())
-    has_value = isinstance(total, Tensor) and not (total.is_meta or isinstance(total, FakeTensor))
-    if not has_value or total.dtype != torch.int64:
+    if not isinstance(total, Tensor) or total.is_meta or total.dtype != torch.int64:
+        return 0
+    if isinstance(total, FakeTensor):  # it has no value
         return 0
     return max(int(total), 0)  # raises during the capture of a CUDA graph
 
