@@ -15,6 +15,7 @@ VOCAB = 4096
 # Wide enough for vLLM's own kernels to give a row other bits alone than in a batch.
 _HIDDEN, _INTERMEDIATE = 512, 3072
 _LAYERS, _HEADS, _KV_HEADS, _HEAD_DIM = 3, 8, 2, 64
+_EXPERTS, _EXPERT_WIDTH = 8, 1024
 
 
 def write_bundled(folder: Path) -> str:
@@ -31,8 +32,9 @@ def write_bundled(folder: Path) -> str:
 def write_random(folder: Path, family: str, seed: int = 0) -> str:
     """Write a random model of three layers.
 
-    Families: "llama" (untied head), "qwen2" (biases, tied head), or "granite" (as llama, with
-    multipliers on embeddings, residuals, scores and logits).
+    Families: "llama" (untied head), "qwen2" (biases, tied head), "granite" (as llama, with
+    multipliers on embeddings, residuals, scores and logits), "qwen3_moe" (experts in all layers),
+    or "glm4_moe" (experts in groups, after a dense layer; shared experts, biases and multipliers).
     """
     config = _config_of(family)
     heads, kv_heads, head_dim = _HEADS, _KV_HEADS, _HEAD_DIM
@@ -54,12 +56,23 @@ def write_random(folder: Path, family: str, seed: int = 0) -> str:
             tensors[f"{name}{norm}.weight"] = 1 + random(_HIDDEN, scale=0.1)
         for kind, width in widths.items():
             tensors[f"{name}self_attn.{kind}_proj.weight"] = random(width, _HIDDEN, scale=0.06)
-            if family == "qwen2":
+            if family in ("qwen2", "glm4_moe"):
                 tensors[f"{name}self_attn.{kind}_proj.bias"] = random(width, scale=0.5)
         tensors[f"{name}self_attn.o_proj.weight"] = random(_HIDDEN, widths["q"], scale=0.06)
-        for kind in ("gate", "up"):
-            tensors[f"{name}mlp.{kind}_proj.weight"] = random(_INTERMEDIATE, _HIDDEN, scale=0.05)
-        tensors[f"{name}mlp.down_proj.weight"] = random(_HIDDEN, _INTERMEDIATE, scale=0.02)
+        mlps = {"mlp.": _INTERMEDIATE}
+        if family.endswith("_moe") and layer >= config.get("first_k_dense_replace", 0):
+            mlps = {f"mlp.experts.{expert}.": _EXPERT_WIDTH for expert in range(_EXPERTS)}
+            tensors[f"{name}mlp.gate.weight"] = random(_EXPERTS, _HIDDEN, scale=0.1)
+        if family == "qwen3_moe":
+            for norm in ("q_norm", "k_norm"):
+                tensors[f"{name}self_attn.{norm}.weight"] = 1 + random(head_dim, scale=0.1)
+        elif family == "glm4_moe" and len(mlps) > 1:
+            mlps["mlp.shared_experts."] = _EXPERT_WIDTH
+            tensors[f"{name}mlp.gate.e_score_correction_bias"] = random(_EXPERTS).float() / 8
+        for mlp, width in mlps.items():
+            for kind in ("gate", "up"):
+                tensors[f"{name}{mlp}{kind}_proj.weight"] = random(width, _HIDDEN, scale=0.05)
+            tensors[f"{name}{mlp}down_proj.weight"] = random(_HIDDEN, width, scale=0.02)
     return _write(folder, config, tensors)
 
 
@@ -173,6 +186,16 @@ def _config_of(family: str) -> dict[str, Any]:
     if family == "granite":
         config |= {"embedding_multiplier": 2.0, "residual_multiplier": 0.5}
         config |= {"attention_multiplier": 0.125, "logits_scaling": 2.0}
+    if family.endswith("_moe"):
+        config |= {"architectures": [f"{family.title().replace('_', '')}ForCausalLM"]}
+        config |= {"head_dim": _HEAD_DIM, "num_experts_per_tok": 3, "norm_topk_prob": True}
+        config |= {"moe_intermediate_size": _EXPERT_WIDTH}
+    if family == "qwen3_moe":
+        config |= {"num_experts": _EXPERTS, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    if family == "glm4_moe":
+        config |= {"n_routed_experts": _EXPERTS, "n_shared_experts": 1, "n_group": 4}
+        config |= {"topk_group": 2, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1}
+        config |= {"attention_bias": True, "use_qk_norm": False, "partial_rotary_factor": 0.5}
     if family == "laguna":
         config |= {"head_dim": _HEAD_DIM, "num_experts": 0, "mlp_layer_types": ["dense"] * _LAYERS}
     return config

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -101,14 +102,17 @@ def test_stored_compilations_of_vllm_are_not_mixed_up(
     assert again.logprobs == eager.logprobs
 
 
+@pytest.mark.parametrize(
+    "family, ops", [("granite", "aten::mul"), ("glm4_moe", "aten::mul, aten::add")]
+)
 def test_compiled_model_that_computes_itself_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, ops: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
-    model = write_random(tmp_path / "granite", "granite")
+    model = write_random(tmp_path / family, family)
     runs = [Run(*small(2, 4), 2)]
     assert all(decode(Job(engine(model), runs, EXACT))[0].token_ids)
-    with pytest.raises(DecodingError, match="cannot be exact with a model that computes aten::mul"):
+    with pytest.raises(DecodingError, match=f"a model that computes {ops}"):
         decode(Job(engine(model, enforce_eager=False), runs, EXACT))
     assert not kept_in(tmp_path)
 
@@ -354,6 +358,65 @@ def test_quantized_layers_change_no_bit(llama: str, kind: str, tmp_path: Path) -
     config = METHODS["junk"] | {"num_speculative_tokens": 5}
     drafted = engine(model, speculative_config=config, max_num_batched_tokens=64)
     whole = decode(Job(drafted, [Run(prompts, params, 8, 2)], EXACT))[0]
+    assert whole.token_ids == plain.token_ids
+    assert whole.logprobs == plain.logprobs
+
+
+@pytest.mark.parametrize(
+    "family, runner, is_eager",
+    [("qwen3_moe", "1", True), ("qwen3_moe", "0", False), ("glm4_moe", "0", True)],
+)
+def test_experts_change_no_bit(
+    family: str, runner: str, is_eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    model = write_random(tmp_path / family, family)
+    alone = decode(Job(engine(model), [Run(*small(), 1)], EXACT))[0]
+    monkeypatch.setenv(SECOND_RUNNER, runner)
+    config = METHODS["junk"] | {"num_speculative_tokens": 5}
+    more = {"speculative_config": config, "max_num_batched_tokens": 64, "enforce_eager": is_eager}
+    whole = joined(decode(Job(engine(model, **more), runs_of(*small(), 5), EXACT)))
+    assert whole.token_ids == alone.token_ids
+    assert whole.logprobs == alone.logprobs
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+def test_experts_are_close_to_vllm(family: str, tmp_path: Path) -> None:
+    """Compare the five most likely first tokens, after vLLM's own routing and products."""
+    model = write_random(tmp_path / family, family)
+    prompts, _ = small()
+    params = [{"temperature": 0.0, "max_tokens": 1, "logprobs": 5}] * len(prompts)
+    ours, theirs = (
+        decode(Job(engine(model), [Run(prompts, params, 8)], parts))[0] for parts in (EXACT, "")
+    )
+    for one, other in zip(ours.logprobs, theirs.logprobs, strict=True):
+        mine, its = numbers(one[0]), numbers(other[0])
+        shared = mine.keys() & its.keys()
+        assert len(shared) >= 3
+        assert [mine[token] for token in shared] == pytest.approx(
+            [its[token] for token in shared], abs=0.1
+        )
+
+
+def numbers(bits: str) -> dict[str, float]:
+    """Return the logprobs of tokens, from the text of one position."""
+    parts = (entry.split(":") for entry in bits.split())
+    return {token: struct.unpack("<f", bytes.fromhex(one))[0] for token, one in parts}
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one CPU")
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_experts_of_two_ranks_change_no_bit(
+    is_apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank has a part of every expert, or every second expert as a whole."""
+    one, other, *_ = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{one}|{other}")
+    model = write_random(tmp_path / "model", "qwen3_moe")
+    more = {"tensor_parallel_size": 2, "enable_expert_parallel": is_apart}
+    prompts, params = small(12)
+    runs = [Run(prompts, params, 1), Run(prompts, params, 8, 3)]
+    plain, whole = decode(Job(engine(model, **more), runs, EXACT))
     assert whole.token_ids == plain.token_ids
     assert whole.logprobs == plain.logprobs
 

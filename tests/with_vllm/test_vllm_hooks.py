@@ -63,7 +63,8 @@ def test_exact_switches_on_all_parts() -> None:
         "specops.integrations.vllm.platform",
         "specops.integrations.vllm.attention",
         "['RMSNorm',",
-        "'SiluAndMul']",
+        "'SiluAndMul',",
+        "'UnquantizedFusedMoEMethod']",
         "specops.integrations.vllm.packed_linear",
     ], done.stderr
 
@@ -72,7 +73,8 @@ def test_list_switches_on_the_parts_that_it_names() -> None:
     assert in_vllm(REPORT, "linear,norm").stdout.split() == [
         "specops.integrations.vllm.platform",
         "vllm.v1.attention.backends.cpu_attn",
-        "['RMSNorm']",
+        "['RMSNorm',",
+        "'UnquantizedFusedMoEMethod']",
         "specops.integrations.vllm.packed_linear",
     ]
 

@@ -104,6 +104,62 @@ def test_linear_is_row_identical_and_close_to_torch(remove_weight: bool) -> None
     assert torch.equal(product(x.view(4, 5, -1)).view(20, -1), product(x))
 
 
+ROUTING: dict[str, Any] = {
+    "top_k": 3,
+    "global_num_experts": 16,
+    "use_grouped_topk": True,
+    "num_expert_group": 4,
+    "topk_group": 2,
+    "scoring_func": "sigmoid",
+    "routed_scaling_factor": 2.5,
+}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"renormalize": False},
+        {"use_grouped_topk": False, "scoring_func": "softmax"},
+        {"use_grouped_topk": False, "scoring_func": "softmax", "renormalize": False},
+        {"num_expert_group": 1, "topk_group": 1, "scoring_func": "softmax"},
+    ],
+)
+def test_routing_is_row_identical_and_agrees_with_vllm(more: dict[str, Any]) -> None:
+    from specops.integrations.vllm.experts import SpecopsRouter
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    given = ROUTING | more
+    bias = torch.randn(16) / 4 if given["use_grouped_topk"] else None
+    theirs = CPURouter(**given, e_score_correction_bias=bias)
+    ours = SpecopsRouter(theirs)
+    assert ours.specops_faults == []
+    x, logits = torch.zeros(50, 8), torch.randn(50, 16)
+    weights, ids = ours.select_experts(x, logits)
+    assert rows_that_differ(ours.select_experts, x, logits) == 0
+    their_weights, their_ids = theirs.select_experts(x, logits)
+    order = their_ids.argsort(-1)
+    assert torch.equal(ids, their_ids.gather(1, order))
+    torch.testing.assert_close(weights, their_weights.gather(1, order))
+
+
+@pytest.mark.parametrize(
+    "more, fault",
+    [
+        ({"custom_routing_function": print}, "experts with a routing function of the model"),
+        ({"scoring_func": "sqrtsoftplus"}, "experts with the scoring sqrtsoftplus"),
+        ({"e_score_correction_bias": None}, "groups of experts without a bias"),
+        ({"eplb_state": object()}, "load balancing of experts"),
+    ],
+)
+def test_routing_reports_unsupported_options(more: dict[str, Any], fault: str) -> None:
+    from specops.integrations.vllm.experts import SpecopsRouter
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    given = ROUTING | {"e_score_correction_bias": torch.zeros(16)} | more
+    assert SpecopsRouter(CPURouter(**given)).specops_faults == [fault]
+
+
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 4, 2, 64, 16
 
 

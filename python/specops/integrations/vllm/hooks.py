@@ -51,6 +51,8 @@ _LAYERS = "vllm.model_executor.layers"
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
 _WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
 _V2 = "vllm.v1.worker.gpu"
+_EXPERTS = f"{_LAYERS}.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod"
+_ROUTER = f"{_LAYERS}.fused_moe.router.cpu_router:CPURouter"
 
 
 def _layers(names: str) -> tuple[str, ...]:
@@ -61,6 +63,7 @@ def _layers(names: str) -> tuple[str, ...]:
 # are row-identical by test (rotary embedding).
 EXACT_LAYERS = _layers(
     "logits_processor:LogitsProcessor "
+    "fused_moe.runner.shared_experts:SharedExperts "
     "rotary_embedding.base:RotaryEmbedding "
     "rotary_embedding.common:ApplyRotaryEmb "
     "rotary_embedding.linear_scaling_rope:LinearScalingRotaryEmbedding "
@@ -74,12 +77,17 @@ LINEAR_LAYERS = _layers(
     "linear:ReplicatedLinear "
     "linear:RowParallelLinear "
     "vocab_parallel_embedding:ParallelLMHead "
-    "vocab_parallel_embedding:VocabParallelEmbedding"
+    "vocab_parallel_embedding:VocabParallelEmbedding "
+    "fused_moe.router.gate_linear:GateLinear"
 )
 QUANT_METHODS = _layers(
     "linear:UnquantizedLinearMethod vocab_parallel_embedding:UnquantizedEmbeddingMethod"
 )
-(ATTENTION_LAYER,) = _layers("attention.attention:Attention")
+ATTENTION_LAYER, EXPERTS_LAYER, EXPERTS_RUNNER = _layers(
+    "attention.attention:Attention "
+    "fused_moe.routed_experts:RoutedExperts "
+    "fused_moe.runner.moe_runner:MoERunner"
+)
 # vLLM layers that specops replaces -> the part of SPECOPS_VLLM that replaces them.
 REPLACED_LAYERS = dict(
     zip(_layers("layernorm:RMSNorm activation:SiluAndMul"), ("norm", "activation"), strict=True)
@@ -158,6 +166,46 @@ HOOKS = (
         "layer remove_weight",
     ),
     _hook("linear", "read", f"{_LAYERS}.utils:cpu_unquantized_gemm", "layer x weight bias"),
+    _hook(
+        "linear",
+        "registered",
+        "vllm.model_executor.custom_op:CustomOp.register_oot",
+        "_decorated_op_cls name",
+    ),
+    _hook("linear", "subclassed", f"{_EXPERTS}.process_weights_after_loading", "self layer"),
+    _hook(
+        "linear",
+        "subclassed",
+        f"{_EXPERTS}.forward_native",
+        "self layer x topk_weights topk_ids shared_experts shared_experts_input",
+    ),
+    _hook(
+        "linear",
+        "subclassed",
+        f"{_ROUTER}._compute_routing",
+        "self hidden_states router_logits indices_type input_ids",
+    ),
+    _hook(
+        "linear",
+        "read",
+        _ROUTER,
+        "top_k global_num_experts use_grouped_topk num_expert_group topk_group renormalize "
+        "scoring_func routed_scaling_factor e_score_correction_bias custom_routing_function "
+        "_hash_indices_table eplb_state",
+    ),
+    _hook(
+        "linear",
+        "read",
+        f"{_LAYERS}.fused_moe.config:FusedMoEConfig",
+        "activation swiglu_limit has_bias in_dtype dp_size is_sequence_parallel",
+    ),
+    _hook("linear", "read", EXPERTS_RUNNER, "router"),
+    _hook(
+        "linear",
+        "read",
+        EXPERTS_LAYER,
+        "quant_method expert_map local_num_experts apply_router_weight_on_input",
+    ),
     _hook(
         "sampling",
         "replaced",

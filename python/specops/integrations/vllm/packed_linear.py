@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from specops import dense
 from specops.integrations.vllm import threads
 
-_DTYPES = (torch.bfloat16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float32)
 
 
 class PackedLinear:
@@ -26,7 +26,7 @@ class PackedLinear:
         self._packed: dense.PackedWeight | None = None
         self.specops_faults: list[str] = []
         weight = layer.weight
-        if weight.dim() != 2 or weight.dtype not in _DTYPES or weight.is_meta:
+        if weight.dim() != 2 or weight.dtype not in DTYPES or weight.is_meta:
             self.specops_faults.append(
                 f"{type(layer).__name__} with a weight of {weight.dim()} dimensions of "
                 f"{weight.dtype} on {weight.device} (linear takes 2 of bfloat16 or float32 on cpu)"
@@ -52,16 +52,8 @@ class PackedLinear:
         return out.view(*x.shape[:-1], packed.num_outputs)
 
     def pack(self) -> dense.PackedWeight:
-        """Pack the layer's current weight, IN PLACE if it was packed before.
-
-        A compiled graph may hold a reference to the packed tensor.
-        """
-        packed = dense.pack_weight(self._layer.weight.detach())
-        if self._packed is None:
-            self._packed = packed
-        else:
-            with torch.inference_mode():  # the LM head is packed in a step, in inference mode
-                self._packed.data.copy_(packed.data)
+        """Pack the layer's current weight, IN PLACE if it was packed before."""
+        self._packed = put(self._packed, dense.pack_weight(self._layer.weight.detach()))
         return self._packed
 
     def pack_again(self) -> None:
@@ -90,8 +82,30 @@ def use_packed_linear(layer: Any, remove_weight: bool) -> None:
     threads.start()
     if remove_weight:
         product.pack()
-        nothing = torch.empty(0, dtype=layer.weight.dtype)
-        layer.weight = nn.Parameter(nothing, requires_grad=False)
+        free(layer, "weight")
+
+
+def put(before: dense.PackedWeight | None, packed: dense.PackedWeight) -> dense.PackedWeight:
+    """Return a packed weight, copied IN PLACE into the one that was packed before, if any.
+
+    A compiled graph may hold references to the packed tensors.
+    """
+    if before is None:
+        return packed
+    with torch.inference_mode():  # the LM head is packed in a step, in inference mode
+        for old, new in zip(before, packed, strict=True):
+            if isinstance(old, Tensor):
+                assert isinstance(new, Tensor)
+                old.copy_(new)
+    return before
+
+
+def free(layer: Any, name: str | None) -> None:
+    """Replace a parameter of a layer, if it exists, by an empty one."""
+    parameter = getattr(layer, name or "", None)
+    if isinstance(parameter, Tensor):
+        empty = torch.empty(0, dtype=parameter.dtype)
+        setattr(layer, str(name), nn.Parameter(empty, requires_grad=False))
 
 
 def pack_again(modules: Iterable[Any]) -> None:

@@ -139,11 +139,13 @@ def _switch_activation() -> None:
 
 def _switch_linear() -> None:
     import vllm.model_executor.layers.utils as utils
+    from vllm.model_executor.custom_op import CustomOp
 
-    from specops.integrations.vllm import quantized_linear
+    from specops.integrations.vllm import experts, quantized_linear
 
     utils.dispatch_cpu_unquantized_gemm = packed_linear.use_packed_linear
     quantized_linear.register()
+    CustomOp.register_oot(experts.SpecopsExperts, name="UnquantizedFusedMoEMethod")
 
 
 # The worker and the platform enable the part sampling.

@@ -11,7 +11,6 @@ This module imports vLLM, so only the plug-in imports it, in a process of vLLM.
 import os
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from vllm.model_executor.kernels import linear as vllm_linear
 from vllm.model_executor.layers.quantization.utils.w8a8_utils import convert_to_channelwise
@@ -23,6 +22,7 @@ from specops import dense
 from specops.checkpoints.bits import even_groups, unpacked
 from specops.checkpoints.integers import integer_weight
 from specops.integrations.vllm import threads
+from specops.integrations.vllm.packed_linear import free, put
 from specops.quantization import QuantizedWeight
 
 _BITS = {
@@ -85,7 +85,7 @@ class SpecopsWna16Kernel(vllm_linear.MPLinearKernel):  # type: ignore[misc]
             )
         _pack(layer, integer_weight(bits, values, scales, points, groups))
         for name in (self.w_q_name, self.w_s_name, self.w_zp_name):
-            _free(layer, name)
+            free(layer, name)
 
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply rows by the layer's weight."""
@@ -113,7 +113,7 @@ class SpecopsInt8Kernel(vllm_linear.Int8ScaledMMLinearKernel):  # type: ignore[m
         scales = scales.data.float().reshape(-1, 1).contiguous()
         _pack(layer, QuantizedWeight("int8", weight.data, scales))
         for name in self.layer_param_names:
-            _free(layer, name)
+            free(layer, name)
 
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply rows by the layer's weight."""
@@ -123,22 +123,7 @@ class SpecopsInt8Kernel(vllm_linear.Int8ScaledMMLinearKernel):  # type: ignore[m
 def _pack(layer: nn.Module, weight: QuantizedWeight) -> None:
     threads.start()
     packed = dense.pack_weight(weight, activations="int16")
-    before: dense.PackedWeight | None = getattr(layer, _PACKED, None)
-    if before is None:
-        setattr(layer, _PACKED, packed)
-        return
-    # A compiled graph may hold references to the packed tensors.
-    for old, new in zip(before, packed, strict=True):
-        if isinstance(old, Tensor):
-            assert isinstance(new, Tensor)
-            old.copy_(new)
-
-
-def _free(layer: nn.Module, name: str | None) -> None:
-    parameter = getattr(layer, name or "", None)
-    if isinstance(parameter, Tensor):
-        empty = torch.empty(0, dtype=parameter.dtype)
-        setattr(layer, str(name), nn.Parameter(empty, requires_grad=False))
+    setattr(layer, _PACKED, put(getattr(layer, _PACKED, None), packed))
 
 
 def _multiply(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -12,6 +12,8 @@ from typing import Any
 from specops.integrations.vllm.hooks import (
     ATTENTION_LAYER,
     EXACT_LAYERS,
+    EXPERTS_LAYER,
+    EXPERTS_RUNNER,
     LINEAR_LAYERS,
     QUANT_METHODS,
     REPLACED_LAYERS,
@@ -22,6 +24,8 @@ _SHARED_MEMORY = "_CPUSHMDistributed"
 _LAYER_PACKAGE = "vllm.model_executor.layers"
 _OUR_ATTENTION = "specops.integrations.vllm.attention:SpecopsAttentionImpl"
 _OUR_LINEAR = "specops.integrations.vllm.packed_linear:PackedLinear"
+_OUR_EXPERTS = "specops.integrations.vllm.experts:SpecopsExperts"
+_OUR_ROUTER = "specops.integrations.vllm.experts:SpecopsRouter"
 _OUR_KERNELS = (
     "specops.integrations.vllm.quantized_linear:SpecopsWna16Kernel",
     "specops.integrations.vllm.quantized_linear:SpecopsInt8Kernel",
@@ -84,7 +88,8 @@ def faults_of_ops(model: Any) -> list[str]:
     """Return the distinct features of a model that specops' layers do not support."""
     faults: dict[str, None] = {}
     for module in model.modules():
-        for holder in (module, getattr(module, "impl", None), getattr(module, "cpu_linear", None)):
+        parts = (getattr(module, name, None) for name in ("impl", "cpu_linear", "router"))
+        for holder in (module, *parts):
             faults.update(dict.fromkeys(getattr(holder, "specops_faults", ())))
     return list(faults)
 
@@ -133,6 +138,8 @@ def _fault_of_layer(module: Any, parts: Collection[str]) -> str | None:
     if full_name == ATTENTION_LAYER:
         is_ours = "attention" not in parts or _full_name(module.impl) == _OUR_ATTENTION
         return None if is_ours else f"attention by {type(module.impl).__name__}"
+    if full_name in (EXPERTS_LAYER, EXPERTS_RUNNER):
+        return _fault_of_experts(module, parts)
     if full_name in EXACT_LAYERS:
         return None
     if kind.__module__.startswith(_STATE_SPACE_PACKAGE):
@@ -151,6 +158,17 @@ def _fault_of_linear(module: Any, parts: Collection[str]) -> str | None:
     if "linear" in parts and _full_name(product) != _OUR_LINEAR:
         return f"{name} whose product is not specops'"
     return None
+
+
+def _fault_of_experts(module: Any, parts: Collection[str]) -> str | None:
+    if "linear" not in parts:
+        return None
+    if _full_name(module) == EXPERTS_RUNNER:
+        is_ours = _full_name(module.router) == _OUR_ROUTER
+        return None if is_ours else f"experts chosen by {type(module.router).__name__}"
+    method = module.quant_method
+    is_ours = _full_name(method) == _OUR_EXPERTS
+    return None if is_ours else f"experts computed by {type(method).__name__}"
 
 
 def _full_name(value: Any) -> str:

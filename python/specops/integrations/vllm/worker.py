@@ -10,7 +10,7 @@ from typing import Any
 from vllm.config import set_current_vllm_config
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from specops.integrations.vllm import model_check, packed_linear, plugin
+from specops.integrations.vllm import experts, model_check, packed_linear, plugin
 
 
 class SpecopsWorker(CPUWorker):  # type: ignore[misc]
@@ -29,6 +29,8 @@ class SpecopsWorker(CPUWorker):  # type: ignore[misc]
         parts, runner = plugin.switched_on(), self.model_runner
         model_check.check_config(self.vllm_config, parts)
         super().load_model(**kwargs)
+        if "linear" in parts:
+            experts.use_routers(runner.get_model())
         if self.use_v2_model_runner:
             from specops.integrations.vllm import v2_runner
 
