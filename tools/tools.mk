@@ -89,7 +89,7 @@ $(VLLM)/ready: tests/with_vllm/requirements.txt pyproject.toml $(VENV)/built
 # Test the plug-in inside vLLM: its hooks, rows and engines. vllm-campaign decodes 1,000 random
 # prompts, which takes long.
 test-vllm: setup $(VLLM)/ready
-	$(VLLM_RUN) -m pytest tests/with_vllm
+	$(VLLM_RUN) -m pytest -n $(WORKERS) --dist worksteal tests/with_vllm
 
 vllm-campaign: setup $(VLLM)/ready
 	$(VLLM_RUN) tests/with_vllm/campaign.py --kernels specops vllm

@@ -18,12 +18,14 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from models import VOCAB, write_bundled, write_random
-from specops.integrations.vllm.decoding import Decoded, Job, Run, decode
+from forked import decode
+from models import QUANTIZED, VOCAB, write_bundled, write_quantized, write_random
+from specops.integrations.vllm.decoding import Decoded, Job, Run
 from specops.integrations.vllm.exactness import Difference, compare
 from specops.integrations.vllm.settings import EXACT
 
@@ -40,7 +42,22 @@ METHODS: dict[str, dict[str, Any]] = {
 # vLLM's own suffix decoding needs a package that `make -C tools test-vllm` does not install.
 if importlib.util.find_spec("arctic_inference") is None:
     del METHODS["suffix"]
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 BATCHES = (1, 2, 3, 5, 8, 13, 21, 32)
+# Random models beside the bundled one; quantized ones have the weights of "llama".
+RANDOM = ("llama", "qwen2", "qwen3_moe", "glm4_moe")
+MODELS = ("bundled", *RANDOM, *QUANTIZED)
+
+
+def write_model(folder: Path, name: str) -> str:
+    """Write one of `MODELS` into a subfolder, unless it is there, and return its path."""
+    if (folder / name / "model.safetensors").exists():
+        return str(folder / name)
+    if name == "bundled":
+        return write_bundled(folder / name)
+    if name in RANDOM:
+        return write_random(folder / name, name)
+    return write_quantized(folder / name, write_model(folder, "llama"), name)
 
 
 def prompts_of(count: int, rng: random.Random) -> list[list[int]]:
@@ -116,9 +133,24 @@ def campaign(
     max_tokens: int,
     seed: int,
     methods: list[str],
+    runner: int,
+    more: Mapping[str, Any],
     keep: Path | None = None,
 ) -> list[Difference]:
-    """Decode plainly and alone, then with every method."""
+    """Decode plainly and alone, by an eager engine and the first runner, then with every method.
+
+    Args:
+        model: folder of the model.
+        parts: value of SPECOPS_VLLM.
+        count: number of prompts.
+        max_tokens: upper bound of an output's tokens.
+        seed: seed of prompts and parameters.
+        methods: names of `METHODS`.
+        runner: number of vLLM's model runner, 1 or 2.
+        more: further arguments of vLLM's LLM; only ranks also apply to the engine that decodes
+            alone, since sums over ranks have bits of their own.
+        keep: folder for results; None to store nothing.
+    """
     rng = random.Random(seed)
     prompts = prompts_of(count, rng)
     params = [params_of(index, max_tokens, rng) for index in range(count)]
@@ -127,21 +159,25 @@ def campaign(
         # with drafts.
         params = [one | {"temperature": 0.0, "top_k": 0, "top_p": 1.0} for one in params]
     engine = {"model": model, "enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 32}
-    alone = Job(engine | {"enable_prefix_caching": False}, [Run(prompts, params, 1)], parts)
+    ranks = {"tensor_parallel_size": more.get("tensor_parallel_size", 1)}
+    plain = engine | ranks | {"enable_prefix_caching": False}
+    alone = Job(plain, [Run(prompts, params, 1)], parts)
     kernels = "specops" if parts else "vllm"
     name = f"{Path(model).name}-{kernels}"
+    os.environ[RUNNER] = "0"
     base = stored(alone, f"{name}-alone", keep)[0]
+    os.environ[RUNNER] = str(runner - 1)
     found = []
     for method in methods:
         config = METHODS[method]
-        crowded = engine | {"enable_prefix_caching": True, "max_num_batched_tokens": 128}
+        crowded = engine | {"enable_prefix_caching": True, "max_num_batched_tokens": 128, **more}
         if config:
             crowded["speculative_config"] = config | {"num_speculative_tokens": 5}
         job = Job(crowded, runs_of(prompts, params, seed), parts)
-        whole = joined(stored(job, f"{name}-{method}", keep))
+        whole = joined(stored(job, f"{name}-v{runner}-{method}", keep))
         one = compare(base, whole, kernels, method, max(BATCHES), 0.0)
         print(
-            f"{Path(model).name:8} {kernels:8} {method:15} {one.num_prompts} prompts, "
+            f"{Path(model).name:9} {kernels:8} {method:15} {one.num_prompts} prompts, "
             f"{one.num_tokens} tokens: {one.texts} texts and {one.logprobs} outputs' bits differ",
             flush=True,
         )
@@ -150,33 +186,44 @@ def campaign(
 
 
 def main() -> int:
-    """Run the campaign on the bundled model and two random ones."""
+    """Run the campaign. The bundled model gets twice as many prompts as a random one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=1000, help="number for all models together")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS[:3]))
+    parser.add_argument("--runner", type=int, choices=[1, 2], default=1, help="vLLM's model runner")
+    parser.add_argument("--compiled", action="store_true", help="also compile the model")
+    parser.add_argument("--ranks", type=int, default=1, help="tensor_parallel_size")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kernels", nargs="+", choices=["specops", "vllm"], default=["specops"])
     parser.add_argument("--method", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument(
-        "--keep", type=Path, metavar="DIR", help="folder of results, to resume from"
+        "--keep", type=Path, metavar="DIR", help="folder of models and results, to resume from"
     )
     args = parser.parse_args()
     here = str(Path(__file__).resolve().parent)  # to find junk.JunkProposer
     os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
+    more = {"enforce_eager": not args.compiled, "tensor_parallel_size": args.ranks}
     wrong = 0
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.keep or Path(temporary)
-        models = {
-            write_bundled(folder / "bundled"): args.prompts - 2 * (args.prompts // 4),
-            write_random(folder / "llama", "llama"): args.prompts // 4,
-            write_random(folder / "qwen2", "qwen2"): args.prompts // 4,
-        }
+        shares = {name: 1 + (name == "bundled") for name in args.models}
         for kernels in args.kernels:
             parts = EXACT if kernels == "specops" else ""
-            for model, count in models.items():
+            for name, share in shares.items():
+                count = args.prompts * share // sum(shares.values())
+                model = write_model(folder, name)
                 found = campaign(
-                    model, parts, count, args.max_tokens, args.seed, args.method, args.keep
+                    model,
+                    parts,
+                    count,
+                    args.max_tokens,
+                    args.seed,
+                    args.method,
+                    args.runner,
+                    more,
+                    args.keep,
                 )
                 wrong += sum(one.logprobs for one in found) if parts else 0
     print(f"{time.monotonic() - started:.0f} s; with specops {wrong} outputs differ")

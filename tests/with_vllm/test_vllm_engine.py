@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from campaign import METHODS, joined, params_of, prompts_of, runs_of
+from campaign import METHODS, RUNNER, joined, params_of, prompts_of, runs_of
+from forked import decode
 from models import QUANTIZED, write_config, write_quantized, write_random
-from specops.integrations.vllm.decoding import Decoded, DecodingError, Job, Run, decode
+from specops.integrations.vllm.decoding import Decoded, DecodingError, Job, Run
 from specops.integrations.vllm.exactness import compare
 from specops.integrations.vllm.settings import EXACT, PARTS
 
@@ -38,16 +39,13 @@ def alone(llama: str) -> Decoded:
     return decode(Job(engine(llama), [Run(*small(), 1)], EXACT))[0]
 
 
-SECOND_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-
-
 @pytest.mark.parametrize("runner", ["0", "1"])
 @pytest.mark.parametrize("method", METHODS)
 def test_no_method_and_no_batch_changes_a_bit(
     llama: str, alone: Decoded, method: str, runner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both model runners of vLLM have the same bits."""
-    monkeypatch.setenv(SECOND_RUNNER, runner)
+    monkeypatch.setenv(RUNNER, runner)
     config = METHODS[method]
     more: dict[str, Any] = {"enable_prefix_caching": True, "max_num_batched_tokens": 64}
     if config:
@@ -68,7 +66,7 @@ def test_compiled_model_has_the_bits_of_eager(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    monkeypatch.setenv(SECOND_RUNNER, runner)
+    monkeypatch.setenv(RUNNER, runner)
     more: dict[str, Any] = {"enforce_eager": False, "max_num_batched_tokens": 64}
     if METHODS[method]:
         more["speculative_config"] = METHODS[method] | {"num_speculative_tokens": 5}
@@ -165,7 +163,7 @@ def test_preemption_changes_no_bit(
     llama: str, alone: Decoded, runner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cache has memory for a few requests only."""
-    monkeypatch.setenv(SECOND_RUNNER, runner)
+    monkeypatch.setenv(RUNNER, runner)
     config = METHODS["junk"] | {"num_speculative_tokens": 5}
     tight = engine(
         llama, num_gpu_blocks_override=7, speculative_config=config, disable_log_stats=False
@@ -210,7 +208,7 @@ def test_predictions_are_accepted(
     bundled: str, runner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A predicted output takes far fewer steps and has the same tokens."""
-    monkeypatch.setenv(SECOND_RUNNER, runner)
+    monkeypatch.setenv(RUNNER, runner)
     prompts, _ = small(4)
     params: list[dict[str, Any]] = [{"temperature": 0.0, "max_tokens": 48}] * 4
     plain = decode(Job(engine(bundled), [Run(prompts, params, 4)], EXACT))[0]
@@ -319,7 +317,7 @@ def test_structured_output_has_the_same_bits_with_drafts_and_in_the_second_runne
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     found = []
     for method, runner in (("plain", "0"), ("specops-suffix", "1")):
-        monkeypatch.setenv(SECOND_RUNNER, runner)
+        monkeypatch.setenv(RUNNER, runner)
         more = {}
         if METHODS[method]:
             more["speculative_config"] = METHODS[method] | {"num_speculative_tokens": 5}
@@ -342,7 +340,7 @@ def test_structured_output_has_the_same_bits_with_drafts_and_in_the_second_runne
 def test_second_runner_refuses_what_needs_triton(
     bundled: str, parts: str, more: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(SECOND_RUNNER, "1")
+    monkeypatch.setenv(RUNNER, "1")
     given = engine(bundled)
     if more:
         given["speculative_config"] = more | {"model": bundled, "num_speculative_tokens": 2}
@@ -372,7 +370,7 @@ def test_experts_change_no_bit(
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
     model = write_random(tmp_path / family, family)
     alone = decode(Job(engine(model), [Run(*small(), 1)], EXACT))[0]
-    monkeypatch.setenv(SECOND_RUNNER, runner)
+    monkeypatch.setenv(RUNNER, runner)
     config = METHODS["junk"] | {"num_speculative_tokens": 5}
     more = {"speculative_config": config, "max_num_batched_tokens": 64, "enforce_eager": is_eager}
     whole = joined(decode(Job(engine(model, **more), runs_of(*small(), 5), EXACT)))

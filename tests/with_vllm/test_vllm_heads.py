@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from campaign import joined, params_of, prompts_of, runs_of
+from forked import decode
 from heads import NUM_HEADS, write_head
-from specops.integrations.vllm.decoding import Decoded, DecodingError, Job, Run, decode
+from specops.integrations.vllm.decoding import Decoded, DecodingError, Job, Run
 from specops.integrations.vllm.settings import EXACT
 
 ENGINE = {"enforce_eager": True, "max_model_len": 512, "max_num_seqs": 32}

@@ -2,35 +2,50 @@
 """vLLM on this CPU with its own kernels and with specops', our engine, and changed texts.
 
 20 prompts, 64 greedy tokens, one at a time and eight at once: plain, n-gram and suffix drafts,
-eager and compiled. Every vLLM runs in a separate process, in the environment of
+eager and compiled; and n-gram and suffix drafts for edits in vLLM's second model runner, which
+without specops does not run here. Every vLLM runs in a separate process, in the environment of
 `make -C tools test-vllm`. Texts are compared with plain decoding of each prompt alone by the same
 kernels.
 """
 
 import os
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest import mock
 
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
-from specops.integrations.vllm.decoding import Job, Run, decode
+from specops.integrations.vllm.decoding import Job, Run, decode, run_apart
+from specops.integrations.vllm.settings import EXACT
 
 from bench.bench_engine import prompt_token_ids
 from bench.common import ROOT, Bench, Figure
-from tools.benches.vllm_costs import BATCHES, KERNELS, METHODS, write_model
 
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 ROUNDS = 1  # ten minutes each: a compiled engine compiles for a minute at each start
 PROMPTS = 20
 MAX_TOKENS = 64
 MODES = ("eager", "compiled")
+KERNELS = {"vllm": "", "specops": EXACT}
+BATCHES = (1, 8)
+_SECOND_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _DRAFTS = 4
+METHODS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ngram": {
+        "method": "ngram",
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 5,
+        "num_speculative_tokens": _DRAFTS,
+    },
+}
 _SUFFIX = {"num_speculative_tokens": _DRAFTS}
 # vLLM's own suffix decoding needs a package that `make -C tools test-vllm` does not install.
 _OWN_SUFFIX = _SUFFIX | {"method": "suffix"}
@@ -72,23 +87,35 @@ def run_vllm(bench: Bench) -> None:
     prompts = [prompt for kind in kinds for prompt in kind[: PROMPTS // 2]]
     ours = Runs()
     theirs = {(kernels, mode): Runs() for kernels in KERNELS for mode in MODES}
+    second = Runs()
     has_vllm = VLLM_PYTHON.exists() and not bench.rehearsal
     if not has_vllm:
         print("  no vllm: .venv-vllm is missing; `make -C tools test-vllm` makes it", flush=True)
     read = bench.read_gb_s()
     with tempfile.TemporaryDirectory() as folder:
-        model = write_model(Path(folder, "bundled")) if has_vllm else ""
+        model = _write_model(Path(folder, "bundled")) if has_vllm else ""
         methods = _methods() if has_vllm else {}
         for _ in range(bench.pick(ROUNDS, 1)):
             _run_ours(bench, ours, prompts)
             for method, config in methods.items():
                 for (kernels, mode), runs in theirs.items():
                     _run_theirs(runs, model, method, config, KERNELS[kernels], mode, prompts)
+            if has_vllm:
+                _run_second_runner(second, model, kinds[0][:PROMPTS])
     common = {"threads": bench.num_threads, "read_gb_s": read}
     _figures_of_ours(bench, ours, theirs["vllm", "compiled"] if has_vllm else None, common)
     if has_vllm:
         for mode in MODES:
             _figures_of_theirs(bench, mode, theirs["vllm", mode], theirs["specops", mode], common)
+        _figures_of_second_runner(bench, second, common)
+
+
+def _write_model(folder: Path) -> str:
+    """Write the bundled model in vLLM's layout."""
+    sys.path.insert(0, str(ROOT / "tests" / "with_vllm"))
+    from models import write_bundled
+
+    return write_bundled(folder)
 
 
 def _methods() -> dict[str, dict[str, Any]]:
@@ -157,9 +184,33 @@ def _run_theirs(
         "PYTHONPATH": "",
     }
     with mock.patch.dict(os.environ, environment):
-        found = decode(Job(engine, wanted, parts), python=str(VLLM_PYTHON))
+        found = decode(Job(engine, wanted, parts), partial(run_apart, python=str(VLLM_PYTHON)))
     for batch, done in zip(BATCHES, found[1::2], strict=True):
         runs.add(method, batch, done.token_ids, done.seconds)
+
+
+def _run_second_runner(runs: Runs, model: str, prompts: list[list[int]]) -> None:
+    with mock.patch.dict(os.environ, {_SECOND_RUNNER: "1"}):
+        for method, config in {"ngram": METHODS["ngram"], "suffix": _OUR_SUFFIX}.items():
+            _run_theirs(runs, model, method, config, EXACT, "eager", prompts)
+
+
+def _figures_of_second_runner(bench: Bench, runs: Runs, common: Mapping[str, Any]) -> None:
+    for batch in BATCHES:
+        ngram, suffix = runs.rate("ngram", batch), runs.rate("suffix", batch)
+        bench.add(
+            Figure(
+                f"vllm.v2.suffix.b{batch}",
+                f"vLLM's second runner with specops, eager, edits, batch {batch}: suffix drafts "
+                "times as fast as n-gram drafts",
+                suffix,
+                "tok/s",
+                "n-gram drafts",
+                ngram,
+                suffix / ngram,
+                **common,
+            )
+        )
 
 
 def _figures_of_theirs(

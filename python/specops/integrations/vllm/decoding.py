@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,8 +86,21 @@ class Decoded:
     num_accepted: int = 0
 
 
-def decode(job: Job, python: str = sys.executable) -> list[Decoded]:
-    """Run a job in its own process.
+def run_apart(
+    arguments: Sequence[str], environment: Mapping[str, str], python: str = sys.executable
+) -> tuple[int, str]:
+    """Run `main` in a new process; return its exit status and what it printed."""
+    command = [python, "-m", "specops.integrations.vllm.decoding", *arguments]
+    done = subprocess.run(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    return done.returncode, done.stdout
+
+
+def decode(
+    job: Job, run: Callable[[Sequence[str], Mapping[str, str]], tuple[int, str]] = run_apart
+) -> list[Decoded]:
+    """Run a job in its own process, started by `run`.
 
     Raises:
         DecodingError: the process failed; the message ends with its last lines of output.
@@ -102,14 +115,10 @@ def decode(job: Job, python: str = sys.executable) -> list[Decoded]:
             VERIFY_VARIABLE: job.strategy if verifies else "",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
-        module = "specops.integrations.vllm.decoding"
-        command = [python, "-m", module, str(job_file), str(result_file)]
-        done = subprocess.run(
-            command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        if done.returncode != 0 or not result_file.exists():
-            last = "\n".join(done.stdout.splitlines()[-_LOG_LINES:])
-            raise DecodingError(f"specops: vLLM ended with exit status {done.returncode}:\n{last}")
+        status, log = run([str(job_file), str(result_file)], environment)
+        if status != 0 or not result_file.exists():
+            last = "\n".join(log.splitlines()[-_LOG_LINES:])
+            raise DecodingError(f"specops: vLLM ended with exit status {status}:\n{last}")
         results = json.loads(result_file.read_text(encoding="utf-8"))
         return [Decoded(**result) for result in results]
 

@@ -41,9 +41,9 @@ class SpecopsRouter(CPURouter):  # type: ignore[misc]
             faults.append("experts with a routing function of the model")
         if self._hash_indices_table is not None or self.scoring_func not in _SCORINGS:
             faults.append(f"experts with the scoring {self.scoring_func}")
-        if self.use_grouped_topk and self.num_expert_group > 1:
-            if self.e_score_correction_bias is None:
-                faults.append("groups of experts without a bias")
+        has_groups = self.use_grouped_topk and self.num_expert_group > 1
+        if has_groups and self.e_score_correction_bias is None:
+            faults.append("groups of experts without a bias")
         if self.eplb_state is not None:
             faults.append("load balancing of experts")
         return faults
