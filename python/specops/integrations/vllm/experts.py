@@ -32,7 +32,7 @@ class SpecopsRouter(CPURouter):  # type: ignore[misc]
     def __init__(self, router: CPURouter) -> None:
         """Take over the settings of vLLM's router."""
         super().__init__(router.top_k, router.global_num_experts)
-        vars(self).update(vars(router))
+        self.__dict__.update(vars(router))
         self.specops_faults = list(self._faults())
 
     def _faults(self) -> list[str]:
@@ -100,7 +100,7 @@ class SpecopsExperts(UnquantizedFusedMoEMethod):  # type: ignore[misc]
         if moe.dp_size > 1 or moe.is_sequence_parallel:
             self.specops_faults.append("experts with data or sequence parallelism")
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Pack the experts' weights, and free what was read."""
         if layer.apply_router_weight_on_input:
             self.specops_faults.append("experts whose input is weighted")
@@ -114,7 +114,7 @@ class SpecopsExperts(UnquantizedFusedMoEMethod):  # type: ignore[misc]
 
     def forward_native(
         self,
-        layer: nn.Module,
+        layer: Any,
         x: Tensor,
         topk_weights: Tensor,
         topk_ids: Tensor,
