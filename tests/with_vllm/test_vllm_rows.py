@@ -143,6 +143,22 @@ def test_routing_is_row_identical_and_agrees_with_vllm(more: dict[str, Any]) -> 
     torch.testing.assert_close(weights, their_weights.gather(1, order))
 
 
+def test_routing_without_groups_applies_the_bias() -> None:
+    """On a CPU vLLM's own router ignores it."""
+    from specops.integrations.vllm.experts import SpecopsRouter
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    logits, bias = torch.randn(50, 16), torch.randn(16)
+    given = ROUTING | {"use_grouped_topk": False}
+    ours = SpecopsRouter(CPURouter(**given, e_score_correction_bias=bias))
+    weights, ids = ours.select_experts(torch.zeros(50, 8), logits)
+    scores = logits.sigmoid()
+    want = (scores + bias).topk(3).indices.sort().values
+    assert torch.equal(ids.long(), want)
+    chosen = scores.gather(1, want)
+    torch.testing.assert_close(weights, 2.5 * chosen / chosen.sum(-1, keepdim=True))
+
+
 @pytest.mark.parametrize(
     "more, fault",
     [

@@ -56,22 +56,23 @@ class SpecopsRouter(CPURouter):  # type: ignore[misc]
         *,
         input_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return weights and ids of each row's experts. As in vLLM, only groups have a scale."""
-        more: dict[str, Any] = {}
+        """Return weights and ids of each row's experts.
+
+        Without groups, vLLM on a CPU ignores a bias. This router applies it, as vLLM does on GPUs.
+        """
+        bias = self.e_score_correction_bias
+        groups: dict[str, Any] = {}
         if self.use_grouped_topk:
-            bias = self.e_score_correction_bias
-            more = {
-                "bias": None if bias is None else bias.detach().float(),
-                "num_groups": self.num_expert_group,
-                "top_k_groups": self.topk_group,
-                "scale": self.routed_scaling_factor,
-            }
+            groups = {"num_groups": self.num_expert_group, "top_k_groups": self.topk_group}
+        is_scaled = self.use_grouped_topk or bias is not None
         ids, weights = moe.moe_route(
             router_logits.float(),
             self.top_k,
             scoring=self.scoring_func,
+            bias=None if bias is None else bias.detach().float(),
             min_sum=0.0 if self.renormalize else None,
-            **more,
+            scale=self.routed_scaling_factor if is_scaled else 1.0,
+            **groups,
         )
         return weights, ids
 
