@@ -274,11 +274,13 @@ def reloaded(how: dict[str, Any], path: str) -> tuple[Any, Any, str]:
     return before, after, refusal
 
 
-@pytest.mark.parametrize("family, is_eager", [("qwen2", True), ("llama", False)])
+@pytest.mark.parametrize(
+    "family, is_eager", [("qwen2", True), ("llama", False), ("qwen3_moe", True)]
+)
 def test_reloaded_weights_are_used(
     family: str, is_eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cover a tied head, which the checkpoint lacks, and a compiled graph, which holds weights."""
+    """Cover a tied head, which the checkpoint lacks, a compiled graph, and experts."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
     monkeypatch.setenv("SPECOPS_VLLM", EXACT)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
