@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the process imports from which engines are forked (see `forked`)."""
+"""Imports of the process from which `forked` forks engines."""
 
 import vllm.entrypoints.llm
 import vllm.v1.worker.cpu_worker  # noqa: F401

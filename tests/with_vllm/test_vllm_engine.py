@@ -392,7 +392,7 @@ def test_experts_are_close_to_vllm(family: str, tmp_path: Path) -> None:
     for one, other in zip(ours.logprobs, theirs.logprobs, strict=True):
         mine, its = numbers(one[0]), numbers(other[0])
         shared = mine.keys() & its.keys()
-        assert len(shared) >= 3
+        assert len(shared) >= 3  # the likeliest of 4,096 tokens are nearly tied in a random model
         assert [mine[token] for token in shared] == pytest.approx(
             [its[token] for token in shared], abs=0.1
         )

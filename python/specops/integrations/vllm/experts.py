@@ -85,20 +85,20 @@ class SpecopsExperts(UnquantizedFusedMoEMethod):  # type: ignore[misc]
             engine does not start.
     """
 
-    def __init__(self, moe: Any) -> None:
-        super().__init__(moe)
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
         self._gate_up: dense.PackedWeight | None = None
         self._down: dense.PackedWeight | None = None
         self.specops_faults: list[str] = []
-        if moe.activation != MoEActivation.SILU:
-            self.specops_faults.append(f"experts with the activation {moe.activation.value}")
-        if moe.swiglu_limit is not None:
+        if config.activation != MoEActivation.SILU:
+            self.specops_faults.append(f"experts with the activation {config.activation.value}")
+        if config.swiglu_limit is not None:
             self.specops_faults.append("experts with a limit of their activation")
-        if moe.has_bias:
+        if config.has_bias:
             self.specops_faults.append("experts with biases")
-        if moe.in_dtype not in DTYPES:
-            self.specops_faults.append(f"experts of {moe.in_dtype}")
-        if moe.dp_size > 1 or moe.is_sequence_parallel:
+        if config.in_dtype not in DTYPES:
+            self.specops_faults.append(f"experts of {config.in_dtype}")
+        if config.dp_size > 1 or config.is_sequence_parallel:
             self.specops_faults.append("experts with data or sequence parallelism")
 
     def process_weights_after_loading(self, layer: Any) -> None:
