@@ -224,7 +224,7 @@ def test_vllm_is_measured_with_and_without_specops(
     (tmp_path / "python").touch()
     monkeypatch.setattr(bench_vllm, "VLLM_PYTHON", tmp_path / "python")
     monkeypatch.setattr(bench_vllm, "decode", decode)
-    monkeypatch.setattr(bench_vllm, "write_model", str)
+    monkeypatch.setattr(bench_vllm, "_write_model", str)
     monkeypatch.setattr(bench_vllm, "ROUNDS", 1)
     monkeypatch.setattr(bench_vllm, "PROMPTS", 2)
     monkeypatch.setattr(bench_vllm, "MAX_TOKENS", 2)
