@@ -7,6 +7,7 @@ The families that need a GPU are tested in test_gpu_check.py.
 import importlib
 import math
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -214,9 +215,9 @@ def test_vllm_is_measured_with_and_without_specops(
     bench_vllm = importlib.import_module("tools.benches.bench_vllm")
     jobs: list[Job] = []
 
-    def decode(job: Job, python: str) -> list[Decoded]:
+    def decode(job: Job, run: partial[list[Decoded]]) -> list[Decoded]:
         jobs.append(job)
-        assert python == str(tmp_path / "python") and os.environ["LD_PRELOAD"]
+        assert run.keywords == {"python": str(tmp_path / "python")} and os.environ["LD_PRELOAD"]
         drafted = "speculative_config" in job.engine and not job.parts
         texts = [[1, 2], [3, 5 if drafted else 4]]
         return [Decoded(texts, [], 2.0 if job.parts else 4.0, 2) for _ in job.runs]
