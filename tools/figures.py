@@ -36,8 +36,7 @@ PYTHON = "python/specops/cli/models.py"
 
 INLINE = re.compile(r"(?P<shown>[-+]?\d[\d,]*(?:\.\d+)?)(?P<mark><!--=(?P<template>.*?)-->)", re.S)
 BLOCK = re.compile(
-    r"(?P<mark><!-- figures\n(?P<template>.*?)\n-->\n\n)"
-    r"(?P<shown>.*?)(?P<end>\n\n<!-- /figures -->)",
+    r"(?P<mark><!-- figures\n(?P<template>.*?)\n-->)(?P<shown>.*?)(?P<end><!-- /figures -->)",
     re.S,
 )
 CODE = re.compile(
@@ -212,7 +211,8 @@ class Pages:
             groups = match.groupdict()
             if match.re is INLINE:
                 return text + groups["mark"]
-            return groups["mark"] + text + groups["end"]
+            border = "\n\n" if match.re is BLOCK else ""
+            return groups["mark"] + border + text + border + groups["end"]
 
         text = path.read_text(encoding="utf-8")
         for pattern in (CODE,) if path.suffix == ".py" else (BLOCK, INLINE):

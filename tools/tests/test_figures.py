@@ -49,6 +49,13 @@ def test_marked_figures_and_tables_follow_the_results(page: Path) -> None:
     assert lines[-4:-2] == [f"| 1 | {times[0]} |", f"| 8 | {times[1]} |"]
 
 
+def test_a_new_table_leaves_the_rest_of_the_page_alone(page: Path) -> None:
+    empty = "<!-- figures\n| {{ 1 + 1 }} |\n-->\n<!-- /figures -->\n"
+    page.write_text(f"{empty}\nA sentence.\n\n{empty}")
+    table = "<!-- figures\n| {{ 1 + 1 }} |\n-->\n\n| 2 |\n\n<!-- /figures -->\n"
+    assert Pages(page.parent.parent).updated(page) == f"{table}\nA sentence.\n\n{table}"
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [
