@@ -202,14 +202,23 @@ HEAD_FAMILIES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     ),
 }
 NO_MTP = {
-    *("gemma3", "gemma4", "granite", "falcon_h1", "kimi_linear"),
+    "gemma3",
+    "gemma4",
+    "granite",
+    "falcon_h1",
+    "kimi_linear",
     *HEAD_FAMILIES,
 }
 NO_8_BIT_CACHES = {"deepseek_v3", "kimi_linear"}  # latents have no 8-bit caches
 # Models with recurrent states: the state memory limits the number of drafts.
 HAVE_STATES = {
-    *("qwen3_next", "qwen3_5", "granite", "falcon_h1", "nemotron_h", "kimi_linear"),
+    "qwen3_next",
+    "qwen3_5",
     "qwen3_5 with heads",
+    "granite",
+    "falcon_h1",
+    "nemotron_h",
+    "kimi_linear",
 }
 MOST_DRAFTS = 12
 

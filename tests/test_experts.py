@@ -953,8 +953,15 @@ def completions(directory: str, method: str, **options: Any) -> list[Completion]
 @pytest.mark.parametrize(
     "family",
     [
-        *("qwen3", "gpt_oss", "granite", "nemotron_h", "nemotron_h_latent"),
-        *("Glm4Moe", "DeepseekV3", "Ernie4_5_Moe", "Qwen3Next"),
+        "qwen3",
+        "gpt_oss",
+        "granite",
+        "nemotron_h",
+        "nemotron_h_latent",
+        "Glm4Moe",
+        "DeepseekV3",
+        "Ernie4_5_Moe",
+        "Qwen3Next",
     ],
 )
 @pytest.mark.fast("*-bfloat16-options0", "Ernie4_5_Moe-*-options1", "Glm4Moe-*-options1")
