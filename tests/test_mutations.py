@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 import simt
@@ -1510,13 +1511,12 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def table() -> Iterator[list[str]]:
-    """Yield the list of the table's lines, and write the table at the end."""
-    lines: list[str] = []
-    yield lines
-    head = ["| kernel file | mutation | tier | noticed by | how |", "| --- " * 5 + "|"]
+def table() -> Iterator[TextIO]:
+    """Open the table; a row is written at once, so that a run that is stopped keeps its rows."""
     TABLE.parent.mkdir(parents=True, exist_ok=True)
-    TABLE.write_text("\n".join(head + lines) + "\n")
+    with TABLE.open("w", buffering=1) as file:
+        file.write("| kernel file | mutation | tier | noticed by | how |\n" + "| --- " * 5 + "|\n")
+        yield file
 
 
 def run(command: list[str], root: Path, **env: str) -> Run:
@@ -1604,7 +1604,7 @@ def test_unchanged_kernels_pass(scratch: Path, tests: tuple[str, str]) -> None:
         for mutation in MUTATIONS
     ],
 )
-def test_mutations_are_noticed(scratch: Path, table: list[str], mutation: Mutation) -> None:
+def test_mutations_are_noticed(scratch: Path, table: TextIO, mutation: Mutation) -> None:
     file = scratch / "csrc" / mutation.file
     text = file.read_text()
     assert text.count(mutation.old) == 1, "the mutation does not apply any more"
@@ -1618,4 +1618,4 @@ def test_mutations_are_noticed(scratch: Path, table: list[str], mutation: Mutati
     assert found is not None, done.stdout[-3000:]
     test, why = found.groups()
     why = re.sub(r"^\w+Error: |kernel\(.*?\), block .*?, thread \(.*?\): ", "", why)
-    table.append(f"| {mutation.file} | {mutation.name} | {tier} | `{test}` | {why[:160]} |")
+    table.write(f"| {mutation.file} | {mutation.name} | {tier} | `{test}` | {why[:160]} |\n")

@@ -54,3 +54,21 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     from models import write_random
 
     return write_random(tmp_path_factory.mktemp("models") / "llama", "llama")
+
+
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give vLLM an empty cache of compiled graphs, and return its folder.
+
+    The descriptions of model classes are those of the usual cache: for each that is missing, vLLM
+    starts a process that imports vLLM.
+    """
+    from vllm import envs
+
+    descriptions = Path(envs.VLLM_CACHE_ROOT, "modelinfos")
+    descriptions.mkdir(parents=True, exist_ok=True)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (cache / "modelinfos").symlink_to(descriptions)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(cache))
+    return cache / "torch_compile_cache"

@@ -39,6 +39,11 @@ def alone(llama: str) -> Decoded:
     return decode(Job(engine(llama), [Run(*small(), 1)], EXACT))[0]
 
 
+def graphs_in(cache: Path) -> list[Path]:
+    """Return vLLM's compiled graphs."""
+    return list(cache.glob("**/rank_0_0/model"))
+
+
 @pytest.mark.parametrize("runner", ["0", "1"])
 @pytest.mark.parametrize("method", METHODS)
 def test_no_method_and_no_batch_changes_a_bit(
@@ -62,39 +67,30 @@ def test_compiled_model_has_the_bits_of_eager(
     alone: Decoded,
     method: str,
     runner: str,
-    tmp_path: Path,
+    compiled: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setenv(RUNNER, runner)
     more: dict[str, Any] = {"enforce_eager": False, "max_num_batched_tokens": 64}
     if METHODS[method]:
         more["speculative_config"] = METHODS[method] | {"num_speculative_tokens": 5}
     whole = joined(decode(Job(engine(llama, **more), runs_of(*small(), 5), EXACT)))
-    assert list(tmp_path.glob("**/rank_0_0/model")), "nothing was compiled"
+    assert graphs_in(compiled)
     assert whole.token_ids == alone.token_ids
     assert whole.logprobs == alone.logprobs
 
 
-def kept_in(folder: Path) -> list[Path]:
-    """Return vLLM's compiled graphs."""
-    return list(folder.glob("cache/**/rank_0_0/model"))
-
-
-def test_stored_compilations_of_vllm_are_not_mixed_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stored_compilations_of_vllm_are_not_mixed_up(tmp_path: Path, compiled: Path) -> None:
     """No run uses the graph of other parts, or the weights of an earlier model."""
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
     model = write_random(tmp_path / "model", "qwen2")
-    compiled = {"enforce_eager": False, "compilation_config": {"custom_ops": ["all"]}}
+    how = {"enforce_eager": False, "compilation_config": {"custom_ops": ["all"]}}
     runs = [Run(*small(4, 8), 4)]
     for parts, count in (("", 1), (EXACT, 2)):
-        decode(Job(engine(model, **compiled), runs, parts))
-        assert len(kept_in(tmp_path)) == count
+        decode(Job(engine(model, **how), runs, parts))
+        assert len(graphs_in(compiled)) == count
     write_random(tmp_path / "model", "qwen2", seed=1)
-    again = decode(Job(engine(model, **compiled), runs, EXACT))[0]
-    assert len(kept_in(tmp_path)) == 2
+    again = decode(Job(engine(model, **how), runs, EXACT))[0]
+    assert len(graphs_in(compiled)) == 2
     eager = decode(Job(engine(model), runs, EXACT))[0]
     assert again.token_ids == eager.token_ids
     assert again.logprobs == eager.logprobs
@@ -104,15 +100,14 @@ def test_stored_compilations_of_vllm_are_not_mixed_up(
     "family, ops", [("granite", "aten::mul"), ("glm4_moe", "aten::mul, aten::add")]
 )
 def test_compiled_model_that_computes_itself_is_refused(
-    family: str, ops: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, ops: str, tmp_path: Path, compiled: Path
 ) -> None:
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
     model = write_random(tmp_path / family, family)
     runs = [Run(*small(2, 4), 2)]
     assert all(decode(Job(engine(model), runs, EXACT))[0].token_ids)
     with pytest.raises(DecodingError, match=f"a model that computes {ops}"):
         decode(Job(engine(model, enforce_eager=False), runs, EXACT))
-    assert not kept_in(tmp_path)
+    assert not graphs_in(compiled)
 
 
 @pytest.mark.parametrize("strategy", ["rejection", "block"])
@@ -274,6 +269,7 @@ def reloaded(how: dict[str, Any], path: str) -> tuple[Any, Any, str]:
     return before, after, refusal
 
 
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(
     "family, is_eager", [("qwen2", True), ("llama", False), ("qwen3_moe", True)]
 )
@@ -281,7 +277,6 @@ def test_reloaded_weights_are_used(
     family: str, is_eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cover a tied head, which the checkpoint lacks, a compiled graph, and experts."""
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
     monkeypatch.setenv("SPECOPS_VLLM", EXACT)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     one, other = (write_random(tmp_path / str(seed), family, seed) for seed in (0, 1))
@@ -362,6 +357,7 @@ def test_quantized_layers_change_no_bit(llama: str, kind: str, tmp_path: Path) -
     assert whole.logprobs == plain.logprobs
 
 
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(
     "family, runner, is_eager",
     [("qwen3_moe", "1", True), ("qwen3_moe", "0", False), ("glm4_moe", "0", True)],
@@ -369,7 +365,6 @@ def test_quantized_layers_change_no_bit(llama: str, kind: str, tmp_path: Path) -
 def test_experts_change_no_bit(
     family: str, runner: str, is_eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
     model = write_random(tmp_path / family, family)
     alone = decode(Job(engine(model), [Run(*small(), 1)], EXACT))[0]
     monkeypatch.setenv(RUNNER, runner)
