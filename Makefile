@@ -166,7 +166,7 @@ gemma:
 	model=$$($(BIN)/python -m tools.gemma $(if $(filter yes,$(ACCEPT_GEMMA_TERMS)),--accept-terms)) && \
 	  $(MAKE) --no-print-directory serve MODEL="$$model"
 
-# Serve SmolLM2 135M Instruct, a small chat model of 100 MB under the Apache licence. The file is
+# Serve SmolLM2 135M Instruct, a small chat model of 100 MB under the Apache license. The file is
 # fetched once.
 chat:
 	$(MAKE) --no-print-directory -j2 $(VENV)/native $(VENV)/serve-deps

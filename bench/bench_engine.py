@@ -97,7 +97,7 @@ def run_bundled(bench: Bench) -> None:
             read_gb_s=median(reads),
         )
     )
-    _busy_neighbour(bench, stepper)
+    _busy_neighbor(bench, stepper)
     _after_a_pause(bench, stepper)
 
 
@@ -338,7 +338,7 @@ def step_figures(
         )
 
 
-def _busy_neighbour(bench: Bench, stepper: Stepper) -> None:
+def _busy_neighbor(bench: Bench, stepper: Stepper) -> None:
     """Time a step while another process keeps one of the two cores busy."""
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     os.kill(busy.pid, signal.SIGSTOP)

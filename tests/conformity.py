@@ -25,7 +25,7 @@ from conformity_base import (
     Clients,
     Row,
     clients,
-    honoured,
+    honored,
     refused,
     shown,
     stable,
@@ -69,7 +69,7 @@ def _seeds_matter(call: Callable[..., Any], **arguments: Any) -> bool:
 
 def _sampling_rows(method: str) -> list[Row]:
     def row(parameter: str, value: Any, effect: str, check: Check) -> Row:
-        return honoured(method, parameter, shown(value), effect, check)
+        return honored(method, parameter, shown(value), effect, check)
 
     def repeats(call: Callable[..., Any], **arguments: Any) -> int:
         """Return the count of the most frequent token."""
@@ -134,7 +134,7 @@ def _transport_rows(method: str) -> list[Row]:
         return [*rows, without(method, "extra_body", {"a": "b"}, "the route reads no body")]
     return [
         *rows,
-        honoured(
+        honored(
             method, "extra_body", shown({"top_k": 1}),
             "[fields](requests.md#fields) that OpenAI lacks",
             lambda call: text(call(temperature=1.5, extra_body={"top_k": 1})) == text(call()),
@@ -147,7 +147,7 @@ def _model_rows(method: str) -> list[Row]:
     if method == "models.list":
         return []
     return [
-        honoured(
+        honored(
             method, "model", shown(MODEL), "the model that is served",
             lambda call: MODEL in (getattr(call(), "model", ""), getattr(call(), "id", "")),
         ),
@@ -162,7 +162,7 @@ def _completions_rows() -> list[Row]:
     method = "completions.create"
 
     def row(parameter: str, value: Any, effect: str, check: Check) -> Row:
-        return honoured(method, parameter, shown(value), effect, check)
+        return honored(method, parameter, shown(value), effect, check)
 
     return [
         row("prompt", "a", "a text", lambda call: bool(text(call(prompt="a")))),
@@ -199,7 +199,7 @@ def _message_rows() -> list[Row]:
     roles = [{"role": one, "content": "x"} for one in ("developer", "system", "assistant", "user")]
 
     def row(parameter: str, value: Any, effect: str, check: Check) -> Row:
-        return honoured(method, parameter, shown(value), effect, check)
+        return honored(method, parameter, shown(value), effect, check)
 
     return [
         row("messages", [ASK], "the chat template turns them into a prompt",
@@ -231,7 +231,7 @@ def _tool_rows() -> list[Row]:
         return list(found)
 
     def row(parameter: str, value: Any, effect: str, check: Check) -> Row:
-        return honoured(method, parameter, shown(value), effect, check)
+        return honored(method, parameter, shown(value), effect, check)
 
     return [
         row("tools", [TOOL], "the template lists them; arguments of calls follow the schema",
@@ -268,7 +268,7 @@ def _chat_rows() -> list[Row]:
     json_schema = {"type": "json_schema", "json_schema": {"name": "place", "schema": WEATHER}}
 
     def row(parameter: str, value: Any, effect: str, check: Check) -> Row:
-        return honoured(method, parameter, shown(value), effect, check)
+        return honored(method, parameter, shown(value), effect, check)
 
     def places(reply: Any) -> int:
         """Return how many texts ended; some use up their limit on white space."""
@@ -363,7 +363,7 @@ This page shows how the server treats every parameter of the clients `openai`, v
 checks the stated result, and compares this page with the output of `python tests/conformity.py`.
 The parameters come from the clients' signatures, so none is missing.
 
-- **honoured**: the parameter has the stated effect, which the test checks.
+- **honored**: the parameter has the stated effect, which the test checks.
 - **no effect**: the answer is the same as without the parameter; the test compares the two.
 - **refused**: the server answers with this status and message. In OpenAI's APIs, `param` also names
   the field.

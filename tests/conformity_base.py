@@ -30,7 +30,7 @@ TEMPLATE = """
 assistant:"""
 MODEL = "specops-bundled"
 
-HONOURED, WITHOUT, REFUSED = "honoured", "no effect", "refused"
+HONOURED, WITHOUT, REFUSED = "honored", "no effect", "refused"
 
 PROMPT = "x = [0, 0, 0, 0, 0, 0, 0,"
 ASK = {"role": "user", "content": PROMPT}
@@ -210,7 +210,7 @@ class Row:
 Check = Callable[[Callable[..., Any]], bool]
 
 
-def honoured(method: str, parameter: str, value_text: str, effect: str, check: Check) -> Row:
+def honored(method: str, parameter: str, value_text: str, effect: str, check: Check) -> Row:
     """Return a row of an effective parameter; `check` calls the method and checks the effect."""
 
     def see(clients: Clients) -> str:

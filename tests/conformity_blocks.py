@@ -19,7 +19,7 @@ from conformity_base import (
     Clients,
     Row,
     blocks,
-    honoured,
+    honored,
     refused,
     shown,
     stable,
@@ -45,7 +45,7 @@ def block_rows() -> list[Row]:
 
 def _of(method: str) -> Rows:
     def row(parameter: str, value: Any, effect: str, check: Check) -> Row:
-        return honoured(method, parameter, shown(value), effect, check)
+        return honored(method, parameter, shown(value), effect, check)
 
     return row
 
@@ -489,7 +489,7 @@ def _transport_rows(method: str) -> list[Row]:
     hot = {"temperature": 1.5, "top_k": 1}
     return [
         *rows,
-        honoured(
+        honored(
             method, "extra_body", shown(hot), "[fields](requests.md#fields) that the API lacks",
             lambda call: text(call(extra_body=hot)) == text(call())
             != text(call(extra_body={"temperature": 1.5, "seed": 3})),

@@ -64,7 +64,7 @@ def tokenizer() -> Tokenizer:
 
 
 def test_files_are_complete_and_small_enough() -> None:
-    """The licences are included, and the weights are small enough for a repository."""
+    """The licenses are included, and the weights are small enough for a repository."""
     names = {path.name for path in ASSETS.iterdir() if not path.name.startswith(".")}
     assert names == {
         "config.json",
@@ -395,8 +395,8 @@ def test_learning_rate_and_length_follow_the_schedule() -> None:
         ("parser.add_option('--licence')\nprint('copyright')\n", False),
     ],
 )
-def test_files_with_other_licences_are_excluded(text: str, foreign: bool) -> None:
+def test_files_with_other_licenses_are_excluded(text: str, foreign: bool) -> None:
     """A header of another owner excludes a file from the corpus; the bare words do not."""
-    from tools.train.corpus import carries_other_licence
+    from tools.train.corpus import carries_other_license
 
-    assert carries_other_licence(text) is foreign
+    assert carries_other_license(text) is foreign

@@ -13,7 +13,7 @@ import pytest
 from specops import sampling
 from specops.api.config import BUNDLED_MODEL
 from specops.cli import complete, main
-from specops.cli.tint import has_colours
+from specops.cli.tint import has_colors
 from specops.engine import Engine, EngineConfig, SamplingParams, SpeculativeConfig
 from specops.engine.drafters.mtp import MtpHead
 from specops.engine.steps import runner
@@ -122,15 +122,15 @@ def test_accepted_drafts_are_colored_on_a_terminal(
     pytest.importorskip("rich")
     report = reported("--method", method, file=tmp_path / "a.json")
     plain = capsys.readouterr().out
-    monkeypatch.setattr(complete, "has_colours", lambda stream: True)
+    monkeypatch.setattr(complete, "has_colors", lambda stream: True)
     reported("--method", method, file=tmp_path / "a.json")
     shown = capsys.readouterr().out
     text, _, legend = shown.removesuffix("\n").rpartition("\n")
-    colour = {"ngram": "\x1b[94m", "mtp": "\x1b[95m"}[method]
-    assert legend == f"colored text: accepted drafts of {colour}{method}\x1b[0m"
+    color = {"ngram": "\x1b[94m", "mtp": "\x1b[95m"}[method]
+    assert legend == f"colored text: accepted drafts of {color}{method}\x1b[0m"
     assert re.sub(r"\x1b\[\d+m", "", text) + "\n" == plain
     # The texts of accepted drafts can be empty, if a token is a part of a character.
-    assert 0 < text.count(colour) <= report["stats"]["num_accepted_tokens"]
+    assert 0 < text.count(color) <= report["stats"]["num_accepted_tokens"]
 
 
 def test_stop_strings_end_colored_texts(
@@ -140,7 +140,7 @@ def test_stop_strings_end_colored_texts(
     assert main([*COMMAND, PROMPT]) == 0
     whole = capsys.readouterr().out
     stop = whole[len(whole) // 2 :][:3]
-    monkeypatch.setattr(complete, "has_colours", lambda stream: True)
+    monkeypatch.setattr(complete, "has_colors", lambda stream: True)
     assert main([*COMMAND, PROMPT, "--stop", stop]) == 0
     shown = re.sub(r"\x1b\[\d+m", "", capsys.readouterr().out)
     assert shown.startswith(whole.partition(stop)[0] + "\n") and stop not in shown
@@ -156,15 +156,15 @@ def test_colors_require_a_terminal_that_supports_them(monkeypatch: pytest.Monkey
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    assert has_colours(Terminal()) and not has_colours(io.StringIO())
+    assert has_colors(Terminal()) and not has_colors(io.StringIO())
     monkeypatch.setenv("TERM", "dumb")
-    assert not has_colours(Terminal())
+    assert not has_colors(Terminal())
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not has_colours(Terminal())
+    assert not has_colors(Terminal())
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert not has_colours(Terminal()), "rich is not installed"
+    assert not has_colors(Terminal()), "rich is not installed"
 
 
 def test_difference_is_reported(

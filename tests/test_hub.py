@@ -241,7 +241,7 @@ def test_revisions_are_branches_tags_or_commits(tmp_path: Path) -> None:
 def test_errors_say_why_a_model_is_unavailable(tmp_path: Path) -> None:
     with hub() as (url, _):
         gated, none, broken = directories(list(REFUSALS), tmp_path, HF_ENDPOINT=url)
-    assert "got org/gated: its licence must be accepted on its page" in gated
+    assert "got org/gated: its license must be accepted on its page" in gated
     assert "got org/none: no such directory here, and no such model there" in none
     assert "and the Hub is not reached (Server error '500 " in broken
 
@@ -293,7 +293,7 @@ def test_cached_models_are_listed(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
     assert main(["models"]) == 0
     lines = [re.split("  +", one) for one in capsys.readouterr().out.splitlines()]
-    assert lines[0] == ["model", "size", "licence", "what pays"]
+    assert lines[0] == ["model", "size", "license", "what pays"]
     assert lines[1][0] == "specops-bundled" and lines[1][2] == "psf-2.0"
     assert lines[1][3:] == ["ngram: 1.8x to 1.9x", "runs; without --model, it is this one"]
     assert lines[2][1:3] == ["253 MB", "Gemma Terms of Use"] and "make gemma" in lines[2][-1]

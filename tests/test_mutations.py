@@ -1158,7 +1158,7 @@ LAWS = [
         "scripted",
     ),
     Mutation(
-        "the residual is not normalised",
+        "the residual is not normalized",
         "sampling/row/row_rule.h",
         "return uniform * draft_prob * residual.mass < left;",
         "return uniform * draft_prob < left;",

@@ -229,7 +229,7 @@ def test_top_p_keeps_the_smallest_prefix(device: str, isa: str) -> None:
     assert max(kept_by_sampling(flat, top_p=1050.5 / 2100)) <= 1050
 
 
-def test_top_p_is_renormalised_after_top_k(device: str, isa: str) -> None:
+def test_top_p_is_renormalized_after_top_k(device: str, isa: str) -> None:
     row = torch.tensor([0.4, 0.3, 0.2, 0.1], device=device).log()
     assert kept_by_sampling(row, top_p=0.5) == {0, 1}
     assert kept_by_sampling(row, top_k=2, top_p=0.5) == {0}

@@ -121,7 +121,7 @@ def test_random_requests_are_never_confused(seed: int) -> None:
     texts = FollowedTexts(forget_after=10)
     running = [[rng.randrange(3)] for _ in range(6)]
     owner: dict[int, list[int]] = {}
-    recognised = 0
+    recognized = 0
     for _ in range(400):
         if rng.random() < 0.1:
             running[rng.randrange(6)] = [rng.randrange(3)]
@@ -140,11 +140,11 @@ def test_random_requests_are_never_confused(seed: int) -> None:
                 assert number not in owner
             else:
                 assert owner[number] == before
-                recognised += 1
+                recognized += 1
             owner[number] = list(rows[row])
         for number in step.forgotten:
             owner.pop(number)
-    assert recognised > 300
+    assert recognized > 300
 
 
 def test_suffix_drafts_what_followed_elsewhere() -> None:

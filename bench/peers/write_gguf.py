@@ -53,7 +53,7 @@ def stored_as(name: str, kind: str) -> gguf.GGMLQuantizationType:
 
 
 def in_pairs(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
-    """Reorder Llama's q and k for llama.cpp, which rotates neighbours, not halves of heads."""
+    """Reorder Llama's q and k for llama.cpp, which rotates neighbors, not halves of heads."""
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     projection = name.removesuffix(".weight").rpartition(".")[2]
     if config["model_type"] != "llama" or projection not in heads:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documents of an exported model: model card, metrics, licence and notice."""
+"""The documents of an exported model: model card, metrics, license and notice."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tools.train.export import psf_licence, write_text
+from tools.train.export import psf_license, write_text
 
 _CARD = """\
 ---
@@ -109,10 +109,10 @@ greedily, and repetition is easy to draft: read the continuations as upper figur
 "Before": the module as the first phase of training left it, which knew nothing of its own output.
 
 {heads}{mixture}
-## Limits and licence
+## Limits and license
 
-The model was trained on code under the PSF licence, and **its output may repeat that code**: treat
-long verbatim passages as what they are. The licence is in `LICENSE.PSF`, what was taken from where
+The model was trained on code under the PSF license, and **its output may repeat that code**: treat
+long verbatim passages as what they are. The license is in `LICENSE.PSF`, what was taken from where
 in `NOTICE`. The model knows one code base of one language, English comments only; it has had no
 instruction tuning and no safety tuning, and its code must not be run unread.
 """
@@ -158,7 +158,7 @@ accepted; and the tokens of a step, of all steps. The prompts are the first 16 o
 
 {runs}
 
-How many of the 8 experts neighbouring rows of these texts have together, on average over layers,
+How many of the 8 experts neighboring rows of these texts have together, on average over layers,
 and how many if they chose independently, which is what the engine expects of them:
 
 {routing}
@@ -236,7 +236,7 @@ The pure-Python standard library of CPython {python} with its test suite: {files
 {million_bytes:.1f} MB,
 listed with their hashes in `tools/train/manifest.json` (sha256 of the list:
 `{manifest_sha256}`).
-Left out: files with any copyright holder or licence that is not plainly Python's own, idlelib,
+Left out: files with any copyright holder or license that is not plainly Python's own, idlelib,
 lib2to3, demos, fixtures, generated text and tables of data. {held_out_files} files, chosen by a \
 hash of their path
 and listed in `tools/train/held_out.json`, were held out."""
@@ -264,7 +264,7 @@ agreements that it rests on. Changes made: the source files listed in tools/trai
 were tokenised and used as training data for the network described in README.md; no file
 of the library is distributed here, but the network's output may repeat passages of it.
 
-Everything else in this directory is covered by the licence of the project.
+Everything else in this directory is covered by the license of the project.
 """
 
 
@@ -279,7 +279,7 @@ def _duration(seconds: int) -> str:
 
 
 def write_papers(directory: Path, metrics: dict[str, Any]) -> None:
-    """Write metrics.json, the model card, and, for the pinned corpus, licence and notice."""
+    """Write metrics.json, the model card, and, for the pinned corpus, license and notice."""
     write_text(directory / "metrics.json", json.dumps(metrics, indent=2) + "\n")
     corpus, recipe = metrics["corpus"], metrics["recipe"]
     pinned = corpus["manifest_sha256"] is not None
@@ -319,5 +319,5 @@ def write_papers(directory: Path, metrics: dict[str, Any]) -> None:
     )
     write_text(directory / "README.md", card)
     if pinned:
-        write_text(directory / "LICENSE.PSF", psf_licence())
+        write_text(directory / "LICENSE.PSF", psf_license())
         write_text(directory / "NOTICE", _NOTICE.format(**corpus))

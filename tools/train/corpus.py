@@ -2,7 +2,7 @@
 """The corpus: Python's own standard library, minus everything that is not plainly PSF code.
 
 A *document* is one `.py` file, named by its path below the library directory. Directories with
-third-party code, fixtures or generated text, files with another copyright line or licence, and
+third-party code, fixtures or generated text, files with another copyright line or license, and
 tables of pure data are excluded. The rest is split by file, by a hash of the path, so that the
 split does not depend on the machine, on the order of a directory listing or on which other files
 exist.
@@ -92,8 +92,8 @@ def _hash(path: str) -> int:
     return int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big")
 
 
-def carries_other_licence(text: str) -> bool:
-    """Return whether a file names a licence, or a copyright holder, that is not Python's own."""
+def carries_other_license(text: str) -> bool:
+    """Return whether a file names a license, or a copyright holder, that is not Python's own."""
     if _OTHER_LICENCE.search(text):
         return True
     claims = [match.group(0) for match in _CLAIM.finditer(text)]
@@ -132,7 +132,7 @@ def scan(root: Path) -> dict[str, bytes]:
             text = content.decode("utf-8")
         except UnicodeDecodeError:
             continue
-        if len(text) < 64 or carries_other_licence(text) or is_data_table(path, text):
+        if len(text) < 64 or carries_other_license(text) or is_data_table(path, text):
             continue
         files[path] = content
     return files

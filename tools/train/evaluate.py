@@ -209,7 +209,7 @@ def evaluate_continuations(
 def evaluate_routing(
     model: Model, tokenizer: Tokenizer, documents: Sequence[Document]
 ) -> dict[str, list[float]]:
-    """Return how many different experts neighbouring rows use, averaged over layers and texts.
+    """Return how many different experts neighboring rows use, averaged over layers and texts.
 
     The result also has the number for independent choices. It is empty for a model without experts.
     """

@@ -83,11 +83,11 @@ def _write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
-def psf_licence() -> str:
-    """Return the licence text that comes with this Python."""
+def psf_license() -> str:
+    """Return the license text that comes with this Python."""
     text = (Path(sysconfig.get_paths()["stdlib"]) / "LICENSE.txt").read_text(encoding="utf-8")
     if "PYTHON SOFTWARE FOUNDATION LICENSE" not in text:
-        raise ValueError("this Python's LICENSE.txt is not the PSF licence")
+        raise ValueError("this Python's LICENSE.txt is not the PSF license")
     return text
 
 

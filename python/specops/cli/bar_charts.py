@@ -104,13 +104,13 @@ def _panel(
             continue
         width = max(value * scale, 2.0)  # keeps a bar of value 0 visible
         size = f'width="{width:.1f}" height="{_BAR_HEIGHT}" rx="2"'
-        colour = _HIGHLIGHTED if name in highlighted else _OTHERS
-        lines.append(f'  <rect x="{bar_left}" y="{top}" {size} fill="{colour}"/>')
+        color = _HIGHLIGHTED if name in highlighted else _OTHERS
+        lines.append(f'  <rect x="{bar_left}" y="{top}" {size} fill="{color}"/>')
         reach = panel.reach.get(name)
         if reach is not None and reach * scale > width:
             middle = top + _BAR_HEIGHT // 2
             ends = f'x1="{bar_left + width:.1f}" x2="{bar_left + reach * scale:.1f}"'
-            lines.append(f'  <line {ends} y1="{middle}" y2="{middle}" stroke="{colour}"/>')
+            lines.append(f'  <line {ends} y1="{middle}" y2="{middle}" stroke="{color}"/>')
             width = reach * scale
         lines.append(_text(bar_left + width + 6, top + 13, _number(value), style))
     return lines

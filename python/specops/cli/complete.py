@@ -20,7 +20,7 @@ from specops.cli.comparison import Comparison, Decoder, Run, compare
 from specops.cli.exactness import lost_drafts, num_failures
 from specops.cli.options import add_draft_lengths, add_model_options, engine_settings
 from specops.cli.progress import loading_shown
-from specops.cli.tint import has_colours, tinted
+from specops.cli.tint import has_colors, tinted
 from specops.engine import (
     Completion,
     EngineConfig,
@@ -269,12 +269,12 @@ class _Screen:
 
     def __init__(self, engine: "Engine", stop: Sequence[str]) -> None:
         self._stream = TextStream(engine.tokenizer, stop)
-        self._has_colours = has_colours(sys.stdout)
+        self._has_colors = has_colors(sys.stdout)
         self._drafters: set[str] = set()  # drafters with a color on the screen
 
     def show(self, output: RequestOutput) -> None:
         """Write a step's text."""
-        text = self._tinted(output) if self._has_colours else output.text
+        text = self._tinted(output) if self._has_colors else output.text
         print(text, end="", flush=True)
 
     def end(self) -> None:

@@ -111,7 +111,7 @@ def directory_of(
             fetch(*_HEADS)
         return str(directory)
     except GatedRepoError:
-        reason = "its licence must be accepted on its page, and `hf auth login` must know you"
+        reason = "its license must be accepted on its page, and `hf auth login` must know you"
     except RepositoryNotFoundError:
         reason = "no such directory here, and no such model there"
     except RevisionNotFoundError:

@@ -26,14 +26,14 @@ class _Model(NamedTuple):
     Attributes:
         name: value for `--model`.
         size: bytes on disk.
-        licence: license of its weights, in the words of its authors.
+        license: license of its weights, in the words of its authors.
         pays: method with a measured speed-up (docs/figures.md); empty if not measured.
         says: note on whether the model runs, or why not.
     """
 
     name: str
     size: int
-    licence: str
+    license: str
     pays: str
     says: str
 
@@ -62,10 +62,10 @@ def main(arguments: Sequence[str], program: str) -> int:
     _parser(program).parse_args(arguments)
     bundled = sum(file.stat().st_size for file in BUNDLED_MODEL.iterdir())
     default = "runs; without --model, it is this one"
-    licence = _licence(BUNDLED_MODEL)
-    first = _Model(BUNDLED_MODEL_NAME, bundled, licence, _BUNDLED_PAYS, default)
+    license = _license(BUNDLED_MODEL)
+    first = _Model(BUNDLED_MODEL_NAME, bundled, license, _BUNDLED_PAYS, default)
     models = [first, *map(_fetched, _FETCHED), *sorted(_cached())]
-    rows = [("model", "size", "licence", "what pays", "")]
+    rows = [("model", "size", "license", "what pays", "")]
     rows += [(model.name, f"{model.size / 1e6:,.0f} MB", *model[2:]) for model in models]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     for row in rows:
@@ -108,10 +108,10 @@ def _cached() -> Iterator[_Model]:
             newest = max(repository.revisions, key=lambda revision: revision.last_modified)
             path = newest.snapshot_path
             size = repository.size_on_disk
-            yield _Model(repository.repo_id, size, _licence(path), "not measured", _status_of(path))
+            yield _Model(repository.repo_id, size, _license(path), "not measured", _status_of(path))
 
 
-def _licence(directory: Path) -> str:
+def _license(directory: Path) -> str:
     """Return the license named in the metadata at the top of the model card."""
     try:
         card = (directory / "README.md").read_text(encoding="utf-8", errors="replace")

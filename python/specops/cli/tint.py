@@ -4,11 +4,11 @@
 from typing import TextIO
 
 # Drafter -> the terminal color (of sixteen) that is closest to the web page's.
-_COLOURS = {"ngram": "bright_blue", "suffix": "yellow", "mtp": "bright_magenta"}
+_COLORS = {"ngram": "bright_blue", "suffix": "yellow", "mtp": "bright_magenta"}
 _OTHER = "cyan"
 
 
-def has_colours(stream: TextIO) -> bool:
+def has_colors(stream: TextIO) -> bool:
     """Return whether text written to `stream` should be colored.
 
     True on a terminal that supports colors, if rich is installed and NO_COLOR is not set.
@@ -26,5 +26,5 @@ def tinted(text: str, drafter: str) -> str:
     from rich.color import ColorSystem
     from rich.style import Style
 
-    style = Style(color=_COLOURS.get(drafter, _OTHER))
+    style = Style(color=_COLORS.get(drafter, _OTHER))
     return style.render(text, color_system=ColorSystem.STANDARD)

@@ -83,7 +83,7 @@ def _elements(cache: Tensor, slots: Tensor, wide: torch.dtype) -> Tensor:
     return torch.where(values.isnan(), 480.0 - 960.0 * (bits >> 7).to(wide), values)
 
 
-def _normalised(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Apply RMSNorm in fp32 (fp64 for fp64) and round, then multiply by weight and round."""
     y = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     return weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
@@ -125,7 +125,7 @@ def rope_append_kv(
     assert cache.v is not None
 
     def turn(x: Tensor, weight: Tensor | None) -> Tensor:
-        x = x if weight is None else _normalised(x, weight, norm_eps)
+        x = x if weight is None else _normalized(x, weight, norm_eps)
         return _turned(x, positions, cos_sin, interleaved)
 
     kept = cache_slots >= 0
@@ -161,7 +161,7 @@ def rope_append_latent(
     """Normalize latents, apply RoPE to the rest of q and kv; write kv to the cache, return q."""
     latents, heads = kv[:, None, :LATENT_DIM], torch.cat([q, kv[:, None]], 1)
     if norm_weight is not None:
-        latents = _normalised(latents, norm_weight, norm_eps)
+        latents = _normalized(latents, norm_weight, norm_eps)
     turned = _turned(heads[..., LATENT_DIM:], positions, cos_sin, interleaved)
     kept = cache_slots >= 0
     rows = torch.cat([latents, turned[:, -1:]], -1)

@@ -131,8 +131,8 @@ class Metrics:
         histogram = Histogram(
             f"specops:{name}", text, _LABELS, registry=self._registry, buckets=buckets
         )
-        labelled: Histogram = histogram.labels(self._model)
-        return labelled
+        labeled: Histogram = histogram.labels(self._model)
+        return labeled
 
     def watch(self, unread: Unread) -> None:
         """Add a gauge of the bytes of output that clients have not read; call this once."""

@@ -13,7 +13,7 @@ _ENDS = (340, 430, 526, 616)  # right edges of the columns of numbers
 _TITLE, _SENTENCE, _TABLE_GAP = 52, 84, 18
 _LETTERS = 90  # maximum characters per line
 _BACKGROUND, _BORDER, _TEXT, _FAINT = "#f6f8fa", "#d1d9e0", "#1f2328", "#59636e"
-_COLOURS = {LOSSLESS: "#1a7f37", DIFFERS: "#cf222e", UNKNOWN: "#9a6700"}
+_COLORS = {LOSSLESS: "#1a7f37", DIFFERS: "#cf222e", UNKNOWN: "#9a6700"}
 _SIGNS = {LOSSLESS: "✓", DIFFERS: "✗", UNKNOWN: "?"}
 _STYLE = f"""  <style>
     text {{ font: 13px -apple-system, "Segoe UI", "Noto Sans", Helvetica, Arial, sans-serif }}
@@ -37,7 +37,7 @@ def card(
     """
     lines = wrap(sentence, _LETTERS)
     body = [
-        _text(_MARGIN, _TITLE, f"{_SIGNS[status]} {status}", "title", _COLOURS[status]),
+        _text(_MARGIN, _TITLE, f"{_SIGNS[status]} {status}", "title", _COLORS[status]),
         *(_text(_MARGIN, _SENTENCE + _LINE * row, line) for row, line in enumerate(lines)),
     ]
     top = _SENTENCE + _LINE * len(lines) + _TABLE_GAP
@@ -54,10 +54,10 @@ def card(
         for comparison in of_mode:
             place = 2 * (comparison.setting == BESIDE) + (comparison.sampling == SEEDED)
             cell = f"{len(comparison.differences)} of {comparison.num_compared}"
-            colour = ""
+            color = ""
             if comparison.differences:
-                colour = _COLOURS[DIFFERS]
-            body.append(_text(_ENDS[place], top + _ROW * row, cell, "end", colour))
+                color = _COLORS[DIFFERS]
+            body.append(_text(_ENDS[place], top + _ROW * row, cell, "end", color))
     top += _ROW * (len(rows) + 2) + 4
     small = [line for long in footer for line in wrap(long, _LETTERS + 16)]
     body += [_text(_MARGIN, top + 16 * row, line, "note") for row, line in enumerate(small)]
@@ -79,7 +79,7 @@ def _short(text: str) -> str:
     return text if len(text) <= 32 else f"{text[:31]}…"
 
 
-def _text(x: int, y: int, text: str, style: str = "", colour: str = "") -> str:
+def _text(x: int, y: int, text: str, style: str = "", color: str = "") -> str:
     kind = f' class="{style}"' if style else ""
-    fill = f' style="fill: {colour}"' if colour else ""
+    fill = f' style="fill: {color}"' if color else ""
     return f'  <text x="{x}" y="{y}"{kind}{fill}>{escape(text)}</text>'

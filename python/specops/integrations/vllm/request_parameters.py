@@ -95,7 +95,7 @@ class BatchParameters:
         seeds: [batch], int64.
         processors: logits processors; None if there are none. Texts, token counts and mask rows
             change with each step, so `processors_of` adds them.
-        penalised: indices of the rows with a penalty.
+        penalized: indices of the rows with a penalty.
     """
 
     is_greedy: bool
@@ -105,7 +105,7 @@ class BatchParameters:
     min_p: Tensor | None
     seeds: Tensor
     processors: LogitsProcessors | None
-    penalised: list[int]
+    penalized: list[int]
 
     @classmethod
     def of(cls, rows: Sequence[Row], engine_seed: int, vocab_size: int) -> "BatchParameters":
@@ -137,7 +137,7 @@ class BatchParameters:
             _filter([params.min_p for params in every], 0.0),
             torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64),
             _processors(rows, vocab_size),
-            [index for index, params in enumerate(every) if _is_penalised(params)],
+            [index for index, params in enumerate(every) if _is_penalized(params)],
         )
 
     def sampling(self) -> SamplingTensors | None:
@@ -171,8 +171,8 @@ class BatchParameters:
         if processors is None:
             return None
         processors = processors._replace(token_ids=token_ids[: len(rows)])
-        if self.penalised:
-            processors = _with_counts(processors, rows, positions, self.penalised)
+        if self.penalized:
+            processors = _with_counts(processors, rows, positions, self.penalized)
         if processors.allowed_token_mask is not None:
             assert processors.slots is not None
             masked = torch.tensor(
@@ -198,7 +198,7 @@ def _signed(seed: int) -> int:
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def _is_penalised(params: Any) -> bool:
+def _is_penalized(params: Any) -> bool:
     return any(getattr(params, name) != off for name, off in _PENALTIES.items())
 
 
@@ -233,7 +233,7 @@ def _processors(rows: Sequence[Row], vocab_size: int) -> LogitsProcessors | None
 
 
 def _with_counts(
-    processors: LogitsProcessors, rows: Sequence[Row], positions: Tensor, penalised: Sequence[int]
+    processors: LogitsProcessors, rows: Sequence[Row], positions: Tensor, penalized: Sequence[int]
 ) -> LogitsProcessors:
     """Add token counts of the rows with a penalty to the logits processors."""
     assert processors.token_ids is not None
@@ -241,7 +241,7 @@ def _with_counts(
     shape = (len(rows), max(lens))
     counted = torch.full(shape, -1, dtype=torch.int32)
     counts = torch.zeros(shape, dtype=torch.int32)
-    for row in penalised:
+    for row in penalized:
         count_tokens(
             processors.token_ids[row, : lens[row]],
             min(rows[row].num_prompt_tokens, lens[row]),
