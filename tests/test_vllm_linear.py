@@ -65,5 +65,6 @@ def test_unsupported_weight_is_reported_as_a_fault(weight: Tensor, what: str) ->
     layer = made(weight, True)
     assert layer.weight.shape == weight.shape
     assert layer.cpu_linear.specops_faults == [
-        f"Module with a weight of {what} (linear takes 2 of bfloat16 or float32 on cpu)"
+        f"Module with a weight of {what} "
+        "(linear requires 2 dimensions of bfloat16 or float32 on cpu)"
     ]

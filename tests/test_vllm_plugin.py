@@ -76,7 +76,7 @@ def config(**changed: Any) -> Any:
         ({"model_config__enable_prompt_embeds": True}, "prompt embeddings"),
         (
             {"speculative_config__rejection_sample_method": "synthetic"},
-            "rejection_sample_method synthetic (SPECOPS_VLLM_VERIFY names ours)",
+            "rejection_sample_method synthetic (use SPECOPS_VLLM_VERIFY instead)",
         ),
     ],
 )
@@ -101,7 +101,7 @@ def test_inexact_communication_of_ranks_is_reported(
 ) -> None:
     communicator = SimpleNamespace(dist_module=method(module)) if module else None
     group = SimpleNamespace(world_size=ranks, device_communicator=communicator)
-    expected = f"tensor_parallel_size {ranks} over gloo (shared memory or 2 ranks are)"
+    expected = f"tensor_parallel_size {ranks} over gloo (use shared memory or at most 2 ranks)"
     assert support.faults_of_ranks(group) == ([] if is_exact else [expected])
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replacements of the Triton kernels of vLLM's second model runner, without vLLM.
+"""Replacements of the Triton kernels of vLLM's V2 model runner, without vLLM.
 
 The state holds four requests in rows 0 to 3; the step has requests 2, 0 and 3, in this order.
 """

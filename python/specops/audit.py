@@ -3,8 +3,8 @@
 
 A row of the engine has the same bits whether it decodes one token or verifies a draft. So an answer
 is audited by generating it again with the answer itself as its draft: a step derives tens of tokens
-in the time of a few. Everything that shapes an answer takes part: sampling parameters, seeds,
-logits processors, grammars, stops.
+in the time of a few. The audit applies everything that shapes an answer: sampling parameters,
+seeds, logits processors, grammars, stops.
 
     record = AuditRecord.of(completion, params)
     (verdict,) = audit(engine, [record])
@@ -70,7 +70,7 @@ def audit(
 
 
 def _step(engine: Engine, running: dict[str, Comparison]) -> None:
-    """Run a step, compare its tokens, and drop the requests on which there is a verdict."""
+    """Run a step, compare its tokens, and drop the requests whose verdict is known."""
     for output in engine.step():
         comparison = running.get(output.request_id)
         if comparison is None:

@@ -158,7 +158,8 @@ class MtpModule:
         self, states: Tensor, tokens: TokenTables, indices: DraftIndices, paged: PagedBatch
     ) -> Tensor:
         """Return the module's own states, from which the LM head computes the logits of drafts."""
-        # A row's input is the normalized embedding of the next token beside the normalized state.
+        # A row's input is the normalized embedding of the next token, concatenated with the
+        # normalized state.
         rows = ModuleRows(indices.row_to_request, indices.positions, indices.source_rows)
         pairs = dense.mtp_input(
             rows, tokens, self.embedding, self.embed_norm, self.state_norm, states, eps=self.eps
@@ -190,7 +191,7 @@ class MinimalEngine:
         num_drafts: drafts per request and step; 0 is plain decoding.
         num_slots: requests that run at once.
         num_pages: pages of keys and values, shared by all slots.
-        max_len: longest prompt and output together.
+        max_len: maximum number of tokens of a prompt and its output together.
         chunk: rows of a prompt that one step computes.
     """
 
@@ -227,7 +228,7 @@ class MinimalEngine:
         self.lens, self.cached, self.max_lens, self.num_proposed = torch.zeros(4, num_slots).int()
         self.token_ids = torch.zeros(num_slots, max_len, dtype=torch.int32)  # prompt and output
         self.drafts = torch.full((num_slots, max(num_drafts, 1)), -1, dtype=torch.int32)
-        self.logprobs = torch.zeros(num_slots, self.drafts.shape[1] + 1)  # of emitted tokens
+        self.logprobs = torch.zeros(num_slots, self.drafts.shape[1] + 1)
         self.temperature, self.seeds = torch.zeros(num_slots), torch.zeros(num_slots).long()
         self.finish_reasons = torch.full((num_slots,), sampling.FinishReason.RUNNING).int()
         eos = self.model.config.get("eos_token_id")
@@ -340,7 +341,7 @@ class MinimalEngine:
         assert self.model.mtp is not None
         slots = torch.where(self.lens > 0, self.slots, -1)  # -1: an idle slot
         batch = (slots, *self.pages, self.lens, limits)
-        states = hidden  # of the model; the module's own from the second pass on
+        states = hidden  # the model's states; from the second pass on, the module's own
         indices = batching.prepare_draft_batch(rows.qo_indptr, kv_lens, *batch, page_size=PAGE_SIZE)
         for step in range(self.num_drafts):
             paged = PagedBatch(indices.qo_indptr, *self.pages, indices.kv_lens)

@@ -4,9 +4,9 @@
 Prompts are random tokens with repetitions, in groups with common beginnings; greedy and seeded
 requests with random filters and penalties run together. Each prompt is decoded alone and plainly,
 and then again with each method, in batches of 1 to 32 in shuffled order, with prefix cache and
-chunked prefill. Exit code 1 if an output differs with specops; with vLLM's own kernels, differing
-greedy outputs are counted. Results are stored in the folder of --keep, so that a campaign can be
-interrupted and resumed.
+chunked prefill. The exit code is 1 if an output differs with specops; with vLLM's own kernels,
+differing greedy outputs are counted. Results are stored in the folder of --keep, so that a campaign
+can be interrupted and resumed.
 """
 
 import argparse
@@ -137,7 +137,7 @@ def campaign(
     more: Mapping[str, Any],
     keep: Path | None = None,
 ) -> list[Difference]:
-    """Decode plainly and alone, by an eager engine and the first runner, then with every method.
+    """Decode plainly and alone, by an eager engine and V1, then with every method.
 
     Args:
         model: folder of the model.
@@ -155,8 +155,8 @@ def campaign(
     prompts = prompts_of(count, rng)
     params = [params_of(index, max_tokens, rng) for index in range(count)]
     if not parts:
-        # vLLM's own sampler fails on a CPU: for seeded requests whose prompt is cut, and for top-k
-        # with drafts.
+        # vLLM's own sampler fails on a CPU: for seeded requests whose prompt is chunked, and for
+        # top-k with drafts.
         params = [one | {"temperature": 0.0, "top_k": 0, "top_p": 1.0} for one in params]
     engine = {"model": model, "enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 32}
     ranks = {"tensor_parallel_size": more.get("tensor_parallel_size", 1)}

@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def environment() -> Iterator[None]:
-    """Set up the environment as the documentation recommends, plus the drafters of this folder."""
+    """Set vLLM's variables for tests, and make the drafters of this folder importable."""
     settings = {
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -60,8 +60,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Give vLLM an empty cache of compiled graphs, and return its folder.
 
-    The descriptions of model classes are those of the usual cache: for each that is missing, vLLM
-    starts a process that imports vLLM.
+    It shares the descriptions of model classes with the usual cache, because vLLM starts a process
+    that imports vLLM for each missing one.
     """
     from vllm import envs
 

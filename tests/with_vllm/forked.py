@@ -28,7 +28,7 @@ def decode(job: Job) -> list[Decoded]:
 
 def _run_forked(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
     log = Path(arguments[0]).with_suffix(".log")
-    with mock.patch.dict(os.environ, environment):  # for the process that is forked
+    with mock.patch.dict(os.environ, environment):  # for the fork server, if this call starts it
         process = _CONTEXT.Process(target=_run, args=(arguments, dict(environment), log))
         process.start()
     process.join()

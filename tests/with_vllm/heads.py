@@ -42,7 +42,7 @@ def _golden(method: str, **more: Any) -> tuple[dict[str, Any], dict[str, Tensor]
 
 
 def _eagle3() -> tuple[dict[str, Any], dict[str, Tensor]]:
-    # Its attention has norms of q and k, as in vLLM's class for Qwen3.
+    # The head's attention has norms of q and k, as in vLLM's class for Qwen3.
     return _golden("eagle3", architectures=["Eagle3Qwen3ForCausalLM"])
 
 

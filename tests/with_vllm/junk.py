@@ -9,7 +9,10 @@ from specops.integrations.vllm.proposers import NgramProposer
 
 
 class JunkProposer(NgramProposer):
-    """Proposer of a random number of drafts: n-gram drafts, often with one wrong token, or junk."""
+    """Proposer of a random number of drafts.
+
+    They are n-gram drafts, often with one random token, or random tokens only.
+    """
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
@@ -23,7 +26,7 @@ class JunkProposer(NgramProposer):
         token_ids_cpu: Any,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Propose drafts as every proposer does; they depend on the number of earlier calls."""
+        """Return the drafts of each row, which also depend on earlier calls."""
         found = super().propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         for row, drafts in enumerate(found):
             most = self.max_drafts(sampled_token_ids[row], int(num_tokens_no_spec[row]))

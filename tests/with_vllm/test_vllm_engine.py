@@ -331,7 +331,7 @@ def test_structured_output_has_the_same_bits_with_drafts_and_in_the_second_runne
     "parts, more, sentence",
     [
         ("norm", {}, "requires Triton or the part sampling, got neither"),
-        (EXACT, {"method": "draft_model"}, "draft_model drafts in vLLM's second model runner"),
+        (EXACT, {"method": "draft_model"}, "draft_model drafts in vLLM's V2 model runner"),
     ],
 )
 def test_second_runner_refuses_what_needs_triton(
@@ -404,7 +404,7 @@ def numbers(bits: str) -> dict[str, float]:
 def test_experts_of_two_ranks_change_no_bit(
     is_apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rank has a part of every expert, or every second expert as a whole."""
+    """Each rank has a part of every expert, or half of the experts as a whole."""
     one, other, *_ = sorted(os.sched_getaffinity(0))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{one}|{other}")
     model = write_random(tmp_path / "model", "qwen3_moe")
@@ -467,7 +467,10 @@ def test_layers_that_compute_themselves_are_refused_by_name(
             "cannot be exact with compilation with custom op -rotary_embedding",
         ),
         ({"logprobs_mode": "raw_logits"}, "cannot be exact with logprobs_mode raw_logits"),
-        ({"dtype": "float16"}, "linear takes 2 of bfloat16 or float32 on cpu); RowParallelLinear"),
+        (
+            {"dtype": "float16"},
+            "linear requires 2 dimensions of bfloat16 or float32 on cpu); RowParallelLinear",
+        ),
         ({"kv_cache_dtype": "fp8"}, "attention with the cache dtype fp8"),
         ({"enable_lora": True}, "LoRA"),
     ],

@@ -75,7 +75,7 @@ def test_activation_is_row_identical_and_close_to_vllm(dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("is_neox", [True, False])
 def test_rotary_embedding_of_vllm_is_row_identical(dtype: torch.dtype, is_neox: bool) -> None:
-    """So SPECOPS_VLLM does not replace it."""
+    """Therefore SPECOPS_VLLM does not replace vLLM's rotary embedding."""
     from vllm.model_executor.layers.rotary_embedding import get_rope
 
     rope = get_rope(64, 4096, is_neox, {"rope_theta": 1e4, "rope_type": "default"}, dtype=dtype)
@@ -144,7 +144,7 @@ def test_routing_is_row_identical_and_agrees_with_vllm(more: dict[str, Any]) -> 
 
 
 def test_routing_without_groups_applies_the_bias() -> None:
-    """On a CPU vLLM's own router ignores it."""
+    """On a CPU, vLLM's own router ignores this bias."""
     from specops.integrations.vllm.experts import SpecopsRouter
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
@@ -266,7 +266,7 @@ def test_attention_reports_all_unsupported_options() -> None:
         "kv_cache_dtype": "fp8",
     }
     assert SpecopsAttentionImpl(**(good | wrong)).specops_faults == [
-        "attention with heads of 80 (it takes [64, 96, 128, 256])",
+        "attention with heads of 80 (supported: [64, 96, 128, 256])",
         "attention with ALiBi slopes",
         "attention with a soft cap of 30.0",
         "attention with sinks",

@@ -13,7 +13,7 @@ VOCAB, LENGTH = 60, 12
 
 
 def runner(texts: list[list[int]], every: list[Any], mode: str, num_logprobs: int | None) -> Any:
-    """Return a runner between two steps. Its requests have these texts after two prompt tokens."""
+    """Return a runner between two steps. The first two tokens of each text are the prompt."""
     token_ids = torch.zeros(len(texts), LENGTH, dtype=torch.int32)
     for row, text in enumerate(texts):
         token_ids[row, : len(text)] = torch.tensor(text, dtype=torch.int32)
@@ -212,7 +212,7 @@ def test_batch_is_read_again_when_it_changes() -> None:
 
 
 class SecondRunner:
-    """Stand-in for vLLM's second model runner: the state has the requests in reverse order."""
+    """Stand-in for vLLM's V2 model runner: the state has the requests in reverse order."""
 
     def __init__(self, texts: list[list[int]], every: list[Any], num_logprobs: int) -> None:
         from specops.integrations.vllm.v2_sampler import SpecopsSampler

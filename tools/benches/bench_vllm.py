@@ -2,7 +2,7 @@
 """vLLM on this CPU with its own kernels and with specops', our engine, and changed texts.
 
 20 prompts, 64 greedy tokens, one at a time and eight at once: plain, n-gram and suffix drafts,
-eager and compiled; and n-gram and suffix drafts for edits in vLLM's second model runner, which
+eager and compiled; and n-gram and suffix drafts for edits in vLLM's V2 model runner, which
 without specops does not run here. Every vLLM runs in a separate process, in the environment of
 `make -C tools test-vllm`. Texts are compared with plain decoding of each prompt alone by the same
 kernels.
@@ -201,7 +201,7 @@ def _figures_of_second_runner(bench: Bench, runs: Runs, common: Mapping[str, Any
         bench.add(
             Figure(
                 f"vllm.v2.suffix.b{batch}",
-                f"vLLM's second runner with specops, eager, edits, batch {batch}: suffix drafts "
+                f"vLLM's V2 runner with specops, eager, edits, batch {batch}: suffix drafts "
                 "times as fast as n-gram drafts",
                 suffix,
                 "tok/s",

@@ -261,7 +261,7 @@ class AuditVerdict:
         """Return the verdict as a sentence.
 
         Args:
-            text_of: how a token id is shown.
+            text_of: function that returns the text of a token id.
         """
         note = "" if self.same_contract is not False else " (under another contract)"
         if self.what is None:
@@ -278,14 +278,14 @@ class AuditVerdict:
 
 
 class Comparison:
-    """Comparison of a record with an answer that an engine derives, as it comes in.
+    """Comparison of a record with an answer that an engine derives, token by token.
 
     Args:
         record: the record.
-        contract: digest of the engine's execution contract; None does not compare it.
+        contract: digest of the engine's execution contract; None: contracts are not compared.
 
     Attributes:
-        verdict: the verdict once it is known, else None. The request can then be aborted.
+        verdict: the verdict; None until it is known. Once it is known, the request can be aborted.
     """
 
     def __init__(self, record: AuditRecord, contract: str | None = None) -> None:

@@ -75,7 +75,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
         "--logprobs-mode",
         type=str.lower,
         choices=("raw_logprobs", "processed_logprobs"),
-        help="as the answers were computed (default: raw_logprobs)",
+        help="logprobs mode in which the answers were computed (default: raw_logprobs)",
     )
     add("--quiet", action="store_true", help="print only answers that differ, and the count")
     add("--json", metavar="FILE", help="also write the verdicts to this file")

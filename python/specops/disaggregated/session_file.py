@@ -66,7 +66,7 @@ class Part(Struct, frozen=True):
 
     Attributes:
         header: description of the pages, with the text.
-        num_bytes: their bytes in the file.
+        num_bytes: bytes of the pages in the file.
         checksums: CRC-32 of each MiB of these bytes.
     """
 
@@ -162,7 +162,8 @@ def read(path: Path, contract: dict[str, Any]) -> Session:
     Raises:
         FileNotFoundError: the file does not exist.
         OSError: the file cannot be read.
-        SessionError: the file is damaged, is no session, or is from an engine with other bits.
+        SessionError: the file is damaged, is no session, or is from an engine with another
+            execution contract.
     """
     with open(path, "rb") as file:
         left = os.fstat(file.fileno()).st_size - _PREFIX.size
@@ -266,11 +267,11 @@ class SessionDirectory:
                 f"session_bytes must be at least {num_bytes}, the bytes of its file, got "
                 f"{self._max_bytes}"
             )
-        self._make_room(num_bytes, path)
+        self._make_space(num_bytes, path)
         write(path, pieces)
 
-    def _make_room(self, num_bytes: int, path: Path) -> None:
-        """Remove files until `num_bytes` are free for a new version of one of them."""
+    def _make_space(self, num_bytes: int, path: Path) -> None:
+        """Remove the least recently used files until `path` with `num_bytes` new bytes fits."""
         files: list[tuple[int, int, Path]] = []
         for file in self._path.glob(f"*{SUFFIX}"):
             with contextlib.suppress(FileNotFoundError):

@@ -43,7 +43,7 @@ from specops.service.wire import SessionSettings
 logger = logging.getLogger(__name__)
 
 _READING_THREADS = 4  # each holds a file in memory; a single client may use half of them
-_PIECE_BYTES = 4 << 20  # bytes of pages that the loop copies between two steps
+_PIECE_BYTES = 4 << 20  # bytes of pages after which the loop stops copying between two steps
 _MAX_COPIES = 64  # conversations that wait to be copied
 _MAX_UNWRITTEN_BYTES = 1 << 30  # copied bytes that may wait to be written
 _MAX_REASON_LENGTH = 300  # maximum characters of a reason in a log line
@@ -229,7 +229,11 @@ class SessionInbox:
             _log_unsaved(path, error)
 
     def _have_written(self, path: Path, session: UnsavedSession) -> None:
-        """Hand a session to the writing thread, unless that is too far behind."""
+        """Queue a session for the writing thread.
+
+        Raises:
+            SessionError: too many bytes wait to be written.
+        """
         num_bytes = session.num_bytes
         with self._lock:
             if self._num_unwritten and self._num_unwritten + num_bytes > _MAX_UNWRITTEN_BYTES:

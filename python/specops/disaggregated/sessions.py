@@ -52,7 +52,7 @@ class _Known:
 
 
 class Sessions:
-    """Sessions of one engine. Only the thread that owns the engine may use it, except for `read`.
+    """Sessions of one engine. Only the thread that owns the engine may call its methods.
 
     Args:
         engine: an engine with prefix caching and one rank.
@@ -200,7 +200,7 @@ class Sessions:
             path: file of the session.
             prompt, answer: token ids of the conversation.
             params, speculative_config: as in `save`.
-            most: size of a piece, as in `PromptPages.copy`.
+            most: bytes after which a piece ends, as in `PromptPages.copy`.
 
         Raises:
             ValueError: no request could have these arguments.
@@ -215,7 +215,7 @@ class Sessions:
         parts = [(header, pieces)]
         if header.states:
             # States are only at the ends of the prompt and of the text. Some chat templates leave
-            # reasoning out of the next prompt, which then has only the former in common.
+            # reasoning out of the next prompt, which then shares only this prompt, not the answer.
             shorter, pieces = copied(prompt)
             if 0 < shorter.num_pages < header.num_pages:
                 parts.insert(0, (shorter, pieces))

@@ -48,7 +48,7 @@ def require_auditable(accepted: Accepted | None) -> None:
     """Check that the answer to a request does not depend on its drafts.
 
     Raises:
-        ApiError: it does.
+        ApiError: the answer depends on its drafts.
     """
     assert accepted is not None, "the engine has accepted the request"
     strategy, policy = accepted.verify_strategy, accepted.accept_policy
@@ -93,7 +93,7 @@ def _check(record: AuditRecord, model: Capabilities) -> None:
     """Check that a record can be an answer of the model.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: the record cannot be an answer of the model.
     """
     digest = digest_with_adapter(model.contract["digest"], record.adapter)
     if record.contract not in (None, digest):

@@ -35,9 +35,9 @@ _CONFIG, _WEIGHTS, _PICKLE = (
     "adapter_model.safetensors",
     "adapter_model.bin",
 )
-_PREFIX = "base_model.model."  # of all tensor names of PEFT
+_PREFIX = "base_model.model."  # prefix of all tensor names of PEFT
 _TENSOR = re.compile(r"(.+)\.lora_([AB])\.weight")
-_OF_LAYER = re.compile(r".*\blayers\.\d+\.")  # of a module's name, before its name in the layer
+_OF_LAYER = re.compile(r".*\blayers\.\d+\.")  # prefix of names, up to the name in a layer
 _PATTERN = re.compile(r"\^?[\w.]+")  # a pattern that is a module name or its end
 # Fields that are read, and fields that change no result once an adapter is trained.
 _READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}

@@ -7,8 +7,8 @@ For a row x with an adapter (A, B, scale) on a projection whose result is y:
     y   = y + scale * B low  float32, each operation rounded; then y is rounded to its dtype
 
 Adapters of one layout form a bank, and both products are `moe.moe_linear`: the adapters of a bank
-are to a row what experts are. Rows of `moe_linear` do not depend on one another. So a row has the
-same bits whatever the adapters of the other rows of its step are. Rows without an adapter are not
+take the place of experts. Rows of `moe_linear` do not depend on one another. So a row has the same
+bits whatever the adapters of the other rows of its step are. Rows without an adapter are not
 touched: adding zero would change the sign of a negative zero.
 """
 
@@ -38,11 +38,11 @@ class AdapterSite:
         parts: names of the modules, such as q_proj, k_proj and v_proj.
         outputs: outputs of each module, on all ranks.
         inputs: inputs of all modules, on all ranks.
-        order: int32, the output of the shard's concatenated modules that each output of the
-            projection is; None: the modules follow one another.
+        order: int32. For each output of the projection, its index among the outputs of the
+            shard's concatenated modules; None: the modules follow one another.
         shard: the outputs and inputs that the packed weight has.
-        is_transposed: whether the packed weight is transposed, so that it has inputs for the
-            outputs of the only part, and outputs for its inputs.
+        is_transposed: whether the packed weight is transposed: its inputs are outputs of the only
+            module in `parts`, and its outputs are that module's inputs.
     """
 
     prefix: str
@@ -81,7 +81,7 @@ class LowRankPart:
         ranks: range of the first product that belongs to this part.
         columns: range of the projection's outputs.
         scales: float32 [adapters], factors on the product.
-        is_scaled: whether one of them is not 1.
+        is_scaled: whether a scale differs from 1.
     """
 
     b: PackedWeight
@@ -107,7 +107,7 @@ class LowRankProduct:
 
     @property
     def layout(self) -> object:
-        """Everything in which the adapters of a bank must be alike."""
+        """Sizes, dtype and ranges that all adapters of a bank share."""
         parts = [(one.b.num_outputs, str(one.ranks), str(one.columns)) for one in self.parts]
         return self.a.num_outputs, self.a.num_inputs, self.dtype, parts
 
@@ -120,7 +120,7 @@ class LowRankProduct:
             ranks = low[:, part.ranks]
             delta = moe.moe_linear(ranks, part.b, group.indptr, out_dtype=torch.float32)
             if part.is_scaled:
-                # Apart from the sum: whether a fused multiply-add is used may depend on the row.
+                # Multiply first: a fused multiply-add might be used for some rows only.
                 delta *= part.scales[group.members, None]
             columns = changed[:, part.columns]
             columns += delta  # computed in float32
@@ -142,7 +142,7 @@ class AdapterBank:
 
     @property
     def layout(self) -> object:
-        """Everything in which the adapters of a bank must be alike."""
+        """Layouts of the products by site, which all adapters of a bank share."""
         return {site: product.layout for site, product in self.products.items()}
 
 

@@ -205,7 +205,7 @@ class SpecopsAttentionImpl(AttentionImpl):  # type: ignore[misc]
         sinks: Tensor | None = None,
     ) -> None:
         unsupported = {
-            f"heads of {head_size} (it takes {HEAD_DIMS})": head_size not in HEAD_DIMS,
+            f"heads of {head_size} (supported: {HEAD_DIMS})": head_size not in HEAD_DIMS,
             "ALiBi slopes": alibi_slopes is not None,
             f"a soft cap of {logits_soft_cap}": bool(logits_soft_cap),
             "sinks": sinks is not None,

@@ -10,7 +10,7 @@ from typing import Any
 
 from specops.integrations.vllm.settings import PARTS
 
-_DYNAMO_TRACE_ONCE = 2  # vLLM's only compilation mode on a CPU
+_DYNAMO_TRACE_ONCE = 2  # vLLM's usual compilation mode on a CPU
 _INDUCTOR = "inductor"
 _ALL, _NONE = "all", "none"
 _PASS = "post_grad_custom_post_pass"
@@ -44,7 +44,8 @@ def prepare(config: Any, parts: Collection[str]) -> None:
         config: vLLM's configuration. If it compiles at all, its custom_ops and compiler passes are
             changed. additional_config records this, so that vLLM does not reuse compiled graphs
             on disk that were made without these passes.
-        parts: parts of SPECOPS_VLLM. With all of them, a graph that computes is refused.
+        parts: parts of SPECOPS_VLLM. With all of them, a graph is refused if anything but kernels
+            of specops and vLLM computes.
     """
     if not is_on(config):
         return

@@ -79,7 +79,12 @@ class Difference:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare, print, return the exit code: 1 if an exact run differs, 2 for an invalid option."""
+    """Compare, print the results, and return the exit code.
+
+    Returns:
+        1 if a run that must be exact differs or --bisect finds a part that changes bits, 2 for an
+        invalid option or a failed engine, else 0.
+    """
     args = _parser().parse_args(arguments)
     try:
         differences = _bisect(args) if args.bisect else _compare_all(args)

@@ -30,7 +30,7 @@ class SpecopsRouter(CPURouter):  # type: ignore[misc]
     """
 
     def __init__(self, router: CPURouter) -> None:
-        """Take over the settings of vLLM's router."""
+        """Copy the settings of vLLM's router."""
         super().__init__(router.top_k, router.global_num_experts)
         self.__dict__.update(vars(router))
         self.specops_faults = list(self._faults())
@@ -102,7 +102,7 @@ class SpecopsExperts(UnquantizedFusedMoEMethod):  # type: ignore[misc]
             self.specops_faults.append("experts with data or sequence parallelism")
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Pack the experts' weights, and free what was read."""
+        """Pack the experts' weights, and free the unpacked ones."""
         if layer.apply_router_weight_on_input:
             self.specops_faults.append("experts whose input is weighted")
         if self.specops_faults:
@@ -122,7 +122,7 @@ class SpecopsExperts(UnquantizedFusedMoEMethod):  # type: ignore[misc]
         shared_experts: Any,
         shared_experts_input: Tensor | None,
     ) -> Tensor:
-        """Return the weighted sums of the outputs of each row's experts, in float32 until the end.
+        """Return the weighted sum of each row's expert outputs, accumulated in float32.
 
         The experts of other ranks are left out. vLLM's runner adds the shared experts.
         """
@@ -144,7 +144,7 @@ def _stacked(weight: Tensor, activation: str | None) -> dense.PackedWeight:
 
 
 def use_routers(model: nn.Module) -> None:
-    """Replace the routers of a loaded model whose experts specops computes."""
+    """Replace vLLM's CPU routers in a loaded model by `SpecopsRouter`."""
     for module in model.modules():
         if isinstance(module, MoERunner) and type(module.router) is CPURouter:
             module.router = SpecopsRouter(module.router)

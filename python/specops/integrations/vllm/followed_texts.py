@@ -26,8 +26,8 @@ class Step:
     Attributes:
         numbers: number of each row's request; None for a row without new tokens.
         started: rows with a new request, whose whole text the drafter must learn.
-        forgotten: numbers of requests without a row for a long time. They have finished; a request
-            that returns gets a new number.
+        forgotten: numbers of requests without a row for a long time, which have probably
+            finished; a request that returns gets a new number.
     """
 
     numbers: list[int | None]

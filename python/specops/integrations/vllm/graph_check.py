@@ -18,7 +18,10 @@ _ARITHMETIC_OF_SIZES = frozenset({operator.getitem, torch.sym_sum})
 
 
 class GraphCheck(CustomGraphPass):
-    """Inductor pass that changes nothing, but refuses a graph in which another node computes."""
+    """Inductor pass that refuses a graph if anything but kernels of specops and vLLM computes.
+
+    It changes no graph.
+    """
 
     def __call__(self, graph: Graph) -> None:
         """Check every call of a graph.

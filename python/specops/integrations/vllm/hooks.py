@@ -17,7 +17,7 @@ from specops.integrations.vllm.v2_kernels import kernels
 
 # Version that the tests run; releases of this series are accepted, if their hooks match.
 TESTED = "0.32.0"
-# Part of the hooks that vLLM's second model runner needs.
+# Part of the hooks that vLLM's V2 model runner needs.
 SECOND_RUNNER = "v2"
 
 
@@ -438,7 +438,7 @@ HOOKS = (
 
 
 class HookError(RuntimeError):
-    """The installed vLLM differs from the version that the plug-in was written for."""
+    """Error: the installed vLLM differs from the version that the plug-in was written for."""
 
 
 def of_parts(parts: Collection[str]) -> list[Hook]:

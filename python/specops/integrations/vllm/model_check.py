@@ -30,7 +30,7 @@ def check_model(runner: Any, parts: Collection[str]) -> None:
     """Refuse a loaded model that cannot be exact.
 
     Args:
-        runner: vLLM's first or second model runner.
+        runner: vLLM's V1 or V2 model runner.
         parts: parts of SPECOPS_VLLM. Unless all are enabled, inexact layers are only a warning.
 
     Raises:

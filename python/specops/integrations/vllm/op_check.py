@@ -115,12 +115,12 @@ def look_at(runner: Any, check: OpCheck) -> None:
     """Run a loaded model eagerly on a few tokens, including the logits, under a check.
 
     Args:
-        runner: vLLM's first or second model runner; its model has no KV cache yet.
+        runner: vLLM's V1 or V2 model runner; its model has no KV cache yet.
         check: the check that is active while the model computes.
     """
     model = runner.get_model()
     with _looked_at(model, check):
-        # Only the second model runner, which has `req_states`, must be told to skip attention.
+        # Only the V2 model runner, which has `req_states`, must be told to skip attention.
         more = {"skip_attn": True} if hasattr(runner, "req_states") else {}
         _, hidden = runner._dummy_run(min(_TOKENS, runner.max_num_tokens), is_profile=True, **more)
     with torch.inference_mode(), check:

@@ -29,7 +29,8 @@ class PackedLinear:
         if weight.dim() != 2 or weight.dtype not in DTYPES or weight.is_meta:
             self.specops_faults.append(
                 f"{type(layer).__name__} with a weight of {weight.dim()} dimensions of "
-                f"{weight.dtype} on {weight.device} (linear takes 2 of bfloat16 or float32 on cpu)"
+                f"{weight.dtype} on {weight.device} "
+                "(linear requires 2 dimensions of bfloat16 or float32 on cpu)"
             )
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -57,7 +58,7 @@ class PackedLinear:
         return self._packed
 
     def pack_again(self) -> None:
-        """Pack the layer's weight again, if the layer still has it, since it may have changed."""
+        """Pack the layer's weight again after a reload, unless the layer's weight was freed."""
         if self._packed is not None and self._layer.weight.numel() > 0:
             self.pack()
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's CPU platform with the worker and the request checks of specops.
 
-vLLM imports this module while it is itself being imported, so that imports of vLLM's other modules
-are in functions.
+vLLM imports this module while vLLM itself is being imported, so functions import vLLM's other
+modules.
 """
 
 from typing import Any

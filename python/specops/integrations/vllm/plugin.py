@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's entry points into specops, which enable the parts that SPECOPS_VLLM names.
 
-vLLM calls `platform` in each of its processes to find out where it computes, and `register` once,
-before it creates a model. It ignores a plug-in that cannot be imported, so this module imports
-nothing that could be missing.
+In each of its processes, vLLM calls `platform` to choose its platform, and `register` before it
+creates a model. It ignores a plug-in that cannot be imported, so this module imports nothing that
+could be missing.
 """
 
 import logging
@@ -49,11 +49,13 @@ def platform() -> str | None:
 def register() -> None:
     """Enable the parts of SPECOPS_VLLM; without it, do nothing.
 
-    If vLLM does not compute on a CPU, nothing is enabled and a warning is logged.
+    If vLLM does not compute on a CPU and not all parts are requested, nothing is enabled and a
+    warning is logged.
 
     Raises:
         ValueError: SPECOPS_VLLM or SPECOPS_VLLM_VERIFY has an unknown word.
-        NotExactError: all parts are requested, but vLLM does not compute on a CPU.
+        NotExactError: all parts are requested, but vLLM does not compute on a CPU; or vLLM did not
+            load the platform plug-in.
         HookError: vLLM differs from the version the plug-in supports. Nothing has been changed.
     """
     global _registered
@@ -96,7 +98,7 @@ def register() -> None:
 
 
 def _allow_second_runner() -> None:
-    """Accept vLLM's second model runner without Triton and with drafts of a custom class."""
+    """Accept vLLM's V2 model runner without Triton and with drafts of a custom class."""
     from vllm.config import VllmConfig
 
     added = [f"speculative method '{method}'" for method in (CUSTOM_CLASS, "suffix")]

@@ -4,8 +4,8 @@
     vllm serve DIR --speculative-config '{"method": "custom_class",
         "model": "specops.integrations.vllm.SuffixProposer", "num_speculative_tokens": 8}'
 
-vLLM verifies the drafts, so with exact kernels no drafter here can change a token. The drafters
-need neither a compiled vLLM nor the rest of the plug-in, except `PredictedOutputs`.
+vLLM verifies the drafts, so with exact kernels no drafter here can change a token. This module does
+not import vLLM. Only `PredictedOutputs` needs the rest of the plug-in.
 """
 
 import atexit

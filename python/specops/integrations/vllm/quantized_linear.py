@@ -2,8 +2,8 @@
 """vLLM's linear layers with 4-bit and 8-bit integer weights, by `specops.dense.linear`.
 
 vLLM reads checkpoints of GPTQ, AWQ and compressed-tensors and asks the first registered kernel that
-can implement a layer to multiply. A row is rounded to integers of 16 bits per 128 inputs, also for
-checkpoints that ask for activations of 8 bits.
+can implement a layer to multiply. A row is rounded to 16-bit integers in groups of 128 inputs, even
+if a checkpoint asks for 8-bit activations.
 
 This module imports vLLM, so only the plug-in imports it, in a process of vLLM.
 """
@@ -64,7 +64,7 @@ class SpecopsWna16Kernel(vllm_linear.MPLinearKernel):  # type: ignore[misc]
         return True, None
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Pack the layer's weight, and free what was read."""
+        """Pack the layer's weight, and free the unpacked tensors."""
         bits = _BITS[self.config.weight_type]
         words, scales, zeros = self._get_weight_params(layer)
         permute_param_layout_(words, input_dim=0, output_dim=1, packed_dim=0)
@@ -106,7 +106,7 @@ class SpecopsInt8Kernel(vllm_linear.Int8ScaledMMLinearKernel):  # type: ignore[m
         return True, None
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Pack the layer's weight, and free what was read."""
+        """Pack the layer's weight, and free the unpacked tensors."""
         weight, scales, *_ = self._get_layer_params(layer)
         if not self.config.is_channelwise:
             scales = convert_to_channelwise(scales, layer.logical_widths)

@@ -42,7 +42,7 @@ _KNOWN = frozenset(f"{_OF_THE_OPS} {_OF_VLLM}".split())
 def seed_of(request_id: str, params: Any, engine_seed: int) -> int:
     """Return the seed of a request: its own, or one derived from its id and the engine's seed.
 
-    The id counts as it was before vLLM appended random characters to it. The seed is the same on
+    The random characters that vLLM appends to the id are ignored. The seed is the same on
     every rank of a distributed engine, and differs between requests.
     """
     if params.seed is not None:

@@ -92,7 +92,7 @@ def sample_step(self: Any, logits: Tensor | None, spec_decode_metadata: Any) -> 
         rows.append(Row(request_id, state.num_prompt_tokens, state.sampling_params))
     step_requests.note(rows)
     parameters = parameters_of(self, rows, self.model_config.seed or 0, logits.shape[-1])
-    # Remove the requests' generators: they are unused, and vLLM's resetting them fails on a CPU.
+    # Remove the requests' generators: they are unused, and vLLM fails on a CPU when it resets them.
     input_batch.generators.clear()
     count = len(rows)
     positions = input_batch.num_tokens_no_spec_cpu_tensor[:count].to(torch.int32, copy=True)

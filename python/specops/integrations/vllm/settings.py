@@ -11,10 +11,10 @@ VERIFY_VARIABLE = "SPECOPS_VLLM_VERIFY"
 # row-identical.
 PARTS = ("norm", "linear", "attention", "activation", "sampling")
 EXACT = "exact"
-# Verification strategies. Only with the first one, drafts do not change seeded texts.
+# Verification strategies. Only the first one keeps seeded texts independent of the drafts.
 TARGET_MATCH = "target_match"
 STRATEGIES = (TARGET_MATCH, "rejection", "block")
-# vLLM's method whose drafter is a class of the user's, or of the plug-in.
+# vLLM's method for drafter classes of users and of the plug-in.
 CUSTOM_CLASS = "custom_class"
 
 

@@ -65,7 +65,7 @@ def faults_of_config(config: Any, parts: Collection[str]) -> list[str]:
         speculative = config.speculative_config
         if speculative is not None and speculative.rejection_sample_method != "standard":
             method = speculative.rejection_sample_method
-            faults.append(f"rejection_sample_method {method} ({VERIFY_VARIABLE} names ours)")
+            faults.append(f"rejection_sample_method {method} (use {VERIFY_VARIABLE} instead)")
     return faults
 
 
@@ -81,7 +81,8 @@ def faults_of_ranks(group: Any) -> list[str]:
     kind = type(getattr(group.device_communicator, "dist_module", None)).__name__
     if group.world_size <= 2 or kind == _SHARED_MEMORY:
         return []
-    return [f"tensor_parallel_size {group.world_size} over gloo (shared memory or 2 ranks are)"]
+    ranks = f"tensor_parallel_size {group.world_size} over gloo"
+    return [f"{ranks} (use shared memory or at most 2 ranks)"]
 
 
 def faults_of_ops(model: Any) -> list[str]:

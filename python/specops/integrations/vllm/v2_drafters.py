@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proposers of vLLM's first model runner as a speculator of the second one, which has none.
+"""Proposers of vLLM's V1 model runner as a speculator of V2, which has no interface for them.
 
 This module imports vLLM, so only the worker imports it, in a process of vLLM.
 """
@@ -14,9 +14,9 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 
 class ProposerSpeculator(BaseSpeculator):  # type: ignore[misc]
-    """Speculator that asks a proposer of vLLM's first model runner for drafts.
+    """Speculator that asks a proposer of vLLM's V1 model runner for drafts.
 
-    The proposer sees what the first model runner would pass: the rows of the batch with their new
+    The proposer sees what V1 would pass: the rows of the batch with their new
     tokens, lengths and texts. Each request has as many drafts as the proposer returns; the
     speculator is the runner's `draft_tokens_handler` as well, and reports them to the scheduler,
     which checks them against a grammar.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels of vLLM's second model runner, in torch and numpy.
+"""The Triton kernels of vLLM's V2 model runner, in torch and numpy.
 
-vLLM's second model runner prepares every step by Triton kernels, and Triton has no CPU driver. The
+vLLM's V2 model runner prepares every step by Triton kernels, and Triton has no CPU driver. The
 plug-in registers these functions in their place (`vllm.triton_utils.dispatcher.register_kernels`).
 Each function has the parameters of its kernel; a grid is not passed, so sizes come from tensors.
 The kernels of vLLM's sampler and rejection sampler are not needed: `v2_sampler` replaces both.
@@ -62,7 +62,10 @@ def prepare_prefill_inputs(
     BLOCK_SIZE: int,
     LOOKAHEAD_BLOCK: int,
 ) -> None:
-    """Copy each request's scheduled prompt tokens to the step's input."""
+    """Copy each request's scheduled prompt tokens to the step's input.
+
+    The prompt tokens after them go to `next_prefill_tokens_ptr`, padded with 0.
+    """
     starts = query_start_loc_ptr.tolist()
     for row, index in enumerate(idx_mapping_ptr.tolist()):
         done, end = int(num_computed_tokens_ptr[index]), int(prefill_lens_ptr[index])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's second model runner on a CPU: kernels without Triton, specops' sampler and drafters.
+"""vLLM's V2 model runner on a CPU: kernels without Triton, specops' sampler and drafters.
 
 This module imports vLLM, so only the worker imports it, in a process of vLLM.
 """
@@ -19,7 +19,7 @@ from specops.integrations.vllm.support import NotExactError
 from specops.integrations.vllm.v2_drafters import ProposerSpeculator
 from specops.integrations.vllm.v2_sampler import SpecopsSampler
 
-# Proposers of vLLM's first model runner that take the place of vLLM's own drafters, by method.
+# Proposers of vLLM's V1 model runner that take the place of vLLM's own drafters, by method.
 _PROPOSERS = {
     "ngram": "specops.integrations.vllm.NgramProposer",
     "suffix": "specops.integrations.vllm.SuffixProposer",
@@ -46,7 +46,7 @@ def prepare() -> None:
             return ProposerSpeculator(name, vllm_config, req_states)
         if not HAS_TRITON:
             raise NotExactError(
-                f"specops: {config.method} drafts in vLLM's second model runner require Triton; "
+                f"specops: {config.method} drafts in vLLM's V2 model runner require Triton; "
                 "set VLLM_USE_V2_MODEL_RUNNER=0"
             )
         return init_speculator(vllm_config, device, req_states)
@@ -55,21 +55,22 @@ def prepare() -> None:
 
 
 def install(runner: Any, parts: Collection[str]) -> None:
-    """Give a runner whose model is loaded the sampler of specops.
+    """Install specops' sampler in a runner whose model is loaded.
 
     Args:
-        runner: vLLM's second model runner.
+        runner: vLLM's V2 model runner.
         parts: parts of SPECOPS_VLLM.
 
     Raises:
-        NotExactError: the runner divides sampling among ranks, or nothing can sample.
+        NotExactError: the runner shards sampling over ranks, or neither Triton nor the part
+            sampling is available.
     """
     if isinstance(runner.speculator, ProposerSpeculator):
         runner.draft_tokens_handler = runner.speculator
     if "sampling" not in parts:
         if not HAS_TRITON:
             raise NotExactError(
-                "specops: vLLM's second model runner requires Triton or the part sampling, got "
+                "specops: vLLM's V2 model runner requires Triton or the part sampling, got "
                 f"neither; add it to {VARIABLE}"
             )
         return

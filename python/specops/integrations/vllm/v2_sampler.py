@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampler and rejection sampler of vLLM's second model runner, by `specops.sampling`.
+"""Sampler and rejection sampler of vLLM's V2 model runner, by `specops.sampling`.
 
 This module imports vLLM, so only the worker imports it, in a process of vLLM.
 """
@@ -23,10 +23,10 @@ _DUMMY = SamplingParams(temperature=0.0)  # request of a dummy step
 class SpecopsSampler:
     """Sampler of a runner, with and without drafts.
 
-    vLLM's own sampler stays behind it for the temperatures and seeds that vLLM's drafters read.
+    It wraps vLLM's own sampler, which keeps the temperatures and seeds that vLLM's drafters read.
 
     Args:
-        runner: vLLM's second model runner, whose sampler has been created.
+        runner: vLLM's V2 model runner, whose sampler has been created.
     """
 
     def __init__(self, runner: Any) -> None:

@@ -17,7 +17,7 @@ class SpecopsWorker(CPUWorker):  # type: ignore[misc]
     """CPU worker of a process in which the plug-in is enabled."""
 
     def init_device(self) -> None:
-        """Create the model runner; prepare vLLM's second one to run without Triton."""
+        """Create the model runner; prepare V2 to run without Triton."""
         if self.use_v2_model_runner:
             from specops.integrations.vllm import v2_runner
 
